@@ -1,0 +1,136 @@
+"""Everything that one step needs, as one flat int32 buffer with named views.
+
+The scheduler's counts become arrays here, on the host; the buffer then crosses to the device in a single copy, where
+the same views are taken of it again. Nothing behind this point knows of sequences.
+"""
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm.engine.scheduler import ScheduledSequence, ScheduledStep
+
+
+GREEDY_BELOW = 1e-5  # a temperature that float32 logits could not be divided by
+
+
+class BatchShape(NamedTuple):
+    """What fixes the layout of a Batch."""
+
+    is_prefill: bool
+    num_tokens: int  # T
+    num_seqs: int  # B
+    num_samples: int  # S: rows that get a token; in a decode step T = B = S
+    table_width: int  # W: blocks of the longest sequence
+    max_seqlen_q: int
+
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the views, in the order in which they lie in the buffer."""
+        T, B, S, W = self.num_tokens, self.num_seqs, self.num_samples, self.table_width
+        shapes = {
+            "req_indices": (S,),  # where the sampled ids are kept on the device, and read by the next step
+            "temperature_bits": (S,),  # float32
+            "seeds": (S, 2),  # low and high word of the request's 64 bits
+            "positions": (T,),
+            "slot_mapping": (T,),  # where a token's key and value go in the cache; -1: nowhere
+            "context_lens": (B,),  # tokens to attend to, this step's included
+            "block_tables": (B, W),
+        }
+        if self.is_prefill:  # a decode step's ids are on the device already, one for each sequence
+            shapes |= {"input_ids": (T,), "cu_seqlens_q": (B + 1,), "sample_rows": (S,)}
+        return shapes
+
+    @property
+    def size(self) -> int:
+        return sum(prod(shape) for shape in self.fields().values())
+
+
+class Batch:
+    """The views of one step's buffer: numpy on the host, torch on the device.
+
+    `input_ids`, `cu_seqlens_q` and `sample_rows` (the token rows that are sampled) exist in prefill steps only.
+    """
+
+    def __init__(self, shape: BatchShape, buffer):
+        self.shape = shape
+        self.buffer = buffer[: shape.size]
+        offset = 0
+        for name, dims in shape.fields().items():
+            setattr(self, name, buffer[offset : offset + prod(dims)].reshape(dims))
+            offset += prod(dims)
+
+    @property
+    def temperatures(self):
+        return self.temperature_bits.view(np.float32 if isinstance(self.buffer, np.ndarray) else torch.float32)
+
+    def to(self, device_buffer: torch.Tensor) -> "Batch":
+        """This batch on the device, in `device_buffer`; on CUDA the copy is asynchronous if our memory is pinned."""
+        batch = Batch(self.shape, device_buffer)
+        batch.buffer.copy_(torch.from_numpy(self.buffer), non_blocking=True)
+        return batch
+
+
+def prepare_prefill(step: ScheduledStep, buffer: np.ndarray, block_size: int) -> Batch:
+    rows = step.rows
+    shape = BatchShape(
+        is_prefill=True,
+        num_tokens=step.num_tokens,
+        num_seqs=len(rows),
+        num_samples=len(step.sampled),
+        table_width=max(len(row.seq.block_table) for row in rows),
+        max_seqlen_q=max(row.end - row.start for row in rows),
+    )
+    batch = Batch(shape, buffer)
+    batch.cu_seqlens_q[0] = 0
+    _fill_rows(batch, rows)
+    for i, (seq, start, end) in enumerate(rows):
+        first = batch.cu_seqlens_q[i]
+        last = first + end - start
+        positions = np.arange(start, end)
+        batch.input_ids[first:last] = seq.token_ids[start:end]
+        batch.positions[first:last] = positions
+        batch.slot_mapping[first:last] = batch.block_tables[i, positions // block_size] * block_size + positions % block_size
+        batch.cu_seqlens_q[i + 1] = last
+    # only the last row may stop short of its sequence's end
+    batch.sample_rows[:] = batch.cu_seqlens_q[1 : len(step.sampled) + 1] - 1
+    _fill_sampling(batch, step, pad_req_index=0)
+    return batch
+
+
+def prepare_decode(
+    step: ScheduledStep, buffer: np.ndarray, block_size: int, num_rows: int, table_width: int, pad_req_index: int
+) -> Batch:
+    """A decode step of `num_rows`: the rows past the step's own are empty, store nothing and sample in vain."""
+    n = len(step.rows)
+    batch = Batch(BatchShape(False, num_rows, num_rows, num_rows, table_width, 1), buffer)
+    _fill_rows(batch, step.rows)
+    positions = batch.context_lens[:n] - 1
+    batch.positions[:n] = positions
+    batch.slot_mapping[:n] = (
+        batch.block_tables[np.arange(n), positions // block_size] * block_size + positions % block_size
+    )
+    batch.positions[n:] = 0
+    batch.slot_mapping[n:] = -1
+    _fill_sampling(batch, step, pad_req_index)
+    return batch
+
+
+def _fill_rows(batch: Batch, rows: list[ScheduledSequence]) -> None:
+    n = len(rows)
+    batch.context_lens[:n] = [row.end for row in rows]
+    batch.context_lens[n:] = 0
+    batch.block_tables[:] = 0
+    for table, (seq, _, _) in zip(batch.block_tables, rows):
+        table[: len(seq.block_table)] = seq.block_table
+
+
+def _fill_sampling(batch: Batch, step: ScheduledStep, pad_req_index: int) -> None:
+    n = len(step.sampled)
+    batch.req_indices[:n] = [seq.req_index for seq in step.sampled]
+    batch.req_indices[n:] = pad_req_index
+    temperatures = np.array([seq.params.temperature for seq in step.sampled], np.float32)
+    batch.temperatures[:n] = np.where(temperatures < GREEDY_BELOW, 0, temperatures)
+    batch.temperatures[n:] = 0
+    batch.seeds[:n] = np.array([seq.noise_seed for seq in step.sampled], np.uint64).view(np.int32).reshape(n, 2)
+    batch.seeds[n:] = 0

@@ -1,0 +1,236 @@
+"""One rank: its weights, its part of the cache and its graphs, and the way of a step over the device."""
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine import batch as batches
+from nanovllm.engine.batch import Batch, BatchShape
+from nanovllm.engine.cuda_graph import DecodeGraphs
+from nanovllm.engine.scheduler import ScheduledSequence, ScheduledStep
+from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention_backends import make_backend
+from nanovllm.layers.sampler import Sampler
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.context import Context, attention_context
+from nanovllm.utils.distributed import TensorParallel
+from nanovllm.utils.loader import load_model
+
+CPU_KV_CACHE_BYTES = 2**30  # the cache on a CPU, unless num_kvcache_blocks says otherwise
+CUDA_RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allocate behind PyTorch's back
+
+
+class SampledTokens:
+    """Ids on their way to the host."""
+
+    def __init__(self, token_ids: torch.Tensor, host: torch.Tensor):
+        self._token_ids = host[: len(token_ids)]
+        self._token_ids.copy_(token_ids, non_blocking=True)
+        self._arrived = torch.cuda.Event() if token_ids.is_cuda else None
+        if self._arrived:
+            self._arrived.record()
+
+    def wait(self) -> list[int]:
+        if self._arrived:
+            self._arrived.synchronize()
+        return self._token_ids.tolist()
+
+
+class ModelRunner:
+    """Loads the model, sizes and owns the cache, captures the graphs, and runs steps.
+
+    What a step samples stays on the device in `last_token_ids`, by request index; a decode step reads its input
+    there, so it can be queued before the host has seen it.
+    """
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.device = torch.device(config.device)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", self.device.index or 0)
+            torch.cuda.set_device(self.device)
+        self.backend = make_backend(config.attention_backend)
+        self.tp = TensorParallel()
+        memory_before = self._memory_in_use()
+        self.model = self._load_model()
+        self.attention_layers = [module for module in self.model.modules() if isinstance(module, Attention)]
+        self.sampler = Sampler()
+        self.table_width = -(-config.max_model_len // config.kvcache_block_size)
+        self.pad_req_index = config.max_num_seqs
+        self.last_token_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int32, device=self.device)
+        self._make_buffers()
+        self.num_kvcache_blocks = config.num_kvcache_blocks or self._affordable_blocks(memory_before)
+        self.allocate_kv_cache(self.num_kvcache_blocks)
+        self.graphs: DecodeGraphs | None = None
+        if self.device.type == "cuda" and self.backend.uses_cuda_graphs and not config.enforce_eager:
+            self.capture_cudagraph()
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def run(self, step: ScheduledStep) -> SampledTokens:
+        """Queue a step; it may not be over when this returns, and the step after it may be queued already."""
+        self._turn ^= 1
+        host_buffer = self._host_buffers[self._turn].numpy()
+        batch = self.prepare_prefill(step, host_buffer) if step.is_prefill else self.prepare_decode(step, host_buffer)
+        token_ids = self.execute(batch)
+        return SampledTokens(token_ids[: len(step.sampled)], self._host_token_ids[self._turn])
+
+    def prepare_prefill(self, step: ScheduledStep, buffer: np.ndarray) -> Batch:
+        return batches.prepare_prefill(step, buffer, self.config.kvcache_block_size)
+
+    def prepare_decode(self, step: ScheduledStep, buffer: np.ndarray) -> Batch:
+        num_rows, table_width = len(step.rows), max(len(row.seq.block_table) for row in step.rows)
+        if self.graphs:
+            num_rows, table_width = self.graphs.size_for(num_rows), self.table_width
+        return batches.prepare_decode(
+            step, buffer, self.config.kvcache_block_size, num_rows, table_width, self.pad_req_index
+        )
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> torch.Tensor:
+        """Run a batch that is in host memory; the ids [S] that it samples, on the device."""
+        batch = batch.to(self._device_buffer)
+        if self.graphs and not batch.shape.is_prefill:
+            return self.graphs.replay(batch.shape.num_seqs)
+        return self._forward(batch)
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        shape = batch.shape
+        context = Context(
+            is_prefill=shape.is_prefill,
+            slot_mapping=batch.slot_mapping,
+            context_lens=batch.context_lens,
+            block_tables=batch.block_tables,
+            max_context_len=min(shape.table_width * self.config.kvcache_block_size, self.config.max_model_len),
+            max_seqlen_q=shape.max_seqlen_q,
+            cu_seqlens_q=batch.cu_seqlens_q if shape.is_prefill else None,
+        )
+        input_ids = batch.input_ids if shape.is_prefill else self.last_token_ids[batch.req_indices]
+        with attention_context(context):
+            hidden_states = self.model(input_ids, batch.positions)
+        positions = batch.positions
+        if shape.is_prefill:  # no logits for rows that are not sampled
+            hidden_states, positions = hidden_states[batch.sample_rows], positions[batch.sample_rows]
+        logits = self.model.compute_logits(hidden_states)
+        token_ids = self.sampler(logits, batch.temperatures, batch.seeds, positions + 1)
+        self.last_token_ids[batch.req_indices] = token_ids
+        return token_ids
+
+    # -- before the first step ---------------------------------------------------------------------------------------
+
+    def _load_model(self) -> Qwen3ForCausalLM:
+        default_dtype = torch.get_default_dtype()
+        torch.set_default_dtype(self.config.dtype)
+        try:
+            with torch.device(self.device):
+                model = Qwen3ForCausalLM(self.config.model_config, self.config.max_model_len, self.backend, self.tp)
+        finally:
+            torch.set_default_dtype(default_dtype)
+        load_model(model, Path(self.config.model), self.device)
+        return model.eval()
+
+    def _make_buffers(self) -> None:
+        """Two host buffers, so that a step can be prepared while the one before is read, and one on the device."""
+        config, pinned = self.config, self.device.type == "cuda"
+        B, T, W = config.max_num_seqs, config.max_num_batched_tokens, self.table_width
+        size = max(BatchShape(True, T, min(B, T), min(B, T), W, T).size, BatchShape(False, B, B, B, W, 1).size)
+        self._host_buffers = [torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        self._host_token_ids = [torch.empty(B, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        self._device_buffer = torch.empty(size, dtype=torch.int32, device=self.device)
+        self._turn = 0
+
+    def _memory_in_use(self) -> int:
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    def _affordable_blocks(self, memory_before: int) -> int:
+        """How many blocks fit: on CUDA into our fraction of the card less what the largest step needs besides."""
+        config = self.config
+        if self.device.type == "cuda":
+            peak = self._warmup_model()
+            free, total = torch.cuda.mem_get_info(self.device)
+            ours = int(total * config.gpu_memory_utilization) - (peak - memory_before)
+            left = free - (peak - self._memory_in_use()) - CUDA_RESERVE_BYTES  # others may have taken the rest
+            available = max(0, min(ours, left))
+            limit = f"gpu_memory_utilization={config.gpu_memory_utilization} of this card leaves"
+        else:
+            available = CPU_KV_CACHE_BYTES
+            limit = "the budget on a CPU is"
+        num_blocks = available // self._cache_of(1).nbytes
+        if num_blocks < self.table_width:
+            raise ValueError(
+                f"max_model_len={config.max_model_len}: one sequence needs "
+                f"{self._cache_of(self.table_width).nbytes / 2**30:.2f} GiB of cache, and {limit} "
+                f"{available / 2**30:.2f} GiB; lower max_model_len, or set num_kvcache_blocks"
+            )
+        return num_blocks
+
+    def _warmup_model(self) -> int:
+        """Run the largest prefill there can be; the most memory that was allocated at a time, in bytes."""
+        config = self.config
+        num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        length = min(config.max_num_batched_tokens // num_seqs, config.max_model_len - 1)
+        step = dummy_prefill(num_seqs, length, config.kvcache_block_size)
+        num_blocks = sum(len(row.seq.block_table) for row in step.rows)
+        self._set_cache(self._zeros(self._cache_of(num_blocks, num_layers=1)))  # all layers share it
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.run(step).wait()
+        peak = torch.cuda.max_memory_allocated(self.device) - self.kv_cache.nbytes
+        self._set_cache(self._cache_of(0))
+        torch.cuda.empty_cache()
+        return peak
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """One tensor [2, layers, blocks, block_size, kv_heads, head_dim], and each layer its part of it."""
+        self._set_cache(self._zeros(self._cache_of(num_blocks)))
+
+    def _cache_of(self, num_blocks: int, num_layers: int | None = None) -> torch.Tensor:
+        """A cache without memory: its shape, and its size in bytes."""
+        layer = self.attention_layers[0]
+        layers = num_layers or len(self.attention_layers)
+        shape = (2, layers, num_blocks, self.config.kvcache_block_size, layer.num_kv_heads, layer.head_dim)
+        return torch.empty(shape, dtype=self.config.dtype, device="meta")
+
+    def _zeros(self, cache: torch.Tensor) -> torch.Tensor:
+        # zeros, not whatever was there: a NaN in a slot that is masked would still spread
+        if self.device.type == "cuda":
+            return torch.zeros_like(cache, device=self.device)
+        # numpy's zeros are pages that the system hands out on first use
+        return torch.from_numpy(np.zeros(cache.nbytes, np.uint8)).view(cache.dtype).view(cache.shape)
+
+    def _set_cache(self, cache: torch.Tensor) -> None:
+        self.kv_cache = cache
+        for i, layer in enumerate(self.attention_layers):
+            layer.k_cache, layer.v_cache = cache[:, i % cache.shape[1]]
+
+    @torch.inference_mode()
+    def capture_cudagraph(self) -> None:
+        """Record a decode step for every batch size of the ladder."""
+        self._device_buffer.zero_()  # as a batch: rows without a context, which write to a slot that nobody holds yet
+        self.graphs = DecodeGraphs(self.config.max_num_seqs, self.table_width, self._device_buffer, self._forward)
+
+
+    def exit(self) -> None:
+        """Free the device's memory."""
+        self.graphs = None
+        self._set_cache(self._cache_of(0))
+        self.model = self.last_token_ids = self._device_buffer = None
+        self.attention_layers = []
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+
+def dummy_prefill(num_seqs: int, length: int, block_size: int) -> ScheduledStep:
+    """A prefill step of `num_seqs` prompts of `length` tokens in blocks of their own, as warm-up and tests need it."""
+    per_seq = -(-length // block_size)
+    step = ScheduledStep(is_prefill=True)
+    for i in range(num_seqs):
+        seq = Sequence(i, [0] * length, SamplingParams(), noise_seed=0, max_len=length + 1)
+        seq.block_table = list(range(i * per_seq, (i + 1) * per_seq))
+        seq.req_index = i
+        step.rows.append(ScheduledSequence(seq, 0, length))
+        step.sampled.append(seq)
+    return step

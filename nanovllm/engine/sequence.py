@@ -1,0 +1,44 @@
+"""One request on its way through the engine: counts and token ids, no tensors."""
+from enum import Enum, auto
+
+from nanovllm.sampling_params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()  # holds no blocks
+    RUNNING = auto()  # holds blocks and a request index
+    FINISHED = auto()
+
+
+class Sequence:
+    """A prompt and what was generated for it.
+
+    Lengths run ahead of contents: `num_tokens` counts a token from the moment that the step which samples it is
+    scheduled, `token_ids` has it once it reached the host. Only the Scheduler changes a sequence.
+    """
+
+    __slots__ = (
+        "request_id", "params", "noise_seed", "token_ids", "num_prompt_tokens", "num_tokens", "max_num_tokens",
+        "num_computed_tokens", "num_cached_tokens", "block_table", "block_hashes", "req_index", "status",
+        "finish_reason",
+    )  # fmt: skip
+
+    def __init__(self, request_id: int, token_ids: list[int], params: SamplingParams, noise_seed: int, max_len: int):
+        self.request_id = request_id
+        self.params = params
+        self.noise_seed = noise_seed  # 64 bits; keys every draw of this request
+        self.token_ids = token_ids
+        self.num_prompt_tokens = len(token_ids)
+        self.num_tokens = len(token_ids)
+        self.max_num_tokens = min(len(token_ids) + params.max_tokens, max_len)
+        self.num_computed_tokens = 0  # keys and values are in the cache, or in a step that was scheduled
+        self.num_cached_tokens = 0  # of the prompt, found in the prefix cache on first admission
+        self.block_table: list[int] = []
+        self.block_hashes: list[int] = []  # chain over the full blocks of token_ids, extended on demand
+        self.req_index = -1  # this sequence's row of the device's per-request state while it runs
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: str | None = None
+
+    @property
+    def completion_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]

@@ -1,0 +1,117 @@
+"""Causal attention of many new tokens a sequence over its paged keys and values (FlashAttention-2, arXiv:2307.08691)."""
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _attend_tiles(
+    acc, total, top, q, begin, end, position, k_cache_ptr, v_cache_ptr, table_ptr, kv_head, scale, length,
+    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_N: tl.constexpr,
+    MASKED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, HEAD_DIM)
+    n = tl.arange(0, TILE_N)
+    for tile in tl.range(begin, end, TILE_N, num_stages=STAGES):
+        token = tile + n
+        if BLOCK_SIZE % TILE_N == 0:  # the whole tile lies in one block
+            slot = tl.load(table_ptr + tile // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + tile % BLOCK_SIZE + n
+        else:
+            block = tl.load(table_ptr + token // BLOCK_SIZE, token < length, 0).to(tl.int64)
+            slot = block * BLOCK_SIZE + token % BLOCK_SIZE
+        row = (slot * KV_HEADS + kv_head) * HEAD_DIM
+        if MASKED:
+            k = tl.load(k_cache_ptr + row[None, :] + d[:, None], (token < length)[None, :], 0.0)
+        else:
+            k = tl.load(k_cache_ptr + row[None, :] + d[:, None])
+        scores = tl.dot(q, k, input_precision=PRECISION) * scale
+        if MASKED:
+            scores = tl.where(token[None, :] <= position[:, None], scores, -1e30)
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        p = tl.exp2(scores - new_top[:, None])
+        decay = tl.exp2(top - new_top)
+        if MASKED:
+            v = tl.load(v_cache_ptr + row[:, None] + d[None, :], (token < length)[:, None], 0.0)
+        else:
+            v = tl.load(v_cache_ptr + row[:, None] + d[None, :])
+        acc = acc * decay[:, None]
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        total = total * decay + tl.sum(p, 1)
+        top = new_top
+    return acc, total, top
+
+
+@triton.jit
+def _prefill_kernel(
+    q_ptr, k_cache_ptr, v_cache_ptr, cu_seqlens_q_ptr, context_lens_ptr, block_tables_ptr, out_ptr,
+    scale, q_stride, table_stride,
+    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    TOKENS: tl.constexpr = TILE_M // GROUP  # a tile is so many tokens times the query heads of one key-value head
+    seq = tl.program_id(2)
+    kv_head = tl.program_id(1)
+    first_row = tl.load(cu_seqlens_q_ptr + seq)
+    num_new = tl.load(cu_seqlens_q_ptr + seq + 1) - first_row
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS  # those with most keys start first
+    if first >= num_new:
+        return
+    length = tl.load(context_lens_ptr + seq)
+    table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
+
+    m = tl.arange(0, TILE_M)
+    d = tl.arange(0, HEAD_DIM)
+    token = first + m // GROUP
+    valid = (m < TOKENS * GROUP) & (token < num_new)
+    head = kv_head * GROUP + m % GROUP
+    row = (first_row + token).to(tl.int64)
+    q = tl.load(q_ptr + row[:, None] * q_stride + head[:, None] * HEAD_DIM + d[None, :], valid[:, None], 0.0)
+    before = length - num_new  # tokens computed in earlier steps
+    position = before + token
+
+    top = tl.full([TILE_M], -1e30, tl.float32)
+    total = tl.zeros([TILE_M], tl.float32)
+    acc = tl.zeros([TILE_M, HEAD_DIM], tl.float32)
+    seen_by_all = (before + first + 1) // TILE_N * TILE_N
+    end = tl.minimum(before + first + TOKENS, length)
+    acc, total, top = _attend_tiles(
+        acc, total, top, q, 0, seen_by_all, position, k_cache_ptr, v_cache_ptr, table_ptr, kv_head, scale, length,
+        BLOCK_SIZE, KV_HEADS, HEAD_DIM, TILE_N, False, STAGES, PRECISION,
+    )  # fmt: skip
+    acc, total, top = _attend_tiles(
+        acc, total, top, q, seen_by_all, end, position, k_cache_ptr, v_cache_ptr, table_ptr, kv_head, scale, length,
+        BLOCK_SIZE, KV_HEADS, HEAD_DIM, TILE_N, True, STAGES, PRECISION,
+    )  # fmt: skip
+    out_row = (row[:, None] * (KV_HEADS * GROUP) + head[:, None]) * HEAD_DIM
+    tl.store(out_ptr + out_row + d[None, :], (acc / total[:, None]).to(out_ptr.dtype.element_ty), valid[:, None])
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    max_seqlen_q: int,
+) -> torch.Tensor:
+    """q [T, heads, head_dim] are the last tokens of B sequences, cu_seqlens_q [B + 1] where each begins.
+
+    Every query attends to the tokens of its sequence up to its own, all of which are in the caches already: those of
+    this step and, where context_lens[b] is greater than its queries, those of earlier ones. Shapes as in
+    `decode_attention`; at most 64 query heads to a key-value head.
+    """
+    num_tokens, heads, head_dim = q.shape
+    block_size, kv_heads = k_cache.shape[1:3]
+    group = heads // kv_heads
+    out = torch.empty((num_tokens, heads, head_dim), dtype=q.dtype, device=q.device)
+    exact = q.dtype == torch.float32
+    tile_m, tile_n = (64, 32) if exact or head_dim > 128 else (128, 64)
+    grid = (triton.cdiv(max_seqlen_q, tile_m // group), kv_heads, context_lens.shape[0])
+    _prefill_kernel[grid](
+        q, k_cache, v_cache, cu_seqlens_q, context_lens, block_tables, out,
+        head_dim**-0.5 * 1.4426950408889634, q.stride(0), block_tables.stride(0),
+        BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, TILE_M=tile_m, TILE_N=tile_n,
+        STAGES=2 if exact else 3, PRECISION="ieee" if exact else "tf32", num_warps=4 if exact else 8,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,77 @@
+"""Gumbel-max over the vocabulary with stateless noise; see layers/sampler.py, which defines it."""
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _gumbel(bits):
+    v = (bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0)
+    # -log(1 - v): by its series where 1 - v would lose the digits that decide who wins
+    exponential = tl.where(v < 0.005, v * (1.0 + v * (0.5 + v * (1.0 / 3.0))), -tl.log(tl.maximum(1.0 - v, 1e-9)))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def _sample_split_kernel(
+    logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, best_ptr, index_ptr, vocab_size, stride, first_id,
+    PER_SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    temperature = tl.load(temperatures_ptr + row)
+    position = tl.load(positions_ptr + row)
+    seed_low = tl.load(seeds_ptr + row * 2).to(tl.uint32, bitcast=True).to(tl.uint64)
+    seed_high = tl.load(seeds_ptr + row * 2 + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
+    seed = (seed_high << 32) | seed_low
+    best = tl.full([], float("-inf"), tl.float32)
+    index = tl.full([], 2147483647, tl.int32)
+    for tile in range(0, PER_SPLIT, TILE):
+        column = split * PER_SPLIT + tile + tl.arange(0, TILE)
+        score = tl.load(logits_ptr + row * stride + column, column < vocab_size, float("-inf")).to(tl.float32)
+        if temperature > 0:
+            counter = (first_id + split * PER_SPLIT + tile) // 4 + tl.arange(0, TILE // 4)  # serves four tokens
+            zero = counter * 0
+            r0, r1, r2, r3 = tl.philox(seed, counter, zero + position, zero, zero)
+            bits = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [TILE])  # r0 r1 r2 r3 of each counter
+            score = score / temperature + _gumbel(bits)
+        tile_best, tile_index = tl.max(score, 0, return_indices=True)
+        index = tl.where(tile_best > best, (split * PER_SPLIT + tile + tile_index).to(tl.int32), index)
+        best = tl.maximum(tile_best, best)
+    tl.store(best_ptr + row * SPLITS + split, best)
+    tl.store(index_ptr + row * SPLITS + split, index + first_id)
+
+
+@triton.jit
+def _sample_reduce_kernel(best_ptr, index_ptr, out_ptr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    split = tl.arange(0, BLOCK)
+    best = tl.load(best_ptr + row * SPLITS + split, split < SPLITS, float("-inf"))
+    index = tl.load(index_ptr + row * SPLITS + split, split < SPLITS, 2147483647)
+    tl.store(out_ptr + row, tl.min(tl.where(best == tl.max(best, 0), index, 2147483647), 0))
+
+
+def sample(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    tile: int = 1024,
+    per_split: int = 4096,
+) -> torch.Tensor:
+    """The ids [S] that `layers.sampler.Sampler` would draw from logits [S, vocabulary]; the lowest among equals.
+
+    temperatures [S] float32, seeds [S, 2] int32 (low and high word), positions [S] int32.
+    """
+    num_rows, vocab_size = logits.shape
+    splits = triton.cdiv(vocab_size, per_split)
+    best = torch.empty((num_rows, splits), dtype=torch.float32, device=logits.device)
+    index = torch.empty((num_rows, splits), dtype=torch.int32, device=logits.device)
+    out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    if num_rows:
+        _sample_split_kernel[(num_rows, splits)](
+            logits, temperatures, seeds, positions, best, index, vocab_size, logits.stride(0), 0,
+            PER_SPLIT=per_split, TILE=tile, SPLITS=splits,
+        )  # fmt: skip
+        _sample_reduce_kernel[(num_rows,)](best, index, out, SPLITS=splits, BLOCK=triton.next_power_of_2(splits))
+    return out

@@ -1,0 +1,171 @@
+"""The ways to compute attention over the paged cache. Each imports its library only when it is made."""
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.utils.context import Context
+
+
+class AttentionBackend(Protocol):
+    """Shapes: q [T, heads, head_dim]; k and v [T, kv_heads, head_dim]; caches [blocks, block_size, kv_heads, head_dim].
+
+    heads is a multiple of kv_heads, and query head h reads key-value head h // (heads / kv_heads).
+    """
+
+    uses_cuda_graphs: bool  # decode asks the host for nothing
+
+    def store_kvcache(self, k, v, k_cache, v_cache, slot_mapping: torch.Tensor) -> None:
+        """Write token t at slot_mapping[t] = block * block_size + offset; -1 writes nothing."""
+
+    def prefill(self, q, k_cache, v_cache, context: Context) -> torch.Tensor:
+        """The last queries of each sequence against all its keys, causally -> [T, heads, head_dim]."""
+
+    def decode(self, q, k_cache, v_cache, context: Context) -> torch.Tensor:
+        """One query for each sequence against all its keys -> [B, heads, head_dim]; any value where there are none."""
+
+
+def make_backend(name: str) -> AttentionBackend:
+    return {"sdpa": SDPABackend, "triton": TritonBackend, "flash": FlashBackend}[name]()
+
+
+class TritonBackend:
+    """Our own paged kernels."""
+
+    uses_cuda_graphs = True
+
+    def __init__(self):
+        from nanovllm.kernels import ops
+
+        self.store_kvcache = ops.store_kvcache
+        self.ops = ops
+
+    def prefill(self, q, k_cache, v_cache, context):
+        return self.ops.prefill_attention(
+            q, k_cache, v_cache, context.cu_seqlens_q, context.context_lens, context.block_tables, context.max_seqlen_q
+        )
+
+    def decode(self, q, k_cache, v_cache, context):
+        return self.ops.decode_attention(
+            q, k_cache, v_cache, context.context_lens, context.block_tables, context.max_context_len
+        )
+
+
+class FlashBackend:
+    """The flash-attn package (arXiv:2307.08691)."""
+
+    uses_cuda_graphs = True
+
+    def __init__(self):
+        import flash_attn
+
+        from nanovllm.kernels import ops
+
+        self.store_kvcache = ops.store_kvcache
+        self.flash_attn = flash_attn
+
+    def prefill(self, q, k_cache, v_cache, context):
+        if context.plan is None:
+            context.plan = F.pad(context.context_lens.cumsum(0, dtype=torch.int32), (1, 0))  # cu_seqlens_k
+        return self.flash_attn.flash_attn_varlen_func(
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens_q=context.cu_seqlens_q,
+            cu_seqlens_k=context.plan,
+            max_seqlen_q=context.max_seqlen_q,
+            max_seqlen_k=context.max_context_len,
+            block_table=context.block_tables,
+            causal=True,
+        )
+
+    def decode(self, q, k_cache, v_cache, context):
+        return self.flash_attn.flash_attn_with_kvcache(
+            q.unsqueeze(1),
+            k_cache,
+            v_cache,
+            cache_seqlens=context.context_lens,
+            block_table=context.block_tables,
+            causal=True,
+        ).squeeze(1)
+
+
+class SDPABackend:
+    """PyTorch alone: gathers each sequence's keys and values out of the cache, for CPUs and GPUs without Triton."""
+
+    uses_cuda_graphs = False
+
+    def store_kvcache(self, k, v, k_cache, v_cache, slot_mapping):
+        slots = slot_mapping.long()
+        k_cache.flatten(0, 1).index_copy_(0, slots, k)
+        v_cache.flatten(0, 1).index_copy_(0, slots, v)
+
+    def prefill(self, q, k_cache, v_cache, context):
+        if context.plan is None:
+            context.plan = list(_plan_prefill(context, k_cache.shape[1]))
+        out = torch.empty_like(q)
+        for rows, slots, mask in context.plan:
+            # key-value heads take the place of the batch, and a stride of zero that of copies for the query heads
+            queries = q[rows].unflatten(1, (k_cache.shape[2], -1)).permute(1, 2, 0, 3)  # [kv_heads, group, M, head_dim]
+            k, v = (_gather(cache, slots).transpose(0, 1).unsqueeze(1) for cache in (k_cache, v_cache))
+            k, v = (x.expand(-1, queries.shape[1], -1, -1) for x in (k, v))  # [kv_heads, group, L, head_dim]
+            attended = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, is_causal=mask is None)
+            out[rows] = attended.permute(2, 0, 1, 3).flatten(1, 2)
+        return out
+
+    def decode(self, q, k_cache, v_cache, context):
+        if context.plan is None:
+            context.plan = list(_plan_decode(context, k_cache.shape[1]))
+        out = torch.empty_like(q)
+        for rows, slots, mask in context.plan:
+            queries = q[rows].unflatten(1, (k_cache.shape[2], -1))  # [n, kv_heads, group, head_dim]
+            k, v = (_gather(cache, slots).unflatten(0, (len(rows), -1)) for cache in (k_cache, v_cache))
+            attended = F.scaled_dot_product_attention(queries, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
+            out[rows] = attended.flatten(1, 2)
+        return out
+
+
+class _Group(NamedTuple):
+    """Queries that are computed in one call."""
+
+    rows: slice | torch.Tensor  # of q
+    slots: torch.Tensor  # [sequences * L] where their keys and values are, padded to the longest
+    mask: torch.Tensor | None  # True where a query may look; None is plain causal, or everywhere for single queries
+
+
+def _plan_prefill(context: Context, block_size: int):
+    """A group for each sequence."""
+    starts = context.cu_seqlens_q.tolist()
+    for i, length in enumerate(context.context_lens.tolist()):
+        num_new = starts[i + 1] - starts[i]
+        mask = None
+        if num_new < length:  # the diagonal ends in the lower right corner
+            mask = torch.ones(num_new, length, dtype=torch.bool, device=context.slot_mapping.device)
+            mask = mask.tril_(length - num_new)
+        yield _Group(slice(starts[i], starts[i + 1]), _slots(context.block_tables[i : i + 1], length, block_size), mask)
+
+
+def _plan_decode(context: Context, block_size: int):
+    """Groups of sequences of like lengths: each is padded to its longest, so a quarter at most is padding."""
+    lengths, order = context.context_lens.sort()
+    sorted_lengths = lengths.tolist()
+    begin = 0
+    for end in range(1, len(order) + 1):
+        if end < len(order) and sorted_lengths[end] <= 64 + sorted_lengths[begin] * 4 // 3:
+            continue
+        rows, longest = order[begin:end], sorted_lengths[end - 1]
+        mask = torch.arange(longest, device=rows.device) < lengths[begin:end, None, None, None]  # [n, 1, 1, L]
+        yield _Group(rows, _slots(context.block_tables[rows], longest, block_size), mask)
+        begin = end
+
+
+def _slots(block_tables: torch.Tensor, length: int, block_size: int) -> torch.Tensor:
+    """The slots of the first `length` tokens behind each table, one sequence after the other."""
+    offsets = torch.arange(block_size, device=block_tables.device, dtype=torch.int32)
+    num_blocks = -(-length // block_size)
+    return (block_tables[:, :num_blocks, None] * block_size + offsets).flatten(1)[:, :length].flatten()
+
+
+def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    rows = cache.flatten(0, 1).flatten(1)  # whole rows are several times as fast to select as [kv_heads, head_dim]
+    return rows.index_select(0, slots).unflatten(1, cache.shape[2:])

@@ -1,0 +1,36 @@
+"""Token embedding and output head, cut over the ranks along the vocabulary."""
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.utils.distributed import TensorParallel
+from nanovllm.utils.loader import copy_weight, shard
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Each rank holds an equal range of the vocabulary and knows nothing of other ids; the sum of all is the answer."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel):
+        super().__init__()
+        self.tp = tp
+        local_size = tp.share("vocabulary", vocab_size)
+        self.first_id = tp.rank * local_size
+        self.weight = nn.Parameter(torch.empty(local_size, hidden_size), requires_grad=False)
+        self.weight.weight_loader = lambda weight: copy_weight(
+            self.weight, weight, (vocab_size, hidden_size), lambda whole: shard(whole, 0, tp)
+        )
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.tp.size == 1:
+            return F.embedding(token_ids, self.weight)
+        local_ids = token_ids - self.first_id
+        ours = (local_ids >= 0) & (local_ids < len(self.weight))
+        x = F.embedding(local_ids.where(ours, 0), self.weight)
+        return self.tp.all_reduce(x.masked_fill(~ours.unsqueeze(-1), 0))
+
+
+class ParallelLMHead(VocabParallelEmbedding):
+    """Hidden states [S, hidden_size] to this rank's part of the logits [S, vocabulary / ranks]."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)

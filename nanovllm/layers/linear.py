@@ -1,0 +1,79 @@
+"""Linear layers cut over the ranks: by column (outputs), several merged into one product, and by row (inputs)."""
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.utils.distributed import TensorParallel
+from nanovllm.utils.loader import copy_weight, shard
+
+
+class MergedColumnParallelLinear(nn.Module):
+    """y = x W^T + b for several layers of the same input in one product; each rank computes its part of each.
+
+    `outputs` lists the size of each layer's whole output and the ranks that it is cut over.
+    """
+
+    def __init__(self, input_size: int, outputs: list[tuple[int, TensorParallel]], bias: bool):
+        super().__init__()
+        self.input_size = input_size
+        self.outputs = outputs
+        self.local_sizes = [tp.share("outputs of a layer", size) for size, tp in outputs]
+        self.weight = nn.Parameter(torch.empty(sum(self.local_sizes), input_size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(sum(self.local_sizes)), requires_grad=False) if bias else None
+        self.weight.weight_loader = lambda weight, place=0: self._load(self.weight, weight, place)
+        if bias:
+            self.bias.weight_loader = lambda weight, place=0: self._load(self.bias, weight, place)
+
+    def _load(self, parameter: torch.Tensor, weight, place: int) -> None:
+        size, tp = self.outputs[place]
+        part = parameter.narrow(0, sum(self.local_sizes[:place]), self.local_sizes[place])
+        copy_weight(part, weight, (size, *parameter.shape[1:]), lambda whole: shard(whole, 0, tp))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class ColumnParallelLinear(MergedColumnParallelLinear):
+    """One layer, each rank computing its part of the output."""
+
+    def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel):
+        super().__init__(input_size, [(output_size, tp)], bias)
+
+
+class QKVParallelLinear(MergedColumnParallelLinear):
+    """Query, key and value in one, cut by heads; key-value heads are replicated where there are fewer than ranks."""
+
+    def __init__(
+        self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool, tp: TensorParallel
+    ):
+        kv_tp = tp
+        if num_kv_heads < tp.size:
+            if tp.size % num_kv_heads:
+                raise ValueError(f"tensor_parallel_size={tp.size}: no multiple of the key-value heads ({num_kv_heads})")
+            kv_tp = TensorParallel(tp.rank * num_kv_heads // tp.size, num_kv_heads)
+        self_heads = tp.share("query heads", num_heads)
+        kv_heads = kv_tp.share("key-value heads", num_kv_heads)
+        kv_size = num_kv_heads * head_dim
+        super().__init__(hidden_size, [(num_heads * head_dim, tp), (kv_size, kv_tp), (kv_size, kv_tp)], bias)
+        self.num_heads, self.num_kv_heads = self_heads, kv_heads  # of this rank
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b with x and W cut along the inputs: each rank has its part of x, and the sum of all is y."""
+
+    def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel):
+        super().__init__()
+        self.tp = tp
+        self.shape = (output_size, input_size)
+        local_size = tp.share("inputs of a layer", input_size)
+        self.weight = nn.Parameter(torch.empty(output_size, local_size), requires_grad=False)
+        self.weight.weight_loader = lambda weight: copy_weight(
+            self.weight, weight, self.shape, lambda whole: shard(whole, 1, tp)
+        )
+        self.bias = nn.Parameter(torch.empty(output_size), requires_grad=False) if bias else None
+        if bias:
+            self.bias.weight_loader = lambda weight: copy_weight(self.bias, weight, self.shape[:1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.bias if self.tp.rank == 0 else None  # the sum over ranks must have it once
+        return self.tp.all_reduce(F.linear(x, self.weight, bias))

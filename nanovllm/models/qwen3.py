@@ -1,0 +1,107 @@
+"""Qwen3, dense: how the layers are put together, and how a checkpoint's names map onto them."""
+import torch
+from torch import nn
+
+from nanovllm.config import ModelConfig
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention_backends import AttentionBackend
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.utils.distributed import TensorParallel
+
+
+class Qwen3Attention(nn.Module):
+    def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding, backend: AttentionBackend, tp: TensorParallel):
+        super().__init__()
+        head_dim, num_heads, num_kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = head_dim
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size, head_dim, num_heads, num_kv_heads, config.attention_bias, tp
+        )
+        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, config.attention_bias, tp)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
+        self.rotary_emb = rotary_emb
+        self.attn = Attention(self.num_kv_heads, head_dim, backend)
+
+    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv_heads, head_dim]
+        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        q, k = self.rotary_emb(positions, self.q_norm(q), self.k_norm(k))
+        return self.o_proj(self.attn(q, k, v).flatten(1))
+
+
+class Qwen3MLP(nn.Module):
+    def __init__(self, config: ModelConfig, tp: TensorParallel):
+        super().__init__()
+        size = config.intermediate_size
+        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, [(size, tp), (size, tp)], bias=False)
+        self.act_fn = SiluAndMul()
+        self.down_proj = RowParallelLinear(size, config.hidden_size, bias=False, tp=tp)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+
+
+class Qwen3DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding, backend: AttentionBackend, tp: TensorParallel):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Qwen3Attention(config, rotary_emb, backend, tp)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = Qwen3MLP(config, tp)
+
+    def forward(self, positions: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None):
+        x, residual = (self.input_layernorm(x), x) if residual is None else self.input_layernorm(x, residual)
+        x = self.self_attn(positions, x)
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x), residual
+
+
+class Qwen3Model(nn.Module):
+    def __init__(self, config: ModelConfig, max_len: int, backend: AttentionBackend, tp: TensorParallel):
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
+        rotary_emb = RotaryEmbedding(config.rope_inv_freq, config.rope_scale, max_len)
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(config, rotary_emb, backend, tp) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = self.embed_tokens(token_ids)
+        residual = None
+        for layer in self.layers:
+            x, residual = layer(positions, x, residual)
+        return self.norm(x, residual)[0]
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """Token ids and positions [T] to hidden states [T, hidden_size]; `compute_logits` for the rows one wants."""
+
+    # a checkpoint's module -> the merged module that holds it, and its place there
+    packed_modules_mapping = {
+        "q_proj": ("qkv_proj", 0),
+        "k_proj": ("qkv_proj", 1),
+        "v_proj": ("qkv_proj", 2),
+        "gate_proj": ("gate_up_proj", 0),
+        "up_proj": ("gate_up_proj", 1),
+    }
+
+    def __init__(self, config: ModelConfig, max_len: int, backend: AttentionBackend, tp: TensorParallel):
+        super().__init__()
+        self.config = config
+        self.model = Qwen3Model(config, max_len, backend, tp)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.model(token_ids, positions)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(hidden_states)

@@ -1,0 +1,29 @@
+"""Checks of what a caller passes in: each error names the value and the bound."""
+import math
+from numbers import Integral, Real
+
+
+def check_int(name: str, value, low: int, high: int | None = None) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: must be an integer")
+    _check_range(name, value, low, high)
+
+
+def check_real(name: str, value, low: float, high: float | None = None) -> None:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: must be a number")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={value!r}: must be finite")
+    _check_range(name, value, low, high)
+
+
+def check_choice(name: str, value, choices) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}")
+
+
+def _check_range(name, value, low, high):
+    if value < low:
+        raise ValueError(f"{name}={value!r}: must be at least {low}")
+    if high is not None and value > high:
+        raise ValueError(f"{name}={value!r}: must be at most {high}")

@@ -1,0 +1,45 @@
+"""What attention reads during a step, set for the length of one forward."""
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(slots=True)
+class Context:
+    """The step's attention: B sequences with T tokens, flat.
+
+    A decode step has one token for each sequence, and no `cu_seqlens_q`. `plan` is for the backend: whatever it
+    works out in the first layer and wants in the others.
+    """
+
+    is_prefill: bool
+    slot_mapping: torch.Tensor  # [T] int32, -1: do not store
+    context_lens: torch.Tensor  # [B] int32, this step's tokens included
+    block_tables: torch.Tensor  # [B, W] int32
+    max_context_len: int  # bound of context_lens that is known without asking the device
+    max_seqlen_q: int = 1
+    cu_seqlens_q: torch.Tensor | None = None  # [B + 1] int32
+    plan: Any = None
+
+
+_context: ContextVar[Context | None] = ContextVar("attention context", default=None)
+
+
+def get_context() -> Context:
+    context = _context.get()
+    assert context is not None, "attention outside of a step"
+    return context
+
+
+@contextmanager
+def attention_context(context: Context):
+    """Set `context` for the block, and clear it however the block ends."""
+    assert _context.get() is None, "steps do not nest"
+    token = _context.set(context)
+    try:
+        yield
+    finally:
+        _context.reset(token)
