@@ -62,9 +62,9 @@ class ModelRunner:
         self.pad_req_index = config.max_num_seqs
         self.last_token_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int32, device=self.device)
         self._make_buffers()
+        self.graphs: DecodeGraphs | None = None
         self.num_kvcache_blocks = config.num_kvcache_blocks or self._affordable_blocks(memory_before)
         self.allocate_kv_cache(self.num_kvcache_blocks)
-        self.graphs: DecodeGraphs | None = None
         if self.device.type == "cuda" and self.backend.uses_cuda_graphs and not config.enforce_eager:
             self.capture_cudagraph()
 

@@ -25,7 +25,7 @@ def _sample_split_kernel(
     seed_high = tl.load(seeds_ptr + row * 2 + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
     seed = (seed_high << 32) | seed_low
     best = tl.full([], float("-inf"), tl.float32)
-    index = tl.full([], 2147483647, tl.int32)
+    index = split * PER_SPLIT  # a token even if no score is above -inf, NaN for one
     for tile in range(0, PER_SPLIT, TILE):
         column = split * PER_SPLIT + tile + tl.arange(0, TILE)
         score = tl.load(logits_ptr + row * stride + column, column < vocab_size, float("-inf")).to(tl.float32)

@@ -1,0 +1,270 @@
+"""Throughput and latency of nano-vllm, beside other engines on the same requests in the same call.
+
+    python bench.py --model MODEL                                    the headline workload and a single stream
+    python bench.py --num-seqs 64 --max-input-len 256 --max-output-len 256 --compare transformers,vllm
+
+Headline: `--num-seqs` requests of random ids, lengths uniform up to the maxima (from a tenth of them), temperature
+0.6, no end of sequence. Single stream: one request, an eighth of the longest input in, half of the longest output out.
+Each engine runs in a process of its own and does every workload twice, with other ids of the same lengths; the second
+run counts.
+"""
+import argparse
+import importlib.util
+import multiprocessing
+import random
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+
+TEMPERATURE = 0.6
+
+
+@dataclass
+class Request:
+    prompt: list[int]
+    max_tokens: int
+
+
+@dataclass
+class Result:
+    """One engine on one workload: when each request's tokens came, in seconds from the start."""
+
+    seconds: float = 0.0
+    num_tokens: int = 0
+    num_input_tokens: int = 0
+    token_times: list[list[float]] = field(default_factory=list)
+    note: str = ""
+
+    def row(self, name: str, best: "Result") -> list[str]:
+        rate = self.num_tokens / self.seconds
+        first = [times[0] for times in self.token_times if times]
+        gaps = [b - a for times in self.token_times for a, b in zip(times, times[1:])]
+        ratio = rate / (best.num_tokens / best.seconds)
+        tail = [f"{1000 * q(xs):,.1f}" if xs else "-" for xs in (first, gaps) for q in (median, percentile_99)]
+        return [name, f"{self.seconds:.2f}", f"{rate:,.0f}", *tail, f"{ratio:.2f}", self.note]
+
+
+HEADER = ["engine", "s", "out tok/s", "first ms", "p99", "between ms", "p99", "ratio", ""]
+
+
+def percentile_99(values: list[float]) -> float:
+    return sorted(values)[int(0.99 * (len(values) - 1))]
+
+
+def headline(num_seqs: int, max_input_len: int, max_output_len: int, seed: int, vocab_size: int) -> list[Request]:
+    """Prompts first, then output lengths, all from one generator: seed 0 at the defaults makes 133,966 tokens out."""
+    rng = random.Random(seed)
+    top = min(10_000, vocab_size - 1)
+    min_input_len, min_output_len = (max(1, length * 100 // 1024) for length in (max_input_len, max_output_len))
+    prompts = [
+        [rng.randint(0, top) for _ in range(rng.randint(min_input_len, max_input_len))] for _ in range(num_seqs)
+    ]
+    return [Request(prompt, rng.randint(min_output_len, max_output_len)) for prompt in prompts]
+
+
+def single_stream(max_input_len: int, max_output_len: int, seed: int, vocab_size: int) -> list[Request]:
+    rng = random.Random(seed)
+    return [Request([rng.randrange(vocab_size) for _ in range(max_input_len // 8)], max(1, max_output_len // 2))]
+
+
+def other_ids(requests: list[Request], vocab_size: int) -> list[Request]:
+    """The same lengths with other ids, so that no prefix cache helps the second run."""
+    return [Request([(i + 1) % vocab_size for i in request.prompt], request.max_tokens) for request in requests]
+
+
+# -- engines: each is called in a process of its own with (model, settings, workloads), a workload being two runs -------
+
+
+def run_nanovllm(model: str, settings: dict, workloads: dict[str, list[list[Request]]]) -> dict[str, Result]:
+    from nanovllm import LLM, SamplingParams
+
+    def run(requests: list[Request]) -> Result:
+        params = [SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=r.max_tokens) for r in requests]
+        times: dict[int, list[float]] = {}
+        begin = perf_counter()
+        for request, param in zip(requests, params):
+            times[llm.add_request(request.prompt, param)] = []
+        while not llm.is_finished():
+            new_tokens = llm.step().new_tokens
+            now = perf_counter() - begin
+            for request_id, _ in new_tokens:
+                times[request_id].append(now)
+        return Result(perf_counter() - begin, token_times=list(times.values()))
+
+    with LLM(model, **settings) as llm:
+        return {name: [run(requests) for requests in runs][-1] for name, runs in workloads.items()}
+
+
+def run_transformers(model: str, settings: dict, workloads: dict[str, list[list[Request]]]) -> dict[str, Result]:
+    """Padded batches, whole batch after whole batch; the best of a few batch sizes."""
+    import torch
+    from transformers import AutoModelForCausalLM, StoppingCriteria
+
+    from nanovllm.config import Config
+
+    config = Config.create(model, settings)
+    llm = AutoModelForCausalLM.from_pretrained(config.model, dtype=config.dtype).to(config.device).eval()
+    llm.generation_config.eos_token_id = None
+
+    class Clock(StoppingCriteria):
+        """Notes when each token came; stops nothing."""
+
+        def __init__(self, begin: float):
+            self.begin, self.times = begin, []
+
+        def __call__(self, input_ids, scores, **kwargs):
+            if input_ids.is_cuda:
+                torch.cuda.synchronize()
+            self.times.append(perf_counter() - self.begin)
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    def run(requests: list[Request], batch_size: int) -> Result:
+        result = Result(note=f"batches of {batch_size}")
+        begin = perf_counter()
+        for i in range(0, len(requests), batch_size):
+            batch = requests[i : i + batch_size]
+            longest = max(len(r.prompt) for r in batch)
+            ids = torch.tensor([[0] * (longest - len(r.prompt)) + r.prompt for r in batch], device=llm.device)
+            mask = torch.tensor([[0] * (longest - len(r.prompt)) + [1] * len(r.prompt) for r in batch])
+            clock = Clock(begin)
+            llm.generate(
+                ids,
+                attention_mask=mask.to(llm.device),
+                do_sample=True,
+                temperature=TEMPERATURE,
+                top_k=0,
+                top_p=1.0,
+                pad_token_id=0,
+                max_new_tokens=max(r.max_tokens for r in batch),
+                stopping_criteria=[clock],
+            )
+            result.token_times += [clock.times[: r.max_tokens] for r in batch]
+        result.seconds = perf_counter() - begin
+        return result
+
+    results = {}
+    for name, runs in workloads.items():
+        sizes = sorted({min(size, len(runs[0])) for size in (16, 64, 256)})
+        results[name] = min(
+            ([run(requests, size) for requests in runs][-1] for size in sizes), key=lambda result: result.seconds
+        )
+    return results
+
+
+def run_vllm(model: str, settings: dict, workloads: dict[str, list[list[Request]]]) -> dict[str, Result]:
+    """vLLM's offline class at its defaults, with our bounds and dtype. It tells of no single tokens here."""
+    from vllm import LLM, SamplingParams
+
+    from nanovllm.config import Config
+
+    config = Config.create(model, settings)
+    llm = LLM(
+        config.model,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        dtype=str(config.dtype).removeprefix("torch."),
+        tensor_parallel_size=config.tensor_parallel_size,
+    )
+
+    def run(requests: list[Request]) -> Result:
+        params = [
+            SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=r.max_tokens, detokenize=False)
+            for r in requests
+        ]
+        begin = perf_counter()
+        llm.generate([{"prompt_token_ids": r.prompt} for r in requests], params, use_tqdm=False)
+        return Result(perf_counter() - begin)
+
+    return {name: [run(requests) for requests in runs][-1] for name, runs in workloads.items()}
+
+
+ENGINES = {"nanovllm": run_nanovllm, "transformers": run_transformers, "vllm": run_vllm}
+
+
+def alone(function, *arguments):
+    """The function's result, from a process that ends with it and gives all its memory back."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def print_table(title: str, rows: list[list[str]]) -> None:
+    rows = [HEADER, *rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
+    print(f"\n{title}")
+    for row in rows:
+        cells = [cell.ljust(w) if i in (0, len(row) - 1) else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]
+        print("  ".join(cells).rstrip())
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny-qwen3")
+    parser.add_argument("--workload", choices=["both", "headline", "single"], default="both")
+    parser.add_argument("--num-seqs", type=int, help="default 256, on a CPU 64")
+    parser.add_argument("--max-input-len", type=int, help="default 1024, on a CPU 256")
+    parser.add_argument("--max-output-len", type=int, help="default 1024, on a CPU 256")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compare", default="", help="transformers, vllm, or both with a comma between them")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--max-num-seqs", type=int, default=512)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
+    parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--async-scheduling", action=argparse.BooleanOptionalAction)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    from nanovllm.config import Config
+
+    names = ["dtype", "device", "attention_backend", "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens"]
+    names += ["max_model_len", "enforce_eager", "async_scheduling"]
+    settings = {name: getattr(args, name) for name in names}
+    config = Config.create(args.model, settings)
+    vocab_size = config.model_config.vocab_size
+    small = config.device == "cpu"
+    num_seqs = args.num_seqs or (64 if small else 256)
+    lengths = [args.max_input_len or (256 if small else 1024), args.max_output_len or (256 if small else 1024)]
+    if sum(lengths) > config.max_model_len:
+        lengths = [length * config.max_model_len // sum(lengths) for length in lengths]
+
+    requests = {
+        "headline": headline(num_seqs, *lengths, args.seed, vocab_size),
+        "single": single_stream(*lengths, args.seed, vocab_size),
+    }
+    workloads = {
+        name: [other_ids(made, vocab_size), made]
+        for name, made in requests.items()
+        if args.workload in ("both", name)
+    }
+    engines = ["nanovllm", *filter(None, args.compare.split(","))]
+    for engine in engines:
+        if engine not in ENGINES:
+            raise SystemExit(f"--compare {engine}: must be of {', '.join(list(ENGINES)[1:])}")
+    results = {}
+    for engine in engines:
+        if importlib.util.find_spec(engine) is None:
+            print(f"{engine}: not installed, left out")
+            continue
+        results[engine] = alone(ENGINES[engine], args.model, settings, workloads)
+
+    print(f"{args.model}, {config.dtype}, {config.device}, attention {config.attention_backend}")
+    for name in workloads:
+        made = requests[name]
+        num_input, num_output = sum(len(r.prompt) for r in made), sum(r.max_tokens for r in made)
+        for result in results.values():
+            result[name].num_tokens, result[name].num_input_tokens = num_output, num_input
+        title = f"{name}: {len(made)} requests, {num_input:,} tokens in, {num_output:,} out"
+        others = [result[name] for engine, result in results.items() if engine != "nanovllm"]
+        base = max(others or [results["nanovllm"][name]], key=lambda result: result.num_tokens / result.seconds)
+        print_table(title, [result[name].row(engine, base) for engine, result in results.items()])
+    print("\nratio: to the fastest of the others" if len(results) > 1 else "")
+
+
+if __name__ == "__main__":
+    main()

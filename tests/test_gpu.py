@@ -1,0 +1,159 @@
+"""On a CUDA device, in bfloat16: every backend, with graphs and without, against right answers and transformers."""
+import importlib.util
+import random
+
+import pytest
+import torch
+
+from conftest import TINY
+from nanovllm import LLM, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+HAS_FLASH = importlib.util.find_spec("flash_attn") is not None
+needs_flash = pytest.mark.skipif(not HAS_FLASH, reason="flash-attn is not installed")
+BACKENDS = ["sdpa", "triton", pytest.param("flash", marks=needs_flash)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=400)
+
+
+def tasks() -> dict[str, str]:
+    """Questions that the bundled model answers rightly on transformers, and their answers."""
+    rng = random.Random(0)
+    primes = [n for n in range(2, 101) if all(n % d for d in range(2, n))]
+    asked = {"list all prime numbers within 100": ", ".join(map(str, primes)), "What is 17 + 25?": "42"}
+    for _ in range(20):
+        numbers = [rng.randrange(100) for _ in range(rng.randint(2, 8))]
+        asked["Sort: " + ", ".join(map(str, numbers))] = ", ".join(map(str, sorted(numbers)))
+    for _ in range(20):
+        begin, end = (n := rng.randrange(200)), n + rng.randint(2, 40)
+        asked[f"Count from {begin} to {end}."] = ", ".join(map(str, range(begin, end + 1)))
+    return asked
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_right_answers(make_llm, chat, backend, async_scheduling, enforce_eager):
+    llm = make_llm(
+        device="cuda", dtype="auto", attention_backend=backend, async_scheduling=async_scheduling,
+        enforce_eager=enforce_eager, gpu_memory_utilization=0.1, max_num_seqs=20,
+    )  # fmt: skip
+    asked = tasks()
+    answers = llm.generate([chat(question) for question in asked], GREEDY, use_tqdm=False)
+    assert [answer["text"] for answer in answers] == list(asked.values())
+    assert bool(llm.model_runner.graphs) == (backend != "sdpa" and not enforce_eager)
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 256])
+def test_small_cache_and_chunks(make_llm, chat, block_size):
+    """Preemption, chunks and prefix hits on the device."""
+    llm = make_llm(
+        device="cuda", dtype="auto", kvcache_block_size=block_size, num_kvcache_blocks=768 // block_size + 1,
+        max_num_batched_tokens=64,
+    )  # fmt: skip
+    asked = tasks()
+    for _ in range(2):
+        answers = llm.generate([chat(question) for question in asked], GREEDY, use_tqdm=False)
+        assert [answer["text"] for answer in answers] == list(asked.values())
+    assert llm.scheduler.num_preemptions or block_size == 256
+
+
+def test_no_decode_step_is_eager(make_llm, monkeypatch):
+    """Every batch size up to max_num_seqs has a graph that fits it."""
+    llm = make_llm(device="cuda", dtype="auto", max_num_seqs=20, gpu_memory_utilization=0.1)
+    eager = []
+    forward = llm.model_runner._forward
+    monkeypatch.setattr(llm.model_runner, "_forward", lambda batch: eager.append(batch.shape) or forward(batch))
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in range(1, 21)]
+    llm.generate([[i, i + 1] for i in range(20)], params, use_tqdm=False)
+    assert eager and all(shape.is_prefill for shape in eager)
+
+
+def test_seeded_sampling_is_the_same_in_any_batch(make_llm):
+    llm = make_llm(device="cuda", dtype="float32", max_num_seqs=64, gpu_memory_utilization=0.1)
+    prompts = [[i, 5, 7] for i in range(64)]
+    params = [SamplingParams(temperature=1.0, max_tokens=20, seed=i, ignore_eos=True) for i in range(64)]
+    together = llm.generate(prompts, params, use_tqdm=False)
+    alone = [llm.generate([p], s, use_tqdm=False)[0] for p, s in zip(prompts[:8], params)]
+    assert [a["token_ids"] for a in alone] == [a["token_ids"] for a in together[:8]]
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory) -> str:
+    """A checkpoint of Qwen3-0.6B's shape with random weights, and the bundled tokenizer, which it does not need."""
+    import shutil
+
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("random-0.6b")
+    config = Qwen3Config(
+        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, tie_word_embeddings=True,
+        eos_token_id=151645, dtype=torch.bfloat16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(f"{TINY}/{name}", folder)
+    yield str(folder)
+    shutil.rmtree(folder)
+
+
+def logits_of_run(llm: LLM, prompts: list[list[int]], num_tokens: int) -> tuple[list[list[int]], torch.Tensor]:
+    """The ids of a greedy run and the logits [prompts, tokens, vocabulary] they were chosen from."""
+    model = llm.model_runner.model
+    compute_logits, steps = model.compute_logits, []
+    model.compute_logits = lambda hidden_states: steps.append(compute_logits(hidden_states)) or steps[-1]
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    try:
+        answers = llm.generate(prompts, params, use_tqdm=False)
+    finally:
+        model.compute_logits = compute_logits
+    return [answer["token_ids"] for answer in answers], torch.stack(steps[:num_tokens], dim=1).float()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_of_a_real_size(make_llm, random_model, capsys, backend):
+    """As near to transformers' float32 logits as transformers' own bfloat16 is, in prefill and in decode."""
+    from transformers import Qwen3ForCausalLM
+
+    rng = random.Random(0)
+    prompts = [[rng.randrange(151643) for _ in range(length)] for length in (1, 17, 255, 256, 1000)]
+    num_tokens = 9
+    llm = make_llm(
+        random_model, device="cuda", dtype="auto", attention_backend=backend, enforce_eager=True,
+        async_scheduling=False, gpu_memory_utilization=0.2,
+    )  # fmt: skip
+    token_ids, ours = logits_of_run(llm, prompts, num_tokens)
+
+    def reference(dtype: torch.dtype) -> torch.Tensor:
+        model = Qwen3ForCausalLM.from_pretrained(random_model, dtype=dtype).to("cuda").eval()
+        return torch.stack([
+            model(torch.tensor([prompt + ids], device="cuda")).logits[0, len(prompt) - 1 : -1].float()
+            for prompt, ids in zip(prompts, token_ids)
+        ])  # fmt: skip
+
+    exact, theirs = reference(torch.float32), reference(torch.bfloat16)
+    error = lambda x, part: ((x[:, part] - exact[:, part]).norm() / exact[:, part].norm()).item()
+    for name, part in (("prefill", slice(0, 1)), ("decode", slice(1, None))):
+        with capsys.disabled():
+            print(f"\n  {backend} {name}: ours {error(ours, part):.5f}, transformers {error(theirs, part):.5f}", end="")
+        assert error(ours, part) < 1.1 * error(theirs, part)
+
+
+def test_graphs_and_eager_agree(make_llm, random_model):
+    """The same kernels in the same order: the same ids, but where a padded batch rounds otherwise."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(151643) for _ in range(rng.randint(1, 300))] for _ in range(16)]
+    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+    runs = []
+    for enforce_eager in (False, True):
+        llm = make_llm(
+            random_model, device="cuda", dtype="auto", enforce_eager=enforce_eager, gpu_memory_utilization=0.2,
+            max_num_seqs=16,
+        )  # fmt: skip
+        runs.append([answer["token_ids"] for answer in llm.generate(prompts, params, use_tqdm=False)])
+        llm.exit()
+    assert runs[0] == runs[1]
