@@ -20,8 +20,8 @@ def _rms_norm_kernel(
         tl.store(residual_ptr + flat, total, mask)
         x = total.to(tl.float32)
     x *= tl.rsqrt(tl.sum(x * x, 1) / N + eps)[:, None]
-    weight = tl.load(weight_ptr + col, col < N, 0.0)
-    tl.store(out_ptr + flat, x.to(out_ptr.dtype.element_ty) * weight, mask)
+    weight = tl.load(weight_ptr + col, col < N, 0.0).to(tl.float32)
+    tl.store(out_ptr + flat, x * weight, mask)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:

@@ -15,7 +15,7 @@ def _gumbel(bits):
 @triton.jit
 def _sample_split_kernel(
     logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, best_ptr, index_ptr, vocab_size, stride, first_id,
-    PER_SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+    PER_SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -32,7 +32,7 @@ def _sample_split_kernel(
         if temperature > 0:
             counter = (first_id + split * PER_SPLIT + tile) // 4 + tl.arange(0, TILE // 4)  # serves four tokens
             zero = counter * 0
-            r0, r1, r2, r3 = tl.philox(seed, counter, zero + position, zero, zero)
+            r0, r1, r2, r3 = tl.philox(seed, counter, zero + position, zero, zero, ROUNDS)
             bits = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [TILE])  # r0 r1 r2 r3 of each counter
             score = score / temperature + _gumbel(bits)
         tile_best, tile_index = tl.max(score, 0, return_indices=True)
@@ -56,12 +56,13 @@ def sample(
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
+    rounds: int,
     tile: int = 1024,
     per_split: int = 4096,
 ) -> torch.Tensor:
     """The ids [S] that `layers.sampler.Sampler` would draw from logits [S, vocabulary]; the lowest among equals.
 
-    temperatures [S] float32, seeds [S, 2] int32 (low and high word), positions [S] int32.
+    temperatures [S] float32, seeds [S, 2] int32 (low and high word), positions [S] int32; rounds of Philox.
     """
     num_rows, vocab_size = logits.shape
     splits = triton.cdiv(vocab_size, per_split)
@@ -71,7 +72,7 @@ def sample(
     if num_rows:
         _sample_split_kernel[(num_rows, splits)](
             logits, temperatures, seeds, positions, best, index, vocab_size, logits.stride(0), 0,
-            PER_SPLIT=per_split, TILE=tile, SPLITS=splits,
+            PER_SPLIT=per_split, TILE=tile, SPLITS=splits, ROUNDS=rounds,
         )  # fmt: skip
         _sample_reduce_kernel[(num_rows,)](best, index, out, SPLITS=splits, BLOCK=triton.next_power_of_2(splits))
     return out

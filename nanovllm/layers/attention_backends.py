@@ -119,7 +119,7 @@ class SDPABackend:
         out = torch.empty_like(q)
         for rows, slots, mask in context.plan:
             queries = q[rows].unflatten(1, (k_cache.shape[2], -1))  # [n, kv_heads, group, head_dim]
-            k, v = (_gather(cache, slots).unflatten(0, (len(rows), -1)) for cache in (k_cache, v_cache))
+            k, v = (_gather(cache, slots).unflatten(0, (len(queries), -1)) for cache in (k_cache, v_cache))
             attended = F.scaled_dot_product_attention(queries, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
             out[rows] = attended.flatten(1, 2)
         return out
@@ -149,6 +149,9 @@ def _plan_decode(context: Context, block_size: int):
     """Groups of sequences of like lengths: each is padded to its longest, so a quarter at most is padding."""
     lengths, order = context.context_lens.sort()
     sorted_lengths = lengths.tolist()
+    if len(order) == 1:  # nothing to mask, nothing to put in order
+        yield _Group(slice(0, 1), _slots(context.block_tables, sorted_lengths[0], block_size), None)
+        return
     begin = 0
     for end in range(1, len(order) + 1):
         if end < len(order) and sorted_lengths[end] <= 64 + sorted_lengths[begin] * 4 // 3:

@@ -1,5 +1,6 @@
 """Root mean square norm, alone or with the residual addition in front of it."""
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels import triton_ops
@@ -7,7 +8,7 @@ from nanovllm.utils.loader import copy_weight
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 up to the weight (arXiv:1910.07467)."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32 (arXiv:1910.07467)."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -21,10 +22,5 @@ class RMSNorm(nn.Module):
             out = ops.rms_norm(x, self.weight, self.eps, residual)
         else:
             x = x if residual is None else residual.add_(x)
-            out = self.normalize(x)
+            out = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return out if residual is None else (out, residual)
-
-    def normalize(self, x: torch.Tensor) -> torch.Tensor:
-        y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return y.to(x.dtype) * self.weight

@@ -17,14 +17,15 @@ class RotaryEmbedding(nn.Module):
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
         self.register_buffer("cos_sin", table, persistent=False)
 
-    def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions [T]; q and k [T, heads, head_dim], each turned, in new tensors or in place."""
-        if (ops := triton_ops(q)) is not None:
-            return ops.rotate(q, positions, self.cos_sin), ops.rotate(k, positions, self.cos_sin)
-        cos, sin = self.cos_sin[positions].to(q.dtype).unsqueeze(1).chunk(2, -1)  # [T, 1, head_dim / 2]
-        return self.rotate(q, cos, sin), self.rotate(k, cos, sin)
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        """The rows of the table for positions [T]: looked up once a step, `apply_rotary` in every layer."""
+        return self.cos_sin[positions]
 
-    @staticmethod
-    def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        x1, x2 = x.chunk(2, -1)
-        return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+
+def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, head_dim], turned by cos_sin [T, head_dim]: in a new tensor, or by the kernel in place."""
+    if (ops := triton_ops(x)) is not None:
+        return ops.rotate(x, cos_sin)
+    cos, sin = cos_sin.to(x.dtype).unsqueeze(1).chunk(2, -1)  # [T, 1, head_dim / 2]
+    x1, x2 = x.chunk(2, -1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)

@@ -9,12 +9,12 @@ from nanovllm.layers.attention_backends import AttentionBackend
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary
 from nanovllm.utils.distributed import TensorParallel
 
 
 class Qwen3Attention(nn.Module):
-    def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding, backend: AttentionBackend, tp: TensorParallel):
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TensorParallel):
         super().__init__()
         head_dim, num_heads, num_kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
         self.head_dim = head_dim
@@ -25,13 +25,12 @@ class Qwen3Attention(nn.Module):
         self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, config.attention_bias, tp)
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
-        self.rotary_emb = rotary_emb
         self.attn = Attention(self.num_kv_heads, head_dim, backend)
 
-    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, cos_sin: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv_heads, head_dim]
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        q, k = self.rotary_emb(positions, self.q_norm(q), self.k_norm(k))
+        q, k = apply_rotary(self.q_norm(q), cos_sin), apply_rotary(self.k_norm(k), cos_sin)
         return self.o_proj(self.attn(q, k, v).flatten(1))
 
 
@@ -48,16 +47,16 @@ class Qwen3MLP(nn.Module):
 
 
 class Qwen3DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding, backend: AttentionBackend, tp: TensorParallel):
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TensorParallel):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Qwen3Attention(config, rotary_emb, backend, tp)
+        self.self_attn = Qwen3Attention(config, backend, tp)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = Qwen3MLP(config, tp)
 
-    def forward(self, positions: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None):
+    def forward(self, cos_sin: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None):
         x, residual = (self.input_layernorm(x), x) if residual is None else self.input_layernorm(x, residual)
-        x = self.self_attn(positions, x)
+        x = self.self_attn(cos_sin, x)
         x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
 
@@ -66,17 +65,16 @@ class Qwen3Model(nn.Module):
     def __init__(self, config: ModelConfig, max_len: int, backend: AttentionBackend, tp: TensorParallel):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
-        rotary_emb = RotaryEmbedding(config.rope_inv_freq, config.rope_scale, max_len)
-        self.layers = nn.ModuleList(
-            Qwen3DecoderLayer(config, rotary_emb, backend, tp) for _ in range(config.num_hidden_layers)
-        )
+        self.rotary_emb = RotaryEmbedding(config.rope_inv_freq, config.rope_scale, max_len)
+        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, backend, tp) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x = self.embed_tokens(token_ids)
+        cos_sin = self.rotary_emb(positions)
         residual = None
         for layer in self.layers:
-            x, residual = layer(positions, x, residual)
+            x, residual = layer(cos_sin, x, residual)
         return self.norm(x, residual)[0]
 
 
