@@ -43,6 +43,13 @@ class ModelConfig:
             raise ValueError(f"{folder}: quantized checkpoints are not supported (quantization_config is set)")
         if raw.get("use_sliding_window"):
             raise ValueError(f"{folder}: sliding-window attention is not supported (use_sliding_window is set)")
+        try:
+            return cls._from_json(raw, folder)
+        except KeyError as error:  # transformers' rope initialisers raise it too
+            raise ValueError(f"{folder}/config.json: has no {error}") from error
+
+    @classmethod
+    def _from_json(cls, raw: dict, folder: Path) -> "ModelConfig":
         heads = raw["num_attention_heads"]
         head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
         inv_freq, rope_scale = _rope_frequencies(raw, head_dim)
@@ -188,13 +195,17 @@ class Config:
         return length
 
 
-def _resolve_device(device: str) -> str:
-    if device == "auto":
+def _resolve_device(name: str) -> str:
+    if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    check_choice("device", str(device).split(":")[0], ("cpu", "cuda"))
-    if str(device) != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"device={device!r}: this machine has no CUDA device; use 'cpu'")
-    return str(device)
+    kind, _, number = str(name).partition(":")
+    check_choice("device", kind, ("auto", "cpu", "cuda"))
+    if kind == "cpu":
+        return "cpu"
+    count = torch.cuda.device_count()
+    if not (number.isdecimal() or not number) or int(number or 0) >= count:
+        raise ValueError(f"device={name!r}: this machine has {count or 'no'} CUDA device{'s' * (count > 1)}; or use 'cpu'")
+    return str(name)
 
 
 def _resolve_backend(backend: str, device: str) -> str:

@@ -11,6 +11,7 @@ from nanovllm import LLM
 from nanovllm.utils.hub import BUNDLED
 
 torch.set_grad_enabled(False)
+torch.set_num_threads(1)  # threads that wait for each other are slow beyond measure where a core is taken
 
 TINY = str(BUNDLED / "tiny-qwen3")
 

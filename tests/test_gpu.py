@@ -48,14 +48,14 @@ def test_right_answers(make_llm, chat, backend, async_scheduling, enforce_eager)
 def test_small_cache_and_chunks(make_llm, chat, block_size):
     """Preemption, chunks and prefix hits on the device."""
     llm = make_llm(
-        device="cuda", dtype="auto", kvcache_block_size=block_size, num_kvcache_blocks=768 // block_size + 1,
+        device="cuda", dtype="auto", kvcache_block_size=block_size, num_kvcache_blocks=400 // block_size + 1,
         max_num_batched_tokens=64,
     )  # fmt: skip
     asked = tasks()
     for _ in range(2):
         answers = llm.generate([chat(question) for question in asked], GREEDY, use_tqdm=False)
         assert [answer["text"] for answer in answers] == list(asked.values())
-    assert llm.scheduler.num_preemptions or block_size == 256
+    assert llm.scheduler.num_preemptions > 0 or block_size == 256
 
 
 def test_no_decode_step_is_eager(make_llm, monkeypatch):

@@ -8,7 +8,7 @@ from nanovllm.engine.sequence import Sequence
 
 
 class Block:
-    """One block of the paged cache. A hash makes it findable; its token ids prove that a find is no collision."""
+    """One block of the paged cache. A hash makes it findable, and its token ids are compared with what was sought."""
 
     __slots__ = ("block_id", "ref_count", "hash", "token_ids")
 
@@ -42,9 +42,9 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def can_allocate(self, seq: Sequence, headroom: int = 0) -> bool:
-        """Whether the whole of `seq` fits and leaves `headroom` blocks free."""
+        """Whether the whole of `seq` fits, with the token that follows, and leaves `headroom` blocks free."""
         shared = sum(self.blocks[block_id].ref_count > 0 for block_id in self._match_prefix(seq))
-        return self.num_blocks_for(seq.num_tokens) - shared + headroom <= len(self.free_block_ids)
+        return self.num_blocks_for(seq.num_tokens + 1) - shared + headroom <= len(self.free_block_ids)
 
     def allocate(self, seq: Sequence) -> None:
         """Give `seq` blocks for all its tokens; those found in the prefix cache count as computed."""

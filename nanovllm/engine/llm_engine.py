@@ -1,10 +1,9 @@
 """Requests in, text out: the facade over scheduler and model runner."""
 import secrets
 import struct
-from collections.abc import Sequence as SequenceType
+from collections.abc import Iterator, Sequence as SequenceType
 from dataclasses import dataclass, field
 from numbers import Integral
-from operator import index
 from time import perf_counter
 
 import xxhash
@@ -79,6 +78,7 @@ class LLMEngine:
         `num_cached_tokens`. Nothing is queued unless every prompt is good: ValueError or TypeError else, as of
         `add_request`. Ctrl-C and errors drop this call's requests and leave the engine ready for the next.
         """
+        self._check_open()
         if not self.is_finished():
             raise RuntimeError("generate: requests from add_request are unfinished; call step() until is_finished()")
         prompts = _as_prompts(prompts)
@@ -107,6 +107,7 @@ class LLMEngine:
         Raises before anything is queued: ValueError for an empty prompt, one that is not shorter than
         `max_model_len`, or a token id outside the vocabulary; TypeError for something else than text or ids.
         """
+        self._check_open()
         seq = self._make_sequence(0, prompt, sampling_params)
         self._add(seq)
         return seq.request_id
@@ -156,7 +157,6 @@ class LLMEngine:
 
     def _make_sequence(self, offset: int, prompt: Prompt, params: SamplingParams | None) -> Sequence:
         """The sequence of the request after the next `offset` ones; checks all that can be wrong with it."""
-        self._check_open()
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params={params!r}: must be a SamplingParams")
@@ -176,10 +176,10 @@ class LLMEngine:
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        try:
-            return [index(token_id) for token_id in prompt]  # any kind of integer, as numpy's
-        except TypeError:
-            raise TypeError(f"prompt={prompt!r:.80}: must be a string or a list of token ids") from None
+        ids = _as_list(prompt)
+        if ids is None or not all(isinstance(i, Integral) and not isinstance(i, bool) for i in ids):
+            raise TypeError(f"prompt={prompt!r:.80}: must be a string or a list of token ids")
+        return [int(i) for i in ids]
 
     def _noise_seed(self, params: SamplingParams, request_id: int) -> int:
         if params.seed is not None:
@@ -193,6 +193,7 @@ class LLMEngine:
         self.scheduler.add(seq)
 
     def _drop_everything(self) -> None:
+        self.model_runner.synchronize()  # what was queued still reads the host's buffers
         self._in_flight = None
         self.scheduler.abort_all()
 
@@ -216,12 +217,19 @@ class LLMEngine:
         self.exit()
 
 
+def _as_list(value) -> list | None:
+    """A list of what is a list, a tuple, an iterator, an array or a tensor; None of anything else."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return list(value) if isinstance(value, (list, tuple, Iterator)) else None
+
+
 def _as_prompts(prompts) -> list[Prompt]:
     """A list of prompts, of what may be a single one: a string, or a flat list of token ids."""
     if isinstance(prompts, str):
         return [prompts]
-    prompts = list(prompts)
-    return [prompts] if prompts and all(isinstance(item, Integral) for item in prompts) else prompts
+    if (items := _as_list(prompts)) is None:
+        raise TypeError(f"prompts={prompts!r:.80}: must be a string, a list of token ids, or a list of those")
+    return [items] if items and all(isinstance(item, Integral) for item in items) else items
 
 
 class ProgressBar(tqdm):

@@ -1,4 +1,5 @@
 """One rank: its weights, its part of the cache and its graphs, and the way of a step over the device."""
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -212,6 +213,14 @@ class ModelRunner:
         self.graphs = DecodeGraphs(self.config.max_num_seqs, self.table_width, self._device_buffer, self._forward)
 
 
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Wait until the device has nothing left to do; never raises, as it is for the time after an error."""
+        if self.device.type == "cuda":
+            with suppress(RuntimeError):
+                torch.cuda.synchronize(self.device)
+
     def exit(self) -> None:
         """Free the device's memory."""
         self.graphs = None
@@ -219,7 +228,6 @@ class ModelRunner:
         self.model = self.last_token_ids = self._device_buffer = None
         self.attention_layers = []
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
 

@@ -124,8 +124,7 @@ class Scheduler:
             if seq.status is SequenceStatus.FINISHED:
                 continue  # ended while this token was in flight: it is not part of the answer
             seq.token_ids.append(token_id)
-            if seq.status is SequenceStatus.RUNNING:
-                self.block_manager.publish(seq)
+            self.block_manager.publish(seq)
             if token_id in self.eos_token_ids and not seq.params.ignore_eos:
                 self._finish(seq, "stop")
             elif len(seq.token_ids) == seq.max_num_tokens:

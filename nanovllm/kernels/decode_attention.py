@@ -77,9 +77,9 @@ def _combine_kernel(partial_ptr, lse_ptr, out_ptr, HEAD_DIM: tl.constexpr, SPLIT
 
 
 def num_splits(num_programs: int, max_context_len: int, device: torch.device) -> int:
-    """Enough splits for two programs on every multiprocessor, as a power of two, and none without a tile to read."""
+    """Enough splits for four programs on every multiprocessor, as a power of two, and none without a tile to read."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    wanted = max(1, min(2 * processors // max(1, num_programs), triton.cdiv(max_context_len, BLOCK_N), 64))
+    wanted = max(1, min(4 * processors // max(1, num_programs), triton.cdiv(max_context_len, BLOCK_N), 32))
     return 1 << (wanted.bit_length() - 1)
 
 

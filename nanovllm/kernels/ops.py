@@ -1,10 +1,9 @@
 """The kernels by name; importing this needs Triton."""
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.decode_attention import decode_attention
-from nanovllm.kernels.kv_cache import store_kvcache
 from nanovllm.kernels.layernorm import rms_norm
+from nanovllm.kernels.norm_rope_store import norm_rope_store
 from nanovllm.kernels.prefill_attention import prefill_attention
-from nanovllm.kernels.rotary import rotate
 from nanovllm.kernels.sampling import sample
 
-__all__ = ["decode_attention", "prefill_attention", "rms_norm", "rotate", "sample", "silu_and_mul", "store_kvcache"]
+__all__ = ["decode_attention", "norm_rope_store", "prefill_attention", "rms_norm", "sample", "silu_and_mul"]

@@ -112,6 +112,6 @@ def prefill_attention(
         q, k_cache, v_cache, cu_seqlens_q, context_lens, block_tables, out,
         head_dim**-0.5 * 1.4426950408889634, q.stride(0), block_tables.stride(0),
         BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, TILE_M=tile_m, TILE_N=tile_n,
-        STAGES=2 if exact else 3, PRECISION="ieee" if exact else "tf32", num_warps=4 if exact else 8,
+        STAGES=2, PRECISION="ieee" if exact else "tf32", num_warps=4,
     )  # fmt: skip
     return out

@@ -57,8 +57,8 @@ def sample(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     rounds: int,
-    tile: int = 1024,
-    per_split: int = 4096,
+    tile: int = 2048,
+    per_split: int = 2048,
 ) -> torch.Tensor:
     """The ids [S] that `layers.sampler.Sampler` would draw from logits [S, vocabulary]; the lowest among equals.
 

@@ -7,7 +7,7 @@ from nanovllm.utils.context import get_context
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention of one layer: stores this step's keys and values, then attends to all.
+    """Causal grouped-query attention of one layer.
 
     `k_cache` and `v_cache` [blocks, block_size, kv_heads, head_dim] are this layer's part of the engine's cache;
     the ModelRunner sets them once it knows their size.
@@ -20,9 +20,14 @@ class Attention(nn.Module):
         self.backend = backend
         self.k_cache = self.v_cache = torch.empty(0)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [T, heads, head_dim], k and v [T, kv_heads, head_dim] -> [T, heads, head_dim]."""
+    def store_kvcache(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write this step's keys and values [T, kv_heads, head_dim] to their slots, of which none is -1."""
+        slots = get_context().slot_mapping.long()
+        self.k_cache.flatten(0, 1).index_copy_(0, slots, k)
+        self.v_cache.flatten(0, 1).index_copy_(0, slots, v)
+
+    def forward(self, q: torch.Tensor) -> torch.Tensor:
+        """q [T, heads, head_dim] against all that is stored, this step's keys and values included -> the same shape."""
         context = get_context()
-        self.backend.store_kvcache(k, v, self.k_cache, self.v_cache, context.slot_mapping)
         attend = self.backend.prefill if context.is_prefill else self.backend.decode
         return attend(q, self.k_cache, self.v_cache, context)

@@ -8,15 +8,12 @@ from nanovllm.utils.context import Context
 
 
 class AttentionBackend(Protocol):
-    """Shapes: q [T, heads, head_dim]; k and v [T, kv_heads, head_dim]; caches [blocks, block_size, kv_heads, head_dim].
+    """Shapes: q [T, heads, head_dim]; caches [blocks, block_size, kv_heads, head_dim], this step's tokens stored.
 
     heads is a multiple of kv_heads, and query head h reads key-value head h // (heads / kv_heads).
     """
 
     uses_cuda_graphs: bool  # decode asks the host for nothing
-
-    def store_kvcache(self, k, v, k_cache, v_cache, slot_mapping: torch.Tensor) -> None:
-        """Write token t at slot_mapping[t] = block * block_size + offset; -1 writes nothing."""
 
     def prefill(self, q, k_cache, v_cache, context: Context) -> torch.Tensor:
         """The last queries of each sequence against all its keys, causally -> [T, heads, head_dim]."""
@@ -37,7 +34,6 @@ class TritonBackend:
     def __init__(self):
         from nanovllm.kernels import ops
 
-        self.store_kvcache = ops.store_kvcache
         self.ops = ops
 
     def prefill(self, q, k_cache, v_cache, context):
@@ -59,9 +55,6 @@ class FlashBackend:
     def __init__(self):
         import flash_attn
 
-        from nanovllm.kernels import ops
-
-        self.store_kvcache = ops.store_kvcache
         self.flash_attn = flash_attn
 
     def prefill(self, q, k_cache, v_cache, context):
@@ -95,11 +88,6 @@ class SDPABackend:
 
     uses_cuda_graphs = False
 
-    def store_kvcache(self, k, v, k_cache, v_cache, slot_mapping):
-        slots = slot_mapping.long()
-        k_cache.flatten(0, 1).index_copy_(0, slots, k)
-        v_cache.flatten(0, 1).index_copy_(0, slots, v)
-
     def prefill(self, q, k_cache, v_cache, context):
         if context.plan is None:
             context.plan = list(_plan_prefill(context, k_cache.shape[1]))
@@ -130,7 +118,7 @@ class _Group(NamedTuple):
 
     rows: slice | torch.Tensor  # of q
     slots: torch.Tensor  # [sequences * L] where their keys and values are, padded to the longest
-    mask: torch.Tensor | None  # True where a query may look; None is plain causal, or everywhere for single queries
+    mask: torch.Tensor | None  # True where a query may look; None: causally in a prefill, everywhere in a decode
 
 
 def _plan_prefill(context: Context, block_size: int):

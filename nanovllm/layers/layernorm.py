@@ -18,7 +18,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
         """The norm of x; with a residual, the norm of their sum and that sum, in place of the residual."""
-        if (ops := triton_ops(x)) is not None:
+        if x.dim() == 2 and (ops := triton_ops(x)) is not None:
             out = ops.rms_norm(x, self.weight, self.eps, residual)
         else:
             x = x if residual is None else residual.add_(x)

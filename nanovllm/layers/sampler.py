@@ -12,20 +12,20 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 7  # the least that the authors found to pass every test of TestU01's BigCrush
 
 
-def philox(counter: torch.Tensor, key: torch.Tensor, rounds: int = ROUNDS) -> torch.Tensor:
-    """Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+def philox(counter: tuple, key: tuple, rounds: int = ROUNDS) -> tuple[torch.Tensor, ...]:
+    """Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): four words of each counter.
 
-    counter [4, ...] and key [2, ...] to words [4, ...], all int64 tensors of values below 2^32.
+    Counter and key are four and two int64 tensors of values below 2^32, of shapes that broadcast.
     """
-    like = (2, *[1] * (key.dim() - 1))
-    multipliers, steps = (torch.tensor(x, device=key.device).view(like) for x in (_MULTIPLIERS, _KEY_STEPS))
-    even, odd = counter[0::2], counter[1::2]
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
     for i in range(rounds):
-        product = even * multipliers  # 64 bits, the sign bit among them: int64 is what PyTorch has everywhere
-        low, high = product & _WORD, product.bitwise_right_shift_(32).bitwise_and_(_WORD)
-        even = high.flip(0).bitwise_xor_(odd).bitwise_xor_((key + i * steps) & _WORD)
-        odd = low.flip(0)
-    return torch.stack((even, odd), dim=1).flatten(0, 1)
+        p0, p2 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        key0, key1 = (k0 + i * _KEY_STEPS[0]) & _WORD, (k1 + i * _KEY_STEPS[1]) & _WORD
+        c0 = (p2 >> 32).bitwise_xor_(c1).bitwise_xor_(key0).bitwise_and_(_WORD)
+        c2 = (p0 >> 32).bitwise_xor_(c3).bitwise_xor_(key1).bitwise_and_(_WORD)
+        c1, c3 = p2, p0  # their upper words go when the next even word, or the result, is masked
+    return c0, c1 & _WORD, c2, c3 & _WORD
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -33,14 +33,13 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
 
     The seed is Philox's key, (token id // 4, position, 0, 0) its counter and token id % 4 the word that is taken.
     """
-    num_rows, num_counters = len(seeds), -(-vocab_size // 4)
-    counter = torch.zeros((4, num_rows, num_counters), dtype=torch.long, device=seeds.device)
-    counter[0] = torch.arange(num_counters, device=seeds.device)
-    counter[1] = positions.unsqueeze(1)
-    key = (seeds.long() & _WORD).t().unsqueeze(-1)  # [2, S, 1]
-    bits = philox(counter, key).permute(1, 2, 0).flatten(1)[:, :vocab_size]
+    low, high = (seeds.long() & _WORD).unsqueeze(-1).unbind(1)  # [S, 1] each
+    c0 = torch.arange(-(-vocab_size // 4), device=seeds.device).expand(len(seeds), -1)
+    zero = torch.zeros_like(c0)
+    words = philox((c0, positions.long().unsqueeze(1), zero, zero), (low, high))
+    bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
     # in (0, 1]; small values, which make large noise, keep all their digits
-    uniform = (bits.float() + 0.5) * 2.0**-32
+    uniform = bits.float().add_(0.5).mul_(2.0**-32)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from nanovllm.config import ModelConfig
+from nanovllm.kernels import triton_ops
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import AttentionBackend
@@ -10,6 +11,7 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary
+from nanovllm.utils.context import get_context
 from nanovllm.utils.distributed import TensorParallel
 
 
@@ -28,10 +30,19 @@ class Qwen3Attention(nn.Module):
         self.attn = Attention(self.num_kv_heads, head_dim, backend)
 
     def forward(self, cos_sin: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv_heads, head_dim]
-        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        q, k = apply_rotary(self.q_norm(q), cos_sin), apply_rotary(self.k_norm(k), cos_sin)
-        return self.o_proj(self.attn(q, k, v).flatten(1))
+        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv_heads, head_dim]
+        return self.o_proj(self.attn(self.norm_rope_store(qkv, cos_sin)).flatten(1))
+
+    def norm_rope_store(self, qkv: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        """Keys and values into the cache; the queries [T, heads, head_dim]."""
+        if (ops := triton_ops(qkv)) is not None:
+            return ops.norm_rope_store(
+                qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos_sin,
+                self.attn.k_cache, self.attn.v_cache, get_context().slot_mapping,
+            )  # fmt: skip
+        q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        self.attn.store_kvcache(apply_rotary(self.k_norm(k), cos_sin), v)
+        return apply_rotary(self.q_norm(q), cos_sin)
 
 
 class Qwen3MLP(nn.Module):

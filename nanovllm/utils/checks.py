@@ -9,10 +9,10 @@ def check_int(name: str, value, low: int, high: int | None = None) -> None:
     _check_range(name, value, low, high)
 
 
-def check_real(name: str, value, low: float, high: float | None = None) -> None:
+def check_real(name: str, value, low: float, high: float = 1e9) -> None:
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: must be a number")
-    if not math.isfinite(value):
+    if value != value or value in (math.inf, -math.inf):
         raise ValueError(f"{name}={value!r}: must be finite")
     _check_range(name, value, low, high)
 

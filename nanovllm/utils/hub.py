@@ -12,6 +12,8 @@ def find_model(model: str) -> Path:
 
     Raises FileNotFoundError, with what to do, where there is no such folder and it can't be fetched.
     """
+    if not isinstance(model, (str, Path)):
+        raise TypeError(f"model={model!r}: must be a folder, a hub id, or the name of a bundled model")
     model = str(model)
     if (BUNDLED / model / "config.json").is_file() and HUB_ID.fullmatch(model):
         return BUNDLED / model

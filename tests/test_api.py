@@ -1,0 +1,395 @@
+"""What a user of `LLM` sees: answers, refusals, the loop by hand, and an engine that survives errors."""
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import TINY
+
+from nanovllm import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+QUESTIONS = ["What is a cat?", "Count to ten.", "The dog ran to the river and", "def add(a, b):"]
+BOTH_WAYS = pytest.mark.parametrize("async_scheduling", [False, True])
+
+
+def run(llm: LLM, prompts, params=GREEDY) -> list[list[int]]:
+    """The token ids of the answers."""
+    return [answer["token_ids"] for answer in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def loop(llm: LLM) -> list:
+    """Every StepOutput until nothing is left."""
+    outputs = []
+    while not llm.is_finished():
+        outputs.append(llm.step())
+    return outputs
+
+
+def answers_of(outputs) -> dict[int, dict]:
+    return {answer["request_id"]: answer for output in outputs for answer in output.finished}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    """One engine for all tests that leave it as they found it, which its end checks."""
+    with LLM("tiny-qwen3", dtype="float32", device="cpu", max_model_len=256) as engine:
+        yield engine
+        assert engine.is_finished()
+        blocks = engine.scheduler.block_manager
+        assert len(blocks.free_block_ids) == len(blocks.blocks), "blocks were lost"
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer):
+    return [tokenizer.encode(question) for question in QUESTIONS]
+
+
+@pytest.fixture(scope="module")
+def alone(llm, prompts):
+    """Each prompt's greedy answer, computed by itself; no two are the same."""
+    expected = [run(llm, [prompt])[0] for prompt in prompts]
+    assert len({tuple(token_ids) for token_ids in expected}) == len(prompts)
+    return expected
+
+
+# -- prompts and answers -----------------------------------------------------------------------------------------------
+
+
+def test_shapes_of_prompts(llm, prompts, alone):
+    assert run(llm, QUESTIONS[1]) == [alone[1]]
+    assert run(llm, QUESTIONS) == alone
+    assert run(llm, QUESTIONS[::-1]) == alone[::-1]
+    assert run(llm, prompts) == alone
+    assert run(llm, prompts[2]) == [alone[2]]
+    assert run(llm, tuple(prompts[2])) == [alone[2]]
+    assert run(llm, [QUESTIONS[0], prompts[1], tuple(prompts[2]), np.array(prompts[3])]) == alone
+    assert run(llm, np.array(prompts[3])) == [alone[3]]
+    assert run(llm, [np.int32(token_id) for token_id in prompts[3]]) == [alone[3]]
+    assert run(llm, (question for question in QUESTIONS)) == alone
+
+
+def test_answer(llm, tokenizer, alone):
+    (answer,) = llm.generate(QUESTIONS[0], GREEDY, use_tqdm=False)
+    assert answer.keys() == {"request_id", "text", "token_ids", "finish_reason", "num_cached_tokens"}
+    assert answer["text"] == tokenizer.decode(alone[0], skip_special_tokens=True)
+    assert all(type(token_id) is int for token_id in answer["token_ids"])
+    assert answer["finish_reason"] == "length" and answer["num_cached_tokens"] == 0
+
+
+def test_parameters_for_one_or_for_each(llm, prompts, alone):
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (5, 1, 8, 3)]
+    expected = [token_ids[: p.max_tokens] for token_ids, p in zip(alone, params)]
+    assert run(llm, prompts, params) == run(llm, prompts, tuple(params)) == expected
+    assert run(llm, prompts[:1], [GREEDY]) == alone[:1]
+    assert len(run(llm, prompts[0], None)[0]) <= SamplingParams().max_tokens
+
+
+def test_nothing_to_do(llm):
+    assert llm.generate([]) == llm.generate([], []) == llm.generate((), GREEDY) == []
+    output = llm.step()
+    assert (output.finished, output.new_tokens, output.num_prefill_tokens, output.num_decode_tokens) == ([], [], 0, 0)
+
+
+def test_progress_bar(llm, capsys):
+    llm.generate(QUESTIONS[:2], GREEDY)
+    assert "2/2" in (shown := capsys.readouterr().err) and "tok/s" in shown
+    llm.generate(QUESTIONS[:2], GREEDY, use_tqdm=False)
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "bad, error, message",
+    [
+        ("", ValueError, "empty"),
+        ([], ValueError, "empty"),
+        ([1] * 256, ValueError, "has 256 tokens.*max_model_len=256"),
+        ("cat " * 400, ValueError, "max_model_len=256"),
+        ([1, -1], ValueError, "id -1 is outside.*2047"),
+        ([1, 2048, 1], ValueError, "id 2048 is outside.*2047"),
+        ([10**30], ValueError, "outside"),
+        ([1, 2.0], TypeError, "string or a list of token ids"),
+        (["1"], TypeError, "string or a list of token ids"),
+        ([None], TypeError, "string or a list of token ids"),
+        ([[1, 2]], TypeError, "string or a list of token ids"),
+        (True, TypeError, "string or a list of token ids"),
+        (1.5, TypeError, "string or a list of token ids"),
+        (None, TypeError, "string or a list of token ids"),
+    ],
+)
+def test_bad_prompt(llm, prompts, alone, bad, error, message):
+    """Alone or among good ones, by either way in: nothing is queued, and the next call is served."""
+    for call in (lambda: llm.add_request(bad), lambda: run(llm, [prompts[0], bad, prompts[1]])):
+        with pytest.raises(error, match=message):
+            call()
+        assert llm.is_finished() and not llm.scheduler.waiting
+    assert run(llm, prompts[:1]) == alone[:1]
+
+
+@pytest.mark.parametrize("bad", [True, 1, 1.5, None])
+def test_bad_prompts_in_place_of_a_list(llm, bad):
+    with pytest.raises(TypeError):
+        run(llm, bad)
+    with pytest.raises(TypeError):
+        run(llm, [bad, "text"])
+    assert llm.is_finished()
+
+
+@pytest.mark.parametrize("bad", [[True, False], [5, True]])
+def test_bools_are_not_token_ids(llm, bad):
+    """As SamplingParams and Config have it: True is not 1."""
+    for call in (llm.add_request, lambda prompt: run(llm, prompt), lambda prompt: run(llm, [prompt])):
+        try:
+            with pytest.raises(TypeError):
+                call(bad)
+        finally:
+            loop(llm)
+
+
+def test_bad_parameters(llm, prompts, alone):
+    for count in (0, 1, 3, 5):
+        with pytest.raises(ValueError, match=f"{count} sampling_params for 4 prompts"):
+            run(llm, prompts, [GREEDY] * count)
+    for params in ({"temperature": 0}, "greedy", [GREEDY, GREEDY, GREEDY, 0.5]):
+        with pytest.raises(TypeError, match="must be a SamplingParams"):
+            run(llm, prompts, params)
+    with pytest.raises(TypeError, match="must be a SamplingParams"):
+        llm.add_request("text", 0.7)
+    assert llm.is_finished() and run(llm, prompts) == alone
+
+
+# -- ends --------------------------------------------------------------------------------------------------------------
+
+
+@BOTH_WAYS
+def test_max_model_len_ends_a_generation(make_llm, async_scheduling):
+    """Whatever was asked for: prompt and answer together have as many tokens as there may be."""
+    llm = make_llm(max_model_len=40, async_scheduling=async_scheduling, kvcache_block_size=16)
+    lengths = [1, 15, 16, 33, 39]
+    params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+    answers = llm.generate([[7] * n for n in lengths], params, use_tqdm=False)
+    assert [len(answer["token_ids"]) for answer in answers] == [40 - n for n in lengths]
+    assert {answer["finish_reason"] for answer in answers} == {"length"}
+
+
+@BOTH_WAYS
+def test_every_eos_id_ends_a_generation(make_llm, tmp_path, prompts, async_scheduling):
+    """Two tokens that the answers are known to hold become eos ids."""
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    whole = run(make_llm(), prompts, params)
+
+    def cut(token_ids, eos):
+        end = next((i + 1 for i, token_id in enumerate(token_ids) if token_id in eos), None)
+        return token_ids[:end], "stop" if end else "length"
+
+    candidates = sorted({token_id for token_ids in whole for token_id in token_ids[2:]})
+    eos = next(  # both of them end an answer, and somewhere neither does
+        {a, b}
+        for a in candidates
+        for b in candidates
+        if len({(*cut(t, {a, b})[0][-1:], cut(t, {a, b})[1]) for t in whole if cut(t, {a, b})[1] == "stop"}) == 2
+        and any(cut(t, {a, b})[1] == "length" for t in whole)
+    )
+    folder = shutil.copytree(TINY, tmp_path / "model")
+    stopping = SamplingParams(temperature=0, max_tokens=24)
+    for eos_ids in (eos, set(whole[0][:2])):  # with the second, a token that comes too late is an end as well
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": sorted(eos_ids)}))
+        llm = make_llm(str(folder), async_scheduling=async_scheduling)
+        expected = [cut(token_ids, eos_ids) for token_ids in whole]
+        answers = llm.generate(prompts, stopping, use_tqdm=False)
+        assert [(answer["token_ids"], answer["finish_reason"]) for answer in answers] == expected
+        assert run(llm, prompts, params) == whole  # ignore_eos
+        ids = [llm.add_request(prompt, stopping) for prompt in prompts]  # all end at different turns
+        arrived = [pair for output in loop(llm) for pair in output.new_tokens]
+        assert [[token for i, token in arrived if i == j] for j in ids] == [token_ids for token_ids, _ in expected]
+        assert run(llm, prompts, params) == whole  # nothing is left of what ended early
+
+
+def test_eos_at_the_last_token_is_a_stop(make_llm, chat):
+    """The model's own: a chat ends with its eos id, which is part of the answer and not of the text."""
+    llm = make_llm()
+    prompt = chat(QUESTIONS[0])
+    (answer,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=500), use_tqdm=False)
+    assert answer["finish_reason"] == "stop" and answer["token_ids"][-1] in {2045, 2047}
+    assert "<|" not in answer["text"] and answer["text"]
+    just = SamplingParams(temperature=0, max_tokens=len(answer["token_ids"]))
+    assert llm.generate(prompt, just, use_tqdm=False)[0]["finish_reason"] == "stop"
+    short = SamplingParams(temperature=0, max_tokens=len(answer["token_ids"]) - 1)
+    assert llm.generate(prompt, short, use_tqdm=False)[0]["finish_reason"] == "length"
+
+
+# -- the loop by hand --------------------------------------------------------------------------------------------------
+
+
+@BOTH_WAYS
+def test_step_output_adds_up(make_llm, prompts, alone, async_scheduling):
+    """Every prompt token is computed once or was cached, and every new token arrives once, in order."""
+    llm = make_llm(async_scheduling=async_scheduling, kvcache_block_size=16, max_num_batched_tokens=48)
+    long = [*range(100, 200)]  # three steps of prefill
+    requests = [*prompts, long, long]
+    ids = [llm.add_request(prompt, GREEDY) for prompt in requests]
+    assert ids == list(range(len(ids))) and not llm.is_finished()
+    outputs = loop(llm)
+    answers = answers_of(outputs)
+    arrived = {i: [token for output in outputs for j, token in output.new_tokens if i == j] for i in ids}
+    assert arrived == {i: answers[i]["token_ids"] for i in ids}
+    assert [arrived[i] for i in ids[:4]] == alone and arrived[4] == arrived[5]
+    assert sum(len(output.finished) for output in outputs) == len(ids)
+    cached = sum(answer["num_cached_tokens"] for answer in answers.values())
+    assert answers[5]["num_cached_tokens"] == cached == 96  # whole blocks of the first long prompt
+    assert sum(output.num_prefill_tokens for output in outputs) == sum(map(len, requests)) - cached
+    assert max(output.num_prefill_tokens for output in outputs) == 48
+    assert sum(output.num_decode_tokens for output in outputs) == len(ids) * (GREEDY.max_tokens - 1)
+    assert not any(output.num_prefill_tokens and output.num_decode_tokens for output in outputs)
+    assert llm.add_request(prompts[0]) == len(ids)  # numbers go on
+
+
+@BOTH_WAYS
+def test_requests_come_and_go(make_llm, prompts, alone, async_scheduling):
+    """A request may be added at any turn; what is in flight does not notice."""
+    llm = make_llm(async_scheduling=async_scheduling, max_num_seqs=2)
+    outputs = []
+    for prompt in prompts:
+        llm.add_request(prompt, GREEDY)
+        outputs += [llm.step() for _ in range(3)]
+    answers = answers_of(outputs + loop(llm))
+    assert [answers[i]["token_ids"] for i in range(4)] == alone
+
+
+def test_generate_waits_for_added_requests(llm, prompts, alone):
+    request_id = llm.add_request(prompts[0], GREEDY)
+    llm.step()
+    with pytest.raises(RuntimeError, match="unfinished"):
+        run(llm, prompts)
+    assert answers_of(loop(llm))[request_id]["token_ids"] == alone[0]  # it was not disturbed
+    assert run(llm, prompts) == alone
+
+
+def test_context_manager_and_exit(prompts):
+    with LLM("tiny-qwen3", dtype="float32", device="cpu") as llm:
+        llm.add_request(prompts[0])
+    assert llm.is_finished()
+    llm.exit()  # again does no harm
+    for call in (lambda: run(llm, prompts), lambda: llm.add_request(prompts[0]), llm.step):
+        with pytest.raises(RuntimeError, match="closed by exit"):
+            call()
+    with pytest.raises(ZeroDivisionError), LLM("tiny-qwen3", dtype="float32", device="cpu") as llm:
+        1 / 0
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.step()
+
+
+def test_two_engines(make_llm, prompts, alone):
+    """One after the other, then two that take turns, of different settings."""
+    first = make_llm(kvcache_block_size=16, async_scheduling=True)
+    assert run(first, prompts) == alone
+    first.exit()
+    engines = [make_llm(async_scheduling=True), make_llm(kvcache_block_size=32, max_num_seqs=3)]
+    for engine, order in zip(engines, (prompts, prompts[::-1])):
+        for prompt in order:
+            engine.add_request(prompt, GREEDY)
+    outputs = [[], []]
+    while not all(engine.is_finished() for engine in engines):
+        for engine, seen in zip(engines, outputs):
+            seen.append(engine.step())
+    for seen, expected in zip(outputs, (alone, alone[::-1])):
+        assert [answers_of(seen)[i]["token_ids"] for i in range(4)] == expected
+
+
+# -- errors in the middle ----------------------------------------------------------------------------------------------
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("failing_step", [1, 2, 5])
+@pytest.mark.parametrize("after", [False, True], ids=["before the forward", "after the forward"])
+def test_engine_survives_an_error(make_llm, monkeypatch, prompts, async_scheduling, error, failing_step, after):
+    """Nobody gets half an answer, nothing stays queued, and what the failed step left in the cache is not used."""
+    llm = make_llm(async_scheduling=async_scheduling, kvcache_block_size=16, num_kvcache_blocks=40)
+    requests = [prompt * 4 for prompt in prompts]  # several blocks each, published when they are scheduled
+    execute, calls = llm.model_runner.execute, []
+
+    def faulty(batch):
+        calls.append(batch)
+        if len(calls) == failing_step:
+            if after:
+                execute(batch)
+            llm.model_runner.kv_cache.normal_()  # a step that failed may have written anything
+            raise error("in the middle")
+        return execute(batch)
+
+    monkeypatch.setattr(llm.model_runner, "execute", faulty)
+    with pytest.raises(error, match="in the middle"):
+        run(llm, requests)
+    assert llm.is_finished() and not llm.scheduler.waiting
+    blocks = llm.scheduler.block_manager
+    assert len(blocks.free_block_ids) == 40 and len(llm.scheduler.free_req_indices) == llm.config.max_num_seqs
+    answers = llm.generate(requests, GREEDY, use_tqdm=False)
+    assert [answer["num_cached_tokens"] for answer in answers] == [0] * len(requests)
+    assert [answer["token_ids"] for answer in answers] == run(make_llm(), requests)
+    assert llm.generate(requests[0], GREEDY, use_tqdm=False)[0]["num_cached_tokens"] > 0  # the cache is back
+
+
+def test_error_in_step_drops_what_was_added(make_llm, monkeypatch, prompts, alone):
+    llm = make_llm(async_scheduling=True)
+    for prompt in prompts:
+        llm.add_request(prompt, GREEDY)
+    llm.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model_runner, "execute", lambda batch: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.step()
+    output = llm.step()
+    assert llm.is_finished() and not (output.finished or output.new_tokens or output.num_prefill_tokens)
+    assert run(llm, prompts) == alone
+
+
+def test_interrupt_between_steps(make_llm, monkeypatch, prompts, alone):
+    """Ctrl-C need not come inside of a step."""
+    llm = make_llm(async_scheduling=True)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nanovllm.engine.llm_engine.ProgressBar.show", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(llm, prompts)
+    assert llm.is_finished() and run(llm, prompts) == alone
+
+
+# -- seeds -------------------------------------------------------------------------------------------------------------
+
+
+def hot(seed: int | None = None, max_tokens: int = 40) -> SamplingParams:
+    return SamplingParams(temperature=1.5, max_tokens=max_tokens, ignore_eos=True, seed=seed)
+
+
+def test_engine_seed_repeats_a_run(make_llm, prompts):
+    first, second = make_llm(seed=7), make_llm(seed=7)
+    runs = [run(first, prompts, hot()), run(first, prompts, hot())]
+    assert [run(second, prompts, hot()), run(second, prompts, hot())] == runs
+    assert runs[0] != runs[1]  # another request is another draw
+    same = run(first, [prompts[0]] * 3, hot())
+    assert len({tuple(token_ids) for token_ids in same}) == 3
+    assert run(make_llm(seed=8), prompts, hot()) != runs[0]
+
+
+def test_without_a_seed_every_run_differs(make_llm, prompts):
+    runs = [run(make_llm(), prompts[0], hot())[0] for _ in range(2)]
+    assert runs[0] != runs[1]
+
+
+def test_request_seed_fixes_its_draws(make_llm, prompts):
+    """Alone, in a batch, at any place of it, preempted or not, one step late or not, whatever the engine's seed."""
+    params = [hot(seed) for seed in (0, 1, 2**32, 2**64 - 1)]
+    plain = make_llm(seed=1)
+    expected = [run(plain, [prompt], p)[0] for prompt, p in zip(prompts, params)]
+    assert run(plain, prompts, params) == expected
+    assert run(plain, prompts[::-1], params[::-1]) == expected[::-1]
+    assert run(plain, [prompts[0]], hot(2**32 + 1)) != run(plain, [prompts[0]], hot(1))  # all 64 bits count
+    for async_scheduling in (False, True):
+        tight = make_llm(async_scheduling=async_scheduling, kvcache_block_size=16, num_kvcache_blocks=7)
+        assert run(tight, prompts, params) == expected
+        assert tight.scheduler.num_preemptions > 0

@@ -1,0 +1,140 @@
+"""The house of DESIGN.md: who may import whom, read from the sources, and how much there is to read."""
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import nanovllm
+
+ROOT = Path(nanovllm.__file__).parent
+FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
+SCHEDULING = ["engine/sequence.py", "engine/block_manager.py", "engine/scheduler.py"]
+
+# A file imports from lower floors, from what stands left of it on its own line, and from its own place if that is a
+# folder or a group. A floor may have several lines, which do not know of each other.
+HOUSE = """
+0 | utils/ <- config.py sampling_params.py
+0 | engine/__init__.py
+1 | engine/sequence.py <- engine/block_manager.py <- engine/scheduler.py
+1 | kernels/
+2 | layers/
+3 | models/
+4 | engine/batch.py <- engine/cuda_graph.py <- engine/model_runner.py
+5 | engine/worker.py
+6 | engine/llm_engine.py <- llm.py <- __init__.py
+"""
+
+
+def place_of(file: str) -> tuple[int, int, int]:
+    """(floor, line, how far to the right) of a file in HOUSE."""
+    for line, text in enumerate(HOUSE.strip().splitlines()):
+        floor, chain = text.split(" | ")
+        for link, names in enumerate(chain.split(" <- ")):
+            if any(file == name or (name.endswith("/") and file.startswith(name)) for name in names.split()):
+                return int(floor), line, link
+    raise AssertionError(f"{file} has no place in the house")
+
+
+def may_import(file: str, other: str) -> bool:
+    floor, line, link = place_of(file)
+    other_floor, other_line, other_link = place_of(other)
+    if file.startswith(("layers/", "models/")) and other.startswith("engine/"):
+        return False
+    return other_floor < floor or (other_line == line and other_link <= link)
+
+
+def nodes(node: ast.AST, module_level: bool):
+    """All below a node; at module level only what runs on import, so no bodies of functions."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not (module_level and isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))):
+            yield from nodes(child, module_level)
+
+
+@cache
+def imports(file: str, module_level: bool = False) -> frozenset[str]:
+    """What a file imports: files of ours by path, other packages by their first name."""
+    found = set()
+    for node in nodes(ast.parse((ROOT / file).read_text()), module_level):
+        if isinstance(node, ast.Import):
+            found |= {resolve(alias.name) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: imports are absolute"
+            found |= {resolve(node.module, alias.name) for alias in node.names}
+    return frozenset(found)
+
+
+def resolve(module: str, name: str = "") -> str:
+    package, *path = module.split(".")
+    if package != "nanovllm":
+        return package
+    for parts in ([*path, name], path):  # `from a import b`: b is a module, or something in a
+        stem = "/".join(part for part in parts if part)
+        for file in (f"{stem}.py", f"{stem}/__init__.py".lstrip("/")):
+            if file in FILES:
+                return file
+    raise AssertionError(f"{module}.{name}: no such module")
+
+
+def reach(file: str, module_level: bool = False) -> set[str]:
+    """All that is imported on behalf of a file, through any number of our files."""
+    seen, todo = set(), [file]
+    while todo:
+        new = imports(todo.pop(), module_level) - seen
+        seen |= new
+        todo += [target for target in new if target in FILES]
+    return seen
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_imports_go_down(file):
+    place_of(file)
+    bad = [target for target in imports(file) if target in FILES and not may_import(file, target)]
+    assert not bad, f"{file} imports {bad}"
+
+
+def test_house_refuses():
+    """The rules themselves can say no."""
+    for file, other in [
+        ("layers/attention.py", "engine/batch.py"),
+        ("models/qwen3.py", "engine/sequence.py"),
+        ("engine/sequence.py", "engine/scheduler.py"),
+        ("engine/scheduler.py", "kernels/ops.py"),
+        ("kernels/ops.py", "engine/sequence.py"),
+        ("engine/llm_engine.py", "llm.py"),
+        ("engine/batch.py", "engine/model_runner.py"),
+        ("utils/hub.py", "config.py"),
+    ]:
+        assert not may_import(file, other), (file, other)
+    with pytest.raises(AssertionError, match="no place"):
+        place_of("engine/surprise.py")
+
+
+@pytest.mark.parametrize("file", SCHEDULING)
+def test_scheduling_is_plain_python(file):
+    assert not reach(file) & {"torch", "numpy", "triton", "transformers"}
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.startswith("kernels/")])
+def test_kernels_know_kernels_only(file):
+    assert all(target.startswith("kernels/") for target in imports(file) if target in FILES)
+
+
+def test_optional_packages_are_imported_when_used():
+    optional = {"triton", "flash_attn"}
+    for file in FILES:
+        if not file.startswith("kernels/"):
+            assert not imports(file, module_level=True) & optional, file
+    assert not reach("__init__.py", module_level=True) & optional
+    assert "triton" in reach("__init__.py")  # and this walk would have seen it
+
+
+def test_package_is_an_evenings_reading(record_property, capsys):
+    sizes = {file: len((ROOT / file).read_text().splitlines()) for file in FILES}
+    total = sum(sizes.values())
+    record_property("lines", total)
+    with capsys.disabled():
+        print(f"\nnanovllm: {total} lines in {len(sizes)} files")
+    assert max(sizes.values()) <= 300, {file: size for file, size in sizes.items() if size > 300}
+    assert total < 2500, f"{total} lines"

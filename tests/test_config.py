@@ -1,0 +1,259 @@
+"""Settings and sampling parameters: what is resolved to what, and what is refused in which words."""
+import dataclasses
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import Config, ModelConfig
+
+MODEL_LEN = 2048  # of the bundled model
+
+
+def config(**settings) -> Config:
+    return Config.create(TINY, {"device": "cpu"} | settings)
+
+
+@pytest.fixture
+def model_of_length(tmp_path):
+    """A function that makes a folder of a model with another bound; there are no weights in it."""
+
+    def make(length: int) -> str:
+        raw = json.loads((Path(TINY) / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": length}))
+        return str(tmp_path)
+
+    return make
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, value, bound",
+    [
+        ("max_num_batched_tokens", 0, "at least 1"),
+        ("max_num_batched_tokens", -5, "at least 1"),
+        ("max_num_seqs", 0, "at least 1"),
+        ("max_model_len", 1, "at least 2"),
+        ("max_model_len", MODEL_LEN + 1, f"at most {MODEL_LEN}"),
+        ("gpu_memory_utilization", 0.0, "at least 0.01"),
+        ("gpu_memory_utilization", -1, "at least 0.01"),
+        ("gpu_memory_utilization", 1.01, "at most 1"),
+        ("gpu_memory_utilization", math.nan, "finite"),
+        ("gpu_memory_utilization", math.inf, "finite"),
+        ("tensor_parallel_size", 0, "at least 1"),
+        ("kvcache_block_size", 0, "at least 16"),
+        ("kvcache_block_size", 8, "at least 16"),
+        ("kvcache_block_size", 100, "multiple of 16"),
+        ("num_kvcache_blocks", 0, "at least 1"),
+        ("num_kvcache_blocks", -1, "at least 1"),
+        ("dtype", "float64", "'bfloat16'"),
+        ("dtype", torch.int8, "'bfloat16'"),
+        ("dtype", None, "'bfloat16'"),
+        ("device", "tpu", "'cpu', 'cuda'"),
+        ("device", "", "'cpu', 'cuda'"),
+        ("attention_backend", "xformers", "'flash', 'triton', 'sdpa'"),
+        ("attention_backend", None, "'flash', 'triton', 'sdpa'"),
+        ("seed", -1, "at least 0"),
+        ("seed", 2**64, f"at most {2**64 - 1}"),
+    ],
+)
+def test_bad_value(name, value, bound):
+    with pytest.raises(ValueError) as error:
+        config(**{name: value})
+    shown = str(value).removeprefix("torch.")
+    assert name in str(error.value) and shown in str(error.value) and bound in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, value, kind",
+    [(name, value, "an integer") for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len",
+     "tensor_parallel_size", "kvcache_block_size", "num_kvcache_blocks", "seed") for value in (16.0, "16", True, [16])]
+    + [(name, None, "an integer") for name in ("max_num_batched_tokens", "max_num_seqs", "kvcache_block_size")]
+    + [("gpu_memory_utilization", value, "a number") for value in ("0.9", None, True, 1j)]
+    + [(name, value, "True or False") for name in ("enforce_eager", "enable_prefix_caching", "async_scheduling")
+     for value in (1, 0, "yes", 0.0)]
+    + [("enforce_eager", None, "True or False"), ("enable_prefix_caching", None, "True or False")],
+)  # fmt: skip
+def test_bad_type(name, value, kind):
+    with pytest.raises(TypeError) as error:
+        config(**{name: value})
+    assert f"{name}={value!r}" in str(error.value) and kind in str(error.value)
+
+
+@pytest.mark.parametrize("make", [config, lambda **settings: LLM(TINY, **settings)], ids=["Config", "LLM"])
+@pytest.mark.parametrize("name", ["max_seqs", "model_config", "Dtype"])
+def test_unknown_setting(make, name):
+    """Also what a caller can't set: the model's own shape."""
+    with pytest.raises(TypeError, match=f"'{name}'.*max_num_seqs.*seed"):
+        make(**{name: 1})
+
+
+def test_engine_refuses_before_it_loads(monkeypatch):
+    monkeypatch.setattr("nanovllm.engine.llm_engine.ModelRunner", lambda *_: pytest.fail("loaded a model"))
+    with pytest.raises(ValueError, match="max_num_seqs=0"):
+        LLM(TINY, device="cpu", max_num_seqs=0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_cuda_without_a_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(ValueError, match=f"device='{device}'.*no CUDA device.*'cpu'"):
+            config(device=device)
+    assert Config(TINY).device == "cpu"
+
+
+@pytest.mark.parametrize("backend, package", [("flash", "flash_attn"), ("triton", "triton")])
+def test_backends_of_the_gpu_on_a_cpu(monkeypatch, backend, package):
+    find_spec = importlib.util.find_spec
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name == package else find_spec(name))
+    with pytest.raises(ValueError, match=f"attention_backend='{backend}'.*device='cuda'"):
+        config(attention_backend=backend)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
+    with pytest.raises(ValueError, match=f"attention_backend='{backend}'.*{package} is not installed.*pip install"):
+        config(attention_backend=backend)
+
+
+def test_triton_interpreter_makes_triton_run_on_a_cpu(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    assert config(attention_backend="triton").attention_backend == "triton"
+    assert config().attention_backend == "sdpa"  # but not unasked
+    with pytest.raises(ValueError, match="needs device='cuda'"):
+        config(attention_backend="flash")
+
+
+def test_gpu_defaults_where_there_is_one(monkeypatch):
+    """Resolution needs no device, only to be told of one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    with pytest.raises(ValueError, match="device='cuda:2'.*2 CUDA devices"):
+        Config(TINY, device="cuda:2")
+    resolved = Config(TINY)
+    assert (resolved.device, resolved.attention_backend, resolved.async_scheduling) == ("cuda", "triton", True)
+    assert Config(TINY, device="cuda:1").device == "cuda:1"
+    assert Config(TINY, async_scheduling=False).async_scheduling is False
+    assert Config(TINY, attention_backend="flash").attention_backend == "flash"
+    with pytest.raises(ValueError, match="kvcache_block_size=128.*256"):
+        Config(TINY, attention_backend="flash", kvcache_block_size=128)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert Config(TINY).attention_backend == "sdpa"
+
+
+def test_defaults():
+    c = config()
+    assert (c.max_num_batched_tokens, c.max_num_seqs, c.gpu_memory_utilization) == (16384, 512, 0.9)
+    assert (c.tensor_parallel_size, c.enforce_eager, c.kvcache_block_size) == (1, False, 256)
+    assert (c.num_kvcache_blocks, c.enable_prefix_caching, c.seed) == (None, True, None)
+    assert (c.device, c.attention_backend, c.async_scheduling) == ("cpu", "sdpa", False)
+    assert c.model == TINY and Config("tiny-qwen3", device="cpu") == c
+    assert config(async_scheduling=True).async_scheduling is True
+
+
+def test_dtype():
+    assert config().dtype is torch.bfloat16  # the checkpoint's
+    for dtype in ("float32", torch.float32, "torch.float32"):
+        assert config(dtype=dtype).dtype is torch.float32
+    assert config(dtype="float16").dtype is torch.float16
+
+
+@pytest.mark.parametrize("length, expected", [(1000, 1000), (4096, 4096), (40960, 4096)])
+def test_max_model_len_default(model_of_length, length, expected):
+    assert Config(model_of_length(length), device="cpu").max_model_len == expected
+
+
+def test_max_model_len_up_to_the_models(model_of_length):
+    model = model_of_length(40960)
+    assert Config(model, device="cpu", max_model_len=40960).max_model_len == 40960
+    with pytest.raises(ValueError, match="max_model_len=40961: must be at most 40960"):
+        Config(model, device="cpu", max_model_len=40961)
+
+
+@pytest.mark.parametrize(
+    "blocks, asked, expected", [(3, None, 48), (3, 40, 40), (3, 1000, 48), (1000, None, MODEL_LEN)]
+)
+def test_given_cache_bounds_max_model_len(blocks, asked, expected):
+    c = config(num_kvcache_blocks=blocks, kvcache_block_size=16, max_model_len=asked)
+    assert (c.max_model_len, c.num_kvcache_blocks) == (expected, blocks)
+
+
+def test_frozen():
+    c = config()
+    for target, name in [(c, "max_num_seqs"), (c.model_config, "vocab_size"), (SamplingParams(), "temperature")]:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(target, name, 1)
+
+
+def test_bundled_model_config():
+    c = config().model_config
+    assert (c.vocab_size, c.hidden_size, c.intermediate_size, c.num_hidden_layers) == (2048, 256, 768, 4)
+    assert (c.num_attention_heads, c.num_key_value_heads, c.head_dim) == (8, 4, 32)
+    assert c.tie_word_embeddings and not c.attention_bias and c.eos_token_ids == {2047, 2045}
+
+
+@pytest.mark.parametrize(
+    "generation, own, expected",
+    [
+        ({"eos_token_id": [3, 4]}, 5, {3, 4}),
+        ({"eos_token_id": 0}, 5, {0}),
+        ({}, 5, {5}),
+        (None, 5, {5}),
+        (None, [5, 6], {5, 6}),
+        (None, None, set()),
+    ],
+)
+def test_eos_token_ids(tmp_path, generation, own, expected):
+    raw = json.loads((Path(TINY) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"eos_token_id": own}))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert ModelConfig.read(tmp_path).eos_token_ids == expected
+
+
+# -- sampling parameters -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, value, error, bound",
+    [
+        ("temperature", -0.1, ValueError, "at least 0"),
+        ("temperature", math.nan, ValueError, "finite"),
+        ("temperature", math.inf, ValueError, "finite"),
+        ("temperature", "1", TypeError, "a number"),
+        ("temperature", None, TypeError, "a number"),
+        ("temperature", True, TypeError, "a number"),
+        ("max_tokens", 0, ValueError, "at least 1"),
+        ("max_tokens", -3, ValueError, "at least 1"),
+        ("max_tokens", 1.0, TypeError, "an integer"),
+        ("max_tokens", None, TypeError, "an integer"),
+        ("max_tokens", True, TypeError, "an integer"),
+        ("ignore_eos", 1, TypeError, "True or False"),
+        ("ignore_eos", None, TypeError, "True or False"),
+        ("seed", -1, ValueError, "at least 0"),
+        ("seed", 2**64, ValueError, f"at most {2**64 - 1}"),
+        ("seed", 0.5, TypeError, "an integer"),
+        ("seed", False, TypeError, "an integer"),
+    ],
+)
+def test_bad_sampling_params(name, value, error, bound):
+    with pytest.raises(error) as caught:
+        SamplingParams(**{name: value})
+    assert f"{name}={value!r}" in str(caught.value) and bound in str(caught.value)
+
+
+def test_good_sampling_params():
+    assert SamplingParams() == SamplingParams(temperature=1.0, max_tokens=64, ignore_eos=False, seed=None)
+    SamplingParams(temperature=0, max_tokens=np.int64(1), ignore_eos=True, seed=2**64 - 1)
+    SamplingParams(temperature=np.float32(0.5), seed=np.uint64(7))
+    with pytest.raises(TypeError, match="top_p"):
+        SamplingParams(top_p=0.9)

@@ -1,0 +1,325 @@
+"""Each Triton kernel against plain PyTorch: on the CUDA device, or in Triton's interpreter where there is none."""
+import pytest
+import torch
+import torch.nn.functional as F
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from nanovllm.kernels import ops  # noqa: E402
+from nanovllm.kernels.decode_attention import BLOCK_N, num_splits  # noqa: E402
+from nanovllm.kernels.sampling import _gumbel  # noqa: E402
+from nanovllm.layers.rotary_embedding import RotaryEmbedding  # noqa: E402
+from nanovllm.layers.sampler import ROUNDS, gumbel_noise, philox  # noqa: E402
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPES = [torch.float32, torch.float16] + CUDA * [torch.bfloat16]  # the interpreter's bfloat16 is broken
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+NAN = float("nan")
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory_is_nan():
+    """What a kernel leaves out of a torch.empty shows, and random numbers are the same everywhere."""
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def randn(*shape: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(shape).to(DEVICE, dtype)
+
+
+def int32(values) -> torch.Tensor:
+    return torch.as_tensor(values).to(DEVICE, torch.int32)
+
+
+def inside(x: torch.Tensor, around: float = NAN) -> torch.Tensor:
+    """x as a part, along dimension 1, of a tensor with `around` to both sides, the way q is a part of qkv."""
+    part = x.new_full((x.shape[0], x.shape[1] + 5, *x.shape[2:]), around)[:, 2:-3]
+    return part.copy_(x)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> None:
+    """`expected` is in float64; the dtype of `actual` says how close that is."""
+    tolerance = TOLERANCE[actual.dtype] * scale
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+# --- attention
+
+# group: query heads to a key-value head. Block sizes below, above and at odds with the kernels' tiles of keys
+HEADS = [  # group, kv_heads, head_dim, block_size
+    (1, 3, 128, 256),
+    (2, 1, 64, 16),
+    (3, 2, 32, 48),
+    (5, 1, 128, 64),
+    (8, 2, 64, 32),
+    (16, 1, 32, 256),
+]
+each_heads = pytest.mark.parametrize("heads", HEADS, ids=lambda heads: "g{}-kv{}-d{}-b{}".format(*heads))
+# stale keys and values, finite as an engine has them, and NaN, of which nothing at all may come through
+each_stale = pytest.mark.parametrize("stale", [1e4, NAN])
+
+
+def paged(lengths: list[int], kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, stale: float):
+    """Sequences' keys and values, and the caches with them in shuffled blocks behind block tables.
+
+    Every other slot is stale, and every other entry of the tables is the number of a stale block.
+    """
+    blocks = [-(-length // block_size) for length in lengths]
+    order = (torch.randperm(sum(blocks)) + 1).to(DEVICE, torch.int32)  # block 0 belongs to nobody
+    tables = int32(torch.zeros(len(lengths), max(blocks) + 3))[:, :-1]
+    shape = (sum(blocks) + 1, block_size, kv_heads, head_dim)
+    caches = [torch.full(shape, stale, device=DEVICE).to(dtype) for _ in "kv"]
+    contents = []
+    for table, length, ids in zip(tables, lengths, order.split(blocks), strict=True):
+        table[: len(ids)] = ids
+        slots = (ids.long()[:, None] * block_size + torch.arange(block_size, device=DEVICE)).flatten()[:length]
+        contents.append([randn(length, kv_heads, head_dim, dtype=dtype) for _ in "kv"])
+        for cache, content in zip(caches, contents[-1], strict=True):
+            cache.flatten(0, 1)[slots] = content
+    return contents, *caches, int32(lengths), tables
+
+
+def attention_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The last len(q) queries of a sequence against all its keys, causally; zeros without keys."""
+    k, v = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * q.shape[-1] ** -0.5
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=DEVICE).triu(len(k) - len(q) + 1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def check_decode(lengths, heads, dtype, stale, splits):
+    group, kv_heads, head_dim, block_size = heads
+    contents, k_cache, v_cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, stale)
+    q = inside(randn(len(lengths), group * kv_heads, head_dim, dtype=dtype))
+    out = ops.decode_attention(q, k_cache, v_cache, context_lens, tables, max(lengths), splits)
+    assert_close(out, torch.cat([attention_reference(q[i : i + 1], k, v) for i, (k, v) in enumerate(contents)]))
+    assert not out[context_lens == 0].any()
+
+
+def check_prefill(num_new, num_before, heads, dtype, stale):
+    group, kv_heads, head_dim, block_size = heads
+    lengths = [new + before for new, before in zip(num_new, num_before, strict=True)]
+    contents, k_cache, v_cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, stale)
+    q = inside(randn(sum(num_new), group * kv_heads, head_dim, dtype=dtype))
+    cu_seqlens_q = F.pad(int32(num_new).cumsum(0, dtype=torch.int32), (1, 0))
+    out = ops.prefill_attention(q, k_cache, v_cache, cu_seqlens_q, context_lens, tables, max(num_new))
+    expected = [attention_reference(part, k, v) for part, (k, v) in zip(q.split(num_new), contents, strict=True)]
+    assert_close(out, torch.cat(expected))
+
+
+@each_dtype
+@each_heads
+@each_stale
+def test_decode_of_a_mixed_batch(heads, dtype, stale):
+    block_size = heads[-1]
+    splits = {16: 16, 32: 1, 48: 4, 64: 2, 256: None}[block_size]  # some have more splits than tiles
+    check_decode([65, 0, 1, block_size - 1, block_size, block_size + 1, 130], heads, dtype, stale, splits)
+
+
+@each_dtype
+@pytest.mark.parametrize("splits", [1, 8, 64])
+def test_decode_of_4095_tokens(dtype, splits):
+    check_decode([4095], (4, 1, 32, 256), dtype, NAN, splits)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_decode_of_nothing_is_zero(splits):
+    check_decode([0, 0], (2, 1, 32, 16), torch.float16, NAN, splits)
+
+
+def test_number_of_splits():
+    for programs in (1, 2, 3, 8, 1000):
+        for length in (0, 1, BLOCK_N, BLOCK_N + 1, 7 * BLOCK_N, 10**6):
+            splits = num_splits(programs, length, torch.device(DEVICE))
+            assert splits.bit_count() == 1
+            assert splits <= max(1, -(-length // BLOCK_N))
+    assert num_splits(1, 10**6, torch.device(DEVICE)) > num_splits(1000, 10**6, torch.device(DEVICE)) == 1
+
+
+@each_dtype
+@each_heads
+@each_stale
+def test_prefill_of_a_mixed_batch(heads, dtype, stale):
+    """Whole prompts, last chunks of prompts, single tokens and a sequence that waits, at odds with every tile."""
+    check_prefill([1, 63, 1, 0, 37, 65], [0, 0, 130, 40, 101, 22], heads, dtype, stale)
+
+
+@each_dtype
+@pytest.mark.parametrize("num_new, num_before", [(1, 4094), (77, 4018), (513, 3582), *CUDA * [(4095, 0)]])
+def test_prefill_up_to_4095_tokens(num_new, num_before, dtype):
+    check_prefill([num_new], [num_before], (1, 1, 32, 256), dtype, NAN)
+
+
+# --- the layers around it
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x = x.double()
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+
+
+@each_dtype
+@pytest.mark.parametrize("size", [1, 32, 128, 256, 1000, 5120])
+@pytest.mark.parametrize("num_rows", [0, 1, 67])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_rms_norm(with_residual, num_rows, size, dtype):
+    x, weight = randn(num_rows, size, dtype=dtype), randn(size, dtype=dtype)
+    x[1:2] *= 1e-3  # where eps counts
+    residual = x.flip(0) * 0.5 if with_residual else None
+    total = x + residual if with_residual else x
+    out = ops.rms_norm(x, weight, 1e-6, residual)
+    if with_residual:
+        assert torch.equal(residual, total)
+    assert_close(out, rms_norm_reference(total, weight, 1e-6))
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # the interpreter's exp says so
+@each_dtype
+@pytest.mark.parametrize("n", [1, 7, 1000, 1025, 3072])
+@pytest.mark.parametrize("num_rows", [0, 1, 5])
+def test_silu_and_mul(num_rows, n, dtype):
+    x = randn(num_rows, 2 * n, dtype=dtype) * 3
+    x[:, : n // 8] *= 100  # where exp(-x) overflows, or vanishes
+    gate, up = x.double().chunk(2, -1)
+    assert_close(ops.silu_and_mul(x), F.silu(gate) * up)
+
+
+@each_dtype
+@pytest.mark.parametrize("num_tokens", [0, 1, 7])
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(1, 1, 32), (5, 1, 64), (3, 3, 32), (16, 2, 128)])
+def test_norm_rope_store(heads, kv_heads, head_dim, num_tokens, dtype):
+    qkv = randn(num_tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    qkv[1:2] *= 1e-3  # where eps counts
+    q_weight, k_weight = (randn(head_dim, dtype=dtype) for _ in "qk")
+    inv_freq = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    positions = torch.randint(300, (num_tokens,))
+    cos_sin = RotaryEmbedding(tuple(inv_freq.tolist()), 1.25, 300)(positions).to(DEVICE)
+    caches = [randn(6, 16, kv_heads, head_dim, dtype=dtype) for _ in "kv"]
+    k_cache, v_cache = (cache[1:] for cache in caches)  # in front is what a slot of -1 would overwrite
+    slots = torch.randperm(80)[:num_tokens].to(DEVICE)
+    slots[2::3] = -1
+
+    angles = torch.outer(positions.float(), inv_freq).double().unsqueeze(1).to(DEVICE)
+    turn = torch.polar(torch.full_like(angles, 1.25), angles)
+
+    def norm_and_turn(x, weight):
+        turned = torch.complex(*rms_norm_reference(x, weight, 1e-6).chunk(2, -1)) * turn
+        return torch.cat((turned.real, turned.imag), -1)
+
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
+    expected = [cache.double() for cache in caches]
+    for cache, content in zip(expected, (norm_and_turn(k, k_weight), v.double()), strict=True):
+        cache[1:].flatten(0, 1)[slots[slots >= 0]] = content[slots >= 0]
+    out = ops.norm_rope_store(qkv, q_weight, k_weight, 1e-6, cos_sin, k_cache, v_cache, int32(slots))
+    assert_close(out, norm_and_turn(q, q_weight))
+    assert_close(caches[0], expected[0])
+    assert torch.equal(caches[1].double(), expected[1])
+
+
+# --- sampling
+
+
+@triton.jit
+def _philox_kernel(seeds_ptr, counters_ptr, out_ptr, ROUNDS: tl.constexpr):
+    row = tl.program_id(0)
+    c = counters_ptr + row * 4
+    words = tl.philox(tl.load(seeds_ptr + row), tl.load(c), tl.load(c + 1), tl.load(c + 2), tl.load(c + 3), ROUNDS)
+    for i in tl.static_range(4):
+        tl.store(out_ptr + row * 4 + i, words[i].to(tl.int64))
+
+
+@triton.jit
+def _gumbel_kernel(bits_ptr, out_ptr, N: tl.constexpr):
+    n = tl.arange(0, N)
+    tl.store(out_ptr + n, _gumbel(tl.load(bits_ptr + n).to(tl.uint32, bitcast=True)))
+
+
+@pytest.mark.parametrize("rounds", [ROUNDS, 10])
+def test_triton_has_the_same_philox(rounds):
+    """tests/test_sampler.py holds the other one to the published numbers."""
+    words = torch.randint(1 << 32, (6, 64)).to(DEVICE)
+    words[:, :8] |= 0x80000000
+    words[:, 8], words[:, 9] = 0, 0xFFFFFFFF
+    counter, key = words[:4], words[4:]
+    out = torch.empty(64, 4, dtype=torch.long, device=DEVICE)
+    _philox_kernel[(64,)](key[0] | key[1] << 32, int32(counter.t().contiguous()), out, ROUNDS=rounds)
+    assert torch.equal(out, torch.stack(tuple(philox(tuple(counter), tuple(key), rounds)), 1))
+
+
+def test_gumbel_keeps_the_digits_of_both_tails():
+    bits = torch.randint(1 << 32, (1024,))
+    bits[:512] >>= torch.arange(512) // 16  # large noise has few bits
+    bits[512:768] = 0xFFFFFFFF - bits[:256]  # small noise
+    bits[0], bits[1] = 0, 0xFFFFFFFF
+    out = torch.empty(1024, device=DEVICE)
+    _gumbel_kernel[(1,)](int32(bits), out, N=1024)
+    v = ((bits.float() + 0.5) * 2.0**-32).double().clamp(max=1 - 1e-9)
+    error = (out.cpu() + (-torch.log1p(-v)).log()).abs()
+    assert error.max() < 1e-5
+    assert error[v < 0.005].max() < 2e-6  # it is large noise that wins
+
+
+def sample_reference(logits, temperatures, seeds, positions):
+    noise = gumbel_noise(seeds, positions, logits.shape[-1])
+    hot = temperatures[:, None] > 0
+    return torch.where(hot, logits.float() / temperatures[:, None] + noise, logits.float()).argmax(-1).int()
+
+
+def sampling_inputs(num_rows: int):
+    """Temperatures of which every third is zero, seeds with and without high bits, positions near and far."""
+    temperatures = torch.tensor([1.0, 0.0, 0.3]).repeat(num_rows)[:num_rows]
+    seeds = torch.randint(-(1 << 31), 1 << 31, (num_rows, 2))
+    seeds[1::4] = torch.tensor([7, 0])
+    seeds[2::4, 1] = -1
+    positions = torch.randint(1 << 31, (num_rows,)) >> torch.arange(num_rows) % 31
+    return temperatures.to(DEVICE), int32(seeds), int32(positions)
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "num_rows, vocab_size", [(0, 5), (6, 1), (32, 5), (16, 1023), (16, 2048), (5, 5001), (1, 151_936)]
+)
+def test_sample(num_rows, vocab_size, dtype):
+    logits = inside(randn(num_rows, vocab_size, dtype=dtype), torch.inf)
+    inputs = sampling_inputs(num_rows)
+    ids = ops.sample(logits, *inputs, ROUNDS)
+    assert ids.dtype == torch.int32
+    assert torch.equal(ids, sample_reference(logits, *inputs))
+
+
+@each_dtype
+@pytest.mark.parametrize("tile, per_split", [(2048, 2048), (1024, 4096)])
+def test_greedy_takes_the_lowest_of_equals(tile, per_split, dtype):
+    """Within a tile, across tiles and across splits, the last token included."""
+    ties = [[0, 8999], [5, 6], [1023, 1024], [2047, 2048], [4095, 4096], [4096, 8192, 8999], [8999], [100, 5000]]
+    logits = randn(len(ties), 9000, dtype=dtype)
+    for row, columns in zip(logits, ties, strict=True):
+        row[columns] = 20
+    _, seeds, positions = sampling_inputs(len(ties))
+    ids = ops.sample(logits, torch.zeros(len(ties), device=DEVICE), seeds, positions, ROUNDS, tile, per_split)
+    assert ids.tolist() == [columns[0] for columns in ties]
+
+
+def test_sample_does_not_depend_on_the_tiles():
+    """And tokens that are ruled out stay so."""
+    logits = randn(4, 5001)
+    logits[:, ::2] = -torch.inf
+    inputs = sampling_inputs(4)
+    expected = sample_reference(logits, *inputs)
+    assert (expected % 2 == 1).all()
+    for tile, per_split in ((128, 256), (256, 2048), (1024, 8192)):
+        assert torch.equal(ops.sample(logits, *inputs, ROUNDS, tile, per_split), expected)
+
+
+@pytest.mark.parametrize("value", [-torch.inf, *CUDA * [NAN]])  # the interpreter has no maximum of NaN
+def test_sample_without_a_candidate_is_a_token_still(value):
+    """What comes out indexes the embedding."""
+    logits = torch.full((3, 5001), value, device=DEVICE)
+    assert ops.sample(logits, *sampling_inputs(3), ROUNDS).tolist() == [0, 0, 0]

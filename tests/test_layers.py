@@ -1,0 +1,303 @@
+"""Layers: the ranks' shards against the whole, and everything against transformers or a dense float64 reference."""
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
+
+from nanovllm.config import ModelConfig
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention_backends import SDPABackend
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary
+from nanovllm.utils.context import Context, attention_context
+from nanovllm.utils.distributed import TensorParallel
+
+SIZES = pytest.mark.parametrize("size", [1, 2, 4])
+
+
+class Lone(TensorParallel):
+    """A rank without company: its part of a sum stays a part, and the test adds the parts up."""
+
+    def all_reduce(self, x):
+        return x
+
+
+def ranks(size: int) -> list[Lone]:
+    return [Lone(rank, size) for rank in range(size)]
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed():
+    torch.manual_seed(0)
+
+
+# -- shards ------------------------------------------------------------------------------------------------------------
+
+
+@SIZES
+@pytest.mark.parametrize("bias", [False, True])
+def test_column(size, bias):
+    x, weight, b = torch.randn(5, 24), torch.randn(16, 24), torch.randn(16)
+    parts = []
+    for tp in ranks(size):
+        layer = ColumnParallelLinear(24, 16, bias, tp)
+        layer.weight.weight_loader(weight)
+        if bias:
+            layer.bias.weight_loader(b)
+        parts.append(layer(x))
+    torch.testing.assert_close(torch.cat(parts, -1), F.linear(x, weight, b if bias else None))
+
+
+@SIZES
+def test_merged_column(size):
+    """Each rank has its part of the gate next to its part of the up projection, of whatever sizes."""
+    x, gate, up = torch.randn(5, 24), torch.randn(16, 24), torch.randn(32, 24)
+    parts = []
+    for tp in ranks(size):
+        layer = MergedColumnParallelLinear(24, [(16, tp), (32, tp)], bias=False)
+        for place, weight in enumerate((gate, up)):
+            layer.weight.weight_loader(weight, place)
+        parts.append(layer(x).split([16 // size, 32 // size], -1))
+    for whole, shards in zip((gate, up), zip(*parts)):
+        torch.testing.assert_close(torch.cat(shards, -1), x @ whole.T)
+
+
+@SIZES
+@pytest.mark.parametrize("heads, kv_heads", [(8, 8), (8, 4), (8, 2), (4, 1)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_qkv(size, heads, kv_heads, bias):
+    """Every query head meets the key-value head that it meets on one rank, also where those are replicated."""
+    dim = 3
+    rows = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
+    weights = [torch.randn(n, 24) for n in rows.values()]
+    biases = [torch.randn(n) for n in rows.values()] if bias else [None] * 3
+    x = torch.randn(5, 24)
+    parts = []
+    for tp in ranks(size):
+        layer = QKVParallelLinear(24, dim, heads, kv_heads, bias, tp)
+        assert (layer.num_heads, layer.num_kv_heads) == (heads // size, max(1, kv_heads // size))
+        for place in range(3):
+            layer.weight.weight_loader(weights[place], place)
+            if bias:
+                layer.bias.weight_loader(biases[place], place)
+        local = layer(x).unflatten(-1, (-1, dim)).split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
+        parts.append([part.repeat_interleave(layer.num_heads // part.shape[1], 1) for part in local])
+    for shards, weight, b in zip(zip(*parts), weights, biases):
+        whole = F.linear(x, weight, b).unflatten(-1, (-1, dim))
+        torch.testing.assert_close(torch.cat(shards, 1), whole.repeat_interleave(heads // whole.shape[1], 1))
+
+
+@SIZES
+@pytest.mark.parametrize("bias", [False, True])
+def test_row(size, bias):
+    """The sum over ranks has the bias once."""
+    x, weight, b = torch.randn(5, 16), torch.randn(24, 16), torch.randn(24) * 10
+    total = 0
+    for tp, part in zip(ranks(size), x.chunk(size, -1)):
+        layer = RowParallelLinear(16, 24, bias, tp)
+        layer.weight.weight_loader(weight)
+        if bias:
+            layer.bias.weight_loader(b)
+        total = total + layer(part)
+    torch.testing.assert_close(total, F.linear(x, weight, b if bias else None))
+
+
+@SIZES
+def test_embedding_and_head(size):
+    weight, ids, x = torch.randn(32, 24), torch.tensor([0, 7, 8, 15, 16, 31, 31, 3]), torch.randn(5, 24)
+    embedded, logits = 0, []
+    for tp in ranks(size):
+        embedding, head = VocabParallelEmbedding(32, 24, tp), ParallelLMHead(32, 24, tp)
+        embedding.weight.weight_loader(weight)
+        head.weight.weight_loader(weight)
+        embedded = embedded + embedding(ids)
+        logits.append(head(x))
+    assert torch.equal(embedded, weight[ids])
+    torch.testing.assert_close(torch.cat(logits, -1), x @ weight.T)
+
+
+@pytest.mark.parametrize(
+    "build, size, number",
+    [
+        (lambda tp: ColumnParallelLinear(8, 18, False, tp), 4, 18),
+        (lambda tp: MergedColumnParallelLinear(8, [(8, tp), (10, tp)], False), 4, 10),
+        (lambda tp: QKVParallelLinear(8, 4, 6, 2, False, tp), 4, 6),
+        (lambda tp: QKVParallelLinear(8, 4, 6, 3, False, tp), 2, 3),
+        (lambda tp: QKVParallelLinear(8, 4, 12, 3, False, tp), 4, 3),
+        (lambda tp: RowParallelLinear(15, 8, False, tp), 2, 15),
+        (lambda tp: VocabParallelEmbedding(31, 8, tp), 2, 31),
+        (lambda tp: ParallelLMHead(30, 8, tp), 4, 30),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(build, size, number):
+    with pytest.raises(ValueError, match=rf"tensor_parallel_size={size}\b.*\({number}\)"):
+        build(Lone(0, size))
+
+
+def test_weights_of_another_shape_are_refused():
+    layer = RowParallelLinear(16, 24, True, Lone(0, 2))
+    for parameter, wrong, right in [(layer.weight, (24, 8), (24, 16)), (layer.bias, (12,), (24,))]:
+        with pytest.raises(ValueError) as error:
+            parameter.weight_loader(torch.zeros(wrong))
+        assert str(list(wrong)) in str(error.value) and str(list(right)) in str(error.value)
+
+
+# -- against transformers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(7, 64), (7, 3, 16)])
+def test_rms_norm(shape):
+    ours, theirs = RMSNorm(shape[-1], 1e-6), Qwen3RMSNorm(shape[-1], eps=1e-6)
+    weight = torch.randn(shape[-1])
+    ours.weight.weight_loader(weight)
+    theirs.weight.data.copy_(weight)
+    x = torch.randn(shape) * torch.logspace(-4, 2, shape[0]).view(-1, *[1] * (len(shape) - 1))  # eps matters at 1e-4
+    torch.testing.assert_close(ours(x), theirs(x))
+    if len(shape) == 2:
+        residual = torch.randn(shape)
+        out, total = ours(x, residual.clone())
+        torch.testing.assert_close(total, x + residual)
+        torch.testing.assert_close(out, theirs(x + residual))
+
+
+HEAD_DIM, MAX_LEN, THETA = 32, 4096, 1e6
+ROPES = {
+    "default": {},
+    "linear": {"factor": 2.5},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 1024},
+    "yarn tuned": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 1024,
+        "attention_factor": 1.3,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+    },
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
+}
+WRITERS = {
+    "v4 type": lambda rope: {"rope_theta": THETA, "rope_scaling": {"type": rope.pop("rope_type"), **rope}},
+    "v4 rope_type": lambda rope: {"rope_theta": THETA, "rope_scaling": rope},
+    "v4 null": lambda rope: {"rope_theta": THETA, "rope_scaling": None},
+    "v5": lambda rope: {"rope_parameters": {"rope_theta": THETA, **rope}},
+}
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": MAX_LEN,
+}
+
+
+def read_config(folder, **entries) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", **SHAPE, **entries}))
+    return ModelConfig.read(folder)
+
+
+def theirs_rope(rope: dict) -> Qwen3RotaryEmbedding:
+    """transformers' module, by the names that its version knows."""
+    writer = WRITERS["v5" if int(transformers.__version__.split(".")[0]) >= 5 else "v4 rope_type"]
+    return Qwen3RotaryEmbedding(Qwen3Config(**SHAPE, **writer(rope)))
+
+
+@pytest.mark.parametrize(
+    "name, writer",
+    [(name, writer) for name in ROPES for writer in WRITERS if writer != "v4 null" or name == "default"],
+)
+def test_rotary(tmp_path, name, writer):
+    rope = {"rope_type": name.split()[0], **ROPES[name]}
+    config = read_config(tmp_path, **WRITERS[writer](dict(rope)))
+    rotary_emb = RotaryEmbedding(config.rope_inv_freq, config.rope_scale, MAX_LEN)
+    positions = torch.tensor([0, 1, 2, 63, 511, 512, 1023, 1024, 2000, MAX_LEN - 1])
+    q, k = torch.randn(len(positions), 4, HEAD_DIM), torch.randn(len(positions), 2, HEAD_DIM)
+    cos, sin = theirs_rope(rope)(q, positions[None])
+    expected = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
+    cos_sin = rotary_emb(positions)
+    for x, reference in zip((q, k), expected):
+        torch.testing.assert_close(apply_rotary(x.clone(), cos_sin), reference[0].transpose(0, 1))
+
+
+def test_ropes_differ(tmp_path):
+    """None of the kinds is read as another, so that test_rotary compares five different things."""
+    configs = [read_config(tmp_path, **WRITERS["v5"]({"rope_type": n.split()[0], **r})) for n, r in ROPES.items()]
+    assert len({(config.rope_inv_freq, config.rope_scale) for config in configs}) == len(ROPES)
+    assert read_config(tmp_path).rope_inv_freq != configs[0].rope_inv_freq  # theta is 10000 where none is given
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su"])
+@pytest.mark.parametrize("writer", ["v4 type", "v4 rope_type", "v5"])
+def test_unknown_ropes_are_refused(tmp_path, kind, writer):
+    with pytest.raises(ValueError, match=f"rope type='{kind}'.*'yarn'"):
+        read_config(tmp_path, **WRITERS[writer]({"rope_type": kind, "factor": 2.0}))
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+LENGTHS = [1, 300, 16, 70, 17, 257, 5]
+NEW = [1, 40, 16, 1, 17, 257, 3]  # the tokens before these are in the cache already
+DIM = 16
+
+
+def dense(q, k, v):
+    """q [M, heads, dim], the last of k's L tokens -> [M, heads, dim] in float64."""
+    q, k, v = q.double(), *(x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("mhd,lhd->hml", q, k) / DIM**0.5
+    later = torch.ones(len(q), len(k), dtype=torch.bool).triu(len(k) - len(q) + 1)
+    return torch.einsum("hml,lhd->mhd", scores.masked_fill(later, -torch.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("group", [1, 2, 5, 8])
+@pytest.mark.parametrize("is_prefill", [True, False])
+def test_sdpa_attention(block_size, group, is_prefill):
+    kv_heads, width = 2, -(-max(LENGTHS) // block_size)
+    layer = Attention(kv_heads, DIM, SDPABackend())
+    # no two sequences share a block, and no block is where its number would put it
+    tables = torch.randperm(len(LENGTHS) * width).view(len(LENGTHS), width).int()
+    layer.k_cache, layer.v_cache = torch.full((2, tables.numel(), block_size, kv_heads, DIM), 1e4).unbind()
+    slots = (tables[:, :, None] * block_size + torch.arange(block_size, dtype=torch.int32)).flatten(1)
+    keys, values = ([torch.randn(n, kv_heads, DIM) for n in LENGTHS] for _ in range(2))
+    num_new = NEW if is_prefill else [1] * len(LENGTHS)
+    queries = [torch.randn(n, group * kv_heads, DIM) for n in num_new]
+
+    def store(first: list[int], last: list[int]) -> Context:
+        """Tokens first[i]:last[i] of every sequence in one step; the context of that step."""
+        rows = [(i, slice(a, b)) for i, (a, b) in enumerate(zip(first, last))]
+        context = Context(
+            is_prefill=is_prefill,
+            slot_mapping=torch.cat([slots[i, part] for i, part in rows]),
+            context_lens=torch.tensor(last, dtype=torch.int32),
+            block_tables=tables,
+            max_context_len=max(LENGTHS),
+            max_seqlen_q=max(num_new),
+            cu_seqlens_q=torch.tensor([0, *num_new]).cumsum(0).int() if is_prefill else None,
+        )
+        with attention_context(context):
+            layer.store_kvcache(*(torch.cat([x[i][part] for i, part in rows]) for x in (keys, values)))
+        return context
+
+    before = [length - n for length, n in zip(LENGTHS, num_new)]
+    store([0] * len(LENGTHS), before)
+    expected = torch.cat([dense(*triple) for triple in zip(queries, keys, values)]).float()
+    with attention_context(store(before, LENGTHS)):
+        for _ in range(2):  # the second layer finds the plan of the first
+            torch.testing.assert_close(layer(torch.cat(queries)), expected)

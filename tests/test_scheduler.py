@@ -1,0 +1,469 @@
+"""Who runs when. Random requests run on a device without a model, and everything is checked after every move."""
+import random
+import subprocess
+import sys
+from collections import Counter, deque
+from pathlib import Path
+from typing import NamedTuple
+from zlib import crc32
+
+import pytest
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import ScheduledStep, Scheduler
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.sampling_params import SamplingParams
+
+VOCAB_SIZE, EOS, ALSO_EOS = 50, 0, 1
+MAX_LEN = 64
+
+
+class Request(NamedTuple):
+    prompt: list[int]
+    max_tokens: int = 64
+    ignore_eos: bool = False
+    key: int = 0
+    arrival: int = 0  # turns of the loop before it is added
+
+
+def make_scheduler(
+    num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=64, enable_prefix_caching=True
+) -> Scheduler:
+    manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
+    return Scheduler(manager, max_num_seqs, max_num_batched_tokens, frozenset({EOS, ALSO_EOS}))
+
+
+def make_sequence(request_id: int, request: Request) -> Sequence:
+    params = SamplingParams(max_tokens=request.max_tokens, ignore_eos=request.ignore_eos)
+    return Sequence(request_id, list(request.prompt), params, request.key, MAX_LEN)
+
+
+# -- a simulated engine ----------------------------------------------------------------------------------------------
+
+
+def true_tokens(request: Request) -> list[int]:
+    """The prompt and all that could be sampled after it: a function of the request and the position alone."""
+    last = min(len(request.prompt) + request.max_tokens, MAX_LEN)
+    sampled = [crc32(b"%d %d" % (request.key, i)) % VOCAB_SIZE for i in range(len(request.prompt), last)]
+    return request.prompt + sampled
+
+
+def true_answer(request: Request) -> tuple[list[int], str]:
+    """What comes out of a request, whatever runs beside it."""
+    completion = true_tokens(request)[len(request.prompt) :]
+    ends = [i for i, token_id in enumerate(completion) if token_id in (EOS, ALSO_EOS) and not request.ignore_eos]
+    return (completion[: ends[0] + 1], "stop") if ends else (completion, "length")
+
+
+def fingerprints(token_ids: list[int]) -> list[int]:
+    """For each position what its keys and values are a function of: the tokens up to it, itself included."""
+    marks = [0]
+    for token_id in token_ids:
+        marks.append(hash((marks[-1], token_id)))
+    return marks[1:]
+
+
+def random_requests(seed: int, num_requests: int = 60) -> list[Request]:
+    """Many begin like an earlier one's prompt and answer; some with its key, so that they go on like it too."""
+    rng = random.Random(seed)
+    requests: list[Request] = []
+    for i in range(num_requests):
+        prompt, key = [], i
+        if requests and rng.random() < 0.6:
+            earlier = rng.choice(requests)
+            prompt = true_tokens(earlier)[: rng.randint(1, MAX_LEN - 8)]
+            key = rng.choice([earlier.key, i])
+        if key == i:
+            prompt = prompt + rng.choices(range(VOCAB_SIZE), k=rng.randint(1, 7 if prompt else 40))
+        requests.append(Request(prompt, rng.randint(1, 40), rng.random() < 0.3, key, arrival=rng.randrange(0, 100, 20)))
+    return requests
+
+
+class Simulation:
+    """The engine's loop over a device that has a cache and no model.
+
+    The device computes a step at once when it is given one, as a stream would in its turn; the host learns the tokens
+    at once, or with `asynchronous` one step late. `seen` counts what happened on the way.
+    """
+
+    def __init__(self, requests: list[Request], asynchronous: bool, **settings):
+        self.requests = requests
+        self.max_in_flight = 1 if asynchronous else 0
+        self.scheduler = make_scheduler(**settings)
+        self.manager = self.scheduler.block_manager
+        self.seqs = [make_sequence(i, request) for i, request in enumerate(requests)]
+        self.tokens = [true_tokens(request) for request in requests]
+        self.marks = [fingerprints(token_ids) for token_ids in self.tokens]
+        self.cache: dict[int, int] = {}  # slot -> fingerprint
+        self.last_token_ids: dict[int, int] = {}  # by request index
+        self.in_flight: deque[tuple[ScheduledStep, list[int]]] = deque()
+        self.first_start: dict[int, int] = {}  # by request id
+        self.seen: Counter = Counter()
+
+    def run(self) -> "Simulation":
+        arrivals = deque(sorted(self.seqs, key=lambda seq: self.requests[seq.request_id].arrival))
+        turn = 0
+        while arrivals or self.in_flight or not self.scheduler.is_finished():
+            while arrivals and self.requests[arrivals[0].request_id].arrival <= turn:
+                self.scheduler.add(arrivals.popleft())
+            self.turn()
+            turn += 1
+        self.seen["preemptions"] = self.scheduler.num_preemptions
+        self.check_end()
+        return self
+
+    def turn(self):
+        step = self.scheduler.schedule()
+        assert step or self.in_flight or self.scheduler.is_finished(), "stuck"
+        if step:
+            self.in_flight.append((step, self.compute(step)))
+        self.check_accounting()
+        if len(self.in_flight) > self.max_in_flight or self.in_flight and not step:
+            self.take_in(*self.in_flight.popleft())
+            self.check_accounting()
+
+    def take_in(self, step: ScheduledStep, token_ids: list[int]):
+        before = {seq.request_id: seq.status for seq in step.sampled}
+        finished = self.scheduler.postprocess(step, token_ids)
+        ended = [seq for seq in step.sampled if seq.status is SequenceStatus.FINISHED]
+        assert finished == [seq for seq in ended if before[seq.request_id] is not SequenceStatus.FINISHED]
+        self.seen["tokens thrown away"] += len(ended) - len(finished)
+        self.seen["ended while preempted"] += sum(before[s.request_id] is SequenceStatus.WAITING for s in finished)
+
+    def compute(self, step: ScheduledStep) -> list[int]:
+        """Write the cache, check that it holds what is read, and sample."""
+        self.check_step(step)
+        for seq, start, end in step.rows:
+            if not step.is_prefill:  # the input may be unknown to the host: it was kept on the device
+                assert self.last_token_ids[seq.req_index] == self.tokens[seq.request_id][start]
+            for position in range(start, end):
+                self.cache[self.slot(seq, position)] = self.marks[seq.request_id][position]
+        for seq, _, end in step.rows:
+            context = [self.cache[self.slot(seq, position)] for position in range(end)]
+            assert context == self.marks[seq.request_id][:end], "another sequence's keys and values"
+        token_ids = []
+        for seq, (_, _, end) in zip(step.sampled, step.rows):
+            token_ids.append(self.tokens[seq.request_id][end])
+            self.last_token_ids[seq.req_index] = token_ids[-1]
+        return token_ids
+
+    def slot(self, seq: Sequence, position: int) -> int:
+        block, offset = divmod(position, self.manager.block_size)
+        return seq.block_table[block] * self.manager.block_size + offset
+
+    def check_step(self, step: ScheduledStep):
+        """Its rows are within the bounds, and write into nothing that others hold."""
+        writers, readers = Counter(), Counter()
+        for seq, start, end in step.rows:
+            assert 0 <= start < end
+            assert end <= len(seq.token_ids) if step.is_prefill else end == start + 1
+            first_written = start // self.manager.block_size
+            readers.update(seq.block_table[:first_written])
+            writers.update(seq.block_table[first_written:])
+            if seq.request_id not in self.first_start:
+                self.first_start[seq.request_id] = start
+                self.seen["hits"] += start > 0
+        for block_id, num_writers in writers.items():  # who else holds it reads what this same step writes
+            assert num_writers == 1 and self.manager.blocks[block_id].ref_count == 1 + readers[block_id]
+        complete = [s for s, _, end in step.rows if not step.is_prefill or end == len(s.token_ids)]
+        assert step.sampled == complete == [row.seq for row in step.rows[: len(complete)]]
+        assert len(step.rows) - len(complete) <= 1, "only the last row may be a chunk"
+        if step.is_prefill:
+            assert step.num_tokens <= self.scheduler.max_num_batched_tokens
+        assert len({seq.request_id for seq, _, _ in step.rows}) == len(step.rows) <= self.scheduler.max_num_seqs
+        self.seen["chunks"] += len(step.rows) - len(complete)
+        self.seen["shared within a step"] += bool(writers.keys() & readers.keys())
+
+    def check_accounting(self):
+        scheduler, manager = self.scheduler, self.manager
+        chunked = [seq for seq in scheduler.waiting if seq.status is SequenceStatus.RUNNING]
+        live = [*chunked, *scheduler.running.values()]
+        assert chunked in ([], [scheduler.waiting[0]] if scheduler.waiting else [])
+        assert all(seq.status is SequenceStatus.RUNNING for seq in live)
+        assert len(live) <= scheduler.max_num_seqs
+        indices = [seq.req_index for seq in live]
+        assert sorted(indices + scheduler.free_req_indices) == list(range(scheduler.max_num_seqs))
+
+        held = Counter(block_id for seq in live for block_id in seq.block_table)
+        assert {block.block_id: block.ref_count for block in manager.blocks if block.ref_count} == held
+        assert manager.free_block_ids.keys() == set(range(len(manager.blocks))) - held.keys()
+        assert all(manager.blocks[block_id].hash == key for key, block_id in manager.hash_to_block_id.items())
+
+        in_flight = Counter(seq.request_id for step, _ in self.in_flight for seq in step.sampled)
+        for seq in self.seqs:
+            if seq.status is not SequenceStatus.FINISHED:
+                assert seq.num_tokens - len(seq.token_ids) == in_flight[seq.request_id]
+            if seq not in live:
+                assert seq.block_table == [] and seq.req_index == -1
+            assert len(set(seq.block_table)) == len(seq.block_table)
+            self.check_published(seq)
+
+    def check_published(self, seq: Sequence):
+        """Only full blocks whose tokens are known and computed can be found, and by the right tokens."""
+        size = self.manager.block_size
+        for i, block in enumerate(self.manager.blocks[block_id] for block_id in seq.block_table):
+            if block.hash is not None:
+                assert (i + 1) * size <= min(seq.num_computed_tokens, len(seq.token_ids))
+                assert block.token_ids == seq.token_ids[i * size : (i + 1) * size]
+
+    def check_end(self):
+        """Nothing is left, and every answer is what it would have been alone."""
+        assert not self.scheduler.waiting and not self.scheduler.running
+        assert len(self.manager.free_block_ids) == len(self.manager.blocks)
+        for seq, request in zip(self.seqs, self.requests):
+            assert seq.status is SequenceStatus.FINISHED
+            assert (seq.completion_token_ids, seq.finish_reason) == true_answer(request)
+            assert seq.num_cached_tokens == self.first_start[seq.request_id]
+
+
+SETTINGS = {
+    "all at once": dict(num_blocks=500, max_num_seqs=60, max_num_batched_tokens=2000),
+    "few at a time": dict(num_blocks=120, max_num_seqs=3),
+    "chunks": dict(num_blocks=120, max_num_seqs=6, max_num_batched_tokens=7),
+    "tiny cache": dict(num_blocks=18, max_num_seqs=8),
+    "tiny cache, tiny blocks": dict(num_blocks=32, block_size=2, max_num_seqs=8),
+    "tiny cache, blocks of 16": dict(num_blocks=5, block_size=16, max_num_seqs=8),
+    "tiny cache, chunks": dict(num_blocks=22, block_size=3, max_num_seqs=8, max_num_batched_tokens=5),
+    "tiny cache, no prefix caching": dict(num_blocks=18, max_num_seqs=8, enable_prefix_caching=False),
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_random_requests(name, asynchronous, seed):
+    """The same requests get the same answers under all settings, and what a setting is there for did happen."""
+    seen = Simulation(random_requests(seed), asynchronous, **SETTINGS[name]).run().seen
+    assert (seen["preemptions"] > 0) == ("tiny cache" in name)
+    assert (seen["hits"] > 0) == ("no prefix caching" not in name)
+    assert (seen["tokens thrown away"] > 0) == asynchronous
+    assert seen["chunks"] > 0 or "chunks" not in name
+
+
+def test_random_requests_reach_rare_corners():
+    """So that the test above keeps meaning what it says."""
+    runs = [Simulation(random_requests(seed), True, **SETTINGS["tiny cache, tiny blocks"]).run() for seed in range(8)]
+    seen = sum((run.seen for run in runs), Counter())
+    assert seen["ended while preempted"] and seen["shared within a step"]
+
+
+def test_scheduler_needs_no_torch():
+    """The same simulation in a process where torch can't be imported and the packages' own __init__ don't run."""
+    import nanovllm
+
+    root = Path(nanovllm.__file__).parent
+    script = f"""if True:
+        import sys, types
+        sys.modules["torch"] = None
+        for name, folder in (("nanovllm", {str(root)!r}), ("nanovllm.engine", {str(root / "engine")!r})):
+            sys.modules[name] = types.ModuleType(name)
+            sys.modules[name].__path__ = [folder]
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from test_scheduler import SETTINGS, Simulation, random_requests
+        print(Simulation(random_requests(0), True, **SETTINGS["tiny cache"]).run().seen["preemptions"])
+    """
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) > 0
+
+
+# -- one thing at a time ---------------------------------------------------------------------------------------------
+
+
+def add(scheduler: Scheduler, *requests: Request) -> list[Sequence]:
+    seqs = [make_sequence(i, request) for i, request in enumerate(requests, start=len(scheduler.running))]
+    for seq in seqs:
+        scheduler.add(seq)
+    return seqs
+
+
+def prompt(length: int, first: int = 100) -> list[int]:
+    """Prompts of different `first` share no block."""
+    return list(range(first, first + length))
+
+
+def rows(step: ScheduledStep) -> list[tuple[int, int, int]]:
+    return [(seq.request_id, start, end) for seq, start, end in step.rows]
+
+
+def advance(scheduler: Scheduler, token_id: int = 7) -> ScheduledStep:
+    """A step whose sequences all get the same token."""
+    step = scheduler.schedule()
+    scheduler.postprocess(step, [token_id] * len(step.sampled))
+    return step
+
+
+def test_prefill_comes_first():
+    """A request that arrives while others decode is computed before they go on."""
+    scheduler = make_scheduler()
+    add(scheduler, Request(prompt(5)))
+    assert rows(advance(scheduler)) == [(0, 0, 5)]
+    assert rows(advance(scheduler)) == [(0, 5, 6)]
+    add(scheduler, Request(prompt(6, first=200)))
+    step = advance(scheduler)
+    assert step.is_prefill and rows(step) == [(1, 0, 6)]
+    step = advance(scheduler)
+    assert not step.is_prefill and rows(step) == [(0, 6, 7), (1, 6, 7)]
+
+
+def test_prompts_fill_the_token_budget():
+    """The last prompt that does not fit whole is computed as far as it goes, and on in the next step."""
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    seqs = add(scheduler, Request(prompt(3)), Request(prompt(14, first=200)), Request(prompt(2, first=300)))
+    steps = [advance(scheduler) for _ in range(4)]
+    assert [rows(step) for step in steps[:3]] == [[(0, 0, 3), (1, 0, 5)], [(1, 5, 13)], [(1, 13, 14), (2, 0, 2)]]
+    assert [step.sampled for step in steps[:3]] == [seqs[:1], [], seqs[1:]]
+    assert rows(steps[3]) == [(0, 3, 4), (1, 14, 15), (2, 2, 3)]
+
+
+def test_prompts_of_one_step_share_their_prefix():
+    """What the first of them computes, the others of the same step find; each has its own last block."""
+    scheduler = make_scheduler()
+    seqs = add(scheduler, *[Request(prompt(8))] * 3)
+    assert rows(advance(scheduler)) == [(0, 0, 8), (1, 4, 8), (2, 4, 8)]
+    assert len({seq.block_table[0] for seq in seqs}) == 1 and len({seq.block_table[1] for seq in seqs}) == 3
+    assert [seq.num_cached_tokens for seq in seqs] == [0, 4, 4]
+
+
+def test_no_more_run_than_may():
+    scheduler = make_scheduler(max_num_seqs=2)
+    seqs = add(scheduler, *[Request(prompt(3, first=100 * i)) for i in range(3)])
+    assert rows(advance(scheduler)) == [(0, 0, 3), (1, 0, 3)]
+    assert list(scheduler.waiting) == seqs[2:]
+    assert not advance(scheduler, EOS).is_prefill  # both end here
+    assert rows(advance(scheduler)) == [(2, 0, 3)]
+
+
+@pytest.mark.parametrize("num_blocks, is_admitted", [(3, False), (4, True)])
+def test_admission_leaves_headroom(num_blocks, is_admitted):
+    """With a free block for each that runs, who was admitted is not thrown out by the very next step."""
+    scheduler = make_scheduler(num_blocks)
+    add(scheduler, Request(prompt(8)), Request(prompt(3, first=200)))
+    assert len(advance(scheduler).rows) == 1 + is_admitted
+    assert not advance(scheduler).is_prefill
+    assert scheduler.num_preemptions == 0
+
+
+def test_last_come_is_preempted_first_and_keeps_its_place_in_the_queue():
+    """Those sent back stand before those who never ran, in the order of their arrival."""
+    scheduler = make_scheduler(num_blocks=7, max_num_seqs=3)
+    first, second, third, fourth = add(scheduler, *[Request(prompt(4, first=100 * i)) for i in range(4)])
+    advance(scheduler)
+    for _ in range(20):
+        if scheduler.num_preemptions == 1:
+            assert list(scheduler.running.values()) == [first, second]
+            assert list(scheduler.waiting) == [third, fourth]
+        if scheduler.num_preemptions == 2:
+            break
+        advance(scheduler)
+    assert list(scheduler.running.values()) == [first]
+    assert list(scheduler.waiting) == [second, third, fourth]
+    assert second.block_table == [] and second.req_index == -1 and second.num_computed_tokens == 0
+
+
+def test_preempted_sequence_goes_on_from_what_it_has():
+    """Its generated tokens are computed again with its prompt, as far as they are not found in the cache."""
+    scheduler = make_scheduler()
+    (seq,) = add(scheduler, Request(prompt(6)))
+    for _ in range(5):
+        advance(scheduler)
+    scheduler.preempt(seq)
+    assert len(seq.token_ids) == 11
+    step = advance(scheduler)
+    assert step.is_prefill and rows(step) == [(0, 8, 11)]
+    assert seq.num_cached_tokens == 0  # of the prompt, and on first admission
+
+
+def test_generated_block_can_be_found_once_its_tokens_arrived():
+    """It is computed before the host knows its last token, and neither alone is enough."""
+    scheduler = make_scheduler()
+    published = scheduler.block_manager.hash_to_block_id
+    add(scheduler, Request(prompt(3)))
+    steps = [scheduler.schedule(), scheduler.schedule()]
+    assert not published
+    scheduler.postprocess(steps[0], [7])
+    assert len(published) == 1
+
+    scheduler = make_scheduler()
+    published = scheduler.block_manager.hash_to_block_id
+    add(scheduler, Request(prompt(3)))
+    advance(scheduler)
+    assert not published
+    advance(scheduler)
+    assert len(published) == 1
+
+
+@pytest.mark.parametrize("token_id", [EOS, ALSO_EOS])
+def test_token_in_flight_of_an_ended_sequence_is_thrown_away(token_id):
+    """The step after the end was scheduled before the end was known."""
+    scheduler = make_scheduler()
+    (seq,) = add(scheduler, Request(prompt(3)))
+    steps = [scheduler.schedule(), scheduler.schedule()]
+    assert rows(steps[1]) == [(0, 3, 4)]
+    assert scheduler.postprocess(steps[0], [token_id]) == [seq]
+    assert scheduler.is_finished() and scheduler.schedule() is None
+    assert scheduler.postprocess(steps[1], [5]) == []
+    assert seq.completion_token_ids == [token_id] and seq.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_preempted_sequence_may_end_with_its_token_in_flight(reason):
+    """It ends in the queue, where it holds nothing that could be given back twice."""
+    scheduler = make_scheduler(num_blocks=5, block_size=2)
+    first, second = add(scheduler, Request(prompt(4)), Request(prompt(2, first=200), max_tokens=3))
+    prefill, decode = scheduler.schedule(), scheduler.schedule()
+    assert scheduler.postprocess(prefill, [7, 7]) == []
+    last = scheduler.schedule()
+    assert scheduler.postprocess(decode, [7, 7]) == []
+    step = scheduler.schedule()  # the first needs a block
+    assert rows(step) == [(0, 6, 7)] and list(scheduler.waiting) == [second]
+    assert scheduler.postprocess(last, [7, EOS if reason == "stop" else 7]) == [second]
+    assert second.finish_reason == reason and len(second.completion_token_ids) == 3
+    assert not scheduler.waiting and list(scheduler.running.values()) == [first]
+    assert len(scheduler.free_req_indices) == 3 and sum(b.ref_count for b in scheduler.block_manager.blocks) == 4
+
+
+def test_nothing_to_schedule_while_the_last_token_is_in_flight():
+    scheduler = make_scheduler()
+    (seq,) = add(scheduler, Request(prompt(3), max_tokens=1))
+    step = scheduler.schedule()
+    assert scheduler.schedule() is None and not scheduler.is_finished()
+    assert scheduler.postprocess(step, [7]) == [seq]
+    assert scheduler.is_finished()
+
+
+@pytest.mark.parametrize(
+    "request_, completion, reason",
+    [
+        (Request(prompt(3), max_tokens=3), [EOS], "stop"),
+        (Request(prompt(3), max_tokens=3, ignore_eos=True), [EOS] * 3, "length"),
+        (Request(prompt(MAX_LEN - 2), ignore_eos=True), [EOS] * 2, "length"),
+    ],
+)
+def test_ends(request_, completion, reason):
+    """At an end-of-sequence id unless told otherwise, after max_tokens, and at the engine's bound."""
+    scheduler = make_scheduler()
+    (seq,) = add(scheduler, request_)
+    while not scheduler.is_finished():
+        advance(scheduler, EOS)
+    assert (seq.completion_token_ids, seq.finish_reason) == (completion, reason)
+
+
+def test_abort_leaves_nothing():
+    """Running, computed in part, preempted or never begun: all are dropped, and so is what the cache knew."""
+    scheduler = make_scheduler(max_num_batched_tokens=12)
+    seqs = add(scheduler, *[Request(prompt(9, first=100 * i)) for i in range(4)])
+    advance(scheduler)
+    advance(scheduler)
+    scheduler.preempt(seqs[0])
+    in_part, never_begun = seqs[2:]
+    scheduler.waiting.rotate(-1)  # the one computed in part is at the head whenever schedule returns
+    assert in_part.status is SequenceStatus.RUNNING and never_begun.status is SequenceStatus.WAITING
+    scheduler.abort_all()
+    manager = scheduler.block_manager
+    assert scheduler.is_finished() and len(manager.free_block_ids) == 64
+    assert sorted(scheduler.free_req_indices) == list(range(4))
+    assert not manager.hash_to_block_id and all(block.hash is None for block in manager.blocks)
+    assert {(seq.status, seq.finish_reason) for seq in seqs} == {(SequenceStatus.FINISHED, "abort")}
+    (again,) = add(scheduler, Request(prompt(9)))
+    assert rows(advance(scheduler)) == [(0, 0, 9)] and again.num_cached_tokens == 0
