@@ -43,31 +43,24 @@ class ModelConfig:
             raise ValueError(f"{folder}: quantized checkpoints are not supported (quantization_config is set)")
         if raw.get("use_sliding_window"):
             raise ValueError(f"{folder}: sliding-window attention is not supported (use_sliding_window is set)")
+        heads = raw.get("num_attention_heads")
+        names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings"
         try:
-            return cls._from_json(raw, folder)
+            plain = {name: raw[name] for name in names.split()}
+            head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+            inv_freq, rope_scale = _rope_frequencies(raw, head_dim)
         except KeyError as error:  # transformers' rope initialisers raise it too
             raise ValueError(f"{folder}/config.json: has no {error}") from error
-
-    @classmethod
-    def _from_json(cls, raw: dict, folder: Path) -> "ModelConfig":
-        heads = raw["num_attention_heads"]
-        head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
-        inv_freq, rope_scale = _rope_frequencies(raw, head_dim)
-        name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-        check_choice("the checkpoint's dtype", name, DTYPES)
+        dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+        check_choice("the checkpoint's dtype", dtype, DTYPES)
         return cls(
-            vocab_size=raw["vocab_size"],
-            hidden_size=raw["hidden_size"],
-            intermediate_size=raw["intermediate_size"],
-            num_hidden_layers=raw["num_hidden_layers"],
-            num_attention_heads=heads,
+            **plain,
             num_key_value_heads=raw.get("num_key_value_heads") or heads,
             head_dim=head_dim,
-            max_position_embeddings=raw["max_position_embeddings"],
             rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
             tie_word_embeddings=raw.get("tie_word_embeddings", False),
             attention_bias=raw.get("attention_bias", False),
-            dtype=DTYPES[name],
+            dtype=DTYPES[dtype],
             rope_inv_freq=inv_freq,
             rope_scale=rope_scale,
             eos_token_ids=_eos_token_ids(folder, raw),

@@ -6,9 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def _gumbel(bits):
-    v = (bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0)
+    v = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     # -log(1 - v): by its series where 1 - v would lose the digits that decide who wins
-    exponential = tl.where(v < 0.005, v * (1.0 + v * (0.5 + v * (1.0 / 3.0))), -tl.log(tl.maximum(1.0 - v, 1e-9)))
+    exponential = tl.where(v < 0.005, v * (1.0 + v * (0.5 + v * (1.0 / 3.0))), -tl.log(1.0 - v))
     return -tl.log(exponential)
 
 

@@ -13,4 +13,4 @@ class SiluAndMul(nn.Module):
         if (ops := triton_ops(x)) is not None:
             return ops.silu_and_mul(x)
         gate, up = x.chunk(2, -1)
-        return F.silu(gate) * up
+        return F.silu(gate).mul_(up)

@@ -38,8 +38,8 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
     zero = torch.zeros_like(c0)
     words = philox((c0, positions.long().unsqueeze(1), zero, zero), (low, high))
     bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
-    # in (0, 1]; small values, which make large noise, keep all their digits
-    uniform = bits.float().add_(0.5).mul_(2.0**-32)
+    # in (0, 1); small values, which make large noise, keep all their digits
+    uniform = bits.float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
