@@ -73,7 +73,7 @@ def other_ids(requests: list[Request], vocab_size: int) -> list[Request]:
     return [Request([(i + 1) % vocab_size for i in request.prompt], request.max_tokens) for request in requests]
 
 
-# -- engines: each is called in a process of its own with (model, settings, workloads), a workload being two runs -------
+# -- engines: each is called in a process of its own with (model, settings, workloads), a workload being two runs ----
 
 
 def run_nanovllm(model: str, settings: dict, workloads: dict[str, list[list[Request]]]) -> dict[str, Result]:
@@ -193,8 +193,8 @@ def print_table(title: str, rows: list[list[str]]) -> None:
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
     print(f"\n{title}")
     for row in rows:
-        cells = [cell.ljust(w) if i in (0, len(row) - 1) else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]
-        print("  ".join(cells).rstrip())
+        numbers = [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1])]
+        print("  ".join([row[0].ljust(widths[0]), *numbers, row[-1]]).rstrip())
 
 
 def parse_arguments() -> argparse.Namespace:

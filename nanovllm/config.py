@@ -197,7 +197,7 @@ def _resolve_device(name: str) -> str:
         return "cpu"
     count = torch.cuda.device_count()
     if not (number.isdecimal() or not number) or int(number or 0) >= count:
-        raise ValueError(f"device={name!r}: this machine has {count or 'no'} CUDA device{'s' * (count > 1)}; or use 'cpu'")
+        raise ValueError(f"device={name!r}: there are {count} CUDA devices here; or use 'cpu'")
     return str(name)
 
 

@@ -192,6 +192,14 @@ def test_silu_and_mul(num_rows, n, dtype):
 
 
 @each_dtype
+@pytest.mark.parametrize("k", [1, 33, 1024, 1500, 3072])
+@pytest.mark.parametrize("n", [1, 7, 257])
+def test_one_row_linear(n, k, dtype):
+    x, weight = randn(1, k, dtype=dtype), randn(n, k, dtype=dtype) / k**0.5
+    assert_close(ops.one_row_linear(x, weight), x.double() @ weight.double().T)
+
+
+@each_dtype
 @pytest.mark.parametrize("num_tokens", [0, 1, 7])
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(1, 1, 32), (5, 1, 64), (3, 3, 32), (16, 2, 128)])
 def test_norm_rope_store(heads, kv_heads, head_dim, num_tokens, dtype):

@@ -87,10 +87,9 @@ def prepare_prefill(step: ScheduledStep, buffer: np.ndarray, block_size: int) ->
     for i, (seq, start, end) in enumerate(rows):
         first = batch.cu_seqlens_q[i]
         last = first + end - start
-        positions = np.arange(start, end)
         batch.input_ids[first:last] = seq.token_ids[start:end]
-        batch.positions[first:last] = positions
-        batch.slot_mapping[first:last] = batch.block_tables[i, positions // block_size] * block_size + positions % block_size
+        batch.positions[first:last] = positions = np.arange(start, end)
+        batch.slot_mapping[first:last] = _slots(batch.block_tables[i, positions // block_size], positions, block_size)
         batch.cu_seqlens_q[i + 1] = last
     # only the last row may stop short of its sequence's end
     batch.sample_rows[:] = batch.cu_seqlens_q[1 : len(step.sampled) + 1] - 1
@@ -105,15 +104,16 @@ def prepare_decode(
     n = len(step.rows)
     batch = Batch(BatchShape(False, num_rows, num_rows, num_rows, table_width, 1), buffer)
     _fill_rows(batch, step.rows)
-    positions = batch.context_lens[:n] - 1
-    batch.positions[:n] = positions
-    batch.slot_mapping[:n] = (
-        batch.block_tables[np.arange(n), positions // block_size] * block_size + positions % block_size
-    )
+    batch.positions[:n] = positions = batch.context_lens[:n] - 1
+    batch.slot_mapping[:n] = _slots(batch.block_tables[np.arange(n), positions // block_size], positions, block_size)
     batch.positions[n:] = 0
     batch.slot_mapping[n:] = -1
     _fill_sampling(batch, step, pad_req_index)
     return batch
+
+
+def _slots(blocks: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+    return blocks * block_size + positions % block_size
 
 
 def _fill_rows(batch: Batch, rows: list[ScheduledSequence]) -> None:

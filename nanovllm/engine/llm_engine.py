@@ -44,24 +44,17 @@ class LLMEngine:
     def __init__(self, model: str, **settings):
         """`settings` are the fields of `nanovllm.config.Config`, which states their defaults and errors."""
         self.config = Config.create(model, settings)
-        self.tokenizer = self._load_tokenizer()
+        from transformers import AutoTokenizer  # here, so that the package imports without it
+
+        self.tokenizer = AutoTokenizer.from_pretrained(self.config.model)
         self.model_runner: ModelRunner | None = ModelRunner(self.config)
         block_manager = BlockManager(
             self.model_runner.num_kvcache_blocks, self.config.kvcache_block_size, self.config.enable_prefix_caching
         )
-        self.scheduler = Scheduler(
-            block_manager,
-            self.config.max_num_seqs,
-            self.config.max_num_batched_tokens,
-            self.config.model_config.eos_token_ids,
-        )
+        bounds = self.config.max_num_seqs, self.config.max_num_batched_tokens
+        self.scheduler = Scheduler(block_manager, *bounds, self.config.model_config.eos_token_ids)
         self._num_requests = 0
         self._in_flight: tuple[ScheduledStep, SampledTokens] | None = None
-
-    def _load_tokenizer(self):
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self.config.model)
 
     # -- generation --------------------------------------------------------------------------------------------------
 
@@ -85,7 +78,7 @@ class LLMEngine:
         if not isinstance(sampling_params, (list, tuple)):
             sampling_params = [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
-            raise ValueError(f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: give one, or one each")
+            raise ValueError(f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: must be one, or as many")
         seqs = [self._make_sequence(i, *request) for i, request in enumerate(zip(prompts, sampling_params))]
         answers: dict[int, dict] = {}
         try:

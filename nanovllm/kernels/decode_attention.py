@@ -84,14 +84,9 @@ def num_splits(num_programs: int, max_context_len: int, device: torch.device) ->
 
 
 def decode_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    max_context_len: int,
-    splits: int | None = None,
-) -> torch.Tensor:
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context_lens: torch.Tensor,
+    block_tables: torch.Tensor, max_context_len: int, splits: int | None = None,
+) -> torch.Tensor:  # fmt: skip
     """q [B, heads, head_dim] attends to the context_lens[b] tokens behind block_tables[b]; zeros where there are none.
 
     caches [blocks, block_size, kv_heads, head_dim], block_size a multiple of 16, head_dim a power of two from 16;

@@ -1,4 +1,4 @@
-"""What lies between the qkv product and attention, in one pass: q and k norm, rotary embedding, store into the cache."""
+"""All between the qkv product and attention in one pass: q and k norm, rotary embedding, store into the cache."""
 import torch
 import triton
 import triton.language as tl
@@ -22,8 +22,10 @@ def _norm_rope_store_kernel(
     x1 = tl.load(x, is_q | is_k | is_v, 0.0).to(tl.float32)
     x2 = tl.load(x + HALF, is_q | is_k | is_v, 0.0).to(tl.float32)
     norm = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 1) / (2 * HALF) + eps)[:, None]
-    y1 = x1 * norm * tl.where(is_q, tl.load(q_weight_ptr + col), tl.load(k_weight_ptr + col)).to(tl.float32)
-    y2 = x2 * norm * tl.where(is_q, tl.load(q_weight_ptr + HALF + col), tl.load(k_weight_ptr + HALF + col)).to(tl.float32)
+    weight1 = tl.where(is_q, tl.load(q_weight_ptr + col), tl.load(k_weight_ptr + col)).to(tl.float32)
+    weight2 = tl.where(is_q, tl.load(q_weight_ptr + HALF + col), tl.load(k_weight_ptr + HALF + col)).to(tl.float32)
+    y1 = x1 * norm * weight1
+    y2 = x2 * norm * weight2
     cos = tl.load(cos_sin_ptr + token * (4 * HALF) + col)
     sin = tl.load(cos_sin_ptr + token * (4 * HALF) + 3 * HALF + col)
     z1 = y1 * cos - y2 * sin
@@ -41,15 +43,9 @@ def _norm_rope_store_kernel(
 
 
 def norm_rope_store(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    eps: float,
-    cos_sin: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> torch.Tensor:
+    qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, cos_sin: torch.Tensor,
+    k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
     """qkv [T, heads + 2 kv_heads, head_dim], contiguous -> normed and turned queries [T, heads, head_dim].
 
     Normed and turned keys, and values, go to slot_mapping [T] of the caches [blocks, block_size, kv_heads, head_dim];

@@ -3,7 +3,10 @@ from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.decode_attention import decode_attention
 from nanovllm.kernels.layernorm import rms_norm
 from nanovllm.kernels.norm_rope_store import norm_rope_store
+from nanovllm.kernels.one_row_linear import one_row_linear
 from nanovllm.kernels.prefill_attention import prefill_attention
 from nanovllm.kernels.sampling import sample
 
-__all__ = ["decode_attention", "norm_rope_store", "prefill_attention", "rms_norm", "sample", "silu_and_mul"]
+__all__ = [
+    "decode_attention", "norm_rope_store", "one_row_linear", "prefill_attention", "rms_norm", "sample", "silu_and_mul",
+]  # fmt: skip

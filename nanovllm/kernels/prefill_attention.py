@@ -1,4 +1,4 @@
-"""Causal attention of many new tokens a sequence over its paged keys and values (FlashAttention-2, arXiv:2307.08691)."""
+"""Causal attention of new tokens over their sequence's paged keys and values (FlashAttention-2, arXiv:2307.08691)."""
 import torch
 import triton
 import triton.language as tl
@@ -87,14 +87,9 @@ def _prefill_kernel(
 
 
 def prefill_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    max_seqlen_q: int,
-) -> torch.Tensor:
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor, block_tables: torch.Tensor, max_seqlen_q: int,
+) -> torch.Tensor:  # fmt: skip
     """q [T, heads, head_dim] are the last tokens of B sequences, cu_seqlens_q [B + 1] where each begins.
 
     Every query attends to the tokens of its sequence up to its own, all of which are in the caches already: those of

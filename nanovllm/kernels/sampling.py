@@ -52,14 +52,9 @@ def _sample_reduce_kernel(best_ptr, index_ptr, out_ptr, SPLITS: tl.constexpr, BL
 
 
 def sample(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    rounds: int,
-    tile: int = 2048,
-    per_split: int = 2048,
-) -> torch.Tensor:
+    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, rounds: int,
+    tile: int = 2048, per_split: int = 2048,
+) -> torch.Tensor:  # fmt: skip
     """The ids [S] that `layers.sampler.Sampler` would draw from logits [S, vocabulary]; the lowest among equals.
 
     temperatures [S] float32, seeds [S, 2] int32 (low and high word), positions [S] int32; rounds of Philox.

@@ -61,26 +61,15 @@ class FlashBackend:
         if context.plan is None:
             context.plan = F.pad(context.context_lens.cumsum(0, dtype=torch.int32), (1, 0))  # cu_seqlens_k
         return self.flash_attn.flash_attn_varlen_func(
-            q,
-            k_cache,
-            v_cache,
-            cu_seqlens_q=context.cu_seqlens_q,
-            cu_seqlens_k=context.plan,
-            max_seqlen_q=context.max_seqlen_q,
-            max_seqlen_k=context.max_context_len,
-            block_table=context.block_tables,
-            causal=True,
-        )
+            q, k_cache, v_cache, context.cu_seqlens_q, context.plan, context.max_seqlen_q, context.max_context_len,
+            block_table=context.block_tables, causal=True,
+        )  # fmt: skip
 
     def decode(self, q, k_cache, v_cache, context):
         return self.flash_attn.flash_attn_with_kvcache(
-            q.unsqueeze(1),
-            k_cache,
-            v_cache,
-            cache_seqlens=context.context_lens,
-            block_table=context.block_tables,
-            causal=True,
-        ).squeeze(1)
+            q.unsqueeze(1), k_cache, v_cache,
+            cache_seqlens=context.context_lens, block_table=context.block_tables, causal=True,
+        ).squeeze(1)  # fmt: skip
 
 
 class SDPABackend:

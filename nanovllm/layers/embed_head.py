@@ -3,6 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.layers.linear import linear
 from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.loader import copy_weight, shard
 
@@ -33,4 +34,4 @@ class ParallelLMHead(VocabParallelEmbedding):
     """Hidden states [S, hidden_size] to this rank's part of the logits [S, vocabulary / ranks]."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight)
+        return linear(x, self.weight)

@@ -3,8 +3,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.kernels import triton_ops
 from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.loader import copy_weight, shard
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [T, inputs] times weight [outputs, inputs] transposed, plus the bias."""
+    if len(x) == 1 and bias is None and (ops := triton_ops(x)) is not None:
+        return ops.one_row_linear(x, weight)
+    return F.linear(x, weight, bias)
 
 
 class MergedColumnParallelLinear(nn.Module):
@@ -30,7 +38,7 @@ class MergedColumnParallelLinear(nn.Module):
         copy_weight(part, weight, (size, *parameter.shape[1:]), lambda whole: shard(whole, 0, tp))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
@@ -76,4 +84,4 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.bias if self.tp.rank == 0 else None  # the sum over ranks must have it once
-        return self.tp.all_reduce(F.linear(x, self.weight, bias))
+        return self.tp.all_reduce(linear(x, self.weight, bias))

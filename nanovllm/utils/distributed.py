@@ -24,11 +24,3 @@ class TensorParallel:
         if self.size > 1:
             dist.all_reduce(x, group=self.group)
         return x
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Every rank's `x` side by side in the last dimension."""
-        if self.size == 1:
-            return x
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self.group)
-        return torch.cat(parts, dim=-1)

@@ -32,5 +32,5 @@ def find_model(model: str) -> Path:
         bundled = ", ".join(sorted(path.name for path in BUNDLED.iterdir() if path.is_dir()))
         raise FileNotFoundError(
             f"model={model!r}: no such folder, and the hub did not give it ({type(error).__name__}: {error}). "
-            f"On a machine without network pass the folder of a downloaded checkpoint, or use a bundled model: {bundled}."
+            f"Without a network pass the folder of a downloaded checkpoint, or use the bundled model: {bundled}."
         ) from error
