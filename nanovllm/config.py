@@ -11,7 +11,6 @@ from nanovllm.utils.checks import check_choice, check_int, check_real
 from nanovllm.utils.hub import find_model
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-DEFAULT_MAX_MODEL_LEN = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +88,10 @@ def _rope_frequencies(raw: dict, head_dim: int) -> tuple[tuple[float, ...], floa
 
 def _eos_token_ids(folder: Path, raw: dict) -> frozenset[int]:
     """All ids that end a generation: `generation_config.json` may list several, `config.json` is the fallback."""
-    generation = folder / "generation_config.json"
-    ids = json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
-    ids = raw.get("eos_token_id") if ids is None else ids
-    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+    if (generation := folder / "generation_config.json").exists():
+        raw = raw | json.loads(generation.read_text())
+    ids = raw.get("eos_token_id")
+    return frozenset([ids] if isinstance(ids, int) else ids or [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +162,12 @@ class Config:
         return cls(model, **settings)
 
     def _check_numbers(self):
-        for name in ("max_num_batched_tokens", "max_num_seqs"):
-            check_int(name, getattr(self, name), low=1)
-        for name in ("max_model_len", "num_kvcache_blocks"):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), low=2 if name == "max_model_len" else 1)
+        check_int("max_num_batched_tokens", self.max_num_batched_tokens, low=1)
+        check_int("max_num_seqs", self.max_num_seqs, low=1)
         check_int("tensor_parallel_size", self.tensor_parallel_size, low=1, high=1)
         check_int("kvcache_block_size", self.kvcache_block_size, low=16)
+        if self.num_kvcache_blocks is not None:
+            check_int("num_kvcache_blocks", self.num_kvcache_blocks, low=1)
         if self.kvcache_block_size % 16:
             raise ValueError(f"kvcache_block_size={self.kvcache_block_size}: must be a multiple of 16")
         check_real("gpu_memory_utilization", self.gpu_memory_utilization, low=0.01, high=1.0)
@@ -181,7 +179,7 @@ class Config:
             check_int("seed", self.seed, low=0, high=2**64 - 1)
 
     def _resolve_max_model_len(self, model_len: int) -> int:
-        length = min(DEFAULT_MAX_MODEL_LEN, model_len) if self.max_model_len is None else self.max_model_len
+        length = min(4096, model_len) if self.max_model_len is None else self.max_model_len
         check_int("max_model_len", length, low=2, high=model_len)
         if self.num_kvcache_blocks is not None:
             length = min(length, self.num_kvcache_blocks * self.kvcache_block_size)

@@ -204,7 +204,7 @@ def test_hub_id_offline(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match="nobody/nothing.*pass the folder of .*bundled model: tiny-qwen3"):
+    with pytest.raises(FileNotFoundError, match="nobody/nothing.*pass the folder of .*bundled 'tiny-qwen3'"):
         find_model("nobody/nothing")
     assert not calls, "the network was asked"
 

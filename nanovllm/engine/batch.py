@@ -11,7 +11,6 @@ import torch
 
 from nanovllm.engine.scheduler import ScheduledSequence, ScheduledStep
 
-
 GREEDY_BELOW = 1e-5  # a temperature that float32 logits could not be divided by
 
 

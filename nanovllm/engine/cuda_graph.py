@@ -15,31 +15,19 @@ def batch_size_ladder(max_num_seqs: int) -> list[int]:
 class DecodeGraphs:
     """One graph for each size of the ladder, all reading the same device buffer and sharing one memory pool."""
 
-    def __init__(
-        self,
-        max_num_seqs: int,
-        table_width: int,
-        buffer: torch.Tensor,
-        forward: Callable[[Batch], torch.Tensor],
-    ):
-        """`forward` maps a decode batch that lies in `buffer` to the ids it samples, without asking the host."""
+    def __init__(self, max_num_seqs: int, table_width: int, buffer: torch.Tensor, forward: Callable):
+        """`forward` maps a decode Batch that lies in `buffer` to the ids it samples, without asking the host."""
         self.table_width = table_width
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.token_ids: dict[int, torch.Tensor] = {}
         self.ladder = batch_size_ladder(max_num_seqs)
-        pool = None
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for size in reversed(self.ladder):  # the largest first: the others find room in its memory
-                batch = Batch(BatchShape(False, size, size, size, table_width, 1), buffer)
-                forward(batch)  # compiles what is still to be compiled, outside of the capture
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool, stream=stream):
-                    self.token_ids[size] = forward(batch)
-                pool = pool or graph.pool()
-                self.graphs[size] = graph
-        torch.cuda.current_stream().wait_stream(stream)
+        pool = torch.cuda.graph_pool_handle()
+        for size in reversed(self.ladder):  # the largest first: the others find room in its memory
+            batch = Batch(BatchShape(False, size, size, size, table_width, 1), buffer)
+            forward(batch)  # compiles what is still to be compiled, outside of the capture
+            self.graphs[size] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graphs[size], pool=pool):
+                self.token_ids[size] = forward(batch)
 
     def size_for(self, num_seqs: int) -> int:
         """The smallest captured batch size that holds `num_seqs`."""

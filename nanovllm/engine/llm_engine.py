@@ -1,7 +1,7 @@
 """Requests in, text out: the facade over scheduler and model runner."""
 import secrets
 import struct
-from collections.abc import Iterator, Sequence as SequenceType
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from numbers import Integral
 from time import perf_counter
@@ -16,7 +16,7 @@ from nanovllm.engine.scheduler import ScheduledStep, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
-Prompt = str | SequenceType[int]
+Prompt = str | list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,10 @@ class LLMEngine:
         self._num_requests = 0
         self._in_flight: tuple[ScheduledStep, SampledTokens] | None = None
 
-    # -- generation --------------------------------------------------------------------------------------------------
-
     def generate(
-        self,
-        prompts: Prompt | SequenceType[Prompt],
-        sampling_params: SamplingParams | SequenceType[SamplingParams] | None = None,
+        self, prompts: Prompt | list[Prompt], sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
-    ) -> list[dict]:
+    ) -> list[dict]:  # fmt: skip
         """Answers to one prompt or many, in their order.
 
         A prompt is a string or a list of token ids; `sampling_params` one for all, or one for each. An answer has
@@ -78,7 +74,7 @@ class LLMEngine:
         if not isinstance(sampling_params, (list, tuple)):
             sampling_params = [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
-            raise ValueError(f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: must be one, or as many")
+            raise ValueError(f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: give one, or as many")
         seqs = [self._make_sequence(i, *request) for i, request in enumerate(zip(prompts, sampling_params))]
         answers: dict[int, dict] = {}
         try:
@@ -146,8 +142,6 @@ class LLMEngine:
             "num_cached_tokens": seq.num_cached_tokens,
         }
 
-    # -- requests ----------------------------------------------------------------------------------------------------
-
     def _make_sequence(self, offset: int, prompt: Prompt, params: SamplingParams | None) -> Sequence:
         """The sequence of the request after the next `offset` ones; checks all that can be wrong with it."""
         params = SamplingParams() if params is None else params
@@ -189,8 +183,6 @@ class LLMEngine:
         self.model_runner.synchronize()  # what was queued still reads the host's buffers
         self._in_flight = None
         self.scheduler.abort_all()
-
-    # -- the end -----------------------------------------------------------------------------------------------------
 
     def exit(self) -> None:
         """Drop what is unfinished and free the device's memory; an engine that was left can't be used again."""

@@ -1,5 +1,5 @@
 """One rank: its weights, its part of the cache and its graphs, and the way of a step over the device."""
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +52,14 @@ class ModelRunner:
         self.device = torch.device(config.device)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", self.device.index or 0)
-            torch.cuda.set_device(self.device)
+        with self._on_device():
+            self._start(config)
+
+    def _on_device(self):
+        """Kernels are launched on the current device; another engine may live on another one."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def _start(self, config: Config) -> None:
         self.backend = make_backend(config.attention_backend)
         self.tp = TensorParallel()
         memory_before = self._memory_in_use()
@@ -69,15 +76,14 @@ class ModelRunner:
         if self.device.type == "cuda" and self.backend.uses_cuda_graphs and not config.enforce_eager:
             self.capture_cudagraph()
 
-    # -- a step ------------------------------------------------------------------------------------------------------
-
     def run(self, step: ScheduledStep) -> SampledTokens:
         """Queue a step; it may not be over when this returns, and the step after it may be queued already."""
         self._turn ^= 1
-        host_buffer = self._host_buffers[self._turn].numpy()
-        batch = self.prepare_prefill(step, host_buffer) if step.is_prefill else self.prepare_decode(step, host_buffer)
-        token_ids = self.execute(batch)
-        return SampledTokens(token_ids[: len(step.sampled)], self._host_token_ids[self._turn])
+        buffer = self._host_buffers[self._turn].numpy()
+        with self._on_device():
+            prepare = self.prepare_prefill if step.is_prefill else self.prepare_decode
+            token_ids = self.execute(prepare(step, buffer))
+            return SampledTokens(token_ids[: len(step.sampled)], self._host_token_ids[self._turn])
 
     def prepare_prefill(self, step: ScheduledStep, buffer: np.ndarray) -> Batch:
         return batches.prepare_prefill(step, buffer, self.config.kvcache_block_size)
@@ -119,8 +125,6 @@ class ModelRunner:
         token_ids = self.sampler(logits, batch.temperatures, batch.seeds, positions + 1)
         self.last_token_ids[batch.req_indices] = token_ids
         return token_ids
-
-    # -- before the first step ---------------------------------------------------------------------------------------
 
     def _load_model(self) -> Qwen3ForCausalLM:
         default_dtype = torch.get_default_dtype()
@@ -211,9 +215,6 @@ class ModelRunner:
         """Record a decode step for every batch size of the ladder."""
         self._device_buffer.zero_()  # as a batch: rows without a context, which write to a slot that nobody holds yet
         self.graphs = DecodeGraphs(self.config.max_num_seqs, self.table_width, self._device_buffer, self._forward)
-
-
-    # -- the end -----------------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
         """Wait until the device has nothing left to do; never raises, as it is for the time after an error."""

@@ -1,4 +1,5 @@
 """Triton kernels, each a function on tensors that knows nothing of layers."""
+import importlib
 import importlib.util
 from functools import cache
 from types import ModuleType
@@ -13,8 +14,4 @@ def triton_ops(x: torch.Tensor) -> ModuleType | None:
 
 @cache
 def _ops() -> ModuleType | None:
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from nanovllm.kernels import ops
-
-    return ops
+    return importlib.import_module("nanovllm.kernels.ops") if importlib.util.find_spec("triton") else None

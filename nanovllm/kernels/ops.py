@@ -6,7 +6,3 @@ from nanovllm.kernels.norm_rope_store import norm_rope_store
 from nanovllm.kernels.one_row_linear import one_row_linear
 from nanovllm.kernels.prefill_attention import prefill_attention
 from nanovllm.kernels.sampling import sample
-
-__all__ = [
-    "decode_attention", "norm_rope_store", "one_row_linear", "prefill_attention", "rms_norm", "sample", "silu_and_mul",
-]  # fmt: skip

@@ -29,8 +29,7 @@ def find_model(model: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=FILES))
     except Exception as error:  # the client's errors have no common base: offline, unknown name, no access
-        bundled = ", ".join(sorted(path.name for path in BUNDLED.iterdir() if path.is_dir()))
         raise FileNotFoundError(
             f"model={model!r}: no such folder, and the hub did not give it ({type(error).__name__}: {error}). "
-            f"Without a network pass the folder of a downloaded checkpoint, or use the bundled model: {bundled}."
+            f"Without a network pass the folder of a downloaded checkpoint, or use the bundled 'tiny-qwen3'."
         ) from error

@@ -57,9 +57,10 @@ def load_model(model: nn.Module, folder: Path, device: torch.device) -> None:
             surplus.append(name)
             continue
         seen.add(name)
-        parameter_name, place = _parameter_of(name, model.packed_modules_mapping)
+        module = name.split(".")[-2]
+        merged, *place = model.packed_modules_mapping.get(module, (module,))
         try:
-            parameters[parameter_name].weight_loader(weight, *place)
+            parameters[name.replace(f".{module}.", f".{merged}.")].weight_loader(weight, *place)
         except ValueError as error:
             raise ValueError(f"{folder}: {name}: {error}") from error
     if missing := sorted(expected - seen):
@@ -76,14 +77,6 @@ def _checkpoint_names(model: nn.Module) -> Iterator[str]:
         module = name.split(".")[-2]
         for part in parts.get(module, [module]):
             yield name.replace(f".{module}.", f".{part}.")
-
-
-def _parameter_of(name: str, packed: dict[str, tuple[str, object]]) -> tuple[str, tuple]:
-    module = name.split(".")[-2]
-    if module not in packed:
-        return name, ()
-    merged, place = packed[module]
-    return name.replace(f".{module}.", f".{merged}."), (place,)
 
 
 def _some(names: list[str], most: int = 5) -> str:
