@@ -94,6 +94,8 @@ class BlockManager:
             block.ref_count -= 1
             if block.ref_count == 0:
                 self.free_block_ids[block_id] = None
+                if block.hash is None:  # nothing to be found in it: the first to be used again
+                    self.free_block_ids.move_to_end(block_id, last=False)
         seq.block_table = []
         seq.num_computed_tokens = 0
 

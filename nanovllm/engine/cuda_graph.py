@@ -17,7 +17,6 @@ class DecodeGraphs:
 
     def __init__(self, max_num_seqs: int, table_width: int, buffer: torch.Tensor, forward: Callable):
         """`forward` maps a decode Batch that lies in `buffer` to the ids it samples, without asking the host."""
-        self.table_width = table_width
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.token_ids: dict[int, torch.Tensor] = {}
         self.ladder = batch_size_ladder(max_num_seqs)

@@ -125,12 +125,8 @@ class LLMEngine:
         token_ids = tokens.wait()
         new_tokens = [(s.request_id, i) for s, i in zip(step.sampled, token_ids) if s.finish_reason is None]
         finished = self.scheduler.postprocess(step, token_ids)
-        return StepOutput(
-            finished=[self._answer(seq) for seq in finished],
-            new_tokens=new_tokens,
-            num_prefill_tokens=step.num_tokens if step.is_prefill else 0,
-            num_decode_tokens=0 if step.is_prefill else len(new_tokens),
-        )
+        num_prefill, num_decode = (step.num_tokens, 0) if step.is_prefill else (0, len(new_tokens))
+        return StepOutput([self._answer(seq) for seq in finished], new_tokens, num_prefill, num_decode)
 
     def _answer(self, seq: Sequence) -> dict:
         token_ids = seq.completion_token_ids

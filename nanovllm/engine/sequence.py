@@ -17,12 +17,6 @@ class Sequence:
     scheduled, `token_ids` has it once it reached the host. Only the Scheduler changes a sequence.
     """
 
-    __slots__ = (
-        "request_id", "params", "noise_seed", "token_ids", "num_prompt_tokens", "num_tokens", "max_num_tokens",
-        "num_computed_tokens", "num_cached_tokens", "block_table", "block_hashes", "req_index", "status",
-        "finish_reason",
-    )  # fmt: skip
-
     def __init__(self, request_id: int, token_ids: list[int], params: SamplingParams, noise_seed: int, max_len: int):
         self.request_id = request_id
         self.params = params

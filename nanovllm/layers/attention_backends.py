@@ -42,9 +42,8 @@ class TritonBackend:
         )
 
     def decode(self, q, k_cache, v_cache, context):
-        return self.ops.decode_attention(
-            q, k_cache, v_cache, context.context_lens, context.block_tables, context.max_context_len
-        )
+        lengths, tables = context.context_lens, context.block_tables
+        return self.ops.decode_attention(q, k_cache, v_cache, lengths, tables, context.max_context_len)
 
 
 class FlashBackend:
@@ -79,7 +78,7 @@ class SDPABackend:
 
     def prefill(self, q, k_cache, v_cache, context):
         if context.plan is None:
-            context.plan = list(_plan_prefill(context, k_cache.shape[1]))
+            context.plan = list(_plan_prefill(context, k_cache.shape[1], q.dtype))
         out = torch.empty_like(q)
         for rows, slots, mask in context.plan:
             # key-value heads take the place of the batch, and a stride of zero that of copies for the query heads
@@ -92,7 +91,7 @@ class SDPABackend:
 
     def decode(self, q, k_cache, v_cache, context):
         if context.plan is None:
-            context.plan = list(_plan_decode(context, k_cache.shape[1]))
+            context.plan = list(_plan_decode(context, k_cache.shape[1], q.dtype))
         out = torch.empty_like(q)
         for rows, slots, mask in context.plan:
             queries = q[rows].unflatten(1, (k_cache.shape[2], -1))  # [n, kv_heads, group, head_dim]
@@ -107,36 +106,40 @@ class _Group(NamedTuple):
 
     rows: slice | torch.Tensor  # of q
     slots: torch.Tensor  # [sequences * L] where their keys and values are, padded to the longest
-    mask: torch.Tensor | None  # True where a query may look; None: causally in a prefill, everywhere in a decode
+    mask: torch.Tensor | None  # what is added to the scores; None: causal in a prefill, nothing hidden in a decode
 
 
-def _plan_prefill(context: Context, block_size: int):
+def _plan_prefill(context: Context, block_size: int, dtype: torch.dtype):
     """A group for each sequence."""
     starts = context.cu_seqlens_q.tolist()
     for i, length in enumerate(context.context_lens.tolist()):
         num_new = starts[i + 1] - starts[i]
         mask = None
         if num_new < length:  # the diagonal ends in the lower right corner
-            mask = torch.ones(num_new, length, dtype=torch.bool, device=context.slot_mapping.device)
-            mask = mask.tril_(length - num_new)
+            visible = torch.ones(num_new, length, dtype=torch.bool, device=context.slot_mapping.device)
+            mask = _additive(visible.tril_(length - num_new), dtype)
         yield _Group(slice(starts[i], starts[i + 1]), _slots(context.block_tables[i : i + 1], length, block_size), mask)
 
 
-def _plan_decode(context: Context, block_size: int):
+def _plan_decode(context: Context, block_size: int, dtype: torch.dtype):
     """Groups of sequences of like lengths: each is padded to its longest, so a quarter at most is padding."""
     lengths, order = context.context_lens.sort()
     sorted_lengths = lengths.tolist()
-    if len(order) == 1:  # nothing to mask, nothing to put in order
-        yield _Group(slice(0, 1), _slots(context.block_tables, sorted_lengths[0], block_size), None)
-        return
     begin = 0
     for end in range(1, len(order) + 1):
         if end < len(order) and sorted_lengths[end] <= 64 + sorted_lengths[begin] * 4 // 3:
             continue
-        rows, longest = order[begin:end], sorted_lengths[end - 1]
-        mask = torch.arange(longest, device=rows.device) < lengths[begin:end, None, None, None]  # [n, 1, 1, L]
+        rows, longest = order[begin:end] if len(order) > 1 else slice(1), sorted_lengths[end - 1]
+        mask = None
+        if sorted_lengths[begin] < longest:
+            visible = torch.arange(longest, device=order.device) < lengths[begin:end, None, None, None]  # [n, 1, 1, L]
+            mask = _additive(visible, dtype)
         yield _Group(rows, _slots(context.block_tables[rows], longest, block_size), mask)
         begin = end
+
+
+def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
 def _slots(block_tables: torch.Tensor, length: int, block_size: int) -> torch.Tensor:

@@ -17,14 +17,20 @@ def philox(counter: tuple, key: tuple, rounds: int = ROUNDS) -> tuple[torch.Tens
 
     Counter and key are four and two int64 tensors of values below 2^32, of shapes that broadcast.
     """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for i in range(rounds):
-        p0, p2 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        key0, key1 = (k0 + i * _KEY_STEPS[0]) & _WORD, (k1 + i * _KEY_STEPS[1]) & _WORD
-        c0 = (p2 >> 32).bitwise_xor_(c1).bitwise_xor_(key0).bitwise_and_(_WORD)
-        c2 = (p0 >> 32).bitwise_xor_(c3).bitwise_xor_(key1).bitwise_and_(_WORD)
-        c1, c3 = p2, p0  # their upper words go when the next even word, or the result, is masked
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    words, partners = torch.stack((c0, c2)), (c3, c1)
+    keys = torch.stack(torch.broadcast_tensors(*key))
+    keys = keys.view(2, *[1] * (c0.dim() - keys.dim() + 1), *keys.shape[1:])
+    multipliers, steps = (torch.tensor(x).to(keys).view(2, *[1] * c0.dim()) for x in (_MULTIPLIERS, _KEY_STEPS))
+    for i in range(rounds):  # both products at once; instead of their words, what they meet changes places
+        product = words * multipliers
+        words = product >> 32
+        for word, partner in zip(words, partners):
+            word.bitwise_xor_(partner)
+        keys, multipliers, steps = keys.flip(0), multipliers.flip(0), steps.flip(0)
+        words.bitwise_xor_((keys + i * steps) & _WORD).bitwise_and_(_WORD)
+        partners = product[1], product[0]  # their upper halves go when a word that they met, or the result, is masked
+    (c0, c2), (c3, c1) = (words.flip(0), partners[::-1]) if rounds % 2 else (words, partners)
     return c0, c1 & _WORD, c2, c3 & _WORD
 
 
