@@ -32,7 +32,6 @@ class Result:
 
     seconds: float = 0.0
     num_tokens: int = 0
-    num_input_tokens: int = 0
     token_times: list[list[float]] = field(default_factory=list)
     note: str = ""
 
@@ -258,7 +257,7 @@ def main() -> None:
         made = requests[name]
         num_input, num_output = sum(len(r.prompt) for r in made), sum(r.max_tokens for r in made)
         for result in results.values():
-            result[name].num_tokens, result[name].num_input_tokens = num_output, num_input
+            result[name].num_tokens = num_output
         title = f"{name}: {len(made)} requests, {num_input:,} tokens in, {num_output:,} out"
         others = [result[name] for engine, result in results.items() if engine != "nanovllm"]
         base = max(others or [results["nanovllm"][name]], key=lambda result: result.num_tokens / result.seconds)

@@ -59,11 +59,11 @@ class QKVParallelLinear(MergedColumnParallelLinear):
             if tp.size % num_kv_heads:
                 raise ValueError(f"tensor_parallel_size={tp.size}: no multiple of the key-value heads ({num_kv_heads})")
             kv_tp = TensorParallel(tp.rank * num_kv_heads // tp.size, num_kv_heads)
-        self_heads = tp.share("query heads", num_heads)
+        heads = tp.share("query heads", num_heads)
         kv_heads = kv_tp.share("key-value heads", num_kv_heads)
         kv_size = num_kv_heads * head_dim
         super().__init__(hidden_size, [(num_heads * head_dim, tp), (kv_size, kv_tp), (kv_size, kv_tp)], bias)
-        self.num_heads, self.num_kv_heads = self_heads, kv_heads  # of this rank
+        self.num_heads, self.num_kv_heads = heads, kv_heads  # of this rank
 
 
 class RowParallelLinear(nn.Module):

@@ -7,8 +7,6 @@ from nanovllm.kernels import triton_ops
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-
-
 ROUNDS = 7  # the least that the authors found to pass every test of TestU01's BigCrush
 
 
