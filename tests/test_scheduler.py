@@ -313,7 +313,7 @@ def test_prompts_fill_the_token_budget():
     steps = [advance(scheduler) for _ in range(4)]
     assert [rows(step) for step in steps[:3]] == [[(0, 0, 3), (1, 0, 5)], [(1, 5, 13)], [(1, 13, 14), (2, 0, 2)]]
     assert [step.sampled for step in steps[:3]] == [seqs[:1], [], seqs[1:]]
-    assert rows(steps[3]) == [(0, 3, 4), (1, 14, 15), (2, 2, 3)]
+    assert rows(steps[3]) == [(1, 14, 15), (0, 3, 4), (2, 2, 3)]  # the longest first
 
 
 def test_prompts_of_one_step_share_their_prefix():

@@ -115,14 +115,14 @@ class ModelRunner:
             max_seqlen_q=shape.max_seqlen_q,
             cu_seqlens_q=batch.cu_seqlens_q if shape.is_prefill else None,
         )
-        input_ids = batch.input_ids if shape.is_prefill else self.last_token_ids[batch.req_indices]
+        input_ids = batch.input_ids if shape.is_prefill else self.last_token_ids.index_select(0, batch.req_indices)
         with attention_context(context):
             hidden_states = self.model(input_ids, batch.positions)
         positions = batch.positions
         if shape.is_prefill:  # no logits for rows that are not sampled
-            hidden_states, positions = hidden_states[batch.sample_rows], positions[batch.sample_rows]
+            hidden_states, positions = (x.index_select(0, batch.sample_rows) for x in (hidden_states, positions))
         logits = self.model.compute_logits(hidden_states)
-        token_ids = self.sampler(logits, batch.temperatures, batch.seeds, positions + 1)
+        token_ids = self.sampler(logits, batch.temperatures, batch.seeds, positions)
         self.last_token_ids[batch.req_indices] = token_ids
         return token_ids
 

@@ -105,9 +105,11 @@ class Scheduler:
             else:
                 self.block_manager.may_append(seq)
                 step.rows.append(ScheduledSequence(seq, seq.num_tokens - 1, seq.num_tokens))
-                step.sampled.append(seq)
                 seq.num_computed_tokens = seq.num_tokens
                 seq.num_tokens += 1
+        # the longest first: attention over them begins first, and that over the shorter ones fills the gaps at the end
+        step.rows.sort(key=lambda row: row.end, reverse=True)
+        step.sampled = [row.seq for row in step.rows]
         return step
 
     def preempt(self, seq: Sequence) -> None:

@@ -3,9 +3,14 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options
+
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = col < n
@@ -21,5 +26,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
     if num_rows:
         block = min(1024, triton.next_power_of_2(n))
-        _silu_and_mul_kernel[(num_rows, triton.cdiv(n, block))](x, out, n, BLOCK=block)
+        _silu_and_mul_kernel[(num_rows, triton.cdiv(n, block))](
+            x, out, n, BLOCK=block, **launch_options(x.device)
+        )
     return out

@@ -3,30 +3,43 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options
+
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, eps, N: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr
-):
+    x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps,
+    N: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
     col = tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * N + col
+    weight = tl.load(weight_ptr + col, col < N, 0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
     x = tl.load(x_ptr + at, col < N, 0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(x_ptr + part * size + at, col < N, 0.0).to(tl.float32)
     if HAS_RESIDUAL:
         total = (x + tl.load(residual_ptr + at, col < N, 0.0).to(tl.float32)).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + at, total, col < N)
         x = total.to(tl.float32)
-    weight = tl.load(weight_ptr + col, col < N, 0.0).to(tl.float32)
     tl.store(out_ptr + at, x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight, col < N)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, N] -> the norm of each row of x (+ residual). `residual` [T, N] becomes x + residual. All contiguous."""
-    num_rows, n = x.shape
-    out = torch.empty_like(x)
+    """x [T, N], or [parts, T, N] for the sum of parts -> the norm of each row of x (+ residual), [T, N].
+
+    `residual` [T, N] becomes x + residual. All contiguous.
+    """
+    num_rows, n = x.shape[-2:]
+    out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
     if num_rows:
         block = triton.next_power_of_2(n)
         _rms_norm_kernel[(num_rows,)](
-            x, residual, weight, out, eps,
-            N=n, BLOCK=block, HAS_RESIDUAL=residual is not None, num_warps=4 if block <= 2048 else 8,
+            x, residual, weight, out, num_rows * n, eps,
+            N=n, BLOCK=block, PARTS=x.shape[0] if x.dim() == 3 else 1, HAS_RESIDUAL=residual is not None,
+            num_warps=4 if block <= 2048 else 8, **launch_options(x.device),
         )  # fmt: skip
     return out

@@ -3,12 +3,17 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options
+
 
 @triton.jit
 def _norm_rope_store_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, slot_mapping_ptr, q_ptr, k_cache_ptr, v_cache_ptr, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, HALF)[None, :]
@@ -18,12 +23,14 @@ def _norm_rope_store_kernel(
     is_k = stored & (head >= HEADS) & (head < HEADS + KV_HEADS)
     is_v = stored & (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
 
+    weight1 = tl.where(is_q, tl.load(q_weight_ptr + col), tl.load(k_weight_ptr + col)).to(tl.float32)
+    weight2 = tl.where(is_q, tl.load(q_weight_ptr + HALF + col), tl.load(k_weight_ptr + HALF + col)).to(tl.float32)
+    if PDL:
+        gdc_wait()
     x = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head) * (2 * HALF) + col
     x1 = tl.load(x, is_q | is_k | is_v, 0.0).to(tl.float32)
     x2 = tl.load(x + HALF, is_q | is_k | is_v, 0.0).to(tl.float32)
     norm = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 1) / (2 * HALF) + eps)[:, None]
-    weight1 = tl.where(is_q, tl.load(q_weight_ptr + col), tl.load(k_weight_ptr + col)).to(tl.float32)
-    weight2 = tl.where(is_q, tl.load(q_weight_ptr + HALF + col), tl.load(k_weight_ptr + HALF + col)).to(tl.float32)
     y1 = x1 * norm * weight1
     y2 = x2 * norm * weight2
     cos = tl.load(cos_sin_ptr + token * (4 * HALF) + col)
@@ -61,5 +68,6 @@ def norm_rope_store(
         _norm_rope_store_kernel[(num_tokens, triton.cdiv(total, rows))](
             qkv, q_weight, k_weight, cos_sin, slot_mapping, q, k_cache, v_cache, eps,
             HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, ROWS=rows, num_warps=4 if num_tokens < 1024 else 2,
+            **launch_options(qkv.device),
         )  # fmt: skip
     return q

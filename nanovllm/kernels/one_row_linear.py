@@ -1,26 +1,81 @@
-"""y = x W^T for a single row of x, where all the time goes into reading W."""
+"""y = x W^T for a single row of x, where all the time goes into reading W, with what stands before and after it."""
 import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options
+
 
 @triton.jit
-def _one_row_linear_kernel(x_ptr, w_ptr, out_ptr, N, K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr):
+def _input(x_ptr, residual_ptr, sum_ptr, norm_weight_ptr, k, inside, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
+    """A tile of the row that is multiplied, not yet divided by its root mean square, and its squares."""
+    x = tl.load(x_ptr + k, inside, 0.0).to(tl.float32)
+    squares = x
+    if HAS_NORM:
+        if HAS_RESIDUAL:
+            total = (x + tl.load(residual_ptr + k, inside, 0.0).to(tl.float32)).to(sum_ptr.dtype.element_ty)
+            if tl.program_id(0) == 0:
+                tl.store(sum_ptr + k, total, inside)
+            x = total.to(tl.float32)
+        squares = x * x
+        x = x * tl.load(norm_weight_ptr + k, inside, 0.0).to(tl.float32)
+    return x[None, :], squares
+
+
+@triton.jit
+def _one_row_linear_kernel(
+    x_ptr, residual_ptr, sum_ptr, norm_weight_ptr, w_ptr, out_ptr, N, eps,
+    K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
     n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     k = tl.arange(0, TILE_K)
+    rows = (n < N)[:, None]
     w = w_ptr + n[:, None].to(tl.int64) * K + k[None, :]
-    acc = tl.zeros([TILE_N, TILE_K], tl.float32)
-    for begin in tl.range(0, K, TILE_K, num_stages=3):
-        inside = begin + k < K
-        x = tl.load(x_ptr + begin + k, inside, 0.0).to(tl.float32)
-        acc += tl.load(w + begin, (n < N)[:, None] & inside[None, :], 0.0).to(tl.float32) * x[None, :]
-    tl.store(out_ptr + n, tl.sum(acc, 1).to(out_ptr.dtype.element_ty), n < N)
+    up = w + N * K
+    # the first tiles of W come while the kernel before still runs
+    w_tile = tl.load(w, rows & (k < K)[None, :], 0.0).to(tl.float32)
+    if GATED:
+        up_tile = tl.load(up, rows & (k < K)[None, :], 0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    x, squares = _input(x_ptr, residual_ptr, sum_ptr, norm_weight_ptr, k, k < K, HAS_NORM, HAS_RESIDUAL)
+    acc = w_tile * x
+    if GATED:
+        up_acc = up_tile * x
+    for begin in tl.range(TILE_K, K, TILE_K, num_stages=3):
+        at = begin + k
+        x, more = _input(x_ptr, residual_ptr, sum_ptr, norm_weight_ptr, at, at < K, HAS_NORM, HAS_RESIDUAL)
+        squares += more
+        acc += tl.load(w + begin, rows & (at < K)[None, :], 0.0).to(tl.float32) * x
+        if GATED:
+            up_acc += tl.load(up + begin, rows & (at < K)[None, :], 0.0).to(tl.float32) * x
+    scale = tl.rsqrt(tl.sum(squares, 0) / K + eps) if HAS_NORM else 1.0
+    y = tl.sum(acc, 1) * scale
+    if GATED:
+        y = y / (1.0 + tl.exp(-y)) * (tl.sum(up_acc, 1) * scale)
+    tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), n < N)
 
 
-def one_row_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [1, K] times weight [N, K] transposed -> [1, N]; both contiguous."""
-    n, k = weight.shape
+def one_row_linear(
+    x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor | None = None, eps: float = 0.0,
+    residual: torch.Tensor | None = None, gated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """x [1, K] times weight [N, K] transposed -> y [1, N], and the sum x + residual [1, K], x itself without one.
+
+    With a norm weight [K], the root mean square norm of that sum is what is multiplied. Gated, weight is [2N, K], and
+    y is silu of the first half of the outputs times the second. All contiguous.
+    """
+    n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     out = torch.empty((1, n), dtype=x.dtype, device=x.device)
-    tile_k = min(1024, triton.next_power_of_2(k))
-    _one_row_linear_kernel[(triton.cdiv(n, 4),)](x, weight, out, n, K=k, TILE_N=4, TILE_K=tile_k, num_warps=4)
-    return out
+    total = x if residual is None else torch.empty_like(x)
+    tile_k = min(1024 if gated else 2048, triton.next_power_of_2(k))
+    tile_n = max(1, (4096 if gated else 8192) // tile_k)
+    _one_row_linear_kernel[(triton.cdiv(n, tile_n),)](
+        x, residual, total, norm_weight, weight, out, n, eps,
+        K=k, TILE_N=tile_n, TILE_K=tile_k, HAS_NORM=norm_weight is not None, HAS_RESIDUAL=residual is not None,
+        GATED=gated, num_warps=4, **launch_options(x.device),
+    )  # fmt: skip
+    return out, total

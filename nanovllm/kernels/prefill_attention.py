@@ -2,40 +2,29 @@
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options
 
 
 @triton.jit
 def _attend_tiles(
-    acc, total, top, q, begin, end, position, k_cache_ptr, v_cache_ptr, table_ptr, kv_head, scale, length,
-    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_N: tl.constexpr,
-    MASKED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    acc, total, top, q, begin, end, position, k_tiles, v_tiles, table_ptr, kv_head, scale, length,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    d = tl.arange(0, HEAD_DIM)
     n = tl.arange(0, TILE_N)
-    for tile in tl.range(begin, end, TILE_N, num_stages=STAGES):
-        token = tile + n
-        if BLOCK_SIZE % TILE_N == 0:  # the whole tile lies in one block
-            slot = tl.load(table_ptr + tile // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + tile % BLOCK_SIZE + n
-        else:
-            block = tl.load(table_ptr + token // BLOCK_SIZE, token < length, 0).to(tl.int64)
-            slot = block * BLOCK_SIZE + token % BLOCK_SIZE
-        row = (slot * KV_HEADS + kv_head) * HEAD_DIM
+    for tile in tl.range(begin, end, TILE_N, num_stages=2):  # a tile lies in one block
+        slot = tl.load(table_ptr + tile // BLOCK_SIZE) * BLOCK_SIZE + tile % BLOCK_SIZE
+        k = k_tiles.load([slot, kv_head * HEAD_DIM])
+        scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
+        v = v_tiles.load([slot, kv_head * HEAD_DIM])
         if MASKED:
-            k = tl.load(k_cache_ptr + row[None, :] + d[:, None], (token < length)[None, :], 0.0)
-        else:
-            k = tl.load(k_cache_ptr + row[None, :] + d[:, None])
-        scores = tl.dot(q, k, input_precision=PRECISION) * scale
-        if MASKED:
-            scores = tl.where(token[None, :] <= position[:, None], scores, -1e30)
+            scores = tl.where((tile + n)[None, :] <= position[:, None], scores, -1e30)
+            v = tl.where((tile + n < length)[:, None], v, 0.0)
         new_top = tl.maximum(top, tl.max(scores, 1))
         p = tl.exp2(scores - new_top[:, None])
         decay = tl.exp2(top - new_top)
-        if MASKED:
-            v = tl.load(v_cache_ptr + row[:, None] + d[None, :], (token < length)[:, None], 0.0)
-        else:
-            v = tl.load(v_cache_ptr + row[:, None] + d[None, :])
-        acc = acc * decay[:, None]
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
         total = total * decay + tl.sum(p, 1)
         top = new_top
     return acc, total, top
@@ -43,11 +32,12 @@ def _attend_tiles(
 
 @triton.jit
 def _prefill_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr, cu_seqlens_q_ptr, context_lens_ptr, block_tables_ptr, out_ptr,
-    scale, q_stride, table_stride,
+    q_ptr, k_tiles, v_tiles, cu_seqlens_q_ptr, context_lens_ptr, block_tables_ptr, out_ptr, scale, table_stride,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
     TOKENS: tl.constexpr = TILE_M // GROUP  # a tile is so many tokens times the query heads of one key-value head
     seq = tl.program_id(2)
     kv_head = tl.program_id(1)
@@ -58,14 +48,16 @@ def _prefill_kernel(
         return
     length = tl.load(context_lens_ptr + seq)
     table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
+    if PDL:
+        gdc_wait()
 
     m = tl.arange(0, TILE_M)
     d = tl.arange(0, HEAD_DIM)
     token = first + m // GROUP
-    valid = (m < TOKENS * GROUP) & (token < num_new)
-    head = kv_head * GROUP + m % GROUP
-    row = (first_row + token).to(tl.int64)
-    q = tl.load(q_ptr + row[:, None] * q_stride + head[:, None] * HEAD_DIM + d[None, :], valid[:, None], 0.0)
+    valid = ((m < TOKENS * GROUP) & (token < num_new))[:, None]
+    row = (first_row + token).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + m % GROUP
+    at = row[:, None] * HEAD_DIM + d[None, :]
+    q = tl.load(q_ptr + at, valid, 0.0)
     before = length - num_new  # tokens computed in earlier steps
     position = before + token
 
@@ -75,38 +67,42 @@ def _prefill_kernel(
     seen_by_all = (before + first + 1) // TILE_N * TILE_N
     end = tl.minimum(before + first + TOKENS, length)
     acc, total, top = _attend_tiles(
-        acc, total, top, q, 0, seen_by_all, position, k_cache_ptr, v_cache_ptr, table_ptr, kv_head, scale, length,
-        BLOCK_SIZE, KV_HEADS, HEAD_DIM, TILE_N, False, STAGES, PRECISION,
+        acc, total, top, q, 0, seen_by_all, position, k_tiles, v_tiles, table_ptr, kv_head, scale, length,
+        BLOCK_SIZE, HEAD_DIM, TILE_N, False, PRECISION,
     )  # fmt: skip
     acc, total, top = _attend_tiles(
-        acc, total, top, q, seen_by_all, end, position, k_cache_ptr, v_cache_ptr, table_ptr, kv_head, scale, length,
-        BLOCK_SIZE, KV_HEADS, HEAD_DIM, TILE_N, True, STAGES, PRECISION,
+        acc, total, top, q, seen_by_all, end, position, k_tiles, v_tiles, table_ptr, kv_head, scale, length,
+        BLOCK_SIZE, HEAD_DIM, TILE_N, True, PRECISION,
     )  # fmt: skip
-    out_row = (row[:, None] * (KV_HEADS * GROUP) + head[:, None]) * HEAD_DIM
-    tl.store(out_ptr + out_row + d[None, :], (acc / total[:, None]).to(out_ptr.dtype.element_ty), valid[:, None])
+    tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), valid)
 
 
 def prefill_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cu_seqlens_q: torch.Tensor,
     context_lens: torch.Tensor, block_tables: torch.Tensor, max_seqlen_q: int,
 ) -> torch.Tensor:  # fmt: skip
-    """q [T, heads, head_dim] are the last tokens of B sequences, cu_seqlens_q [B + 1] where each begins.
+    """q [T, heads, head_dim], contiguous: the last tokens of B sequences, cu_seqlens_q [B + 1] where each begins.
 
     Every query attends to the tokens of its sequence up to its own, all of which are in the caches already: those of
     this step and, where context_lens[b] is greater than its queries, those of earlier ones. Shapes as in
     `decode_attention`; at most 64 query heads to a key-value head.
     """
-    num_tokens, heads, head_dim = q.shape
+    heads, head_dim = q.shape[1:]
     block_size, kv_heads = k_cache.shape[1:3]
     group = heads // kv_heads
-    out = torch.empty((num_tokens, heads, head_dim), dtype=q.dtype, device=q.device)
+    out = torch.empty_like(q)
     exact = q.dtype == torch.float32
     tile_m, tile_n = (64, 32) if exact or head_dim > 128 else (128, 64)
+    tile_n = min(tile_n, block_size & -block_size)  # the largest power of two that divides the block
+    # loaded by the tile: in one instruction on Hopper (TMA), by what Triton makes of it elsewhere
+    k_tiles, v_tiles = (
+        TensorDescriptor.from_tensor(cache.flatten(0, 1).flatten(1), [tile_n, head_dim]) for cache in (k_cache, v_cache)
+    )
     grid = (triton.cdiv(max_seqlen_q, tile_m // group), kv_heads, context_lens.shape[0])
     _prefill_kernel[grid](
-        q, k_cache, v_cache, cu_seqlens_q, context_lens, block_tables, out,
-        head_dim**-0.5 * 1.4426950408889634, q.stride(0), block_tables.stride(0),
+        q, k_tiles, v_tiles, cu_seqlens_q, context_lens, block_tables, out,
+        head_dim**-0.5 * 1.4426950408889634, block_tables.stride(0),
         BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, TILE_M=tile_m, TILE_N=tile_n,
-        STAGES=2, PRECISION="ieee" if exact else "tf32", num_warps=4,
+        PRECISION="ieee" if exact else "tf32", num_warps=4, **launch_options(q.device),
     )  # fmt: skip
     return out

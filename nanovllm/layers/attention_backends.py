@@ -35,6 +35,7 @@ class TritonBackend:
         from nanovllm.kernels import ops
 
         self.ops = ops
+        self.arrived = torch.empty(0)  # counters of the decode kernel, zero between its calls
 
     def prefill(self, q, k_cache, v_cache, context):
         return self.ops.prefill_attention(
@@ -42,8 +43,11 @@ class TritonBackend:
         )
 
     def decode(self, q, k_cache, v_cache, context):
-        lengths, tables = context.context_lens, context.block_tables
-        return self.ops.decode_attention(q, k_cache, v_cache, lengths, tables, context.max_context_len)
+        if len(self.arrived) < len(q) * k_cache.shape[2]:
+            self.arrived = torch.zeros(len(q) * k_cache.shape[2], dtype=torch.int32, device=q.device)
+        return self.ops.decode_attention(
+            q, k_cache, v_cache, context.context_lens, context.block_tables, context.max_context_len, self.arrived
+        )
 
 
 class FlashBackend:

@@ -17,8 +17,11 @@ class RMSNorm(nn.Module):
         self.weight.weight_loader = lambda weight: copy_weight(self.weight, weight, (size,))
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
-        """The norm of x; with a residual, the norm of their sum and that sum, in place of the residual."""
-        if x.dim() == 2 and (ops := triton_ops(x)) is not None:
+        """The norm of x; with a residual, the norm of their sum and that sum, in place of the residual.
+
+        x [T, size]; on CUDA also [parts, T, size], the parts of a sum.
+        """
+        if (ops := triton_ops(x)) is not None:
             out = ops.rms_norm(x, self.weight, self.eps, residual)
         else:
             x = x if residual is None else residual.add_(x)

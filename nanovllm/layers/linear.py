@@ -8,10 +8,17 @@ from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.loader import copy_weight, shard
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, inputs] times weight [outputs, inputs] transposed, plus the bias."""
-    if len(x) == 1 and bias is None and (ops := triton_ops(x)) is not None:
-        return ops.one_row_linear(x, weight)
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, parts: int = 1) -> torch.Tensor:
+    """x [T, inputs] times weight [outputs, inputs] transposed, plus the bias.
+
+    The result may be [parts, T, outputs], to be summed, for a caller that allows it by more than one part.
+    """
+    if bias is None and (ops := triton_ops(x)) is not None:
+        if len(x) == 1:
+            return ops.one_row_linear(x, weight)[0]
+        if ops.suits_few_row_linear(x, weight):
+            y = ops.few_row_linear(x, weight, parts=parts)
+            return y if parts > 1 else y[0]
     return F.linear(x, weight, bias)
 
 
@@ -67,7 +74,10 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + b with x and W cut along the inputs: each rank has its part of x, and the sum of all is y."""
+    """y = x W^T + b with x and W cut along the inputs: each rank has its part of x, and the sum of all is y.
+
+    On a single GPU few rows are cut so too: their y is [4, T, outputs], and the norm that reads it adds up the parts.
+    """
 
     def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel):
         super().__init__()
@@ -84,4 +94,5 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.bias if self.tp.rank == 0 else None  # the sum over ranks must have it once
-        return self.tp.all_reduce(linear(x, self.weight, bias))
+        parts = 4 if self.tp.size == 1 else 1
+        return self.tp.all_reduce(linear(x, self.weight, bias, parts))

@@ -19,7 +19,7 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """The table's rows for positions [T]: looked up once a step, for `apply_rotary` in every layer."""
-        return self.cos_sin[positions]
+        return self.cos_sin.index_select(0, positions)
 
 
 def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,7 @@ class Sampler(nn.Module):
     def forward(
         self, logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """logits [S, vocabulary], temperatures [S], seeds [S, 2] and positions [S] of the token -> ids [S] int32."""
+        """logits [S, vocabulary], temperatures [S], seeds [S, 2] and positions [S] of the rows -> ids [S] int32."""
         if (ops := triton_ops(logits)) is not None:
             return ops.sample(logits, temperatures, seeds, positions, ROUNDS)
         scores = logits.float()

@@ -8,6 +8,7 @@ from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import AttentionBackend
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.fusion import norm_linear
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary
@@ -29,9 +30,10 @@ class Qwen3Attention(nn.Module):
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
         self.attn = Attention(self.num_kv_heads, head_dim, backend)
 
-    def forward(self, cos_sin: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv_heads, head_dim]
-        return self.o_proj(self.attn(self.norm_rope_store(qkv, cos_sin)).flatten(1))
+    def forward(self, cos_sin: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm):
+        qkv, residual = norm_linear(norm, self.qkv_proj, x, residual)
+        qkv = qkv.unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv_heads, head_dim]
+        return self.o_proj(self.attn(self.norm_rope_store(qkv, cos_sin)).flatten(1)), residual
 
     def norm_rope_store(self, qkv: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
         """Keys and values into the cache; the queries [T, heads, head_dim]."""
@@ -53,8 +55,9 @@ class Qwen3MLP(nn.Module):
         self.act_fn = SiluAndMul()
         self.down_proj = RowParallelLinear(size, config.hidden_size, bias=False, tp=tp)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+    def forward(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm):
+        x, residual = norm_linear(norm, self.gate_up_proj, x, residual, self.act_fn)
+        return self.down_proj(x), residual
 
 
 class Qwen3DecoderLayer(nn.Module):
@@ -66,10 +69,9 @@ class Qwen3DecoderLayer(nn.Module):
         self.mlp = Qwen3MLP(config, tp)
 
     def forward(self, cos_sin: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None):
-        x, residual = (self.input_layernorm(x), x) if residual is None else self.input_layernorm(x, residual)
-        x = self.self_attn(cos_sin, x)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+        """What the layer adds to the residual stream, and the stream before that is added."""
+        x, residual = self.self_attn(cos_sin, x, residual, self.input_layernorm)
+        return self.mlp(x, residual, self.post_attention_layernorm)
 
 
 class Qwen3Model(nn.Module):

@@ -1,0 +1,23 @@
+"""Layers that follow each other, in fewer kernels where there are few rows."""
+import torch
+
+from nanovllm.kernels import triton_ops
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import MergedColumnParallelLinear
+
+
+def norm_linear(
+    norm: RMSNorm, proj: MergedColumnParallelLinear, x: torch.Tensor, residual: torch.Tensor | None,
+    act: SiluAndMul | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """act(proj(norm(x + residual))), and x + residual, which may take the residual's place."""
+    ops = triton_ops(x) if proj.bias is None else None
+    if ops is not None and x.shape[-2] == 1 and x.dim() == 2:
+        return ops.one_row_linear(x, proj.weight, norm.weight, norm.eps, residual, gated=act is not None)
+    x, residual = (norm(x), x) if residual is None else norm(x, residual)
+    if act is None:
+        return proj(x), residual
+    if ops is not None and ops.suits_few_row_linear(x, proj.weight):
+        return ops.few_row_linear(x, proj.weight, gated=True)[0], residual
+    return act(proj(x)), residual
