@@ -1,12 +1,17 @@
 """Throughput and latency of nano-vllm, beside other engines on the same requests in the same call.
 
-    python bench.py --model MODEL                                    the headline workload and a single stream
+    python bench.py --model MODEL                                    three workloads
     python bench.py --num-seqs 64 --max-input-len 256 --max-output-len 256 --compare transformers,vllm
+    python bench.py --model MODEL --profile FOLDER                   traces of decode steps, and where their time goes
 
 Headline: `--num-seqs` requests of random ids, lengths uniform up to the maxima (from a tenth of them), temperature
 0.6, no end of sequence. Single stream: one request, an eighth of the longest input in, half of the longest output out.
-Each engine runs in a process of its own and does every workload twice, with other ids of the same lengths; the second
-run counts.
+Prefill: an eighth as many requests of `--prefill-len` tokens in, one out. Every workload runs twice, with other ids of
+the same lengths, and the second run counts; where engines are compared, each has a process of its own.
+
+On CUDA the limit is what the chip allows: the bytes of weights and of keys and values that decode steps must read, over
+the rate at which this device reads, and the operations of the prefill over its rate of matrix products; both rates
+are measured here.
 """
 import argparse
 import importlib.util
@@ -14,9 +19,12 @@ import multiprocessing
 import random
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 
+STARTED = perf_counter()
 TEMPERATURE = 0.6
 
 
@@ -35,16 +43,17 @@ class Result:
     token_times: list[list[float]] = field(default_factory=list)
     note: str = ""
 
-    def row(self, name: str, best: "Result") -> list[str]:
+    def row(self, name: str, best: "Result", limit: float | None) -> list[str]:
         rate = self.num_tokens / self.seconds
         first = [times[0] for times in self.token_times if times]
         gaps = [b - a for times in self.token_times for a, b in zip(times, times[1:])]
         ratio = rate / (best.num_tokens / best.seconds)
         tail = [f"{1000 * q(xs):,.1f}" if xs else "-" for xs in (first, gaps) for q in (median, percentile_99)]
-        return [name, f"{self.seconds:.2f}", f"{rate:,.0f}", *tail, f"{ratio:.2f}", self.note]
+        of_limit = f"{limit / self.seconds:.2f}" if limit else "-"
+        return [name, f"{self.seconds:.2f}", f"{rate:,.0f}", *tail, f"{ratio:.2f}", of_limit, self.note]
 
 
-HEADER = ["engine", "s", "out tok/s", "first ms", "p99", "between ms", "p99", "ratio", ""]
+HEADER = ["engine", "s", "tok/s", "first ms", "p99", "between ms", "p99", "ratio", "of limit", ""]
 
 
 def percentile_99(values: list[float]) -> float:
@@ -67,19 +76,30 @@ def single_stream(max_input_len: int, max_output_len: int, seed: int, vocab_size
     return [Request([rng.randrange(vocab_size) for _ in range(max_input_len // 8)], max(1, max_output_len // 2))]
 
 
+def prefill(num_seqs: int, prefill_len: int, seed: int, vocab_size: int) -> list[Request]:
+    rng = random.Random(seed)
+    return [Request([rng.randrange(vocab_size) for _ in range(prefill_len)], 1) for _ in range(max(1, num_seqs // 8))]
+
+
 def other_ids(requests: list[Request], vocab_size: int) -> list[Request]:
     """The same lengths with other ids, so that no prefix cache helps the second run."""
     return [Request([(i + 1) % vocab_size for i in request.prompt], request.max_tokens) for request in requests]
 
 
-# -- engines: each is called in a process of its own with (model, settings, workloads), a workload being two runs ----
+# -- engines: each is called with (model, settings, workloads), a workload being two runs -----------------------------
+
+
+def sampling_params(requests: list[Request]) -> list:
+    from nanovllm import SamplingParams
+
+    return [SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=r.max_tokens) for r in requests]
 
 
 def run_nanovllm(model: str, settings: dict, workloads: dict[str, list[list[Request]]]) -> dict[str, Result]:
-    from nanovllm import LLM, SamplingParams
+    from nanovllm import LLM
 
     def run(requests: list[Request]) -> Result:
-        params = [SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=r.max_tokens) for r in requests]
+        params = sampling_params(requests)
         times: dict[int, list[float]] = {}
         begin = perf_counter()
         for request, param in zip(requests, params):
@@ -92,7 +112,57 @@ def run_nanovllm(model: str, settings: dict, workloads: dict[str, list[list[Requ
         return Result(perf_counter() - begin, token_times=list(times.values()))
 
     with LLM(model, **settings) as llm:
+        loaded = perf_counter()
+        run([Request([1, 2, 3], 1)])
+        if multiprocessing.parent_process() is None:
+            parts = {"imports": sum(llm.startup_seconds.values()), **llm.startup_seconds}
+            parts["imports"] = loaded - STARTED - parts["imports"]
+            parts["first token"] = perf_counter() - loaded
+            print(f"from start to the first token: {perf_counter() - STARTED:.1f} s", end=" (")
+            print(", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items()), end=")\n")
         return {name: [run(requests) for requests in runs][-1] for name, runs in workloads.items()}
+
+
+def profile_nanovllm(model: str, settings: dict, batch_sizes: list[int], length: int, folder: Path) -> None:
+    """A trace of ten decode steps of each batch size, and the time of a step by kernel.
+
+    Kernels overlap, so each is given the time from the end of the one before to its own end.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from nanovllm import LLM
+
+    num_steps = 10
+    folder.mkdir(parents=True, exist_ok=True)
+    with LLM(model, **settings) as llm:
+        cuda = llm.config.device != "cpu"
+        for batch_size in batch_sizes:
+            requests = [Request([1 + i, *range(3, length)], 100) for i in range(batch_size)]
+            for request, param in zip(requests, sampling_params(requests)):
+                llm.add_request(request.prompt, param)
+            while llm.step().num_decode_tokens < batch_size:
+                pass
+            for _ in range(10):
+                llm.step()
+            with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * cuda]) as trace:
+                for _ in range(num_steps):
+                    llm.step()
+                llm.model_runner.synchronize()
+            file = folder / f"decode-{batch_size}.json"
+            trace.export_chrome_trace(str(file))
+            print(f"\nbatch of {batch_size}, context {length}: {file} (open it in https://ui.perfetto.dev)")
+            kind = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
+            events = sorted((e for e in trace.events() if e.device_type == kind), key=lambda e: e.time_range.end)
+            total: dict[str, list[float]] = {}
+            for before, event in zip(events, events[1:]):
+                total.setdefault(event.name, []).append(event.time_range.end - before.time_range.end)
+            for name, times in sorted(total.items(), key=lambda item: -sum(item[1]))[:12]:
+                calls, each = len(times) / num_steps, sum(times) / len(times)
+                print(f"  {sum(times) / num_steps:8.1f} us  {calls:5.0f} x {each:7.2f} us  {name[:70]}")
+            print(f"  {sum(map(sum, total.values())) / num_steps:8.1f} us in all")
+            while not llm.is_finished():
+                llm.step()
 
 
 def run_transformers(model: str, settings: dict, workloads: dict[str, list[list[Request]]]) -> dict[str, Result]:
@@ -181,6 +251,48 @@ def run_vllm(model: str, settings: dict, workloads: dict[str, list[list[Request]
 ENGINES = {"nanovllm": run_nanovllm, "transformers": run_transformers, "vllm": run_vllm}
 
 
+# -- what the chip allows ---------------------------------------------------------------------------------------------
+
+
+def measured_rates() -> tuple[float, float]:
+    """Bytes per second that this device reads, and operations per second of a bf16 matrix product."""
+    import torch
+
+    def seconds(function) -> float:
+        times = []
+        for _ in range(8):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            function()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1000)
+        return min(times)
+
+    size = 8192
+    many = torch.ones(2**32 // 4, device="cuda")
+    square = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    return many.nbytes / seconds(many.sum), 2 * size**3 / seconds(lambda: square @ square)
+
+
+def limit_seconds(requests: list[Request], config, bytes_per_s: float, operations_per_s: float) -> float:
+    """The least time for the requests: prefill by its operations, decode by the bytes it must read."""
+    shape = config.model_config
+    heads, kv_heads, head_dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+    of_layer = shape.hidden_size * (2 * heads + 2 * kv_heads) * head_dim + 3 * shape.hidden_size * shape.intermediate_size
+    of_layers = of_layer * shape.num_hidden_layers
+    of_head = shape.hidden_size * shape.vocab_size
+    kv_bytes = 2 * shape.num_hidden_layers * kv_heads * head_dim * config.dtype.itemsize  # of a token
+    lengths = [(len(r.prompt), r.max_tokens) for r in requests]
+    num_read = sum(sum(range(prompt + 1, prompt + tokens)) for prompt, tokens in lengths)
+    num_decoded = sum(tokens - 1 for _, tokens in lengths)
+    num_steps = max(max(tokens - 1 for _, tokens in lengths), -(-num_decoded // config.max_num_seqs))
+    num_bytes = num_read * kv_bytes + num_steps * (of_layers + of_head) * config.dtype.itemsize
+    attention = sum(2 * prompt**2 * heads * head_dim * shape.num_hidden_layers for prompt, _ in lengths)
+    linear = sum(2 * prompt * of_layers + 2 * of_head for prompt, _ in lengths)
+    return num_bytes / bytes_per_s + (linear + attention) / operations_per_s
+
+
 def alone(function, *arguments):
     """The function's result, from a process that ends with it and gives all its memory back."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -199,11 +311,13 @@ def print_table(title: str, rows: list[list[str]]) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny-qwen3")
-    parser.add_argument("--workload", choices=["both", "headline", "single"], default="both")
+    parser.add_argument("--workload", choices=["all", "headline", "single", "prefill"], default="all")
     parser.add_argument("--num-seqs", type=int, help="default 256, on a CPU 64")
     parser.add_argument("--max-input-len", type=int, help="default 1024, on a CPU 256")
     parser.add_argument("--max-output-len", type=int, help="default 1024, on a CPU 256")
+    parser.add_argument("--prefill-len", type=int, help="default 3900, on a CPU 1024")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write traces of decode steps, and nothing else")
     parser.add_argument("--compare", default="", help="transformers, vllm, or both with a comma between them")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
@@ -231,15 +345,20 @@ def main() -> None:
     lengths = [args.max_input_len or (256 if small else 1024), args.max_output_len or (256 if small else 1024)]
     if sum(lengths) > config.max_model_len:
         lengths = [length * config.max_model_len // sum(lengths) for length in lengths]
+    if args.profile:
+        profile_nanovllm(args.model, settings, [1, num_seqs], sum(lengths) // 4, args.profile)
+        return
 
+    prefill_len = min(args.prefill_len or (1024 if small else 3900), config.max_model_len - 1)
     requests = {
         "headline": headline(num_seqs, *lengths, args.seed, vocab_size),
         "single": single_stream(*lengths, args.seed, vocab_size),
+        "prefill": prefill(num_seqs, prefill_len, args.seed, vocab_size),
     }
     workloads = {
         name: [other_ids(made, vocab_size), made]
         for name, made in requests.items()
-        if args.workload in ("both", name)
+        if args.workload in ("all", name)
     }
     engines = ["nanovllm", *filter(None, args.compare.split(","))]
     for engine in engines:
@@ -250,19 +369,25 @@ def main() -> None:
         if importlib.util.find_spec(engine) is None:
             print(f"{engine}: not installed, left out")
             continue
-        results[engine] = alone(ENGINES[engine], args.model, settings, workloads)
+        run = ENGINES[engine] if len(engines) == 1 else partial(alone, ENGINES[engine])
+        results[engine] = run(args.model, settings, workloads)
 
     print(f"{args.model}, {config.dtype}, {config.device}, attention {config.attention_backend}")
+    rates = None if small else alone(measured_rates)
+    if rates:
+        print(f"this device reads {rates[0] / 1e12:.2f} TB/s and multiplies at {rates[1] / 1e12:.0f} TFLOP/s")
     for name in workloads:
         made = requests[name]
         num_input, num_output = sum(len(r.prompt) for r in made), sum(r.max_tokens for r in made)
         for result in results.values():
-            result[name].num_tokens = num_output
+            result[name].num_tokens = num_input if name == "prefill" else num_output
         title = f"{name}: {len(made)} requests, {num_input:,} tokens in, {num_output:,} out"
         others = [result[name] for engine, result in results.items() if engine != "nanovllm"]
         base = max(others or [results["nanovllm"][name]], key=lambda result: result.num_tokens / result.seconds)
-        print_table(title, [result[name].row(engine, base) for engine, result in results.items()])
-    print("\nratio: to the fastest of the others" if len(results) > 1 else "")
+        limit = limit_seconds(made, config, *rates) if rates else None
+        print_table(title, [result[name].row(engine, base, limit) for engine, result in results.items()])
+    print("\ntok/s: output tokens, in prefill input tokens", end="")
+    print("; ratio: to the fastest of the others" if len(results) > 1 else "")
 
 
 if __name__ == "__main__":

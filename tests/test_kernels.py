@@ -7,7 +7,9 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from nanovllm.kernels import ops  # noqa: E402
-from nanovllm.kernels.decode_attention import MAX_SPLITS, TILE, most_splits  # noqa: E402
+from nanovllm.kernels.decode_attention import CHUNK, MAX_SPLITS, TILE, most_splits  # noqa: E402
+from nanovllm.kernels.dependent_launch import is_hopper  # noqa: E402
+from nanovllm.kernels.few_row_linear import MOST_ROWS, MOST_WEIGHTS, TILE_K  # noqa: E402
 from nanovllm.kernels.sampling import _gumbel  # noqa: E402
 from nanovllm.layers.rotary_embedding import RotaryEmbedding  # noqa: E402
 from nanovllm.layers.sampler import ROUNDS, gumbel_noise, philox  # noqa: E402
@@ -98,9 +100,7 @@ def check_decode(lengths, heads, dtype, stale, splits):
     group, kv_heads, head_dim, block_size = heads
     contents, k_cache, v_cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, stale)
     q = randn(len(lengths), group * kv_heads, head_dim, dtype=dtype)
-    arrived = int32([0] * len(lengths) * kv_heads)
-    out = ops.decode_attention(q, k_cache, v_cache, context_lens, tables, max(lengths), arrived, splits)
-    assert not arrived.any()
+    out = ops.decode_attention(q, k_cache, v_cache, context_lens, tables, max(lengths), splits)
     assert_close(out, torch.cat([attention_reference(q[i : i + 1], k, v) for i, (k, v) in enumerate(contents)]))
     assert not out[context_lens == 0].any()
 
@@ -129,6 +129,45 @@ def test_decode_of_a_mixed_batch(heads, dtype, stale):
 @pytest.mark.parametrize("splits", [1, 7, 16])
 def test_decode_of_4095_tokens(dtype, splits):
     check_decode([4095], (4, 1, 32, 256), dtype, NAN, splits)
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "block_size, splits, lengths",
+    [
+        (16, 1, [700, CHUNK * 16 + 1, CHUNK * 16, 0]),
+        (16, 5, [5 * CHUNK * 16 + 20, 700, 0, 65]),  # of the longest, all splits but the last have two chunks
+        (48, 2, [2 * CHUNK * 48 + 64]),  # the second split begins amid a block, and has two chunks
+    ],
+)
+def test_decode_looks_up_chunks_of_blocks(block_size, splits, lengths, dtype):
+    check_decode(lengths, (3, 1, 32, block_size), dtype, NAN, splits)
+
+
+@each_dtype
+@pytest.mark.parametrize("splits", [1, 3, 16])
+@pytest.mark.parametrize("heads", [(2, 2, 32, 16), (3, 1, 64, 48), (16, 1, 32, 256), (1, 3, 128, 32)])
+def test_decode_of_qkv(heads, splits, dtype):
+    """What it stores and what comes out are those of the kernels that it stands for; a slot of -1 stores nothing."""
+    group, kv_heads, head_dim, block_size = heads
+    lengths = [300, 66, 65, 64, 2, 1, block_size, block_size + 1]
+    _, k_cache, v_cache, context_lens, tables = paged([*lengths, 0], kv_heads, head_dim, block_size, dtype, NAN)
+    last = context_lens.long() - 1
+    slots = tables.gather(1, last.clamp(min=0)[:, None] // block_size)[:, 0] * block_size + last % block_size
+    slots[-1] = -1
+    qkv = randn(len(lengths) + 1, (group + 2) * kv_heads, head_dim, dtype=dtype)
+    inv_freq = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    cos_sin = RotaryEmbedding(tuple(inv_freq.tolist()), 1.25, 300).to(DEVICE)(last.clamp(min=0))
+    new = randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype), 1e-6, cos_sin, int32(slots)
+    caches = k_cache.clone(), v_cache.clone()
+    expected = ops.decode_attention(
+        ops.norm_rope_store(qkv, *new, *caches), *caches, context_lens, tables, max(lengths), splits
+    )
+    out = ops.decode_attention(qkv, k_cache, v_cache, context_lens, tables, max(lengths), splits, new)
+    assert out.isfinite().all()
+    assert_close(out[:-1], expected[:-1].double())
+    for cache, other in zip((k_cache, v_cache), caches):
+        torch.testing.assert_close(cache, other, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -181,7 +220,29 @@ def test_rms_norm(with_residual, num_rows, size, dtype):
     assert_close(out, rms_norm_reference(total, weight, 1e-6))
 
 
-@pytest.mark.filterwarnings("ignore:overflow")  # the interpreter's exp says so
+@each_dtype
+@pytest.mark.parametrize("size", [1, 32, 1000])
+@pytest.mark.parametrize("num_rows", [0, 1, 5])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_rms_norm_of_parts(with_residual, parts, num_rows, size, dtype):
+    x, weight = randn(parts, num_rows, size, dtype=dtype), randn(size, dtype=dtype)
+    x[:, 1:2] *= 1e-3  # where eps counts
+    total, residual = x.double().sum(0), None
+    if with_residual:
+        residual = x[0].flip(0) * 0.5
+        # rounded part by part it would be another in half precision, and so in float32 in another order
+        total = (sum(x[1:].float(), x[0].float()) + residual.float()).to(dtype)
+    out = ops.rms_norm(x, weight, 1e-6, residual)
+    if with_residual:
+        assert torch.equal(residual, total)
+    assert_close(out, rms_norm_reference(total, weight, 1e-6))
+
+
+overflows = pytest.mark.filterwarnings("ignore:overflow")  # the interpreter's exp says so
+
+
+@overflows
 @each_dtype
 @pytest.mark.parametrize("n", [1, 7, 1000, 1025, 3072])
 @pytest.mark.parametrize("num_rows", [0, 1, 5])
@@ -192,12 +253,79 @@ def test_silu_and_mul(num_rows, n, dtype):
     assert_close(ops.silu_and_mul(x), F.silu(gate) * up)
 
 
+def linear_reference(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> torch.Tensor:
+    y = x.double() @ weight.double().T
+    if gated:
+        gate, up = y.chunk(2, -1)
+        return F.silu(gate) * up
+    return y
+
+
 @each_dtype
-@pytest.mark.parametrize("k", [1, 33, 1024, 1500, 3072])
-@pytest.mark.parametrize("n", [1, 7, 257])
-def test_one_row_linear(n, k, dtype):
-    x, weight = randn(1, k, dtype=dtype), randn(n, k, dtype=dtype) / k**0.5
-    assert_close(ops.one_row_linear(x, weight)[0], x.double() @ weight.double().T)
+@pytest.mark.parametrize(  # below, above and at odds with tiles of 2048 inputs, gated of 1024
+    "n, k",
+    [(1, 1), (7, 1), (257, 7), (257, 33), (1, 1024), (7, 1500), (257, 1030), (7, 2048), (1, 2055), (7, 5120)],
+)
+@pytest.mark.parametrize("before", ["nothing", "norm", "sum and norm"])
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+def test_one_row_linear(gated, before, n, k, dtype):
+    x, residual = randn(1, k, dtype=dtype), randn(1, k, dtype=dtype) if "sum" in before else None
+    weight, norm_weight = randn(2 * n if gated else n, k, dtype=dtype) / k**0.5, None
+    total = x if residual is None else x + residual
+    expected, eps = total, 0.0
+    if "norm" in before:
+        norm_weight, eps = randn(k, dtype=dtype), 0.5  # as large as to count
+        expected = rms_norm_reference(total, norm_weight, eps)
+    inputs = [tensor for tensor in (x, weight, norm_weight, residual) if tensor is not None]
+    copies = [tensor.clone() for tensor in inputs]
+    out, returned = ops.one_row_linear(x, weight, norm_weight, eps, residual, gated)
+    assert_close(out, linear_reference(expected, weight, gated))
+    assert torch.equal(returned, total) and (returned is x) == (residual is None)
+    assert all(map(torch.equal, inputs, copies))
+
+
+@overflows
+@each_dtype
+def test_one_row_linear_with_gates_far_from_zero(dtype):
+    gates = torch.tensor([-3e4, -200.0, -89.0, -88.0, -20.0, 0.0, 20.0, 88.0, 89.0, 200.0, 3e4])
+    weight = torch.cat((gates, torch.ones(len(gates))))[:, None].repeat(1, 8).to(DEVICE, dtype) / 8
+    x = torch.ones(1, 8).to(DEVICE, dtype)
+    assert_close(ops.one_row_linear(x, weight, gated=True)[0], linear_reference(x, weight, True))
+
+
+@pytest.mark.skipif(CUDA and not is_hopper(torch.device(DEVICE)), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("dtype", DTYPES[CUDA:], ids=lambda dtype: str(dtype)[6:])  # float32 tiles do not fit on chip
+@pytest.mark.parametrize(
+    "m, n, k, parts",
+    [
+        *((m, *nk, parts) for m in (1, 3, 16, 17, 33, 64, 65, 130) for nk in ((8, 8), (40, 136)) for parts in (1, 4)),
+        *((1, 8, 1000, 4), (33, 136, 1000, 1), (17, 136, 520, 4), (130, 1000, 136, 1)),
+        *((65, 1000, 136, 4), (130, 1000, 136, 4)),  # in tiles of 64 and 128 outputs
+    ],
+)
+def test_few_row_linear(m, n, k, parts, dtype):
+    """Of four parts those are empty that no tile of inputs is left for."""
+    x, weight = randn(m, k, dtype=dtype), randn(n, k, dtype=dtype) / k**0.5
+    out = ops.few_row_linear(x, weight, parts=parts)
+    assert out.dtype == dtype and out.shape == (parts, m, n)
+    assert not out[triton.cdiv(k, TILE_K) :].any()
+    error = (out.double().sum(0) - linear_reference(x, weight)).abs()
+    # each part is rounded on its own, and may be larger than the sum
+    assert (error <= TOLERANCE[dtype] / 2 * (1 + out.double().abs().sum(0))).all()
+
+
+def test_what_suits_few_row_linear(monkeypatch):
+    """The device is believed to be a Hopper GPU, but for the first line."""
+
+    def suits(rows, n=64, k=64, dtype=torch.float16, device="meta"):
+        return ops.suits_few_row_linear(*(torch.empty(m, k, dtype=dtype, device=device) for m in (rows, n)))
+
+    assert not any(suits(rows, dtype=dtype, device="cpu") for rows in (0, 1, 64) for dtype in DTYPES)
+    monkeypatch.setattr("nanovllm.kernels.few_row_linear.is_hopper", lambda device: True)
+    assert suits(1) and suits(MOST_ROWS) and suits(2, MOST_WEIGHTS // 64) and suits(2, 7, 8, torch.bfloat16)
+    assert not suits(0) and not suits(MOST_ROWS + 1) and not suits(2, MOST_WEIGHTS // 64 + 1)
+    assert not suits(2, k=60)  # rows that TMA cannot step over
+    assert not any(suits(rows, dtype=torch.float32) for rows in (0, 1, 64))
 
 
 @each_dtype
@@ -226,7 +354,7 @@ def test_norm_rope_store(heads, kv_heads, head_dim, num_tokens, dtype):
     expected = [cache.double() for cache in caches]
     for cache, content in zip(expected, (norm_and_turn(k, k_weight), v.double()), strict=True):
         cache[1:].flatten(0, 1)[slots[slots >= 0]] = content[slots >= 0]
-    out = ops.norm_rope_store(qkv, q_weight, k_weight, 1e-6, cos_sin, k_cache, v_cache, int32(slots))
+    out = ops.norm_rope_store(qkv, q_weight, k_weight, 1e-6, cos_sin, int32(slots), k_cache, v_cache)
     assert_close(out, norm_and_turn(q, q_weight))
     assert_close(caches[0], expected[0])
     assert torch.equal(caches[1].double(), expected[1])
@@ -245,9 +373,9 @@ def _philox_kernel(seeds_ptr, counters_ptr, out_ptr, ROUNDS: tl.constexpr):
 
 
 @triton.jit
-def _gumbel_kernel(bits_ptr, out_ptr, N: tl.constexpr):
+def _gumbel_kernel(bits_ptr, out_ptr, N: tl.constexpr, HARDWARE: tl.constexpr):
     n = tl.arange(0, N)
-    tl.store(out_ptr + n, _gumbel(tl.load(bits_ptr + n).to(tl.uint32, bitcast=True)))
+    tl.store(out_ptr + n, _gumbel(tl.load(bits_ptr + n).to(tl.uint32, bitcast=True), HARDWARE))
 
 
 @pytest.mark.parametrize("rounds", [ROUNDS, 10])
@@ -268,7 +396,7 @@ def test_gumbel_keeps_the_digits_of_both_tails():
     bits[512:768] = 0xFFFFFFFF - bits[:256]  # small noise
     bits[0], bits[1] = 0, 0xFFFFFFFF
     out = torch.empty(1024, device=DEVICE)
-    _gumbel_kernel[(1,)](int32(bits), out, N=1024)
+    _gumbel_kernel[(1,)](int32(bits), out, N=1024, HARDWARE=bool(CUDA))
     v = ((bits.float() + 0.5) * 2.0**-32).double().clamp(max=1 - 2.0**-24)
     error = (out.cpu() + (-torch.log1p(-v)).log()).abs()
     assert error.max() < 1e-5

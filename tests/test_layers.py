@@ -1,5 +1,6 @@
 """Layers: the ranks' shards against the whole, and everything against transformers or a dense float64 reference."""
 import json
+from copy import deepcopy
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from nanovllm.config import ModelConfig
+from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import SDPABackend
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.fusion import norm_linear
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     ColumnParallelLinear,
@@ -151,6 +154,62 @@ def test_weights_of_another_shape_are_refused():
         with pytest.raises(ValueError) as error:
             parameter.weight_loader(torch.zeros(wrong))
         assert str(list(wrong)) in str(error.value) and str(list(right)) in str(error.value)
+
+
+# -- layers that follow each other -------------------------------------------------------------------------------------
+
+
+def norm_and_projections(bias: bool):
+    tp = TensorParallel()
+    up, down = MergedColumnParallelLinear(24, [(264, tp)] * 2, bias), RowParallelLinear(264, 24, bias, tp)
+    layers = RMSNorm(24, 0.5), up, down
+    for parameter in (parameter for layer in layers for parameter in layer.parameters()):
+        parameter.copy_(torch.randn(parameter.shape) / (parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else 1))
+    return layers
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("act", [None, SiluAndMul()], ids=["", "act"])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_norm_linear(with_residual, act, bias, rows):
+    norm, proj, _ = norm_and_projections(bias)
+    x, residual = torch.randn(rows, 24), torch.randn(rows, 24) if with_residual else None
+    total = x + residual if with_residual else x.clone()
+    expected = F.rms_norm(total.double(), (24,), norm.weight.double(), 0.5) @ proj.weight.double().T
+    expected = expected + proj.bias.double() if bias else expected
+    if act:
+        gate, up = expected.chunk(2, -1)
+        expected = F.silu(gate) * up
+    out, returned = norm_linear(norm, proj, x, residual, act)
+    torch.testing.assert_close(out, expected.float())
+    assert torch.equal(returned, total)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter; tests/test_gpu.py on CUDA")
+@pytest.mark.parametrize("rows", [1, 5, 6])
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_on_kernels(monkeypatch, bias, rows):
+    """One row, few and many as on a Hopper GPU: what a layer hands on, in parts or whole, the next one can read."""
+    ops = pytest.importorskip("nanovllm.kernels.ops")
+    layers, x, shapes = norm_and_projections(bias), torch.randn(rows, 24).half(), []
+
+    def two_blocks(norm, up, down, x, residual=None):
+        for _ in range(2):
+            x, residual = norm_linear(norm, up, x, residual, SiluAndMul())
+            x = down(x)
+            shapes.append(x.shape)
+        return norm(x, residual)
+
+    layers = [layer.half() for layer in layers]
+    expected = two_blocks(*(deepcopy(layer).double() for layer in layers), x.double())
+    for name in ("activation", "fusion", "layernorm", "linear"):
+        monkeypatch.setattr(f"nanovllm.layers.{name}.triton_ops", lambda x: ops)
+    monkeypatch.setattr("nanovllm.kernels.few_row_linear.is_hopper", lambda device: True)
+    monkeypatch.setattr("nanovllm.kernels.few_row_linear.MOST_ROWS", 5)
+    for actual, reference in zip(two_blocks(*layers, x), expected):
+        torch.testing.assert_close(actual.double(), reference, rtol=5e-3, atol=5e-3)
+    assert shapes == 2 * [(rows, 24)] + 2 * [(4, rows, 24) if rows == 5 and not bias else (rows, 24)]
 
 
 # -- against transformers ----------------------------------------------------------------------------------------------

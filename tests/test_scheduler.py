@@ -325,6 +325,16 @@ def test_prompts_of_one_step_share_their_prefix():
     assert [seq.num_cached_tokens for seq in seqs] == [0, 4, 4]
 
 
+def test_new_ones_come_in_groups_once_full():
+    """A sixteenth of those that run must have ended before the next are admitted, and then all that fit are."""
+    scheduler = make_scheduler(max_num_seqs=32, num_blocks=200, max_num_batched_tokens=1000)
+    lasting = [Request(prompt(3, first=10 * i), max_tokens=2 + i) for i in range(32)]
+    add(scheduler, *lasting, *[Request(prompt(3, first=1000 + 10 * i), max_tokens=50) for i in range(4)])
+    assert len(rows(advance(scheduler))) == 32
+    assert len(rows(advance(scheduler))) == 32  # the first ends with it
+    assert [len(rows(advance(scheduler))) for _ in range(3)] == [31, 2, 32]
+
+
 def test_no_more_run_than_may():
     scheduler = make_scheduler(max_num_seqs=2)
     seqs = add(scheduler, *[Request(prompt(3, first=100 * i)) for i in range(3)])

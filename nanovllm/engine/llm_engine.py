@@ -2,6 +2,7 @@
 import secrets
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from numbers import Integral
 from time import perf_counter
@@ -15,6 +16,7 @@ from nanovllm.engine.model_runner import ModelRunner, SampledTokens
 from nanovllm.engine.scheduler import ScheduledStep, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.stopwatch import Stopwatch
 
 Prompt = str | list[int]
 
@@ -38,16 +40,20 @@ class LLMEngine:
 
     `generate` does it all; `add_request`, `step` and `is_finished` are the loop for those who want to hold it. With
     `async_scheduling` a step's tokens reach the host one turn late, while the next step runs. An engine is a context
-    manager, and `exit` frees its memory.
+    manager, and `exit` frees its memory. `startup_seconds` says where the time of its start went.
     """
 
     def __init__(self, model: str, **settings):
         """`settings` are the fields of `nanovllm.config.Config`, which states their defaults and errors."""
+        startup = Stopwatch()
         self.config = Config.create(model, settings)
-        from transformers import AutoTokenizer  # here, so that the package imports without it
-
-        self.tokenizer = AutoTokenizer.from_pretrained(self.config.model)
-        self.model_runner: ModelRunner | None = ModelRunner(self.config)
+        startup.lap("settings")
+        with ThreadPoolExecutor(1) as pool:  # transformers takes seconds to import, and others work meanwhile
+            tokenizer = pool.submit(_load_tokenizer, self.config.model)
+            self.model_runner: ModelRunner | None = ModelRunner(self.config, startup)
+            self.tokenizer = tokenizer.result()
+        startup.lap("tokenizer")  # what was still to wait for
+        self.startup_seconds = startup.seconds
         block_manager = BlockManager(
             self.model_runner.num_kvcache_blocks, self.config.kvcache_block_size, self.config.enable_prefix_caching
         )
@@ -160,9 +166,10 @@ class LLMEngine:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         ids = _as_list(prompt)
-        if ids is None or not all(isinstance(i, Integral) and not isinstance(i, bool) for i in ids):
+        kinds = None if ids is None else set(map(type, ids))
+        if kinds is None or any(kind is bool or not issubclass(kind, Integral) for kind in kinds):
             raise TypeError(f"prompt={prompt!r:.80}: must be a string or a list of token ids")
-        return [int(i) for i in ids]
+        return ids if kinds == {int} else [int(i) for i in ids]
 
     def _noise_seed(self, params: SamplingParams, request_id: int) -> int:
         if params.seed is not None:
@@ -198,6 +205,12 @@ class LLMEngine:
         self.exit()
 
 
+def _load_tokenizer(model: str):
+    from transformers import AutoTokenizer  # here, so that the package imports without it
+
+    return AutoTokenizer.from_pretrained(model)
+
+
 def _as_list(value) -> list | None:
     """A list of what is a list, a tuple, an iterator, an array or a tensor; None of anything else."""
     value = value.tolist() if hasattr(value, "tolist") else value
@@ -210,7 +223,7 @@ def _as_prompts(prompts) -> list[Prompt]:
         return [prompts]
     if (items := _as_list(prompts)) is None:
         raise TypeError(f"prompts={prompts!r:.80}: must be a string, a list of token ids, or a list of those")
-    return [items] if items and all(isinstance(item, Integral) for item in items) else items
+    return [items] if items and all(issubclass(kind, Integral) for kind in set(map(type, items))) else items
 
 
 class ProgressBar(tqdm):

@@ -19,6 +19,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.loader import load_model
+from nanovllm.utils.stopwatch import Stopwatch
 
 CPU_KV_CACHE_BYTES = 2**30  # the cache on a CPU, unless num_kvcache_blocks says otherwise
 CUDA_RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allocate behind PyTorch's back
@@ -47,23 +48,24 @@ class ModelRunner:
     there, so it can be queued before the host has seen it.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, startup: Stopwatch):
         self.config = config
         self.device = torch.device(config.device)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", self.device.index or 0)
         with self._on_device():
-            self._start(config)
+            self._start(config, startup)
 
     def _on_device(self):
         """Kernels are launched on the current device; another engine may live on another one."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def _start(self, config: Config) -> None:
+    def _start(self, config: Config, startup: Stopwatch) -> None:
         self.backend = make_backend(config.attention_backend)
         self.tp = TensorParallel()
         memory_before = self._memory_in_use()
         self.model = self._load_model()
+        startup.lap("weights")
         self.attention_layers = [module for module in self.model.modules() if isinstance(module, Attention)]
         self.sampler = Sampler()
         self.table_width = -(-config.max_model_len // config.kvcache_block_size)
@@ -73,8 +75,11 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self.num_kvcache_blocks = config.num_kvcache_blocks or self._affordable_blocks(memory_before)
         self.allocate_kv_cache(self.num_kvcache_blocks)
+        self._warmup_kernels()
+        startup.lap("warm-up")
         if self.device.type == "cuda" and self.backend.uses_cuda_graphs and not config.enforce_eager:
             self.capture_cudagraph()
+        startup.lap("graphs")
 
     def run(self, step: ScheduledStep) -> SampledTokens:
         """Queue a step; it may not be over when this returns, and the step after it may be queued already."""
@@ -186,6 +191,13 @@ class ModelRunner:
         self._set_cache(self._cache_of(0))
         torch.cuda.empty_cache()
         return peak
+
+    def _warmup_kernels(self) -> None:
+        """Compile and load the kernels of shorter prefills too, lest the first requests wait for that."""
+        if self.device.type == "cuda":
+            most = min(self.config.max_num_batched_tokens, self.config.max_model_len - 1)
+            for length in (1, 16, 32, 64, 128, 256, 512):
+                self.run(dummy_prefill(1, min(length, most), self.config.kvcache_block_size)).wait()
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """One tensor [2, layers, blocks, block_size, kv_heads, head_dim], and each layer its part of it."""

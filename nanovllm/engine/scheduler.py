@@ -31,6 +31,8 @@ class ScheduledStep:
 class Scheduler:
     """Continuous batching: prefill first while requests wait and fit, else one token for all that run.
 
+    Once full, new ones come in groups: when a sixteenth of those that ran has ended.
+
     `schedule` may be called again before the last step's tokens have reached `postprocess`, but only once: a
     sequence preempted in between has its tokens complete again before it can be admitted.
     """
@@ -44,6 +46,7 @@ class Scheduler:
         self.eos_token_ids = eos_token_ids
         self.waiting: deque[Sequence] = deque()  # its head may be RUNNING: admitted, its prompt computed in part
         self.running: dict[int, Sequence] = {}  # by request id, in order of admission
+        self.refill_at = max_num_seqs  # new ones are admitted when no more than so many run
         self.free_req_indices = list(range(max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
 
@@ -81,9 +84,15 @@ class Scheduler:
         return step
 
     def _admit(self, seq: Sequence) -> bool:
-        # One block for each that runs: all can grow once before any has to make room for another.
-        if len(self.running) >= self.max_num_seqs or not self.block_manager.can_allocate(seq, len(self.running)):
+        num_running = len(self.running)
+        if num_running > self.refill_at:
             return False
+        # One block for each that runs: all can grow once before any has to make room for another.
+        if num_running >= self.max_num_seqs or not self.block_manager.can_allocate(seq, num_running):
+            # Full. A prefill step for every sequence that ends would hold up all others: wait for a sixteenth of them.
+            self.refill_at = max(0, num_running - max(1, num_running // 16))
+            return False
+        self.refill_at = self.max_num_seqs
         assert len(seq.token_ids) == seq.num_tokens, "admitted with a token in flight"
         self.block_manager.allocate(seq)
         if seq.num_tokens == seq.num_prompt_tokens:  # not one that was preempted

@@ -3,7 +3,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, prefetch_rows
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, num_processors, prefetch_rows
 
 TILE = 64  # keys of a tile, which lies in one block
 CHUNK = 16  # blocks that are looked up at a time
@@ -12,13 +12,35 @@ PROGRAMS = 8  # per multiprocessor, two at a time: enough for the last ones not 
 NO_KEYS = tl.constexpr(-1e30)  # the log-sum-exp of nothing; finite, so that no NaN can come of it
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit
+def _split_up(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, TILE: tl.constexpr):
+    """Tokens of a sequence that are in the cache, how many of them a split has, and how many splits have any.
+
+    The first split is always there: it has the new token, or writes the zeros of an empty sequence.
+    """
+    num_cached = tl.load(context_lens_ptr + seq) - (1 if IS_QKV else 0)
+    per_split = tl.maximum(tl.cdiv(tl.cdiv(num_cached, splits), TILE), 1) * TILE
+    return num_cached, per_split, tl.maximum(tl.cdiv(num_cached, per_split), 1)
+
+
+@triton.jit
+def _norm_and_turn(x, x_other, cos, sin, eps):
+    """Root mean square norm and rotary embedding of the rows of x [R, D], rounded as they are stored.
+
+    x_other has its halves changed over; cos and sin [D] have the weights of the norm in them.
+    """
+    y, y_other = x.to(tl.float32), x_other.to(tl.float32)
+    norm = tl.rsqrt(tl.sum(y * y, 1) / x.shape[1] + eps)[:, None]
+    return ((y * cos[None, :] + y_other * sin[None, :]) * norm).to(x.dtype)
+
+
+@triton.jit(do_not_specialize=["table_stride", "splits"])
 def _decode_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr, context_lens_ptr, block_tables_ptr, out_ptr, partial_ptr, lse_ptr, arrived_ptr,
-    scale, table_stride, splits,
+    q_ptr, k_cache_ptr, v_cache_ptr, context_lens_ptr, block_tables_ptr, out_ptr, partial_ptr, lse_ptr,
+    q_weight_ptr, k_weight_ptr, cos_sin_ptr, slot_mapping_ptr, scale, eps, table_stride, splits,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
-    HEAD_DIM: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    IS_QKV: tl.constexpr, IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -26,15 +48,22 @@ def _decode_kernel(
     seq = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     table_ptr = block_tables_ptr + seq * table_stride
-    length = tl.load(context_lens_ptr + seq)
-    per_split = tl.maximum(tl.cdiv(tl.cdiv(length, splits), TILE), 1) * TILE
-    begin = split * per_split
-    if (begin >= length) & (split > 0):
+    num_cached, per_split, num_splits = _split_up(context_lens_ptr, seq, splits, IS_QKV, TILE)
+    if split >= num_splits:
         return
-    end = tl.minimum(begin + per_split, length)
+    begin = split * per_split
+    end = tl.minimum(begin + per_split, num_cached)
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, HEAD_DIM)
     n = tl.arange(0, TILE)
+    in_group = (g < GROUP)[:, None]
+    other = (d + HEAD_DIM // 2) % HEAD_DIM
+    if IS_QKV:  # none of this is what the kernel before writes
+        cos = tl.load(cos_sin_ptr + seq * (2 * HEAD_DIM) + d)
+        sin = tl.load(cos_sin_ptr + seq * (2 * HEAD_DIM) + HEAD_DIM + d)
+        q_cos, q_sin = cos * tl.load(q_weight_ptr + d), sin * tl.load(q_weight_ptr + other)
+        k_cos, k_sin = cos * tl.load(k_weight_ptr + d), sin * tl.load(k_weight_ptr + other)
+        slot = tl.load(slot_mapping_ptr + seq).to(tl.int64)
     if PDL:
         # what is in the cache already can be on its way while the kernel before still runs
         tokens = tl.maximum(tl.minimum(begin + n, end - 1), 0)
@@ -45,11 +74,30 @@ def _decode_kernel(
         gdc_wait()
 
     first_row = seq * (KV_HEADS * GROUP) + kv_head * GROUP
-    q = tl.load(q_ptr + (first_row + g)[:, None] * HEAD_DIM + d[None, :], (g < GROUP)[:, None], 0.0)
-
     top = tl.full([GROUP_PAD], NO_KEYS, tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, HEAD_DIM], tl.float32)
+    if IS_QKV:
+        qkv = q_ptr + seq * ((GROUP + 2) * KV_HEADS * HEAD_DIM)
+        q_row = qkv + (kv_head * GROUP + g)[:, None] * HEAD_DIM
+        k_row = qkv + (GROUP * KV_HEADS + kv_head) * HEAD_DIM
+        q = tl.load(q_row + d[None, :], in_group, 0.0)
+        q_other = tl.load(q_row + other[None, :], in_group, 0.0)
+        k_new = tl.load(k_row + d)[None, :]
+        k_other = tl.load(k_row + other)[None, :]
+        v_new = tl.load(k_row + KV_HEADS * HEAD_DIM + d)[None, :]
+        q = _norm_and_turn(q, q_other, q_cos, q_sin, eps)
+        if split == 0:  # it has the new token, whose key and value need not come by way of the cache
+            k_new = _norm_and_turn(k_new, k_other, k_cos, k_sin, eps)
+            at = (slot * KV_HEADS + kv_head) * HEAD_DIM + d[None, :]
+            tl.store(k_cache_ptr + at, k_new, at >= 0)  # a slot of -1 is before the cache
+            tl.store(v_cache_ptr + at, v_new, at >= 0)
+            top = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
+            total += 1.0
+            acc += v_new.to(tl.float32)
+    else:
+        q = tl.load(q_ptr + (first_row + g)[:, None] * HEAD_DIM + d[None, :], in_group, 0.0)
+
     b = tl.arange(0, CHUNK)
     for chunk in range(begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE), CHUNK):
         # ids of many blocks at once: an address that waits for a load of its own would stall the pipeline of tiles
@@ -71,61 +119,89 @@ def _decode_kernel(
             top = new_top
 
     acc = acc / tl.maximum(total, 1e-30)[:, None]
-    num_splits = tl.cdiv(length, per_split)
-    if num_splits <= 1:
-        out = out_ptr + (first_row + g)[:, None] * HEAD_DIM + d[None, :]
-        tl.store(out, acc.to(out_ptr.dtype.element_ty), (g < GROUP)[:, None])
+    if IS_SPLIT:
+        part = (first_row + g) * splits + split
+        tl.store(lse_ptr + part, tl.where(total > 0, top + tl.log2(tl.maximum(total, 1e-30)), NO_KEYS), g < GROUP)
+        tl.store(partial_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, in_group)
     else:
-        partial_row = (first_row + g) * splits + split
-        tl.store(partial_ptr + partial_row[:, None] * HEAD_DIM + d[None, :], acc, (g < GROUP)[:, None])
-        tl.store(lse_ptr + partial_row, top + tl.log2(total), g < GROUP)
-        # Whoever comes last finds the others' parts in memory, and leaves the counter as it was.
-        tl.debug_barrier()
-        arrived = arrived_ptr + seq * KV_HEADS + kv_head
-        if tl.atomic_add(arrived, 1, sem="acq_rel") == num_splits - 1:
-            tl.store(arrived, 0)
-            s = tl.arange(0, MAX_SPLITS)
-            there = s < num_splits
-            for i in tl.static_range(GROUP):
-                part = (first_row + i) * splits + s
-                lse = tl.load(lse_ptr + part, there, NO_KEYS, cache_modifier=".cg")
-                weight = tl.exp2(lse - tl.max(lse, 0))
-                at = part[:, None] * HEAD_DIM + d[None, :]
-                parts = tl.load(partial_ptr + at, there[:, None], 0.0, cache_modifier=".cg")
-                whole = tl.sum(parts * weight[:, None], 0) / tl.sum(weight, 0)
-                tl.store(out_ptr + (first_row + i) * HEAD_DIM + d, whole.to(out_ptr.dtype.element_ty))
+        out = out_ptr + (first_row + g)[:, None] * HEAD_DIM + d[None, :]
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), in_group)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _combine_kernel(
+    partial_ptr, lse_ptr, context_lens_ptr, out_ptr, splits,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    IS_QKV: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, HEAD_DIM)
+    split = tl.arange(0, MAX_SPLITS)
+    num_splits = _split_up(context_lens_ptr, row // HEADS, splits, IS_QKV, TILE)[2]
+    there = split < num_splits
+    part = row * splits + split
+    if PDL:
+        gdc_wait()
+    lse = tl.load(lse_ptr + part, there, NO_KEYS)
+    parts = tl.load(partial_ptr + part[:, None] * HEAD_DIM + d[None, :], there[:, None], 0.0)
+    weight = tl.exp2(lse - tl.max(lse, 0))
+    out = tl.sum(parts * weight[:, None], 0) / tl.sum(weight, 0)
+    tl.store(out_ptr + row * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty))
 
 
 def most_splits(num_programs: int, max_context_len: int, device: torch.device) -> int:
     """How many splits the longest sequence may have, where there are `num_programs` sequences times kv heads."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    wanted = PROGRAMS * processors // max(1, num_programs)
+    wanted = PROGRAMS * num_processors(device) // max(1, num_programs)
     return max(1, min(wanted, triton.cdiv(max_context_len, TILE), MAX_SPLITS))
+
+
+def suits_decode_qkv(batch: int, kv_heads: int, device: torch.device) -> bool:
+    """Whether the programs are so few that all run at once: then a kernel less counts more than what each of them does.
+
+    With more of them, each would norm and turn while its multiprocessor could read.
+    """
+    return batch * kv_heads <= 2 * num_processors(device)
 
 
 def decode_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context_lens: torch.Tensor,
-    block_tables: torch.Tensor, max_context_len: int, arrived: torch.Tensor, splits: int | None = None,
+    block_tables: torch.Tensor, max_context_len: int, splits: int | None = None, new: tuple | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """q [B, heads, head_dim], contiguous, attends to the context_lens[b] tokens behind block_tables[b]; zeros where there are none.
+    """q [B, heads, head_dim] attends to the context_lens[b] tokens behind block_tables[b]; zeros where there are none.
 
     caches [blocks, block_size, kv_heads, head_dim], block_size a multiple of 16, head_dim a power of two from 16;
-    context_lens [B], block_tables [B, W] int32; arrived [>= B * kv_heads] int32, zero before and after. A sequence gets
-    as many splits as it has tokens for, up to `splits`, for which `max_context_len` is a guide. Programs start in the
-    order of the rows: the longest should come first.
+    context_lens [B], block_tables [B, W] int32; all but the tables contiguous. A sequence gets as many splits as it has
+    tiles for, up to `splits`, for which `max_context_len` is a guide. Programs start in the order of the rows: the
+    longest should come first.
+
+    With new = (q_weight, k_weight, eps, cos_sin, slot_mapping), q is qkv [B, heads + 2 kv_heads, head_dim] as
+    `norm_rope_store` takes it, and what that does is done here too. An empty sequence then gets any finite values.
     """
     batch, heads, head_dim = q.shape
     block_size, kv_heads = k_cache.shape[1:3]
+    heads -= 2 * kv_heads if new else 0
     group = heads // kv_heads
     splits = splits or most_splits(batch * kv_heads, max_context_len, q.device)
     out = torch.empty((batch, heads, head_dim), dtype=q.dtype, device=q.device)
-    partial = torch.empty((batch, heads, splits, head_dim), dtype=torch.float32, device=q.device)
-    lse = torch.empty((batch, heads, splits), dtype=torch.float32, device=q.device)
+    partial = lse = out
+    if splits > 1:
+        partial = torch.empty((batch, heads, splits, head_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((batch, heads, splits), dtype=torch.float32, device=q.device)
+    q_weight, k_weight, eps, cos_sin, slot_mapping = new or (None, None, 0.0, None, None)
+    tile = min(TILE, block_size & -block_size)  # the largest power of two that divides the block, or less
     _decode_kernel[(kv_heads, batch, splits)](
-        q, k_cache, v_cache, context_lens, block_tables, out, partial, lse, arrived,
-        head_dim**-0.5 * 1.4426950408889634, block_tables.stride(0), splits,
+        q, k_cache, v_cache, context_lens, block_tables, out, partial, lse, q_weight, k_weight, cos_sin, slot_mapping,
+        head_dim**-0.5 * 1.4426950408889634, eps, block_tables.stride(0), splits,
         BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
-        HEAD_DIM=head_dim, TILE=min(TILE, block_size & -block_size), CHUNK=CHUNK, MAX_SPLITS=MAX_SPLITS, STAGES=3 if head_dim <= 128 else 2,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=2, **launch_options(q.device),
+        HEAD_DIM=head_dim, TILE=tile, CHUNK=CHUNK, STAGES=3 if head_dim <= 128 and not new else 2,
+        IS_QKV=new is not None, IS_SPLIT=splits > 1, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=2, **launch_options(q.device),
     )  # fmt: skip
+    if splits > 1:
+        _combine_kernel[(batch * heads,)](
+            partial, lse, context_lens, out, splits, HEADS=heads, HEAD_DIM=head_dim, TILE=tile, MAX_SPLITS=MAX_SPLITS,
+            IS_QKV=new is not None, num_warps=2, **launch_options(q.device),
+        )  # fmt: skip
     return out

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["gdc_launch_dependents", "gdc_wait", "is_hopper", "launch_options", "prefetch_rows"]
+__all__ = ["gdc_launch_dependents", "gdc_wait", "is_hopper", "launch_options", "num_processors", "prefetch_rows"]
 
 
 @triton.jit
@@ -32,3 +32,9 @@ def is_hopper(device: torch.device) -> bool:
 def launch_options(device: torch.device) -> dict:
     """Keyword arguments of a launch: the kernel's constexpr PDL, and the launch attribute that goes with it."""
     return {"PDL": True, "launch_pdl": True} if is_hopper(device) else {"PDL": False}
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a few for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

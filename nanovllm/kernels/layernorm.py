@@ -6,7 +6,7 @@ import triton.language as tl
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,

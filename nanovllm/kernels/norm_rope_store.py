@@ -51,7 +51,7 @@ def _norm_rope_store_kernel(
 
 def norm_rope_store(
     qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, cos_sin: torch.Tensor,
-    k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor,
+    slot_mapping: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """qkv [T, heads + 2 kv_heads, head_dim], contiguous -> normed and turned queries [T, heads, head_dim].
 
@@ -64,7 +64,7 @@ def norm_rope_store(
     heads = total - 2 * kv_heads
     q = torch.empty((num_tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if num_tokens:
-        rows = 8
+        rows = 16
         _norm_rope_store_kernel[(num_tokens, triton.cdiv(total, rows))](
             qkv, q_weight, k_weight, cos_sin, slot_mapping, q, k_cache, v_cache, eps,
             HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, ROWS=rows, num_warps=4 if num_tokens < 1024 else 2,

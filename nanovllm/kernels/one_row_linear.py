@@ -65,9 +65,10 @@ def one_row_linear(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """x [1, K] times weight [N, K] transposed -> y [1, N], and the sum x + residual [1, K], x itself without one.
 
-    With a norm weight [K], the root mean square norm of that sum is what is multiplied. Gated, weight is [2N, K], and
-    y is silu of the first half of the outputs times the second. All contiguous.
+    With a norm weight [K], the root mean square norm of that sum is what is multiplied; without one there can be no
+    residual. Gated, weight is [2N, K], and y is silu of the first half of the outputs times the second. All contiguous.
     """
+    assert norm_weight is not None or residual is None
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     out = torch.empty((1, n), dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(x)

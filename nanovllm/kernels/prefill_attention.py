@@ -16,13 +16,13 @@ def _attend_tiles(
     for tile in tl.range(begin, end, TILE_N, num_stages=2):  # a tile lies in one block
         slot = tl.load(table_ptr + tile // BLOCK_SIZE) * BLOCK_SIZE + tile % BLOCK_SIZE
         k = k_tiles.load([slot, kv_head * HEAD_DIM])
-        scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
+        scores = tl.dot(q, k.T, input_precision=PRECISION)
         v = v_tiles.load([slot, kv_head * HEAD_DIM])
         if MASKED:
             scores = tl.where((tile + n)[None, :] <= position[:, None], scores, -1e30)
             v = tl.where((tile + n < length)[:, None], v, 0.0)
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        p = tl.exp2(scores - new_top[:, None])
+        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+        p = tl.exp2(scores * scale - new_top[:, None])
         decay = tl.exp2(top - new_top)
         acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
         total = total * decay + tl.sum(p, 1)
@@ -30,7 +30,7 @@ def _attend_tiles(
     return acc, total, top
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _prefill_kernel(
     q_ptr, k_tiles, v_tiles, cu_seqlens_q_ptr, context_lens_ptr, block_tables_ptr, out_ptr, scale, table_stride,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,

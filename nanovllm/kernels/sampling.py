@@ -5,17 +5,27 @@ import triton.language as tl
 
 
 @triton.jit
-def _gumbel(bits):
+def _log(x, HARDWARE: tl.constexpr):
+    """Natural logarithm; by the GPU's own instruction it is off by 2^-22 of log2, and a dozen instructions cheaper."""
+    if HARDWARE:
+        asm: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"
+        return 0.6931471805599453 * tl.inline_asm_elementwise(asm, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.log(x)
+
+
+@triton.jit
+def _gumbel(bits, HARDWARE: tl.constexpr):
     v = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     # -log(1 - v): by its series where 1 - v would lose the digits that decide who wins
-    exponential = tl.where(v < 0.005, v * (1.0 + v * (0.5 + v * (1.0 / 3.0))), -tl.log(1.0 - v))
-    return -tl.log(exponential)
+    series = v * (1.0 + v * (0.5 + v * (1.0 / 3.0 + v * 0.25)))
+    return -_log(tl.where(v < 0.05, series, -_log(1.0 - v, HARDWARE)), HARDWARE)
 
 
 @triton.jit
 def _sample_split_kernel(
     logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, best_ptr, index_ptr, vocab_size, stride, first_id,
-    PER_SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, ROUNDS: tl.constexpr,
+    PER_SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, ROUNDS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -34,7 +44,7 @@ def _sample_split_kernel(
             zero = counter * 0
             r0, r1, r2, r3 = tl.philox(seed, counter, zero + position, zero, zero, ROUNDS)
             bits = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [TILE])  # r0 r1 r2 r3 of each counter
-            score = score / temperature + _gumbel(bits)
+            score = score / temperature + _gumbel(bits, HARDWARE)
         tile_best, tile_index = tl.max(score, 0, return_indices=True)
         index = tl.where(tile_best > best, (split * PER_SPLIT + tile + tile_index).to(tl.int32), index)
         best = tl.maximum(tile_best, best)
@@ -67,7 +77,7 @@ def sample(
     if num_rows:
         _sample_split_kernel[(num_rows, splits)](
             logits, temperatures, seeds, positions, best, index, vocab_size, logits.stride(0), 0,
-            PER_SPLIT=per_split, TILE=tile, SPLITS=splits, ROUNDS=rounds,
+            PER_SPLIT=per_split, TILE=tile, SPLITS=splits, ROUNDS=rounds, HARDWARE=logits.is_cuda,
         )  # fmt: skip
         _sample_reduce_kernel[(num_rows,)](best, index, out, SPLITS=splits, BLOCK=triton.next_power_of_2(splits))
     return out

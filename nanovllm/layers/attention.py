@@ -26,8 +26,17 @@ class Attention(nn.Module):
         self.k_cache.flatten(0, 1).index_copy_(0, slots, k)
         self.v_cache.flatten(0, 1).index_copy_(0, slots, v)
 
-    def forward(self, q: torch.Tensor) -> torch.Tensor:
-        """q [T, heads, head_dim] against all that is stored, this step's keys and values included -> the same shape."""
+    def takes_qkv(self, num_tokens: int, device: torch.device) -> bool:
+        """Whether this step's `forward` would rather have qkv, with what there is to do with it."""
+        return not get_context().is_prefill and self.backend.takes_qkv(num_tokens, self.num_kv_heads, device)
+
+    def forward(self, q: torch.Tensor, new: tuple | None = None) -> torch.Tensor:
+        """q [T, heads, head_dim] against all that is stored, this step's keys and values included -> the same shape.
+
+        Where `takes_qkv`, q is qkv [T, heads + 2 kv_heads, head_dim], and `new` the arguments of `norm_rope_store`
+        between qkv and the caches.
+        """
         context = get_context()
-        attend = self.backend.prefill if context.is_prefill else self.backend.decode
-        return attend(q, self.k_cache, self.v_cache, context)
+        if context.is_prefill:
+            return self.backend.prefill(q, self.k_cache, self.v_cache, context)
+        return self.backend.decode(q, self.k_cache, self.v_cache, context, new)

@@ -1,5 +1,5 @@
 """The ways to compute attention over the paged cache. Each imports its library only when it is made."""
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -7,53 +7,52 @@ import torch.nn.functional as F
 from nanovllm.utils.context import Context
 
 
-class AttentionBackend(Protocol):
+class AttentionBackend:
     """Shapes: q [T, heads, head_dim]; caches [blocks, block_size, kv_heads, head_dim], this step's tokens stored.
 
     heads is a multiple of kv_heads, and query head h reads key-value head h // (heads / kv_heads).
     """
 
-    uses_cuda_graphs: bool  # decode asks the host for nothing
+    uses_cuda_graphs = True  # decode asks the host for nothing
+
+    def takes_qkv(self, batch_size: int, kv_heads: int, device: torch.device) -> bool:
+        """Whether `decode` would rather have qkv as it comes out of the product: with `new`, it norms and stores too."""
+        return False
 
     def prefill(self, q, k_cache, v_cache, context: Context) -> torch.Tensor:
         """The last queries of each sequence against all its keys, causally -> [T, heads, head_dim]."""
+        raise NotImplementedError
 
-    def decode(self, q, k_cache, v_cache, context: Context) -> torch.Tensor:
+    def decode(self, q, k_cache, v_cache, context: Context, new: tuple | None = None) -> torch.Tensor:
         """One query for each sequence against all its keys -> [B, heads, head_dim]; any value where there are none."""
+        raise NotImplementedError
 
 
 def make_backend(name: str) -> AttentionBackend:
     return {"sdpa": SDPABackend, "triton": TritonBackend, "flash": FlashBackend}[name]()
 
 
-class TritonBackend:
+class TritonBackend(AttentionBackend):
     """Our own paged kernels."""
-
-    uses_cuda_graphs = True
 
     def __init__(self):
         from nanovllm.kernels import ops
 
         self.ops = ops
-        self.arrived = torch.empty(0)  # counters of the decode kernel, zero between its calls
+        self.takes_qkv = ops.suits_decode_qkv
 
     def prefill(self, q, k_cache, v_cache, context):
         return self.ops.prefill_attention(
             q, k_cache, v_cache, context.cu_seqlens_q, context.context_lens, context.block_tables, context.max_seqlen_q
         )
 
-    def decode(self, q, k_cache, v_cache, context):
-        if len(self.arrived) < len(q) * k_cache.shape[2]:
-            self.arrived = torch.zeros(len(q) * k_cache.shape[2], dtype=torch.int32, device=q.device)
-        return self.ops.decode_attention(
-            q, k_cache, v_cache, context.context_lens, context.block_tables, context.max_context_len, self.arrived
-        )
+    def decode(self, q, k_cache, v_cache, context, new=None):
+        lengths, tables = context.context_lens, context.block_tables
+        return self.ops.decode_attention(q, k_cache, v_cache, lengths, tables, context.max_context_len, new=new)
 
 
-class FlashBackend:
+class FlashBackend(AttentionBackend):
     """The flash-attn package (arXiv:2307.08691)."""
-
-    uses_cuda_graphs = True
 
     def __init__(self):
         import flash_attn
@@ -68,14 +67,14 @@ class FlashBackend:
             block_table=context.block_tables, causal=True,
         )  # fmt: skip
 
-    def decode(self, q, k_cache, v_cache, context):
+    def decode(self, q, k_cache, v_cache, context, new=None):
         return self.flash_attn.flash_attn_with_kvcache(
             q.unsqueeze(1), k_cache, v_cache,
             cache_seqlens=context.context_lens, block_table=context.block_tables, causal=True,
         ).squeeze(1)  # fmt: skip
 
 
-class SDPABackend:
+class SDPABackend(AttentionBackend):
     """PyTorch alone: gathers each sequence's keys and values out of the cache, for CPUs and GPUs without Triton."""
 
     uses_cuda_graphs = False
@@ -93,7 +92,7 @@ class SDPABackend:
             out[rows] = attended.permute(2, 0, 1, 3).flatten(1, 2)
         return out
 
-    def decode(self, q, k_cache, v_cache, context):
+    def decode(self, q, k_cache, v_cache, context, new=None):
         if context.plan is None:
             context.plan = list(_plan_decode(context, k_cache.shape[1], q.dtype))
         out = torch.empty_like(q)

@@ -1,4 +1,4 @@
-"""Layers that follow each other, in fewer kernels where there are few rows."""
+"""Layers that follow each other, in one kernel where there is one row."""
 import torch
 
 from nanovllm.kernels import triton_ops
@@ -16,8 +16,5 @@ def norm_linear(
     if ops is not None and x.shape[-2] == 1 and x.dim() == 2:
         return ops.one_row_linear(x, proj.weight, norm.weight, norm.eps, residual, gated=act is not None)
     x, residual = (norm(x), x) if residual is None else norm(x, residual)
-    if act is None:
-        return proj(x), residual
-    if ops is not None and ops.suits_few_row_linear(x, proj.weight):
-        return ops.few_row_linear(x, proj.weight, gated=True)[0], residual
-    return act(proj(x)), residual
+    x = proj(x)
+    return x if act is None else act(x), residual

@@ -33,18 +33,19 @@ class Qwen3Attention(nn.Module):
     def forward(self, cos_sin: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm):
         qkv, residual = norm_linear(norm, self.qkv_proj, x, residual)
         qkv = qkv.unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv_heads, head_dim]
-        return self.o_proj(self.attn(self.norm_rope_store(qkv, cos_sin)).flatten(1)), residual
+        return self.o_proj(self.attend(qkv, cos_sin).flatten(1)), residual
 
-    def norm_rope_store(self, qkv: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-        """Keys and values into the cache; the queries [T, heads, head_dim]."""
+    def attend(self, qkv: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        """Norm and turn queries and keys, store keys and values, attend -> [T, heads, head_dim]."""
+        attn = self.attn
         if (ops := triton_ops(qkv)) is not None:
-            return ops.norm_rope_store(
-                qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos_sin,
-                self.attn.k_cache, self.attn.v_cache, get_context().slot_mapping,
-            )  # fmt: skip
+            new = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos_sin, get_context().slot_mapping
+            if attn.takes_qkv(len(qkv), qkv.device):
+                return attn(qkv, new)
+            return attn(ops.norm_rope_store(qkv, *new, attn.k_cache, attn.v_cache))
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        self.attn.store_kvcache(apply_rotary(self.k_norm(k), cos_sin), v)
-        return apply_rotary(self.q_norm(q), cos_sin)
+        attn.store_kvcache(apply_rotary(self.k_norm(k), cos_sin), v)
+        return attn(apply_rotary(self.q_norm(q), cos_sin))
 
 
 class Qwen3MLP(nn.Module):
@@ -83,8 +84,8 @@ class Qwen3Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        x = self.embed_tokens(token_ids)
         cos_sin = self.rotary_emb(positions)
+        x = self.embed_tokens(token_ids)
         residual = None
         for layer in self.layers:
             x, residual = layer(cos_sin, x, residual)

@@ -1,0 +1,15 @@
+"""Where the time of a start goes."""
+from time import perf_counter
+
+
+class Stopwatch:
+    """`seconds` by name: each from the lap before, or from the beginning, to the lap of that name."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self._last = perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = perf_counter()
+        self.seconds[name] = now - self._last
+        self._last = now
