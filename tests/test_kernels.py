@@ -400,7 +400,8 @@ def test_gumbel_keeps_the_digits_of_both_tails():
     v = ((bits.float() + 0.5) * 2.0**-32).double().clamp(max=1 - 2.0**-24)
     error = (out.cpu() + (-torch.log1p(-v)).log()).abs()
     assert error.max() < 1e-5
-    assert error[v < 0.005].max() < 2e-6  # it is large noise that wins
+    # it is large noise that wins; a GPU's own logarithm is good to 2^-22 of log2, of 33 for the largest
+    assert error[v < 0.005].max() < (33 * 2.0**-22 * 0.69 if CUDA else 2e-6)
 
 
 def sample_reference(logits, temperatures, seeds, positions):
