@@ -3,7 +3,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
 
 
 @triton.jit
@@ -25,8 +25,6 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     num_rows, n = x.shape[0], x.shape[1] // 2
     out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
     if num_rows:
-        block = min(1024, triton.next_power_of_2(n))
-        _silu_and_mul_kernel[(num_rows, triton.cdiv(n, block))](
-            x, out, n, BLOCK=block, **launch_options(x.device)
-        )
+        block = min(2048, triton.next_power_of_2(n))
+        launch(_silu_and_mul_kernel, (num_rows, triton.cdiv(n, block)), x.device)(x, out, n, BLOCK=block, num_warps=8)
     return out

@@ -3,7 +3,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options, num_processors, prefetch_rows
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch, num_processors, prefetch_rows
 
 TILE = 64  # keys of a tile, which lies in one block
 CHUNK = 16  # blocks that are looked up at a time
@@ -191,17 +191,17 @@ def decode_attention(
         lse = torch.empty((batch, heads, splits), dtype=torch.float32, device=q.device)
     q_weight, k_weight, eps, cos_sin, slot_mapping = new or (None, None, 0.0, None, None)
     tile = min(TILE, block_size & -block_size)  # the largest power of two that divides the block, or less
-    _decode_kernel[(kv_heads, batch, splits)](
+    launch(_decode_kernel, (kv_heads, batch, splits), q.device, shared=50 if new else 100)(
         q, k_cache, v_cache, context_lens, block_tables, out, partial, lse, q_weight, k_weight, cos_sin, slot_mapping,
         head_dim**-0.5 * 1.4426950408889634, eps, block_tables.stride(0), splits,
         BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim, TILE=tile, CHUNK=CHUNK, STAGES=3 if head_dim <= 128 and not new else 2,
         IS_QKV=new is not None, IS_SPLIT=splits > 1, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=2, **launch_options(q.device),
+        num_warps=2,
     )  # fmt: skip
     if splits > 1:
-        _combine_kernel[(batch * heads,)](
+        launch(_combine_kernel, (batch * heads,), q.device, shared=50)(
             partial, lse, context_lens, out, splits, HEADS=heads, HEAD_DIM=head_dim, TILE=tile, MAX_SPLITS=MAX_SPLITS,
-            IS_QKV=new is not None, num_warps=2, **launch_options(q.device),
+            IS_QKV=new is not None, num_warps=2,
         )  # fmt: skip
     return out

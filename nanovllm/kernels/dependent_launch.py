@@ -1,17 +1,19 @@
 """Programmatic dependent launch: a kernel's programs start while those of the kernel before it still run.
 
-Every kernel that is launched so lets its successor start at once (`gdc_launch_dependents`), reads nothing but weights
-until its predecessor is over and its writes can be seen (`gdc_wait`), and only then goes on. So what it costs to start
-a kernel, and the first reads of weights, hide behind the kernel before. Hopper and later; a constexpr elsewhere.
+Every kernel that is launched so lets its successor start at once (`gdc_launch_dependents`), reads until then only what
+its predecessors cannot be writing, and goes on when the last of them is over and its writes can be seen (`gdc_wait`). So
+what it costs to start a kernel, and its first reads of weights, hide behind the kernel before. Each waits, and so a
+kernel that is over means that all before it are. Hopper and later; a constexpr elsewhere.
 """
-from functools import cache
+import ctypes
+from functools import cache, partial
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["gdc_launch_dependents", "gdc_wait", "is_hopper", "launch_options", "num_processors", "prefetch_rows"]
+__all__ = ["gdc_launch_dependents", "gdc_wait", "is_hopper", "launch", "num_processors", "prefetch_rows"]
 
 
 @triton.jit
@@ -29,9 +31,27 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def launch_options(device: torch.device) -> dict:
-    """Keyword arguments of a launch: the kernel's constexpr PDL, and the launch attribute that goes with it."""
-    return {"PDL": True, "launch_pdl": True} if is_hopper(device) else {"PDL": False}
+def launch(kernel, grid: tuple[int, ...], device: torch.device, shared: int = 100):
+    """kernel[grid], as a dependent launch where there is one: `launch(kernel, grid, device)(*arguments, **constants)`.
+
+    `shared` is the percentage of a multiprocessor's memory that the kernel would have as shared memory, the rest being
+    cache. Kernels overlap where they agree on it; those of a step of few rows need little.
+    """
+    if not is_hopper(device):
+        return partial(kernel[grid], PDL=False)
+
+    def dependent(*arguments, **constants) -> None:
+        compiled = kernel[grid](*arguments, PDL=True, launch_pdl=True, **constants)
+        _prefer_shared_memory(compiled.function, shared)
+
+    return dependent
+
+
+@cache
+def _prefer_shared_memory(function: int, percentage: int) -> None:
+    """Once for every compiled kernel. It is a hint: where it fails nothing is lost but speed."""
+    attribute = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), attribute, percentage)
 
 
 @cache

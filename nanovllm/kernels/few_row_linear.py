@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, is_hopper, launch_options
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, is_hopper, launch
 
 MOST_ROWS = 256
 MOST_WEIGHTS = 5 * 2**20  # with more of them the library's kernel is faster
@@ -49,9 +49,10 @@ def few_row_linear(x: torch.Tensor, weight: torch.Tensor, parts: int = 1) -> tor
     programs = triton.cdiv(m, tile_m) * parts
     tile_n = next((tile for tile in (128, 64) if programs * triton.cdiv(n, tile) >= 96), 32)
     per_part = triton.cdiv(triton.cdiv(k, parts), TILE_K) * TILE_K
-    _few_row_linear_kernel[(triton.cdiv(m, tile_m), triton.cdiv(n, tile_n), parts)](
+    grid = triton.cdiv(m, tile_m), triton.cdiv(n, tile_n), parts
+    launch(_few_row_linear_kernel, grid, x.device, shared=50 if tile_m == 16 else 100)(
         TensorDescriptor.from_tensor(x, [tile_m, TILE_K]), TensorDescriptor.from_tensor(weight, [tile_n, TILE_K]),
         out, m, n, K=k, PER_PART=per_part, TILE_M=tile_m, TILE_N=tile_n, TILE_K=TILE_K, num_warps=4,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **launch_options(x.device),
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
     )  # fmt: skip
     return out

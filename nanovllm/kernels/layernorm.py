@@ -3,7 +3,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -37,9 +37,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
     if num_rows:
         block = triton.next_power_of_2(n)
-        _rms_norm_kernel[(num_rows,)](
+        launch(_rms_norm_kernel, (num_rows,), x.device)(
             x, residual, weight, out, num_rows * n, eps,
             N=n, BLOCK=block, PARTS=x.shape[0] if x.dim() == 3 else 1, HAS_RESIDUAL=residual is not None,
-            num_warps=4 if block <= 2048 else 8, **launch_options(x.device),
+            num_warps=4 if block <= 2048 else 8,
         )  # fmt: skip
     return out

@@ -3,7 +3,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
 
 
 @triton.jit
@@ -65,9 +65,8 @@ def norm_rope_store(
     q = torch.empty((num_tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if num_tokens:
         rows = 16
-        _norm_rope_store_kernel[(num_tokens, triton.cdiv(total, rows))](
+        launch(_norm_rope_store_kernel, (num_tokens, triton.cdiv(total, rows)), qkv.device)(
             qkv, q_weight, k_weight, cos_sin, slot_mapping, q, k_cache, v_cache, eps,
             HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, ROWS=rows, num_warps=4 if num_tokens < 1024 else 2,
-            **launch_options(qkv.device),
         )  # fmt: skip
     return q

@@ -3,7 +3,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
 
 
 @triton.jit
@@ -74,9 +74,9 @@ def one_row_linear(
     total = x if residual is None else torch.empty_like(x)
     tile_k = min(1024 if gated else 2048, triton.next_power_of_2(k))
     tile_n = max(1, (4096 if gated else 8192) // tile_k)
-    _one_row_linear_kernel[(triton.cdiv(n, tile_n),)](
+    launch(_one_row_linear_kernel, (triton.cdiv(n, tile_n),), x.device, shared=50)(
         x, residual, total, norm_weight, weight, out, n, eps,
         K=k, TILE_N=tile_n, TILE_K=tile_k, HAS_NORM=norm_weight is not None, HAS_RESIDUAL=residual is not None,
-        GATED=gated, num_warps=4, **launch_options(x.device),
+        GATED=gated, num_warps=4,
     )  # fmt: skip
     return out, total

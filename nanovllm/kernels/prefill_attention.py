@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch_options
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
 
 
 @triton.jit
@@ -99,10 +99,10 @@ def prefill_attention(
         TensorDescriptor.from_tensor(cache.flatten(0, 1).flatten(1), [tile_n, head_dim]) for cache in (k_cache, v_cache)
     )
     grid = (triton.cdiv(max_seqlen_q, tile_m // group), kv_heads, context_lens.shape[0])
-    _prefill_kernel[grid](
+    launch(_prefill_kernel, grid, q.device)(
         q, k_tiles, v_tiles, cu_seqlens_q, context_lens, block_tables, out,
         head_dim**-0.5 * 1.4426950408889634, block_tables.stride(0),
         BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, TILE_M=tile_m, TILE_N=tile_n,
-        PRECISION="ieee" if exact else "tf32", num_warps=4, **launch_options(q.device),
+        PRECISION="ieee" if exact else "tf32", num_warps=4,
     )  # fmt: skip
     return out
