@@ -1,6 +1,7 @@
 """Decode steps as CUDA graphs: the forward and the sampler of one batch size, captured once and replayed."""
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from nanovllm.engine.batch import Batch, BatchShape
@@ -13,26 +14,59 @@ def batch_size_ladder(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """One graph for each size of the ladder, all reading the same device buffer and sharing one memory pool."""
+    """One graph for each size of the ladder, all working in the same device buffer and sharing one memory pool.
+
+    A graph fetches its batch from pinned host memory, and delivers the ids there: between two steps there is nothing
+    but the start of the next graph. The host has two places for each, so that it can prepare a step while the one
+    before runs; host and device change over with every replay.
+    """
 
     def __init__(self, max_num_seqs: int, table_width: int, buffer: torch.Tensor, forward: Callable):
         """`forward` maps a decode Batch that lies in `buffer` to the ids it samples, without asking the host."""
+        from nanovllm.kernels import ops
+
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.token_ids: dict[int, torch.Tensor] = {}
         self.ladder = batch_size_ladder(max_num_seqs)
+        room = self._shape(max_num_seqs, table_width).size
+        # zeros: rows without a context, which write to a slot that nobody holds yet
+        self._batches = torch.zeros(2, room, dtype=torch.int32, pin_memory=True)
+        self._token_ids = torch.zeros(2, max_num_seqs, dtype=torch.int32, pin_memory=True)
+        self._device_turn = torch.zeros(1, dtype=torch.int32, device=buffer.device)
+
+        def step(batch: Batch) -> None:
+            ops.fetch(batch.buffer, self._batches, self._device_turn)
+            ops.deliver(forward(batch), self._token_ids, self._device_turn)
+
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.ladder):  # the largest first: the others find room in its memory
-            batch = Batch(BatchShape(False, size, size, size, table_width, 1), buffer)
-            forward(batch)  # compiles what is still to be compiled, outside of the capture
+            batch = Batch(self._shape(size, table_width), buffer)
+            step(batch)  # compiles what is still to be compiled, outside of the capture
             self.graphs[size] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graphs[size], pool=pool):
-                self.token_ids[size] = forward(batch)
+                step(batch)
+        self.reset()
+
+    @staticmethod
+    def _shape(size: int, table_width: int) -> BatchShape:
+        return BatchShape(False, size, size, size, table_width, 1)
 
     def size_for(self, num_seqs: int) -> int:
         """The smallest captured batch size that holds `num_seqs`."""
         return next(size for size in self.ladder if size >= num_seqs)
 
+    def host_buffer(self) -> np.ndarray:
+        """Where the batch of the next replay is prepared, once the last replay but one is over."""
+        return self._batches[self._turn].numpy()
+
     def replay(self, size: int) -> torch.Tensor:
-        """Ids [size], valid until the next replay; the batch is in the buffer already."""
+        """Ids [size] in host memory, to be read when the replay is over, and before the next but one."""
         self.graphs[size].replay()
-        return self.token_ids[size]
+        token_ids = self._token_ids[self._turn, :size]
+        self._turn ^= 1
+        return token_ids
+
+    @torch.inference_mode()
+    def reset(self) -> None:
+        """Host and device begin at the same place again, wherever an error left them; the device is idle."""
+        self._turn = 0
+        self._device_turn.zero_()

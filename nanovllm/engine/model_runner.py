@@ -26,12 +26,11 @@ CUDA_RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allo
 
 
 class SampledTokens:
-    """Ids on their way to the host."""
+    """Ids on their way into host memory."""
 
-    def __init__(self, token_ids: torch.Tensor, host: torch.Tensor):
-        self._token_ids = host[: len(token_ids)]
-        self._token_ids.copy_(token_ids, non_blocking=True)
-        self._arrived = torch.cuda.Event() if token_ids.is_cuda else None
+    def __init__(self, token_ids: torch.Tensor, is_cuda: bool):
+        self._token_ids = token_ids
+        self._arrived = torch.cuda.Event() if is_cuda else None
         if self._arrived:
             self._arrived.record()
 
@@ -83,12 +82,17 @@ class ModelRunner:
 
     def run(self, step: ScheduledStep) -> SampledTokens:
         """Queue a step; it may not be over when this returns, and the step after it may be queued already."""
-        self._turn ^= 1
-        buffer = self._host_buffers[self._turn].numpy()
         with self._on_device():
-            prepare = self.prepare_prefill if step.is_prefill else self.prepare_decode
-            token_ids = self.execute(prepare(step, buffer))
-            return SampledTokens(token_ids[: len(step.sampled)], self._host_token_ids[self._turn])
+            if self.graphs and not step.is_prefill:
+                batch = self.prepare_decode(step, self.graphs.host_buffer())
+                token_ids = self.graphs.replay(batch.shape.num_seqs)
+            else:
+                self._turn ^= 1
+                prepare = self.prepare_prefill if step.is_prefill else self.prepare_decode
+                batch = prepare(step, self._host_buffers[self._turn].numpy())
+                token_ids = self._host_token_ids[self._turn][: batch.shape.num_samples]
+                token_ids.copy_(self.execute(batch), non_blocking=True)
+            return SampledTokens(token_ids[: len(step.sampled)], self.device.type == "cuda")
 
     def prepare_prefill(self, step: ScheduledStep, buffer: np.ndarray) -> Batch:
         return batches.prepare_prefill(step, buffer, self.config.kvcache_block_size)
@@ -104,10 +108,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: Batch) -> torch.Tensor:
         """Run a batch that is in host memory; the ids [S] that it samples, on the device."""
-        batch = batch.to(self._device_buffer)
-        if self.graphs and not batch.shape.is_prefill:
-            return self.graphs.replay(batch.shape.num_seqs)
-        return self._forward(batch)
+        return self._forward(batch.to(self._device_buffer))
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         shape = batch.shape
@@ -225,7 +226,6 @@ class ModelRunner:
     @torch.inference_mode()
     def capture_cudagraph(self) -> None:
         """Record a decode step for every batch size of the ladder."""
-        self._device_buffer.zero_()  # as a batch: rows without a context, which write to a slot that nobody holds yet
         self.graphs = DecodeGraphs(self.config.max_num_seqs, self.table_width, self._device_buffer, self._forward)
 
     def synchronize(self) -> None:
@@ -233,6 +233,8 @@ class ModelRunner:
         if self.device.type == "cuda":
             with suppress(RuntimeError):
                 torch.cuda.synchronize(self.device)
+                if self.graphs:
+                    self.graphs.reset()
 
     def exit(self) -> None:
         """Free the device's memory."""

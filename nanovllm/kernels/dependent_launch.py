@@ -31,18 +31,19 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def launch(kernel, grid: tuple[int, ...], device: torch.device, shared: int = 100):
+def launch(kernel, grid: tuple[int, ...], device: torch.device, shared: int | None = 100):
     """kernel[grid], as a dependent launch where there is one: `launch(kernel, grid, device)(*arguments, **constants)`.
 
     `shared` is the percentage of a multiprocessor's memory that the kernel would have as shared memory, the rest being
-    cache. Kernels overlap where they agree on it; those of a step of few rows need little.
+    cache; None leaves it to the driver. Kernels overlap where they agree on it; those of a step of few rows need little.
     """
     if not is_hopper(device):
         return partial(kernel[grid], PDL=False)
 
     def dependent(*arguments, **constants) -> None:
         compiled = kernel[grid](*arguments, PDL=True, launch_pdl=True, **constants)
-        _prefer_shared_memory(compiled.function, shared)
+        if shared is not None:
+            _prefer_shared_memory(compiled.function, shared)
 
     return dependent
 

@@ -74,7 +74,9 @@ def one_row_linear(
     total = x if residual is None else torch.empty_like(x)
     tile_k = min(1024 if gated else 2048, triton.next_power_of_2(k))
     tile_n = max(1, (4096 if gated else 8192) // tile_k)
-    launch(_one_row_linear_kernel, (triton.cdiv(n, tile_n),), x.device, shared=50)(
+    # where a product is short it counts that kernels overlap, where it is long that the cache is as the driver wants it
+    shared = 50 if weight.numel() <= 2**23 else None
+    launch(_one_row_linear_kernel, (triton.cdiv(n, tile_n),), x.device, shared)(
         x, residual, total, norm_weight, weight, out, n, eps,
         K=k, TILE_N=tile_n, TILE_K=tile_k, HAS_NORM=norm_weight is not None, HAS_RESIDUAL=residual is not None,
         GATED=gated, num_warps=4,
