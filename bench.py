@@ -77,7 +77,7 @@ def single_stream(max_input_len: int, max_output_len: int, seed: int, vocab_size
 
 
 def prefill(num_seqs: int, prefill_len: int, seed: int, vocab_size: int) -> list[Request]:
-    rng = random.Random(seed)
+    rng = random.Random(f"prefill {seed}")  # not the ids of the single stream, which are in the prefix cache
     return [Request([rng.randrange(vocab_size) for _ in range(prefill_len)], 1) for _ in range(max(1, num_seqs // 8))]
 
 
@@ -113,7 +113,7 @@ def run_nanovllm(model: str, settings: dict, workloads: dict[str, list[list[Requ
 
     with LLM(model, **settings) as llm:
         loaded = perf_counter()
-        run([Request([1, 2, 3], 1)])
+        run([Request([1], 1)])
         if multiprocessing.parent_process() is None:
             parts = {"imports": sum(llm.startup_seconds.values()), **llm.startup_seconds}
             parts["imports"] = loaded - STARTED - parts["imports"]
@@ -141,7 +141,7 @@ def profile_nanovllm(model: str, settings: dict, batch_sizes: list[int], length:
             requests = [Request([1 + i, *range(3, length)], 100) for i in range(batch_size)]
             for request, param in zip(requests, sampling_params(requests)):
                 llm.add_request(request.prompt, param)
-            while llm.step().num_decode_tokens < batch_size:
+            while llm.step().num_decode_tokens < batch_size and not llm.is_finished():
                 pass
             for _ in range(10):
                 llm.step()
@@ -254,7 +254,7 @@ ENGINES = {"nanovllm": run_nanovllm, "transformers": run_transformers, "vllm": r
 # -- what the chip allows ---------------------------------------------------------------------------------------------
 
 
-def measured_rates() -> tuple[float, float]:
+def measured_rates(device: str) -> tuple[float, float]:
     """Bytes per second that this device reads, and operations per second of a bf16 matrix product."""
     import torch
 
@@ -270,13 +270,17 @@ def measured_rates() -> tuple[float, float]:
         return min(times)
 
     size = 8192
-    many = torch.ones(2**32 // 4, device="cuda")
+    torch.cuda.set_device(torch.device(device).index or 0)
+    many = torch.ones(2**31 // 4, device="cuda")
     square = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
     return many.nbytes / seconds(many.sum), 2 * size**3 / seconds(lambda: square @ square)
 
 
 def limit_seconds(requests: list[Request], config, bytes_per_s: float, operations_per_s: float) -> float:
-    """The least time for the requests: prefill by its operations, decode by the bytes it must read."""
+    """The least time for the requests, one after the other: prefill by its operations, decode by the bytes it must read.
+
+    An engine that mixes the two in one step could hide the shorter behind the longer.
+    """
     shape = config.model_config
     heads, kv_heads, head_dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
     of_layer = shape.hidden_size * (2 * heads + 2 * kv_heads) * head_dim + 3 * shape.hidden_size * shape.intermediate_size
@@ -346,7 +350,7 @@ def main() -> None:
     if sum(lengths) > config.max_model_len:
         lengths = [length * config.max_model_len // sum(lengths) for length in lengths]
     if args.profile:
-        profile_nanovllm(args.model, settings, [1, num_seqs], sum(lengths) // 4, args.profile)
+        profile_nanovllm(args.model, settings, sorted({1, min(num_seqs, config.max_num_seqs)}), sum(lengths) // 4, args.profile)
         return
 
     prefill_len = min(args.prefill_len or (1024 if small else 3900), config.max_model_len - 1)
@@ -373,7 +377,7 @@ def main() -> None:
         results[engine] = run(args.model, settings, workloads)
 
     print(f"{args.model}, {config.dtype}, {config.device}, attention {config.attention_backend}")
-    rates = None if small else alone(measured_rates)
+    rates = None if small else alone(measured_rates, config.device)
     if rates:
         print(f"this device reads {rates[0] / 1e12:.2f} TB/s and multiplies at {rates[1] / 1e12:.0f} TFLOP/s")
     for name in workloads:

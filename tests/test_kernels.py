@@ -8,7 +8,7 @@ import triton.language as tl  # noqa: E402
 
 from nanovllm.kernels import ops  # noqa: E402
 from nanovllm.kernels.decode_attention import CHUNK, MAX_SPLITS, TILE, most_splits  # noqa: E402
-from nanovllm.kernels.dependent_launch import is_hopper  # noqa: E402
+from nanovllm.kernels.dependent_launch import has_tma  # noqa: E402
 from nanovllm.kernels.few_row_linear import MOST_ROWS, MOST_WEIGHTS, TILE_K  # noqa: E402
 from nanovllm.kernels.sampling import _gumbel  # noqa: E402
 from nanovllm.layers.rotary_embedding import RotaryEmbedding  # noqa: E402
@@ -293,7 +293,7 @@ def test_one_row_linear_with_gates_far_from_zero(dtype):
     assert_close(ops.one_row_linear(x, weight, gated=True)[0], linear_reference(x, weight, True))
 
 
-@pytest.mark.skipif(CUDA and not is_hopper(torch.device(DEVICE)), reason="needs a Hopper GPU")
+@pytest.mark.skipif(CUDA and not has_tma(torch.device(DEVICE)), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("dtype", DTYPES[CUDA:], ids=lambda dtype: str(dtype)[6:])  # float32 tiles do not fit on chip
 @pytest.mark.parametrize(
     "m, n, k, parts",
@@ -321,7 +321,7 @@ def test_what_suits_few_row_linear(monkeypatch):
         return ops.suits_few_row_linear(*(torch.empty(m, k, dtype=dtype, device=device) for m in (rows, n)))
 
     assert not any(suits(rows, dtype=dtype, device="cpu") for rows in (0, 1, 64) for dtype in DTYPES)
-    monkeypatch.setattr("nanovllm.kernels.few_row_linear.is_hopper", lambda device: True)
+    monkeypatch.setattr("nanovllm.kernels.few_row_linear.has_tma", lambda device: True)
     assert suits(1) and suits(MOST_ROWS) and suits(2, MOST_WEIGHTS // 64) and suits(2, 7, 8, torch.bfloat16)
     assert not suits(0) and not suits(MOST_ROWS + 1) and not suits(2, MOST_WEIGHTS // 64 + 1)
     assert not suits(2, k=60)  # rows that TMA cannot step over

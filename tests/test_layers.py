@@ -205,7 +205,7 @@ def test_layers_on_kernels(monkeypatch, bias, rows):
     expected = two_blocks(*(deepcopy(layer).double() for layer in layers), x.double())
     for name in ("activation", "fusion", "layernorm", "linear"):
         monkeypatch.setattr(f"nanovllm.layers.{name}.triton_ops", lambda x: ops)
-    monkeypatch.setattr("nanovllm.kernels.few_row_linear.is_hopper", lambda device: True)
+    monkeypatch.setattr("nanovllm.kernels.few_row_linear.has_tma", lambda device: True)
     monkeypatch.setattr("nanovllm.kernels.few_row_linear.MOST_ROWS", 5)
     for actual, reference in zip(two_blocks(*layers, x), expected):
         torch.testing.assert_close(actual.double(), reference, rtol=5e-3, atol=5e-3)

@@ -10,7 +10,7 @@ from zlib import crc32
 import pytest
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import ScheduledStep, Scheduler
+from nanovllm.engine.scheduler import MOST_HELD, ScheduledStep, Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 
@@ -333,6 +333,15 @@ def test_new_ones_come_in_groups_once_full():
     assert len(rows(advance(scheduler))) == 32
     assert len(rows(advance(scheduler))) == 32  # the first ends with it
     assert [len(rows(advance(scheduler))) for _ in range(3)] == [31, 2, 32]
+
+
+def test_nobody_is_held_for_long():
+    """Though only one of many has ended, the next is admitted after MOST_HELD steps."""
+    scheduler = make_scheduler(max_num_seqs=32, num_blocks=1000, max_num_batched_tokens=1000)
+    lasting = [Request(prompt(3, first=10 * i), max_tokens=100 if i else 2) for i in range(32)]
+    add(scheduler, *lasting, Request(prompt(3, first=1000), max_tokens=50))
+    sizes = [len(rows(advance(scheduler))) for _ in range(MOST_HELD + 3)]
+    assert sizes == [32, 32, *[31] * (MOST_HELD - 1), 1, 32]
 
 
 def test_no_more_run_than_may():

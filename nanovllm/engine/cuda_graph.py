@@ -42,7 +42,8 @@ class DecodeGraphs:
             batch = Batch(self._shape(size, table_width), buffer)
             step(batch)  # compiles what is still to be compiled, outside of the capture
             self.graphs[size] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graphs[size], pool=pool):
+            # what other threads ask of CUDA meanwhile is no part of the graph
+            with torch.cuda.graph(self.graphs[size], pool=pool, capture_error_mode="thread_local"):
                 step(batch)
         self.reset()
 

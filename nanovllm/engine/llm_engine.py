@@ -51,7 +51,11 @@ class LLMEngine:
         with ThreadPoolExecutor(1) as pool:  # transformers takes seconds to import, and others work meanwhile
             tokenizer = pool.submit(_load_tokenizer, self.config.model)
             self.model_runner: ModelRunner | None = ModelRunner(self.config, startup)
-            self.tokenizer = tokenizer.result()
+            try:
+                self.tokenizer = tokenizer.result()
+            except BaseException:
+                self.model_runner.exit()
+                raise
         startup.lap("tokenizer")  # what was still to wait for
         self.startup_seconds = startup.seconds
         block_manager = BlockManager(
@@ -183,7 +187,7 @@ class LLMEngine:
         self.scheduler.add(seq)
 
     def _drop_everything(self) -> None:
-        self.model_runner.synchronize()  # what was queued still reads the host's buffers
+        self.model_runner.recover()  # what was queued still reads the host's buffers
         self._in_flight = None
         self.scheduler.abort_all()
 

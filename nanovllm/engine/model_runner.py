@@ -229,12 +229,16 @@ class ModelRunner:
         self.graphs = DecodeGraphs(self.config.max_num_seqs, self.table_width, self._device_buffer, self._forward)
 
     def synchronize(self) -> None:
-        """Wait until the device has nothing left to do; never raises, as it is for the time after an error."""
+        """Wait until the device has nothing left to do."""
         if self.device.type == "cuda":
-            with suppress(RuntimeError):
-                torch.cuda.synchronize(self.device)
-                if self.graphs:
-                    self.graphs.reset()
+            torch.cuda.synchronize(self.device)
+
+    def recover(self) -> None:
+        """Forget the steps that were queued, once they are over; never raises, as it is for the time after an error."""
+        with suppress(RuntimeError):
+            self.synchronize()
+            if self.graphs:
+                self.graphs.reset()
 
     def exit(self) -> None:
         """Free the device's memory."""

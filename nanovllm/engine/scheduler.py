@@ -7,6 +7,9 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 
+MOST_HELD = 32
+
+
 class ScheduledSequence(NamedTuple):
     """The tokens `start:end` of `seq` are computed in this step."""
 
@@ -31,7 +34,7 @@ class ScheduledStep:
 class Scheduler:
     """Continuous batching: prefill first while requests wait and fit, else one token for all that run.
 
-    Once full, new ones come in groups: when a sixteenth of those that ran has ended.
+    Once full, new ones come in groups: when a sixteenth of those that ran has ended, or after MOST_HELD steps.
 
     `schedule` may be called again before the last step's tokens have reached `postprocess`, but only once: a
     sequence preempted in between has its tokens complete again before it can be admitted.
@@ -47,6 +50,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()  # its head may be RUNNING: admitted, its prompt computed in part
         self.running: dict[int, Sequence] = {}  # by request id, in order of admission
         self.refill_at = max_num_seqs  # new ones are admitted when no more than so many run
+        self.num_held = 0  # steps without admission since it was full
         self.free_req_indices = list(range(max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
 
@@ -85,8 +89,10 @@ class Scheduler:
 
     def _admit(self, seq: Sequence) -> bool:
         num_running = len(self.running)
-        if num_running > self.refill_at:
+        if num_running > self.refill_at and self.num_held < MOST_HELD:
+            self.num_held += 1
             return False
+        self.num_held = 0
         # One block for each that runs: all can grow once before any has to make room for another.
         if num_running >= self.max_num_seqs or not self.block_manager.can_allocate(seq, num_running):
             # Full. A prefill step for every sequence that ends would hold up all others: wait for a sixteenth of them.

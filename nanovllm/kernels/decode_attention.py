@@ -8,7 +8,7 @@ from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, l
 TILE = 64  # keys of a tile, which lies in one block
 CHUNK = 16  # blocks that are looked up at a time
 MAX_SPLITS = 16  # of one sequence
-PROGRAMS = 8  # per multiprocessor, two at a time: enough for the last ones not to be waited for long
+PROGRAMS = 8  # per multiprocessor, two or three at a time: the last ones are not to be waited for long
 NO_KEYS = tl.constexpr(-1e30)  # the log-sum-exp of nothing; finite, so that no NaN can come of it
 
 
@@ -158,7 +158,7 @@ def most_splits(num_programs: int, max_context_len: int, device: torch.device) -
 
 
 def suits_decode_qkv(batch: int, kv_heads: int, device: torch.device) -> bool:
-    """Whether the programs are so few that all run at once: then a kernel less counts more than what each of them does.
+    """Whether there are so few sequences that a kernel less counts more than what each program does besides.
 
     With more of them, each would norm and turn while its multiprocessor could read.
     """
@@ -195,7 +195,7 @@ def decode_attention(
         q, k_cache, v_cache, context_lens, block_tables, out, partial, lse, q_weight, k_weight, cos_sin, slot_mapping,
         head_dim**-0.5 * 1.4426950408889634, eps, block_tables.stride(0), splits,
         BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
-        HEAD_DIM=head_dim, TILE=tile, CHUNK=CHUNK, STAGES=3 if head_dim <= 128 and not new else 2,
+        HEAD_DIM=head_dim, TILE=tile, CHUNK=CHUNK, STAGES=3 if head_dim * q.element_size() <= 256 and not new else 2,
         IS_QKV=new is not None, IS_SPLIT=splits > 1, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=2,
     )  # fmt: skip

@@ -1,9 +1,10 @@
 """Programmatic dependent launch: a kernel's programs start while those of the kernel before it still run.
 
-Every kernel that is launched so lets its successor start at once (`gdc_launch_dependents`), reads until then only what
-its predecessors cannot be writing, and goes on when the last of them is over and its writes can be seen (`gdc_wait`). So
-what it costs to start a kernel, and its first reads of weights, hide behind the kernel before. Each waits, and so a
-kernel that is over means that all before it are. Hopper and later; a constexpr elsewhere.
+Every kernel that is launched so lets its successor start at once (`gdc_launch_dependents`), and waits until its
+predecessor is over and its writes can be seen (`gdc_wait`). Each waits, and so a kernel that is over means that all before
+it are. Before it waits a kernel writes nothing, and reads nothing but weights and what was written before the last kernel
+that was launched in the ordinary way. So what it costs to start a kernel, and its first reads, hide behind the kernel
+before. A constexpr that is off before Hopper.
 """
 import ctypes
 from functools import cache, partial
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["gdc_launch_dependents", "gdc_wait", "is_hopper", "launch", "num_processors", "prefetch_rows"]
+__all__ = ["gdc_launch_dependents", "gdc_wait", "has_tma", "launch", "num_processors", "prefetch_rows"]
 
 
 @triton.jit
@@ -26,9 +27,12 @@ def prefetch_rows(starts, SIZE: tl.constexpr):
 
 
 @cache
-def is_hopper(device: torch.device) -> bool:
-    """Whether the device has what Hopper brought: dependent launch, and loads of whole tiles (TMA)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+def has_tma(device: torch.device) -> bool:
+    """Whether the device has what Hopper brought: dependent launch, loads of whole tiles (TMA), and 227 KB to share.
+
+    Hopper and Blackwell for data centres; Blackwell's other chips share 99 KB, and are treated as those before.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def launch(kernel, grid: tuple[int, ...], device: torch.device, shared: int | None = 100):
@@ -37,7 +41,7 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, shared: int | No
     `shared` is the percentage of a multiprocessor's memory that the kernel would have as shared memory, the rest being
     cache; None leaves it to the driver. Kernels overlap where they agree on it; those of a step of few rows need little.
     """
-    if not is_hopper(device):
+    if not has_tma(device):
         return partial(kernel[grid], PDL=False)
 
     def dependent(*arguments, **constants) -> None:

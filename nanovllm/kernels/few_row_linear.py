@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, is_hopper, launch
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_tma, launch
 
 MOST_ROWS = 256
 MOST_WEIGHTS = 5 * 2**20  # with more of them the library's kernel is faster
@@ -34,7 +34,7 @@ def _few_row_linear_kernel(
 def suits_few_row_linear(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether `few_row_linear` is faster than the library for this product."""
     few = 0 < x.shape[0] <= MOST_ROWS and weight.numel() <= MOST_WEIGHTS and weight.shape[1] % 8 == 0
-    return few and x.dtype != torch.float32 and is_hopper(x.device)
+    return few and x.dtype != torch.float32 and has_tma(x.device)
 
 
 def few_row_linear(x: torch.Tensor, weight: torch.Tensor, parts: int = 1) -> torch.Tensor:

@@ -72,8 +72,9 @@ def one_row_linear(
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     out = torch.empty((1, n), dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(x)
-    tile_k = min(1024 if gated else 2048, triton.next_power_of_2(k))
-    tile_n = max(1, (4096 if gated else 8192) // tile_k)
+    tile_size = (8192 if gated else 16384) // x.element_size()  # of weights; two of them are loaded where it is gated
+    tile_k = min(tile_size // 4, triton.next_power_of_2(k))
+    tile_n = tile_size // tile_k
     # where a product is short it counts that kernels overlap, where it is long that the cache is as the driver wants it
     shared = 50 if weight.numel() <= 2**23 else None
     launch(_one_row_linear_kernel, (triton.cdiv(n, tile_n),), x.device, shared)(

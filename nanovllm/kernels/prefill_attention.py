@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_tma, launch
 
 
 @triton.jit
@@ -38,6 +38,10 @@ def _prefill_kernel(
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
+    if not PDL:  # pointers: described here, where the strides are constants, so that loads stay wide
+        ROW: tl.constexpr = KV_HEADS * HEAD_DIM
+        k_tiles = tl.make_tensor_descriptor(k_tiles, [2147483647, ROW], [ROW, 1], [TILE_N, HEAD_DIM])
+        v_tiles = tl.make_tensor_descriptor(v_tiles, [2147483647, ROW], [ROW, 1], [TILE_N, HEAD_DIM])
     TOKENS: tl.constexpr = TILE_M // GROUP  # a tile is so many tokens times the query heads of one key-value head
     seq = tl.program_id(2)
     kv_head = tl.program_id(1)
@@ -94,10 +98,12 @@ def prefill_attention(
     exact = q.dtype == torch.float32
     tile_m, tile_n = (64, 32) if exact or head_dim > 128 else (128, 64)
     tile_n = min(tile_n, block_size & -block_size)  # the largest power of two that divides the block
-    # loaded by the tile: in one instruction on Hopper (TMA), by what Triton makes of it elsewhere
-    k_tiles, v_tiles = (
-        TensorDescriptor.from_tensor(cache.flatten(0, 1).flatten(1), [tile_n, head_dim]) for cache in (k_cache, v_cache)
-    )
+    k_tiles, v_tiles = k_cache, v_cache
+    if has_tma(q.device):  # a tile is loaded by one instruction
+        k_tiles, v_tiles = (
+            TensorDescriptor.from_tensor(cache.flatten(0, 1).flatten(1), [tile_n, head_dim])
+            for cache in (k_cache, v_cache)
+        )
     grid = (triton.cdiv(max_seqlen_q, tile_m // group), kv_heads, context_lens.shape[0])
     launch(_prefill_kernel, grid, q.device)(
         q, k_tiles, v_tiles, cu_seqlens_q, context_lens, block_tables, out,

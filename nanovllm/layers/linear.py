@@ -76,7 +76,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 class RowParallelLinear(nn.Module):
     """y = x W^T + b with x and W cut along the inputs: each rank has its part of x, and the sum of all is y.
 
-    On a single GPU few rows are cut so too: their y is [4, T, outputs], and the norm that reads it adds up the parts.
+    On a single rank a product of few rows may be cut so too, if `few_row_linear` suits it: y is then [4, T, outputs], and
+    the norm that reads it adds up the parts.
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel):

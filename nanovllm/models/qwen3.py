@@ -84,7 +84,7 @@ class Qwen3Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        cos_sin = self.rotary_emb(positions)
+        cos_sin = self.rotary_emb(positions)  # before the embedding: see kernels/dependent_launch.py
         x = self.embed_tokens(token_ids)
         residual = None
         for layer in self.layers:
