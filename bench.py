@@ -115,10 +115,10 @@ def run_nanovllm(model: str, settings: dict, workloads: dict[str, list[list[Requ
         loaded = perf_counter()
         run([Request([1], 1)])
         if multiprocessing.parent_process() is None:
-            parts = {"imports": sum(llm.startup_seconds.values()), **llm.startup_seconds}
-            parts["imports"] = loaded - STARTED - parts["imports"]
-            parts["first token"] = perf_counter() - loaded
-            print(f"from start to the first token: {perf_counter() - STARTED:.1f} s", end=" (")
+            now, inside = perf_counter(), llm.startup_seconds
+            imports = loaded - STARTED - sum(inside.values())
+            parts = {"imports": imports, **inside, "first token": now - loaded}
+            print(f"from start to the first token: {now - STARTED:.1f} s", end=" (")
             print(", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items()), end=")\n")
         return {name: [run(requests) for requests in runs][-1] for name, runs in workloads.items()}
 
@@ -350,7 +350,8 @@ def main() -> None:
     if sum(lengths) > config.max_model_len:
         lengths = [length * config.max_model_len // sum(lengths) for length in lengths]
     if args.profile:
-        profile_nanovllm(args.model, settings, sorted({1, min(num_seqs, config.max_num_seqs)}), sum(lengths) // 4, args.profile)
+        batch_sizes = sorted({1, min(num_seqs, config.max_num_seqs)})
+        profile_nanovllm(args.model, settings, batch_sizes, sum(lengths) // 4, args.profile)
         return
 
     prefill_len = min(args.prefill_len or (1024 if small else 3900), config.max_model_len - 1)

@@ -26,9 +26,9 @@ class Attention(nn.Module):
         self.k_cache.flatten(0, 1).index_copy_(0, slots, k)
         self.v_cache.flatten(0, 1).index_copy_(0, slots, v)
 
-    def takes_qkv(self, num_tokens: int, device: torch.device) -> bool:
+    def takes_qkv(self, qkv: torch.Tensor) -> bool:
         """Whether this step's `forward` would rather have qkv, with what there is to do with it."""
-        return not get_context().is_prefill and self.backend.takes_qkv(num_tokens, self.num_kv_heads, device)
+        return not get_context().is_prefill and self.backend.takes_qkv(len(qkv), self.num_kv_heads, qkv.device)
 
     def forward(self, q: torch.Tensor, new: tuple | None = None) -> torch.Tensor:
         """q [T, heads, head_dim] against all that is stored, this step's keys and values included -> the same shape.

@@ -13,7 +13,7 @@ def norm_linear(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """act(proj(norm(x + residual))), and x + residual, which may take the residual's place."""
     ops = triton_ops(x) if proj.bias is None else None
-    if ops is not None and x.shape[-2] == 1 and x.dim() == 2:
+    if ops is not None and len(x) == 1:
         return ops.one_row_linear(x, proj.weight, norm.weight, norm.eps, residual, gated=act is not None)
     x, residual = (norm(x), x) if residual is None else norm(x, residual)
     x = proj(x)

@@ -40,7 +40,7 @@ class Qwen3Attention(nn.Module):
         attn = self.attn
         if (ops := triton_ops(qkv)) is not None:
             new = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos_sin, get_context().slot_mapping
-            if attn.takes_qkv(len(qkv), qkv.device):
+            if attn.takes_qkv(qkv):
                 return attn(qkv, new)
             return attn(ops.norm_rope_store(qkv, *new, attn.k_cache, attn.v_cache))
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
