@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from nanovllm.utils.checks import check_choice, check_int, check_real
+from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.hub import find_model
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -66,6 +67,14 @@ class ModelConfig:
         )
 
 
+    def check_divides(self, tp: TensorParallel) -> None:
+        """ValueError where the ranks can't all have an equal part of the model."""
+        tp.share("query heads", self.num_attention_heads)
+        tp.for_heads(self.num_key_value_heads).share("key-value heads", self.num_key_value_heads)
+        tp.share("inner size of the feed-forward layers", self.intermediate_size)
+        tp.share("vocabulary", self.vocab_size)
+
+
 def _rope_frequencies(raw: dict, head_dim: int) -> tuple[tuple[float, ...], float]:
     """Inverse frequencies and the scale of cos and sin, from `rope_parameters` or `rope_theta` and `rope_scaling`."""
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
@@ -103,6 +112,7 @@ class Config:
     max_num_seqs: sequences that run at a time, and so the bound of a decode step.
     max_model_len: tokens of a prompt and its generation together; None is the least of 4096 and the model's own.
     gpu_memory_utilization: fraction of the whole card that this engine may use, weights and cache together.
+    tensor_parallel_size: 1, 2, 4 or 8 ranks that share the model; on CUDA each has a device, from `device` on.
     enforce_eager: no CUDA graphs.
     kvcache_block_size: tokens of a cache block, a multiple of 16 (of 256 for the `flash` backend).
     num_kvcache_blocks: None sizes the cache from memory. A given number also bounds `max_model_len`.
@@ -134,12 +144,13 @@ class Config:
 
     def __post_init__(self):
         self._check_numbers()
-        device = _resolve_device(self.device)
+        device = _resolve_device(self.device, self.tensor_parallel_size)
         backend = _resolve_backend(self.attention_backend, device)
         if backend == "flash" and self.kvcache_block_size % 256:
             raise ValueError(f"kvcache_block_size={self.kvcache_block_size}: must be a multiple of 256 for 'flash'")
         folder = find_model(self.model)
         model_config = ModelConfig.read(folder)
+        model_config.check_divides(TensorParallel(size=self.tensor_parallel_size))
         resolved = {
             "model": str(folder),
             "model_config": model_config,
@@ -164,7 +175,8 @@ class Config:
     def _check_numbers(self):
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, low=1)
         check_int("max_num_seqs", self.max_num_seqs, low=1)
-        check_int("tensor_parallel_size", self.tensor_parallel_size, low=1, high=1)
+        check_int("tensor_parallel_size", self.tensor_parallel_size, low=1)
+        check_choice("tensor_parallel_size", self.tensor_parallel_size, (1, 2, 4, 8))
         check_int("kvcache_block_size", self.kvcache_block_size, low=16)
         if self.num_kvcache_blocks is not None:
             check_int("num_kvcache_blocks", self.num_kvcache_blocks, low=1)
@@ -186,9 +198,9 @@ class Config:
         return length
 
 
-def _resolve_device(name: str) -> str:
+def _resolve_device(name: str, num_ranks: int) -> str:
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, number = str(name).partition(":")
     check_choice("device", kind, ("auto", "cpu", "cuda"))
     if kind == "cpu":
@@ -196,6 +208,8 @@ def _resolve_device(name: str) -> str:
     count = torch.cuda.device_count()
     if not (number.isdecimal() or not number) or int(number or 0) >= count:
         raise ValueError(f"device={name!r}: there are {count} CUDA devices here; or use 'cpu'")
+    if int(number or 0) + num_ranks > count:
+        raise ValueError(f"tensor_parallel_size={num_ranks}: from {name!r} on there are {count - int(number or 0)} devices")
     return str(name)
 
 

@@ -444,7 +444,7 @@ def sampling_inputs(num_rows: int):
 def test_sample(num_rows, vocab_size, dtype):
     logits = inside(randn(num_rows, vocab_size, dtype=dtype), torch.inf)
     inputs = sampling_inputs(num_rows)
-    ids = ops.sample(logits, *inputs, ROUNDS)
+    ids = ops.sample(logits, *inputs, ROUNDS)[1]
     assert ids.dtype == torch.int32
     assert torch.equal(ids, sample_reference(logits, *inputs))
 
@@ -458,7 +458,8 @@ def test_greedy_takes_the_lowest_of_equals(tile, per_split, dtype):
     for row, columns in zip(logits, ties, strict=True):
         row[columns] = 20
     _, seeds, positions = sampling_inputs(len(ties))
-    ids = ops.sample(logits, torch.zeros(len(ties), device=DEVICE), seeds, positions, ROUNDS, tile, per_split)
+    greedy = torch.zeros(len(ties), device=DEVICE)
+    ids = ops.sample(logits, greedy, seeds, positions, ROUNDS, 0, tile, per_split)[1]
     assert ids.tolist() == [columns[0] for columns in ties]
 
 
@@ -470,11 +471,11 @@ def test_sample_does_not_depend_on_the_tiles():
     expected = sample_reference(logits, *inputs)
     assert (expected % 2 == 1).all()
     for tile, per_split in ((128, 256), (256, 2048), (1024, 8192)):
-        assert torch.equal(ops.sample(logits, *inputs, ROUNDS, tile, per_split), expected)
+        assert torch.equal(ops.sample(logits, *inputs, ROUNDS, 0, tile, per_split)[1], expected)
 
 
 @pytest.mark.parametrize("value", [-torch.inf, *CUDA * [NAN]])  # the interpreter has no maximum of NaN
 def test_sample_without_a_candidate_is_a_token_still(value):
     """What comes out indexes the embedding."""
     logits = torch.full((3, 5001), value, device=DEVICE)
-    assert ops.sample(logits, *sampling_inputs(3), ROUNDS).tolist() == [0, 0, 0]
+    assert ops.sample(logits, *sampling_inputs(3), ROUNDS)[1].tolist() == [0, 0, 0]

@@ -45,6 +45,12 @@ class BatchShape(NamedTuple):
         return sum(map(_room, self.fields().values()))
 
 
+def largest_batch(max_num_seqs: int, max_num_batched_tokens: int, table_width: int) -> int:
+    """The size of the largest step that there can be."""
+    B, T, W = max_num_seqs, max_num_batched_tokens, table_width
+    return max(BatchShape(True, T, min(B, T), min(B, T), W, T).size, BatchShape(False, B, B, B, W, 1).size)
+
+
 def _room(dims: tuple[int, ...]) -> int:
     """Every view begins at a multiple of 16 bytes: Triton compiles a kernel anew for an address that does not."""
     return -(-prod(dims) // 4) * 4

@@ -1,6 +1,7 @@
 """Requests in, text out: the facade over scheduler and model runner."""
 import secrets
 import struct
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_runner import ModelRunner, SampledTokens
 from nanovllm.engine.scheduler import ScheduledStep, Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.worker import Workers
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.stopwatch import Stopwatch
 
@@ -48,14 +50,20 @@ class LLMEngine:
         startup = Stopwatch()
         self.config = Config.create(model, settings)
         startup.lap("settings")
+        self.model_runner: ModelRunner | None = None
+        self.workers = Workers(self.config)
+        weakref.finalize(self, self.workers.exit)
         with ThreadPoolExecutor(1) as pool:  # transformers takes seconds to import, and others work meanwhile
             tokenizer = pool.submit(_load_tokenizer, self.config.model)
-            self.model_runner: ModelRunner | None = ModelRunner(self.config, startup)
             try:
+                tp = self.workers.connect()
+                startup.lap("ranks")
+                self.model_runner = ModelRunner(self.config, startup, tp)
+                self.workers.wait_until_started()
                 self.tokenizer = tokenizer.result()
-            except BaseException:
-                self.model_runner.exit()
-                raise
+            except BaseException as error:
+                cause = self._close_after(error)
+                raise cause from (error if cause is not error else None)
         startup.lap("tokenizer")  # what was still to wait for
         self.startup_seconds = startup.seconds
         block_manager = BlockManager(
@@ -114,22 +122,30 @@ class LLMEngine:
     def step(self) -> StepOutput:
         """One turn of the loop: queue the next step, and take in what has been computed.
 
-        If it raises, every request is dropped; the engine can go on with new ones.
+        If it raises, every request is dropped; the engine can go on with new ones. With several ranks it can go on after
+        Ctrl-C alone: any other error closes it, and that of another rank, or its end, is a RuntimeError that says which.
         """
         self._check_open()
         try:
             scheduled = self.scheduler.schedule()
-            launched = (scheduled, self.model_runner.run(scheduled)) if scheduled else None
+            launched = (scheduled, self._launch(scheduled)) if scheduled else None
             if self.config.async_scheduling:
                 launched, self._in_flight = self._in_flight, launched
             return self._take_in(*launched) if launched else StepOutput()
-        except BaseException:
-            self._drop_everything()
-            raise
+        except BaseException as error:
+            if not self.workers.processes or not isinstance(error, Exception):
+                self._drop_everything()
+                raise
+            cause = self._close_after(error)
+            raise cause from (error if cause is not error else None)
 
     def is_finished(self) -> bool:
         """Whether nothing is left to do."""
         return self.scheduler.is_finished()
+
+    def _launch(self, step: ScheduledStep) -> SampledTokens:
+        batch = self.model_runner.prepare(step)
+        return self.workers.launch(self.model_runner, batch, len(step.sampled))
 
     def _take_in(self, step: ScheduledStep, tokens: SampledTokens) -> StepOutput:
         token_ids = tokens.wait()
@@ -187,14 +203,25 @@ class LLMEngine:
         self.scheduler.add(seq)
 
     def _drop_everything(self) -> None:
-        self.model_runner.recover()  # what was queued still reads the host's buffers
-        self._in_flight = None
-        self.scheduler.abort_all()
+        if self.model_runner is not None:
+            self.model_runner.recover()  # what was queued still reads the host's buffers
+            self._in_flight = None
+            self.scheduler.abort_all()
+
+    def _close_after(self, error: BaseException) -> BaseException:
+        """Close the engine; what is to be raised for `error`."""
+        cause = self.workers.cause(error)
+        self.workers.exit()
+        if self.model_runner is not None:
+            self.model_runner.exit()
+            self.model_runner = None
+        return cause
 
     def exit(self) -> None:
         """Drop what is unfinished and free the device's memory; an engine that was left can't be used again."""
+        self._drop_everything()
+        self.workers.exit()
         if self.model_runner is not None:
-            self._drop_everything()
             self.model_runner.exit()
             self.model_runner = None
 

@@ -1,23 +1,24 @@
 """One rank: its weights, its part of the cache and its graphs, and the way of a step over the device."""
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from time import perf_counter, sleep
 
 import numpy as np
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine import batch as batches
-from nanovllm.engine.batch import Batch, BatchShape
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.cuda_graph import DecodeGraphs
 from nanovllm.engine.scheduler import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import make_backend
-from nanovllm.layers.sampler import Sampler
+from nanovllm.layers.sampler import Sampler, max_of_ranks
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.context import Context, attention_context
-from nanovllm.utils.distributed import TensorParallel
+from nanovllm.utils.distributed import STEP_TIMEOUT, TensorParallel
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.stopwatch import Stopwatch
 
@@ -28,15 +29,23 @@ CUDA_RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allo
 class SampledTokens:
     """Ids on their way into host memory."""
 
-    def __init__(self, token_ids: torch.Tensor, is_cuda: bool):
+    def __init__(self, token_ids: torch.Tensor, is_cuda: bool, tp: TensorParallel):
         self._token_ids = token_ids
+        self._tp = tp
         self._arrived = torch.cuda.Event() if is_cuda else None
         if self._arrived:
             self._arrived.record()
 
     def wait(self) -> list[int]:
-        if self._arrived:
+        """The ids; RuntimeError where they will not come, as another rank is gone or hangs."""
+        if self._arrived and self._tp.size == 1:
             self._arrived.synchronize()
+        elif self._arrived:
+            begin = perf_counter()
+            while not self._arrived.query():
+                self._tp.check()
+                if perf_counter() - begin > STEP_TIMEOUT:
+                    raise RuntimeError(f"a step was not over after {STEP_TIMEOUT:.0f} s")
         return self._token_ids.tolist()
 
 
@@ -47,11 +56,10 @@ class ModelRunner:
     there, so it can be queued before the host has seen it.
     """
 
-    def __init__(self, config: Config, startup: Stopwatch):
+    def __init__(self, config: Config, startup: Stopwatch, tp: TensorParallel = TensorParallel()):
         self.config = config
-        self.device = torch.device(config.device)
-        if self.device.type == "cuda":
-            self.device = torch.device("cuda", self.device.index or 0)
+        self.tp = tp
+        self.device = device_of(config, tp.rank)
         with self._on_device():
             self._start(config, startup)
 
@@ -61,12 +69,11 @@ class ModelRunner:
 
     def _start(self, config: Config, startup: Stopwatch) -> None:
         self.backend = make_backend(config.attention_backend)
-        self.tp = TensorParallel()
         memory_before = self._memory_in_use()
         self.model = self._load_model()
         startup.lap("weights")
         self.attention_layers = [module for module in self.model.modules() if isinstance(module, Attention)]
-        self.sampler = Sampler()
+        self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
         self.table_width = -(-config.max_model_len // config.kvcache_block_size)
         self.pad_req_index = config.max_num_seqs
         self.last_token_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int32, device=self.device)
@@ -81,18 +88,33 @@ class ModelRunner:
         startup.lap("graphs")
 
     def run(self, step: ScheduledStep) -> SampledTokens:
-        """Queue a step; it may not be over when this returns, and the step after it may be queued already."""
+        """Prepare and launch a step."""
+        return self.launch(self.prepare(step), len(step.sampled))
+
+    def host_buffer(self, is_prefill: bool) -> np.ndarray:
+        """Where the next batch that is launched is to be prepared, once the last launch but one is over."""
+        if self.graphs and not is_prefill:
+            return self.graphs.host_buffer()
+        return self._host_buffers[self._turn].numpy()
+
+    def prepare(self, step: ScheduledStep) -> Batch:
+        prepare = self.prepare_prefill if step.is_prefill else self.prepare_decode
+        return prepare(step, self.host_buffer(step.is_prefill))
+
+    def launch(self, batch: Batch, num_sampled: int | None = None) -> SampledTokens:
+        """Queue a batch that lies in `host_buffer`; the step may not be over when this returns, nor the one before it.
+
+        Of the ids the first `num_sampled` are returned; those of a padded batch are fewer than its rows.
+        """
+        self.tp.check()
         with self._on_device():
-            if self.graphs and not step.is_prefill:
-                batch = self.prepare_decode(step, self.graphs.host_buffer())
+            if self.graphs and not batch.shape.is_prefill:
                 token_ids = self.graphs.replay(batch.shape.num_seqs)
             else:
-                self._turn ^= 1
-                prepare = self.prepare_prefill if step.is_prefill else self.prepare_decode
-                batch = prepare(step, self._host_buffers[self._turn].numpy())
                 token_ids = self._host_token_ids[self._turn][: batch.shape.num_samples]
+                self._turn ^= 1
                 token_ids.copy_(self.execute(batch), non_blocking=True)
-            return SampledTokens(token_ids[: len(step.sampled)], self.device.type == "cuda")
+            return SampledTokens(token_ids[:num_sampled], self.device.type == "cuda", self.tp)
 
     def prepare_prefill(self, step: ScheduledStep, buffer: np.ndarray) -> Batch:
         return batches.prepare_prefill(step, buffer, self.config.kvcache_block_size)
@@ -146,8 +168,8 @@ class ModelRunner:
     def _make_buffers(self) -> None:
         """Two host buffers, so that a step can be prepared while the one before is read, and one on the device."""
         config, pinned = self.config, self.device.type == "cuda"
-        B, T, W = config.max_num_seqs, config.max_num_batched_tokens, self.table_width
-        size = max(BatchShape(True, T, min(B, T), min(B, T), W, T).size, BatchShape(False, B, B, B, W, 1).size)
+        B = config.max_num_seqs
+        size = batches.largest_batch(B, config.max_num_batched_tokens, self.table_width)
         self._host_buffers = [torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self._host_token_ids = [torch.empty(B, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self._device_buffer = torch.empty(size, dtype=torch.int32, device=self.device)
@@ -162,7 +184,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             peak = self._warmup_model()
             free, total = torch.cuda.mem_get_info(self.device)
-            ours = int(total * config.gpu_memory_utilization) - (peak - memory_before)
+            ours = int(total * config.gpu_memory_utilization) - (peak - memory_before) - self.tp.num_bytes
             left = free - (peak - self._memory_in_use()) - CUDA_RESERVE_BYTES  # others may have taken the rest
             available = max(0, min(ours, left))
             limit = f"gpu_memory_utilization={config.gpu_memory_utilization} of this card leaves"
@@ -170,6 +192,8 @@ class ModelRunner:
             available = CPU_KV_CACHE_BYTES
             limit = "the budget on a CPU is"
         num_blocks = available // self._cache_of(1).nbytes
+        if self.tp.size > 1:  # what the poorest rank can afford
+            num_blocks = -max_of_ranks(torch.tensor([-num_blocks], device=self.device), self.tp).item()
         if num_blocks < self.table_width:
             raise ValueError(
                 f"max_model_len={config.max_model_len}: one sequence needs "
@@ -241,13 +265,33 @@ class ModelRunner:
                 self.graphs.reset()
 
     def exit(self) -> None:
-        """Free the device's memory."""
+        """Free the device's memory; not that of a device which waits in vain for another rank."""
+        if self.tp.lost.is_set() and not self._is_idle_soon():
+            return
         self.graphs = None
         self._set_cache(self._cache_of(0))
         self.model = self.last_token_ids = self._device_buffer = None
         self.attention_layers = []
+        self.tp = self.sampler = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _is_idle_soon(self, patience: float = 5.0) -> bool:
+        if self.device.type != "cuda":
+            return True
+        with self._on_device():
+            event = torch.cuda.Event()
+            event.record()
+        begin = perf_counter()
+        while not (idle := event.query()) and perf_counter() - begin < patience:
+            sleep(0.01)
+        return idle
+
+
+def device_of(config: Config, rank: int) -> torch.device:
+    """The device of a rank: on CUDA one each, from the one that was asked for on."""
+    device = torch.device(config.device)
+    return torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" else device
 
 
 def dummy_prefill(num_seqs: int, length: int, block_size: int) -> ScheduledStep:

@@ -37,13 +37,15 @@ def suits_few_row_linear(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return few and x.dtype != torch.float32 and has_tma(x.device)
 
 
-def few_row_linear(x: torch.Tensor, weight: torch.Tensor, parts: int = 1) -> torch.Tensor:
+def few_row_linear(
+    x: torch.Tensor, weight: torch.Tensor, parts: int = 1, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """x [M, K] times weight [N, K] transposed, cut in `parts` along K: [parts, M, N], whose sum is the product.
 
-    All contiguous, rows of a multiple of 16 bytes.
+    All contiguous, rows of a multiple of 16 bytes. `out` takes the result.
     """
     (m, k), n = x.shape, weight.shape[0]
-    out = torch.empty((parts, m, n), dtype=x.dtype, device=x.device)
+    out = torch.empty((parts, m, n), dtype=x.dtype, device=x.device) if out is None else out
     tile_m = max(16, min(64, triton.next_power_of_2(m)))
     # the widest tile that still gives most multiprocessors a program
     programs = triton.cdiv(m, tile_m) * parts

@@ -61,16 +61,17 @@ def _one_row_linear_kernel(
 
 def one_row_linear(
     x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor | None = None, eps: float = 0.0,
-    residual: torch.Tensor | None = None, gated: bool = False,
+    residual: torch.Tensor | None = None, gated: bool = False, out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """x [1, K] times weight [N, K] transposed -> y [1, N], and the sum x + residual [1, K], x itself without one.
 
     With a norm weight [K], the root mean square norm of that sum is what is multiplied; without one there can be no
-    residual. Gated, weight is [2N, K], and y is silu of the first half of the outputs times the second. All contiguous.
+    residual. Gated, weight is [2N, K], and y is silu of the first half of the outputs times the second.
+    All contiguous. `out` takes y.
     """
     assert norm_weight is not None or residual is None
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
-    out = torch.empty((1, n), dtype=x.dtype, device=x.device)
+    out = torch.empty((1, n), dtype=x.dtype, device=x.device) if out is None else out
     total = x if residual is None else torch.empty_like(x)
     tile_size = (8192 if gated else 16384) // x.element_size()  # of weights; two of them are loaded where it is gated
     tile_k = min(tile_size // 4, triton.next_power_of_2(k))

@@ -26,6 +26,7 @@ def _gumbel(bits, HARDWARE: tl.constexpr):
 def _sample_split_kernel(
     logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, best_ptr, index_ptr, vocab_size, stride, first_id,
     PER_SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, ROUNDS: tl.constexpr, HARDWARE: tl.constexpr,
+    BEHIND: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -35,49 +36,57 @@ def _sample_split_kernel(
     seed_high = tl.load(seeds_ptr + row * 2 + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
     seed = (seed_high << 32) | seed_low
     best = tl.full([], float("-inf"), tl.float32)
-    index = split * PER_SPLIT  # a token even if no score is above -inf, NaN for one
+    # columns are counted from the multiple of four before the first id, as the noise is made for four tokens at once
+    index = tl.maximum(split * PER_SPLIT - BEHIND, 0)  # a token even if no score is above -inf, NaN for one
     for tile in range(0, PER_SPLIT, TILE):
-        column = split * PER_SPLIT + tile + tl.arange(0, TILE)
-        score = tl.load(logits_ptr + row * stride + column, column < vocab_size, float("-inf")).to(tl.float32)
+        column = split * PER_SPLIT + tile + tl.arange(0, TILE) - BEHIND
+        inside = (column >= 0) & (column < vocab_size) if BEHIND else column < vocab_size
+        score = tl.load(logits_ptr + row * stride + column, inside, float("-inf")).to(tl.float32)
         if temperature > 0:
-            counter = (first_id + split * PER_SPLIT + tile) // 4 + tl.arange(0, TILE // 4)  # serves four tokens
+            counter = (first_id - BEHIND + split * PER_SPLIT + tile) // 4 + tl.arange(0, TILE // 4)
             zero = counter * 0
             r0, r1, r2, r3 = tl.philox(seed, counter, zero + position, zero, zero, ROUNDS)
             bits = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [TILE])  # r0 r1 r2 r3 of each counter
             score = score / temperature + _gumbel(bits, HARDWARE)
         tile_best, tile_index = tl.max(score, 0, return_indices=True)
-        index = tl.where(tile_best > best, (split * PER_SPLIT + tile + tile_index).to(tl.int32), index)
+        index = tl.where(tile_best > best, (split * PER_SPLIT + tile + tile_index - BEHIND).to(tl.int32), index)
         best = tl.maximum(tile_best, best)
     tl.store(best_ptr + row * SPLITS + split, best)
     tl.store(index_ptr + row * SPLITS + split, index + first_id)
 
 
 @triton.jit
-def _sample_reduce_kernel(best_ptr, index_ptr, out_ptr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def _sample_reduce_kernel(best_ptr, index_ptr, score_ptr, out_ptr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     split = tl.arange(0, BLOCK)
     best = tl.load(best_ptr + row * SPLITS + split, split < SPLITS, float("-inf"))
     index = tl.load(index_ptr + row * SPLITS + split, split < SPLITS, 2147483647)
-    tl.store(out_ptr + row, tl.min(tl.where(best == tl.max(best, 0), index, 2147483647), 0))
+    score = tl.max(best, 0)
+    tl.store(score_ptr + row, score)
+    tl.store(out_ptr + row, tl.min(tl.where(best == score, index, 2147483647), 0))
 
 
 def sample(
     logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, rounds: int,
-    tile: int = 2048, per_split: int = 2048,
-) -> torch.Tensor:  # fmt: skip
-    """The ids [S] that `layers.sampler.Sampler` would draw from logits [S, vocabulary]; the lowest among equals.
+    first_id: int = 0, tile: int = 2048, per_split: int = 2048,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Scores and ids [S] that `layers.sampler.Sampler` would choose by logits [S, vocabulary]; the lowest id among equals.
 
-    temperatures [S] float32, seeds [S, 2] int32 (low and high word), positions [S] int32; rounds of Philox.
+    temperatures [S] float32, seeds [S, 2] int32 (low and high word), positions [S] int32; rounds of Philox. The logits
+    are those of the ids from `first_id` on.
     """
     num_rows, vocab_size = logits.shape
-    splits = triton.cdiv(vocab_size, per_split)
+    behind = first_id % 4
+    splits = triton.cdiv(vocab_size + behind, per_split)
     best = torch.empty((num_rows, splits), dtype=torch.float32, device=logits.device)
     index = torch.empty((num_rows, splits), dtype=torch.int32, device=logits.device)
+    score = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     if num_rows:
         _sample_split_kernel[(num_rows, splits)](
-            logits, temperatures, seeds, positions, best, index, vocab_size, logits.stride(0), 0,
-            PER_SPLIT=per_split, TILE=tile, SPLITS=splits, ROUNDS=rounds, HARDWARE=logits.is_cuda,
+            logits, temperatures, seeds, positions, best, index, vocab_size, logits.stride(0), first_id,
+            PER_SPLIT=per_split, TILE=tile, SPLITS=splits, ROUNDS=rounds, HARDWARE=logits.is_cuda, BEHIND=behind,
         )  # fmt: skip
-        _sample_reduce_kernel[(num_rows,)](best, index, out, SPLITS=splits, BLOCK=triton.next_power_of_2(splits))
-    return out
+        block = triton.next_power_of_2(splits)
+        _sample_reduce_kernel[(num_rows,)](best, index, score, out, SPLITS=splits, BLOCK=block)
+    return score, out

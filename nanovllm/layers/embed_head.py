@@ -3,9 +3,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.kernels import triton_ops
 from nanovllm.layers.linear import linear
 from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.loader import copy_weight, shard
+from nanovllm.utils.peer_memory import PeerSum
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -21,9 +23,13 @@ class VocabParallelEmbedding(nn.Module):
             self.weight, weight, (vocab_size, hidden_size), lambda whole: shard(whole, 0, tp)
         )
 
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor | PeerSum:
         if self.tp.size == 1:
             return F.embedding(token_ids, self.weight)
+        if self.tp.peers is not None:
+            x = self.tp.peers.place(1, len(token_ids), self.weight.shape[1], self.weight.dtype)
+            triton_ops(x.mine).embed_range(token_ids, self.weight, self.first_id, x.mine[0])
+            return x
         local_ids = token_ids - self.first_id
         ours = (local_ids >= 0) & (local_ids < len(self.weight))
         x = F.embedding(local_ids.where(ours, 0), self.weight)

@@ -5,6 +5,7 @@ from torch import nn
 
 from nanovllm.kernels import triton_ops
 from nanovllm.utils.loader import copy_weight
+from nanovllm.utils.peer_memory import PeerSum
 
 
 class RMSNorm(nn.Module):
@@ -16,11 +17,13 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.weight.weight_loader = lambda weight: copy_weight(self.weight, weight, (size,))
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
+    def forward(self, x: torch.Tensor | PeerSum, residual: torch.Tensor | None = None):
         """The norm of x; with a residual, the norm of their sum and that sum, in place of the residual.
 
-        x [T, size]; on CUDA also [parts, T, size], the parts of a sum.
+        x [T, size]; on CUDA also [parts, T, size], the parts of a sum, or a PeerSum, which is returned as a tensor as well.
         """
+        if isinstance(x, PeerSum):
+            return triton_ops(x.mine).sum_rms_norm(x.mine, x.meeting, self.weight, self.eps, residual)
         if (ops := triton_ops(x)) is not None:
             out = ops.rms_norm(x, self.weight, self.eps, residual)
         else:

@@ -6,20 +6,26 @@ from torch import nn
 from nanovllm.kernels import triton_ops
 from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.loader import copy_weight, shard
+from nanovllm.utils.peer_memory import PeerSum
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, parts: int = 1) -> torch.Tensor:
-    """x [T, inputs] times weight [outputs, inputs] transposed, plus the bias.
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, parts: int = 1,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """x [T, inputs] times weight [outputs, inputs] transposed, plus the bias; `out` takes it.
 
     The result may be [parts, T, outputs], to be summed, for a caller that allows it by more than one part.
     """
     if bias is None and (ops := triton_ops(x)) is not None:
         if len(x) == 1:
-            return ops.one_row_linear(x, weight)[0]
+            return ops.one_row_linear(x, weight, out=out)[0]
         if ops.suits_few_row_linear(x, weight):
-            y = ops.few_row_linear(x, weight, parts=parts)
+            y = ops.few_row_linear(x, weight, parts, out)
             return y if parts > 1 else y[0]
-    return F.linear(x, weight, bias)
+    if out is None:
+        return F.linear(x, weight, bias)
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
 class MergedColumnParallelLinear(nn.Module):
@@ -61,11 +67,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
     def __init__(
         self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool, tp: TensorParallel
     ):
-        kv_tp = tp
-        if num_kv_heads < tp.size:
-            if tp.size % num_kv_heads:
-                raise ValueError(f"tensor_parallel_size={tp.size}: no multiple of the key-value heads ({num_kv_heads})")
-            kv_tp = TensorParallel(tp.rank * num_kv_heads // tp.size, num_kv_heads)
+        kv_tp = tp.for_heads(num_kv_heads)
         heads = tp.share("query heads", num_heads)
         kv_heads = kv_tp.share("key-value heads", num_kv_heads)
         kv_size = num_kv_heads * head_dim
@@ -77,7 +79,7 @@ class RowParallelLinear(nn.Module):
     """y = x W^T + b with x and W cut along the inputs: each rank has its part of x, and the sum of all is y.
 
     On a single rank a product of few rows may be cut so too, if `few_row_linear` suits it: y is then [4, T, outputs], and
-    the norm that reads it adds up the parts.
+    the norm that reads it adds up the parts. Where the ranks read each other's memory y is a PeerSum, which that norm adds up.
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel):
@@ -93,7 +95,11 @@ class RowParallelLinear(nn.Module):
         if bias:
             self.bias.weight_loader = lambda weight: copy_weight(self.bias, weight, self.shape[:1])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor | PeerSum:
         bias = self.bias if self.tp.rank == 0 else None  # the sum over ranks must have it once
+        if self.tp.peers is not None:
+            y = self.tp.peers.place(1, len(x), len(self.weight), x.dtype)
+            linear(x, self.weight, bias, out=y.mine[0])
+            return y
         parts = 4 if self.tp.size == 1 else 1
         return self.tp.all_reduce(linear(x, self.weight, bias, parts))

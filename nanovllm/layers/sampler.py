@@ -1,8 +1,10 @@
 """The next token of each row: greedy, or drawn by Gumbel-max with stateless noise."""
 import torch
 from torch import nn
+from torch.distributed import ReduceOp
 
 from nanovllm.kernels import triton_ops
+from nanovllm.utils.distributed import TensorParallel
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -32,39 +34,66 @@ def philox(counter: tuple, key: tuple, rounds: int = ROUNDS) -> tuple[torch.Tens
     return c0, c1 & _WORD, c2, c3 & _WORD
 
 
-def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """[S, vocab_size] float32 standard Gumbel noise, a function of (seed, position, token id) alone.
+def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, num_ids: int, first_id: int = 0) -> torch.Tensor:
+    """[S, num_ids] float32 standard Gumbel noise of the ids from `first_id` on, of (seed, position, token id) alone.
 
     The seed is Philox's key, (token id // 4, position, 0, 0) its counter and token id % 4 the word that is taken.
     """
     low, high = (seeds.long() & _WORD).unsqueeze(-1).unbind(1)  # [S, 1] each
-    c0 = torch.arange(-(-vocab_size // 4), device=seeds.device).expand(len(seeds), -1)
+    c0 = torch.arange(first_id // 4, -(-(first_id + num_ids) // 4), device=seeds.device).expand(len(seeds), -1)
     zero = torch.zeros_like(c0)
     words = philox((c0, positions.long().unsqueeze(1), zero, zero), (low, high))
-    bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
+    bits = torch.stack(words, dim=-1).flatten(1)[:, first_id % 4 :][:, :num_ids]
     # in (0, 1); small values, which make large noise, keep all their digits
     uniform = bits.float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def max_of_ranks(keys: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+    """The largest of every rank's keys [S] int64, each for itself."""
+    if tp.peers is not None:
+        return triton_ops(keys).max_of_ranks(keys, tp.peers.keys())
+    return tp.all_reduce(keys, ReduceOp.MAX)
 
 
 class Sampler(nn.Module):
     """argmax(logits / temperature + Gumbel noise) is a draw from softmax(logits / temperature).
 
     So the draw needs no sum over the vocabulary, no generator and no state, and it is the same wherever the row is
-    computed. Temperature 0 is greedy.
+    computed. Temperature 0 is greedy. Ranks that have a part of the vocabulary each compare their best.
     """
+
+    def __init__(self, tp: TensorParallel = TensorParallel(), first_id: int = 0):
+        super().__init__()
+        self.tp, self.first_id = tp, first_id
 
     def forward(
         self, logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """logits [S, vocabulary], temperatures [S], seeds [S, 2] and positions [S] of the rows -> ids [S] int32."""
+        """logits [S, ids] of those from `first_id` on, temperatures [S], seeds [S, 2], positions [S] -> ids [S] int32."""
         if (ops := triton_ops(logits)) is not None:
-            return ops.sample(logits, temperatures, seeds, positions, ROUNDS)
+            best, token_ids = ops.sample(logits, temperatures, seeds, positions, ROUNDS, self.first_id)
+        else:
+            best, token_ids = self._sample(logits, temperatures, seeds, positions)
+        return token_ids if self.tp.size == 1 else self._best_of_ranks(best, token_ids)
+
+    def _best_of_ranks(self, best: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """Scores [S] float32 and ids [S] int32 of every rank: the ids of the best, of the lowest among equals."""
+        bits = best.view(torch.int32)
+        order = bits ^ (bits >> 31 & 0x7FFFFFFF)  # integers in the order of the floats
+        keys = (order.long() << 32) | (~token_ids.long() & _WORD)
+        return ~max_of_ranks(keys, self.tp).int()
+
+    def _sample(
+        self, logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         scores = logits.float()
         rows = temperatures.nonzero().squeeze(-1)
         if len(rows) == len(scores):
-            scores = scores / temperatures.unsqueeze(1) + gumbel_noise(seeds, positions, scores.shape[1])
+            noise = gumbel_noise(seeds, positions, scores.shape[1], self.first_id)
+            scores = scores / temperatures.unsqueeze(1) + noise
         elif len(rows):
-            noise = gumbel_noise(seeds[rows], positions[rows], scores.shape[1])
+            noise = gumbel_noise(seeds[rows], positions[rows], scores.shape[1], self.first_id)
             scores = scores.index_copy(0, rows, scores[rows] / temperatures[rows].unsqueeze(1) + noise)
-        return scores.argmax(-1).int()
+        best, index = scores.max(-1)
+        return best, index.int() + self.first_id

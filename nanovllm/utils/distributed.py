@@ -1,17 +1,47 @@
-"""The ranks that share a model."""
-from dataclasses import dataclass
+"""The ranks that share a model: this rank's place among them, and what they do together."""
+import threading
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from nanovllm.utils.peer_memory import PeerMemory
+
+STEP_TIMEOUT = 300.0  # seconds that a rank waits for the others within a step
+
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """This rank's place among the ranks, and what they do together. `group` is the engine's own, never the default."""
+    """This rank's place among the ranks.
+
+    They meet in a file of the engine's own, with no port and no default process group. `group` is gloo on CPUs and NCCL on
+    GPUs that can't read each other's memory; where they can, they have `peers` instead, and sums are left to the kernel
+    that reads them.
+    """
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    peers: PeerMemory | None = None
+    lost: threading.Event = field(default_factory=threading.Event)  # a rank is gone, and with it all that we compute
+
+    @classmethod
+    def connect(cls, rank: int, size: int, folder: Path, device: torch.device, room: int) -> "TensorParallel":
+        """Meet the other ranks in `folder`; returns when all have come. `room` is the bytes of the largest sum."""
+        store = dist.FileStore(str(folder / "store"), size)
+        timeout = timedelta(seconds=STEP_TIMEOUT)
+        group = peers = None
+        if device.type == "cpu":
+            group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+        elif PeerMemory.is_possible(device, rank, size):
+            peers = PeerMemory(rank, size, dist.PrefixStore("peers", store), folder.name, device, room)
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+        return cls(rank, size, group, peers)
 
     def share(self, what: str, total: int) -> int:
         """An equal share of `total`; ValueError where there is none."""
@@ -19,8 +49,36 @@ class TensorParallel:
             raise ValueError(f"tensor_parallel_size={self.size}: does not divide the {what} ({total})")
         return total // self.size
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's `x`, in place."""
-        if self.size > 1:
-            dist.all_reduce(x, group=self.group)
+    def for_heads(self, num_kv_heads: int) -> "TensorParallel":
+        """The ranks among which key-value heads are cut: where there are fewer heads than ranks, several hold the same."""
+        if num_kv_heads >= self.size:
+            return self
+        if self.size % num_kv_heads:
+            raise ValueError(f"tensor_parallel_size={self.size}: no multiple of the key-value heads ({num_kv_heads})")
+        return TensorParallel(self.rank * num_kv_heads // self.size, num_kv_heads)
+
+    def all_reduce(self, x: torch.Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> torch.Tensor:
+        """The sum (or another `op`) of every rank's `x`, in place."""
+        if self.group is not None:
+            options = dist.AllreduceOptions()
+            options.reduceOp = op
+            self.group.allreduce([x], options).wait()
         return x
+
+    @property
+    def num_bytes(self) -> int:
+        """Of device memory that PyTorch's allocator does not know of."""
+        return self.peers.memory.nbytes if self.peers is not None else 0
+
+    def check(self) -> None:
+        """RuntimeError if a rank was lost."""
+        if self.lost.is_set():
+            raise RuntimeError("another rank was lost")
+
+    def abort(self) -> None:
+        """A rank was lost: the device is to stop waiting for it. What it computes from then on is worthless."""
+        self.lost.set()
+        if self.peers is not None:
+            self.peers.abort()
+        elif self.group is not None:
+            self.group.abort()

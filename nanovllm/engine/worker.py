@@ -1,0 +1,283 @@
+"""The ranks but the first: their processes, the steps that rank 0 sends them, and how all of it ends."""
+import multiprocessing
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import connection
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from time import monotonic, sleep
+
+import numpy as np
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.batch import Batch, BatchShape, largest_batch
+from nanovllm.engine.model_runner import ModelRunner, SampledTokens, device_of
+from nanovllm.utils.distributed import STEP_TIMEOUT, TensorParallel
+from nanovllm.utils.stopwatch import Stopwatch
+
+START_TIMEOUT = 1800.0  # seconds for all ranks to load their weights and capture their graphs
+PLACES = 2  # one that is read, and one that is written
+HEADER = len(BatchShape._fields)
+STOP = (0,) * HEADER  # a shape that no step has
+GUARD = "the script runs again in every rank: start the engine under `if __name__ == '__main__':`"
+
+
+class StepChannel:
+    """The batches of rank 0 on their way to the others: a ring of flat int32 arrays in shared memory.
+
+    A place holds a batch's shape and its buffer. Each reader has two semaphores, which count the places that are free for
+    it and those that are filled: nothing is overwritten before all have read it, readers sleep while there is nothing
+    to read, and a reader that was killed keeps nobody from setting its semaphore.
+    """
+
+    def __init__(self, context, room: int, num_readers: int):
+        """`room` is the largest batch's, in words."""
+        self.place_size = HEADER + room
+        name = f"nanovllm-{secrets.token_hex(8)}"
+        self.memory = SharedMemory(name, create=True, size=PLACES * self.place_size * 4)  # of mode 0600
+        self.free = [context.Semaphore(PLACES) for _ in range(num_readers)]
+        self.filled = [context.Semaphore(0) for _ in range(num_readers)]
+        self._turn = 0
+
+    def _next_place(self) -> np.ndarray:
+        begin = self._turn * self.place_size * 4
+        self._turn = (self._turn + 1) % PLACES
+        return np.frombuffer(self.memory.buf, np.int32, self.place_size, begin)
+
+    def send(self, shape: tuple[int, ...], words: np.ndarray, timeout: float) -> None:
+        """RuntimeError where a reader has not read for `timeout` seconds."""
+        for rank, free in enumerate(self.free, 1):
+            if not free.acquire(timeout=timeout):
+                raise RuntimeError(f"rank {rank} has taken no step for {timeout:.0f} s")
+        place = self._next_place()
+        place[:HEADER] = shape
+        place[HEADER : HEADER + len(words)] = words
+        for filled in self.filled:
+            filled.release()
+
+    @contextmanager
+    def receive(self, reader: int) -> Iterator[tuple[BatchShape, np.ndarray]]:
+        """The next shape, and the words that begin with the batch's; they are free again when the block ends."""
+        self.filled[reader].acquire()
+        place = self._next_place()
+        yield BatchShape(*place[:HEADER].tolist()), place[HEADER:]
+        self.free[reader].release()
+
+    def close(self) -> None:
+        self.memory.close()
+
+
+class Workers:
+    """The other ranks as rank 0, in the caller's process, sees them; none, where one rank is all.
+
+    A thread watches over them. When one ends, reports an error or does not start in time, all are killed, rank 0's device
+    is told not to wait for them, and `failure` says why. Without their caller they end by themselves.
+    """
+
+    def __init__(self, config: Config):
+        """Start the processes; RuntimeError where this is itself a process that is about to become one."""
+        self.config = config
+        self.failure: str | None = None
+        self.tp = TensorParallel()
+        self.processes: list[multiprocessing.process.BaseProcess] = []
+        self._closing = False
+        if config.tensor_parallel_size == 1:
+            return
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise RuntimeError(GUARD)
+        context = multiprocessing.get_context("spawn")
+        table_width = -(-config.max_model_len // config.kvcache_block_size)
+        room = largest_batch(config.max_num_seqs, config.max_num_batched_tokens, table_width)
+        num_workers = config.tensor_parallel_size - 1
+        self._deadline = monotonic() + START_TIMEOUT
+        self._progress = [0] * num_workers  # 1: is here, 2: has started
+        self.folder = Path(tempfile.mkdtemp(prefix="nanovllm-"))
+        self._channel = StepChannel(context, room, num_workers)
+        self._pipes = []
+        try:
+            for rank in range(1, num_workers + 1):
+                ours, theirs = context.Pipe(duplex=False)
+                self._pipes.append(ours)
+                arguments = rank, os.getpid(), config, self.folder, self._channel, theirs
+                process = context.Process(target=work, args=arguments, name=f"nanovllm rank {rank}", daemon=True)
+                process.start()
+                self.processes.append(process)
+                theirs.close()
+        except BaseException:
+            self.exit()
+            raise
+        threading.Thread(target=self._watch, name="nanovllm watch", daemon=True).start()
+
+    def connect(self) -> TensorParallel:
+        """Rank 0's place among the ranks, once all are here."""
+        if self.processes:
+            self._await(lambda: min(self._progress) >= 1)
+            self._channel.memory.unlink()  # all have it: from here on nothing can leave it behind
+            met = []
+            meet = threading.Thread(target=lambda: met.append(connect(0, self.config, self.folder)), daemon=True)
+            meet.start()  # if one is lost now, this waits for minutes; we do not
+            self._await(lambda: not meet.is_alive())
+            if not met:
+                raise RuntimeError("the ranks could not connect")
+            self.tp = met[0]
+        return self.tp
+
+    def wait_until_started(self) -> None:
+        if self.processes:
+            self._await(lambda: min(self._progress) >= 2)
+
+    def _await(self, condition) -> None:
+        while not condition():
+            if self.failure:
+                raise RuntimeError(self.failure)
+            sleep(0.002)
+
+    def launch(self, runner: ModelRunner, batch: Batch, num_sampled: int) -> SampledTokens:
+        """Launch a step on all ranks, or on none: Ctrl-C waits until it is done."""
+        if not self.processes:
+            return runner.launch(batch, num_sampled)
+        with interrupts_held():
+            self._channel.send(batch.shape, batch.buffer, STEP_TIMEOUT)
+            return runner.launch(batch, num_sampled)
+
+    def cause(self, error: Exception) -> Exception:
+        """Why rank 0 had this error: it may be the first to notice that another is lost."""
+        give_up = monotonic() + 2.0
+        while self.processes and isinstance(error, RuntimeError) and not self.failure and monotonic() < give_up:
+            sleep(0.01)
+        return RuntimeError(self.failure) if self.failure and isinstance(error, RuntimeError) else error
+
+    def _watch(self) -> None:
+        pipes = {pipe: rank for rank, pipe in enumerate(self._pipes, 1)}
+        ends = {process.sentinel: rank for rank, process in enumerate(self.processes, 1)}
+        while not self._closing and not self.failure:
+            ready = connection.wait([*pipes, *ends], timeout=0.2)
+            ended = [ends[end] for end in ready if end in ends]
+            for pipe in [pipe for pipe in ready if pipe in pipes]:
+                self._hear(pipes[pipe], pipe, pipes)
+            # the first to be lost is the cause; the others may have noticed it before we do
+            killed = [rank for rank in ended if (self.processes[rank - 1].exitcode or 0) < 0]
+            if not self._closing and ended and (killed or not self.failure):
+                self._fail(self._end_of((killed or ended)[0]))
+            if min(self._progress) < 2 and monotonic() > self._deadline:
+                self._fail(f"the ranks did not start within {START_TIMEOUT:.0f} s")
+
+    def _hear(self, rank: int, pipe: connection.Connection, pipes: dict) -> None:
+        try:
+            error = pipe.recv_bytes().decode()
+        except (EOFError, OSError):
+            del pipes[pipe]  # its end will be seen as well
+            return
+        if error:
+            self._fail(f"rank {rank} failed:\n{error}")
+        else:
+            self._progress[rank - 1] += 1
+
+    def _end_of(self, rank: int) -> str:
+        process = self.processes[rank - 1]
+        process.join(1.0)
+        if (code := process.exitcode) is not None and code < 0:
+            return f"rank {rank} was killed ({signal.Signals(-code).name})"
+        hint = "" if self._progress[rank - 1] else f" before it began, for the reason that it printed. Perhaps {GUARD}"
+        return f"rank {rank} ended with exit code {code}{hint}"
+
+    def _fail(self, reason: str) -> None:
+        self.failure = self.failure or reason
+        for process in self.processes:
+            process.kill()
+        self.tp.abort()
+
+    def exit(self) -> None:
+        """End the processes, and leave nothing behind. May be called again."""
+        if not self.processes or self._closing:
+            return
+        self._closing = True
+        try:
+            if not self.failure:
+                self._channel.send(STOP, np.empty(0, np.int32), timeout=1.0)
+        except RuntimeError:
+            pass  # it will be killed
+        for process in self.processes:
+            process.join(0.0 if self.failure else 5.0)
+            process.kill()
+            process.join()
+        if min(self._progress) < 1:
+            self._channel.memory.unlink()
+        self._channel.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextmanager
+def interrupts_held():
+    """Ctrl-C within the block comes at its end. It always meets the main thread, so elsewhere there is nothing to hold."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held = []
+    handler = signal.signal(signal.SIGINT, lambda *arguments: held.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            signal.raise_signal(signal.SIGINT)
+
+
+def connect(rank: int, config: Config, folder: Path) -> TensorParallel:
+    num_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
+    room = num_tokens * config.model_config.hidden_size * config.dtype.itemsize
+    return TensorParallel.connect(rank, config.tensor_parallel_size, folder, device_of(config, rank), room)
+
+
+def work(
+    rank: int, caller: int, config: Config, folder: Path, channel: StepChannel, pipe: connection.Connection
+) -> None:
+    """A rank's whole life, in a process of its own. It says b"" when it is here and when it has started, else its error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's
+    end_with(caller, folder)
+    try:
+        torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))
+        pipe.send_bytes(b"")
+        runner = ModelRunner(config, Stopwatch(), connect(rank, config, folder))
+        pipe.send_bytes(b"")
+        serve(runner, channel, rank - 1)
+        code = 0
+    except BaseException:
+        pipe.send_bytes(traceback.format_exc().encode())
+        code = 1
+    os._exit(code)  # past all that would wait for the device
+
+
+def serve(runner: ModelRunner, channel: StepChannel, reader: int) -> None:
+    """Run the steps that come, until there are to be no more."""
+    in_flight: list[SampledTokens] = []
+    while True:
+        with channel.receive(reader) as (shape, words):
+            if shape == STOP:
+                return
+            if len(in_flight) == PLACES:  # the host buffer of the last step but one is the one that comes next
+                in_flight.pop(0).wait()
+            batch = Batch(shape, runner.host_buffer(shape.is_prefill))
+            batch.buffer[:] = words[: shape.size]
+        in_flight.append(runner.launch(batch))
+
+
+def end_with(caller: int, folder: Path) -> None:
+    """End this process, and remove the folder where the ranks met, when the caller is gone or SIGTERM comes."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # for the threads to come as well
+
+    def watch() -> None:
+        while os.getppid() == caller and signal.sigtimedwait({signal.SIGTERM}, 0.5) is None:
+            pass
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="nanovllm watch", daemon=True).start()

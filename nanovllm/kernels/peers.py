@@ -1,0 +1,116 @@
+"""Kernels that meet their likes on the other ranks, and read what those have written: see utils/peer_memory.py.
+
+All take a `meeting`: `addresses` [ranks] int64, where each rank's memory begins in this GPU's view; the offset of what is
+read and of the flags, in bytes from there; the most programs that there are flags for; `aborted` [1] int32, by which a
+kernel ends before its time and with worthless results when it is not zero; and this rank. Program p of a kernel meets
+program p of every other rank.
+"""
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
+
+KEYS_A_PROGRAM = 128
+
+
+@triton.jit
+def _part_of(addresses_ptr, other, offset, dtype: tl.constexpr):
+    return tl.multiple_of((tl.load(addresses_ptr + other) + offset).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def _meet(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE: tl.constexpr):
+    """What this GPU has written so far can be read by the others behind this point, and what they have by this one.
+
+    A flag for each pair of ranks: set by the one, and taken down by the other, before they can meet there again.
+    """
+    first = tl.program_id(0) * SIZE
+    for other in tl.static_range(SIZE):
+        if other != rank:
+            theirs = _part_of(addresses_ptr, other, flags_offset, tl.int32) + first + rank
+            tl.atomic_xchg(theirs, 1, sem="release", scope="sys")
+    mine = _part_of(addresses_ptr, rank, flags_offset, tl.int32) + first
+    for other in tl.static_range(SIZE):
+        if other != rank:
+            missing = tl.atomic_cas(mine + other, 1, 0, sem="acquire", scope="sys") == 0
+            while missing:
+                given_up = tl.load(aborted_ptr, volatile=True) != 0
+                missing = (tl.atomic_cas(mine + other, 1, 0, sem="acquire", scope="sys") == 0) & (not given_up)
+
+
+@triton.jit(do_not_specialize=["rank", "num_rows", "offset", "flags_offset"])
+def _sum_rms_norm_kernel(
+    addresses_ptr, offset, flags_offset, aborted_ptr, sum_ptr, weight_ptr, out_ptr, rank, num_rows, eps,
+    N: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    col = tl.arange(0, BLOCK)
+    weight = tl.load(weight_ptr + col, col < N, 0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    _meet(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE)
+    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        at = row.to(tl.int64) * N + col
+        x = tl.zeros([BLOCK], tl.float32)
+        for other in tl.static_range(SIZE):
+            theirs = _part_of(addresses_ptr, other, offset, dtype)
+            for part in tl.static_range(PARTS):
+                # past the cache next to the processor: it knows nothing of what others write
+                x += tl.load(theirs + part * num_rows * N + at, col < N, 0.0, cache_modifier=".cg").to(tl.float32)
+        if HAS_RESIDUAL:
+            x += tl.load(sum_ptr + at, col < N, 0.0).to(tl.float32)
+        total = x.to(dtype)
+        tl.store(sum_ptr + at, total, col < N)
+        x = total.to(tl.float32)
+        tl.store(out_ptr + at, x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight, col < N)
+
+
+def sum_rms_norm(
+    mine: torch.Tensor, meeting: tuple, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The sum of all ranks' parts, of which `mine` [parts, T, N] are this one's (+ residual): its norm, and the sum, [T, N].
+
+    `residual` [T, N] becomes the sum.
+    """
+    addresses, offset, flags_offset, most_programs, aborted, rank = meeting
+    parts, num_rows, n = mine.shape
+    total = torch.empty_like(mine[0]) if residual is None else residual
+    out = torch.empty_like(total)
+    block = triton.next_power_of_2(n)
+    launch(_sum_rms_norm_kernel, (max(1, min(num_rows, most_programs)),), mine.device)(
+        addresses, offset, flags_offset, aborted, total, weight, out, rank, num_rows, eps,
+        N=n, BLOCK=block, PARTS=parts, SIZE=len(addresses), HAS_RESIDUAL=residual is not None,
+        num_warps=4 if block <= 2048 else 8,
+    )  # fmt: skip
+    return out, total
+
+
+@triton.jit(do_not_specialize=["rank", "num_keys", "offset", "flags_offset"])
+def _max_kernel(
+    keys_ptr, addresses_ptr, offset, flags_offset, aborted_ptr, out_ptr, rank, num_keys,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    best = tl.load(keys_ptr + at, at < num_keys, 0)
+    tl.store(_part_of(addresses_ptr, rank, offset, tl.int64) + at, best, at < num_keys)
+    tl.debug_barrier()  # one thread tells the others that all have written
+    _meet(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE)
+    for other in tl.static_range(SIZE):
+        theirs = _part_of(addresses_ptr, other, offset, tl.int64) + at
+        best = tl.maximum(best, tl.load(theirs, at < num_keys, 0, cache_modifier=".cg"))
+    tl.store(out_ptr + at, best, at < num_keys)
+
+
+def max_of_ranks(keys: torch.Tensor, meeting: tuple) -> torch.Tensor:
+    """The largest of all ranks' keys [S] int64, each for itself; S may be 0, and the ranks meet all the same."""
+    addresses, offset, flags_offset, _, aborted, rank = meeting
+    out = torch.empty_like(keys)
+    _max_kernel[(max(1, triton.cdiv(len(keys), KEYS_A_PROGRAM)),)](
+        keys, addresses, offset, flags_offset, aborted, out, rank, len(keys),
+        SIZE=len(addresses), BLOCK=KEYS_A_PROGRAM,
+    )  # fmt: skip
+    return out
