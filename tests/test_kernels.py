@@ -9,7 +9,7 @@ import triton.language as tl  # noqa: E402
 from nanovllm.kernels import ops  # noqa: E402
 from nanovllm.kernels.decode_attention import CHUNK, MAX_SPLITS, TILE, most_splits  # noqa: E402
 from nanovllm.kernels.dependent_launch import has_tma  # noqa: E402
-from nanovllm.kernels.few_row_linear import MOST_ROWS, MOST_WEIGHTS, TILE_K  # noqa: E402
+from nanovllm.kernels.few_row_linear import FEW_ROWS, FEW_WEIGHTS, MOST_ROWS, TILE_K, TILE_N  # noqa: E402
 from nanovllm.kernels.sampling import _gumbel  # noqa: E402
 from nanovllm.layers.rotary_embedding import RotaryEmbedding  # noqa: E402
 from nanovllm.layers.sampler import ROUNDS, gumbel_noise, philox  # noqa: E402
@@ -300,7 +300,7 @@ def test_one_row_linear_with_gates_far_from_zero(dtype):
     [
         *((m, *nk, parts) for m in (1, 3, 16, 17, 33, 64, 65, 130) for nk in ((8, 8), (40, 136)) for parts in (1, 4)),
         *((1, 8, 1000, 4), (33, 136, 1000, 1), (17, 136, 520, 4), (130, 1000, 136, 1)),
-        *((65, 1000, 136, 4), (130, 1000, 136, 4)),  # in tiles of 64 and 128 outputs
+        *((65, 1000, 136, 4), (130, 1000, 136, 4)),
     ],
 )
 def test_few_row_linear(m, n, k, parts, dtype):
@@ -317,15 +317,19 @@ def test_few_row_linear(m, n, k, parts, dtype):
 def test_what_suits_few_row_linear(monkeypatch):
     """The device is believed to be a Hopper GPU, but for the first line."""
 
-    def suits(rows, n=64, k=64, dtype=torch.float16, device="meta"):
-        return ops.suits_few_row_linear(*(torch.empty(m, k, dtype=dtype, device=device) for m in (rows, n)))
+    def parts(rows, n=64, k=64, dtype=torch.float16, device="meta", most=4):
+        return ops.few_row_parts(*(torch.empty(m, k, dtype=dtype, device=device) for m in (rows, n)), most)
 
-    assert not any(suits(rows, dtype=dtype, device="cpu") for rows in (0, 1, 64) for dtype in DTYPES)
+    assert not any(parts(rows, dtype=dtype, device="cpu") for rows in (0, 1, 64) for dtype in DTYPES)
     monkeypatch.setattr("nanovllm.kernels.few_row_linear.has_tma", lambda device: True)
-    assert suits(1) and suits(MOST_ROWS) and suits(2, MOST_WEIGHTS // 64) and suits(2, 7, 8, torch.bfloat16)
-    assert not suits(0) and not suits(MOST_ROWS + 1) and not suits(2, MOST_WEIGHTS // 64 + 1)
-    assert not suits(2, k=60)  # rows that TMA cannot step over
-    assert not any(suits(rows, dtype=torch.float32) for rows in (0, 1, 64))
+    monkeypatch.setattr("nanovllm.kernels.few_row_linear.num_processors", lambda device: 132)
+    assert parts(1) and parts(MOST_ROWS) and parts(MOST_ROWS, FEW_WEIGHTS // 64) and parts(2, 7, 8, torch.bfloat16)
+    assert not parts(0) and not parts(MOST_ROWS + 1) and not parts(MOST_ROWS, FEW_WEIGHTS // 64 + 1)
+    # all programs at once: the outputs of Qwen3-4B, 8B and 14B, and one tile too many
+    assert [parts(FEW_ROWS, n, 4096) for n in (2560, 4096, 5120, 132 * TILE_N, 133 * TILE_N)] == [3, 2, 1, 1, 0]
+    assert parts(FEW_ROWS, 4096, 4096, most=1) == 1 and not parts(FEW_ROWS + 1, 4096, 4096)
+    assert not parts(2, k=60)  # rows that TMA cannot step over
+    assert not any(parts(rows, dtype=torch.float32) for rows in (0, 1, 64))
 
 
 @each_dtype

@@ -272,7 +272,9 @@ class ModelRunner:
         self._set_cache(self._cache_of(0))
         self.model = self.last_token_ids = self._device_buffer = None
         self.attention_layers = []
-        self.tp = self.sampler = None
+        if self.tp.peers is not None:
+            self.tp.peers.close()
+        self.tp = TensorParallel()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

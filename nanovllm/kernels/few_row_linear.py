@@ -1,20 +1,22 @@
-"""y = x W^T for up to some hundred rows and a weight so small that launching and starting up is most of the product."""
+"""y = x W^T for up to some hundred rows, where W has so few tiles that all can be worked on at once."""
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_tma, launch
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_tma, launch, num_processors
 
-MOST_ROWS = 256
-MOST_WEIGHTS = 5 * 2**20  # with more of them the library's kernel is faster
+FEW_ROWS = 64
+MOST_ROWS = 256  # of a product with few weights
+FEW_WEIGHTS = 5 * 2**20
+TILE_N = 64
 TILE_K = 128
 
 
 @triton.jit(do_not_specialize=["M"])
 def _few_row_linear_kernel(
-    x_tiles, w_tiles, out_ptr, M, N, K: tl.constexpr, PER_PART: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    x_tiles, w_tiles, out_ptr, M, N, K: tl.constexpr, PER_PART: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -22,19 +24,27 @@ def _few_row_linear_kernel(
     first_m = tl.program_id(0) * TILE_M
     first_n = tl.program_id(1) * TILE_N
     part = tl.program_id(2)
-    acc = tl.zeros([TILE_M, TILE_N], tl.float32)
-    for begin in tl.range(part * PER_PART, tl.minimum(part * PER_PART + PER_PART, K), TILE_K, num_stages=4):
-        x = x_tiles.load([first_m, begin])
-        acc = tl.dot(x, w_tiles.load([first_n, begin]).T, acc, input_precision=PRECISION)
+    acc = tl.zeros([TILE_N, TILE_M], tl.float32)  # transposed: the tensor cores take 64 rows at a time, of which W has many
+    for begin in tl.range(part * PER_PART, tl.minimum(part * PER_PART + PER_PART, K), TILE_K, num_stages=STAGES):
+        w = w_tiles.load([first_n, begin])
+        acc = tl.dot(w, x_tiles.load([first_m, begin]).T, acc, input_precision=PRECISION)
     m = first_m + tl.arange(0, TILE_M)[:, None]
     n = first_n + tl.arange(0, TILE_N)[None, :]
-    tl.store(out_ptr + (part * M + m) * N + n, acc.to(out_ptr.dtype.element_ty), (m < M) & (n < N))
+    tl.store(out_ptr + (part * M + m) * N + n, acc.T.to(out_ptr.dtype.element_ty), (m < M) & (n < N))
 
 
-def suits_few_row_linear(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `few_row_linear` is faster than the library for this product."""
-    few = 0 < x.shape[0] <= MOST_ROWS and weight.numel() <= MOST_WEIGHTS and weight.shape[1] % 8 == 0
-    return few and x.dtype != torch.float32 and has_tma(x.device)
+def _tile_m(m: int) -> int:
+    return 128 if m > 128 else max(16, min(64, triton.next_power_of_2(m)))
+
+
+def few_row_parts(x: torch.Tensor, weight: torch.Tensor, most: int) -> int:
+    """In how many parts, of `most`, `few_row_linear` had best cut this product; 0 where the library is faster."""
+    (m, k), n = x.shape, weight.shape[0]
+    if not has_tma(x.device) or x.dtype == torch.float32 or not 0 < m <= MOST_ROWS or k % 8:
+        return 0
+    room = num_processors(x.device) // (triton.cdiv(n, TILE_N) * triton.cdiv(m, _tile_m(m)))
+    suits = weight.numel() <= FEW_WEIGHTS or (m <= FEW_ROWS and room)
+    return max(1, min(most, room)) if suits else 0
 
 
 def few_row_linear(
@@ -46,15 +56,13 @@ def few_row_linear(
     """
     (m, k), n = x.shape, weight.shape[0]
     out = torch.empty((parts, m, n), dtype=x.dtype, device=x.device) if out is None else out
-    tile_m = max(16, min(64, triton.next_power_of_2(m)))
-    # the widest tile that still gives most multiprocessors a program
-    programs = triton.cdiv(m, tile_m) * parts
-    tile_n = next((tile for tile in (128, 64) if programs * triton.cdiv(n, tile) >= 96), 32)
+    tile_m = _tile_m(m)
     per_part = triton.cdiv(triton.cdiv(k, parts), TILE_K) * TILE_K
-    grid = triton.cdiv(m, tile_m), triton.cdiv(n, tile_n), parts
+    grid = triton.cdiv(m, tile_m), triton.cdiv(n, TILE_N), parts
+    # the fewest rows leave half of the memory as cache, as the kernels around them do: see dependent_launch.py
     launch(_few_row_linear_kernel, grid, x.device, shared=50 if tile_m == 16 else 100)(
-        TensorDescriptor.from_tensor(x, [tile_m, TILE_K]), TensorDescriptor.from_tensor(weight, [tile_n, TILE_K]),
-        out, m, n, K=k, PER_PART=per_part, TILE_M=tile_m, TILE_N=tile_n, TILE_K=TILE_K, num_warps=4,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        TensorDescriptor.from_tensor(x, [tile_m, TILE_K]), TensorDescriptor.from_tensor(weight, [TILE_N, TILE_K]),
+        out, m, n, K=k, PER_PART=per_part, TILE_M=tile_m, TILE_N=TILE_N, TILE_K=TILE_K,
+        STAGES=6 if tile_m in (32, 64) else 4, num_warps=4, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
     )  # fmt: skip
     return out

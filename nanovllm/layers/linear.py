@@ -13,19 +13,26 @@ def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, parts: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """x [T, inputs] times weight [outputs, inputs] transposed, plus the bias; `out` takes it.
+    """x [T, inputs] times weight [outputs, inputs] transposed, plus the bias -> [T, outputs].
 
-    The result may be [parts, T, outputs], to be summed, for a caller that allows it by more than one part.
+    With more than one of the `parts` that `parts_of` allows it is [parts, T, outputs], to be summed. `out` [parts, T,
+    outputs] takes the result.
     """
     if bias is None and (ops := triton_ops(x)) is not None:
         if len(x) == 1:
-            return ops.one_row_linear(x, weight, out=out)[0]
-        if ops.suits_few_row_linear(x, weight):
+            return ops.one_row_linear(x, weight, out=None if out is None else out[0])[0]
+        if ops.few_row_parts(x, weight, parts):
             y = ops.few_row_linear(x, weight, parts, out)
             return y if parts > 1 else y[0]
     if out is None:
         return F.linear(x, weight, bias)
-    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+    return torch.mm(x, weight.t(), out=out[0]) if bias is None else torch.addmm(bias, x, weight.t(), out=out[0])
+
+
+def parts_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, most: int) -> int:
+    """In how many parts, of `most`, their product is computed best."""
+    ops = triton_ops(x) if bias is None and len(x) > 1 else None
+    return max(1, ops.few_row_parts(x, weight, most)) if ops is not None else 1
 
 
 class MergedColumnParallelLinear(nn.Module):
@@ -78,8 +85,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 class RowParallelLinear(nn.Module):
     """y = x W^T + b with x and W cut along the inputs: each rank has its part of x, and the sum of all is y.
 
-    On a single rank a product of few rows may be cut so too, if `few_row_linear` suits it: y is then [4, T, outputs], and
-    the norm that reads it adds up the parts. Where the ranks read each other's memory y is a PeerSum, which that norm adds up.
+    A product of few rows may be cut so on a single rank too: y is then [parts, T, outputs], and the norm that reads it adds
+    up the parts. Where the ranks read each other's memory y is a PeerSum, which that norm adds up.
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel):
@@ -98,8 +105,9 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor | PeerSum:
         bias = self.bias if self.tp.rank == 0 else None  # the sum over ranks must have it once
         if self.tp.peers is not None:
-            y = self.tp.peers.place(1, len(x), len(self.weight), x.dtype)
-            linear(x, self.weight, bias, out=y.mine[0])
+            parts = parts_of(x, self.weight, self.bias, most=2 if len(x) <= 32 else 1)  # the others have them to read
+            y = self.tp.peers.place(parts, len(x), len(self.weight), x.dtype)
+            linear(x, self.weight, bias, parts, y.mine)
             return y
-        parts = 4 if self.tp.size == 1 else 1
+        parts = parts_of(x, self.weight, bias, most=4 if self.tp.size == 1 else 1)
         return self.tp.all_reduce(linear(x, self.weight, bias, parts))

@@ -36,7 +36,7 @@ class TensorParallel:
         if device.type == "cpu":
             group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
         elif PeerMemory.is_possible(device, rank, size):
-            peers = PeerMemory(rank, size, dist.PrefixStore("peers", store), folder.name, device, room)
+            peers = PeerMemory(rank, size, dist.PrefixStore("peers", store), device, room)
         else:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout

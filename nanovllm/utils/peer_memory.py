@@ -1,5 +1,5 @@
 """Memory of every rank's GPU that the kernels of all the others read and write, over NVLink or PCIe."""
-import os
+import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -18,32 +18,31 @@ class PeerMemory:
     place again it has met the others since, and they came there after they had read it. Every forward ends with keys,
     which have a place of their own, and so every forward begins with the first place.
 
-    PyTorch's symmetric memory maps it, without NVLink multicast.
+    It is shared by CUDA's handles for other processes, and needs no NVLink multicast.
     """
 
-    def __init__(self, rank: int, size: int, store: Store, name: str, device: torch.device, room: int):
-        """`room` is the bytes of the largest sum, and `name` one that this process has not used before."""
-        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        from torch._C._distributed_c10d import _SymmetricMemory
-
+    def __init__(self, rank: int, size: int, store: Store, device: torch.device, room: int):
+        """`room` is the bytes of the largest sum. Returns when all ranks have come."""
         self.rank, self.size, self.device = rank, size, device
         self.keys_offset = (KEYS + 1) * MOST_PROGRAMS * size * 4
         self.places_offset = self.keys_offset + MOST_KEYS * 8
         self.room = -(-room // 16) * 16
-        num_bytes = self.places_offset + 2 * self.room
-        _SymmetricMemory.set_group_info(name, rank, size, store)
-        self.memory = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device, name)
-        self._handle = _SymmetricMemory.rendezvous(self.memory, name)
-        addresses = [self._handle.get_buffer(peer, (num_bytes,), torch.uint8).data_ptr() for peer in range(size)]
-        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
-        self.memory[: self.places_offset].zero_()
-        self.aborted = torch.zeros(1, dtype=torch.int32, device=device)
-        self._one = torch.ones(1, dtype=torch.int32, pin_memory=True)
-        self._stream = torch.cuda.Stream(device)
         self._turn = 0
-        torch.cuda.synchronize(device)
-        self._handle.barrier()  # nobody meets before all flags are down
-        torch.cuda.synchronize(device)
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # and so there is a context for what follows
+            self._pointers = [0] * size
+            self._pointers[rank] = _allocate(self.places_offset + 2 * self.room)
+            self.memory = torch.as_tensor(_Bytes(self._pointers[rank], self.places_offset + 2 * self.room), device=device)
+            self.memory[: self.places_offset].zero_()
+            torch.cuda.synchronize()  # nobody meets before the flags are down
+            store.set(str(rank), _handle_of(self._pointers[rank]))
+            for other in range(size):
+                if other != rank:
+                    self._pointers[other] = _open(store.get(str(other)))
+            self.addresses = torch.tensor(self._pointers, dtype=torch.int64, device=device)
+            self.aborted = torch.zeros(1, dtype=torch.int32, device=device)
+            self._one = torch.ones(1, dtype=torch.int32, pin_memory=True)
+            self._stream = torch.cuda.Stream()
 
     @staticmethod
     def is_possible(device: torch.device, rank: int, size: int) -> bool:
@@ -73,6 +72,48 @@ class PeerMemory:
         """Release the kernels that wait for a rank; from another thread, and past whatever the device is busy with."""
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             self.aborted.copy_(self._one, non_blocking=True)
+
+
+    def close(self) -> None:
+        """Free it; nothing that reads it may be queued any more."""
+        with torch.cuda.device(self.device):
+            for rank, pointer in enumerate(self._pointers):
+                name = "cuMemFree_v2" if rank == self.rank else "cuIpcCloseMemHandle"
+                _cuda(name, ctypes.c_uint64(pointer))
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_byte * 64)]
+
+
+class _Bytes:
+    """Device memory as what torch.as_tensor takes without a copy."""
+
+    def __init__(self, pointer: int, num_bytes: int):
+        self.__cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
+
+
+def _cuda(name: str, *arguments) -> None:
+    if error := getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments):
+        raise RuntimeError(f"{name}: CUDA error {error}")
+
+
+def _allocate(num_bytes: int) -> int:
+    pointer = ctypes.c_uint64()
+    _cuda("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
+    return pointer.value
+
+
+def _handle_of(pointer: int) -> bytes:
+    handle = _Handle()
+    _cuda("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(pointer))
+    return bytes(handle)
+
+
+def _open(handle: bytes) -> int:
+    pointer, enable_peer_access = ctypes.c_uint64(), 1
+    _cuda("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _Handle.from_buffer_copy(handle), enable_peer_access)
+    return pointer.value
 
 
 @dataclass(frozen=True, slots=True)
