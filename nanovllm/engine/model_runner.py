@@ -266,7 +266,7 @@ class ModelRunner:
 
     def exit(self) -> None:
         """Free the device's memory; not that of a device which waits in vain for another rank."""
-        if self.tp.lost.is_set() and not self._is_idle_soon():
+        if self.tp.lost and not self._is_idle_soon():
             return
         self.graphs = None
         self._set_cache(self._cache_of(0))

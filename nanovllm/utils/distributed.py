@@ -1,6 +1,5 @@
 """The ranks that share a model: this rank's place among them, and what they do together."""
-import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from nanovllm.utils.peer_memory import PeerMemory
 STEP_TIMEOUT = 300.0  # seconds that a rank waits for the others within a step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TensorParallel:
     """This rank's place among the ranks.
 
@@ -25,7 +24,7 @@ class TensorParallel:
     size: int = 1
     group: dist.ProcessGroup | None = None
     peers: PeerMemory | None = None
-    lost: threading.Event = field(default_factory=threading.Event)  # a rank is gone, and with it all that we compute
+    lost: bool = False  # another rank is gone, and what we compute is worthless
 
     @classmethod
     def connect(cls, rank: int, size: int, folder: Path, device: torch.device, room: int) -> "TensorParallel":
@@ -72,12 +71,12 @@ class TensorParallel:
 
     def check(self) -> None:
         """RuntimeError if a rank was lost."""
-        if self.lost.is_set():
+        if self.lost:
             raise RuntimeError("another rank was lost")
 
     def abort(self) -> None:
-        """A rank was lost: the device is to stop waiting for it. What it computes from then on is worthless."""
-        self.lost.set()
+        """Another rank is lost: the device is to stop waiting for it."""
+        self.lost = True
         if self.peers is not None:
             self.peers.abort()
         elif self.group is not None:
