@@ -210,7 +210,7 @@ class LLMEngine:
 
     def _close_after(self, error: BaseException) -> BaseException:
         """Close the engine; what is to be raised for `error`."""
-        cause = self.workers.cause(error)
+        cause = self.workers.give_up(error)
         self.workers.exit()
         if self.model_runner is not None:
             self.model_runner.exit()

@@ -8,7 +8,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -148,12 +148,17 @@ class Workers:
             self._channel.send(batch.shape, batch.buffer, STEP_TIMEOUT)
             return runner.launch(batch, num_sampled)
 
-    def cause(self, error: Exception) -> Exception:
-        """Why rank 0 had this error: it may be the first to notice that another is lost."""
-        give_up = monotonic() + 2.0
-        while self.processes and isinstance(error, RuntimeError) and not self.failure and monotonic() < give_up:
+    def give_up(self, error: BaseException) -> BaseException:
+        """Kill all after an error of rank 0; what to raise for it, as it may be the first to notice that another is lost."""
+        if not self.processes or not isinstance(error, RuntimeError):
+            self._fail(f"rank 0 failed: {error!r}")
+            return error
+        patience = monotonic() + 2.0
+        while not self.failure and monotonic() < patience:
             sleep(0.01)
-        return RuntimeError(self.failure) if self.failure and isinstance(error, RuntimeError) else error
+        cause = RuntimeError(self.failure) if self.failure else error
+        self._fail(f"rank 0 failed: {error!r}")
+        return cause
 
     def _watch(self) -> None:
         pipes = {pipe: rank for rank, pipe in enumerate(self._pipes, 1)}
@@ -200,11 +205,9 @@ class Workers:
         if not self.processes or self._closing:
             return
         self._closing = True
-        try:
-            if not self.failure:
+        if not self.failure:
+            with suppress(RuntimeError):  # who does not read is killed
                 self._channel.send(STOP, np.empty(0, np.int32), timeout=1.0)
-        except RuntimeError:
-            pass  # it will be killed
         for process in self.processes:
             process.join(0.0 if self.failure else 5.0)
             process.kill()
@@ -249,11 +252,11 @@ def work(
         runner = ModelRunner(config, Stopwatch(), connect(rank, config, folder))
         pipe.send_bytes(b"")
         serve(runner, channel, rank - 1)
-        code = 0
     except BaseException:
-        pipe.send_bytes(traceback.format_exc().encode())
-        code = 1
-    os._exit(code)  # past all that would wait for the device
+        with suppress(OSError):
+            pipe.send_bytes(traceback.format_exc().encode())
+        threading.Event().wait()  # the caller kills us; if it is gone, which may be our error, so are we soon
+    os._exit(0)  # past all that would wait for the device
 
 
 def serve(runner: ModelRunner, channel: StepChannel, reader: int) -> None:

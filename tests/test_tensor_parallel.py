@@ -1,0 +1,352 @@
+"""Several ranks on the CPU: the answers of one, and what happens when one of them, or their caller, comes to grief."""
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import TINY
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine import worker
+from nanovllm.engine.batch import BatchShape, largest_batch
+from nanovllm.engine.worker import StepChannel
+from nanovllm.utils import distributed
+
+PROMPTS = ["HAMLET.\nTo be, or not to be", "What is 17 + 25?", "KING RICHARD.\n", "Sort: 7, 3, 9", "HAMLET.\nTo be, or not"]
+PARAMS = [SamplingParams(temperature=t, max_tokens=40, seed=7, ignore_eos=True) for t in (0.0, 1.0, 0.6, 0.0, 2.0)]
+SMALL = dict(kvcache_block_size=16, num_kvcache_blocks=12, max_num_batched_tokens=8, max_num_seqs=4)
+LONG = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
+SOON = 10.0  # seconds
+
+
+@pytest.fixture(autouse=True)
+def folder_of_the_test(tmp_path, monkeypatch):
+    """Where the ranks meet, and nothing else: it is empty again when all is over."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield
+    assert not list(tmp_path.glob("nanovllm-*"))
+    assert not multiprocessing.active_children()
+
+
+def answers(llm: LLM, params=PARAMS) -> list[list[int]]:
+    return [answer["token_ids"] for answer in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    with LLM("tiny-qwen3", dtype="float32", device="cpu") as llm:
+        return answers(llm)
+
+
+@pytest.mark.parametrize("size, async_scheduling", [(2, False), (2, True), (4, True)])
+def test_the_answers_of_one_rank(make_llm, expected, size, async_scheduling):
+    """Greedy and seeded sampling, with preemption, chunks and prefix hits."""
+    llm = make_llm(tensor_parallel_size=size, async_scheduling=async_scheduling, **SMALL)
+    assert answers(llm) == expected
+    assert llm.scheduler.num_preemptions > 0
+    prompt = list(range(40))
+    first, again = (llm.generate(prompt, PARAMS[1], use_tqdm=False)[0] for _ in range(2))
+    assert (first["num_cached_tokens"], again["num_cached_tokens"]) == (0, 32)
+    assert first["token_ids"] == again["token_ids"]
+
+
+def test_fewer_key_value_heads_than_ranks(make_llm, tmp_path_factory):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("two-kv-heads")
+    shape = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=32)
+    torch.manual_seed(0)
+    config = Qwen3Config(vocab_size=2044, num_key_value_heads=2, max_position_embeddings=512, **shape)
+    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes(Path(TINY, name).read_bytes())
+    prompts = [[i, 2 * i + 1, 7] for i in range(8)]
+    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=20) for i in range(8)]
+    runs = []
+    for size in (1, 2, 4):  # a vocabulary of 511 a rank: the noise is made for four ids at once
+        llm = make_llm(str(folder), tensor_parallel_size=size)
+        assert llm.model_runner.attention_layers[0].num_kv_heads == max(1, 2 // size)
+        runs.append([answer["token_ids"] for answer in llm.generate(prompts, params, use_tqdm=False)])
+        llm.exit()
+    assert runs[1] == runs[0] and runs[2] == runs[0]
+
+
+@pytest.mark.parametrize("size, what", [(3, "must be one of 1, 2, 4, 8"), (0, "must be at least 1"), (16, "must be one of")])
+def test_sizes_that_there_are_not(size, what):
+    with pytest.raises(ValueError, match=rf"tensor_parallel_size={size}: {what}"):
+        LLM("tiny-qwen3", device="cpu", tensor_parallel_size=size)
+
+
+# -- the channel -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def channel():
+    channel = StepChannel(multiprocessing.get_context("spawn"), room=largest_batch(4, 32, 3), num_readers=2)
+    yield channel
+    channel.memory.unlink()
+    channel.close()
+
+
+def test_every_reader_gets_every_step_before_it_is_overwritten(channel):
+    shapes = [BatchShape(True, 32, 4, 4, 3, 32), BatchShape(False, 4, 4, 4, 3, 1)] * 20
+    steps = [np.arange(i, i + shape.size, dtype=np.int32) for i, shape in enumerate(shapes)]
+    assert max(len(step) for step in steps) == largest_batch(4, 32, 3)
+    heard = [[], []]
+
+    def read(reader: int) -> None:
+        mine = StepChannel.__new__(StepChannel)  # a reader has its own turn, as another process does
+        mine.__dict__ |= channel.__dict__ | {"_turn": 0}
+        for _ in steps:
+            with mine.receive(reader) as (shape, words):
+                time.sleep(0.002 * reader)
+                heard[reader].append((shape, words[: shape.size].copy()))
+            del words
+
+    readers = [threading.Thread(target=read, args=(reader,)) for reader in range(2)]
+    for reader in readers:
+        reader.start()
+    for shape, step in zip(shapes, steps):
+        channel.send(shape, step, timeout=5.0)
+    for reader in readers:
+        reader.join()
+    for got in heard:
+        assert [shape for shape, _ in got] == shapes
+        assert all(np.array_equal(words, step) for (_, words), step in zip(got, steps))
+
+
+def test_a_reader_that_does_not_read(channel):
+    """The places fill up, and then it is an error; nobody waits for ever."""
+    step = np.zeros(4, np.int32)
+    for _ in range(worker.PLACES):
+        channel.send(worker.STOP, step, timeout=0.1)
+    with pytest.raises(RuntimeError, match="rank 1 has taken no step"):
+        channel.send(worker.STOP, step, timeout=0.1)
+
+
+def test_shared_memory_is_the_users_own(channel):
+    assert os.stat(f"/dev/shm/{channel.memory.name}").st_mode & 0o777 == 0o600
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def pid_of(rank: int) -> int:
+    return next(child.pid for child in multiprocessing.active_children() if child.name.endswith(f"rank {rank}"))
+
+
+def later(seconds: float, function, *arguments) -> threading.Timer:
+    timer = threading.Timer(seconds, function, arguments)
+    timer.start()
+    return timer
+
+
+def assert_closed(llm: LLM, begin: float) -> None:
+    assert time.monotonic() - begin < SOON
+    assert not multiprocessing.active_children()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate("x")
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_rank_is_killed_in_a_step(make_llm, async_scheduling):
+    llm = make_llm(tensor_parallel_size=4, async_scheduling=async_scheduling, max_model_len=2048)
+    timer = later(0.5, os.kill, pid_of(2), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"rank 2 was killed \(SIGKILL\)"):
+        llm.generate(PROMPTS, LONG, use_tqdm=False)
+    assert_closed(llm, time.monotonic() - (0 if timer.finished.is_set() else SOON))
+
+
+def test_a_rank_is_killed_between_steps(make_llm):
+    llm = make_llm(tensor_parallel_size=2)
+    os.kill(pid_of(1), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"rank 1 was killed \(SIGKILL\)"):
+        llm.generate(PROMPTS, LONG, use_tqdm=False)
+    assert_closed(llm, begin)
+
+
+def test_a_rank_has_an_error_in_a_step(make_llm, monkeypatch):
+    """What it is sent makes it fail where rank 0 does not: the error and where it was come to the caller."""
+    llm = make_llm(tensor_parallel_size=2)
+    send = StepChannel.send
+
+    def garble(channel, shape, words, timeout):
+        send(channel, shape, np.full_like(words, 10**6), timeout)
+
+    monkeypatch.setattr(StepChannel, "send", garble)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed:.*Traceback.*in forward.*Error"):
+        llm.generate(PROMPTS, LONG, use_tqdm=False)
+    assert_closed(llm, begin)
+
+
+def test_a_rank_hangs_in_a_step(make_llm, monkeypatch):
+    monkeypatch.setattr(distributed, "STEP_TIMEOUT", 1.0)
+    llm = make_llm(tensor_parallel_size=2, max_model_len=2048)
+    later(0.3, os.kill, pid_of(1), signal.SIGSTOP)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="[Tt]imed out|no step"):
+        llm.generate(PROMPTS, LONG, use_tqdm=False)
+    assert_closed(llm, begin)
+
+
+def start_and(monkeypatch, action) -> None:
+    """Start an engine of two ranks, of which `action` is done to one as soon as there is a process."""
+    watch = worker.Workers._watch
+
+    def do_and_watch(workers):
+        action(workers.processes[0].pid)
+        watch(workers)
+
+    monkeypatch.setattr(worker.Workers, "_watch", do_and_watch)
+    LLM("tiny-qwen3", device="cpu", tensor_parallel_size=2)
+
+
+def test_a_start_that_never_ends(monkeypatch):
+    monkeypatch.setattr(worker, "START_TIMEOUT", 1.0)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="did not start within 1 s"):
+        start_and(monkeypatch, lambda pid: os.kill(pid, signal.SIGSTOP))
+    assert time.monotonic() - begin < SOON
+
+
+def test_a_rank_is_killed_before_it_began(monkeypatch):
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"rank 1 was killed \(SIGKILL\)"):
+        start_and(monkeypatch, lambda pid: os.kill(pid, signal.SIGKILL))
+    assert time.monotonic() - begin < SOON
+
+
+def test_an_error_of_all_ranks_is_rank_0s(tmp_path):
+    """A checkpoint without weights is what it would be on one rank."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes(Path(TINY, name).read_bytes())
+    with pytest.raises(FileNotFoundError, match="holds no"):
+        LLM(str(tmp_path), device="cpu", tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_ctrl_c(make_llm, expected, async_scheduling):
+    """It comes at once, and the engine goes on to work."""
+    llm = make_llm(tensor_parallel_size=2, async_scheduling=async_scheduling, max_model_len=2048)
+    for pause in (0.2, 0.25, 0.31):
+        timer = later(pause, os.kill, os.getpid(), signal.SIGINT)
+        begin = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, LONG, use_tqdm=False)
+        timer.join()
+        assert time.monotonic() - begin < 2.0
+        assert llm.is_finished()
+    assert answers(llm) == expected
+
+
+def test_ctrl_c_waits_for_the_end_of_a_step():
+    reached = False
+    with pytest.raises(KeyboardInterrupt):
+        with worker.interrupts_held():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+            reached = True
+    assert reached and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_leftover_of_another_run(make_llm, expected):
+    leftover = SharedMemory("nanovllm-0123456789abcdef", create=True, size=64)
+    try:
+        leftover.buf[:4] = b"mine"
+        assert answers(make_llm(tensor_parallel_size=2)) == expected
+        assert bytes(leftover.buf[:4]) == b"mine"
+    finally:
+        leftover.close()
+        leftover.unlink()
+
+
+def test_nothing_has_a_name_once_all_have_it(make_llm):
+    llm = make_llm(tensor_parallel_size=2)
+    assert not os.path.exists(f"/dev/shm/{llm.workers._channel.memory.name}")
+
+
+# -- callers -----------------------------------------------------------------------------------------------------------
+
+CALLER = """
+import multiprocessing, sys
+from nanovllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    llm = LLM("tiny-qwen3", device="cpu", dtype="float32", tensor_parallel_size=2, max_model_len=2048)
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    what = sys.argv[1]
+    if what == "answer":
+        for _ in range(3):
+            print(llm.generate("What is 17 + 25?", SamplingParams(temperature=0, max_tokens=8))[0]["token_ids"])
+    elif what == "error":
+        raise SystemError("of the caller")
+    elif what == "run":
+        while True:
+            llm.generate(["HAMLET", "KING"], SamplingParams(max_tokens=1500, ignore_eos=True))
+"""
+
+
+def call(folder: Path, what: str, script: str = CALLER) -> subprocess.Popen:
+    (folder / "caller.py").write_text(script)
+    environment = os.environ | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(folder / "caller.py"), what]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("end", ["none", "error", signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=str)
+def test_nobody_survives_the_caller(tmp_path, end):
+    """Nor does a file; the caller does not close its engine."""
+    caller = call(tmp_path, end if isinstance(end, str) else "run")
+    ranks = [int(pid) for pid in caller.stdout.readline().split()]
+    assert len(ranks) == 1
+    if not isinstance(end, str):
+        time.sleep(0.5)
+        caller.send_signal(end)
+    caller.communicate(timeout=SOON)
+    assert caller.returncode == {"none": 0, "error": 1, signal.SIGINT: -2}.get(end, -end if not isinstance(end, str) else 0)
+    give_up = time.monotonic() + SOON
+    while (any(map(is_alive, ranks)) or list(tmp_path.glob("nanovllm-*"))) and time.monotonic() < give_up:
+        time.sleep(0.05)
+    assert not any(map(is_alive, ranks)) and not list(tmp_path.glob("nanovllm-*"))
+
+
+def test_two_callers_at_a_time(tmp_path):
+    callers = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        callers.append(call(tmp_path / name, "answer"))
+    outputs = [caller.communicate(timeout=60)[0].splitlines()[1:] for caller in callers]
+    assert len(set(outputs[0])) == 1 and len(outputs[0]) == 3 and outputs[0] == outputs[1]
+
+
+def test_two_engines_of_a_caller(make_llm, expected):
+    first, second = (make_llm(tensor_parallel_size=2) for _ in range(2))
+    assert answers(first) == expected == answers(second)
+    first.exit()
+    assert answers(second) == expected
+
+
+def test_a_script_without_a_guard_is_told(tmp_path):
+    script = CALLER.replace('if __name__ == "__main__":', "if True:")
+    caller = call(tmp_path, "none", script)
+    _, errors = caller.communicate(timeout=60)
+    assert caller.returncode == 1
+    assert errors.count('if __name__ == \'__main__\':') >= 2  # of the rank, and of the caller
