@@ -272,9 +272,7 @@ class ModelRunner:
         self._set_cache(self._cache_of(0))
         self.model = self.last_token_ids = self._device_buffer = None
         self.attention_layers = []
-        if self.tp.peers is not None:
-            self.tp.peers.close()
-        self.tp = TensorParallel()
+        self.tp.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -20,17 +20,18 @@ def _part_of(addresses_ptr, other, offset, dtype: tl.constexpr):
 
 
 @triton.jit
-def _meet(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE: tl.constexpr):
-    """What this GPU has written so far can be read by the others behind this point, and what they have by this one.
-
-    A flag for each pair of ranks: set by the one, and taken down by the other, before they can meet there again.
-    """
-    first = tl.program_id(0) * SIZE
+def _arrive(addresses_ptr, flags_offset, rank, SIZE: tl.constexpr):
+    """What this GPU has written so far can be read by the others once they have met this program."""
     for other in tl.static_range(SIZE):
         if other != rank:
-            theirs = _part_of(addresses_ptr, other, flags_offset, tl.int32) + first + rank
+            theirs = _part_of(addresses_ptr, other, flags_offset, tl.int32) + tl.program_id(0) * SIZE + rank
             tl.atomic_xchg(theirs, 1, sem="release", scope="sys")
-    mine = _part_of(addresses_ptr, rank, flags_offset, tl.int32) + first
+
+
+@triton.jit
+def _meet(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE: tl.constexpr):
+    """Wait for the others; each flag is taken down by the one that it was set for, before it can be set again."""
+    mine = _part_of(addresses_ptr, rank, flags_offset, tl.int32) + tl.program_id(0) * SIZE
     for other in tl.static_range(SIZE):
         if other != rank:
             missing = tl.atomic_cas(mine + other, 1, 0, sem="acquire", scope="sys") == 0
@@ -52,17 +53,27 @@ def _sum_rms_norm_kernel(
     weight = tl.load(weight_ptr + col, col < N, 0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-    _meet(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE)
+    _arrive(addresses_ptr, flags_offset, rank, SIZE)
+    mine = _part_of(addresses_ptr, rank, offset, dtype)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         at = row.to(tl.int64) * N + col
+        # what is here is loaded while the others may still be on their way
+        ours = tl.zeros([BLOCK], tl.float32)
+        for part in tl.static_range(PARTS):
+            ours += tl.load(mine + part * num_rows * N + at, col < N, 0.0).to(tl.float32)
         x = tl.zeros([BLOCK], tl.float32)
-        for other in tl.static_range(SIZE):
+        if HAS_RESIDUAL:
+            x = tl.load(sum_ptr + at, col < N, 0.0).to(tl.float32)
+        if row == tl.program_id(0):
+            _meet(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE)
+        for other in tl.static_range(SIZE):  # in the same order on every rank, for the same sum
             theirs = _part_of(addresses_ptr, other, offset, dtype)
+            y = tl.zeros([BLOCK], tl.float32)
             for part in tl.static_range(PARTS):
                 # past the cache next to the processor: it knows nothing of what others write
-                x += tl.load(theirs + part * num_rows * N + at, col < N, 0.0, cache_modifier=".cg").to(tl.float32)
-        if HAS_RESIDUAL:
-            x += tl.load(sum_ptr + at, col < N, 0.0).to(tl.float32)
+                where = theirs + part * num_rows * N + at
+                y += tl.load(where, (col < N) & (other != rank), 0.0, cache_modifier=".cg").to(tl.float32)
+            x += tl.where(other == rank, ours, y)
         total = x.to(dtype)
         tl.store(sum_ptr + at, total, col < N)
         x = total.to(tl.float32)
@@ -84,7 +95,7 @@ def sum_rms_norm(
     launch(_sum_rms_norm_kernel, (max(1, min(num_rows, most_programs)),), mine.device)(
         addresses, offset, flags_offset, aborted, total, weight, out, rank, num_rows, eps,
         N=n, BLOCK=block, PARTS=parts, SIZE=len(addresses), HAS_RESIDUAL=residual is not None,
-        num_warps=4 if block <= 2048 else 8,
+        num_warps=max(4, min(16, block // 256)), num_stages=1,  # nothing is read before the ranks have met
     )  # fmt: skip
     return out, total
 
@@ -98,6 +109,7 @@ def _max_kernel(
     best = tl.load(keys_ptr + at, at < num_keys, 0)
     tl.store(_part_of(addresses_ptr, rank, offset, tl.int64) + at, best, at < num_keys)
     tl.debug_barrier()  # one thread tells the others that all have written
+    _arrive(addresses_ptr, flags_offset, rank, SIZE)
     _meet(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE)
     for other in tl.static_range(SIZE):
         theirs = _part_of(addresses_ptr, other, offset, tl.int64) + at

@@ -81,3 +81,11 @@ class TensorParallel:
             self.peers.abort()
         elif self.group is not None:
             self.group.abort()
+
+    def close(self) -> None:
+        """Leave the others; nothing that needs them may be queued any more."""
+        if self.peers is not None:
+            self.peers.close()
+        elif self.group is not None:
+            self.group.abort()  # what frees it in good order waits for the others
+        self.group = self.peers = None
