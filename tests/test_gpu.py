@@ -1,6 +1,11 @@
-"""On a CUDA device, in bfloat16: every backend, with graphs and without, against right answers and transformers."""
+"""On CUDA devices, in bfloat16: every backend, with graphs and without, against right answers and transformers."""
 import importlib.util
+import multiprocessing
+import os
 import random
+import signal
+import threading
+import time
 
 import pytest
 import torch
@@ -13,6 +18,10 @@ pytestmark = pytest.mark.gpu
 HAS_FLASH = importlib.util.find_spec("flash_attn") is not None
 needs_flash = pytest.mark.skipif(not HAS_FLASH, reason="flash-attn is not installed")
 BACKENDS = ["sdpa", "triton", pytest.param("flash", marks=needs_flash)]
+RANKS = [
+    pytest.param(n, marks=pytest.mark.skipif(torch.cuda.device_count() < n, reason=f"needs {n} CUDA devices"))
+    for n in (2, 4)
+]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=400)
 
 
@@ -114,11 +123,14 @@ def logits_of_run(llm: LLM, prompts: list[list[int]], num_tokens: int) -> tuple[
     return [answer["token_ids"] for answer in answers], torch.stack(steps[:num_tokens], dim=1).float()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_logits_of_a_real_size(make_llm, random_model, capsys, backend):
+@pytest.mark.parametrize(
+    "backend, size", [*((backend, 1) for backend in ("sdpa", "triton")), pytest.param("flash", 1, marks=needs_flash),
+                      *(pytest.param("triton", *n.values, marks=n.marks) for n in RANKS)]
+)  # fmt: skip
+def test_logits_of_a_real_size(make_llm, random_model, capsys, backend, size):
     """As near to transformers' float32 logits as transformers' own bfloat16 is, in prefill and in decode.
 
-    One row, a few and many take different kernels.
+    One row, a few and many take different kernels. Of several ranks' logits rank 0 has the first.
     """
     from transformers import Qwen3ForCausalLM
 
@@ -126,7 +138,7 @@ def test_logits_of_a_real_size(make_llm, random_model, capsys, backend):
     num_tokens = 9
     llm = make_llm(
         random_model, device="cuda", dtype="auto", attention_backend=backend, enforce_eager=True,
-        async_scheduling=False, gpu_memory_utilization=0.2,
+        async_scheduling=False, gpu_memory_utilization=0.2, tensor_parallel_size=size,
     )  # fmt: skip
     exact, theirs = (
         Qwen3ForCausalLM.from_pretrained(random_model, dtype=dtype).to("cuda").eval()
@@ -145,10 +157,10 @@ def test_logits_of_a_real_size(make_llm, random_model, capsys, backend):
             for model in (exact, theirs)
         ]  # fmt: skip
         for name, part in (("prefill", slice(0, 1)), ("decode", slice(1, None))):
-            expected, other = (logits[:, part] for logits in reference)
+            expected, other = (logits[:, part, : ours.shape[-1]] for logits in reference)
             errors = error(ours[:, part], expected), error(other, expected)
             with capsys.disabled():
-                print(f"\n  {backend} {name} of {len(prompts)}: ours {errors[0]:.5f}, transformers {errors[1]:.5f}", end="")
+                print(f"\n  {backend} x{size} {name} of {len(prompts)}: ours {errors[0]:.5f}, transformers {errors[1]:.5f}", end="")
             assert errors[0] < 1.1 * errors[1]
 
 
@@ -166,3 +178,67 @@ def test_graphs_and_overlap_change_nothing(make_llm, random_model):
         runs.append([answer["token_ids"] for answer in llm.generate(prompts, params, use_tqdm=False)])
         llm.exit()
     assert runs[0] == runs[1] == runs[2] == runs[3]
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("size", RANKS)
+def test_right_answers_of_ranks(make_llm, chat, size, enforce_eager):
+    llm = make_llm(
+        device="cuda", dtype="auto", tensor_parallel_size=size, enforce_eager=enforce_eager,
+        gpu_memory_utilization=0.1, max_num_seqs=20,
+    )  # fmt: skip
+    asked = tasks()
+    for _ in range(2):
+        answers = llm.generate([chat(question) for question in asked], GREEDY, use_tqdm=False)
+        assert [answer["text"] for answer in answers] == list(asked.values())
+    assert bool(llm.model_runner.graphs) != enforce_eager
+
+
+@pytest.mark.parametrize("size", RANKS)
+def test_seeded_sampling_is_the_same_on_any_number_of_ranks(make_llm, size):
+    prompts = [[i, 5, 7] for i in range(40)]
+    params = [SamplingParams(temperature=i % 3 / 2, max_tokens=60, seed=i, ignore_eos=True) for i in range(40)]
+    runs = []
+    for n in (1, size):
+        llm = make_llm(device="cuda", dtype="float32", tensor_parallel_size=n, gpu_memory_utilization=0.1)
+        runs.append([answer["token_ids"] for answer in llm.generate(prompts, params, use_tqdm=False)])
+        llm.exit()
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("size", RANKS[:1])
+def test_ranks_that_do_not_reach_each_other(make_llm, chat, monkeypatch, tmp_path, size):
+    """Sums go by way of NCCL, inside the graphs as well."""
+    (tmp_path / "sitecustomize.py").write_text("import torch\ntorch.cuda.can_device_access_peer = lambda *_: False\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: False)
+    llm = make_llm(device="cuda", dtype="auto", tensor_parallel_size=size, gpu_memory_utilization=0.1, max_num_seqs=20)
+    assert llm.model_runner.tp.peers is None and llm.model_runner.graphs
+    asked = tasks()
+    answers = llm.generate([chat(question) for question in asked], GREEDY, use_tqdm=False)
+    assert [answer["text"] for answer in answers] == list(asked.values())
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("size", RANKS)
+def test_a_rank_is_killed_in_a_step(make_llm, chat, size, enforce_eager):
+    """Its caller hears of it soon, and goes on to use the device, which does not wait for the dead."""
+    before = torch.cuda.memory_reserved()
+    llm = make_llm(
+        device="cuda", dtype="auto", tensor_parallel_size=size, enforce_eager=enforce_eager, gpu_memory_utilization=0.1
+    )
+    pid = next(child.pid for child in multiprocessing.active_children() if child.name.endswith("rank 1"))
+    killed = []
+    threading.Timer(0.5, lambda: killed.append(time.monotonic()) or os.kill(pid, signal.SIGKILL)).start()
+    params = SamplingParams(temperature=0.0, max_tokens=2000, ignore_eos=True)
+    with pytest.raises(RuntimeError, match=r"rank 1 was killed \(SIGKILL\)"):
+        while True:
+            llm.generate([[i] for i in range(64)], params, use_tqdm=False)
+    assert time.monotonic() - killed[0] < 10
+    assert not multiprocessing.active_children()
+    assert torch.cuda.memory_reserved() <= before
+    llm = make_llm(device="cuda", dtype="auto", gpu_memory_utilization=0.1)
+    assert llm.generate(chat("What is 17 + 25?"), GREEDY, use_tqdm=False)[0]["text"] == "42"

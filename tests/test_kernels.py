@@ -483,3 +483,113 @@ def test_sample_without_a_candidate_is_a_token_still(value):
     """What comes out indexes the embedding."""
     logits = torch.full((3, 5001), value, device=DEVICE)
     assert ops.sample(logits, *sampling_inputs(3), ROUNDS)[1].tolist() == [0, 0, 0]
+
+
+# -- several ranks: all in this process, one after the other, where the flags of those that come later are up already ----
+
+
+class Ranks:
+    """Memory of several ranks as kernels/peers.py has it: flags, keys, and the places of sums."""
+
+    def __init__(self, size: int, num_programs: int, num_bytes: int):
+        self.flags_bytes = num_programs * size * 4
+        self.num_programs = num_programs
+        self.memory = [torch.zeros(self.flags_bytes + num_bytes, dtype=torch.uint8, device=DEVICE) for _ in range(size)]
+        self.addresses = torch.tensor([memory.data_ptr() for memory in self.memory], device=DEVICE)
+        self.aborted = int32([0])
+
+    def flags(self, rank: int) -> torch.Tensor:
+        return self.memory[rank][: self.flags_bytes].view(torch.int32).view(self.num_programs, -1)
+
+    def data(self, rank: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.memory[rank][self.flags_bytes :].view(dtype)
+
+    def meeting(self, rank: int, num_programs: int) -> tuple:
+        """That of a rank whose kernel, of so many programs, all others have come to."""
+        self.flags(rank)[:num_programs] = 1
+        self.flags(rank)[:, rank] = 0
+        return self.addresses, self.flags_bytes, 0, self.num_programs, self.aborted, rank
+
+    def assert_met(self, rank: int, num_programs: int) -> None:
+        """It has taken down its own flags, and set those of the others."""
+        assert not self.flags(rank).any()
+        for other in range(len(self.memory)):
+            if other != rank:
+                assert self.flags(other)[:num_programs, rank].all() and not self.flags(other)[num_programs:, rank].any()
+                self.flags(other)[:, rank] = 0
+
+
+@each_dtype
+@pytest.mark.parametrize("num_rows, n, parts", [(1, 8, 1), (1, 136, 2), (3, 136, 1), (9, 1024, 2)])
+@pytest.mark.parametrize("size", [2, 4])
+def test_sum_rms_norm(size, num_rows, n, parts, dtype):
+    """Of more rows than programs too; every rank has the same sum, to the last bit."""
+    ranks = Ranks(size, 4, parts * num_rows * n * dtype.itemsize)
+    for rank in range(size):
+        ranks.data(rank, dtype)[:] = randn(parts * num_rows * n, dtype=dtype)
+    weight, residual = randn(n, dtype=dtype), randn(num_rows, n, dtype=dtype)
+    exact = sum(ranks.data(rank, dtype).view(parts, num_rows, n).double().sum(0) for rank in range(size))
+    for added in (None, residual):
+        sums = []
+        for rank in range(size):
+            mine = ranks.data(rank, dtype).view(parts, num_rows, n)
+            meeting = ranks.meeting(rank, num_programs := min(4, num_rows))
+            out, total = ops.sum_rms_norm(mine, meeting, weight, 1e-6, None if added is None else added.clone())
+            ranks.assert_met(rank, num_programs)
+            expected = exact if added is None else exact + added.double()
+            assert_close(total, expected)
+            assert_close(out, expected * (expected.square().mean(-1, True) + 1e-6).rsqrt() * weight.double())
+            sums.append(total)
+        assert all(torch.equal(total, sums[0]) for total in sums)
+
+
+@pytest.mark.parametrize("num_keys", [0, 1, 127, 300])
+@pytest.mark.parametrize("size", [2, 4])
+def test_max_of_ranks(size, num_keys):
+    keys = [torch.randint(-(1 << 62), 1 << 62, (num_keys,), device=DEVICE) for _ in range(size)]
+    ranks = Ranks(size, 4, 8 * num_keys)
+    for rank in range(size):
+        ranks.data(rank, torch.int64)[:] = keys[rank]
+    for rank in range(size):
+        num_programs = max(1, -(-num_keys // 128))
+        ranks.data(rank, torch.int64)[:] = 0  # the kernel writes its own
+        out = ops.max_of_ranks(keys[rank], ranks.meeting(rank, num_programs))
+        ranks.assert_met(rank, num_programs)
+        assert torch.equal(out, torch.stack(keys).amax(0))
+
+
+def test_a_kernel_that_is_aborted_does_not_wait():
+    ranks = Ranks(2, 4, 64)
+    ranks.aborted[:] = 1
+    ops.max_of_ranks(torch.zeros(1, dtype=torch.int64, device=DEVICE), (ranks.addresses, 32, 0, 4, ranks.aborted, 0))
+    if CUDA:
+        torch.cuda.synchronize()
+    assert ranks.flags(1)[0, 0] == 1
+
+
+@each_dtype
+@pytest.mark.parametrize("num_ids, n, first_id", [(7, 8, 0), (7, 136, 7), (5, 1024, 1000)])
+def test_embed_range(num_ids, n, first_id, dtype):
+    weight, out = randn(num_ids, n, dtype=dtype), randn(6, n, dtype=dtype)
+    token_ids = int32([first_id - 1, first_id, first_id + num_ids - 1, first_id + num_ids, 0, 1 << 30])
+    ops.embed_range(token_ids, weight, first_id, out)
+    for row, token_id in zip(out, token_ids.tolist()):
+        inside = first_id <= token_id < first_id + num_ids
+        assert torch.equal(row, weight[token_id - first_id] if inside else torch.zeros_like(row))
+
+
+@each_dtype
+@pytest.mark.parametrize("first_id", [1, 6, 4099])
+def test_sample_from_a_part_of_the_vocabulary(first_id, dtype):
+    """The noise is that of the ids, wherever the part begins."""
+    logits = randn(16, 5001, dtype=dtype)
+    temperatures, seeds, positions = sampling_inputs(16)
+    score, ids = ops.sample(logits, temperatures, seeds, positions, ROUNDS, first_id)
+    noise = gumbel_noise(seeds, positions, 5001, first_id)
+    hot = temperatures[:, None] > 0
+    scores = torch.where(hot, logits.float() / temperatures[:, None].clamp(min=1e-6) + noise, logits.float())
+    best, index = scores.max(-1)
+    assert torch.equal(ids, index.int() + first_id)
+    torch.testing.assert_close(score, best, rtol=1e-5, atol=1e-4)
+    whole = gumbel_noise(seeds, positions, first_id + 5001)
+    torch.testing.assert_close(noise, whole[:, first_id:])

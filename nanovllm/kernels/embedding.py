@@ -16,8 +16,8 @@ def _embed_range_kernel(
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     at = tl.load(ids_ptr + row).to(tl.int64) - first_id
-    here = (at >= 0) & (at < num_ids)
-    tl.store(out_ptr + row * N + col, tl.load(weight_ptr + at * N + col, here & (col < N), 0.0), col < N)
+    width = tl.where((at >= 0) & (at < num_ids), N, 0)
+    tl.store(out_ptr + row * N + col, tl.load(weight_ptr + at * N + col, col < width, 0.0), col < N)
 
 
 def embed_range(token_ids: torch.Tensor, weight: torch.Tensor, first_id: int, out: torch.Tensor) -> None:

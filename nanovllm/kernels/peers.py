@@ -55,8 +55,8 @@ def _sum_rms_norm_kernel(
         gdc_wait()
     _arrive(addresses_ptr, flags_offset, rank, SIZE)
     mine = _part_of(addresses_ptr, rank, offset, dtype)
+    at = tl.program_id(0).to(tl.int64) * N + col
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        at = row.to(tl.int64) * N + col
         # what is here is loaded while the others may still be on their way
         ours = tl.zeros([BLOCK], tl.float32)
         for part in tl.static_range(PARTS):
@@ -69,15 +69,17 @@ def _sum_rms_norm_kernel(
         for other in tl.static_range(SIZE):  # in the same order on every rank, for the same sum
             theirs = _part_of(addresses_ptr, other, offset, dtype)
             y = tl.zeros([BLOCK], tl.float32)
+            width = tl.where(other == rank, 0, N)
             for part in tl.static_range(PARTS):
                 # past the cache next to the processor: it knows nothing of what others write
                 where = theirs + part * num_rows * N + at
-                y += tl.load(where, (col < N) & (other != rank), 0.0, cache_modifier=".cg").to(tl.float32)
+                y += tl.load(where, col < width, 0.0, cache_modifier=".cg").to(tl.float32)
             x += tl.where(other == rank, ours, y)
         total = x.to(dtype)
         tl.store(sum_ptr + at, total, col < N)
         x = total.to(tl.float32)
         tl.store(out_ptr + at, x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight, col < N)
+        at += tl.num_programs(0) * N
 
 
 def sum_rms_norm(
