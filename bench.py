@@ -11,7 +11,7 @@ the same lengths, and the second run counts; where engines are compared, each ha
 
 On CUDA the limit is what the chip allows: the bytes of weights and of keys and values that decode steps must read, over
 the rate at which this device reads, and the operations of the prefill over its rate of matrix products; both rates
-are measured here.
+are measured here, and several ranks have several times as much.
 """
 import argparse
 import importlib.util
@@ -389,7 +389,7 @@ def main() -> None:
         title = f"{name}: {len(made)} requests, {num_input:,} tokens in, {num_output:,} out"
         others = [result[name] for engine, result in results.items() if engine != "nanovllm"]
         base = max(others or [results["nanovllm"][name]], key=lambda result: result.num_tokens / result.seconds)
-        limit = limit_seconds(made, config, *rates) if rates else None
+        limit = limit_seconds(made, config, *(rate * args.tensor_parallel_size for rate in rates)) if rates else None
         print_table(title, [result[name].row(engine, base, limit) for engine, result in results.items()])
     print("\ntok/s: output tokens, in prefill input tokens", end="")
     print("; ratio: to the fastest of the others" if len(results) > 1 else "")

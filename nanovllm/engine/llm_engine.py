@@ -46,7 +46,10 @@ class LLMEngine:
     """
 
     def __init__(self, model: str, **settings):
-        """`settings` are the fields of `nanovllm.config.Config`, which states their defaults and errors."""
+        """`settings` are the fields of `nanovllm.config.Config`, which states their defaults and errors.
+
+        With several ranks, RuntimeError where one does not come to its start.
+        """
         startup = Stopwatch()
         self.config = Config.create(model, settings)
         startup.lap("settings")
@@ -62,8 +65,9 @@ class LLMEngine:
                 self.workers.wait_until_started()
                 self.tokenizer = tokenizer.result()
             except BaseException as error:
-                cause = self._close_after(error)
-                raise cause from (error if cause is not error else None)
+                if (cause := self._close_after(error)) is not error:
+                    raise cause from error
+                raise
         startup.lap("tokenizer")  # what was still to wait for
         self.startup_seconds = startup.seconds
         block_manager = BlockManager(
@@ -136,8 +140,9 @@ class LLMEngine:
             if not self.workers.processes or not isinstance(error, Exception):
                 self._drop_everything()
                 raise
-            cause = self._close_after(error)
-            raise cause from (error if cause is not error else None)
+            if (cause := self._close_after(error)) is not error:
+                raise cause from error
+            raise
 
     def is_finished(self) -> bool:
         """Whether nothing is left to do."""
