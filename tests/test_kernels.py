@@ -9,7 +9,7 @@ import triton.language as tl  # noqa: E402
 from nanovllm.kernels import ops  # noqa: E402
 from nanovllm.kernels.decode_attention import CHUNK, MAX_SPLITS, TILE, most_splits  # noqa: E402
 from nanovllm.kernels.dependent_launch import has_tma  # noqa: E402
-from nanovllm.kernels.few_row_linear import FEW_ROWS, FEW_WEIGHTS, MOST_ROWS, TILE_K, TILE_N  # noqa: E402
+from nanovllm.kernels.few_row_linear import FEW_WEIGHTS, MOST_ROWS, TILE_K, TILE_N  # noqa: E402
 from nanovllm.kernels.sampling import _gumbel  # noqa: E402
 from nanovllm.layers.rotary_embedding import RotaryEmbedding  # noqa: E402
 from nanovllm.layers.sampler import ROUNDS, gumbel_noise, philox  # noqa: E402
@@ -323,11 +323,16 @@ def test_what_suits_few_row_linear(monkeypatch):
     assert not any(parts(rows, dtype=dtype, device="cpu") for rows in (0, 1, 64) for dtype in DTYPES)
     monkeypatch.setattr("nanovllm.kernels.few_row_linear.has_tma", lambda device: True)
     monkeypatch.setattr("nanovllm.kernels.few_row_linear.num_processors", lambda device: 132)
-    assert parts(1) and parts(MOST_ROWS) and parts(MOST_ROWS, FEW_WEIGHTS // 64) and parts(2, 7, 8, torch.bfloat16)
-    assert not parts(0) and not parts(MOST_ROWS + 1) and not parts(MOST_ROWS, FEW_WEIGHTS // 64 + 1)
+    assert parts(1) == parts(MOST_ROWS) == parts(2, 7, 8, torch.bfloat16) == 4
+    assert not parts(0) and not parts(MOST_ROWS + 1)
     # all programs at once: the outputs of Qwen3-4B, 8B and 14B, and one tile too many
-    assert [parts(FEW_ROWS, n, 4096) for n in (2560, 4096, 5120, 132 * TILE_N, 133 * TILE_N)] == [3, 2, 1, 1, 0]
-    assert parts(FEW_ROWS, 4096, 4096, most=1) == 1 and not parts(FEW_ROWS + 1, 4096, 4096)
+    assert [parts(64, n, 4096) for n in (2560, 4096, 5120, 132 * TILE_N, 133 * TILE_N)] == [3, 2, 0, 1, 0]
+    assert [parts(m, 4096, 4096) for m in (65, 127, 128, 129, 256)] == [0, 0, 2, 0, 0]
+    assert parts(64, 4096, 4096, most=1) == 1
+    # few weights: of more rows too, but only full tiles where there is one part
+    assert [parts(m, 1024, 1024) for m in (64, 80, 160, 256)] == [4, 4, 2, 4]
+    assert [parts(m, 4096, 1024, most=1) for m in (64, 80, 128, 192, 256)] == [1, 0, 1, 0, 1]
+    assert FEW_WEIGHTS >= 4096 * 1024
     assert not parts(2, k=60)  # rows that TMA cannot step over
     assert not any(parts(rows, dtype=torch.float32) for rows in (0, 1, 64))
 

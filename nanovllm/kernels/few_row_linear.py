@@ -6,9 +6,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_tma, launch, num_processors
 
-FEW_ROWS = 64
-MOST_ROWS = 256  # of a product with few weights
 FEW_WEIGHTS = 5 * 2**20
+MOST_ROWS = 256  # of a product with few weights, half of it with more
 TILE_N = 64
 TILE_K = 128
 
@@ -33,8 +32,11 @@ def _few_row_linear_kernel(
     tl.store(out_ptr + (part * M + m) * N + n, acc.T.to(out_ptr.dtype.element_ty), (m < M) & (n < N))
 
 
-def _tile_m(m: int) -> int:
-    return 128 if m > 128 else max(16, min(64, triton.next_power_of_2(m)))
+def _tile_m(m: int, weight: torch.Tensor) -> int:
+    few = weight.numel() <= FEW_WEIGHTS
+    if m <= 64:
+        return max(16 if few else 32, triton.next_power_of_2(m))
+    return 64 if few and m < MOST_ROWS else 128
 
 
 def few_row_parts(x: torch.Tensor, weight: torch.Tensor, most: int) -> int:
@@ -42,9 +44,14 @@ def few_row_parts(x: torch.Tensor, weight: torch.Tensor, most: int) -> int:
     (m, k), n = x.shape, weight.shape[0]
     if not has_tma(x.device) or x.dtype == torch.float32 or not 0 < m <= MOST_ROWS or k % 8:
         return 0
-    room = num_processors(x.device) // (triton.cdiv(n, TILE_N) * triton.cdiv(m, _tile_m(m)))
-    suits = weight.numel() <= FEW_WEIGHTS or (m <= FEW_ROWS and room)
-    return max(1, min(most, room)) if suits else 0
+    few = weight.numel() <= FEW_WEIGHTS
+    tile_m = _tile_m(m, weight)
+    tiles, processors = triton.cdiv(n, TILE_N) * triton.cdiv(m, tile_m), num_processors(x.device)
+    parts = min(most, processors // tiles)
+    # TMA is slow with rows that are not there, and the library good at half to two thirds of the multiprocessors
+    filled = m <= 64 or m % tile_m == 0 or (few and most > 1)
+    suits = filled and (few or (m <= MOST_ROWS // 2 and not processors < 2 * parts * tiles < 1.4 * processors))
+    return parts if suits else 0
 
 
 def few_row_linear(
@@ -56,7 +63,7 @@ def few_row_linear(
     """
     (m, k), n = x.shape, weight.shape[0]
     out = torch.empty((parts, m, n), dtype=x.dtype, device=x.device) if out is None else out
-    tile_m = _tile_m(m)
+    tile_m = _tile_m(m, weight)
     per_part = triton.cdiv(triton.cdiv(k, parts), TILE_K) * TILE_K
     grid = triton.cdiv(m, tile_m), triton.cdiv(n, TILE_N), parts
     # the fewest rows leave half of the memory as cache, as the kernels around them do: see dependent_launch.py
