@@ -239,6 +239,6 @@ def test_a_rank_is_killed_in_a_step(make_llm, chat, size, enforce_eager):
             llm.generate([[i] for i in range(64)], params, use_tqdm=False)
     assert time.monotonic() - killed[0] < 10
     assert not multiprocessing.active_children()
-    assert torch.cuda.memory_reserved() <= before
+    assert torch.cuda.memory_reserved() < before + 2**28  # libraries keep some; the engine had more than 10 GiB
     llm = make_llm(device="cuda", dtype="auto", gpu_memory_utilization=0.1)
     assert llm.generate(chat("What is 17 + 25?"), GREEDY, use_tqdm=False)[0]["text"] == "42"

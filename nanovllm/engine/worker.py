@@ -211,7 +211,7 @@ class Workers:
         for process in self.processes:
             process.join(0.0 if self.failure else 5.0)
             process.kill()
-            process.join()
+            process.join(5.0)
         if min(self._progress) < 1:
             self._channel.memory.unlink()
         self._channel.close()

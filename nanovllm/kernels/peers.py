@@ -1,9 +1,9 @@
 """Kernels that meet their likes on the other ranks, and read what those have written: see utils/peer_memory.py.
 
 All take a `meeting`: `addresses` [ranks] int64, where each rank's memory begins in this GPU's view; the offset of what is
-read and of the flags, in bytes from there; the most programs that there are flags for; `aborted` [1] int32, by which a
-kernel ends before its time and with worthless results when it is not zero; and this rank. Program p of a kernel meets
-program p of every other rank.
+read and of the flags, in bytes from there; the most programs that there are flags for; `aborted` [1] int32 in pinned host
+memory, by which a kernel ends before its time and with worthless results when it is not zero; and this rank. Program p of
+a kernel meets program p of every other rank.
 """
 import torch
 import triton
@@ -12,6 +12,7 @@ import triton.language as tl
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
 
 KEYS_A_PROGRAM = 128
+LOOK_UP = tl.constexpr(1024)
 
 
 @triton.jit
@@ -35,9 +36,12 @@ def _meet(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE: tl.constexpr):
     for other in tl.static_range(SIZE):
         if other != rank:
             missing = tl.atomic_cas(mine + other, 1, 0, sem="acquire", scope="sys") == 0
+            tries = 0
             while missing:
-                given_up = tl.load(aborted_ptr, volatile=True) != 0
-                missing = (tl.atomic_cas(mine + other, 1, 0, sem="acquire", scope="sys") == 0) & (not given_up)
+                tries += 1
+                missing = tl.atomic_cas(mine + other, 1, 0, sem="acquire", scope="sys") == 0
+                if tries % LOOK_UP == 0:  # the host's memory is far
+                    missing = missing & (tl.load(aborted_ptr, volatile=True) == 0)
 
 
 @triton.jit(do_not_specialize=["rank", "num_rows", "offset", "flags_offset"])

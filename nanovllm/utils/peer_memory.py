@@ -40,9 +40,7 @@ class PeerMemory:
                 if other != rank:
                     self._pointers[other] = _open(store.get(str(other)))
             self.addresses = torch.tensor(self._pointers, dtype=torch.int64, device=device)
-            self.aborted = torch.zeros(1, dtype=torch.int32, device=device)
-            self._one = torch.ones(1, dtype=torch.int32, pin_memory=True)
-            self._stream = torch.cuda.Stream()
+            self.aborted = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # kernels look here when they wait long
 
     @staticmethod
     def is_possible(device: torch.device, rank: int, size: int) -> bool:
@@ -69,9 +67,8 @@ class PeerMemory:
         return self.addresses, offset, flags_offset, MOST_PROGRAMS, self.aborted, self.rank
 
     def abort(self) -> None:
-        """Release the kernels that wait for a rank; from another thread, and past whatever the device is busy with."""
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-            self.aborted.copy_(self._one, non_blocking=True)
+        """Release the kernels that wait for a rank, now and from now on."""
+        self.aborted.fill_(1)
 
 
     def close(self) -> None:
