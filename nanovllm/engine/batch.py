@@ -23,6 +23,7 @@ class BatchShape(NamedTuple):
     num_samples: int  # S: rows that get a token; in a decode step T = B = S
     table_width: int  # W: blocks of the longest sequence
     max_seqlen_q: int
+    num_copies: int = 0  # C: cache blocks copied, where a prompt has several answers
 
     def fields(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the views, in the order in which they lie in the buffer."""
@@ -37,7 +38,7 @@ class BatchShape(NamedTuple):
             "block_tables": (B, W),
         }
         if self.is_prefill:  # a decode step's ids are on the device already, one for each sequence
-            shapes |= {"input_ids": (T,), "cu_seqlens_q": (B + 1,), "sample_rows": (S,)}
+            shapes |= {"input_ids": (T,), "cu_seqlens_q": (B + 1,), "sample_rows": (S,), "copies": (2, self.num_copies)}
         return shapes
 
     @property
@@ -53,7 +54,8 @@ def _room(dims: tuple[int, ...]) -> int:
 class Batch:
     """The views of one step's buffer: numpy on the host, torch on the device.
 
-    `input_ids`, `cu_seqlens_q` and `sample_rows` (the token rows that are sampled) exist in prefill steps only.
+    In prefill steps only there are `input_ids`, `cu_seqlens_q`, `sample_rows` (the token rows that are sampled) and
+    `copies` (the cache blocks to copy from, and to).
     """
 
     def __init__(self, shape: BatchShape, buffer):
@@ -84,6 +86,7 @@ def prepare_prefill(step: ScheduledStep, buffer: np.ndarray, block_size: int) ->
         num_samples=len(step.sampled),
         table_width=max(len(row.seq.block_table) for row in rows),
         max_seqlen_q=max(row.end - row.start for row in rows),
+        num_copies=len(step.copies),
     )
     batch = Batch(shape, buffer)
     batch.cu_seqlens_q[0] = 0
@@ -95,8 +98,8 @@ def prepare_prefill(step: ScheduledStep, buffer: np.ndarray, block_size: int) ->
         batch.positions[first:last] = positions = np.arange(start, end)
         batch.slot_mapping[first:last] = _slots(batch.block_tables[i, positions // block_size], positions, block_size)
         batch.cu_seqlens_q[i + 1] = last
-    # only the last row may stop short of its sequence's end
-    batch.sample_rows[:] = batch.cu_seqlens_q[1 : len(step.sampled) + 1] - 1
+    batch.sample_rows[:] = batch.cu_seqlens_q[1:][step.sample_rows] - 1
+    batch.copies[:] = np.array(step.copies, np.int32).reshape(-1, 2).T
     _fill_sampling(batch, step, pad_req_index=0)
     return batch
 

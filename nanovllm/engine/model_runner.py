@@ -1,6 +1,7 @@
 """One rank: its weights, its part of the cache and its graphs, and the way of a step over the device."""
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +26,17 @@ CPU_KV_CACHE_BYTES = 2**30  # the cache on a CPU, unless num_kvcache_blocks says
 CUDA_RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allocate behind PyTorch's back
 
 
+class Sampled(NamedTuple):
+    """What a step computed: of each sampled sequence, and of each row where prompt log-probabilities were asked for.
+
+    A dict maps token ids to log-probabilities; the prompt's begin with those of the token after the row's first.
+    """
+
+    token_ids: list[int]
+    logprobs: list[dict[int, float] | None]
+    prompt_logprobs: list[list[dict[int, float]] | None]
+
+
 class SampledTokens:
     """Ids on their way into host memory."""
 
@@ -34,10 +46,10 @@ class SampledTokens:
         if self._arrived:
             self._arrived.record()
 
-    def wait(self) -> list[int]:
+    def wait(self) -> Sampled:
         if self._arrived:
             self._arrived.synchronize()
-        return self._token_ids.tolist()
+        return Sampled(self._token_ids.tolist(), [], [])
 
 
 class ModelRunner:
@@ -125,6 +137,10 @@ class ModelRunner:
         with attention_context(context):
             hidden_states = self.model(input_ids, batch.positions)
         positions = batch.positions
+        if shape.num_copies:
+            sources, targets = batch.copies
+            for cache in self.kv_cache.flatten(0, 1):  # one at a time: what was gathered needs memory
+                cache[targets] = cache[sources]
         if shape.is_prefill:  # no logits for rows that are not sampled
             hidden_states, positions = (x.index_select(0, batch.sample_rows) for x in (hidden_states, positions))
         logits = self.model.compute_logits(hidden_states)
@@ -147,7 +163,7 @@ class ModelRunner:
         """Two host buffers, so that a step can be prepared while the one before is read, and one on the device."""
         config, pinned = self.config, self.device.type == "cuda"
         B, T, W = config.max_num_seqs, config.max_num_batched_tokens, self.table_width
-        size = max(BatchShape(True, T, min(B, T), min(B, T), W, T).size, BatchShape(False, B, B, B, W, 1).size)
+        size = max(BatchShape(True, T, min(B, T), B, W, T, B).size, BatchShape(False, B, B, B, W, 1).size)
         self._host_buffers = [torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self._host_token_ids = [torch.empty(B, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self._device_buffer = torch.empty(size, dtype=torch.int32, device=self.device)
@@ -259,5 +275,5 @@ def dummy_prefill(num_seqs: int, length: int, block_size: int) -> ScheduledStep:
         seq.block_table = list(range(i * per_seq, (i + 1) * per_seq))
         seq.req_index = i
         step.rows.append(ScheduledSequence(seq, 0, length))
-        step.sampled.append(seq)
+        step.sample(seq)
     return step
