@@ -86,6 +86,20 @@ class SamplingParams:
             check_real(f"logit_bias[{token_id}]", bias, low=-100.0, high=100.0)
 
 
+@dataclass(frozen=True, slots=True)
+class BeamSearchParams:
+    """`beam_width` beams of at most `max_tokens`; a score is divided by its length to the power `length_penalty`."""
+
+    beam_width: int
+    max_tokens: int
+    length_penalty: float = 1.0
+
+    def __post_init__(self):
+        check_int("beam_width", self.beam_width, low=1, high=MAX_LOGPROBS // 2)
+        check_int("max_tokens", self.max_tokens, low=1)
+        check_real("length_penalty", self.length_penalty, low=-100.0, high=100.0)
+
+
 def _tuple_of(kind: type, name: str, value) -> tuple:
     """A tuple of what is one value of a kind, several, or None."""
     values = () if value is None else (value,) if isinstance(value, kind) else value

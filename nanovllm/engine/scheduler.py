@@ -170,7 +170,7 @@ class Scheduler:
                 seq.num_tokens += 1
         # the longest first: attention over them begins first, and that over the shorter ones fills the gaps at the end
         step.rows.sort(key=lambda row: row.end, reverse=True)
-        step.sampled = [row.seq for row in step.rows]
+        step.sampled, step.sample_rows = [row.seq for row in step.rows], [*range(len(step.rows))]
         return step
 
     def preempt(self, seq: Sequence) -> None:
