@@ -31,7 +31,7 @@ class Vocabulary(dict):
 class Detokenizer:
     """The text of one answer. What joins the tokens' bytes is UTF-8, so a character waits until its last byte is there."""
 
-    def __init__(self, vocabulary: Mapping[int, bytes]):
+    def __init__(self, vocabulary: Mapping[int, bytes] | None):
         self.text = ""
         self._vocabulary = vocabulary
         self._decoder = getincrementaldecoder("utf-8")("replace")

@@ -45,7 +45,7 @@ class Sequence:
         self.prompt_logprobs: list[dict[int, float] | None] = [None] * len(token_ids)  # the first has none
         self.timing: dict[str, float] = {}  # seconds from its arrival to "queue" (its end), "first_token", "finish"
         self._arrival = perf_counter()
-        self._detokenizer = Detokenizer(vocabulary or {})
+        self._detokenizer = Detokenizer(vocabulary)
         self._num_detokenized = len(token_ids)
         self._num_taken = len(token_ids)
 
