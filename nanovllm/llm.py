@@ -1,8 +1,9 @@
 """The name that people import: the engine, and what can be said in its terms."""
 import json
+from functools import partial
 from pathlib import Path
 
-from nanovllm.engine.beam_search import BeamSearch, search
+from nanovllm.engine.beam_search import beam_search
 from nanovllm.engine.llm_engine import LLMEngine, Prompt
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 
@@ -14,9 +15,8 @@ class LLM(LLMEngine):
         """What the model's `generation_config.json` recommends; ours where it says nothing."""
         file = Path(self.config.model) / "generation_config.json"
         raw = json.loads(file.read_text()) if file.exists() else {}
-        names = {"max_new_tokens": "max_tokens"}
-        names |= {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
-        given = {ours: raw[name] for name, ours in names.items() if raw.get(name) is not None}
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+        given = {name.replace("new_", ""): raw[name] for name in names if raw.get(name) is not None}
         return SamplingParams(**given | ({"temperature": 0.0} if raw.get("do_sample") is False else {}))
 
     def chat(
@@ -44,22 +44,10 @@ class LLM(LLMEngine):
         """
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params={params!r}: must be a BeamSearchParams")
-        bound, eos = self.config.max_model_len, self.config.model_config.eos_token_ids
         ids = [group[0].token_ids for group in self._make_groups(prompts, None)]
-        rest = params.beam_width, params.length_penalty, eos
-        searches = [BeamSearch(x, min(params.max_tokens, bound - len(x)), *rest) for x in ids]
-        search(searches, lambda prompts, one_token: self.generate(prompts, one_token, use_tqdm=False))
-        return [
-            {
-                "prompt_token_ids": one.prompt,
-                "outputs": [
-                    {
-                        "text": self.tokenizer.decode(beam.token_ids, skip_special_tokens=True),
-                        "token_ids": [*beam.token_ids],
-                        "score": beam.score,
-                    }
-                    for beam in one.ended
-                ],
-            }
-            for one in searches
-        ]
+        generate = partial(self.generate, use_tqdm=False)
+        eos_token_ids = self.config.model_config.eos_token_ids
+        found = beam_search(generate, ids, params, self.config.max_model_len, eos_token_ids)
+        text_of = partial(self.tokenizer.decode, skip_special_tokens=True)
+        outputs = [[{"text": text_of(b.token_ids), "token_ids": [*b.token_ids], "score": b.score} for b in x] for x in found]
+        return [{"prompt_token_ids": prompt, "outputs": beams} for prompt, beams in zip(ids, outputs)]

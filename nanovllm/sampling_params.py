@@ -55,35 +55,30 @@ class SamplingParams:
 
     def __post_init__(self):
         for name, low, high in (
-            ("temperature", 0.0, 1e9), ("top_p", 1e-6, 1.0), ("min_p", 0.0, 1.0), ("presence_penalty", -2.0, 2.0),
-            ("frequency_penalty", -2.0, 2.0), ("repetition_penalty", 0.01, 100.0),
+            ("temperature", 0, 1e9), ("top_p", 1e-6, 1), ("min_p", 0, 1), ("repetition_penalty", 0.01, 100),
+            ("presence_penalty", -2, 2), ("frequency_penalty", -2, 2),
         ):  # fmt: skip
             check_real(name, getattr(self, name), low, high)
-        check_int("max_tokens", self.max_tokens, low=1)
-        for name, low, high in (
-            ("top_k", -1, None), ("seed", 0, 2**64 - 1), ("n", 1, None), ("min_tokens", 0, self.max_tokens),
-            ("logprobs", 0, MAX_LOGPROBS), ("prompt_logprobs", 0, MAX_LOGPROBS),
-        ):  # fmt: skip
-            if getattr(self, name) is not None or name in ("top_k", "n", "min_tokens"):
-                check_int(name, getattr(self, name), low, high)
+        for name, low in (("top_k", -1), ("n", 1), ("max_tokens", 1)):
+            check_int(name, getattr(self, name), low)
+        for name, high in (("seed", 2**64 - 1), ("logprobs", MAX_LOGPROBS), ("prompt_logprobs", MAX_LOGPROBS)):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 0, high)
+        check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             check_bool(name, getattr(self, name))
-        object.__setattr__(self, "stop", _tuple_of(str, "stop", self.stop))
-        object.__setattr__(self, "stop_token_ids", _tuple_of(Integral, "stop_token_ids", self.stop_token_ids))
+        for name, kind in (("stop", str), ("stop_token_ids", Integral)):
+            object.__setattr__(self, name, _tuple_of(kind, name, getattr(self, name)))
         if "" in self.stop:
             raise ValueError(f"stop={self.stop!r}: a stop string must have at least 1 character")
-        for token_id in self.stop_token_ids:
-            check_int("stop_token_ids", token_id, low=0)
-        if self.logit_bias is not None:
-            self._check_logit_bias()
-
-    def _check_logit_bias(self) -> None:
-        if not isinstance(self.logit_bias, dict):
-            raise TypeError(f"logit_bias={self.logit_bias!r:.80}: must map token ids to numbers")
-        check_int("the number of entries of logit_bias", len(self.logit_bias), low=0, high=MAX_LOGIT_BIASES)
-        for token_id, bias in self.logit_bias.items():
-            check_int("logit_bias: token id", token_id, low=0)
-            check_real(f"logit_bias[{token_id}]", bias, low=-100.0, high=100.0)
+        if not isinstance(biases := self.logit_bias or {}, dict):
+            raise TypeError(f"logit_bias={biases!r:.80}: must map token ids to numbers")
+        check_int("the number of entries of logit_bias", len(biases), 0, MAX_LOGIT_BIASES)
+        for token_id, bias in biases.items():
+            check_real(f"logit_bias[{token_id!r}]", bias, -100, 100)
+        for name in ("stop_token_ids", "logit_bias"):
+            for token_id in getattr(self, name) or ():
+                check_int(f"{name}: token id", token_id, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,12 +31,11 @@ def test_text_is_the_tokenizers(tokenizer, skip_special_tokens):
         ids = [rng.choice(byte_ids) if rng.random() < 0.5 else rng.randrange(2048) for _ in range(rng.randint(0, 20))]
         ids = real if round == 0 else ids + real[rng.randrange(len(real)) :]
         expected = tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        detokenizer = Detokenizer(vocabulary)
+        detokenizer = Detokenizer(token_ids := [1, 2, 3], SamplingParams(), vocabulary)
         for piece in pieces(rng, ids):
-            detokenizer.extend(piece)
-            assert expected.startswith(detokenizer.text)
-        detokenizer.extend([], final=True)
-        assert detokenizer.text == expected
+            token_ids += piece
+            assert expected.startswith(detokenizer.extend())
+        assert detokenizer.extend(is_over=True) == detokenizer.text == expected
 
 
 def test_vocabulary_of_odd_tokens():
@@ -93,13 +92,13 @@ def test_stop_strings(include):
         taken = []
         for token_id in ids:
             advance(scheduler, token_id)
-            taken.append(seq.take()[0])
+            taken.append(seq.detokenizer.take(seq.finish_reason is not None))
             if scheduler.is_finished():
                 break
         expected = reference(ids, params)
-        found = (len(seq.completion_token_ids), seq.text(), seq.finish_reason, seq.stop_reason)
+        found = (len(seq.completion_token_ids), seq.detokenizer.extend(True), seq.finish_reason, seq.stop_reason)
         assert found == expected, (ids, params)
-        assert "".join(taken) == seq.text() and seq.take() == ("", [], [])
+        assert "".join(taken) == seq.detokenizer.extend(True) and seq.detokenizer.take(True) == ""
         seen.add((seq.finish_reason, type(seq.stop_reason)))
     assert len(seen) == 3
 
@@ -111,5 +110,5 @@ def test_only_what_may_be_cut_is_held_back():
     taken = []
     for token_id in [2, 3, 3, 3, 7, 8, 3, 2, 3]:
         advance(scheduler, token_id)
-        taken.append(seq.take()[0])
+        taken.append(seq.detokenizer.take(seq.finish_reason is not None))
     assert taken == ["a", "", "", "b", "", "bbé", "", "ba", ""]

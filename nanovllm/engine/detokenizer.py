@@ -1,6 +1,7 @@
 """Token ids to text, as they come: no character is cut, and stop strings are found wherever tokens end."""
 from codecs import getincrementaldecoder
-from collections.abc import Mapping, Sequence
+
+from nanovllm.sampling_params import SamplingParams
 
 # Byte-level BPE writes a byte that is no printable Latin-1 character as one of those from 256 on, in their order.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -31,36 +32,40 @@ class Vocabulary(dict):
 class Detokenizer:
     """The text of one answer. What joins the tokens' bytes is UTF-8, so a character waits until its last byte is there."""
 
-    def __init__(self, vocabulary: Mapping[int, bytes] | None):
+    def __init__(self, token_ids: list[int], params: SamplingParams, vocabulary: Vocabulary | None):
+        """`token_ids` is the sequence's own list: the prompt, to which tokens will be appended."""
         self.text = ""
-        self._vocabulary = vocabulary
+        self.num_hidden = 0  # last tokens that are no part of the text
+        self._token_ids, self._params, self._vocabulary = token_ids, params, vocabulary
+        self._num_prompt = self._num_decoded = len(token_ids)
         self._decoder = getincrementaldecoder("utf-8")("replace")
-        self._num_searched = 0  # characters in which no stop string ends
-        self._num_taken = 0
+        self._num_searched = self._num_taken = 0  # characters in which no stop string ends; that were given away
 
-    def extend(self, token_ids: Sequence[int], final: bool = False) -> None:
-        """Add tokens; if they are the last ones, what is left of a character is replaced by U+FFFD."""
-        self.text += self._decoder.decode(b"".join([self._vocabulary[i] for i in token_ids]), final)
+    def extend(self, is_over: bool = False) -> str:
+        """The text of all tokens so far; when it is over, what is left of a character is replaced by U+FFFD."""
+        new = self._token_ids[self._num_decoded : len(self._token_ids) - self.num_hidden]
+        self._num_decoded += len(new)
+        self.text += self._decoder.decode(b"".join([self._vocabulary[i] for i in new]), is_over)
+        return self.text
 
-    def cut_at_stop(self, stops: Sequence[str], include: bool) -> str | None:
-        """The stop string whose end comes first in the text since the last call; the text ends with it, or before it."""
-        found = []
-        for stop in stops:
-            begin = self.text.find(stop, max(0, self._num_searched + 1 - len(stop)))
-            if begin >= 0:
+    def cut_at_stop(self) -> str | None:
+        """The stop string whose end comes first in the text of the last token, if it may; the text is cut there."""
+        text, params, found = self.extend(), self._params, []
+        for stop in params.stop if len(self._token_ids) - self._num_prompt > params.min_tokens else ():
+            if (begin := text.find(stop, max(0, self._num_searched + 1 - len(stop)))) >= 0:
                 found.append((begin + len(stop), begin, stop))
-        self._num_searched = len(self.text)
+        self._num_searched = len(text)
         if not found:
             return None
         end, begin, stop = min(found)
-        self.text = self.text[: end if include else begin]
+        self.text = text[: end if params.include_stop_str_in_output else begin]
         self._decoder.reset()
         return stop
 
-    def take(self, stops: Sequence[str], final: bool) -> str:
-        """The text since the last call, short of what may turn out to be the beginning of one of `stops`."""
-        end = len(self.text)
-        if not final:
-            end -= max((n for s in stops for n in range(1, len(s)) if self.text.endswith(s[:n])), default=0)
-        begin, self._num_taken = self._num_taken, end
-        return self.text[begin:end]
+    def take(self, is_over: bool) -> str:
+        """The text since the last call, short of what may turn out to be the beginning of a stop string."""
+        text = self.extend(is_over)
+        stops = () if is_over or self._params.include_stop_str_in_output else self._params.stop
+        held = max((n for s in stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+        begin, self._num_taken = self._num_taken, len(text) - held
+        return text[begin : self._num_taken]

@@ -104,10 +104,10 @@ class LLMEngine:
             for group in groups:
                 self._add(group)
             while num_left:
-                for seq in self.step().sequences:
+                for seq, token_ids in self.step().arrived:
                     if seq.request_id in index_of:
                         num_left -= seq.finish_reason is not None
-                        yield {"index": index_of[seq.request_id], **event_of(seq)}
+                        yield {"index": index_of[seq.request_id], **event_of(seq, token_ids)}
         finally:
             for request_id in index_of:
                 self.scheduler.abort(request_id)
@@ -161,17 +161,16 @@ class LLMEngine:
 
     def _take_in(self, launched: tuple[ScheduledStep, SampledTokens] | None) -> StepOutput:
         ended, self._aborted = self._aborted, []
-        changed, new_tokens, num_prefill = ended.copy(), [], 0
+        output = StepOutput([], [(seq, []) for seq in ended])
         if launched:
             step, sampled = launched[0], launched[1].wait()
-            live = [(seq, token_id) for seq, token_id in zip(step.sampled, sampled.token_ids) if not seq.finish_reason]
-            new_tokens = [(seq.request_id, token_id) for seq, token_id in live]
-            changed += [seq for seq, _ in live]
+            live = [(seq, [i]) for seq, i in zip(step.sampled, sampled.token_ids) if seq.finish_reason is None]
             ended += self.scheduler.postprocess(step, *sampled)
-            num_prefill = step.num_tokens * step.is_prefill
-        groups = {seq.request_id: seq.group for seq in ended if all(other.finish_reason for other in seq.group)}
-        num_decode = 0 if num_prefill else len(new_tokens)
-        return StepOutput([*map(answer_of, groups.values())], new_tokens, num_prefill, num_decode, changed)
+            num_tokens = (step.num_tokens, 0) if step.is_prefill else (0, len(live))
+            output = StepOutput([], output.arrived + live, *num_tokens)
+        groups = {seq.request_id: seq.group for seq in ended}.values()
+        output.finished.extend(answer_of(group) for group in groups if all(seq.finish_reason for seq in group))
+        return output
 
     def _make_groups(self, prompts, sampling_params) -> list[list[Sequence]]:
         """The sequences of many requests, once all is checked that can be wrong with them."""

@@ -1,5 +1,5 @@
 """What comes out of the engine: answers, events, the account of a step, and a progress bar."""
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 
 from tqdm import tqdm
@@ -12,47 +12,45 @@ class StepOutput:
     """What one turn of the loop brought to the host.
 
     finished: the answers that ended, as `generate` returns them, with their `request_id`.
-    new_tokens: (request id, token id) of every token that arrived.
-    sequences: those that got one of them, or were aborted.
+    arrived: the sequences that got a token, with it in a list; of those that were aborted the list is empty.
     """
 
-    finished: list[dict] = field(default_factory=list)
-    new_tokens: list[tuple[int, int]] = field(default_factory=list)
+    finished: list[dict]
+    arrived: list[tuple[Sequence, list[int]]]
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
-    sequences: list[Sequence] = field(default_factory=list)
+
+    @property
+    def new_tokens(self) -> list[tuple[int, int]]:
+        """(request id, token id) of every token that arrived."""
+        return [(seq.request_id, token_id) for seq, token_ids in self.arrived for token_id in token_ids]
 
 
 def answer_of(group: list[Sequence]) -> dict:
     """What `LLMEngine.generate` returns of a request whose sequences have ended."""
-    first, params = group[0], group[0].params
-    request = {"request_id": first.request_id, "prompt_token_ids": first.token_ids[: first.num_prompt_tokens]}
-    request["num_cached_tokens"] = first.num_cached_tokens
-    if params.prompt_logprobs is not None:
-        request["prompt_logprobs"] = first.prompt_logprobs
-    outputs = [
-        {
-            "text": seq.text(),
-            "token_ids": seq.completion_token_ids,
-            "finish_reason": seq.finish_reason,
-            "stop_reason": seq.stop_reason,
-            "timing": seq.timing,
-        }
-        | ({} if params.logprobs is None else {"logprobs": seq.logprobs})
-        for seq in group
-    ]
-    return request | (outputs[0] if params.n == 1 else {"outputs": outputs})
+    first, asked = group[0], group[0].params
+    answer = {"request_id": first.request_id, "prompt_token_ids": first.token_ids[: first.num_prompt_tokens]}
+    answer["num_cached_tokens"] = first.num_cached_tokens
+    if asked.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = first.prompt_logprobs
+    outputs = []
+    for seq in group:
+        outputs.append({"text": seq.detokenizer.extend(is_over=True), "token_ids": seq.completion_token_ids})
+        outputs[-1] |= {"finish_reason": seq.finish_reason, "stop_reason": seq.stop_reason, "timing": seq.timing}
+        if asked.logprobs is not None:
+            outputs[-1]["logprobs"] = seq.logprobs
+    return answer | (outputs[0] if asked.n == 1 else {"outputs": outputs})
 
 
-def event_of(seq: Sequence) -> dict:
-    """What `LLMEngine.stream` yields of a sequence: all that is new since the last event."""
-    text, token_ids, logprobs = seq.take()
+def event_of(seq: Sequence, token_ids: list[int]) -> dict:
+    """What `LLMEngine.stream` yields of a sequence that got these tokens."""
+    text = seq.detokenizer.take(is_over=seq.finish_reason is not None)
     event = {"request_id": seq.request_id, "text": text, "token_ids": token_ids}
     event |= {"finish_reason": seq.finish_reason, "stop_reason": seq.stop_reason}
     if seq.params.n > 1:
         event["output_index"] = seq.index
     if seq.params.logprobs is not None:
-        event["logprobs"] = logprobs
+        event["logprobs"] = seq.logprobs[len(seq.logprobs) - len(token_ids) :]
     return event
 
 

@@ -203,26 +203,25 @@ class Scheduler:
     def _end_of(self, seq: Sequence) -> tuple[str, int | str | None] | None:
         """Why `seq` ends with its last token, if it does: finish and stop reason."""
         token_id, params = seq.token_ids[-1], seq.params
-        if len(seq.token_ids) - seq.num_prompt_tokens > params.min_tokens:
-            if token_id in self.eos_token_ids and not params.ignore_eos:
-                return "stop", None
-            if token_id in params.stop_token_ids:
-                return "stop", token_id
-        if params.stop and (stop := seq.cut_at_stop()):
+        is_eos = token_id in self.eos_token_ids and not params.ignore_eos
+        if is_eos or token_id in params.stop_token_ids:
+            if len(seq.token_ids) - seq.num_prompt_tokens > params.min_tokens:
+                seq.detokenizer.num_hidden = 0 if params.include_stop_str_in_output else 1
+                return "stop", None if is_eos else token_id
+        if params.stop and (stop := seq.detokenizer.cut_at_stop()):
             return "stop", stop
         return ("length", None) if len(seq.token_ids) == seq.max_num_tokens else None
 
-    def abort(self, request_id: int) -> list[Sequence]:
-        """Drop a request; those of its sequences that had not ended."""
-        seqs = [seq for seq in [*self.waiting, *self.running.values()] if seq.request_id == request_id]
+    def abort(self, request_id: int | None = None) -> list[Sequence]:
+        """Drop a request, or all; those of its sequences that had not ended."""
+        seqs = [seq for seq in [*self.waiting, *self.running.values()] if request_id in (None, seq.request_id)]
         for seq in seqs:
             self._finish(seq, "abort")
         return seqs
 
     def abort_all(self) -> None:
         """Drop every request and all that the cache knows, for when a step did not come to its end."""
-        for seq in [*self.waiting, *self.running.values()]:
-            self._finish(seq, "abort")
+        self.abort()
         self.block_manager.forget_prefixes()
 
     def stats(self) -> dict:

@@ -1,9 +1,8 @@
 """One answer on its way through the engine: counts, token ids and their text, no tensors."""
-from collections.abc import Mapping
 from enum import Enum, auto
 from time import perf_counter
 
-from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.detokenizer import Detokenizer, Vocabulary
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -22,7 +21,7 @@ class Sequence:
 
     def __init__(
         self, request_id: int, token_ids: list[int], params: SamplingParams, noise_seed: int, max_len: int,
-        vocabulary: Mapping[int, bytes] | None = None, index: int = 0,
+        vocabulary: Vocabulary | None = None, index: int = 0,
     ):  # fmt: skip
         self.request_id = request_id
         self.index = index  # among the answers to its request
@@ -45,9 +44,7 @@ class Sequence:
         self.prompt_logprobs: list[dict[int, float] | None] = [None] * len(token_ids)  # the first has none
         self.timing: dict[str, float] = {}  # seconds from its arrival to "queue" (its end), "first_token", "finish"
         self._arrival = perf_counter()
-        self._detokenizer = Detokenizer(vocabulary)
-        self._num_detokenized = len(token_ids)
-        self._num_taken = len(token_ids)
+        self.detokenizer = Detokenizer(token_ids, params, vocabulary)
 
     @property
     def completion_token_ids(self) -> list[int]:
@@ -61,28 +58,3 @@ class Sequence:
     def mark(self, event: str) -> None:
         """Note the time of an event when it happens first."""
         self.timing.setdefault(event, perf_counter() - self._arrival)
-
-    def text(self) -> str:
-        """The text so far; a stop id is not part of it unless `include_stop_str_in_output`."""
-        is_over = self.finish_reason is not None
-        by_id = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
-        hidden = by_id and not self.params.include_stop_str_in_output
-        new = self.token_ids[self._num_detokenized : len(self.token_ids) - hidden]
-        self._num_detokenized += len(new)
-        self._detokenizer.extend(new, final=is_over)
-        return self._detokenizer.text
-
-    def cut_at_stop(self) -> str | None:
-        """The stop string that ends the text with the last token, if one does and may; the text is cut there."""
-        self.text()
-        params, num_new = self.params, len(self.token_ids) - self.num_prompt_tokens
-        stops = params.stop if num_new > params.min_tokens else ()
-        return self._detokenizer.cut_at_stop(stops, params.include_stop_str_in_output)
-
-    def take(self) -> tuple[str, list[int], list[dict[int, float]]]:
-        """The text, token ids and log-probabilities since the last call, the text short of what may yet be cut off."""
-        self.text()
-        begin, self._num_taken = self._num_taken, len(self.token_ids)
-        stops = () if self.params.include_stop_str_in_output else self.params.stop
-        text = self._detokenizer.take(stops, final=self.finish_reason is not None)
-        return text, self.token_ids[begin:], self.logprobs[begin - self.num_prompt_tokens :]
