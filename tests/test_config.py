@@ -284,8 +284,8 @@ def test_bad_sampling_params(name, value, error, bound):
     with pytest.raises(error) as caught:
         SamplingParams(**{name: value})
     message = str(caught.value)
-    assert message.startswith(name) or name in message and len(value) > 300
-    assert bound in message and (f"{name}={value!r}" in message or isinstance(value, (list, dict)))
+    assert bound in message and name in message
+    assert f"{name}={value!r}" in message or name in ("stop", "stop_token_ids", "logit_bias")  # which name an entry
 
 
 def test_good_sampling_params():

@@ -180,6 +180,33 @@ def test_only_one_stream_at_a_time(llm, verses):
         with pytest.raises(RuntimeError, match="unfinished"):
             call()
     assert len([*events]) == 47
+    first, second = (llm.stream(verse, GREEDY) for verse in VERSES[:2])  # made before either is begun
+    next(first)
+    with pytest.raises(RuntimeError, match="unfinished"):
+        next(second)
+    del first
+    assert llm.is_finished()
+    first, second = (llm.stream(verse, GREEDY) for verse in VERSES[:2])
+    assert ["".join(event["text"] for event in stream) for stream in (first, second)] == verses[:2]
+
+
+@BOTH_WAYS
+def test_request_added_in_a_stream(make_llm, verses, async_scheduling):
+    llm = make_llm(async_scheduling=async_scheduling)
+    made = {}
+    for event in llm.stream(VERSES[:2], GREEDY):
+        if not made:
+            request_id = llm.add_request(VERSES[2], GREEDY)
+        made.setdefault(event["index"], []).append(event)
+    assert {index: gather(events)["text"] for index, events in made.items()} == dict(zip((0, 1, None), verses))
+    assert made[None][0]["request_id"] == request_id
+    events = llm.stream(VERSES[:2], GREEDY)
+    next(events)
+    request_id = llm.add_request(VERSES[2], GREEDY)
+    del events  # that one is not the stream's
+    while not llm.is_finished():
+        finished = llm.step().finished
+    assert [answer["text"] for answer in finished] == [verses[2]]
 
 
 @BOTH_WAYS

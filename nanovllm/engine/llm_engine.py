@@ -75,7 +75,7 @@ class LLMEngine:
         answers: dict[int, dict] = {}
         try:
             for group in groups:
-                self._add(group)
+                self.scheduler.add(*group)
             with ProgressBar(len(groups), disable=not use_tqdm) as bar:
                 while len(answers) < len(groups):
                     output = self.step()
@@ -93,21 +93,20 @@ class LLMEngine:
 
         An event has `index` (of the prompt), `output_index` (with n > 1), `request_id`, `text` and `token_ids` (what is
         new; text that may yet be cut off as a stop string is held back), `finish_reason` and `stop_reason` (None until
-        the last), and `logprobs` where asked for. Errors are those of `generate`; leaving the loop aborts what is left.
+        the last), and `logprobs` where asked for. Requests of `add_request` in the middle of it come with the index None.
+        Errors are those of `generate`; leaving the loop aborts what is left.
         """
         return self._stream(self._make_groups(prompts, sampling_params))
 
     def _stream(self, groups: list[list[Sequence]]) -> Iterator[dict]:
+        self._check_idle()  # again: other requests may have come since the stream was made
         index_of = {group[0].request_id: i for i, group in enumerate(groups)}
-        num_left = sum(map(len, groups))
         try:
             for group in groups:
-                self._add(group)
-            while num_left:
+                self.scheduler.add(*group)
+            while not self.is_finished():
                 for seq, token_ids in self.step().arrived:
-                    if seq.request_id in index_of:
-                        num_left -= seq.finish_reason is not None
-                        yield {"index": index_of[seq.request_id], **event_of(seq, token_ids)}
+                    yield {"index": index_of.get(seq.request_id), **event_of(seq, token_ids)}
         finally:
             for request_id in index_of:
                 self.scheduler.abort(request_id)
@@ -119,8 +118,8 @@ class LLMEngine:
         `max_model_len`, or a token id outside the vocabulary; TypeError for something else than text or ids.
         """
         self._check_open()
-        group = self._make_group(0, prompt, sampling_params)
-        self._add(group)
+        group = self._make_group(prompt, sampling_params)
+        self.scheduler.add(*group)
         return group[0].request_id
 
     def abort(self, request_id: int) -> None:
@@ -174,18 +173,16 @@ class LLMEngine:
 
     def _make_groups(self, prompts, sampling_params) -> list[list[Sequence]]:
         """The sequences of many requests, once all is checked that can be wrong with them."""
-        self._check_open()
-        if not self.is_finished():
-            raise RuntimeError("requests from add_request or stream are unfinished; call step() until is_finished()")
+        self._check_idle()
         prompts = _as_prompts(prompts)
         if not isinstance(sampling_params, (list, tuple)):
             sampling_params = [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: give one, or as many")
-        return [self._make_group(i, *request) for i, request in enumerate(zip(prompts, sampling_params))]
+        return [self._make_group(*request) for request in zip(prompts, sampling_params)]
 
-    def _make_group(self, offset: int, prompt: Prompt, params: SamplingParams | None) -> list[Sequence]:
-        """The sequences of the request after the next `offset` ones; checks all that can be wrong with it."""
+    def _make_group(self, prompt: Prompt, params: SamplingParams | None) -> list[Sequence]:
+        """The sequences of a request, which has its number with that; checks all that can be wrong with it."""
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params={params!r}: must be a SamplingParams")
@@ -200,7 +197,8 @@ class LLMEngine:
             for token_id in (min(ids), max(ids)) if ids else ():
                 if not 0 <= token_id < vocab_size:
                     raise ValueError(f"{name}: token id {token_id} is outside of the vocabulary (0 to {vocab_size - 1})")
-        request_id, vocabulary = self._num_requests + offset, self._vocabularies[params.skip_special_tokens]
+        request_id, vocabulary = self._num_requests, self._vocabularies[params.skip_special_tokens]
+        self._num_requests += 1
         seed = self._noise_seed(params, request_id)
         seeds = [seed, *(xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed, i)) for i in range(1, params.n))]
         group = [Sequence(request_id, [*token_ids], params, s, bound, vocabulary, i) for i, s in enumerate(seeds)]
@@ -224,10 +222,6 @@ class LLMEngine:
             return xxhash.xxh3_64_intdigest(struct.pack("<QQ", self.config.seed, request_id))
         return secrets.randbits(64)
 
-    def _add(self, group: list[Sequence]) -> None:
-        self._num_requests += 1
-        self.scheduler.add(*group)
-
     def _drop_everything(self) -> None:
         self.model_runner.recover()  # what was queued still reads the host's buffers
         self._in_flight = None
@@ -240,6 +234,11 @@ class LLMEngine:
             self._drop_everything()
             self.model_runner.exit()
             self.model_runner = None
+
+    def _check_idle(self) -> None:
+        self._check_open()
+        if not self.is_finished():
+            raise RuntimeError("requests from add_request or stream are unfinished; call step() until is_finished()")
 
     def _check_open(self) -> None:
         if self.model_runner is None:

@@ -41,7 +41,7 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None  # the stop id or string that ended it; None for an eos id
         self.logprobs: list[dict[int, float]] = []
-        self.prompt_logprobs: list[dict[int, float] | None] = [None] * len(token_ids)  # the first has none
+        self.prompt_logprobs: list[dict[int, float] | None] = [None]  # of the first; the others come in order
         self.timing: dict[str, float] = {}  # seconds from its arrival to "queue" (its end), "first_token", "finish"
         self._arrival = perf_counter()
         self.detokenizer = Detokenizer(token_ids, params, vocabulary)
