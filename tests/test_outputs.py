@@ -411,3 +411,30 @@ def test_default_sampling_params(make_llm, tmp_path):
         assert llm.get_default_sampling_params() == expected
     (folder / "generation_config.json").unlink()
     assert llm.get_default_sampling_params() == SamplingParams()
+
+
+# -- statistics --------------------------------------------------------------------------------------------------------
+
+
+@BOTH_WAYS
+def test_stats(make_llm, async_scheduling):
+    llm = make_llm(kvcache_block_size=16, num_kvcache_blocks=20, async_scheduling=async_scheduling, max_num_seqs=2)
+    assert llm.stats() == {
+        "requests": {"waiting": 0, "running": 0}, "blocks": {"used": 0, "cached": 0, "free": 20}, "prefix_hit_rate": 0.0,
+        "preemptions": 0, "tokens": {"in": 0, "out": 0}, "steps": {"prefill": 0, "decode": 0},
+    }  # fmt: skip
+    for _ in range(2):
+        generate(llm, [7] * 48, SamplingParams(max_tokens=5, ignore_eos=True))
+    steps = {"prefill": 2, "decode": 8}
+    assert llm.stats() == {
+        "requests": {"waiting": 0, "running": 0}, "blocks": {"used": 0, "cached": 3, "free": 17}, "preemptions": 0,
+        "prefix_hit_rate": 32 / 96, "tokens": {"in": 96, "out": 10}, "steps": steps,
+    }  # fmt: skip
+    for i in range(3):
+        llm.add_request([i] * 20, GREEDY)
+    assert llm.stats()["requests"] == {"waiting": 3, "running": 0}
+    llm.step()
+    assert llm.stats()["requests"] == {"waiting": 1, "running": 2} and llm.stats()["blocks"]["used"] == 4
+    for i in range(3):
+        llm.abort(2 + i)
+    assert len(llm.step().finished) == 3

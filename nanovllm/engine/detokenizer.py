@@ -49,7 +49,7 @@ class Detokenizer:
         return self.text
 
     def cut_at_stop(self) -> str | None:
-        """The stop string whose end comes first in the text of the last token, if it may; the text is cut there."""
+        """The stop string that ends first in what the last token added, unless it came too early; the text is cut there."""
         text, params, found = self.extend(), self._params, []
         for stop in params.stop if len(self._token_ids) - self._num_prompt > params.min_tokens else ():
             if (begin := text.find(stop, max(0, self._num_searched + 1 - len(stop)))) >= 0:
