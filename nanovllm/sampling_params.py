@@ -4,7 +4,6 @@ from numbers import Integral
 
 from nanovllm.utils.checks import check_bool, check_int, check_real
 
-MAX_LOGIT_BIASES = 300
 MAX_LOGPROBS = 100
 
 
@@ -22,7 +21,7 @@ class SamplingParams:
     min_tokens: so many tokens come before anything can stop the request.
     ignore_eos: go on past the model's end-of-sequence ids.
     stop: strings that end the text; it is cut in front of them, or behind with `include_stop_str_in_output`.
-    stop_token_ids: ids that end a request besides the model's own; the text is without them, as with strings.
+    stop_token_ids: at most 128 ids that end a request besides the model's; the text is without them, as with strings.
     skip_special_tokens: leave special tokens out of the text.
     presence_penalty, frequency_penalty: taken off the logit of a generated token, once, and as often as it came.
     repetition_penalty: divides the logit, or multiplies a negative one, of every token of the prompt and the answer.
@@ -59,12 +58,12 @@ class SamplingParams:
             ("presence_penalty", -2, 2), ("frequency_penalty", -2, 2),
         ):  # fmt: skip
             check_real(name, getattr(self, name), low, high)
-        for name, low in (("top_k", -1), ("n", 1), ("max_tokens", 1)):
-            check_int(name, getattr(self, name), low)
+        for name, low, high in (("top_k", -1, 2**31 - 1), ("n", 1, 2**14), ("max_tokens", 1, None)):
+            check_int(name, getattr(self, name), low, high)
         for name, high in (("seed", 2**64 - 1), ("logprobs", MAX_LOGPROBS), ("prompt_logprobs", MAX_LOGPROBS)):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 0, high)
-        check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        check_int("min_tokens", self.min_tokens, 0, min(self.max_tokens, 2**30))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             check_bool(name, getattr(self, name))
         for name, kind in (("stop", str), ("stop_token_ids", Integral)):
@@ -73,11 +72,11 @@ class SamplingParams:
             raise ValueError(f"stop={self.stop!r}: a stop string must have at least 1 character")
         if not isinstance(biases := self.logit_bias or {}, dict):
             raise TypeError(f"logit_bias={biases!r:.80}: must map token ids to numbers")
-        check_int("the number of entries of logit_bias", len(biases), 0, MAX_LOGIT_BIASES)
         for token_id, bias in biases.items():
             check_real(f"logit_bias[{token_id!r}]", bias, -100, 100)
-        for name in ("stop_token_ids", "logit_bias"):
-            for token_id in getattr(self, name) or ():
+        for name, ids, most in (("stop_token_ids", self.stop_token_ids, 128), ("logit_bias", biases, 300)):
+            check_int(f"{name}: the number of ids", len(ids), 0, most)
+            for token_id in ids:
                 check_int(f"{name}: token id", token_id, 0)
 
 
