@@ -12,7 +12,8 @@ from tqdm import tqdm
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.model_runner import ModelRunner, SampledTokens
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.sampled import SampledTokens
 from nanovllm.engine.scheduler import ScheduledStep, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -132,7 +133,7 @@ class LLMEngine:
         return self.scheduler.is_finished()
 
     def _take_in(self, step: ScheduledStep, tokens: SampledTokens) -> StepOutput:
-        token_ids = tokens.wait()
+        token_ids = tokens.wait().token_ids
         new_tokens = [(s.request_id, i) for s, i in zip(step.sampled, token_ids) if s.finish_reason is None]
         finished = self.scheduler.postprocess(step, token_ids)
         num_prefill, num_decode = (step.num_tokens, 0) if step.is_prefill else (0, len(new_tokens))
