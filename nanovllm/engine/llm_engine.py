@@ -10,8 +10,9 @@ import xxhash
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import Vocabulary
-from nanovllm.engine.model_runner import ModelRunner, SampledTokens
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.outputs import ProgressBar, StepOutput, answer_of, event_of
+from nanovllm.engine.sampled import SampledTokens
 from nanovllm.engine.scheduler import ScheduledStep, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams

@@ -1,7 +1,6 @@
 """One rank: its weights, its part of the cache and its graphs, and the way of a step over the device."""
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,10 +9,12 @@ from nanovllm.config import Config
 from nanovllm.engine import batch as batches
 from nanovllm.engine.batch import Batch, BatchShape
 from nanovllm.engine.cuda_graph import DecodeGraphs
+from nanovllm.engine.sampled import SampledTokens, logprob_rows
 from nanovllm.engine.scheduler import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import make_backend
+from nanovllm.layers.logits import MOST_BIASES, RequestTable, Rows, column, log_probabilities, penalize, seeds, thresholds
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sampling_params import SamplingParams
@@ -23,33 +24,8 @@ from nanovllm.utils.loader import load_model
 from nanovllm.utils.stopwatch import Stopwatch
 
 CPU_KV_CACHE_BYTES = 2**30  # the cache on a CPU, unless num_kvcache_blocks says otherwise
+LOGPROB_ROWS = 64  # log-probabilities are made of the logits of so many tokens at a time
 CUDA_RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allocate behind PyTorch's back
-
-
-class Sampled(NamedTuple):
-    """What a step computed: of each sampled sequence, and of each row where prompt log-probabilities were asked for.
-
-    A dict maps token ids to log-probabilities; the prompt's begin with those of the token after the row's first.
-    """
-
-    token_ids: list[int]
-    logprobs: list[dict[int, float] | None]
-    prompt_logprobs: list[list[dict[int, float]] | None]
-
-
-class SampledTokens:
-    """Ids on their way into host memory."""
-
-    def __init__(self, token_ids: torch.Tensor, is_cuda: bool):
-        self._token_ids = token_ids
-        self._arrived = torch.cuda.Event() if is_cuda else None
-        if self._arrived:
-            self._arrived.record()
-
-    def wait(self) -> Sampled:
-        if self._arrived:
-            self._arrived.synchronize()
-        return Sampled(self._token_ids.tolist(), [], [])
 
 
 class ModelRunner:
@@ -82,6 +58,7 @@ class ModelRunner:
         self.table_width = -(-config.max_model_len // config.kvcache_block_size)
         self.pad_req_index = config.max_num_seqs
         self.last_token_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int32, device=self.device)
+        self.requests = RequestTable(config.max_num_seqs, self.device)
         self._make_buffers()
         self.graphs: DecodeGraphs | None = None
         self.num_kvcache_blocks = config.num_kvcache_blocks or self._affordable_blocks(memory_before)
@@ -98,16 +75,20 @@ class ModelRunner:
             if self.graphs and not step.is_prefill:
                 batch = self.prepare_decode(step, self.graphs.host_buffer())
                 token_ids = self.graphs.replay(batch.shape.num_seqs)
+                outputs = self.graphs.outputs[batch.shape.num_seqs]
             else:
                 self._turn ^= 1
                 prepare = self.prepare_prefill if step.is_prefill else self.prepare_decode
                 batch = prepare(step, self._host_buffers[self._turn].numpy())
                 token_ids = self._host_token_ids[self._turn][: batch.shape.num_samples]
-                token_ids.copy_(self.execute(batch), non_blocking=True)
-            return SampledTokens(token_ids[: len(step.sampled)], self.device.type == "cuda")
+                outputs = self.execute(batch)
+                token_ids.copy_(outputs[0], non_blocking=True)
+            logprobs = self._logprobs(step, batch, *outputs)
+            return SampledTokens(step, token_ids[: len(step.sampled)], logprobs, self.device.type == "cuda")
 
     def prepare_prefill(self, step: ScheduledStep, buffer: np.ndarray) -> Batch:
-        return batches.prepare_prefill(step, buffer, self.config.kvcache_block_size)
+        eos_token_ids = self.config.model_config.eos_token_ids
+        return batches.prepare_prefill(step, buffer, self.config.kvcache_block_size, eos_token_ids)
 
     def prepare_decode(self, step: ScheduledStep, buffer: np.ndarray) -> Batch:
         num_rows, table_width = len(step.rows), max(len(row.seq.block_table) for row in step.rows)
@@ -118,11 +99,11 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def execute(self, batch: Batch) -> torch.Tensor:
-        """Run a batch that is in host memory; the ids [S] that it samples, on the device."""
+    def execute(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a batch that is in host memory; on the device, the ids [S] that it samples and its hidden states [T, ...]."""
         return self._forward(batch.to(self._device_buffer))
 
-    def _forward(self, batch: Batch) -> torch.Tensor:
+    def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         shape = batch.shape
         context = Context(
             is_prefill=shape.is_prefill,
@@ -134,19 +115,53 @@ class ModelRunner:
             cu_seqlens_q=batch.cu_seqlens_q if shape.is_prefill else None,
         )
         input_ids = batch.input_ids if shape.is_prefill else self.last_token_ids.index_select(0, batch.req_indices)
+        self.slot_token_ids[batch.slot_mapping] = input_ids  # a slot of -1 is the last, which is no block's
         with attention_context(context):
             hidden_states = self.model(input_ids, batch.positions)
-        positions = batch.positions
         if shape.num_copies:
             sources, targets = batch.copies
-            for cache in self.kv_cache.flatten(0, 1):  # one at a time: what was gathered needs memory
+            ids = self.slot_token_ids[:-1].view(-1, self.config.kvcache_block_size)
+            for cache in (ids, *self.kv_cache.flatten(0, 1)):  # one at a time: what was gathered needs memory
                 cache[targets] = cache[sources]
+        sampled, positions, block_tables = hidden_states, batch.positions, batch.block_tables
         if shape.is_prefill:  # no logits for rows that are not sampled
-            hidden_states, positions = (x.index_select(0, batch.sample_rows) for x in (hidden_states, positions))
-        logits = self.model.compute_logits(hidden_states)
-        token_ids = self.sampler(logits, batch.temperatures, batch.seeds, positions)
+            self.requests.write(batch.req_indices, batch.params, batch.bias_slots, batch.bias_ids, batch.bias_bits)
+            sampled, positions = (x.index_select(0, batch.sample_rows) for x in (sampled, positions))
+            seqs = torch.bucketize(batch.sample_rows, batch.cu_seqlens_q[1:], right=True)
+            block_tables = block_tables.index_select(0, seqs)
+        token_ids = self.slot_token_ids[:-1].view(-1, self.config.kvcache_block_size)
+        rows = self.requests.rows(batch.req_indices, token_ids, block_tables, positions)
+        token_ids = self._sample(self.model.compute_logits(sampled), rows)
         self.last_token_ids[batch.req_indices] = token_ids
-        return token_ids
+        return token_ids, hidden_states
+
+    def _sample(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+        penalize(logits, rows)
+        temperatures, least = column(rows.params, "temperature"), thresholds(logits, rows)
+        return self.sampler(logits, temperatures, seeds(rows.params), rows.positions, least)
+
+    @torch.inference_mode()
+    def _logprobs(
+        self, step: ScheduledStep, batch: Batch, token_ids: torch.Tensor, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Ids and log-probabilities of all tokens of the step that are asked for them, as `logprob_rows` has them.
+
+        Their logits are made anew, in pieces and outside of the graph, so that other steps are none the slower.
+        """
+        if not (asked := logprob_rows(step)):
+            return None
+        sample_rows = batch.sample_rows if step.is_prefill else range(len(step.sampled))
+        places = [(row.row if row.sample < 0 else sample_rows[row.sample], row.sample, row.token_id) for row in asked]
+        pinned = torch.tensor(places, pin_memory=self.device.type == "cuda")
+        rows, samples, chosen = pinned.to(self.device, non_blocking=True).unbind(1)
+        num_prompt = sum(row.sample < 0 for row in asked)
+        chosen = torch.cat((chosen[:num_prompt], token_ids[samples[num_prompt:]]))
+        most = max(row.most for row in asked)
+        pieces = [
+            log_probabilities(self.model.compute_logits(hidden_states.index_select(0, r)), c, most)
+            for r, c in zip(rows.split(LOGPROB_ROWS), chosen.split(LOGPROB_ROWS))
+        ]
+        return tuple(map(torch.cat, zip(*pieces)))
 
     def _load_model(self) -> Qwen3ForCausalLM:
         default_dtype = torch.get_default_dtype()
@@ -163,7 +178,8 @@ class ModelRunner:
         """Two host buffers, so that a step can be prepared while the one before is read, and one on the device."""
         config, pinned = self.config, self.device.type == "cuda"
         B, T, W = config.max_num_seqs, config.max_num_batched_tokens, self.table_width
-        size = max(BatchShape(True, T, min(B, T), B, W, T, B).size, BatchShape(False, B, B, B, W, 1).size)
+        prefill = BatchShape(True, T, min(B, T), B, W, T, B, B * MOST_BIASES)
+        size = max(prefill.size, BatchShape(False, B, B, B, W, 1).size)
         self._host_buffers = [torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self._host_token_ids = [torch.empty(B, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self._device_buffer = torch.empty(size, dtype=torch.int32, device=self.device)
@@ -236,6 +252,8 @@ class ModelRunner:
 
     def _set_cache(self, cache: torch.Tensor) -> None:
         self.kv_cache = cache
+        # the ids behind the keys, by slot; one slot more, which stands for none
+        self.slot_token_ids = torch.zeros(cache.shape[2] * cache.shape[3] + 1, dtype=torch.int32, device=self.device)
         for i, layer in enumerate(self.attention_layers):
             layer.k_cache, layer.v_cache = cache[:, i % cache.shape[1]]
 
@@ -260,7 +278,7 @@ class ModelRunner:
         """Free the device's memory."""
         self.graphs = None
         self._set_cache(self._cache_of(0))
-        self.model = self.last_token_ids = self._device_buffer = None
+        self.model = self.last_token_ids = self.requests = self.slot_token_ids = self._device_buffer = None
         self.attention_layers = []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -2,9 +2,11 @@
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.decode_attention import decode_attention, suits_decode_qkv
 from nanovllm.kernels.few_row_linear import few_row_linear, suits_few_row_linear
+from nanovllm.kernels.filters import thresholds
 from nanovllm.kernels.host_memory import deliver, fetch
 from nanovllm.kernels.layernorm import rms_norm
 from nanovllm.kernels.norm_rope_store import norm_rope_store
 from nanovllm.kernels.one_row_linear import one_row_linear
+from nanovllm.kernels.penalties import penalize
 from nanovllm.kernels.prefill_attention import prefill_attention
 from nanovllm.kernels.sampling import sample

@@ -55,12 +55,18 @@ class Sampler(nn.Module):
     """
 
     def forward(
-        self, logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """logits [S, vocabulary], temperatures [S], seeds [S, 2] and positions [S] of the rows -> ids [S] int32."""
+        self, logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor,
+        thresholds: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """logits [S, vocabulary], temperatures [S], seeds [S, 2] and positions [S] of the rows -> ids [S] int32.
+
+        No token is drawn whose logit is below its row's of `thresholds` [S], unless there is no other.
+        """
         if (ops := triton_ops(logits)) is not None:
-            return ops.sample(logits, temperatures, seeds, positions, ROUNDS)
+            return ops.sample(logits, temperatures, seeds, positions, ROUNDS, thresholds=thresholds)
         scores = logits.float()
+        if thresholds is not None:
+            scores = scores.masked_fill(scores < thresholds.unsqueeze(1), -torch.inf)
         rows = temperatures.nonzero().squeeze(-1)
         if len(rows) == len(scores):
             scores = scores / temperatures.unsqueeze(1) + gumbel_noise(seeds, positions, scores.shape[1])

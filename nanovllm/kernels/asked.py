@@ -1,0 +1,11 @@
+"""What a row asks of its logits: the columns of layers.logits' params, by the names of its FIELDS."""
+import triton
+import triton.language as tl
+
+TEMPERATURE, TOP_P, MIN_P, PRESENCE_PENALTY, FREQUENCY_PENALTY, REPETITION_PENALTY = map(tl.constexpr, range(6))
+TOP_K, IS_PENALIZED, NUM_PROMPT_TOKENS, MIN_LEN, NUM_BIASES, NUM_STOPS = map(tl.constexpr, range(6, 12))
+
+
+@triton.jit
+def real(asked_ptr, COLUMN: tl.constexpr):
+    return tl.load(asked_ptr + COLUMN).to(tl.float32, bitcast=True)
