@@ -3,6 +3,7 @@
     python bench.py --model MODEL                                    three workloads
     python bench.py --num-seqs 64 --max-input-len 256 --max-output-len 256 --compare transformers,vllm
     python bench.py --model MODEL --profile FOLDER                   traces of decode steps, and where their time goes
+    python bench.py --streaming                                      the headline by generate and by stream, in turns
 
 Headline: `--num-seqs` requests of random ids, lengths uniform up to the maxima (from a tenth of them), temperature
 0.6, no end of sequence. Single stream: one request, an eighth of the longest input in, half of the longest output out.
@@ -121,6 +122,32 @@ def run_nanovllm(model: str, settings: dict, workloads: dict[str, list[list[Requ
             print(f"from start to the first token: {now - STARTED:.1f} s", end=" (")
             print(", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items()), end=")\n")
         return {name: [run(requests) for requests in runs][-1] for name, runs in workloads.items()}
+
+
+def stream_overhead(model: str, settings: dict, requests: list[Request], rounds: int = 7) -> None:
+    """The same requests by `generate` and by `stream`, one after the other, again and again."""
+    from nanovllm import LLM
+
+    prompts, params = [r.prompt for r in requests], sampling_params(requests)
+    num_tokens = sum(r.max_tokens for r in requests)
+    seconds: dict[str, list[float]] = {"generate": [], "stream": []}
+    with LLM(model, **settings, enable_prefix_caching=False) as llm:
+        ways = {
+            "generate": lambda: llm.generate(prompts, params, use_tqdm=False),
+            "stream": lambda: [event["text"] for event in llm.stream(prompts, params)],
+        }
+        for i in range(rounds + 1):  # the first is for warming up
+            for name in list(ways)[:: 1 if i % 2 else -1]:
+                begin = perf_counter()
+                ways[name]()
+                seconds[name].append(perf_counter() - begin)
+    for name, times in seconds.items():
+        rates = [num_tokens / s for s in times[1:]]
+        print(f"{name:8} {len(requests)} requests, {num_tokens:,} tokens out", end=", tok/s: ")
+        print(f"median {median(rates):,.0f}, best {max(rates):,.0f}")
+    ratios = [b / a - 1 for a, b in zip(seconds["generate"][1:], seconds["stream"][1:])]
+    best = min(seconds["stream"][1:]) / min(seconds["generate"][1:]) - 1
+    print(f"stream takes longer by {median(ratios):+.1%} (median of {rounds} pairs), {best:+.1%} (best of each)")
 
 
 def profile_nanovllm(model: str, settings: dict, batch_sizes: list[int], length: int, folder: Path) -> None:
@@ -322,6 +349,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prefill-len", type=int, help="default 3900, on a CPU 1024")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write traces of decode steps, and nothing else")
+    parser.add_argument("--streaming", action="store_true", help="compare generate with stream, and nothing else")
     parser.add_argument("--compare", default="", help="transformers, vllm, or both with a comma between them")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
@@ -352,6 +380,10 @@ def main() -> None:
     if args.profile:
         batch_sizes = sorted({1, min(num_seqs, config.max_num_seqs)})
         profile_nanovllm(args.model, settings, batch_sizes, sum(lengths) // 4, args.profile)
+        return
+
+    if args.streaming:
+        stream_overhead(args.model, settings, headline(num_seqs, *lengths, args.seed, vocab_size))
         return
 
     prefill_len = min(args.prefill_len or (1024 if small else 3900), config.max_model_len - 1)

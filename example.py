@@ -21,13 +21,9 @@ def main() -> None:
     model, max_tokens, temperature = (settings.pop(name) for name in ("model", "max_tokens", "temperature"))
 
     with LLM(model, **settings) as llm:
-        prompts = [
-            llm.tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
-            )
-            for question in QUESTIONS
-        ] + [VERSE]
-        answers = llm.generate(prompts, SamplingParams(temperature=temperature, max_tokens=max_tokens))
+        params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+        conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
+        answers = llm.chat(conversations, params) + llm.generate(VERSE, params)
     for question, answer in zip([*QUESTIONS, VERSE], answers):
         print(f"\n> {question}\n{answer['text']}")
 

@@ -1,6 +1,6 @@
 """nano-vllm: compact LLM inference. `LLM(model).generate(prompts, SamplingParams(...))`."""
 from nanovllm.llm import LLM
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "BeamSearchParams", "SamplingParams"]

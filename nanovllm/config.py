@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.utils.checks import check_choice, check_int, check_real
+from nanovllm.utils.checks import check_bool, check_choice, check_int, check_real
 from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.hub import find_model
 
@@ -184,9 +184,8 @@ class Config:
             raise ValueError(f"kvcache_block_size={self.kvcache_block_size}: must be a multiple of 16")
         check_real("gpu_memory_utilization", self.gpu_memory_utilization, low=0.01, high=1.0)
         for name in ("enforce_eager", "enable_prefix_caching", "async_scheduling"):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and not (name == "async_scheduling" and value is None):
-                raise TypeError(f"{name}={value!r}: must be True or False")
+            if name != "async_scheduling" or self.async_scheduling is not None:
+                check_bool(name, getattr(self, name))
         if self.seed is not None:
             check_int("seed", self.seed, low=0, high=2**64 - 1)
 

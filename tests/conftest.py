@@ -55,3 +55,8 @@ def make_llm():
     yield make
     for engine in engines:
         engine.exit()
+
+
+@pytest.fixture
+def make_llm_with_logprobs(make_llm):
+    return make_llm

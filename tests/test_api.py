@@ -72,7 +72,10 @@ def test_shapes_of_prompts(llm, prompts, alone):
 
 def test_answer(llm, tokenizer, alone):
     (answer,) = llm.generate(QUESTIONS[0], GREEDY, use_tqdm=False)
-    assert answer.keys() == {"request_id", "text", "token_ids", "finish_reason", "num_cached_tokens"}
+    keys = "request_id prompt_token_ids num_cached_tokens text token_ids finish_reason stop_reason timing"
+    assert answer.keys() == {*keys.split()}
+    assert answer["prompt_token_ids"] == tokenizer.encode(QUESTIONS[0]) and answer["stop_reason"] is None
+    assert 0 <= answer["timing"]["queue"] < answer["timing"]["first_token"] < answer["timing"]["finish"] < 60
     assert answer["text"] == tokenizer.decode(alone[0], skip_special_tokens=True)
     assert all(type(token_id) is int for token_id in answer["token_ids"])
     assert answer["finish_reason"] == "length" and answer["num_cached_tokens"] == 0

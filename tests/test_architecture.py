@@ -11,20 +11,20 @@ import nanovllm
 
 ROOT = Path(nanovllm.__file__).parent
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
-SCHEDULING = ["engine/sequence.py", "engine/block_manager.py", "engine/scheduler.py"]
+SCHEDULING = ["engine/detokenizer.py", "engine/sequence.py", "engine/block_manager.py", "engine/scheduler.py"]
 
 # A file imports from lower floors, from what stands left of it on its own line, and from its own place if that is a
 # folder or a group. A floor may have several lines, which do not know of each other.
 HOUSE = """
 0 | utils/ <- config.py sampling_params.py
 0 | engine/__init__.py
-1 | engine/sequence.py <- engine/block_manager.py <- engine/scheduler.py
+1 | engine/detokenizer.py <- engine/sequence.py <- engine/block_manager.py <- engine/scheduler.py
 1 | kernels/
 2 | layers/
 3 | models/
-4 | engine/batch.py <- engine/cuda_graph.py <- engine/model_runner.py
+4 | engine/batch.py <- engine/cuda_graph.py engine/sampled.py <- engine/model_runner.py
 5 | engine/worker.py
-6 | engine/llm_engine.py <- llm.py <- __init__.py
+6 | engine/beam_search.py engine/outputs.py <- engine/llm_engine.py <- llm.py <- __init__.py
 """
 
 

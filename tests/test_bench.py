@@ -51,6 +51,11 @@ def test_one_call_does_all_workloads():
     assert [line.split(":")[0] for line in out.splitlines() if "requests" in line] == ["headline", "single", "prefill"]
 
 
+def test_streaming_beside_generate():
+    out = run("--streaming").splitlines()
+    assert [line.split()[0] for line in out] == ["generate", "stream", "stream"] and "median of 7 pairs" in out[-1]
+
+
 def test_profile_writes_traces(tmp_path):
     out = run("--profile", str(tmp_path))
     assert {file.name for file in tmp_path.iterdir()} == {"decode-1.json", "decode-3.json"}

@@ -243,17 +243,61 @@ def test_eos_token_ids(tmp_path, generation, own, expected):
         ("seed", 2**64, ValueError, f"at most {2**64 - 1}"),
         ("seed", 0.5, TypeError, "an integer"),
         ("seed", False, TypeError, "an integer"),
+        ("top_k", -2, ValueError, "at least -1"),
+        ("top_k", 1.5, TypeError, "an integer"),
+        ("top_k", None, TypeError, "an integer"),
+        ("top_p", 0, ValueError, "at least 1e-06"),
+        ("top_p", 1.01, ValueError, "at most 1"),
+        ("top_p", math.nan, ValueError, "finite"),
+        ("min_p", -0.1, ValueError, "at least 0"),
+        ("min_p", 1.1, ValueError, "at most 1"),
+        ("n", 0, ValueError, "at least 1"),
+        ("n", None, TypeError, "an integer"),
+        ("min_tokens", -1, ValueError, "at least 0"),
+        ("min_tokens", 65, ValueError, "at most 64"),  # max_tokens
+        ("stop", "", ValueError, "at least 1 character"),
+        ("stop", ["a", ""], ValueError, "at least 1 character"),
+        ("stop", ["a", 1], TypeError, "str"),
+        ("stop", 1, TypeError, "str"),
+        ("stop_token_ids", [1, "2"], TypeError, "Integral"),
+        ("stop_token_ids", "2", TypeError, "Integral"),
+        ("stop_token_ids", [1, -2], ValueError, "at least 0"),
+        ("stop_token_ids", [True], TypeError, "an integer"),
+        ("include_stop_str_in_output", 1, TypeError, "True or False"),
+        ("skip_special_tokens", None, TypeError, "True or False"),
+        ("presence_penalty", 2.1, ValueError, "at most 2"),
+        ("frequency_penalty", -2.1, ValueError, "at least -2"),
+        ("repetition_penalty", 0, ValueError, "at least 0.01"),
+        ("repetition_penalty", math.inf, ValueError, "finite"),
+        ("logit_bias", [1], TypeError, "map token ids to numbers"),
+        ("logit_bias", {i: 1.0 for i in range(301)}, ValueError, "301: must be at most 300"),
+        ("stop_token_ids", range(129), TypeError, "Integral"),
+        ("stop_token_ids", [*range(129)], ValueError, "129: must be at most 128"),
+        ("top_k", 2**31, ValueError, f"at most {2**31 - 1}"),
+        ("logit_bias", {1: 101.0}, ValueError, "at most 100"),
+        ("logit_bias", {1: "a"}, TypeError, "a number"),
+        ("logit_bias", {-1: 1.0}, ValueError, "at least 0"),
+        ("logit_bias", {"1": 1.0}, TypeError, "an integer"),
+        ("logprobs", -1, ValueError, "at least 0"),
+        ("logprobs", 101, ValueError, "at most 100"),
+        ("prompt_logprobs", True, TypeError, "an integer"),
     ],
 )
 def test_bad_sampling_params(name, value, error, bound):
     with pytest.raises(error) as caught:
         SamplingParams(**{name: value})
-    assert f"{name}={value!r}" in str(caught.value) and bound in str(caught.value)
+    message = str(caught.value)
+    assert bound in message and name in message
+    assert f"{name}={value!r}" in message or name in ("stop", "stop_token_ids", "logit_bias")  # which name an entry
 
 
 def test_good_sampling_params():
     assert SamplingParams() == SamplingParams(temperature=1.0, max_tokens=64, ignore_eos=False, seed=None)
     SamplingParams(temperature=0, max_tokens=np.int64(1), ignore_eos=True, seed=2**64 - 1)
     SamplingParams(temperature=np.float32(0.5), seed=np.uint64(7))
-    with pytest.raises(TypeError, match="top_p"):
-        SamplingParams(top_p=0.9)
+    SamplingParams(top_p=1, top_k=-1, min_p=1, min_tokens=64, logit_bias={i: -100 for i in range(300)}, logprobs=0)
+    for ids in (7, [7], (7,), {7}, [np.int64(7)]):
+        assert SamplingParams(stop="a", stop_token_ids=ids) == SamplingParams(stop=["a"], stop_token_ids=[7])
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=2)

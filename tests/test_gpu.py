@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -51,6 +52,18 @@ def test_right_answers(make_llm, chat, backend, async_scheduling, enforce_eager)
     answers = llm.generate([chat(question) for question in asked], GREEDY, use_tqdm=False)
     assert [answer["text"] for answer in answers] == list(asked.values())
     assert bool(llm.model_runner.graphs) == (backend != "sdpa" and not enforce_eager)
+
+
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_several_answers(make_llm, chat, block_size):
+    """Each goes on from shared blocks and a copied one, and comes in pieces."""
+    llm = make_llm(device="cuda", dtype="auto", kvcache_block_size=block_size, gpu_memory_utilization=0.1, max_num_seqs=70)
+    asked = tasks()
+    texts = {}
+    for event in llm.stream([chat(question) for question in asked], replace(GREEDY, n=3)):
+        place = event["index"], event["output_index"]
+        texts[place] = texts.get(place, "") + event["text"]
+    assert texts == {(i, k): answer for i, answer in enumerate(asked.values()) for k in range(3)}
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 256])

@@ -24,6 +24,8 @@ class Request(NamedTuple):
     ignore_eos: bool = False
     key: int = 0
     arrival: int = 0  # turns of the loop before it is added
+    n: int = 1
+    aborted_at: int = 1000
 
 
 def make_scheduler(
@@ -33,24 +35,32 @@ def make_scheduler(
     return Scheduler(manager, max_num_seqs, max_num_batched_tokens, frozenset({EOS, ALSO_EOS}))
 
 
+def make_group(request_id: int, request: Request) -> list[Sequence]:
+    params = SamplingParams(max_tokens=request.max_tokens, ignore_eos=request.ignore_eos, n=request.n)
+    seeds = [request.key + 1000 * index for index in range(request.n)]
+    group = [Sequence(request_id, list(request.prompt), params, seed, MAX_LEN, index=i) for i, seed in enumerate(seeds)]
+    for seq in group:
+        seq.group = group
+    return group
+
+
 def make_sequence(request_id: int, request: Request) -> Sequence:
-    params = SamplingParams(max_tokens=request.max_tokens, ignore_eos=request.ignore_eos)
-    return Sequence(request_id, list(request.prompt), params, request.key, MAX_LEN)
+    return make_group(request_id, request)[0]
 
 
 # -- a simulated engine ----------------------------------------------------------------------------------------------
 
 
-def true_tokens(request: Request) -> list[int]:
+def true_tokens(request: Request, index: int = 0) -> list[int]:
     """The prompt and all that could be sampled after it: a function of the request and the position alone."""
     last = min(len(request.prompt) + request.max_tokens, MAX_LEN)
-    sampled = [crc32(b"%d %d" % (request.key, i)) % VOCAB_SIZE for i in range(len(request.prompt), last)]
-    return request.prompt + sampled
+    key = request.key + 1000 * index
+    return request.prompt + [crc32(b"%d %d" % (key, i)) % VOCAB_SIZE for i in range(len(request.prompt), last)]
 
 
-def true_answer(request: Request) -> tuple[list[int], str]:
+def true_answer(request: Request, index: int) -> tuple[list[int], str]:
     """What comes out of a request, whatever runs beside it."""
-    completion = true_tokens(request)[len(request.prompt) :]
+    completion = true_tokens(request, index)[len(request.prompt) :]
     ends = [i for i, token_id in enumerate(completion) if token_id in (EOS, ALSO_EOS) and not request.ignore_eos]
     return (completion[: ends[0] + 1], "stop") if ends else (completion, "length")
 
@@ -63,8 +73,11 @@ def fingerprints(token_ids: list[int]) -> list[int]:
     return marks[1:]
 
 
-def random_requests(seed: int, num_requests: int = 60) -> list[Request]:
-    """Many begin like an earlier one's prompt and answer; some with its key, so that they go on like it too."""
+def random_requests(seed: int, num_requests: int = 60, most_answers: int = 1) -> list[Request]:
+    """Many begin like an earlier one's prompt and answer; some with its key, so that they go on like it too.
+
+    With `most_answers`, half of them ask for several; and some are aborted.
+    """
     rng = random.Random(seed)
     requests: list[Request] = []
     for i in range(num_requests):
@@ -76,6 +89,10 @@ def random_requests(seed: int, num_requests: int = 60) -> list[Request]:
         if key == i:
             prompt = prompt + rng.choices(range(VOCAB_SIZE), k=rng.randint(1, 7 if prompt else 40))
         requests.append(Request(prompt, rng.randint(1, 40), rng.random() < 0.3, key, arrival=rng.randrange(0, 100, 20)))
+        if most_answers > 1:
+            n = rng.randint(2, most_answers) if rng.random() < 0.5 else 1
+            aborted_at = requests[-1].arrival + rng.randint(1, 60) if rng.random() < 0.2 else 1000
+            requests[-1] = requests[-1]._replace(n=n, aborted_at=aborted_at)
     return requests
 
 
@@ -91,21 +108,26 @@ class Simulation:
         self.max_in_flight = 1 if asynchronous else 0
         self.scheduler = make_scheduler(**settings)
         self.manager = self.scheduler.block_manager
-        self.seqs = [make_sequence(i, request) for i, request in enumerate(requests)]
-        self.tokens = [true_tokens(request) for request in requests]
-        self.marks = [fingerprints(token_ids) for token_ids in self.tokens]
+        self.groups = [make_group(i, request) for i, request in enumerate(requests)]
+        self.seqs = [seq for group in self.groups for seq in group]
+        self.tokens = {seq: true_tokens(requests[seq.request_id], seq.index) for seq in self.seqs}
+        self.marks = {seq: fingerprints(token_ids) for seq, token_ids in self.tokens.items()}
         self.cache: dict[int, int] = {}  # slot -> fingerprint
         self.last_token_ids: dict[int, int] = {}  # by request index
         self.in_flight: deque[tuple[ScheduledStep, list[int]]] = deque()
-        self.first_start: dict[int, int] = {}  # by request id
+        self.first_start: dict[Sequence, int] = {}
         self.seen: Counter = Counter()
 
     def run(self) -> "Simulation":
-        arrivals = deque(sorted(self.seqs, key=lambda seq: self.requests[seq.request_id].arrival))
+        arrivals = deque(sorted(self.groups, key=lambda group: self.requests[group[0].request_id].arrival))
         turn = 0
         while arrivals or self.in_flight or not self.scheduler.is_finished():
-            while arrivals and self.requests[arrivals[0].request_id].arrival <= turn:
-                self.scheduler.add(arrivals.popleft())
+            while arrivals and self.requests[arrivals[0][0].request_id].arrival <= turn:
+                self.scheduler.add(*arrivals.popleft())
+            for request_id, request in enumerate(self.requests):
+                if request.aborted_at == turn:
+                    self.seen["aborted"] += len(self.scheduler.abort(request_id))
+                    self.check_accounting()
             self.turn()
             turn += 1
         self.seen["preemptions"] = self.scheduler.num_preemptions
@@ -123,27 +145,34 @@ class Simulation:
             self.check_accounting()
 
     def take_in(self, step: ScheduledStep, token_ids: list[int]):
-        before = {seq.request_id: seq.status for seq in step.sampled}
+        before = {seq: seq.status for seq in step.sampled}
         finished = self.scheduler.postprocess(step, token_ids)
         ended = [seq for seq in step.sampled if seq.status is SequenceStatus.FINISHED]
-        assert finished == [seq for seq in ended if before[seq.request_id] is not SequenceStatus.FINISHED]
+        assert finished == [seq for seq in ended if before[seq] is not SequenceStatus.FINISHED]
         self.seen["tokens thrown away"] += len(ended) - len(finished)
-        self.seen["ended while preempted"] += sum(before[s.request_id] is SequenceStatus.WAITING for s in finished)
+        self.seen["ended while preempted"] += sum(before[s] is SequenceStatus.WAITING for s in finished)
 
     def compute(self, step: ScheduledStep) -> list[int]:
         """Write the cache, check that it holds what is read, and sample."""
         self.check_step(step)
         for seq, start, end in step.rows:
             if not step.is_prefill:  # the input may be unknown to the host: it was kept on the device
-                assert self.last_token_ids[seq.req_index] == self.tokens[seq.request_id][start]
+                assert self.last_token_ids[seq.req_index] == self.tokens[seq][start]
             for position in range(start, end):
-                self.cache[self.slot(seq, position)] = self.marks[seq.request_id][position]
+                self.cache[self.slot(seq, position)] = self.marks[seq][position]
         for seq, _, end in step.rows:
             context = [self.cache[self.slot(seq, position)] for position in range(end)]
-            assert context == self.marks[seq.request_id][:end], "another sequence's keys and values"
+            assert context == self.marks[seq][:end], "another sequence's keys and values"
+        size = self.manager.block_size
+        for source, target in step.copies:
+            for offset in range(size):
+                self.cache[target * size + offset] = self.cache.get(source * size + offset)
         token_ids = []
-        for seq, (_, _, end) in zip(step.sampled, step.rows):
-            token_ids.append(self.tokens[seq.request_id][end])
+        for seq, row in zip(step.sampled, step.sample_rows, strict=True):
+            end = step.rows[row].end
+            context = [self.cache[self.slot(seq, position)] for position in range(end)]
+            assert context == self.marks[seq][:end], "what was shared or copied is not its own prompt's"
+            token_ids.append(self.tokens[seq][end])
             self.last_token_ids[seq.req_index] = token_ids[-1]
         return token_ids
 
@@ -160,17 +189,31 @@ class Simulation:
             first_written = start // self.manager.block_size
             readers.update(seq.block_table[:first_written])
             writers.update(seq.block_table[first_written:])
-            if seq.request_id not in self.first_start:
-                self.first_start[seq.request_id] = start
+            if seq not in self.first_start:
+                self.first_start[seq] = start
                 self.seen["hits"] += start > 0
+                self.seen["left behind"] += seq.index > 0
+        for seq, row in zip(step.sampled, step.sample_rows):
+            if seq is not step.rows[row].seq:
+                assert step.is_prefill and seq.group is step.rows[row].seq.group and seq not in self.first_start
+                num_full, in_part = divmod(seq.num_prompt_tokens, self.manager.block_size)
+                self.first_start[seq] = self.first_start[step.rows[row].seq]
+                readers.update(seq.block_table[:num_full])
+                writers.update(seq.block_table[num_full:])
+                assert len(seq.block_table) == num_full + 1
+                copied = [(a, b) for a, b in step.copies if b == seq.block_table[-1]]
+                assert copied == ([(step.rows[row].seq.block_table[num_full], seq.block_table[-1])] if in_part else [])
+                self.seen["forks"] += 1
         for block_id, num_writers in writers.items():  # who else holds it reads what this same step writes
             assert num_writers == 1 and self.manager.blocks[block_id].ref_count == 1 + readers[block_id]
         complete = [s for s, _, end in step.rows if not step.is_prefill or end == len(s.token_ids)]
-        assert step.sampled == complete == [row.seq for row in step.rows[: len(complete)]]
+        owners = [seq for seq, row in zip(step.sampled, step.sample_rows) if step.rows[row].seq is seq]
+        assert owners == complete == [row.seq for row in step.rows[: len(complete)]]
+        assert step.sample_rows == sorted(step.sample_rows) and len({*step.sampled}) == len(step.sampled)
         assert len(step.rows) - len(complete) <= 1, "only the last row may be a chunk"
         if step.is_prefill:
             assert step.num_tokens <= self.scheduler.max_num_batched_tokens
-        assert len({seq.request_id for seq, _, _ in step.rows}) == len(step.rows) <= self.scheduler.max_num_seqs
+        assert len({seq for seq, _, _ in step.rows}) == len(step.rows) <= self.scheduler.max_num_seqs
         self.seen["chunks"] += len(step.rows) - len(complete)
         self.seen["shared within a step"] += bool(writers.keys() & readers.keys())
 
@@ -189,10 +232,10 @@ class Simulation:
         assert manager.free_block_ids.keys() == set(range(len(manager.blocks))) - held.keys()
         assert all(manager.blocks[block_id].hash == key for key, block_id in manager.hash_to_block_id.items())
 
-        in_flight = Counter(seq.request_id for step, _ in self.in_flight for seq in step.sampled)
+        in_flight = Counter(seq for step, _ in self.in_flight for seq in step.sampled)
         for seq in self.seqs:
             if seq.status is not SequenceStatus.FINISHED:
-                assert seq.num_tokens - len(seq.token_ids) == in_flight[seq.request_id]
+                assert seq.num_tokens - len(seq.token_ids) == in_flight[seq]
             if seq not in live:
                 assert seq.block_table == [] and seq.req_index == -1
             assert len(set(seq.block_table)) == len(seq.block_table)
@@ -210,10 +253,18 @@ class Simulation:
         """Nothing is left, and every answer is what it would have been alone."""
         assert not self.scheduler.waiting and not self.scheduler.running
         assert len(self.manager.free_block_ids) == len(self.manager.blocks)
-        for seq, request in zip(self.seqs, self.requests):
+        for seq in self.seqs:
             assert seq.status is SequenceStatus.FINISHED
-            assert (seq.completion_token_ids, seq.finish_reason) == true_answer(request)
-            assert seq.num_cached_tokens == self.first_start[seq.request_id]
+            assert seq.num_cached_tokens == self.first_start.get(seq, 0)
+            token_ids, reason = true_answer(self.requests[seq.request_id], seq.index)
+            if seq.finish_reason == "abort":
+                assert seq.completion_token_ids == token_ids[: len(seq.completion_token_ids)] != token_ids
+            else:
+                assert (seq.completion_token_ids, seq.finish_reason) == (token_ids, reason)
+        counts = self.scheduler.stats()
+        assert counts["blocks"]["used"] == 0 and sum(counts["blocks"].values()) == len(self.manager.blocks)
+        assert counts["tokens"]["out"] == sum(len(seq.completion_token_ids) for seq in self.seqs)
+        assert counts["requests"] == {"waiting": 0, "running": 0}
 
 
 SETTINGS = {
@@ -245,6 +296,16 @@ def test_random_requests_reach_rare_corners():
     runs = [Simulation(random_requests(seed), True, **SETTINGS["tiny cache, tiny blocks"]).run() for seed in range(8)]
     seen = sum((run.seen for run in runs), Counter())
     assert seen["ended while preempted"] and seen["shared within a step"]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_random_requests_for_several_answers(name, asynchronous, seed):
+    """Up to more answers than may run at a time; every one is what it would be alone, and each gets in."""
+    seen = Simulation(random_requests(seed, 40, most_answers=9), asynchronous, **SETTINGS[name]).run().seen
+    assert seen["forks"] > 10 and seen["aborted"] > 0
+    assert (seen["left behind"] > 0) == (name != "all at once")  # to be computed again, as not all fit
 
 
 def test_scheduler_needs_no_torch():

@@ -10,6 +10,10 @@ import numpy as np
 import torch
 
 from nanovllm.engine.scheduler import ScheduledSequence, ScheduledStep
+from nanovllm.engine.sampled import LogprobRow, logprob_rows
+from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.logits import MOST_BIASES, REALS, WIDTH, column, seeds
+from nanovllm.sampling_params import SamplingParams
 
 GREEDY_BELOW = 1e-5  # a temperature that float32 logits could not be divided by
 
@@ -23,22 +27,26 @@ class BatchShape(NamedTuple):
     num_samples: int  # S: rows that get a token; in a decode step T = B = S
     table_width: int  # W: blocks of the longest sequence
     max_seqlen_q: int
+    num_copies: int = 0  # C: cache blocks copied, where a prompt has several answers
+    num_biases: int = 0  # N: entries of all requests that are sampled
+    num_logprobs: int = 0  # tokens whose log-probabilities are asked for
 
     def fields(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the views, in the order in which they lie in the buffer."""
         T, B, S, W = self.num_tokens, self.num_seqs, self.num_samples, self.table_width
         shapes = {
             "req_indices": (S,),  # where the sampled ids are kept on the device, and read by the next step
-            "temperature_bits": (S,),  # float32
-            "seeds": (S, 2),  # low and high word of the request's 64 bits
             "positions": (T,),
             "slot_mapping": (T,),  # where a token's key and value go in the cache; -1: nowhere
             "context_lens": (B,),  # tokens to attend to, this step's included
             "block_tables": (B, W),
         }
-        if self.is_prefill:  # a decode step's ids are on the device already, one for each sequence
+        if self.is_prefill:  # a decode step's ids are on the device already, and so is what its requests ask
             shapes |= {"input_ids": (T,), "cu_seqlens_q": (B + 1,), "sample_rows": (S,)}
-        return shapes
+            shapes |= {"params": (S, WIDTH), "copies": (2, self.num_copies)}
+            shapes |= {name: (self.num_biases,) for name in ("bias_slots", "bias_ids", "bias_bits")}  # see RequestTable
+        # the last, as a graph has no room for it
+        return shapes | {"logprob_rows": (self.num_logprobs, len(LogprobRow._fields))}
 
     @property
     def size(self) -> int:
@@ -48,7 +56,8 @@ class BatchShape(NamedTuple):
 def largest_batch(max_num_seqs: int, max_num_batched_tokens: int, table_width: int) -> int:
     """The size of the largest step that there can be."""
     B, T, W = max_num_seqs, max_num_batched_tokens, table_width
-    return max(BatchShape(True, T, min(B, T), min(B, T), W, T).size, BatchShape(False, B, B, B, W, 1).size)
+    prefill = BatchShape(True, T, min(B, T), B, W, T, B, B * MOST_BIASES, T + B)
+    return max(prefill.size, BatchShape(False, B, B, B, W, 1, num_logprobs=B).size)
 
 
 def _room(dims: tuple[int, ...]) -> int:
@@ -59,7 +68,8 @@ def _room(dims: tuple[int, ...]) -> int:
 class Batch:
     """The views of one step's buffer: numpy on the host, torch on the device.
 
-    `input_ids`, `cu_seqlens_q` and `sample_rows` (the token rows that are sampled) exist in prefill steps only.
+    What depends on a prompt exists in prefill steps only: `input_ids`, `cu_seqlens_q`, `sample_rows` (the token rows that
+    are sampled), `copies` (the cache blocks to copy from, and to) and what requests ask of their logits.
     """
 
     def __init__(self, shape: BatchShape, buffer):
@@ -70,10 +80,6 @@ class Batch:
             setattr(self, name, buffer[offset : offset + prod(dims)].reshape(dims))
             offset += _room(dims)
 
-    @property
-    def temperatures(self):
-        return self.temperature_bits.view(np.float32 if isinstance(self.buffer, np.ndarray) else torch.float32)
-
     def to(self, device_buffer: torch.Tensor) -> "Batch":
         """This batch on the device, in `device_buffer`; on CUDA the copy is asynchronous if our memory is pinned."""
         batch = Batch(self.shape, device_buffer)
@@ -81,8 +87,10 @@ class Batch:
         return batch
 
 
-def prepare_prefill(step: ScheduledStep, buffer: np.ndarray, block_size: int) -> Batch:
+def prepare_prefill(step: ScheduledStep, buffer: np.ndarray, block_size: int, eos_token_ids: frozenset[int]) -> Batch:
     rows = step.rows
+    biases = [_biases(seq, eos_token_ids) for seq in step.sampled]
+    asked = logprob_rows(step)
     shape = BatchShape(
         is_prefill=True,
         num_tokens=step.num_tokens,
@@ -90,6 +98,9 @@ def prepare_prefill(step: ScheduledStep, buffer: np.ndarray, block_size: int) ->
         num_samples=len(step.sampled),
         table_width=max(len(row.seq.block_table) for row in rows),
         max_seqlen_q=max(row.end - row.start for row in rows),
+        num_copies=len(step.copies),
+        num_biases=sum(map(len, biases)),
+        num_logprobs=len(asked),
     )
     batch = Batch(shape, buffer)
     batch.cu_seqlens_q[0] = 0
@@ -101,9 +112,11 @@ def prepare_prefill(step: ScheduledStep, buffer: np.ndarray, block_size: int) ->
         batch.positions[first:last] = positions = np.arange(start, end)
         batch.slot_mapping[first:last] = _slots(batch.block_tables[i, positions // block_size], positions, block_size)
         batch.cu_seqlens_q[i + 1] = last
-    # only the last row may stop short of its sequence's end
-    batch.sample_rows[:] = batch.cu_seqlens_q[1 : len(step.sampled) + 1] - 1
-    _fill_sampling(batch, step, pad_req_index=0)
+    batch.sample_rows[:] = batch.cu_seqlens_q[1:][step.sample_rows] - 1
+    batch.copies[:] = np.array(step.copies, np.int32).reshape(-1, 2).T
+    _fill_params(batch, step.sampled)
+    _fill_biases(batch, step.sampled, biases)
+    _fill_logprob_rows(batch, asked, batch.sample_rows)
     return batch
 
 
@@ -112,13 +125,16 @@ def prepare_decode(
 ) -> Batch:
     """A decode step of `num_rows`: the rows past the step's own are empty, store nothing and sample in vain."""
     n = len(step.rows)
-    batch = Batch(BatchShape(False, num_rows, num_rows, num_rows, table_width, 1), buffer)
+    asked = logprob_rows(step)
+    batch = Batch(BatchShape(False, num_rows, num_rows, num_rows, table_width, 1, num_logprobs=len(asked)), buffer)
     _fill_rows(batch, step.rows)
+    _fill_logprob_rows(batch, asked, range(n))
     batch.positions[:n] = positions = batch.context_lens[:n] - 1
     batch.slot_mapping[:n] = _slots(batch.block_tables[np.arange(n), positions // block_size], positions, block_size)
     batch.positions[n:] = 0
     batch.slot_mapping[n:] = -1
-    _fill_sampling(batch, step, pad_req_index)
+    batch.req_indices[:n] = [seq.req_index for seq in step.sampled]
+    batch.req_indices[n:] = pad_req_index
     return batch
 
 
@@ -135,12 +151,40 @@ def _fill_rows(batch: Batch, rows: list[ScheduledSequence]) -> None:
         table[: len(seq.block_table)] = seq.block_table
 
 
-def _fill_sampling(batch: Batch, step: ScheduledStep, pad_req_index: int) -> None:
-    n = len(step.sampled)
-    batch.req_indices[:n] = [seq.req_index for seq in step.sampled]
-    batch.req_indices[n:] = pad_req_index
-    temperatures = np.array([seq.params.temperature for seq in step.sampled], np.float32)
-    batch.temperatures[:n] = np.where(temperatures < GREEDY_BELOW, 0, temperatures)
-    batch.temperatures[n:] = 0
-    batch.seeds[:n] = np.array([seq.noise_seed for seq in step.sampled], np.uint64).view(np.int32).reshape(n, 2)
-    batch.seeds[n:] = 0
+def _fill_params(batch: Batch, seqs: list[Sequence]) -> None:
+    batch.req_indices[:] = [seq.req_index for seq in seqs]
+    batch.params[:] = 0
+    for name in (*REALS, "top_k"):
+        column(batch.params, name)[:] = [getattr(seq.params, name) for seq in seqs]
+    temperatures = column(batch.params, "temperature")
+    temperatures[temperatures < GREEDY_BELOW] = 0
+    seeds(batch.params)[:] = np.array([seq.noise_seed for seq in seqs], np.uint64).view(np.int32).reshape(-1, 2)
+    column(batch.params, "is_penalized")[:] = [_is_penalized(seq.params) for seq in seqs]
+    column(batch.params, "num_prompt_tokens")[:] = [seq.num_prompt_tokens for seq in seqs]
+    column(batch.params, "min_len")[:] = [seq.num_prompt_tokens + seq.params.min_tokens for seq in seqs]
+
+
+def _is_penalized(params: SamplingParams) -> bool:
+    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
+
+
+def _biases(seq: Sequence, eos_token_ids: frozenset[int]) -> list[tuple[int, float]]:
+    """A request's biases, and behind them -inf for the ids that would end it before it has min_tokens."""
+    params = seq.params
+    stops = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids) if params.min_tokens else ()
+    biases = [*(params.logit_bias or {}).items(), *((token_id, -np.inf) for token_id in sorted(stops))]
+    assert len(biases) <= MOST_BIASES
+    return biases
+
+
+def _fill_biases(batch: Batch, seqs: list[Sequence], biases: list[list[tuple[int, float]]]) -> None:
+    column(batch.params, "num_biases")[:] = [len(seq.params.logit_bias or ()) for seq in seqs]
+    column(batch.params, "num_stops")[:] = [len(b) for b in biases] - column(batch.params, "num_biases")
+    batch.bias_slots[:] = [seq.req_index * MOST_BIASES + i for seq, b in zip(seqs, biases) for i in range(len(b))]
+    batch.bias_ids[:] = [token_id for b in biases for token_id, _ in b]
+    batch.bias_bits.view(np.float32)[:] = [value for b in biases for _, value in b]
+
+
+def _fill_logprob_rows(batch: Batch, asked: list[LogprobRow], sample_rows) -> None:
+    if asked:
+        batch.logprob_rows[:] = [row if row.sample < 0 else row._replace(row=sample_rows[row.sample]) for row in asked]

@@ -59,6 +59,21 @@ class BlockManager:
         while len(seq.block_table) < self.num_blocks_for(seq.num_tokens):
             seq.block_table.append(self._take_free_block())
 
+    def fork(self, seq: Sequence, other: Sequence) -> tuple[int, int] | None:
+        """Give `other` all that is computed of `seq`, the same prompt: its full blocks, and a block of its own.
+
+        (from, to): the block that must be copied, where the last one is full in part.
+        """
+        num_full = seq.num_computed_tokens // self.block_size
+        other.block_table = seq.block_table[:num_full]
+        for block_id in other.block_table:
+            self.blocks[block_id].ref_count += 1
+        other.block_table.append(self._take_free_block())
+        other.block_hashes = seq.block_hashes.copy()
+        other.num_computed_tokens = seq.num_computed_tokens
+        other.num_cached_tokens = seq.num_cached_tokens
+        return (seq.block_table[num_full], other.block_table[-1]) if len(seq.block_table) > num_full else None
+
     def can_append(self, seq: Sequence) -> bool:
         """Whether the last token of `seq` has a slot, or can get one."""
         return len(seq.block_table) * self.block_size >= seq.num_tokens or bool(self.free_block_ids)
@@ -108,8 +123,8 @@ class BlockManager:
     def _match_prefix(self, seq: Sequence) -> list[int]:
         """Ids of the cached blocks that `seq` begins with, always leaving at least one token to compute."""
         block_ids: list[int] = []
-        if not self.enable_prefix_caching:
-            return block_ids
+        if not self.enable_prefix_caching or seq.params.prompt_logprobs is not None:
+            return block_ids  # log-probabilities need every position computed
         for i in range((len(seq.token_ids) - 1) // self.block_size):
             self._extend_hashes(seq, i + 1)
             block_id = self.hash_to_block_id.get(seq.block_hashes[i])

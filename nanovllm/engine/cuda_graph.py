@@ -22,20 +22,25 @@ class DecodeGraphs:
     """
 
     def __init__(self, max_num_seqs: int, table_width: int, buffer: torch.Tensor, forward: Callable):
-        """`forward` maps a decode Batch that lies in `buffer` to the ids it samples, without asking the host."""
+        """`forward` maps a decode Batch that lies in `buffer` to the ids it samples and the hidden states that they come
+        from, without asking the host.
+        """
         from nanovllm.kernels import ops
 
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.outputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of `forward`: what the last replay left there
         self.ladder = batch_size_ladder(max_num_seqs)
-        room = self._shape(max_num_seqs, table_width).size
+        room = self._shape(max_num_seqs, table_width)._replace(num_logprobs=max_num_seqs).size
         # zeros: rows without a context, which write to a slot that nobody holds yet
         self._batches = torch.zeros(2, room, dtype=torch.int32, pin_memory=True)
         self._token_ids = torch.zeros(2, max_num_seqs, dtype=torch.int32, pin_memory=True)
         self._device_turn = torch.zeros(1, dtype=torch.int32, device=buffer.device)
 
-        def step(batch: Batch) -> None:
+        def step(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
             ops.fetch(batch.buffer, self._batches, self._device_turn)
-            ops.deliver(forward(batch), self._token_ids, self._device_turn)
+            token_ids, hidden_states = forward(batch)
+            ops.deliver(token_ids, self._token_ids, self._device_turn)
+            return token_ids, hidden_states
 
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.ladder):  # the largest first: the others find room in its memory
@@ -44,7 +49,7 @@ class DecodeGraphs:
             self.graphs[size] = torch.cuda.CUDAGraph()
             # what other threads ask of CUDA meanwhile is no part of the graph
             with torch.cuda.graph(self.graphs[size], pool=pool, capture_error_mode="thread_local"):
-                step(batch)
+                self.outputs[size] = step(batch)
         self.reset()
 
     @staticmethod

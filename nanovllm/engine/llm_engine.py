@@ -4,45 +4,33 @@ import struct
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from numbers import Integral
-from time import perf_counter
 
 import xxhash
-from tqdm import tqdm
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.model_runner import ModelRunner, SampledTokens
+from nanovllm.engine.detokenizer import Vocabulary
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.outputs import ProgressBar, StepOutput, answer_of, event_of
+from nanovllm.engine.sampled import SampledTokens
 from nanovllm.engine.scheduler import ScheduledStep, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.worker import Workers
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_int
 from nanovllm.utils.stopwatch import Stopwatch
 
 Prompt = str | list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What one turn of the loop brought to the host.
-
-    finished: the answers that ended, as `generate` returns them, with their `request_id`.
-    new_tokens: (request id, token id) of every token that arrived.
-    """
-
-    finished: list[dict] = field(default_factory=list)
-    new_tokens: list[tuple[int, int]] = field(default_factory=list)
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-
-
 class LLMEngine:
     """Generates for many requests at once.
 
-    `generate` does it all; `add_request`, `step` and `is_finished` are the loop for those who want to hold it. With
-    `async_scheduling` a step's tokens reach the host one turn late, while the next step runs. An engine is a context
-    manager, and `exit` frees its memory. `startup_seconds` says where the time of its start went.
+    `generate` does it all and `stream` shows it as it comes; `add_request`, `step`, `abort` and `is_finished` are the
+    loop for those who want to hold it. With `async_scheduling` a step's tokens reach the host one turn late, while the
+    next step runs. An engine is a context manager, and `exit` frees its memory. `startup_seconds` says where the time
+    of its start went.
     """
 
     def __init__(self, model: str, **settings):
@@ -64,6 +52,7 @@ class LLMEngine:
                 self.model_runner = ModelRunner(self.config, startup, tp)
                 self.workers.wait_until_started()
                 self.tokenizer = tokenizer.result()
+                self._vocabularies = [Vocabulary(self.tokenizer, skip) for skip in (False, True)]
             except BaseException as error:
                 if (cause := self._close_after(error)) is not error:
                     raise cause from error
@@ -77,6 +66,7 @@ class LLMEngine:
         self.scheduler = Scheduler(block_manager, *bounds, self.config.model_config.eos_token_ids)
         self._num_requests = 0
         self._in_flight: tuple[ScheduledStep, SampledTokens] | None = None
+        self._aborted: list[Sequence] = []  # of which the next step tells
 
     def generate(
         self, prompts: Prompt | list[Prompt], sampling_params: SamplingParams | list[SamplingParams] | None = None,
@@ -85,43 +75,73 @@ class LLMEngine:
         """Answers to one prompt or many, in their order.
 
         A prompt is a string or a list of token ids; `sampling_params` one for all, or one for each. An answer has
-        `request_id`, `text`, `token_ids` (the end-of-sequence id included), `finish_reason` ("stop" or "length") and
-        `num_cached_tokens`. Nothing is queued unless every prompt is good: ValueError or TypeError else, as of
-        `add_request`. Ctrl-C and errors drop this call's requests and leave the engine ready for the next.
+        `request_id`, `prompt_token_ids` and `num_cached_tokens` of them, `text`, `token_ids` (the end-of-sequence id
+        included), `finish_reason` ("stop", "length" or "abort"), `stop_reason` (the string or id of `stop` or
+        `stop_token_ids`), `timing` (seconds from arrival to the end of "queue", "first_token" and "finish"), and where
+        asked for `logprobs` (for each token a dict from ids to log-probabilities) and `prompt_logprobs` (None for the
+        first). With n > 1, what differs is in a list `outputs` of n dicts.
+
+        Nothing is queued unless every prompt is good: ValueError or TypeError else, as of `add_request`. Ctrl-C and
+        errors drop this call's requests and leave the engine ready for the next.
         """
-        self._check_open()
-        if not self.is_finished():
-            raise RuntimeError("generate: requests from add_request are unfinished; call step() until is_finished()")
-        prompts = _as_prompts(prompts)
-        if not isinstance(sampling_params, (list, tuple)):
-            sampling_params = [sampling_params] * len(prompts)
-        if len(sampling_params) != len(prompts):
-            raise ValueError(f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: give one, or as many")
-        seqs = [self._make_sequence(i, *request) for i, request in enumerate(zip(prompts, sampling_params))]
+        groups = self._make_groups(prompts, sampling_params)
         answers: dict[int, dict] = {}
         try:
-            for seq in seqs:
-                self._add(seq)
-            with ProgressBar(len(seqs), disable=not use_tqdm) as bar:
-                while len(answers) < len(seqs):
+            for group in groups:
+                self.scheduler.add(*group)
+            with ProgressBar(len(groups), disable=not use_tqdm) as bar:
+                while len(answers) < len(groups):
                     output = self.step()
                     bar.show(output)
                     answers |= {answer["request_id"]: answer for answer in output.finished}
         except BaseException:
             self._drop_everything()
             raise
-        return [answers[seq.request_id] for seq in seqs]
+        return [answers[group[0].request_id] for group in groups]
+
+    def stream(
+        self, prompts: Prompt | list[Prompt], sampling_params: SamplingParams | list[SamplingParams] | None = None
+    ) -> Iterator[dict]:
+        """The answers of `generate` piece by piece, as they come from many requests at once.
+
+        An event has `index` (of the prompt), `output_index` (with n > 1), `request_id`, `text` and `token_ids` (what is
+        new; text that may yet be cut off as a stop string is held back), `finish_reason` and `stop_reason` (None until
+        the last), and `logprobs` where asked for. Requests of `add_request` in the middle of it come with the index None.
+        Errors are those of `generate`; leaving the loop aborts what is left.
+        """
+        return self._stream(self._make_groups(prompts, sampling_params))
+
+    def _stream(self, groups: list[list[Sequence]]) -> Iterator[dict]:
+        self._check_idle()  # again: other requests may have come since the stream was made
+        index_of = {group[0].request_id: i for i, group in enumerate(groups)}
+        try:
+            for group in groups:
+                self.scheduler.add(*group)
+            while not self.is_finished():
+                for seq, token_ids in self.step().arrived:
+                    yield {"index": index_of.get(seq.request_id), **event_of(seq, token_ids)}
+        finally:
+            for request_id in index_of:
+                self.scheduler.abort(request_id)
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
-        """Queue a request; its id.
+        """Queue a request, and return its id.
 
         Raises before anything is queued: ValueError for an empty prompt, one that is not shorter than
         `max_model_len`, or a token id outside the vocabulary; TypeError for something else than text or ids.
         """
         self._check_open()
-        seq = self._make_sequence(0, prompt, sampling_params)
-        self._add(seq)
-        return seq.request_id
+        group = self._make_group(prompt, sampling_params)
+        self.scheduler.add(*group)
+        return group[0].request_id
+
+    def abort(self, request_id: int) -> None:
+        """End a request, whose blocks are free for the next step; that step brings what there is of its answer.
+
+        One that has ended already stays as it is. ValueError for an id that `add_request` never returned.
+        """
+        check_int("request_id", request_id, low=0, high=self._num_requests - 1)
+        self._aborted += self.scheduler.abort(request_id)
 
     def step(self) -> StepOutput:
         """One turn of the loop: queue the next step, and take in what has been computed.
@@ -135,7 +155,7 @@ class LLMEngine:
             launched = (scheduled, self._launch(scheduled)) if scheduled else None
             if self.config.async_scheduling:
                 launched, self._in_flight = self._in_flight, launched
-            return self._take_in(*launched) if launched else StepOutput()
+            return self._take_in(launched)
         except BaseException as error:
             if not self.workers.processes or not isinstance(error, Exception):
                 self._drop_everything()
@@ -145,32 +165,45 @@ class LLMEngine:
             raise
 
     def is_finished(self) -> bool:
-        """Whether nothing is left to do."""
-        return self.scheduler.is_finished()
+        """Whether nothing is left to do, or to tell."""
+        return self.scheduler.is_finished() and not self._aborted
 
     def _launch(self, step: ScheduledStep) -> SampledTokens:
-        batch = self.model_runner.prepare(step)
-        return self.workers.launch(self.model_runner, batch, len(step.sampled))
+        return self.workers.launch(self.model_runner, self.model_runner.prepare(step), step)
 
-    def _take_in(self, step: ScheduledStep, tokens: SampledTokens) -> StepOutput:
-        token_ids = tokens.wait()
-        new_tokens = [(s.request_id, i) for s, i in zip(step.sampled, token_ids) if s.finish_reason is None]
-        finished = self.scheduler.postprocess(step, token_ids)
-        num_prefill, num_decode = (step.num_tokens, 0) if step.is_prefill else (0, len(new_tokens))
-        return StepOutput([self._answer(seq) for seq in finished], new_tokens, num_prefill, num_decode)
+    def stats(self) -> dict:
+        """What goes on, and what went on since the start.
 
-    def _answer(self, seq: Sequence) -> dict:
-        token_ids = seq.completion_token_ids
-        return {
-            "request_id": seq.request_id,
-            "text": self.tokenizer.decode(token_ids, skip_special_tokens=True),
-            "token_ids": token_ids,
-            "finish_reason": seq.finish_reason,
-            "num_cached_tokens": seq.num_cached_tokens,
-        }
+        `requests` waiting and running, with n > 1 each answer for itself; `blocks` used, cached (free, and to be found as
+        a prefix) and free; `prefix_hit_rate`, of the prompts' tokens; `preemptions`; `tokens` in and out; `steps` by kind.
+        """
+        return self.scheduler.stats()
 
-    def _make_sequence(self, offset: int, prompt: Prompt, params: SamplingParams | None) -> Sequence:
-        """The sequence of the request after the next `offset` ones; checks all that can be wrong with it."""
+    def _take_in(self, launched: tuple[ScheduledStep, SampledTokens] | None) -> StepOutput:
+        ended, self._aborted = self._aborted, []
+        output = StepOutput([], [(seq, []) for seq in ended])
+        if launched:
+            step, sampled = launched[0], launched[1].wait()
+            live = [(seq, [i]) for seq, i in zip(step.sampled, sampled.token_ids) if seq.finish_reason is None]
+            ended += self.scheduler.postprocess(step, *sampled)
+            num_tokens = (step.num_tokens, 0) if step.is_prefill else (0, len(live))
+            output = StepOutput([], output.arrived + live, *num_tokens)
+        groups = {seq.request_id: seq.group for seq in ended}.values()
+        output.finished.extend(answer_of(group) for group in groups if all(seq.finish_reason for seq in group))
+        return output
+
+    def _make_groups(self, prompts, sampling_params) -> list[list[Sequence]]:
+        """The sequences of many requests, once all is checked that can be wrong with them."""
+        self._check_idle()
+        prompts = _as_prompts(prompts)
+        if not isinstance(sampling_params, (list, tuple)):
+            sampling_params = [sampling_params] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: give one, or as many")
+        return [self._make_group(*request) for request in zip(prompts, sampling_params)]
+
+    def _make_group(self, prompt: Prompt, params: SamplingParams | None) -> list[Sequence]:
+        """The sequences of a request, which has its number with that; checks all that can be wrong with it."""
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params={params!r}: must be a SamplingParams")
@@ -181,11 +214,18 @@ class LLMEngine:
         if len(token_ids) >= bound:
             raise ValueError(f"prompt: has {len(token_ids)} tokens; it must be shorter than max_model_len={bound}")
         vocab_size = self.config.model_config.vocab_size
-        for token_id in (min(token_ids), max(token_ids)):
-            if not 0 <= token_id < vocab_size:
-                raise ValueError(f"prompt: token id {token_id} is outside of the vocabulary (0 to {vocab_size - 1})")
-        request_id = self._num_requests + offset
-        return Sequence(request_id, token_ids, params, self._noise_seed(params, request_id), bound)
+        for name, ids in (("prompt", token_ids), ("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            for token_id in (min(ids), max(ids)) if ids else ():
+                if not 0 <= token_id < vocab_size:
+                    raise ValueError(f"{name}: token id {token_id} is outside of the vocabulary (0 to {vocab_size - 1})")
+        request_id, vocabulary = self._num_requests, self._vocabularies[params.skip_special_tokens]
+        self._num_requests += 1
+        seed = self._noise_seed(params, request_id)
+        seeds = [seed, *(xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed, i)) for i in range(1, params.n))]
+        group = [Sequence(request_id, [*token_ids], params, s, bound, vocabulary, i) for i, s in enumerate(seeds)]
+        for seq in group:
+            seq.group = group
+        return group
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -203,14 +243,11 @@ class LLMEngine:
             return xxhash.xxh3_64_intdigest(struct.pack("<QQ", self.config.seed, request_id))
         return secrets.randbits(64)
 
-    def _add(self, seq: Sequence) -> None:
-        self._num_requests += 1
-        self.scheduler.add(seq)
-
     def _drop_everything(self) -> None:
         if self.model_runner is not None:
             self.model_runner.recover()  # what was queued still reads the host's buffers
             self._in_flight = None
+            self._aborted = []
             self.scheduler.abort_all()
 
     def _close_after(self, error: BaseException) -> BaseException:
@@ -229,6 +266,11 @@ class LLMEngine:
         if self.model_runner is not None:
             self.model_runner.exit()
             self.model_runner = None
+
+    def _check_idle(self) -> None:
+        self._check_open()
+        if not self.is_finished():
+            raise RuntimeError("requests from add_request or stream are unfinished; call step() until is_finished()")
 
     def _check_open(self) -> None:
         if self.model_runner is None:
@@ -260,21 +302,3 @@ def _as_prompts(prompts) -> list[Prompt]:
     if (items := _as_list(prompts)) is None:
         raise TypeError(f"prompts={prompts!r:.80}: must be a string, a list of token ids, or a list of those")
     return [items] if items and all(issubclass(kind, Integral) for kind in set(map(type, items))) else items
-
-
-class ProgressBar(tqdm):
-    """Requests that are done, and tokens per second of the last prefill and the last decode step."""
-
-    def __init__(self, total: int, disable: bool):
-        super().__init__(total=total, desc="Generating", disable=disable, dynamic_ncols=True)
-        self.rates: dict[str, str] = {}
-        self.last = perf_counter()
-
-    def show(self, output: StepOutput) -> None:
-        now = perf_counter()
-        for kind, num_tokens in (("prefill", output.num_prefill_tokens), ("decode", output.num_decode_tokens)):
-            if num_tokens:
-                self.rates[kind] = f"{num_tokens / (now - self.last):.0f} tok/s"
-        self.last = now
-        self.set_postfix(self.rates, refresh=False)
-        self.update(len(output.finished))

@@ -10,43 +10,23 @@ from nanovllm.config import Config
 from nanovllm.engine import batch as batches
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.cuda_graph import DecodeGraphs
+from nanovllm.engine.sampled import SampledTokens
 from nanovllm.engine.scheduler import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import make_backend
+from nanovllm.layers.logits import RequestTable, Rows, column, log_probabilities, penalize, seeds, thresholds
 from nanovllm.layers.sampler import Sampler, max_of_ranks
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.context import Context, attention_context
-from nanovllm.utils.distributed import STEP_TIMEOUT, TensorParallel
+from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.stopwatch import Stopwatch
 
 CPU_KV_CACHE_BYTES = 2**30  # the cache on a CPU, unless num_kvcache_blocks says otherwise
+LOGPROB_ROWS = 64  # log-probabilities are made of the logits of so many tokens at a time
 CUDA_RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allocate behind PyTorch's back
-
-
-class SampledTokens:
-    """Ids on their way into host memory."""
-
-    def __init__(self, token_ids: torch.Tensor, is_cuda: bool, tp: TensorParallel):
-        self._token_ids = token_ids
-        self._tp = tp
-        self._arrived = torch.cuda.Event() if is_cuda else None
-        if self._arrived:
-            self._arrived.record()
-
-    def wait(self) -> list[int]:
-        """The ids; RuntimeError where they will not come, as another rank is gone or hangs."""
-        if self._arrived and self._tp.size == 1:
-            self._arrived.synchronize()
-        elif self._arrived:
-            begin = perf_counter()
-            while not self._arrived.query():
-                self._tp.check()
-                if perf_counter() - begin > STEP_TIMEOUT:
-                    raise RuntimeError(f"a step was not over after {STEP_TIMEOUT:.0f} s")
-        return self._token_ids.tolist()
 
 
 class ModelRunner:
@@ -77,6 +57,7 @@ class ModelRunner:
         self.table_width = -(-config.max_model_len // config.kvcache_block_size)
         self.pad_req_index = config.max_num_seqs
         self.last_token_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int32, device=self.device)
+        self.requests = RequestTable(config.max_num_seqs, self.device)
         self._make_buffers()
         self.graphs: DecodeGraphs | None = None
         self.num_kvcache_blocks = config.num_kvcache_blocks or self._affordable_blocks(memory_before)
@@ -89,7 +70,7 @@ class ModelRunner:
 
     def run(self, step: ScheduledStep) -> SampledTokens:
         """Prepare and launch a step."""
-        return self.launch(self.prepare(step), len(step.sampled))
+        return self.launch(self.prepare(step), step)
 
     def host_buffer(self, is_prefill: bool) -> np.ndarray:
         """Where the next batch that is launched is to be prepared, once the last launch but one is over."""
@@ -101,23 +82,24 @@ class ModelRunner:
         prepare = self.prepare_prefill if step.is_prefill else self.prepare_decode
         return prepare(step, self.host_buffer(step.is_prefill))
 
-    def launch(self, batch: Batch, num_sampled: int | None = None) -> SampledTokens:
-        """Queue a batch that lies in `host_buffer`; the step may not be over when this returns, nor the one before it.
-
-        Of the ids the first `num_sampled` are returned; those of a padded batch are fewer than its rows.
-        """
+    def launch(self, batch: Batch, step: ScheduledStep | None = None) -> SampledTokens:
+        """Queue a batch that lies in `host_buffer`; the step may not be over when this returns, nor the one before it."""
         self.tp.check()
         with self._on_device():
             if self.graphs and not batch.shape.is_prefill:
                 token_ids = self.graphs.replay(batch.shape.num_seqs)
+                outputs = self.graphs.outputs[batch.shape.num_seqs]
             else:
                 token_ids = self._host_token_ids[self._turn][: batch.shape.num_samples]
                 self._turn ^= 1
-                token_ids.copy_(self.execute(batch), non_blocking=True)
-            return SampledTokens(token_ids[:num_sampled], self.device.type == "cuda", self.tp)
+                outputs = self.execute(batch)
+                token_ids.copy_(outputs[0], non_blocking=True)
+            logprobs = self._logprobs(batch, *outputs) if batch.shape.num_logprobs else ()
+            return SampledTokens(step, token_ids, logprobs, self.device.type == "cuda", self.tp)
 
     def prepare_prefill(self, step: ScheduledStep, buffer: np.ndarray) -> Batch:
-        return batches.prepare_prefill(step, buffer, self.config.kvcache_block_size)
+        eos_token_ids = self.config.model_config.eos_token_ids
+        return batches.prepare_prefill(step, buffer, self.config.kvcache_block_size, eos_token_ids)
 
     def prepare_decode(self, step: ScheduledStep, buffer: np.ndarray) -> Batch:
         num_rows, table_width = len(step.rows), max(len(row.seq.block_table) for row in step.rows)
@@ -128,11 +110,11 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def execute(self, batch: Batch) -> torch.Tensor:
-        """Run a batch that is in host memory; the ids [S] that it samples, on the device."""
+    def execute(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a batch that is in host memory; on the device, the ids [S] that it samples and its hidden states [T, ...]."""
         return self._forward(batch.to(self._device_buffer))
 
-    def _forward(self, batch: Batch) -> torch.Tensor:
+    def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         shape = batch.shape
         context = Context(
             is_prefill=shape.is_prefill,
@@ -144,15 +126,47 @@ class ModelRunner:
             cu_seqlens_q=batch.cu_seqlens_q if shape.is_prefill else None,
         )
         input_ids = batch.input_ids if shape.is_prefill else self.last_token_ids.index_select(0, batch.req_indices)
+        self.slot_token_ids[batch.slot_mapping] = input_ids  # a slot of -1 is the last, which is no block's
         with attention_context(context):
             hidden_states = self.model(input_ids, batch.positions)
-        positions = batch.positions
+        if shape.num_copies:
+            sources, targets = batch.copies
+            ids = self.slot_token_ids[:-1].view(-1, self.config.kvcache_block_size)
+            for cache in (ids, *self.kv_cache.flatten(0, 1)):  # one at a time: what was gathered needs memory
+                cache[targets] = cache[sources]
+        sampled, positions, block_tables = hidden_states, batch.positions, batch.block_tables
         if shape.is_prefill:  # no logits for rows that are not sampled
-            hidden_states, positions = (x.index_select(0, batch.sample_rows) for x in (hidden_states, positions))
-        logits = self.model.compute_logits(hidden_states)
-        token_ids = self.sampler(logits, batch.temperatures, batch.seeds, positions)
+            self.requests.write(batch.req_indices, batch.params, batch.bias_slots, batch.bias_ids, batch.bias_bits)
+            sampled, positions = (x.index_select(0, batch.sample_rows) for x in (sampled, positions))
+            seqs = torch.bucketize(batch.sample_rows, batch.cu_seqlens_q[1:], right=True)
+            block_tables = block_tables.index_select(0, seqs)
+        token_ids = self.slot_token_ids[:-1].view(-1, self.config.kvcache_block_size)
+        rows = self.requests.rows(batch.req_indices, token_ids, block_tables, positions)
+        token_ids = self._sample(self.model.compute_logits(sampled, rows.params), rows)
         self.last_token_ids[batch.req_indices] = token_ids
-        return token_ids
+        return token_ids, hidden_states
+
+    def _sample(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+        penalize(logits, rows)
+        temperatures, least = column(rows.params, "temperature"), thresholds(logits, rows)
+        return self.sampler(self.model.lm_head.own_part(logits), temperatures, seeds(rows.params), rows.positions, least)
+
+    @torch.inference_mode()
+    def _logprobs(self, batch: Batch, token_ids: torch.Tensor, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Ids and log-probabilities of all tokens of the step that are asked for them, as `logprob_rows` has them.
+
+        Their logits are made anew, in pieces and outside of the graph, so that other steps are none the slower.
+        """
+        asked = torch.tensor(batch.logprob_rows, pin_memory=self.device.type == "cuda")
+        most = int(asked[:, 0].max())
+        _, samples, rows, chosen = asked.to(self.device, non_blocking=True).unbind(1)
+        chosen = chosen.where(samples < 0, token_ids[samples])
+        pieces = [
+            log_probabilities(self.model.compute_logits(hidden_states.index_select(0, r)), c, most)
+            for r, c in zip(rows.split(LOGPROB_ROWS), chosen.split(LOGPROB_ROWS))
+        ]
+        max_of_ranks(chosen[:0].long(), self.tp)  # they part as after a forward
+        return tuple(map(torch.cat, zip(*pieces)))
 
     def _load_model(self) -> Qwen3ForCausalLM:
         default_dtype = torch.get_default_dtype()
@@ -244,6 +258,8 @@ class ModelRunner:
 
     def _set_cache(self, cache: torch.Tensor) -> None:
         self.kv_cache = cache
+        # the ids behind the keys, by slot; one slot more, which stands for none
+        self.slot_token_ids = torch.zeros(cache.shape[2] * cache.shape[3] + 1, dtype=torch.int32, device=self.device)
         for i, layer in enumerate(self.attention_layers):
             layer.k_cache, layer.v_cache = cache[:, i % cache.shape[1]]
 
@@ -270,7 +286,7 @@ class ModelRunner:
             return
         self.graphs = None
         self._set_cache(self._cache_of(0))
-        self.model = self.last_token_ids = self._device_buffer = None
+        self.model = self.last_token_ids = self.requests = self.slot_token_ids = self._device_buffer = None
         self.attention_layers = []
         self.tp.close()
         if self.device.type == "cuda":
@@ -303,5 +319,5 @@ def dummy_prefill(num_seqs: int, length: int, block_size: int) -> ScheduledStep:
         seq.block_table = list(range(i * per_seq, (i + 1) * per_seq))
         seq.req_index = i
         step.rows.append(ScheduledSequence(seq, 0, length))
-        step.sampled.append(seq)
+        step.sample(seq)
     return step

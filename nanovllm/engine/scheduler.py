@@ -1,5 +1,5 @@
 """Who runs in the next step, and in which blocks."""
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,15 +20,26 @@ class ScheduledSequence(NamedTuple):
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """One step: all prefill or all decode, and the sequences that get a token out of it, in the same order."""
+    """One step: all prefill or all decode, and the sequences that get a token out of it, in the order of its rows.
+
+    sample_rows: the row from which each of `sampled` gets its token; answers to the same prompt share one.
+    copies: (from, to) of cache blocks that are copied when the step's keys and values are stored.
+    """
 
     is_prefill: bool
     rows: list[ScheduledSequence] = field(default_factory=list)
     sampled: list[Sequence] = field(default_factory=list)
+    sample_rows: list[int] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
         return sum(row.end - row.start for row in self.rows)
+
+    def sample(self, seq: Sequence) -> None:
+        """`seq` gets a token from the last row."""
+        self.sampled.append(seq)
+        self.sample_rows.append(len(self.rows) - 1)
 
 
 class Scheduler:
@@ -38,6 +49,10 @@ class Scheduler:
 
     `schedule` may be called again before the last step's tokens have reached `postprocess`, but only once: a
     sequence preempted in between has its tokens complete again before it can be admitted.
+
+    The answers to one prompt (`Sequence.group`) wait in a row. The first is admitted when there is room for all, or
+    nothing else runs; once its prompt is computed, those behind it share its blocks and are sampled in the same step, as
+    far as they fit. The rest stay at the head of the queue, as requests that find their prompt in the prefix cache.
     """
 
     def __init__(
@@ -48,14 +63,16 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.eos_token_ids = eos_token_ids
         self.waiting: deque[Sequence] = deque()  # its head may be RUNNING: admitted, its prompt computed in part
-        self.running: dict[int, Sequence] = {}  # by request id, in order of admission
+        self.running: dict[tuple[int, int], Sequence] = {}  # by request id and index, in order of admission
         self.refill_at = max_num_seqs  # new ones are admitted when no more than so many run
         self.num_held = 0  # steps without admission since it was full
         self.free_req_indices = list(range(max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
+        self.counts: Counter[str] = Counter()
 
-    def add(self, seq: Sequence) -> None:
-        self.waiting.append(seq)
+    def add(self, *group: Sequence) -> None:
+        """Queue the answers to one prompt."""
+        self.waiting.extend(group)
 
     def is_finished(self) -> bool:
         return not self.waiting and not self.running
@@ -65,7 +82,10 @@ class Scheduler:
         step = self._schedule_prefill()
         if not step.rows:
             step = self._schedule_decode()
-        return step if step.rows else None
+        if not step.rows:
+            return None
+        self.counts["prefill_steps" if step.is_prefill else "decode_steps"] += 1
+        return step
 
     def _schedule_prefill(self) -> ScheduledStep:
         step = ScheduledStep(is_prefill=True)
@@ -82,10 +102,28 @@ class Scheduler:
             self.block_manager.publish(seq)
             if end == seq.num_tokens:
                 self.waiting.popleft()
-                self.running[seq.request_id] = seq
-                step.sampled.append(seq)
-                seq.num_tokens += 1
+                num_running, is_first = len(self.running), not seq.has_begun
+                self._start(seq, step)
+                if is_first:
+                    self._fork(seq, step, num_running)
         return step
+
+    def _start(self, seq: Sequence, step: ScheduledStep) -> None:
+        """Its prompt is computed: it gets a token from this step, and runs on."""
+        self.running[seq.request_id, seq.index] = seq
+        step.sample(seq)
+        seq.num_tokens += 1
+
+    def _fork(self, seq: Sequence, step: ScheduledStep, headroom: int) -> None:
+        """Start the answers to the prompt of `seq` that wait behind it, as far as they fit."""
+        while self.waiting and (other := self.waiting[0]).group is seq.group and not other.has_begun:
+            if not self.free_req_indices or len(self.block_manager.free_block_ids) <= headroom:
+                break
+            self.waiting.popleft()
+            if copy := self.block_manager.fork(seq, other):
+                step.copies.append(copy)
+            self._enter(other)
+            self._start(other, step)
 
     def _admit(self, seq: Sequence) -> bool:
         num_running = len(self.running)
@@ -94,18 +132,26 @@ class Scheduler:
             return False
         self.num_held = 0
         # One block for each that runs: all can grow once before any has to make room for another.
-        if num_running >= self.max_num_seqs or not self.block_manager.can_allocate(seq, num_running):
+        num_new = len(seq.group) if num_running and seq is seq.group[0] and not seq.has_begun else 1
+        headroom = num_running + num_new - 1
+        if headroom >= self.max_num_seqs or not self.block_manager.can_allocate(seq, headroom):
             # Full. A prefill step for every sequence that ends would hold up all others: wait for a sixteenth of them.
             self.refill_at = max(0, num_running - max(1, num_running // 16))
             return False
         self.refill_at = self.max_num_seqs
         assert len(seq.token_ids) == seq.num_tokens, "admitted with a token in flight"
         self.block_manager.allocate(seq)
-        if seq.num_tokens == seq.num_prompt_tokens:  # not one that was preempted
+        if not seq.has_begun:  # not one that was preempted
             seq.num_cached_tokens = seq.num_computed_tokens
+            self.counts["prompt_tokens"] += seq.num_prompt_tokens
+            self.counts["cached_tokens"] += seq.num_cached_tokens
+        self._enter(seq)
+        return True
+
+    def _enter(self, seq: Sequence) -> None:
         seq.req_index = self.free_req_indices.pop()
         seq.status = SequenceStatus.RUNNING
-        return True
+        seq.mark("queue")
 
     def _schedule_decode(self) -> ScheduledStep:
         step = ScheduledStep(is_prefill=False)
@@ -124,7 +170,7 @@ class Scheduler:
                 seq.num_tokens += 1
         # the longest first: attention over them begins first, and that over the shorter ones fills the gaps at the end
         step.rows.sort(key=lambda row: row.end, reverse=True)
-        step.sampled = [row.seq for row in step.rows]
+        step.sampled, step.sample_rows = [row.seq for row in step.rows], [*range(len(step.rows))]
         return step
 
     def preempt(self, seq: Sequence) -> None:
@@ -134,39 +180,76 @@ class Scheduler:
         self.waiting.appendleft(seq)
         self.num_preemptions += 1
 
-    def postprocess(self, step: ScheduledStep, token_ids: list[int]) -> list[Sequence]:
-        """Take in the tokens of a step; the sequences that ended with them."""
+    def postprocess(self, step: ScheduledStep, token_ids: list[int], logprobs=None, prompt_logprobs=None) -> list[Sequence]:
+        """Take in what a step computed, as `Sampled` has it; the sequences that ended with it."""
+        for (seq, start, _), values in zip(step.rows, prompt_logprobs or ()):
+            seq.prompt_logprobs[start + 1 : start + 1 + len(values or ())] = values or ()
         finished = []
-        for seq, token_id in zip(step.sampled, token_ids, strict=True):
+        for seq, token_id, values in zip(step.sampled, token_ids, logprobs or [None] * len(token_ids), strict=True):
             if seq.status is SequenceStatus.FINISHED:
                 continue  # ended while this token was in flight: it is not part of the answer
             seq.token_ids.append(token_id)
+            self.counts["output_tokens"] += 1
+            if values is not None:
+                seq.logprobs.append(values)
+            if len(seq.token_ids) == seq.num_prompt_tokens + 1:
+                seq.mark("first_token")
             self.block_manager.publish(seq)
-            if token_id in self.eos_token_ids and not seq.params.ignore_eos:
-                self._finish(seq, "stop")
-            elif len(seq.token_ids) == seq.max_num_tokens:
-                self._finish(seq, "length")
-            else:
-                continue
-            finished.append(seq)
+            if end := self._end_of(seq):
+                self._finish(seq, *end)
+                finished.append(seq)
         return finished
+
+    def _end_of(self, seq: Sequence) -> tuple[str, int | str | None] | None:
+        """Why `seq` ends with its last token, if it does: finish and stop reason."""
+        token_id, params = seq.token_ids[-1], seq.params
+        is_eos = token_id in self.eos_token_ids and not params.ignore_eos
+        if is_eos or token_id in params.stop_token_ids:
+            if len(seq.token_ids) - seq.num_prompt_tokens > params.min_tokens:
+                seq.detokenizer.num_hidden = 0 if params.include_stop_str_in_output else 1
+                return "stop", None if is_eos else token_id
+        if params.stop and (stop := seq.detokenizer.cut_at_stop()):
+            return "stop", stop
+        return ("length", None) if len(seq.token_ids) == seq.max_num_tokens else None
+
+    def abort(self, request_id: int | None = None) -> list[Sequence]:
+        """Drop a request, or all; those of its sequences that had not ended."""
+        seqs = [seq for seq in [*self.waiting, *self.running.values()] if request_id in (None, seq.request_id)]
+        for seq in seqs:
+            self._finish(seq, "abort")
+        return seqs
 
     def abort_all(self) -> None:
         """Drop every request and all that the cache knows, for when a step did not come to its end."""
-        for seq in [*self.waiting, *self.running.values()]:
-            self._finish(seq, "abort")
+        self.abort()
         self.block_manager.forget_prefixes()
 
-    def _finish(self, seq: Sequence, reason: str) -> None:
-        if seq.request_id not in self.running:
+    def stats(self) -> dict:
+        """What `LLMEngine.stats` says."""
+        counts, blocks = self.counts, self.block_manager
+        num_free = len(blocks.free_block_ids)
+        num_cached = sum(blocks.blocks[i].ref_count == 0 for i in blocks.hash_to_block_id.values())
+        begun = sum(seq.status is SequenceStatus.RUNNING for seq in self.waiting)
+        return {
+            "requests": {"waiting": len(self.waiting) - begun, "running": len(self.running) + begun},
+            "blocks": {"used": len(blocks.blocks) - num_free, "cached": num_cached, "free": num_free - num_cached},
+            "prefix_hit_rate": counts["cached_tokens"] / max(1, counts["prompt_tokens"]),
+            "preemptions": self.num_preemptions,
+            "tokens": {"in": counts["prompt_tokens"], "out": counts["output_tokens"]},
+            "steps": {"prefill": counts["prefill_steps"], "decode": counts["decode_steps"]},
+        }
+
+    def _finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        if (seq.request_id, seq.index) not in self.running:
             self.waiting.remove(seq)
         if seq.status is SequenceStatus.RUNNING:
             self._release(seq)
         seq.status = SequenceStatus.FINISHED
-        seq.finish_reason = reason
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
+        seq.mark("finish")
 
     def _release(self, seq: Sequence) -> None:
         self.block_manager.deallocate(seq)
         self.free_req_indices.append(seq.req_index)
         seq.req_index = -1
-        self.running.pop(seq.request_id, None)
+        self.running.pop((seq.request_id, seq.index), None)

@@ -19,7 +19,9 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, BatchShape, largest_batch
-from nanovllm.engine.model_runner import ModelRunner, SampledTokens, device_of
+from nanovllm.engine.model_runner import LOGPROB_ROWS, ModelRunner, device_of
+from nanovllm.engine.sampled import SampledTokens
+from nanovllm.engine.scheduler import ScheduledStep
 from nanovllm.utils.distributed import STEP_TIMEOUT, TensorParallel
 from nanovllm.utils.stopwatch import Stopwatch
 
@@ -140,13 +142,13 @@ class Workers:
                 raise RuntimeError(self.failure)
             sleep(0.002)
 
-    def launch(self, runner: ModelRunner, batch: Batch, num_sampled: int) -> SampledTokens:
+    def launch(self, runner: ModelRunner, batch: Batch, step: ScheduledStep) -> SampledTokens:
         """Launch a step on all ranks, or on none: Ctrl-C waits until it is done."""
         if not self.processes:
-            return runner.launch(batch, num_sampled)
+            return runner.launch(batch, step)
         with interrupts_held():
             self._channel.send(batch.shape, batch.buffer, STEP_TIMEOUT)
-            return runner.launch(batch, num_sampled)
+            return runner.launch(batch, step)
 
     def give_up(self, error: BaseException) -> BaseException:
         """Kill all after an error of rank 0; what to raise for it, as it may be the first to notice that another is lost."""
@@ -235,8 +237,10 @@ def interrupts_held():
 
 
 def connect(rank: int, config: Config, folder: Path) -> TensorParallel:
-    num_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
-    room = num_tokens * config.model_config.hidden_size * config.dtype.itemsize
+    model, size = config.model_config, config.tensor_parallel_size
+    sums = max(config.max_num_batched_tokens, config.max_num_seqs) * model.hidden_size
+    logits = max(config.max_num_seqs, LOGPROB_ROWS) * model.vocab_size // size
+    room = max(sums, logits) * config.dtype.itemsize
     return TensorParallel.connect(rank, config.tensor_parallel_size, folder, device_of(config, rank), room)
 
 
@@ -267,7 +271,7 @@ def serve(runner: ModelRunner, channel: StepChannel, reader: int) -> None:
             if shape == STOP:
                 return
             if len(in_flight) == PLACES:  # the host buffer of the last step but one is the one that comes next
-                in_flight.pop(0).wait()
+                in_flight.pop(0).wait_until_over()
             batch = Batch(shape, runner.host_buffer(shape.is_prefill))
             batch.buffer[:] = words[: shape.size]
         in_flight.append(runner.launch(batch))

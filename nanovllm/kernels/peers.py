@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.asked import is_filtered
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
 
 KEYS_A_PROGRAM = 128
@@ -130,5 +131,47 @@ def max_of_ranks(keys: torch.Tensor, meeting: tuple) -> torch.Tensor:
     _max_kernel[(max(1, triton.cdiv(len(keys), KEYS_A_PROGRAM)),)](
         keys, addresses, offset, flags_offset, aborted, out, rank, len(keys),
         SIZE=len(addresses), BLOCK=KEYS_A_PROGRAM,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["rank", "num_rows", "offset", "flags_offset"])
+def _gather_kernel(
+    addresses_ptr, offset, flags_offset, aborted_ptr, asked_ptr, out_ptr, rank, num_rows, n,
+    WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    _arrive(addresses_ptr, flags_offset, rank, SIZE)
+    _meet(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE)
+    tiles = tl.cdiv(n, BLOCK)
+    col = tl.arange(0, BLOCK)
+    for piece in range(tl.program_id(0), num_rows * SIZE * tiles, tl.num_programs(0)):
+        row = piece // (SIZE * tiles)
+        other = piece // tiles % SIZE
+        at = piece % tiles * BLOCK + col
+        width = n
+        if asked_ptr is not None:
+            width = tl.where((other == rank) | is_filtered(asked_ptr + row * WIDTH), n, 0)
+        theirs = _part_of(addresses_ptr, other, offset, dtype)
+        x = tl.load(theirs + row * n + at, at < width, 0.0, cache_modifier=".cg")
+        tl.store(out_ptr + (row * SIZE + other) * n + at, x, at < width)
+
+
+def gather_columns(mine: torch.Tensor, meeting: tuple, asked: torch.Tensor | None = None) -> torch.Tensor:
+    """All ranks' columns, of which `mine` [S, n] are this one's -> [S, ranks * n].
+
+    With `asked` [S, WIDTH] int32 (see asked.py) the others' are there only in rows that are filtered. The ranks meet even
+    where S is 0.
+    """
+    addresses, offset, flags_offset, most_programs, aborted, rank = meeting
+    (num_rows, n), size, block = mine.shape, len(addresses), 2048
+    out = torch.empty((num_rows, size * n), dtype=mine.dtype, device=mine.device)
+    pieces = num_rows * size * triton.cdiv(n, block)
+    launch(_gather_kernel, (max(1, min(pieces, most_programs)),), mine.device)(
+        addresses, offset, flags_offset, aborted, asked, out, rank, num_rows, n,
+        WIDTH=0 if asked is None else asked.shape[1], SIZE=size, BLOCK=block, num_stages=1,
     )  # fmt: skip
     return out

@@ -37,7 +37,17 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Hidden states [S, hidden_size] to this rank's part of the logits [S, vocabulary / ranks]."""
+    """Hidden states [S, hidden_size] to logits [S, vocabulary]."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight)
+    def forward(self, x: torch.Tensor, asked: torch.Tensor | None = None) -> torch.Tensor:
+        """With `asked`, the params of layers.logits' Rows, the other ranks' part may miss in rows that need only our own."""
+        if self.tp.size == 1:
+            return linear(x, self.weight)
+        if self.tp.peers is not None:
+            y = self.tp.peers.place(1, len(x), len(self.weight), x.dtype)
+            linear(x, self.weight, out=y.mine)
+            return triton_ops(x).gather_columns(y.mine[0], y.meeting, asked)
+        return self.tp.all_gather(linear(x, self.weight)).transpose(0, 1).flatten(1)
+
+    def own_part(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits[:, self.first_id : self.first_id + len(self.weight)]

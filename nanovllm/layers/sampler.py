@@ -50,7 +50,7 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, num_ids: int, fir
 
 
 def max_of_ranks(keys: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
-    """The largest of every rank's keys [S] int64, each for itself."""
+    """The largest of every rank's keys [S] int64, each for itself; all ranks are past what they did before."""
     if tp.peers is not None:
         return triton_ops(keys).max_of_ranks(keys, tp.peers.keys())
     return tp.all_reduce(keys, ReduceOp.MAX)
@@ -68,13 +68,18 @@ class Sampler(nn.Module):
         self.tp, self.first_id = tp, first_id
 
     def forward(
-        self, logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """logits [S, ids] of those from `first_id` on, temperatures [S], seeds [S, 2], positions [S] -> ids [S] int32."""
+        self, logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor,
+        thresholds: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """logits [S, ids] of those from `first_id` on, temperatures [S], seeds [S, 2], positions [S] -> ids [S] int32.
+
+        No token is drawn whose logit is below its row's of `thresholds` [S], unless there is no other.
+        """
         if (ops := triton_ops(logits)) is not None:
-            best, token_ids = ops.sample(logits, temperatures, seeds, positions, ROUNDS, self.first_id)
+            noise = temperatures, seeds, positions, ROUNDS, self.first_id
+            best, token_ids = ops.sample(logits, *noise, thresholds=thresholds)
         else:
-            best, token_ids = self._sample(logits, temperatures, seeds, positions)
+            best, token_ids = self._sample(logits, temperatures, seeds, positions, thresholds)
         return token_ids if self.tp.size == 1 else self._best_of_ranks(best, token_ids)
 
     def _best_of_ranks(self, best: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -84,10 +89,10 @@ class Sampler(nn.Module):
         keys = (order.long() << 32) | (~token_ids.long() & _WORD)
         return ~max_of_ranks(keys, self.tp).int()
 
-    def _sample(
-        self, logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sample(self, logits, temperatures, seeds, positions, thresholds) -> tuple[torch.Tensor, torch.Tensor]:
         scores = logits.float()
+        if thresholds is not None:
+            scores = scores.masked_fill(scores < thresholds.unsqueeze(1), -torch.inf)
         rows = temperatures.nonzero().squeeze(-1)
         if len(rows) == len(scores):
             noise = gumbel_noise(seeds, positions, scores.shape[1], self.first_id)

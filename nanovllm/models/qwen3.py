@@ -115,5 +115,5 @@ class Qwen3ForCausalLM(nn.Module):
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.model(token_ids, positions)
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(hidden_states)
+    def compute_logits(self, hidden_states: torch.Tensor, asked: torch.Tensor | None = None) -> torch.Tensor:
+        return self.lm_head(hidden_states, asked)

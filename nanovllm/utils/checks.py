@@ -17,6 +17,11 @@ def check_real(name: str, value, low: float, high: float = 1e9) -> None:
     _check_range(name, value, low, high)
 
 
+def check_bool(name: str, value) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: must be True or False")
+
+
 def check_choice(name: str, value, choices) -> None:
     if value not in choices:
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}")

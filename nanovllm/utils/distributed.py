@@ -64,6 +64,12 @@ class TensorParallel:
             self.group.allreduce([x], options).wait()
         return x
 
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Every rank's `x` [...], in the order of the ranks: [ranks, ...]."""
+        out = x.new_empty(self.size, *x.shape)
+        self.group._allgather_base(out, x.contiguous()).wait()
+        return out
+
     @property
     def num_bytes(self) -> int:
         """Of device memory that PyTorch's allocator does not know of."""

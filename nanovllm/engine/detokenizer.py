@@ -1,0 +1,71 @@
+"""Token ids to text, as they come: no character is cut, and stop strings are found wherever tokens end."""
+from codecs import getincrementaldecoder
+
+from nanovllm.sampling_params import SamplingParams
+
+# Byte-level BPE writes a byte that is no printable Latin-1 character as one of those from 256 on, in their order.
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE}
+_BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))}
+
+
+class Vocabulary(dict):
+    """The bytes of each token id, looked up on first use; none of an id that stands for no text."""
+
+    def __init__(self, tokenizer, skip_special_tokens: bool):
+        """`tokenizer` is transformers' fast tokenizer of a byte-level BPE; ValueError for another kind."""
+        kind = type(tokenizer.backend_tokenizer.decoder).__name__
+        if kind != "ByteLevel":
+            raise ValueError(f"tokenizer: its decoder is {kind!r}; must be 'ByteLevel'")
+        self._token_of = tokenizer.convert_ids_to_tokens
+        if skip_special_tokens:
+            self |= {i: b"" for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._token_of(token_id) or ""
+        # an added token may hold other characters: then it is the text itself
+        plain = all(character in _BYTES for character in token)
+        self[token_id] = text = bytes(map(_BYTES.get, token)) if plain else token.encode()
+        return text
+
+
+class Detokenizer:
+    """The text of one answer. What joins the tokens' bytes is UTF-8, so a character waits until its last byte is there."""
+
+    def __init__(self, token_ids: list[int], params: SamplingParams, vocabulary: Vocabulary | None):
+        """`token_ids` is the sequence's own list: the prompt, to which tokens will be appended."""
+        self.text = ""
+        self.num_hidden = 0  # last tokens that are no part of the text
+        self._token_ids, self._params, self._vocabulary = token_ids, params, vocabulary
+        self._num_prompt = self._num_decoded = len(token_ids)
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._num_searched = self._num_taken = 0  # characters in which no stop string ends; that were given away
+
+    def extend(self, is_over: bool = False) -> str:
+        """The text of all tokens so far; when it is over, what is left of a character is replaced by U+FFFD."""
+        new = self._token_ids[self._num_decoded : len(self._token_ids) - self.num_hidden]
+        self._num_decoded += len(new)
+        self.text += self._decoder.decode(b"".join([self._vocabulary[i] for i in new]), is_over)
+        return self.text
+
+    def cut_at_stop(self) -> str | None:
+        """The stop string that ends first in what the last token added, unless it came too early; the text is cut there."""
+        text, params, found = self.extend(), self._params, []
+        for stop in params.stop if len(self._token_ids) - self._num_prompt > params.min_tokens else ():
+            if (begin := text.find(stop, max(0, self._num_searched + 1 - len(stop)))) >= 0:
+                found.append((begin + len(stop), begin, stop))
+        self._num_searched = len(text)
+        if not found:
+            return None
+        end, begin, stop = min(found)
+        self.text = text[: end if params.include_stop_str_in_output else begin]
+        self._decoder.reset()
+        return stop
+
+    def take(self, is_over: bool) -> str:
+        """The text since the last call, short of what may turn out to be the beginning of a stop string."""
+        text = self.extend(is_over)
+        stops = () if is_over or self._params.include_stop_str_in_output else self._params.stop
+        held = max((n for s in stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+        begin, self._num_taken = self._num_taken, len(text) - held
+        return text[begin : self._num_taken]

@@ -1,0 +1,124 @@
+"""Thresholds for top-k, top-p and min-p; layers/logits.py defines them.
+
+Nothing is sorted: a row's maxima over tiles say which few tiles matter, and the threshold is searched among what those hold,
+by halves. A row that asks for nothing ends at once.
+"""
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.asked import MIN_P, TEMPERATURE, TOP_K, TOP_P, is_filtered, real
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
+
+TILE = tl.constexpr(512)  # entries of the vocabulary that have a maximum of their own
+GROUP = tl.constexpr(16)  # tiles that are read at a time
+LOW_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # zeros at the end of such a number in float32
+
+
+@triton.jit
+def _weigh(row_ptr, maxima, live_ptr, vocab_size, least, top, temperature, BY_MASS: tl.constexpr):
+    """How many entries are `least` or more; or how much of exp((entry - top) / temperature) is."""
+    is_live = (maxima >= least).to(tl.int32)
+    num_live = tl.sum(is_live, 0)
+    tl.debug_barrier()  # the list before has been read
+    tl.store(live_ptr + tl.cumsum(is_live, 0) - 1, tl.arange(0, maxima.shape[0]), is_live != 0)
+    tl.debug_barrier()
+    total = tl.zeros([GROUP, TILE], tl.float32)
+    for first in range(0, num_live, GROUP):
+        live = first + tl.arange(0, GROUP)
+        tile = tl.load(live_ptr + live, live < num_live, vocab_size)
+        at = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+        x = tl.load(row_ptr + at, at < vocab_size, float("-inf")).to(tl.float32)
+        weight = tl.exp((x - top) / temperature) if BY_MASS else 1.0
+        total += tl.where((x >= least) & (at < vocab_size), weight, 0.0)
+    return tl.sum(tl.sum(total, 1), 0)
+
+
+@triton.jit
+def _key(x, LOW: tl.constexpr):
+    """An integer for each number of the logits' dtype, in their order; of those between, the next below."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> LOW).to(tl.int64)
+
+
+@triton.jit
+def _value(key, LOW: tl.constexpr):
+    bits = ((key << LOW) | tl.where(key < 0, (1 << LOW) - 1, 0)).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _search(
+    row_ptr, maxima, live_ptr, vocab_size, least, top, temperature, bound, BY_MASS: tl.constexpr, LOW: tl.constexpr
+):
+    """The least number, between `least` and `top`, above which lies less than `bound`."""
+    low, high = _key(least, LOW), _key(top, LOW)
+    turn = 0
+    while low < high:
+        # at first halve the distance, then how many numbers there are, which are densest around 0
+        begin = tl.maximum(_value(low, LOW), top - 32 * temperature)
+        middle = tl.where(turn < 8, _key(begin + (_value(high, LOW) - begin) / 2, LOW), low + (high - low) // 2)
+        middle = tl.minimum(tl.maximum(middle, low), high - 1)
+        next_up = _value(middle + 1, LOW)
+        above = _weigh(row_ptr, maxima, live_ptr, vocab_size, next_up, top, temperature, BY_MASS)
+        high = tl.where(above < bound, middle, high)
+        low = tl.where(above < bound, low, middle + 1)
+        turn += 1
+    return _value(low, LOW)
+
+
+@triton.jit
+def _threshold_kernel(
+    logits_ptr, asked_ptr, maxima_ptr, live_ptr, out_ptr, vocab_size, stride, WIDTH: tl.constexpr, TILES: tl.constexpr,
+    LOW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    asked_ptr += row * WIDTH
+    temperature, top_p, min_p = real(asked_ptr, TEMPERATURE), real(asked_ptr, TOP_P), real(asked_ptr, MIN_P)
+    top_k = tl.load(asked_ptr + TOP_K)
+    threshold = tl.full([], float("-inf"), tl.float32)
+    if is_filtered(asked_ptr):
+        row_ptr = logits_ptr + row * stride
+        maxima_ptr += row * TILES
+        live_ptr += row * TILES
+        for first in range(0, TILES, GROUP):
+            tile = first + tl.arange(0, GROUP)
+            at = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+            x = tl.load(row_ptr + at, at < vocab_size, float("-inf")).to(tl.float32)
+            tl.store(maxima_ptr + tile, tl.max(x, 1))
+        tl.debug_barrier()
+        maxima = tl.load(maxima_ptr + tl.arange(0, TILES))
+        top = tl.max(maxima, 0)
+        if min_p > 0:
+            threshold = top + temperature * tl.log(min_p)
+        if top_k > 0:  # there are so many entries from the k-th largest of the maxima on
+            kth = tl.where(tl.arange(0, TILES) == top_k - 1, tl.sort(maxima, descending=True), float("-inf"))
+            least = tl.maximum(threshold, tl.max(kth, 0))
+            bound = top_k.to(tl.float32)
+            kth_largest = _search(row_ptr, maxima, live_ptr, vocab_size, least, top, temperature, bound, False, LOW)
+            threshold = tl.maximum(threshold, kth_largest)
+        if top_p < 1:
+            bound = top_p * _weigh(row_ptr, maxima, live_ptr, vocab_size, threshold, top, temperature, True)
+            # all entries below this one together are less than 1 - top_p of the largest alone
+            least = tl.maximum(threshold, top - temperature * tl.log(vocab_size / (1 - top_p)))
+            nucleus = _search(row_ptr, maxima, live_ptr, vocab_size, least, top, temperature, bound, True, LOW)
+            threshold = tl.maximum(threshold, nucleus)
+    tl.store(out_ptr + row, threshold)
+
+
+def thresholds(logits: torch.Tensor, rows) -> torch.Tensor:
+    """The least logit that each row's min-p, top-k and top-p keep, [S] float32; -inf where a row asks for none."""
+    num_rows, vocab_size = logits.shape
+    tiles = max(GROUP.value, triton.next_power_of_2(triton.cdiv(vocab_size, TILE.value)))
+    maxima = torch.empty((num_rows, tiles), dtype=torch.float32, device=logits.device)
+    live = torch.empty_like(maxima, dtype=torch.int32)
+    out = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    if num_rows:
+        launch(_threshold_kernel, (num_rows,), logits.device)(
+            logits, rows.params, maxima, live, out, vocab_size, logits.stride(0), WIDTH=rows.params.shape[1], TILES=tiles,
+            LOW=LOW_BITS[logits.dtype], num_warps=16,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,74 @@
+"""Beam search against transformers' own, on the tiny model in float32."""
+import pytest
+import torch
+
+from conftest import TINY
+from nanovllm import BeamSearchParams, SamplingParams
+
+QUESTIONS = ["What is 17 + 25?", "Sort: 9, 3, 71, 20", "introduce yourself", "Who wrote it?"]
+VERSE = "HAMLET.\nTo be, or not to be"
+
+
+@pytest.fixture(scope="module")
+def prompts(chat, tokenizer) -> list[list[int]]:
+    return [*map(chat, QUESTIONS), tokenizer.encode(VERSE), tokenizer.encode("KING RICHARD.\nNow is the")]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    from transformers import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+
+    def search(prompt: list[int], width: int, max_tokens: int, length_penalty: float) -> list[tuple[list[int], float]]:
+        out = model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
+            temperature=None, top_p=None, top_k=None, num_beams=width, num_return_sequences=width,
+            max_new_tokens=max_tokens, length_penalty=length_penalty, output_scores=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        found = []
+        for ids, beams, score in zip(out.sequences, out.beam_indices, out.sequences_scores):
+            found.append((ids[len(prompt) :][: (beams >= 0).sum()].tolist(), score.item()))
+        return found
+
+    return search
+
+
+@pytest.mark.parametrize("width, length_penalty", [(2, 1.0), (3, 0.0), (4, 2.0), (5, 1.0), (5, -0.5)])
+def test_sequences_and_scores_are_transformers(make_llm_with_logprobs, prompts, reference, width, length_penalty):
+    """All prompts at once, ends at several lengths; with small blocks, so that beams find their past in the cache."""
+    llm = make_llm_with_logprobs(kvcache_block_size=16, async_scheduling=width == 4)
+    results = llm.beam_search(prompts, BeamSearchParams(width, 24, length_penalty))
+    lengths = set()
+    for prompt, result in zip(prompts, results):
+        expected = reference(prompt, width, 24, length_penalty)
+        assert result["prompt_token_ids"] == prompt
+        assert [output["token_ids"] for output in result["outputs"]] == [ids for ids, _ in expected]
+        assert [output["score"] for output in result["outputs"]] == pytest.approx([s for _, s in expected], rel=1e-5, abs=1e-4)
+        assert result["outputs"][0]["text"] == llm.tokenizer.decode(expected[0][0], skip_special_tokens=True)
+        lengths |= {len(ids) for ids, _ in expected}
+    assert len(lengths) > 2 and max(lengths) == 24
+    assert llm.stats()["prefix_hit_rate"] > 0.5
+
+
+def test_one_beam_is_greedy(make_llm_with_logprobs, prompts):
+    llm = make_llm_with_logprobs(kvcache_block_size=16)
+    greedy = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    for answer, result in zip(greedy, llm.beam_search(prompts, BeamSearchParams(1, 12))):
+        assert [output["token_ids"] for output in result["outputs"]] == [answer["token_ids"]]
+
+
+def test_bounds(make_llm_with_logprobs, prompts):
+    """max_model_len ends a search, and what is wrong is said before anything is queued."""
+    llm = make_llm_with_logprobs(max_model_len=32)
+    (result,) = llm.beam_search([7] * 28, BeamSearchParams(2, 100))
+    assert max(len(output["token_ids"]) for output in result["outputs"]) <= 4
+    assert llm.beam_search([], BeamSearchParams(2, 4)) == []
+    with pytest.raises(TypeError, match="must be a BeamSearchParams"):
+        llm.beam_search(prompts, SamplingParams())
+    with pytest.raises(ValueError, match="max_model_len=32"):
+        llm.beam_search([[7] * 32], BeamSearchParams(2, 4))
+    for bad in (dict(beam_width=0), dict(beam_width=51), dict(max_tokens=0), dict(length_penalty=float("nan"))):
+        with pytest.raises(ValueError, match=f"{[*bad][0]}="):
+            BeamSearchParams(**{"beam_width": 2, "max_tokens": 4} | bad)
+    assert llm.is_finished()

@@ -1,0 +1,115 @@
+"""Ids to text as they come, and where stop strings cut it; the reference looks at the whole text, one character at a time."""
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from nanovllm.engine.detokenizer import Detokenizer, Vocabulary
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+from test_scheduler import advance, make_scheduler
+
+# pieces that overlap, two that are halves of a character, and one without text
+TOKENS = dict(enumerate([b"", b"", b"a", b"b", b"ab", b"ba", b"bab", b"\xc3", b"\xa9", b"", b"a\xc3"]))
+
+
+def pieces(rng: random.Random, ids: list[int]):
+    while ids:
+        n = rng.randint(1, 3)
+        yield ids[:n]
+        ids = ids[n:]
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+def test_text_is_the_tokenizers(tokenizer, skip_special_tokens):
+    """Of random ids, most of which are no valid UTF-8 together; and on the way nothing is said that is taken back."""
+    rng = random.Random(0)
+    vocabulary = Vocabulary(tokenizer, skip_special_tokens)
+    byte_ids = [i for i in range(2045) if len(tokenizer.convert_ids_to_tokens(i)) == 1]
+    real = tokenizer.encode("naïve café, 東京 🙂🙃!\n\t  Ünï-cödé ﷽ ")
+    for round in range(300):
+        ids = [rng.choice(byte_ids) if rng.random() < 0.5 else rng.randrange(2048) for _ in range(rng.randint(0, 20))]
+        ids = real if round == 0 else ids + real[rng.randrange(len(real)) :]
+        expected = tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        detokenizer = Detokenizer(token_ids := [1, 2, 3], SamplingParams(), vocabulary)
+        for piece in pieces(rng, ids):
+            token_ids += piece
+            assert expected.startswith(detokenizer.extend())
+        assert detokenizer.extend(is_over=True) == detokenizer.text == expected
+
+
+def test_vocabulary_of_odd_tokens():
+    """Added tokens that byte-level BPE could not have written, and ids that a padded model has and the tokenizer has not."""
+    tokenizer = SimpleNamespace(
+        backend_tokenizer=SimpleNamespace(decoder=type("ByteLevel", (), {})()),
+        convert_ids_to_tokens={0: "Ġa", 1: "a b", 2: "日本", 3: None}.get,
+        added_tokens_decoder={1: SimpleNamespace(special=True), 2: SimpleNamespace(special=False)},
+    )
+    assert [Vocabulary(tokenizer, False)[i] for i in range(4)] == [b" a", b"a b", "日本".encode(), b""]
+    assert [Vocabulary(tokenizer, True)[i] for i in range(4)] == [b" a", b"", "日本".encode(), b""]
+    tokenizer.backend_tokenizer.decoder = object()
+    with pytest.raises(ValueError, match="'object'.*must be 'ByteLevel'"):
+        Vocabulary(tokenizer, True)
+
+
+def test_every_character_of_a_tokenizer_is_known(tokenizer):
+    """The table of bytes against the tokenizer's own, for all 256."""
+    vocabulary = Vocabulary(tokenizer, False)
+    assert vocabulary[150_000] == b""  # of a model whose vocabulary is larger
+    singles = {vocabulary[i] for i in range(2045)} & {bytes([b]) for b in range(256)}
+    assert len(singles) == 256
+
+
+def reference(ids: list[int], params: SamplingParams) -> tuple[int, str, str, str | None]:
+    """(tokens, text, finish reason, stop reason): the first place at which a stop string ends, and the longest there."""
+    prefixes = [b"".join(TOKENS[i] for i in ids[:n]) for n in range(len(ids) + 1)]
+    texts = [prefix[: -1 if prefix.endswith(b"\xc3") else None].decode(errors="replace") for prefix in prefixes]
+    for n in range(params.min_tokens + 1, len(ids) + 1):
+        for end in range(len(texts[n - 1]) + 1, len(texts[n]) + 1):
+            if stops := [s for s in params.stop if texts[n][:end].endswith(s)]:
+                stop = max(stops, key=len)
+                return n, texts[n][: end if params.include_stop_str_in_output else end - len(stop)], "stop", stop
+        if ids[n - 1] in params.stop_token_ids:
+            last = n if params.include_stop_str_in_output else n - 1
+            return n, prefixes[last].decode(errors="replace"), "stop", ids[n - 1]
+    return len(ids), prefixes[-1].decode(errors="replace"), "length", None
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings(include):
+    """Across tokens, within one, overlapping, before min_tokens; in the whole text and in what is taken on the way."""
+    rng = random.Random(1)
+    seen = set()
+    for _ in range(3000):
+        ids = rng.choices(range(2, len(TOKENS)), k=rng.randint(1, 12))
+        stops = ["".join(rng.choices("abé", k=rng.randint(1, 4))) for _ in range(rng.randint(1, 3))]
+        params = SamplingParams(
+            max_tokens=len(ids), min_tokens=rng.randint(0, min(3, len(ids))), include_stop_str_in_output=include,
+            stop=stops, stop_token_ids=rng.choice([(), (9,)]),
+        )  # fmt: skip
+        scheduler = make_scheduler()
+        seq = Sequence(0, [0], params, noise_seed=0, max_len=64, vocabulary=TOKENS)
+        scheduler.add(seq)
+        taken = []
+        for token_id in ids:
+            advance(scheduler, token_id)
+            taken.append(seq.detokenizer.take(seq.finish_reason is not None))
+            if scheduler.is_finished():
+                break
+        expected = reference(ids, params)
+        found = (len(seq.completion_token_ids), seq.detokenizer.extend(True), seq.finish_reason, seq.stop_reason)
+        assert found == expected, (ids, params)
+        assert "".join(taken) == seq.detokenizer.extend(True) and seq.detokenizer.take(True) == ""
+        seen.add((seq.finish_reason, type(seq.stop_reason)))
+    assert len(seen) == 3
+
+
+def test_only_what_may_be_cut_is_held_back():
+    seq = Sequence(0, [0], SamplingParams(stop="bba"), noise_seed=0, max_len=64, vocabulary=TOKENS)
+    scheduler = make_scheduler()
+    scheduler.add(seq)
+    taken = []
+    for token_id in [2, 3, 3, 3, 7, 8, 3, 2, 3]:
+        advance(scheduler, token_id)
+        taken.append(seq.detokenizer.take(seq.finish_reason is not None))
+    assert taken == ["a", "", "", "b", "", "bbé", "", "ba", ""]

@@ -1,0 +1,440 @@
+"""What requests bring besides ids: stops, streams, several answers to a prompt, log-probabilities, chat, statistics."""
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conftest import TINY
+from nanovllm import LLM, SamplingParams
+
+BOTH_WAYS = pytest.mark.parametrize("async_scheduling", [False, True])
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+HOT = SamplingParams(temperature=1.2, max_tokens=20, ignore_eos=True, seed=3, repetition_penalty=1.2, frequency_penalty=0.2)
+VERSES = ["HAMLET.\nTo be, or not to be", "KING RICHARD.\n", "What is the night?", "Enter ROMEO"]
+
+
+def generate(llm: LLM, prompts, params=GREEDY) -> list[dict]:
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def texts(llm: LLM, prompts, params=GREEDY) -> list[str]:
+    return [answer["text"] for answer in generate(llm, prompts, params)]
+
+
+def check_empty(llm: LLM):
+    stats = llm.stats()
+    assert llm.is_finished() and stats["blocks"]["used"] == 0 and stats["requests"] == {"waiting": 0, "running": 0}
+    assert len(llm.scheduler.free_req_indices) == llm.config.max_num_seqs
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("tiny-qwen3", dtype="float32", device="cpu", kvcache_block_size=16) as engine:
+        yield engine
+        check_empty(engine)
+
+
+@pytest.fixture(scope="module")
+def verses(llm):
+    return texts(llm, VERSES)
+
+
+# -- stops -------------------------------------------------------------------------------------------------------------
+
+
+@BOTH_WAYS
+def test_stop_strings(make_llm, verses, async_scheduling):
+    """Any piece of what the model says; the answer ends with the first token that completes it."""
+    llm = make_llm(async_scheduling=async_scheduling)
+    for verse, prompt in zip(verses, VERSES):
+        for begin, length in ((3, 1), (5, 4), (11, 9)):
+            stop = verse[begin : begin + length]
+            end = verse.index(stop)
+            for include in (False, True):
+                params = replace(GREEDY, stop=["not in the text at all", stop], include_stop_str_in_output=include)
+                (answer,) = generate(llm, prompt, params)
+                assert (answer["finish_reason"], answer["stop_reason"]) == ("stop", stop)
+                assert answer["text"] == verse[: end + length * include]
+                decode = lambda ids: llm.tokenizer.decode(ids, skip_special_tokens=True)
+                assert stop in decode(answer["token_ids"]) and stop not in decode(answer["token_ids"][:-1])
+                streamed = "".join(event["text"] for event in llm.stream(prompt, params))
+                assert streamed == answer["text"]
+    check_empty(llm)
+
+
+@BOTH_WAYS
+def test_stop_token_ids(make_llm, verses, async_scheduling):
+    llm = make_llm(async_scheduling=async_scheduling)
+    ids = generate(llm, VERSES[0])[0]["token_ids"]
+    stop = next(i for i in ids[4:] if i not in ids[:4])
+    n = ids.index(stop) + 1
+    (answer,) = generate(llm, VERSES[0], replace(GREEDY, stop_token_ids=[stop, 5]))
+    assert (answer["finish_reason"], answer["stop_reason"], answer["token_ids"]) == ("stop", stop, ids[:n])
+    assert answer["text"] == llm.tokenizer.decode(ids[: n - 1])
+    (answer,) = generate(llm, VERSES[0], replace(GREEDY, stop_token_ids=[stop], include_stop_str_in_output=True))
+    assert answer["text"] == llm.tokenizer.decode(ids[:n])
+    (answer,) = generate(llm, VERSES[0], replace(GREEDY, max_tokens=n, stop_token_ids=[stop]))
+    assert answer["finish_reason"] == "stop"  # though it would have been the last token anyway
+
+
+def test_special_tokens_in_the_text(llm, chat):
+    prompt = chat("What is 17 + 25?")
+    params = SamplingParams(temperature=0, stop_token_ids=[3])
+    (plain,) = generate(llm, prompt, params)
+    assert plain["token_ids"][-1] == 2047 and plain["stop_reason"] is None and plain["text"].strip() == "42"
+    shown = texts(llm, prompt, replace(params, skip_special_tokens=False, include_stop_str_in_output=True))
+    assert shown == [llm.tokenizer.decode(plain["token_ids"])] and shown[0].endswith("<|im_end|>")
+    assert texts(llm, prompt, replace(params, skip_special_tokens=False)) == [plain["text"]]
+
+
+@pytest.mark.parametrize(
+    "params, message",
+    [
+        (dict(stop_token_ids=[7, 2048]), "stop_token_ids: token id 2048 is outside.*2047"),
+        (dict(logit_bias={2048: 1.0, 3: 2}), "logit_bias: token id 2048 is outside.*2047"),
+    ],
+)
+def test_ids_outside_of_the_vocabulary(llm, params, message):
+    with pytest.raises(ValueError, match=message):
+        generate(llm, VERSES, SamplingParams(**params))
+    assert llm.is_finished()
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+def gather(events: list[dict]) -> dict:
+    """The answer that the events of one output make."""
+    assert all(event["finish_reason"] is None for event in events[:-1])
+    token_ids = [token_id for event in events for token_id in event["token_ids"]]
+    return {"text": "".join(event["text"] for event in events), "token_ids": token_ids} | {
+        key: events[-1][key] for key in ("request_id", "finish_reason", "stop_reason")
+    }
+
+
+@BOTH_WAYS
+def test_stream_is_generate_in_pieces(make_llm, verses, async_scheduling):
+    llm = make_llm(async_scheduling=async_scheduling, max_num_seqs=3)
+    params = [replace(GREEDY, max_tokens=n) for n in (1, 24, 7, 12)]
+    params[3] = replace(params[3], stop=verses[3][8:12])
+    expected = generate(llm, VERSES, params)
+    events = list(llm.stream(VERSES, params))
+    order = [event["index"] for event in events]
+    assert order != sorted(order), "one after the other"
+    for index, answer in enumerate(expected):
+        mine = [event for event in events if event["index"] == index]
+        assert all(len(event["token_ids"]) == 1 for event in mine)
+        made = gather(mine)
+        assert made.pop("request_id") == answer["request_id"] + 4
+        assert made == {key: answer[key] for key in made}
+    keys = {"index", "request_id", "text", "token_ids", "finish_reason", "stop_reason"}
+    assert all(event.keys() == keys for event in events)
+    check_empty(llm)
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("when", [1, 5, 30])
+def test_leaving_a_stream_aborts_what_is_left(make_llm, verses, async_scheduling, when):
+    llm = make_llm(async_scheduling=async_scheduling, max_num_seqs=2)
+    for i, _ in enumerate(llm.stream(VERSES, GREEDY), 1):
+        if i == when:
+            break
+    check_empty(llm)
+    assert texts(llm, VERSES) == verses
+    events = llm.stream(VERSES, GREEDY)
+    with pytest.raises(ZeroDivisionError):
+        for _ in events:
+            1 / 0
+    del events
+    check_empty(llm)
+    assert texts(llm, VERSES) == verses
+
+
+def test_stream_that_was_never_begun_queues_nothing(llm):
+    events = llm.stream(VERSES, GREEDY)
+    assert llm.is_finished()
+    del events
+    with pytest.raises(ValueError, match="empty"):
+        llm.stream([VERSES[0], ""], GREEDY)  # at once, not with the first event
+    assert list(llm.stream([], GREEDY)) == []
+
+
+def test_error_in_a_stream(make_llm, monkeypatch, verses):
+    llm = make_llm(async_scheduling=True)
+    events = llm.stream(VERSES, GREEDY)
+    next(events)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model_runner, "execute", lambda batch: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            list(events)
+    check_empty(llm)
+    assert texts(llm, VERSES) == verses
+
+
+def test_only_one_stream_at_a_time(llm, verses):
+    events = llm.stream(VERSES[:2], GREEDY)
+    next(events)
+    for call in (lambda: next(llm.stream(VERSES, GREEDY)), lambda: generate(llm, VERSES)):
+        with pytest.raises(RuntimeError, match="unfinished"):
+            call()
+    assert len([*events]) == 47
+    first, second = (llm.stream(verse, GREEDY) for verse in VERSES[:2])  # made before either is begun
+    next(first)
+    with pytest.raises(RuntimeError, match="unfinished"):
+        next(second)
+    del first
+    assert llm.is_finished()
+    first, second = (llm.stream(verse, GREEDY) for verse in VERSES[:2])
+    assert ["".join(event["text"] for event in stream) for stream in (first, second)] == verses[:2]
+
+
+@BOTH_WAYS
+def test_request_added_in_a_stream(make_llm, verses, async_scheduling):
+    llm = make_llm(async_scheduling=async_scheduling)
+    made = {}
+    for event in llm.stream(VERSES[:2], GREEDY):
+        if not made:
+            request_id = llm.add_request(VERSES[2], GREEDY)
+        made.setdefault(event["index"], []).append(event)
+    assert {index: gather(events)["text"] for index, events in made.items()} == dict(zip((0, 1, None), verses))
+    assert made[None][0]["request_id"] == request_id
+    events = llm.stream(VERSES[:2], GREEDY)
+    next(events)
+    request_id = llm.add_request(VERSES[2], GREEDY)
+    del events  # that one is not the stream's
+    while not llm.is_finished():
+        finished = llm.step().finished
+    assert [answer["text"] for answer in finished] == [verses[2]]
+
+
+@BOTH_WAYS
+def test_abort(make_llm, verses, async_scheduling):
+    """One that waits, one that runs, one that is over; what it had is its answer, and the others do not notice."""
+    llm = make_llm(async_scheduling=async_scheduling, max_num_seqs=2, kvcache_block_size=16)
+    ids = [llm.add_request(verse, GREEDY) for verse in VERSES]
+    answers, outputs = {}, [llm.step() for _ in range(5)]
+    used = llm.stats()["blocks"]["used"]
+    llm.abort(ids[0])
+    llm.abort(ids[3])
+    assert llm.stats()["blocks"]["used"] < used
+    while not llm.is_finished():
+        outputs.append(llm.step())
+        answers |= {answer["request_id"]: answer for answer in outputs[-1].finished}
+    assert {i: answers[i]["finish_reason"] for i in ids} == dict(zip(ids, ["abort", "length", "length", "abort"]))
+    got = [token_id for output in outputs for i, token_id in output.new_tokens if i == ids[0]]
+    assert answers[ids[0]]["token_ids"] == got and verses[0].startswith(answers[ids[0]]["text"]) and got
+    assert answers[ids[3]]["token_ids"] == [] and answers[ids[3]]["text"] == "" and "queue" not in answers[ids[3]]["timing"]
+    assert [answers[i]["text"] for i in ids[1:3]] == verses[1:3]
+    llm.abort(ids[1])  # over
+    assert llm.is_finished()
+    for bad, error in ((99, ValueError), (-1, ValueError), ("0", TypeError)):
+        with pytest.raises(error, match=f"request_id={bad!r}"):
+            llm.abort(bad)
+    check_empty(llm)
+
+
+@BOTH_WAYS
+def test_abort_in_a_stream(make_llm, verses, async_scheduling):
+    llm = make_llm(async_scheduling=async_scheduling)
+    seen = {i: [] for i in range(4)}
+    for i, event in enumerate(llm.stream(VERSES, GREEDY)):
+        seen[event["index"]].append(event)
+        if i == 10:
+            llm.abort(event["request_id"])
+            aborted = event["index"]
+    made = {index: gather(events) for index, events in seen.items()}
+    assert made[aborted]["finish_reason"] == "abort" and 1 < len(seen[aborted]) < 8
+    assert verses[aborted].startswith(made[aborted]["text"])
+    assert [made[i]["text"] for i in made if i != aborted] == [verses[i] for i in made if i != aborted]
+
+
+# -- several answers to a prompt ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alone(llm):
+    """The first answer is that of the same request with n=1; and the others are those of seeds of their own."""
+    answers = generate(llm, VERSES, replace(HOT, n=5))
+    assert [answer["outputs"][0]["token_ids"] for answer in answers] == [a["token_ids"] for a in generate(llm, VERSES, HOT)]
+    return [[output["token_ids"] for output in answer["outputs"]] for answer in answers]
+
+
+def test_answer_with_several_outputs(llm, alone):
+    (answer,) = generate(llm, VERSES[0], replace(HOT, n=5))
+    assert answer.keys() == {"request_id", "prompt_token_ids", "num_cached_tokens", "outputs"}
+    keys = {"text", "token_ids", "finish_reason", "stop_reason", "timing"}
+    assert len(answer["outputs"]) == 5 and all(output.keys() == keys for output in answer["outputs"])
+    assert len({tuple(token_ids) for token_ids in alone[0]}) == 5
+    assert [generate(llm, VERSES[0], replace(HOT, n=n))[0]["outputs"][1]["token_ids"] for n in (2, 3)] == [alone[0][1]] * 2
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(),
+        dict(kvcache_block_size=16),
+        dict(kvcache_block_size=16, max_num_seqs=3),
+        dict(kvcache_block_size=16, num_kvcache_blocks=9),
+        dict(kvcache_block_size=16, num_kvcache_blocks=7, enable_prefix_caching=False),
+        dict(kvcache_block_size=16, max_num_batched_tokens=5),
+        dict(kvcache_block_size=16, num_kvcache_blocks=6, max_num_seqs=4, max_num_batched_tokens=7),
+    ],
+)
+def test_several_answers_are_the_same_everywhere(make_llm, alone, settings, async_scheduling):
+    """Shared blocks, copied ones, too few rows or blocks, preemption, chunks."""
+    llm = make_llm(async_scheduling=async_scheduling, **settings)
+    answers = generate(llm, VERSES, replace(HOT, n=5))
+    assert [[output["token_ids"] for output in answer["outputs"]] for answer in answers] == alone
+    assert (llm.scheduler.num_preemptions > 0) == ("num_kvcache_blocks" in settings)
+    check_empty(llm)
+
+
+def test_prompt_is_computed_once(make_llm):
+    """Of lengths that fill blocks and do not; each answer has but one block of its own at first."""
+    llm = make_llm(kvcache_block_size=16)
+    for length in (15, 16, 17, 40):
+        before = llm.stats()["tokens"]["in"]
+        llm.add_request([7 + length] * length, replace(HOT, n=8))
+        assert llm.step().num_prefill_tokens == length == llm.stats()["tokens"]["in"] - before
+        assert llm.stats()["requests"]["running"] == 8
+        own = 8 if length % 16 else 7  # where the prompt fills its blocks, the first has not needed another yet
+        assert llm.stats()["blocks"]["used"] == length // 16 + own
+        while not llm.is_finished():
+            assert llm.step().num_prefill_tokens == 0
+
+
+@BOTH_WAYS
+def test_stream_of_several_answers(make_llm, alone, async_scheduling):
+    llm = make_llm(async_scheduling=async_scheduling)
+    made = {}
+    for event in llm.stream(VERSES, replace(HOT, n=5)):
+        made.setdefault((event["index"], event["output_index"]), []).extend(event["token_ids"])
+    assert made == {(i, k): alone[i][k] for i in range(4) for k in range(5)}
+
+
+@BOTH_WAYS
+def test_abort_of_several_answers(make_llm, async_scheduling):
+    llm = make_llm(async_scheduling=async_scheduling, max_num_seqs=2)
+    request_id = llm.add_request(VERSES[0], replace(HOT, n=5))
+    llm.step(), llm.step()
+    llm.abort(request_id)
+    answers = llm.step().finished
+    assert [output["finish_reason"] for output in answers[0]["outputs"]] == ["abort"] * 5 and len(answers) == 1
+    check_empty(llm)
+
+
+# -- log-probabilities -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """transformers' log-probabilities of a text [length, vocabulary]: row i is of what follows token i."""
+    from transformers import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+    return lambda ids: model(torch.tensor([ids])).logits[0].log_softmax(-1)
+
+
+def check_logprobs(dicts: list[dict], ids: list[int], expected: torch.Tensor, num: int):
+    assert len(dicts) == len(ids)
+    for found, token_id, row in zip(dicts, ids, expected, strict=True):
+        best = row.topk(num)
+        assert found.keys() == {token_id, *best.indices.tolist()}
+        for i, value in found.items():
+            assert value == pytest.approx(row[i].item(), abs=2e-4)
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize(
+    "settings",
+    [dict(), dict(max_num_batched_tokens=6), dict(num_kvcache_blocks=9), dict(num_kvcache_blocks=9, max_num_batched_tokens=6)],
+    ids=str,
+)
+def test_logprobs_are_transformers(make_llm_with_logprobs, reference, settings, async_scheduling):
+    """Of the prompt and of what follows, whole, in chunks, and preempted; each request is computed twice."""
+    llm = make_llm_with_logprobs(async_scheduling=async_scheduling, kvcache_block_size=16, **settings)
+    params = [replace(HOT, n=n, logprobs=3, prompt_logprobs=2) for n in (1, 1, 3, 1)]
+    for _ in range(2):
+        for answer in generate(llm, VERSES, params):
+            prompt = answer["prompt_token_ids"]
+            assert answer["num_cached_tokens"] == 0 and answer["prompt_logprobs"][0] is None
+            for output in answer.get("outputs", [answer]):
+                expected = reference(prompt + output["token_ids"])
+                check_logprobs(answer["prompt_logprobs"][1:], prompt[1:], expected[: len(prompt) - 1], 2)
+                check_logprobs(output["logprobs"], output["token_ids"], expected[len(prompt) - 1 : -1], 3)
+    assert (llm.scheduler.num_preemptions > 0) == ("num_kvcache_blocks" in settings)
+    events = list(llm.stream(VERSES[0], replace(GREEDY, logprobs=0)))
+    assert all([*event["logprobs"][0]] == event["token_ids"] and len(event["logprobs"]) == 1 for event in events)
+
+
+# -- chat and defaults -------------------------------------------------------------------------------------------------
+
+
+def test_chat(llm, chat):
+    ask = lambda question: [{"role": "user", "content": question}]
+    params = SamplingParams(temperature=0, max_tokens=16)
+    (answer,) = llm.chat(ask("What is 17 + 25?"), params, use_tqdm=False)
+    assert answer["text"].strip() == "42" and answer["prompt_token_ids"] == chat("What is 17 + 25?")
+    two = llm.chat([ask("What is 17 + 25?"), ask("What is 4 + 5?")], params, use_tqdm=False)
+    assert [answer["text"].strip() for answer in two] == ["42", "9"]
+    (without,) = llm.chat(ask("What is 17 + 25?"), params, use_tqdm=False, add_generation_prompt=False)
+    assert without["prompt_token_ids"] == answer["prompt_token_ids"][: len(without["prompt_token_ids"])]
+    assert len(without["prompt_token_ids"]) < len(answer["prompt_token_ids"])
+    assert llm.chat([], params) == []
+    for bad in ("What is 4 + 5?", [{"content": "no role"}], [["no message"]], 5, None):
+        with pytest.raises(ValueError, match="messages="):
+            llm.chat(bad, params)
+    assert llm.is_finished()
+
+
+def test_template_arguments_pass_through(make_llm):
+    llm = make_llm()
+    llm.tokenizer.chat_template = "{{ messages[0].content }}{% if enable_thinking %} think{% endif %}"
+    for thinking, text in ((True, "a b think"), (False, "a b")):
+        (answer,) = llm.chat([{"role": "user", "content": "a b"}], GREEDY, use_tqdm=False, enable_thinking=thinking)
+        assert llm.tokenizer.decode(answer["prompt_token_ids"]) == text
+
+
+def test_default_sampling_params(make_llm, tmp_path):
+    assert make_llm().get_default_sampling_params() == SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
+    folder = shutil.copytree(TINY, tmp_path / "model")
+    llm = make_llm(str(folder))
+    for raw, expected in (
+        ({"do_sample": False, "temperature": 0.6}, SamplingParams(temperature=0)),
+        ({"max_new_tokens": 5, "min_p": 0.1, "repetition_penalty": 1.2, "top_k": None},
+         SamplingParams(max_tokens=5, min_p=0.1, repetition_penalty=1.2)),
+    ):  # fmt: skip
+        (folder / "generation_config.json").write_text(json.dumps(raw))
+        assert llm.get_default_sampling_params() == expected
+    (folder / "generation_config.json").unlink()
+    assert llm.get_default_sampling_params() == SamplingParams()
+
+
+# -- statistics --------------------------------------------------------------------------------------------------------
+
+
+@BOTH_WAYS
+def test_stats(make_llm, async_scheduling):
+    llm = make_llm(kvcache_block_size=16, num_kvcache_blocks=20, async_scheduling=async_scheduling, max_num_seqs=2)
+    assert llm.stats() == {
+        "requests": {"waiting": 0, "running": 0}, "blocks": {"used": 0, "cached": 0, "free": 20}, "prefix_hit_rate": 0.0,
+        "preemptions": 0, "tokens": {"in": 0, "out": 0}, "steps": {"prefill": 0, "decode": 0},
+    }  # fmt: skip
+    for _ in range(2):
+        generate(llm, [7] * 48, SamplingParams(max_tokens=5, ignore_eos=True))
+    steps = {"prefill": 2, "decode": 8}
+    assert llm.stats() == {
+        "requests": {"waiting": 0, "running": 0}, "blocks": {"used": 0, "cached": 3, "free": 17}, "preemptions": 0,
+        "prefix_hit_rate": 32 / 96, "tokens": {"in": 96, "out": 10}, "steps": steps,
+    }  # fmt: skip
+    for i in range(3):
+        llm.add_request([i] * 20, GREEDY)
+    assert llm.stats()["requests"] == {"waiting": 3, "running": 0}
+    llm.step()
+    assert llm.stats()["requests"] == {"waiting": 1, "running": 2} and llm.stats()["blocks"]["used"] == 4
+    for i in range(3):
+        llm.abort(2 + i)
+    assert len(llm.step().finished) == 3
