@@ -11,7 +11,7 @@ from nanovllm import LLM, SamplingParams
 
 BOTH_WAYS = pytest.mark.parametrize("async_scheduling", [False, True])
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-HOT = SamplingParams(temperature=1.2, max_tokens=20, ignore_eos=True, seed=3)
+HOT = SamplingParams(temperature=1.2, max_tokens=20, ignore_eos=True, seed=3, repetition_penalty=1.2, frequency_penalty=0.2)
 VERSES = ["HAMLET.\nTo be, or not to be", "KING RICHARD.\n", "What is the night?", "Enter ROMEO"]
 
 
