@@ -255,5 +255,5 @@ def test_good_sampling_params():
     assert SamplingParams() == SamplingParams(temperature=1.0, max_tokens=64, ignore_eos=False, seed=None)
     SamplingParams(temperature=0, max_tokens=np.int64(1), ignore_eos=True, seed=2**64 - 1)
     SamplingParams(temperature=np.float32(0.5), seed=np.uint64(7))
-    with pytest.raises(TypeError, match="top_p"):
-        SamplingParams(top_p=0.9)
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=2)
