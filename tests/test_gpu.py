@@ -255,3 +255,36 @@ def test_a_rank_is_killed_in_a_step(make_llm, chat, size, enforce_eager):
     assert torch.cuda.memory_reserved() < before + 2**28  # libraries keep some; the engine had more than 10 GiB
     llm = make_llm(device="cuda", dtype="auto", gpu_memory_utilization=0.1)
     assert llm.generate(chat("What is 17 + 25?"), GREEDY, use_tqdm=False)[0]["text"] == "42"
+def test_whatever_is_asked_graphs_change_nothing(make_llm, random_model):
+    """Filters, penalties, biases and log-probabilities of rows that differ, within a graph and without."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(151643) for _ in range(rng.randint(1, 300))] for _ in range(24)]
+    kinds = [
+        {}, {"top_k": 20, "top_p": 0.95}, {"top_p": 0.9}, {"min_p": 0.1, "repetition_penalty": 1.2}, {"temperature": 0.0},
+        {"logit_bias": {i: 4.0 for i in range(300)}, "frequency_penalty": 0.5, "min_tokens": 8},
+    ]  # fmt: skip
+    params = [SamplingParams(seed=i, max_tokens=24, ignore_eos=True, **kinds[i % 6]) for i in range(24)]
+    asked = [SamplingParams(seed=i, max_tokens=24, ignore_eos=True, **kinds[i % 6], logprobs=i % 7) for i in range(24)]
+    runs = []
+    for enforce_eager in (False, True):
+        llm = make_llm(
+            random_model, device="cuda", dtype="auto", enforce_eager=enforce_eager, gpu_memory_utilization=0.2, max_num_seqs=24
+        )
+        runs += [[a["token_ids"] for a in llm.generate(prompts, p, use_tqdm=False)] for p in (params, asked)]
+        llm.exit()
+    assert runs[0] == runs[1] == runs[2] == runs[3]
+    assert all(token < 300 for row in runs[0][5::6] for token in row[:1])
+
+
+def test_logprobs_are_of_the_choices(make_llm):
+    llm = make_llm(device="cuda", dtype="float32", max_num_seqs=8, gpu_memory_utilization=0.1)
+    steps, run = [], llm.model_runner.run
+    llm.model_runner.run = lambda step: steps.append(run(step)) or steps[-1]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3, prompt_logprobs=2)
+    llm.generate([[5, 6, 7], [8] * 40], params, use_tqdm=False)
+    assert len(steps) == 12
+    for tokens in steps[:1] + steps[-1:]:  # the others' host memory has been used again
+        sampled = tokens.wait()
+        for logprobs in sampled.logprobs:
+            assert len(logprobs) == 3 and list(logprobs.values()) == sorted(logprobs.values(), reverse=True)
+    assert [len(x) for x in steps[0].wait().prompt_logprobs] == [2, 39]

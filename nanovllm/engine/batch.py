@@ -13,7 +13,6 @@ from nanovllm.engine.scheduler import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sampled import LogprobRow, logprob_rows
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.logits import MOST_BIASES, REALS, WIDTH, column, seeds
-from nanovllm.sampling_params import SamplingParams
 
 GREEDY_BELOW = 1e-5  # a temperature that float32 logits could not be divided by
 
@@ -90,7 +89,6 @@ class Batch:
 def prepare_prefill(step: ScheduledStep, buffer: np.ndarray, block_size: int, eos_token_ids: frozenset[int]) -> Batch:
     rows = step.rows
     biases = [_biases(seq, eos_token_ids) for seq in step.sampled]
-    asked = logprob_rows(step)
     shape = BatchShape(
         is_prefill=True,
         num_tokens=step.num_tokens,
@@ -100,7 +98,7 @@ def prepare_prefill(step: ScheduledStep, buffer: np.ndarray, block_size: int, eo
         max_seqlen_q=max(row.end - row.start for row in rows),
         num_copies=len(step.copies),
         num_biases=sum(map(len, biases)),
-        num_logprobs=len(asked),
+        num_logprobs=len(logprob_rows(step, step.sample_rows)),
     )
     batch = Batch(shape, buffer)
     batch.cu_seqlens_q[0] = 0
@@ -114,9 +112,8 @@ def prepare_prefill(step: ScheduledStep, buffer: np.ndarray, block_size: int, eo
         batch.cu_seqlens_q[i + 1] = last
     batch.sample_rows[:] = batch.cu_seqlens_q[1:][step.sample_rows] - 1
     batch.copies[:] = np.array(step.copies, np.int32).reshape(-1, 2).T
-    _fill_params(batch, step.sampled)
-    _fill_biases(batch, step.sampled, biases)
-    _fill_logprob_rows(batch, asked, batch.sample_rows)
+    _fill_params(batch, step.sampled, biases)
+    batch.logprob_rows[:] = np.array(logprob_rows(step, batch.sample_rows), np.int32).reshape(batch.logprob_rows.shape)
     return batch
 
 
@@ -125,10 +122,10 @@ def prepare_decode(
 ) -> Batch:
     """A decode step of `num_rows`: the rows past the step's own are empty, store nothing and sample in vain."""
     n = len(step.rows)
-    asked = logprob_rows(step)
+    asked = logprob_rows(step, range(n))
     batch = Batch(BatchShape(False, num_rows, num_rows, num_rows, table_width, 1, num_logprobs=len(asked)), buffer)
     _fill_rows(batch, step.rows)
-    _fill_logprob_rows(batch, asked, range(n))
+    batch.logprob_rows[:] = np.array(asked, np.int32).reshape(-1, len(LogprobRow._fields))
     batch.positions[:n] = positions = batch.context_lens[:n] - 1
     batch.slot_mapping[:n] = _slots(batch.block_tables[np.arange(n), positions // block_size], positions, block_size)
     batch.positions[n:] = 0
@@ -151,21 +148,26 @@ def _fill_rows(batch: Batch, rows: list[ScheduledSequence]) -> None:
         table[: len(seq.block_table)] = seq.block_table
 
 
-def _fill_params(batch: Batch, seqs: list[Sequence]) -> None:
+def _fill_params(batch: Batch, seqs: list[Sequence], biases: list[list[tuple[int, float]]]) -> None:
     batch.req_indices[:] = [seq.req_index for seq in seqs]
     batch.params[:] = 0
-    for name in (*REALS, "top_k"):
+    for name in REALS:
         column(batch.params, name)[:] = [getattr(seq.params, name) for seq in seqs]
     temperatures = column(batch.params, "temperature")
     temperatures[temperatures < GREEDY_BELOW] = 0
     seeds(batch.params)[:] = np.array([seq.noise_seed for seq in seqs], np.uint64).view(np.int32).reshape(-1, 2)
-    column(batch.params, "is_penalized")[:] = [_is_penalized(seq.params) for seq in seqs]
+    penalties = [column(batch.params, f"{name}_penalty") for name in ("presence", "frequency", "repetition")]
+    column(batch.params, "is_penalized")[:] = np.any(np.stack(penalties, 1) != (0, 0, 1), axis=1)
+    column(batch.params, "top_k")[:] = [min(seq.params.top_k, 2**31 - 1) for seq in seqs]
     column(batch.params, "num_prompt_tokens")[:] = [seq.num_prompt_tokens for seq in seqs]
-    column(batch.params, "min_len")[:] = [seq.num_prompt_tokens + seq.params.min_tokens for seq in seqs]
-
-
-def _is_penalized(params: SamplingParams) -> bool:
-    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
+    column(batch.params, "min_len")[:] = [
+        min(seq.num_prompt_tokens + seq.params.min_tokens, seq.max_num_tokens) for seq in seqs
+    ]
+    column(batch.params, "num_biases")[:] = [len(seq.params.logit_bias or ()) for seq in seqs]
+    column(batch.params, "num_stops")[:] = [len(b) for b in biases] - column(batch.params, "num_biases")
+    batch.bias_slots[:] = [seq.req_index * MOST_BIASES + i for seq, b in zip(seqs, biases) for i in range(len(b))]
+    batch.bias_ids[:] = [token_id for b in biases for token_id, _ in b]
+    batch.bias_bits.view(np.float32)[:] = [value for b in biases for _, value in b]
 
 
 def _biases(seq: Sequence, eos_token_ids: frozenset[int]) -> list[tuple[int, float]]:
@@ -175,16 +177,3 @@ def _biases(seq: Sequence, eos_token_ids: frozenset[int]) -> list[tuple[int, flo
     biases = [*(params.logit_bias or {}).items(), *((token_id, -np.inf) for token_id in sorted(stops))]
     assert len(biases) <= MOST_BIASES
     return biases
-
-
-def _fill_biases(batch: Batch, seqs: list[Sequence], biases: list[list[tuple[int, float]]]) -> None:
-    column(batch.params, "num_biases")[:] = [len(seq.params.logit_bias or ()) for seq in seqs]
-    column(batch.params, "num_stops")[:] = [len(b) for b in biases] - column(batch.params, "num_biases")
-    batch.bias_slots[:] = [seq.req_index * MOST_BIASES + i for seq, b in zip(seqs, biases) for i in range(len(b))]
-    batch.bias_ids[:] = [token_id for b in biases for token_id, _ in b]
-    batch.bias_bits.view(np.float32)[:] = [value for b in biases for _, value in b]
-
-
-def _fill_logprob_rows(batch: Batch, asked: list[LogprobRow], sample_rows) -> None:
-    if asked:
-        batch.logprob_rows[:] = [row if row.sample < 0 else row._replace(row=sample_rows[row.sample]) for row in asked]

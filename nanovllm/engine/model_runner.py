@@ -10,12 +10,12 @@ from nanovllm.config import Config
 from nanovllm.engine import batch as batches
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.cuda_graph import DecodeGraphs
-from nanovllm.engine.sampled import SampledTokens
+from nanovllm.engine.sampled import LogprobRow, SampledTokens
 from nanovllm.engine.scheduler import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import make_backend
-from nanovllm.layers.logits import RequestTable, Rows, column, log_probabilities, penalize, seeds, thresholds
+from nanovllm.layers.logits import RequestTable, column, log_probabilities, penalize, seeds, thresholds
 from nanovllm.layers.sampler import Sampler, max_of_ranks
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sampling_params import SamplingParams
@@ -94,8 +94,9 @@ class ModelRunner:
                 self._turn ^= 1
                 outputs = self.execute(batch)
                 token_ids.copy_(outputs[0], non_blocking=True)
-            logprobs = self._logprobs(batch, *outputs) if batch.shape.num_logprobs else ()
-            return SampledTokens(step, token_ids, logprobs, self.device.type == "cuda", self.tp)
+            asked = [LogprobRow(*row) for row in batch.logprob_rows.tolist()]
+            logprobs = self._logprobs(asked, *outputs) if asked else ()
+            return SampledTokens(step, token_ids, asked, logprobs, self.device.type == "cuda", self.tp)
 
     def prepare_prefill(self, step: ScheduledStep, buffer: np.ndarray) -> Batch:
         eos_token_ids = self.config.model_config.eos_token_ids
@@ -140,27 +141,27 @@ class ModelRunner:
             sampled, positions = (x.index_select(0, batch.sample_rows) for x in (sampled, positions))
             seqs = torch.bucketize(batch.sample_rows, batch.cu_seqlens_q[1:], right=True)
             block_tables = block_tables.index_select(0, seqs)
-        token_ids = self.slot_token_ids[:-1].view(-1, self.config.kvcache_block_size)
-        rows = self.requests.rows(batch.req_indices, token_ids, block_tables, positions)
-        token_ids = self._sample(self.model.compute_logits(sampled, rows.params), rows)
+        history = self.slot_token_ids[:-1].view(-1, self.config.kvcache_block_size), block_tables
+        rows = self.requests.rows(batch.req_indices, *history, positions)
+        logits = self.model.compute_logits(sampled, rows.params)
+        penalize(logits, rows)
+        least, temperatures = thresholds(logits, rows), column(rows.params, "temperature")
+        logits = self.model.lm_head.own_part(logits)
+        token_ids = self.sampler(logits, temperatures, seeds(rows.params), positions, least)
         self.last_token_ids[batch.req_indices] = token_ids
         return token_ids, hidden_states
 
-    def _sample(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
-        penalize(logits, rows)
-        temperatures, least = column(rows.params, "temperature"), thresholds(logits, rows)
-        return self.sampler(self.model.lm_head.own_part(logits), temperatures, seeds(rows.params), rows.positions, least)
-
     @torch.inference_mode()
-    def _logprobs(self, batch: Batch, token_ids: torch.Tensor, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Ids and log-probabilities of all tokens of the step that are asked for them, as `logprob_rows` has them.
+    def _logprobs(self, asked: list[LogprobRow], token_ids: torch.Tensor, hidden_states: torch.Tensor) -> tuple:
+        """Ids and log-probabilities [len(asked), 1 + most], of a step's sampled ids and hidden states.
 
-        Their logits are made anew, in pieces and outside of the graph, so that other steps are none the slower.
+        Logits are made anew, in pieces and outside of the graph, so that the rows of other steps are none the slower.
         """
-        asked = torch.tensor(batch.logprob_rows, pin_memory=self.device.type == "cuda")
-        most = int(asked[:, 0].max())
-        _, samples, rows, chosen = asked.to(self.device, non_blocking=True).unbind(1)
-        chosen = chosen.where(samples < 0, token_ids[samples])
+        pinned = torch.tensor([row[1:] for row in asked], pin_memory=self.device.type == "cuda")
+        rows, indices, chosen = pinned.to(self.device, non_blocking=True).unbind(1)
+        num_prompt = sum(row.token_id >= 0 for row in asked)
+        chosen = torch.cat((chosen[:num_prompt], token_ids[indices[num_prompt:]]))
+        most = max(row.most for row in asked)
         pieces = [
             log_probabilities(self.model.compute_logits(hidden_states.index_select(0, r)), c, most)
             for r, c in zip(rows.split(LOGPROB_ROWS), chosen.split(LOGPROB_ROWS))

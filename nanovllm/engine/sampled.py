@@ -1,10 +1,12 @@
 """What a step samples, on its way into host memory, with log-probabilities where they are asked for."""
+from collections import defaultdict
+from collections.abc import Sequence
 from time import perf_counter
 from typing import NamedTuple
 
 import torch
 
-from nanovllm.engine.scheduler import ScheduledSequence, ScheduledStep
+from nanovllm.engine.scheduler import ScheduledStep
 from nanovllm.utils.distributed import STEP_TIMEOUT, TensorParallel
 
 Logprobs = dict[int, float]  # by token id: first the token that is there, then the most likely ones
@@ -25,46 +27,39 @@ class Sampled(NamedTuple):
 
 
 class LogprobRow(NamedTuple):
-    """Who is asked for log-probabilities: the `sample`-th token of a step, or `token_id` after the `row`-th hidden state."""
+    """Hidden state `row` of a step is asked for the log-probability of what comes next, and the `most` likely tokens."""
 
     most: int
-    sample: int = -1
-    row: int = 0
-    token_id: int = -1
+    row: int
+    index: int  # in the step's `rows` for a token of the prompt, else in its `sampled`
+    token_id: int = -1  # of a prompt
 
 
-def logprob_rows(step: ScheduledStep) -> list[LogprobRow]:
-    """Those of the prompts in `rows`, in their order, and then those of `sampled`."""
+def logprob_rows(step: ScheduledStep, sample_rows: Sequence[int]) -> list[LogprobRow]:
+    """Those of prompts, and then those of `sampled`, whose hidden states are `sample_rows`."""
     found, first = [], 0
-    for row in step.rows if step.is_prefill else ():
-        tokens = [(p, row.seq.token_ids[p]) for p in _prompt_targets(row)]
-        found += [LogprobRow(row.seq.params.prompt_logprobs, row=first + p - 1 - row.start, token_id=i) for p, i in tokens]
-        first += row.end - row.start
-    wanted = [(i, seq.params.logprobs) for i, seq in enumerate(step.sampled)]
-    return found + [LogprobRow(most, sample=i) for i, most in wanted if most is not None]
-
-
-def _prompt_targets(row: ScheduledSequence) -> range:
-    """Positions of the prompt's tokens whose log-probabilities this row has to deliver."""
-    if row.seq.params.prompt_logprobs is None:
-        return range(0)
-    return range(row.start + 1, min(row.end + 1, row.seq.num_prompt_tokens))
+    for i, (seq, start, end) in enumerate(step.rows if step.is_prefill else ()):
+        if (most := seq.params.prompt_logprobs) is not None:
+            positions = range(start + 1, min(end + 1, seq.num_prompt_tokens))
+            found += [LogprobRow(most, first + p - 1 - start, i, seq.token_ids[p]) for p in positions]
+        first += end - start
+    wanted = [(seq.params.logprobs, sample_rows[i], i) for i, seq in enumerate(step.sampled)]
+    return found + [LogprobRow(*row) for row in wanted if row[0] is not None]
 
 
 class SampledTokens:
     """Ids and log-probabilities that may not have arrived yet."""
 
     def __init__(
-        self, step: ScheduledStep | None, token_ids: torch.Tensor, logprobs: tuple, is_cuda: bool, tp: TensorParallel
-    ):
-        """Ids [S] or more in host memory; ids and log-probabilities of the step's `logprob_rows` on the device, if any.
+        self, step: ScheduledStep | None, token_ids: torch.Tensor, asked: list[LogprobRow], logprobs: tuple,
+        is_cuda: bool, tp: TensorParallel,
+    ):  # fmt: skip
+        """Ids [S] or more in host memory; ids and log-probabilities of the rows of `asked` on the device, if there are any.
 
-        Without a step, which is rank 0's alone, one can wait for it to be over.
+        Without a step, which rank 0 alone has, one can wait until it is over.
         """
-        self._token_ids = token_ids
-        self._step = step
-        self._tp = tp
-        self._logprobs = [_to_host(x) for x in logprobs]
+        self._step, self._token_ids, self._asked, self._tp = step, token_ids, asked, tp
+        self._logprobs = [torch.empty_like(x, device="cpu", pin_memory=is_cuda).copy_(x, non_blocking=True) for x in logprobs]
         self._arrived = torch.cuda.Event() if is_cuda else None
         if self._arrived:
             self._arrived.record()
@@ -82,13 +77,14 @@ class SampledTokens:
 
     def wait(self) -> Sampled:
         self.wait_until_over()
-        rows = zip(logprob_rows(self._step) if self._logprobs else (), *(x.tolist() for x in self._logprobs))
-        found = iter([dict(zip(ids[: row.most + 1], values[: row.most + 1])) for row, ids, values in rows])
-        counts = [len(_prompt_targets(row)) for row in self._step.rows] if self._step.is_prefill else []
-        prompt_logprobs = [[next(found) for _ in range(count)] or None for count in counts]
-        logprobs = [None if seq.params.logprobs is None else next(found) for seq in self._step.sampled]
-        return Sampled(self._token_ids[: len(self._step.sampled)].tolist(), logprobs, prompt_logprobs)
-
-
-def _to_host(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x, non_blocking=True)
+        step, prompt_logprobs, logprobs = self._step, defaultdict(list), {}
+        for row, ids, values in zip(self._asked, *(x.tolist() for x in self._logprobs)):
+            found = dict(zip(ids[: row.most + 1], values[: row.most + 1]))
+            if row.token_id < 0:
+                logprobs[row.index] = found
+            else:
+                prompt_logprobs[row.index].append(found)
+        num_sampled = len(step.sampled)
+        of_sampled = [logprobs.get(i) for i in range(num_sampled)]
+        of_prompts = [prompt_logprobs.get(i) for i in range(len(step.rows))]
+        return Sampled(self._token_ids[:num_sampled].tolist(), of_sampled, of_prompts)

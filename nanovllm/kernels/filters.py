@@ -11,7 +11,8 @@ from nanovllm.kernels.asked import MIN_P, TEMPERATURE, TOP_K, TOP_P, is_filtered
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
 
 TILE = tl.constexpr(512)  # entries of the vocabulary that have a maximum of their own
-GROUP = tl.constexpr(16)  # tiles that are read at a time
+GROUP = tl.constexpr(8)  # tiles that are read at a time
+STAGES = tl.constexpr(4)  # groups that are on their way
 LOW_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # zeros at the end of such a number in float32
 
 
@@ -24,7 +25,7 @@ def _weigh(row_ptr, maxima, live_ptr, vocab_size, least, top, temperature, BY_MA
     tl.store(live_ptr + tl.cumsum(is_live, 0) - 1, tl.arange(0, maxima.shape[0]), is_live != 0)
     tl.debug_barrier()
     total = tl.zeros([GROUP, TILE], tl.float32)
-    for first in range(0, num_live, GROUP):
+    for first in tl.range(0, num_live, GROUP, num_stages=STAGES):
         live = first + tl.arange(0, GROUP)
         tile = tl.load(live_ptr + live, live < num_live, vocab_size)
         at = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
@@ -79,18 +80,19 @@ def _threshold_kernel(
     asked_ptr += row * WIDTH
     temperature, top_p, min_p = real(asked_ptr, TEMPERATURE), real(asked_ptr, TOP_P), real(asked_ptr, MIN_P)
     top_k = tl.load(asked_ptr + TOP_K)
-    threshold = tl.full([], float("-inf"), tl.float32)
+    threshold = float("-inf")
     if is_filtered(asked_ptr):
         row_ptr = logits_ptr + row * stride
         maxima_ptr += row * TILES
         live_ptr += row * TILES
-        for first in range(0, TILES, GROUP):
+        num_tiles = tl.cdiv(vocab_size, TILE)
+        for first in tl.range(0, num_tiles, GROUP, num_stages=STAGES):
             tile = first + tl.arange(0, GROUP)
             at = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
             x = tl.load(row_ptr + at, at < vocab_size, float("-inf")).to(tl.float32)
             tl.store(maxima_ptr + tile, tl.max(x, 1))
         tl.debug_barrier()
-        maxima = tl.load(maxima_ptr + tl.arange(0, TILES))
+        maxima = tl.load(maxima_ptr + tl.arange(0, TILES), tl.arange(0, TILES) < num_tiles, float("-inf"))
         top = tl.max(maxima, 0)
         if min_p > 0:
             threshold = top + temperature * tl.log(min_p)

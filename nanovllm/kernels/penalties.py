@@ -12,6 +12,7 @@ from nanovllm.kernels.asked import FREQUENCY_PENALTY, IS_PENALIZED, MIN_LEN, NUM
 from nanovllm.kernels.asked import PRESENCE_PENALTY, REPETITION_PENALTY, real
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch, num_processors
 
+J, I = tl.constexpr(32), tl.constexpr(256)  # mentions that are compared at a time: a program's own, and all
 PROMPT = tl.constexpr(1 << 21)  # fields of a sum of mentions, in an int64: of the output, of the prompt, later ones
 LATER = tl.constexpr(1 << 42)
 
@@ -27,8 +28,7 @@ def _mentions(j, length, end, token_ids_ptr, table_ptr, bias_ids_ptr, BLOCK_SIZE
 @triton.jit(do_not_specialize=["table_stride"])
 def _penalize_kernel(
     logits_ptr, asked_ptr, req_indices_ptr, bias_ids_ptr, biases_ptr, token_ids_ptr, tables_ptr, positions_ptr,
-    stride, table_stride, WIDTH: tl.constexpr, MOST: tl.constexpr, BLOCK_SIZE: tl.constexpr, PARTS: tl.constexpr,
-    J: tl.constexpr, I: tl.constexpr, PDL: tl.constexpr,
+    stride, table_stride, WIDTH: tl.constexpr, MOST: tl.constexpr, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -46,7 +46,7 @@ def _penalize_kernel(
     table_ptr = tables_ptr + row * table_stride
     bias_ids_ptr += tl.load(req_indices_ptr + row).to(tl.int64) * MOST
     biases_ptr += tl.load(req_indices_ptr + row).to(tl.int64) * MOST
-    for begin in range(tl.program_id(1) * J, end, PARTS * J):
+    for begin in range(tl.program_id(1) * J, end, tl.num_programs(1) * J):
         j = begin + tl.arange(0, J)
         ids = _mentions(j, length, end, token_ids_ptr, table_ptr, bias_ids_ptr, BLOCK_SIZE)
         total = tl.zeros([J], tl.int64)
@@ -79,5 +79,5 @@ def penalize(logits: torch.Tensor, rows) -> None:
         launch(_penalize_kernel, (len(logits), parts), logits.device)(
             logits, rows.params, rows.req_indices, rows.bias_ids, rows.biases, rows.token_ids, rows.block_tables,
             rows.positions, logits.stride(0), rows.block_tables.stride(0), WIDTH=rows.params.shape[1],
-            MOST=rows.biases.shape[1], BLOCK_SIZE=rows.token_ids.shape[1], PARTS=parts, J=32, I=256,
+            MOST=rows.biases.shape[1], BLOCK_SIZE=rows.token_ids.shape[1],
         )  # fmt: skip
