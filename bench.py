@@ -19,7 +19,7 @@ import importlib.util
 import multiprocessing
 import random
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -33,6 +33,8 @@ TEMPERATURE = 0.6
 class Request:
     prompt: list[int]
     max_tokens: int
+    top_k: int = 0
+    top_p: float = 1.0
 
 
 @dataclass
@@ -84,7 +86,7 @@ def prefill(num_seqs: int, prefill_len: int, seed: int, vocab_size: int) -> list
 
 def other_ids(requests: list[Request], vocab_size: int) -> list[Request]:
     """The same lengths with other ids, so that no prefix cache helps the second run."""
-    return [Request([(i + 1) % vocab_size for i in request.prompt], request.max_tokens) for request in requests]
+    return [replace(request, prompt=[(i + 1) % vocab_size for i in request.prompt]) for request in requests]
 
 
 # -- engines: each is called with (model, settings, workloads), a workload being two runs -----------------------------
@@ -93,7 +95,12 @@ def other_ids(requests: list[Request], vocab_size: int) -> list[Request]:
 def sampling_params(requests: list[Request]) -> list:
     from nanovllm import SamplingParams
 
-    return [SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=r.max_tokens) for r in requests]
+    return [
+        SamplingParams(
+            temperature=TEMPERATURE, top_k=r.top_k, top_p=r.top_p, ignore_eos=True, max_tokens=r.max_tokens
+        )
+        for r in requests
+    ]
 
 
 def run_nanovllm(model: str, settings: dict, workloads: dict[str, list[list[Request]]]) -> dict[str, Result]:
@@ -229,8 +236,8 @@ def run_transformers(model: str, settings: dict, workloads: dict[str, list[list[
                 attention_mask=mask.to(llm.device),
                 do_sample=True,
                 temperature=TEMPERATURE,
-                top_k=0,
-                top_p=1.0,
+                top_k=batch[0].top_k,
+                top_p=batch[0].top_p,
                 pad_token_id=0,
                 max_new_tokens=max(r.max_tokens for r in batch),
                 stopping_criteria=[clock],
@@ -265,7 +272,10 @@ def run_vllm(model: str, settings: dict, workloads: dict[str, list[list[Request]
 
     def run(requests: list[Request]) -> Result:
         params = [
-            SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=r.max_tokens, detokenize=False)
+            SamplingParams(
+                temperature=TEMPERATURE, top_k=r.top_k, top_p=r.top_p, ignore_eos=True, max_tokens=r.max_tokens,
+                detokenize=False,
+            )  # fmt: skip
             for r in requests
         ]
         begin = perf_counter()
@@ -351,6 +361,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write traces of decode steps, and nothing else")
     parser.add_argument("--streaming", action="store_true", help="compare generate with stream, and nothing else")
     parser.add_argument("--compare", default="", help="transformers, vllm, or both with a comma between them")
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--attention-backend", default="auto")
@@ -392,6 +404,8 @@ def main() -> None:
         "single": single_stream(*lengths, args.seed, vocab_size),
         "prefill": prefill(num_seqs, prefill_len, args.seed, vocab_size),
     }
+    for request in (request for made in requests.values() for request in made):
+        request.top_k, request.top_p = args.top_k, args.top_p
     workloads = {
         name: [other_ids(made, vocab_size), made]
         for name, made in requests.items()

@@ -55,8 +55,3 @@ def make_llm():
     yield make
     for engine in engines:
         engine.exit()
-
-
-@pytest.fixture
-def make_llm_with_logprobs(make_llm):
-    return make_llm

@@ -22,7 +22,7 @@ HOUSE = """
 1 | kernels/
 2 | layers/
 3 | models/
-4 | engine/batch.py <- engine/cuda_graph.py engine/sampled.py <- engine/model_runner.py
+4 | engine/sampled.py <- engine/batch.py <- engine/cuda_graph.py <- engine/model_runner.py
 5 | engine/worker.py
 6 | engine/beam_search.py engine/outputs.py <- engine/llm_engine.py <- llm.py <- __init__.py
 """

@@ -35,9 +35,9 @@ def reference():
 
 
 @pytest.mark.parametrize("width, length_penalty", [(2, 1.0), (3, 0.0), (4, 2.0), (5, 1.0), (5, -0.5)])
-def test_sequences_and_scores_are_transformers(make_llm_with_logprobs, prompts, reference, width, length_penalty):
+def test_sequences_and_scores_are_transformers(make_llm, prompts, reference, width, length_penalty):
     """All prompts at once, ends at several lengths; with small blocks, so that beams find their past in the cache."""
-    llm = make_llm_with_logprobs(kvcache_block_size=16, async_scheduling=width == 4)
+    llm = make_llm(kvcache_block_size=16, async_scheduling=width == 4)
     results = llm.beam_search(prompts, BeamSearchParams(width, 24, length_penalty))
     lengths = set()
     for prompt, result in zip(prompts, results):
@@ -51,16 +51,16 @@ def test_sequences_and_scores_are_transformers(make_llm_with_logprobs, prompts, 
     assert llm.stats()["prefix_hit_rate"] > 0.5
 
 
-def test_one_beam_is_greedy(make_llm_with_logprobs, prompts):
-    llm = make_llm_with_logprobs(kvcache_block_size=16)
+def test_one_beam_is_greedy(make_llm, prompts):
+    llm = make_llm(kvcache_block_size=16)
     greedy = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
     for answer, result in zip(greedy, llm.beam_search(prompts, BeamSearchParams(1, 12))):
         assert [output["token_ids"] for output in result["outputs"]] == [answer["token_ids"]]
 
 
-def test_bounds(make_llm_with_logprobs, prompts):
+def test_bounds(make_llm, prompts):
     """max_model_len ends a search, and what is wrong is said before anything is queued."""
-    llm = make_llm_with_logprobs(max_model_len=32)
+    llm = make_llm(max_model_len=32)
     (result,) = llm.beam_search([7] * 28, BeamSearchParams(2, 100))
     assert max(len(output["token_ids"]) for output in result["outputs"]) <= 4
     assert llm.beam_search([], BeamSearchParams(2, 4)) == []

@@ -48,7 +48,7 @@ def ours(llm) -> tuple[list[int], torch.Tensor]:
     """The greedy answer to PROMPT, and the logits that each of its tokens was taken from."""
     seen, model = [], llm.model_runner.model
     compute = model.compute_logits
-    model.compute_logits = lambda hidden: seen.append(compute(hidden)) or seen[-1]
+    model.compute_logits = lambda *hidden: seen.append(compute(*hidden)) or seen[-1]
     (answer,) = llm.generate(PROMPT, GREEDY, use_tqdm=False)
     return answer["token_ids"], torch.cat(seen).clone()
 

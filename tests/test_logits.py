@@ -139,10 +139,10 @@ def test_sample_kernel_keeps_to_thresholds(dtype):
     temperatures = torch.tensor([0.0, 5.0]).repeat(10).to(DEVICE)
     seeds, positions = torch.randint(1 << 30, (20, 2)).int().to(DEVICE), torch.arange(20).int().to(DEVICE)
     least = torch.linspace(-1, 3, 20).to(DEVICE)
-    ids = ops.sample(logits, temperatures, seeds, positions, 7, thresholds=least)
+    ids = ops.sample(logits, temperatures, seeds, positions, 7, thresholds=least)[1]
     assert torch.equal(ids.cpu(), Sampler()(logits.cpu(), *(x.cpu() for x in (temperatures, seeds, positions, least))))
     assert (logits.gather(1, ids[:, None].long())[:, 0] >= least).all()
-    assert not torch.equal(ids, ops.sample(logits, temperatures, seeds, positions, 7))
+    assert not torch.equal(ids, ops.sample(logits, temperatures, seeds, positions, 7)[1])
 
 
 # -- biases and penalties ----------------------------------------------------------------------------------------------

@@ -353,9 +353,9 @@ def check_logprobs(dicts: list[dict], ids: list[int], expected: torch.Tensor, nu
     [dict(), dict(max_num_batched_tokens=6), dict(num_kvcache_blocks=9), dict(num_kvcache_blocks=9, max_num_batched_tokens=6)],
     ids=str,
 )
-def test_logprobs_are_transformers(make_llm_with_logprobs, reference, settings, async_scheduling):
+def test_logprobs_are_transformers(make_llm, reference, settings, async_scheduling):
     """Of the prompt and of what follows, whole, in chunks, and preempted; each request is computed twice."""
-    llm = make_llm_with_logprobs(async_scheduling=async_scheduling, kvcache_block_size=16, **settings)
+    llm = make_llm(async_scheduling=async_scheduling, kvcache_block_size=16, **settings)
     params = [replace(HOT, n=n, logprobs=3, prompt_logprobs=2) for n in (1, 1, 3, 1)]
     for _ in range(2):
         for answer in generate(llm, VERSES, params):

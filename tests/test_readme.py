@@ -6,11 +6,9 @@ import pytest
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 EXPERIMENTS = re.findall(r"```python\n(.*?)```", README.split("## Six experiments")[1].split("\n## ")[0], re.DOTALL)
-NEEDS_TOP_K = pytest.mark.xfail(reason="the sampler has no top-k yet", strict=False)
-MARKS = [NEEDS_TOP_K if "top_k" in code else () for code in EXPERIMENTS]
 
 
-@pytest.mark.parametrize("code", [pytest.param(code, marks=mark) for code, mark in zip(EXPERIMENTS, MARKS)])
+@pytest.mark.parametrize("code", EXPERIMENTS)
 def test_experiment(code, capsys):
     """Every line that is printed stands at the end, as a comment."""
     exec(code.replace('"tiny-qwen3"', '"tiny-qwen3", device="cpu"'), {})

@@ -36,10 +36,10 @@ def prompts() -> list[list[int]]:
 
 def watch(llm) -> dict:
     """All log-probabilities that the engine delivers, by request and position of the token."""
-    seen, run = {}, llm.model_runner.run
+    seen, launch = {}, llm.model_runner.launch
 
-    def watched(step):
-        tokens = run(step)
+    def watched(batch, step):
+        tokens = launch(batch, step)
         wait = tokens.wait
 
         def take():
@@ -53,7 +53,7 @@ def watch(llm) -> dict:
         tokens.wait = take
         return tokens
 
-    llm.model_runner.run = watched
+    llm.model_runner.launch = watched
     return seen
 
 

@@ -66,9 +66,10 @@ class TensorParallel:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's `x` [...], in the order of the ranks: [ranks, ...]."""
-        out = x.new_empty(self.size, *x.shape)
-        self.group._allgather_base(out, x.contiguous()).wait()
-        return out
+        out = x.new_empty(self.size * len(x), *x.shape[1:])
+        if len(x):
+            self.group._allgather_base(out, x.contiguous()).wait()
+        return out.view(self.size, *x.shape)
 
     @property
     def num_bytes(self) -> int:
