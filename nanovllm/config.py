@@ -172,6 +172,11 @@ class Config:
                 raise TypeError(f"unknown setting {name!r}: must be one of {', '.join(known[1:])}")
         return cls(model, **settings)
 
+    def device_of(self, rank: int) -> torch.device:
+        """The device of a rank: on CUDA one each, from the one that was asked for on."""
+        device = torch.device(self.device)
+        return torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" else device
+
     def _check_numbers(self):
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, low=1)
         check_int("max_num_seqs", self.max_num_seqs, low=1)

@@ -4,7 +4,8 @@ from functools import partial
 from pathlib import Path
 
 from nanovllm.engine.beam_search import beam_search
-from nanovllm.engine.llm_engine import LLMEngine, Prompt
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.prompts import Prompt
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 
 

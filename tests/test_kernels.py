@@ -11,6 +11,7 @@ from nanovllm.kernels.decode_attention import CHUNK, MAX_SPLITS, TILE, most_spli
 from nanovllm.kernels.dependent_launch import has_tma  # noqa: E402
 from nanovllm.kernels.few_row_linear import FEW_WEIGHTS, MOST_ROWS, TILE_K, TILE_N  # noqa: E402
 from nanovllm.kernels.sampling import _gumbel  # noqa: E402
+from nanovllm.layers.logits import WIDTH, column  # noqa: E402
 from nanovllm.layers.rotary_embedding import RotaryEmbedding  # noqa: E402
 from nanovllm.layers.sampler import ROUNDS, gumbel_noise, philox  # noqa: E402
 
@@ -561,6 +562,31 @@ def test_max_of_ranks(size, num_keys):
         out = ops.max_of_ranks(keys[rank], ranks.meeting(rank, num_programs))
         ranks.assert_met(rank, num_programs)
         assert torch.equal(out, torch.stack(keys).amax(0))
+
+
+@each_dtype
+@pytest.mark.parametrize("num_rows, n", [(0, 8), (1, 8), (3, 136), (2, 5000)])
+@pytest.mark.parametrize("size", [2, 4])
+def test_gather_columns(size, num_rows, n, dtype):
+    """All columns; or the own part everywhere, and the others' in rows that are filtered."""
+    ranks = Ranks(size, 4, dtype.itemsize * num_rows * n)
+    parts = [randn(num_rows, n, dtype=dtype) for _ in range(size)]
+    for rank in range(size):
+        ranks.data(rank, dtype).view(num_rows, n)[:] = parts[rank]
+    params = torch.zeros(num_rows, WIDTH, dtype=torch.int32)
+    for name, value in (("temperature", 1.0), ("top_p", 1.0)):
+        column(params, name)[:] = value
+    column(params, "top_k")[1::2] = 7
+    whole = torch.cat(parts, 1)
+    num_programs = max(1, min(4, num_rows * size * -(-n // 2048)))
+    for rank in range(size):
+        for asked in (None, params.to(DEVICE)):
+            out = ops.gather_columns(parts[rank], ranks.meeting(rank, num_programs), asked)
+            ranks.assert_met(rank, num_programs)
+            own = slice(rank * n, (rank + 1) * n)
+            assert torch.equal(out[:, own], parts[rank])
+            rows = slice(None) if asked is None else slice(1, None, 2)
+            assert torch.equal(out[rows], whole[rows])
 
 
 def test_a_kernel_that_is_aborted_does_not_wait():

@@ -13,6 +13,7 @@ from nanovllm.engine.scheduler import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sampled import LogprobRow, logprob_rows
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.logits import MOST_BIASES, REALS, WIDTH, column, seeds
+from nanovllm.sampling_params import SamplingParams
 
 GREEDY_BELOW = 1e-5  # a temperature that float32 logits could not be divided by
 
@@ -177,3 +178,16 @@ def _biases(seq: Sequence, eos_token_ids: frozenset[int]) -> list[tuple[int, flo
     biases = [*(params.logit_bias or {}).items(), *((token_id, -np.inf) for token_id in sorted(stops))]
     assert len(biases) <= MOST_BIASES
     return biases
+
+
+def dummy_prefill(num_seqs: int, length: int, block_size: int) -> ScheduledStep:
+    """A prefill step of `num_seqs` prompts of `length` tokens in blocks of their own, as warm-up and tests need it."""
+    per_seq = -(-length // block_size)
+    step = ScheduledStep(is_prefill=True)
+    for i in range(num_seqs):
+        seq = Sequence(i, [0] * length, SamplingParams(), noise_seed=0, max_len=length + 1)
+        seq.block_table = list(range(i * per_seq, (i + 1) * per_seq))
+        seq.req_index = i
+        step.rows.append(ScheduledSequence(seq, 0, length))
+        step.sample(seq)
+    return step

@@ -13,6 +13,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import Vocabulary
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.outputs import ProgressBar, StepOutput, answer_of, event_of
+from nanovllm.engine.prompts import Prompt, as_list, as_prompts
 from nanovllm.engine.sampled import SampledTokens
 from nanovllm.engine.scheduler import ScheduledStep, Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -20,8 +21,6 @@ from nanovllm.engine.worker import Workers
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.stopwatch import Stopwatch
-
-Prompt = str | list[int]
 
 
 class LLMEngine:
@@ -195,7 +194,7 @@ class LLMEngine:
     def _make_groups(self, prompts, sampling_params) -> list[list[Sequence]]:
         """The sequences of many requests, once all is checked that can be wrong with them."""
         self._check_idle()
-        prompts = _as_prompts(prompts)
+        prompts = as_prompts(prompts)
         if not isinstance(sampling_params, (list, tuple)):
             sampling_params = [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
@@ -230,7 +229,7 @@ class LLMEngine:
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        ids = _as_list(prompt)
+        ids = as_list(prompt)
         kinds = None if ids is None else set(map(type, ids))
         if kinds is None or any(kind is bool or not issubclass(kind, Integral) for kind in kinds):
             raise TypeError(f"prompt={prompt!r:.80}: must be a string or a list of token ids")
@@ -287,18 +286,3 @@ def _load_tokenizer(model: str):
     from transformers import AutoTokenizer  # here, so that the package imports without it
 
     return AutoTokenizer.from_pretrained(model)
-
-
-def _as_list(value) -> list | None:
-    """A list of what is a list, a tuple, an iterator, an array or a tensor; None of anything else."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    return list(value) if isinstance(value, (list, tuple, Iterator)) else None
-
-
-def _as_prompts(prompts) -> list[Prompt]:
-    """A list of prompts, of what may be a single one: a string, or a flat list of token ids."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if (items := _as_list(prompts)) is None:
-        raise TypeError(f"prompts={prompts!r:.80}: must be a string, a list of token ids, or a list of those")
-    return [items] if items and all(issubclass(kind, Integral) for kind in set(map(type, items))) else items

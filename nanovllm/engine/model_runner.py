@@ -1,7 +1,7 @@
 """One rank: its weights, its part of the cache and its graphs, and the way of a step over the device."""
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -11,14 +11,12 @@ from nanovllm.engine import batch as batches
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.cuda_graph import DecodeGraphs
 from nanovllm.engine.sampled import LogprobRow, SampledTokens
-from nanovllm.engine.scheduler import ScheduledSequence, ScheduledStep
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.scheduler import ScheduledStep
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import make_backend
 from nanovllm.layers.logits import RequestTable, column, log_probabilities, penalize, seeds, thresholds
 from nanovllm.layers.sampler import Sampler, max_of_ranks
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.loader import load_model
@@ -39,7 +37,7 @@ class ModelRunner:
     def __init__(self, config: Config, startup: Stopwatch, tp: TensorParallel = TensorParallel()):
         self.config = config
         self.tp = tp
-        self.device = device_of(config, tp.rank)
+        self.device = config.device_of(tp.rank)
         with self._on_device():
             self._start(config, startup)
 
@@ -222,7 +220,7 @@ class ModelRunner:
         config = self.config
         num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         length = min(config.max_num_batched_tokens // num_seqs, config.max_model_len - 1)
-        step = dummy_prefill(num_seqs, length, config.kvcache_block_size)
+        step = batches.dummy_prefill(num_seqs, length, config.kvcache_block_size)
         num_blocks = sum(len(row.seq.block_table) for row in step.rows)
         self._set_cache(self._zeros(self._cache_of(num_blocks, num_layers=1)))  # all layers share it
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -237,7 +235,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             most = min(self.config.max_num_batched_tokens, self.config.max_model_len - 1)
             for length in (1, 16, 32, 64, 128, 256, 512):
-                self.run(dummy_prefill(1, min(length, most), self.config.kvcache_block_size)).wait()
+                self.run(batches.dummy_prefill(1, min(length, most), self.config.kvcache_block_size)).wait()
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """One tensor [2, layers, blocks, block_size, kv_heads, head_dim], and each layer its part of it."""
@@ -294,31 +292,9 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def _is_idle_soon(self, patience: float = 5.0) -> bool:
-        if self.device.type != "cuda":
-            return True
-        with self._on_device():
-            event = torch.cuda.Event()
-            event.record()
         begin = perf_counter()
-        while not (idle := event.query()) and perf_counter() - begin < patience:
-            sleep(0.01)
-        return idle
-
-
-def device_of(config: Config, rank: int) -> torch.device:
-    """The device of a rank: on CUDA one each, from the one that was asked for on."""
-    device = torch.device(config.device)
-    return torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" else device
-
-
-def dummy_prefill(num_seqs: int, length: int, block_size: int) -> ScheduledStep:
-    """A prefill step of `num_seqs` prompts of `length` tokens in blocks of their own, as warm-up and tests need it."""
-    per_seq = -(-length // block_size)
-    step = ScheduledStep(is_prefill=True)
-    for i in range(num_seqs):
-        seq = Sequence(i, [0] * length, SamplingParams(), noise_seed=0, max_len=length + 1)
-        seq.block_table = list(range(i * per_seq, (i + 1) * per_seq))
-        seq.req_index = i
-        step.rows.append(ScheduledSequence(seq, 0, length))
-        step.sample(seq)
-    return step
+        with self._on_device():
+            while self.device.type == "cuda" and not torch.cuda.current_stream().query():
+                if perf_counter() - begin > patience:
+                    return False
+        return True

@@ -19,7 +19,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, BatchShape, largest_batch
-from nanovllm.engine.model_runner import LOGPROB_ROWS, ModelRunner, device_of
+from nanovllm.engine.model_runner import LOGPROB_ROWS, ModelRunner
 from nanovllm.engine.sampled import SampledTokens
 from nanovllm.engine.scheduler import ScheduledStep
 from nanovllm.utils.distributed import STEP_TIMEOUT, TensorParallel
@@ -241,7 +241,7 @@ def connect(rank: int, config: Config, folder: Path) -> TensorParallel:
     sums = max(config.max_num_batched_tokens, config.max_num_seqs) * model.hidden_size
     logits = max(config.max_num_seqs, LOGPROB_ROWS) * model.vocab_size // size
     room = max(sums, logits) * config.dtype.itemsize
-    return TensorParallel.connect(rank, config.tensor_parallel_size, folder, device_of(config, rank), room)
+    return TensorParallel.connect(rank, config.tensor_parallel_size, folder, config.device_of(rank), room)
 
 
 def work(
