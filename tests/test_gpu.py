@@ -266,7 +266,7 @@ def test_whatever_is_asked_graphs_change_nothing(make_llm, random_model):
     prompts = [[rng.randrange(151643) for _ in range(rng.randint(1, 300))] for _ in range(24)]
     kinds = [
         {}, {"top_k": 20, "top_p": 0.95}, {"top_p": 0.9}, {"min_p": 0.1, "repetition_penalty": 1.2}, {"temperature": 0.0},
-        {"logit_bias": {i: 4.0 for i in range(300)}, "frequency_penalty": 0.5, "min_tokens": 8},
+        {"logit_bias": {i: 40.0 for i in range(300)}, "frequency_penalty": 0.5, "min_tokens": 8},
     ]  # fmt: skip
     params = [SamplingParams(seed=i, max_tokens=24, ignore_eos=True, **kinds[i % 6]) for i in range(24)]
     asked = [SamplingParams(seed=i, max_tokens=24, ignore_eos=True, **kinds[i % 6], logprobs=i % 7) for i in range(24)]
