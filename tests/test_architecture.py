@@ -23,7 +23,7 @@ HOUSE = """
 2 | layers/
 3 | models/
 4 | engine/sampled.py <- engine/batch.py <- engine/cuda_graph.py <- engine/model_runner.py
-5 | engine/worker.py
+5 | engine/step_channel.py <- engine/worker.py
 6 | engine/beam_search.py engine/outputs.py engine/prompts.py <- engine/llm_engine.py <- llm.py <- __init__.py
 """
 

@@ -18,7 +18,7 @@ from conftest import TINY
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import worker
 from nanovllm.engine.batch import BatchShape, largest_batch
-from nanovllm.engine.worker import StepChannel
+from nanovllm.engine.step_channel import PLACES, STOP, StepChannel
 from nanovllm.layers.logits import MOST_BIASES
 from nanovllm.utils import distributed
 
@@ -108,7 +108,6 @@ def test_sizes_that_there_are_not(size, what):
 def channel():
     channel = StepChannel(multiprocessing.get_context("spawn"), room=largest_batch(4, 32, 3), num_readers=2)
     yield channel
-    channel.memory.unlink()
     channel.close()
 
 
@@ -143,10 +142,10 @@ def test_every_reader_gets_every_step_before_it_is_overwritten(channel):
 def test_a_reader_that_does_not_read(channel):
     """The places fill up, and then it is an error; nobody waits for ever."""
     step = np.zeros(4, np.int32)
-    for _ in range(worker.PLACES):
-        channel.send(worker.STOP, step, timeout=0.1)
+    for _ in range(PLACES):
+        channel.send(STOP, step, timeout=0.1)
     with pytest.raises(RuntimeError, match="rank 1 has taken no step"):
-        channel.send(worker.STOP, step, timeout=0.1)
+        channel.send(STOP, step, timeout=0.1)
 
 
 def test_shared_memory_is_the_users_own(channel):

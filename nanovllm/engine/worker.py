@@ -1,16 +1,15 @@
-"""The ranks but the first: their processes, the steps that rank 0 sends them, and how all of it ends."""
+"""The ranks but the first: their processes, what they do, and how all of it ends."""
 import multiprocessing
 import os
-import secrets
 import shutil
 import signal
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
-from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -18,63 +17,16 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch, BatchShape, largest_batch
+from nanovllm.engine.batch import Batch, largest_batch
 from nanovllm.engine.model_runner import LOGPROB_ROWS, ModelRunner
 from nanovllm.engine.sampled import SampledTokens
 from nanovllm.engine.scheduler import ScheduledStep
+from nanovllm.engine.step_channel import PLACES, STOP, StepChannel
 from nanovllm.utils.distributed import STEP_TIMEOUT, TensorParallel
 from nanovllm.utils.stopwatch import Stopwatch
 
 START_TIMEOUT = 1800.0  # seconds for all ranks to load their weights and capture their graphs
-PLACES = 2  # one that is read, and one that is written
-HEADER = len(BatchShape._fields)
-STOP = (0,) * HEADER  # a shape that no step has
 GUARD = "the script runs again in every rank: start the engine under `if __name__ == '__main__':`"
-
-
-class StepChannel:
-    """The batches of rank 0 on their way to the others: a ring of flat int32 arrays in shared memory.
-
-    A place holds a batch's shape and its buffer. Each reader has two semaphores, which count the places that are free for
-    it and those that are filled: nothing is overwritten before all have read it, readers sleep while there is nothing
-    to read, and a reader that was killed keeps nobody from setting its semaphore.
-    """
-
-    def __init__(self, context, room: int, num_readers: int):
-        """`room` is the largest batch's, in words."""
-        self.place_size = HEADER + room
-        name = f"nanovllm-{secrets.token_hex(8)}"
-        self.memory = SharedMemory(name, create=True, size=PLACES * self.place_size * 4)  # of mode 0600
-        self.free = [context.Semaphore(PLACES) for _ in range(num_readers)]
-        self.filled = [context.Semaphore(0) for _ in range(num_readers)]
-        self._turn = 0
-
-    def _next_place(self) -> np.ndarray:
-        begin = self._turn * self.place_size * 4
-        self._turn = (self._turn + 1) % PLACES
-        return np.frombuffer(self.memory.buf, np.int32, self.place_size, begin)
-
-    def send(self, shape: tuple[int, ...], words: np.ndarray, timeout: float) -> None:
-        """RuntimeError where a reader has not read for `timeout` seconds."""
-        for rank, free in enumerate(self.free, 1):
-            if not free.acquire(timeout=timeout):
-                raise RuntimeError(f"rank {rank} has taken no step for {timeout:.0f} s")
-        place = self._next_place()
-        place[:HEADER] = shape
-        place[HEADER : HEADER + len(words)] = words
-        for filled in self.filled:
-            filled.release()
-
-    @contextmanager
-    def receive(self, reader: int) -> Iterator[tuple[BatchShape, np.ndarray]]:
-        """The next shape, and the words that begin with the batch's; they are free again when the block ends."""
-        self.filled[reader].acquire()
-        place = self._next_place()
-        yield BatchShape(*place[:HEADER].tolist()), place[HEADER:]
-        self.free[reader].release()
-
-    def close(self) -> None:
-        self.memory.close()
 
 
 class Workers:
@@ -90,7 +42,7 @@ class Workers:
         self.failure: str | None = None
         self.tp = TensorParallel()
         self.processes: list[multiprocessing.process.BaseProcess] = []
-        self._closing = False
+        self._closing = True  # there is nothing to close
         if config.tensor_parallel_size == 1:
             return
         if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -104,6 +56,8 @@ class Workers:
         self.folder = Path(tempfile.mkdtemp(prefix="nanovllm-"))
         self._channel = StepChannel(context, room, num_workers)
         self._pipes = []
+        self._closing = False
+        self._watcher = threading.Thread(target=self._watch, name="nanovllm watch", daemon=True)
         try:
             for rank in range(1, num_workers + 1):
                 ours, theirs = context.Pipe(duplex=False)
@@ -113,30 +67,33 @@ class Workers:
                 process.start()
                 self.processes.append(process)
                 theirs.close()
+            self._watcher.start()
         except BaseException:
             self.exit()
             raise
-        threading.Thread(target=self._watch, name="nanovllm watch", daemon=True).start()
 
     def connect(self) -> TensorParallel:
         """Rank 0's place among the ranks, once all are here."""
         if self.processes:
             self._await(lambda: min(self._progress) >= 1)
-            self._channel.memory.unlink()  # all have it: from here on nothing can leave it behind
-            met = []
-            meet = threading.Thread(target=lambda: met.append(connect(0, self.config, self.folder)), daemon=True)
-            meet.start()  # if one is lost now, this waits for minutes; we do not
-            self._await(lambda: not meet.is_alive())
-            if not met:
-                raise RuntimeError("the ranks could not connect")
-            self.tp = met[0]
+            self._channel.unlink()
+            meeting: Future[TensorParallel] = Future()
+            threading.Thread(target=self._meet, args=(meeting,), daemon=True).start()
+            self._await(meeting.done)  # if one is lost now, the meeting waits for minutes; we do not
+            self.tp = meeting.result()
         return self.tp
+
+    def _meet(self, meeting: Future) -> None:
+        try:
+            meeting.set_result(connect(0, self.config, self.folder))
+        except BaseException as error:
+            meeting.set_exception(error)
 
     def wait_until_started(self) -> None:
         if self.processes:
             self._await(lambda: min(self._progress) >= 2)
 
-    def _await(self, condition) -> None:
+    def _await(self, condition: Callable[[], bool]) -> None:
         while not condition():
             if self.failure:
                 raise RuntimeError(self.failure)
@@ -167,13 +124,15 @@ class Workers:
         ends = {process.sentinel: rank for rank, process in enumerate(self.processes, 1)}
         while not self._closing and not self.failure:
             ready = connection.wait([*pipes, *ends], timeout=0.2)
-            ended = [ends[end] for end in ready if end in ends]
+            ended = [ends[end] for end in ready if end in ends and not self._closing]
+            # one that was killed is the cause; what the others report may be that they have noticed
+            for rank in ended:
+                if (self.processes[rank - 1].exitcode or 0) < 0:
+                    self._fail(self._end_of(rank))
             for pipe in [pipe for pipe in ready if pipe in pipes]:
                 self._hear(pipes[pipe], pipe, pipes)
-            # the first to be lost is the cause; the others may have noticed it before we do
-            killed = [rank for rank in ended if (self.processes[rank - 1].exitcode or 0) < 0]
-            if not self._closing and ended and (killed or not self.failure):
-                self._fail(self._end_of((killed or ended)[0]))
+            for rank in ended:
+                self._fail(self._end_of(rank))
             if min(self._progress) < 2 and monotonic() > self._deadline:
                 self._fail(f"the ranks did not start within {START_TIMEOUT:.0f} s")
 
@@ -204,7 +163,7 @@ class Workers:
 
     def exit(self) -> None:
         """End the processes, and leave nothing behind. May be called again."""
-        if not self.processes or self._closing:
+        if self._closing:
             return
         self._closing = True
         if not self.failure:
@@ -214,8 +173,10 @@ class Workers:
             process.join(0.0 if self.failure else 5.0)
             process.kill()
             process.join(5.0)
-        if min(self._progress) < 1:
-            self._channel.memory.unlink()
+        if self._watcher.ident is not None:  # it was started
+            self._watcher.join()
+        for pipe in self._pipes:
+            pipe.close()
         self._channel.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
