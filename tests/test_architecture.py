@@ -132,6 +132,12 @@ def test_optional_packages_are_imported_when_used():
     assert "triton" in reach("__init__.py")  # and this walk would have seen it
 
 
+def test_ranks_do_without_transformers():
+    """It takes seconds to import, and they have no use for it."""
+    assert "transformers" not in reach("engine/worker.py", module_level=True)
+    assert "transformers" in reach("engine/llm_engine.py")
+
+
 def code_lines(source: str) -> int:
     """Lines that hold code: no blank ones, no comments, no docstrings."""
     docstrings = set()

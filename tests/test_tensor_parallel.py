@@ -1,4 +1,5 @@
 """Several ranks on the CPU: the answers of one, and what happens when one of them, or their caller, comes to grief."""
+import json
 import multiprocessing
 import os
 import signal
@@ -99,6 +100,24 @@ def test_fewer_key_value_heads_than_ranks(make_llm, tmp_path_factory):
 def test_sizes_that_there_are_not(size, what):
     with pytest.raises(ValueError, match=rf"tensor_parallel_size={size}: {what}"):
         LLM("tiny-qwen3", device="cpu", tensor_parallel_size=size)
+
+
+@pytest.mark.parametrize(
+    "change, what",
+    [
+        ({"num_attention_heads": 6}, r"does not divide the query heads \(6\)"),
+        ({"num_key_value_heads": 6}, r"does not divide the key-value heads \(6\)"),
+        ({"num_key_value_heads": 3}, r"no multiple of the key-value heads \(3\)"),
+        ({"intermediate_size": 770}, r"does not divide the inner size of the feed-forward layers \(770\)"),
+        ({"vocab_size": 2046}, r"does not divide the vocabulary \(2046\)"),
+    ],
+)
+def test_what_does_not_divide_is_refused(tmp_path, change, what):
+    """Before any process is started."""
+    config = json.loads(Path(TINY, "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"tensor_parallel_size=4: {what}"):
+        LLM(str(tmp_path), device="cpu", tensor_parallel_size=4)
 
 
 # -- the channel -------------------------------------------------------------------------------------------------------
