@@ -256,6 +256,8 @@ class LLMEngine:
         if self.model_runner is not None:
             self.model_runner.exit()
             self.model_runner = None
+        else:
+            self.workers.tp.close()
         return cause
 
     def exit(self) -> None:
