@@ -66,7 +66,6 @@ class ModelConfig:
             eos_token_ids=_eos_token_ids(folder, raw),
         )
 
-
     def check_divides(self, tp: TensorParallel) -> None:
         """ValueError where the ranks can't all have an equal part of the model."""
         tp.share("query heads", self.num_attention_heads)
@@ -171,6 +170,11 @@ class Config:
             if name not in known:
                 raise TypeError(f"unknown setting {name!r}: must be one of {', '.join(known[1:])}")
         return cls(model, **settings)
+
+    @property
+    def table_width(self) -> int:
+        """Blocks of the longest sequence there can be."""
+        return -(-self.max_model_len // self.kvcache_block_size)
 
     def device_of(self, rank: int) -> torch.device:
         """The device of a rank: on CUDA one each, from the one that was asked for on."""

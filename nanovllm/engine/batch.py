@@ -89,6 +89,9 @@ class Batch:
 
 def prepare_prefill(step: ScheduledStep, buffer: np.ndarray, block_size: int, eos_token_ids: frozenset[int]) -> Batch:
     rows = step.rows
+    ends = np.cumsum([row.end - row.start for row in rows])
+    sample_rows = ends[step.sample_rows] - 1
+    asked = logprob_rows(step, sample_rows)
     biases = [_biases(seq, eos_token_ids) for seq in step.sampled]
     shape = BatchShape(
         is_prefill=True,
@@ -99,22 +102,20 @@ def prepare_prefill(step: ScheduledStep, buffer: np.ndarray, block_size: int, eo
         max_seqlen_q=max(row.end - row.start for row in rows),
         num_copies=len(step.copies),
         num_biases=sum(map(len, biases)),
-        num_logprobs=len(logprob_rows(step, step.sample_rows)),
+        num_logprobs=len(asked),
     )
     batch = Batch(shape, buffer)
-    batch.cu_seqlens_q[0] = 0
+    batch.cu_seqlens_q[0], batch.cu_seqlens_q[1:] = 0, ends
     _fill_rows(batch, rows)
-    for i, (seq, start, end) in enumerate(rows):
-        first = batch.cu_seqlens_q[i]
-        last = first + end - start
+    for i, ((seq, start, end), last) in enumerate(zip(rows, ends)):
+        first = last - (end - start)
         batch.input_ids[first:last] = seq.token_ids[start:end]
         batch.positions[first:last] = positions = np.arange(start, end)
         batch.slot_mapping[first:last] = _slots(batch.block_tables[i, positions // block_size], positions, block_size)
-        batch.cu_seqlens_q[i + 1] = last
-    batch.sample_rows[:] = batch.cu_seqlens_q[1:][step.sample_rows] - 1
+    batch.sample_rows[:] = sample_rows
     batch.copies[:] = np.array(step.copies, np.int32).reshape(-1, 2).T
     _fill_params(batch, step.sampled, biases)
-    batch.logprob_rows[:] = np.array(logprob_rows(step, batch.sample_rows), np.int32).reshape(batch.logprob_rows.shape)
+    _fill_logprob_rows(batch, asked)
     return batch
 
 
@@ -126,7 +127,7 @@ def prepare_decode(
     asked = logprob_rows(step, range(n))
     batch = Batch(BatchShape(False, num_rows, num_rows, num_rows, table_width, 1, num_logprobs=len(asked)), buffer)
     _fill_rows(batch, step.rows)
-    batch.logprob_rows[:] = np.array(asked, np.int32).reshape(-1, len(LogprobRow._fields))
+    _fill_logprob_rows(batch, asked)
     batch.positions[:n] = positions = batch.context_lens[:n] - 1
     batch.slot_mapping[:n] = _slots(batch.block_tables[np.arange(n), positions // block_size], positions, block_size)
     batch.positions[n:] = 0
@@ -149,21 +150,22 @@ def _fill_rows(batch: Batch, rows: list[ScheduledSequence]) -> None:
         table[: len(seq.block_table)] = seq.block_table
 
 
+def _fill_logprob_rows(batch: Batch, asked: list[LogprobRow]) -> None:
+    batch.logprob_rows[:] = np.array(asked, np.int32).reshape(batch.logprob_rows.shape)
+
+
 def _fill_params(batch: Batch, seqs: list[Sequence], biases: list[list[tuple[int, float]]]) -> None:
     batch.req_indices[:] = [seq.req_index for seq in seqs]
     batch.params[:] = 0
-    for name in REALS:
+    for name in (*REALS, "top_k"):
         column(batch.params, name)[:] = [getattr(seq.params, name) for seq in seqs]
     temperatures = column(batch.params, "temperature")
     temperatures[temperatures < GREEDY_BELOW] = 0
     seeds(batch.params)[:] = np.array([seq.noise_seed for seq in seqs], np.uint64).view(np.int32).reshape(-1, 2)
     penalties = [column(batch.params, f"{name}_penalty") for name in ("presence", "frequency", "repetition")]
     column(batch.params, "is_penalized")[:] = np.any(np.stack(penalties, 1) != (0, 0, 1), axis=1)
-    column(batch.params, "top_k")[:] = [min(seq.params.top_k, 2**31 - 1) for seq in seqs]
     column(batch.params, "num_prompt_tokens")[:] = [seq.num_prompt_tokens for seq in seqs]
-    column(batch.params, "min_len")[:] = [
-        min(seq.num_prompt_tokens + seq.params.min_tokens, seq.max_num_tokens) for seq in seqs
-    ]
+    column(batch.params, "min_len")[:] = [seq.num_prompt_tokens + seq.params.min_tokens for seq in seqs]
     column(batch.params, "num_biases")[:] = [len(seq.params.logit_bias or ()) for seq in seqs]
     column(batch.params, "num_stops")[:] = [len(b) for b in biases] - column(batch.params, "num_biases")
     batch.bias_slots[:] = [seq.req_index * MOST_BIASES + i for seq, b in zip(seqs, biases) for i in range(len(b))]

@@ -53,8 +53,7 @@ class LLMEngine:
                 self.tokenizer = tokenizer.result()
                 self._vocabularies = [Vocabulary(self.tokenizer, skip) for skip in (False, True)]
             except BaseException as error:
-                if (cause := self._close_after(error)) is not error:
-                    raise cause from error
+                self._close_after(error)
                 raise
         startup.lap("tokenizer")  # what was still to wait for
         self.startup_seconds = startup.seconds
@@ -156,11 +155,10 @@ class LLMEngine:
                 launched, self._in_flight = self._in_flight, launched
             return self._take_in(launched)
         except BaseException as error:
-            if not self.workers.processes or not isinstance(error, Exception):
+            if self.workers.processes and isinstance(error, Exception):
+                self._close_after(error)
+            else:
                 self._drop_everything()
-                raise
-            if (cause := self._close_after(error)) is not error:
-                raise cause from error
             raise
 
     def is_finished(self) -> bool:
@@ -249,24 +247,25 @@ class LLMEngine:
             self._aborted = []
             self.scheduler.abort_all()
 
-    def _close_after(self, error: BaseException) -> BaseException:
-        """Close the engine; what is to be raised for `error`."""
-        cause = self.workers.give_up(error)
+    def _close_after(self, error: BaseException) -> None:
+        """Close the engine; raises the cause of `error` where that is another."""
+        cause, has_runner = self.workers.give_up(error), self.model_runner is not None
+        self._close()
+        if not has_runner:  # it would have done this
+            self.workers.tp.close()
+        if cause is not error:
+            raise cause from error
+
+    def _close(self) -> None:
         self.workers.exit()
         if self.model_runner is not None:
             self.model_runner.exit()
             self.model_runner = None
-        else:
-            self.workers.tp.close()
-        return cause
 
     def exit(self) -> None:
         """Drop what is unfinished and free the device's memory; an engine that was left can't be used again."""
         self._drop_everything()
-        self.workers.exit()
-        if self.model_runner is not None:
-            self.model_runner.exit()
-            self.model_runner = None
+        self._close()
 
     def _check_idle(self) -> None:
         self._check_open()

@@ -52,7 +52,7 @@ class ModelRunner:
         startup.lap("weights")
         self.attention_layers = [module for module in self.model.modules() if isinstance(module, Attention)]
         self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
-        self.table_width = -(-config.max_model_len // config.kvcache_block_size)
+        self.table_width = config.table_width
         self.pad_req_index = config.max_num_seqs
         self.last_token_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int32, device=self.device)
         self.requests = RequestTable(config.max_num_seqs, self.device)

@@ -48,8 +48,7 @@ class Workers:
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             raise RuntimeError(GUARD)
         context = multiprocessing.get_context("spawn")
-        table_width = -(-config.max_model_len // config.kvcache_block_size)
-        room = largest_batch(config.max_num_seqs, config.max_num_batched_tokens, table_width)
+        room = largest_batch(config.max_num_seqs, config.max_num_batched_tokens, config.table_width)
         num_workers = config.tensor_parallel_size - 1
         self._deadline = monotonic() + START_TIMEOUT
         self._progress = [0] * num_workers  # 1: is here, 2: has started
@@ -109,13 +108,11 @@ class Workers:
 
     def give_up(self, error: BaseException) -> BaseException:
         """Kill all after an error of rank 0; what to raise for it, as it may be the first to notice that another is lost."""
-        if not self.processes or not isinstance(error, RuntimeError):
-            self._fail(f"rank 0 failed: {error!r}")
-            return error
+        may_be_theirs = bool(self.processes) and isinstance(error, RuntimeError)
         patience = monotonic() + 2.0
-        while not self.failure and monotonic() < patience:
+        while may_be_theirs and not self.failure and monotonic() < patience:
             sleep(0.01)
-        cause = RuntimeError(self.failure) if self.failure else error
+        cause = RuntimeError(self.failure) if may_be_theirs and self.failure else error
         self._fail(f"rank 0 failed: {error!r}")
         return cause
 
@@ -202,7 +199,7 @@ def connect(rank: int, config: Config, folder: Path) -> TensorParallel:
     sums = max(config.max_num_batched_tokens, config.max_num_seqs) * model.hidden_size
     logits = max(config.max_num_seqs, LOGPROB_ROWS) * model.vocab_size // size
     room = max(sums, logits) * config.dtype.itemsize
-    return TensorParallel.connect(rank, config.tensor_parallel_size, folder, config.device_of(rank), room)
+    return TensorParallel.connect(rank, size, folder, config.device_of(rank), room)
 
 
 def work(

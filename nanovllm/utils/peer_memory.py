@@ -27,12 +27,13 @@ class PeerMemory:
         self.keys_offset = (KEYS + 1) * MOST_PROGRAMS * size * 4
         self.places_offset = self.keys_offset + MOST_KEYS * 8
         self.room = -(-room // 16) * 16
+        num_bytes = self.places_offset + 2 * self.room
         self._turn = 0
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # and so there is a context for what follows
             self._pointers = [0] * size
-            self._pointers[rank] = _allocate(self.places_offset + 2 * self.room)
-            self.memory = torch.as_tensor(_Bytes(self._pointers[rank], self.places_offset + 2 * self.room), device=device)
+            self._pointers[rank] = _allocate(num_bytes)
+            self.memory = torch.as_tensor(_Bytes(self._pointers[rank], num_bytes), device=device)
             self.memory[: self.places_offset].zero_()
             torch.cuda.synchronize()  # nobody meets before the flags are down
             store.set(str(rank), _handle_of(self._pointers[rank]))
@@ -69,7 +70,6 @@ class PeerMemory:
     def abort(self) -> None:
         """Release the kernels that wait for a rank, now and from now on."""
         self.aborted.fill_(1)
-
 
     def close(self) -> None:
         """Free it; nothing that reads it may be queued any more."""
