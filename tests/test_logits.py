@@ -35,7 +35,9 @@ def same_random_numbers():
     torch.manual_seed(0)
 
 
-def rows_of(requests: list[dict], biases: list | None = None, histories: list[list[int]] | None = None) -> Rows:
+def rows_of(
+    requests: list[dict], biases: list | None = None, histories: list[list[int]] | None = None, vocab_size: int = 1
+) -> Rows:
     """What rows ask, by the names of FIELDS, and their tokens; requests lie in the table in another order than the rows,
     and blocks lie about."""
     n = len(requests)
@@ -54,7 +56,7 @@ def rows_of(requests: list[dict], biases: list | None = None, histories: list[li
     req_indices = torch.randperm(n).int()
     entries = [(req_indices[i] * MOST_BIASES + j, *b) for i, row in enumerate(biases or []) for j, b in enumerate(row)]
     slots, ids, values = map(torch.tensor, zip(*entries)) if entries else 3 * [torch.zeros(0)]
-    table = RequestTable(n, torch.device(DEVICE))
+    table = RequestTable(n, vocab_size, torch.device(DEVICE))
     table.write(*(x.to(DEVICE) for x in (req_indices, params, slots.int(), ids.int(), values.float().view(torch.int32))))
     return table.rows(*(x.to(DEVICE) for x in (req_indices, token_ids, blocks, positions)))
 
@@ -107,6 +109,7 @@ def test_threshold_kernel(vocab_size, dtype):
     expected = plain.thresholds(logits, on_cpu(rows))
     assert torch.equal(logits >= least[:, None], logits >= expected[:, None])
     assert least[FILTERS.index({})] == -torch.inf == least[-3]
+    assert not rows.arrivals.any()
 
 
 def test_threshold_kernel_at_zero():
@@ -199,10 +202,12 @@ def test_penalties_by_definition():
 @pytest.mark.parametrize("vocab_size", [5, 1023, 5001])
 def test_penalize_kernel(vocab_size, dtype):
     requests, histories, biases = edits(vocab_size)
-    rows = rows_of(requests, biases, histories)
+    rows = rows_of(requests, biases, histories, vocab_size)
+    rows = rows._replace(counts=rows.counts[:3])  # fewer programs than rows
     logits = torch.randn(len(requests), vocab_size).to(dtype)
     edited, expected = logits.to(DEVICE, copy=True), logits.clone()
     ops.penalize(edited, rows)
     plain.penalize(expected, on_cpu(rows))
     torch.testing.assert_close(edited.cpu(), expected, rtol=1e-6 if dtype == torch.float32 else 2e-3, atol=1e-6)
     assert torch.equal(edited.cpu() != logits, expected != logits) and (expected != logits).any()
+    assert not rows.counts.any()

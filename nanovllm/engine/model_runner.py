@@ -55,7 +55,7 @@ class ModelRunner:
         self.table_width = config.table_width
         self.pad_req_index = config.max_num_seqs
         self.last_token_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int32, device=self.device)
-        self.requests = RequestTable(config.max_num_seqs, self.device)
+        self.requests = RequestTable(config.max_num_seqs, config.model_config.vocab_size, self.device)
         self._make_buffers()
         self.graphs: DecodeGraphs | None = None
         self.num_kvcache_blocks = config.num_kvcache_blocks or self._affordable_blocks(memory_before)

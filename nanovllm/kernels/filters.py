@@ -8,11 +8,12 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.asked import MIN_P, TEMPERATURE, TOP_K, TOP_P, is_filtered, real
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch, num_processors
 
 TILE = tl.constexpr(512)  # entries of the vocabulary that have a maximum of their own
 GROUP = tl.constexpr(8)  # tiles that are read at a time
 STAGES = tl.constexpr(4)  # groups that are on their way
+MOST_PARTS = 16  # programs that look for a row's maxima
 LOW_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # zeros at the end of such a number in float32
 
 
@@ -70,28 +71,34 @@ def _search(
 
 @triton.jit
 def _threshold_kernel(
-    logits_ptr, asked_ptr, maxima_ptr, live_ptr, out_ptr, vocab_size, stride, WIDTH: tl.constexpr, TILES: tl.constexpr,
-    LOW: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, asked_ptr, maxima_ptr, live_ptr, arrivals_ptr, out_ptr, vocab_size, stride, WIDTH: tl.constexpr,
+    TILES: tl.constexpr, LOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
+    parts = tl.num_programs(1)
     asked_ptr += row * WIDTH
-    temperature, top_p, min_p = real(asked_ptr, TEMPERATURE), real(asked_ptr, TOP_P), real(asked_ptr, MIN_P)
-    top_k = tl.load(asked_ptr + TOP_K)
-    threshold = float("-inf")
+    if tl.program_id(1) == 0:
+        tl.store(out_ptr + row, float("-inf"))
     if is_filtered(asked_ptr):
         row_ptr = logits_ptr + row * stride
         maxima_ptr += row * TILES
         live_ptr += row * TILES
         num_tiles = tl.cdiv(vocab_size, TILE)
-        for first in tl.range(0, num_tiles, GROUP, num_stages=STAGES):
+        for first in tl.range(tl.program_id(1) * GROUP, num_tiles, parts * GROUP, num_stages=STAGES):
             tile = first + tl.arange(0, GROUP)
             at = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
             x = tl.load(row_ptr + at, at < vocab_size, float("-inf")).to(tl.float32)
             tl.store(maxima_ptr + tile, tl.max(x, 1))
         tl.debug_barrier()
+        if tl.atomic_add(arrivals_ptr + row, 1) < parts - 1:
+            return  # the last to arrive has all maxima, and does the rest
+        tl.store(arrivals_ptr + row, 0)
+        temperature, top_p, min_p = real(asked_ptr, TEMPERATURE), real(asked_ptr, TOP_P), real(asked_ptr, MIN_P)
+        top_k = tl.load(asked_ptr + TOP_K)
+        threshold = float("-inf")
         maxima = tl.load(maxima_ptr + tl.arange(0, TILES), tl.arange(0, TILES) < num_tiles, float("-inf"))
         top = tl.max(maxima, 0)
         if min_p > 0:
@@ -108,7 +115,7 @@ def _threshold_kernel(
             least = tl.maximum(threshold, top - temperature * tl.log(vocab_size / (1 - top_p)))
             nucleus = _search(row_ptr, maxima, live_ptr, vocab_size, least, top, temperature, bound, True, LOW)
             threshold = tl.maximum(threshold, nucleus)
-    tl.store(out_ptr + row, threshold)
+        tl.store(out_ptr + row, threshold)
 
 
 def thresholds(logits: torch.Tensor, rows) -> torch.Tensor:
@@ -119,8 +126,9 @@ def thresholds(logits: torch.Tensor, rows) -> torch.Tensor:
     live = torch.empty_like(maxima, dtype=torch.int32)
     out = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     if num_rows:
-        launch(_threshold_kernel, (num_rows,), logits.device)(
-            logits, rows.params, maxima, live, out, vocab_size, logits.stride(0), WIDTH=rows.params.shape[1], TILES=tiles,
-            LOW=LOW_BITS[logits.dtype], num_warps=16,
+        parts = max(1, min(MOST_PARTS, 2 * num_processors(logits.device) // num_rows))
+        launch(_threshold_kernel, (num_rows, parts), logits.device)(
+            logits, rows.params, maxima, live, rows.arrivals, out, vocab_size, logits.stride(0),
+            WIDTH=rows.params.shape[1], TILES=tiles, LOW=LOW_BITS[logits.dtype], num_warps=16,
         )  # fmt: skip
     return out

@@ -15,6 +15,7 @@ REALS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty
 FIELDS = (*REALS, "top_k", "is_penalized", "num_prompt_tokens", "min_len", "num_biases", "num_stops")
 WIDTH = 16  # FIELDS, two to spare, and the two words of the noise's seed
 MOST_BIASES = 512  # of a request, the stop ids included that min_tokens rules out
+PROGRAMS = 128  # that count tokens at a time
 
 
 def column(params, name: str):
@@ -43,6 +44,8 @@ class Rows(NamedTuple):
     token_ids: torch.Tensor  # [blocks, block_size] int32
     block_tables: torch.Tensor  # [S, W] int32
     positions: torch.Tensor  # [S] int32, of the last token
+    counts: torch.Tensor  # [PROGRAMS, vocabulary] int32 and
+    arrivals: torch.Tensor  # [requests] int32: zeros, which kernels leave as they find them
 
 
 class RequestTable:
@@ -51,10 +54,12 @@ class RequestTable:
     The row past the last request's is that of rows which stand for nobody: greedy, and nothing else.
     """
 
-    def __init__(self, num_requests: int, device: torch.device):
+    def __init__(self, num_requests: int, vocab_size: int, device: torch.device):
         self.params = torch.zeros(num_requests + 1, WIDTH, dtype=torch.int32, device=device)
         self.bias_ids = torch.zeros(num_requests + 1, MOST_BIASES, dtype=torch.int32, device=device)
         self.biases = torch.zeros(num_requests + 1, MOST_BIASES, device=device)
+        self.counts = torch.zeros(min(num_requests, PROGRAMS), vocab_size, dtype=torch.int32, device=device)
+        self.arrivals = torch.zeros(num_requests, dtype=torch.int32, device=device)
 
     def write(self, req_indices, params, bias_slots, bias_ids, bias_bits) -> None:
         """Params [S, WIDTH] by request index; ids and float32 bits of biases by their place in the flat table. int32."""
@@ -63,7 +68,8 @@ class RequestTable:
         self.biases.view(-1)[bias_slots] = bias_bits.view(torch.float32)
 
     def rows(self, req_indices: torch.Tensor, *tokens: torch.Tensor) -> Rows:
-        return Rows(self.params.index_select(0, req_indices), req_indices, self.bias_ids, self.biases, *tokens)
+        params = self.params.index_select(0, req_indices)
+        return Rows(params, req_indices, self.bias_ids, self.biases, *tokens, self.counts, self.arrivals)
 
 
 def penalize(logits: torch.Tensor, rows: Rows) -> None:
@@ -80,14 +86,14 @@ def penalize(logits: torch.Tensor, rows: Rows) -> None:
         num_biases += num_stops if num_tokens < min_len else 0
         if not is_penalized and not num_biases:
             continue
-        x = logits[i].float().index_add(0, rows.bias_ids[request, :num_biases], rows.biases[request, :num_biases])
+        logits[i] = logits[i].float().index_add(0, rows.bias_ids[request, :num_biases], rows.biases[request, :num_biases])
         if is_penalized:
+            x = logits[i].float()
             token_ids = rows.token_ids[rows.block_tables[i]].flatten()[:num_tokens]
             seen = token_ids.bincount(minlength=len(x)) > 0
             outputs = token_ids[num_prompt:].bincount(minlength=len(x))
             x = x.where(~seen, torch.where(x > 0, x / repetition, x * repetition))
-            x -= frequency * outputs + presence * (outputs > 0)
-        logits[i] = x
+            logits[i] = x - frequency * outputs - presence * (outputs > 0)
 
 
 def thresholds(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
