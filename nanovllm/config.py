@@ -145,8 +145,8 @@ class Config:
         self._check_numbers()
         device = _resolve_device(self.device, self.tensor_parallel_size)
         backend = _resolve_backend(self.attention_backend, device)
-        if backend == "flash" and self.kvcache_block_size % 256:
-            raise ValueError(f"kvcache_block_size={self.kvcache_block_size}: must be a multiple of 256 for 'flash'")
+        if self.kvcache_block_size % (multiple := 256 if backend == "flash" else 16):
+            raise ValueError(f"kvcache_block_size={self.kvcache_block_size}: must be a multiple of {multiple} for {backend!r}")
         folder = find_model(self.model)
         model_config = ModelConfig.read(folder)
         model_config.check_divides(TensorParallel(size=self.tensor_parallel_size))
@@ -189,8 +189,6 @@ class Config:
         check_int("kvcache_block_size", self.kvcache_block_size, low=16)
         if self.num_kvcache_blocks is not None:
             check_int("num_kvcache_blocks", self.num_kvcache_blocks, low=1)
-        if self.kvcache_block_size % 16:
-            raise ValueError(f"kvcache_block_size={self.kvcache_block_size}: must be a multiple of 16")
         check_real("gpu_memory_utilization", self.gpu_memory_utilization, low=0.01, high=1.0)
         for name in ("enforce_eager", "enable_prefix_caching", "async_scheduling"):
             if name != "async_scheduling" or self.async_scheduling is not None:

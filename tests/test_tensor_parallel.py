@@ -17,6 +17,7 @@ import torch
 
 from conftest import TINY
 from nanovllm import LLM, SamplingParams
+from nanovllm.config import Config
 from nanovllm.engine import worker
 from nanovllm.engine.batch import BatchShape, largest_batch
 from nanovllm.engine.step_channel import PLACES, STOP, StepChannel
@@ -123,9 +124,12 @@ def test_what_does_not_divide_is_refused(tmp_path, change, what):
 # -- the channel -------------------------------------------------------------------------------------------------------
 
 
+LARGEST = largest_batch(Config(str(TINY), max_num_seqs=4, max_num_batched_tokens=32, max_model_len=48, kvcache_block_size=16))
+
+
 @pytest.fixture
 def channel():
-    channel = StepChannel(multiprocessing.get_context("spawn"), room=largest_batch(4, 32, 3), num_readers=2)
+    channel = StepChannel(multiprocessing.get_context("spawn"), room=LARGEST, num_readers=2)
     yield channel
     channel.close()
 
@@ -134,7 +138,7 @@ def test_every_reader_gets_every_step_before_it_is_overwritten(channel):
     largest = BatchShape(True, 32, 4, 4, 3, 32, 4, 4 * MOST_BIASES, 36)
     shapes = [largest, BatchShape(False, 4, 4, 4, 3, 1)] * 20
     steps = [np.arange(i, i + shape.size, dtype=np.int32) for i, shape in enumerate(shapes)]
-    assert max(len(step) for step in steps) == largest_batch(4, 32, 3)
+    assert max(len(step) for step in steps) == LARGEST
     heard = [[], []]
 
     def read(reader: int) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from nanovllm.config import Config
 from nanovllm.engine.scheduler import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sampled import LogprobRow, logprob_rows
 from nanovllm.engine.sequence import Sequence
@@ -53,9 +54,9 @@ class BatchShape(NamedTuple):
         return sum(map(_room, self.fields().values()))
 
 
-def largest_batch(max_num_seqs: int, max_num_batched_tokens: int, table_width: int) -> int:
+def largest_batch(config: Config) -> int:
     """The size of the largest step that there can be."""
-    B, T, W = max_num_seqs, max_num_batched_tokens, table_width
+    B, T, W = config.max_num_seqs, config.max_num_batched_tokens, config.table_width
     prefill = BatchShape(True, T, min(B, T), B, W, T, B, B * MOST_BIASES, T + B)
     return max(prefill.size, BatchShape(False, B, B, B, W, 1, num_logprobs=B).size)
 

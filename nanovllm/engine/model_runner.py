@@ -1,7 +1,7 @@
 """One rank: its weights, its part of the cache and its graphs, and the way of a step over the device."""
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 
 import numpy as np
 import torch
@@ -52,7 +52,6 @@ class ModelRunner:
         startup.lap("weights")
         self.attention_layers = [module for module in self.model.modules() if isinstance(module, Attention)]
         self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
-        self.table_width = config.table_width
         self.pad_req_index = config.max_num_seqs
         self.last_token_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int32, device=self.device)
         self.requests = RequestTable(config.max_num_seqs, config.model_config.vocab_size, self.device)
@@ -103,7 +102,7 @@ class ModelRunner:
     def prepare_decode(self, step: ScheduledStep, buffer: np.ndarray) -> Batch:
         num_rows, table_width = len(step.rows), max(len(row.seq.block_table) for row in step.rows)
         if self.graphs:
-            num_rows, table_width = self.graphs.size_for(num_rows), self.table_width
+            num_rows, table_width = self.graphs.size_for(num_rows), self.config.table_width
         return batches.prepare_decode(
             step, buffer, self.config.kvcache_block_size, num_rows, table_width, self.pad_req_index
         )
@@ -126,12 +125,12 @@ class ModelRunner:
         )
         input_ids = batch.input_ids if shape.is_prefill else self.last_token_ids.index_select(0, batch.req_indices)
         self.slot_token_ids[batch.slot_mapping] = input_ids  # a slot of -1 is the last, which is no block's
+        blocks = self.slot_token_ids[:-1].view(-1, self.config.kvcache_block_size)
         with attention_context(context):
             hidden_states = self.model(input_ids, batch.positions)
         if shape.num_copies:
             sources, targets = batch.copies
-            ids = self.slot_token_ids[:-1].view(-1, self.config.kvcache_block_size)
-            for cache in (ids, *self.kv_cache.flatten(0, 1)):  # one at a time: what was gathered needs memory
+            for cache in (blocks, *self.kv_cache.flatten(0, 1)):  # one at a time: what was gathered needs memory
                 cache[targets] = cache[sources]
         sampled, positions, block_tables = hidden_states, batch.positions, batch.block_tables
         if shape.is_prefill:  # no logits for rows that are not sampled
@@ -139,8 +138,7 @@ class ModelRunner:
             sampled, positions = (x.index_select(0, batch.sample_rows) for x in (sampled, positions))
             seqs = torch.bucketize(batch.sample_rows, batch.cu_seqlens_q[1:], right=True)
             block_tables = block_tables.index_select(0, seqs)
-        history = self.slot_token_ids[:-1].view(-1, self.config.kvcache_block_size), block_tables
-        rows = self.requests.rows(batch.req_indices, *history, positions)
+        rows = self.requests.rows(batch.req_indices, blocks, block_tables, positions)
         logits = self.model.compute_logits(sampled, rows.params)
         penalize(logits, rows)
         least, temperatures = thresholds(logits, rows), column(rows.params, "temperature")
@@ -180,9 +178,8 @@ class ModelRunner:
 
     def _make_buffers(self) -> None:
         """Two host buffers, so that a step can be prepared while the one before is read, and one on the device."""
-        config, pinned = self.config, self.device.type == "cuda"
-        B = config.max_num_seqs
-        size = batches.largest_batch(B, config.max_num_batched_tokens, self.table_width)
+        B, size = self.config.max_num_seqs, batches.largest_batch(self.config)
+        pinned = self.device.type == "cuda"
         self._host_buffers = [torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self._host_token_ids = [torch.empty(B, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self._device_buffer = torch.empty(size, dtype=torch.int32, device=self.device)
@@ -207,10 +204,10 @@ class ModelRunner:
         num_blocks = available // self._cache_of(1).nbytes
         if self.tp.size > 1:  # what the poorest rank can afford
             num_blocks = -max_of_ranks(torch.tensor([-num_blocks], device=self.device), self.tp).item()
-        if num_blocks < self.table_width:
+        if num_blocks < config.table_width:
             raise ValueError(
                 f"max_model_len={config.max_model_len}: one sequence needs "
-                f"{self._cache_of(self.table_width).nbytes / 2**30:.2f} GiB of cache, and {limit} "
+                f"{self._cache_of(config.table_width).nbytes / 2**30:.2f} GiB of cache, and {limit} "
                 f"{available / 2**30:.2f} GiB; lower max_model_len, or set num_kvcache_blocks"
             )
         return num_blocks
@@ -265,7 +262,7 @@ class ModelRunner:
     @torch.inference_mode()
     def capture_cudagraph(self) -> None:
         """Record a decode step for every batch size of the ladder."""
-        self.graphs = DecodeGraphs(self.config.max_num_seqs, self.table_width, self._device_buffer, self._forward)
+        self.graphs = DecodeGraphs(self.config.max_num_seqs, self.config.table_width, self._device_buffer, self._forward)
 
     def synchronize(self) -> None:
         """Wait until the device has nothing left to do."""
@@ -297,4 +294,5 @@ class ModelRunner:
             while self.device.type == "cuda" and not torch.cuda.current_stream().query():
                 if perf_counter() - begin > patience:
                     return False
+                sleep(0.001)
         return True

@@ -48,12 +48,11 @@ class Workers:
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             raise RuntimeError(GUARD)
         context = multiprocessing.get_context("spawn")
-        room = largest_batch(config.max_num_seqs, config.max_num_batched_tokens, config.table_width)
         num_workers = config.tensor_parallel_size - 1
         self._deadline = monotonic() + START_TIMEOUT
         self._progress = [0] * num_workers  # 1: is here, 2: has started
         self.folder = Path(tempfile.mkdtemp(prefix="nanovllm-"))
-        self._channel = StepChannel(context, room, num_workers)
+        self._channel = StepChannel(context, largest_batch(config), num_workers)
         self._pipes = []
         self._closing = False
         self._watcher = threading.Thread(target=self._watch, name="nanovllm watch", daemon=True)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch, num_processors, prefetch_rows
+from nanovllm.kernels.norm_rope_store import norm_and_turn
 
 TILE = 64  # keys of a tile, which lies in one block
 CHUNK = 16  # blocks that are looked up at a time
@@ -21,17 +22,6 @@ def _split_up(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, TILE: tl.cons
     num_cached = tl.load(context_lens_ptr + seq) - (1 if IS_QKV else 0)
     per_split = tl.maximum(tl.cdiv(tl.cdiv(num_cached, splits), TILE), 1) * TILE
     return num_cached, per_split, tl.maximum(tl.cdiv(num_cached, per_split), 1)
-
-
-@triton.jit
-def _norm_and_turn(x, x_other, cos, sin, eps):
-    """Root mean square norm and rotary embedding of the rows of x [R, D], rounded as they are stored.
-
-    x_other has its halves changed over; cos and sin [D] have the weights of the norm in them.
-    """
-    y, y_other = x.to(tl.float32), x_other.to(tl.float32)
-    norm = tl.rsqrt(tl.sum(y * y, 1) / x.shape[1] + eps)[:, None]
-    return ((y * cos[None, :] + y_other * sin[None, :]) * norm).to(x.dtype)
 
 
 @triton.jit(do_not_specialize=["table_stride", "splits"])
@@ -86,9 +76,9 @@ def _decode_kernel(
         k_new = tl.load(k_row + d)[None, :]
         k_other = tl.load(k_row + other)[None, :]
         v_new = tl.load(k_row + KV_HEADS * HEAD_DIM + d)[None, :]
-        q = _norm_and_turn(q, q_other, q_cos, q_sin, eps)
+        q = norm_and_turn(q, q_other, q_cos[None, :], q_sin[None, :], eps)
         if split == 0:  # it has the new token, whose key and value need not come by way of the cache
-            k_new = _norm_and_turn(k_new, k_other, k_cos, k_sin, eps)
+            k_new = norm_and_turn(k_new, k_other, k_cos[None, :], k_sin[None, :], eps)
             at = (slot * KV_HEADS + kv_head) * HEAD_DIM + d[None, :]
             tl.store(k_cache_ptr + at, k_new, at >= 0)  # a slot of -1 is before the cache
             tl.store(v_cache_ptr + at, v_new, at >= 0)

@@ -7,46 +7,44 @@ from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, l
 
 
 @triton.jit
+def norm_and_turn(x, x_other, cos, sin, eps):
+    """Root mean square norm and rotary embedding of the rows of x [R, D], rounded as they are stored.
+
+    x_other has its halves changed over; cos and sin, [D] or [R, D], have the weights of the norm in them.
+    """
+    y, y_other = x.to(tl.float32), x_other.to(tl.float32)
+    norm = tl.rsqrt(tl.sum(y * y, 1) / x.shape[1] + eps)[:, None]
+    return ((y * cos + y_other * sin) * norm).to(x.dtype)
+
+
+@triton.jit
 def _norm_rope_store_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, slot_mapping_ptr, q_ptr, k_cache_ptr, v_cache_ptr, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
-    col = tl.arange(0, HALF)[None, :]
+    d = tl.arange(0, HEAD_DIM)[None, :]
+    other = (d + HEAD_DIM // 2) % HEAD_DIM
     is_q = head < HEADS
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     stored = slot + 0 * head >= 0
     is_k = stored & (head >= HEADS) & (head < HEADS + KV_HEADS)
     is_v = stored & (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
-
-    weight1 = tl.where(is_q, tl.load(q_weight_ptr + col), tl.load(k_weight_ptr + col)).to(tl.float32)
-    weight2 = tl.where(is_q, tl.load(q_weight_ptr + HALF + col), tl.load(k_weight_ptr + HALF + col)).to(tl.float32)
+    cos_ptr = cos_sin_ptr + token * (2 * HEAD_DIM)
+    cos = tl.load(cos_ptr + d) * tl.where(is_q, tl.load(q_weight_ptr + d), tl.load(k_weight_ptr + d))
+    sin = tl.load(cos_ptr + HEAD_DIM + d) * tl.where(is_q, tl.load(q_weight_ptr + other), tl.load(k_weight_ptr + other))
     if PDL:
         gdc_wait()
-    x = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head) * (2 * HALF) + col
-    x1 = tl.load(x, is_q | is_k | is_v, 0.0).to(tl.float32)
-    x2 = tl.load(x + HALF, is_q | is_k | is_v, 0.0).to(tl.float32)
-    norm = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 1) / (2 * HALF) + eps)[:, None]
-    y1 = x1 * norm * weight1
-    y2 = x2 * norm * weight2
-    cos = tl.load(cos_sin_ptr + token * (4 * HALF) + col)
-    sin = tl.load(cos_sin_ptr + token * (4 * HALF) + 3 * HALF + col)
-    z1 = y1 * cos - y2 * sin
-    z2 = y2 * cos + y1 * sin
-
-    q = q_ptr + (token * HEADS + head) * (2 * HALF) + col
-    tl.store(q, z1, is_q)
-    tl.store(q + HALF, z2, is_q)
-    k = k_cache_ptr + (slot * KV_HEADS + head - HEADS) * (2 * HALF) + col
-    tl.store(k, z1, is_k)
-    tl.store(k + HALF, z2, is_k)
-    v = v_cache_ptr + (slot * KV_HEADS + head - HEADS - KV_HEADS) * (2 * HALF) + col
-    tl.store(v, x1, is_v)
-    tl.store(v + HALF, x2, is_v)
+    row = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head) * HEAD_DIM
+    x = tl.load(row + d, is_q | is_k | is_v, 0.0)
+    y = norm_and_turn(x, tl.load(row + other, is_q | is_k, 0.0), cos, sin, eps)
+    tl.store(q_ptr + (token * HEADS + head) * HEAD_DIM + d, y, is_q)
+    tl.store(k_cache_ptr + (slot * KV_HEADS + head - HEADS) * HEAD_DIM + d, y, is_k)
+    tl.store(v_cache_ptr + (slot * KV_HEADS + head - HEADS - KV_HEADS) * HEAD_DIM + d, x, is_v)
 
 
 def norm_rope_store(
@@ -67,6 +65,6 @@ def norm_rope_store(
         rows = 16
         launch(_norm_rope_store_kernel, (num_tokens, triton.cdiv(total, rows)), qkv.device)(
             qkv, q_weight, k_weight, cos_sin, slot_mapping, q, k_cache, v_cache, eps,
-            HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, ROWS=rows, num_warps=4 if num_tokens < 1024 else 2,
+            HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, ROWS=rows, num_warps=4 if num_tokens < 1024 else 2,
         )  # fmt: skip
     return q
