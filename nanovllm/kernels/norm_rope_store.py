@@ -65,6 +65,6 @@ def norm_rope_store(
         rows = 16
         launch(_norm_rope_store_kernel, (num_tokens, triton.cdiv(total, rows)), qkv.device)(
             qkv, q_weight, k_weight, cos_sin, slot_mapping, q, k_cache, v_cache, eps,
-            HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, ROWS=rows, num_warps=4 if num_tokens < 1024 else 2,
+            HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, ROWS=rows, num_warps=4 if num_tokens < 1024 else 1,
         )  # fmt: skip
     return q
