@@ -187,14 +187,12 @@ class Config:
         check_int("tensor_parallel_size", self.tensor_parallel_size, low=1)
         check_choice("tensor_parallel_size", self.tensor_parallel_size, (1, 2, 4, 8))
         check_int("kvcache_block_size", self.kvcache_block_size, low=16)
-        if self.num_kvcache_blocks is not None:
-            check_int("num_kvcache_blocks", self.num_kvcache_blocks, low=1)
+        check_int("num_kvcache_blocks", self.num_kvcache_blocks, low=1, optional=True)
         check_real("gpu_memory_utilization", self.gpu_memory_utilization, low=0.01, high=1.0)
-        for name in ("enforce_eager", "enable_prefix_caching", "async_scheduling"):
-            if name != "async_scheduling" or self.async_scheduling is not None:
-                check_bool(name, getattr(self, name))
-        if self.seed is not None:
-            check_int("seed", self.seed, low=0, high=2**64 - 1)
+        check_bool("enforce_eager", self.enforce_eager)
+        check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_bool("async_scheduling", self.async_scheduling, optional=True)
+        check_int("seed", self.seed, low=0, high=2**64 - 1, optional=True)
 
     def _resolve_max_model_len(self, model_len: int) -> int:
         length = min(4096, model_len) if self.max_model_len is None else self.max_model_len

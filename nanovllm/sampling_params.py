@@ -61,8 +61,7 @@ class SamplingParams:
         for name, low, high in (("top_k", -1, 2**31 - 1), ("n", 1, 2**14), ("max_tokens", 1, None)):
             check_int(name, getattr(self, name), low, high)
         for name, high in (("seed", 2**64 - 1), ("logprobs", MAX_LOGPROBS), ("prompt_logprobs", MAX_LOGPROBS)):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), 0, high)
+            check_int(name, getattr(self, name), 0, high, optional=True)
         check_int("min_tokens", self.min_tokens, 0, min(self.max_tokens, 2**30))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             check_bool(name, getattr(self, name))

@@ -17,7 +17,6 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.fusion import norm_linear
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
-    ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
@@ -49,20 +48,6 @@ def fixed_seed():
 
 
 # -- shards ------------------------------------------------------------------------------------------------------------
-
-
-@SIZES
-@pytest.mark.parametrize("bias", [False, True])
-def test_column(size, bias):
-    x, weight, b = torch.randn(5, 24), torch.randn(16, 24), torch.randn(16)
-    parts = []
-    for tp in ranks(size):
-        layer = ColumnParallelLinear(24, 16, bias, tp)
-        layer.weight.weight_loader(weight)
-        if bias:
-            layer.bias.weight_loader(b)
-        parts.append(layer(x))
-    torch.testing.assert_close(torch.cat(parts, -1), F.linear(x, weight, b if bias else None))
 
 
 @SIZES
@@ -137,7 +122,7 @@ def test_embedding_and_head(size):
 @pytest.mark.parametrize(
     "build, size, number",
     [
-        (lambda tp: ColumnParallelLinear(8, 18, False, tp), 4, 18),
+        (lambda tp: MergedColumnParallelLinear(8, [(18, tp)], False), 4, 18),
         (lambda tp: MergedColumnParallelLinear(8, [(8, tp), (10, tp)], False), 4, 10),
         (lambda tp: QKVParallelLinear(8, 4, 6, 2, False, tp), 4, 6),
         (lambda tp: QKVParallelLinear(8, 4, 6, 3, False, tp), 2, 3),

@@ -150,7 +150,7 @@ class LLMEngine:
         self._check_open()
         try:
             scheduled = self.scheduler.schedule()
-            launched = (scheduled, self._launch(scheduled)) if scheduled else None
+            launched = (scheduled, self.workers.launch(self.model_runner, scheduled)) if scheduled else None
             if self.config.async_scheduling:
                 launched, self._in_flight = self._in_flight, launched
             return self._take_in(launched)
@@ -164,9 +164,6 @@ class LLMEngine:
     def is_finished(self) -> bool:
         """Whether nothing is left to do, or to tell."""
         return self.scheduler.is_finished() and not self._aborted
-
-    def _launch(self, step: ScheduledStep) -> SampledTokens:
-        return self.workers.launch(self.model_runner, self.model_runner.prepare(step), step)
 
     def stats(self) -> dict:
         """What goes on, and what went on since the start.

@@ -97,10 +97,11 @@ class Workers:
                 raise RuntimeError(self.failure)
             sleep(0.002)
 
-    def launch(self, runner: ModelRunner, batch: Batch, step: ScheduledStep) -> SampledTokens:
-        """Launch a step on all ranks, or on none: Ctrl-C waits until it is done."""
+    def launch(self, runner: ModelRunner, step: ScheduledStep) -> SampledTokens:
+        """Prepare a step and launch it on all ranks, or on none: Ctrl-C waits until it is done."""
         if not self.processes:
-            return runner.launch(batch, step)
+            return runner.run(step)
+        batch = runner.prepare(step)
         with interrupts_held():
             self._channel.send(batch.shape, batch.buffer, STEP_TIMEOUT)
             return runner.launch(batch, step)

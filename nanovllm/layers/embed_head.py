@@ -1,4 +1,6 @@
 """Token embedding and output head, cut over the ranks along the vocabulary."""
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -6,7 +8,7 @@ from torch import nn
 from nanovllm.kernels import triton_ops
 from nanovllm.layers.linear import linear
 from nanovllm.utils.distributed import TensorParallel
-from nanovllm.utils.loader import copy_weight, shard
+from nanovllm.utils.loader import copy_shard, parameter
 from nanovllm.utils.peer_memory import PeerSum
 
 
@@ -18,10 +20,8 @@ class VocabParallelEmbedding(nn.Module):
         self.tp = tp
         local_size = tp.share("vocabulary", vocab_size)
         self.first_id = tp.rank * local_size
-        self.weight = nn.Parameter(torch.empty(local_size, hidden_size), requires_grad=False)
-        self.weight.weight_loader = lambda weight: copy_weight(
-            self.weight, weight, (vocab_size, hidden_size), lambda whole: shard(whole, 0, tp)
-        )
+        load = partial(copy_shard, shape=(vocab_size, hidden_size), dim=0, tp=tp)
+        self.weight = parameter((local_size, hidden_size), load)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor | PeerSum:
         if self.tp.size == 1:

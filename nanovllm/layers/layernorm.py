@@ -1,10 +1,12 @@
 """Root mean square norm, alone or with the residual addition in front of it."""
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels import triton_ops
-from nanovllm.utils.loader import copy_weight
+from nanovllm.utils.loader import copy_shard, parameter
 from nanovllm.utils.peer_memory import PeerSum
 
 
@@ -14,8 +16,7 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.weight.weight_loader = lambda weight: copy_weight(self.weight, weight, (size,))
+        self.weight = parameter((size,), partial(copy_shard, shape=(size,)))
 
     def forward(self, x: torch.Tensor | PeerSum, residual: torch.Tensor | None = None):
         """The norm of x; with a residual, the norm of their sum and that sum, in place of the residual.

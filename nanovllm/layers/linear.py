@@ -1,11 +1,13 @@
 """Linear layers cut over the ranks: by column (outputs), several merged into one product, and by row (inputs)."""
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels import triton_ops
 from nanovllm.utils.distributed import TensorParallel
-from nanovllm.utils.loader import copy_weight, shard
+from nanovllm.utils.loader import copy_shard, parameter
 from nanovllm.utils.peer_memory import PeerSum
 
 
@@ -46,26 +48,16 @@ class MergedColumnParallelLinear(nn.Module):
         self.input_size = input_size
         self.outputs = outputs
         self.local_sizes = [tp.share("outputs of a layer", size) for size, tp in outputs]
-        self.weight = nn.Parameter(torch.empty(sum(self.local_sizes), input_size), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(sum(self.local_sizes)), requires_grad=False) if bias else None
-        self.weight.weight_loader = lambda weight, place=0: self._load(self.weight, weight, place)
-        if bias:
-            self.bias.weight_loader = lambda weight, place=0: self._load(self.bias, weight, place)
+        self.weight = parameter((sum(self.local_sizes), input_size), self._load)
+        self.bias = parameter((sum(self.local_sizes),), self._load) if bias else None
 
-    def _load(self, parameter: torch.Tensor, weight, place: int) -> None:
+    def _load(self, target: torch.Tensor, weight, place: int) -> None:
         size, tp = self.outputs[place]
-        part = parameter.narrow(0, sum(self.local_sizes[:place]), self.local_sizes[place])
-        copy_weight(part, weight, (size, *parameter.shape[1:]), lambda whole: shard(whole, 0, tp))
+        part = target.narrow(0, sum(self.local_sizes[:place]), self.local_sizes[place])
+        copy_shard(part, weight, (size, *target.shape[1:]), 0, tp)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)
-
-
-class ColumnParallelLinear(MergedColumnParallelLinear):
-    """One layer, each rank computing its part of the output."""
-
-    def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel):
-        super().__init__(input_size, [(output_size, tp)], bias)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -92,15 +84,9 @@ class RowParallelLinear(nn.Module):
     def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel):
         super().__init__()
         self.tp = tp
-        self.shape = (output_size, input_size)
-        local_size = tp.share("inputs of a layer", input_size)
-        self.weight = nn.Parameter(torch.empty(output_size, local_size), requires_grad=False)
-        self.weight.weight_loader = lambda weight: copy_weight(
-            self.weight, weight, self.shape, lambda whole: shard(whole, 1, tp)
-        )
-        self.bias = nn.Parameter(torch.empty(output_size), requires_grad=False) if bias else None
-        if bias:
-            self.bias.weight_loader = lambda weight: copy_weight(self.bias, weight, self.shape[:1])
+        load = partial(copy_shard, shape=(output_size, input_size), dim=1, tp=tp)
+        self.weight = parameter((output_size, tp.share("inputs of a layer", input_size)), load)
+        self.bias = parameter((output_size,), partial(copy_shard, shape=(output_size,))) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | PeerSum:
         bias = self.bias if self.tp.rank == 0 else None  # the sum over ranks must have it once

@@ -1,9 +1,11 @@
-"""Checks of what a caller passes in: each error names the value and the bound."""
+"""Checks of what a caller passes in: each error names the value and the bound. What is optional may be None."""
 import math
 from numbers import Integral, Real
 
 
-def check_int(name: str, value, low: int, high: int | None = None) -> None:
+def check_int(name: str, value, low: int, high: int | None = None, optional: bool = False) -> None:
+    if optional and value is None:
+        return
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: must be an integer")
     _check_range(name, value, low, high)
@@ -17,8 +19,8 @@ def check_real(name: str, value, low: float, high: float = 1e9) -> None:
     _check_range(name, value, low, high)
 
 
-def check_bool(name: str, value) -> None:
-    if not isinstance(value, bool):
+def check_bool(name: str, value, optional: bool = False) -> None:
+    if not (isinstance(value, bool) or optional and value is None):
         raise TypeError(f"{name}={value!r}: must be True or False")
 
 

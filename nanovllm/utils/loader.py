@@ -1,5 +1,6 @@
 """Weights from safetensors files into a model's parameters, by name, and nothing left over or left out."""
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,23 +10,21 @@ from torch import nn
 from nanovllm.utils.distributed import TensorParallel
 
 
-def shard(weight, dim: int, tp: TensorParallel) -> torch.Tensor:
-    """This rank's equal part of a checkpoint tensor; reads no more than that of a safetensors slice."""
-    total = shape_of(weight)[dim]
-    size = tp.share("checkpoint tensor", total)
+def parameter(shape: tuple[int, ...], load: Callable) -> nn.Parameter:
+    """A parameter with a `weight_loader(weight, ...)`, which is `load(parameter, weight, ...)`."""
+    made = nn.Parameter(torch.empty(shape), requires_grad=False)
+    made.weight_loader = partial(load, made)
+    return made
+
+
+def copy_shard(target: torch.Tensor, weight, shape: tuple[int, ...], dim: int = 0, tp: TensorParallel = TensorParallel()):
+    """Copy this rank's equal part along `dim`, which is all that is read of a safetensors slice; the whole must have `shape`."""
+    found = tuple(weight.shape if isinstance(weight, torch.Tensor) else weight.get_shape())
+    if found != tuple(shape):
+        raise ValueError(f"the checkpoint has shape {list(found)}, the model needs {list(shape)}")
+    size = tp.share("checkpoint tensor", shape[dim])
     part = slice(tp.rank * size, (tp.rank + 1) * size)
-    return weight[part] if dim == 0 else weight[:, part]
-
-
-def shape_of(weight) -> tuple[int, ...]:
-    return tuple(weight.shape if isinstance(weight, torch.Tensor) else weight.get_shape())
-
-
-def copy_weight(target: torch.Tensor, weight, shape: tuple[int, ...], take=lambda whole: whole[:]) -> None:
-    """Copy `take(weight)` into `target`, after checking that the whole checkpoint tensor has `shape`."""
-    if shape_of(weight) != tuple(shape):
-        raise ValueError(f"the checkpoint has shape {list(shape_of(weight))}, the model needs {list(shape)}")
-    target.copy_(take(weight))
+    target.copy_(weight[part] if dim == 0 else weight[:, part])
 
 
 def iterate_weights(folder: Path, device: torch.device) -> Iterator[tuple[str, object]]:
