@@ -1,7 +1,7 @@
 """Thresholds for top-k, top-p and min-p; layers/logits.py defines them.
 
 Nothing is sorted: a row's maxima over tiles say which few tiles matter, and the threshold is searched among what those hold,
-by halves. A row that asks for nothing ends at once.
+by quarters. A row that asks for nothing ends at once.
 """
 import torch
 import triton
@@ -18,22 +18,25 @@ LOW_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # zeros at
 
 
 @triton.jit
-def _weigh(row_ptr, maxima, live_ptr, vocab_size, least, top, temperature, BY_MASS: tl.constexpr):
-    """How many entries are `least` or more; or how much of exp((entry - top) / temperature) is."""
+def _weigh(row_ptr, maxima, live_ptr, vocab_size, least, more, most, top, temperature, BY_MASS: tl.constexpr):
+    """How many entries are `least`, `more` and `most` or larger; or how much of exp((entry - top) / temperature) is."""
     is_live = (maxima >= least).to(tl.int32)
     num_live = tl.sum(is_live, 0)
     tl.debug_barrier()  # the list before has been read
     tl.store(live_ptr + tl.cumsum(is_live, 0) - 1, tl.arange(0, maxima.shape[0]), is_live != 0)
     tl.debug_barrier()
-    total = tl.zeros([GROUP, TILE], tl.float32)
+    of_least = tl.zeros([GROUP, TILE], tl.float32)
+    of_more, of_most = of_least, of_least
     for first in tl.range(0, num_live, GROUP, num_stages=STAGES):
         live = first + tl.arange(0, GROUP)
         tile = tl.load(live_ptr + live, live < num_live, vocab_size)
         at = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
         x = tl.load(row_ptr + at, at < vocab_size, float("-inf")).to(tl.float32)
-        weight = tl.exp((x - top) / temperature) if BY_MASS else 1.0
-        total += tl.where((x >= least) & (at < vocab_size), weight, 0.0)
-    return tl.sum(tl.sum(total, 1), 0)
+        weight = tl.where(at < vocab_size, tl.exp((x - top) / temperature) if BY_MASS else 1.0, 0.0)
+        of_least += tl.where(x >= least, weight, 0.0)
+        of_more += tl.where(x >= more, weight, 0.0)
+        of_most += tl.where(x >= most, weight, 0.0)
+    return tl.sum(tl.sum(of_least, 1), 0), tl.sum(tl.sum(of_more, 1), 0), tl.sum(tl.sum(of_most, 1), 0)
 
 
 @triton.jit
@@ -50,6 +53,15 @@ def _value(key, LOW: tl.constexpr):
 
 
 @triton.jit
+def _probe(quarters, turn, low, high, top, temperature, LOW: tl.constexpr):
+    """So far from `low` to `high`: at first in the distance, then in how many numbers there are, densest around 0."""
+    begin = tl.maximum(_value(low, LOW), top - 32 * temperature)
+    at = _key(begin + (_value(high, LOW) - begin) * (quarters / 4), LOW)
+    at = tl.where(turn < 4, at, low + (high - low) * quarters // 4)
+    return tl.minimum(tl.maximum(at, low), high - 1)
+
+
+@triton.jit
 def _search(
     row_ptr, maxima, live_ptr, vocab_size, least, top, temperature, bound, BY_MASS: tl.constexpr, LOW: tl.constexpr
 ):
@@ -57,14 +69,17 @@ def _search(
     low, high = _key(least, LOW), _key(top, LOW)
     turn = 0
     while low < high:
-        # at first halve the distance, then how many numbers there are, which are densest around 0
-        begin = tl.maximum(_value(low, LOW), top - 32 * temperature)
-        middle = tl.where(turn < 8, _key(begin + (_value(high, LOW) - begin) / 2, LOW), low + (high - low) // 2)
-        middle = tl.minimum(tl.maximum(middle, low), high - 1)
-        next_up = _value(middle + 1, LOW)
-        above = _weigh(row_ptr, maxima, live_ptr, vocab_size, next_up, top, temperature, BY_MASS)
-        high = tl.where(above < bound, middle, high)
-        low = tl.where(above < bound, low, middle + 1)
+        a, b, c = (
+            _probe(1, turn, low, high, top, temperature, LOW),
+            _probe(2, turn, low, high, top, temperature, LOW),
+            _probe(3, turn, low, high, top, temperature, LOW),
+        )
+        next_a, next_b, next_c = _value(a + 1, LOW), _value(b + 1, LOW), _value(c + 1, LOW)
+        above_a, above_b, above_c = _weigh(
+            row_ptr, maxima, live_ptr, vocab_size, next_a, next_b, next_c, top, temperature, BY_MASS
+        )
+        high = tl.where(above_a < bound, a, tl.where(above_b < bound, b, tl.where(above_c < bound, c, high)))
+        low = tl.where(above_a < bound, low, tl.where(above_b < bound, a, tl.where(above_c < bound, b, c)) + 1)
         turn += 1
     return _value(low, LOW)
 
@@ -84,20 +99,26 @@ def _threshold_kernel(
         tl.store(out_ptr + row, float("-inf"))
     if is_filtered(asked_ptr):
         row_ptr = logits_ptr + row * stride
-        maxima_ptr += row * TILES
+        masses_ptr = maxima_ptr + (2 * row + 1) * TILES
+        maxima_ptr += 2 * row * TILES
         live_ptr += row * TILES
         num_tiles = tl.cdiv(vocab_size, TILE)
+        temperature, top_p, min_p = real(asked_ptr, TEMPERATURE), real(asked_ptr, TOP_P), real(asked_ptr, MIN_P)
+        top_k = tl.load(asked_ptr + TOP_K)
+        is_of_all = (top_k <= 0) & (min_p <= 0)
         for first in tl.range(tl.program_id(1) * GROUP, num_tiles, parts * GROUP, num_stages=STAGES):
             tile = first + tl.arange(0, GROUP)
             at = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
             x = tl.load(row_ptr + at, at < vocab_size, float("-inf")).to(tl.float32)
-            tl.store(maxima_ptr + tile, tl.max(x, 1))
+            tile_max = tl.max(x, 1)
+            tl.store(maxima_ptr + tile, tile_max)
+            if is_of_all:  # the mass of which top-p wants a part
+                mass = tl.exp((x - tl.maximum(tile_max, -1e30)[:, None]) / temperature)
+                tl.store(masses_ptr + tile, tl.sum(mass, 1))
         tl.debug_barrier()
         if tl.atomic_add(arrivals_ptr + row, 1) < parts - 1:
             return  # the last to arrive has all maxima, and does the rest
         tl.store(arrivals_ptr + row, 0)
-        temperature, top_p, min_p = real(asked_ptr, TEMPERATURE), real(asked_ptr, TOP_P), real(asked_ptr, MIN_P)
-        top_k = tl.load(asked_ptr + TOP_K)
         threshold = float("-inf")
         maxima = tl.load(maxima_ptr + tl.arange(0, TILES), tl.arange(0, TILES) < num_tiles, float("-inf"))
         top = tl.max(maxima, 0)
@@ -110,7 +131,14 @@ def _threshold_kernel(
             kth_largest = _search(row_ptr, maxima, live_ptr, vocab_size, least, top, temperature, bound, False, LOW)
             threshold = tl.maximum(threshold, kth_largest)
         if top_p < 1:
-            bound = top_p * _weigh(row_ptr, maxima, live_ptr, vocab_size, threshold, top, temperature, True)
+            if is_of_all:
+                masses = tl.load(masses_ptr + tl.arange(0, TILES), tl.arange(0, TILES) < num_tiles, 0.0)
+                mass = tl.sum(masses * tl.exp((maxima - top) / temperature), 0)
+            else:
+                mass = _weigh(
+                    row_ptr, maxima, live_ptr, vocab_size, threshold, threshold, threshold, top, temperature, True
+                )[0]
+            bound = top_p * mass
             # all entries below this one together are less than 1 - top_p of the largest alone
             least = tl.maximum(threshold, top - temperature * tl.log(vocab_size / (1 - top_p)))
             nucleus = _search(row_ptr, maxima, live_ptr, vocab_size, least, top, temperature, bound, True, LOW)
@@ -122,8 +150,8 @@ def thresholds(logits: torch.Tensor, rows) -> torch.Tensor:
     """The least logit that each row's min-p, top-k and top-p keep, [S] float32; -inf where a row asks for none."""
     num_rows, vocab_size = logits.shape
     tiles = max(GROUP.value, triton.next_power_of_2(triton.cdiv(vocab_size, TILE.value)))
-    maxima = torch.empty((num_rows, tiles), dtype=torch.float32, device=logits.device)
-    live = torch.empty_like(maxima, dtype=torch.int32)
+    maxima = torch.empty((num_rows, 2, tiles), dtype=torch.float32, device=logits.device)  # and the tiles' masses
+    live = torch.empty((num_rows, tiles), dtype=torch.int32, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     if num_rows:
         parts = max(1, min(MOST_PARTS, 2 * num_processors(logits.device) // num_rows))
