@@ -13,7 +13,7 @@ from nanovllm.kernels.asked import is_filtered
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
 
 KEYS_A_PROGRAM = 128
-LOOK_UP = tl.constexpr(1024)
+LOOK_UP = tl.constexpr(65536)  # tries, some milliseconds: reading the host's memory more often made long waits longer
 
 
 @triton.jit
