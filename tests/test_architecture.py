@@ -155,10 +155,11 @@ def code_lines(source: str) -> int:
 def test_package_is_an_evenings_reading(record_property, capsys):
     sources = {file: (ROOT / file).read_text() for file in FILES}
     sizes = {file: len(source.splitlines()) for file, source in sources.items()}
-    total = sum(map(code_lines, sources.values()))
-    record_property("lines", total)
+    kernels = sum(code_lines(source) for file, source in sources.items() if file.startswith("kernels/"))
+    rest = sum(map(code_lines, sources.values())) - kernels
+    record_property("lines", (rest, kernels))
     with capsys.disabled():
-        print(f"\nnanovllm: {total} lines of code, {sum(sizes.values())} in all, in {len(sizes)} files")
+        print(f"\nnanovllm: {rest} lines of code and {kernels} of kernels, {sum(sizes.values())} in all, in {len(sizes)} files")
     assert max(sizes.values()) <= 300, {file: size for file, size in sizes.items() if size > 300}
-    assert total < 3600, f"{total} lines"
+    assert rest < 2530 and kernels < 1030, (rest, kernels)
     assert code_lines('"""A docstring."""\n\n# a comment\ndef f(x):\n    """More."""\n    return (\n        x\n    )\n') == 4
