@@ -1,22 +1,31 @@
-"""Checks of what a caller passes in: each error names the value and the bound. What is optional may be None."""
+"""Checks of what a caller passes in: each error names the value and the bound. What is optional may be None.
+
+Numbers are returned as Python's own, so that a NumPy integer of fixed width is converted once and never wraps later.
+"""
 import math
 from numbers import Integral, Real
 
 
-def check_int(name: str, value, low: int, high: int | None = None, optional: bool = False) -> None:
+def check_int(name: str, value, low: int, high: int | None = None, optional: bool = False) -> int | None:
+    """`value` as an int. Raises TypeError if it is no integer (a bool is none), ValueError out of `low` to `high`."""
     if optional and value is None:
-        return
+        return None
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: must be an integer")
-    _check_range(name, value, low, high)
+    return _check_range(name, int(value), low, high)
 
 
-def check_real(name: str, value, low: float, high: float = 1e9) -> None:
+def check_real(name: str, value, low: float, high: float = 1e9) -> float:
+    """`value` as a float. Raises TypeError if it is no number, ValueError if it is not finite or out of its range."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: must be a number")
-    if value != value or value in (math.inf, -math.inf):
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
         raise ValueError(f"{name}={value!r}: must be finite")
-    _check_range(name, value, low, high)
+    return _check_range(name, number, low, high)
 
 
 def check_bool(name: str, value, optional: bool = False) -> None:
@@ -34,3 +43,4 @@ def _check_range(name, value, low, high):
         raise ValueError(f"{name}={value!r}: must be at least {low}")
     if high is not None and value > high:
         raise ValueError(f"{name}={value!r}: must be at most {high}")
+    return value
