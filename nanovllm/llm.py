@@ -1,54 +1,52 @@
 """The name that people import: the engine, and what can be said in its terms."""
-import json
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping
 
-from nanovllm.engine.beam_search import beam_search
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.prompts import Prompt
+from nanovllm.engine.outputs import BeamSearchOutput, RequestOutput
+from nanovllm.engine.prompts import Message, Prompt, is_conversation, render_chat
+from nanovllm.engine.request import Inbox, Wants
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 
 
 class LLM(LLMEngine):
     """An engine for offline generation: `LLM(model, **settings).generate(prompts, sampling_params)`."""
 
+    def get_tokenizer(self):
+        """transformers' tokenizer of the model."""
+        return self.tokenizer
+
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's `generation_config.json` recommends; ours where it says nothing."""
-        file = Path(self.config.model) / "generation_config.json"
-        raw = json.loads(file.read_text()) if file.exists() else {}
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
-        given = {name.replace("new_", ""): raw[name] for name in names if raw.get(name) is not None}
-        return SamplingParams(**given | ({"temperature": 0.0} if raw.get("do_sample") is False else {}))
+        return self.processor.default_sampling_params()
 
     def chat(
-        self, messages: list[dict] | list[list[dict]], sampling_params=None, use_tqdm: bool = True, **template_arguments
-    ) -> list[dict]:
+        self, messages: list[Message] | list[list[Message]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None, use_tqdm: bool = True,
+        chat_template: str | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False,
+        tools: list[dict] | None = None, chat_template_kwargs: Mapping | None = None,
+    ) -> list[RequestOutput]:  # fmt: skip
         """The answers of `generate` to one conversation or several, each a list of messages (`role`, `content`).
 
-        `template_arguments` go to the tokenizer's chat template: `enable_thinking=False`, say, or `tools=[...]`. A
-        conversation that the template can't render is a ValueError.
+        `chat_template_kwargs` go to the chat template: `{"enable_thinking": False}`, say. A conversation that the template
+        can't render is a ValueError.
         """
-        is_one = isinstance(messages, (list, tuple)) and all(isinstance(message, dict) for message in messages)
-        conversations = [messages] if is_one and messages else messages
-        arguments = {"add_generation_prompt": True} | template_arguments | {"tokenize": True, "return_dict": False}
-        try:
-            prompts = [self.tokenizer.apply_chat_template(list(c), **arguments) for c in conversations]
-        except Exception as error:  # whatever a template may raise
-            raise ValueError(f"messages={messages!r:.80}: the chat template refuses them ({error})") from error
-        return self.generate(prompts, sampling_params, use_tqdm)
+        arguments = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+        } | dict(chat_template_kwargs or {})
+        conversations = [messages] if is_conversation(messages) else messages
+        if not isinstance(conversations, (list, tuple)):
+            raise ValueError(f"messages={messages!r:.80}: must be a list of dicts with 'role' and 'content', or a list of those")
+        return self.generate([render_chat(self.tokenizer, c, arguments) for c in conversations], sampling_params, use_tqdm)
 
-    def beam_search(self, prompts: Prompt | list[Prompt], params: BeamSearchParams) -> list[dict]:
+    def beam_search(
+        self, prompts: Prompt | list[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
         """The likeliest answers to each prompt that a search of `beam_width` finds, the best first.
 
-        For each prompt a dict of `prompt_token_ids` and `outputs`, which have `text`, `token_ids` and `score`: the sum of
-        log-probabilities over length to the power `length_penalty`. Errors are those of `generate`.
+        Errors are those of `generate`.
         """
-        if not isinstance(params, BeamSearchParams):
-            raise TypeError(f"params={params!r}: must be a BeamSearchParams")
-        ids = [group[0].token_ids for group in self._make_groups(prompts, None)]
-        generate = partial(self.generate, use_tqdm=False)
-        eos_token_ids = self.config.model_config.eos_token_ids
-        found = beam_search(generate, ids, params, self.config.max_model_len, eos_token_ids)
-        text_of = partial(self.tokenizer.decode, skip_special_tokens=True)
-        outputs = [[{"text": text_of(b.token_ids), "token_ids": [*b.token_ids], "score": b.score} for b in x] for x in found]
-        return [{"prompt_token_ids": prompt, "outputs": beams} for prompt, beams in zip(ids, outputs)]
+        inbox = Inbox(Wants.ANSWERS)
+        return self._answers(self.processor.beam_requests(prompts, params, inbox), inbox, use_tqdm)

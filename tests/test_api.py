@@ -1,6 +1,7 @@
 """What a user of `LLM` sees: answers, refusals, the loop by hand, and an engine that survives errors."""
 import json
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -68,14 +69,30 @@ def test_shapes_of_prompts(llm, prompts, alone):
     assert run(llm, np.array(prompts[3])) == [alone[3]]
     assert run(llm, [np.int32(token_id) for token_id in prompts[3]]) == [alone[3]]
     assert run(llm, (question for question in QUESTIONS)) == alone
+    assert run(llm, {"prompt": QUESTIONS[0]}) == run(llm, {"prompt_token_ids": prompts[0]}) == alone[:1]
+    assert run(llm, [{"prompt": QUESTIONS[0]}, {"prompt_token_ids": np.array(prompts[1])}, QUESTIONS[2], prompts[3]]) == alone
+    (answer,) = llm.generate({"prompt_token_ids": prompts[0], "prompt": "its text"}, GREEDY, use_tqdm=False)
+    assert (answer.token_ids, answer.prompt) == (alone[0], "its text")
 
 
 def test_answer(llm, tokenizer, alone):
     (answer,) = llm.generate(QUESTIONS[0], GREEDY, use_tqdm=False)
-    keys = "request_id prompt_token_ids num_cached_tokens text token_ids finish_reason stop_reason timing"
-    assert answer.keys() == {*keys.split()}
+    keys = "request_id prompt prompt_token_ids outputs finished num_cached_tokens prompt_logprobs metrics"
+    assert answer.keys() == {*keys.split()} and answer["finished"] and answer["prompt_logprobs"] is None
+    (output,) = answer.outputs
+    keys = "index text token_ids cumulative_logprob logprobs finish_reason stop_reason"
+    assert output.keys() == {*keys.split()} and output["index"] == 0 and output["cumulative_logprob"] is None
+    assert all(answer[key] is output[key] is getattr(answer, key) for key in output if key != "index")
+    assert answer["prompt"] == answer.prompt == QUESTIONS[0]
+    with pytest.raises(KeyError):
+        answer["nothing"]
+    for value in (answer, output, answer.metrics):
+        with pytest.raises(AttributeError):
+            setattr(value, next(iter(value)), None)
     assert answer["prompt_token_ids"] == tokenizer.encode(QUESTIONS[0]) and answer["stop_reason"] is None
-    assert 0 <= answer["timing"]["queue"] < answer["timing"]["first_token"] < answer["timing"]["finish"] < 60
+    times = [*answer.metrics.values()]
+    assert times == sorted(times) and time.time() - 60 < times[0] < times[-1] <= time.time() + 0.01
+    assert 0 <= answer.metrics.time_in_queue < 60
     assert answer["text"] == tokenizer.decode(alone[0], skip_special_tokens=True)
     assert all(type(token_id) is int for token_id in answer["token_ids"])
     assert answer["finish_reason"] == "length" and answer["num_cached_tokens"] == 0
@@ -86,7 +103,16 @@ def test_parameters_for_one_or_for_each(llm, prompts, alone):
     expected = [token_ids[: p.max_tokens] for token_ids, p in zip(alone, params)]
     assert run(llm, prompts, params) == run(llm, prompts, tuple(params)) == expected
     assert run(llm, prompts[:1], [GREEDY]) == alone[:1]
-    assert len(run(llm, prompts[0], None)[0]) <= SamplingParams().max_tokens
+
+
+def test_default_parameters_are_the_models(make_llm, prompts):
+    """What its generation_config.json recommends, in every way in; as vLLM has it."""
+    params, first, second = make_llm().get_default_sampling_params(), make_llm(seed=3), make_llm(seed=3)
+    assert params != SamplingParams()
+    expected = run(first, [*prompts, prompts[0]], params)
+    assert run(second, prompts, None) == expected[:4]
+    request_id = second.add_request(prompts[0])
+    assert answers_of(loop(second))[request_id].token_ids == expected[4]
 
 
 def test_nothing_to_do(llm):
@@ -112,13 +138,19 @@ def test_progress_bar(llm, capsys):
         ([1, -1], ValueError, "id -1 is outside.*2047"),
         ([1, 2048, 1], ValueError, "id 2048 is outside.*2047"),
         ([10**30], ValueError, "outside"),
-        ([1, 2.0], TypeError, "string or a list of token ids"),
-        (["1"], TypeError, "string or a list of token ids"),
-        ([None], TypeError, "string or a list of token ids"),
-        ([[1, 2]], TypeError, "string or a list of token ids"),
-        (True, TypeError, "string or a list of token ids"),
-        (1.5, TypeError, "string or a list of token ids"),
-        (None, TypeError, "string or a list of token ids"),
+        ([1, 2.0], TypeError, "a string, a list of token ids"),
+        (["1"], TypeError, "a string, a list of token ids"),
+        ([None], TypeError, "a string, a list of token ids"),
+        ([[1, 2]], TypeError, "a string, a list of token ids"),
+        (True, TypeError, "a string, a list of token ids"),
+        (1.5, TypeError, "a string, a list of token ids"),
+        (None, TypeError, "a string, a list of token ids"),
+        ({}, TypeError, "a dict must have 'prompt'"),
+        ({"prompt": 5}, TypeError, "a dict must have 'prompt'"),
+        ({"prompt": "a", "multi_modal_data": {}}, TypeError, "a dict must have 'prompt'"),
+        ({"prompt_token_ids": "text"}, TypeError, "a dict must have 'prompt'"),
+        ({"prompt_token_ids": [2048]}, ValueError, "id 2048 is outside.*2047"),
+        ("half a \ud83d pair", ValueError, "character 7 is a lone surrogate"),
     ],
 )
 def test_bad_prompt(llm, prompts, alone, bad, error, message):
@@ -260,12 +292,12 @@ def test_requests_come_and_go(make_llm, prompts, alone, async_scheduling):
     assert [answers[i]["token_ids"] for i in range(4)] == alone
 
 
-def test_generate_waits_for_added_requests(llm, prompts, alone):
+def test_generate_beside_added_requests(llm, prompts, alone):
+    """They are computed together, and each caller gets its own."""
     request_id = llm.add_request(prompts[0], GREEDY)
     llm.step()
-    with pytest.raises(RuntimeError, match="unfinished"):
-        run(llm, prompts)
-    assert answers_of(loop(llm))[request_id]["token_ids"] == alone[0]  # it was not disturbed
+    assert run(llm, prompts) == alone and not llm.is_finished()
+    assert answers_of(loop(llm))[request_id]["token_ids"] == alone[0]
     assert run(llm, prompts) == alone
 
 

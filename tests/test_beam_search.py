@@ -36,7 +36,7 @@ def reference():
 
 @pytest.mark.parametrize("width, length_penalty", [(2, 1.0), (3, 0.0), (4, 2.0), (5, 1.0), (5, -0.5)])
 def test_sequences_and_scores_are_transformers(make_llm, prompts, reference, width, length_penalty):
-    """All prompts at once, ends at several lengths; with small blocks, so that beams find their past in the cache."""
+    """All prompts at once, ends at several lengths; with small blocks, so that beams share full ones and copy others."""
     llm = make_llm(kvcache_block_size=16, async_scheduling=width == 4)
     results = llm.beam_search(prompts, BeamSearchParams(width, 24, length_penalty))
     lengths = set()
@@ -48,7 +48,37 @@ def test_sequences_and_scores_are_transformers(make_llm, prompts, reference, wid
         assert result["outputs"][0]["text"] == llm.tokenizer.decode(expected[0][0], skip_special_tokens=True)
         lengths |= {len(ids) for ids, _ in expected}
     assert len(lengths) > 2 and max(lengths) == 24
-    assert llm.stats()["prefix_hit_rate"] > 0.5
+    stats = llm.stats()
+    assert stats["tokens"]["in"] == sum(map(len, prompts)), "a prompt was computed again"
+    assert stats["preemptions"] == stats["blocks"]["used"] == 0
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(num_kvcache_blocks=14),
+        dict(num_kvcache_blocks=14, enable_prefix_caching=False),
+        dict(max_num_seqs=3),
+        dict(max_num_batched_tokens=7),
+    ],
+    ids=str,
+)
+def test_beams_are_the_same_everywhere(make_llm, prompts, settings, async_scheduling):
+    """Where blocks, rows or a step's tokens do not suffice for all beams, and beside other requests."""
+    params = BeamSearchParams(4, 16)
+    expected = [[beam.token_ids for beam in x.outputs] for x in make_llm().beam_search(prompts, params)]
+    llm = make_llm(kvcache_block_size=16, async_scheduling=async_scheduling, **settings)
+    greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    ids = [llm.add_request(prompt, greedy) for prompt in prompts[:2]]
+    assert [[beam.token_ids for beam in x.outputs] for x in llm.beam_search(prompts, params)] == expected
+    answers = {}
+    while not llm.is_finished():
+        answers |= {answer.request_id: answer.token_ids for answer in llm.step().finished}
+    assert [answers[i] for i in ids] == [x.token_ids for x in make_llm().generate(prompts[:2], greedy, use_tqdm=False)]
+    stats = llm.stats()
+    assert stats["blocks"]["used"] == 0 and stats["requests"] == {"waiting": 0, "running": 0}
+    assert len(llm.scheduler.free_req_indices) == llm.config.max_num_seqs
 
 
 def test_one_beam_is_greedy(make_llm, prompts):

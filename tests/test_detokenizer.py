@@ -1,10 +1,12 @@
 """Ids to text as they come, and where stop strings cut it; the reference looks at the whole text, one character at a time."""
 import random
+from time import perf_counter
 from types import SimpleNamespace
 
 import pytest
 
 from nanovllm.engine.detokenizer import Detokenizer, Vocabulary
+from nanovllm.engine.request import Inbox, Request, Wants
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from test_scheduler import advance, make_scheduler
@@ -31,11 +33,13 @@ def test_text_is_the_tokenizers(tokenizer, skip_special_tokens):
         ids = [rng.choice(byte_ids) if rng.random() < 0.5 else rng.randrange(2048) for _ in range(rng.randint(0, 20))]
         ids = real if round == 0 else ids + real[rng.randrange(len(real)) :]
         expected = tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        detokenizer = Detokenizer(token_ids := [1, 2, 3], SamplingParams(), vocabulary)
+        detokenizer = Detokenizer(token_ids := [1, 2, 3], 3, SamplingParams(), vocabulary)
         for piece in pieces(rng, ids):
             token_ids += piece
-            assert expected.startswith(detokenizer.extend())
-        assert detokenizer.extend(is_over=True) == detokenizer.text == expected
+            detokenizer.extend()
+            assert expected.startswith(detokenizer.text)
+        detokenizer.extend(is_over=True)
+        assert detokenizer.text == expected
 
 
 def test_vocabulary_of_odd_tokens():
@@ -75,41 +79,67 @@ def reference(ids: list[int], params: SamplingParams) -> tuple[int, str, str, st
     return len(ids), prefixes[-1].decode(errors="replace"), "length", None
 
 
+def run(params: SamplingParams, ids: list[int], wants: Wants) -> Inbox:
+    """What a caller gets of a request whose tokens come one by one; its `output` is what `reference` gives."""
+    scheduler, inbox = make_scheduler(), Inbox(wants)
+    seq = Sequence(0, [0], params, noise_seed=0, max_len=64)
+    request = Request([seq], None, inbox, TOKENS, TOKENS)
+    scheduler.add(seq)
+    for token_id in ids:
+        advance(scheduler, token_id)
+        if seq.finish_reason != "stop" and (stop := request.cut_at_stop(seq)) is not None:
+            scheduler.finish(seq, "stop", stop)
+        request.tell(seq)
+        if seq.finish_reason:
+            break
+    (answer,) = request.output().outputs
+    inbox.output = len(answer.token_ids), answer.text, answer.finish_reason or "length", answer.stop_reason
+    return inbox
+
+
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_strings(include):
     """Across tokens, within one, overlapping, before min_tokens; in the whole text and in what is taken on the way."""
     rng = random.Random(1)
     seen = set()
-    for _ in range(3000):
+    for _ in range(1000):
         ids = rng.choices(range(2, len(TOKENS)), k=rng.randint(1, 12))
         stops = ["".join(rng.choices("abé", k=rng.randint(1, 4))) for _ in range(rng.randint(1, 3))]
         params = SamplingParams(
             max_tokens=len(ids), min_tokens=rng.randint(0, min(3, len(ids))), include_stop_str_in_output=include,
             stop=stops, stop_token_ids=rng.choice([(), (9,)]),
         )  # fmt: skip
-        scheduler = make_scheduler()
-        seq = Sequence(0, [0], params, noise_seed=0, max_len=64, vocabulary=TOKENS)
-        scheduler.add(seq)
-        taken = []
-        for token_id in ids:
-            advance(scheduler, token_id)
-            taken.append(seq.detokenizer.take(seq.finish_reason is not None))
-            if scheduler.is_finished():
-                break
         expected = reference(ids, params)
-        found = (len(seq.completion_token_ids), seq.detokenizer.extend(True), seq.finish_reason, seq.stop_reason)
-        assert found == expected, (ids, params)
-        assert "".join(taken) == seq.detokenizer.extend(True) and seq.detokenizer.take(True) == ""
-        seen.add((seq.finish_reason, type(seq.stop_reason)))
+        for wants in Wants:
+            inbox = run(params, ids, wants)
+            assert inbox.output == expected, (ids, params)
+            if wants is Wants.EVENTS:
+                assert "".join(event.text for event in inbox.events) == expected[1]
+                assert [event.finish_reason for event in inbox.events[-2:]] == [None, expected[2]][-len(inbox.events) :]
+            if wants is Wants.TOKENS:
+                assert [token_id for _, token_id in inbox.new_tokens] == ids[: expected[0]]
+        seen.add((expected[2], type(expected[3])))
     assert len(seen) == 3
 
 
 def test_only_what_may_be_cut_is_held_back():
-    seq = Sequence(0, [0], SamplingParams(stop="bba"), noise_seed=0, max_len=64, vocabulary=TOKENS)
-    scheduler = make_scheduler()
-    scheduler.add(seq)
-    taken = []
-    for token_id in [2, 3, 3, 3, 7, 8, 3, 2, 3]:
-        advance(scheduler, token_id)
-        taken.append(seq.detokenizer.take(seq.finish_reason is not None))
-    assert taken == ["a", "", "", "b", "", "bbé", "", "ba", ""]
+    inbox = run(SamplingParams(stop="bba"), [2, 3, 3, 3, 7, 8, 3, 2, 3], Wants.EVENTS)
+    assert [event.text for event in inbox.events] == ["a", "", "", "b", "", "bbé", "", "ba", ""]
+
+
+@pytest.mark.parametrize("stop", [(), ("never to be found",)])
+def test_time_is_linear_in_the_text(stop):
+    """Four times as many tokens take about four times as long, where sixteen times would be the square."""
+
+    def seconds(num_tokens: int) -> float:
+        token_ids, params = [0], SamplingParams(stop=stop)
+        detokenizer = Detokenizer(token_ids, 1, params, {0: b"", 1: b"word " * 8})
+        begin = perf_counter()
+        for _ in range(num_tokens):
+            token_ids.append(1)
+            detokenizer.cut_at_stop()
+            detokenizer.take()
+        return perf_counter() - begin
+
+    seconds(1000)
+    assert min(seconds(40_000) for _ in range(3)) < 9 * min(seconds(10_000) for _ in range(3))

@@ -129,8 +129,8 @@ def test_stream_is_generate_in_pieces(make_llm, verses, async_scheduling):
         made = gather(mine)
         assert made.pop("request_id") == answer["request_id"] + 4
         assert made == {key: answer[key] for key in made}
-    keys = {"index", "request_id", "text", "token_ids", "finish_reason", "stop_reason"}
-    assert all(event.keys() == keys for event in events)
+    keys = "index output_index request_id text token_ids finish_reason stop_reason logprobs"
+    assert all(event.keys() == {*keys.split()} and event.output_index == 0 for event in events)
     check_empty(llm)
 
 
@@ -173,40 +173,38 @@ def test_error_in_a_stream(make_llm, monkeypatch, verses):
     assert texts(llm, VERSES) == verses
 
 
-def test_only_one_stream_at_a_time(llm, verses):
-    events = llm.stream(VERSES[:2], GREEDY)
-    next(events)
-    for call in (lambda: next(llm.stream(VERSES, GREEDY)), lambda: generate(llm, VERSES)):
-        with pytest.raises(RuntimeError, match="unfinished"):
-            call()
-    assert len([*events]) == 47
-    first, second = (llm.stream(verse, GREEDY) for verse in VERSES[:2])  # made before either is begun
-    next(first)
-    with pytest.raises(RuntimeError, match="unfinished"):
-        next(second)
-    del first
-    assert llm.is_finished()
+def test_streams_in_turns(llm, verses):
+    """Several at a time, with generate in the midst of them, and one that is left."""
+    streams = [llm.stream(verse, GREEDY) for verse in VERSES]
+    pieces = [next(stream).text for stream in streams]
+    assert texts(llm, VERSES) == verses
+    streams.pop().close()
+    for i, _ in enumerate(streams):
+        pieces[i] += "".join(event.text for event in streams[i])
+    assert pieces[:3] == verses[:3]
     first, second = (llm.stream(verse, GREEDY) for verse in VERSES[:2])
-    assert ["".join(event["text"] for event in stream) for stream in (first, second)] == verses[:2]
+    pairs = [(one.text, other.text) for one, other in zip(first, second)]
+    assert ["".join(texts) for texts in zip(*pairs)] == verses[:2]
 
 
 @BOTH_WAYS
 def test_request_added_in_a_stream(make_llm, verses, async_scheduling):
     llm = make_llm(async_scheduling=async_scheduling)
-    made = {}
+    made, request_id = {}, None
     for event in llm.stream(VERSES[:2], GREEDY):
-        if not made:
+        if request_id is None:
             request_id = llm.add_request(VERSES[2], GREEDY)
         made.setdefault(event["index"], []).append(event)
-    assert {index: gather(events)["text"] for index, events in made.items()} == dict(zip((0, 1, None), verses))
-    assert made[None][0]["request_id"] == request_id
+    assert {index: gather(events)["text"] for index, events in made.items()} == dict(zip((0, 1), verses))
     events = llm.stream(VERSES[:2], GREEDY)
     next(events)
-    request_id = llm.add_request(VERSES[2], GREEDY)
+    other_id = llm.add_request(VERSES[3], GREEDY)
     del events  # that one is not the stream's
+    finished = {}
     while not llm.is_finished():
-        finished = llm.step().finished
-    assert [answer["text"] for answer in finished] == [verses[2]]
+        finished |= {answer.request_id: answer.text for answer in llm.step().finished}
+    assert finished == {request_id: verses[2], other_id: verses[3]}
+    check_empty(llm)
 
 
 @BOTH_WAYS
@@ -225,7 +223,8 @@ def test_abort(make_llm, verses, async_scheduling):
     assert {i: answers[i]["finish_reason"] for i in ids} == dict(zip(ids, ["abort", "length", "length", "abort"]))
     got = [token_id for output in outputs for i, token_id in output.new_tokens if i == ids[0]]
     assert answers[ids[0]]["token_ids"] == got and verses[0].startswith(answers[ids[0]]["text"]) and got
-    assert answers[ids[3]]["token_ids"] == [] and answers[ids[3]]["text"] == "" and "queue" not in answers[ids[3]]["timing"]
+    assert answers[ids[3]]["token_ids"] == [] and answers[ids[3]]["text"] == ""
+    assert answers[ids[3]].metrics.first_scheduled_time is None is answers[ids[3]].metrics.time_in_queue
     assert [answers[i]["text"] for i in ids[1:3]] == verses[1:3]
     llm.abort(ids[1])  # over
     assert llm.is_finished()
@@ -263,9 +262,10 @@ def alone(llm):
 
 def test_answer_with_several_outputs(llm, alone):
     (answer,) = generate(llm, VERSES[0], replace(HOT, n=5))
-    assert answer.keys() == {"request_id", "prompt_token_ids", "num_cached_tokens", "outputs"}
-    keys = {"text", "token_ids", "finish_reason", "stop_reason", "timing"}
-    assert len(answer["outputs"]) == 5 and all(output.keys() == keys for output in answer["outputs"])
+    (single,) = generate(llm, VERSES[0], HOT)
+    assert answer.keys() == single.keys() and answer["token_ids"] == single["token_ids"]  # one shape for any n
+    assert [output.index for output in answer["outputs"]] == [*range(5)]
+    assert all(output.keys() == single.outputs[0].keys() for output in answer["outputs"])
     assert len({tuple(token_ids) for token_ids in alone[0]}) == 5
     assert [generate(llm, VERSES[0], replace(HOT, n=n))[0]["outputs"][1]["token_ids"] for n in (2, 3)] == [alone[0][1]] * 2
 
@@ -361,7 +361,7 @@ def test_logprobs_are_transformers(make_llm, reference, settings, async_scheduli
         for answer in generate(llm, VERSES, params):
             prompt = answer["prompt_token_ids"]
             assert answer["num_cached_tokens"] == 0 and answer["prompt_logprobs"][0] is None
-            for output in answer.get("outputs", [answer]):
+            for output in answer.outputs:
                 expected = reference(prompt + output["token_ids"])
                 check_logprobs(answer["prompt_logprobs"][1:], prompt[1:], expected[: len(prompt) - 1], 2)
                 check_logprobs(output["logprobs"], output["token_ids"], expected[len(prompt) - 1 : -1], 3)
@@ -394,7 +394,8 @@ def test_template_arguments_pass_through(make_llm):
     llm = make_llm()
     llm.tokenizer.chat_template = "{{ messages[0].content }}{% if enable_thinking %} think{% endif %}"
     for thinking, text in ((True, "a b think"), (False, "a b")):
-        (answer,) = llm.chat([{"role": "user", "content": "a b"}], GREEDY, use_tqdm=False, enable_thinking=thinking)
+        arguments = {"enable_thinking": thinking}
+        (answer,) = llm.chat([{"role": "user", "content": "a b"}], GREEDY, use_tqdm=False, chat_template_kwargs=arguments)
         assert llm.tokenizer.decode(answer["prompt_token_ids"]) == text
 
 

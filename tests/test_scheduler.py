@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections import Counter, deque
 from pathlib import Path
+from time import perf_counter
 from typing import NamedTuple
 from zlib import crc32
 
@@ -155,6 +156,11 @@ class Simulation:
     def compute(self, step: ScheduledStep) -> list[int]:
         """Write the cache, check that it holds what is read, and sample."""
         self.check_step(step)
+        size = self.manager.block_size
+        before = dict(self.cache)
+        for source, target in step.copies:
+            for offset in range(size):
+                self.cache[target * size + offset] = before.get(source * size + offset)
         for seq, start, end in step.rows:
             if not step.is_prefill:  # the input may be unknown to the host: it was kept on the device
                 assert self.last_token_ids[seq.req_index] == self.tokens[seq][start]
@@ -163,22 +169,22 @@ class Simulation:
         for seq, _, end in step.rows:
             context = [self.cache[self.slot(seq, position)] for position in range(end)]
             assert context == self.marks[seq][:end], "another sequence's keys and values"
-        size = self.manager.block_size
-        for source, target in step.copies:
-            for offset in range(size):
-                self.cache[target * size + offset] = self.cache.get(source * size + offset)
         token_ids = []
+        copied = self.manager.copies  # what the next step copies can't be read yet
         for seq, row in zip(step.sampled, step.sample_rows, strict=True):
             end = step.rows[row].end
-            context = [self.cache[self.slot(seq, position)] for position in range(end)]
-            assert context == self.marks[seq][:end], "what was shared or copied is not its own prompt's"
+            context = [self.cache[self.slot(seq, p)] for p in range(end) if self.block(seq, p) not in copied]
+            assert context == self.marks[seq][: len(context)], "what was shared is not its own prompt's"
+            assert len(context) == end or end - len(context) == end % self.manager.block_size
             token_ids.append(self.tokens[seq][end])
             self.last_token_ids[seq.req_index] = token_ids[-1]
         return token_ids
 
+    def block(self, seq: Sequence, position: int) -> int:
+        return seq.block_table[position // self.manager.block_size]
+
     def slot(self, seq: Sequence, position: int) -> int:
-        block, offset = divmod(position, self.manager.block_size)
-        return seq.block_table[block] * self.manager.block_size + offset
+        return self.block(seq, position) * self.manager.block_size + position % self.manager.block_size
 
     def check_step(self, step: ScheduledStep):
         """Its rows are within the bounds, and write into nothing that others hold."""
@@ -201,8 +207,8 @@ class Simulation:
                 readers.update(seq.block_table[:num_full])
                 writers.update(seq.block_table[num_full:])
                 assert len(seq.block_table) == num_full + 1
-                copied = [(a, b) for a, b in step.copies if b == seq.block_table[-1]]
-                assert copied == ([(step.rows[row].seq.block_table[num_full], seq.block_table[-1])] if in_part else [])
+                source = self.manager.copies.get(seq.block_table[-1])
+                assert source == (step.rows[row].seq.block_table[num_full] if in_part else None)
                 self.seen["forks"] += 1
         for block_id, num_writers in writers.items():  # who else holds it reads what this same step writes
             assert num_writers == 1 and self.manager.blocks[block_id].ref_count == 1 + readers[block_id]
@@ -219,9 +225,10 @@ class Simulation:
 
     def check_accounting(self):
         scheduler, manager = self.scheduler, self.manager
-        chunked = [seq for seq in scheduler.waiting if seq.status is SequenceStatus.RUNNING]
+        waiting = [*scheduler.waiting.values()]
+        chunked = [seq for seq in waiting if seq.status is SequenceStatus.RUNNING]
         live = [*chunked, *scheduler.running.values()]
-        assert chunked in ([], [scheduler.waiting[0]] if scheduler.waiting else [])
+        assert chunked in ([], waiting[:1])
         assert all(seq.status is SequenceStatus.RUNNING for seq in live)
         assert len(live) <= scheduler.max_num_seqs
         indices = [seq.req_index for seq in live]
@@ -230,7 +237,7 @@ class Simulation:
         held = Counter(block_id for seq in live for block_id in seq.block_table)
         assert {block.block_id: block.ref_count for block in manager.blocks if block.ref_count} == held
         assert manager.free_block_ids.keys() == set(range(len(manager.blocks))) - held.keys()
-        assert all(manager.blocks[block_id].hash == key for key, block_id in manager.hash_to_block_id.items())
+        self.check_findable()
 
         in_flight = Counter(seq for step, _ in self.in_flight for seq in step.sampled)
         for seq in self.seqs:
@@ -240,6 +247,14 @@ class Simulation:
                 assert seq.block_table == [] and seq.req_index == -1
             assert len(set(seq.block_table)) == len(seq.block_table)
             self.check_published(seq)
+
+    def check_findable(self):
+        """Every block that has a hash is known by it, once."""
+        manager = self.manager
+        known = [(key, block_id) for key, block_id in manager.hash_to_block_id.items()]
+        known += [(key, block_id) for key, others in manager.duplicates.items() for block_id in others]
+        assert sorted(known) == sorted((b.hash, b.block_id) for b in manager.blocks if b.hash is not None)
+        assert manager.duplicates.keys() <= manager.hash_to_block_id.keys() and all(manager.duplicates.values())
 
     def check_published(self, seq: Sequence):
         """Only full blocks whose tokens are known and computed can be found, and by the right tokens."""
@@ -409,7 +424,7 @@ def test_no_more_run_than_may():
     scheduler = make_scheduler(max_num_seqs=2)
     seqs = add(scheduler, *[Request(prompt(3, first=100 * i)) for i in range(3)])
     assert rows(advance(scheduler)) == [(0, 0, 3), (1, 0, 3)]
-    assert list(scheduler.waiting) == seqs[2:]
+    assert list(scheduler.waiting.values()) == seqs[2:]
     assert not advance(scheduler, EOS).is_prefill  # both end here
     assert rows(advance(scheduler)) == [(2, 0, 3)]
 
@@ -432,12 +447,12 @@ def test_last_come_is_preempted_first_and_keeps_its_place_in_the_queue():
     for _ in range(20):
         if scheduler.num_preemptions == 1:
             assert list(scheduler.running.values()) == [first, second]
-            assert list(scheduler.waiting) == [third, fourth]
+            assert list(scheduler.waiting.values()) == [third, fourth]
         if scheduler.num_preemptions == 2:
             break
         advance(scheduler)
     assert list(scheduler.running.values()) == [first]
-    assert list(scheduler.waiting) == [second, third, fourth]
+    assert list(scheduler.waiting.values()) == [second, third, fourth]
     assert second.block_table == [] and second.req_index == -1 and second.num_computed_tokens == 0
 
 
@@ -496,7 +511,7 @@ def test_preempted_sequence_may_end_with_its_token_in_flight(reason):
     last = scheduler.schedule()
     assert scheduler.postprocess(decode, [7, 7]) == []
     step = scheduler.schedule()  # the first needs a block
-    assert rows(step) == [(0, 6, 7)] and list(scheduler.waiting) == [second]
+    assert rows(step) == [(0, 6, 7)] and list(scheduler.waiting.values()) == [second]
     assert scheduler.postprocess(last, [7, EOS if reason == "stop" else 7]) == [second]
     assert second.finish_reason == reason and len(second.completion_token_ids) == 3
     assert not scheduler.waiting and list(scheduler.running.values()) == [first]
@@ -529,21 +544,112 @@ def test_ends(request_, completion, reason):
     assert (seq.completion_token_ids, seq.finish_reason) == (completion, reason)
 
 
+def leftovers(scheduler: Scheduler) -> tuple:
+    manager = scheduler.block_manager
+    held = sum(block.ref_count for block in manager.blocks)
+    return len(manager.blocks) - len(manager.free_block_ids), held, len(scheduler.running), len(scheduler.waiting)
+
+
 def test_abort_leaves_nothing():
-    """Running, computed in part, preempted or never begun: all are dropped, and so is what the cache knew."""
+    """Running, computed in part, preempted or never begun."""
     scheduler = make_scheduler(max_num_batched_tokens=12)
     seqs = add(scheduler, *[Request(prompt(9, first=100 * i)) for i in range(4)])
     advance(scheduler)
     advance(scheduler)
     scheduler.preempt(seqs[0])
     in_part, never_begun = seqs[2:]
-    scheduler.waiting.rotate(-1)  # the one computed in part is at the head whenever schedule returns
     assert in_part.status is SequenceStatus.RUNNING and never_begun.status is SequenceStatus.WAITING
-    scheduler.abort_all()
-    manager = scheduler.block_manager
-    assert scheduler.is_finished() and len(manager.free_block_ids) == 64
+    for seq in seqs:
+        assert scheduler.abort(seq.request_id) == [seq] and scheduler.abort(seq.request_id) == []
+    assert scheduler.is_finished() and leftovers(scheduler) == (0, 0, 0, 0)
     assert sorted(scheduler.free_req_indices) == list(range(4))
-    assert not manager.hash_to_block_id and all(block.hash is None for block in manager.blocks)
     assert {(seq.status, seq.finish_reason) for seq in seqs} == {(SequenceStatus.FINISHED, "abort")}
-    (again,) = add(scheduler, Request(prompt(9)))
-    assert rows(advance(scheduler)) == [(0, 0, 9)] and again.num_cached_tokens == 0
+
+
+def test_abort_takes_no_longer_where_many_wait():
+    scheduler = make_scheduler(num_blocks=10)
+    seqs = add(scheduler, *[Request(prompt(9, first=100 * i)) for i in range(20_000)])
+    order = random.Random(0).sample(range(len(seqs)), len(seqs))
+    begin = perf_counter()
+    for request_id in order:
+        scheduler.abort(request_id)
+    assert scheduler.is_finished() and perf_counter() - begin < 1.0
+
+
+def test_reset_repairs_anything():
+    """Whatever state an error left: all lists are whole again, nothing is cached, and what had not ended goes on."""
+    scheduler = make_scheduler(max_num_batched_tokens=12)
+    manager = scheduler.block_manager
+    seqs = add(scheduler, *[Request(prompt(9, first=100 * i), max_tokens=12) for i in range(4)])
+    for _ in range(4):
+        advance(scheduler)
+    assert manager.hash_to_block_id and seqs[0].completion_token_ids
+    answers = [list(seq.token_ids) for seq in seqs]
+    rng = random.Random(0)
+    for seq in seqs:  # any damage that a half-done move could do
+        seq.block_table = rng.choices(range(64), k=3)
+        seq.req_index = 2
+    manager.free_block_ids.clear()
+    manager.blocks[7].ref_count = -5
+    manager.copies[3] = 4
+    scheduler.free_req_indices = [1, 1, 1]
+    scheduler.running.clear()
+    scheduler.reset()
+    assert leftovers(scheduler) == (0, 0, 0, 4) and sorted(scheduler.free_req_indices) == list(range(4))
+    assert not manager.hash_to_block_id and not manager.copies and all(block.hash is None for block in manager.blocks)
+    assert [list(seq.token_ids) for seq in seqs] == answers and list(scheduler.waiting.values()) == seqs
+    assert rows(advance(scheduler))[0] == (0, 0, len(answers[0])) and seqs[0].num_cached_tokens == 0
+    while not scheduler.is_finished():
+        advance(scheduler)
+    assert [len(seq.completion_token_ids) for seq in seqs] == [12] * 4 and leftovers(scheduler) == (0, 0, 0, 0)
+
+
+# -- beams ---------------------------------------------------------------------------------------------------------------
+
+
+def test_beams_share_what_they_have_in_common():
+    """Of each branch the full blocks are the parent's, and the one that is full in part is copied before the next step."""
+    scheduler = make_scheduler()
+    root = make_sequence(0, Request(prompt(6)))
+    root.pauses = True
+    scheduler.add(root)
+    step = scheduler.schedule()
+    scheduler.postprocess(step, [7], [{7: (-0.1, 1), 8: (-0.2, 2)}])
+    assert root.is_paused and root.completion_token_ids == [] and scheduler.schedule() is None
+    first, second, third = scheduler.branch(root, [(0, 7), (1, 8), (2, 9)])
+    assert first is root and [seq.completion_token_ids for seq in (first, second, third)] == [[7], [8], [9]]
+    assert second.block_table[:1] == third.block_table[:1] == root.block_table[:1]
+    step = scheduler.schedule()
+    assert sorted(rows(step)) == [(0, 6, 7)] * 3 and step.num_tokens == 3
+    assert sorted(step.copies) == sorted((root.block_table[1], seq.block_table[1]) for seq in (second, third))
+    scheduler.postprocess(step, [1, 1, 1], [{}, {}, {}])
+    scheduler.finish(root, "stop")
+    scheduler.branch(second, [(1, 5)])
+    scheduler.branch(third, [(2, 5), (3, 6)])
+    step = scheduler.schedule()
+    assert len(step.rows) == 3 and {end for _, _, end in step.rows} == {8} and len(step.copies) == 1
+    assert scheduler.abort(0) and leftovers(scheduler) == (0, 0, 0, 0)
+
+
+def test_beams_that_find_no_blocks_are_computed_again():
+    """Those that are through make room for those that are not, though no other sequence ever ends."""
+    scheduler = make_scheduler(num_blocks=4)
+    root = make_sequence(0, Request(prompt(6)))
+    root.pauses = True
+    scheduler.add(root)
+    beams, seen = [root], 0
+    for length in range(7, 13):
+        steps = 0
+        while not all(seq.is_paused for seq in beams):
+            step = scheduler.schedule()
+            scheduler.postprocess(step, [1] * len(step.sampled), [{1: (0.0, 1)}] * len(step.sampled))
+            steps += 1
+        seen = max(seen, steps)
+        if length == 7:
+            beams = scheduler.branch(root, [(0, 1), (1, 2), (2, 3)])
+        else:
+            beams = [scheduler.branch(seq, [(seq.index, length)])[0] for seq in beams]
+    assert seen > 1 and scheduler.num_preemptions > 0
+    assert [seq.completion_token_ids[0] for seq in beams] == [1, 2, 3] and {len(seq.token_ids) for seq in beams} == {12}
+    scheduler.abort(0)
+    assert leftovers(scheduler) == (0, 0, 0, 0)

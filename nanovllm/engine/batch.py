@@ -28,8 +28,8 @@ class BatchShape(NamedTuple):
     num_samples: int  # S: rows that get a token; in a decode step T = B = S
     table_width: int  # W: blocks of the longest sequence
     max_seqlen_q: int
-    num_copies: int = 0  # C: cache blocks copied, where a prompt has several answers
     num_biases: int = 0  # N: entries of all requests that are sampled
+    num_copies: int = 0  # C: cache blocks that sequences have in common no more, copied before the forward
     num_logprobs: int = 0  # tokens whose log-probabilities are asked for
 
     def fields(self) -> dict[str, tuple[int, ...]]:
@@ -44,10 +44,10 @@ class BatchShape(NamedTuple):
         }
         if self.is_prefill:  # a decode step's ids are on the device already, and so is what its requests ask
             shapes |= {"input_ids": (T,), "cu_seqlens_q": (B + 1,), "sample_rows": (S,)}
-            shapes |= {"params": (S, WIDTH), "copies": (2, self.num_copies)}
+            shapes |= {"params": (S, WIDTH)}
             shapes |= {name: (self.num_biases,) for name in ("bias_slots", "bias_ids", "bias_bits")}  # see RequestTable
-        # the last, as a graph has no room for it
-        return shapes | {"logprob_rows": (self.num_logprobs, len(LogprobRow._fields))}
+        # the last, as a graph has no room for them
+        return shapes | {"copies": (2, self.num_copies), "logprob_rows": (self.num_logprobs, len(LogprobRow._fields))}
 
     @property
     def size(self) -> int:
@@ -57,8 +57,8 @@ class BatchShape(NamedTuple):
 def largest_batch(config: Config) -> int:
     """The size of the largest step that there can be."""
     B, T, W = config.max_num_seqs, config.max_num_batched_tokens, config.table_width
-    prefill = BatchShape(True, T, min(B, T), B, W, T, B, B * MOST_BIASES, T + B)
-    return max(prefill.size, BatchShape(False, B, B, B, W, 1, num_logprobs=B).size)
+    prefill = BatchShape(True, T, min(B, T), B, W, T, B * MOST_BIASES, B, T + B)
+    return max(prefill.size, BatchShape(False, B, B, B, W, 1, num_copies=B, num_logprobs=B).size)
 
 
 def _room(dims: tuple[int, ...]) -> int:
@@ -70,7 +70,7 @@ class Batch:
     """The views of one step's buffer: numpy on the host, torch on the device.
 
     What depends on a prompt exists in prefill steps only: `input_ids`, `cu_seqlens_q`, `sample_rows` (the token rows that
-    are sampled), `copies` (the cache blocks to copy from, and to) and what requests ask of their logits.
+    are sampled) and what requests ask of their logits. `copies` are the cache blocks to copy from, and to.
     """
 
     def __init__(self, shape: BatchShape, buffer):
@@ -108,13 +108,13 @@ def prepare_prefill(step: ScheduledStep, buffer: np.ndarray, block_size: int, eo
     batch = Batch(shape, buffer)
     batch.cu_seqlens_q[0], batch.cu_seqlens_q[1:] = 0, ends
     _fill_rows(batch, rows)
+    _fill_copies(batch, step.copies)
     for i, ((seq, start, end), last) in enumerate(zip(rows, ends)):
         first = last - (end - start)
         batch.input_ids[first:last] = seq.token_ids[start:end]
         batch.positions[first:last] = positions = np.arange(start, end)
         batch.slot_mapping[first:last] = _slots(batch.block_tables[i, positions // block_size], positions, block_size)
     batch.sample_rows[:] = sample_rows
-    batch.copies[:] = np.array(step.copies, np.int32).reshape(-1, 2).T
     _fill_params(batch, step.sampled, biases)
     _fill_logprob_rows(batch, asked)
     return batch
@@ -126,8 +126,10 @@ def prepare_decode(
     """A decode step of `num_rows`: the rows past the step's own are empty, store nothing and sample in vain."""
     n = len(step.rows)
     asked = logprob_rows(step, range(n))
-    batch = Batch(BatchShape(False, num_rows, num_rows, num_rows, table_width, 1, num_logprobs=len(asked)), buffer)
+    rows_and_width = num_rows, num_rows, num_rows, table_width, 1
+    batch = Batch(BatchShape(False, *rows_and_width, num_copies=len(step.copies), num_logprobs=len(asked)), buffer)
     _fill_rows(batch, step.rows)
+    _fill_copies(batch, step.copies)
     _fill_logprob_rows(batch, asked)
     batch.positions[:n] = positions = batch.context_lens[:n] - 1
     batch.slot_mapping[:n] = _slots(batch.block_tables[np.arange(n), positions // block_size], positions, block_size)
@@ -149,6 +151,10 @@ def _fill_rows(batch: Batch, rows: list[ScheduledSequence]) -> None:
     batch.block_tables[:] = 0
     for table, (seq, _, _) in zip(batch.block_tables, rows):
         table[: len(seq.block_table)] = seq.block_table
+
+
+def _fill_copies(batch: Batch, copies: list[tuple[int, int]]) -> None:
+    batch.copies[:] = np.array(copies, np.int32).reshape(-1, 2).T
 
 
 def _fill_logprob_rows(batch: Batch, asked: list[LogprobRow]) -> None:

@@ -32,6 +32,8 @@ class BlockManager:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.hash_to_block_id: dict[int, int] = {}
+        self.duplicates: dict[int, set[int]] = {}  # by hash: further blocks of the same contents
+        self.copies: dict[int, int] = {}  # block -> the one whose contents it needs before the next step
 
     @staticmethod
     def compute_hash(token_ids: list[int], prefix_hash: int = 0) -> int:
@@ -59,10 +61,10 @@ class BlockManager:
         while len(seq.block_table) < self.num_blocks_for(seq.num_tokens):
             seq.block_table.append(self._take_free_block())
 
-    def fork(self, seq: Sequence, other: Sequence) -> tuple[int, int] | None:
-        """Give `other` all that is computed of `seq`, the same prompt: its full blocks, and a block of its own.
+    def fork(self, seq: Sequence, other: Sequence) -> None:
+        """Give `other` all that is computed of `seq`, whose tokens it has: the full blocks, and a block of its own.
 
-        (from, to): the block that must be copied, where the last one is full in part.
+        Where the last block of `seq` is full in part, the new one joins `copies`.
         """
         num_full = seq.num_computed_tokens // self.block_size
         other.block_table = seq.block_table[:num_full]
@@ -72,7 +74,8 @@ class BlockManager:
         other.block_hashes = seq.block_hashes.copy()
         other.num_computed_tokens = seq.num_computed_tokens
         other.num_cached_tokens = seq.num_cached_tokens
-        return (seq.block_table[num_full], other.block_table[-1]) if len(seq.block_table) > num_full else None
+        if len(seq.block_table) > num_full:
+            self.copies[other.block_table[-1]] = seq.block_table[num_full]
 
     def can_append(self, seq: Sequence) -> bool:
         """Whether the last token of `seq` has a slot, or can get one."""
@@ -100,7 +103,8 @@ class BlockManager:
                 break  # published before, and so are those in front of it
             block.hash = seq.block_hashes[i]
             block.token_ids = self._block_tokens(seq, i)
-            self.hash_to_block_id.setdefault(block.hash, block.block_id)
+            if self.hash_to_block_id.setdefault(block.hash, block.block_id) != block.block_id:
+                self.duplicates.setdefault(block.hash, set()).add(block.block_id)
 
     def deallocate(self, seq: Sequence) -> None:
         """Drop the references of `seq`, its tail first: the head of a prefix is worth keeping longest."""
@@ -115,10 +119,19 @@ class BlockManager:
         seq.num_computed_tokens = 0
 
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache, for when the contents of blocks can't be trusted."""
+        """Empty the prefix cache."""
         self.hash_to_block_id.clear()
+        self.duplicates.clear()
         for block in self.blocks:
             block.hash = None
+
+    def reset(self) -> None:
+        """Take every block back, and trust no contents: for when a step did not come to its end."""
+        self.forget_prefixes()
+        self.copies.clear()
+        for block in self.blocks:
+            block.ref_count = 0
+        self.free_block_ids = OrderedDict.fromkeys(range(len(self.blocks)))
 
     def _match_prefix(self, seq: Sequence) -> list[int]:
         """Ids of the cached blocks that `seq` begins with, always leaving at least one token to compute."""
@@ -144,8 +157,20 @@ class BlockManager:
     def _take_free_block(self) -> int:
         block_id, _ = self.free_block_ids.popitem(last=False)
         block = self.blocks[block_id]
-        if self.hash_to_block_id.get(block.hash) == block_id:
-            del self.hash_to_block_id[block.hash]
-        block.hash = None
+        if block.hash is not None:
+            self._unpublish(block)
         block.ref_count = 1
         return block_id
+
+    def _unpublish(self, block: Block) -> None:
+        """The block's contents can't be found in it any more; in a duplicate they still can."""
+        duplicates = self.duplicates.get(block.hash, set())
+        if self.hash_to_block_id[block.hash] != block.block_id:
+            duplicates.remove(block.block_id)
+        elif duplicates:
+            self.hash_to_block_id[block.hash] = duplicates.pop()
+        else:
+            del self.hash_to_block_id[block.hash]
+        if not duplicates:
+            self.duplicates.pop(block.hash, None)
+        block.hash = None

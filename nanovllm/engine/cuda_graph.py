@@ -30,7 +30,7 @@ class DecodeGraphs:
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.outputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of `forward`: what the last replay left there
         self.ladder = batch_size_ladder(max_num_seqs)
-        room = self._shape(max_num_seqs, table_width)._replace(num_logprobs=max_num_seqs).size
+        room = self._shape(max_num_seqs, table_width)._replace(num_copies=max_num_seqs, num_logprobs=max_num_seqs).size
         # zeros: rows without a context, which write to a slot that nobody holds yet
         self._batches = torch.zeros(2, room, dtype=torch.int32, pin_memory=True)
         self._token_ids = torch.zeros(2, max_num_seqs, dtype=torch.int32, pin_memory=True)

@@ -30,42 +30,59 @@ class Vocabulary(dict):
 
 
 class Detokenizer:
-    """The text of one answer. What joins the tokens' bytes is UTF-8, so a character waits until its last byte is there."""
+    """The text of one answer, in time linear in its length.
 
-    def __init__(self, token_ids: list[int], params: SamplingParams, vocabulary: Vocabulary | None):
+    What joins the tokens' bytes is UTF-8, so a character waits until its last byte is there.
+    """
+
+    def __init__(self, token_ids: list[int], num_prompt_tokens: int, params: SamplingParams, vocabulary: Vocabulary):
         """`token_ids` is the sequence's own list: the prompt, to which tokens will be appended."""
-        self.text = ""
-        self.num_hidden = 0  # last tokens that are no part of the text
         self._token_ids, self._params, self._vocabulary = token_ids, params, vocabulary
-        self._num_prompt = self._num_decoded = len(token_ids)
+        self._num_prompt = self._num_decoded = num_prompt_tokens
         self._decoder = getincrementaldecoder("utf-8")("replace")
-        self._num_searched = self._num_taken = 0  # characters in which no stop string ends; that were given away
+        self._pieces: list[str] = []
+        self._untaken: list[str] = []
+        self._window = ""  # the last characters that a stop string may begin with, which ends in what follows
+        self._max_overlap = max(map(len, params.stop), default=1) - 1
 
-    def extend(self, is_over: bool = False) -> str:
-        """The text of all tokens so far; when it is over, what is left of a character is replaced by U+FFFD."""
-        new = self._token_ids[self._num_decoded : len(self._token_ids) - self.num_hidden]
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def extend(self, num_hidden: int = 0, is_over: bool = False) -> str:
+        """What the tokens since the last call add, short of the last `num_hidden`, which are no part of the text.
+
+        When it is over, what is left of a character is replaced by U+FFFD.
+        """
+        new = self._token_ids[self._num_decoded : len(self._token_ids) - num_hidden]
         self._num_decoded += len(new)
-        self.text += self._decoder.decode(b"".join([self._vocabulary[i] for i in new]), is_over)
-        return self.text
+        piece = self._decoder.decode(b"".join([self._vocabulary[i] for i in new]), is_over)
+        if piece:
+            self._pieces.append(piece)
+            self._untaken.append(piece)
+        return piece
 
     def cut_at_stop(self) -> str | None:
-        """The stop string that ends first in what the last token added, unless it came too early; the text is cut there."""
-        text, params, found = self.extend(), self._params, []
+        """The stop string that ends first in what the last token adds, unless it came too early; the text is cut there."""
+        piece, params, found = self.extend(), self._params, []
+        text = self._window + piece
         for stop in params.stop if len(self._token_ids) - self._num_prompt > params.min_tokens else ():
-            if (begin := text.find(stop, max(0, self._num_searched + 1 - len(stop)))) >= 0:
+            if (begin := text.find(stop, max(0, len(self._window) + 1 - len(stop)))) >= 0:
                 found.append((begin + len(stop), begin, stop))
-        self._num_searched = len(text)
+        self._window = text[len(text) - min(self._max_overlap, len(text)) :]
         if not found:
             return None
         end, begin, stop = min(found)
-        self.text = text[: end if params.include_stop_str_in_output else begin]
+        num_cut = len(text) - (end if params.include_stop_str_in_output else begin)
+        self._pieces, self._untaken = ([(x := "".join(p))[: len(x) - num_cut]] for p in (self._pieces, self._untaken))
         self._decoder.reset()
         return stop
 
-    def take(self, is_over: bool) -> str:
+    def take(self, num_hidden: int = 0, is_over: bool = False) -> str:
         """The text since the last call, short of what may turn out to be the beginning of a stop string."""
-        text = self.extend(is_over)
+        self.extend(num_hidden, is_over)
+        text = "".join(self._untaken)
         stops = () if is_over or self._params.include_stop_str_in_output else self._params.stop
-        held = max((n for s in stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
-        begin, self._num_taken = self._num_taken, len(text) - held
-        return text[begin : self._num_taken]
+        num_held = max((n for s in stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+        self._untaken = [text[len(text) - num_held :]]
+        return text[: len(text) - num_held]

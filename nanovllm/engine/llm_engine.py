@@ -1,35 +1,40 @@
-"""Requests in, text out: the facade over scheduler and model runner."""
-import secrets
-import struct
+"""Requests in, text out: the facade over scheduler and model runner, for any number of callers at a time."""
+import logging
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from numbers import Integral
-
-import xxhash
 
 from nanovllm.config import Config
+from nanovllm.engine.beam_search import BeamRequest
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.detokenizer import Vocabulary
+from nanovllm.engine.leadership import Leadership
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.outputs import ProgressBar, StepOutput, answer_of, event_of
-from nanovllm.engine.prompts import Prompt, as_list, as_prompts
-from nanovllm.engine.sampled import SampledTokens
+from nanovllm.engine.outputs import ProgressBar, RequestOutput, StepOutput, StreamEvent
+from nanovllm.engine.processor import InputProcessor
+from nanovllm.engine.prompts import Prompt
+from nanovllm.engine.request import Inbox, Request, Wants
+from nanovllm.engine.sampled import Sampled, SampledTokens
 from nanovllm.engine.scheduler import ScheduledStep, Scheduler
-from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.worker import Workers
+from nanovllm.engine.worker import Workers, interrupts_held
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
+from nanovllm.utils.context import clear_context
 from nanovllm.utils.stopwatch import Stopwatch
+
+logger = logging.getLogger("nanovllm")
 
 
 class LLMEngine:
     """Generates for many requests at once.
 
     `generate` does it all and `stream` shows it as it comes; `add_request`, `step`, `abort` and `is_finished` are the
-    loop for those who want to hold it. With `async_scheduling` a step's tokens reach the host one turn late, while the
-    next step runs. An engine is a context manager, and `exit` frees its memory. `startup_seconds` says where the time
-    of its start went.
+    loop for those who want to hold it. All may be called from several threads at the same time, and each caller gets
+    what it asked for: there is no thread of the engine's own, one of the callers runs the next step, and the others
+    wait for what it brings them. What a caller adds or aborts takes effect between two steps.
+
+    With `async_scheduling` a step's tokens reach the host one turn late, while the next step runs. An engine is a
+    context manager, and `exit` frees its memory. `startup_seconds` says where the time of its start went.
     """
 
     def __init__(self, model: str, **settings):
@@ -51,7 +56,7 @@ class LLMEngine:
                 self.model_runner = ModelRunner(self.config, startup, tp)
                 self.workers.wait_until_started()
                 self.tokenizer = tokenizer.result()
-                self._vocabularies = [Vocabulary(self.tokenizer, skip) for skip in (False, True)]
+                self.processor = InputProcessor(self.config, self.tokenizer)
             except BaseException as error:
                 self._close_after(error)
                 raise
@@ -61,109 +66,109 @@ class LLMEngine:
             self.model_runner.num_kvcache_blocks, self.config.kvcache_block_size, self.config.enable_prefix_caching
         )
         bounds = self.config.max_num_seqs, self.config.max_num_batched_tokens
-        self.scheduler = Scheduler(block_manager, *bounds, self.config.model_config.eos_token_ids)
-        self._num_requests = 0
+        eos = self.config.model_config.eos_token_ids, self.tokenizer.eos_token_id
+        self.scheduler = Scheduler(block_manager, *bounds, *eos)
         self._in_flight: tuple[ScheduledStep, SampledTokens] | None = None
-        self._aborted: list[Sequence] = []  # of which the next step tells
+        self._requests: dict[int, Request | BeamRequest] = {}  # that have not ended
+        self._inboxes: set[Inbox] = set()  # of those requests
+        self._leadership = Leadership(self._recover)
+        self._loop = threading.local()  # the inbox of each thread that calls `add_request`
+        self._loops: set[Inbox] = set()  # all of those
+        logger.info("%r", self)
 
     def generate(
         self, prompts: Prompt | list[Prompt], sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
-    ) -> list[dict]:  # fmt: skip
+    ) -> list[RequestOutput]:  # fmt: skip
         """Answers to one prompt or many, in their order.
 
-        A prompt is a string or a list of token ids; `sampling_params` one for all, or one for each. An answer has
-        `request_id`, `prompt_token_ids` and `num_cached_tokens` of them, `text`, `token_ids` (the end-of-sequence id
-        included), `finish_reason` ("stop", "length" or "abort"), `stop_reason` (the string or id of `stop` or
-        `stop_token_ids`), `timing` (seconds from arrival to the end of "queue", "first_token" and "finish"), and where
-        asked for `logprobs` (for each token a dict from ids to log-probabilities) and `prompt_logprobs` (None for the
-        first). With n > 1, what differs is in a list `outputs` of n dicts.
+        A prompt is a string, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a conversation;
+        `sampling_params` one for all, or one for each; None is what the model recommends.
 
         Nothing is queued unless every prompt is good: ValueError or TypeError else, as of `add_request`. Ctrl-C and
-        errors drop this call's requests and leave the engine ready for the next.
+        errors drop this call's requests and leave the engine ready for the next. RuntimeError where a step that another
+        caller ran has failed, as that drops all requests.
         """
-        groups = self._make_groups(prompts, sampling_params)
-        answers: dict[int, dict] = {}
+        inbox = Inbox(Wants.ANSWERS)
+        return self._answers(self.processor.requests(prompts, sampling_params, inbox), inbox, use_tqdm)
+
+    def _answers(self, requests: list, inbox: Inbox, use_tqdm: bool) -> list:
+        answers = {}
         try:
-            for group in groups:
-                self.scheduler.add(*group)
-            with ProgressBar(len(groups), disable=not use_tqdm) as bar:
-                while len(answers) < len(groups):
-                    output = self.step()
+            self._submit(requests)
+            with ProgressBar(len(requests), disable=not use_tqdm) as bar:
+                while len(answers) < len(requests):
+                    output = self._next_output([inbox])
                     bar.show(output)
-                    answers |= {answer["request_id"]: answer for answer in output.finished}
+                    answers |= {answer.request_id: answer for answer in output.finished}
         except BaseException:
-            self._drop_everything()
+            self._withdraw(requests)
             raise
-        return [answers[group[0].request_id] for group in groups]
+        return [answers[request.request_id] for request in requests]
 
     def stream(
-        self, prompts: Prompt | list[Prompt], sampling_params: SamplingParams | list[SamplingParams] | None = None
-    ) -> Iterator[dict]:
+        self, prompts: Prompt | list[Prompt], sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        chat_template_kwargs: Mapping | None = None,
+    ) -> Iterator[StreamEvent]:  # fmt: skip
         """The answers of `generate` piece by piece, as they come from many requests at once.
 
-        An event has `index` (of the prompt), `output_index` (with n > 1), `request_id`, `text` and `token_ids` (what is
-        new; text that may yet be cut off as a stop string is held back), `finish_reason` and `stop_reason` (None until
-        the last), and `logprobs` where asked for. Requests of `add_request` in the middle of it come with the index None.
-        Errors are those of `generate`; leaving the loop aborts what is left.
+        Text that may yet be cut off as a stop string is held back, and no character is split. `chat_template_kwargs` are
+        for conversations. Errors are those of `generate`, and come with the call; leaving the loop aborts what is left.
         """
-        return self._stream(self._make_groups(prompts, sampling_params))
+        self._check_open()
+        inbox = Inbox(Wants.EVENTS)
+        return self._stream(self.processor.requests(prompts, sampling_params, inbox, chat_template_kwargs), inbox)
 
-    def _stream(self, groups: list[list[Sequence]]) -> Iterator[dict]:
-        self._check_idle()  # again: other requests may have come since the stream was made
-        index_of = {group[0].request_id: i for i, group in enumerate(groups)}
+    def _stream(self, requests: list[Request], inbox: Inbox) -> Iterator[StreamEvent]:
+        num_left = sum(len(request.group) for request in requests)
         try:
-            for group in groups:
-                self.scheduler.add(*group)
-            while not self.is_finished():
-                for seq, token_ids in self.step().arrived:
-                    yield {"index": index_of.get(seq.request_id), **event_of(seq, token_ids)}
+            self._submit(requests)
+            while num_left:
+                for event in self._next_output([inbox]).events:
+                    num_left -= event.finish_reason is not None
+                    yield event
         finally:
-            for request_id in index_of:
-                self.scheduler.abort(request_id)
+            self._withdraw(requests)
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
-        """Queue a request, and return its id.
+        """Queue a request, and return its id; `step` of the same thread brings its answer.
 
         Raises before anything is queued: ValueError for an empty prompt, one that is not shorter than
         `max_model_len`, or a token id outside the vocabulary; TypeError for something else than text or ids.
         """
         self._check_open()
-        group = self._make_group(prompt, sampling_params)
-        self.scheduler.add(*group)
-        return group[0].request_id
+        request = self.processor.request(prompt, sampling_params, self._loop_inbox())
+        self._submit([request])
+        return request.request_id
 
     def abort(self, request_id: int) -> None:
-        """End a request, whose blocks are free for the next step; that step brings what there is of its answer.
+        """End a request, whose blocks are free for the next step; its caller gets what there is of its answer.
 
-        One that has ended already stays as it is. ValueError for an id that `add_request` never returned.
+        One that has ended already stays as it is. May be called from a signal handler. ValueError for an id that no
+        request ever had.
         """
-        check_int("request_id", request_id, low=0, high=self._num_requests - 1)
-        self._aborted += self.scheduler.abort(request_id)
+        if not self.processor.num_requests:
+            raise ValueError(f"request_id={request_id!r}: there has been no request yet")
+        request_id = check_int("request_id", request_id, low=0, high=self.processor.num_requests - 1)
+        self._leadership.post(lambda: self._abort(request_id))
 
     def step(self) -> StepOutput:
         """One turn of the loop: queue the next step, and take in what has been computed.
 
-        If it raises, every request is dropped; the engine can go on with new ones. With several ranks it can go on after
-        Ctrl-C alone: any other error closes it, and that of another rank, or its end, is a RuntimeError that says which.
+        It brings what has come for the requests that this thread has added. A thread that has added none, the loop of a
+        server, gets that of all threads which do not call `step` themselves.
+
+        If it raises an error, every request is dropped; the engine can go on with new ones. After Ctrl-C all go on. With
+        several ranks any other error closes it, and that of another rank, or its end, is a RuntimeError that says which.
         """
-        self._check_open()
-        try:
-            scheduled = self.scheduler.schedule()
-            launched = (scheduled, self.workers.launch(self.model_runner, scheduled)) if scheduled else None
-            if self.config.async_scheduling:
-                launched, self._in_flight = self._in_flight, launched
-            return self._take_in(launched)
-        except BaseException as error:
-            if self.workers.processes and isinstance(error, Exception):
-                self._close_after(error)
-            else:
-                self._drop_everything()
-            raise
+        inboxes = self._inboxes_to_read()
+        for inbox in inboxes:
+            inbox.is_read |= inbox.thread is threading.current_thread()
+        return self._next_output(inboxes)
 
     def is_finished(self) -> bool:
-        """Whether nothing is left to do, or to tell."""
-        return self.scheduler.is_finished() and not self._aborted
+        """Whether nothing is left to do, or to tell, for those requests of `add_request` whose answers `step` brings."""
+        return not any(inbox.live or inbox.is_ready for inbox in self._inboxes_to_read())
 
     def stats(self) -> dict:
         """What goes on, and what went on since the start.
@@ -173,76 +178,137 @@ class LLMEngine:
         """
         return self.scheduler.stats()
 
-    def _take_in(self, launched: tuple[ScheduledStep, SampledTokens] | None) -> StepOutput:
-        ended, self._aborted = self._aborted, []
-        output = StepOutput([], [(seq, []) for seq in ended])
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False, and nothing is done, while requests hold blocks."""
+        return self._leadership.lead(self.scheduler.forget_prefixes) and not self.scheduler.live
+
+    # -- between callers and the leader --------------------------------------------------------------------------------
+
+    def _submit(self, requests: list[Request | BeamRequest]) -> None:
+        with self._leadership.lock:
+            self._check_open()
+            for request in requests:
+                self._requests[request.request_id] = request
+                request.inbox.live.add(request.request_id)
+                self._inboxes.add(request.inbox)
+        self._leadership.post(lambda: [self.scheduler.add(*r.group) for r in requests if r.request_id in self._requests])
+
+    def _withdraw(self, requests: list[Request | BeamRequest]) -> None:
+        """Their caller does not wait for them any more."""
+        with interrupts_held():
+            if live := [request.request_id for request in requests if request.request_id in self._requests]:
+                self._leadership.post(lambda: [self._abort(request_id) for request_id in live])
+
+    def _next_output(self, inboxes: list[Inbox]) -> StepOutput:
+        """What has come; if nothing has, run a step, or wait for the thread that does."""
+        self._check_open()
+        if not any(inbox.is_ready for inbox in inboxes):
+            self._leadership.lead(self._step, inboxes)
+        return StepOutput.merged([output for inbox in inboxes for output in inbox.take()])
+
+    def _loop_inbox(self) -> Inbox:
+        """That of the requests which this thread adds."""
+        if getattr(self._loop, "inbox", None) is None:
+            self._loop.inbox = Inbox(Wants.TOKENS)
+            with self._leadership.lock:
+                kept = {inbox for inbox in self._loops if inbox.live or inbox.is_ready or inbox.thread.is_alive()}
+                self._loops = kept | {self._loop.inbox}
+        return self._loop.inbox
+
+    def _inboxes_to_read(self) -> list[Inbox]:
+        """Those whose outputs `step` brings to this thread."""
+        own = getattr(self._loop, "inbox", None)
+        return [own] if own is not None else [inbox for inbox in self._loops if not inbox.is_read]
+
+    # -- what only the leader does -------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Queue the next step, take in what has been computed, and tell the callers. Ctrl-C comes while the device works."""
+        with interrupts_held():
+            self._check_open()
+            self._leadership.take_commands()
+            scheduled = self.scheduler.schedule()
+        launched = (scheduled, self.workers.launch(self.model_runner, scheduled)) if scheduled else None
+        if self.config.async_scheduling:
+            launched, self._in_flight = self._in_flight, launched
         if launched:
-            step, sampled = launched[0], launched[1].wait()
-            live = [(seq, [i]) for seq, i in zip(step.sampled, sampled.token_ids) if seq.finish_reason is None]
-            ended += self.scheduler.postprocess(step, *sampled)
-            num_tokens = (step.num_tokens, 0) if step.is_prefill else (0, len(live))
-            output = StepOutput([], output.arrived + live, *num_tokens)
-        groups = {seq.request_id: seq.group for seq in ended}.values()
-        output.finished.extend(answer_of(group) for group in groups if all(seq.finish_reason for seq in group))
-        return output
+            sampled = launched[1].wait()
+            with interrupts_held():
+                self._take_in(launched[0], sampled)
 
-    def _make_groups(self, prompts, sampling_params) -> list[list[Sequence]]:
-        """The sequences of many requests, once all is checked that can be wrong with them."""
-        self._check_idle()
-        prompts = as_prompts(prompts)
-        if not isinstance(sampling_params, (list, tuple)):
-            sampling_params = [sampling_params] * len(prompts)
-        if len(sampling_params) != len(prompts):
-            raise ValueError(f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: give one, or as many")
-        return [self._make_group(*request) for request in zip(prompts, sampling_params)]
+    def _take_in(self, step: ScheduledStep, sampled: Sampled) -> None:
+        live = [seq for seq in step.sampled if seq.finish_reason is None]
+        self.scheduler.postprocess(step, *sampled)
+        inboxes, touched = [*self._inboxes], {}
+        for seq in live:
+            request = self._requests[seq.request_id]
+            if not request.is_quiet:
+                if seq.finish_reason != "stop" and (stop := request.cut_at_stop(seq)) is not None:
+                    self.scheduler.finish(seq, "stop", stop)
+                request.tell(seq)
+            if seq.finish_reason is not None or seq.pauses:
+                touched[seq.request_id] = request
+        for request in touched.values():
+            if isinstance(request, BeamRequest):
+                request.advance(self.scheduler)
+            if request.is_finished:
+                self._end(request)
+        for inbox in inboxes:
+            inbox.end_step(*((step.num_tokens, 0) if step.is_prefill else (0, len(live))))
 
-    def _make_group(self, prompt: Prompt, params: SamplingParams | None) -> list[Sequence]:
-        """The sequences of a request, which has its number with that; checks all that can be wrong with it."""
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params={params!r}: must be a SamplingParams")
-        token_ids = self._token_ids(prompt)
-        if not token_ids:
-            raise ValueError("prompt: is empty; it must hold at least 1 token")
-        bound = self.config.max_model_len
-        if len(token_ids) >= bound:
-            raise ValueError(f"prompt: has {len(token_ids)} tokens; it must be shorter than max_model_len={bound}")
-        vocab_size = self.config.model_config.vocab_size
-        for name, ids in (("prompt", token_ids), ("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            for token_id in (min(ids), max(ids)) if ids else ():
-                if not 0 <= token_id < vocab_size:
-                    raise ValueError(f"{name}: token id {token_id} is outside of the vocabulary (0 to {vocab_size - 1})")
-        request_id, vocabulary = self._num_requests, self._vocabularies[params.skip_special_tokens]
-        self._num_requests += 1
-        seed = self._noise_seed(params, request_id)
-        seeds = [seed, *(xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed, i)) for i in range(1, params.n))]
-        group = [Sequence(request_id, [*token_ids], params, s, bound, vocabulary, i) for i, s in enumerate(seeds)]
-        for seq in group:
-            seq.group = group
-        return group
+    def _abort(self, request_id: int) -> None:
+        if (request := self._requests.get(request_id)) is not None:
+            for seq in self.scheduler.abort(request_id):
+                if not request.is_quiet:
+                    request.tell(seq)
+            self._end(request)
+            request.inbox.end_step()
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        ids = as_list(prompt)
-        kinds = None if ids is None else set(map(type, ids))
-        if kinds is None or any(kind is bool or not issubclass(kind, Integral) for kind in kinds):
-            raise TypeError(f"prompt={prompt!r:.80}: must be a string or a list of token ids")
-        return ids if kinds == {int} else [int(i) for i in ids]
+    def _end(self, request: Request | BeamRequest) -> None:
+        """Its last sequence has ended."""
+        with self._leadership.lock:
+            del self._requests[request.request_id]
+            request.inbox.live.discard(request.request_id)
+            if not request.inbox.live:
+                self._inboxes.discard(request.inbox)
+        if request.inbox.wants is not Wants.EVENTS:
+            request.inbox.finished.append(request.output())
 
-    def _noise_seed(self, params: SamplingParams, request_id: int) -> int:
-        if params.seed is not None:
-            return params.seed
-        if self.config.seed is not None:
-            return xxhash.xxh3_64_intdigest(struct.pack("<QQ", self.config.seed, request_id))
-        return secrets.randbits(64)
+    # -- errors and ends -----------------------------------------------------------------------------------------------
 
-    def _drop_everything(self) -> None:
-        if self.model_runner is not None:
-            self.model_runner.recover()  # what was queued still reads the host's buffers
-            self._in_flight = None
-            self._aborted = []
-            self.scheduler.abort_all()
+    def _recover(self, error: BaseException, inboxes: Iterable[Inbox]) -> None:
+        """Trust nothing of the state that an error left. Ctrl-C costs other callers time; an error ends all requests."""
+        clear_context()
+        if self.model_runner is None:
+            return
+        if not isinstance(error, Exception):
+            self._restart()
+            for request in [*self._requests.values()]:
+                if request.is_finished:  # with the step that was cut short
+                    self._end(request)
+                    request.inbox.end_step()
+            return
+        self._drop_everything(error)
+        for inbox in inboxes:
+            inbox.drop(None)  # to them it is raised as it is
+        if self.workers.processes:
+            self._close_after(error)
+
+    def _restart(self) -> None:
+        """Compute again whatever has not ended."""
+        self.model_runner.recover()  # what was queued still reads the host's buffers
+        self._in_flight = None
+        self.scheduler.reset()
+
+    def _drop_everything(self, error: BaseException | None) -> None:
+        with self._leadership.lock:
+            self._requests.clear()
+            self._leadership.forget_commands()
+            for inbox in self._inboxes:
+                inbox.drop(error)
+            self._inboxes.clear()
+        self.scheduler.live.clear()
+        self._restart()
 
     def _close_after(self, error: BaseException) -> None:
         """Close the engine; raises the cause of `error` where that is another."""
@@ -261,17 +327,25 @@ class LLMEngine:
 
     def exit(self) -> None:
         """Drop what is unfinished and free the device's memory; an engine that was left can't be used again."""
-        self._drop_everything()
-        self._close()
+        self._leadership.lead(self._exit, inboxes=())
 
-    def _check_idle(self) -> None:
-        self._check_open()
-        if not self.is_finished():
-            raise RuntimeError("requests from add_request or stream are unfinished; call step() until is_finished()")
+    def _exit(self) -> None:
+        if self.model_runner is not None:
+            self._drop_everything(None)
+        self._close()
 
     def _check_open(self) -> None:
         if self.model_runner is None:
             raise RuntimeError("this engine was closed by exit()")
+
+    def __repr__(self) -> str:
+        config, blocks = self.config, len(self.scheduler.block_manager.blocks)
+        return (
+            f"LLM(model={config.model!r}, device={config.device!r}, dtype={str(config.dtype).removeprefix('torch.')!r}, "
+            f"attention_backend={config.attention_backend!r}, max_model_len={config.max_model_len}, "
+            f"num_kvcache_blocks={blocks} ({blocks * config.kvcache_block_size:,} tokens), "
+            f"enable_prefix_caching={config.enable_prefix_caching}, tensor_parallel_size={config.tensor_parallel_size})"
+        )
 
     def __enter__(self):
         return self

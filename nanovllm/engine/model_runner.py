@@ -83,6 +83,8 @@ class ModelRunner:
         """Queue a batch that lies in `host_buffer`; the step may not be over when this returns, nor the one before it."""
         self.tp.check()
         with self._on_device():
+            if batch.shape.num_copies:
+                self._copy_blocks(batch.copies)
             if self.graphs and not batch.shape.is_prefill:
                 token_ids = self.graphs.replay(batch.shape.num_seqs)
                 outputs = self.graphs.outputs[batch.shape.num_seqs]
@@ -128,10 +130,6 @@ class ModelRunner:
         blocks = self.slot_token_ids[:-1].view(-1, self.config.kvcache_block_size)
         with attention_context(context):
             hidden_states = self.model(input_ids, batch.positions)
-        if shape.num_copies:
-            sources, targets = batch.copies
-            for cache in (blocks, *self.kv_cache.flatten(0, 1)):  # one at a time: what was gathered needs memory
-                cache[targets] = cache[sources]
         sampled, positions, block_tables = hidden_states, batch.positions, batch.block_tables
         if shape.is_prefill:  # no logits for rows that are not sampled
             self.requests.write(batch.req_indices, batch.params, batch.bias_slots, batch.bias_ids, batch.bias_bits)
@@ -146,6 +144,15 @@ class ModelRunner:
         token_ids = self.sampler(logits, temperatures, seeds(rows.params), positions, least)
         self.last_token_ids[batch.req_indices] = token_ids
         return token_ids, hidden_states
+
+    @torch.inference_mode()
+    def _copy_blocks(self, copies: np.ndarray) -> None:
+        """Copy cache blocks, and the ids behind their keys; copies [2, C] int32 are where from, and where to."""
+        pinned = torch.tensor(copies, pin_memory=self.device.type == "cuda")
+        sources, targets = pinned.to(self.device, non_blocking=True)
+        blocks = self.slot_token_ids[:-1].view(-1, self.config.kvcache_block_size)
+        for cache in (blocks, *self.kv_cache.flatten(0, 1)):  # one at a time: what was gathered needs memory
+            cache[targets] = cache[sources]
 
     @torch.inference_mode()
     def _logprobs(self, asked: list[LogprobRow], token_ids: torch.Tensor, hidden_states: torch.Tensor) -> tuple:

@@ -1,6 +1,7 @@
 """Who runs in the next step, and in which blocks."""
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 from nanovllm.engine.block_manager import BlockManager
@@ -23,7 +24,7 @@ class ScheduledStep:
     """One step: all prefill or all decode, and the sequences that get a token out of it, in the order of its rows.
 
     sample_rows: the row from which each of `sampled` gets its token; answers to the same prompt share one.
-    copies: (from, to) of cache blocks that are copied when the step's keys and values are stored.
+    copies: (from, to) of cache blocks that are copied before the step's keys and values are stored.
     """
 
     is_prefill: bool
@@ -53,17 +54,24 @@ class Scheduler:
     The answers to one prompt (`Sequence.group`) wait in a row. The first is admitted when there is room for all, or
     nothing else runs; once its prompt is computed, those behind it share its blocks and are sampled in the same step, as
     far as they fit. The rest stay at the head of the queue, as requests that find their prompt in the prefix cache.
+
+    Sequences are kept by (request id, index), so that one can leave from anywhere in O(1).
     """
 
     def __init__(
-        self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int, eos_token_ids: frozenset[int]
-    ):
+        self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int,
+        eos_token_ids: frozenset[int], eos_token_id: int | None = None,
+    ):  # fmt: skip
+        """`eos_token_id` is the tokenizer's own among those that end a generation: the one that needs no stop reason."""
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.eos_token_ids = eos_token_ids
-        self.waiting: deque[Sequence] = deque()  # its head may be RUNNING: admitted, its prompt computed in part
-        self.running: dict[tuple[int, int], Sequence] = {}  # by request id and index, in order of admission
+        self.eos_token_id = eos_token_id
+        self.live: dict[int, dict[int, Sequence]] = {}  # by request id and index: all that have not ended
+        # those at the head may be RUNNING: admitted, and computed in part
+        self.waiting: OrderedDict[tuple[int, int], Sequence] = OrderedDict()
+        self.running: dict[tuple[int, int], Sequence] = {}  # in order of admission
         self.refill_at = max_num_seqs  # new ones are admitted when no more than so many run
         self.num_held = 0  # steps without admission since it was full
         self.free_req_indices = list(range(max_num_seqs - 1, -1, -1))
@@ -72,18 +80,26 @@ class Scheduler:
 
     def add(self, *group: Sequence) -> None:
         """Queue the answers to one prompt."""
-        self.waiting.extend(group)
+        for seq in group:
+            self.live.setdefault(seq.request_id, {})[seq.index] = seq
+            self.waiting[seq.request_id, seq.index] = seq
 
     def is_finished(self) -> bool:
-        return not self.waiting and not self.running
+        return not self.live
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None where all that runs waits only for tokens that are still on their way."""
+        copies, self.block_manager.copies = self.block_manager.copies, {}  # those of this step's forks are the next one's
         step = self._schedule_prefill()
         if not step.rows:
             step = self._schedule_decode()
+        while not step.rows and self.waiting and (paused := [s for s in self.running.values() if s.is_paused]):
+            self.preempt(paused[-1])  # beams that wait for others of their search, which find no blocks
+            step = self._schedule_prefill()
         if not step.rows:
+            self.block_manager.copies = copies
             return None
+        step.copies = [(source, target) for target, source in copies.items()]
         self.counts["prefill_steps" if step.is_prefill else "decode_steps"] += 1
         return step
 
@@ -91,7 +107,7 @@ class Scheduler:
         step = ScheduledStep(is_prefill=True)
         budget = self.max_num_batched_tokens
         while self.waiting and budget > 0:
-            seq = self.waiting[0]
+            seq = next(iter(self.waiting.values()))
             if seq.status is SequenceStatus.WAITING and not self._admit(seq):
                 break
             start = seq.num_computed_tokens
@@ -101,10 +117,10 @@ class Scheduler:
             seq.num_computed_tokens = end
             self.block_manager.publish(seq)
             if end == seq.num_tokens:
-                self.waiting.popleft()
+                self.waiting.popitem(last=False)
                 num_running, is_first = len(self.running), not seq.has_begun
                 self._start(seq, step)
-                if is_first:
+                if is_first and seq.params.n > 1:
                     self._fork(seq, step, num_running)
         return step
 
@@ -116,12 +132,11 @@ class Scheduler:
 
     def _fork(self, seq: Sequence, step: ScheduledStep, headroom: int) -> None:
         """Start the answers to the prompt of `seq` that wait behind it, as far as they fit."""
-        while self.waiting and (other := self.waiting[0]).group is seq.group and not other.has_begun:
+        while self.waiting and (other := next(iter(self.waiting.values()))).group is seq.group and not other.has_begun:
             if not self.free_req_indices or len(self.block_manager.free_block_ids) <= headroom:
                 break
-            self.waiting.popleft()
-            if copy := self.block_manager.fork(seq, other):
-                step.copies.append(copy)
+            self.waiting.popitem(last=False)
+            self.block_manager.fork(seq, other)
             self._enter(other)
             self._start(other, step)
 
@@ -151,13 +166,13 @@ class Scheduler:
     def _enter(self, seq: Sequence) -> None:
         seq.req_index = self.free_req_indices.pop()
         seq.status = SequenceStatus.RUNNING
-        seq.mark("queue")
+        seq.mark("scheduled")
 
     def _schedule_decode(self) -> ScheduledStep:
         step = ScheduledStep(is_prefill=False)
         for seq in list(self.running.values()):
-            if seq.status is not SequenceStatus.RUNNING or seq.num_tokens >= seq.max_num_tokens:
-                continue  # made room for an earlier one, or its last token is in flight
+            if seq.status is not SequenceStatus.RUNNING or seq.num_tokens >= seq.max_num_tokens or seq.pauses:
+                continue  # made room for an earlier one, its last token is in flight, or it is chosen by a search
             while not self.block_manager.can_append(seq):
                 last = next(reversed(self.running.values()))
                 self.preempt(last)
@@ -177,8 +192,42 @@ class Scheduler:
         """Send a running sequence back to the head of the queue, to be computed again from what it has."""
         self._release(seq)
         seq.status = SequenceStatus.WAITING
-        self.waiting.appendleft(seq)
+        if not seq.is_paused:
+            self._to_head([seq])
         self.num_preemptions += 1
+
+    def branch(self, seq: Sequence, choices: list[tuple[int, int]]) -> list[Sequence]:
+        """Let a paused sequence go on with each of several tokens: (index, token id), the first index its own.
+
+        The first is `seq` itself, the others share its blocks. They are at the head of the queue, and the next step
+        computes them, as far as there are blocks; those that found none are computed again.
+        """
+        assert seq.is_paused
+        (_, own_token_id), *others = choices
+        branches = [seq.continued(*choice) for choice in others]
+        for other in branches:
+            self.live[seq.request_id][other.index] = other
+            if seq.block_table and self.free_req_indices and self.block_manager.free_block_ids:
+                self.block_manager.fork(seq, other)
+                self._enter(other)
+        seq.append(own_token_id)
+        self.running.pop((seq.request_id, seq.index), None)
+        if seq.block_table and self.block_manager.can_append(seq):
+            self.block_manager.may_append(seq)
+        elif seq.block_table:
+            self._release(seq)
+            seq.status = SequenceStatus.WAITING
+        self._to_head([seq, *branches])
+        return [seq, *branches]
+
+    def _to_head(self, seqs: list[Sequence]) -> None:
+        """To the head of the queue, where those that hold blocks stand in front of those that do not."""
+        holders = takewhile(lambda seq: seq.status is SequenceStatus.RUNNING, self.waiting.values())
+        head = sorted([*holders, *seqs], key=lambda seq: seq.status is not SequenceStatus.RUNNING)
+        for seq in reversed(head):
+            key = seq.request_id, seq.index
+            self.waiting[key] = seq
+            self.waiting.move_to_end(key, last=False)
 
     def postprocess(self, step: ScheduledStep, token_ids: list[int], logprobs=None, prompt_logprobs=None) -> list[Sequence]:
         """Take in what a step computed, as `Sampled` has it; the sequences that ended with it."""
@@ -188,48 +237,91 @@ class Scheduler:
         for seq, token_id, values in zip(step.sampled, token_ids, logprobs or [None] * len(token_ids), strict=True):
             if seq.status is SequenceStatus.FINISHED:
                 continue  # ended while this token was in flight: it is not part of the answer
-            seq.token_ids.append(token_id)
-            self.counts["output_tokens"] += 1
+            if seq.pauses:
+                self._pause(seq, values)
+                continue
             if values is not None:
                 seq.logprobs.append(values)
+            seq.token_ids.append(token_id)
+            self.counts["output_tokens"] += 1
             if len(seq.token_ids) == seq.num_prompt_tokens + 1:
                 seq.mark("first_token")
             self.block_manager.publish(seq)
             if end := self._end_of(seq):
-                self._finish(seq, *end)
+                self.finish(seq, *end)
                 finished.append(seq)
         return finished
 
-    def _end_of(self, seq: Sequence) -> tuple[str, int | str | None] | None:
+    def _pause(self, seq: Sequence, candidates: dict) -> None:
+        seq.candidates = candidates
+        seq.num_tokens = len(seq.token_ids)
+        self.waiting.pop((seq.request_id, seq.index), None)  # preempted with its step in flight
+        self.counts["output_tokens"] += 1
+        seq.mark("first_token")
+
+    def _end_of(self, seq: Sequence) -> tuple[str, int | None] | None:
         """Why `seq` ends with its last token, if it does: finish and stop reason."""
         token_id, params = seq.token_ids[-1], seq.params
         is_eos = token_id in self.eos_token_ids and not params.ignore_eos
         if is_eos or token_id in params.stop_token_ids:
             if len(seq.token_ids) - seq.num_prompt_tokens > params.min_tokens:
-                seq.detokenizer.num_hidden = 0 if params.include_stop_str_in_output else 1
-                return "stop", None if is_eos else token_id
-        if params.stop and (stop := seq.detokenizer.cut_at_stop()):
-            return "stop", stop
+                return "stop", None if is_eos and token_id == self.eos_token_id else token_id
         return ("length", None) if len(seq.token_ids) == seq.max_num_tokens else None
 
-    def abort(self, request_id: int | None = None) -> list[Sequence]:
-        """Drop a request, or all; those of its sequences that had not ended."""
-        seqs = [seq for seq in [*self.waiting, *self.running.values()] if request_id in (None, seq.request_id)]
+    def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        """End a sequence, wherever it is; one that has ended already gets this reason instead."""
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
+        if seq.status is SequenceStatus.FINISHED:
+            return
+        self.waiting.pop((seq.request_id, seq.index), None)
+        if seq.status is SequenceStatus.RUNNING:
+            self._release(seq)
+        seq.status = SequenceStatus.FINISHED
+        seq.mark("finished")
+        group = self.live[seq.request_id]
+        del group[seq.index]
+        if not group:
+            del self.live[seq.request_id]
+
+    def abort(self, request_id: int) -> list[Sequence]:
+        """End a request; those of its sequences that had not ended."""
+        seqs = [*self.live.get(request_id, {}).values()]
         for seq in seqs:
-            self._finish(seq, "abort")
+            self.finish(seq, "abort")
         return seqs
 
-    def abort_all(self) -> None:
-        """Drop every request and all that the cache knows, for when a step did not come to its end."""
-        self.abort()
-        self.block_manager.forget_prefixes()
+    def reset(self) -> None:
+        """Build all lists anew, wherever an error left the last move: everything that has not ended waits to be computed
+        again, from the tokens that it has, and the prefix cache is empty.
+        """
+        seqs = [seq for group in self.live.values() for seq in group.values()]
+        self.block_manager.reset()
+        self.free_req_indices = list(range(self.max_num_seqs - 1, -1, -1))
+        self.refill_at, self.num_held = self.max_num_seqs, 0
+        self.live, self.waiting, self.running = {}, OrderedDict(), {}
+        for seq in sorted(seqs, key=lambda seq: (seq.request_id, seq.index)):
+            seq.block_table, seq.block_hashes, seq.req_index = [], [], -1
+            seq.num_computed_tokens, seq.num_tokens = 0, len(seq.token_ids)
+            del seq.logprobs[seq.num_tokens - seq.num_prompt_tokens :]
+            if not seq.finish_reason and seq.has_begun and not seq.pauses:
+                seq.finish_reason, seq.stop_reason = self._end_of(seq) or (None, None)
+            seq.status = SequenceStatus.FINISHED if seq.finish_reason else SequenceStatus.WAITING
+            if not seq.finish_reason:
+                self.live.setdefault(seq.request_id, {})[seq.index] = seq
+                if not seq.is_paused:
+                    self.waiting[seq.request_id, seq.index] = seq
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, unless there is something that may be using it."""
+        if not self.live:
+            self.block_manager.forget_prefixes()
 
     def stats(self) -> dict:
         """What `LLMEngine.stats` says."""
         counts, blocks = self.counts, self.block_manager
         num_free = len(blocks.free_block_ids)
-        num_cached = sum(blocks.blocks[i].ref_count == 0 for i in blocks.hash_to_block_id.values())
-        begun = sum(seq.status is SequenceStatus.RUNNING for seq in self.waiting)
+        num_cached = sum(blocks.blocks[i].ref_count == 0 for i in [*blocks.hash_to_block_id.values()])
+        begun = sum(seq.status is SequenceStatus.RUNNING for seq in [*self.waiting.values()])
         return {
             "requests": {"waiting": len(self.waiting) - begun, "running": len(self.running) + begun},
             "blocks": {"used": len(blocks.blocks) - num_free, "cached": num_cached, "free": num_free - num_cached},
@@ -238,15 +330,6 @@ class Scheduler:
             "tokens": {"in": counts["prompt_tokens"], "out": counts["output_tokens"]},
             "steps": {"prefill": counts["prefill_steps"], "decode": counts["decode_steps"]},
         }
-
-    def _finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        if (seq.request_id, seq.index) not in self.running:
-            self.waiting.remove(seq)
-        if seq.status is SequenceStatus.RUNNING:
-            self._release(seq)
-        seq.status = SequenceStatus.FINISHED
-        seq.finish_reason, seq.stop_reason = reason, stop_reason
-        seq.mark("finish")
 
     def _release(self, seq: Sequence) -> None:
         self.block_manager.deallocate(seq)

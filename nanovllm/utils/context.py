@@ -43,3 +43,8 @@ def attention_context(context: Context):
         yield
     finally:
         _context.reset(token)
+
+
+def clear_context() -> None:
+    """For after an error: an interrupt may have kept the block from its end."""
+    _context.set(None)

@@ -1,0 +1,135 @@
+"""Requests between a caller and the scheduler: text is made here, and what arrives is kept for whoever asked."""
+import threading
+from collections import deque
+from enum import Enum, auto
+from time import perf_counter, time
+
+from nanovllm.engine.detokenizer import Detokenizer, Vocabulary
+from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StepOutput, StreamEvent
+from nanovllm.engine.sequence import Sequence
+
+
+class Wants(Enum):
+    """What a caller is told before its requests have ended."""
+
+    ANSWERS = auto()  # nothing
+    EVENTS = auto()
+    TOKENS = auto()
+
+
+class Inbox:
+    """What has arrived for one caller, a StepOutput a step. The leader of the step writes, the caller's thread reads."""
+
+    def __init__(self, wants: Wants):
+        self.wants = wants
+        self.live: set[int] = set()  # ids of requests that have not ended
+        self.is_ready = False  # something has come that the caller may wait for
+        self.failure: BaseException | None = None  # that ended its requests
+        self.thread = threading.current_thread()
+        self.is_read = False  # by `step` in its own thread
+        self._outputs: deque[StepOutput] = deque()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.finished: list[RequestOutput] = []
+        self.new_tokens: list[tuple[int, int]] = []
+        self.events: list[StreamEvent] = []
+
+    def end_step(self, num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:
+        """What was gathered is an output now."""
+        output = StepOutput(self.finished, self.new_tokens, self.events, num_prefill_tokens, num_decode_tokens)
+        self._begin()
+        self._outputs.append(output)
+        if output.finished or output.new_tokens or output.events:
+            self.is_ready = True
+
+    def drop(self, error: BaseException | None) -> None:
+        """Its requests are gone; `take` is to raise if that is for an error."""
+        self.live.clear()
+        self.failure = error
+        self.is_ready = error is not None
+
+    def take(self) -> list[StepOutput]:
+        """All that has come since the last call. RuntimeError if the requests were dropped."""
+        self.is_ready = False
+        outputs = [self._outputs.popleft() for _ in range(len(self._outputs))]
+        if (error := self.failure) is not None:
+            self.failure = None
+            raise RuntimeError(f"a step failed that another caller ran, and with it all requests: {error!r}") from error
+        return outputs
+
+
+class Request:
+    """A prompt, the sequences that answer it, and their text."""
+
+    def __init__(
+        self, group: list[Sequence], prompt: str | None, inbox: Inbox, vocabulary: Vocabulary, all_tokens: Vocabulary,
+        index: int = 0,
+    ):  # fmt: skip
+        """`vocabulary` gives the text of answers, `all_tokens` that of single tokens; `index` is the prompt's in its call."""
+        self.request_id = group[0].request_id
+        self.group, self.prompt, self.inbox, self.index = group, prompt, inbox, index
+        self.params = group[0].params
+        self.is_quiet = inbox.wants is Wants.ANSWERS and not self.params.stop
+        self._all_tokens = all_tokens
+        self._texts = [Detokenizer(s.token_ids, s.num_prompt_tokens, s.params, vocabulary) for s in group]
+        self._num_told = [0] * len(group)  # tokens that events have brought
+
+    @property
+    def is_finished(self) -> bool:
+        return all(seq.finish_reason for seq in self.group)
+
+    def cut_at_stop(self, seq: Sequence) -> str | None:
+        """The stop string that the last token of `seq` completes; its text ends there."""
+        return self._texts[seq.index].cut_at_stop() if self.params.stop else None
+
+    def tell(self, seq: Sequence) -> None:
+        """Put into the inbox what is new of `seq`."""
+        told, self._num_told[seq.index] = self._num_told[seq.index], len(seq.token_ids) - seq.num_prompt_tokens
+        token_ids = seq.token_ids[seq.num_prompt_tokens + told :]
+        if self.inbox.wants is Wants.TOKENS:
+            self.inbox.new_tokens += [(self.request_id, token_id) for token_id in token_ids]
+        elif self.inbox.wants is Wants.EVENTS:
+            is_over = seq.finish_reason is not None
+            text = self._texts[seq.index].take(self._num_hidden(seq), is_over) if self.params.detokenize else ""
+            logprobs = self._with_text(seq.logprobs[told:]) if self.params.logprobs is not None else None
+            reasons = seq.finish_reason, seq.stop_reason
+            self.inbox.events.append(StreamEvent(self.index, seq.index, self.request_id, text, token_ids, *reasons, logprobs))
+
+    def output(self) -> RequestOutput:
+        """The answers as far as they are there."""
+        first = self.group[0]
+        prompt_logprobs = self._with_text(first.prompt_logprobs) if self.params.prompt_logprobs is not None else None
+        return RequestOutput(
+            self.request_id, self.prompt, first.token_ids[: first.num_prompt_tokens], [*map(self._completion, self.group)],
+            self.is_finished, first.num_cached_tokens, prompt_logprobs, self._metrics(),
+        )  # fmt: skip
+
+    def _completion(self, seq: Sequence) -> CompletionOutput:
+        token_ids, text, logprobs, total = seq.completion_token_ids, "", None, None
+        if self.params.detokenize:
+            self._texts[seq.index].extend(self._num_hidden(seq), seq.finish_reason is not None)
+            text = self._texts[seq.index].text
+        if self.params.logprobs is not None:
+            logprobs = self._with_text(seq.logprobs)
+            total = sum(found[i].logprob for i, found in zip(token_ids, logprobs))
+        return CompletionOutput(seq.index, text, token_ids, total, logprobs, seq.finish_reason, seq.stop_reason)
+
+    @staticmethod
+    def _num_hidden(seq: Sequence) -> int:
+        """Tokens at the end that are no part of the text: an end-of-sequence or stop id."""
+        ended_by_id = seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
+        return int(ended_by_id and not seq.params.include_stop_str_in_output)
+
+    def _with_text(self, logprobs: list[dict | None]) -> list[dict[int, Logprob] | None]:
+        text_of = self._token_text if self.params.detokenize else lambda token_id: None
+        return [found and {i: Logprob(*value, text_of(i)) for i, value in found.items()} for found in logprobs]
+
+    def _token_text(self, token_id: int) -> str:
+        return self._all_tokens[token_id].decode(errors="replace")
+
+    def _metrics(self) -> RequestMetrics:
+        seconds = {"scheduled": min, "first_token": min, "finished": max}  # of several answers the first, and the last
+        times = [[s.timing[event] for s in self.group if event in s.timing] for event in seconds]
+        arrival = time() - (perf_counter() - self.group[0].arrival)
+        return RequestMetrics(arrival, *(arrival + pick(x) if x else None for pick, x in zip(seconds.values(), times)))
