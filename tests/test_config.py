@@ -3,6 +3,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ def config(**settings) -> Config:
 @pytest.fixture
 def model_of_length(tmp_path):
     """A function that makes a folder of a model with another bound; there are no weights in it."""
+    shutil.copy(Path(TINY) / "tokenizer.json", tmp_path)
 
     def make(length: int) -> str:
         raw = json.loads((Path(TINY) / "config.json").read_text())
