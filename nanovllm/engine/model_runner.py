@@ -171,8 +171,9 @@ class ModelRunner:
         return tuple(map(torch.cat, zip(*pieces)))
 
     def _load_model(self) -> Qwen3ForCausalLM:
-        with torch.device(self.device):  # safetensors too makes tensors on the default device
+        with torch.device(self.device):
             model = Qwen3ForCausalLM(self.config.model_config, self.config.max_model_len, self.backend, self.tp)
+        with torch.device("cpu"):  # safetensors reads into tensors on the default device, whichever the caller has set
             load_model(model, Path(self.config.model), self.device, self.config.load_format)
         return model.eval()
 
