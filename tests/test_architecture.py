@@ -16,7 +16,7 @@ SCHEDULING = ["engine/detokenizer.py", "engine/sequence.py", "engine/block_manag
 # A file imports from lower floors, from what stands left of it on its own line, and from its own place if that is a
 # folder or a group. A floor may have several lines, which do not know of each other.
 HOUSE = """
-0 | utils/ <- config.py sampling_params.py
+0 | utils/ <- model_config.py <- config.py sampling_params.py
 0 | engine/__init__.py
 1 | engine/detokenizer.py <- engine/sequence.py <- engine/block_manager.py <- engine/scheduler.py
 1 | kernels/

@@ -3,6 +3,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from conftest import TINY
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.config import Config, ModelConfig
+from nanovllm.config import VLLM_SETTINGS, Config, ModelConfig
 
 MODEL_LEN = 2048  # of the bundled model
 
@@ -23,6 +24,7 @@ def config(**settings) -> Config:
 @pytest.fixture
 def model_of_length(tmp_path):
     """A function that makes a folder of a model with another bound; there are no weights in it."""
+    shutil.copy(Path(TINY) / "tokenizer.json", tmp_path)
 
     def make(length: int) -> str:
         raw = json.loads((Path(TINY) / "config.json").read_text())
@@ -63,6 +65,8 @@ def model_of_length(tmp_path):
         ("attention_backend", None, "'flash', 'triton', 'sdpa'"),
         ("seed", -1, "at least 0"),
         ("seed", 2**64, f"at most {2**64 - 1}"),
+        ("max_logprobs", -2, "at least -1"),
+        ("load_format", "gguf", "'auto', 'safetensors', 'dummy'"),
     ],
 )
 def test_bad_value(name, value, bound):
@@ -75,12 +79,13 @@ def test_bad_value(name, value, bound):
 @pytest.mark.parametrize(
     "name, value, kind",
     [(name, value, "an integer") for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len",
-     "tensor_parallel_size", "kvcache_block_size", "num_kvcache_blocks", "seed") for value in (16.0, "16", True, [16])]
+     "tensor_parallel_size", "kvcache_block_size", "num_kvcache_blocks", "seed", "max_logprobs") for value in (16.0, "16", True, [16])]
     + [(name, None, "an integer") for name in ("max_num_batched_tokens", "max_num_seqs", "kvcache_block_size")]
     + [("gpu_memory_utilization", value, "a number") for value in ("0.9", None, True, 1j)]
     + [(name, value, "True or False") for name in ("enforce_eager", "enable_prefix_caching", "async_scheduling")
      for value in (1, 0, "yes", 0.0)]
-    + [("enforce_eager", None, "True or False"), ("enable_prefix_caching", None, "True or False")],
+    + [("enforce_eager", None, "True or False"), ("enable_prefix_caching", None, "True or False")]
+    + [("revision", 1, "a string or None"), ("tokenizer", 1, "a folder, a hub id")],
 )  # fmt: skip
 def test_bad_type(name, value, kind):
     with pytest.raises(TypeError) as error:
@@ -94,6 +99,59 @@ def test_unknown_setting(make, name):
     """Also what a caller can't set: the model's own shape."""
     with pytest.raises(TypeError, match=f"'{name}'.*max_num_seqs.*seed"):
         make(**{name: 1})
+
+
+@pytest.mark.parametrize("name, meant", [
+    ("max_num_sequences", "max_num_seqs"), ("Dtype", "dtype"), ("enforce-eager", "enforce_eager"),
+    ("block_size", "kvcache_block_size"), ("num_gpu_blocks_override", "num_kvcache_blocks"), ("zzz", None),
+])  # fmt: skip
+def test_misspelt_setting(name, meant):
+    with pytest.raises(TypeError) as error:
+        config(**{name: 1})
+    assert (f"'{name}' (did you mean '{meant}'?):" if meant else f"'{name}':") in str(error.value)
+
+
+def test_values_of_vllm_that_change_nothing(make_llm):
+    harmless = dict(
+        trust_remote_code=False, quantization=None, swap_space=4, disable_log_stats=True, tokenizer_mode="auto",
+        skip_tokenizer_init=False, enable_chunked_prefill=True, pipeline_parallel_size=1, data_parallel_size=1,
+        kv_cache_dtype="auto", cpu_offload_gb=0, enable_lora=False, speculative_config=None, download_dir=None,
+        distributed_executor_backend="mp", disable_custom_all_reduce=False, max_seq_len_to_capture=8192, runner="auto",
+        compilation_config=None, task="generate", hf_overrides=None, tokenizer_revision=None, generation_config="auto",
+    )  # fmt: skip
+    assert set(harmless) == set(VLLM_SETTINGS)
+    assert config(**harmless) == config()
+    assert config(swap_space=0.5, distributed_executor_backend=None, enable_chunked_prefill=None) == config()
+    assert make_llm(**harmless).config.model == TINY
+
+
+@pytest.mark.parametrize("name, value, accepted", [
+    ("trust_remote_code", True, "False"), ("trust_remote_code", 0, "False"), ("quantization", "awq", "None"),
+    ("tokenizer_mode", "slow", "'auto'"), ("pipeline_parallel_size", 2, "1"), ("pipeline_parallel_size", True, "1"),
+    ("distributed_executor_backend", "ray", "None or 'mp'"), ("cpu_offload_gb", 10, "0 or 0.0"),
+    ("swap_space", None, "of type Real"), ("disable_log_stats", 1, "of type bool"), ("kv_cache_dtype", "fp8", "'auto'"),
+    ("compilation_config", {}, "None"), ("enable_lora", True, "False"),
+])  # fmt: skip
+def test_values_of_vllm_that_are_not_supported(name, value, accepted):
+    with pytest.raises(ValueError) as error:
+        config(**{name: value})
+    assert f"{name}={value!r}: is not supported; it must be {accepted}, or left out" == str(error.value)
+
+
+def test_numbers_are_pythons_own():
+    """One of fixed width would wrap in the arithmetic that comes later."""
+    names = "max_num_batched_tokens max_num_seqs max_model_len kvcache_block_size num_kvcache_blocks max_logprobs seed"
+    for kind in (np.int8, np.uint8, np.int64):
+        c = config(**dict.fromkeys(names.split(), kind(32)), tensor_parallel_size=kind(1))
+        assert {type(getattr(c, name)) for name in (*names.split(), "tensor_parallel_size")} == {int}
+        assert c.max_num_batched_tokens * c.kvcache_block_size == 1024
+    assert type(config(gpu_memory_utilization=np.float16(0.5)).gpu_memory_utilization) is float
+
+
+def test_num_kvcache_blocks_is_set_once_it_is_known(make_llm):
+    assert config().num_kvcache_blocks is None
+    llm = make_llm()
+    assert llm.config.num_kvcache_blocks == llm.stats()["blocks"]["free"] > 0
 
 
 def test_engine_refuses_before_it_loads(monkeypatch):
@@ -156,7 +214,8 @@ def test_defaults():
     assert (c.tensor_parallel_size, c.enforce_eager, c.kvcache_block_size) == (1, False, 256)
     assert (c.num_kvcache_blocks, c.enable_prefix_caching, c.seed) == (None, True, None)
     assert (c.device, c.attention_backend, c.async_scheduling) == ("cpu", "sdpa", False)
-    assert c.model == TINY and Config("tiny-qwen3", device="cpu") == c
+    assert (c.revision, c.load_format, c.max_logprobs) == (None, "auto", 100)
+    assert c.model == c.tokenizer == TINY and Config("tiny-qwen3", device="cpu") == c
     assert config(async_scheduling=True).async_scheduling is True
 
 
@@ -164,7 +223,8 @@ def test_dtype():
     assert config().dtype is torch.bfloat16  # the checkpoint's
     for dtype in ("float32", torch.float32, "torch.float32"):
         assert config(dtype=dtype).dtype is torch.float32
-    assert config(dtype="float16").dtype is torch.float16
+    assert config(dtype="float16").dtype is config(dtype="half").dtype is torch.float16
+    assert config(dtype="float").dtype is config(dtype="float").model_config.dtype is torch.float32
 
 
 @pytest.mark.parametrize("length, expected", [(1000, 1000), (4096, 4096), (40960, 4096)])
@@ -218,6 +278,30 @@ def test_eos_token_ids(tmp_path, generation, own, expected):
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert ModelConfig.read(tmp_path).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("ids, message", [
+    (2048, "eos_token_id=2048: must be at most 2047"), ([1, -1], "eos_token_id=-1: must be at least 0"),
+    ("2047", "eos_token_id='2047': must be an integer"), ([[1]], r"eos_token_id=\[1\]: must be an integer"),
+    (True, "eos_token_id=True: must be an integer"), (1.0, "eos_token_id=1.0"), ({"id": 1}, "eos_token_id={'id': 1}"),
+])  # fmt: skip
+def test_bad_eos_token_id(tmp_path, file, ids, message):
+    shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
+    raw = json.loads((tmp_path / file).read_text())
+    (tmp_path / file).write_text(json.dumps(raw | {"eos_token_id": ids}))
+    with pytest.raises(ValueError, match=f"{tmp_path}/{file}: {message}"):
+        ModelConfig.read(tmp_path)
+
+
+@pytest.mark.parametrize("name, value, kind", [
+    ("num_hidden_layers", 0, ValueError), ("vocab_size", "2048", TypeError), ("hidden_size", None, TypeError),
+])  # fmt: skip
+def test_bad_model_config(tmp_path, name, value, kind):
+    raw = json.loads((Path(TINY) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {name: value}))
+    with pytest.raises(kind, match=f"{tmp_path}/config.json: {name}={value!r}"):
+        ModelConfig.read(tmp_path)
 
 
 # -- sampling parameters -----------------------------------------------------------------------------------------------

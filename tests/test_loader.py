@@ -1,7 +1,10 @@
 """Checkpoints: what is loaded equals transformers' model of the same folder, and what is wrong is refused by name."""
 import json
+import os
 import shutil
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,13 @@ from conftest import TINY
 from safetensors.torch import load_file, save_file
 
 from nanovllm import SamplingParams
+from nanovllm.config import Config
+from nanovllm.engine import model_runner
+from nanovllm.layers.attention_backends import SDPABackend
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.hub import find_model
+from nanovllm.utils.loader import load_model
 
 PROMPT = [5, 1999, 300, 42, 7, 7, 1024, 11]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -120,6 +129,138 @@ def test_transformers_4_config(checkpoint, make_llm, tensors, tiny_logits):
     assert not torch.allclose(ours(make_llm(folder))[1][0], tiny_logits[0], atol=1e-2)
 
 
+def test_single_file_before_stale_shards(checkpoint, make_llm, tensors, tiny_logits):
+    """As in transformers: what an index and shards beside it say is old."""
+    stale = {name: tensor * 2 for name, tensor in tensors.items()}
+    names = sorted(tensors)
+    checkpoint(*({name: stale[name] for name in names[i::2]} for i in range(2)))
+    folder = checkpoint(tensors)
+    assert len(list(Path(folder).glob("*.safetensors"))) == 3
+    assert torch.equal(ours(make_llm(folder))[1], tiny_logits)
+
+
+def test_index_says_which_file_holds_a_tensor(checkpoint, make_llm, tensors, tiny_logits):
+    """A file that the index does not name is not read, nor what another file has of a tensor."""
+    names, norm = sorted(tensors), "model.norm.weight"
+    first = {name: tensors[name] for name in names[::2] if name != norm}
+    folder = checkpoint(first, {name: tensors[name] for name in {*names[1::2], norm}})
+    save_file(first | {norm: tensors[norm] * 2}, Path(folder) / "model-00001-of-00002.safetensors")
+    save_file({norm: tensors[norm] * 2}, Path(folder) / "adapter.safetensors")
+    assert torch.equal(ours(make_llm(folder))[1], tiny_logits)
+
+
+def test_files_without_an_index(checkpoint, make_llm, tensors, tiny_logits):
+    names = sorted(tensors)
+    folder = Path(checkpoint(*({name: tensors[name] for name in names[i::2]} for i in range(2))))
+    (folder / "model.safetensors.index.json").unlink()
+    assert torch.equal(ours(make_llm(str(folder)))[1], tiny_logits)
+    save_file({names[0]: tensors[names[0]]}, folder / "other.safetensors")
+    with pytest.raises(ValueError, match=f"{names[0]} is in both model-00001-of-00002.safetensors and other.safetensors"):
+        make_llm(str(folder))
+
+
+def test_dummy_weights(make_llm, tmp_path):
+    """Of a folder without weight files; every rank has its part of the same model."""
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(Path(TINY) / name, tmp_path)
+    llm = make_llm(str(tmp_path), load_format="dummy")
+    token_ids, logits = ours(llm)
+    assert len(token_ids) == GREEDY.max_tokens and logits.isfinite().all()
+    config, whole = llm.config, dict(llm.model_runner.model.named_parameters())
+    assert all(parameter.abs().max() < 0.1 and parameter.std() > 0.01 for parameter in whole.values())
+    for rank in range(2):
+        part = Qwen3ForCausalLM(config.model_config, 64, SDPABackend(), TensorParallel(rank, 2))
+        load_model(part, tmp_path, torch.device("cpu"), "dummy")
+        part = dict(part.named_parameters())
+        for name, dim in (("embed_tokens", 0), ("layers.3.mlp.down_proj", 1), ("layers.0.input_layernorm", None)):
+            name = f"model.{name}.weight"
+            assert torch.equal(part[name], whole[name] if dim is None else whole[name].chunk(2, dim)[rank])
+    with pytest.raises(FileNotFoundError, match="no .*safetensors"):
+        make_llm(str(tmp_path), load_format="safetensors")
+
+
+def test_relative_path(make_llm, monkeypatch, tmp_path):
+    """The folder is read again after the start, by which time the current one may be another."""
+    shutil.copytree(TINY, tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    llm = make_llm("model")
+    os.chdir("/")
+    assert llm.config.model == llm.config.tokenizer == str(tmp_path / "model")
+    assert llm.get_default_sampling_params().top_k == 20
+    assert llm.config.num_kvcache_blocks == llm.model_runner.kv_cache.shape[2] > 0
+
+
+# -- what the caller does to PyTorch -----------------------------------------------------------------------------------
+
+ASKED = [
+    GREEDY,
+    SamplingParams(temperature=0.8, seed=1, top_k=20, top_p=0.9, min_p=0.01, max_tokens=6, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0, presence_penalty=0.3, frequency_penalty=0.31, repetition_penalty=1.1,
+                   logit_bias={5: 1.7}, max_tokens=6, ignore_eos=True, prompt_logprobs=1),
+]  # fmt: skip
+
+
+def answers(llm) -> list:
+    names = ("token_ids", "logprobs", "prompt_logprobs")
+    return [[dict(answer).get(name) for name in names] for answer in llm.generate([PROMPT] * 3, ASKED, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def plain_answers() -> list:
+    from nanovllm import LLM
+
+    with LLM(TINY, dtype="float32", device="cpu") as llm:
+        return answers(llm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_default_dtype_of_the_process(make_llm, plain_answers, dtype):
+    before = make_llm()
+    torch.set_default_dtype(dtype)
+    try:
+        assert answers(before) == plain_answers
+        assert answers(make_llm()) == plain_answers
+        assert torch.get_default_dtype() == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_default_device_of_the_process(make_llm, plain_answers):
+    torch.set_default_device("meta")
+    try:
+        assert answers(make_llm()) == plain_answers
+    finally:
+        torch.set_default_device(None)
+
+
+def test_autocast(make_llm, plain_answers):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        llm = make_llm()
+        assert answers(llm) == plain_answers
+        assert torch.is_autocast_enabled("cpu"), "the caller's own"
+        inside = ours(llm)[1]
+    assert torch.equal(inside, ours(llm)[1]) and inside.dtype == torch.float32
+
+
+def test_loading_in_two_threads(make_llm, monkeypatch):
+    """Each engine has its dtype, and other threads never see another default."""
+    both, seen = threading.Barrier(2, timeout=30), []
+
+    def build(*arguments):
+        both.wait()
+        seen.append(torch.zeros(1).dtype)
+        return Qwen3ForCausalLM(*arguments)
+
+    monkeypatch.setattr(model_runner, "Qwen3ForCausalLM", build)
+    dtypes = torch.float16, torch.bfloat16
+    with ThreadPoolExecutor(2) as pool:
+        engines = list(pool.map(lambda dtype: make_llm(dtype=dtype), dtypes))
+    for llm, dtype in zip(engines, dtypes):
+        assert {parameter.dtype for parameter in llm.model_runner.model.parameters()} == {dtype}
+        assert llm.model_runner.kv_cache.dtype == llm.config.model_config.dtype == dtype
+    assert seen == [torch.float32] * 2
+
+
 # -- refused -----------------------------------------------------------------------------------------------------------
 
 
@@ -215,3 +356,122 @@ def test_find_model(monkeypatch, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").touch()
     assert find_model("~/model") == tmp_path / "model"
+
+
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1503300328\n"
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "content, message", [("{", "not valid JSON"), ("[]", "JSON object.*list"), (LFS_POINTER, "git-lfs pointer.*git lfs pull")]
+)
+def test_broken_json(checkpoint, make_llm, tensors, name, content, message):
+    folder = checkpoint(tensors)
+    (Path(folder) / name).write_text(content)
+    with pytest.raises(ValueError, match=f"{folder}/{name}: .*{message}"):
+        make_llm(folder)
+
+
+def test_broken_tokenizer(checkpoint, make_llm, tensors):
+    folder = checkpoint(tensors)
+    (Path(folder) / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"{folder}: can't load the tokenizer .KeyError"):
+        make_llm(folder)
+
+
+def test_broken_index(checkpoint, make_llm, tensors):
+    names = sorted(tensors)
+    folder = Path(checkpoint(*({name: tensors[name] for name in names[i::2]} for i in range(2))))
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    for content, message in (
+        ("{", f"{index}: is not valid JSON"),
+        ("{}", f"{index}: has no weight_map"),
+        (json.dumps({"weight_map": {names[0]: 1}}), f"{index}: has no weight_map"),
+        (json.dumps({"weight_map": weight_map | {"x.weight": "model-00002-of-00002.safetensors"}}),
+         f"{folder}/model-00002-of-00002.safetensors: lacks x.weight, which {index.name} says"),
+    ):  # fmt: skip
+        index.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            make_llm(str(folder))
+    index.write_text(json.dumps({"weight_map": weight_map | {names[0]: "model-00003-of-00003.safetensors"}}))
+    with pytest.raises(FileNotFoundError, match=f"{folder}/model-00003-of-00003.safetensors: is missing"):
+        make_llm(str(folder))
+
+
+def test_broken_safetensors(checkpoint, make_llm, tensors):
+    folder = checkpoint(tensors)
+    file = Path(folder) / "model.safetensors"
+    whole = file.read_bytes()
+    for content, message in (
+        (whole[:-10], "not a complete safetensors file"),
+        (whole[:4], "not a complete safetensors file"),
+        (b"", "not a complete safetensors file"),
+        (LFS_POINTER.encode(), "git-lfs pointer.*git lfs pull"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{file}: .*{message}"):
+            make_llm(folder)
+
+
+@pytest.mark.parametrize("dtype, shown", [(torch.int8, "I8"), (torch.bool, "BOOL"), (torch.float8_e4m3fn, "F8_E4M3")])
+def test_weights_that_are_no_floats(checkpoint, make_llm, tensors, dtype, shown):
+    name = LAYER + "mlp.up_proj.weight"
+    with pytest.raises(ValueError, match=f"model.safetensors: {name} has dtype {shown}: must be one of .*BF16"):
+        make_llm(checkpoint(tensors | {name: tensors[name].to(dtype)}))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_weights_that_are_not_finite(checkpoint, make_llm, tensors, value):
+    broken = [LAYER + "mlp.up_proj.weight", LAYER + "self_attn.k_proj.weight", "model.norm.weight"]
+    changed = {name: tensors[name].clone() for name in broken}
+    for tensor in changed.values():
+        tensor.view(-1)[-1] = value
+    folder = checkpoint(tensors | changed)
+    with pytest.raises(ValueError, match=f"{folder}: 3 tensors are NaN or infinite in torch.float32: {', '.join(broken)}$"):
+        make_llm(folder)
+
+
+def test_weights_too_large_for_the_dtype(checkpoint, make_llm, tensors):
+    folder = checkpoint(tensors | {"model.norm.weight": tensors["model.norm.weight"].float() * 1e6})
+    with pytest.raises(ValueError, match="infinite in torch.float16: model.norm.weight$"):
+        make_llm(folder, dtype="float16")
+
+
+def test_folder_without_tokenizer(checkpoint, make_llm, tensors, monkeypatch):
+    folder = Path(checkpoint(tensors))
+    (folder / "tokenizer.json").rename(folder / "vocab.json")  # which is half of a tokenizer
+    monkeypatch.setattr("nanovllm.engine.llm_engine.ModelRunner", lambda *_: pytest.fail("loaded a model"))
+    wanted = "tokenizer.json, or vocab.json and merges.txt, or tokenizer.model"
+    for settings, named in (({}, folder), ({"tokenizer": folder}, folder), ({"tokenizer": folder.parent}, folder.parent)):
+        with pytest.raises(FileNotFoundError, match=f"{named}: .*{wanted}.*tokenizer="):
+            make_llm(str(folder), **settings)
+    with pytest.raises(FileNotFoundError, match="tokenizer='/nowhere': no such folder"):
+        make_llm(str(folder), tokenizer="/nowhere")
+
+
+def test_tokenizer_of_another_folder(checkpoint, make_llm, tensors):
+    folder = checkpoint(tensors)
+    (Path(folder) / "tokenizer.json").unlink()
+    llm = make_llm(folder, tokenizer="tiny-qwen3")
+    assert llm.config.tokenizer == TINY and llm.tokenizer.decode(llm.tokenizer.encode("Hello")) == "Hello"
+
+
+@pytest.mark.parametrize("model, tokenizer, expected", [
+    ("a/model", None, ("a/model", "v2", True)), ("tiny-qwen3", "a/tokenizer", ("a/tokenizer", None, False)),
+])  # fmt: skip
+def test_what_is_fetched_from_the_hub(monkeypatch, model, tokenizer, expected):
+    import huggingface_hub
+
+    fetched = []
+
+    def snapshot_download(name, revision, allow_patterns):
+        fetched.append((name, revision, "*.safetensors" in allow_patterns))
+        return TINY
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    Config(model, device="cpu", tokenizer=tokenizer, revision="v2")
+    assert fetched == [expected]
+    if tokenizer is None:
+        Config(model, device="cpu", load_format="dummy")
+        assert fetched[1:] == [("a/model", None, False)]

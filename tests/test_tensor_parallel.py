@@ -110,7 +110,7 @@ def test_sizes_that_there_are_not(size, what):
         ({"num_key_value_heads": 6}, r"does not divide the key-value heads \(6\)"),
         ({"num_key_value_heads": 3}, r"no multiple of the key-value heads \(3\)"),
         ({"intermediate_size": 770}, r"does not divide the inner size of the feed-forward layers \(770\)"),
-        ({"vocab_size": 2046}, r"does not divide the vocabulary \(2046\)"),
+        ({"vocab_size": 2046, "eos_token_id": 0}, r"does not divide the vocabulary \(2046\)"),
     ],
 )
 def test_what_does_not_divide_is_refused(tmp_path, change, what):

@@ -32,8 +32,8 @@ class DecodeGraphs:
         self.ladder = batch_size_ladder(max_num_seqs)
         room = self._shape(max_num_seqs, table_width)._replace(num_copies=max_num_seqs, num_logprobs=max_num_seqs).size
         # zeros: rows without a context, which write to a slot that nobody holds yet
-        self._batches = torch.zeros(2, room, dtype=torch.int32, pin_memory=True)
-        self._token_ids = torch.zeros(2, max_num_seqs, dtype=torch.int32, pin_memory=True)
+        self._batches = torch.zeros(2, room, dtype=torch.int32, device="cpu", pin_memory=True)
+        self._token_ids = torch.zeros(2, max_num_seqs, dtype=torch.int32, device="cpu", pin_memory=True)
         self._device_turn = torch.zeros(1, dtype=torch.int32, device=buffer.device)
 
         def step(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,6 +21,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.context import clear_context
 from nanovllm.utils.stopwatch import Stopwatch
+from nanovllm.utils.tokenizer import load_tokenizer
 
 logger = logging.getLogger("nanovllm")
 
@@ -49,7 +50,7 @@ class LLMEngine:
         self.workers = Workers(self.config)
         weakref.finalize(self, self.workers.exit)
         with ThreadPoolExecutor(1) as pool:  # transformers takes seconds to import, and others work meanwhile
-            tokenizer = pool.submit(_load_tokenizer, self.config.model)
+            tokenizer = pool.submit(load_tokenizer, self.config.tokenizer)
             try:
                 tp = self.workers.connect()
                 startup.lap("ranks")
@@ -63,7 +64,7 @@ class LLMEngine:
         startup.lap("tokenizer")  # what was still to wait for
         self.startup_seconds = startup.seconds
         block_manager = BlockManager(
-            self.model_runner.num_kvcache_blocks, self.config.kvcache_block_size, self.config.enable_prefix_caching
+            self.config.num_kvcache_blocks, self.config.kvcache_block_size, self.config.enable_prefix_caching
         )
         bounds = self.config.max_num_seqs, self.config.max_num_batched_tokens
         eos = self.config.model_config.eos_token_ids, self.tokenizer.eos_token_id
@@ -352,9 +353,3 @@ class LLMEngine:
 
     def __exit__(self, *exception) -> None:
         self.exit()
-
-
-def _load_tokenizer(model: str):
-    from transformers import AutoTokenizer  # here, so that the package imports without it
-
-    return AutoTokenizer.from_pretrained(model)

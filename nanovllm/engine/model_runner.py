@@ -1,5 +1,5 @@
 """One rank: its weights, its part of the cache and its graphs, and the way of a step over the device."""
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from time import perf_counter, sleep
 
@@ -41,9 +41,13 @@ class ModelRunner:
         with self._on_device():
             self._start(config, startup)
 
+    @contextmanager
     def _on_device(self):
-        """Kernels are launched on the current device; another engine may live on another one."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        """The current device may be another engine's, and the caller's autocast would change our dtypes."""
+        kind = self.device.type
+        device = torch.cuda.device(self.device) if kind == "cuda" else nullcontext()
+        with device, torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+            yield
 
     def _start(self, config: Config, startup: Stopwatch) -> None:
         self.backend = make_backend(config.attention_backend)
@@ -57,8 +61,9 @@ class ModelRunner:
         self.requests = RequestTable(config.max_num_seqs, config.model_config.vocab_size, self.device)
         self._make_buffers()
         self.graphs: DecodeGraphs | None = None
-        self.num_kvcache_blocks = config.num_kvcache_blocks or self._affordable_blocks(memory_before)
-        self.allocate_kv_cache(self.num_kvcache_blocks)
+        if config.num_kvcache_blocks is None:
+            config.set_num_kvcache_blocks(self._affordable_blocks(memory_before))
+        self.allocate_kv_cache(config.num_kvcache_blocks)
         self._warmup_kernels()
         startup.lap("warm-up")
         if self.device.type == "cuda" and self.backend.uses_cuda_graphs and not config.enforce_eager:
@@ -160,7 +165,7 @@ class ModelRunner:
 
         Logits are made anew, in pieces and outside of the graph, so that the rows of other steps are none the slower.
         """
-        pinned = torch.tensor([row[1:] for row in asked], pin_memory=self.device.type == "cuda")
+        pinned = torch.tensor([row[1:] for row in asked], device="cpu", pin_memory=self.device.type == "cuda")
         rows, indices, chosen = pinned.to(self.device, non_blocking=True).unbind(1)
         num_prompt = sum(row.token_id >= 0 for row in asked)
         chosen = torch.cat((chosen[:num_prompt], token_ids[indices[num_prompt:]]))
@@ -173,22 +178,18 @@ class ModelRunner:
         return tuple(map(torch.cat, zip(*pieces)))
 
     def _load_model(self) -> Qwen3ForCausalLM:
-        default_dtype = torch.get_default_dtype()
-        torch.set_default_dtype(self.config.dtype)
-        try:
-            with torch.device(self.device):
-                model = Qwen3ForCausalLM(self.config.model_config, self.config.max_model_len, self.backend, self.tp)
-        finally:
-            torch.set_default_dtype(default_dtype)
-        load_model(model, Path(self.config.model), self.device)
+        with torch.device(self.device):
+            model = Qwen3ForCausalLM(self.config.model_config, self.config.max_model_len, self.backend, self.tp)
+        with torch.device("cpu"):  # safetensors reads into tensors on the default device, whichever the caller has set
+            load_model(model, Path(self.config.model), self.device, self.config.load_format)
         return model.eval()
 
     def _make_buffers(self) -> None:
         """Two host buffers, so that a step can be prepared while the one before is read, and one on the device."""
         B, size = self.config.max_num_seqs, batches.largest_batch(self.config)
-        pinned = self.device.type == "cuda"
-        self._host_buffers = [torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
-        self._host_token_ids = [torch.empty(B, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        on_host = dict(dtype=torch.int32, device="cpu", pin_memory=self.device.type == "cuda")
+        self._host_buffers = [torch.empty(size, **on_host) for _ in range(2)]
+        self._host_token_ids = [torch.empty(B, **on_host) for _ in range(2)]
         self._device_buffer = torch.empty(size, dtype=torch.int32, device=self.device)
         self._turn = 0
 

@@ -18,7 +18,7 @@ class Attention(nn.Module):
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.backend = backend
-        self.k_cache = self.v_cache = torch.empty(0)
+        self.k_cache = self.v_cache = torch.empty(0, dtype=torch.float32)
 
     def store_kvcache(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write this step's keys and values [T, kv_heads, head_dim] to their slots, of which none is -1."""

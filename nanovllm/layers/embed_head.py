@@ -15,13 +15,13 @@ from nanovllm.utils.peer_memory import PeerSum
 class VocabParallelEmbedding(nn.Module):
     """Each rank holds an equal range of the vocabulary and knows nothing of other ids; the sum of all is the answer."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel):
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.tp = tp
         local_size = tp.share("vocabulary", vocab_size)
         self.first_id = tp.rank * local_size
         load = partial(copy_shard, shape=(vocab_size, hidden_size), dim=0, tp=tp)
-        self.weight = parameter((local_size, hidden_size), load)
+        self.weight = parameter((local_size, hidden_size), load, dtype)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor | PeerSum:
         if self.tp.size == 1:

@@ -13,10 +13,10 @@ from nanovllm.utils.peer_memory import PeerSum
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32 (arXiv:1910.07467)."""
 
-    def __init__(self, size: int, eps: float):
+    def __init__(self, size: int, eps: float, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.eps = eps
-        self.weight = parameter((size,), partial(copy_shard, shape=(size,)))
+        self.weight = parameter((size,), partial(copy_shard, shape=(size,)), dtype)
 
     def forward(self, x: torch.Tensor | PeerSum, residual: torch.Tensor | None = None):
         """The norm of x; with a residual, the norm of their sum and that sum, in place of the residual.

@@ -43,18 +43,21 @@ class MergedColumnParallelLinear(nn.Module):
     `outputs` lists the size of each layer's whole output and the ranks that it is cut over.
     """
 
-    def __init__(self, input_size: int, outputs: list[tuple[int, TensorParallel]], bias: bool):
+    def __init__(
+        self, input_size: int, outputs: list[tuple[int, TensorParallel]], bias: bool,
+        dtype: torch.dtype = torch.float32,
+    ):  # fmt: skip
         super().__init__()
         self.input_size = input_size
         self.outputs = outputs
         self.local_sizes = [tp.share("outputs of a layer", size) for size, tp in outputs]
-        self.weight = parameter((sum(self.local_sizes), input_size), self._load)
-        self.bias = parameter((sum(self.local_sizes),), self._load) if bias else None
+        self.weight = parameter((sum(self.local_sizes), input_size), self._load, dtype)
+        self.bias = parameter((sum(self.local_sizes),), self._load, dtype) if bias else None
 
-    def _load(self, target: torch.Tensor, weight, place: int) -> None:
+    def _load(self, target: torch.Tensor, weight, place: int) -> torch.Tensor:
         size, tp = self.outputs[place]
         part = target.narrow(0, sum(self.local_sizes[:place]), self.local_sizes[place])
-        copy_shard(part, weight, (size, *target.shape[1:]), 0, tp)
+        return copy_shard(part, weight, (size, *target.shape[1:]), 0, tp)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)
@@ -64,13 +67,14 @@ class QKVParallelLinear(MergedColumnParallelLinear):
     """Query, key and value in one, cut by heads; key-value heads are replicated where there are fewer than ranks."""
 
     def __init__(
-        self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool, tp: TensorParallel
-    ):
+        self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool, tp: TensorParallel,
+        dtype: torch.dtype = torch.float32,
+    ):  # fmt: skip
         kv_tp = tp.for_heads(num_kv_heads)
         heads = tp.share("query heads", num_heads)
         kv_heads = kv_tp.share("key-value heads", num_kv_heads)
         kv_size = num_kv_heads * head_dim
-        super().__init__(hidden_size, [(num_heads * head_dim, tp), (kv_size, kv_tp), (kv_size, kv_tp)], bias)
+        super().__init__(hidden_size, [(num_heads * head_dim, tp), (kv_size, kv_tp), (kv_size, kv_tp)], bias, dtype)
         self.num_heads, self.num_kv_heads = heads, kv_heads  # of this rank
 
 
@@ -81,12 +85,14 @@ class RowParallelLinear(nn.Module):
     up the parts. Where the ranks read each other's memory y is a PeerSum, which that norm adds up.
     """
 
-    def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel):
+    def __init__(
+        self, input_size: int, output_size: int, bias: bool, tp: TensorParallel, dtype: torch.dtype = torch.float32
+    ):
         super().__init__()
         self.tp = tp
         load = partial(copy_shard, shape=(output_size, input_size), dim=1, tp=tp)
-        self.weight = parameter((output_size, tp.share("inputs of a layer", input_size)), load)
-        self.bias = parameter((output_size,), partial(copy_shard, shape=(output_size,))) if bias else None
+        self.weight = parameter((output_size, tp.share("inputs of a layer", input_size)), load, dtype)
+        self.bias = parameter((output_size,), partial(copy_shard, shape=(output_size,)), dtype) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | PeerSum:
         bias = self.bias if self.tp.rank == 0 else None  # the sum over ranks must have it once

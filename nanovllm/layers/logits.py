@@ -57,7 +57,7 @@ class RequestTable:
     def __init__(self, num_requests: int, vocab_size: int, device: torch.device):
         self.params = torch.zeros(num_requests + 1, WIDTH, dtype=torch.int32, device=device)
         self.bias_ids = torch.zeros(num_requests + 1, MOST_BIASES, dtype=torch.int32, device=device)
-        self.biases = torch.zeros(num_requests + 1, MOST_BIASES, device=device)
+        self.biases = torch.zeros(num_requests + 1, MOST_BIASES, dtype=torch.float32, device=device)
         self.counts = torch.zeros(min(num_requests, PROGRAMS), vocab_size, dtype=torch.int32, device=device)
         self.arrivals = torch.zeros(num_requests, dtype=torch.int32, device=device)
 
@@ -93,7 +93,7 @@ def penalize(logits: torch.Tensor, rows: Rows) -> None:
             seen = token_ids.bincount(minlength=len(x)) > 0
             outputs = token_ids[num_prompt:].bincount(minlength=len(x))
             x = x.where(~seen, torch.where(x > 0, x / repetition, x * repetition))
-            logits[i] = x - frequency * outputs - presence * (outputs > 0)
+            logits[i] = x - frequency * outputs.float() - presence * (outputs > 0).float()
 
 
 def thresholds(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -104,7 +104,7 @@ def thresholds(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     if (ops := triton_ops(logits)) is not None:
         return ops.thresholds(logits, rows)
     temperature, top_k, top_p, min_p = (column(rows.params, x) for x in ("temperature", "top_k", "top_p", "min_p"))
-    out = torch.full((len(logits),), -torch.inf)
+    out = torch.full((len(logits),), -torch.inf, dtype=torch.float32, device=logits.device)
     some = ((temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))).nonzero().squeeze(-1)
     temperature, top_k, top_p, min_p = (x[some].unsqueeze(1) for x in (temperature, top_k, top_p, min_p))
     ranked = logits[some].float().sort(-1, descending=True).values

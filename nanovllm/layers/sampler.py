@@ -21,7 +21,7 @@ def philox(counter: tuple, key: tuple, rounds: int = ROUNDS) -> tuple[torch.Tens
     words, partners = torch.stack((c0, c2)), (c3, c1)
     keys = torch.stack(torch.broadcast_tensors(*key))
     keys = keys.view(2, *[1] * (c0.dim() - keys.dim() + 1), *keys.shape[1:])
-    multipliers, steps = (torch.tensor(x).to(keys).view(2, *[1] * c0.dim()) for x in (_MULTIPLIERS, _KEY_STEPS))
+    multipliers, steps = (keys.new_tensor(x).view(2, *[1] * c0.dim()) for x in (_MULTIPLIERS, _KEY_STEPS))
     for i in range(rounds):  # both products at once; instead of their words, what they meet changes places
         product = words * multipliers
         words = product >> 32

@@ -2,7 +2,6 @@
 import torch
 from torch import nn
 
-from nanovllm.config import ModelConfig
 from nanovllm.kernels import triton_ops
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
@@ -12,6 +11,7 @@ from nanovllm.layers.fusion import norm_linear
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary
+from nanovllm.model_config import ModelConfig
 from nanovllm.utils.context import get_context
 from nanovllm.utils.distributed import TensorParallel
 
@@ -22,12 +22,14 @@ class Qwen3Attention(nn.Module):
         head_dim, num_heads, num_kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
         self.head_dim = head_dim
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, head_dim, num_heads, num_kv_heads, config.attention_bias, tp
+            config.hidden_size, head_dim, num_heads, num_kv_heads, config.attention_bias, tp, config.dtype
         )
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, config.attention_bias, tp)
-        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
+        self.o_proj = RowParallelLinear(
+            num_heads * head_dim, config.hidden_size, config.attention_bias, tp, config.dtype
+        )
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, config.dtype)
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, config.dtype)
         self.attn = Attention(self.num_kv_heads, head_dim, backend)
 
     def forward(self, cos_sin: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm):
@@ -51,10 +53,10 @@ class Qwen3Attention(nn.Module):
 class Qwen3MLP(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel):
         super().__init__()
-        size = config.intermediate_size
-        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, [(size, tp), (size, tp)], bias=False)
+        hidden_size, size, dtype = config.hidden_size, config.intermediate_size, config.dtype
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [(size, tp), (size, tp)], bias=False, dtype=dtype)
         self.act_fn = SiluAndMul()
-        self.down_proj = RowParallelLinear(size, config.hidden_size, bias=False, tp=tp)
+        self.down_proj = RowParallelLinear(size, hidden_size, bias=False, tp=tp, dtype=dtype)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm):
         x, residual = norm_linear(norm, self.gate_up_proj, x, residual, self.act_fn)
@@ -64,9 +66,9 @@ class Qwen3MLP(nn.Module):
 class Qwen3DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TensorParallel):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         self.self_attn = Qwen3Attention(config, backend, tp)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         self.mlp = Qwen3MLP(config, tp)
 
     def forward(self, cos_sin: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None):
@@ -78,10 +80,10 @@ class Qwen3DecoderLayer(nn.Module):
 class Qwen3Model(nn.Module):
     def __init__(self, config: ModelConfig, max_len: int, backend: AttentionBackend, tp: TensorParallel):
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, config.dtype)
         self.rotary_emb = RotaryEmbedding(config.rope_inv_freq, config.rope_scale, max_len)
         self.layers = nn.ModuleList(Qwen3DecoderLayer(config, backend, tp) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         cos_sin = self.rotary_emb(positions)  # before the embedding: see kernels/dependent_launch.py
@@ -108,7 +110,7 @@ class Qwen3ForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = Qwen3Model(config, max_len, backend, tp)
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, config.dtype)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 

@@ -1,0 +1,110 @@
+"""The shape of a model, read from its folder."""
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nanovllm.utils.checks import check_choice, check_int
+from nanovllm.utils.distributed import TensorParallel
+from nanovllm.utils.hub import read_json
+
+DTYPES = {
+    "float32": torch.float32, "float": torch.float32, "float16": torch.float16, "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a Qwen3 checkpoint, read from its `config.json` as transformers 4 or 5 wrote it."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    attention_bias: bool
+    dtype: torch.dtype
+    rope_inv_freq: tuple[float, ...]  # head_dim / 2 angles per position
+    rope_scale: float  # cos and sin are multiplied by it (yarn)
+    eos_token_ids: frozenset[int]
+
+    @classmethod
+    def read(cls, folder: Path) -> "ModelConfig":
+        """ValueError or TypeError with the file's name where it is broken, or describes a model that we can't run."""
+        file = folder / "config.json"
+        raw = read_json(file)
+        check_choice(f"{file}: model_type", raw.get("model_type"), ("qwen3",))
+        check_choice(f"{file}: hidden_act", raw.get("hidden_act", "silu"), ("silu",))
+        if raw.get("quantization_config"):
+            raise ValueError(f"{file}: quantized checkpoints are not supported (quantization_config is set)")
+        if raw.get("use_sliding_window"):
+            raise ValueError(f"{file}: sliding-window attention is not supported (use_sliding_window is set)")
+        heads = raw.get("num_attention_heads")
+        names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings"
+        try:
+            plain = {name: check_int(f"{file}: {name}", raw[name], low=1) for name in names.split()}
+            head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+            inv_freq, rope_scale = _rope_frequencies(raw, head_dim)
+        except KeyError as error:  # transformers' rope initialisers raise it too
+            raise ValueError(f"{file}: has no {error}") from error
+        dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+        check_choice(f"{file}: dtype", dtype, DTYPES)
+        eos_token_ids = _eos_token_ids(file, raw, plain["vocab_size"])
+        if (generation := folder / "generation_config.json").exists():
+            eos_token_ids = _eos_token_ids(generation, raw | read_json(generation), plain["vocab_size"])
+        return cls(
+            **plain,
+            num_key_value_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=head_dim,
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            tie_word_embeddings=raw.get("tie_word_embeddings", False),
+            attention_bias=raw.get("attention_bias", False),
+            dtype=DTYPES[dtype],
+            rope_inv_freq=inv_freq,
+            rope_scale=rope_scale,
+            eos_token_ids=eos_token_ids,
+        )
+
+    def check_divides(self, tp: TensorParallel) -> None:
+        """ValueError where the ranks can't all have an equal part of the model."""
+        tp.share("query heads", self.num_attention_heads)
+        tp.for_heads(self.num_key_value_heads).share("key-value heads", self.num_key_value_heads)
+        tp.share("inner size of the feed-forward layers", self.intermediate_size)
+        tp.share("vocabulary", self.vocab_size)
+
+
+def _rope_frequencies(raw: dict, head_dim: int) -> tuple[tuple[float, ...], float]:
+    """Inverse frequencies and the scale of cos and sin, from `rope_parameters` or `rope_theta` and `rope_scaling`."""
+    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    theta = rope.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
+    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    check_choice("rope type", kind, ("default", "linear", "yarn", "llama3"))
+    if kind == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+        return tuple((1.0 / theta**exponents).tolist()), 1.0
+    # transformers is imported here alone: it owns the published definitions of the scaled kinds
+    from transformers import Qwen3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    shape = {name: value for name, value in raw.items() if not name.startswith("rope_")}
+    scaling = {"rope_type": kind, **rope}
+    config = Qwen3Config(**shape | {"head_dim": head_dim, "rope_theta": theta, "rope_scaling": scaling})
+    with torch.device("cpu"):
+        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return tuple(inv_freq.float().tolist()), float(scale)
+
+
+def _eos_token_ids(file: Path, raw: dict, vocab_size: int) -> frozenset[int]:
+    """The ids that end a generation, as `file` says: one, several or none."""
+    ids = raw.get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    try:
+        return frozenset(check_int(f"{file}: eos_token_id", i, low=0, high=vocab_size - 1) for i in ids)
+    except TypeError as error:
+        raise ValueError(error) from error

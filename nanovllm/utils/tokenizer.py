@@ -1,0 +1,19 @@
+"""The tokenizer of a folder."""
+from pathlib import Path
+
+from nanovllm.utils.hub import read_json
+
+JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "added_tokens.json", "special_tokens_map.json")
+
+
+def load_tokenizer(folder: str):
+    """transformers' tokenizer of `folder`; ValueError that names the file, or else the folder, where it is broken."""
+    for file in (Path(folder) / name for name in JSON_FILES):
+        if file.exists():
+            read_json(file)  # transformers' own errors do not say which file
+    from transformers import AutoTokenizer  # here, so that the package imports without it
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # whatever a broken file may make it raise
+        raise ValueError(f"{folder}: can't load the tokenizer ({type(error).__name__}: {error})") from error
