@@ -340,12 +340,13 @@ class LLMEngine:
             raise RuntimeError("this engine was closed by exit()")
 
     def __repr__(self) -> str:
-        config, blocks = self.config, len(self.scheduler.block_manager.blocks)
+        config = self.config
+        num_tokens = config.num_kvcache_blocks * config.kvcache_block_size
         return (
-            f"LLM(model={config.model!r}, device={config.device!r}, dtype={str(config.dtype).removeprefix('torch.')!r}, "
-            f"attention_backend={config.attention_backend!r}, max_model_len={config.max_model_len}, "
-            f"num_kvcache_blocks={blocks} ({blocks * config.kvcache_block_size:,} tokens), "
-            f"enable_prefix_caching={config.enable_prefix_caching}, tensor_parallel_size={config.tensor_parallel_size})"
+            f"LLM({config.model!r}: {config.device}, {str(config.dtype).removeprefix('torch.')}, attention by "
+            f"{config.attention_backend}, max_model_len {config.max_model_len:,}, {config.num_kvcache_blocks:,} blocks for "
+            f"{num_tokens:,} tokens, prefix caching {'on' if config.enable_prefix_caching else 'off'}, "
+            f"{config.tensor_parallel_size} rank{'s' * (config.tensor_parallel_size > 1)})"
         )
 
     def __enter__(self):

@@ -1,6 +1,5 @@
 """From what callers pass in to requests: every check of a prompt and its parameters is made here, before anything is queued."""
 import itertools
-import json
 import secrets
 import struct
 import threading
@@ -17,6 +16,7 @@ from nanovllm.engine.prompts import KINDS, Prompt, as_list, as_prompts, is_conve
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.utils.hub import read_json
 
 
 class InputProcessor:
@@ -32,7 +32,7 @@ class InputProcessor:
     def default_sampling_params(self) -> SamplingParams:
         """What the model's `generation_config.json` recommends; ours where it says nothing."""
         file = Path(self.config.model) / "generation_config.json"
-        raw = json.loads(file.read_text()) if file.exists() else {}
+        raw = read_json(file) if file.exists() else {}
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
         given = {name.replace("new_", ""): raw[name] for name in names if raw.get(name) is not None}
         return SamplingParams(**given | ({"temperature": 0.0} if raw.get("do_sample") is False else {}))
