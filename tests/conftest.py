@@ -16,6 +16,21 @@ torch.set_num_threads(1)  # threads that wait for each other are slow beyond mea
 TINY = str(BUNDLED / "tiny-qwen3")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--stress-seconds", type=float, default=3.0, help="how long each stress test of callers takes")
+    parser.addoption("--interrupts", type=int, default=40, help="at how many moments each test of interrupts raises one")
+
+
+@pytest.fixture(scope="session")
+def stress_seconds(pytestconfig) -> float:
+    return pytestconfig.getoption("--stress-seconds")
+
+
+@pytest.fixture(scope="session")
+def interrupts(pytestconfig) -> int:
+    return pytestconfig.getoption("--interrupts")
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return

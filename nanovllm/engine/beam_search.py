@@ -79,13 +79,14 @@ class BeamRequest:
         for seq in beams:  # first of all they give back their blocks
             if seq.index not in children:
                 scheduler.finish(seq, "stop")
-        self._sums = {}
+        sums = {}
         for seq in beams:
             if seq.index in children:
                 totals, token_ids = zip(*children[seq.index])
                 indices = [seq.index, *(next(self._next_index) for _ in totals[1:])]
-                self._sums |= zip(indices, totals)
+                sums |= zip(indices, totals)
                 scheduler.branch(seq, [*zip(indices, token_ids)])
+        self._sums = sums
 
     def output(self) -> BeamSearchOutput:
         prompt_token_ids = self._root.token_ids[: self._root.num_prompt_tokens]

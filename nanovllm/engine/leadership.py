@@ -24,6 +24,7 @@ class Leadership:
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._leader: int | None = None
+        self._num_urgent = 0  # threads that are to lead before those that run steps
 
     def post(self, command: Callable[[], None]) -> None:
         """Have it carried out before the next step: at once, unless there is a leader. Signal handlers may call this."""
@@ -37,24 +38,31 @@ class Leadership:
         while self._commands:
             self._commands.popleft()()
 
-    def lead(self, work: Callable[[], None], inboxes: Iterable[Inbox] | None = None) -> bool:
+    def lead(
+        self, work: Callable[[], None], inboxes: Iterable[Inbox] | None = None, is_urgent: bool = False
+    ) -> bool:
         """Do what only the leader may do; whether it was done.
 
         While there is another leader, wait until there is none, or until something is in one of the inboxes; without
-        inboxes return at once.
+        inboxes return at once. What is urgent comes before the next step of other threads.
         """
         with self.lock:
             if self._leader == get_ident() and self._is_nested():
                 if inboxes is None:
                     return False
                 raise RuntimeError("this thread is in the middle of a step: only add_request and abort may be called here")
-            while self._leader not in (None, get_ident()):  # its own: an interrupt kept it from giving that up
-                if inboxes is None:
-                    return False
-                self._changed.wait()
-                if any(inbox.is_ready for inbox in inboxes):
-                    return False
-            self._leader = get_ident()
+            self._num_urgent += is_urgent
+            try:
+                # a leadership of its own is one that an interrupt kept it from giving up
+                while self._leader not in (None, get_ident()) or (self._num_urgent and not is_urgent):
+                    if inboxes is None:
+                        return False
+                    self._changed.wait()
+                    if any(inbox.is_ready for inbox in inboxes):
+                        return False
+                self._leader = get_ident()
+            finally:
+                self._num_urgent -= is_urgent
         try:
             work()
             while not self._retire():

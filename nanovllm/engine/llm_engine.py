@@ -328,7 +328,7 @@ class LLMEngine:
 
     def exit(self) -> None:
         """Drop what is unfinished and free the device's memory; an engine that was left can't be used again."""
-        self._leadership.lead(self._exit, inboxes=())
+        self._leadership.lead(self._exit, inboxes=(), is_urgent=True)
 
     def _exit(self) -> None:
         if self.model_runner is not None:

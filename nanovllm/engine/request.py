@@ -71,8 +71,8 @@ class Request:
         self.group, self.prompt, self.inbox, self.index = group, prompt, inbox, index
         self.params = group[0].params
         self.is_quiet = inbox.wants is Wants.ANSWERS and not self.params.stop
-        self._all_tokens = all_tokens
-        self._texts = [Detokenizer(s.token_ids, s.num_prompt_tokens, s.params, vocabulary) for s in group]
+        self._vocabulary, self._all_tokens = vocabulary, all_tokens
+        self._detokenizers: dict[int, Detokenizer] = {}  # by the sequence's index
         self._num_told = [0] * len(group)  # tokens that events have brought
 
     @property
@@ -81,7 +81,7 @@ class Request:
 
     def cut_at_stop(self, seq: Sequence) -> str | None:
         """The stop string that the last token of `seq` completes; its text ends there."""
-        return self._texts[seq.index].cut_at_stop() if self.params.stop else None
+        return self._detokenizer(seq).cut_at_stop() if self.params.stop else None
 
     def tell(self, seq: Sequence) -> None:
         """Put into the inbox what is new of `seq`."""
@@ -91,7 +91,7 @@ class Request:
             self.inbox.new_tokens += [(self.request_id, token_id) for token_id in token_ids]
         elif self.inbox.wants is Wants.EVENTS:
             is_over = seq.finish_reason is not None
-            text = self._texts[seq.index].take(self._num_hidden(seq), is_over) if self.params.detokenize else ""
+            text = self._detokenizer(seq).take(self._num_hidden(seq), is_over) if self.params.detokenize else ""
             logprobs = self._with_text(seq.logprobs[told:]) if self.params.logprobs is not None else None
             reasons = seq.finish_reason, seq.stop_reason
             self.inbox.events.append(StreamEvent(self.index, seq.index, self.request_id, text, token_ids, *reasons, logprobs))
@@ -107,13 +107,20 @@ class Request:
 
     def _completion(self, seq: Sequence) -> CompletionOutput:
         token_ids, text, logprobs, total = seq.completion_token_ids, "", None, None
-        if self.params.detokenize:
-            self._texts[seq.index].extend(self._num_hidden(seq), seq.finish_reason is not None)
-            text = self._texts[seq.index].text
+        if self.params.detokenize and token_ids:
+            detokenizer = self._detokenizer(seq)
+            detokenizer.extend(self._num_hidden(seq), seq.finish_reason is not None)
+            text = detokenizer.text
         if self.params.logprobs is not None:
             logprobs = self._with_text(seq.logprobs)
             total = sum(found[i].logprob for i, found in zip(token_ids, logprobs))
         return CompletionOutput(seq.index, text, token_ids, total, logprobs, seq.finish_reason, seq.stop_reason)
+
+    def _detokenizer(self, seq: Sequence) -> Detokenizer:
+        if (found := self._detokenizers.get(seq.index)) is None:
+            found = Detokenizer(seq.token_ids, seq.num_prompt_tokens, seq.params, self._vocabulary)
+            self._detokenizers[seq.index] = found
+        return found
 
     @staticmethod
     def _num_hidden(seq: Sequence) -> int:
@@ -129,7 +136,10 @@ class Request:
         return self._all_tokens[token_id].decode(errors="replace")
 
     def _metrics(self) -> RequestMetrics:
-        seconds = {"scheduled": min, "first_token": min, "finished": max}  # of several answers the first, and the last
-        times = [[s.timing[event] for s in self.group if event in s.timing] for event in seconds]
         arrival = time() - (perf_counter() - self.group[0].arrival)
-        return RequestMetrics(arrival, *(arrival + pick(x) if x else None for pick, x in zip(seconds.values(), times)))
+        first = self.group[0].timing if len(self.group) == 1 else {}
+        for event, pick in (("scheduled", min), ("first_token", min), ("finished", max)) if not first else ():
+            if seconds := [seq.timing[event] for seq in self.group if event in seq.timing]:
+                first[event] = pick(seconds)  # of several answers the first, and the last
+        times = (first.get(event) for event in ("scheduled", "first_token", "finished"))
+        return RequestMetrics(arrival, *(None if seconds is None else arrival + seconds for seconds in times))

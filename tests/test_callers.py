@@ -1,0 +1,401 @@
+"""Several callers of one engine at a time, and interrupts at any moment: everyone gets the own answer, and nothing is lost."""
+import random
+import signal
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from nanovllm import LLM, BeamSearchParams, SamplingParams
+
+BOTH_WAYS = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+HOT = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, seed=5)
+
+
+def check_whole(llm: LLM):
+    """Nothing is left of any request, and no block or row is lost."""
+    scheduler, blocks = llm.scheduler, llm.scheduler.block_manager
+    assert not (scheduler.live or scheduler.waiting or scheduler.running or llm._requests or llm._inboxes)
+    assert len(blocks.free_block_ids) == len(blocks.blocks) and not any(block.ref_count for block in blocks.blocks)
+    assert sorted(scheduler.free_req_indices) == list(range(llm.config.max_num_seqs))
+
+
+@pytest.fixture(scope="module")
+def requests():
+    """(prompt, params) of all kinds that a caller may have, each with a seed or greedy."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(256, 2040) for _ in range(rng.choice([1, 5, 16, 40, 90]))] for _ in range(24)]
+    prompts[5:10] = [[*prompts[4], *prompt] for prompt in prompts[5:10]]
+    kinds = [GREEDY, HOT, replace(HOT, n=3), replace(GREEDY, max_tokens=40), replace(HOT, max_tokens=1)]
+    return [(prompt, replace(kinds[i % 5], seed=i)) for i, prompt in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def alone(requests):
+    """The answers to each request by itself."""
+    with LLM("tiny-qwen3", dtype="float32", device="cpu") as llm:
+        outputs = [llm.generate(*request, use_tqdm=False)[0].outputs for request in requests]
+    return [[output.token_ids for output in several] for several in outputs]
+
+
+@contextmanager
+def threads(*functions):
+    """Run the functions in threads of their own; what one of them raises is raised here."""
+    errors = []
+
+    def run(function):
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    started = [threading.Thread(target=run, args=(function,)) for function in functions]
+    for thread in started:
+        thread.start()
+    yield
+    for thread in started:
+        thread.join(120)
+        assert not thread.is_alive(), "hangs"
+    if errors:
+        raise errors[0]
+
+
+# -- several threads ---------------------------------------------------------------------------------------------------
+
+
+class Caller:
+    """A thread's worth of random calls, each checked against the answer alone."""
+
+    def __init__(self, llm: LLM, requests, alone, seed: int, until: float, started: list[int]):
+        self.llm, self.requests, self.alone, self.started = llm, requests, alone, started
+        self.rng, self.until = random.Random(seed), until
+        self.num_calls = 0
+
+    def __call__(self):
+        ways = [self.generate, self.stream, self.leave_stream, self.loop, self.abort_stream, self.abort_anything]
+        while time.monotonic() < self.until:
+            self.rng.choice(ways)()
+            self.num_calls += 1
+
+    def some(self) -> list[int]:
+        return [self.rng.randrange(len(self.requests)) for _ in range(self.rng.choice([1, 1, 2, 5]))]
+
+    def check(self, i: int, outputs: list[list[int]], is_whole: bool = True):
+        for output, expected in zip(outputs, self.alone[i], strict=True):
+            assert output == (expected if is_whole else expected[: len(output)])
+
+    def generate(self):
+        some = self.some()
+        answers = self.llm.generate(*self.split(some), use_tqdm=False)
+        for i, answer in zip(some, answers, strict=True):
+            is_whole = all(output.finish_reason != "abort" for output in answer.outputs)
+            self.check(i, [output.token_ids for output in answer.outputs], is_whole)
+
+    def split(self, some: list[int]):
+        return [self.requests[i][0] for i in some], [self.requests[i][1] for i in some]
+
+    def stream(self, leave_after: int = 10**9, abort_after: int = 10**9):
+        some = self.some()
+        made = [[[] for _ in self.alone[i]] for i in some]
+        ends = {}
+        for count, event in enumerate(self.llm.stream(*self.split(some))):
+            assert (event.index, event.output_index) not in ends, "an event after the last"
+            self.started.append(event.request_id)
+            made[event.index][event.output_index] += event.token_ids
+            if event.finish_reason:
+                ends[event.index, event.output_index] = event.finish_reason
+            if count == leave_after:
+                break
+            if count == abort_after:
+                self.llm.abort(event.request_id)
+        else:
+            assert len(ends) == sum(map(len, made))
+        for index, i in enumerate(some):
+            reasons = [ends.get((index, k), "abort") for k in range(len(made[index]))]
+            self.check(i, made[index], "abort" not in reasons)
+
+    def leave_stream(self):
+        self.stream(leave_after=self.rng.randrange(30))
+
+    def abort_stream(self):
+        self.stream(abort_after=self.rng.randrange(30))
+
+    def loop(self):
+        of_request = {self.llm.add_request(*self.requests[i]): i for i in self.some()}
+        while of_request:
+            for answer in self.llm.step().finished:
+                is_whole = all(output.finish_reason != "abort" for output in answer.outputs)
+                self.check(of_request.pop(answer.request_id), [x.token_ids for x in answer.outputs], is_whole)
+        assert self.llm.is_finished()
+
+    def abort_anything(self):
+        if self.started:
+            self.llm.abort(self.rng.choice(self.started[-50:]))
+        time.sleep(self.rng.random() * 0.02)
+
+
+@BOTH_WAYS
+def test_stress_of_callers(make_llm, requests, alone, stress_seconds, async_scheduling):
+    """Eight threads that generate, stream, leave, loop and abort; `pytest --stress-seconds 60` takes a minute for each."""
+    llm = make_llm(async_scheduling=async_scheduling, kvcache_block_size=16, num_kvcache_blocks=24, max_num_seqs=12)
+    before = threading.active_count()
+    started, until = [], time.monotonic() + stress_seconds
+    callers = [Caller(llm, requests, alone, seed, until, started) for seed in range(8)]
+    with threads(*callers):
+        pass
+    assert threading.active_count() == before
+    assert all(caller.num_calls > stress_seconds / 4 for caller in callers), "somebody waited for ever"
+    assert llm.scheduler.num_preemptions > 0
+    check_whole(llm)
+
+
+def test_loop_of_a_server(make_llm, requests, alone):
+    """One thread steps, and others add; what it gets is everyone's."""
+    llm = make_llm(kvcache_block_size=16)
+    of_request, is_over = {}, threading.Event()
+
+    def add(some):
+        for i in some:
+            of_request[llm.add_request(*requests[i])] = i
+
+    def serve():
+        seen = 0
+        while seen < len(requests):
+            for answer in llm.step().finished:
+                while answer.request_id not in of_request:
+                    time.sleep(0.001)  # its thread has not been told the id yet
+                assert [output.token_ids for output in answer.outputs] == alone[of_request[answer.request_id]]
+                seen += 1
+        is_over.set()
+
+    with threads(serve, *(lambda k=k: add(range(k, len(requests), 4)) for k in range(4))):
+        assert is_over.wait(60)
+    check_whole(llm)
+
+
+@BOTH_WAYS
+def test_error_in_another_callers_step(make_llm, monkeypatch, requests, async_scheduling):
+    """Nobody waits for ever: who ran the step gets the error, all others one that has it as its cause."""
+    llm = make_llm(async_scheduling=async_scheduling)
+    execute, all_here = llm.model_runner.execute, threading.Barrier(4)
+    seen = []
+
+    def faulty(batch):
+        if len(llm._requests) == 4:
+            raise ZeroDivisionError("in the middle")
+        return execute(batch)
+
+    def call(i):
+        all_here.wait()
+        try:
+            llm.generate(requests[i][0], replace(GREEDY, max_tokens=1000), use_tqdm=False)
+        except Exception as error:
+            seen.append(error)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model_runner, "execute", faulty)
+        with threads(*(lambda i=i: call(i) for i in range(4))):
+            pass
+    assert sorted(type(error).__name__ for error in seen) == ["RuntimeError"] * 3 + ["ZeroDivisionError"]
+    assert all(isinstance(error.__cause__, ZeroDivisionError) for error in seen if isinstance(error, RuntimeError))
+    check_whole(llm)
+    assert llm.generate(*requests[0], use_tqdm=False)
+
+
+def test_exit_while_others_wait(make_llm, requests):
+    llm = make_llm()
+    raised = []
+
+    def call(i):
+        with pytest.raises(RuntimeError, match="closed by exit"):
+            llm.generate(requests[i][0], replace(GREEDY, max_tokens=2000), use_tqdm=False)
+        raised.append(i)
+
+    with threads(*(lambda i=i: call(i) for i in range(3))):
+        while len(llm._requests) < 3:
+            time.sleep(0.001)
+        llm.exit()
+    assert len(raised) == 3
+
+
+def test_abort_many_that_wait(make_llm):
+    llm = make_llm(max_num_seqs=2)
+    ids = [llm.add_request([1, 2, 3], GREEDY) for _ in range(20_000)]
+    llm.step()
+    begin = time.thread_time()
+    for request_id in random.Random(0).sample(ids, len(ids)):
+        llm.abort(request_id)
+    assert time.thread_time() - begin < 1.0
+    assert len(llm.step().finished) == 20_000 and llm.is_finished()
+    check_whole(llm)
+
+
+def test_abort_before_any_request(make_llm):
+    with pytest.raises(ValueError, match="request_id=0: there has been no request yet"):
+        make_llm().abort(0)
+
+
+@BOTH_WAYS
+def test_abort_of_another_request_in_a_stream(make_llm, requests, async_scheduling):
+    """Each sequence has one last event, whoever ends it, and leaving afterwards keeps the engine at work."""
+    llm = make_llm(async_scheduling=async_scheduling)
+    ends = []
+    for event in llm.stream([prompt for prompt, _ in requests[:4]], GREEDY):
+        if event.finish_reason:
+            ends.append((event.index, event.finish_reason))
+        if event.index == 3 and len(ends) == 0:
+            llm.abort(event.request_id - 1)
+            llm.abort(event.request_id - 1)
+    assert sorted(ends) == [(0, "length"), (1, "length"), (2, "abort"), (3, "length")]
+    for event in llm.stream([prompt for prompt, _ in requests[:4]], GREEDY):
+        llm.abort(event.request_id)
+        break
+    check_whole(llm)
+    assert llm.generate(*requests[0], use_tqdm=False)[0].finish_reason == "length"
+
+
+# -- interrupts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", range(4))
+def test_abort_in_a_signal_handler(make_llm, monkeypatch, requests, alone, moment):
+    """In the midst of a step it takes effect with the next one; a call that would need a step of its own is refused."""
+    llm = make_llm(async_scheduling=moment % 2 == 1)
+    where = [(llm.scheduler, "schedule"), (llm.scheduler, "postprocess"), (llm.model_runner, "prepare"), (llm, "_take_in")]
+    target, name = where[moment]
+    plain, refused = getattr(target, name), []
+
+    def handler(*_):
+        llm.abort(1)
+        with pytest.raises(RuntimeError, match="in the middle of a step"):
+            llm.generate([5], GREEDY, use_tqdm=False)
+        refused.append(True)
+
+    def interrupted(*args):
+        result = plain(*args)
+        if llm.scheduler.counts["output_tokens"] == 12 and not refused:
+            signal.raise_signal(signal.SIGUSR1)
+        return result
+
+    previous = signal.signal(signal.SIGUSR1, handler)
+    try:
+        monkeypatch.setattr(target, name, interrupted)
+        prompts, params = [p for p, _ in requests[:3]], [replace(GREEDY, max_tokens=20)] * 3
+        answers = llm.generate(prompts, params, use_tqdm=False)
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert refused and [answer.finish_reason for answer in answers] == ["length", "abort", "length"]
+    check_whole(llm)
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the k-th bytecode that is run in the engine's own files."""
+
+    FILES = ("leadership", "llm_engine", "request", "scheduler", "block_manager", "batch", "detokenizer", "beam_search")
+
+    def __init__(self, at: int, files=FILES, by_signal: bool = False):
+        self.at, self.count, self.by_signal = at, 0, by_signal
+        self.files = tuple(f"engine/{name}.py" for name in files)
+        self.where = None
+
+    def trace(self, frame, event, argument):
+        if not frame.f_code.co_filename.endswith(self.files):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            self.count += 1
+            if self.count == self.at:
+                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+                if self.by_signal:
+                    signal.raise_signal(signal.SIGINT)
+                else:
+                    raise KeyboardInterrupt(self.where)
+        return self.trace
+
+    def __enter__(self):
+        sys.settrace(self.trace)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+
+@pytest.fixture
+def sigint():
+    """Ctrl-C as a shell in the foreground has it: one in the background may have it ignored."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+WORKS = {
+    "generate": lambda llm, some: llm.generate(*some, use_tqdm=False),
+    "stream": lambda llm, some: list(llm.stream(*some)),
+    "beams": lambda llm, some: llm.beam_search(some[0][:2], BeamSearchParams(2, 4)),
+}
+
+
+@pytest.mark.parametrize("by_signal", [False, True], ids=["raised", "signal"])
+@pytest.mark.parametrize("name", WORKS)
+def test_interrupt_at_any_bytecode(make_llm, requests, alone, sigint, interrupts, name, by_signal):
+    """Anywhere in scheduler, blocks, batches, text and turns: the next call is right, and nothing is lost.
+
+    `pytest --interrupts 2000` takes so many moments.
+    """
+    llm = make_llm(kvcache_block_size=16, num_kvcache_blocks=16, max_num_seqs=3, async_scheduling=True)
+    some = [requests[i][0] for i in (0, 2, 5)], [replace(requests[i][1], max_tokens=5) for i in (0, 2, 5)]
+    expected = [alone[i] for i in (0, 2, 5)]
+    with Interrupt(0) as whole:
+        WORKS[name](llm, some)
+    rng = random.Random(name)
+    for at in rng.sample(range(1, whole.count), interrupts):
+        interrupt = Interrupt(at, by_signal=by_signal)
+        try:
+            with interrupt:
+                WORKS[name](llm, some)
+        except KeyboardInterrupt:
+            pass
+        signal_handler = signal.getsignal(signal.SIGINT)
+        assert signal_handler is signal.default_int_handler, interrupt.where
+        check = llm.generate(*some, use_tqdm=False)
+        got = [[output.token_ids for output in answer.outputs] for answer in check]
+        assert got == [[ids[:5] for ids in several] for several in expected], interrupt.where
+        check_whole(llm)
+
+
+@BOTH_WAYS
+def test_interrupt_of_one_caller(make_llm, monkeypatch, requests, alone, async_scheduling):
+    """Ctrl-C in the midst of a forward drops the main thread's requests; those of others are computed again."""
+    llm = make_llm(async_scheduling=async_scheduling, kvcache_block_size=16)
+    execute, shared = llm.model_runner.execute, []
+
+    def interrupted(batch):
+        if threading.current_thread() is threading.main_thread() and len(llm._requests) > 2:
+            shared.append(batch)
+            if len(shared) == 5:
+                llm.model_runner.kv_cache.normal_()
+                raise KeyboardInterrupt
+        return execute(batch)
+
+    def generate(i):
+        while len(shared) < 5:
+            answers = llm.generate([requests[i][0]] * 2, requests[i][1], use_tqdm=False)
+            assert [[x.token_ids for x in answer.outputs] for answer in answers] == [alone[i]] * 2
+
+    def stream(i):
+        while len(shared) < 5:
+            made = [[] for _ in alone[i]]
+            for event in llm.stream(*requests[i]):
+                made[event.output_index] += event.token_ids
+            assert made == alone[i]
+
+    monkeypatch.setattr(llm.model_runner, "execute", interrupted)
+    with threads(lambda: generate(3), lambda: generate(2), lambda: stream(8), lambda: stream(6)):
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                llm.generate([9], replace(GREEDY, max_tokens=10), use_tqdm=False)
+    check_whole(llm)
