@@ -142,8 +142,10 @@ class Workers:
         except Exception as error:
             self._fail(f"the ranks could not be started: {type(error).__name__}: {error}")
         finally:
-            self._end(pipes)
-            self._ended.set()
+            try:
+                self._end(pipes)
+            finally:
+                self._ended.set()
 
     def _start(self, rank: int) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # it keeps messages apart
