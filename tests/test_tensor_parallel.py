@@ -350,7 +350,7 @@ def test_handlers_of_ctrl_c_that_are_no_functions(monkeypatch):
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-# -- starts and ends, of ranks that only sleep --------------------------------------------------------------------------
+# -- starts and ends, of ranks that only sleep -------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -469,7 +469,7 @@ def fork(end):
         try:
             answer()
         except RuntimeError as error:
-            assert "is a fork" in str(error)
+            assert "is a fork of" in str(error)
         else:
             sys.exit("a child may not use the ranks")
         llm.exit()
@@ -551,7 +551,7 @@ def test_two_engines_of_a_caller(make_llm, expected, tmp_path):
 
 
 def test_forked_children_leave_the_ranks_alone(tmp_path):
-    """However they end. Meanwhile nothing of the ranks has a name, and nothing is left when the caller ends in its turn."""
+    """However they end. Nothing of the ranks has a name meanwhile, and nothing is left once the caller has ended."""
     caller = call(tmp_path, "fork")
     output, errors = caller.communicate(timeout=60)
     assert caller.returncode == 0, errors

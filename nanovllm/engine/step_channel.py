@@ -18,10 +18,10 @@ HEADER = len(BatchShape._fields)
 class StepChannel:
     """Rank 0's end: a ring of flat int32 arrays in shared memory.
 
-    A place holds a batch's shape and its buffer. Each reader has two semaphores, which count the places that are free for
-    it and those that are filled: nothing is overwritten before all have read it, readers sleep while there is nothing
-    to read, and a reader that was killed never blocks rank 0 in raising its semaphore. The memory (a file without a name)
-    and the semaphores (eventfds) are file descriptors that the readers inherit, so no name can be left behind.
+    A place holds a batch's shape and its buffer. Each reader has two semaphores, which count the places that are free
+    for it and those that are filled: nothing is overwritten before all have read it, readers sleep while there is
+    nothing to read, and a reader that was killed never blocks rank 0 in raising its semaphore. The memory (a file
+    without a name) and the semaphores (eventfds) are file descriptors that readers inherit: no name is left behind.
     """
 
     def __init__(self, room: int, num_readers: int):

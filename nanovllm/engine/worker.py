@@ -37,9 +37,9 @@ BOOTSTRAP = "import sys; sys.path[:] = sys.argv[2:]; from nanovllm.engine.worker
 class Workers:
     """The other ranks as rank 0, in the caller's process, sees them; none, where one rank is all.
 
-    A thread starts them, watches over them and ends them. When one ends, reports an error or does not start in time, all
-    are killed, rank 0's device is told not to wait for them, and `failure` says why. Because the thread does all of this,
-    no interrupt of the caller leaves it half done. Without their caller the ranks end by themselves.
+    A thread starts them, watches them and ends them, so no interrupt of the caller leaves that half done. When a rank
+    ends, reports an error or does not start in time, all are killed, rank 0's device is told not to wait for them, and
+    `failure` says why. Without their caller the ranks end by themselves.
 
     They are plain subprocesses, not `multiprocessing`'s: that imports the caller's script in each of them, and the exit
     of any forked child of the caller would end them.
@@ -53,7 +53,7 @@ class Workers:
         self._owner = os.getpid()
         self._progress = [0] * (config.tensor_parallel_size - 1)  # 1: is here, 2: has started
         self._keeper: threading.Thread | None = None
-        self._ended = threading.Event()  # as a `join` that is interrupted takes the thread for ended (before Python 3.13)
+        self._ended = threading.Event()  # before Python 3.13 a `join` that is interrupted takes its thread for ended
         self._channel: StepChannel | None = None
         self._folder: Path | None = None
 
@@ -91,7 +91,7 @@ class Workers:
     def check(self) -> None:
         """RuntimeError where the ranks are gone, or are those of the process that this one was forked from."""
         if self._progress and not self._is_ours():
-            raise RuntimeError(f"this engine belongs to process {self._owner}, of which this one is a fork; start another")
+            raise RuntimeError(f"this process is a fork of {self._owner}, which owns this engine: start another here")
         if self.failure:
             raise RuntimeError(self.failure)
 
@@ -101,7 +101,7 @@ class Workers:
     def launch(self, runner: ModelRunner, step: ScheduledStep) -> SampledTokens:
         """Prepare a step and launch it on all ranks, or on none: Ctrl-C waits until it is done.
 
-        Any thread may call this, one at a time. RuntimeError as of `check`, also where another thread calls `exit` meanwhile.
+        Any thread may call this, one at a time. RuntimeError as of `check`, and where another thread calls `exit`.
         """
         if not self._progress:
             return runner.run(step)
@@ -119,7 +119,7 @@ class Workers:
                 raise
 
     def give_up(self, error: BaseException) -> BaseException:
-        """Kill all after an error of rank 0; what to raise for it, as it may be the first to notice that another is lost."""
+        """Kill all after an error of rank 0; what to raise: rank 0 may be the first to notice that one is lost."""
         may_be_theirs = bool(self._progress) and self._is_ours() and isinstance(error, RuntimeError)
         patience = monotonic() + 2.0
         while may_be_theirs and not self.failure and monotonic() < patience:
@@ -130,7 +130,7 @@ class Workers:
 
     def _keep(self) -> None:
         """The thread of the ranks: all of their life."""
-        # SIGINT is the caller's alone, and SIGTERM is for `end_with`: who is started here has them blocked from the start
+        # the ranks inherit this: SIGINT is the caller's alone, and SIGTERM is for `end_with`
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         pipes: dict[int, socket.socket] = {}
         try:

@@ -112,7 +112,7 @@ _connected: WeakSet[TensorParallel] = WeakSet()
 
 
 def _leave_in_child() -> None:
-    """After a fork the ranks are the parent's, and so are the threads of the groups, for which their destructors wait."""
+    """In a forked child: the ranks are the parent's, and so are the groups' threads, which their destructors join."""
     for tp in _connected:
         if tp.group is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(tp.group))  # never destroyed
