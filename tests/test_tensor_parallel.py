@@ -1,6 +1,5 @@
 """Several ranks on the CPU: the answers of one, and what happens when one of them, or their caller, comes to grief."""
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -8,8 +7,10 @@ import sys
 import tempfile
 import threading
 import time
-from multiprocessing.shared_memory import SharedMemory
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,9 +21,10 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine import worker
 from nanovllm.engine.batch import BatchShape, largest_batch
-from nanovllm.engine.step_channel import PLACES, STOP, StepChannel
+from nanovllm.engine.step_channel import HEADER, PLACES, StepChannel, StepReader
 from nanovllm.layers.logits import MOST_BIASES
 from nanovllm.utils import distributed
+from nanovllm.utils.interrupts import interrupts_held
 
 PROMPTS = ["HAMLET.\nTo be, or not to be", "What is 17 + 25?", "KING RICHARD.\n", "Sort: 7, 3, 9", "HAMLET.\nTo be, or not"]
 ASKED = [{}, {"top_k": 20, "top_p": 0.9}, {"n": 2, "repetition_penalty": 1.3}, {"logprobs": 3, "prompt_logprobs": 2}, {"min_p": 0.1}]
@@ -37,11 +39,41 @@ SOON = 10.0  # seconds
 
 @pytest.fixture(autouse=True)
 def folder_of_the_test(tmp_path, monkeypatch):
-    """Where the ranks meet, and nothing else: it is empty again when all is over."""
+    """Where the ranks meet: nothing is left of them when all is over."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
-    assert not list(tmp_path.glob("nanovllm-*"))
-    assert not multiprocessing.active_children()
+    assert not leftovers(tmp_path)
+
+
+def leftovers(folder: Path) -> list:
+    """Ranks, threads, and what has a name in the folder of temporary files or in /dev/shm."""
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("nanovllm")]
+    return [*ranks_of(os.getpid()), *threads, *folder.glob("nanovllm-*"), *names_of_shared_memory("self")]
+
+
+def names_of_shared_memory(pid: int | str) -> list[str]:
+    """Of a process's mappings; those of semaphores are among them."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return [line for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")]
+
+
+def ranks_of(caller: int) -> list[int]:
+    """Process ids of a caller's ranks."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            parent = int((process / "stat").read_text().rsplit(")")[-1].split()[1])
+            if parent == caller and b"nanovllm.engine.worker" in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+    return sorted(found)
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_is_an_exception():
+    """Also where a shell started us in the background, with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def answers(llm: LLM) -> tuple[list, list]:
@@ -129,9 +161,7 @@ LARGEST = largest_batch(Config(str(TINY), max_num_seqs=4, max_num_batched_tokens
 
 @pytest.fixture
 def channel():
-    channel = StepChannel(multiprocessing.get_context("spawn"), room=LARGEST, num_readers=2)
-    yield channel
-    channel.close()
+    return StepChannel(room=LARGEST, num_readers=2)
 
 
 def test_every_reader_gets_every_step_before_it_is_overwritten(channel):
@@ -142,10 +172,9 @@ def test_every_reader_gets_every_step_before_it_is_overwritten(channel):
     heard = [[], []]
 
     def read(reader: int) -> None:
-        mine = StepChannel.__new__(StepChannel)  # a reader has its own turn, as another process does
-        mine.__dict__ |= channel.__dict__ | {"_turn": 0}
+        mine = StepReader(channel.fds_of(reader), LARGEST)
         for _ in steps:
-            with mine.receive(reader) as (shape, words):
+            with mine.receive() as (shape, words):
                 time.sleep(0.002 * reader)
                 heard[reader].append((shape, words[: shape.size].copy()))
             del words
@@ -166,20 +195,28 @@ def test_a_reader_that_does_not_read(channel):
     """The places fill up, and then it is an error; nobody waits for ever."""
     step = np.zeros(4, np.int32)
     for _ in range(PLACES):
-        channel.send(STOP, step, timeout=0.1)
+        channel.send((0,) * HEADER, step, timeout=0.1)
     with pytest.raises(RuntimeError, match="rank 1 has taken no step"):
-        channel.send(STOP, step, timeout=0.1)
+        channel.send((0,) * HEADER, step, timeout=0.1)
+    later(0.1, channel.release)
+    channel.send((0,) * HEADER, step, timeout=SOON)  # it gives up waiting for readers that are gone
 
 
-def test_shared_memory_is_the_users_own(channel):
-    assert os.stat(f"/dev/shm/{channel.memory.name}").st_mode & 0o777 == 0o600
+def test_a_channel_has_no_name_and_leaves_no_descriptor():
+    before = os.listdir("/proc/self/fd")
+    channel = StepChannel(room=LARGEST, num_readers=2)
+    names = [os.readlink(f"/proc/self/fd/{fd}") for fd in channel.fds_of(0)]
+    assert names[0].endswith("(deleted)") and names[1:] == ["anon_inode:[eventfd]"] * 2
+    assert os.fstat(channel.fds_of(0)[0]).st_mode & 0o777 == 0o600
+    del channel
+    assert os.listdir("/proc/self/fd") == before
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
 def pid_of(rank: int) -> int:
-    return next(child.pid for child in multiprocessing.active_children() if child.name.endswith(f"rank {rank}"))
+    return ranks_of(os.getpid())[rank - 1]  # they were started in their order
 
 
 def later(seconds: float, function, *arguments) -> threading.Timer:
@@ -190,7 +227,7 @@ def later(seconds: float, function, *arguments) -> threading.Timer:
 
 def assert_closed(llm: LLM, begin: float) -> None:
     assert time.monotonic() - begin < SOON
-    assert not multiprocessing.active_children()
+    assert not ranks_of(os.getpid())
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate("x")
 
@@ -243,9 +280,9 @@ def start_and(monkeypatch, action) -> None:
     """Start an engine of two ranks, of which `action` is done to one as soon as there is a process."""
     watch = worker.Workers._watch
 
-    def do_and_watch(workers):
+    def do_and_watch(workers, pipes):
         action(workers.processes[0].pid)
-        watch(workers)
+        watch(workers, pipes)
 
     monkeypatch.setattr(worker.Workers, "_watch", do_and_watch)
     LLM("tiny-qwen3", device="cpu", tensor_parallel_size=2)
@@ -290,54 +327,177 @@ def test_ctrl_c(make_llm, expected, async_scheduling):
 
 
 def test_ctrl_c_waits_for_the_end_of_a_step():
-    reached = False
+    reached = 0
     with pytest.raises(KeyboardInterrupt):
-        with worker.interrupts_held():
+        with interrupts_held():
+            with interrupts_held():
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.01)
+                reached += 1
+            reached += 1
+    assert reached == 2 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_handlers_of_ctrl_c_that_are_no_functions(monkeypatch):
+    """One that ignores it (as `nohup` does), and one from C, which Python can't put back."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with interrupts_held():
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    with interrupts_held():
+        monkeypatch.undo()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+# -- starts and ends, of ranks that only sleep -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sleepers(monkeypatch):
+    """Workers of two ranks that were started, and never come."""
+    monkeypatch.setattr(worker, "BOOTSTRAP", "import time; time.sleep(99)  # in place of nanovllm.engine.worker")
+    workers = worker.Workers(Config(TINY, device="cpu", tensor_parallel_size=2, max_num_seqs=2, max_model_len=64))
+    workers.errors = []
+
+    def connect():
+        with pytest.raises(RuntimeError) as error:
+            workers.connect()
+        workers.errors.append(str(error.value))
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    while not workers.processes:
+        time.sleep(0.001)
+    yield workers
+    workers.exit()
+    thread.join()
+
+
+def test_an_exit_that_is_interrupted_is_done(sleepers, monkeypatch, tmp_path):
+    """Ctrl-C comes again and again on the way out."""
+    rmtree = worker.shutil.rmtree
+
+    def remove_after_interrupts(*arguments, **options):
+        for _ in range(3):
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.01)
-            reached = True
-    assert reached and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            time.sleep(0.02)
+        rmtree(*arguments, **options)
+
+    monkeypatch.setattr(worker.shutil, "rmtree", remove_after_interrupts)
+    with pytest.raises(KeyboardInterrupt):
+        sleepers.exit()
+    monkeypatch.undo()
+    assert not leftovers(tmp_path)
 
 
-def test_a_leftover_of_another_run(make_llm, expected):
-    leftover = SharedMemory("nanovllm-0123456789abcdef", create=True, size=64)
-    try:
-        leftover.buf[:4] = b"mine"
-        assert_same(answers(make_llm(tensor_parallel_size=2)), expected)
-        assert bytes(leftover.buf[:4]) == b"mine"
-    finally:
-        leftover.close()
-        leftover.unlink()
+def test_exits_of_several_threads(sleepers, tmp_path):
+    threads = [threading.Thread(target=sleepers.exit) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    sleepers.exit()
+    assert not leftovers(tmp_path)
+    sleepers.exit()
+    for thread in threads:
+        thread.join()
+    assert sleepers.failure == "this engine was closed by exit()"
 
 
-def test_nothing_has_a_name_once_all_have_it(make_llm):
-    llm = make_llm(tensor_parallel_size=2)
-    assert not os.path.exists(f"/dev/shm/{llm.workers._channel.memory.name}")
+def test_an_exit_by_the_garbage_collector_in_the_ranks_own_thread(sleepers, monkeypatch, tmp_path):
+    end_of = worker._end_of
+    monkeypatch.setattr(worker, "_end_of", lambda *arguments: sleepers.exit() or end_of(*arguments))
+    os.kill(pid_of(1), signal.SIGKILL)
+    sleepers._keeper.join(SOON)
+    assert not leftovers(tmp_path)
+
+
+class FakeRunner:
+    """Launches nothing; `error` is raised in its place."""
+
+    error = None
+
+    def prepare(self, step):
+        return SimpleNamespace(shape=(0,) * HEADER, buffer=np.zeros(4, np.int32))
+
+    def launch(self, batch, step):
+        if self.error:
+            raise self.error
+
+
+def test_an_exit_while_another_thread_launches(sleepers):
+    """It waits for a rank that takes no step."""
+    for _ in range(PLACES):
+        sleepers.launch(FakeRunner(), None)
+    later(0.1, sleepers.exit)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"closed by exit\(\)"):
+        sleepers.launch(FakeRunner(), None)
+    assert time.monotonic() - begin < SOON
+
+
+def test_a_signal_handler_that_raises_in_a_launch(sleepers, tmp_path):
+    """The ranks have got a step that rank 0 has not run: they can't go on."""
+    runner = FakeRunner()
+    runner.error = SystemExit()
+    with pytest.raises(SystemExit):
+        sleepers.launch(runner, None)
+    with pytest.raises(RuntimeError, match=r"interrupted while it was launched \(SystemExit"):
+        sleepers.launch(FakeRunner(), None)
+
+
+def test_ranks_that_cannot_be_started(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(RuntimeError, match="could not be started: FileNotFoundError.*python"):
+        LLM("tiny-qwen3", device="cpu", tensor_parallel_size=2)
 
 
 # -- callers -----------------------------------------------------------------------------------------------------------
 
 CALLER = """
-import multiprocessing, sys
+import gc, os, signal, sys
 from nanovllm import LLM, SamplingParams
 
-if __name__ == "__main__":
+def answer():
+    return llm.generate("What is 17 + 25?", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0]["token_ids"]
+
+def fork(end):
+    global llm
+    if (pid := os.fork()):
+        return pid
+    signal.alarm(20)
+    if end == "use":
+        try:
+            answer()
+        except RuntimeError as error:
+            assert "is a fork of" in str(error)
+        else:
+            sys.exit("a child may not use the ranks")
+        llm.exit()
+        del llm
+        gc.collect()
+    if end == "_exit":
+        os._exit(0)
+    sys.exit(0)
+
+if True:  # no guard of __name__: the ranks do not run this
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever shell started us
     llm = LLM("tiny-qwen3", device="cpu", dtype="float32", tensor_parallel_size=2, max_model_len=2048)
-    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    print(*(process.pid for process in llm.workers.processes), flush=True)
     what = sys.argv[1]
     if what == "answer":
         for _ in range(3):
-            print(llm.generate("What is 17 + 25?", SamplingParams(temperature=0, max_tokens=8))[0]["token_ids"])
-    elif what == "error":
-        raise SystemError("of the caller")
+            print(answer())
+    elif what == "fork":
+        print(answer(), *(os.waitpid(pid, 0)[1] for pid in list(map(fork, ("none", "_exit", "use")))))
+        print(answer(), *os.listdir(os.environ["TMPDIR"]))
     elif what == "run":
         while True:
             llm.generate(["HAMLET", "KING"], SamplingParams(max_tokens=1500, ignore_eos=True))
 """
 
 
-def call(folder: Path, what: str, script: str = CALLER) -> subprocess.Popen:
-    (folder / "caller.py").write_text(script)
+def call(folder: Path, what: str) -> subprocess.Popen:
+    (folder / "caller.py").write_text(CALLER)
     environment = os.environ | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(folder / "caller.py"), what]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
@@ -350,21 +510,24 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("end", ["none", "error", signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=str)
+def assert_nothing_is_left(ranks: list[int], folder: Path) -> None:
+    give_up = time.monotonic() + SOON
+    while (any(map(is_alive, ranks)) or list(folder.glob("nanovllm-*"))) and time.monotonic() < give_up:
+        time.sleep(0.05)
+    assert not any(map(is_alive, ranks)) and not list(folder.glob("nanovllm-*"))
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=str)
 def test_nobody_survives_the_caller(tmp_path, end):
     """Nor does a file; the caller does not close its engine."""
-    caller = call(tmp_path, end if isinstance(end, str) else "run")
+    caller = call(tmp_path, "run")
     ranks = [int(pid) for pid in caller.stdout.readline().split()]
     assert len(ranks) == 1
-    if not isinstance(end, str):
-        time.sleep(0.5)
-        caller.send_signal(end)
+    time.sleep(0.5)
+    caller.send_signal(end)
     caller.communicate(timeout=SOON)
-    assert caller.returncode == {"none": 0, "error": 1, signal.SIGINT: -2}.get(end, -end if not isinstance(end, str) else 0)
-    give_up = time.monotonic() + SOON
-    while (any(map(is_alive, ranks)) or list(tmp_path.glob("nanovllm-*"))) and time.monotonic() < give_up:
-        time.sleep(0.05)
-    assert not any(map(is_alive, ranks)) and not list(tmp_path.glob("nanovllm-*"))
+    assert caller.returncode == -end
+    assert_nothing_is_left(ranks, tmp_path)
 
 
 def test_two_callers_at_a_time(tmp_path):
@@ -376,17 +539,23 @@ def test_two_callers_at_a_time(tmp_path):
     assert len(set(outputs[0])) == 1 and len(outputs[0]) == 3 and outputs[0] == outputs[1]
 
 
-def test_two_engines_of_a_caller(make_llm, expected):
+def test_two_engines_of_a_caller(make_llm, expected, tmp_path):
     first, second = (make_llm(tensor_parallel_size=2) for _ in range(2))
     assert_same(answers(first), expected)
-    assert_same(answers(second), expected)
-    first.exit()
+    pids = os.getpid(), *ranks_of(os.getpid())
+    assert len(pids) == 3 and not any(map(names_of_shared_memory, pids)) and not list(tmp_path.glob("nanovllm-*"))
+    with ThreadPoolExecutor(1) as pool:  # any thread may use an engine, and end it
+        assert_same(pool.submit(answers, second).result(), expected)
+        pool.submit(first.exit).result()
     assert_same(answers(second), expected)
 
 
-def test_a_script_without_a_guard_is_told(tmp_path):
-    script = CALLER.replace('if __name__ == "__main__":', "if True:")
-    caller = call(tmp_path, "none", script)
-    _, errors = caller.communicate(timeout=60)
-    assert caller.returncode == 1
-    assert errors.count('if __name__ == \'__main__\':') >= 2  # of the rank, and of the caller
+def test_forked_children_leave_the_ranks_alone(tmp_path):
+    """However they end. Nothing of the ranks has a name meanwhile, and nothing is left once the caller has ended."""
+    caller = call(tmp_path, "fork")
+    output, errors = caller.communicate(timeout=60)
+    assert caller.returncode == 0, errors
+    ranks, *lines = output.splitlines()
+    first, again = (line.split("] ") for line in lines)
+    assert first[1] == "0 0 0" and again == [first[0], "caller.py"]
+    assert_nothing_is_left([int(ranks)], tmp_path)

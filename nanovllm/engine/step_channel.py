@@ -1,8 +1,11 @@
 """How the other ranks get the steps that rank 0 has prepared."""
-import secrets
+import mmap
+import os
+import select
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing.shared_memory import SharedMemory
+from contextlib import contextmanager
+from itertools import cycle
 
 import numpy as np
 
@@ -10,58 +13,73 @@ from nanovllm.engine.batch import BatchShape
 
 PLACES = 2  # one that is read, and one that is written
 HEADER = len(BatchShape._fields)
-STOP = (0,) * HEADER  # a shape that no step has
 
 
 class StepChannel:
-    """The batches of rank 0 on their way to the others: a ring of flat int32 arrays in shared memory.
+    """Rank 0's end: a ring of flat int32 arrays in shared memory.
 
-    A place holds a batch's shape and its buffer. Each reader has two semaphores, which count the places that are free for
-    it and those that are filled: nothing is overwritten before all have read it, readers sleep while there is nothing
-    to read, and a reader that was killed keeps nobody from setting its semaphore.
+    A place holds a batch's shape and its buffer. Each reader has two semaphores, which count the places that are free
+    for it and those that are filled: nothing is overwritten before all have read it, readers sleep while there is
+    nothing to read, and a reader that was killed never blocks rank 0 in raising its semaphore. The memory (a file
+    without a name) and the semaphores (eventfds) are file descriptors that readers inherit: no name is left behind.
     """
 
-    def __init__(self, context, room: int, num_readers: int):
-        """`room` is the largest batch's, in words."""
-        self.place_size = HEADER + room
-        name = f"nanovllm-{secrets.token_hex(8)}"
-        self.memory = SharedMemory(name, create=True, size=PLACES * self.place_size * 4)  # of mode 0600
-        self.free = [context.Semaphore(PLACES) for _ in range(num_readers)]
-        self.filled = [context.Semaphore(0) for _ in range(num_readers)]
-        self._turn = 0
-        self._has_name = True
+    def __init__(self, room: int, num_readers: int):
+        """`room` is the largest batch's, in words. OSError where there is no space for it in /dev/shm."""
+        self._free, self._filled = [], []
+        self._file = tempfile.TemporaryFile(dir="/dev/shm", buffering=0)
+        self._place_size = HEADER + room
+        os.posix_fallocate(self._file.fileno(), 0, PLACES * self._place_size * 4)
+        self._places = _places(self._file.fileno(), self._place_size)
+        flags = os.EFD_SEMAPHORE | os.EFD_CLOEXEC
+        self._free = [os.eventfd(PLACES, flags) for _ in range(num_readers)]
+        self._filled = [os.eventfd(0, flags) for _ in range(num_readers)]
 
-    def _next_place(self) -> np.ndarray:
-        begin = self._turn * self.place_size * 4
-        self._turn = (self._turn + 1) % PLACES
-        return np.frombuffer(self.memory.buf, np.int32, self.place_size, begin)
+    def fds_of(self, reader: int) -> tuple[int, int, int]:
+        """File descriptors of the memory, of the places that are free for a reader, and of those filled for it."""
+        return self._file.fileno(), self._free[reader], self._filled[reader]
 
     def send(self, shape: tuple[int, ...], words: np.ndarray, timeout: float) -> None:
-        """RuntimeError where a reader has not read for `timeout` seconds."""
-        for rank, free in enumerate(self.free, 1):
-            if not free.acquire(timeout=timeout):
+        """RuntimeError where a reader has not read for `timeout` seconds; then no reader gets this step."""
+        for rank, free in enumerate(self._free, 1):
+            poll = select.poll()
+            poll.register(free, select.POLLIN)
+            if not poll.poll(timeout * 1000):
                 raise RuntimeError(f"rank {rank} has taken no step for {timeout:.0f} s")
-        place = self._next_place()
+        for free in self._free:
+            os.eventfd_read(free)
+        place = next(self._places)
         place[:HEADER] = shape
         place[HEADER : HEADER + len(words)] = words
-        for filled in self.filled:
-            filled.release()
+        for filled in self._filled:
+            os.eventfd_write(filled, 1)
+
+    def release(self) -> None:
+        """Wake a `send` that waits for readers, as they are gone."""
+        for free in self._free:
+            os.eventfd_write(free, PLACES)
+
+    def __del__(self):  # and no `close`: while a thread is in `send`, no other may give its descriptors away
+        for fd in self._free + self._filled:
+            os.close(fd)
+
+
+class StepReader:
+    """The end of another rank, which has inherited the file descriptors `StepChannel.fds_of` itself."""
+
+    def __init__(self, fds: tuple[int, int, int], room: int):
+        memory, self._free, self._filled = fds
+        self._places = _places(memory, HEADER + room)
 
     @contextmanager
-    def receive(self, reader: int) -> Iterator[tuple[BatchShape, np.ndarray]]:
+    def receive(self) -> Iterator[tuple[BatchShape, np.ndarray]]:
         """The next shape, and the words that begin with the batch's; they are free again when the block ends."""
-        self.filled[reader].acquire()
-        place = self._next_place()
+        os.eventfd_read(self._filled)
+        place = next(self._places)
         yield BatchShape(*place[:HEADER].tolist()), place[HEADER:]
-        self.free[reader].release()
+        os.eventfd_write(self._free, 1)
 
-    def unlink(self) -> None:
-        """Take its name away: who has it keeps it, and nothing can leave it behind."""
-        if self._has_name:
-            self.memory.unlink()
-            self._has_name = False
 
-    def close(self) -> None:
-        self.unlink()
-        with suppress(BufferError):  # an error may still hold a view of it
-            self.memory.close()
+def _places(fd: int, place_size: int) -> Iterator[np.ndarray]:
+    memory = mmap.mmap(fd, PLACES * place_size * 4)
+    return cycle(np.frombuffer(memory, np.int32).reshape(PLACES, place_size))

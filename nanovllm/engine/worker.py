@@ -1,19 +1,21 @@
 """The ranks but the first: their processes, what they do, and how all of it ends."""
-import multiprocessing
 import os
+import pickle
+import select
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from multiprocessing import connection
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 
-import numpy as np
 import torch
 
 from nanovllm.config import Config
@@ -21,60 +23,48 @@ from nanovllm.engine.batch import Batch, largest_batch
 from nanovllm.engine.model_runner import LOGPROB_ROWS, ModelRunner
 from nanovllm.engine.sampled import SampledTokens
 from nanovllm.engine.scheduler import ScheduledStep
-from nanovllm.engine.step_channel import PLACES, STOP, StepChannel
+from nanovllm.engine.step_channel import PLACES, StepChannel, StepReader
 from nanovllm.utils.distributed import STEP_TIMEOUT, TensorParallel
+from nanovllm.utils.interrupts import interrupts_held
 from nanovllm.utils.stopwatch import Stopwatch
 
 START_TIMEOUT = 1800.0  # seconds for all ranks to load their weights and capture their graphs
-GUARD = "the script runs again in every rank: start the engine under `if __name__ == '__main__':`"
+MESSAGE = 2**17  # bytes of the longest message between the caller and a rank
+READY = b"ready"  # a rank says so when it is here and when it has started; anything else that it says is its error
+BOOTSTRAP = "import sys; sys.path[:] = sys.argv[2:]; from nanovllm.engine.worker import work; work(int(sys.argv[1]))"
 
 
 class Workers:
     """The other ranks as rank 0, in the caller's process, sees them; none, where one rank is all.
 
-    A thread watches over them. When one ends, reports an error or does not start in time, all are killed, rank 0's device
-    is told not to wait for them, and `failure` says why. Without their caller they end by themselves.
+    A thread starts them, watches them and ends them, so no interrupt of the caller leaves that half done. When a rank
+    ends, reports an error or does not start in time, all are killed, rank 0's device is told not to wait for them, and
+    `failure` says why. Without their caller the ranks end by themselves.
+
+    They are plain subprocesses, not `multiprocessing`'s: that imports the caller's script in each of them, and the exit
+    of any forked child of the caller would end them.
     """
 
     def __init__(self, config: Config):
-        """Start the processes; RuntimeError where this is itself a process that is about to become one."""
         self.config = config
         self.failure: str | None = None
         self.tp = TensorParallel()
-        self.processes: list[multiprocessing.process.BaseProcess] = []
-        self._closing = True  # there is nothing to close
-        if config.tensor_parallel_size == 1:
-            return
-        if getattr(multiprocessing.current_process(), "_inheriting", False):
-            raise RuntimeError(GUARD)
-        context = multiprocessing.get_context("spawn")
-        num_workers = config.tensor_parallel_size - 1
-        self._deadline = monotonic() + START_TIMEOUT
-        self._progress = [0] * num_workers  # 1: is here, 2: has started
-        self.folder = Path(tempfile.mkdtemp(prefix="nanovllm-"))
-        self._channel = StepChannel(context, largest_batch(config), num_workers)
-        self._pipes = []
-        self._closing = False
-        self._watcher = threading.Thread(target=self._watch, name="nanovllm watch", daemon=True)
-        try:
-            for rank in range(1, num_workers + 1):
-                ours, theirs = context.Pipe(duplex=False)
-                self._pipes.append(ours)
-                arguments = rank, os.getpid(), config, self.folder, self._channel, theirs
-                process = context.Process(target=work, args=arguments, name=f"nanovllm rank {rank}", daemon=True)
-                process.start()
-                self.processes.append(process)
-                theirs.close()
-            self._watcher.start()
-        except BaseException:
-            self.exit()
-            raise
+        self.processes: list[subprocess.Popen] = []
+        self._owner = os.getpid()
+        self._progress = [0] * (config.tensor_parallel_size - 1)  # 1: is here, 2: has started
+        self._keeper: threading.Thread | None = None
+        self._ended = threading.Event()  # before Python 3.13 a `join` that is interrupted takes its thread for ended
+        self._channel: StepChannel | None = None
+        self._folder: Path | None = None
 
     def connect(self) -> TensorParallel:
-        """Rank 0's place among the ranks, once all are here."""
-        if self.processes:
+        """Start the processes; rank 0's place among the ranks, once all are here."""
+        if self._progress:
+            self._deadline = monotonic() + START_TIMEOUT
+            self._keeper = threading.Thread(target=self._keep, name="nanovllm ranks", daemon=True)
+            with interrupts_held():  # a thread that half started can't be joined
+                self._keeper.start()
             self._await(lambda: min(self._progress) >= 1)
-            self._channel.unlink()
             meeting: Future[TensorParallel] = Future()
             threading.Thread(target=self._meet, args=(meeting,), daemon=True).start()
             self._await(meeting.done)  # if one is lost now, the meeting waits for minutes; we do not
@@ -83,32 +73,54 @@ class Workers:
 
     def _meet(self, meeting: Future) -> None:
         try:
-            meeting.set_result(connect(0, self.config, self.folder))
+            meeting.set_result(connect(0, self.config, self._folder))
         except BaseException as error:
             meeting.set_exception(error)
 
     def wait_until_started(self) -> None:
-        if self.processes:
+        if self._progress:
             self._await(lambda: min(self._progress) >= 2)
+            if not self.tp.needs_store:
+                self._remove_folder()  # from here on nothing of ours has a name
 
     def _await(self, condition: Callable[[], bool]) -> None:
         while not condition():
-            if self.failure:
-                raise RuntimeError(self.failure)
+            self.check()
             sleep(0.002)
 
+    def check(self) -> None:
+        """RuntimeError where the ranks are gone, or are those of the process that this one was forked from."""
+        if self._progress and not self._is_ours():
+            raise RuntimeError(f"this process is a fork of {self._owner}, which owns this engine: start another here")
+        if self.failure:
+            raise RuntimeError(self.failure)
+
+    def _is_ours(self) -> bool:
+        return os.getpid() == self._owner
+
     def launch(self, runner: ModelRunner, step: ScheduledStep) -> SampledTokens:
-        """Prepare a step and launch it on all ranks, or on none: Ctrl-C waits until it is done."""
-        if not self.processes:
+        """Prepare a step and launch it on all ranks, or on none: Ctrl-C waits until it is done.
+
+        Any thread may call this, one at a time. RuntimeError as of `check`, and where another thread calls `exit`.
+        """
+        if not self._progress:
             return runner.run(step)
+        channel = self._channel
+        self.check()
         batch = runner.prepare(step)
         with interrupts_held():
-            self._channel.send(batch.shape, batch.buffer, STEP_TIMEOUT)
-            return runner.launch(batch, step)
+            try:
+                channel.send(batch.shape, batch.buffer, STEP_TIMEOUT)
+                self.check()
+                return runner.launch(batch, step)
+            except BaseException as error:
+                if not isinstance(error, Exception):  # of another signal's handler; who gets it may go on
+                    self._fail(f"a step was interrupted while it was launched ({error!r})")
+                raise
 
     def give_up(self, error: BaseException) -> BaseException:
-        """Kill all after an error of rank 0; what to raise for it, as it may be the first to notice that another is lost."""
-        may_be_theirs = bool(self.processes) and isinstance(error, RuntimeError)
+        """Kill all after an error of rank 0; what to raise: rank 0 may be the first to notice that one is lost."""
+        may_be_theirs = bool(self._progress) and self._is_ours() and isinstance(error, RuntimeError)
         patience = monotonic() + 2.0
         while may_be_theirs and not self.failure and monotonic() < patience:
             sleep(0.01)
@@ -116,82 +128,122 @@ class Workers:
         self._fail(f"rank 0 failed: {error!r}")
         return cause
 
-    def _watch(self) -> None:
-        pipes = {pipe: rank for rank, pipe in enumerate(self._pipes, 1)}
-        ends = {process.sentinel: rank for rank, process in enumerate(self.processes, 1)}
-        while not self._closing and not self.failure:
-            ready = connection.wait([*pipes, *ends], timeout=0.2)
-            ended = [ends[end] for end in ready if end in ends and not self._closing]
+    def _keep(self) -> None:
+        """The thread of the ranks: all of their life."""
+        # the ranks inherit this: SIGINT is the caller's alone, and SIGTERM is for `end_with`
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        pipes: dict[int, socket.socket] = {}
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="nanovllm-"))
+            self._channel = StepChannel(largest_batch(self.config), len(self._progress))
+            for rank in range(1, len(self._progress) + 1):
+                pipes[rank] = self._start(rank)
+            self._watch(pipes)
+        except Exception as error:
+            self._fail(f"the ranks could not be started: {type(error).__name__}: {error}")
+        finally:
+            try:
+                self._end(pipes)
+            finally:
+                self._ended.set()
+
+    def _start(self, rank: int) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # it keeps messages apart
+        with theirs:
+            fds = self._channel.fds_of(rank - 1)
+            ours.send(pickle.dumps((rank, self._owner, self.config, self._folder, fds)))
+            command = [sys.executable, "-c", BOOTSTRAP, str(theirs.fileno()), *map(str, sys.path)]
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), *fds))
+            self.processes.append(process)
+        return ours
+
+    def _watch(self, pipes: dict[int, socket.socket]) -> None:
+        rank_of = {pipe.fileno(): rank for rank, pipe in pipes.items()}
+        poll = select.poll()
+        for fd in rank_of:
+            poll.register(fd, select.POLLIN)
+        while not self.failure:
+            errors = []
+            for fd, _ in poll.poll(200):
+                message = _receive(pipes[rank_of[fd]])
+                if message == READY:
+                    self._progress[rank_of[fd] - 1] += 1
+                elif message:
+                    errors.append(f"rank {rank_of[fd]} failed:\n{message.decode(errors='replace')}")
+                else:
+                    poll.unregister(fd)
+                    with suppress(subprocess.TimeoutExpired):
+                        self.processes[rank_of[fd] - 1].wait(1.0)
+            ended = [(process.poll(), rank) for rank, process in enumerate(self.processes, 1)]
             # one that was killed is the cause; what the others report may be that they have noticed
-            for rank in ended:
-                if (self.processes[rank - 1].exitcode or 0) < 0:
-                    self._fail(self._end_of(rank))
-            for pipe in [pipe for pipe in ready if pipe in pipes]:
-                self._hear(pipes[pipe], pipe, pipes)
-            for rank in ended:
-                self._fail(self._end_of(rank))
-            if min(self._progress) < 2 and monotonic() > self._deadline:
+            errors = [_end_of(rank, code) for code, rank in ended if code is not None and code < 0] + errors
+            errors += [_end_of(rank, code) for code, rank in ended if code is not None and code >= 0]
+            if errors:
+                self._fail(errors[0])
+            elif min(self._progress) < 2 and monotonic() > self._deadline:
                 self._fail(f"the ranks did not start within {START_TIMEOUT:.0f} s")
 
-    def _hear(self, rank: int, pipe: connection.Connection, pipes: dict) -> None:
-        try:
-            error = pipe.recv_bytes().decode()
-        except (EOFError, OSError):
-            del pipes[pipe]  # its end will be seen as well
-            return
-        if error:
-            self._fail(f"rank {rank} failed:\n{error}")
-        else:
-            self._progress[rank - 1] += 1
-
-    def _end_of(self, rank: int) -> str:
-        process = self.processes[rank - 1]
-        process.join(1.0)
-        if (code := process.exitcode) is not None and code < 0:
-            return f"rank {rank} was killed ({signal.Signals(-code).name})"
-        hint = "" if self._progress[rank - 1] else f" before it began, for the reason that it printed. Perhaps {GUARD}"
-        return f"rank {rank} ended with exit code {code}{hint}"
-
     def _fail(self, reason: str) -> None:
+        """Kill all; the thread notices, and does the rest."""
+        if not self._is_ours():
+            return
         self.failure = self.failure or reason
         for process in self.processes:
             process.kill()
+
+    def _end(self, pipes: dict[int, socket.socket]) -> None:
+        """Leave nothing behind, once there is a failure."""
+        self._fail("the ranks were ended")  # again: it may have come while they were started
         self.tp.abort()
+        if self._channel is not None:
+            self._channel.release()
+            self._channel = None
+        for process in self.processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(5.0)
+        for pipe in pipes.values():
+            pipe.close()
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def exit(self) -> None:
-        """End the processes, and leave nothing behind. May be called again."""
-        if self._closing:
+        """End the processes, and leave nothing behind; in a forked child, do nothing.
+
+        It may be called again, by any thread, and while another is in `launch`, which then raises RuntimeError. What
+        interrupts it is raised when it is done.
+        """
+        if self._keeper is None or not self._is_ours():
             return
-        self._closing = True
-        if not self.failure:
-            with suppress(RuntimeError):  # who does not read is killed
-                self._channel.send(STOP, np.empty(0, np.int32), timeout=1.0)
-        for process in self.processes:
-            process.join(0.0 if self.failure else 5.0)
-            process.kill()
-            process.join(5.0)
-        if self._watcher.ident is not None:  # it was started
-            self._watcher.join()
-        for pipe in self._pipes:
-            pipe.close()
-        self._channel.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        interrupts = []
+        with interrupts_held():
+            while not self._ended.is_set():
+                try:
+                    self._fail("this engine was closed by exit()")
+                    if threading.current_thread() is self._keeper:  # where the garbage collector calls us
+                        return
+                    self._ended.wait()
+                except BaseException as interrupt:  # of the handler of another signal
+                    interrupts.append(interrupt)
+            self._keeper.join()
+        if interrupts:
+            raise interrupts[0]
 
 
-@contextmanager
-def interrupts_held():
-    """Ctrl-C within the block comes at its end. It always meets the main thread, so elsewhere there is nothing to hold."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    held = []
-    handler = signal.signal(signal.SIGINT, lambda *arguments: held.append(arguments))
+def _receive(pipe: socket.socket) -> bytes:
+    """A message of a rank; nothing where it has ended."""
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if held:
-            signal.raise_signal(signal.SIGINT)
+        return pipe.recv(MESSAGE)
+    except ConnectionError:
+        return b""
+
+
+def _end_of(rank: int, code: int) -> str:
+    if code < 0:
+        return f"rank {rank} was killed ({signal.Signals(-code).name})"
+    return f"rank {rank} ended with exit code {code}, for the reason that it printed"
 
 
 def connect(rank: int, config: Config, folder: Path) -> TensorParallel:
@@ -202,32 +254,28 @@ def connect(rank: int, config: Config, folder: Path) -> TensorParallel:
     return TensorParallel.connect(rank, size, folder, config.device_of(rank), room)
 
 
-def work(
-    rank: int, caller: int, config: Config, folder: Path, channel: StepChannel, pipe: connection.Connection
-) -> None:
-    """A rank's whole life, in a process of its own. It says b"" when it is here and when it has started, else its error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's
+def work(fd: int) -> None:
+    """A rank's whole life, in a process of its own, which ends when it is killed; `fd` is its socket to the caller."""
+    pipe = socket.socket(fileno=fd)
+    rank, caller, config, folder, fds = pickle.loads(pipe.recv(MESSAGE))
     end_with(caller, folder)
     try:
         torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))
-        pipe.send_bytes(b"")
+        pipe.send(READY)
         runner = ModelRunner(config, Stopwatch(), connect(rank, config, folder))
-        pipe.send_bytes(b"")
-        serve(runner, channel, rank - 1)
+        pipe.send(READY)
+        serve(runner, StepReader(fds, largest_batch(config)))
     except BaseException:
         with suppress(OSError):
-            pipe.send_bytes(traceback.format_exc().encode())
+            pipe.send(traceback.format_exc().encode()[-MESSAGE:])
         threading.Event().wait()  # the caller kills us; if it is gone, which may be our error, so are we soon
-    os._exit(0)  # past all that would wait for the device
 
 
-def serve(runner: ModelRunner, channel: StepChannel, reader: int) -> None:
-    """Run the steps that come, until there are to be no more."""
+def serve(runner: ModelRunner, reader: StepReader) -> None:
+    """Run the steps that come, until we are killed."""
     in_flight: list[SampledTokens] = []
     while True:
-        with channel.receive(reader) as (shape, words):
-            if shape == STOP:
-                return
+        with reader.receive() as (shape, words):
             if len(in_flight) == PLACES:  # the host buffer of the last step but one is the one that comes next
                 in_flight.pop(0).wait_until_over()
             batch = Batch(shape, runner.host_buffer(shape.is_prefill))
@@ -236,8 +284,10 @@ def serve(runner: ModelRunner, channel: StepChannel, reader: int) -> None:
 
 
 def end_with(caller: int, folder: Path) -> None:
-    """End this process, and remove the folder where the ranks met, when the caller is gone or SIGTERM comes."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # for the threads to come as well
+    """End this process, and remove the folder where the ranks met, when the caller is gone or SIGTERM comes.
+
+    SIGTERM must be blocked, as it is from the start in a process of `Workers`.
+    """
 
     def watch() -> None:
         while os.getppid() == caller and signal.sigtimedwait({signal.SIGTERM}, 0.5) is None:

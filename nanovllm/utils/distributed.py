@@ -1,7 +1,10 @@
 """The ranks that share a model: this rank's place among them, and what they do together."""
+import ctypes
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -11,7 +14,7 @@ from nanovllm.utils.peer_memory import PeerMemory
 STEP_TIMEOUT = 300.0  # seconds that a rank waits for the others within a step
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class TensorParallel:
     """This rank's place among the ranks.
 
@@ -40,7 +43,9 @@ class TensorParallel:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
-        return cls(rank, size, group, peers)
+        tp = cls(rank, size, group, peers)
+        _connected.add(tp)
+        return tp
 
     def share(self, what: str, total: int) -> int:
         """An equal share of `total`; ValueError where there is none."""
@@ -76,6 +81,11 @@ class TensorParallel:
         """Of device memory that PyTorch's allocator does not know of."""
         return self.peers.memory.nbytes if self.peers is not None else 0
 
+    @property
+    def needs_store(self) -> bool:
+        """Whether the file in which the ranks met is read later on, as NCCL may do."""
+        return self.group is not None and not isinstance(self.group, dist.ProcessGroupGloo)
+
     def check(self) -> None:
         """RuntimeError if a rank was lost."""
         if self.lost:
@@ -96,3 +106,17 @@ class TensorParallel:
         elif self.group is not None:
             self.group.abort()  # what frees it in good order waits for the others
         self.group = self.peers = None
+
+
+_connected: WeakSet[TensorParallel] = WeakSet()
+
+
+def _leave_in_child() -> None:
+    """In a forked child: the ranks are the parent's, and so are the groups' threads, which their destructors join."""
+    for tp in _connected:
+        if tp.group is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(tp.group))  # never destroyed
+        tp.group, tp.peers, tp.lost = None, None, True
+
+
+os.register_at_fork(after_in_child=_leave_in_child)

@@ -41,7 +41,7 @@ class PeerMemory:
                 if other != rank:
                     self._pointers[other] = _open(store.get(str(other)))
             self.addresses = torch.tensor(self._pointers, dtype=torch.int64, device=device)
-            # kernels look here when they wait long
+            # on the host, where kernels look when they wait long
             self.aborted = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
 
     @staticmethod
