@@ -6,7 +6,7 @@ from pathlib import Path
 from nanovllm.engine.beam_search import beam_search
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prompts import Prompt
-from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams, check_beams
 
 
 class LLM(LLMEngine):
@@ -48,6 +48,7 @@ class LLM(LLMEngine):
         ids = [group[0].token_ids for group in self._make_groups(prompts, None)]
         generate = partial(self.generate, use_tqdm=False)
         eos_token_ids = self.config.model_config.eos_token_ids
+        check_beams(params, self.config.model_config.vocab_size)
         found = beam_search(generate, ids, params, self.config.max_model_len, eos_token_ids)
         text_of = partial(self.tokenizer.decode, skip_special_tokens=True)
         outputs = [[{"text": text_of(b.token_ids), "token_ids": [*b.token_ids], "score": b.score} for b in x] for x in found]

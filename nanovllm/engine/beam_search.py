@@ -32,7 +32,7 @@ def beam_search(
         answers = iter(generate(requests, one_token) if requests else ())
         for i, prompt in enumerate(prompts):
             is_last = length == params.max_tokens or len(prompt) + length == max_model_len
-            new = [(beam, *next_one) for beam in live[i] for next_one in next(answers)["logprobs"][0].items()]
+            new = [(beam, token_id, x) for beam in live[i] for token_id, (x, _) in next(answers)["logprobs"][0].items()]
             found = sorted((Beam(beam.score + x, (*beam.token_ids, token_id)) for beam, token_id, x in new), reverse=True)
             ends = [beam for beam in found[:width] if is_last or beam.token_ids[-1] in eos_token_ids]
             ended[i] += [Beam(beam.score / penalty, beam.token_ids) for beam in ends]

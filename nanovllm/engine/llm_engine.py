@@ -18,7 +18,7 @@ from nanovllm.engine.sampled import SampledTokens
 from nanovllm.engine.scheduler import ScheduledStep, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.worker import Workers
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, bad_word_token_ids, check_request
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.stopwatch import Stopwatch
 
@@ -207,18 +207,19 @@ class LLMEngine:
         bound = self.config.max_model_len
         if len(token_ids) >= bound:
             raise ValueError(f"prompt: has {len(token_ids)} tokens; it must be shorter than max_model_len={bound}")
-        vocab_size = self.config.model_config.vocab_size
-        for name, ids in (("prompt", token_ids), ("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            for token_id in (min(ids), max(ids)) if ids else ():
-                if not 0 <= token_id < vocab_size:
-                    raise ValueError(f"{name}: token id {token_id} is outside of the vocabulary (0 to {vocab_size - 1})")
+        vocab_size, eos_token_ids = self.config.model_config.vocab_size, self.config.model_config.eos_token_ids
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(f"prompt: token id {token_id} is outside of the vocabulary (0 to {vocab_size - 1})")
+        bad_words = bad_word_token_ids(self.tokenizer, params.bad_words, vocab_size)
+        check_request(params, vocab_size, eos_token_ids, 100, bad_words)
         request_id, vocabulary = self._num_requests, self._vocabularies[params.skip_special_tokens]
         self._num_requests += 1
         seed = self._noise_seed(params, request_id)
         seeds = [seed, *(xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed, i)) for i in range(1, params.n))]
         group = [Sequence(request_id, [*token_ids], params, s, bound, vocabulary, i) for i, s in enumerate(seeds)]
         for seq in group:
-            seq.group = group
+            seq.group, seq.bad_words = group, bad_words
         return group
 
     def _token_ids(self, prompt: Prompt) -> list[int]:

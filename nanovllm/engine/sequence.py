@@ -27,11 +27,12 @@ class Sequence:
         self.index = index  # among the answers to its request
         self.group = [self]  # all of them
         self.params = params
+        self.bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of `params.bad_words`
         self.noise_seed = noise_seed  # 64 bits; keys every draw of this request
         self.token_ids = token_ids
         self.num_prompt_tokens = len(token_ids)
         self.num_tokens = len(token_ids)
-        self.max_num_tokens = min(len(token_ids) + params.max_tokens, max_len)
+        self.max_num_tokens = max_len if params.max_tokens is None else min(len(token_ids) + params.max_tokens, max_len)
         self.num_computed_tokens = 0  # keys and values are in the cache, or in a step that was scheduled
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache on first admission
         self.block_table: list[int] = []
@@ -40,8 +41,8 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None  # the stop id or string that ended it; None for an eos id
-        self.logprobs: list[dict[int, float]] = []
-        self.prompt_logprobs: list[dict[int, float] | None] = [None]  # of the first; the others come in order
+        self.logprobs: list[dict[int, tuple[float, int]]] = []  # of each token: those of `engine.sampled`
+        self.prompt_logprobs: list[dict[int, tuple[float, int]] | None] = [None]  # of the first; the others come in order
         self.timing: dict[str, float] = {}  # seconds from its arrival to "queue" (its end), "first_token", "finish"
         self._arrival = perf_counter()
         self.detokenizer = Detokenizer(token_ids, params, vocabulary)
