@@ -98,7 +98,9 @@ def test_bounds(make_llm, prompts):
         llm.beam_search(prompts, SamplingParams())
     with pytest.raises(ValueError, match="max_model_len=32"):
         llm.beam_search([[7] * 32], BeamSearchParams(2, 4))
-    for bad in (dict(beam_width=0), dict(beam_width=51), dict(max_tokens=0), dict(length_penalty=float("nan"))):
+    with pytest.raises(ValueError, match="beam_width=1025: must be at most 1024"):
+        llm.beam_search(prompts, BeamSearchParams(1025, 4))
+    for bad in (dict(beam_width=0), dict(max_tokens=0), dict(length_penalty=float("nan")), dict(length_penalty=100)):
         with pytest.raises(ValueError, match=f"{[*bad][0]}="):
             BeamSearchParams(**{"beam_width": 2, "max_tokens": 4} | bad)
     assert llm.is_finished()

@@ -319,7 +319,6 @@ def test_bad_model_config(tmp_path, name, value, kind):
         ("max_tokens", 0, ValueError, "at least 1"),
         ("max_tokens", -3, ValueError, "at least 1"),
         ("max_tokens", 1.0, TypeError, "an integer"),
-        ("max_tokens", None, TypeError, "an integer"),
         ("max_tokens", True, TypeError, "an integer"),
         ("ignore_eos", 1, TypeError, "True or False"),
         ("ignore_eos", None, TypeError, "True or False"),
@@ -362,8 +361,8 @@ def test_bad_model_config(tmp_path, name, value, kind):
         ("logit_bias", {1: "a"}, TypeError, "a number"),
         ("logit_bias", {-1: 1.0}, ValueError, "at least 0"),
         ("logit_bias", {"1": 1.0}, TypeError, "an integer"),
-        ("logprobs", -1, ValueError, "at least 0"),
-        ("logprobs", 101, ValueError, "at most 100"),
+        ("logprobs", -2, ValueError, "at least -1"),
+        ("prompt_logprobs", -2, ValueError, "at least -1"),
         ("prompt_logprobs", True, TypeError, "an integer"),
     ],
 )

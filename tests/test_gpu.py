@@ -290,5 +290,6 @@ def test_logprobs_are_of_the_choices(make_llm):
     for tokens in steps[:1] + steps[-1:]:  # the others' host memory has been used again
         sampled = tokens.wait()
         for logprobs in sampled.logprobs:
-            assert len(logprobs) == 3 and list(logprobs.values()) == sorted(logprobs.values(), reverse=True)
+            assert len(logprobs) == 3 and list(logprobs.values()) == sorted(logprobs.values(), key=lambda x: x[1])
+            assert [rank for _, rank in logprobs.values()] == [1, 2, 3]
     assert [len(x) for x in steps[0].wait().prompt_logprobs] == [2, 39]

@@ -1,5 +1,7 @@
 """Biases, penalties and filters: their plain definitions against transformers', and the kernels against
 the definitions."""
+import math
+
 import pytest
 import torch
 from transformers import (
@@ -12,8 +14,9 @@ triton = pytest.importorskip("triton")
 from nanovllm.kernels import asked as columns  # noqa: E402
 from nanovllm.kernels import ops  # noqa: E402
 from nanovllm.layers import logits as plain  # noqa: E402
-from nanovllm.layers.logits import FIELDS, MOST_BIASES, WIDTH, RequestTable, Rows, column  # noqa: E402
+from nanovllm.layers.logits import FIELDS, KEEPS_ALL, WIDTH, RequestTable, Rows, column, token_keys  # noqa: E402
 from nanovllm.layers.sampler import Sampler  # noqa: E402
+from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -36,8 +39,9 @@ def same_random_numbers():
 
 
 def rows_of(
-    requests: list[dict], biases: list | None = None, histories: list[list[int]] | None = None, vocab_size: int = 1
-) -> Rows:
+    requests: list[dict], biases: list | None = None, histories: list[list[int]] | None = None, vocab_size: int = 1,
+    allowed: list[set[int]] = (), bad_words: list[list[list[int]]] = (),
+) -> Rows:  # fmt: skip
     """What rows ask, by the names of FIELDS, and their tokens; requests lie in the table in another order than the rows,
     and blocks lie about."""
     n = len(requests)
@@ -54,10 +58,18 @@ def rows_of(
             token_ids[table[i // BLOCK_SIZE], i % BLOCK_SIZE] = token
     positions = torch.tensor([len(tokens) - 1 for tokens in histories]).int()
     req_indices = torch.randperm(n).int()
-    entries = [(req_indices[i] * MOST_BIASES + j, *b) for i, row in enumerate(biases or []) for j, b in enumerate(row)]
+    entries = [(req_indices[i] * MAX_BIASES + j, *b) for i, row in enumerate(biases or []) for j, b in enumerate(row)]
     slots, ids, values = map(torch.tensor, zip(*entries)) if entries else 3 * [torch.zeros(0)]
+    masks = torch.zeros(n, -(-vocab_size // 32), dtype=torch.int64)
+    for mask, ids_of_row in zip(masks, allowed):
+        for token_id in ids_of_row:
+            mask[token_id // 32] |= 1 << token_id % 32
+    words = [(req_indices[i] * MAX_BAD_WORDS + j, word) for i, row in enumerate(bad_words) for j, word in enumerate(row)]
+    words = [(slot, [-1] * (MAX_BAD_WORD_TOKENS - len(word)) + word) for slot, word in words]
+    word_slots, words = map(torch.tensor, zip(*words)) if words else 2 * [torch.zeros(0)]
     table = RequestTable(n, vocab_size, torch.device(DEVICE))
-    table.write(*(x.to(DEVICE) for x in (req_indices, params, slots.int(), ids.int(), values.float().view(torch.int32))))
+    fields = req_indices, params, slots, ids, values.float().view(torch.int32), req_indices, masks, word_slots, words
+    table.write(*(x.int().to(DEVICE) for x in fields))
     return table.rows(*(x.to(DEVICE) for x in (req_indices, token_ids, blocks, positions)))
 
 
@@ -82,22 +94,102 @@ def vllm_order(request: dict) -> LogitsProcessorList:
     return LogitsProcessorList(made)
 
 
+def kept(logits: torch.Tensor, cutoffs: torch.Tensor) -> torch.Tensor:
+    """Which of logits [S, vocabulary] are kept and possible."""
+    keys = token_keys(logits.float(), torch.arange(logits.shape[1]))
+    return (keys >= cutoffs.cpu()[:, None]) & (logits > -torch.inf)
+
+
 @pytest.mark.parametrize("vocab_size, spread", [(999, 1.0), (999, 10.0), (5003, 3.0)])
 def test_filters_keep_what_transformers_keeps(vocab_size, spread):
     requests = [request for request in FILTERS if request.get("temperature", 1)]
     logits = torch.randn(len(requests), vocab_size) * spread
     logits[:, 7] = -torch.inf  # a token that is ruled out already
-    least = plain.thresholds(logits, on_cpu(rows_of(requests)))
-    for row, threshold, request in zip(logits, least, requests):
+    cutoffs = plain.logit_cutoffs(logits, on_cpu(rows_of(requests)))
+    for row, ours, request in zip(logits, kept(logits, cutoffs), requests):
         theirs = vllm_order(request)(None, row[None])[0] > -torch.inf
-        assert torch.equal((row >= threshold) & (row > -torch.inf), theirs), request
-    assert least[requests.index({})] == -torch.inf
+        assert torch.equal(ours, theirs), request
+    assert cutoffs[requests.index({})] == KEEPS_ALL
 
 
-@each_dtype
-@pytest.mark.parametrize("vocab_size", [1, 513, 9001])
-def test_threshold_kernel(vocab_size, dtype):
-    """Equal to the definition, ties included: float16 has many among so many."""
+def kept_by_definition(logits: list[float], request: dict) -> tuple[set[int], set[int]]:
+    """The ids that are kept, and those that would be if top_p were larger by what float32 rounds: a token at a time."""
+    request = DEFAULTS | request
+    order = sorted((i for i, x in enumerate(logits) if x > -math.inf), key=lambda i: (-logits[i], i))
+    best, temperature = logits[order[0]], request["temperature"]
+    if temperature == 0:
+        return {*order}, {*order}
+    weights = [math.exp((logits[i] - best) / temperature) for i in order]
+    order = order[: sum(weight >= request.get("min_p", 0) * (1 - 1e-6) for weight in weights)]
+    order = order[: request.get("top_k") or None]
+    weights = weights[: len(order)]
+    nuclei = []
+    for top_p in (request["top_p"], request["top_p"] * (1 - 1e-5), request["top_p"] * (1 + 1e-5)):
+        up_to, n = 0.0, 0
+        while n < len(order) and (up_to < top_p * sum(weights) or request["top_p"] == 1):
+            up_to, n = up_to + weights[n], n + 1
+        nuclei.append(n)
+    return {*order[: nuclei[1]]}, {*order[: nuclei[2]]}
+
+
+N = 1300
+EQUALS = {
+    "all equal": lambda: torch.full((N,), 2.5),
+    "few values": lambda: torch.randint(3, (N,)) / 2,
+    "signed zeros": lambda: torch.where(torch.arange(N) % 3 > 0, -0.0, 0.0),
+    "coarse": lambda: (torch.randn(N) * 8).round() / 4,
+}
+TIES = [  # some of them in the interpreter too, which is slow
+    ("all equal", {"top_k": 6}), ("few values", {"top_p": 0.1}), ("signed zeros", {"top_k": 40, "top_p": 0.7}),
+    ("coarse", {"top_k": 900, "top_p": 0.9, "min_p": 0.01}), ("coarse", {"top_p": 0.5, "temperature": 3.0}),
+    ("few values", {"top_k": 300}),
+]  # fmt: skip
+ALL_TIES = TIES + [
+    (kind, request)
+    for kind in EQUALS
+    for request in ({"top_k": 1}, {"top_k": 700}, {"top_p": 0.999}, {"min_p": 0.2}, {"top_k": 5, "min_p": 0.9})
+]
+
+
+@pytest.mark.parametrize("where", ["cpu", "kernel"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
+def test_equal_logits_are_kept_by_the_lower_id(dtype, where):
+    """Of a hundred equals too, top-k keeps k tokens and top-p as few as have the mass."""
+    if where == "kernel" and dtype == torch.bfloat16 and not CUDA:
+        pytest.skip("the interpreter has no bfloat16")
+    kinds, requests = zip(*(ALL_TIES if CUDA or where == "cpu" else TIES))
+    logits = torch.stack([EQUALS[kind]() for kind in kinds]).to(dtype)
+    logits[:, ::7] = -torch.inf
+    rows = rows_of(requests)
+    if where == "cpu":
+        cutoffs = plain.logit_cutoffs(logits, on_cpu(rows))
+    else:
+        cutoffs = ops.logit_cutoffs(logits.to(DEVICE), rows)
+    for row, request, ours in zip(logits.tolist(), requests, kept(logits, cutoffs)):
+        ours = {*ours.nonzero().flatten().tolist()}
+        least, most = kept_by_definition(row, request)
+        assert least <= ours <= most, request
+        assert least == most or "top_p" in request
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
+def test_top_1_is_greedy(dtype):
+    """Where many logits are the largest too, at any temperature."""
+    logits = (torch.randn(50, 300) * 2).round().to(dtype)
+    requests = [{"top_k": 1, "temperature": 10.0}, {"top_p": 1e-6, "temperature": 0.5}] * 25
+    rows = on_cpu(rows_of(requests))
+    noise = torch.randint(1 << 30, (50, 2)).int(), torch.arange(50).int()
+    ids = Sampler()(logits, column(rows.params, "temperature"), *noise, plain.logit_cutoffs(logits, rows))
+    assert ((logits == logits.amax(1, True)).sum(1) > 1).any()
+    assert ids.tolist() == [row.index(max(row)) for row in logits.tolist()]
+    assert torch.equal(ids, Sampler()(logits, torch.zeros(50), *noise))
+
+
+@pytest.mark.parametrize(
+    "vocab_size, dtype", [(1, torch.float16), (513, torch.float32), *((9001, dtype) for dtype in DTYPES)], ids=str
+)
+def test_cutoff_kernel(vocab_size, dtype):
+    """It keeps what the definition keeps, ties included: float16 has many among so many."""
     requests = FILTERS
     logits = (torch.randn(len(requests), vocab_size) * torch.tensor([0.3, 4.0]).repeat(len(FILTERS) // 2)[:, None]).to(dtype)
     logits[3, 1::2] = -torch.inf
@@ -105,20 +197,24 @@ def test_threshold_kernel(vocab_size, dtype):
     wide = torch.full((len(requests), vocab_size + 5), torch.nan, dtype=dtype)
     logits = wide[:, 2:-3].copy_(logits)
     rows = rows_of(requests)
-    least = ops.thresholds(logits.to(DEVICE), rows).cpu()
-    expected = plain.thresholds(logits, on_cpu(rows))
-    assert torch.equal(logits >= least[:, None], logits >= expected[:, None])
-    assert least[FILTERS.index({})] == -torch.inf == least[-3]
+    cutoffs = ops.logit_cutoffs(logits.to(DEVICE), rows).cpu()
+    ours, expected = kept(logits, cutoffs), kept(logits, plain.logit_cutoffs(logits, on_cpu(rows)))
+    different = (ours != expected).sum(1)
+    for i in different.nonzero().flatten().tolist():  # a token at the bound of top-p, where sums are rounded
+        mass = ((logits[i].double() - logits[i].max()) / requests[i].get("temperature", 1.0)).exp()
+        assert different[i] * mass[ours[i] != expected[i]].max() < 1e-5 * mass.sum() and requests[i].get("top_p", 1) < 1
+    assert cutoffs[FILTERS.index({})] == KEEPS_ALL == cutoffs[-3]
     assert not rows.arrivals.any()
 
 
-def test_threshold_kernel_at_zero():
+def test_cutoff_kernel_at_zero():
     """Where numbers are densest, of both signs, and no distance that helps."""
     logits = torch.randn(4, 3000) * torch.tensor([1e-30, 1e-10, 1e-3, 1e10])[:, None]
     requests = [{"top_k": 700}, {"top_p": 0.5}, {"top_k": 2000, "top_p": 0.7}, {"top_p": 0.9, "temperature": 1e10}]
     rows = rows_of(requests)
-    expected = plain.thresholds(logits, on_cpu(rows))
-    assert torch.equal(logits >= ops.thresholds(logits.to(DEVICE), rows).cpu()[:, None], logits >= expected[:, None])
+    expected = kept(logits, plain.logit_cutoffs(logits, on_cpu(rows)))
+    different = (kept(logits, ops.logit_cutoffs(logits.to(DEVICE), rows)) != expected).sum(1)
+    assert different[0] == 0 and different.max() <= 1  # of weights that are all equal, or nearly so
 
 
 @pytest.mark.parametrize("request_", [{"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.2, "temperature": 0.7}], ids=str)
@@ -126,10 +222,11 @@ def test_draws_follow_the_filtered_softmax(request_):
     """Chi-square of 100,000 draws; above 24.3 once in a thousand at seven degrees of freedom, and there are fewer."""
     n = 100_000
     logits = torch.tensor([2.0, 1.0, 0.0, -3.0, 1.5, -1.0, -torch.inf, 0.5, 1.9])
-    least = plain.thresholds(logits[None], on_cpu(rows_of([request_]))).expand(n)
+    cutoffs = plain.logit_cutoffs(logits[None], on_cpu(rows_of([request_]))).expand(n)
     temperature = torch.tensor(request_.get("temperature", 1.0))
     seeds, positions = torch.stack((torch.arange(n), torch.zeros(n)), 1).int(), torch.zeros(n, dtype=torch.int32)
-    counts = Sampler()(logits.expand(n, -1), temperature.expand(n), seeds, positions, least).bincount(minlength=9).double()
+    drawn = Sampler()(logits.expand(n, -1), temperature.expand(n), seeds, positions, cutoffs)
+    counts = drawn.bincount(minlength=9).double()
     expected = n * vllm_order(request_)(None, logits[None])[0].softmax(-1).double()
     possible = expected > 0
     assert 1 < possible.sum() < 8 and counts[~possible].sum() == 0
@@ -137,15 +234,42 @@ def test_draws_follow_the_filtered_softmax(request_):
 
 
 @each_dtype
-def test_sample_kernel_keeps_to_thresholds(dtype):
-    logits = torch.randn(20, 5001).to(DEVICE, dtype)
+@pytest.mark.parametrize("first_id", [0, 4099])
+def test_sample_kernel_keeps_to_cutoffs(first_id, dtype):
+    """Whole rows, and a rank's part of them, whose cutoffs are of all ids."""
+    logits = (torch.randn(20, 5001) * 8).round().div(8).to(DEVICE, dtype)
     temperatures = torch.tensor([0.0, 5.0]).repeat(10).to(DEVICE)
     seeds, positions = torch.randint(1 << 30, (20, 2)).int().to(DEVICE), torch.arange(20).int().to(DEVICE)
-    least = torch.linspace(-1, 3, 20).to(DEVICE)
-    ids = ops.sample(logits, temperatures, seeds, positions, 7, thresholds=least)[1]
-    assert torch.equal(ids.cpu(), Sampler()(logits.cpu(), *(x.cpu() for x in (temperatures, seeds, positions, least))))
-    assert (logits.gather(1, ids[:, None].long())[:, 0] >= least).all()
-    assert not torch.equal(ids, ops.sample(logits, temperatures, seeds, positions, 7)[1])
+    ids = torch.arange(5001) + first_id
+    cutoffs = token_keys(torch.linspace(-1, 3, 20).mul(8).round().div(8), ids[torch.randint(5001, (20,))]).to(DEVICE)
+    cutoffs[0] = KEEPS_ALL
+    best, drawn = ops.sample(logits, temperatures, seeds, positions, 7, first_id, cutoffs=cutoffs)
+    noise = [x.cpu() for x in (temperatures, seeds, positions, cutoffs)]
+    assert torch.equal(drawn.cpu(), Sampler(first_id=first_id)(logits.cpu(), *noise))
+    keys = token_keys(logits.cpu().float(), ids).gather(1, drawn.cpu()[:, None].long() - first_id)[:, 0]
+    possible = best.cpu() > -torch.inf
+    assert (keys >= cutoffs.cpu())[possible].all() and possible.sum() >= 15
+    assert not torch.equal(drawn, ops.sample(logits, temperatures, seeds, positions, 7, first_id)[1])
+
+
+# -- log-probabilities -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("most", [0, 5, 400, 1 << 30])
+def test_log_probabilities_are_in_order(most, dtype):
+    """By logit and then by id, of many that are equal; and a rank is a token's place in that order."""
+    logits = (torch.randn(6, 400) * 3).round().to(dtype)
+    logits[0, :300] = -torch.inf
+    logits[1] = torch.where(torch.arange(400) % 3 > 0, -0.0, 0.0)
+    chosen = torch.tensor([399, 0, 17, int(logits[3].float().argmax()), 2, 8])
+    ids, values, ranks = plain.log_probabilities(logits, chosen, most)
+    for i, row in enumerate(logits.tolist()):
+        order = sorted(range(400), key=lambda token_id: (-row[token_id], token_id))
+        assert ids[i].tolist() == [chosen[i], *order[:most]]
+        assert order[ranks[i] - 1] == chosen[i]
+    torch.testing.assert_close(values, logits.float().log_softmax(-1).gather(1, ids))
+    assert ranks[3] == 1
 
 
 # -- biases and penalties ----------------------------------------------------------------------------------------------
@@ -211,3 +335,50 @@ def test_penalize_kernel(vocab_size, dtype):
     torch.testing.assert_close(edited.cpu(), expected, rtol=1e-6 if dtype == torch.float32 else 2e-3, atol=1e-6)
     assert torch.equal(edited.cpu() != logits, expected != logits) and (expected != logits).any()
     assert not rows.counts.any()
+
+
+# -- what may not be generated -----------------------------------------------------------------------------------------
+
+
+def bans(vocab_size: int):
+    """Requests that may generate few ids, and not some words of ids, with what they have: some words are begun."""
+    few, no = {*range(0, min(vocab_size, 70), 3), vocab_size - 1}, []
+    long = [i % 4 for i in range(MAX_BAD_WORD_TOKENS)]
+    requests = [
+        ({"has_allowed_ids": 1}, few, no, [1, 2], 1),
+        ({}, no, [[0], [1, 3], [2, 3], [4]], [1, 2], 1),  # one has begun, one would have with the prompt
+        ({}, no, [[2, 4], [1, 2, 3], [0, 1, 2, 0]], [0, 1, 2], 1),
+        ({}, no, [long], [3] + long[:-1], 1),
+        ({}, no, [long], long[:-1], 1),  # its first token is the prompt's
+        ({}, no, [[i % 5, i % 5] for i in range(MAX_BAD_WORDS)], [0] * 40, 20),
+        ({"has_allowed_ids": 1, "is_penalized": 1, "repetition_penalty": 2.0}, few, [[0], [2, 3]], [3, 2] * 20, 3),
+        ({}, no, no, [1], 1),
+    ]
+    rows = [
+        request | {"num_bad_words": len(words), "num_prompt_tokens": num_prompt}
+        for request, _, words, _, num_prompt in requests
+    ]
+    banned = []
+    for request, allowed, words, tokens, num_prompt in requests:
+        output = tokens[num_prompt:]
+        banned.append({*range(vocab_size)} - allowed if request else set())
+        banned[-1] |= {w[-1] for w in words if len(w) <= len(output) + 1 and output[len(output) + 1 - len(w) :] == w[:-1]}
+    _, allowed, words, histories, _ = zip(*requests)
+    return rows, histories, allowed, words, banned
+
+
+@pytest.mark.parametrize("where, dtype", [("cpu", torch.bfloat16), *(("kernel", dtype) for dtype in DTYPES)], ids=str)
+@pytest.mark.parametrize("vocab_size", [5, 97, 9001])
+def test_allowed_ids_and_bad_words(vocab_size, where, dtype):
+    requests, histories, allowed, words, banned = bans(vocab_size)
+    rows = rows_of(requests, None, histories, vocab_size, allowed, words)
+    logits = torch.randn(len(requests), vocab_size).to(dtype)
+    if where == "cpu":
+        plain.penalize(edited := logits.clone(), on_cpu(rows))
+    else:
+        ops.penalize(edited := logits.to(DEVICE, copy=True), rows)
+    assert [{*(x == -torch.inf).nonzero().flatten().tolist()} for x in edited.cpu()] == banned
+    assert [len(x) for x in banned][1:6] == [3, 2, 1, 0, 1] and not banned[7]
+    unpenalized = [0, 1, 2, 3, 4, 5, 7]
+    possible = edited.cpu()[unpenalized] > -torch.inf
+    assert torch.equal(edited.cpu()[unpenalized][possible], logits[unpenalized][possible])

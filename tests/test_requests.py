@@ -1,12 +1,15 @@
 """What requests ask of the sampler, through the engine: the same whatever becomes of them on the way."""
 import random
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen3ForCausalLM, RepetitionPenaltyLogitsProcessor
 
 from conftest import TINY
 from nanovllm import SamplingParams
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, bad_word_token_ids, check_request
 
 WORLDS = {
     "defaults": {},
@@ -31,7 +34,7 @@ def prompts() -> list[list[int]]:
     rng = random.Random(0)
     ids = lambda n: [rng.randrange(256, 2040) for _ in range(n)]
     prefix = ids(32)
-    return [prefix + ids(7), ids(1), ids(70), prefix + ids(3), ids(33), prefix + ids(30), ids(16), ids(12)]
+    return [prefix + ids(7), ids(1), ids(70), prefix + ids(3), ids(33), prefix + ids(30), ids(16), ids(12), ids(20), ids(5)]
 
 
 def watch(llm) -> dict:
@@ -63,7 +66,7 @@ def test_logprobs(make_llm, model, prompts, world, async_scheduling):
     """Of greedy answers and of prompts; a request that did not ask gets none."""
     llm = make_llm(**WORLDS[world], async_scheduling=async_scheduling)
     seen = watch(llm)
-    asks = [(3, 2), (0, None), (None, 4), (20, 0), (1, 1), (None, None), (5, 5), (2, None)]
+    asks = [(3, 2), (0, None), (None, 4), (20, 0), (1, 1), (None, None), (5, 5), (2, None), (9, None), (1, 7)]
     params = [
         SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=most, prompt_logprobs=of_prompt)
         for most, of_prompt in asks
@@ -82,10 +85,21 @@ def test_logprobs(make_llm, model, prompts, world, async_scheduling):
             elif got is None:  # prompts whose beginning was found in the cache
                 assert position <= answer["num_cached_tokens"]
             else:
-                assert next(iter(got)) == ids[position]
-                best = expected[position - 1].topk(wanted)
-                assert list(dict.fromkeys([ids[position], *best.indices.tolist()])) == list(got)
-                torch.testing.assert_close(torch.tensor([*got.values()]), expected[position - 1, [*got]], rtol=1e-5, atol=1e-4)
+                check_logprobs(got, ids[position], expected[position - 1], wanted)
+                assert position < len(prompt) or got[ids[position]][1] == 1
+
+
+def check_logprobs(got: dict, token_id: int, expected: torch.Tensor, wanted: int) -> None:
+    """The token's own and those of the `wanted` likeliest, or all; ranks are places among `expected`, within rounding."""
+    values, ranks = (torch.tensor(x) for x in zip(*got.values()))
+    torch.testing.assert_close(values, expected[[*got]], rtol=1e-5, atol=1e-4)
+    num = len(expected) if wanted < 0 else wanted
+    others = [i for i, (_, rank) in got.items() if i != token_id or rank <= num]
+    assert next(iter(got)) == token_id and len(others) == num
+    assert sorted(got[i][1] for i in others) == [*range(1, num + 1)]
+    order = expected.sort(descending=True).values
+    torch.testing.assert_close(values, order[ranks - 1], rtol=1e-5, atol=1e-4)
+    assert ranks[1:].tolist() == sorted(ranks[1:].tolist())
 
 
 @pytest.fixture(scope="module")
@@ -100,15 +114,18 @@ def asks() -> list[dict]:
         {},
         {"min_tokens": 12, "frequency_penalty": 1.0, "logit_bias": {EOS: 30.0}},
         {"repetition_penalty": 0.9, "presence_penalty": -0.5},
+        {"allowed_token_ids": [*range(256, 2040, 7)], "frequency_penalty": 0.3},
+        {"bad_words": ["dumb", " morning", "the", "ing"], "allowed_token_ids": [*range(0, 2046)]},
     ]
 
 
 @pytest.fixture(scope="module")
-def penalized(model, prompts, asks) -> list[list[int]]:
+def penalized(model, tokenizer, prompts, asks) -> list[list[int]]:
     """Greedy answers by the definitions, a token at a time."""
     answers = []
     for prompt, ask in zip(prompts, asks, strict=True):
         answer, past = [], None
+        bad_words = bad_word_token_ids(tokenizer, ask.get("bad_words", ()), 2048)
         for _ in range(40):
             new = (prompt + answer)[0 if past is None else -1 :]
             out = model(torch.tensor([new]), past_key_values=past, use_cache=True)
@@ -121,6 +138,11 @@ def penalized(model, prompts, asks) -> list[list[int]]:
                 scores = RepetitionPenaltyLogitsProcessor(repetition)(torch.tensor([prompt + answer]), scores)
             for token in set(answer):
                 scores[0, token] -= ask.get("frequency_penalty", 0) * answer.count(token) + ask.get("presence_penalty", 0)
+            if "allowed_token_ids" in ask:
+                scores[0, [i for i in range(2048) if i not in ask["allowed_token_ids"]]] = -torch.inf
+            for *begin, last in bad_words:
+                if answer[len(answer) - len(begin) :] == begin:
+                    scores[0, last] = -torch.inf
             answer.append(scores.argmax().item())
             if answer[-1] in model.generation_config.eos_token_id:
                 break
@@ -139,6 +161,8 @@ def test_penalties_and_biases(make_llm, prompts, asks, penalized, world, async_s
     assert llm.scheduler.num_preemptions > 0 or "few" not in world
     assert sum(answer["num_cached_tokens"] for answer in answers) > 0 or world in ("defaults", "few blocks")
     assert len(penalized[4]) == 21 and len(penalized[6]) == 13  # min_tokens, and the end that they wished for
+    assert {*penalized[8]} <= {*asks[8]["allowed_token_ids"]} and len({*penalized[8]}) > 5
+    assert not any(word in answers[9]["text"] for word in ("dumb", "morning", " the ", "ing"))
     plain = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=40), use_tqdm=False)
     assert all((answer["token_ids"] == mine) == (not ask) for answer, mine, ask in zip(plain, penalized, asks))
 
@@ -149,7 +173,8 @@ def test_a_seed_is_a_seed(make_llm):
     prompts = [[rng.randrange(256, 2040) for _ in range(rng.randint(1, 40))] for _ in range(64)]
     kinds = [
         {}, {"top_k": 20, "top_p": 0.95}, {"top_p": 0.8, "temperature": 1.5}, {"min_p": 0.05, "frequency_penalty": 0.4},
-        {"top_k": 5, "repetition_penalty": 1.2, "logit_bias": {300: 5.0}}, {"temperature": 0.0, "presence_penalty": 1.0},
+        {"top_k": 5, "repetition_penalty": 1.2, "logit_bias": {300: 5.0}, "bad_words": ["the", "ing"]},
+        {"temperature": 0.0, "presence_penalty": 1.0, "allowed_token_ids": [*range(0, 2046, 2)]},
     ]  # fmt: skip
     params = [SamplingParams(seed=i, max_tokens=24, ignore_eos=True, **kinds[i % len(kinds)]) for i in range(64)]
     ids = lambda llm, some: [
@@ -162,3 +187,118 @@ def test_a_seed_is_a_seed(make_llm):
         llm = make_llm(**WORLDS[world], async_scheduling=True)
         assert ids(llm, range(63, -1, -1)) == together[::-1]
     assert llm.scheduler.num_preemptions > 0
+
+
+def test_logprobs_of_the_whole_vocabulary(make_llm, model):
+    """-1, of a prompt and of an answer, next to a request that wants few."""
+    llm = make_llm()
+    runner, prompts = llm.model_runner, [[300, 400, 500], [7, 8]]
+    every = SamplingParams(temperature=0.0, logprobs=-1, prompt_logprobs=-1)
+    for i, params in enumerate((every, SamplingParams(temperature=0.0, logprobs=2))):
+        llm.scheduler.add(Sequence(i, [*prompts[i]], params, noise_seed=0, max_len=20))
+    sampled = runner.run(llm.scheduler.schedule()).wait()
+    assert [len(x) for x in sampled.logprobs] == [2048, 2] and sampled.prompt_logprobs[1] is None
+    expected = [model(torch.tensor([ids])).logits[0].log_softmax(-1) for ids in prompts]
+    check_logprobs(sampled.logprobs[0], sampled.token_ids[0], expected[0][2], -1)
+    check_logprobs(sampled.logprobs[1], sampled.token_ids[1], expected[1][1], 2)
+    for i, found in enumerate(sampled.prompt_logprobs[0]):
+        check_logprobs(found, prompts[0][i + 1], expected[0][i], -1)
+
+
+@both_ways
+def test_a_greedy_token_has_rank_1(make_llm, prompts, async_scheduling):
+    """In bfloat16, where logits are often equal and depend on how many rows are computed at once."""
+    llm = make_llm(dtype="bfloat16", async_scheduling=async_scheduling)
+    params = [SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=[None, 3, 0][i % 3]) for i in range(10)]
+    for answer, asked in zip(llm.generate(prompts, params, use_tqdm=False), params):
+        ranks = [found[token_id][1] for found, token_id in zip(answer.get("logprobs", ()), answer["token_ids"])]
+        assert ranks == ([] if asked.logprobs is None else [1] * 24)
+
+
+def test_top_1_is_greedy_in_bfloat16(make_llm, prompts):
+    llm = make_llm(dtype="bfloat16")
+    ids = lambda **params: [
+        answer["token_ids"] for answer in llm.generate(prompts[:4] * 4, SamplingParams(max_tokens=32, **params), use_tqdm=False)
+    ]
+    assert ids(top_k=1) == ids(top_p=1e-6, temperature=3.0) == ids(temperature=0.0)
+
+
+# -- checks at the door ------------------------------------------------------------------------------------------------
+
+
+def test_numbers_become_pythons_own():
+    """One of fixed width would wrap: a request of 2**31 - 1 tokens never ended."""
+    reals = dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"), np.float32(0.5))
+    ints = dict.fromkeys(("top_k", "n", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"), np.int32(3))
+    ids = {"stop_token_ids": [np.int32(3)], "allowed_token_ids": (np.int64(5),), "logit_bias": {np.int16(4): np.float16(2)}}
+    params = SamplingParams(**reals, **ints, **ids, seed=np.uint64(2**64 - 1))
+    assert {type(getattr(params, name)) for name in reals} == {float}
+    assert {type(getattr(params, name)) for name in (*ints, "seed")} == {int}
+    numbers = (*params.stop_token_ids, *params.allowed_token_ids, *params.logit_bias)
+    assert numbers == (3, 5, 4) and {*map(type, numbers)} == {int} and type(params.logit_bias[4]) is float
+    endless = SamplingParams(max_tokens=np.int32(2**31 - 1))
+    assert Sequence(0, [1] * 9, endless, noise_seed=0, max_len=50).max_num_tokens == 50
+
+
+def test_what_vllm_takes():
+    assert SamplingParams(stop=None, stop_token_ids=None, bad_words=None, allowed_token_ids=None) == SamplingParams()
+    params = SamplingParams(max_tokens=None, min_tokens=100, bad_words="ill", logprobs=-1, prompt_logprobs=-1)
+    assert Sequence(0, [1] * 9, params, noise_seed=0, max_len=50).max_num_tokens == 50
+    assert params.bad_words == ("ill",) and not SamplingParams(detokenize=False).detokenize
+
+
+@pytest.mark.parametrize(
+    "params, error",
+    [
+        ({"allowed_token_ids": []}, "allowed_token_ids: the number of ids=0: must be at least 1"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids: token id=-1: must be at least 0"),
+        ({"stop": "a", "detokenize": False}, "detokenize=False: must be True with stop"),
+        ({"bad_words": [" "]}, "bad_words=.*must have a character that is no space"),
+        ({"bad_words": ["a\udc00"]}, "bad_words=.*surrogate"),
+        ({"stop": ["\ud800"]}, "stop=.*surrogate"),
+        ({"logprobs": -2}, "logprobs=-2: must be at least -1"),
+    ],
+)
+def test_bad_params(params, error):
+    with pytest.raises(ValueError, match=error):
+        SamplingParams(**params)
+    with pytest.raises(TypeError, match="bad_words=.*str"):
+        SamplingParams(bad_words=[1])
+
+
+@pytest.mark.parametrize(
+    "params, error",
+    [
+        ({"logprobs": 101}, "logprobs=101: must be at most max_logprobs=100"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs=-1: must be at most max_logprobs=100"),
+        ({"logprobs": 2049}, "logprobs=2049: must be at most 2048"),
+        ({"stop_token_ids": [5, 2048]}, "stop_token_ids: token id 2048 is outside of the vocabulary"),
+        ({"allowed_token_ids": [5, 2048]}, "allowed_token_ids: token id 2048 is outside of the vocabulary"),
+        ({"logit_bias": {2048: 1.0}}, "logit_bias: token id 2048 is outside of the vocabulary"),
+        ({"min_tokens": 1, "stop_token_ids": [7], "allowed_token_ids": [2047, 7]}, "must leave at least 1 of them"),
+        ({"bad_words": ["a"], "allowed_token_ids": [64, 267]}, "must leave at least 1 of them"),
+        ({"bad_words": [f"{i}#{i}" for i in range(40)]}, f"80: must be at most {MAX_BAD_WORDS}"),
+        ({"bad_words": ["xyz" * 20]}, f"number of tokens of 'xyzxyz.*must be at most {MAX_BAD_WORD_TOKENS}"),
+    ],
+)
+def test_bad_requests(tokenizer, params, error):
+    params = SamplingParams(**params)
+    with pytest.raises(ValueError, match=error):
+        check_request(params, 2048, frozenset([2047]), 100, bad_word_token_ids(tokenizer, params.bad_words, 2048))
+
+
+def test_more_biases_than_there_is_room_for():
+    """All that a request may name, where the model has many ends too."""
+    ids = {"logit_bias": dict.fromkeys(range(300), 1.0), "stop_token_ids": [*range(128)]}
+    check_request(SamplingParams(**ids, min_tokens=1), 2048, frozenset(range(1000, 1084)), 100)
+    check_request(SamplingParams(**ids), 2048, frozenset(range(1000, 1085)), 100)
+    with pytest.raises(ValueError, match="logit_bias, stop_token_ids and the model's eos ids .*=513: must be at most 512"):
+        check_request(SamplingParams(**ids, min_tokens=1), 2048, frozenset(range(1000, 1085)), 100)
+    check_request(SamplingParams(logprobs=-1), 2048, frozenset(), -1)
+
+
+def test_bad_words_are_tokenized_with_and_without_a_space(tokenizer):
+    words = bad_word_token_ids(tokenizer, ("the", " the", "morning"), 2048)
+    assert [tokenizer.decode(ids) for ids in words] == ["the", " the", "morning", " morning"]
+    with pytest.raises(ValueError, match="outside of the vocabulary"):
+        bad_word_token_ids(tokenizer, ("the",), 260)

@@ -22,12 +22,13 @@ from nanovllm.config import Config
 from nanovllm.engine import worker
 from nanovllm.engine.batch import BatchShape, largest_batch
 from nanovllm.engine.step_channel import HEADER, PLACES, StepChannel, StepReader
-from nanovllm.layers.logits import MOST_BIASES
+from nanovllm.sampling_params import MAX_BAD_WORDS, MAX_BIASES
 from nanovllm.utils import distributed
 from nanovllm.utils.interrupts import interrupts_held
 
 PROMPTS = ["HAMLET.\nTo be, or not to be", "What is 17 + 25?", "KING RICHARD.\n", "Sort: 7, 3, 9", "HAMLET.\nTo be, or not"]
-ASKED = [{}, {"top_k": 20, "top_p": 0.9}, {"n": 2, "repetition_penalty": 1.3}, {"logprobs": 3, "prompt_logprobs": 2}, {"min_p": 0.1}]
+BANS = {"min_p": 0.1, "bad_words": ["the", "a"], "allowed_token_ids": [*range(0, 2048, 3)]}
+ASKED = [{}, {"top_k": 20, "top_p": 0.9}, {"n": 2, "repetition_penalty": 1.3}, {"logprobs": 3, "prompt_logprobs": 2}, BANS]
 PARAMS = [
     SamplingParams(temperature=t, max_tokens=28, seed=7, ignore_eos=True, **asked)
     for t, asked in zip((0.0, 1.0, 0.6, 0.0, 2.0), ASKED)
@@ -80,7 +81,8 @@ def answers(llm: LLM) -> tuple[list, list]:
     """Ids, and log-probabilities."""
     found = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     ids = [[output["token_ids"] for output in answer.get("outputs", [answer])] for answer in found]
-    return ids, [x or {} for answer in found for x in answer.get("logprobs", []) + answer.get("prompt_logprobs", [])]
+    given = [x or {} for answer in found for x in answer.get("logprobs", []) + answer.get("prompt_logprobs", [])]
+    return ids, [{token_id: value for token_id, (value, _) in x.items()} for x in given]
 
 
 def assert_same(found: tuple[list, list], expected: tuple[list, list]) -> None:
@@ -165,7 +167,7 @@ def channel():
 
 
 def test_every_reader_gets_every_step_before_it_is_overwritten(channel):
-    largest = BatchShape(True, 32, 4, 4, 3, 32, 4, 4 * MOST_BIASES, 36)
+    largest = BatchShape(True, 32, 4, 4, 3, 32, 4, 4 * MAX_BIASES, 36, 4, 2048 // 32, 4 * MAX_BAD_WORDS)
     shapes = [largest, BatchShape(False, 4, 4, 4, 3, 1)] * 20
     steps = [np.arange(i, i + shape.size, dtype=np.int32) for i, shape in enumerate(shapes)]
     assert max(len(step) for step in steps) == LARGEST

@@ -13,8 +13,8 @@ from nanovllm.config import Config
 from nanovllm.engine.scheduler import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sampled import LogprobRow, logprob_rows
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.logits import MOST_BIASES, REALS, WIDTH, column, seeds
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.layers.logits import REALS, WIDTH, column, mask_width, seeds
+from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, SamplingParams, early_stops
 
 GREEDY_BELOW = 1e-5  # a temperature that float32 logits could not be divided by
 
@@ -31,6 +31,9 @@ class BatchShape(NamedTuple):
     num_biases: int = 0  # N: entries of all requests that are sampled
     num_copies: int = 0  # C: cache blocks that sequences have in common no more, copied before the forward
     num_logprobs: int = 0  # tokens whose log-probabilities are asked for
+    num_masks: int = 0  # M: sampled requests that have allowed_token_ids,
+    mask_width: int = 0  # in so many words
+    num_bad_words: int = 0  # K: sequences of tokens, of all requests that are sampled
 
     def fields(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the views, in the order in which they lie in the buffer."""
@@ -45,7 +48,10 @@ class BatchShape(NamedTuple):
         if self.is_prefill:  # a decode step's ids are on the device already, and so is what its requests ask
             shapes |= {"input_ids": (T,), "cu_seqlens_q": (B + 1,), "sample_rows": (S,)}
             shapes |= {"params": (S, WIDTH)}
-            shapes |= {name: (self.num_biases,) for name in ("bias_slots", "bias_ids", "bias_bits")}  # see RequestTable
+            # see RequestTable
+            shapes |= {name: (self.num_biases,) for name in ("bias_slots", "bias_ids", "bias_bits")}
+            shapes |= {"allowed_slots": (self.num_masks,), "allowed_ids": (self.num_masks, self.mask_width)}
+            shapes |= {"word_slots": (self.num_bad_words,), "bad_words": (self.num_bad_words, MAX_BAD_WORD_TOKENS)}
         # the last, as a graph has no room for them
         return shapes | {"copies": (2, self.num_copies), "logprob_rows": (self.num_logprobs, len(LogprobRow._fields))}
 
@@ -57,7 +63,8 @@ class BatchShape(NamedTuple):
 def largest_batch(config: Config) -> int:
     """The size of the largest step that there can be."""
     B, T, W = config.max_num_seqs, config.max_num_batched_tokens, config.table_width
-    prefill = BatchShape(True, T, min(B, T), B, W, T, B * MOST_BIASES, B, T + B)
+    masks = B, mask_width(config.model_config.vocab_size)
+    prefill = BatchShape(True, T, min(B, T), B, W, T, B * MAX_BIASES, B, T + B, *masks, B * MAX_BAD_WORDS)
     return max(prefill.size, BatchShape(False, B, B, B, W, 1, num_copies=B, num_logprobs=B).size)
 
 
@@ -88,11 +95,13 @@ class Batch:
         return batch
 
 
-def prepare_prefill(step: ScheduledStep, buffer: np.ndarray, block_size: int, eos_token_ids: frozenset[int]) -> Batch:
+def prepare_prefill(
+    step: ScheduledStep, buffer: np.ndarray, block_size: int, eos_token_ids: frozenset[int], vocab_size: int
+) -> Batch:
     rows = step.rows
     ends = np.cumsum([row.end - row.start for row in rows])
     sample_rows = ends[step.sample_rows] - 1
-    asked = logprob_rows(step, sample_rows)
+    asked = logprob_rows(step)
     biases = [_biases(seq, eos_token_ids) for seq in step.sampled]
     shape = BatchShape(
         is_prefill=True,
@@ -104,6 +113,9 @@ def prepare_prefill(step: ScheduledStep, buffer: np.ndarray, block_size: int, eo
         num_copies=len(step.copies),
         num_biases=sum(map(len, biases)),
         num_logprobs=len(asked),
+        num_masks=sum(seq.params.allowed_token_ids is not None for seq in step.sampled),
+        mask_width=mask_width(vocab_size),
+        num_bad_words=sum(len(seq.bad_words) for seq in step.sampled),
     )
     batch = Batch(shape, buffer)
     batch.cu_seqlens_q[0], batch.cu_seqlens_q[1:] = 0, ends
@@ -116,6 +128,7 @@ def prepare_prefill(step: ScheduledStep, buffer: np.ndarray, block_size: int, eo
         batch.slot_mapping[first:last] = _slots(batch.block_tables[i, positions // block_size], positions, block_size)
     batch.sample_rows[:] = sample_rows
     _fill_params(batch, step.sampled, biases)
+    _fill_bans(batch, step.sampled)
     _fill_logprob_rows(batch, asked)
     return batch
 
@@ -125,7 +138,7 @@ def prepare_decode(
 ) -> Batch:
     """A decode step of `num_rows`: the rows past the step's own are empty, store nothing and sample in vain."""
     n = len(step.rows)
-    asked = logprob_rows(step, range(n))
+    asked = logprob_rows(step)
     rows_and_width = num_rows, num_rows, num_rows, table_width, 1
     batch = Batch(BatchShape(False, *rows_and_width, num_copies=len(step.copies), num_logprobs=len(asked)), buffer)
     _fill_rows(batch, step.rows)
@@ -175,7 +188,7 @@ def _fill_params(batch: Batch, seqs: list[Sequence], biases: list[list[tuple[int
     column(batch.params, "min_len")[:] = [seq.num_prompt_tokens + seq.params.min_tokens for seq in seqs]
     column(batch.params, "num_biases")[:] = [len(seq.params.logit_bias or ()) for seq in seqs]
     column(batch.params, "num_stops")[:] = [len(b) for b in biases] - column(batch.params, "num_biases")
-    batch.bias_slots[:] = [seq.req_index * MOST_BIASES + i for seq, b in zip(seqs, biases) for i in range(len(b))]
+    batch.bias_slots[:] = [seq.req_index * MAX_BIASES + i for seq, b in zip(seqs, biases) for i in range(len(b))]
     batch.bias_ids[:] = [token_id for b in biases for token_id, _ in b]
     batch.bias_bits.view(np.float32)[:] = [value for b in biases for _, value in b]
 
@@ -183,10 +196,24 @@ def _fill_params(batch: Batch, seqs: list[Sequence], biases: list[list[tuple[int
 def _biases(seq: Sequence, eos_token_ids: frozenset[int]) -> list[tuple[int, float]]:
     """A request's biases, and behind them -inf for the ids that would end it before it has min_tokens."""
     params = seq.params
-    stops = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids) if params.min_tokens else ()
-    biases = [*(params.logit_bias or {}).items(), *((token_id, -np.inf) for token_id in sorted(stops))]
-    assert len(biases) <= MOST_BIASES
-    return biases
+    stops = sorted(early_stops(params, eos_token_ids))
+    return [*(params.logit_bias or {}).items(), *((token_id, -np.inf) for token_id in stops)]
+
+
+def _fill_bans(batch: Batch, seqs: list[Sequence]) -> None:
+    """What requests must not generate: all but their allowed ids, and bad words."""
+    masked = [seq for seq in seqs if seq.params.allowed_token_ids is not None]
+    column(batch.params, "has_allowed_ids")[:] = [seq.params.allowed_token_ids is not None for seq in seqs]
+    batch.allowed_slots[:] = [seq.req_index for seq in masked]
+    for mask, seq in zip(batch.allowed_ids, masked):
+        bits = np.zeros(32 * len(mask), np.uint8)
+        bits[list(seq.params.allowed_token_ids)] = 1
+        mask[:] = np.packbits(bits, bitorder="little").view("<i4")
+    column(batch.params, "num_bad_words")[:] = [len(seq.bad_words) for seq in seqs]
+    batch.word_slots[:] = [seq.req_index * MAX_BAD_WORDS + i for seq in seqs for i in range(len(seq.bad_words))]
+    batch.bad_words[:] = -1
+    for row, word in zip(batch.bad_words, [word for seq in seqs for word in seq.bad_words]):
+        row[-len(word) :] = word
 
 
 def dummy_prefill(num_seqs: int, length: int, block_size: int) -> ScheduledStep:

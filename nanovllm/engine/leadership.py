@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from threading import get_ident
 
 from nanovllm.engine.request import Inbox
-from nanovllm.engine.worker import interrupts_held
+from nanovllm.utils.interrupts import interrupts_held
 
 
 class Leadership:

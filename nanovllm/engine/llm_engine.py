@@ -16,10 +16,11 @@ from nanovllm.engine.prompts import Prompt
 from nanovllm.engine.request import Inbox, Request, Wants
 from nanovllm.engine.sampled import Sampled, SampledTokens
 from nanovllm.engine.scheduler import ScheduledStep, Scheduler
-from nanovllm.engine.worker import Workers, interrupts_held
+from nanovllm.engine.worker import Workers
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.context import clear_context
+from nanovllm.utils.interrupts import interrupts_held
 from nanovllm.utils.stopwatch import Stopwatch
 from nanovllm.utils.tokenizer import load_tokenizer
 
@@ -328,7 +329,8 @@ class LLMEngine:
 
     def exit(self) -> None:
         """Drop what is unfinished and free the device's memory; an engine that was left can't be used again."""
-        self._leadership.lead(self._exit, inboxes=(), is_urgent=True)
+        with interrupts_held():
+            self._leadership.lead(self._exit, inboxes=(), is_urgent=True)
 
     def _exit(self) -> None:
         if self.model_runner is not None:
@@ -338,6 +340,7 @@ class LLMEngine:
     def _check_open(self) -> None:
         if self.model_runner is None:
             raise RuntimeError("this engine was closed by exit()")
+        self.workers.check()
 
     def __repr__(self) -> str:
         config = self.config

@@ -10,11 +10,11 @@ from nanovllm.config import Config
 from nanovllm.engine import batch as batches
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.cuda_graph import DecodeGraphs
-from nanovllm.engine.sampled import LogprobRow, SampledTokens
+from nanovllm.engine.sampled import LogprobRow, SampledTokens, logprobs_of
 from nanovllm.engine.scheduler import ScheduledStep
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import make_backend
-from nanovllm.layers.logits import RequestTable, column, log_probabilities, penalize, seeds, thresholds
+from nanovllm.layers.logits import RequestTable, column, logit_cutoffs, penalize, seeds
 from nanovllm.layers.sampler import Sampler, max_of_ranks
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import Context, attention_context
@@ -23,7 +23,6 @@ from nanovllm.utils.loader import load_model
 from nanovllm.utils.stopwatch import Stopwatch
 
 CPU_KV_CACHE_BYTES = 2**30  # the cache on a CPU, unless num_kvcache_blocks says otherwise
-LOGPROB_ROWS = 64  # log-probabilities are made of the logits of so many tokens at a time
 CUDA_RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allocate behind PyTorch's back
 
 
@@ -99,12 +98,12 @@ class ModelRunner:
                 outputs = self.execute(batch)
                 token_ids.copy_(outputs[0], non_blocking=True)
             asked = [LogprobRow(*row) for row in batch.logprob_rows.tolist()]
-            logprobs = self._logprobs(asked, *outputs) if asked else ()
+            logprobs = self._logprobs(batch, asked, *outputs) if asked else ()
             return SampledTokens(step, token_ids, asked, logprobs, self.device.type == "cuda", self.tp)
 
     def prepare_prefill(self, step: ScheduledStep, buffer: np.ndarray) -> Batch:
-        eos_token_ids = self.config.model_config.eos_token_ids
-        return batches.prepare_prefill(step, buffer, self.config.kvcache_block_size, eos_token_ids)
+        model = self.config.model_config
+        return batches.prepare_prefill(step, buffer, self.config.kvcache_block_size, model.eos_token_ids, model.vocab_size)
 
     def prepare_decode(self, step: ScheduledStep, buffer: np.ndarray) -> Batch:
         num_rows, table_width = len(step.rows), max(len(row.seq.block_table) for row in step.rows)
@@ -137,16 +136,19 @@ class ModelRunner:
             hidden_states = self.model(input_ids, batch.positions)
         sampled, positions, block_tables = hidden_states, batch.positions, batch.block_tables
         if shape.is_prefill:  # no logits for rows that are not sampled
-            self.requests.write(batch.req_indices, batch.params, batch.bias_slots, batch.bias_ids, batch.bias_bits)
+            self.requests.write(
+                batch.req_indices, batch.params, batch.bias_slots, batch.bias_ids, batch.bias_bits,
+                batch.allowed_slots, batch.allowed_ids, batch.word_slots, batch.bad_words,
+            )  # fmt: skip
             sampled, positions = (x.index_select(0, batch.sample_rows) for x in (sampled, positions))
             seqs = torch.bucketize(batch.sample_rows, batch.cu_seqlens_q[1:], right=True)
             block_tables = block_tables.index_select(0, seqs)
         rows = self.requests.rows(batch.req_indices, blocks, block_tables, positions)
         logits = self.model.compute_logits(sampled, rows.params)
         penalize(logits, rows)
-        least, temperatures = thresholds(logits, rows), column(rows.params, "temperature")
+        cutoffs, temperatures = logit_cutoffs(logits, rows), column(rows.params, "temperature")
         logits = self.model.lm_head.own_part(logits)
-        token_ids = self.sampler(logits, temperatures, seeds(rows.params), positions, least)
+        token_ids = self.sampler(logits, temperatures, seeds(rows.params), positions, cutoffs)
         self.last_token_ids[batch.req_indices] = token_ids
         return token_ids, hidden_states
 
@@ -160,22 +162,11 @@ class ModelRunner:
             cache[targets] = cache[sources]
 
     @torch.inference_mode()
-    def _logprobs(self, asked: list[LogprobRow], token_ids: torch.Tensor, hidden_states: torch.Tensor) -> tuple:
-        """Ids and log-probabilities [len(asked), 1 + most], of a step's sampled ids and hidden states.
-
-        Logits are made anew, in pieces and outside of the graph, so that the rows of other steps are none the slower.
-        """
-        pinned = torch.tensor([row[1:] for row in asked], device="cpu", pin_memory=self.device.type == "cuda")
-        rows, indices, chosen = pinned.to(self.device, non_blocking=True).unbind(1)
-        num_prompt = sum(row.token_id >= 0 for row in asked)
-        chosen = torch.cat((chosen[:num_prompt], token_ids[indices[num_prompt:]]))
-        most = max(row.most for row in asked)
-        pieces = [
-            log_probabilities(self.model.compute_logits(hidden_states.index_select(0, r)), c, most)
-            for r, c in zip(rows.split(LOGPROB_ROWS), chosen.split(LOGPROB_ROWS))
-        ]
-        max_of_ranks(chosen[:0].long(), self.tp)  # they part as after a forward
-        return tuple(map(torch.cat, zip(*pieces)))
+    def _logprobs(self, batch: Batch, asked: list[LogprobRow], *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What `log_probabilities` gives for each of `asked`, outside of the graph, so that other steps are none the slower."""
+        logprobs = logprobs_of(batch, asked, self.model.compute_logits, *outputs)
+        max_of_ranks(torch.empty(0, dtype=torch.int64, device=self.device), self.tp)  # they part as after a forward
+        return logprobs
 
     def _load_model(self) -> Qwen3ForCausalLM:
         with torch.device(self.device):

@@ -15,7 +15,7 @@ from nanovllm.engine.detokenizer import Vocabulary
 from nanovllm.engine.prompts import KINDS, Prompt, as_list, as_prompts, is_conversation, render_chat
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.engine.sequence import Sequence
-from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams, bad_word_token_ids, check_beams, check_request
 from nanovllm.utils.hub import read_json
 
 
@@ -55,28 +55,26 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params={params!r}: must be a SamplingParams")
         text, token_ids = self._tokenize(prompt, template_arguments or {})
-        self._check_ids("prompt", token_ids)
-        self._check_ids("logit_bias", params.logit_bias)
-        self._check_ids("stop_token_ids", params.stop_token_ids)
+        model, bound = self.config.model_config, self.config.max_model_len
+        with self._tokenizer_lock:
+            bad_words = bad_word_token_ids(self.tokenizer, params.bad_words, model.vocab_size)
+        check_request(params, model.vocab_size, model.eos_token_ids, self.config.max_logprobs, bad_words)
         request_id = self._next_id()
         seed = self._noise_seed(params, request_id)
         seeds = [seed, *(xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed, i)) for i in range(1, params.n))]
-        bound = self.config.max_model_len
         group = [Sequence(request_id, [*token_ids], params, s, bound, i) for i, s in enumerate(seeds)]
         for seq in group:
-            seq.group = group
+            seq.group, seq.bad_words = group, bad_words
         return Request(group, text, inbox, self._hidden if params.skip_special_tokens else self._shown, self._shown, index)
 
     def beam_requests(self, prompts, params: BeamSearchParams, inbox: Inbox) -> list[BeamRequest]:
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params={params!r}: must be a BeamSearchParams")
         model, bound = self.config.model_config, self.config.max_model_len
-        if 2 * params.beam_width > model.vocab_size:
-            raise ValueError(f"beam_width={params.beam_width}: must be at most half of the vocabulary ({model.vocab_size})")
+        check_beams(params, model.vocab_size)
         sampling_params = BeamRequest.sampling_params(params, len(model.eos_token_ids), model.vocab_size)
         made = []
         for text, token_ids in [self._tokenize(prompt, {}) for prompt in as_prompts(prompts)]:
-            self._check_ids("prompt", token_ids)
             root = Sequence(self._next_id(), [*token_ids], sampling_params, 0, bound, pauses=True)
             made.append(BeamRequest(root, params, text, inbox, self._hidden, bound, model.eos_token_ids))
         return made
@@ -107,6 +105,10 @@ class InputProcessor:
         if len(ids) >= self.config.max_model_len:
             bound = self.config.max_model_len
             raise ValueError(f"prompt: has {len(ids)} tokens; it must be shorter than max_model_len={bound}")
+        vocab_size = self.config.model_config.vocab_size
+        for token_id in (min(ids), max(ids)):
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(f"prompt: token id {token_id} is outside of the vocabulary (0 to {vocab_size - 1})")
         return text, ids if kinds == {int} else [int(i) for i in ids]
 
     def _encode(self, text: str) -> list[int]:
@@ -116,12 +118,6 @@ class InputProcessor:
             raise ValueError(f"prompt={text!r:.80}: character {error.start} is a lone surrogate, which is no text") from None
         with self._tokenizer_lock:
             return self.tokenizer.encode(text)
-
-    def _check_ids(self, name: str, ids) -> None:
-        vocab_size = self.config.model_config.vocab_size
-        for token_id in (min(ids), max(ids)) if ids else ():
-            if not 0 <= token_id < vocab_size:
-                raise ValueError(f"{name}: token id {token_id} is outside of the vocabulary (0 to {vocab_size - 1})")
 
     def _noise_seed(self, params: SamplingParams, request_id: int) -> int:
         if params.seed is not None:

@@ -1,15 +1,21 @@
 """What a step samples, on its way into host memory, with log-probabilities where they are asked for."""
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable
+from itertools import count
 from time import perf_counter
 from typing import NamedTuple
 
 import torch
 
 from nanovllm.engine.scheduler import ScheduledStep
+from nanovllm.layers.logits import log_probabilities
 from nanovllm.utils.distributed import STEP_TIMEOUT, TensorParallel
 
-Logprobs = dict[int, float]  # by token id: first the token that is there, then the most likely ones
+# (log-probability, rank) by token id: first the token that is there, then the most likely ones in their order. The most
+# likely has rank 1, and of equal ones the lower id comes first.
+Logprobs = dict[int, tuple[float, int]]
+ALL = 2**30  # log-probabilities: more than there are tokens
+LOGPROB_ROWS = 64  # log-probabilities are made of so many tokens at a time: they take more memory than logits
 
 
 class Sampled(NamedTuple):
@@ -27,24 +33,56 @@ class Sampled(NamedTuple):
 
 
 class LogprobRow(NamedTuple):
-    """Hidden state `row` of a step is asked for the log-probability of what comes next, and the `most` likely tokens."""
+    """A token whose log-probability is wanted, and those of the `most` likely in its place."""
 
     most: int
-    row: int
+    row: int  # of the step's hidden states for a token of the prompt, else of those that are sampled: `index`
     index: int  # in the step's `rows` for a token of the prompt, else in its `sampled`
     token_id: int = -1  # of a prompt
 
 
-def logprob_rows(step: ScheduledStep, sample_rows: Sequence[int]) -> list[LogprobRow]:
-    """Those of prompts, and then those of `sampled`, whose hidden states are `sample_rows`."""
+def logprob_rows(step: ScheduledStep) -> list[LogprobRow]:
+    """Those of prompts, and then those of `sampled`."""
     found, first = [], 0
     for i, (seq, start, end) in enumerate(step.rows if step.is_prefill else ()):
         if (most := seq.params.prompt_logprobs) is not None:
             positions = range(start + 1, min(end + 1, seq.num_prompt_tokens))
+            most = ALL if most < 0 else most
             found += [LogprobRow(most, first + p - 1 - start, i, seq.token_ids[p]) for p in positions]
         first += end - start
-    wanted = [(seq.params.logprobs, sample_rows[i], i) for i, seq in enumerate(step.sampled)]
-    return found + [LogprobRow(*row) for row in wanted if row[0] is not None]
+    for i, seq in enumerate(step.sampled):
+        if (most := seq.params.logprobs) is not None:
+            found.append(LogprobRow(ALL if most < 0 else most, i, i))
+    return found
+
+
+def logprobs_of(
+    batch, asked: list[LogprobRow], compute_logits: Callable, token_ids: torch.Tensor, hidden_states: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """What `log_probabilities` gives for each of `asked`, of a step's batch in host memory, sampled ids and hidden states.
+
+    Logits are made anew: those of prompts in pieces, and those of sampled tokens for the same rows as in the step. How a
+    product is rounded depends on its number of rows, and so a greedy token is the likeliest here too.
+    """
+    num_prompt = sum(row.token_id >= 0 for row in asked)
+    most = max(row.most for row in asked)
+    pinned = torch.tensor([row[1:] for row in asked], device="cpu", pin_memory=hidden_states.is_cuda)
+    rows, indices, chosen = pinned.to(hidden_states.device, non_blocking=True).unbind(1)
+    chosen = torch.cat((chosen[:num_prompt], token_ids[indices[num_prompt:]]))
+    pieces = []
+    for first in range(0, num_prompt, LOGPROB_ROWS):
+        piece = slice(first, min(first + LOGPROB_ROWS, num_prompt))
+        logits = compute_logits(hidden_states.index_select(0, rows[piece]))
+        pieces.append(log_probabilities(logits, chosen[piece], most))
+    if num_prompt < len(asked):
+        if batch.shape.is_prefill:
+            sample_rows = torch.from_numpy(batch.sample_rows).to(hidden_states.device, non_blocking=True)
+            hidden_states = hidden_states.index_select(0, sample_rows)
+        logits = compute_logits(hidden_states)
+    for first in range(num_prompt, len(asked), LOGPROB_ROWS):
+        piece = slice(first, first + LOGPROB_ROWS)
+        pieces.append(log_probabilities(logits.index_select(0, rows[piece]), chosen[piece], most))
+    return tuple(map(torch.cat, zip(*pieces)))
 
 
 class SampledTokens:
@@ -54,7 +92,8 @@ class SampledTokens:
         self, step: ScheduledStep | None, token_ids: torch.Tensor, asked: list[LogprobRow], logprobs: tuple,
         is_cuda: bool, tp: TensorParallel,
     ):  # fmt: skip
-        """Ids [S] or more in host memory; ids and log-probabilities of the rows of `asked` on the device, if there are any.
+        """Ids [S] or more in host memory; ids, log-probabilities and ranks of the rows of `asked` on the device, if there are
+        any, as `log_probabilities` has them.
 
         Without a step, which rank 0 alone has, one can wait until it is over.
         """
@@ -78,8 +117,9 @@ class SampledTokens:
     def wait(self) -> Sampled:
         self.wait_until_over()
         step, prompt_logprobs, logprobs = self._step, defaultdict(list), {}
-        for row, ids, values in zip(self._asked, *(x.tolist() for x in self._logprobs)):
-            found = dict(zip(ids[: row.most + 1], values[: row.most + 1]))
+        for row, ids, values, rank in zip(self._asked, *(x.tolist() for x in self._logprobs)):
+            found = {ids[0]: (values[0], rank)}
+            found |= zip(ids[1 : row.most + 1], zip(values[1:], count(1)))
             if row.token_id < 0:
                 logprobs[row.index] = found
             else:

@@ -29,6 +29,7 @@ class Sequence:
         self.index = index  # among the answers to its request
         self.group = [self]  # all of them
         self.params = params
+        self.bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of `params.bad_words`
         self.noise_seed = noise_seed  # 64 bits; keys every draw of this request
         self.token_ids = token_ids
         self.num_prompt_tokens = len(token_ids)
@@ -42,8 +43,8 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None  # the stop id or string that ended it; None for the model's own end
-        self.logprobs: list[dict] = []  # of the generated tokens, where they are asked for
-        self.prompt_logprobs: list[dict | None] = [None]  # of the first; the others come in order
+        self.logprobs: list[dict[int, tuple[float, int]]] = []  # of each token: those of `engine.sampled`
+        self.prompt_logprobs: list[dict[int, tuple[float, int]] | None] = [None]  # of the first; the others come in order
         self.pauses = pauses
         self.candidates: dict | None = None
         self.arrival = perf_counter()

@@ -20,7 +20,8 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, largest_batch
-from nanovllm.engine.model_runner import LOGPROB_ROWS, ModelRunner
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.sampled import LOGPROB_ROWS
 from nanovllm.engine.sampled import SampledTokens
 from nanovllm.engine.scheduler import ScheduledStep
 from nanovllm.engine.step_channel import PLACES, StepChannel, StepReader

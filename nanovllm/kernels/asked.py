@@ -3,7 +3,8 @@ import triton
 import triton.language as tl
 
 TEMPERATURE, TOP_P, MIN_P, PRESENCE_PENALTY, FREQUENCY_PENALTY, REPETITION_PENALTY = map(tl.constexpr, range(6))
-TOP_K, IS_PENALIZED, NUM_PROMPT_TOKENS, MIN_LEN, NUM_BIASES, NUM_STOPS = map(tl.constexpr, range(6, 12))
+TOP_K, NUM_PROMPT_TOKENS, MIN_LEN, IS_PENALIZED, NUM_BIASES, NUM_STOPS = map(tl.constexpr, range(6, 12))
+HAS_ALLOWED_IDS, NUM_BAD_WORDS = map(tl.constexpr, range(12, 14))
 
 
 @triton.jit

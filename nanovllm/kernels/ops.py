@@ -3,7 +3,7 @@ from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.decode_attention import decode_attention, suits_decode_qkv
 from nanovllm.kernels.embedding import embed_range
 from nanovllm.kernels.few_row_linear import few_row_linear, few_row_parts
-from nanovllm.kernels.filters import thresholds
+from nanovllm.kernels.filters import logit_cutoffs
 from nanovllm.kernels.host_memory import deliver, fetch
 from nanovllm.kernels.layernorm import rms_norm
 from nanovllm.kernels.norm_rope_store import norm_rope_store

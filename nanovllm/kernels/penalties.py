@@ -1,4 +1,4 @@
-"""Biases and penalties of logits; layers/logits.py defines them.
+"""Biases and penalties of logits, allowed ids and bad words; layers/logits.py defines them.
 
 A program counts its row's tokens in memory that is all zeros, and takes each count out again where it uses it: whoever finds
 one edits that token's logit, all others find nothing, and what is left is zeros. A row that asks for nothing ends at once.
@@ -7,8 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.asked import FREQUENCY_PENALTY, IS_PENALIZED, MIN_LEN, NUM_BIASES, NUM_PROMPT_TOKENS, NUM_STOPS
-from nanovllm.kernels.asked import PRESENCE_PENALTY, REPETITION_PENALTY, real
+from nanovllm.kernels.asked import (
+    FREQUENCY_PENALTY, HAS_ALLOWED_IDS, IS_PENALIZED, MIN_LEN, NUM_BAD_WORDS, NUM_BIASES, NUM_PROMPT_TOKENS, NUM_STOPS,
+    PRESENCE_PENALTY, REPETITION_PENALTY, real,
+)  # fmt: skip
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
 
 IN_PROMPT = tl.constexpr(1 << 30)  # what a count has besides, which is of the output's tokens
@@ -20,10 +22,38 @@ def _token_ids(at, length, token_ids_ptr, table_ptr, BLOCK_SIZE: tl.constexpr):
     return tl.load(token_ids_ptr + block * BLOCK_SIZE + at % BLOCK_SIZE, at < length, 0)
 
 
+@triton.jit
+def _ban_others(x_ptr, mask_ptr, vocab_size, TILE: tl.constexpr):
+    """-inf for ids whose bit is not set."""
+    for first in range(0, vocab_size, TILE):
+        ids = first + tl.arange(0, TILE)
+        words = tl.load(mask_ptr + ids // 32, ids < vocab_size, -1)
+        tl.store(x_ptr + ids, float("-inf"), (ids < vocab_size) & (((words >> (ids % 32)) & 1) == 0))
+
+
+@triton.jit
+def _ban_bad_words(
+    x_ptr, words_ptr, num_words, length, num_prompt, token_ids_ptr, table_ptr,
+    WORDS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """-inf for the last tokens of bad words whose other tokens, or none, are the last of the output."""
+    word, slot = tl.arange(0, WORDS), tl.arange(0, TOKENS)  # a word's last slot is that of the token to come
+    at = length - (TOKENS - 1) + slot
+    is_output = (at >= num_prompt) & (at < length)
+    recent = _token_ids(tl.where(is_output, at, length), length, token_ids_ptr, table_ptr, BLOCK_SIZE)
+    recent = tl.where(is_output, recent, -2)  # equals no id
+    words = tl.load(words_ptr + word[:, None] * TOKENS + slot[None, :], word[:, None] < num_words, -1)
+    is_met = (words < 0) | (words == recent[None, :]) | (slot == TOKENS - 1)[None, :]
+    is_begun = (tl.min(is_met.to(tl.int32), 1) != 0) & (word < num_words)
+    last = tl.load(words_ptr + word * TOKENS + TOKENS - 1, is_begun, 0)
+    tl.store(x_ptr + last, float("-inf"), is_begun)
+
+
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def _penalize_kernel(
-    logits_ptr, asked_ptr, req_indices_ptr, bias_ids_ptr, biases_ptr, token_ids_ptr, tables_ptr, positions_ptr, counts_ptr,
-    num_rows, stride, counts_stride, table_stride, WIDTH: tl.constexpr, MOST: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    logits_ptr, asked_ptr, req_indices_ptr, bias_ids_ptr, biases_ptr, allowed_ids_ptr, bad_words_ptr, token_ids_ptr,
+    tables_ptr, positions_ptr, counts_ptr, num_rows, vocab_size, stride, counts_stride, table_stride, mask_stride,
+    WIDTH: tl.constexpr, MOST: tl.constexpr, WORDS: tl.constexpr, WORD_TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -34,12 +64,16 @@ def _penalize_kernel(
     for row in range(tl.program_id(0).to(tl.int64), num_rows, tl.num_programs(0)):
         asked = asked_ptr + row * WIDTH
         x_ptr = logits_ptr + row * stride
+        table_ptr = tables_ptr + row * table_stride
+        request = tl.load(req_indices_ptr + row).to(tl.int64)
         length = tl.load(positions_ptr + row) + 1
+        num_prompt = tl.load(asked + NUM_PROMPT_TOKENS)
+        has_allowed_ids, num_bad_words = tl.load(asked + HAS_ALLOWED_IDS), tl.load(asked + NUM_BAD_WORDS)
         num_biases = tl.load(asked + NUM_BIASES)
         num_stops = tl.where(length < tl.load(asked + MIN_LEN), tl.load(asked + NUM_STOPS), 0)
         if num_biases + num_stops > 0:
             at = tl.arange(0, MOST)
-            entry = tl.load(req_indices_ptr + row).to(tl.int64) * MOST + at
+            entry = request * MOST + at
             ids = tl.load(bias_ids_ptr + entry, at < num_biases + num_stops, 0)
             bias = tl.load(biases_ptr + entry, at < num_biases, 0.0)
             x = tl.load(x_ptr + ids, at < num_biases, 0.0).to(tl.float32) + bias
@@ -48,9 +82,7 @@ def _penalize_kernel(
             tl.store(x_ptr + ids, float("-inf"), (at >= num_biases) & (at < num_biases + num_stops))
             tl.debug_barrier()
         if tl.load(asked + IS_PENALIZED) != 0:
-            num_prompt = tl.load(asked + NUM_PROMPT_TOKENS)
             repetition = real(asked, REPETITION_PENALTY)
-            table_ptr = tables_ptr + row * table_stride
             for first in range(0, length, TILE):
                 at = first + tl.arange(0, TILE)
                 count = counts_ptr + _token_ids(at, length, token_ids_ptr, table_ptr, BLOCK_SIZE)
@@ -68,13 +100,22 @@ def _penalize_kernel(
                 x -= tl.where(outputs > 0, real(asked, PRESENCE_PENALTY), 0.0)
                 tl.store(x_ptr + ids, x.to(dtype), count > 0)
             tl.debug_barrier()
+        if has_allowed_ids != 0:
+            _ban_others(x_ptr, allowed_ids_ptr + request * mask_stride, vocab_size, 4 * TILE)
+        if num_bad_words > 0:
+            words_ptr = bad_words_ptr + request * WORDS * WORD_TOKENS
+            _ban_bad_words(
+                x_ptr, words_ptr, num_bad_words, length, num_prompt, token_ids_ptr, table_ptr, WORDS, WORD_TOKENS, BLOCK_SIZE
+            )
 
 
 def penalize(logits: torch.Tensor, rows) -> None:
-    """Bias and penalise logits [S, vocabulary] in place; `rows` are layers.logits' Rows."""
+    """Edit logits [S, vocabulary] in place as layers.logits' Rows say."""
     if len(logits):
         launch(_penalize_kernel, (min(len(logits), len(rows.counts)),), logits.device)(
-            logits, rows.params, rows.req_indices, rows.bias_ids, rows.biases, rows.token_ids, rows.block_tables,
-            rows.positions, rows.counts, len(logits), logits.stride(0), rows.counts.stride(0), rows.block_tables.stride(0),
-            WIDTH=rows.params.shape[1], MOST=rows.biases.shape[1], BLOCK_SIZE=rows.token_ids.shape[1], TILE=1024, num_warps=8,
+            logits, rows.params, rows.req_indices, rows.bias_ids, rows.biases, rows.allowed_ids, rows.bad_words,
+            rows.token_ids, rows.block_tables, rows.positions, rows.counts, *logits.shape, logits.stride(0),
+            rows.counts.stride(0), rows.block_tables.stride(0), rows.allowed_ids.stride(0),
+            WIDTH=rows.params.shape[1], MOST=rows.biases.shape[1], WORDS=rows.bad_words.shape[1],
+            WORD_TOKENS=rows.bad_words.shape[2], BLOCK_SIZE=rows.token_ids.shape[1], TILE=1024, num_warps=8,
         )  # fmt: skip

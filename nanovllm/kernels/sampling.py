@@ -3,6 +3,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.token_order import logit_and_id
+
 
 @triton.jit
 def _log(x, HARDWARE: tl.constexpr):
@@ -24,7 +26,7 @@ def _gumbel(bits, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _sample_split_kernel(
-    logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, thresholds_ptr, best_ptr, index_ptr, vocab_size, stride,
+    logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, cutoffs_ptr, best_ptr, index_ptr, vocab_size, stride,
     first_id, temperature_stride, seed_stride,
     PER_SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, ROUNDS: tl.constexpr, HARDWARE: tl.constexpr,
     BEHIND: tl.constexpr,
@@ -36,8 +38,8 @@ def _sample_split_kernel(
     seed_low = tl.load(seeds_ptr + row * seed_stride).to(tl.uint32, bitcast=True).to(tl.uint64)
     seed_high = tl.load(seeds_ptr + row * seed_stride + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
     seed = (seed_high << 32) | seed_low
-    if thresholds_ptr is not None:
-        threshold = tl.load(thresholds_ptr + row)
+    if cutoffs_ptr is not None:
+        cutoff, last_id = logit_and_id(tl.load(cutoffs_ptr + row))
     best = tl.full([], float("-inf"), tl.float32)
     # columns are counted from the multiple of four before the first id, as the noise is made for four tokens at once
     index = tl.maximum(split * PER_SPLIT - BEHIND, 0)  # a token even if no score is above -inf, NaN for one
@@ -45,8 +47,10 @@ def _sample_split_kernel(
         column = split * PER_SPLIT + tile + tl.arange(0, TILE) - BEHIND
         inside = (column >= 0) & (column < vocab_size) if BEHIND else column < vocab_size
         score = tl.load(logits_ptr + row * stride + column, inside, float("-inf")).to(tl.float32)
-        if thresholds_ptr is not None:
-            score = tl.where(score < threshold, float("-inf"), score)
+        if cutoffs_ptr is not None:
+            if cutoff > float("-inf"):  # rows that filter nothing go past it
+                kept = (score > cutoff) | ((score == cutoff) & (column + first_id <= last_id))
+                score = tl.where(kept, score, float("-inf"))
         if temperature > 0:
             counter = (first_id - BEHIND + split * PER_SPLIT + tile) // 4 + tl.arange(0, TILE // 4)
             zero = counter * 0
@@ -73,12 +77,12 @@ def _sample_reduce_kernel(best_ptr, index_ptr, score_ptr, out_ptr, SPLITS: tl.co
 
 def sample(
     logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, rounds: int,
-    first_id: int = 0, tile: int = 2048, per_split: int = 2048, thresholds: torch.Tensor | None = None,
+    first_id: int = 0, tile: int = 2048, per_split: int = 2048, cutoffs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Scores and ids [S] that `layers.sampler.Sampler` would choose by logits [S, vocabulary]; the lowest id among equals.
 
-    temperatures [S] float32, seeds [S, 2] int32 (low and high word), positions [S] int32; rounds of Philox; thresholds [S]
-    float32, below which no logit is drawn. The logits are those of the ids from `first_id` on.
+    temperatures [S] float32, seeds [S, 2] int32 (low and high word), positions [S] int32; rounds of Philox; cutoffs [S]
+    int64, keys of the last tokens that may be drawn (see token_order). The logits are those of the ids from `first_id` on.
     """
     num_rows, vocab_size = logits.shape
     behind = first_id % 4
@@ -89,7 +93,7 @@ def sample(
     out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     if num_rows:
         _sample_split_kernel[(num_rows, splits)](
-            logits, temperatures, seeds, positions, thresholds, best, index, vocab_size, logits.stride(0), first_id,
+            logits, temperatures, seeds, positions, cutoffs, best, index, vocab_size, logits.stride(0), first_id,
             temperatures.stride(0), seeds.stride(0),
             PER_SPLIT=per_split, TILE=tile, SPLITS=splits, ROUNDS=rounds, HARDWARE=logits.is_cuda, BEHIND=behind,
         )  # fmt: skip

@@ -4,6 +4,7 @@ from torch import nn
 from torch.distributed import ReduceOp
 
 from nanovllm.kernels import triton_ops
+from nanovllm.layers.logits import KEEPS_ALL, token_keys
 from nanovllm.utils.distributed import TensorParallel
 
 _WORD = 0xFFFFFFFF
@@ -69,30 +70,31 @@ class Sampler(nn.Module):
 
     def forward(
         self, logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor,
-        thresholds: torch.Tensor | None = None,
+        cutoffs: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """logits [S, ids] of those from `first_id` on, temperatures [S], seeds [S, 2], positions [S] -> ids [S] int32.
 
-        No token is drawn whose logit is below its row's of `thresholds` [S], unless there is no other.
+        No token is drawn whose key is below its row's of `cutoffs` [S] int64, which `logit_cutoffs` made.
         """
         if (ops := triton_ops(logits)) is not None:
             noise = temperatures, seeds, positions, ROUNDS, self.first_id
-            best, token_ids = ops.sample(logits, *noise, thresholds=thresholds)
+            best, token_ids = ops.sample(logits, *noise, cutoffs=cutoffs)
         else:
-            best, token_ids = self._sample(logits, temperatures, seeds, positions, thresholds)
+            best, token_ids = self._sample(logits, temperatures, seeds, positions, cutoffs)
         return token_ids if self.tp.size == 1 else self._best_of_ranks(best, token_ids)
 
     def _best_of_ranks(self, best: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Scores [S] float32 and ids [S] int32 of every rank: the ids of the best, of the lowest among equals."""
-        bits = best.view(torch.int32)
-        order = bits ^ (bits >> 31 & 0x7FFFFFFF)  # integers in the order of the floats
-        keys = (order.long() << 32) | (~token_ids.long() & _WORD)
-        return ~max_of_ranks(keys, self.tp).int()
+        return ~max_of_ranks(token_keys(best, token_ids), self.tp).int()
 
-    def _sample(self, logits, temperatures, seeds, positions, thresholds) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sample(self, logits, temperatures, seeds, positions, cutoffs) -> tuple[torch.Tensor, torch.Tensor]:
         scores = logits.float()
-        if thresholds is not None:
-            scores = scores.masked_fill(scores < thresholds.unsqueeze(1), -torch.inf)
+        filtered = () if cutoffs is None else (cutoffs > KEEPS_ALL).nonzero().squeeze(-1)
+        if len(filtered):
+            kept = scores[filtered]
+            keys = token_keys(kept, torch.arange(kept.shape[1]) + self.first_id)
+            kept = kept.masked_fill(keys < cutoffs[filtered].unsqueeze(1), -torch.inf)
+            scores = scores.index_copy(0, filtered, kept)
         rows = temperatures.nonzero().squeeze(-1)
         if len(rows) == len(scores):
             noise = gumbel_noise(seeds, positions, scores.shape[1], self.first_id)
