@@ -141,7 +141,7 @@ class Caller:
 @BOTH_WAYS
 def test_stress_of_callers(make_llm, requests, alone, stress_seconds, async_scheduling):
     """Eight threads that generate, stream, leave, loop and abort; `pytest --stress-seconds 60` takes a minute for each."""
-    llm = make_llm(async_scheduling=async_scheduling, kvcache_block_size=16, num_kvcache_blocks=24, max_num_seqs=12)
+    llm = make_llm(async_scheduling=async_scheduling, kvcache_block_size=16, num_kvcache_blocks=12, max_num_seqs=12)
     before = threading.active_count()
     started, until = [], time.monotonic() + stress_seconds
     callers = [Caller(llm, requests, alone, seed, until, started) for seed in range(8)]

@@ -338,13 +338,15 @@ def reference():
     return lambda ids: model(torch.tensor([ids])).logits[0].log_softmax(-1)
 
 
-def check_logprobs(dicts: list[dict], ids: list[int], expected: torch.Tensor, num: int):
+def check_logprobs(llm: LLM, dicts: list[dict], ids: list[int], expected: torch.Tensor, num: int):
     assert len(dicts) == len(ids)
     for found, token_id, row in zip(dicts, ids, expected, strict=True):
         best = row.topk(num)
         assert found.keys() == {token_id, *best.indices.tolist()}
-        for i, (value, rank) in found.items():
-            assert value == pytest.approx(row[i].item(), abs=2e-4) and rank > 0
+        for i, logprob in found.items():
+            assert logprob.logprob == pytest.approx(row[i].item(), abs=2e-4)
+            assert logprob.rank == 1 + (row > row[i]).sum() or row[i].isclose(row, atol=1e-4, rtol=0).sum() > 1
+            assert logprob.decoded_token == llm.tokenizer.decode([i])
 
 
 @BOTH_WAYS
@@ -363,8 +365,8 @@ def test_logprobs_are_transformers(make_llm, reference, settings, async_scheduli
             assert answer["num_cached_tokens"] == 0 and answer["prompt_logprobs"][0] is None
             for output in answer.outputs:
                 expected = reference(prompt + output["token_ids"])
-                check_logprobs(answer["prompt_logprobs"][1:], prompt[1:], expected[: len(prompt) - 1], 2)
-                check_logprobs(output["logprobs"], output["token_ids"], expected[len(prompt) - 1 : -1], 3)
+                check_logprobs(llm, answer["prompt_logprobs"][1:], prompt[1:], expected[: len(prompt) - 1], 2)
+                check_logprobs(llm, output["logprobs"], output["token_ids"], expected[len(prompt) - 1 : -1], 3)
     assert (llm.scheduler.num_preemptions > 0) == ("num_kvcache_blocks" in settings)
     events = list(llm.stream(VERSES[0], replace(GREEDY, logprobs=0)))
     assert all([*event["logprobs"][0]] == event["token_ids"] and len(event["logprobs"]) == 1 for event in events)

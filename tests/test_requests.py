@@ -211,7 +211,7 @@ def test_a_greedy_token_has_rank_1(make_llm, prompts, async_scheduling):
     llm = make_llm(dtype="bfloat16", async_scheduling=async_scheduling)
     params = [SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=[None, 3, 0][i % 3]) for i in range(10)]
     for answer, asked in zip(llm.generate(prompts, params, use_tqdm=False), params):
-        ranks = [found[token_id][1] for found, token_id in zip(answer.get("logprobs", ()), answer["token_ids"])]
+        ranks = [found[token_id][1] for found, token_id in zip(answer["logprobs"] or (), answer["token_ids"])]
         assert ranks == ([] if asked.logprobs is None else [1] * 24)
 
 
