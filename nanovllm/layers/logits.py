@@ -2,8 +2,8 @@
 penalties, allowed ids and bad words, temperature, min-p, top-k, top-p. And log-probabilities, which are of the logits
 as the model gives them.
 
-A new filter takes a column in FIELDS (and in kernels/asked.py), its value in engine/batch.py, its definition here, and a
-kernel.
+A new filter takes a column in FIELDS (and in kernels/asked.py), its value in engine/batch.py, its definition here, and
+a kernel.
 
 Where the vocabulary is cut over ranks, each of them has its own part of every row, and the whole of those that are
 filtered; of a plain row the ranks compare no more than their best scores.
@@ -101,7 +101,7 @@ def penalize(logits: torch.Tensor, rows: Rows) -> None:
 
     As vLLM defines it: the repetition penalty divides what is positive and multiplies what is not, for tokens of the
     prompt and the output (so does transformers'); frequency and presence penalties count tokens of the output alone.
-    Ids that are not allowed get -inf; so does the last token of a bad word whose other tokens are the last of the output.
+    Ids that are not allowed get -inf; so does the last token of a bad word whose other tokens end the output.
     """
     if (ops := triton_ops(logits)) is not None:
         return ops.penalize(logits, rows)
