@@ -19,7 +19,7 @@ class SamplingParams:
     min_p: only tokens that have this part of the most likely one's probability.
     seed: fixes the request's noise, whatever else is in its batch; None leaves it to the engine's `seed`.
     n: answers to the prompt, which is computed once.
-    max_tokens: the most tokens to generate; the engine's `max_model_len` may end a request earlier. None is up to there.
+    max_tokens: the most tokens to generate; None is up to the engine's `max_model_len`, which always ends a request.
     min_tokens: so many tokens come before anything can stop the request.
     ignore_eos: go on past the model's end-of-sequence ids.
     stop: strings that end the text; it is cut in front of them, or behind with `include_stop_str_in_output`.
@@ -31,12 +31,12 @@ class SamplingParams:
     presence_penalty, frequency_penalty: taken off the logit of a generated token, once, and as often as it came.
     repetition_penalty: divides the logit, or multiplies a negative one, of every token of the prompt and the answer.
     logit_bias: what to add to the logits of at most 300 token ids.
-    logprobs: log-probabilities of each generated token and of so many of the most likely; before all of the above. -1 is
-        of the whole vocabulary.
+    logprobs: log-probabilities of each generated token and of so many of the most likely, -1 for all tokens; those of
+        the model, before all of the above.
     prompt_logprobs: the same for the prompt's tokens; such a request reads no cached prefix.
 
-    Raises ValueError (TypeError for a value of the wrong kind) with the value and the bound. What depends on the model is
-    checked by `check_request`.
+    Raises ValueError (TypeError for a value of the wrong kind) with the value and the bound. What depends on the model
+    is checked by `check_request`.
     """
 
     temperature: float = 1.0
@@ -83,7 +83,7 @@ class SamplingParams:
         if any(not word.strip() for word in self.bad_words):
             raise ValueError(f"bad_words={self.bad_words!r:.80}: a bad word must have a character that is no space")
         if self.stop and not self.detokenize:
-            raise ValueError(f"detokenize=False: must be True with stop={self.stop!r:.80}, which is looked for in the text")
+            raise ValueError(f"detokenize=False: must be True with stop={self.stop!r:.80}, which ends the text")
         for name, least, most in (("stop_token_ids", 0, 128), ("allowed_token_ids", 1, None)):
             if (ids := getattr(self, name)) is not None or least == 0:
                 _set(self, name, _token_ids(name, _tuple_of(Integral, name, ids), least, most))
@@ -134,12 +134,13 @@ def check_request(
         value = getattr(params, name) or 0
         check_int(name, value, -1, vocab_size)
         if max_logprobs >= 0 and (vocab_size if value < 0 else value) > max_logprobs:
-            raise ValueError(f"{name}={value}: must be at most max_logprobs={max_logprobs} (-1 is the whole vocabulary)")
+            raise ValueError(f"{name}={value}: must be at most max_logprobs={max_logprobs} (-1 is all tokens)")
     stops = early_stops(params, eos_token_ids)
-    num_biases = len(params.logit_bias or ()) + len(stops)
-    check_int("logit_bias, stop_token_ids and the model's eos ids with min_tokens: their number", num_biases, 0, MAX_BIASES)
-    if (ids := params.allowed_token_ids) and (stops | {word[0] for word in bad_words if len(word) == 1}).issuperset(ids):
-        raise ValueError(f"allowed_token_ids={ids!r:.80}: bad_words and stops before min_tokens must leave at least 1 of them")
+    what = "logit_bias, stop_token_ids and the model's eos ids with min_tokens: their number"
+    check_int(what, len(params.logit_bias or ()) + len(stops), 0, MAX_BIASES)
+    never = stops | {word[0] for word in bad_words if len(word) == 1}
+    if (ids := params.allowed_token_ids) and never.issuperset(ids):
+        raise ValueError(f"allowed_token_ids={ids!r:.80}: bad_words and min_tokens must leave at least 1 of them")
 
 
 def check_beams(params: BeamSearchParams, vocab_size: int) -> None:

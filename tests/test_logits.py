@@ -190,8 +190,9 @@ def test_top_1_is_greedy(dtype):
 )
 def test_cutoff_kernel(vocab_size, dtype):
     """It keeps what the definition keeps, ties included: float16 has many among so many."""
-    requests = FILTERS
-    logits = (torch.randn(len(requests), vocab_size) * torch.tensor([0.3, 4.0]).repeat(len(FILTERS) // 2)[:, None]).to(dtype)
+    requests = FILTERS if vocab_size > 1000 or CUDA else FILTERS[::3]  # the interpreter is slow
+    spread = torch.tensor([0.3, 4.0]).repeat(len(requests) // 2)[:, None]
+    logits = (torch.randn(len(requests), vocab_size) * spread).to(dtype)
     logits[3, 1::2] = -torch.inf
     logits[5:9, : vocab_size // 2] = 1.5
     wide = torch.full((len(requests), vocab_size + 5), torch.nan, dtype=dtype)
@@ -199,11 +200,10 @@ def test_cutoff_kernel(vocab_size, dtype):
     rows = rows_of(requests)
     cutoffs = ops.logit_cutoffs(logits.to(DEVICE), rows).cpu()
     ours, expected = kept(logits, cutoffs), kept(logits, plain.logit_cutoffs(logits, on_cpu(rows)))
-    different = (ours != expected).sum(1)
-    for i in different.nonzero().flatten().tolist():  # a token at the bound of top-p, where sums are rounded
-        mass = ((logits[i].double() - logits[i].max()) / requests[i].get("temperature", 1.0)).exp()
-        assert different[i] * mass[ours[i] != expected[i]].max() < 1e-5 * mass.sum() and requests[i].get("top_p", 1) < 1
-    assert cutoffs[FILTERS.index({})] == KEEPS_ALL == cutoffs[-3]
+    for i in (ours != expected).any(1).nonzero().flatten().tolist():  # at the bound of top-p, where sums are rounded
+        least, most = kept_by_definition(logits[i].tolist(), requests[i])
+        assert least <= {*ours[i].nonzero().flatten().tolist()} <= most and "top_p" in requests[i]
+    assert all(c == KEEPS_ALL for c, r in zip(cutoffs, requests) if not r or r.get("temperature") == 0)
     assert not rows.arrivals.any()
 
 

@@ -23,8 +23,9 @@ class Sampled(NamedTuple):
 
     token_ids: one for each of the step's `sampled`.
     logprobs: of each of those tokens, None where they are not asked for.
-    prompt_logprobs: for each of a prefill step's `rows`, of the prompt's tokens from start + 1 to end as far as there are; None
-        where they are not asked for, or there are none. A row that is computed again, after a preemption, has them again.
+    prompt_logprobs: for each of a prefill step's `rows`, of the prompt's tokens from start + 1 to end as far as there
+        are; None where they are not asked for, or there are none. A row that is computed again, after a preemption, has
+        them again.
     """
 
     token_ids: list[int]
@@ -59,10 +60,10 @@ def logprob_rows(step: ScheduledStep) -> list[LogprobRow]:
 def logprobs_of(
     batch, asked: list[LogprobRow], compute_logits: Callable, token_ids: torch.Tensor, hidden_states: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """What `log_probabilities` gives for each of `asked`, of a step's batch in host memory, sampled ids and hidden states.
+    """What `log_probabilities` gives for each of `asked`, of a step's batch on the host, sampled ids and hidden states.
 
-    Logits are made anew: those of prompts in pieces, and those of sampled tokens for the same rows as in the step. How a
-    product is rounded depends on its number of rows, and so a greedy token is the likeliest here too.
+    Logits are computed again: those of prompts in pieces, and those of sampled tokens for all rows of the step. How a
+    matrix product is rounded depends on its number of rows, and so a greedy token has rank 1 here too.
     """
     num_prompt = sum(row.token_id >= 0 for row in asked)
     most = max(row.most for row in asked)
@@ -92,13 +93,13 @@ class SampledTokens:
         self, step: ScheduledStep | None, token_ids: torch.Tensor, asked: list[LogprobRow], logprobs: tuple,
         is_cuda: bool, tp: TensorParallel,
     ):  # fmt: skip
-        """Ids [S] or more in host memory; ids, log-probabilities and ranks of the rows of `asked` on the device, if there are
-        any, as `log_probabilities` has them.
+        """Ids [S] or more in host memory; what `log_probabilities` gives for `asked` on the device, if there are any.
 
         Without a step, which rank 0 alone has, one can wait until it is over.
         """
         self._step, self._token_ids, self._asked, self._tp = step, token_ids, asked, tp
-        self._logprobs = [torch.empty_like(x, device="cpu", pin_memory=is_cuda).copy_(x, non_blocking=True) for x in logprobs]
+        on_host = [torch.empty_like(x, device="cpu", pin_memory=is_cuda) for x in logprobs]
+        self._logprobs = [y.copy_(x, non_blocking=True) for x, y in zip(logprobs, on_host)]
         self._arrived = torch.cuda.Event() if is_cuda else None
         if self._arrived:
             self._arrived.record()

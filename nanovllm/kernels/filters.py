@@ -1,8 +1,8 @@
 """Cutoffs for top-k, top-p and min-p; layers/logits.py defines them.
 
-Nothing is sorted: a row's maxima over tiles say which few tiles matter, and the least logit that is kept is searched among
-what those hold, by quarters. Where only some of the tokens that have this logit are kept, one more pass over the tiles finds
-the last of them. A row that filters nothing ends at once.
+Nothing is sorted: a row's maxima over tiles say which few tiles matter, and the least logit that is kept is searched
+among what those hold, by quarters. Where only some of the tokens that have this logit are kept, one more pass over the
+tiles finds the last of them. A row that filters nothing ends at once.
 """
 import torch
 import triton
@@ -21,7 +21,7 @@ LOW_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # zeros at
 
 @triton.jit
 def _list_live(maxima, live_ptr, least):
-    """Write the tiles with an entry of `least` or larger to `live_ptr`, in ascending order, and return how many there are."""
+    """Write the tiles that have an entry of `least` or larger to `live_ptr`, in ascending order; their number."""
     is_live = (maxima >= least).to(tl.int32)
     tl.debug_barrier()  # the list before has been read
     tl.store(live_ptr + tl.cumsum(is_live, 0) - 1, tl.arange(0, maxima.shape[0]), is_live != 0)
@@ -87,7 +87,8 @@ def _search(
             row_ptr, maxima, live_ptr, vocab_size, next_a, next_b, next_c, top, temperature, BY_MASS
         )
         high = tl.where(above_a < bound, a, tl.where(above_b < bound, b, tl.where(above_c < bound, c, high)))
-        above = tl.where(above_a < bound, above_a, tl.where(above_b < bound, above_b, tl.where(above_c < bound, above_c, above)))
+        above = tl.where(above_c < bound, above_c, above)
+        above = tl.where(above_a < bound, above_a, tl.where(above_b < bound, above_b, above))
         low = tl.where(above_a < bound, low, tl.where(above_b < bound, a, tl.where(above_c < bound, b, c)) + 1)
         turn += 1
     return _value(low, LOW), above
@@ -153,7 +154,7 @@ def _cutoff_kernel(
             return  # the last to arrive has all maxima, and does the rest
         tl.store(arrivals_ptr + row, 0)
         cutoff = float("-inf")
-        num_equal = tl.full([], LAST_ID, tl.int32)  # so many of the entries that equal the cutoff are kept: at first, all
+        num_equal = tl.full([], LAST_ID, tl.int32)  # how many of the entries that equal the cutoff are kept; all
         maxima = tl.load(maxima_ptr + tl.arange(0, TILES), tl.arange(0, TILES) < num_tiles, float("-inf"))
         top = tl.max(maxima, 0)
         top = tl.where(top == 0, 0.0, top)  # -0 would have a key of its own

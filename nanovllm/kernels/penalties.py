@@ -1,7 +1,8 @@
 """Biases and penalties of logits, allowed ids and bad words; layers/logits.py defines them.
 
-A program counts its row's tokens in memory that is all zeros, and takes each count out again where it uses it: whoever finds
-one edits that token's logit, all others find nothing, and what is left is zeros. A row that asks for nothing ends at once.
+A program counts its row's tokens in memory that is all zeros, and takes each count out again where it uses it: whoever
+finds one edits that token's logit, all others find nothing, and what is left is zeros. A row that asks for nothing ends
+at once.
 """
 import torch
 import triton
@@ -105,8 +106,9 @@ def _penalize_kernel(
         if num_bad_words > 0:
             words_ptr = bad_words_ptr + request * WORDS * WORD_TOKENS
             _ban_bad_words(
-                x_ptr, words_ptr, num_bad_words, length, num_prompt, token_ids_ptr, table_ptr, WORDS, WORD_TOKENS, BLOCK_SIZE
-            )
+                x_ptr, words_ptr, num_bad_words, length, num_prompt, token_ids_ptr, table_ptr,
+                WORDS, WORD_TOKENS, BLOCK_SIZE,
+            )  # fmt: skip
 
 
 def penalize(logits: torch.Tensor, rows) -> None:

@@ -79,10 +79,10 @@ def sample(
     logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, rounds: int,
     first_id: int = 0, tile: int = 2048, per_split: int = 2048, cutoffs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Scores and ids [S] that `layers.sampler.Sampler` would choose by logits [S, vocabulary]; the lowest id among equals.
+    """Scores and ids [S] that `layers.sampler.Sampler` would choose by logits [S, vocabulary]; of equals the lowest id.
 
     temperatures [S] float32, seeds [S, 2] int32 (low and high word), positions [S] int32; rounds of Philox; cutoffs [S]
-    int64, keys of the last tokens that may be drawn (see token_order). The logits are those of the ids from `first_id` on.
+    int64, keys of the last tokens that may be drawn (see token_order). The logits are those of ids from `first_id` on.
     """
     num_rows, vocab_size = logits.shape
     behind = first_id % 4

@@ -1,12 +1,12 @@
-"""What a request asks of its logits besides a temperature, as vLLM defines it: biases and stop ids that it must not have
-yet, penalties, tokens that are not allowed and bad words, temperature, min-p, top-k, top-p. And log-probabilities, which are
-of the logits as the model gives them.
+"""What a request asks of its logits, as vLLM defines it and in this order: biases and stop ids that come too early,
+penalties, allowed ids and bad words, temperature, min-p, top-k, top-p. And log-probabilities, which are of the logits
+as the model gives them.
 
-To add a filter: a column in FIELDS (and in kernels/asked.py), its value in engine/batch.py, its definition here, and its
-kernel.
+A new filter takes a column in FIELDS (and in kernels/asked.py), its value in engine/batch.py, its definition here, and
+a kernel.
 
-Where the vocabulary is cut over ranks, each of them has its own part of every row, and the whole of those that are filtered;
-of a plain row the ranks compare no more than their best scores.
+Where the vocabulary is cut over ranks, each of them has its own part of every row, and the whole of those that are
+filtered; of a plain row the ranks compare no more than their best scores.
 """
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from nanovllm.kernels import triton_ops
 from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES
 
 REALS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-EDITS = ("is_penalized", "num_biases", "num_stops", "has_allowed_ids", "num_bad_words")  # all zero: logits stay as they are
+EDITS = ("is_penalized", "num_biases", "num_stops", "has_allowed_ids", "num_bad_words")  # 0: do nothing
 FIELDS = (*REALS, "top_k", "num_prompt_tokens", "min_len", *EDITS)
 WIDTH = 16  # FIELDS, and the two words of the noise's seed
 PROGRAMS = 128  # that count tokens at a time
@@ -52,7 +52,7 @@ class Rows(NamedTuple):
     bias_ids: torch.Tensor  # [requests, MAX_BIASES] int32: num_biases of a request's own, then its num_stops stop ids
     biases: torch.Tensor  # [requests, MAX_BIASES] float32, -inf for stop ids
     allowed_ids: torch.Tensor  # [requests, ceil(vocabulary / 32)] int32: a bit for each token id, where has_allowed_ids
-    bad_words: torch.Tensor  # [requests, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS] int32, of which num_bad_words: -1 in front of ids
+    bad_words: torch.Tensor  # [requests, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS] int32: ids with -1 in front; num_bad_words
     token_ids: torch.Tensor  # [blocks, block_size] int32
     block_tables: torch.Tensor  # [S, W] int32
     positions: torch.Tensor  # [S] int32, of the last token
@@ -79,8 +79,8 @@ class RequestTable:
     def write(
         self, req_indices, params, bias_slots, bias_ids, bias_bits, allowed_slots, allowed_ids, word_slots, bad_words
     ) -> None:  # fmt: skip
-        """Params [S, WIDTH] by request index. Of the requests that have such: ids [N] and float32 bits of biases, bad words
-        [K, MAX_BAD_WORD_TOKENS], both by their place in the flat table, and masks of allowed ids by request index. int32.
+        """Params [S, WIDTH] and masks of allowed ids by request index; ids [N] and float32 bits of biases, and bad
+        words [K, MAX_BAD_WORD_TOKENS], by their place in the flat table. All are int32.
         """
         self.params[req_indices] = params
         self.bias_ids.view(-1)[bias_slots] = bias_ids
@@ -99,9 +99,9 @@ class RequestTable:
 def penalize(logits: torch.Tensor, rows: Rows) -> None:
     """Edit logits [S, vocabulary] in place as EDITS say, so that the results are rounded to their dtype.
 
-    As vLLM defines it: the repetition penalty divides what is positive and multiplies what is not, for tokens of the prompt
-    and the output (so does transformers'); frequency and presence penalties count tokens of the output alone. A bad word's
-    last token gets -inf where the last tokens of the output are those before it; so do ids that are not allowed.
+    As vLLM defines it: the repetition penalty divides what is positive and multiplies what is not, for tokens of the
+    prompt and the output (so does transformers'); frequency and presence penalties count tokens of the output alone.
+    Ids that are not allowed get -inf; so does the last token of a bad word whose other tokens end the output.
     """
     if (ops := triton_ops(logits)) is not None:
         return ops.penalize(logits, rows)
@@ -149,10 +149,10 @@ KEEPS_ALL = token_keys(*_LAST).item()  # no token has a smaller key
 
 
 def logit_cutoffs(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """The key [S] int64 of the last token that min-p, top-k and top-p keep; KEEPS_ALL for rows without, and greedy ones.
+    """The key [S] int64 of the last token that min-p, top-k and top-p keep; KEEPS_ALL for rows without, and if greedy.
 
-    In the order of `token_keys`, top-k keeps the first k tokens of those that min-p left; of what is left then, top-p keeps
-    as few of the first as have its part of the mass.
+    In the order of `token_keys`, top-k keeps the first k of the tokens that min-p left; of what is left then, top-p
+    keeps as few of the first as have its part of the mass.
     """
     if (ops := triton_ops(logits)) is not None:
         return ops.logit_cutoffs(logits, rows)
@@ -173,8 +173,8 @@ def logit_cutoffs(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def log_probabilities(logits: torch.Tensor, chosen: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
-    """Ids and log-probabilities [S, 1 + most] of `chosen` [S] and then, in the order of `token_keys`, of the `most` likely
-    tokens, or of all; and the ranks [S] of `chosen` in that order, from 1.
+    """Ids and log-probabilities [S, 1 + most] of `chosen` [S] and then of the `most` likely tokens, or of all, in the
+    order of `token_keys`; and the ranks [S] of `chosen` in that order, from 1.
     """
     logits, chosen = logits.float(), chosen.unsqueeze(1).long()
     keys = token_keys(logits, torch.arange(logits.shape[1], device=logits.device))
