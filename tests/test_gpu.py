@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from conftest import TINY
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, BeamSearchParams, SamplingParams
+from test_callers import Caller, check_whole, requests, threads  # noqa: F401  (`requests` is a fixture)
 
 pytestmark = pytest.mark.gpu
 
@@ -293,3 +294,91 @@ def test_logprobs_are_of_the_choices(make_llm):
             assert len(logprobs) == 3 and list(logprobs.values()) == sorted(logprobs.values(), key=lambda x: x[1])
             assert [rank for _, rank in logprobs.values()] == [1, 2, 3]
     assert [len(x) for x in steps[0].wait().prompt_logprobs] == [2, 39]
+
+
+# -- callers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def float32_llm():
+    with LLM(
+        "tiny-qwen3", device="cuda", dtype="float32", gpu_memory_utilization=0.1, kvcache_block_size=16,
+        num_kvcache_blocks=60, max_num_seqs=12,
+    ) as engine:  # fmt: skip
+        yield engine
+        check_whole(engine)
+
+
+@pytest.fixture(scope="module")
+def alone(float32_llm, requests):
+    outputs = [float32_llm.generate(*request, use_tqdm=False)[0].outputs for request in requests]
+    return [[output.token_ids for output in several] for several in outputs]
+
+
+def test_stress_of_callers(float32_llm, requests, alone, stress_seconds):
+    """Graphs, overlap, preemption and several threads at once."""
+    callers = [Caller(float32_llm, requests, alone, seed, time.monotonic() + stress_seconds, []) for seed in range(8)]
+    with threads(*callers):
+        pass
+    assert all(caller.num_calls > 3 for caller in callers)
+    check_whole(float32_llm)
+
+
+def test_interrupts(float32_llm, requests, alone, interrupts):
+    """Ctrl-C at random moments, most of which find the host waiting for the device."""
+    rng, num_interrupted = random.Random(0), 0
+    prompts, params = ([request[i] for request in requests] for i in (0, 1))
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for _ in range(interrupts):
+            timer = threading.Timer(rng.random() * 0.1, os.kill, (os.getpid(), signal.SIGINT))
+            try:
+                timer.start()
+                float32_llm.generate(prompts, params, use_tqdm=False)
+                timer.join()
+                time.sleep(0.01)
+            except KeyboardInterrupt:
+                num_interrupted += 1
+            timer.join()
+            answers = float32_llm.generate(prompts, params, use_tqdm=False)
+            assert [[output.token_ids for output in answer.outputs] for answer in answers] == alone
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert num_interrupted > interrupts / 2
+    check_whole(float32_llm)
+
+
+def test_beams(float32_llm, make_llm, requests):
+    """They branch as on a CPU, beside other requests."""
+    prompts = [prompt for prompt, _ in requests[:6]]
+    expected = make_llm().beam_search(prompts, BeamSearchParams(4, 20))
+    float32_llm.add_request(prompts[0], SamplingParams(max_tokens=60, ignore_eos=True))
+    found = float32_llm.beam_search(prompts, BeamSearchParams(4, 20))
+    assert [[x.token_ids for x in y.outputs] for y in found] == [[x.token_ids for x in y.outputs] for y in expected]
+    while not float32_llm.is_finished():
+        float32_llm.step()
+
+
+def test_top_1_is_greedy_and_autocast_changes_nothing(make_llm, chat):
+    """In bfloat16, where logits tie; autocast around the start as well, and with graphs and without."""
+    prompts = [chat(question) for question in tasks()]
+    runs = []
+    for enforce_eager in (False, True):
+        with torch.autocast("cuda", dtype=torch.float16):
+            llm = make_llm(device="cuda", dtype="auto", gpu_memory_utilization=0.1, enforce_eager=enforce_eager)
+            for params in (GREEDY, replace(GREEDY, temperature=1.0, top_k=1), replace(GREEDY, allowed_token_ids=[*range(2048)])):
+                runs.append([answer.token_ids for answer in llm.generate(prompts, params, use_tqdm=False)])
+    assert all(run == runs[0] for run in runs)
+
+
+def test_bad_words_and_allowed_ids(make_llm, chat):
+    """What the model would say is ruled out as a word of several tokens and as an id, in every step of a graph."""
+    llm = make_llm(device="cuda", dtype="auto", gpu_memory_utilization=0.1)
+    prompts = [chat(question) for question in tasks()]
+    plain = llm.generate(prompts, GREEDY, use_tqdm=False)
+    params = [replace(GREEDY, max_tokens=60, bad_words=[answer.text.strip()[:8]]) for answer in plain]
+    for answer, asked in zip(llm.generate(prompts, params, use_tqdm=False), params):
+        assert asked.bad_words[0] not in answer.text
+    ids = [i for i in range(2048) if i % 3]
+    for answer in llm.generate(prompts, replace(GREEDY, max_tokens=60, allowed_token_ids=ids), use_tqdm=False):
+        assert set(answer.token_ids) <= set(ids)
