@@ -30,6 +30,7 @@ VLLM_SETTINGS = {
     "cpu_offload_gb": (0, 0.0),
     "data_parallel_size": (1,),
     "disable_custom_all_reduce": (False,),
+    "disable_log_requests": bool,
     "disable_log_stats": bool,
     "distributed_executor_backend": (None, "mp"),
     "download_dir": (None,),
@@ -38,6 +39,7 @@ VLLM_SETTINGS = {
     "generation_config": ("auto",),
     "hf_overrides": (None,),
     "kv_cache_dtype": ("auto",),
+    "limit_mm_per_prompt": (None,),
     "max_seq_len_to_capture": int,  # graphs are captured for every length
     "pipeline_parallel_size": (1,),
     "quantization": (None,),

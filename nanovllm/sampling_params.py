@@ -5,11 +5,11 @@ from numbers import Integral
 from nanovllm.utils.checks import check_bool, check_int, check_real
 
 MAX_BIASES = 512  # of a request, with the stop ids that min_tokens rules out
-MAX_BAD_WORDS = 64  # sequences of tokens that a request rules out
+MAX_BAD_WORDS = 128  # sequences of tokens that a request rules out
 MAX_BAD_WORD_TOKENS = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled, when it ends, and what comes with its answer; validated when made.
 
@@ -17,7 +17,7 @@ class SamplingParams:
     top_k: only so many of the most likely tokens, of equally likely ones those of lower id; 0 or -1 is all.
     top_p: only the fewest of the most likely tokens that together have this probability.
     min_p: only tokens that have this part of the most likely one's probability.
-    seed: fixes the request's noise, whatever else is in its batch; None leaves it to the engine's `seed`.
+    seed: fixes the request's noise, whatever else is in its batch; None or -1 leaves it to the engine's `seed`.
     n: answers to the prompt, which is computed once.
     max_tokens: the most tokens to generate; None is up to the engine's `max_model_len`, which always ends a request.
     min_tokens: so many tokens come before anything can stop the request.
@@ -71,9 +71,10 @@ class SamplingParams:
         for name, low, high in (("top_k", -1, 2**31 - 1), ("n", 1, 2**14)):
             _set(self, name, check_int(name, getattr(self, name), low, high))
         for name, low, high in (
-            ("max_tokens", 1, None), ("seed", 0, 2**64 - 1), ("logprobs", -1, None), ("prompt_logprobs", -1, None),
+            ("max_tokens", 1, None), ("seed", -1, 2**64 - 1), ("logprobs", -1, None), ("prompt_logprobs", -1, None),
         ):  # fmt: skip
             _set(self, name, check_int(name, getattr(self, name), low, high, optional=True))
+        _set(self, "seed", None if self.seed == -1 else self.seed)
         most = 2**30 if self.max_tokens is None else min(self.max_tokens, 2**30)
         _set(self, "min_tokens", check_int("min_tokens", self.min_tokens, 0, most))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
@@ -95,7 +96,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """`beam_width` beams of at most `max_tokens`; a score is divided by its length to the power `length_penalty`.
+    """`beam_width` beams of at most `max_tokens`; a score is divided by its length to the power `length_penalty`. With
+    `ignore_eos` no beam ends before that.
 
     The vocabulary must hold twice as many tokens as there are beams, which `check_beams` checks.
     """
@@ -103,8 +105,10 @@ class BeamSearchParams:
     beam_width: int
     max_tokens: int
     length_penalty: float = 1.0
+    ignore_eos: bool = False
 
     def __post_init__(self):
+        check_bool("ignore_eos", self.ignore_eos)
         for name in ("beam_width", "max_tokens"):
             _set(self, name, check_int(name, getattr(self, name), low=1))
         # no length to this power is too large for a float
@@ -186,7 +190,9 @@ def _token_ids(name: str, ids: tuple, least: int, most: int | None) -> tuple[int
 
 def _tuple_of(kind: type, name: str, value) -> tuple:
     """A tuple of what is one value of a kind, several, or None."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # of an array or a tensor
     values = () if value is None else (value,) if isinstance(value, kind) else value
-    if not isinstance(values, (list, tuple, set, frozenset)) or not all(isinstance(v, kind) for v in values):
-        raise TypeError(f"{name}={value!r:.80}: must be of type {kind.__name__}, or a list of those")
+    if not isinstance(values, (list, tuple, set, frozenset, range)) or not all(isinstance(v, kind) for v in values):
+        what = "a string" if kind is str else "an integer"
+        raise TypeError(f"{name}={value!r:.80}: must be {what}, or a list of those")
     return tuple(values)

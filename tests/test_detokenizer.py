@@ -65,13 +65,13 @@ def test_every_character_of_a_tokenizer_is_known(tokenizer):
 
 
 def reference(ids: list[int], params: SamplingParams) -> tuple[int, str, str, str | None]:
-    """(tokens, text, finish reason, stop reason): the first place at which a stop string ends, and the longest there."""
+    """(tokens, text, finish reason, stop reason): the first place at which a stop string ends, and the first of the list there."""
     prefixes = [b"".join(TOKENS[i] for i in ids[:n]) for n in range(len(ids) + 1)]
     texts = [prefix[: -1 if prefix.endswith(b"\xc3") else None].decode(errors="replace") for prefix in prefixes]
     for n in range(params.min_tokens + 1, len(ids) + 1):
         for end in range(len(texts[n - 1]) + 1, len(texts[n]) + 1):
             if stops := [s for s in params.stop if texts[n][:end].endswith(s)]:
-                stop = max(stops, key=len)
+                stop = stops[0]
                 return n, texts[n][: end if params.include_stop_str_in_output else end - len(stop)], "stop", stop
         if ids[n - 1] in params.stop_token_ids:
             last = n if params.include_stop_str_in_output else n - 1

@@ -12,6 +12,7 @@ import torch
 
 from conftest import TINY
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.sampling_params import bad_word_token_ids
 from test_callers import Caller, check_whole, requests, threads  # noqa: F401  (`requests` is a fixture)
 
 pytestmark = pytest.mark.gpu
@@ -377,8 +378,10 @@ def test_bad_words_and_allowed_ids(make_llm, chat):
     prompts = [chat(question) for question in tasks()]
     plain = llm.generate(prompts, GREEDY, use_tqdm=False)
     params = [replace(GREEDY, max_tokens=60, bad_words=[answer.text.strip()[:8]]) for answer in plain]
-    for answer, asked in zip(llm.generate(prompts, params, use_tqdm=False), params):
-        assert asked.bad_words[0] not in answer.text
+    for answer, before, asked in zip(llm.generate(prompts, params, use_tqdm=False), plain, params):
+        for ruled_out in bad_word_token_ids(llm.tokenizer, asked.bad_words, 2048):
+            found = [tuple(ids[i : i + len(ruled_out)]) for ids in [answer.token_ids] for i in range(len(ids))]
+            assert ruled_out not in found and answer.token_ids != before.token_ids
     ids = [i for i in range(2048) if i % 3]
     for answer in llm.generate(prompts, replace(GREEDY, max_tokens=60, allowed_token_ids=ids), use_tqdm=False):
         assert set(answer.token_ids) <= set(ids)

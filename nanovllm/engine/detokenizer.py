@@ -1,5 +1,7 @@
 """Token ids to text, as they come: no character is cut, and stop strings are found wherever tokens end."""
 from codecs import getincrementaldecoder
+from collections.abc import Iterable
+from operator import itemgetter
 
 from nanovllm.sampling_params import SamplingParams
 
@@ -27,6 +29,22 @@ class Vocabulary(dict):
         plain = all(character in _BYTES for character in token)
         self[token_id] = text = bytes(map(_BYTES.get, token)) if plain else token.encode()
         return text
+
+
+class TokenTexts:
+    """The text of single tokens in their places: a character of several tokens is the last one's, the others have none."""
+
+    def __init__(self, vocabulary: Vocabulary):
+        self._vocabulary = vocabulary
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+
+    def take(self, token_id: int, alternatives: Iterable[int] = ()) -> dict[int, str]:
+        """The text of the next token, and what others would have in its place."""
+        state, texts = self._decoder.getstate(), {}
+        for i in (*alternatives, token_id):
+            self._decoder.setstate(state)
+            texts[i] = self._decoder.decode(self._vocabulary[i])
+        return texts
 
 
 class Detokenizer:
@@ -63,7 +81,10 @@ class Detokenizer:
         return piece
 
     def cut_at_stop(self) -> str | None:
-        """The stop string that ends first in what the last token adds, unless it came too early; the text is cut there."""
+        """The stop string that ends first in what the last token adds, unless it came too early; the text is cut there.
+
+        Of several that end there it is the first of the list.
+        """
         piece, params, found = self.extend(), self._params, []
         text = self._window + piece
         for stop in params.stop if len(self._token_ids) - self._num_prompt > params.min_tokens else ():
@@ -72,7 +93,7 @@ class Detokenizer:
         self._window = text[len(text) - min(self._max_overlap, len(text)) :]
         if not found:
             return None
-        end, begin, stop = min(found)
+        end, begin, stop = min(found, key=itemgetter(0))
         num_cut = len(text) - (end if params.include_stop_str_in_output else begin)
         self._pieces, self._untaken = ([(x := "".join(p))[: len(x) - num_cut]] for p in (self._pieces, self._untaken))
         self._decoder.reset()

@@ -245,7 +245,8 @@ class LLMEngine:
         for seq in live:
             request = self._requests[seq.request_id]
             if not request.is_quiet:
-                if seq.finish_reason != "stop" and (stop := request.cut_at_stop(seq)) is not None:
+                has_text = seq.finish_reason != "stop" or seq.params.include_stop_str_in_output
+                if has_text and (stop := request.cut_at_stop(seq)) is not None:
                     self.scheduler.finish(seq, "stop", stop)
                 request.tell(seq)
             if seq.finish_reason is not None or seq.pauses:

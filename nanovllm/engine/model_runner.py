@@ -155,8 +155,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _copy_blocks(self, copies: np.ndarray) -> None:
         """Copy cache blocks, and the ids behind their keys; copies [2, C] int32 are where from, and where to."""
-        pinned = torch.tensor(copies, device="cpu", pin_memory=self.device.type == "cuda")
-        sources, targets = pinned.to(self.device, non_blocking=True)
+        sources, targets = torch.from_numpy(copies).to(self.device, non_blocking=True)
         blocks = self.slot_token_ids[:-1].view(-1, self.config.kvcache_block_size)
         for cache in (blocks, *self.kv_cache.flatten(0, 1)):  # one at a time: what was gathered needs memory
             cache[targets] = cache[sources]

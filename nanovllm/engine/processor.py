@@ -72,11 +72,12 @@ class InputProcessor:
             raise TypeError(f"params={params!r}: must be a BeamSearchParams")
         model, bound = self.config.model_config, self.config.max_model_len
         check_beams(params, model.vocab_size)
-        sampling_params = BeamRequest.sampling_params(params, len(model.eos_token_ids), model.vocab_size)
+        eos_token_ids = frozenset() if params.ignore_eos else model.eos_token_ids
+        sampling_params = BeamRequest.sampling_params(params, len(eos_token_ids), model.vocab_size)
         made = []
         for text, token_ids in [self._tokenize(prompt, {}) for prompt in as_prompts(prompts)]:
             root = Sequence(self._next_id(), [*token_ids], sampling_params, 0, bound, pauses=True)
-            made.append(BeamRequest(root, params, text, inbox, self._hidden, bound, model.eos_token_ids))
+            made.append(BeamRequest(root, params, text, inbox, self._hidden, bound, eos_token_ids))
         return made
 
     def _next_id(self) -> int:

@@ -56,7 +56,8 @@ def _as_text(content):
     """The text of a content that is given in parts; another content as it is."""
     if not isinstance(content, (list, tuple)):
         return content
-    for part in content:
-        if not isinstance(part, str) and not (isinstance(part, Mapping) and part.get("type") == "text"):
+    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part for part in content]
+    for part, text in zip(content, texts):
+        if not isinstance(text, str):
             raise ValueError(f"content part {part!r:.80}: must be text, as {{'type': 'text', 'text': ...}}")
-    return "\n".join(part if isinstance(part, str) else part["text"] for part in content)
+    return "\n".join(texts)

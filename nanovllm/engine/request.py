@@ -4,7 +4,7 @@ from collections import deque
 from enum import Enum, auto
 from time import perf_counter, time
 
-from nanovllm.engine.detokenizer import Detokenizer, Vocabulary
+from nanovllm.engine.detokenizer import Detokenizer, TokenTexts, Vocabulary
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StepOutput, StreamEvent
 from nanovllm.engine.sequence import Sequence
 
@@ -74,6 +74,7 @@ class Request:
         self._vocabulary, self._all_tokens = vocabulary, all_tokens
         self._detokenizers: dict[int, Detokenizer] = {}  # by the sequence's index
         self._num_told = [0] * len(group)  # tokens that events have brought
+        self._token_texts = [TokenTexts(all_tokens) for _ in group]  # behind those
 
     @property
     def is_finished(self) -> bool:
@@ -92,14 +93,17 @@ class Request:
         elif self.inbox.wants is Wants.EVENTS:
             is_over = seq.finish_reason is not None
             text = self._detokenizer(seq).take(self._num_hidden(seq), is_over) if self.params.detokenize else ""
-            logprobs = self._with_text(seq.logprobs[told:]) if self.params.logprobs is not None else None
+            logprobs = self._with_text(seq.logprobs[told:], self._token_texts[seq.index]) if seq.logprobs else None
             reasons = seq.finish_reason, seq.stop_reason
             self.inbox.events.append(StreamEvent(self.index, seq.index, self.request_id, text, token_ids, *reasons, logprobs))
 
     def output(self) -> RequestOutput:
         """The answers as far as they are there."""
-        first = self.group[0]
-        prompt_logprobs = self._with_text(first.prompt_logprobs) if self.params.prompt_logprobs is not None else None
+        first, prompt_logprobs = self.group[0], None
+        if self.params.prompt_logprobs is not None:
+            texts = TokenTexts(self._all_tokens)
+            texts.take(first.token_ids[0])
+            prompt_logprobs = [None, *self._with_text(first.prompt_logprobs[1:], texts)]
         return RequestOutput(
             self.request_id, self.prompt, first.token_ids[: first.num_prompt_tokens], [*map(self._completion, self.group)],
             self.is_finished, first.num_cached_tokens, prompt_logprobs, self._metrics(),
@@ -112,7 +116,7 @@ class Request:
             detokenizer.extend(self._num_hidden(seq), seq.finish_reason is not None)
             text = detokenizer.text
         if self.params.logprobs is not None:
-            logprobs = self._with_text(seq.logprobs)
+            logprobs = self._with_text(seq.logprobs, TokenTexts(self._all_tokens))
             total = sum(found[i].logprob for i, found in zip(token_ids, logprobs))
         return CompletionOutput(seq.index, text, token_ids, total, logprobs, seq.finish_reason, seq.stop_reason)
 
@@ -128,12 +132,13 @@ class Request:
         ended_by_id = seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
         return int(ended_by_id and not seq.params.include_stop_str_in_output)
 
-    def _with_text(self, logprobs: list[dict | None]) -> list[dict[int, Logprob] | None]:
-        text_of = self._token_text if self.params.detokenize else lambda token_id: None
-        return [found and {i: Logprob(*value, text_of(i)) for i, value in found.items()} for found in logprobs]
-
-    def _token_text(self, token_id: int) -> str:
-        return self._all_tokens[token_id].decode(errors="replace")
+    def _with_text(self, logprobs: list[dict], texts: TokenTexts) -> list[dict[int, Logprob]]:
+        """Of each token, which is the first in its dict, and the most likely ones in its place."""
+        made = []
+        for found in logprobs:
+            text_of = texts.take(next(iter(found)), found) if self.params.detokenize else {}
+            made.append({i: Logprob(*value, text_of.get(i)) for i, value in found.items()})
+        return made
 
     def _metrics(self) -> RequestMetrics:
         arrival = time() - (perf_counter() - self.group[0].arrival)
