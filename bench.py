@@ -16,8 +16,12 @@ are measured here, and several ranks have several times as much.
 """
 import argparse
 import importlib.util
+import logging
 import multiprocessing
 import random
+import sys
+import tempfile
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -76,7 +80,8 @@ def headline(num_seqs: int, max_input_len: int, max_output_len: int, seed: int, 
 
 def single_stream(max_input_len: int, max_output_len: int, seed: int, vocab_size: int) -> list[Request]:
     rng = random.Random(seed)
-    return [Request([rng.randrange(vocab_size) for _ in range(max_input_len // 8)], max(1, max_output_len // 2))]
+    prompt = [rng.randrange(vocab_size) for _ in range(max(1, max_input_len // 8))]
+    return [Request(prompt, max(1, max_output_len // 2))]
 
 
 def prefill(num_seqs: int, prefill_len: int, seed: int, vocab_size: int) -> list[Request]:
@@ -90,6 +95,22 @@ def other_ids(requests: list[Request], vocab_size: int) -> list[Request]:
 
 
 # -- engines: each is called with (model, settings, workloads), a workload being two runs -----------------------------
+
+
+def report(line: str) -> None:
+    """Progress goes to stderr at once; stdout has the results."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def measure(engine: str, run: Callable[[list], Result], workloads: dict[str, list[list[Request]]]) -> dict[str, Result]:
+    """The result of `run` on each workload, with a line when it starts and when it ends."""
+    results = {}
+    for name, runs in workloads.items():
+        report(f"{engine}: {name} starts")
+        begin = perf_counter()
+        results[name] = run(runs)
+        report(f"{engine}: {name} ends after {perf_counter() - begin:.1f} s")
+    return results
 
 
 def sampling_params(requests: list[Request]) -> list:
@@ -128,7 +149,7 @@ def run_nanovllm(model: str, settings: dict, workloads: dict[str, list[list[Requ
             parts = {"imports": imports, **inside, "first token": now - loaded}
             print(f"from start to the first token: {now - STARTED:.1f} s", end=" (")
             print(", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items()), end=")\n")
-        return {name: [run(requests) for requests in runs][-1] for name, runs in workloads.items()}
+        return measure("nanovllm", lambda runs: [run(requests) for requests in runs][-1], workloads)
 
 
 def stream_overhead(model: str, settings: dict, requests: list[Request], rounds: int = 7) -> None:
@@ -168,7 +189,6 @@ def profile_nanovllm(model: str, settings: dict, batch_sizes: list[int], length:
     from nanovllm import LLM
 
     num_steps = 10
-    folder.mkdir(parents=True, exist_ok=True)
     with LLM(model, **settings) as llm:
         cuda = llm.config.device != "cpu"
         for batch_size in batch_sizes:
@@ -246,13 +266,12 @@ def run_transformers(model: str, settings: dict, workloads: dict[str, list[list[
         result.seconds = perf_counter() - begin
         return result
 
-    results = {}
-    for name, runs in workloads.items():
+    def best(runs: list[list[Request]]) -> Result:
         sizes = sorted({min(size, len(runs[0])) for size in (16, 64, 256)})
-        results[name] = min(
-            ([run(requests, size) for requests in runs][-1] for size in sizes), key=lambda result: result.seconds
-        )
-    return results
+        results = [[run(requests, size) for requests in runs][-1] for size in sizes]
+        return min(results, key=lambda result: result.seconds)
+
+    return measure("transformers", best, workloads)
 
 
 def run_vllm(model: str, settings: dict, workloads: dict[str, list[list[Request]]]) -> dict[str, Result]:
@@ -282,7 +301,7 @@ def run_vllm(model: str, settings: dict, workloads: dict[str, list[list[Request]
         llm.generate([{"prompt_token_ids": r.prompt} for r in requests], params, use_tqdm=False)
         return Result(perf_counter() - begin)
 
-    return {name: [run(requests) for requests in runs][-1] for name, runs in workloads.items()}
+    return measure("vllm", lambda runs: [run(requests) for requests in runs][-1], workloads)
 
 
 ENGINES = {"nanovllm": run_nanovllm, "transformers": run_transformers, "vllm": run_vllm}
@@ -336,7 +355,8 @@ def limit_seconds(requests: list[Request], config, bytes_per_s: float, operation
 
 def alone(function, *arguments):
     """The function's result, from a process that ends with it and gives all its memory back."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=show_engine_log) as pool:
         return pool.submit(function, *arguments).result()
 
 
@@ -349,18 +369,65 @@ def print_table(title: str, rows: list[list[str]]) -> None:
         print("  ".join([row[0].ljust(widths[0]), *numbers, row[-1]]).rstrip())
 
 
-def parse_arguments() -> argparse.Namespace:
+def show_engine_log() -> None:
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("nanovllm").setLevel(logging.INFO)
+
+
+def integer(low: int) -> Callable[[str], int]:
+    """An argparse type: an integer that is at least `low`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r}: must be an integer") from None
+        if value < low:
+            raise argparse.ArgumentTypeError(f"{value}: must be at least {low}")
+        return value
+
+    return parse
+
+
+def other_engines(text: str) -> list[str]:
+    """An argparse type: names of engines with commas between them."""
+    others = [name for name in ENGINES if name != "nanovllm"]
+    names = list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+    for name in names:
+        if name not in others:
+            raise argparse.ArgumentTypeError(f"{name!r}: must be of {', '.join(others)}; nanovllm always runs")
+    return names
+
+
+def writable_folder(text: str) -> Path:
+    """An argparse type: a folder that exists or can be made, and takes files."""
+    folder = Path(text)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: is no folder that one can write to ({error.strerror})") from error
+    return folder
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    size = integer(1)
     parser.add_argument("--model", default="tiny-qwen3")
     parser.add_argument("--workload", choices=["all", "headline", "single", "prefill"], default="all")
-    parser.add_argument("--num-seqs", type=int, help="default 256, on a CPU 64")
-    parser.add_argument("--max-input-len", type=int, help="default 1024, on a CPU 256")
-    parser.add_argument("--max-output-len", type=int, help="default 1024, on a CPU 256")
-    parser.add_argument("--prefill-len", type=int, help="default 3900, on a CPU 1024")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write traces of decode steps, and nothing else")
+    parser.add_argument("--num-seqs", type=size, help="default 256, on a CPU 64")
+    parser.add_argument("--max-input-len", type=size, help="default 1024, on a CPU 256")
+    parser.add_argument("--max-output-len", type=size, help="default 1024, on a CPU 256")
+    parser.add_argument("--prefill-len", type=size, help="default 3900, on a CPU 1024")
+    parser.add_argument("--seed", type=integer(0), default=0)
+    parser.add_argument(
+        "--profile", type=writable_folder, metavar="FOLDER", help="write traces of decode steps, and nothing else"
+    )
     parser.add_argument("--streaming", action="store_true", help="compare generate with stream, and nothing else")
-    parser.add_argument("--compare", default="", help="transformers, vllm, or both with a comma between them")
+    parser.add_argument(
+        "--compare", type=other_engines, default=[], help="transformers, vllm, or both with a comma between them"
+    )
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--dtype", default="auto")
@@ -372,23 +439,30 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--async-scheduling", action=argparse.BooleanOptionalAction)
-    return parser.parse_args()
+    return parser
 
 
 def main() -> None:
-    args = parse_arguments()
+    parser = make_parser()
+    args = parser.parse_args()
+    show_engine_log()
+    from nanovllm import SamplingParams
     from nanovllm.config import Config
 
     names = ["dtype", "device", "attention_backend", "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens"]
     names += ["max_model_len", "enforce_eager", "async_scheduling"]
     settings = {name: getattr(args, name) for name in names}
-    config = Config.create(args.model, settings)
+    try:  # before any engine is started
+        SamplingParams(temperature=TEMPERATURE, top_k=args.top_k, top_p=args.top_p)
+        config = Config.create(args.model, settings)
+    except (ValueError, TypeError, OSError) as error:
+        parser.error(str(error))
     vocab_size = config.model_config.vocab_size
     small = config.device == "cpu"
     num_seqs = args.num_seqs or (64 if small else 256)
     lengths = [args.max_input_len or (256 if small else 1024), args.max_output_len or (256 if small else 1024)]
     if sum(lengths) > config.max_model_len:
-        lengths = [length * config.max_model_len // sum(lengths) for length in lengths]
+        lengths = [max(1, length * config.max_model_len // sum(lengths)) for length in lengths]
     if args.profile:
         batch_sizes = sorted({1, min(num_seqs, config.max_num_seqs)})
         profile_nanovllm(args.model, settings, batch_sizes, sum(lengths) // 4, args.profile)
@@ -411,17 +485,17 @@ def main() -> None:
         for name, made in requests.items()
         if args.workload in ("all", name)
     }
-    engines = ["nanovllm", *filter(None, args.compare.split(","))]
-    for engine in engines:
-        if engine not in ENGINES:
-            raise SystemExit(f"--compare {engine}: must be of {', '.join(list(ENGINES)[1:])}")
+    engines = ["nanovllm", *args.compare]
     results = {}
     for engine in engines:
         if importlib.util.find_spec(engine) is None:
-            print(f"{engine}: not installed, left out")
+            report(f"{engine}: not installed, left out")
             continue
         run = ENGINES[engine] if len(engines) == 1 else partial(alone, ENGINES[engine])
+        report(f"{engine}: starts")
+        begin = perf_counter()
         results[engine] = run(args.model, settings, workloads)
+        report(f"{engine}: ends after {perf_counter() - begin:.1f} s")
 
     print(f"{args.model}, {config.dtype}, {config.device}, attention {config.attention_backend}")
     rates = None if small else alone(measured_rates, config.device)

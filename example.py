@@ -1,5 +1,6 @@
 """Four questions to the bundled model, or to any other: `python example.py --model Qwen/Qwen3-0.6B`."""
 import argparse
+import logging
 
 from nanovllm import LLM, SamplingParams
 
@@ -20,6 +21,8 @@ def main() -> None:
     settings = vars(parser.parse_args())
     model, max_tokens, temperature = (settings.pop(name) for name in ("model", "max_tokens", "temperature"))
 
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("nanovllm").setLevel(logging.INFO)  # a line on what runs, once the engine has started
     with LLM(model, **settings) as llm:
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
         conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]

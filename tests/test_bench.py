@@ -40,6 +40,75 @@ def test_limit():
     assert rate == pytest.approx(37_556, rel=0.01)
 
 
+@pytest.mark.parametrize("lengths", [(1, 1), (2, 7), (100_000, 1), (1, 100_000)])
+def test_smallest_workloads(lengths, monkeypatch, capsys):
+    """Every request has a token in and a token out, however the lengths are scaled, and fits in the model's length."""
+    seen = {}
+    monkeypatch.setitem(bench.ENGINES, "nanovllm", lambda model, settings, workloads: seen.update(workloads) or fake(workloads))
+    main(monkeypatch, "--num-seqs", "1", "--max-input-len", str(lengths[0]), "--max-output-len", str(lengths[1]))
+    assert list(seen) == ["headline", "single", "prefill"]
+    for request in (request for runs in seen.values() for requests in runs for request in requests):
+        assert len(request.prompt) >= 1 and request.max_tokens >= 1
+        assert len(request.prompt) + request.max_tokens <= 2048
+    assert "headline: 1 requests" in capsys.readouterr().out
+
+
+def fake(workloads: dict) -> dict:
+    return bench.measure("nanovllm", lambda runs: bench.Result(1.0, token_times=[[0.5]]), workloads)
+
+
+def main(monkeypatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", *arguments])
+    bench.main()
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--num-seqs", "0"), ("--num-seqs", "0", "at least 1")),
+        (("--num-seqs", "-3"), ("--num-seqs", "-3", "at least 1")),
+        (("--max-input-len", "0"), ("--max-input-len", "0", "at least 1")),
+        (("--max-output-len", "-1"), ("--max-output-len", "-1", "at least 1")),
+        (("--prefill-len", "0"), ("--prefill-len", "0", "at least 1")),
+        (("--prefill-len", "many"), ("--prefill-len", "'many'", "integer")),
+        (("--seed", "-1"), ("--seed", "-1", "at least 0")),
+        (("--compare", "nanovllm"), ("--compare", "'nanovllm'", "transformers, vllm")),
+        (("--compare", "transformers,tgi"), ("--compare", "'tgi'", "transformers, vllm")),
+        (("--top-k", "-2"), ("top_k", "-2", "-1")),
+        (("--top-p", "1.5"), ("top_p", "1.5", "1")),
+        (("--top-p", "nan"), ("top_p", "nan")),
+        (("--model", "/no/such/folder"), ("/no/such/folder", "no such folder")),
+        (("--max-num-seqs", "0"), ("max_num_seqs", "0", "1")),
+        (("--max-model-len", "1"), ("max_model_len", "1", "2")),
+        (("--dtype", "int3"), ("dtype", "int3", "bfloat16")),
+        (("--profile", __file__), ("--profile", __file__, "folder")),
+        (("--profile", f"{__file__}/traces"), ("--profile", __file__, "folder")),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, words, monkeypatch, capsys):
+    """What argparse says names the option, the value and the bound, and no engine is started before."""
+    for engine in bench.ENGINES:
+        monkeypatch.setitem(bench.ENGINES, engine, lambda *_: pytest.fail("an engine was started"))
+    with pytest.raises(SystemExit) as stopped:
+        main(monkeypatch, *arguments)
+    assert stopped.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("bench.py: error: ") and all(word in last for word in words)
+
+
+def test_progress(monkeypatch, capsys):
+    """A line when an engine or a workload starts and when it ends; an engine that is not here is left out, and none runs twice."""
+    for engine in ("nanovllm", "transformers"):
+        monkeypatch.setitem(bench.ENGINES, engine, lambda model, settings, workloads: fake(workloads))
+    monkeypatch.setattr(bench, "alone", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None if name == "vllm" else SimpleNamespace())
+    main(monkeypatch, "--compare", "transformers,vllm,,transformers", "--workload", "single", "--device", "cpu")
+    lines = [line.split(" after")[0] for line in capsys.readouterr().err.splitlines()]
+    own = ["nanovllm: single starts", "nanovllm: single ends"]
+    assert lines[:4] == ["nanovllm: starts", *own, "nanovllm: ends"]
+    assert lines[4:] == ["transformers: starts", *own, "transformers: ends", "vllm: not installed, left out"]
+
+
 def run(*arguments: str) -> str:
     command = [sys.executable, "bench.py", "--num-seqs", "3", "--max-input-len", "32", "--max-output-len", "24", *arguments]
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout

@@ -20,8 +20,9 @@ from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
+    linear,
 )
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary, norm_rope
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.distributed import TensorParallel
 
@@ -284,6 +285,38 @@ def test_rotary(tmp_path, name, writer):
         torch.testing.assert_close(apply_rotary(x.clone(), cos_sin), reference[0].transpose(0, 1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_norm_rope(dtype):
+    """Queries and keys at once, each head with its own weight, are transformers' norm and rope of each."""
+    x, cos_sin = torch.randn(7, 6, 32, dtype=dtype), torch.randn(7, 2, 32)
+    q_norm, k_norm = (Qwen3RMSNorm(32, 1e-6).double() for _ in range(2))
+    for norm in (q_norm, k_norm):
+        norm.weight.data = torch.randn(32, dtype=dtype).double()
+    weights = q_norm.weight.data.expand(4, -1), k_norm.weight.data.expand(2, -1)
+    y = norm_rope(x, torch.cat(weights).to(dtype), 1e-6, cos_sin)
+    q, k = q_norm(x[:, :4].double()), k_norm(x[:, 4:].double())
+    expected = apply_rotary(torch.cat((q, k), 1), cos_sin)
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-5)  # rounded once
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_sizes_of_products(monkeypatch, dtype, bias):
+    """oneDNN compiles code for every number of rows, so there are few of them, and padding is not seen outside."""
+    weight, b = torch.randn(24, 16, dtype=dtype), torch.randn(24, dtype=dtype) if bias else None
+    plain, sizes = F.linear, set()
+    monkeypatch.setattr(F, "linear", lambda x, *rest: sizes.add(len(x)) or plain(x, *rest))
+    for num_rows in range(1, 1025):
+        y = linear(torch.ones(num_rows, 16, dtype=dtype), weight, b)
+        assert y.shape == (num_rows, 24)
+    if dtype != torch.float32:  # whose products are not oneDNN's
+        assert len(sizes) == 64 + 4 * 8 and max(sizes) == 1024
+    x = torch.randn(67, 16, dtype=dtype)
+    reference = plain(x.double(), weight.double(), b if b is None else b.double())
+    torch.testing.assert_close(linear(x, weight, b).double(), reference, rtol=0.01, atol=0.05)
+
+
 def test_ropes_differ(tmp_path):
     """None of the kinds is read as another, so that test_rotary compares five different things."""
     configs = [read_config(tmp_path, **WRITERS["v5"]({"rope_type": n.split()[0], **r})) for n, r in ROPES.items()]
@@ -316,7 +349,12 @@ def dense(q, k, v):
 @pytest.mark.parametrize("block_size", [16, 256])
 @pytest.mark.parametrize("group", [1, 2, 5, 8])
 @pytest.mark.parametrize("is_prefill", [True, False])
-def test_sdpa_attention(block_size, group, is_prefill):
+def test_sdpa_attention(monkeypatch, block_size, group, is_prefill):
+    """Against the reference, and with padded lengths: a CPU's kernels are compiled for each that comes."""
+    plain, padded_lengths = F.scaled_dot_product_attention, []
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda q, k, *x, **y: padded_lengths.append(k.shape[2]) or plain(q, k, *x, **y)
+    )
     kv_heads, width = 2, -(-max(LENGTHS) // block_size)
     layer = Attention(kv_heads, DIM, SDPABackend())
     # no two sequences share a block, and no block is where its number would put it
@@ -349,3 +387,4 @@ def test_sdpa_attention(block_size, group, is_prefill):
     with attention_context(store(before, LENGTHS)):
         for _ in range(2):  # the second layer finds the plan of the first
             torch.testing.assert_close(layer(torch.cat(queries)), expected)
+    assert padded_lengths and all(length % 16 == 0 for length in padded_lengths)

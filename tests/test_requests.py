@@ -277,7 +277,7 @@ def test_bad_params(params, error):
         ({"logit_bias": {2048: 1.0}}, "logit_bias: token id 2048 is outside of the vocabulary"),
         ({"min_tokens": 1, "stop_token_ids": [7], "allowed_token_ids": [2047, 7]}, "must leave at least 1 of them"),
         ({"bad_words": ["a"], "allowed_token_ids": [64, 267]}, "must leave at least 1 of them"),
-        ({"bad_words": [f"{i}#{i}" for i in range(40)]}, f"80: must be at most {MAX_BAD_WORDS}"),
+        ({"bad_words": [f"{i}#{i}" for i in range(65)]}, f"130: must be at most {MAX_BAD_WORDS}"),
         ({"bad_words": ["xyz" * 20]}, f"number of tokens of 'xyzxyz.*must be at most {MAX_BAD_WORD_TOKENS}"),
     ],
 )

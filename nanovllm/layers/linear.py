@@ -27,8 +27,16 @@ def linear(
             y = ops.few_row_linear(x, weight, parts, out)
             return y if parts > 1 else y[0]
     if out is None:
-        return F.linear(x, weight, bias)
+        # each number of rows is another oneDNN primitive, whose code takes about half a MiB: few sizes bound their memory
+        num_padding = _padded_rows(len(x)) - len(x) if x.is_cpu and x.dtype is not torch.float32 else 0
+        return F.linear(F.pad(x, (0, 0, 0, num_padding)), weight, bias)[: len(x)] if num_padding else F.linear(x, weight, bias)
     return torch.mm(x, weight.t(), out=out[0]) if bias is None else torch.addmm(bias, x, weight.t(), out=out[0])
+
+
+def _padded_rows(num_rows: int) -> int:
+    """The least of the sizes that is enough: up to 64 all, then eight for each power of two."""
+    step = 1 if num_rows <= 64 else 1 << ((num_rows - 1).bit_length() - 4)
+    return -(-num_rows // step) * step
 
 
 def parts_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, most: int) -> int:

@@ -1,5 +1,6 @@
 """Rotary position embedding (arXiv:2104.09864)."""
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -26,3 +27,12 @@ def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     """x [T, heads, head_dim], turned by cos_sin [T, 2, head_dim]."""
     cos, sin = cos_sin.to(x.dtype).unsqueeze(2).unbind(1)  # [T, 1, head_dim]
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def norm_rope(x: torch.Tensor, weight: torch.Tensor, eps: float, cos_sin: torch.Tensor) -> torch.Tensor:
+    """RMS norm of every head of x [T, heads, head_dim] with weight [heads, head_dim], then `apply_rotary`.
+
+    Computed in float32 and rounded once.
+    """
+    normed = F.rms_norm(x.float(), x.shape[-1:], eps=eps) * weight
+    return apply_rotary(normed, cos_sin).to(x.dtype)
