@@ -118,6 +118,7 @@ def test_values_of_vllm_that_change_nothing(make_llm):
         kv_cache_dtype="auto", cpu_offload_gb=0, enable_lora=False, speculative_config=None, download_dir=None,
         distributed_executor_backend="mp", disable_custom_all_reduce=False, max_seq_len_to_capture=8192, runner="auto",
         compilation_config=None, task="generate", hf_overrides=None, tokenizer_revision=None, generation_config="auto",
+        limit_mm_per_prompt=None, disable_log_requests=True,
     )  # fmt: skip
     assert set(harmless) == set(VLLM_SETTINGS)
     assert config(**harmless) == config()

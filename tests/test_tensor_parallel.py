@@ -80,9 +80,9 @@ def ctrl_c_is_an_exception():
 def answers(llm: LLM) -> tuple[list, list]:
     """Ids, and log-probabilities."""
     found = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-    ids = [[output["token_ids"] for output in answer.get("outputs", [answer])] for answer in found]
-    given = [x or {} for answer in found for x in answer.get("logprobs", []) + answer.get("prompt_logprobs", [])]
-    return ids, [{token_id: value for token_id, (value, _) in x.items()} for x in given]
+    ids = [[output.token_ids for output in answer.outputs] for answer in found]
+    given = [x or {} for answer in found for x in (answer.logprobs or []) + (answer.prompt_logprobs or [])]
+    return ids, [{token_id: found.logprob for token_id, found in x.items()} for x in given]
 
 
 def assert_same(found: tuple[list, list], expected: tuple[list, list]) -> None:
@@ -167,7 +167,7 @@ def channel():
 
 
 def test_every_reader_gets_every_step_before_it_is_overwritten(channel):
-    largest = BatchShape(True, 32, 4, 4, 3, 32, 4, 4 * MAX_BIASES, 36, 4, 2048 // 32, 4 * MAX_BAD_WORDS)
+    largest = BatchShape(True, 32, 4, 4, 3, 32, 4 * MAX_BIASES, 4, 36, 4, 2048 // 32, 4 * MAX_BAD_WORDS)
     shapes = [largest, BatchShape(False, 4, 4, 4, 3, 1)] * 20
     steps = [np.arange(i, i + shape.size, dtype=np.int32) for i, shape in enumerate(shapes)]
     assert max(len(step) for step in steps) == LARGEST

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.scheduler import ScheduledSequence, ScheduledStep
+from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sampled import LogprobRow, logprob_rows
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.logits import REALS, WIDTH, column, mask_width, seeds

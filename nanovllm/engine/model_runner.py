@@ -11,7 +11,7 @@ from nanovllm.engine import batch as batches
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.cuda_graph import DecodeGraphs
 from nanovllm.engine.sampled import LogprobRow, SampledTokens, logprobs_of
-from nanovllm.engine.scheduler import ScheduledStep
+from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import make_backend
 from nanovllm.layers.logits import RequestTable, column, logit_cutoffs, penalize, seeds

@@ -142,9 +142,10 @@ class Request:
 
     def _metrics(self) -> RequestMetrics:
         arrival = time() - (perf_counter() - self.group[0].arrival)
-        first = self.group[0].timing if len(self.group) == 1 else {}
-        for event, pick in (("scheduled", min), ("first_token", min), ("finished", max)) if not first else ():
-            if seconds := [seq.timing[event] for seq in self.group if event in seq.timing]:
-                first[event] = pick(seconds)  # of several answers the first, and the last
-        times = (first.get(event) for event in ("scheduled", "first_token", "finished"))
-        return RequestMetrics(arrival, *(None if seconds is None else arrival + seconds for seconds in times))
+        seconds = self.group[0].timing
+        if len(self.group) > 1:  # of several answers the first, and the last
+            known = [seq.timing for seq in self.group]
+            picks = (("scheduled", min), ("first_token", min), ("finished", max))
+            seconds = {event: pick(t[event] for t in known if event in t) for event, pick in picks if any(event in t for t in known)}
+        times = [seconds.get(event) for event in ("scheduled", "first_token", "finished")]
+        return RequestMetrics(arrival, *[None if t is None else arrival + t for t in times])

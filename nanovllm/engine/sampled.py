@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.engine.scheduler import ScheduledStep
+from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.layers.logits import log_probabilities
 from nanovllm.utils.distributed import STEP_TIMEOUT, TensorParallel
 

@@ -1,46 +1,13 @@
 """Who runs in the next step, and in which blocks."""
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import NamedTuple
+from operator import attrgetter
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
-
-MOST_HELD = 32
-
-
-class ScheduledSequence(NamedTuple):
-    """The tokens `start:end` of `seq` are computed in this step."""
-
-    seq: Sequence
-    start: int
-    end: int
-
-
-@dataclass(slots=True)
-class ScheduledStep:
-    """One step: all prefill or all decode, and the sequences that get a token out of it, in the order of its rows.
-
-    sample_rows: the row from which each of `sampled` gets its token; answers to the same prompt share one.
-    copies: (from, to) of cache blocks that are copied before the step's keys and values are stored.
-    """
-
-    is_prefill: bool
-    rows: list[ScheduledSequence] = field(default_factory=list)
-    sampled: list[Sequence] = field(default_factory=list)
-    sample_rows: list[int] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(row.end - row.start for row in self.rows)
-
-    def sample(self, seq: Sequence) -> None:
-        """`seq` gets a token from the last row."""
-        self.sampled.append(seq)
-        self.sample_rows.append(len(self.rows) - 1)
+MOST_HELD = 32  # steps without admission once full
 
 
 class Scheduler:
@@ -59,15 +26,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int,
-        eos_token_ids: frozenset[int], eos_token_id: int | None = None,
-    ):  # fmt: skip
-        """`eos_token_id` is the tokenizer's own among those that end a generation: the one that needs no stop reason."""
+        self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int, eos_token_ids: frozenset[int]
+    ):
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.eos_token_ids = eos_token_ids
-        self.eos_token_id = eos_token_id
+        self.eos_token_id: int | None = None  # the tokenizer's own, which needs no stop reason
         self.live: dict[int, dict[int, Sequence]] = {}  # by request id and index: all that have not ended
         # those at the head may be RUNNING: admitted, and computed in part
         self.waiting: OrderedDict[tuple[int, int], Sequence] = OrderedDict()
@@ -263,9 +228,9 @@ class Scheduler:
         """Why `seq` ends with its last token, if it does: finish and stop reason."""
         token_id, params = seq.token_ids[-1], seq.params
         is_eos = token_id in self.eos_token_ids and not params.ignore_eos
-        if is_eos or token_id in params.stop_token_ids:
-            if len(seq.token_ids) - seq.num_prompt_tokens > params.min_tokens:
-                return "stop", None if is_eos and token_id == self.eos_token_id else token_id
+        may_stop = len(seq.token_ids) - seq.num_prompt_tokens > params.min_tokens
+        if may_stop and (is_eos or token_id in params.stop_token_ids):
+            return "stop", None if is_eos and token_id == self.eos_token_id else token_id
         return ("length", None) if len(seq.token_ids) == seq.max_num_tokens else None
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
@@ -291,15 +256,13 @@ class Scheduler:
         return seqs
 
     def reset(self) -> None:
-        """Build all lists anew, wherever an error left the last move: everything that has not ended waits to be computed
-        again, from the tokens that it has, and the prefix cache is empty.
-        """
+        """Build all lists anew, wherever an error left them: what has not ended is computed again, from its tokens."""
         seqs = [seq for group in self.live.values() for seq in group.values()]
         self.block_manager.reset()
         self.free_req_indices = list(range(self.max_num_seqs - 1, -1, -1))
         self.refill_at, self.num_held = self.max_num_seqs, 0
         self.live, self.waiting, self.running = {}, OrderedDict(), {}
-        for seq in sorted(seqs, key=lambda seq: (seq.request_id, seq.index)):
+        for seq in sorted(seqs, key=attrgetter("request_id", "index")):
             seq.block_table, seq.block_hashes, seq.req_index = [], [], -1
             seq.num_computed_tokens, seq.num_tokens = 0, len(seq.token_ids)
             del seq.logprobs[seq.num_tokens - seq.num_prompt_tokens :]

@@ -23,7 +23,7 @@ from nanovllm.engine.batch import Batch, largest_batch
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sampled import LOGPROB_ROWS
 from nanovllm.engine.sampled import SampledTokens
-from nanovllm.engine.scheduler import ScheduledStep
+from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.step_channel import PLACES, StepChannel, StepReader
 from nanovllm.utils.distributed import STEP_TIMEOUT, TensorParallel
 from nanovllm.utils.interrupts import interrupts_held

@@ -92,7 +92,7 @@ class Sampler(nn.Module):
         filtered = () if cutoffs is None else (cutoffs > KEEPS_ALL).nonzero().squeeze(-1)
         if len(filtered):
             kept = scores[filtered]
-            keys = token_keys(kept, torch.arange(kept.shape[1]) + self.first_id)
+            keys = token_keys(kept, torch.arange(kept.shape[1], device=kept.device) + self.first_id)
             kept = kept.masked_fill(keys < cutoffs[filtered].unsqueeze(1), -torch.inf)
             scores = scores.index_copy(0, filtered, kept)
         rows = temperatures.nonzero().squeeze(-1)
