@@ -352,9 +352,12 @@ def dense(q, k, v):
 def test_sdpa_attention(monkeypatch, block_size, group, is_prefill):
     """Against the reference, and with padded lengths: a CPU's kernels are compiled for each that comes."""
     plain, padded_lengths = F.scaled_dot_product_attention, []
-    monkeypatch.setattr(
-        F, "scaled_dot_product_attention", lambda q, k, *x, **y: padded_lengths.append(k.shape[2]) or plain(q, k, *x, **y)
-    )
+
+    def noted(q, k, *rest, **options):
+        padded_lengths.append(k.shape[2])
+        return plain(q, k, *rest, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
     kv_heads, width = 2, -(-max(LENGTHS) // block_size)
     layer = Attention(kv_heads, DIM, SDPABackend())
     # no two sequences share a block, and no block is where its number would put it

@@ -34,8 +34,8 @@ def linear(
 
 
 def _padded_rows(num_rows: int) -> int:
-    """The least of the sizes that is enough: up to 64 all, then eight for each power of two."""
-    step = 1 if num_rows <= 64 else 1 << ((num_rows - 1).bit_length() - 4)
+    """The least of the sizes that is enough: up to 64 all, then eight for each power of two, at most 256 apart."""
+    step = 1 if num_rows <= 64 else min(256, 1 << ((num_rows - 1).bit_length() - 4))
     return -(-num_rows // step) * step
 
 
