@@ -218,8 +218,7 @@ class Scheduler:
         return finished
 
     def _pause(self, seq: Sequence, candidates: dict) -> None:
-        seq.candidates = candidates
-        seq.num_tokens = len(seq.token_ids)
+        seq.candidates, seq.num_tokens = candidates, len(seq.token_ids)
         self.waiting.pop((seq.request_id, seq.index), None)  # preempted with its step in flight
         self.counts["output_tokens"] += 1
         seq.mark("first_token")
