@@ -21,8 +21,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, largest_batch
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.sampled import LOGPROB_ROWS
-from nanovllm.engine.sampled import SampledTokens
+from nanovllm.engine.sampled import LOGPROB_ROWS, SampledTokens
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.step_channel import PLACES, StepChannel, StepReader
 from nanovllm.utils.distributed import STEP_TIMEOUT, TensorParallel
@@ -54,6 +53,7 @@ class Workers:
         self._owner = os.getpid()
         self._progress = [0] * (config.tensor_parallel_size - 1)  # 1: is here, 2: has started
         self._keeper: threading.Thread | None = None
+        self._is_closing = False  # by `exit`, with nothing queued that waits for a rank
         self._ended = threading.Event()  # before Python 3.13 a `join` that is interrupted takes its thread for ended
         self._channel: StepChannel | None = None
         self._folder: Path | None = None
@@ -91,13 +91,10 @@ class Workers:
 
     def check(self) -> None:
         """RuntimeError where the ranks are gone, or are those of the process that this one was forked from."""
-        if self._progress and not self._is_ours():
+        if self._progress and os.getpid() != self._owner:
             raise RuntimeError(f"this process is a fork of {self._owner}, which owns this engine: start another here")
         if self.failure:
             raise RuntimeError(self.failure)
-
-    def _is_ours(self) -> bool:
-        return os.getpid() == self._owner
 
     def launch(self, runner: ModelRunner, step: ScheduledStep) -> SampledTokens:
         """Prepare a step and launch it on all ranks, or on none: Ctrl-C waits until it is done.
@@ -121,7 +118,7 @@ class Workers:
 
     def give_up(self, error: BaseException) -> BaseException:
         """Kill all after an error of rank 0; what to raise: rank 0 may be the first to notice that one is lost."""
-        may_be_theirs = bool(self._progress) and self._is_ours() and isinstance(error, RuntimeError)
+        may_be_theirs = bool(self._progress) and os.getpid() == self._owner and isinstance(error, RuntimeError)
         patience = monotonic() + 2.0
         while may_be_theirs and not self.failure and monotonic() < patience:
             sleep(0.01)
@@ -186,7 +183,7 @@ class Workers:
 
     def _fail(self, reason: str) -> None:
         """Kill all; the thread notices, and does the rest."""
-        if not self._is_ours():
+        if os.getpid() != self._owner:
             return
         self.failure = self.failure or reason
         for process in self.processes:
@@ -195,7 +192,8 @@ class Workers:
     def _end(self, pipes: dict[int, socket.socket]) -> None:
         """Leave nothing behind, once there is a failure."""
         self._fail("the ranks were ended")  # again: it may have come while they were started
-        self.tp.abort()
+        if not self._is_closing:
+            self.tp.abort()
         if self._channel is not None:
             self._channel.release()
             self._channel = None
@@ -216,12 +214,13 @@ class Workers:
         It may be called again, by any thread, and while another is in `launch`, which then raises RuntimeError. What
         interrupts it is raised when it is done.
         """
-        if self._keeper is None or not self._is_ours():
+        if self._keeper is None or os.getpid() != self._owner:
             return
         interrupts = []
         with interrupts_held():
             while not self._ended.is_set():
                 try:
+                    self._is_closing |= self.failure is None
                     self._fail("this engine was closed by exit()")
                     if threading.current_thread() is self._keeper:  # where the garbage collector calls us
                         return

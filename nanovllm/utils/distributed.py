@@ -1,6 +1,7 @@
 """The ranks that share a model: this rank's place among them, and what they do together."""
 import ctypes
 import os
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -96,6 +97,8 @@ class TensorParallel:
         self.lost = True
         if self.peers is not None:
             self.peers.abort()
+        elif self.needs_store:  # NCCL: this returns only when the graphs that hold its operations are gone, which is later
+            threading.Thread(target=self.group.abort, name="nanovllm abort", daemon=True).start()
         elif self.group is not None:
             self.group.abort()
 
