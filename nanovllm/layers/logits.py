@@ -159,6 +159,8 @@ def logit_cutoffs(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     temperature, top_k, top_p, min_p = (column(rows.params, x) for x in ("temperature", "top_k", "top_p", "min_p"))
     out = torch.full((len(logits),), KEEPS_ALL, dtype=torch.int64, device=logits.device)
     some = ((temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))).nonzero().squeeze(-1)
+    if not len(some):
+        return out
     temperature, top_k, top_p, min_p = (x[some].unsqueeze(1) for x in (temperature, top_k, top_p, min_p))
     ranked, ids = logits[some].float().sort(dim=-1, descending=True, stable=True)
     kept = ranked >= ranked[:, :1] + temperature * min_p.log()

@@ -18,21 +18,18 @@ def philox(counter: tuple, key: tuple, rounds: int = ROUNDS) -> tuple[torch.Tens
 
     Counter and key are four and two int64 tensors of values below 2^32, of shapes that broadcast.
     """
-    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
-    words, partners = torch.stack((c0, c2)), (c3, c1)
-    keys = torch.stack(torch.broadcast_tensors(*key))
-    keys = keys.view(2, *[1] * (c0.dim() - keys.dim() + 1), *keys.shape[1:])
-    multipliers, steps = (keys.new_tensor(x).view(2, *[1] * c0.dim()) for x in (_MULTIPLIERS, _KEY_STEPS))
-    for i in range(rounds):  # both products at once; instead of their words, what they meet changes places
-        product = words * multipliers
-        words = product >> 32
-        for word, partner in zip(words, partners):
-            word.bitwise_xor_(partner)
-        keys, multipliers, steps = keys.flip(0), multipliers.flip(0), steps.flip(0)
-        words.bitwise_xor_((keys + i * steps) & _WORD).bitwise_and_(_WORD)
-        partners = product[1], product[0]  # their upper halves go when a word that they met, or the result, is masked
-    (c0, c2), (c3, c1) = (words.flip(0), partners[::-1]) if rounds % 2 else (words, partners)
-    return c0, c1 & _WORD, c2, c3 & _WORD
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for i in range(rounds):
+        x, y = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        high_x, high_y = x >> 32, y >> 32
+        if i < 2:  # the words may not have their whole shape yet, and what is the same for all costs little
+            c0, c2 = (high_y ^ (c1 ^ k0)) & _WORD, (high_x ^ (c3 ^ k1)) & _WORD
+        else:
+            c0 = high_y.bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_WORD)
+            c2 = high_x.bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_WORD)
+        c1, c3 = y, x  # their upper halves go when a word that they meet, or the result, is masked
+        k0, k1 = k0 + _KEY_STEPS[0] & _WORD, k1 + _KEY_STEPS[1] & _WORD
+    return torch.broadcast_tensors(c0, c1 & _WORD, c2, c3 & _WORD)
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, num_ids: int, first_id: int = 0) -> torch.Tensor:
@@ -41,8 +38,8 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, num_ids: int, fir
     The seed is Philox's key, (token id // 4, position, 0, 0) its counter and token id % 4 the word that is taken.
     """
     low, high = (seeds.long() & _WORD).unsqueeze(-1).unbind(1)  # [S, 1] each
-    c0 = torch.arange(first_id // 4, -(-(first_id + num_ids) // 4), device=seeds.device).expand(len(seeds), -1)
-    zero = torch.zeros_like(c0)
+    c0 = torch.arange(first_id // 4, -(-(first_id + num_ids) // 4), device=seeds.device).unsqueeze(0)
+    zero = torch.zeros_like(c0[:, :1])
     words = philox((c0, positions.long().unsqueeze(1), zero, zero), (low, high))
     bits = torch.stack(words, dim=-1).flatten(1)[:, first_id % 4 :][:, :num_ids]
     # in (0, 1); small values, which make large noise, keep all their digits
