@@ -392,6 +392,35 @@ def test_chat(llm, chat):
     assert llm.is_finished()
 
 
+def test_chat_takes_no_unknown_arguments(llm):
+    """What is misspelt, or belongs into SamplingParams, is not swallowed by the template."""
+    message = [{"role": "user", "content": "Hello!"}]
+    for name in ("max_tokens", "temprature", "enable_thinking"):
+        with pytest.raises(TypeError, match=name):
+            llm.chat(message, **{name: 3})
+    assert llm.is_finished()
+
+
+@BOTH_WAYS
+def test_chat_streams(make_llm, chat, async_scheduling):
+    """A conversation is a prompt wherever prompts go, alone and among others; its content may come in parts of text."""
+    llm = make_llm(async_scheduling=async_scheduling)
+    params = SamplingParams(temperature=0, max_tokens=16)
+    ask = lambda question: [{"role": "user", "content": question}]
+    parts = ask([{"type": "text", "text": "What is"}, {"type": "text", "text": "17 + 25?"}])
+    assert "".join(event.text for event in llm.stream(ask("What is 17 + 25?"), params)).strip() == "42"
+    several = [ask("What is 17 + 25?"), "HAMLET.\n", ask("What is 4 + 5?")]
+    made = dict.fromkeys(range(3), "")
+    for event in llm.stream(several, params):
+        made[event.index] += event.text
+    assert made[0].strip() == "42" and made[2].strip() == "9" and made[1] == texts(llm, "HAMLET.\n", params)[0]
+    (answer,) = llm.chat(parts, params, use_tqdm=False)
+    assert answer.prompt_token_ids == chat("What is\n17 + 25?")
+    for bad in ({"type": "image_url", "image_url": {}}, {"type": "text"}, {"type": "text", "text": 3}, 5):
+        with pytest.raises(ValueError, match="content part .* must be text"):
+            llm.chat(ask([bad]), params)
+
+
 def test_template_arguments_pass_through(make_llm):
     llm = make_llm()
     llm.tokenizer.chat_template = "{{ messages[0].content }}{% if enable_thinking %} think{% endif %}"
@@ -414,6 +443,76 @@ def test_default_sampling_params(make_llm, tmp_path):
         assert llm.get_default_sampling_params() == expected
     (folder / "generation_config.json").unlink()
     assert llm.get_default_sampling_params() == SamplingParams()
+
+
+# -- what scripts look for ---------------------------------------------------------------------------------------------
+
+
+def test_what_an_engine_says_of_itself(caplog, monkeypatch, tmp_path):
+    """One line, in the log and as its repr; and the settings say what runs, wherever the process goes."""
+    shutil.copytree(TINY, tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level("INFO", logger="nanovllm"), LLM("model", dtype="float32", device="cpu", kvcache_block_size=64) as llm:
+        (record,) = caplog.records
+        assert record.getMessage() == repr(llm)
+        monkeypatch.chdir("/")
+        assert llm.get_default_sampling_params().top_k == 20  # is read from the folder
+        num_blocks = llm.config.num_kvcache_blocks
+        assert num_blocks == len(llm.scheduler.block_manager.blocks) > 1
+        for said in (str(tmp_path / "model"), "cpu", "float32", "sdpa", "2,048", f"{num_blocks:,} blocks", "on", "1 rank"):
+            assert said in repr(llm)
+        assert f"{num_blocks * 64:,} tokens" in repr(llm) and "\n" not in repr(llm)
+        assert llm.get_tokenizer().encode("Hello") == llm.tokenizer.encode("Hello")
+
+
+def test_reset_prefix_cache(make_llm):
+    """Not while anything may be using it."""
+    llm = make_llm(kvcache_block_size=16)
+    cached = lambda: generate(llm, [7] * 48)[0].num_cached_tokens
+    assert [cached(), cached()] == [0, 32]
+    assert llm.reset_prefix_cache() is True
+    assert [cached(), cached()] == [0, 32]
+    request_id = llm.add_request([8] * 48, GREEDY)
+    llm.step()
+    assert llm.reset_prefix_cache() is False
+    llm.abort(request_id)
+    llm.step()
+    assert cached() == 32 and llm.reset_prefix_cache() and cached() == 0
+
+
+@BOTH_WAYS
+def test_without_text(make_llm, verses, async_scheduling):
+    """The same ids, and no time for text; log-probabilities have none either."""
+    llm = make_llm(async_scheduling=async_scheduling)
+    params = replace(GREEDY, detokenize=False, logprobs=1)
+    answers = generate(llm, VERSES, params)
+    assert [llm.tokenizer.decode(answer.token_ids, skip_special_tokens=True) for answer in answers] == verses
+    assert all(answer.text == "" for answer in answers)
+    assert {x.decoded_token for answer in answers for found in answer.logprobs for x in found.values()} == {None}
+    for answer in answers:
+        assert answer.cumulative_logprob == pytest.approx(sum(f[i].logprob for i, f in zip(answer.token_ids, answer.logprobs)))
+    assert all(event.text == "" for event in llm.stream(VERSES, params))
+
+
+def test_text_of_tokens_that_are_parts_of_characters(llm):
+    """A character of several tokens belongs to the last of them; together they are the text."""
+    text = "naïve 東京 🙂"
+    ids = llm.tokenizer.encode(text)
+    (answer,) = generate(llm, ids, replace(GREEDY, prompt_logprobs=3, max_tokens=1))
+    pieces = [found[i].decoded_token for i, found in zip(ids[1:], answer.prompt_logprobs[1:])]
+    assert llm.tokenizer.decode(ids[:1]) + "".join(pieces) == text and "" in pieces
+
+
+@BOTH_WAYS
+def test_a_second_eos_id_is_named(make_llm, tmp_path, verses, async_scheduling):
+    """The tokenizer's own needs no reason, as in vLLM; another of generation_config.json's is one."""
+    folder = shutil.copytree(TINY, tmp_path / "model")
+    plain = generate(make_llm(), VERSES[0])[0].token_ids
+    second = next(i for i in plain[4:] if i not in plain[:4])
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2047, second]}))
+    llm = make_llm(str(folder), async_scheduling=async_scheduling)
+    (answer,) = generate(llm, VERSES[0], SamplingParams(temperature=0, max_tokens=24))
+    assert (answer.finish_reason, answer.stop_reason, answer.token_ids[-1]) == ("stop", second, second)
 
 
 # -- statistics --------------------------------------------------------------------------------------------------------
