@@ -4,6 +4,7 @@
     python bench.py --num-seqs 64 --max-input-len 256 --max-output-len 256 --compare transformers,vllm
     python bench.py --model MODEL --profile FOLDER                   traces of decode steps, and where their time goes
     python bench.py --streaming                                      the headline by generate and by stream, in turns
+    python bench.py --beams 4                                        beam search beside transformers', in turns
 
 Headline: `--num-seqs` requests of random ids, lengths uniform up to the maxima (from a tenth of them), temperature
 0.6, no end of sequence. Single stream: one request, an eighth of the longest input in, half of the longest output out.
@@ -176,6 +177,36 @@ def stream_overhead(model: str, settings: dict, requests: list[Request], rounds:
     ratios = [b / a - 1 for a, b in zip(seconds["generate"][1:], seconds["stream"][1:])]
     best = min(seconds["stream"][1:]) / min(seconds["generate"][1:]) - 1
     print(f"stream takes longer by {median(ratios):+.1%} (median of {rounds} pairs), {best:+.1%} (best of each)")
+
+
+def beams_beside_transformers(model: str, settings: dict, width: int, max_tokens: int, rounds: int = 5) -> None:
+    """A prompt of 20 tokens, searched by both, one after the other, again and again."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from nanovllm import LLM, BeamSearchParams
+
+    prompt = list(range(300, 320))
+    seconds: dict[str, list[float]] = {"nanovllm": [], "transformers": []}
+    with LLM(model, **settings) as llm:
+        config = llm.config
+        other = AutoModelForCausalLM.from_pretrained(config.model, dtype=config.dtype).to(config.device).eval()
+        ids = torch.tensor([prompt], device=config.device)
+        plain = dict(do_sample=False, temperature=None, top_p=None, top_k=None, eos_token_id=None, pad_token_id=0)
+        ways = {
+            "nanovllm": lambda: llm.beam_search(prompt, BeamSearchParams(width, max_tokens, ignore_eos=True)),
+            "transformers": lambda: other.generate(
+                ids, attention_mask=torch.ones_like(ids), num_beams=width, max_new_tokens=max_tokens, **plain
+            ),
+        }
+        for i in range(rounds + 1):  # the first is for warming up
+            for name in list(ways)[:: 1 if i % 2 else -1]:
+                begin = perf_counter()
+                ways[name]()
+                seconds[name].append(perf_counter() - begin)
+    print(f"{width} beams, {len(prompt)} tokens in, {max_tokens} out, in seconds:")
+    for name, times in seconds.items():
+        print(f"{name:13} median {median(times[1:]):.2f}, best {min(times[1:]):.2f}")
 
 
 def profile_nanovllm(model: str, settings: dict, batch_sizes: list[int], length: int, folder: Path) -> None:
@@ -425,6 +456,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--profile", type=writable_folder, metavar="FOLDER", help="write traces of decode steps, and nothing else"
     )
     parser.add_argument("--streaming", action="store_true", help="compare generate with stream, and nothing else")
+    parser.add_argument("--beams", type=size, metavar="WIDTH", help="compare beam search with transformers', and nothing else")
     parser.add_argument(
         "--compare", type=other_engines, default=[], help="transformers, vllm, or both with a comma between them"
     )
@@ -466,6 +498,10 @@ def main() -> None:
     if args.profile:
         batch_sizes = sorted({1, min(num_seqs, config.max_num_seqs)})
         profile_nanovllm(args.model, settings, batch_sizes, sum(lengths) // 4, args.profile)
+        return
+
+    if args.beams:
+        beams_beside_transformers(args.model, settings, args.beams, args.max_output_len or 400)
         return
 
     if args.streaming:

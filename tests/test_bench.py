@@ -125,6 +125,11 @@ def test_streaming_beside_generate():
     assert [line.split()[0] for line in out] == ["generate", "stream", "stream"] and "median of 7 pairs" in out[-1]
 
 
+def test_beams_beside_transformers():
+    out = run("--beams", "2", "--max-output-len", "4").splitlines()
+    assert [line.split()[0] for line in out] == ["2", "nanovllm", "transformers"] and "20 tokens in, 4 out" in out[0]
+
+
 def test_profile_writes_traces(tmp_path):
     out = run("--profile", str(tmp_path))
     assert {file.name for file in tmp_path.iterdir()} == {"decode-1.json", "decode-3.json"}

@@ -155,10 +155,10 @@ class ModelRunner:
     @torch.inference_mode()
     def _copy_blocks(self, copies: np.ndarray) -> None:
         """Copy cache blocks, and the ids behind their keys; copies [2, C] int32 are where from, and where to."""
-        sources, targets = torch.from_numpy(copies).to(self.device, non_blocking=True)
+        sources, targets = torch.from_numpy(copies).to(self.device, non_blocking=True).long()
         blocks = self.slot_token_ids[:-1].view(-1, self.config.kvcache_block_size)
         for cache in (blocks, *self.kv_cache.flatten(0, 1)):  # one at a time: what was gathered needs memory
-            cache[targets] = cache[sources]
+            cache.index_copy_(0, targets, cache.index_select(0, sources))
 
     @torch.inference_mode()
     def _logprobs(self, batch: Batch, asked: list[LogprobRow], *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -81,6 +81,8 @@ class SDPABackend(AttentionBackend):
     uses_cuda_graphs = False
 
     def prefill(self, q, k_cache, v_cache, context):
+        if context.max_seqlen_q == 1:  # as beams have it
+            return self.decode(q, k_cache, v_cache, context)
         if context.plan is None:
             context.plan = list(_plan_prefill(context, k_cache.shape[1], q.dtype))
         out = torch.empty_like(q)
