@@ -3,7 +3,7 @@ from collections.abc import Mapping
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.outputs import BeamSearchOutput, RequestOutput
-from nanovllm.engine.prompts import Message, Prompt, is_conversation, render_chat
+from nanovllm.engine.prompts import Message, Prompt, is_conversation
 from nanovllm.engine.request import Inbox, Wants
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 
@@ -30,6 +30,8 @@ class LLM(LLMEngine):
         `chat_template_kwargs` go to the chat template: `{"enable_thinking": False}`, say. A conversation that the template
         can't render is a ValueError.
         """
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise TypeError(f"chat_template_kwargs={chat_template_kwargs!r:.80}: must be a dict")
         arguments = {
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
@@ -37,9 +39,10 @@ class LLM(LLMEngine):
             "tools": tools,
         } | dict(chat_template_kwargs or {})
         conversations = [messages] if is_conversation(messages) else messages
-        if not isinstance(conversations, (list, tuple)):
+        if not isinstance(conversations, (list, tuple)) or not all(map(is_conversation, conversations)):
             raise ValueError(f"messages={messages!r:.80}: must be a list of dicts with 'role' and 'content', or a list of those")
-        return self.generate([render_chat(self.tokenizer, c, arguments) for c in conversations], sampling_params, use_tqdm)
+        inbox = Inbox(Wants.ANSWERS)
+        return self._answers(self.processor.requests(conversations, sampling_params, inbox, arguments), inbox, use_tqdm)
 
     def beam_search(
         self, prompts: Prompt | list[Prompt], params: BeamSearchParams, use_tqdm: bool = False

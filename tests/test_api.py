@@ -388,9 +388,9 @@ def test_interrupt_between_steps(make_llm, monkeypatch, prompts, alone):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("nanovllm.engine.llm_engine.ProgressBar.show", interrupted)
+        patch.setattr("nanovllm.engine.outputs.ProgressBar.show", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            run(llm, prompts)
+            llm.generate(prompts, GREEDY)
     assert llm.is_finished() and run(llm, prompts) == alone
 
 

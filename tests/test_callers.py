@@ -1,4 +1,5 @@
 """Several callers of one engine at a time, and interrupts at any moment: everyone gets the own answer, and nothing is lost."""
+import os
 import random
 import signal
 import sys
@@ -264,6 +265,68 @@ def test_abort_of_another_request_in_a_stream(make_llm, requests, async_scheduli
     assert llm.generate(*requests[0], use_tqdm=False)[0].finish_reason == "length"
 
 
+def test_others_decode_beside_beams(make_llm, requests):
+    """A search takes a step for each of its tokens, and no more than every other one."""
+    llm = make_llm(kvcache_block_size=16)
+    llm.add_request(requests[0][0], replace(GREEDY, max_tokens=200))
+    llm.step()
+    llm.beam_search(requests[1][0], BeamSearchParams(3, 40, ignore_eos=True))
+    assert len(llm.step().new_tokens) > 35
+    while not llm.is_finished():
+        llm.step()
+    check_whole(llm)
+
+
+def test_requests_of_a_thread_that_ended(make_llm, requests, alone):
+    """Whoever steps gets their answers, though that thread had stepped once itself."""
+    llm = make_llm()
+
+    def add_and_step():
+        llm.add_request(*requests[0])
+        llm.step()
+
+    with threads(add_and_step):
+        pass
+    answers = []
+    while not llm.is_finished():
+        answers += llm.step().finished
+    assert [answer.token_ids for answer in answers] == alone[0]
+    check_whole(llm)
+
+
+def test_fork_beside_a_step(make_llm, requests):
+    """In the child nobody leads, so that an exit does not wait for a thread that is not there."""
+    llm = make_llm()
+    with threads(lambda: llm.generate(requests[0][0], replace(GREEDY, max_tokens=300), use_tqdm=False)):
+        while not llm.stats()["tokens"]["out"]:
+            time.sleep(0.001)
+        if (child := os.fork()) == 0:
+            signal.alarm(20)  # hangs end by it
+            llm.core.leadership.lead(lambda: os._exit(7), inboxes=())
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    check_whole(llm)
+
+
+def test_exit_in_a_signal_handler(make_llm, monkeypatch, requests):
+    """It is done when the step that was interrupted is over."""
+    llm = make_llm()
+    schedule = llm.scheduler.schedule
+
+    def interrupted():
+        if llm.scheduler.counts["output_tokens"] == 3:
+            signal.raise_signal(signal.SIGUSR1)
+        return schedule()
+
+    previous = signal.signal(signal.SIGUSR1, lambda *_: llm.exit())
+    monkeypatch.setattr(llm.scheduler, "schedule", interrupted)
+    try:
+        with pytest.raises(RuntimeError, match="closed by exit"):
+            llm.generate(requests[0][0], replace(GREEDY, max_tokens=300), use_tqdm=False)
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert llm.model_runner is None
+
+
 # -- interrupts --------------------------------------------------------------------------------------------------------
 
 
@@ -404,4 +467,34 @@ def test_interrupt_of_one_caller(make_llm, monkeypatch, requests, alone, async_s
         with pytest.raises(KeyboardInterrupt):
             while True:
                 llm.generate([9], replace(GREEDY, max_tokens=10), use_tqdm=False)
+    check_whole(llm)
+
+
+def test_interrupts_of_a_leader_with_many_callers(make_llm, requests, alone, sigint, interrupts):
+    """SIGINT at random moments of the main thread, which carries out what others post: they lose nothing, and none waits."""
+    llm = make_llm(kvcache_block_size=16, num_kvcache_blocks=16, max_num_seqs=4)
+    is_over, num_calls = threading.Event(), [0] * 3
+
+    def call(i):
+        while not is_over.is_set():
+            answers = llm.generate(requests[i][0], requests[i][1], use_tqdm=False)
+            assert [output.token_ids for output in answers[0].outputs] == alone[i]
+            num_calls[i] += 1
+
+    rng = random.Random(0)
+    with threads(*(lambda i=i: call(i) for i in range(3))):
+        try:
+            for _ in range(interrupts):
+                try:
+                    with Interrupt(rng.randrange(1, 6000), by_signal=True):
+                        for _ in range(3):
+                            llm.add_request(*requests[4])
+                            llm.generate(*requests[5], use_tqdm=False)
+                except KeyboardInterrupt:
+                    pass
+                while not llm.is_finished():
+                    llm.step()
+        finally:
+            is_over.set()
+    assert min(num_calls) > 0
     check_whole(llm)

@@ -91,7 +91,7 @@ class BeamRequest:
     def output(self) -> BeamSearchOutput:
         prompt_token_ids = self._root.token_ids[: self._root.num_prompt_tokens]
         outputs = [BeamOutput(self._text(x.token_ids), [*x.token_ids], x.cumulative_logprob, x.score) for x in self._ended]
-        return BeamSearchOutput(self.request_id, self.prompt, prompt_token_ids, outputs)
+        return BeamSearchOutput(self.request_id, self.prompt, prompt_token_ids, outputs, self.is_finished)
 
     def _text(self, token_ids: tuple[int, ...]) -> str:
         return Detokenizer([*token_ids], 0, self._root.params, self._vocabulary).extend(is_over=True)

@@ -104,6 +104,8 @@ class Detokenizer:
         self.extend(num_hidden, is_over)
         text = "".join(self._untaken)
         stops = () if is_over or self._params.include_stop_str_in_output else self._params.stop
-        num_held = max((n for s in stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+        bound = min(self._max_overlap, len(text))
+        lengths = (n for n in range(bound, 0, -1) if any(len(s) > n and s[n - 1] == text[-1] and text.endswith(s[:n]) for s in stops))
+        num_held = next(lengths, 0) if stops else 0
         self._untaken = [text[len(text) - num_held :]]
         return text[: len(text) - num_held]

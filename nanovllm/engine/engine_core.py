@@ -1,4 +1,4 @@
-"""The loop that serves all callers: requests go in, the leader runs steps, and what these bring goes to the inboxes."""
+"""The loop that serves all callers: they submit requests, one of their threads runs the steps, each has an inbox."""
 import weakref
 from collections.abc import Iterable
 
@@ -44,22 +44,29 @@ class EngineCore:
         self._in_flight: tuple[ScheduledStep, SampledTokens] | None = None
 
     def submit(self, requests: list[Request | BeamRequest]) -> None:
-        with self.leadership.lock:
-            self.check_open()
-            for request in requests:
-                self.requests[request.request_id] = request
-                request.inbox.live.add(request.request_id)
-                self.inboxes.add(request.inbox)
-        self.leadership.post(lambda: [self.scheduler.add(*r.group) for r in requests if r.request_id in self.requests])
+        """Have them computed; what comes of them goes to their inboxes."""
+        with interrupts_held():
+            with self.leadership.lock:
+                self.check_open()
+                for request in requests:
+                    self.requests[request.request_id] = request
+                    request.inbox.live.add(request.request_id)
+                    self.inboxes.add(request.inbox)
+            self.leadership.post(lambda: self._enqueue(requests))
+
+    def _enqueue(self, requests: list[Request | BeamRequest]) -> None:
+        for request in requests:
+            if request.request_id in self.requests and request.request_id not in self.scheduler.live:
+                self.scheduler.add(*request.group)
 
     def withdraw(self, requests: list[Request | BeamRequest]) -> None:
-        """Their caller does not wait for them any more."""
+        """Abort requests whose caller has stopped waiting."""
         with interrupts_held():
             if live := [request.request_id for request in requests if request.request_id in self.requests]:
                 self.leadership.post(lambda: [self._abort(request_id) for request_id in live])
 
     def next_output(self, inboxes: list[Inbox]) -> StepOutput:
-        """What has come; if nothing has, run a step, or wait for the thread that does."""
+        """The outputs that have arrived in these inboxes. If there are none, run a step, or wait for the leader."""
         self.check_open()
         if not any(inbox.is_ready for inbox in inboxes):
             self.leadership.lead(self._step, inboxes)
@@ -71,7 +78,16 @@ class EngineCore:
 
     def forget_prefixes(self) -> bool:
         """Empty the prefix cache; False, and nothing is done, while there are requests."""
-        return self.leadership.lead(self.scheduler.forget_prefixes) and not self.scheduler.live
+        done: list[bool] = []
+
+        def forget() -> None:
+            if self.scheduler.is_finished():
+                self.scheduler.block_manager.forget_prefixes()
+                done.append(True)
+
+        self.check_open()
+        self.leadership.lead(forget, inboxes=())
+        return bool(done)
 
     def check_open(self) -> None:
         """RuntimeError where there is no engine any more, or none in this process."""
@@ -80,9 +96,15 @@ class EngineCore:
         self.workers.check()
 
     def exit(self) -> None:
-        """Drop what is unfinished and free the device's memory; other callers get a RuntimeError."""
+        """Drop what is unfinished and free the device's memory; other callers get a RuntimeError.
+
+        From a signal handler in the middle of a step of the same thread, this is done when the step is over.
+        """
         with interrupts_held():
-            self.leadership.lead(self._exit, inboxes=(), is_urgent=True)
+            if self.leadership.is_nested():
+                self.leadership.post(self._exit)
+            else:
+                self.leadership.lead(self._exit, inboxes=(), is_urgent=True)
 
     # -- what only the leader does -------------------------------------------------------------------------------------
 
@@ -107,8 +129,8 @@ class EngineCore:
         for seq in live:
             request = self.requests[seq.request_id]
             if not request.is_quiet:
-                has_text = seq.finish_reason != "stop" or seq.params.include_stop_str_in_output
-                if has_text and (stop := request.cut_at_stop(seq)) is not None:
+                may_hold_stop = seq.finish_reason != "stop" or seq.params.include_stop_str_in_output
+                if may_hold_stop and (stop := request.cut_at_stop(seq)) is not None:
                     self.scheduler.finish(seq, "stop", stop)
                 request.tell(seq)
             if seq.finish_reason is not None or seq.pauses:
@@ -131,13 +153,14 @@ class EngineCore:
 
     def _end(self, request: Request | BeamRequest) -> None:
         """Its last sequence has ended."""
+        inbox = request.inbox
+        if inbox.wants is not Wants.EVENTS:
+            inbox.finished.append(request.output())
         with self.leadership.lock:
             del self.requests[request.request_id]
-            request.inbox.live.discard(request.request_id)
-            if not request.inbox.live:
-                self.inboxes.discard(request.inbox)
-        if request.inbox.wants is not Wants.EVENTS:
-            request.inbox.finished.append(request.output())
+            inbox.ended.add(request.request_id)
+            if inbox.live <= inbox.ended:
+                self.inboxes.discard(inbox)
 
     # -- errors and ends -----------------------------------------------------------------------------------------------
 
@@ -150,6 +173,8 @@ class EngineCore:
             self._restart()
             for request in [*self.requests.values()]:
                 if request.is_finished:  # with the step that was cut short
+                    for seq in () if request.is_quiet else request.group:
+                        request.tell(seq)
                     self._end(request)
                     request.inbox.end_step()
             return
@@ -164,6 +189,7 @@ class EngineCore:
         self.model_runner.recover()  # what was queued still reads the host's buffers
         self._in_flight = None
         self.scheduler.reset()
+        self._enqueue([request for request in self.requests.values() if not request.is_finished])
 
     def _drop_everything(self, error: BaseException | None) -> None:
         with self.leadership.lock:
@@ -176,7 +202,7 @@ class EngineCore:
         self._restart()
 
     def close_after(self, error: BaseException) -> None:
-        """Close the engine; raises the cause of `error` where that is another."""
+        """Close the engine. If the failure of another rank caused `error`, raise that instead."""
         cause, has_runner = self.workers.give_up(error), self.model_runner is not None
         self._close()
         if not has_runner:  # it would have done this

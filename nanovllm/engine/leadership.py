@@ -1,26 +1,33 @@
 """Which caller's thread runs the next step: the leader/followers pattern (Schmidt et al., PLoP 2000)."""
+import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from threading import get_ident
+from weakref import WeakSet
 
 from nanovllm.engine.request import Inbox
 from nanovllm.utils.interrupts import interrupts_held
 
 
 class Leadership:
-    """One thread at a time, the leader, touches the scheduler and the device; there is no thread of the engine's own.
+    """One thread at a time, the leader, touches the scheduler and the device; the engine has no thread of its own.
 
     Whoever waits for an answer leads, or waits while another thread does and fills its inbox. What is not urgent is posted
     as a command, which the leader, or the next one, carries out between two steps.
     """
 
     def __init__(self, recover: Callable[[BaseException, Iterable[Inbox]], None]):
-        """`recover(error, inboxes)` repairs what an error left behind, before it is raised to the leader of these inboxes."""
+        """`recover(error, inboxes)` repairs what an error left behind; then it is raised to the leader of these inboxes."""
         self._recover = recover
         self._commands: deque[Callable[[], None]] = deque()
-        # held for moments only; `with` on the lock itself, as an interrupt may begin Condition.__exit__ and not let it end
+        self.release()
+        _all.add(self)
+
+    def release(self) -> None:
+        """Nobody leads or waits: at the start, and in a forked child, where no other thread exists."""
+        # Held briefly, by `with self.lock`: an interrupt inside Condition.__exit__ would leave the lock taken.
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._leader: int | None = None
@@ -35,8 +42,9 @@ class Leadership:
         self._commands.clear()
 
     def take_commands(self) -> None:
-        while self._commands:
-            self._commands.popleft()()
+        with interrupts_held():
+            while self._commands:
+                self._commands.popleft()()
 
     def lead(
         self, work: Callable[[], None], inboxes: Iterable[Inbox] | None = None, is_urgent: bool = False
@@ -46,52 +54,61 @@ class Leadership:
         While there is another leader, wait until there is none, or until something is in one of the inboxes; without
         inboxes return at once. What is urgent comes before the next step of other threads.
         """
-        with self.lock:
-            if self._leader == get_ident() and self._is_nested():
-                if inboxes is None:
-                    return False
-                raise RuntimeError("this thread is in the middle of a step: only add_request and abort may be called here")
-            self._num_urgent += is_urgent
-            try:
-                # a leadership of its own is one that an interrupt kept it from giving up
-                while self._leader not in (None, get_ident()) or (self._num_urgent and not is_urgent):
-                    if inboxes is None:
-                        return False
-                    self._changed.wait()
-                    if any(inbox.is_ready for inbox in inboxes):
-                        return False
-                self._leader = get_ident()
-            finally:
-                self._num_urgent -= is_urgent
+        if self._leader == get_ident() and self.is_nested(depth=2):
+            if inboxes is None:
+                return False
+            raise RuntimeError("this thread is in the middle of a step: only add_request, abort and exit may be called here")
         try:
+            if not self._become_leader(inboxes, is_urgent):
+                return False
             work()
-            while not self._retire():
+            while not self._resign():
                 self.take_commands()
         except BaseException as error:
             with interrupts_held():
-                self._recover(error, inboxes or ())
+                if self._leader == get_ident():
+                    self._recover(error, inboxes or ())
             raise
         finally:
-            if self._leader == get_ident():
-                self._leader = None
-                with self.lock:
-                    self._changed.notify_all()
+            with interrupts_held(), self.lock:
+                if self._leader == get_ident():
+                    self._leader = None
+                self._changed.notify_all()
         return True
 
-    def _retire(self) -> bool:
-        """Lead no more, unless there are commands: whoever posted them has seen a leader and gone."""
+    def _become_leader(self, inboxes: Iterable[Inbox] | None, is_urgent: bool) -> bool:
         with self.lock:
+            self._num_urgent += is_urgent
+            try:
+                while not any(inbox.is_ready for inbox in inboxes or ()):
+                    # if this thread is still recorded as the leader, an interrupt kept it from resigning
+                    if self._leader in (None, get_ident()) and (is_urgent or not self._num_urgent):
+                        self._leader = get_ident()
+                        return True
+                    if inboxes is None:
+                        return False
+                    self._changed.wait()
+                return False
+            finally:
+                self._num_urgent -= is_urgent
+
+    def _resign(self) -> bool:
+        """Give up leadership, unless commands are queued: their posters saw a leader and left them to it."""
+        with interrupts_held(), self.lock:
             if self._commands:
                 return False
             self._leader = None
-            self._changed.notify_all()
         return True
 
-    def _is_nested(self) -> bool:
-        """Whether `lead` was called from within itself: by a signal handler, or the end of a stream that is collected."""
-        frame = sys._getframe(2)
+    def is_nested(self, depth: int = 1) -> bool:
+        """Whether this thread is within `lead` already: in a signal handler, or as a stream is garbage-collected."""
+        frame = sys._getframe(depth)
         while frame is not None:
             if frame.f_code is Leadership.lead.__code__ and frame.f_locals["self"] is self:
                 return True
             frame = frame.f_back
         return False
+
+
+_all: WeakSet[Leadership] = WeakSet()
+os.register_at_fork(after_in_child=lambda: [leadership.release() for leadership in _all])

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from nanovllm.config import Config
 from nanovllm.engine.engine_core import EngineCore
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.outputs import ProgressBar, RequestOutput, StepOutput, StreamEvent
+from nanovllm.engine.outputs import RequestOutput, StepOutput, StreamEvent, progress_bar
 from nanovllm.engine.processor import InputProcessor
 from nanovllm.engine.prompts import Prompt
 from nanovllm.engine.request import Inbox, Request, Wants
@@ -76,10 +76,10 @@ class LLMEngine:
         answers = {}
         try:
             self.core.submit(requests)
-            with ProgressBar(len(requests), disable=not use_tqdm) as bar:
+            with progress_bar(len(requests), disable=not use_tqdm) as show:
                 while len(answers) < len(requests):
                     output = self.core.next_output([inbox])
-                    bar.show(output)
+                    show(output)
                     answers |= {answer.request_id: answer for answer in output.finished}
         except BaseException:
             self.core.withdraw(requests)
@@ -183,7 +183,7 @@ class LLMEngine:
     def _inboxes_to_read(self) -> list[Inbox]:
         """Those whose outputs `step` brings to this thread."""
         own = getattr(self._loop, "inbox", None)
-        return [own] if own is not None else [inbox for inbox in self._loops if not inbox.is_read]
+        return [own] if own is not None else [x for x in self._loops if not (x.is_read and x.thread.is_alive())]
 
     def __repr__(self) -> str:
         config = self.config

@@ -1,11 +1,14 @@
 """What comes out of the engine: plain data that no later step changes. The lists in it are the caller's own."""
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from time import perf_counter
 from typing import NamedTuple
 
 from tqdm import tqdm
+
+from nanovllm.utils.interrupts import interrupts_held
 
 
 class Record(Mapping):
@@ -111,12 +114,13 @@ class BeamOutput(Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BeamSearchOutput(Record):
-    """The beams that a search found, the best first."""
+    """The beams that a search found, the best first; those of one that was aborted, not `finished`, may be fewer or none."""
 
     request_id: int
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[BeamOutput]
+    finished: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,8 +166,8 @@ class StepOutput(NamedTuple):
 class ProgressBar(tqdm):
     """Requests that are done, and tokens per second of the last prefill and the last decode step."""
 
-    def __init__(self, total: int, disable: bool):
-        super().__init__(total=total, desc="Generating", disable=disable, dynamic_ncols=True)
+    def __init__(self, total: int):
+        super().__init__(total=total, desc="Generating", dynamic_ncols=True)
         self.rates: dict[str, str] = {}
         self.last = perf_counter()
 
@@ -173,5 +177,21 @@ class ProgressBar(tqdm):
             if num_tokens:
                 self.rates[kind] = f"{num_tokens / (now - self.last):.0f} tok/s"
         self.last = now
-        self.set_postfix(self.rates, refresh=False)
-        self.update(len(output.finished))
+        with interrupts_held():
+            self.set_postfix(self.rates, refresh=False)
+            self.update(len(output.finished))
+
+
+@contextmanager
+def progress_bar(total: int, disable: bool):
+    """A function that shows a StepOutput. An interrupt would leave tqdm's lock, which all of the process share, taken."""
+    if disable:
+        yield lambda output: None
+        return
+    with interrupts_held():
+        bar = ProgressBar(total)
+    try:
+        yield bar.show
+    finally:
+        with interrupts_held():
+            bar.close()

@@ -26,7 +26,7 @@ class InputProcessor:
         self.config, self.tokenizer = config, tokenizer
         self.num_requests = 0  # that ever were
         self._request_ids = itertools.count()
-        self._tokenizer_lock = threading.RLock()
+        self._lock = threading.RLock()
         self._shown, self._hidden = (Vocabulary(tokenizer, skip_special_tokens) for skip_special_tokens in (False, True))
 
     def default_sampling_params(self) -> SamplingParams:
@@ -35,7 +35,10 @@ class InputProcessor:
         raw = read_json(file) if file.exists() else {}
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
         given = {name.replace("new_", ""): raw[name] for name in names if raw.get(name) is not None}
-        return SamplingParams(**given | ({"temperature": 0.0} if raw.get("do_sample") is False else {}))
+        try:
+            return SamplingParams(**given | ({"temperature": 0.0} if raw.get("do_sample") is False else {}))
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{file}: {error}") from error
 
     def requests(self, prompts, sampling_params, inbox: Inbox, template_arguments: Mapping | None = None) -> list[Request]:
         """Those of a call of many prompts, with parameters for all or for each."""
@@ -43,7 +46,7 @@ class InputProcessor:
         params = sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts: give one, or as many")
-        default = self.default_sampling_params()
+        default = self.default_sampling_params() if any(x is None for x in params) else None
         made = enumerate(zip(prompts, params))
         return [self.request(p, default if x is None else x, inbox, i, template_arguments) for i, (p, x) in made]
 
@@ -56,7 +59,7 @@ class InputProcessor:
             raise TypeError(f"sampling_params={params!r}: must be a SamplingParams")
         text, token_ids = self._tokenize(prompt, template_arguments or {})
         model, bound = self.config.model_config, self.config.max_model_len
-        with self._tokenizer_lock:
+        with self._lock:
             bad_words = bad_word_token_ids(self.tokenizer, params.bad_words, model.vocab_size)
         check_request(params, model.vocab_size, model.eos_token_ids, self.config.max_logprobs, bad_words)
         request_id = self._next_id()
@@ -82,19 +85,23 @@ class InputProcessor:
 
     def _next_id(self) -> int:
         request_id = next(self._request_ids)
-        self.num_requests = max(self.num_requests, request_id + 1)
+        with self._lock:
+            self.num_requests = max(self.num_requests, request_id + 1)
         return request_id
 
     def _tokenize(self, prompt: Prompt, template_arguments: Mapping) -> tuple[str | None, list[int]]:
         """A prompt as text, if it came so, and as ids."""
+        if not isinstance(template_arguments, Mapping):
+            raise TypeError(f"chat_template_kwargs={template_arguments!r:.80}: must be a dict")
         if is_conversation(prompt):
-            with self._tokenizer_lock:
-                prompt = render_chat(self.tokenizer, prompt, template_arguments)
+            with self._lock:
+                text = render_chat(self.tokenizer, prompt, template_arguments)
+            prompt = {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False)}
         text, ids = prompt if isinstance(prompt, str) else None, prompt
         if isinstance(prompt, Mapping):
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
             is_known = not prompt.keys() - {"prompt", "prompt_token_ids"} and not isinstance(ids, str)
-            if not isinstance(text, str | None) or text is ids is None or not is_known:
+            if not isinstance(text, str | None) or text is None and ids is None or not is_known:
                 raise TypeError(f"prompt={prompt!r:.80}: a dict must have 'prompt' (text) or 'prompt_token_ids', and no more")
             ids = text if ids is None else ids
         ids = self._encode(ids) if isinstance(ids, str) else as_list(ids)
@@ -112,13 +119,13 @@ class InputProcessor:
                 raise ValueError(f"prompt: token id {token_id} is outside of the vocabulary (0 to {vocab_size - 1})")
         return text, ids if kinds == {int} else [int(i) for i in ids]
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"prompt={text!r:.80}: character {error.start} is a lone surrogate, which is no text") from None
-        with self._tokenizer_lock:
-            return self.tokenizer.encode(text)
+        with self._lock:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _noise_seed(self, params: SamplingParams, request_id: int) -> int:
         if params.seed is not None:

@@ -39,17 +39,16 @@ def as_prompts(prompts) -> list[Prompt]:
     return [items] if items and all(issubclass(kind, Integral) for kind in set(map(type, items))) else items
 
 
-def render_chat(tokenizer, messages: list[Message], template_arguments: Mapping) -> TokensPrompt:
-    """A conversation as its template renders it; ValueError where it can't. Parts of a content must be text."""
+def render_chat(tokenizer, messages: list[Message], template_arguments: Mapping) -> str:
+    """The text of a conversation, by its template; ValueError where it refuses it. Parts of a content must be text."""
     if not is_conversation(messages):
         raise ValueError(f"messages={messages!r:.80}: must be a list of dicts with 'role' and 'content', or a list of those")
     plain = [{**message, "content": _as_text(message.get("content"))} for message in messages]
     try:
-        text = tokenizer.apply_chat_template(plain, **{"add_generation_prompt": True} | template_arguments, tokenize=False)
-        ids = tokenizer.encode(text, add_special_tokens=False)
+        arguments = {"add_generation_prompt": True} | dict(template_arguments) | {"tokenize": False}
+        return tokenizer.apply_chat_template(plain, **arguments)
     except Exception as error:  # whatever a template may raise
         raise ValueError(f"messages={messages!r:.80}: the chat template refuses them ({error})") from error
-    return {"prompt_token_ids": ids, "prompt": text}
 
 
 def _as_text(content):

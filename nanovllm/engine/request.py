@@ -27,6 +27,7 @@ class Inbox:
         self.failure: BaseException | None = None  # that ended its requests
         self.thread = threading.current_thread()
         self.is_read = False  # by `step` in its own thread
+        self.ended: set[int] = set()  # of the live ones, those that this step has ended
         self._outputs: deque[StepOutput] = deque()
         self._begin()
 
@@ -42,18 +43,25 @@ class Inbox:
         self._outputs.append(output)
         if output.finished or output.new_tokens or output.events:
             self.is_ready = True
+        self.live.difference_update(self.ended)  # last, as whoever sees none alive looks for no more outputs
+        self.ended.clear()
 
     def drop(self, error: BaseException | None) -> None:
         """Its requests are gone; `take` is to raise if that is for an error."""
-        self.live.clear()
+        self._begin()
         self.failure = error
         self.is_ready = error is not None
+        self.live.clear()
+        self.ended.clear()
 
     def take(self) -> list[StepOutput]:
-        """All that has come since the last call. RuntimeError if the requests were dropped."""
+        """All that has come since the last call; once that was taken, RuntimeError if the requests were dropped."""
         self.is_ready = False
         outputs = [self._outputs.popleft() for _ in range(len(self._outputs))]
         if (error := self.failure) is not None:
+            if any(output.finished or output.events for output in outputs):
+                self.is_ready = True
+                return outputs
             self.failure = None
             raise RuntimeError(f"a step failed that another caller ran, and with it all requests: {error!r}") from error
         return outputs
@@ -75,6 +83,7 @@ class Request:
         self._detokenizers: dict[int, Detokenizer] = {}  # by the sequence's index
         self._num_told = [0] * len(group)  # tokens that events have brought
         self._token_texts = [TokenTexts(all_tokens) for _ in group]  # behind those
+        self._told_ends: set[int] = set()  # sequences whose last event was made
 
     @property
     def is_finished(self) -> bool:
@@ -85,7 +94,11 @@ class Request:
         return self._detokenizer(seq).cut_at_stop() if self.params.stop else None
 
     def tell(self, seq: Sequence) -> None:
-        """Put into the inbox what is new of `seq`."""
+        """Put into the inbox what is new of `seq`; nothing, if that was its last event already."""
+        if seq.index in self._told_ends:
+            return
+        if seq.finish_reason is not None:
+            self._told_ends.add(seq.index)
         told, self._num_told[seq.index] = self._num_told[seq.index], len(seq.token_ids) - seq.num_prompt_tokens
         token_ids = seq.token_ids[seq.num_prompt_tokens + told :]
         if self.inbox.wants is Wants.TOKENS:

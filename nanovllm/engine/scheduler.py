@@ -40,6 +40,7 @@ class Scheduler:
         self.refill_at = max_num_seqs  # new ones are admitted when no more than so many run
         self.num_held = 0  # steps without admission since it was full
         self.free_req_indices = list(range(max_num_seqs - 1, -1, -1))
+        self.is_decode_due = False  # before the next prefill
         self.num_preemptions = 0
         self.counts: Counter[str] = Counter()
 
@@ -55,15 +56,18 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None where all that runs waits only for tokens that are still on their way."""
         copies, self.block_manager.copies = self.block_manager.copies, {}  # those of this step's forks are the next one's
-        step = self._schedule_prefill()
+        first, second = self._schedule_prefill, self._schedule_decode
+        step = second() if self.is_decode_due else first()
         if not step.rows:
-            step = self._schedule_decode()
+            step = first() if self.is_decode_due else second()
         while not step.rows and self.waiting and (paused := [s for s in self.running.values() if s.is_paused]):
             self.preempt(paused[-1])  # beams that wait for others of their search, which find no blocks
             step = self._schedule_prefill()
         if not step.rows:
             self.block_manager.copies = copies
             return None
+        # beams are all prefill: others decode in between
+        self.is_decode_due = step.is_prefill and all(row.seq.pauses for row in step.rows)
         step.copies = [(source, target) for target, source in copies.items()]
         self.counts["prefill_steps" if step.is_prefill else "decode_steps"] += 1
         return step
@@ -137,7 +141,7 @@ class Scheduler:
         step = ScheduledStep(is_prefill=False)
         for seq in list(self.running.values()):
             if seq.status is not SequenceStatus.RUNNING or seq.num_tokens >= seq.max_num_tokens or seq.pauses:
-                continue  # made room for an earlier one, its last token is in flight, or it is chosen by a search
+                continue  # preempted above, at its length limit, or a beam, which goes on by `branch`
             while not self.block_manager.can_append(seq):
                 last = next(reversed(self.running.values()))
                 self.preempt(last)
@@ -272,11 +276,6 @@ class Scheduler:
                 self.live.setdefault(seq.request_id, {})[seq.index] = seq
                 if not seq.is_paused:
                     self.waiting[seq.request_id, seq.index] = seq
-
-    def forget_prefixes(self) -> None:
-        """Empty the prefix cache, unless there is something that may be using it."""
-        if not self.live:
-            self.block_manager.forget_prefixes()
 
     def stats(self) -> dict:
         """What `LLMEngine.stats` says."""

@@ -11,12 +11,13 @@ def interrupts_held():
     It always meets the main thread, so elsewhere there is nothing to hold; nor is there where its handler was not
     installed by Python, which could not put it back.
     """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or handler is None:
         yield
         return
     held = []
-    handler = signal.signal(signal.SIGINT, lambda *arguments: held.append(arguments))
     try:
+        signal.signal(signal.SIGINT, lambda *arguments: held.append(arguments))
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
