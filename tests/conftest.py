@@ -17,8 +17,8 @@ TINY = str(BUNDLED / "tiny-qwen3")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--stress-seconds", type=float, default=3.0, help="how long each stress test of callers takes")
-    parser.addoption("--interrupts", type=int, default=40, help="at how many moments each test of interrupts raises one")
+    parser.addoption("--stress-seconds", type=float, default=2.0, help="how long each stress test of callers takes")
+    parser.addoption("--interrupts", type=int, default=10, help="at how many moments each test of interrupts raises one")
 
 
 @pytest.fixture(scope="session")

@@ -125,8 +125,9 @@ def test_streaming_beside_generate():
     assert [line.split()[0] for line in out] == ["generate", "stream", "stream"] and "median of 7 pairs" in out[-1]
 
 
-def test_beams_beside_transformers():
-    out = run("--beams", "2", "--max-output-len", "4").splitlines()
+def test_beams_beside_transformers(monkeypatch, capsys):
+    main(monkeypatch, "--beams", "2", "--max-output-len", "4", "--device", "cpu")
+    out = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in out] == ["2", "nanovllm", "transformers"] and "20 tokens in, 4 out" in out[0]
 
 

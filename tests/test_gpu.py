@@ -331,7 +331,7 @@ def test_interrupts(float32_llm, requests, alone, interrupts):
     prompts, params = ([request[i] for request in requests] for i in (0, 1))
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        for _ in range(interrupts):
+        for _ in range(4 * interrupts):
             timer = threading.Timer(rng.random() * 0.1, os.kill, (os.getpid(), signal.SIGINT))
             try:
                 timer.start()
@@ -345,7 +345,7 @@ def test_interrupts(float32_llm, requests, alone, interrupts):
             assert [[output.token_ids for output in answer.outputs] for answer in answers] == alone
     finally:
         signal.signal(signal.SIGINT, handler)
-    assert num_interrupted > interrupts / 2
+    assert num_interrupted > 2 * interrupts
     check_whole(float32_llm)
 
 
