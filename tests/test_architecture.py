@@ -156,7 +156,7 @@ def code_lines(source: str) -> int:
 def test_package_is_an_evenings_reading(record_property, capsys):
     sources = {file: (ROOT / file).read_text() for file in FILES}
     sizes = {file: len(source.splitlines()) for file, source in sources.items()}
-    bounds = {"kernels": 1150, "ranks": 500, "core": 3150}
+    bounds = {"kernels": 1150, "ranks": 500, "core": 3250}
     code = dict.fromkeys(bounds, 0)
     for file, source in sources.items():
         room = "kernels" if file.startswith("kernels/") else "ranks" if file in RANKS else "core"

@@ -189,6 +189,10 @@ class EngineCore:
         self.model_runner.recover()  # what was queued still reads the host's buffers
         self._in_flight = None
         self.scheduler.reset()
+        with self.leadership.lock:
+            for inbox in self.inboxes:
+                inbox.live = {i for i in inbox.live if i in self.requests}
+            self.inboxes = {request.inbox for request in self.requests.values()}
         self._enqueue([request for request in self.requests.values() if not request.is_finished])
 
     def _drop_everything(self, error: BaseException | None) -> None:
