@@ -234,6 +234,17 @@ def test_ranks_that_do_not_reach_each_other(make_llm, chat, monkeypatch, tmp_pat
     asked = tasks()
     answers = llm.generate([chat(question) for question in asked], GREEDY, use_tqdm=False)
     assert [answer["text"] for answer in answers] == list(asked.values())
+    folder, begin = llm.workers.tp.folder, time.monotonic()
+    llm.exit()  # NCCL reads the file in which the ranks met once more
+    assert time.monotonic() - begin < 10 and not folder.exists()
+
+    llm = make_llm(device="cuda", dtype="auto", tensor_parallel_size=size, gpu_memory_utilization=0.1, max_num_seqs=20)
+    process, folder = llm.workers.processes[0], llm.workers.tp.folder
+    threading.Timer(0.5, process.kill).start()
+    with pytest.raises(RuntimeError, match=r"rank 1 was killed \(SIGKILL\)"):
+        while True:
+            llm.generate([[i] for i in range(20)], GREEDY, use_tqdm=False)
+    assert not folder.exists() and torch.cuda.memory_reserved() < 2**28
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])

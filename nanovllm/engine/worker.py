@@ -81,7 +81,7 @@ class Workers:
     def wait_until_started(self) -> None:
         if self._progress:
             self._await(lambda: min(self._progress) >= 2)
-            if not self.tp.needs_store:
+            if self.tp.folder is None:
                 self._remove_folder()  # from here on nothing of ours has a name
 
     def _await(self, condition: Callable[[], bool]) -> None:
@@ -202,7 +202,8 @@ class Workers:
                 process.wait(5.0)
         for pipe in pipes.values():
             pipe.close()
-        self._remove_folder()
+        if self.tp.lost or self.tp.folder is None:
+            self._remove_folder()  # else NCCL reads it once more: where it is gone, `tp.close` would wait for minutes
 
     def _remove_folder(self) -> None:
         if self._folder is not None:

@@ -1,6 +1,7 @@
 """The ranks that share a model: this rank's place among them, and what they do together."""
 import ctypes
 import os
+import shutil
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,13 +30,14 @@ class TensorParallel:
     group: dist.ProcessGroup | None = None
     peers: PeerMemory | None = None
     lost: bool = False  # another rank is gone, and what we compute is worthless
+    folder: Path | None = None  # of the file in which the ranks met, where `group` goes on using it, as NCCL does
 
     @classmethod
     def connect(cls, rank: int, size: int, folder: Path, device: torch.device, room: int) -> "TensorParallel":
         """Meet the other ranks in `folder`; returns when all have come. `room` is the bytes of the largest sum."""
         store = dist.FileStore(str(folder / "store"), size)
         timeout = timedelta(seconds=STEP_TIMEOUT)
-        group = peers = None
+        group = peers = kept = None
         if device.type == "cpu":
             group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
         elif PeerMemory.is_possible(device, rank, size):
@@ -44,7 +46,8 @@ class TensorParallel:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
-        tp = cls(rank, size, group, peers)
+            kept = folder
+        tp = cls(rank, size, group, peers, folder=kept)
         _connected.add(tp)
         return tp
 
@@ -82,11 +85,6 @@ class TensorParallel:
         """Of device memory that PyTorch's allocator does not know of."""
         return self.peers.memory.nbytes if self.peers is not None else 0
 
-    @property
-    def needs_store(self) -> bool:
-        """Whether the file in which the ranks met is read later on, as NCCL may do."""
-        return self.group is not None and not isinstance(self.group, dist.ProcessGroupGloo)
-
     def check(self) -> None:
         """RuntimeError if a rank was lost."""
         if self.lost:
@@ -97,18 +95,20 @@ class TensorParallel:
         self.lost = True
         if self.peers is not None:
             self.peers.abort()
-        elif self.needs_store:  # NCCL: this returns only when the graphs that hold its operations are gone, which is later
-            threading.Thread(target=self.group.abort, name="nanovllm abort", daemon=True).start()
-        elif self.group is not None:
-            self.group.abort()
+        elif self.group is not None:  # in half a second, unless NCCL waits for graphs that are still there
+            thread = threading.Thread(target=self.group.abort, name="nanovllm abort", daemon=True)
+            thread.start()
+            thread.join(2.0)
 
     def close(self) -> None:
         """Leave the others; nothing that needs them may be queued any more."""
         if self.peers is not None:
             self.peers.close()
-        elif self.group is not None:
+        elif self.group is not None and not self.lost:
             self.group.abort()  # what frees it in good order waits for the others
         self.group = self.peers = None
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 _connected: WeakSet[TensorParallel] = WeakSet()
