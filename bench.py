@@ -15,6 +15,7 @@ On CUDA the limit is what the chip allows: the bytes of weights and of keys and 
 the rate at which this device reads, and the operations of the prefill over its rate of matrix products; both rates
 are measured here, and several ranks have several times as much.
 """
+
 import argparse
 import importlib.util
 import logging
@@ -73,9 +74,7 @@ def headline(num_seqs: int, max_input_len: int, max_output_len: int, seed: int, 
     rng = random.Random(seed)
     top = min(10_000, vocab_size - 1)
     min_input_len, min_output_len = (max(1, length * 100 // 1024) for length in (max_input_len, max_output_len))
-    prompts = [
-        [rng.randint(0, top) for _ in range(rng.randint(min_input_len, max_input_len))] for _ in range(num_seqs)
-    ]
+    prompts = [[rng.randint(0, top) for _ in range(rng.randint(min_input_len, max_input_len))] for _ in range(num_seqs)]
     return [Request(prompt, rng.randint(min_output_len, max_output_len)) for prompt in prompts]
 
 
@@ -118,9 +117,7 @@ def sampling_params(requests: list[Request]) -> list:
     from nanovllm import SamplingParams
 
     return [
-        SamplingParams(
-            temperature=TEMPERATURE, top_k=r.top_k, top_p=r.top_p, ignore_eos=True, max_tokens=r.max_tokens
-        )
+        SamplingParams(temperature=TEMPERATURE, top_k=r.top_k, top_p=r.top_p, ignore_eos=True, max_tokens=r.max_tokens)
         for r in requests
     ]
 
@@ -323,9 +320,13 @@ def run_vllm(model: str, settings: dict, workloads: dict[str, list[list[Request]
     def run(requests: list[Request]) -> Result:
         params = [
             SamplingParams(
-                temperature=TEMPERATURE, top_k=r.top_k, top_p=r.top_p, ignore_eos=True, max_tokens=r.max_tokens,
+                temperature=TEMPERATURE,
+                top_k=r.top_k,
+                top_p=r.top_p,
+                ignore_eos=True,
+                max_tokens=r.max_tokens,
                 detokenize=False,
-            )  # fmt: skip
+            )
             for r in requests
         ]
         begin = perf_counter()
@@ -370,7 +371,9 @@ def limit_seconds(requests: list[Request], config, bytes_per_s: float, operation
     """
     shape = config.model_config
     heads, kv_heads, head_dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-    of_layer = shape.hidden_size * (2 * heads + 2 * kv_heads) * head_dim + 3 * shape.hidden_size * shape.intermediate_size
+    of_layer = (
+        shape.hidden_size * (2 * heads + 2 * kv_heads) * head_dim + 3 * shape.hidden_size * shape.intermediate_size
+    )
     of_layers = of_layer * shape.num_hidden_layers
     of_head = shape.hidden_size * shape.vocab_size
     kv_bytes = 2 * shape.num_hidden_layers * kv_heads * head_dim * config.dtype.itemsize  # of a token
@@ -456,7 +459,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--profile", type=writable_folder, metavar="FOLDER", help="write traces of decode steps, and nothing else"
     )
     parser.add_argument("--streaming", action="store_true", help="compare generate with stream, and nothing else")
-    parser.add_argument("--beams", type=size, metavar="WIDTH", help="compare beam search with transformers', and nothing else")
+    parser.add_argument(
+        "--beams", type=size, metavar="WIDTH", help="compare beam search with transformers', and nothing else"
+    )
     parser.add_argument(
         "--compare", type=other_engines, default=[], help="transformers, vllm, or both with a comma between them"
     )
@@ -517,9 +522,7 @@ def main() -> None:
     for request in (request for made in requests.values() for request in made):
         request.top_k, request.top_p = args.top_k, args.top_p
     workloads = {
-        name: [other_ids(made, vocab_size), made]
-        for name, made in requests.items()
-        if args.workload in ("all", name)
+        name: [other_ids(made, vocab_size), made] for name, made in requests.items() if args.workload in ("all", name)
     }
     engines = ["nanovllm", *args.compare]
     results = {}

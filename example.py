@@ -1,4 +1,5 @@
 """Four questions to the bundled model, or to any other: `python example.py --model Qwen/Qwen3-0.6B`."""
+
 import argparse
 import logging
 

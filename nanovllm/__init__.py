@@ -1,4 +1,5 @@
 """nano-vllm: compact LLM inference. `LLM(model).generate(prompts, SamplingParams(...))`."""
+
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.engine.prompts import TextPrompt, TokensPrompt
 from nanovllm.llm import LLM
@@ -6,6 +7,13 @@ from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [
-    "LLM", "BeamSearchParams", "CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "SamplingParams",
-    "TextPrompt", "TokensPrompt",
-]  # fmt: skip
+    "LLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
+]

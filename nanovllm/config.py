@@ -1,4 +1,5 @@
 """Settings of an engine: frozen, validated, with nothing left to guess."""
+
 import importlib.util
 import os
 from dataclasses import dataclass, field, fields, replace

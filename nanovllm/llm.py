@@ -1,4 +1,5 @@
 """The name that people import: the engine, and what can be said in its terms."""
+
 from collections.abc import Mapping
 
 from nanovllm.engine.llm_engine import LLMEngine
@@ -20,11 +21,16 @@ class LLM(LLMEngine):
         return self.processor.default_sampling_params()
 
     def chat(
-        self, messages: list[Message] | list[list[Message]],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None, use_tqdm: bool = True,
-        chat_template: str | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False,
-        tools: list[dict] | None = None, chat_template_kwargs: Mapping | None = None,
-    ) -> list[RequestOutput]:  # fmt: skip
+        self,
+        messages: list[Message] | list[list[Message]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict] | None = None,
+        chat_template_kwargs: Mapping | None = None,
+    ) -> list[RequestOutput]:
         """The answers of `generate` to one conversation or several, each a list of messages (`role`, `content`).
 
         `chat_template_kwargs` go to the chat template: `{"enable_thinking": False}`, say. A conversation that the template
@@ -40,7 +46,9 @@ class LLM(LLMEngine):
         } | dict(chat_template_kwargs or {})
         conversations = [messages] if is_conversation(messages) else messages
         if not isinstance(conversations, (list, tuple)) or not all(map(is_conversation, conversations)):
-            raise ValueError(f"messages={messages!r:.80}: must be a list of dicts with 'role' and 'content', or a list of those")
+            raise ValueError(
+                f"messages={messages!r:.80}: must be a list of dicts with 'role' and 'content', or a list of those"
+            )
         inbox = Inbox(Wants.ANSWERS)
         return self._answers(self.processor.requests(conversations, sampling_params, inbox, arguments), inbox, use_tqdm)
 

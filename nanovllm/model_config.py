@@ -1,4 +1,5 @@
 """The shape of a model, read from its folder."""
+
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +10,12 @@ from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.hub import read_json
 
 DTYPES = {
-    "float32": torch.float32, "float": torch.float32, "float16": torch.float16, "half": torch.float16,
+    "float32": torch.float32,
+    "float": torch.float32,
+    "float16": torch.float16,
+    "half": torch.float16,
     "bfloat16": torch.bfloat16,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)

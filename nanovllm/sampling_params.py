@@ -1,4 +1,5 @@
 """What a request may ask of its generation, and the checks of it that need to know the model."""
+
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -64,15 +65,22 @@ class SamplingParams:
 
     def __post_init__(self):
         for name, low, high in (
-            ("temperature", 0, 1e9), ("top_p", 1e-6, 1), ("min_p", 0, 1), ("repetition_penalty", 0.01, 100),
-            ("presence_penalty", -2, 2), ("frequency_penalty", -2, 2),
-        ):  # fmt: skip
+            ("temperature", 0, 1e9),
+            ("top_p", 1e-6, 1),
+            ("min_p", 0, 1),
+            ("repetition_penalty", 0.01, 100),
+            ("presence_penalty", -2, 2),
+            ("frequency_penalty", -2, 2),
+        ):
             _set(self, name, check_real(name, getattr(self, name), low, high))
         for name, low, high in (("top_k", -1, 2**31 - 1), ("n", 1, 2**14)):
             _set(self, name, check_int(name, getattr(self, name), low, high))
         for name, low, high in (
-            ("max_tokens", 1, None), ("seed", -1, 2**64 - 1), ("logprobs", -1, None), ("prompt_logprobs", -1, None),
-        ):  # fmt: skip
+            ("max_tokens", 1, None),
+            ("seed", -1, 2**64 - 1),
+            ("logprobs", -1, None),
+            ("prompt_logprobs", -1, None),
+        ):
             _set(self, name, check_int(name, getattr(self, name), low, high, optional=True))
         _set(self, "seed", None if self.seed == -1 else self.seed)
         most = 2**30 if self.max_tokens is None else min(self.max_tokens, 2**30)
@@ -123,9 +131,12 @@ def early_stops(params: SamplingParams, eos_token_ids: frozenset[int]) -> set[in
 
 
 def check_request(
-    params: SamplingParams, vocab_size: int, eos_token_ids: frozenset[int], max_logprobs: int,
+    params: SamplingParams,
+    vocab_size: int,
+    eos_token_ids: frozenset[int],
+    max_logprobs: int,
     bad_words: tuple[tuple[int, ...], ...] = (),
-) -> None:  # fmt: skip
+) -> None:
     """ValueError for what is right in itself, but not of this model. `bad_words` are what `bad_word_token_ids` made.
 
     At most `max_logprobs` log-probabilities of a token are given, or with -1 as many as there are tokens.

@@ -1,5 +1,9 @@
 """What tests share. The bundled model is the test data; transformers' own Qwen3 on its weights is the reference."""
+
 import os
+
+# here and in every process that a test starts: threads that wait for each other are slow beyond measure where a core is taken
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
@@ -11,14 +15,15 @@ from nanovllm import LLM
 from nanovllm.utils.hub import BUNDLED
 
 torch.set_grad_enabled(False)
-torch.set_num_threads(1)  # threads that wait for each other are slow beyond measure where a core is taken
 
 TINY = str(BUNDLED / "tiny-qwen3")
 
 
 def pytest_addoption(parser):
     parser.addoption("--stress-seconds", type=float, default=2.0, help="how long each stress test of callers takes")
-    parser.addoption("--interrupts", type=int, default=10, help="at how many moments each test of interrupts raises one")
+    parser.addoption(
+        "--interrupts", type=int, default=10, help="at how many moments each test of interrupts raises one"
+    )
 
 
 @pytest.fixture(scope="session")

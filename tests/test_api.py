@@ -1,8 +1,8 @@
 """What a user of `LLM` sees: answers, refusals, the loop by hand, and an engine that survives errors."""
+
 import json
 import shutil
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -70,7 +70,10 @@ def test_shapes_of_prompts(llm, prompts, alone):
     assert run(llm, [np.int32(token_id) for token_id in prompts[3]]) == [alone[3]]
     assert run(llm, (question for question in QUESTIONS)) == alone
     assert run(llm, {"prompt": QUESTIONS[0]}) == run(llm, {"prompt_token_ids": prompts[0]}) == alone[:1]
-    assert run(llm, [{"prompt": QUESTIONS[0]}, {"prompt_token_ids": np.array(prompts[1])}, QUESTIONS[2], prompts[3]]) == alone
+    assert (
+        run(llm, [{"prompt": QUESTIONS[0]}, {"prompt_token_ids": np.array(prompts[1])}, QUESTIONS[2], prompts[3]])
+        == alone
+    )
     (answer,) = llm.generate({"prompt_token_ids": prompts[0], "prompt": "its text"}, GREEDY, use_tqdm=False)
     assert (answer.token_ids, answer.prompt) == (alone[0], "its text")
 

@@ -1,4 +1,5 @@
 """The house of DESIGN.md: who may import whom, read from the sources, and how much there is to read."""
+
 import ast
 import io
 import tokenize
@@ -12,7 +13,13 @@ import nanovllm
 ROOT = Path(nanovllm.__file__).parent
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 RANKS = ["engine/worker.py", "engine/step_channel.py", "utils/distributed.py", "utils/peer_memory.py"]
-SCHEDULING = ["engine/detokenizer.py", "engine/sequence.py", "engine/scheduled_step.py", "engine/block_manager.py", "engine/scheduler.py"]
+SCHEDULING = [
+    "engine/detokenizer.py",
+    "engine/sequence.py",
+    "engine/scheduled_step.py",
+    "engine/block_manager.py",
+    "engine/scheduler.py",
+]
 
 # A file imports from lower floors, from what stands left of it on its own line, and from its own place if that is a
 # folder or a group. A floor may have several lines, which do not know of each other.
@@ -166,4 +173,7 @@ def test_package_is_an_evenings_reading(record_property, capsys):
         print(f"\nnanovllm: lines of code {code}, {sum(sizes.values())} in all, in {len(sizes)} files")
     assert max(sizes.values()) <= 300, {file: size for file, size in sizes.items() if size > 300}
     assert all(code[room] <= bound for room, bound in bounds.items()), code
-    assert code_lines('"""A docstring."""\n\n# a comment\ndef f(x):\n    """More."""\n    return (\n        x\n    )\n') == 4
+    assert (
+        code_lines('"""A docstring."""\n\n# a comment\ndef f(x):\n    """More."""\n    return (\n        x\n    )\n')
+        == 4
+    )

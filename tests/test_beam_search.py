@@ -1,8 +1,9 @@
 """Beam search against transformers' own, on the tiny model in float32."""
+
 import pytest
 import torch
-
 from conftest import TINY
+
 from nanovllm import BeamSearchParams, SamplingParams
 
 QUESTIONS = ["What is 17 + 25?", "Sort: 9, 3, 71, 20", "introduce yourself", "Who wrote it?"]
@@ -22,10 +23,19 @@ def reference():
 
     def search(prompt: list[int], width: int, max_tokens: int, length_penalty: float) -> list[tuple[list[int], float]]:
         out = model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
-            temperature=None, top_p=None, top_k=None, num_beams=width, num_return_sequences=width,
-            max_new_tokens=max_tokens, length_penalty=length_penalty, output_scores=True, return_dict_in_generate=True,
-        )  # fmt: skip
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            num_beams=width,
+            num_return_sequences=width,
+            max_new_tokens=max_tokens,
+            length_penalty=length_penalty,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
         found = []
         for ids, beams, score in zip(out.sequences, out.beam_indices, out.sequences_scores):
             found.append((ids[len(prompt) :][: (beams >= 0).sum()].tolist(), score.item()))
@@ -44,7 +54,9 @@ def test_sequences_and_scores_are_transformers(make_llm, prompts, reference, wid
         expected = reference(prompt, width, 24, length_penalty)
         assert result["prompt_token_ids"] == prompt
         assert [output["token_ids"] for output in result["outputs"]] == [ids for ids, _ in expected]
-        assert [output["score"] for output in result["outputs"]] == pytest.approx([s for _, s in expected], rel=1e-5, abs=1e-4)
+        assert [output["score"] for output in result["outputs"]] == pytest.approx(
+            [s for _, s in expected], rel=1e-5, abs=1e-4
+        )
         assert result["outputs"][0]["text"] == llm.tokenizer.decode(expected[0][0], skip_special_tokens=True)
         lengths |= {len(ids) for ids, _ in expected}
     assert len(lengths) > 2 and max(lengths) == 24

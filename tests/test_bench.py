@@ -1,4 +1,5 @@
 """bench.py: its workloads are the published ones, its limit is arithmetic, and its commands run."""
+
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,17 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-import bench  # noqa: E402
+import bench
 
 QWEN3_06B = SimpleNamespace(
-    num_attention_heads=16, num_key_value_heads=8, head_dim=128, hidden_size=1024, intermediate_size=3072,
-    num_hidden_layers=28, vocab_size=151936,
-)  # fmt: skip
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    vocab_size=151936,
+)
 CONFIG = SimpleNamespace(model_config=QWEN3_06B, dtype=torch.bfloat16, max_num_seqs=512)
 
 
@@ -44,7 +50,9 @@ def test_limit():
 def test_smallest_workloads(lengths, monkeypatch, capsys):
     """Every request has a token in and a token out, however the lengths are scaled, and fits in the model's length."""
     seen = {}
-    monkeypatch.setitem(bench.ENGINES, "nanovllm", lambda model, settings, workloads: seen.update(workloads) or fake(workloads))
+    monkeypatch.setitem(
+        bench.ENGINES, "nanovllm", lambda model, settings, workloads: seen.update(workloads) or fake(workloads)
+    )
     main(monkeypatch, "--num-seqs", "1", "--max-input-len", str(lengths[0]), "--max-output-len", str(lengths[1]))
     assert list(seen) == ["headline", "single", "prefill"]
     for request in (request for runs in seen.values() for requests in runs for request in requests):
@@ -110,7 +118,17 @@ def test_progress(monkeypatch, capsys):
 
 
 def run(*arguments: str) -> str:
-    command = [sys.executable, "bench.py", "--num-seqs", "3", "--max-input-len", "32", "--max-output-len", "24", *arguments]
+    command = [
+        sys.executable,
+        "bench.py",
+        "--num-seqs",
+        "3",
+        "--max-input-len",
+        "32",
+        "--max-output-len",
+        "24",
+        *arguments,
+    ]
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 

@@ -1,4 +1,5 @@
 """Who gets which block: reference counts, the prefix cache and its eviction. Here the tests play scheduler."""
+
 import random
 from itertools import count
 from time import process_time

@@ -1,4 +1,5 @@
 """Several callers of one engine at a time, and interrupts at any moment: everyone gets the own answer, and nothing is lost."""
+
 import os
 import random
 import signal
@@ -334,7 +335,12 @@ def test_exit_in_a_signal_handler(make_llm, monkeypatch, requests):
 def test_abort_in_a_signal_handler(make_llm, monkeypatch, requests, alone, moment):
     """In the midst of a step it takes effect with the next one; a call that would need a step of its own is refused."""
     llm = make_llm(async_scheduling=moment % 2 == 1)
-    where = [(llm.scheduler, "schedule"), (llm.scheduler, "postprocess"), (llm.model_runner, "prepare"), (llm.core, "_take_in")]
+    where = [
+        (llm.scheduler, "schedule"),
+        (llm.scheduler, "postprocess"),
+        (llm.model_runner, "prepare"),
+        (llm.core, "_take_in"),
+    ]
     target, name = where[moment]
     plain, refused = getattr(target, name), []
 
@@ -364,7 +370,17 @@ def test_abort_in_a_signal_handler(make_llm, monkeypatch, requests, alone, momen
 class Interrupt:
     """Raises KeyboardInterrupt at the k-th bytecode that is run in the engine's own files."""
 
-    FILES = ("leadership", "llm_engine", "engine_core", "request", "scheduler", "block_manager", "batch", "detokenizer", "beam_search")
+    FILES = (
+        "leadership",
+        "llm_engine",
+        "engine_core",
+        "request",
+        "scheduler",
+        "block_manager",
+        "batch",
+        "detokenizer",
+        "beam_search",
+    )
 
     def __init__(self, at: int, files=FILES, by_signal: bool = False):
         self.at, self.count, self.by_signal = at, 0, by_signal

@@ -1,4 +1,5 @@
 """Settings and sampling parameters: what is resolved to what, and what is refused in which words."""
+
 import dataclasses
 import importlib.util
 import json
@@ -78,15 +79,30 @@ def test_bad_value(name, value, bound):
 
 @pytest.mark.parametrize(
     "name, value, kind",
-    [(name, value, "an integer") for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len",
-     "tensor_parallel_size", "kvcache_block_size", "num_kvcache_blocks", "seed", "max_logprobs") for value in (16.0, "16", True, [16])]
+    [
+        (name, value, "an integer")
+        for name in (
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "max_model_len",
+            "tensor_parallel_size",
+            "kvcache_block_size",
+            "num_kvcache_blocks",
+            "seed",
+            "max_logprobs",
+        )
+        for value in (16.0, "16", True, [16])
+    ]
     + [(name, None, "an integer") for name in ("max_num_batched_tokens", "max_num_seqs", "kvcache_block_size")]
     + [("gpu_memory_utilization", value, "a number") for value in ("0.9", None, True, 1j)]
-    + [(name, value, "True or False") for name in ("enforce_eager", "enable_prefix_caching", "async_scheduling")
-     for value in (1, 0, "yes", 0.0)]
+    + [
+        (name, value, "True or False")
+        for name in ("enforce_eager", "enable_prefix_caching", "async_scheduling")
+        for value in (1, 0, "yes", 0.0)
+    ]
     + [("enforce_eager", None, "True or False"), ("enable_prefix_caching", None, "True or False")]
     + [("revision", 1, "a string or None"), ("tokenizer", 1, "a folder, a hub id")],
-)  # fmt: skip
+)
 def test_bad_type(name, value, kind):
     with pytest.raises(TypeError) as error:
         config(**{name: value})
@@ -101,10 +117,17 @@ def test_unknown_setting(make, name):
         make(**{name: 1})
 
 
-@pytest.mark.parametrize("name, meant", [
-    ("max_num_sequences", "max_num_seqs"), ("Dtype", "dtype"), ("enforce-eager", "enforce_eager"),
-    ("block_size", "kvcache_block_size"), ("num_gpu_blocks_override", "num_kvcache_blocks"), ("zzz", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, meant",
+    [
+        ("max_num_sequences", "max_num_seqs"),
+        ("Dtype", "dtype"),
+        ("enforce-eager", "enforce_eager"),
+        ("block_size", "kvcache_block_size"),
+        ("num_gpu_blocks_override", "num_kvcache_blocks"),
+        ("zzz", None),
+    ],
+)
 def test_misspelt_setting(name, meant):
     with pytest.raises(TypeError) as error:
         config(**{name: 1})
@@ -113,26 +136,56 @@ def test_misspelt_setting(name, meant):
 
 def test_values_of_vllm_that_change_nothing(make_llm):
     harmless = dict(
-        trust_remote_code=False, quantization=None, swap_space=4, disable_log_stats=True, tokenizer_mode="auto",
-        skip_tokenizer_init=False, enable_chunked_prefill=True, pipeline_parallel_size=1, data_parallel_size=1,
-        kv_cache_dtype="auto", cpu_offload_gb=0, enable_lora=False, speculative_config=None, download_dir=None,
-        distributed_executor_backend="mp", disable_custom_all_reduce=False, max_seq_len_to_capture=8192, runner="auto",
-        compilation_config=None, task="generate", hf_overrides=None, tokenizer_revision=None, generation_config="auto",
-        limit_mm_per_prompt=None, disable_log_requests=True,
-    )  # fmt: skip
+        trust_remote_code=False,
+        quantization=None,
+        swap_space=4,
+        disable_log_stats=True,
+        tokenizer_mode="auto",
+        skip_tokenizer_init=False,
+        enable_chunked_prefill=True,
+        pipeline_parallel_size=1,
+        data_parallel_size=1,
+        kv_cache_dtype="auto",
+        cpu_offload_gb=0,
+        enable_lora=False,
+        speculative_config=None,
+        download_dir=None,
+        distributed_executor_backend="mp",
+        disable_custom_all_reduce=False,
+        max_seq_len_to_capture=8192,
+        runner="auto",
+        compilation_config=None,
+        task="generate",
+        hf_overrides=None,
+        tokenizer_revision=None,
+        generation_config="auto",
+        limit_mm_per_prompt=None,
+        disable_log_requests=True,
+    )
     assert set(harmless) == set(VLLM_SETTINGS)
     assert config(**harmless) == config()
     assert config(swap_space=0.5, distributed_executor_backend=None, enable_chunked_prefill=None) == config()
     assert make_llm(**harmless).config.model == TINY
 
 
-@pytest.mark.parametrize("name, value, accepted", [
-    ("trust_remote_code", True, "False"), ("trust_remote_code", 0, "False"), ("quantization", "awq", "None"),
-    ("tokenizer_mode", "slow", "'auto'"), ("pipeline_parallel_size", 2, "1"), ("pipeline_parallel_size", True, "1"),
-    ("distributed_executor_backend", "ray", "None or 'mp'"), ("cpu_offload_gb", 10, "0 or 0.0"),
-    ("swap_space", None, "of type Real"), ("disable_log_stats", 1, "of type bool"), ("kv_cache_dtype", "fp8", "'auto'"),
-    ("compilation_config", {}, "None"), ("enable_lora", True, "False"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, value, accepted",
+    [
+        ("trust_remote_code", True, "False"),
+        ("trust_remote_code", 0, "False"),
+        ("quantization", "awq", "None"),
+        ("tokenizer_mode", "slow", "'auto'"),
+        ("pipeline_parallel_size", 2, "1"),
+        ("pipeline_parallel_size", True, "1"),
+        ("distributed_executor_backend", "ray", "None or 'mp'"),
+        ("cpu_offload_gb", 10, "0 or 0.0"),
+        ("swap_space", None, "of type Real"),
+        ("disable_log_stats", 1, "of type bool"),
+        ("kv_cache_dtype", "fp8", "'auto'"),
+        ("compilation_config", {}, "None"),
+        ("enable_lora", True, "False"),
+    ],
+)
 def test_values_of_vllm_that_are_not_supported(name, value, accepted):
     with pytest.raises(ValueError) as error:
         config(**{name: value})
@@ -282,11 +335,18 @@ def test_eos_token_ids(tmp_path, generation, own, expected):
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-@pytest.mark.parametrize("ids, message", [
-    (2048, "eos_token_id=2048: must be at most 2047"), ([1, -1], "eos_token_id=-1: must be at least 0"),
-    ("2047", "eos_token_id='2047': must be an integer"), ([[1]], r"eos_token_id=\[1\]: must be an integer"),
-    (True, "eos_token_id=True: must be an integer"), (1.0, "eos_token_id=1.0"), ({"id": 1}, "eos_token_id={'id': 1}"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "ids, message",
+    [
+        (2048, "eos_token_id=2048: must be at most 2047"),
+        ([1, -1], "eos_token_id=-1: must be at least 0"),
+        ("2047", "eos_token_id='2047': must be an integer"),
+        ([[1]], r"eos_token_id=\[1\]: must be an integer"),
+        (True, "eos_token_id=True: must be an integer"),
+        (1.0, "eos_token_id=1.0"),
+        ({"id": 1}, "eos_token_id={'id': 1}"),
+    ],
+)
 def test_bad_eos_token_id(tmp_path, file, ids, message):
     shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
     raw = json.loads((tmp_path / file).read_text())
@@ -295,9 +355,14 @@ def test_bad_eos_token_id(tmp_path, file, ids, message):
         ModelConfig.read(tmp_path)
 
 
-@pytest.mark.parametrize("name, value, kind", [
-    ("num_hidden_layers", 0, ValueError), ("vocab_size", "2048", TypeError), ("hidden_size", None, TypeError),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, value, kind",
+    [
+        ("num_hidden_layers", 0, ValueError),
+        ("vocab_size", "2048", TypeError),
+        ("hidden_size", None, TypeError),
+    ],
+)
 def test_bad_model_config(tmp_path, name, value, kind):
     raw = json.loads((Path(TINY) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {name: value}))
@@ -354,7 +419,7 @@ def test_bad_model_config(tmp_path, name, value, kind):
         ("repetition_penalty", 0, ValueError, "at least 0.01"),
         ("repetition_penalty", math.inf, ValueError, "finite"),
         ("logit_bias", [1], TypeError, "map token ids to numbers"),
-        ("logit_bias", {i: 1.0 for i in range(301)}, ValueError, "301: must be at most 300"),
+        ("logit_bias", dict.fromkeys(range(301), 1.0), ValueError, "301: must be at most 300"),
         ("stop_token_ids", range(129), ValueError, "at most 128"),
         ("stop_token_ids", [*range(129)], ValueError, "129: must be at most 128"),
         ("top_k", 2**31, ValueError, f"at most {2**31 - 1}"),
@@ -379,7 +444,7 @@ def test_good_sampling_params():
     assert SamplingParams() == SamplingParams(temperature=1.0, max_tokens=64, ignore_eos=False, seed=None)
     SamplingParams(temperature=0, max_tokens=np.int64(1), ignore_eos=True, seed=2**64 - 1)
     SamplingParams(temperature=np.float32(0.5), seed=np.uint64(7))
-    SamplingParams(top_p=1, top_k=-1, min_p=1, min_tokens=64, logit_bias={i: -100 for i in range(300)}, logprobs=0)
+    SamplingParams(top_p=1, top_k=-1, min_p=1, min_tokens=64, logit_bias=dict.fromkeys(range(300), -100), logprobs=0)
     for ids in (7, [7], (7,), {7}, [np.int64(7)]):
         assert SamplingParams(stop="a", stop_token_ids=ids) == SamplingParams(stop=["a"], stop_token_ids=[7])
     assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()

@@ -1,15 +1,16 @@
 """Ids to text as they come, and where stop strings cut it; the reference looks at the whole text, one character at a time."""
+
 import random
 from time import perf_counter
 from types import SimpleNamespace
 
 import pytest
+from test_scheduler import advance, make_scheduler
 
 from nanovllm.engine.detokenizer import Detokenizer, Vocabulary
 from nanovllm.engine.request import Inbox, Request, Wants
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
-from test_scheduler import advance, make_scheduler
 
 # pieces that overlap, two that are halves of a character, and one without text
 TOKENS = dict(enumerate([b"", b"", b"a", b"b", b"ab", b"ba", b"bab", b"\xc3", b"\xa9", b"", b"a\xc3"]))
@@ -106,9 +107,12 @@ def test_stop_strings(include):
         ids = rng.choices(range(2, len(TOKENS)), k=rng.randint(1, 12))
         stops = ["".join(rng.choices("abé", k=rng.randint(1, 4))) for _ in range(rng.randint(1, 3))]
         params = SamplingParams(
-            max_tokens=len(ids), min_tokens=rng.randint(0, min(3, len(ids))), include_stop_str_in_output=include,
-            stop=stops, stop_token_ids=rng.choice([(), (9,)]),
-        )  # fmt: skip
+            max_tokens=len(ids),
+            min_tokens=rng.randint(0, min(3, len(ids))),
+            include_stop_str_in_output=include,
+            stop=stops,
+            stop_token_ids=rng.choice([(), (9,)]),
+        )
         expected = reference(ids, params)
         for wants in Wants:
             inbox = run(params, ids, wants)

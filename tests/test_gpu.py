@@ -1,4 +1,5 @@
 """On CUDA devices, in bfloat16: every backend, with graphs and without, against right answers and transformers."""
+
 import importlib.util
 import os
 import random
@@ -9,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from conftest import TINY
+from test_callers import Caller, check_whole, requests, threads  # noqa: F401  (`requests` is a fixture)
+
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.sampling_params import bad_word_token_ids
-from test_callers import Caller, check_whole, requests, threads  # noqa: F401  (`requests` is a fixture)
 
 pytestmark = pytest.mark.gpu
 
@@ -46,9 +47,14 @@ def tasks() -> dict[str, str]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_right_answers(make_llm, chat, backend, async_scheduling, enforce_eager):
     llm = make_llm(
-        device="cuda", dtype="auto", attention_backend=backend, async_scheduling=async_scheduling,
-        enforce_eager=enforce_eager, gpu_memory_utilization=0.1, max_num_seqs=20,
-    )  # fmt: skip
+        device="cuda",
+        dtype="auto",
+        attention_backend=backend,
+        async_scheduling=async_scheduling,
+        enforce_eager=enforce_eager,
+        gpu_memory_utilization=0.1,
+        max_num_seqs=20,
+    )
     asked = tasks()
     answers = llm.generate([chat(question) for question in asked], GREEDY, use_tqdm=False)
     assert [answer["text"] for answer in answers] == list(asked.values())
@@ -58,7 +64,9 @@ def test_right_answers(make_llm, chat, backend, async_scheduling, enforce_eager)
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_several_answers(make_llm, chat, block_size):
     """Each goes on from shared blocks and a copied one, and comes in pieces."""
-    llm = make_llm(device="cuda", dtype="auto", kvcache_block_size=block_size, gpu_memory_utilization=0.1, max_num_seqs=70)
+    llm = make_llm(
+        device="cuda", dtype="auto", kvcache_block_size=block_size, gpu_memory_utilization=0.1, max_num_seqs=70
+    )
     asked = tasks()
     texts = {}
     for event in llm.stream([chat(question) for question in asked], replace(GREEDY, n=3)):
@@ -71,9 +79,12 @@ def test_several_answers(make_llm, chat, block_size):
 def test_small_cache_and_chunks(make_llm, chat, block_size):
     """Preemption, chunks and prefix hits on the device."""
     llm = make_llm(
-        device="cuda", dtype="auto", kvcache_block_size=block_size, num_kvcache_blocks=400 // block_size + 1,
+        device="cuda",
+        dtype="auto",
+        kvcache_block_size=block_size,
+        num_kvcache_blocks=400 // block_size + 1,
         max_num_batched_tokens=64,
-    )  # fmt: skip
+    )
     asked = tasks()
     for _ in range(2):
         answers = llm.generate([chat(question) for question in asked], GREEDY, use_tqdm=False)
@@ -110,10 +121,18 @@ def random_model(tmp_path_factory) -> str:
 
     folder = tmp_path_factory.mktemp("random-0.6b")
     config = Qwen3Config(
-        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, tie_word_embeddings=True,
-        eos_token_id=151645, dtype=torch.bfloat16,
-    )  # fmt: skip
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        tie_word_embeddings=True,
+        eos_token_id=151645,
+        dtype=torch.bfloat16,
+    )
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = Qwen3ForCausalLM(config).to(torch.bfloat16)
@@ -138,9 +157,13 @@ def logits_of_run(llm: LLM, prompts: list[list[int]], num_tokens: int) -> tuple[
 
 
 @pytest.mark.parametrize(
-    "backend, size", [*((backend, 1) for backend in ("sdpa", "triton")), pytest.param("flash", 1, marks=needs_flash),
-                      *(pytest.param("triton", *n.values, marks=n.marks) for n in RANKS)]
-)  # fmt: skip
+    "backend, size",
+    [
+        *((backend, 1) for backend in ("sdpa", "triton")),
+        pytest.param("flash", 1, marks=needs_flash),
+        *(pytest.param("triton", *n.values, marks=n.marks) for n in RANKS),
+    ],
+)
 def test_logits_of_a_real_size(make_llm, random_model, capsys, backend, size):
     """As near to transformers' float32 logits as transformers' own bfloat16 is, in prefill and in decode.
 
@@ -151,9 +174,15 @@ def test_logits_of_a_real_size(make_llm, random_model, capsys, backend, size):
     rng = random.Random(0)
     num_tokens = 9
     llm = make_llm(
-        random_model, device="cuda", dtype="auto", attention_backend=backend, enforce_eager=True,
-        async_scheduling=False, gpu_memory_utilization=0.2, tensor_parallel_size=size,
-    )  # fmt: skip
+        random_model,
+        device="cuda",
+        dtype="auto",
+        attention_backend=backend,
+        enforce_eager=True,
+        async_scheduling=False,
+        gpu_memory_utilization=0.2,
+        tensor_parallel_size=size,
+    )
     exact, theirs = (
         Qwen3ForCausalLM.from_pretrained(random_model, dtype=dtype).to("cuda").eval()
         for dtype in (torch.float32, torch.bfloat16)
@@ -164,17 +193,22 @@ def test_logits_of_a_real_size(make_llm, random_model, capsys, backend, size):
         prompts = [[rng.randrange(151643) for _ in range(length)] for length in lengths]
         token_ids, ours = logits_of_run(llm, prompts, num_tokens)
         reference = [
-            torch.stack([
-                model(torch.tensor([prompt + ids], device="cuda")).logits[0, len(prompt) - 1 : -1].float()
-                for prompt, ids in zip(prompts, token_ids)
-            ])
+            torch.stack(
+                [
+                    model(torch.tensor([prompt + ids], device="cuda")).logits[0, len(prompt) - 1 : -1].float()
+                    for prompt, ids in zip(prompts, token_ids)
+                ]
+            )
             for model in (exact, theirs)
-        ]  # fmt: skip
+        ]
         for name, part in (("prefill", slice(0, 1)), ("decode", slice(1, None))):
             expected, other, own = (logits[:, part, : 151936 // size] for logits in (*reference, ours))
             errors = error(own, expected), error(other, expected)
             with capsys.disabled():
-                print(f"\n  {backend} x{size} {name} of {len(prompts)}: ours {errors[0]:.5f}, transformers {errors[1]:.5f}", end="")
+                print(
+                    f"\n  {backend} x{size} {name} of {len(prompts)}: ours {errors[0]:.5f}, transformers {errors[1]:.5f}",
+                    end="",
+                )
             assert errors[0] < 1.1 * errors[1]
 
 
@@ -186,9 +220,14 @@ def test_graphs_and_overlap_change_nothing(make_llm, random_model):
     runs = []
     for enforce_eager, async_scheduling in ((False, True), (False, False), (True, True), (True, False)):
         llm = make_llm(
-            random_model, device="cuda", dtype="auto", enforce_eager=enforce_eager, gpu_memory_utilization=0.2,
-            max_num_seqs=16, async_scheduling=async_scheduling,
-        )  # fmt: skip
+            random_model,
+            device="cuda",
+            dtype="auto",
+            enforce_eager=enforce_eager,
+            gpu_memory_utilization=0.2,
+            max_num_seqs=16,
+            async_scheduling=async_scheduling,
+        )
         runs.append([answer["token_ids"] for answer in llm.generate(prompts, params, use_tqdm=False)])
         llm.exit()
     assert runs[0] == runs[1] == runs[2] == runs[3]
@@ -201,9 +240,13 @@ def test_graphs_and_overlap_change_nothing(make_llm, random_model):
 @pytest.mark.parametrize("size", RANKS)
 def test_right_answers_of_ranks(make_llm, chat, size, enforce_eager):
     llm = make_llm(
-        device="cuda", dtype="auto", tensor_parallel_size=size, enforce_eager=enforce_eager,
-        gpu_memory_utilization=0.1, max_num_seqs=20,
-    )  # fmt: skip
+        device="cuda",
+        dtype="auto",
+        tensor_parallel_size=size,
+        enforce_eager=enforce_eager,
+        gpu_memory_utilization=0.1,
+        max_num_seqs=20,
+    )
     asked = tasks()
     for _ in range(2):
         answers = llm.generate([chat(question) for question in asked], GREEDY, use_tqdm=False)
@@ -277,15 +320,24 @@ def test_whatever_is_asked_graphs_change_nothing(make_llm, random_model):
     rng = random.Random(0)
     prompts = [[rng.randrange(151643) for _ in range(rng.randint(1, 300))] for _ in range(24)]
     kinds = [
-        {}, {"top_k": 20, "top_p": 0.95}, {"top_p": 0.9}, {"min_p": 0.1, "repetition_penalty": 1.2}, {"temperature": 0.0},
-        {"logit_bias": {i: 40.0 for i in range(300)}, "frequency_penalty": 0.5, "min_tokens": 8},
-    ]  # fmt: skip
+        {},
+        {"top_k": 20, "top_p": 0.95},
+        {"top_p": 0.9},
+        {"min_p": 0.1, "repetition_penalty": 1.2},
+        {"temperature": 0.0},
+        {"logit_bias": dict.fromkeys(range(300), 40.0), "frequency_penalty": 0.5, "min_tokens": 8},
+    ]
     params = [SamplingParams(seed=i, max_tokens=24, ignore_eos=True, **kinds[i % 6]) for i in range(24)]
     asked = [SamplingParams(seed=i, max_tokens=24, ignore_eos=True, **kinds[i % 6], logprobs=i % 7) for i in range(24)]
     runs = []
     for enforce_eager in (False, True):
         llm = make_llm(
-            random_model, device="cuda", dtype="auto", enforce_eager=enforce_eager, gpu_memory_utilization=0.2, max_num_seqs=24
+            random_model,
+            device="cuda",
+            dtype="auto",
+            enforce_eager=enforce_eager,
+            gpu_memory_utilization=0.2,
+            max_num_seqs=24,
         )
         runs += [[a["token_ids"] for a in llm.generate(prompts, p, use_tqdm=False)] for p in (params, asked)]
         llm.exit()
@@ -314,9 +366,14 @@ def test_logprobs_are_of_the_choices(make_llm):
 @pytest.fixture(scope="module")
 def float32_llm():
     with LLM(
-        "tiny-qwen3", device="cuda", dtype="float32", gpu_memory_utilization=0.1, kvcache_block_size=16,
-        num_kvcache_blocks=60, max_num_seqs=12,
-    ) as engine:  # fmt: skip
+        "tiny-qwen3",
+        device="cuda",
+        dtype="float32",
+        gpu_memory_utilization=0.1,
+        kvcache_block_size=16,
+        num_kvcache_blocks=60,
+        max_num_seqs=12,
+    ) as engine:
         yield engine
         check_whole(engine)
 
@@ -378,7 +435,11 @@ def test_top_1_is_greedy_and_autocast_changes_nothing(make_llm, chat):
     for enforce_eager in (False, True):
         with torch.autocast("cuda", dtype=torch.float16):
             llm = make_llm(device="cuda", dtype="auto", gpu_memory_utilization=0.1, enforce_eager=enforce_eager)
-            for params in (GREEDY, replace(GREEDY, temperature=1.0, top_k=1), replace(GREEDY, allowed_token_ids=[*range(2048)])):
+            for params in (
+                GREEDY,
+                replace(GREEDY, temperature=1.0, top_k=1),
+                replace(GREEDY, allowed_token_ids=[*range(2048)]),
+            ):
                 runs.append([answer.token_ids for answer in llm.generate(prompts, params, use_tqdm=False)])
     assert all(run == runs[0] for run in runs)
 

@@ -1,4 +1,5 @@
 """Layers: the ranks' shards against the whole, and everything against transformers or a dense float64 reference."""
+
 import json
 from copy import deepcopy
 

@@ -1,4 +1,5 @@
 """Checkpoints: what is loaded equals transformers' model of the same folder, and what is wrong is refused by name."""
+
 import json
 import os
 import shutil
@@ -155,7 +156,9 @@ def test_files_without_an_index(checkpoint, make_llm, tensors, tiny_logits):
     (folder / "model.safetensors.index.json").unlink()
     assert torch.equal(ours(make_llm(str(folder)))[1], tiny_logits)
     save_file({names[0]: tensors[names[0]]}, folder / "other.safetensors")
-    with pytest.raises(ValueError, match=f"{names[0]} is in both model-00001-of-00002.safetensors and other.safetensors"):
+    with pytest.raises(
+        ValueError, match=f"{names[0]} is in both model-00001-of-00002.safetensors and other.safetensors"
+    ):
         make_llm(str(folder))
 
 
@@ -195,9 +198,17 @@ def test_relative_path(make_llm, monkeypatch, tmp_path):
 ASKED = [
     GREEDY,
     SamplingParams(temperature=0.8, seed=1, top_k=20, top_p=0.9, min_p=0.01, max_tokens=6, ignore_eos=True, logprobs=2),
-    SamplingParams(temperature=0, presence_penalty=0.3, frequency_penalty=0.31, repetition_penalty=1.1,
-                   logit_bias={5: 1.7}, max_tokens=6, ignore_eos=True, prompt_logprobs=1),
-]  # fmt: skip
+    SamplingParams(
+        temperature=0,
+        presence_penalty=0.3,
+        frequency_penalty=0.31,
+        repetition_penalty=1.1,
+        logit_bias={5: 1.7},
+        max_tokens=6,
+        ignore_eos=True,
+        prompt_logprobs=1,
+    ),
+]
 
 
 def answers(llm) -> list:
@@ -363,7 +374,8 @@ LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize(
-    "content, message", [("{", "not valid JSON"), ("[]", "JSON object.*list"), (LFS_POINTER, "git-lfs pointer.*git lfs pull")]
+    "content, message",
+    [("{", "not valid JSON"), ("[]", "JSON object.*list"), (LFS_POINTER, "git-lfs pointer.*git lfs pull")],
 )
 def test_broken_json(checkpoint, make_llm, tensors, name, content, message):
     folder = checkpoint(tensors)
@@ -388,9 +400,11 @@ def test_broken_index(checkpoint, make_llm, tensors):
         ("{", f"{index}: is not valid JSON"),
         ("{}", f"{index}: has no weight_map"),
         (json.dumps({"weight_map": {names[0]: 1}}), f"{index}: has no weight_map"),
-        (json.dumps({"weight_map": weight_map | {"x.weight": "model-00002-of-00002.safetensors"}}),
-         f"{folder}/model-00002-of-00002.safetensors: lacks x.weight, which {index.name} says"),
-    ):  # fmt: skip
+        (
+            json.dumps({"weight_map": weight_map | {"x.weight": "model-00002-of-00002.safetensors"}}),
+            f"{folder}/model-00002-of-00002.safetensors: lacks x.weight, which {index.name} says",
+        ),
+    ):
         index.write_text(content)
         with pytest.raises(ValueError, match=message):
             make_llm(str(folder))
@@ -428,7 +442,9 @@ def test_weights_that_are_not_finite(checkpoint, make_llm, tensors, value):
     for tensor in changed.values():
         tensor.view(-1)[-1] = value
     folder = checkpoint(tensors | changed)
-    with pytest.raises(ValueError, match=f"{folder}: 3 tensors are NaN or infinite in torch.float32: {', '.join(broken)}$"):
+    with pytest.raises(
+        ValueError, match=f"{folder}: 3 tensors are NaN or infinite in torch.float32: {', '.join(broken)}$"
+    ):
         make_llm(folder)
 
 
@@ -443,7 +459,11 @@ def test_folder_without_tokenizer(checkpoint, make_llm, tensors, monkeypatch):
     (folder / "tokenizer.json").rename(folder / "vocab.json")  # which is half of a tokenizer
     monkeypatch.setattr("nanovllm.engine.llm_engine.ModelRunner", lambda *_: pytest.fail("loaded a model"))
     wanted = "tokenizer.json, or vocab.json and merges.txt, or tokenizer.model"
-    for settings, named in (({}, folder), ({"tokenizer": folder}, folder), ({"tokenizer": folder.parent}, folder.parent)):
+    for settings, named in (
+        ({}, folder),
+        ({"tokenizer": folder}, folder),
+        ({"tokenizer": folder.parent}, folder.parent),
+    ):
         with pytest.raises(FileNotFoundError, match=f"{named}: .*{wanted}.*tokenizer="):
             make_llm(str(folder), **settings)
     with pytest.raises(FileNotFoundError, match="tokenizer='/nowhere': no such folder"):
@@ -457,9 +477,13 @@ def test_tokenizer_of_another_folder(checkpoint, make_llm, tensors):
     assert llm.config.tokenizer == TINY and llm.tokenizer.decode(llm.tokenizer.encode("Hello")) == "Hello"
 
 
-@pytest.mark.parametrize("model, tokenizer, expected", [
-    ("a/model", None, ("a/model", "v2", True)), ("tiny-qwen3", "a/tokenizer", ("a/tokenizer", None, False)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "model, tokenizer, expected",
+    [
+        ("a/model", None, ("a/model", "v2", True)),
+        ("tiny-qwen3", "a/tokenizer", ("a/tokenizer", None, False)),
+    ],
+)
 def test_what_is_fetched_from_the_hub(monkeypatch, model, tokenizer, expected):
     import huggingface_hub
 

@@ -1,22 +1,27 @@
 """Biases, penalties and filters: their plain definitions against transformers', and the kernels against
 the definitions."""
+
 import math
 
 import pytest
 import torch
 from transformers import (
-    LogitsProcessorList, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
     TopPLogitsWarper,
-)  # fmt: skip
+)
 
 triton = pytest.importorskip("triton")
 
-from nanovllm.kernels import asked as columns  # noqa: E402
-from nanovllm.kernels import ops  # noqa: E402
-from nanovllm.layers import logits as plain  # noqa: E402
-from nanovllm.layers.logits import FIELDS, KEEPS_ALL, WIDTH, RequestTable, Rows, column, token_keys  # noqa: E402
-from nanovllm.layers.sampler import Sampler  # noqa: E402
-from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES  # noqa: E402
+from nanovllm.kernels import asked as columns
+from nanovllm.kernels import ops
+from nanovllm.layers import logits as plain
+from nanovllm.layers.logits import FIELDS, KEEPS_ALL, WIDTH, RequestTable, Rows, column, token_keys
+from nanovllm.layers.sampler import Sampler
+from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -24,11 +29,23 @@ DTYPES = [torch.float32, torch.float16] + CUDA * [torch.bfloat16]
 BLOCK_SIZE = 16
 DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
 FILTERS = [
-    {"top_k": 1}, {"top_k": 20}, {"top_k": 5000}, {"top_p": 0.95}, {"top_p": 1e-6}, {"top_p": 0.5, "temperature": 3.0},
-    {"min_p": 0.1}, {"min_p": 1.0}, {"top_k": 20, "top_p": 0.95}, {"top_k": 50, "top_p": 0.3, "min_p": 0.02},
-    {"min_p": 0.3, "top_p": 0.6, "temperature": 0.7}, {"top_k": 400, "top_p": 0.99, "temperature": 10.0}, {},
-    {"temperature": 0.0, "top_k": 3, "top_p": 0.2}, {"top_k": 7, "temperature": 1e-4}, {"top_p": 0.9, "temperature": 100.0},
-]  # fmt: skip
+    {"top_k": 1},
+    {"top_k": 20},
+    {"top_k": 5000},
+    {"top_p": 0.95},
+    {"top_p": 1e-6},
+    {"top_p": 0.5, "temperature": 3.0},
+    {"min_p": 0.1},
+    {"min_p": 1.0},
+    {"top_k": 20, "top_p": 0.95},
+    {"top_k": 50, "top_p": 0.3, "min_p": 0.02},
+    {"min_p": 0.3, "top_p": 0.6, "temperature": 0.7},
+    {"top_k": 400, "top_p": 0.99, "temperature": 10.0},
+    {},
+    {"temperature": 0.0, "top_k": 3, "top_p": 0.2},
+    {"top_k": 7, "temperature": 1e-4},
+    {"top_p": 0.9, "temperature": 100.0},
+]
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 
@@ -39,9 +56,13 @@ def same_random_numbers():
 
 
 def rows_of(
-    requests: list[dict], biases: list | None = None, histories: list[list[int]] | None = None, vocab_size: int = 1,
-    allowed: list[set[int]] = (), bad_words: list[list[list[int]]] = (),
-) -> Rows:  # fmt: skip
+    requests: list[dict],
+    biases: list | None = None,
+    histories: list[list[int]] | None = None,
+    vocab_size: int = 1,
+    allowed: list[set[int]] = (),
+    bad_words: list[list[list[int]]] = (),
+) -> Rows:
     """What rows ask, by the names of FIELDS, and their tokens; requests lie in the table in another order than the rows,
     and blocks lie about."""
     n = len(requests)
@@ -64,7 +85,9 @@ def rows_of(
     for mask, ids_of_row in zip(masks, allowed):
         for token_id in ids_of_row:
             mask[token_id // 32] |= 1 << token_id % 32
-    words = [(req_indices[i] * MAX_BAD_WORDS + j, word) for i, row in enumerate(bad_words) for j, word in enumerate(row)]
+    words = [
+        (req_indices[i] * MAX_BAD_WORDS + j, word) for i, row in enumerate(bad_words) for j, word in enumerate(row)
+    ]
     words = [(slot, [-1] * (MAX_BAD_WORD_TOKENS - len(word)) + word) for slot, word in words]
     word_slots, words = map(torch.tensor, zip(*words)) if words else 2 * [torch.zeros(0)]
     table = RequestTable(n, vocab_size, torch.device(DEVICE))
@@ -140,10 +163,13 @@ EQUALS = {
     "coarse": lambda: (torch.randn(N) * 8).round() / 4,
 }
 TIES = [  # some of them in the interpreter too, which is slow
-    ("all equal", {"top_k": 6}), ("few values", {"top_p": 0.1}), ("signed zeros", {"top_k": 40, "top_p": 0.7}),
-    ("coarse", {"top_k": 900, "top_p": 0.9, "min_p": 0.01}), ("coarse", {"top_p": 0.5, "temperature": 3.0}),
+    ("all equal", {"top_k": 6}),
+    ("few values", {"top_p": 0.1}),
+    ("signed zeros", {"top_k": 40, "top_p": 0.7}),
+    ("coarse", {"top_k": 900, "top_p": 0.9, "min_p": 0.01}),
+    ("coarse", {"top_p": 0.5, "temperature": 3.0}),
     ("few values", {"top_k": 300}),
-]  # fmt: skip
+]
 ALL_TIES = TIES + [
     (kind, request)
     for kind in EQUALS
@@ -362,7 +388,9 @@ def bans(vocab_size: int):
     for request, allowed, words, tokens, num_prompt in requests:
         output = tokens[num_prompt:]
         banned.append({*range(vocab_size)} - allowed if request else set())
-        banned[-1] |= {w[-1] for w in words if len(w) <= len(output) + 1 and output[len(output) + 1 - len(w) :] == w[:-1]}
+        banned[-1] |= {
+            w[-1] for w in words if len(w) <= len(output) + 1 and output[len(output) + 1 - len(w) :] == w[:-1]
+        }
     _, allowed, words, histories, _ = zip(*requests)
     return rows, histories, allowed, words, banned
 

@@ -1,17 +1,20 @@
 """What requests bring besides ids: stops, streams, several answers to a prompt, log-probabilities, chat, statistics."""
+
 import json
 import shutil
 from dataclasses import replace
 
 import pytest
 import torch
-
 from conftest import TINY
+
 from nanovllm import LLM, SamplingParams
 
 BOTH_WAYS = pytest.mark.parametrize("async_scheduling", [False, True])
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-HOT = SamplingParams(temperature=1.2, max_tokens=20, ignore_eos=True, seed=3, repetition_penalty=1.2, frequency_penalty=0.2)
+HOT = SamplingParams(
+    temperature=1.2, max_tokens=20, ignore_eos=True, seed=3, repetition_penalty=1.2, frequency_penalty=0.2
+)
 VERSES = ["HAMLET.\nTo be, or not to be", "KING RICHARD.\n", "What is the night?", "Enter ROMEO"]
 
 
@@ -256,7 +259,9 @@ def test_abort_in_a_stream(make_llm, verses, async_scheduling):
 def alone(llm):
     """The first answer is that of the same request with n=1; and the others are those of seeds of their own."""
     answers = generate(llm, VERSES, replace(HOT, n=5))
-    assert [answer["outputs"][0]["token_ids"] for answer in answers] == [a["token_ids"] for a in generate(llm, VERSES, HOT)]
+    assert [answer["outputs"][0]["token_ids"] for answer in answers] == [
+        a["token_ids"] for a in generate(llm, VERSES, HOT)
+    ]
     return [[output["token_ids"] for output in answer["outputs"]] for answer in answers]
 
 
@@ -267,7 +272,9 @@ def test_answer_with_several_outputs(llm, alone):
     assert [output.index for output in answer["outputs"]] == [*range(5)]
     assert all(output.keys() == single.outputs[0].keys() for output in answer["outputs"])
     assert len({tuple(token_ids) for token_ids in alone[0]}) == 5
-    assert [generate(llm, VERSES[0], replace(HOT, n=n))[0]["outputs"][1]["token_ids"] for n in (2, 3)] == [alone[0][1]] * 2
+    assert [generate(llm, VERSES[0], replace(HOT, n=n))[0]["outputs"][1]["token_ids"] for n in (2, 3)] == [
+        alone[0][1]
+    ] * 2
 
 
 @BOTH_WAYS
@@ -352,7 +359,12 @@ def check_logprobs(llm: LLM, dicts: list[dict], ids: list[int], expected: torch.
 @BOTH_WAYS
 @pytest.mark.parametrize(
     "settings",
-    [dict(), dict(max_num_batched_tokens=6), dict(num_kvcache_blocks=9), dict(num_kvcache_blocks=9, max_num_batched_tokens=6)],
+    [
+        dict(),
+        dict(max_num_batched_tokens=6),
+        dict(num_kvcache_blocks=9),
+        dict(num_kvcache_blocks=9, max_num_batched_tokens=6),
+    ],
     ids=str,
 )
 def test_logprobs_are_transformers(make_llm, reference, settings, async_scheduling):
@@ -426,7 +438,9 @@ def test_template_arguments_pass_through(make_llm):
     llm.tokenizer.chat_template = "{{ messages[0].content }}{% if enable_thinking %} think{% endif %}"
     for thinking, text in ((True, "a b think"), (False, "a b")):
         arguments = {"enable_thinking": thinking}
-        (answer,) = llm.chat([{"role": "user", "content": "a b"}], GREEDY, use_tqdm=False, chat_template_kwargs=arguments)
+        (answer,) = llm.chat(
+            [{"role": "user", "content": "a b"}], GREEDY, use_tqdm=False, chat_template_kwargs=arguments
+        )
         assert llm.tokenizer.decode(answer["prompt_token_ids"]) == text
 
 
@@ -436,9 +450,11 @@ def test_default_sampling_params(make_llm, tmp_path):
     llm = make_llm(str(folder))
     for raw, expected in (
         ({"do_sample": False, "temperature": 0.6}, SamplingParams(temperature=0)),
-        ({"max_new_tokens": 5, "min_p": 0.1, "repetition_penalty": 1.2, "top_k": None},
-         SamplingParams(max_tokens=5, min_p=0.1, repetition_penalty=1.2)),
-    ):  # fmt: skip
+        (
+            {"max_new_tokens": 5, "min_p": 0.1, "repetition_penalty": 1.2, "top_k": None},
+            SamplingParams(max_tokens=5, min_p=0.1, repetition_penalty=1.2),
+        ),
+    ):
         (folder / "generation_config.json").write_text(json.dumps(raw))
         assert llm.get_default_sampling_params() == expected
     (folder / "generation_config.json").unlink()
@@ -452,14 +468,26 @@ def test_what_an_engine_says_of_itself(caplog, monkeypatch, tmp_path):
     """One line, in the log and as its repr; and the settings say what runs, wherever the process goes."""
     shutil.copytree(TINY, tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    with caplog.at_level("INFO", logger="nanovllm"), LLM("model", dtype="float32", device="cpu", kvcache_block_size=64) as llm:
+    with (
+        caplog.at_level("INFO", logger="nanovllm"),
+        LLM("model", dtype="float32", device="cpu", kvcache_block_size=64) as llm,
+    ):
         (record,) = caplog.records
         assert record.getMessage() == repr(llm)
         monkeypatch.chdir("/")
         assert llm.get_default_sampling_params().top_k == 20  # is read from the folder
         num_blocks = llm.config.num_kvcache_blocks
         assert num_blocks == len(llm.scheduler.block_manager.blocks) > 1
-        for said in (str(tmp_path / "model"), "cpu", "float32", "sdpa", "2,048", f"{num_blocks:,} blocks", "on", "1 rank"):
+        for said in (
+            str(tmp_path / "model"),
+            "cpu",
+            "float32",
+            "sdpa",
+            "2,048",
+            f"{num_blocks:,} blocks",
+            "on",
+            "1 rank",
+        ):
             assert said in repr(llm)
         assert f"{num_blocks * 64:,} tokens" in repr(llm) and "\n" not in repr(llm)
         assert llm.get_tokenizer().encode("Hello") == llm.tokenizer.encode("Hello")
@@ -490,7 +518,9 @@ def test_without_text(make_llm, verses, async_scheduling):
     assert all(answer.text == "" for answer in answers)
     assert {x.decoded_token for answer in answers for found in answer.logprobs for x in found.values()} == {None}
     for answer in answers:
-        assert answer.cumulative_logprob == pytest.approx(sum(f[i].logprob for i, f in zip(answer.token_ids, answer.logprobs)))
+        assert answer.cumulative_logprob == pytest.approx(
+            sum(f[i].logprob for i, f in zip(answer.token_ids, answer.logprobs))
+        )
     assert all(event.text == "" for event in llm.stream(VERSES, params))
 
 
@@ -522,16 +552,24 @@ def test_a_second_eos_id_is_named(make_llm, tmp_path, verses, async_scheduling):
 def test_stats(make_llm, async_scheduling):
     llm = make_llm(kvcache_block_size=16, num_kvcache_blocks=20, async_scheduling=async_scheduling, max_num_seqs=2)
     assert llm.stats() == {
-        "requests": {"waiting": 0, "running": 0}, "blocks": {"used": 0, "cached": 0, "free": 20}, "prefix_hit_rate": 0.0,
-        "preemptions": 0, "tokens": {"in": 0, "out": 0}, "steps": {"prefill": 0, "decode": 0},
-    }  # fmt: skip
+        "requests": {"waiting": 0, "running": 0},
+        "blocks": {"used": 0, "cached": 0, "free": 20},
+        "prefix_hit_rate": 0.0,
+        "preemptions": 0,
+        "tokens": {"in": 0, "out": 0},
+        "steps": {"prefill": 0, "decode": 0},
+    }
     for _ in range(2):
         generate(llm, [7] * 48, SamplingParams(max_tokens=5, ignore_eos=True))
     steps = {"prefill": 2, "decode": 8}
     assert llm.stats() == {
-        "requests": {"waiting": 0, "running": 0}, "blocks": {"used": 0, "cached": 3, "free": 17}, "preemptions": 0,
-        "prefix_hit_rate": 32 / 96, "tokens": {"in": 96, "out": 10}, "steps": steps,
-    }  # fmt: skip
+        "requests": {"waiting": 0, "running": 0},
+        "blocks": {"used": 0, "cached": 3, "free": 17},
+        "preemptions": 0,
+        "prefix_hit_rate": 32 / 96,
+        "tokens": {"in": 96, "out": 10},
+        "steps": steps,
+    }
     for i in range(3):
         llm.add_request([i] * 20, GREEDY)
     assert llm.stats()["requests"] == {"waiting": 3, "running": 0}

@@ -3,13 +3,14 @@
 A first difference is excused only where the reference's own two best logits are within MARGIN, and is counted and
 printed. What follows it in that answer is a different text and is not compared.
 """
+
 import random
 
 import pytest
 import torch
-
 from conftest import TINY
-from nanovllm import SamplingParams
+
+from nanovllm import LLM, SamplingParams
 
 MARGIN = 2e-4
 SHARED_PREFIX = 300
@@ -21,7 +22,22 @@ And summer's lease hath all too short a date"""
 
 def questions(rng: random.Random) -> list[str]:
     numbers = lambda count, high: [rng.randrange(high) for _ in range(count)]
-    words = "love day night king crown sword ghost storm island daughter father brother queen blood".split()
+    words = [
+        "love",
+        "day",
+        "night",
+        "king",
+        "crown",
+        "sword",
+        "ghost",
+        "storm",
+        "island",
+        "daughter",
+        "father",
+        "brother",
+        "queen",
+        "blood",
+    ]
     asked = ["introduce yourself", "Who are you?", "Hello!", "list all prime numbers within 100"]
     asked += [f"List the primes up to {n}." for n in (3, 17, 60)]
     asked += ["What is {} + {}?".format(*numbers(2, 1000)) for _ in range(32)]
@@ -53,26 +69,43 @@ def requests(chat, tokenizer) -> list[tuple[list[int], int]]:
 
 @pytest.fixture(scope="module")
 def reference(requests) -> list[tuple[list[int], list[float]]]:
-    """transformers' greedy ids for each request, and by how much each of them led."""
+    """transformers' greedy ids for each request, and by how much each of them led.
+
+    An engine's answer serves as a draft: transformers computes its logits in one forward, and whatever is not its own
+    choice, with all that follows, is replaced by what it generates itself.
+    """
     from transformers import Qwen3ForCausalLM
 
     model = Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+    with LLM("tiny-qwen3", dtype="float32", device="cpu") as llm:
+        drafts = [answer["token_ids"] for answer in generate(llm, requests)]
     answers = []
-    for prompt, max_tokens in requests:
-        out = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            do_sample=False,
-            temperature=None,
-            top_p=None,
-            top_k=None,
-            max_new_tokens=max_tokens,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        best = [logits[0].topk(2).values for logits in out.logits]
-        answers.append((out.sequences[0, len(prompt) :].tolist(), [(a - b).item() for a, b in best]))
+    for (prompt, max_tokens), draft in zip(requests, drafts):
+        logits = model(torch.tensor([prompt + draft])).logits[0, len(prompt) - 1 : -1]
+        chosen, best = logits.argmax(-1).tolist(), logits.topk(2).values
+        margins = (best[:, 0] - best[:, 1]).tolist()
+        agreed = next((i for i, (a, b) in enumerate(zip(chosen, draft)) if a != b), len(draft))
+        if agreed < len(draft) or (len(draft) < max_tokens and draft[-1] not in model.generation_config.eos_token_id):
+            chosen, margins = go_on(model, prompt, draft[:agreed], max_tokens, margins[:agreed])
+        answers.append((chosen, margins))
     return answers
+
+
+def go_on(model, prompt, token_ids, max_tokens, margins) -> tuple[list[int], list[float]]:
+    """The greedy answer that begins with `token_ids`, whose margins are known."""
+    out = model.generate(
+        torch.tensor([prompt + token_ids]),
+        attention_mask=torch.ones(1, len(prompt) + len(token_ids), dtype=torch.long),
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        max_new_tokens=max_tokens - len(token_ids),
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = [logits[0].topk(2).values for logits in out.logits]
+    return out.sequences[0, len(prompt) :].tolist(), margins + [(a - b).item() for a, b in best]
 
 
 @pytest.fixture

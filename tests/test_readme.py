@@ -1,4 +1,5 @@
 """The README's experiments do what stands there."""
+
 import re
 from pathlib import Path
 

@@ -1,12 +1,13 @@
 """What requests ask of the sampler, through the engine: the same whatever becomes of them on the way."""
+
 import random
 
 import numpy as np
 import pytest
 import torch
+from conftest import TINY
 from transformers import Qwen3ForCausalLM, RepetitionPenaltyLogitsProcessor
 
-from conftest import TINY
 from nanovllm import SamplingParams
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, bad_word_token_ids, check_request
@@ -34,7 +35,18 @@ def prompts() -> list[list[int]]:
     rng = random.Random(0)
     ids = lambda n: [rng.randrange(256, 2040) for _ in range(n)]
     prefix = ids(32)
-    return [prefix + ids(7), ids(1), ids(70), prefix + ids(3), ids(33), prefix + ids(30), ids(16), ids(12), ids(20), ids(5)]
+    return [
+        prefix + ids(7),
+        ids(1),
+        ids(70),
+        prefix + ids(3),
+        ids(33),
+        prefix + ids(30),
+        ids(16),
+        ids(12),
+        ids(20),
+        ids(5),
+    ]
 
 
 def watch(llm) -> dict:
@@ -115,7 +127,7 @@ def asks() -> list[dict]:
         {"min_tokens": 12, "frequency_penalty": 1.0, "logit_bias": {EOS: 30.0}},
         {"repetition_penalty": 0.9, "presence_penalty": -0.5},
         {"allowed_token_ids": [*range(256, 2040, 7)], "frequency_penalty": 0.3},
-        {"bad_words": ["dumb", " morning", "the", "ing"], "allowed_token_ids": [*range(0, 2046)]},
+        {"bad_words": ["dumb", " morning", "the", "ing"], "allowed_token_ids": [*range(2046)]},
     ]
 
 
@@ -137,7 +149,9 @@ def penalized(model, tokenizer, prompts, asks) -> list[list[int]]:
             if (repetition := ask.get("repetition_penalty", 1.0)) != 1:
                 scores = RepetitionPenaltyLogitsProcessor(repetition)(torch.tensor([prompt + answer]), scores)
             for token in set(answer):
-                scores[0, token] -= ask.get("frequency_penalty", 0) * answer.count(token) + ask.get("presence_penalty", 0)
+                scores[0, token] -= ask.get("frequency_penalty", 0) * answer.count(token) + ask.get(
+                    "presence_penalty", 0
+                )
             if "allowed_token_ids" in ask:
                 scores[0, [i for i in range(2048) if i not in ask["allowed_token_ids"]]] = -torch.inf
             for *begin, last in bad_words:
@@ -172,13 +186,17 @@ def test_a_seed_is_a_seed(make_llm):
     rng = random.Random(1)
     prompts = [[rng.randrange(256, 2040) for _ in range(rng.randint(1, 40))] for _ in range(64)]
     kinds = [
-        {}, {"top_k": 20, "top_p": 0.95}, {"top_p": 0.8, "temperature": 1.5}, {"min_p": 0.05, "frequency_penalty": 0.4},
+        {},
+        {"top_k": 20, "top_p": 0.95},
+        {"top_p": 0.8, "temperature": 1.5},
+        {"min_p": 0.05, "frequency_penalty": 0.4},
         {"top_k": 5, "repetition_penalty": 1.2, "logit_bias": {300: 5.0}, "bad_words": ["the", "ing"]},
         {"temperature": 0.0, "presence_penalty": 1.0, "allowed_token_ids": [*range(0, 2046, 2)]},
-    ]  # fmt: skip
+    ]
     params = [SamplingParams(seed=i, max_tokens=24, ignore_eos=True, **kinds[i % len(kinds)]) for i in range(64)]
     ids = lambda llm, some: [
-        answer["token_ids"] for answer in llm.generate([prompts[i] for i in some], [params[i] for i in some], use_tqdm=False)
+        answer["token_ids"]
+        for answer in llm.generate([prompts[i] for i in some], [params[i] for i in some], use_tqdm=False)
     ]
     together = ids(make_llm(), range(64))
     llm = make_llm()
@@ -209,7 +227,9 @@ def test_logprobs_of_the_whole_vocabulary(make_llm, model):
 def test_a_greedy_token_has_rank_1(make_llm, prompts, async_scheduling):
     """In bfloat16, where logits are often equal and depend on how many rows are computed at once."""
     llm = make_llm(dtype="bfloat16", async_scheduling=async_scheduling)
-    params = [SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=[None, 3, 0][i % 3]) for i in range(10)]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=[None, 3, 0][i % 3]) for i in range(10)
+    ]
     for answer, asked in zip(llm.generate(prompts, params, use_tqdm=False), params):
         ranks = [found[token_id][1] for found, token_id in zip(answer["logprobs"] or (), answer["token_ids"])]
         assert ranks == ([] if asked.logprobs is None else [1] * 24)
@@ -218,7 +238,8 @@ def test_a_greedy_token_has_rank_1(make_llm, prompts, async_scheduling):
 def test_top_1_is_greedy_in_bfloat16(make_llm, prompts):
     llm = make_llm(dtype="bfloat16")
     ids = lambda **params: [
-        answer["token_ids"] for answer in llm.generate(prompts[:4] * 4, SamplingParams(max_tokens=32, **params), use_tqdm=False)
+        answer["token_ids"]
+        for answer in llm.generate(prompts[:4] * 4, SamplingParams(max_tokens=32, **params), use_tqdm=False)
     ]
     assert ids(top_k=1) == ids(top_p=1e-6, temperature=3.0) == ids(temperature=0.0)
 
@@ -230,7 +251,11 @@ def test_numbers_become_pythons_own():
     """One of fixed width would wrap: a request of 2**31 - 1 tokens never ended."""
     reals = dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"), np.float32(0.5))
     ints = dict.fromkeys(("top_k", "n", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"), np.int32(3))
-    ids = {"stop_token_ids": [np.int32(3)], "allowed_token_ids": (np.int64(5),), "logit_bias": {np.int16(4): np.float16(2)}}
+    ids = {
+        "stop_token_ids": [np.int32(3)],
+        "allowed_token_ids": (np.int64(5),),
+        "logit_bias": {np.int16(4): np.float16(2)},
+    }
     params = SamplingParams(**reals, **ints, **ids, seed=np.uint64(2**64 - 1))
     assert {type(getattr(params, name)) for name in reals} == {float}
     assert {type(getattr(params, name)) for name in (*ints, "seed")} == {int}
@@ -292,7 +317,9 @@ def test_more_biases_than_there_is_room_for():
     ids = {"logit_bias": dict.fromkeys(range(300), 1.0), "stop_token_ids": [*range(128)]}
     check_request(SamplingParams(**ids, min_tokens=1), 2048, frozenset(range(1000, 1084)), 100)
     check_request(SamplingParams(**ids), 2048, frozenset(range(1000, 1085)), 100)
-    with pytest.raises(ValueError, match="logit_bias, stop_token_ids and the model's eos ids .*=513: must be at most 512"):
+    with pytest.raises(
+        ValueError, match="logit_bias, stop_token_ids and the model's eos ids .*=513: must be at most 512"
+    ):
         check_request(SamplingParams(**ids, min_tokens=1), 2048, frozenset(range(1000, 1085)), 100)
     check_request(SamplingParams(logprobs=-1), 2048, frozenset(), -1)
 

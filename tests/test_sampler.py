@@ -1,4 +1,5 @@
 """The noise and the draws of the sampler, by their statistics. All seeds are fixed, so nothing here fails by chance."""
+
 import math
 
 import pytest

@@ -1,4 +1,5 @@
 """Who runs when. Random requests run on a device without a model, and everything is checked after every move."""
+
 import random
 import subprocess
 import sys
@@ -141,7 +142,7 @@ class Simulation:
         if step:
             self.in_flight.append((step, self.compute(step)))
         self.check_accounting()
-        if len(self.in_flight) > self.max_in_flight or self.in_flight and not step:
+        if len(self.in_flight) > self.max_in_flight or (self.in_flight and not step):
             self.take_in(*self.in_flight.popleft())
             self.check_accounting()
 

@@ -1,4 +1,5 @@
 """Several ranks on the CPU: the answers of one, and what happens when one of them, or their caller, comes to grief."""
+
 import json
 import os
 import signal
@@ -15,8 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-
 from conftest import TINY
+
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine import worker
@@ -26,9 +27,21 @@ from nanovllm.sampling_params import MAX_BAD_WORDS, MAX_BIASES
 from nanovllm.utils import distributed
 from nanovllm.utils.interrupts import interrupts_held
 
-PROMPTS = ["HAMLET.\nTo be, or not to be", "What is 17 + 25?", "KING RICHARD.\n", "Sort: 7, 3, 9", "HAMLET.\nTo be, or not"]
+PROMPTS = [
+    "HAMLET.\nTo be, or not to be",
+    "What is 17 + 25?",
+    "KING RICHARD.\n",
+    "Sort: 7, 3, 9",
+    "HAMLET.\nTo be, or not",
+]
 BANS = {"min_p": 0.1, "bad_words": ["the", "a"], "allowed_token_ids": [*range(0, 2048, 3)]}
-ASKED = [{}, {"top_k": 20, "top_p": 0.9}, {"n": 2, "repetition_penalty": 1.3}, {"logprobs": 3, "prompt_logprobs": 2}, BANS]
+ASKED = [
+    {},
+    {"top_k": 20, "top_p": 0.9},
+    {"n": 2, "repetition_penalty": 1.3},
+    {"logprobs": 3, "prompt_logprobs": 2},
+    BANS,
+]
 PARAMS = [
     SamplingParams(temperature=t, max_tokens=28, seed=7, ignore_eos=True, **asked)
     for t, asked in zip((0.0, 1.0, 0.6, 0.0, 2.0), ASKED)
@@ -131,7 +144,9 @@ def test_fewer_key_value_heads_than_ranks(make_llm, tmp_path_factory):
     assert runs[1] == runs[0] and runs[2] == runs[0]
 
 
-@pytest.mark.parametrize("size, what", [(3, "must be one of 1, 2, 4, 8"), (0, "must be at least 1"), (16, "must be one of")])
+@pytest.mark.parametrize(
+    "size, what", [(3, "must be one of 1, 2, 4, 8"), (0, "must be at least 1"), (16, "must be one of")]
+)
 def test_sizes_that_there_are_not(size, what):
     with pytest.raises(ValueError, match=rf"tensor_parallel_size={size}: {what}"):
         LLM("tiny-qwen3", device="cpu", tensor_parallel_size=size)
@@ -158,7 +173,9 @@ def test_what_does_not_divide_is_refused(tmp_path, change, what):
 # -- the channel -------------------------------------------------------------------------------------------------------
 
 
-LARGEST = largest_batch(Config(str(TINY), max_num_seqs=4, max_num_batched_tokens=32, max_model_len=48, kvcache_block_size=16))
+LARGEST = largest_batch(
+    Config(str(TINY), max_num_seqs=4, max_num_batched_tokens=32, max_model_len=48, kvcache_block_size=16)
+)
 
 
 @pytest.fixture
@@ -330,13 +347,12 @@ def test_ctrl_c(make_llm, expected, async_scheduling):
 
 def test_ctrl_c_waits_for_the_end_of_a_step():
     reached = 0
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), interrupts_held():
         with interrupts_held():
-            with interrupts_held():
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.01)
-                reached += 1
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
             reached += 1
+        reached += 1
     assert reached == 2 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

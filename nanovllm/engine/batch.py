@@ -3,6 +3,7 @@
 The scheduler's counts become arrays here, on the host; the buffer then crosses to the device in a single copy, where
 the same views are taken of it again. Nothing behind this point knows of sequences.
 """
+
 from math import prod
 from typing import NamedTuple
 
@@ -10,8 +11,8 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sampled import LogprobRow, logprob_rows
+from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.logits import REALS, WIDTH, column, mask_width, seeds
 from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, SamplingParams, early_stops
@@ -49,7 +50,7 @@ class BatchShape(NamedTuple):
             shapes |= {"input_ids": (T,), "cu_seqlens_q": (B + 1,), "sample_rows": (S,)}
             shapes |= {"params": (S, WIDTH)}
             # see RequestTable
-            shapes |= {name: (self.num_biases,) for name in ("bias_slots", "bias_ids", "bias_bits")}
+            shapes |= dict.fromkeys(("bias_slots", "bias_ids", "bias_bits"), (self.num_biases,))
             shapes |= {"allowed_slots": (self.num_masks,), "allowed_ids": (self.num_masks, self.mask_width)}
             shapes |= {"word_slots": (self.num_bad_words,), "bad_words": (self.num_bad_words, MAX_BAD_WORD_TOKENS)}
         # the last, as a graph has no room for them

@@ -1,4 +1,5 @@
 """Beam search: beams are sequences that pause after each token, share what they have in common, and branch."""
+
 from itertools import count
 from operator import itemgetter
 from typing import NamedTuple
@@ -30,9 +31,15 @@ class BeamRequest:
     is_quiet = True
 
     def __init__(
-        self, root: Sequence, params: BeamSearchParams, prompt: str | None, inbox: Inbox, vocabulary: Vocabulary,
-        max_model_len: int, eos_token_ids: frozenset[int],
-    ):  # fmt: skip
+        self,
+        root: Sequence,
+        params: BeamSearchParams,
+        prompt: str | None,
+        inbox: Inbox,
+        vocabulary: Vocabulary,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+    ):
         self.request_id, self.group, self.prompt, self.inbox = root.request_id, [root], prompt, inbox
         self._root, self._params, self._vocabulary = root, params, vocabulary
         self._max_tokens = min(params.max_tokens, max_model_len - root.num_prompt_tokens)
@@ -72,7 +79,9 @@ class BeamRequest:
             live = []
         self._branch(scheduler, beams, live)
 
-    def _branch(self, scheduler: Scheduler, beams: list[Sequence], live: list[tuple[float, tuple[int, ...], Sequence]]) -> None:
+    def _branch(
+        self, scheduler: Scheduler, beams: list[Sequence], live: list[tuple[float, tuple[int, ...], Sequence]]
+    ) -> None:
         children: dict[int, list[tuple[float, int]]] = {}
         for total, token_ids, seq in live:
             children.setdefault(seq.index, []).append((total, token_ids[-1]))
@@ -90,7 +99,9 @@ class BeamRequest:
 
     def output(self) -> BeamSearchOutput:
         prompt_token_ids = self._root.token_ids[: self._root.num_prompt_tokens]
-        outputs = [BeamOutput(self._text(x.token_ids), [*x.token_ids], x.cumulative_logprob, x.score) for x in self._ended]
+        outputs = [
+            BeamOutput(self._text(x.token_ids), [*x.token_ids], x.cumulative_logprob, x.score) for x in self._ended
+        ]
         return BeamSearchOutput(self.request_id, self.prompt, prompt_token_ids, outputs, self.is_finished)
 
     def _text(self, token_ids: tuple[int, ...]) -> str:

@@ -1,4 +1,5 @@
 """Which cache block belongs to whom: reference counts, and a prefix cache over full blocks."""
+
 from array import array
 from collections import OrderedDict
 
@@ -10,7 +11,7 @@ from nanovllm.engine.sequence import Sequence
 class Block:
     """One block of the paged cache. A hash makes it findable, and its token ids are compared with what was sought."""
 
-    __slots__ = ("block_id", "ref_count", "hash", "token_ids")
+    __slots__ = ("block_id", "hash", "ref_count", "token_ids")
 
     def __init__(self, block_id: int):
         self.block_id = block_id

@@ -1,4 +1,5 @@
 """Decode steps as CUDA graphs: the forward and the sampler of one batch size, captured once and replayed."""
+
 from collections.abc import Callable
 
 import numpy as np

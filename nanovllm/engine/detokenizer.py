@@ -1,4 +1,5 @@
 """Token ids to text, as they come: no character is cut, and stop strings are found wherever tokens end."""
+
 from codecs import getincrementaldecoder
 from collections.abc import Iterable
 from operator import itemgetter
@@ -105,7 +106,11 @@ class Detokenizer:
         text = "".join(self._untaken)
         stops = () if is_over or self._params.include_stop_str_in_output else self._params.stop
         bound = min(self._max_overlap, len(text))
-        lengths = (n for n in range(bound, 0, -1) if any(len(s) > n and s[n - 1] == text[-1] and text.endswith(s[:n]) for s in stops))
+        lengths = (
+            n
+            for n in range(bound, 0, -1)
+            if any(len(s) > n and s[n - 1] == text[-1] and text.endswith(s[:n]) for s in stops)
+        )
         num_held = next(lengths, 0) if stops else 0
         self._untaken = [text[len(text) - num_held :]]
         return text[: len(text) - num_held]

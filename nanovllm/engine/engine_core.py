@@ -1,4 +1,5 @@
 """The loop that serves all callers: they submit requests, one of their threads runs the steps, each has an inbox."""
+
 import weakref
 from collections.abc import Iterable
 

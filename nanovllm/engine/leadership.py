@@ -1,4 +1,5 @@
 """Which caller's thread runs the next step: the leader/followers pattern (Schmidt et al., PLoP 2000)."""
+
 import os
 import sys
 import threading
@@ -46,9 +47,7 @@ class Leadership:
             while self._commands:
                 self._commands.popleft()()
 
-    def lead(
-        self, work: Callable[[], None], inboxes: Iterable[Inbox] | None = None, is_urgent: bool = False
-    ) -> bool:
+    def lead(self, work: Callable[[], None], inboxes: Iterable[Inbox] | None = None, is_urgent: bool = False) -> bool:
         """Do what only the leader may do; whether it was done.
 
         While there is another leader, wait until there is none, or until something is in one of the inboxes; without
@@ -57,7 +56,9 @@ class Leadership:
         if self._leader == get_ident() and self.is_nested(depth=2):
             if inboxes is None:
                 return False
-            raise RuntimeError("this thread is in the middle of a step: only add_request, abort and exit may be called here")
+            raise RuntimeError(
+                "this thread is in the middle of a step: only add_request, abort and exit may be called here"
+            )
         try:
             if not self._become_leader(inboxes, is_urgent):
                 return False

@@ -1,4 +1,5 @@
 """Requests in, text out: the facade over scheduler and model runner, for any number of callers at a time."""
+
 import logging
 import threading
 from collections.abc import Iterator, Mapping
@@ -57,9 +58,11 @@ class LLMEngine:
         logger.info("%r", self)
 
     def generate(
-        self, prompts: Prompt | list[Prompt], sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        self,
+        prompts: Prompt | list[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
-    ) -> list[RequestOutput]:  # fmt: skip
+    ) -> list[RequestOutput]:
         """Answers to one prompt or many, in their order.
 
         A prompt is a string, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a conversation;
@@ -87,9 +90,11 @@ class LLMEngine:
         return [answers[request.request_id] for request in requests]
 
     def stream(
-        self, prompts: Prompt | list[Prompt], sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        self,
+        prompts: Prompt | list[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
         chat_template_kwargs: Mapping | None = None,
-    ) -> Iterator[StreamEvent]:  # fmt: skip
+    ) -> Iterator[StreamEvent]:
         """The answers of `generate` piece by piece, as they come from many requests at once.
 
         Text that may yet be cut off as a stop string is held back, and no character is split. `chat_template_kwargs` are

@@ -1,4 +1,5 @@
 """One rank: its weights, its part of the cache and its graphs, and the way of a step over the device."""
+
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from time import perf_counter, sleep
@@ -103,7 +104,9 @@ class ModelRunner:
 
     def prepare_prefill(self, step: ScheduledStep, buffer: np.ndarray) -> Batch:
         model = self.config.model_config
-        return batches.prepare_prefill(step, buffer, self.config.kvcache_block_size, model.eos_token_ids, model.vocab_size)
+        return batches.prepare_prefill(
+            step, buffer, self.config.kvcache_block_size, model.eos_token_ids, model.vocab_size
+        )
 
     def prepare_decode(self, step: ScheduledStep, buffer: np.ndarray) -> Batch:
         num_rows, table_width = len(step.rows), max(len(row.seq.block_table) for row in step.rows)
@@ -137,9 +140,16 @@ class ModelRunner:
         sampled, positions, block_tables = hidden_states, batch.positions, batch.block_tables
         if shape.is_prefill:  # no logits for rows that are not sampled
             self.requests.write(
-                batch.req_indices, batch.params, batch.bias_slots, batch.bias_ids, batch.bias_bits,
-                batch.allowed_slots, batch.allowed_ids, batch.word_slots, batch.bad_words,
-            )  # fmt: skip
+                batch.req_indices,
+                batch.params,
+                batch.bias_slots,
+                batch.bias_ids,
+                batch.bias_bits,
+                batch.allowed_slots,
+                batch.allowed_ids,
+                batch.word_slots,
+                batch.bad_words,
+            )
             sampled, positions = (x.index_select(0, batch.sample_rows) for x in (sampled, positions))
             seqs = torch.bucketize(batch.sample_rows, batch.cu_seqlens_q[1:], right=True)
             block_tables = block_tables.index_select(0, seqs)
@@ -260,7 +270,9 @@ class ModelRunner:
     @torch.inference_mode()
     def capture_cudagraph(self) -> None:
         """Record a decode step for every batch size of the ladder."""
-        self.graphs = DecodeGraphs(self.config.max_num_seqs, self.config.table_width, self._device_buffer, self._forward)
+        self.graphs = DecodeGraphs(
+            self.config.max_num_seqs, self.config.table_width, self._device_buffer, self._forward
+        )
 
     def synchronize(self) -> None:
         """Wait until the device has nothing left to do."""

@@ -1,4 +1,5 @@
 """What comes out of the engine: plain data that no later step changes. The lists in it are the caller's own."""
+
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

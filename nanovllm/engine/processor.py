@@ -1,4 +1,5 @@
 """From what callers pass in to requests: every check of a prompt and its parameters is made here, before anything is queued."""
+
 import itertools
 import secrets
 import struct
@@ -27,7 +28,9 @@ class InputProcessor:
         self.num_requests = 0  # that ever were
         self._request_ids = itertools.count()
         self._lock = threading.RLock()
-        self._shown, self._hidden = (Vocabulary(tokenizer, skip_special_tokens) for skip_special_tokens in (False, True))
+        self._shown, self._hidden = (
+            Vocabulary(tokenizer, skip_special_tokens) for skip_special_tokens in (False, True)
+        )
 
     def default_sampling_params(self) -> SamplingParams:
         """What the model's `generation_config.json` recommends; ours where it says nothing."""
@@ -40,7 +43,9 @@ class InputProcessor:
         except (ValueError, TypeError) as error:
             raise type(error)(f"{file}: {error}") from error
 
-    def requests(self, prompts, sampling_params, inbox: Inbox, template_arguments: Mapping | None = None) -> list[Request]:
+    def requests(
+        self, prompts, sampling_params, inbox: Inbox, template_arguments: Mapping | None = None
+    ) -> list[Request]:
         """Those of a call of many prompts, with parameters for all or for each."""
         prompts = as_prompts(prompts)
         params = sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
@@ -51,9 +56,13 @@ class InputProcessor:
         return [self.request(p, default if x is None else x, inbox, i, template_arguments) for i, (p, x) in made]
 
     def request(
-        self, prompt: Prompt, params: SamplingParams | None, inbox: Inbox, index: int = 0,
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        inbox: Inbox,
+        index: int = 0,
         template_arguments: Mapping | None = None,
-    ) -> Request:  # fmt: skip
+    ) -> Request:
         params = self.default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params={params!r}: must be a SamplingParams")
@@ -68,7 +77,9 @@ class InputProcessor:
         group = [Sequence(request_id, [*token_ids], params, s, bound, i) for i, s in enumerate(seeds)]
         for seq in group:
             seq.group, seq.bad_words = group, bad_words
-        return Request(group, text, inbox, self._hidden if params.skip_special_tokens else self._shown, self._shown, index)
+        return Request(
+            group, text, inbox, self._hidden if params.skip_special_tokens else self._shown, self._shown, index
+        )
 
     def beam_requests(self, prompts, params: BeamSearchParams, inbox: Inbox) -> list[BeamRequest]:
         if not isinstance(params, BeamSearchParams):
@@ -101,8 +112,10 @@ class InputProcessor:
         if isinstance(prompt, Mapping):
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
             is_known = not prompt.keys() - {"prompt", "prompt_token_ids"} and not isinstance(ids, str)
-            if not isinstance(text, str | None) or text is None and ids is None or not is_known:
-                raise TypeError(f"prompt={prompt!r:.80}: a dict must have 'prompt' (text) or 'prompt_token_ids', and no more")
+            if not isinstance(text, str | None) or (text is None and ids is None) or not is_known:
+                raise TypeError(
+                    f"prompt={prompt!r:.80}: a dict must have 'prompt' (text) or 'prompt_token_ids', and no more"
+                )
             ids = text if ids is None else ids
         ids = self._encode(ids) if isinstance(ids, str) else as_list(ids)
         kinds = None if ids is None else set(map(type, ids))
@@ -123,7 +136,9 @@ class InputProcessor:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"prompt={text!r:.80}: character {error.start} is a lone surrogate, which is no text") from None
+            raise ValueError(
+                f"prompt={text!r:.80}: character {error.start} is a lone surrogate, which is no text"
+            ) from None
         with self._lock:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 

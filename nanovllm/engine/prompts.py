@@ -1,4 +1,5 @@
 """The shapes in which prompts may come."""
+
 from collections.abc import Iterator, Mapping
 from numbers import Integral
 from typing import TypedDict
@@ -27,7 +28,9 @@ def as_list(value) -> list | None:
 
 def is_conversation(value) -> bool:
     """Whether it is a list of messages."""
-    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(x, Mapping) and "role" in x for x in value)
+    return (
+        isinstance(value, (list, tuple)) and bool(value) and all(isinstance(x, Mapping) and "role" in x for x in value)
+    )
 
 
 def as_prompts(prompts) -> list[Prompt]:
@@ -42,7 +45,9 @@ def as_prompts(prompts) -> list[Prompt]:
 def render_chat(tokenizer, messages: list[Message], template_arguments: Mapping) -> str:
     """The text of a conversation, by its template; ValueError where it refuses it. Parts of a content must be text."""
     if not is_conversation(messages):
-        raise ValueError(f"messages={messages!r:.80}: must be a list of dicts with 'role' and 'content', or a list of those")
+        raise ValueError(
+            f"messages={messages!r:.80}: must be a list of dicts with 'role' and 'content', or a list of those"
+        )
     plain = [{**message, "content": _as_text(message.get("content"))} for message in messages]
     try:
         arguments = {"add_generation_prompt": True} | dict(template_arguments) | {"tokenize": False}

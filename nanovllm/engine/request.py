@@ -1,4 +1,5 @@
 """Requests between a caller and the scheduler: text is made here, and what arrives is kept for whoever asked."""
+
 import threading
 from collections import deque
 from enum import Enum, auto
@@ -71,9 +72,14 @@ class Request:
     """A prompt, the sequences that answer it, and their text."""
 
     def __init__(
-        self, group: list[Sequence], prompt: str | None, inbox: Inbox, vocabulary: Vocabulary, all_tokens: Vocabulary,
+        self,
+        group: list[Sequence],
+        prompt: str | None,
+        inbox: Inbox,
+        vocabulary: Vocabulary,
+        all_tokens: Vocabulary,
         index: int = 0,
-    ):  # fmt: skip
+    ):
         """`vocabulary` gives the text of answers, `all_tokens` that of single tokens; `index` is the prompt's in its call."""
         self.request_id = group[0].request_id
         self.group, self.prompt, self.inbox, self.index = group, prompt, inbox, index
@@ -108,7 +114,9 @@ class Request:
             text = self._detokenizer(seq).take(self._num_hidden(seq), is_over) if self.params.detokenize else ""
             logprobs = self._with_text(seq.logprobs[told:], self._token_texts[seq.index]) if seq.logprobs else None
             reasons = seq.finish_reason, seq.stop_reason
-            self.inbox.events.append(StreamEvent(self.index, seq.index, self.request_id, text, token_ids, *reasons, logprobs))
+            self.inbox.events.append(
+                StreamEvent(self.index, seq.index, self.request_id, text, token_ids, *reasons, logprobs)
+            )
 
     def output(self) -> RequestOutput:
         """The answers as far as they are there."""
@@ -118,9 +126,15 @@ class Request:
             texts.take(first.token_ids[0])
             prompt_logprobs = [None, *self._with_text(first.prompt_logprobs[1:], texts)]
         return RequestOutput(
-            self.request_id, self.prompt, first.token_ids[: first.num_prompt_tokens], [*map(self._completion, self.group)],
-            self.is_finished, first.num_cached_tokens, prompt_logprobs, self._metrics(),
-        )  # fmt: skip
+            self.request_id,
+            self.prompt,
+            first.token_ids[: first.num_prompt_tokens],
+            [*map(self._completion, self.group)],
+            self.is_finished,
+            first.num_cached_tokens,
+            prompt_logprobs,
+            self._metrics(),
+        )
 
     def _completion(self, seq: Sequence) -> CompletionOutput:
         token_ids, text, logprobs, total = seq.completion_token_ids, "", None, None
@@ -159,6 +173,10 @@ class Request:
         if len(self.group) > 1:  # of several answers the first, and the last
             known = [seq.timing for seq in self.group]
             picks = (("scheduled", min), ("first_token", min), ("finished", max))
-            seconds = {event: pick(t[event] for t in known if event in t) for event, pick in picks if any(event in t for t in known)}
+            seconds = {
+                event: pick(t[event] for t in known if event in t)
+                for event, pick in picks
+                if any(event in t for t in known)
+            }
         times = [seconds.get(event) for event in ("scheduled", "first_token", "finished")]
         return RequestMetrics(arrival, *[None if t is None else arrival + t for t in times])

@@ -1,4 +1,5 @@
 """What a step samples, on its way into host memory, with log-probabilities where they are asked for."""
+
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import count
@@ -90,9 +91,14 @@ class SampledTokens:
     """Ids and log-probabilities that may not have arrived yet."""
 
     def __init__(
-        self, step: ScheduledStep | None, token_ids: torch.Tensor, asked: list[LogprobRow], logprobs: tuple,
-        is_cuda: bool, tp: TensorParallel,
-    ):  # fmt: skip
+        self,
+        step: ScheduledStep | None,
+        token_ids: torch.Tensor,
+        asked: list[LogprobRow],
+        logprobs: tuple,
+        is_cuda: bool,
+        tp: TensorParallel,
+    ):
         """Ids [S] or more in host memory; what `log_probabilities` gives for `asked` on the device, if there are any.
 
         Without a step, which rank 0 alone has, one can wait until it is over.

@@ -1,4 +1,5 @@
 """What the scheduler decides: the rows of one step."""
+
 from dataclasses import dataclass, field
 from typing import NamedTuple
 

@@ -1,4 +1,5 @@
 """Who runs in the next step, and in which blocks."""
+
 from collections import Counter, OrderedDict
 from itertools import takewhile
 from operator import attrgetter
@@ -55,7 +56,10 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None where all that runs waits only for tokens that are still on their way."""
-        copies, self.block_manager.copies = self.block_manager.copies, {}  # those of this step's forks are the next one's
+        copies, self.block_manager.copies = (
+            self.block_manager.copies,
+            {},
+        )  # those of this step's forks are the next one's
         first, second = self._schedule_prefill, self._schedule_decode
         step = second() if self.is_decode_due else first()
         if not step.rows:
@@ -198,7 +202,9 @@ class Scheduler:
             self.waiting[key] = seq
             self.waiting.move_to_end(key, last=False)
 
-    def postprocess(self, step: ScheduledStep, token_ids: list[int], logprobs=None, prompt_logprobs=None) -> list[Sequence]:
+    def postprocess(
+        self, step: ScheduledStep, token_ids: list[int], logprobs=None, prompt_logprobs=None
+    ) -> list[Sequence]:
         """Take in what a step computed, as `Sampled` has it; the sequences that ended with it."""
         for (seq, start, _), values in zip(step.rows, prompt_logprobs or ()):
             seq.prompt_logprobs[start + 1 : start + 1 + len(values or ())] = values or ()

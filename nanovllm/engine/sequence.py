@@ -1,4 +1,5 @@
 """One answer on its way through the engine: counts and token ids, no tensors and no text."""
+
 from enum import Enum, auto
 from time import perf_counter
 
@@ -22,9 +23,15 @@ class Sequence:
     """
 
     def __init__(
-        self, request_id: int, token_ids: list[int], params: SamplingParams, noise_seed: int, max_len: int,
-        index: int = 0, pauses: bool = False,
-    ):  # fmt: skip
+        self,
+        request_id: int,
+        token_ids: list[int],
+        params: SamplingParams,
+        noise_seed: int,
+        max_len: int,
+        index: int = 0,
+        pauses: bool = False,
+    ):
         self.request_id = request_id
         self.index = index  # among the answers to its request
         self.group = [self]  # all of them
@@ -44,7 +51,9 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None  # the stop id or string that ended it; None for the model's own end
         self.logprobs: list[dict[int, tuple[float, int]]] = []  # of each token: those of `engine.sampled`
-        self.prompt_logprobs: list[dict[int, tuple[float, int]] | None] = [None]  # of the first; the others come in order
+        self.prompt_logprobs: list[dict[int, tuple[float, int]] | None] = [
+            None
+        ]  # of the first; the others come in order
         self.pauses = pauses
         self.candidates: dict | None = None
         self.arrival = perf_counter()
@@ -66,7 +75,9 @@ class Sequence:
 
     def continued(self, index: int, token_id: int) -> "Sequence":
         """A beam that begins with what this one has, and goes on with `token_id`; it holds nothing yet."""
-        other = Sequence(self.request_id, [*self.token_ids], self.params, self.noise_seed, self.max_num_tokens, index, True)
+        other = Sequence(
+            self.request_id, [*self.token_ids], self.params, self.noise_seed, self.max_num_tokens, index, True
+        )
         other.group, other.num_prompt_tokens, other.arrival = self.group, self.num_prompt_tokens, self.arrival
         other.max_num_tokens, other.timing = self.max_num_tokens, dict(self.timing)
         other.append(token_id)

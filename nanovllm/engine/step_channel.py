@@ -1,4 +1,5 @@
 """How the other ranks get the steps that rank 0 has prepared."""
+
 import mmap
 import os
 import select

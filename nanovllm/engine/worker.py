@@ -1,4 +1,5 @@
 """The ranks but the first: their processes, what they do, and how all of it ends."""
+
 import os
 import pickle
 import select

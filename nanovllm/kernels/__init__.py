@@ -1,4 +1,5 @@
 """Triton kernels, each a function on tensors that knows nothing of layers."""
+
 import importlib
 import importlib.util
 from functools import cache

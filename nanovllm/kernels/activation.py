@@ -1,4 +1,5 @@
 """SwiGLU's activation in one pass."""
+
 import torch
 import triton
 import triton.language as tl

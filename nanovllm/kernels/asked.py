@@ -1,4 +1,5 @@
 """What a row asks of its logits: the columns of layers.logits' params, by the names of its FIELDS."""
+
 import triton
 import triton.language as tl
 

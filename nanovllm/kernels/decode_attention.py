@@ -1,4 +1,5 @@
 """One query a sequence against its paged keys and values, cut into splits that run side by side (flash-decoding)."""
+
 import torch
 import triton
 import triton.language as tl
@@ -26,12 +27,35 @@ def _split_up(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, TILE: tl.cons
 
 @triton.jit(do_not_specialize=["table_stride", "splits"])
 def _decode_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr, context_lens_ptr, block_tables_ptr, out_ptr, partial_ptr, lse_ptr,
-    q_weight_ptr, k_weight_ptr, cos_sin_ptr, slot_mapping_ptr, scale, eps, table_stride, splits,
-    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
-    HEAD_DIM: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-    IS_QKV: tl.constexpr, IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    context_lens_ptr,
+    block_tables_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_sin_ptr,
+    slot_mapping_ptr,
+    scale,
+    eps,
+    table_stride,
+    splits,
+    BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+    IS_QKV: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         gdc_launch_dependents()
     kv_head = tl.program_id(0)
@@ -120,10 +144,18 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(
-    partial_ptr, lse_ptr, context_lens_ptr, out_ptr, splits,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    IS_QKV: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    partial_ptr,
+    lse_ptr,
+    context_lens_ptr,
+    out_ptr,
+    splits,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    IS_QKV: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -156,9 +188,15 @@ def suits_decode_qkv(batch: int, kv_heads: int, device: torch.device) -> bool:
 
 
 def decode_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context_lens: torch.Tensor,
-    block_tables: torch.Tensor, max_context_len: int, splits: int | None = None, new: tuple | None = None,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    max_context_len: int,
+    splits: int | None = None,
+    new: tuple | None = None,
+) -> torch.Tensor:
     """q [B, heads, head_dim] attends to the context_lens[b] tokens behind block_tables[b]; zeros where there are none.
 
     caches [blocks, block_size, kv_heads, head_dim], block_size a multiple of 16, head_dim a power of two from 16;
@@ -182,16 +220,47 @@ def decode_attention(
     q_weight, k_weight, eps, cos_sin, slot_mapping = new or (None, None, 0.0, None, None)
     tile = min(TILE, block_size & -block_size)  # the largest power of two that divides the block, or less
     launch(_decode_kernel, (kv_heads, batch, splits), q.device, shared=50 if new else 100)(
-        q, k_cache, v_cache, context_lens, block_tables, out, partial, lse, q_weight, k_weight, cos_sin, slot_mapping,
-        head_dim**-0.5 * 1.4426950408889634, eps, block_tables.stride(0), splits,
-        BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
-        HEAD_DIM=head_dim, TILE=tile, CHUNK=CHUNK, STAGES=3 if head_dim * q.element_size() <= 256 and not new else 2,
-        IS_QKV=new is not None, IS_SPLIT=splits > 1, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        q,
+        k_cache,
+        v_cache,
+        context_lens,
+        block_tables,
+        out,
+        partial,
+        lse,
+        q_weight,
+        k_weight,
+        cos_sin,
+        slot_mapping,
+        head_dim**-0.5 * 1.4426950408889634,
+        eps,
+        block_tables.stride(0),
+        splits,
+        BLOCK_SIZE=block_size,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        GROUP_PAD=max(16, triton.next_power_of_2(group)),
+        HEAD_DIM=head_dim,
+        TILE=tile,
+        CHUNK=CHUNK,
+        STAGES=3 if head_dim * q.element_size() <= 256 and not new else 2,
+        IS_QKV=new is not None,
+        IS_SPLIT=splits > 1,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=2,
-    )  # fmt: skip
+    )
     if splits > 1:
         launch(_combine_kernel, (batch * heads,), q.device, shared=50)(
-            partial, lse, context_lens, out, splits, HEADS=heads, HEAD_DIM=head_dim, TILE=tile, MAX_SPLITS=MAX_SPLITS,
-            IS_QKV=new is not None, num_warps=2,
-        )  # fmt: skip
+            partial,
+            lse,
+            context_lens,
+            out,
+            splits,
+            HEADS=heads,
+            HEAD_DIM=head_dim,
+            TILE=tile,
+            MAX_SPLITS=MAX_SPLITS,
+            IS_QKV=new is not None,
+            num_warps=2,
+        )
     return out

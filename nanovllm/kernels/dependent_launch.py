@@ -6,6 +6,7 @@ it are. Before it waits a kernel writes nothing, and reads nothing but weights a
 that was launched in the ordinary way. So what it costs to start a kernel, and its first reads, hide behind the kernel
 before. A constexpr that is off before Hopper.
 """
+
 import ctypes
 from functools import cache, partial
 

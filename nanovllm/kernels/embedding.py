@@ -1,4 +1,5 @@
 """Rows of an embedding of which only a range is here."""
+
 import torch
 import triton
 import triton.language as tl

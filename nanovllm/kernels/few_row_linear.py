@@ -1,4 +1,5 @@
 """y = x W^T for up to some hundred rows, where W has so few tiles that all can be worked on at once."""
+
 import torch
 import triton
 import triton.language as tl
@@ -14,16 +15,29 @@ TILE_K = 128
 
 @triton.jit(do_not_specialize=["M"])
 def _few_row_linear_kernel(
-    x_tiles, w_tiles, out_ptr, M, N, K: tl.constexpr, PER_PART: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr, TILE_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    x_tiles,
+    w_tiles,
+    out_ptr,
+    M,
+    N,
+    K: tl.constexpr,
+    PER_PART: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     first_m = tl.program_id(0) * TILE_M
     first_n = tl.program_id(1) * TILE_N
     part = tl.program_id(2)
-    acc = tl.zeros([TILE_N, TILE_M], tl.float32)  # transposed: the tensor cores take 64 rows at a time, of which W has many
+    acc = tl.zeros(
+        [TILE_N, TILE_M], tl.float32
+    )  # transposed: the tensor cores take 64 rows at a time, of which W has many
     for begin in tl.range(part * PER_PART, tl.minimum(part * PER_PART + PER_PART, K), TILE_K, num_stages=STAGES):
         w = w_tiles.load([first_n, begin])
         acc = tl.dot(w, x_tiles.load([first_m, begin]).T, acc, input_precision=PRECISION)
@@ -68,8 +82,18 @@ def few_row_linear(
     grid = triton.cdiv(m, tile_m), triton.cdiv(n, TILE_N), parts
     # the fewest rows leave half of the memory as cache, as the kernels around them do: see dependent_launch.py
     launch(_few_row_linear_kernel, grid, x.device, shared=50 if tile_m == 16 else 100)(
-        TensorDescriptor.from_tensor(x, [tile_m, TILE_K]), TensorDescriptor.from_tensor(weight, [TILE_N, TILE_K]),
-        out, m, n, K=k, PER_PART=per_part, TILE_M=tile_m, TILE_N=TILE_N, TILE_K=TILE_K,
-        STAGES=6 if tile_m in (32, 64) else 4, num_warps=4, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-    )  # fmt: skip
+        TensorDescriptor.from_tensor(x, [tile_m, TILE_K]),
+        TensorDescriptor.from_tensor(weight, [TILE_N, TILE_K]),
+        out,
+        m,
+        n,
+        K=k,
+        PER_PART=per_part,
+        TILE_M=tile_m,
+        TILE_N=TILE_N,
+        TILE_K=TILE_K,
+        STAGES=6 if tile_m in (32, 64) else 4,
+        num_warps=4,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+    )
     return out

@@ -4,6 +4,7 @@ Nothing is sorted: a row's maxima over tiles say which few tiles matter, and the
 among what those hold, by quarters. Where only some of the tokens that have this logit are kept, one more pass over the
 tiles finds the last of them. A row that filters nothing ends at once.
 """
+
 import torch
 import triton
 import triton.language as tl
@@ -120,9 +121,19 @@ def _find_equal(row_ptr, maxima, live_ptr, counts_ptr, vocab_size, value, n, TIL
 
 @triton.jit
 def _cutoff_kernel(
-    logits_ptr, asked_ptr, maxima_ptr, live_ptr, arrivals_ptr, out_ptr, vocab_size, stride, WIDTH: tl.constexpr,
-    TILES: tl.constexpr, LOW: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    asked_ptr,
+    maxima_ptr,
+    live_ptr,
+    arrivals_ptr,
+    out_ptr,
+    vocab_size,
+    stride,
+    WIDTH: tl.constexpr,
+    TILES: tl.constexpr,
+    LOW: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -207,7 +218,17 @@ def logit_cutoffs(logits: torch.Tensor, rows) -> torch.Tensor:
     if num_rows:
         parts = max(1, min(MOST_PARTS, 2 * num_processors(logits.device) // num_rows))
         launch(_cutoff_kernel, (num_rows, parts), logits.device)(
-            logits, rows.params, maxima, live, rows.arrivals, out, vocab_size, logits.stride(0),
-            WIDTH=rows.params.shape[1], TILES=tiles, LOW=LOW_BITS[logits.dtype], num_warps=16,
-        )  # fmt: skip
+            logits,
+            rows.params,
+            maxima,
+            live,
+            rows.arrivals,
+            out,
+            vocab_size,
+            logits.stride(0),
+            WIDTH=rows.params.shape[1],
+            TILES=tiles,
+            LOW=LOW_BITS[logits.dtype],
+            num_warps=16,
+        )
     return out

@@ -3,6 +3,7 @@
 Host memory has two places [2, room], of which the host prepares one while the device works with the other; `turn` [1]
 int32 on the device says which is the device's.
 """
+
 import torch
 import triton
 import triton.language as tl

@@ -1,4 +1,5 @@
 """Root mean square norm, with the residual addition in front of it if there is one."""
+
 import torch
 import triton
 import triton.language as tl
@@ -8,9 +9,18 @@ from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, l
 
 @triton.jit(do_not_specialize=["size"])
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps,
-    N: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    size,
+    eps,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         gdc_launch_dependents()
     col = tl.arange(0, BLOCK)
@@ -38,8 +48,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     if num_rows:
         block = triton.next_power_of_2(n)
         launch(_rms_norm_kernel, (num_rows,), x.device)(
-            x, residual, weight, out, num_rows * n, eps,
-            N=n, BLOCK=block, PARTS=x.shape[0] if x.dim() == 3 else 1, HAS_RESIDUAL=residual is not None,
+            x,
+            residual,
+            weight,
+            out,
+            num_rows * n,
+            eps,
+            N=n,
+            BLOCK=block,
+            PARTS=x.shape[0] if x.dim() == 3 else 1,
+            HAS_RESIDUAL=residual is not None,
             num_warps=4 if block <= 2048 else 8,
-        )  # fmt: skip
+        )
     return out

@@ -1,4 +1,5 @@
 """All between the qkv product and attention in one pass: q and k norm, rotary embedding, store into the cache."""
+
 import torch
 import triton
 import triton.language as tl
@@ -19,10 +20,21 @@ def norm_and_turn(x, x_other, cos, sin, eps):
 
 @triton.jit
 def _norm_rope_store_kernel(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, slot_mapping_ptr, q_ptr, k_cache_ptr, v_cache_ptr, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_sin_ptr,
+    slot_mapping_ptr,
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     if PDL:
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
@@ -48,9 +60,15 @@ def _norm_rope_store_kernel(
 
 
 def norm_rope_store(
-    qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, cos_sin: torch.Tensor,
-    slot_mapping: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    cos_sin: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> torch.Tensor:
     """qkv [T, heads + 2 kv_heads, head_dim], contiguous -> normed and turned queries [T, heads, head_dim].
 
     Normed and turned keys, and values, go to slot_mapping [T] of the caches [blocks, block_size, kv_heads, head_dim];
@@ -64,7 +82,19 @@ def norm_rope_store(
     if num_tokens:
         rows = 16
         launch(_norm_rope_store_kernel, (num_tokens, triton.cdiv(total, rows)), qkv.device)(
-            qkv, q_weight, k_weight, cos_sin, slot_mapping, q, k_cache, v_cache, eps,
-            HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, ROWS=rows, num_warps=4 if num_tokens < 1024 else 1,
-        )  # fmt: skip
+            qkv,
+            q_weight,
+            k_weight,
+            cos_sin,
+            slot_mapping,
+            q,
+            k_cache,
+            v_cache,
+            eps,
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            HEAD_DIM=head_dim,
+            ROWS=rows,
+            num_warps=4 if num_tokens < 1024 else 1,
+        )
     return q

@@ -1,4 +1,5 @@
 """y = x W^T for a single row of x, where all the time goes into reading W, with what stands before and after it."""
+
 import torch
 import triton
 import triton.language as tl
@@ -7,7 +8,9 @@ from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, l
 
 
 @triton.jit
-def _input(x_ptr, residual_ptr, sum_ptr, norm_weight_ptr, k, inside, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
+def _input(
+    x_ptr, residual_ptr, sum_ptr, norm_weight_ptr, k, inside, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr
+):
     """A tile of the row that is multiplied, not yet divided by its root mean square, and its squares."""
     x = tl.load(x_ptr + k, inside, 0.0).to(tl.float32)
     squares = x
@@ -24,10 +27,22 @@ def _input(x_ptr, residual_ptr, sum_ptr, norm_weight_ptr, k, inside, HAS_NORM: t
 
 @triton.jit
 def _one_row_linear_kernel(
-    x_ptr, residual_ptr, sum_ptr, norm_weight_ptr, w_ptr, out_ptr, N, eps,
-    K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    sum_ptr,
+    norm_weight_ptr,
+    w_ptr,
+    out_ptr,
+    N,
+    eps,
+    K: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         gdc_launch_dependents()
     n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
@@ -60,9 +75,14 @@ def _one_row_linear_kernel(
 
 
 def one_row_linear(
-    x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor | None = None, eps: float = 0.0,
-    residual: torch.Tensor | None = None, gated: bool = False, out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """x [1, K] times weight [N, K] transposed -> y [1, N], and the sum x + residual [1, K], x itself without one.
 
     With a norm weight [K], the root mean square norm of that sum is what is multiplied; without one there can be no
@@ -79,8 +99,20 @@ def one_row_linear(
     # where a product is short it counts that kernels overlap, where it is long that the cache is as the driver wants it
     shared = 50 if weight.numel() <= 2**23 else None
     launch(_one_row_linear_kernel, (triton.cdiv(n, tile_n),), x.device, shared)(
-        x, residual, total, norm_weight, weight, out, n, eps,
-        K=k, TILE_N=tile_n, TILE_K=tile_k, HAS_NORM=norm_weight is not None, HAS_RESIDUAL=residual is not None,
-        GATED=gated, num_warps=4,
-    )  # fmt: skip
+        x,
+        residual,
+        total,
+        norm_weight,
+        weight,
+        out,
+        n,
+        eps,
+        K=k,
+        TILE_N=tile_n,
+        TILE_K=tile_k,
+        HAS_NORM=norm_weight is not None,
+        HAS_RESIDUAL=residual is not None,
+        GATED=gated,
+        num_warps=4,
+    )
     return out, total

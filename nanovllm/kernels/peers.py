@@ -5,6 +5,7 @@ read and of the flags, in bytes from there; the most programs that there are fla
 memory, by which a kernel ends before its time and with worthless results when it is not zero; and this rank. Program p of
 a kernel meets program p of every other rank.
 """
+
 import torch
 import triton
 import triton.language as tl
@@ -47,10 +48,23 @@ def _meet(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "num_rows", "offset", "flags_offset"])
 def _sum_rms_norm_kernel(
-    addresses_ptr, offset, flags_offset, aborted_ptr, sum_ptr, weight_ptr, out_ptr, rank, num_rows, eps,
-    N: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    addresses_ptr,
+    offset,
+    flags_offset,
+    aborted_ptr,
+    sum_ptr,
+    weight_ptr,
+    out_ptr,
+    rank,
+    num_rows,
+    eps,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     if PDL:
         gdc_launch_dependents()
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -89,7 +103,7 @@ def _sum_rms_norm_kernel(
 
 def sum_rms_norm(
     mine: torch.Tensor, meeting: tuple, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of all ranks' parts, of which `mine` [parts, T, N] are this one's (+ residual): its norm, and the sum, [T, N].
 
     `residual` [T, N] becomes the sum.
@@ -100,18 +114,40 @@ def sum_rms_norm(
     out = torch.empty_like(total)
     block = triton.next_power_of_2(n)
     launch(_sum_rms_norm_kernel, (max(1, min(num_rows, most_programs)),), mine.device)(
-        addresses, offset, flags_offset, aborted, total, weight, out, rank, num_rows, eps,
-        N=n, BLOCK=block, PARTS=parts, SIZE=len(addresses), HAS_RESIDUAL=residual is not None,
-        num_warps=max(4, min(16, block // 256)), num_stages=1,  # nothing is read before the ranks have met
-    )  # fmt: skip
+        addresses,
+        offset,
+        flags_offset,
+        aborted,
+        total,
+        weight,
+        out,
+        rank,
+        num_rows,
+        eps,
+        N=n,
+        BLOCK=block,
+        PARTS=parts,
+        SIZE=len(addresses),
+        HAS_RESIDUAL=residual is not None,
+        num_warps=max(4, min(16, block // 256)),
+        num_stages=1,  # nothing is read before the ranks have met
+    )
     return out, total
 
 
 @triton.jit(do_not_specialize=["rank", "num_keys", "offset", "flags_offset"])
 def _max_kernel(
-    keys_ptr, addresses_ptr, offset, flags_offset, aborted_ptr, out_ptr, rank, num_keys,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    keys_ptr,
+    addresses_ptr,
+    offset,
+    flags_offset,
+    aborted_ptr,
+    out_ptr,
+    rank,
+    num_keys,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     best = tl.load(keys_ptr + at, at < num_keys, 0)
     tl.store(_part_of(addresses_ptr, rank, offset, tl.int64) + at, best, at < num_keys)
@@ -129,17 +165,36 @@ def max_of_ranks(keys: torch.Tensor, meeting: tuple) -> torch.Tensor:
     addresses, offset, flags_offset, _, aborted, rank = meeting
     out = torch.empty_like(keys)
     _max_kernel[(max(1, triton.cdiv(len(keys), KEYS_A_PROGRAM)),)](
-        keys, addresses, offset, flags_offset, aborted, out, rank, len(keys),
-        SIZE=len(addresses), BLOCK=KEYS_A_PROGRAM,
-    )  # fmt: skip
+        keys,
+        addresses,
+        offset,
+        flags_offset,
+        aborted,
+        out,
+        rank,
+        len(keys),
+        SIZE=len(addresses),
+        BLOCK=KEYS_A_PROGRAM,
+    )
     return out
 
 
 @triton.jit(do_not_specialize=["rank", "num_rows", "offset", "flags_offset"])
 def _gather_kernel(
-    addresses_ptr, offset, flags_offset, aborted_ptr, asked_ptr, out_ptr, rank, num_rows, n,
-    WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    addresses_ptr,
+    offset,
+    flags_offset,
+    aborted_ptr,
+    asked_ptr,
+    out_ptr,
+    rank,
+    num_rows,
+    n,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -171,7 +226,18 @@ def gather_columns(mine: torch.Tensor, meeting: tuple, asked: torch.Tensor | Non
     out = torch.empty((num_rows, size * n), dtype=mine.dtype, device=mine.device)
     pieces = num_rows * size * triton.cdiv(n, block)
     launch(_gather_kernel, (max(1, min(pieces, most_programs)),), mine.device)(
-        addresses, offset, flags_offset, aborted, asked, out, rank, num_rows, n,
-        WIDTH=0 if asked is None else asked.shape[1], SIZE=size, BLOCK=block, num_stages=1,
-    )  # fmt: skip
+        addresses,
+        offset,
+        flags_offset,
+        aborted,
+        asked,
+        out,
+        rank,
+        num_rows,
+        n,
+        WIDTH=0 if asked is None else asked.shape[1],
+        SIZE=size,
+        BLOCK=block,
+        num_stages=1,
+    )
     return out

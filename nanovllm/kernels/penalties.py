@@ -4,14 +4,24 @@ A program counts its row's tokens in memory that is all zeros, and takes each co
 finds one edits that token's logit, all others find nothing, and what is left is zeros. A row that asks for nothing ends
 at once.
 """
+
 import torch
 import triton
 import triton.language as tl
 
 from nanovllm.kernels.asked import (
-    FREQUENCY_PENALTY, HAS_ALLOWED_IDS, IS_PENALIZED, MIN_LEN, NUM_BAD_WORDS, NUM_BIASES, NUM_PROMPT_TOKENS, NUM_STOPS,
-    PRESENCE_PENALTY, REPETITION_PENALTY, real,
-)  # fmt: skip
+    FREQUENCY_PENALTY,
+    HAS_ALLOWED_IDS,
+    IS_PENALIZED,
+    MIN_LEN,
+    NUM_BAD_WORDS,
+    NUM_BIASES,
+    NUM_PROMPT_TOKENS,
+    NUM_STOPS,
+    PRESENCE_PENALTY,
+    REPETITION_PENALTY,
+    real,
+)
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
 
 IN_PROMPT = tl.constexpr(1 << 30)  # what a count has besides, which is of the output's tokens
@@ -34,9 +44,17 @@ def _ban_others(x_ptr, mask_ptr, vocab_size, TILE: tl.constexpr):
 
 @triton.jit
 def _ban_bad_words(
-    x_ptr, words_ptr, num_words, length, num_prompt, token_ids_ptr, table_ptr,
-    WORDS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    words_ptr,
+    num_words,
+    length,
+    num_prompt,
+    token_ids_ptr,
+    table_ptr,
+    WORDS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
     """-inf for the last tokens of bad words whose other tokens, or none, are the last of the output."""
     word, slot = tl.arange(0, WORDS), tl.arange(0, TOKENS)  # a word's last slot is that of the token to come
     at = length - (TOKENS - 1) + slot
@@ -52,11 +70,31 @@ def _ban_bad_words(
 
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def _penalize_kernel(
-    logits_ptr, asked_ptr, req_indices_ptr, bias_ids_ptr, biases_ptr, allowed_ids_ptr, bad_words_ptr, token_ids_ptr,
-    tables_ptr, positions_ptr, counts_ptr, num_rows, vocab_size, stride, counts_stride, table_stride, mask_stride,
-    WIDTH: tl.constexpr, MOST: tl.constexpr, WORDS: tl.constexpr, WORD_TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    asked_ptr,
+    req_indices_ptr,
+    bias_ids_ptr,
+    biases_ptr,
+    allowed_ids_ptr,
+    bad_words_ptr,
+    token_ids_ptr,
+    tables_ptr,
+    positions_ptr,
+    counts_ptr,
+    num_rows,
+    vocab_size,
+    stride,
+    counts_stride,
+    table_stride,
+    mask_stride,
+    WIDTH: tl.constexpr,
+    MOST: tl.constexpr,
+    WORDS: tl.constexpr,
+    WORD_TOKENS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -106,18 +144,44 @@ def _penalize_kernel(
         if num_bad_words > 0:
             words_ptr = bad_words_ptr + request * WORDS * WORD_TOKENS
             _ban_bad_words(
-                x_ptr, words_ptr, num_bad_words, length, num_prompt, token_ids_ptr, table_ptr,
-                WORDS, WORD_TOKENS, BLOCK_SIZE,
-            )  # fmt: skip
+                x_ptr,
+                words_ptr,
+                num_bad_words,
+                length,
+                num_prompt,
+                token_ids_ptr,
+                table_ptr,
+                WORDS,
+                WORD_TOKENS,
+                BLOCK_SIZE,
+            )
 
 
 def penalize(logits: torch.Tensor, rows) -> None:
     """Edit logits [S, vocabulary] in place as layers.logits' Rows say."""
     if len(logits):
         launch(_penalize_kernel, (min(len(logits), len(rows.counts)),), logits.device)(
-            logits, rows.params, rows.req_indices, rows.bias_ids, rows.biases, rows.allowed_ids, rows.bad_words,
-            rows.token_ids, rows.block_tables, rows.positions, rows.counts, *logits.shape, logits.stride(0),
-            rows.counts.stride(0), rows.block_tables.stride(0), rows.allowed_ids.stride(0),
-            WIDTH=rows.params.shape[1], MOST=rows.biases.shape[1], WORDS=rows.bad_words.shape[1],
-            WORD_TOKENS=rows.bad_words.shape[2], BLOCK_SIZE=rows.token_ids.shape[1], TILE=1024, num_warps=8,
-        )  # fmt: skip
+            logits,
+            rows.params,
+            rows.req_indices,
+            rows.bias_ids,
+            rows.biases,
+            rows.allowed_ids,
+            rows.bad_words,
+            rows.token_ids,
+            rows.block_tables,
+            rows.positions,
+            rows.counts,
+            *logits.shape,
+            logits.stride(0),
+            rows.counts.stride(0),
+            rows.block_tables.stride(0),
+            rows.allowed_ids.stride(0),
+            WIDTH=rows.params.shape[1],
+            MOST=rows.biases.shape[1],
+            WORDS=rows.bad_words.shape[1],
+            WORD_TOKENS=rows.bad_words.shape[2],
+            BLOCK_SIZE=rows.token_ids.shape[1],
+            TILE=1024,
+            num_warps=8,
+        )

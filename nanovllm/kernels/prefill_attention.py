@@ -1,4 +1,5 @@
 """Causal attention of new tokens over their sequence's paged keys and values (FlashAttention-2, arXiv:2307.08691)."""
+
 import torch
 import triton
 import triton.language as tl
@@ -9,9 +10,25 @@ from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, h
 
 @triton.jit
 def _attend_tiles(
-    acc, total, top, q, begin, end, position, k_tiles, v_tiles, table_ptr, kv_head, scale, length,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    acc,
+    total,
+    top,
+    q,
+    begin,
+    end,
+    position,
+    k_tiles,
+    v_tiles,
+    table_ptr,
+    kv_head,
+    scale,
+    length,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     n = tl.arange(0, TILE_N)
     for tile in tl.range(begin, end, TILE_N, num_stages=2):  # a tile lies in one block
         slot = tl.load(table_ptr + tile // BLOCK_SIZE) * BLOCK_SIZE + tile % BLOCK_SIZE
@@ -32,10 +49,24 @@ def _attend_tiles(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _prefill_kernel(
-    q_ptr, k_tiles, v_tiles, cu_seqlens_q_ptr, context_lens_ptr, block_tables_ptr, out_ptr, scale, table_stride,
-    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_tiles,
+    v_tiles,
+    cu_seqlens_q_ptr,
+    context_lens_ptr,
+    block_tables_ptr,
+    out_ptr,
+    scale,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         gdc_launch_dependents()
     if not PDL:  # pointers: described here, where the strides are constants, so that loads stay wide
@@ -71,20 +102,57 @@ def _prefill_kernel(
     seen_by_all = (before + first + 1) // TILE_N * TILE_N
     end = tl.minimum(before + first + TOKENS, length)
     acc, total, top = _attend_tiles(
-        acc, total, top, q, 0, seen_by_all, position, k_tiles, v_tiles, table_ptr, kv_head, scale, length,
-        BLOCK_SIZE, HEAD_DIM, TILE_N, False, PRECISION,
-    )  # fmt: skip
+        acc,
+        total,
+        top,
+        q,
+        0,
+        seen_by_all,
+        position,
+        k_tiles,
+        v_tiles,
+        table_ptr,
+        kv_head,
+        scale,
+        length,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        TILE_N,
+        False,
+        PRECISION,
+    )
     acc, total, top = _attend_tiles(
-        acc, total, top, q, seen_by_all, end, position, k_tiles, v_tiles, table_ptr, kv_head, scale, length,
-        BLOCK_SIZE, HEAD_DIM, TILE_N, True, PRECISION,
-    )  # fmt: skip
+        acc,
+        total,
+        top,
+        q,
+        seen_by_all,
+        end,
+        position,
+        k_tiles,
+        v_tiles,
+        table_ptr,
+        kv_head,
+        scale,
+        length,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        TILE_N,
+        True,
+        PRECISION,
+    )
     tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), valid)
 
 
 def prefill_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    context_lens: torch.Tensor, block_tables: torch.Tensor, max_seqlen_q: int,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    max_seqlen_q: int,
+) -> torch.Tensor:
     """q [T, heads, head_dim], contiguous: the last tokens of B sequences, cu_seqlens_q [B + 1] where each begins.
 
     Every query attends to the tokens of its sequence up to its own, all of which are in the caches already: those of
@@ -106,9 +174,22 @@ def prefill_attention(
         )
     grid = (triton.cdiv(max_seqlen_q, tile_m // group), kv_heads, context_lens.shape[0])
     launch(_prefill_kernel, grid, q.device)(
-        q, k_tiles, v_tiles, cu_seqlens_q, context_lens, block_tables, out,
-        head_dim**-0.5 * 1.4426950408889634, block_tables.stride(0),
-        BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, TILE_M=tile_m, TILE_N=tile_n,
-        PRECISION="ieee" if exact else "tf32", num_warps=4,
-    )  # fmt: skip
+        q,
+        k_tiles,
+        v_tiles,
+        cu_seqlens_q,
+        context_lens,
+        block_tables,
+        out,
+        head_dim**-0.5 * 1.4426950408889634,
+        block_tables.stride(0),
+        BLOCK_SIZE=block_size,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        TILE_M=tile_m,
+        TILE_N=tile_n,
+        PRECISION="ieee" if exact else "tf32",
+        num_warps=4,
+    )
     return out

@@ -1,4 +1,5 @@
 """Gumbel-max over the vocabulary with stateless noise; see layers/sampler.py, which defines it."""
+
 import torch
 import triton
 import triton.language as tl
@@ -12,8 +13,7 @@ def _log(x, HARDWARE: tl.constexpr):
     if HARDWARE:
         asm: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"
         return 0.6931471805599453 * tl.inline_asm_elementwise(asm, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        return tl.log(x)
+    return tl.log(x)
 
 
 @triton.jit
@@ -26,11 +26,25 @@ def _gumbel(bits, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _sample_split_kernel(
-    logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, cutoffs_ptr, best_ptr, index_ptr, vocab_size, stride,
-    first_id, temperature_stride, seed_stride,
-    PER_SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, ROUNDS: tl.constexpr, HARDWARE: tl.constexpr,
+    logits_ptr,
+    temperatures_ptr,
+    seeds_ptr,
+    positions_ptr,
+    cutoffs_ptr,
+    best_ptr,
+    index_ptr,
+    vocab_size,
+    stride,
+    first_id,
+    temperature_stride,
+    seed_stride,
+    PER_SPLIT: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    HARDWARE: tl.constexpr,
     BEHIND: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     temperature = tl.load(temperatures_ptr + row * temperature_stride)
@@ -76,9 +90,16 @@ def _sample_reduce_kernel(best_ptr, index_ptr, score_ptr, out_ptr, SPLITS: tl.co
 
 
 def sample(
-    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, rounds: int,
-    first_id: int = 0, tile: int = 2048, per_split: int = 2048, cutoffs: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    rounds: int,
+    first_id: int = 0,
+    tile: int = 2048,
+    per_split: int = 2048,
+    cutoffs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores and ids [S] that `layers.sampler.Sampler` would choose by logits [S, vocabulary]; of equals the lowest id.
 
     temperatures [S] float32, seeds [S, 2] int32 (low and high word), positions [S] int32; rounds of Philox; cutoffs [S]
@@ -93,10 +114,25 @@ def sample(
     out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     if num_rows:
         _sample_split_kernel[(num_rows, splits)](
-            logits, temperatures, seeds, positions, cutoffs, best, index, vocab_size, logits.stride(0), first_id,
-            temperatures.stride(0), seeds.stride(0),
-            PER_SPLIT=per_split, TILE=tile, SPLITS=splits, ROUNDS=rounds, HARDWARE=logits.is_cuda, BEHIND=behind,
-        )  # fmt: skip
+            logits,
+            temperatures,
+            seeds,
+            positions,
+            cutoffs,
+            best,
+            index,
+            vocab_size,
+            logits.stride(0),
+            first_id,
+            temperatures.stride(0),
+            seeds.stride(0),
+            PER_SPLIT=per_split,
+            TILE=tile,
+            SPLITS=splits,
+            ROUNDS=rounds,
+            HARDWARE=logits.is_cuda,
+            BEHIND=behind,
+        )
         block = triton.next_power_of_2(splits)
         _sample_reduce_kernel[(num_rows,)](best, index, score, out, SPLITS=splits, BLOCK=block)
     return score, out

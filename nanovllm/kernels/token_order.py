@@ -2,6 +2,7 @@
 
 A token's key is its logit as an integer above its inverted id, so a larger key is a token that comes first.
 """
+
 import triton
 import triton.language as tl
 

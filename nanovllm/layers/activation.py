@@ -1,4 +1,5 @@
 """The gated activation of the feed-forward layers."""
+
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,4 +1,5 @@
 """Attention over the paged cache, whichever backend computes it."""
+
 import torch
 from torch import nn
 

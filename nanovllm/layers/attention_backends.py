@@ -1,4 +1,5 @@
 """The ways to compute attention over the paged cache. Each imports its library only when it is made."""
+
 from math import gcd
 from typing import NamedTuple
 
@@ -64,15 +65,26 @@ class FlashBackend(AttentionBackend):
         if context.plan is None:
             context.plan = F.pad(context.context_lens.cumsum(0, dtype=torch.int32), (1, 0))  # cu_seqlens_k
         return self.flash_attn.flash_attn_varlen_func(
-            q, k_cache, v_cache, context.cu_seqlens_q, context.plan, context.max_seqlen_q, context.max_context_len,
-            block_table=context.block_tables, causal=True,
-        )  # fmt: skip
+            q,
+            k_cache,
+            v_cache,
+            context.cu_seqlens_q,
+            context.plan,
+            context.max_seqlen_q,
+            context.max_context_len,
+            block_table=context.block_tables,
+            causal=True,
+        )
 
     def decode(self, q, k_cache, v_cache, context, new=None):
         return self.flash_attn.flash_attn_with_kvcache(
-            q.unsqueeze(1), k_cache, v_cache,
-            cache_seqlens=context.context_lens, block_table=context.block_tables, causal=True,
-        ).squeeze(1)  # fmt: skip
+            q.unsqueeze(1),
+            k_cache,
+            v_cache,
+            cache_seqlens=context.context_lens,
+            block_table=context.block_tables,
+            causal=True,
+        ).squeeze(1)
 
 
 class SDPABackend(AttentionBackend):

@@ -1,4 +1,5 @@
 """Token embedding and output head, cut over the ranks along the vocabulary."""
+
 from functools import partial
 
 import torch

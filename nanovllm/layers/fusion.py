@@ -1,4 +1,5 @@
 """Layers that follow each other, in one kernel where there is one row."""
+
 import torch
 
 from nanovllm.kernels import triton_ops
@@ -9,9 +10,12 @@ from nanovllm.utils.peer_memory import PeerSum
 
 
 def norm_linear(
-    norm: RMSNorm, proj: MergedColumnParallelLinear, x: torch.Tensor | PeerSum, residual: torch.Tensor | None,
+    norm: RMSNorm,
+    proj: MergedColumnParallelLinear,
+    x: torch.Tensor | PeerSum,
+    residual: torch.Tensor | None,
     act: SiluAndMul | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """act(proj(norm(x + residual))), and x + residual, which may take the residual's place."""
     ops = triton_ops(proj.weight) if proj.bias is None and len(x) == 1 else None
     if ops is not None and not isinstance(x, PeerSum):

@@ -1,4 +1,5 @@
 """Root mean square norm, alone or with the residual addition in front of it."""
+
 from functools import partial
 
 import torch

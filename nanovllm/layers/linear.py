@@ -1,4 +1,5 @@
 """Linear layers cut over the ranks: by column (outputs), several merged into one product, and by row (inputs)."""
+
 from functools import partial
 
 import torch
@@ -12,9 +13,12 @@ from nanovllm.utils.peer_memory import PeerSum
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, parts: int = 1,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    parts: int = 1,
     out: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """x [T, inputs] times weight [outputs, inputs] transposed, plus the bias -> [T, outputs].
 
     With more than one of the `parts` that `parts_of` allows it is [parts, T, outputs], to be summed. `out` [parts, T,
@@ -29,7 +33,11 @@ def linear(
     if out is None:
         # each number of rows is another oneDNN primitive, whose code takes about half a MiB: few sizes bound their memory
         num_padding = _padded_rows(len(x)) - len(x) if x.is_cpu and x.dtype is not torch.float32 else 0
-        return F.linear(F.pad(x, (0, 0, 0, num_padding)), weight, bias)[: len(x)] if num_padding else F.linear(x, weight, bias)
+        return (
+            F.linear(F.pad(x, (0, 0, 0, num_padding)), weight, bias)[: len(x)]
+            if num_padding
+            else F.linear(x, weight, bias)
+        )
     return torch.mm(x, weight.t(), out=out[0]) if bias is None else torch.addmm(bias, x, weight.t(), out=out[0])
 
 
@@ -52,9 +60,12 @@ class MergedColumnParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, input_size: int, outputs: list[tuple[int, TensorParallel]], bias: bool,
+        self,
+        input_size: int,
+        outputs: list[tuple[int, TensorParallel]],
+        bias: bool,
         dtype: torch.dtype = torch.float32,
-    ):  # fmt: skip
+    ):
         super().__init__()
         self.input_size = input_size
         self.outputs = outputs
@@ -75,9 +86,15 @@ class QKVParallelLinear(MergedColumnParallelLinear):
     """Query, key and value in one, cut by heads; key-value heads are replicated where there are fewer than ranks."""
 
     def __init__(
-        self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool, tp: TensorParallel,
+        self,
+        hidden_size: int,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        bias: bool,
+        tp: TensorParallel,
         dtype: torch.dtype = torch.float32,
-    ):  # fmt: skip
+    ):
         kv_tp = tp.for_heads(num_kv_heads)
         heads = tp.share("query heads", num_heads)
         kv_heads = kv_tp.share("key-value heads", num_kv_heads)

@@ -8,6 +8,7 @@ a kernel.
 Where the vocabulary is cut over ranks, each of them has its own part of every row, and the whole of those that are
 filtered; of a plain row the ranks compare no more than their best scores.
 """
+
 from typing import NamedTuple
 
 import numpy as np
@@ -78,7 +79,7 @@ class RequestTable:
 
     def write(
         self, req_indices, params, bias_slots, bias_ids, bias_bits, allowed_slots, allowed_ids, word_slots, bad_words
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Params [S, WIDTH] and masks of allowed ids by request index; ids [N] and float32 bits of biases, and bad
         words [K, MAX_BAD_WORD_TOKENS], by their place in the flat table. All are int32.
         """

@@ -1,4 +1,5 @@
 """Rotary position embedding (arXiv:2104.09864)."""
+
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,4 +1,5 @@
 """The next token of each row: greedy, or drawn by Gumbel-max with stateless noise."""
+
 import torch
 from torch import nn
 from torch.distributed import ReduceOp
@@ -66,9 +67,13 @@ class Sampler(nn.Module):
         self.tp, self.first_id = tp, first_id
 
     def forward(
-        self, logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor,
+        self,
+        logits: torch.Tensor,
+        temperatures: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
         cutoffs: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """logits [S, ids] of those from `first_id` on, temperatures [S], seeds [S, 2], positions [S] -> ids [S] int32.
 
         No token is drawn whose key is below its row's of `cutoffs` [S] int64, which `logit_cutoffs` made.

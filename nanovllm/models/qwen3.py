@@ -1,4 +1,5 @@
 """Qwen3, dense: how the layers are put together, and how a checkpoint's names map onto them."""
+
 import torch
 from torch import nn
 

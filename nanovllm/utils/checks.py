@@ -2,6 +2,7 @@
 
 Numbers are returned as Python's own, so that a NumPy integer of fixed width is converted once and never wraps later.
 """
+
 import math
 from numbers import Integral, Real
 
@@ -29,7 +30,7 @@ def check_real(name: str, value, low: float, high: float = 1e9) -> float:
 
 
 def check_bool(name: str, value, optional: bool = False) -> None:
-    if not (isinstance(value, bool) or optional and value is None):
+    if not (isinstance(value, bool) or (optional and value is None)):
         raise TypeError(f"{name}={value!r}: must be True or False")
 
 

@@ -1,4 +1,5 @@
 """What attention reads during a step, set for the length of one forward."""
+
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass

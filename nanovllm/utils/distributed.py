@@ -1,4 +1,5 @@
 """The ranks that share a model: this rank's place among them, and what they do together."""
+
 import ctypes
 import os
 import shutil

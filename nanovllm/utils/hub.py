@@ -1,4 +1,5 @@
 """Where the files of a model and its tokenizer are: a folder, the package itself, or the Hugging Face hub."""
+
 import json
 import re
 from pathlib import Path

@@ -1,4 +1,5 @@
 """What Ctrl-C must not cut in two."""
+
 import signal
 import threading
 from contextlib import contextmanager

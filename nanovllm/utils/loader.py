@@ -1,4 +1,5 @@
 """Weights from safetensors files into a model's parameters, by name, and nothing left over or left out."""
+
 import zlib
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,5 @@
 """Memory of every rank's GPU that the kernels of all the others read and write, over NVLink or PCIe."""
+
 import ctypes
 from dataclasses import dataclass
 
@@ -88,7 +89,12 @@ class _Bytes:
     """Device memory as what torch.as_tensor takes without a copy."""
 
     def __init__(self, pointer: int, num_bytes: int):
-        self.__cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+        }
 
 
 def _cuda(name: str, *arguments) -> None:

@@ -1,4 +1,5 @@
 """Where the time of a start goes."""
+
 from time import perf_counter
 
 

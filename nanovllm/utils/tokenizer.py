@@ -1,4 +1,5 @@
 """The tokenizer of a folder."""
+
 from pathlib import Path
 
 from nanovllm.utils.hub import read_json
