@@ -8,9 +8,9 @@ from numbers import Real
 
 import torch
 
+from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.model_config import DTYPES, ModelConfig
 from nanovllm.utils.checks import check_bool, check_choice, check_int, check_real
-from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.hub import find_model, find_tokenizer
 
 # (least, most, whether None is allowed) of the settings that are integers
@@ -151,7 +151,7 @@ class Config:
         return cls(model, **{name: value for name, value in settings.items() if name in known})
 
     @property
-    def table_width(self) -> int:
+    def max_blocks_per_seq(self) -> int:
         """Blocks of the longest sequence there can be."""
         return -(-self.max_model_len // self.kvcache_block_size)
 

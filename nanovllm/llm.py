@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.outputs import BeamSearchOutput, RequestOutput
 from nanovllm.engine.prompts import Message, Prompt, is_conversation
-from nanovllm.engine.request import Inbox, Wants
+from nanovllm.engine.request import Inbox, OutputKind
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 
 
@@ -49,7 +49,7 @@ class LLM(LLMEngine):
             raise ValueError(
                 f"messages={messages!r:.80}: must be a list of dicts with 'role' and 'content', or a list of those"
             )
-        inbox = Inbox(Wants.ANSWERS)
+        inbox = Inbox(OutputKind.ANSWERS)
         return self._answers(self.processor.requests(conversations, sampling_params, inbox, arguments), inbox, use_tqdm)
 
     def beam_search(
@@ -59,5 +59,5 @@ class LLM(LLMEngine):
 
         Errors are those of `generate`.
         """
-        inbox = Inbox(Wants.ANSWERS)
+        inbox = Inbox(OutputKind.ANSWERS)
         return self._answers(self.processor.beam_requests(prompts, params, inbox), inbox, use_tqdm)

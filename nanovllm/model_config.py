@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
+from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.utils.checks import check_choice, check_int
-from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.hub import read_json
 
 DTYPES = {
@@ -77,10 +77,10 @@ class ModelConfig:
 
     def check_divides(self, tp: TensorParallel) -> None:
         """ValueError where the ranks can't all have an equal part of the model."""
-        tp.share("query heads", self.num_attention_heads)
-        tp.for_heads(self.num_key_value_heads).share("key-value heads", self.num_key_value_heads)
-        tp.share("inner size of the feed-forward layers", self.intermediate_size)
-        tp.share("vocabulary", self.vocab_size)
+        tp.shard_size("query heads", self.num_attention_heads)
+        tp.for_heads(self.num_key_value_heads).shard_size("key-value heads", self.num_key_value_heads)
+        tp.shard_size("inner size of the feed-forward layers", self.intermediate_size)
+        tp.shard_size("vocabulary", self.vocab_size)
 
 
 def _rope_frequencies(raw: dict, head_dim: int) -> tuple[tuple[float, ...], float]:

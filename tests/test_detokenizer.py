@@ -8,7 +8,7 @@ import pytest
 from test_scheduler import advance, make_scheduler
 
 from nanovllm.engine.detokenizer import Detokenizer, Vocabulary
-from nanovllm.engine.request import Inbox, Request, Wants
+from nanovllm.engine.request import Inbox, OutputKind, Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
@@ -80,7 +80,7 @@ def reference(ids: list[int], params: SamplingParams) -> tuple[int, str, str, st
     return len(ids), prefixes[-1].decode(errors="replace"), "length", None
 
 
-def run(params: SamplingParams, ids: list[int], wants: Wants) -> Inbox:
+def run(params: SamplingParams, ids: list[int], wants: OutputKind) -> Inbox:
     """What a caller gets of a request whose tokens come one by one; its `output` is what `reference` gives."""
     scheduler, inbox = make_scheduler(), Inbox(wants)
     seq = Sequence(0, [0], params, noise_seed=0, max_len=64)
@@ -114,20 +114,20 @@ def test_stop_strings(include):
             stop_token_ids=rng.choice([(), (9,)]),
         )
         expected = reference(ids, params)
-        for wants in Wants:
+        for wants in OutputKind:
             inbox = run(params, ids, wants)
             assert inbox.output == expected, (ids, params)
-            if wants is Wants.EVENTS:
+            if wants is OutputKind.EVENTS:
                 assert "".join(event.text for event in inbox.events) == expected[1]
                 assert [event.finish_reason for event in inbox.events[-2:]] == [None, expected[2]][-len(inbox.events) :]
-            if wants is Wants.TOKENS:
+            if wants is OutputKind.TOKENS:
                 assert [token_id for _, token_id in inbox.new_tokens] == ids[: expected[0]]
         seen.add((expected[2], type(expected[3])))
     assert len(seen) == 3
 
 
 def test_only_what_may_be_cut_is_held_back():
-    inbox = run(SamplingParams(stop="bba"), [2, 3, 3, 3, 7, 8, 3, 2, 3], Wants.EVENTS)
+    inbox = run(SamplingParams(stop="bba"), [2, 3, 3, 3, 7, 8, 3, 2, 3], OutputKind.EVENTS)
     assert [event.text for event in inbox.events] == ["a", "", "", "b", "", "bbé", "", "ba", ""]
 
 

@@ -8,10 +8,10 @@ triton = pytest.importorskip("triton")
 import triton.language as tl
 
 from nanovllm.kernels import ops, peers
-from nanovllm.kernels.decode_attention import CHUNK, MAX_SPLITS, TILE, most_splits
+from nanovllm.kernels.decode_attention import CHUNK, MAX_SPLITS, TILE, choose_num_splits
 from nanovllm.kernels.dependent_launch import has_tma
-from nanovllm.kernels.few_row_linear import FEW_WEIGHTS, MOST_ROWS, TILE_K, TILE_N
 from nanovllm.kernels.sampling import _gumbel
+from nanovllm.kernels.split_k_gemm import FEW_WEIGHTS, MAX_ROWS, TILE_K, TILE_N
 from nanovllm.layers.logits import WIDTH, column
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sampler import ROUNDS, gumbel_noise, philox
@@ -190,9 +190,9 @@ def test_decode_of_nothing_is_zero(splits):
 def test_number_of_splits():
     for programs in (1, 2, 3, 8, 1000):
         for length in (0, 1, TILE, TILE + 1, 7 * TILE, 10**6):
-            splits = most_splits(programs, length, torch.device(DEVICE))
+            splits = choose_num_splits(programs, length, torch.device(DEVICE))
             assert 1 <= splits <= min(MAX_SPLITS, max(1, -(-length // TILE)))
-    assert most_splits(1, 10**6, torch.device(DEVICE)) > most_splits(3000, 10**6, torch.device(DEVICE)) == 1
+    assert choose_num_splits(1, 10**6, torch.device(DEVICE)) > choose_num_splits(3000, 10**6, torch.device(DEVICE)) == 1
 
 
 @each_dtype
@@ -280,7 +280,7 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor, gated: bool = False)
 )
 @pytest.mark.parametrize("before", ["nothing", "norm", "sum and norm"])
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
-def test_one_row_linear(gated, before, n, k, dtype):
+def test_gemv(gated, before, n, k, dtype):
     x, residual = randn(1, k, dtype=dtype), randn(1, k, dtype=dtype) if "sum" in before else None
     weight, norm_weight = randn(2 * n if gated else n, k, dtype=dtype) / k**0.5, None
     total = x if residual is None else x + residual
@@ -290,7 +290,7 @@ def test_one_row_linear(gated, before, n, k, dtype):
         expected = rms_norm_reference(total, norm_weight, eps)
     inputs = [tensor for tensor in (x, weight, norm_weight, residual) if tensor is not None]
     copies = [tensor.clone() for tensor in inputs]
-    out, returned = ops.one_row_linear(x, weight, norm_weight, eps, residual, gated)
+    out, returned = ops.gemv(x, weight, norm_weight, eps, residual, gated)
     assert_close(out, linear_reference(expected, weight, gated))
     assert torch.equal(returned, total) and (returned is x) == (residual is None)
     assert all(map(torch.equal, inputs, copies))
@@ -298,11 +298,11 @@ def test_one_row_linear(gated, before, n, k, dtype):
 
 @overflows
 @each_dtype
-def test_one_row_linear_with_gates_far_from_zero(dtype):
+def test_gemv_with_gates_far_from_zero(dtype):
     gates = torch.tensor([-3e4, -200.0, -89.0, -88.0, -20.0, 0.0, 20.0, 88.0, 89.0, 200.0, 3e4])
     weight = torch.cat((gates, torch.ones(len(gates))))[:, None].repeat(1, 8).to(DEVICE, dtype) / 8
     x = torch.ones(1, 8).to(DEVICE, dtype)
-    assert_close(ops.one_row_linear(x, weight, gated=True)[0], linear_reference(x, weight, True))
+    assert_close(ops.gemv(x, weight, gated=True)[0], linear_reference(x, weight, True))
 
 
 @pytest.mark.skipif(CUDA and not has_tma(torch.device(DEVICE)), reason="needs a Hopper GPU")
@@ -318,7 +318,7 @@ def test_one_row_linear_with_gates_far_from_zero(dtype):
 def test_few_row_linear(m, n, k, parts, dtype):
     """Of four parts those are empty that no tile of inputs is left for."""
     x, weight = randn(m, k, dtype=dtype), randn(n, k, dtype=dtype) / k**0.5
-    out = ops.few_row_linear(x, weight, parts=parts)
+    out = ops.split_k_gemm(x, weight, parts=parts)
     assert out.dtype == dtype and out.shape == (parts, m, n)
     assert not out[triton.cdiv(k, TILE_K) :].any()
     error = (out.double().sum(0) - linear_reference(x, weight)).abs()
@@ -330,13 +330,13 @@ def test_what_suits_few_row_linear(monkeypatch):
     """The device is believed to be a Hopper GPU, but for the first line."""
 
     def parts(rows, n=64, k=64, dtype=torch.float16, device="meta", most=4):
-        return ops.few_row_parts(*(torch.empty(m, k, dtype=dtype, device=device) for m in (rows, n)), most)
+        return ops.choose_split_k(*(torch.empty(m, k, dtype=dtype, device=device) for m in (rows, n)), most)
 
     assert not any(parts(rows, dtype=dtype, device="cpu") for rows in (0, 1, 64) for dtype in DTYPES)
-    monkeypatch.setattr("nanovllm.kernels.few_row_linear.has_tma", lambda device: True)
-    monkeypatch.setattr("nanovllm.kernels.few_row_linear.num_processors", lambda device: 132)
-    assert parts(1) == parts(MOST_ROWS) == parts(2, 7, 8, torch.bfloat16) == 4
-    assert not parts(0) and not parts(MOST_ROWS + 1)
+    monkeypatch.setattr("nanovllm.kernels.split_k_gemm.has_tma", lambda device: True)
+    monkeypatch.setattr("nanovllm.kernels.split_k_gemm.num_sms", lambda device: 132)
+    assert parts(1) == parts(MAX_ROWS) == parts(2, 7, 8, torch.bfloat16) == 4
+    assert not parts(0) and not parts(MAX_ROWS + 1)
     # all programs at once: the outputs of Qwen3-4B, 8B and 14B, and one tile too many
     assert [parts(64, n, 4096) for n in (2560, 4096, 5120, 132 * TILE_N, 133 * TILE_N)] == [3, 2, 0, 1, 0]
     assert [parts(m, 4096, 4096) for m in (65, 127, 128, 129, 256)] == [0, 0, 2, 0, 0]
@@ -367,16 +367,16 @@ def test_norm_rope_store(heads, kv_heads, head_dim, num_tokens, dtype):
     angles = torch.outer(positions.float(), inv_freq).double().unsqueeze(1).to(DEVICE)
     turn = torch.polar(torch.full_like(angles, 1.25), angles)
 
-    def norm_and_turn(x, weight):
+    def norm_rope(x, weight):
         turned = torch.complex(*rms_norm_reference(x, weight, 1e-6).chunk(2, -1)) * turn
         return torch.cat((turned.real, turned.imag), -1)
 
     q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
     expected = [cache.double() for cache in caches]
-    for cache, content in zip(expected, (norm_and_turn(k, k_weight), v.double()), strict=True):
+    for cache, content in zip(expected, (norm_rope(k, k_weight), v.double()), strict=True):
         cache[1:].flatten(0, 1)[slots[slots >= 0]] = content[slots >= 0]
     out = ops.norm_rope_store(qkv, q_weight, k_weight, 1e-6, cos_sin, int32(slots), k_cache, v_cache)
-    assert_close(out, norm_and_turn(q, q_weight))
+    assert_close(out, norm_rope(q, q_weight))
     assert_close(caches[0], expected[0])
     assert torch.equal(caches[1].double(), expected[1])
 

@@ -11,6 +11,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from nanovllm.config import ModelConfig
+from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import SDPABackend
@@ -25,7 +26,6 @@ from nanovllm.layers.linear import (
 )
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary, norm_rope
 from nanovllm.utils.context import Context, attention_context
-from nanovllm.utils.distributed import TensorParallel
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 4])
 
@@ -196,8 +196,8 @@ def test_layers_on_kernels(monkeypatch, bias, rows):
     expected = two_blocks(*(deepcopy(layer).double() for layer in layers), x.double())
     for name in ("activation", "fusion", "layernorm", "linear"):
         monkeypatch.setattr(f"nanovllm.layers.{name}.triton_ops", lambda x: ops)
-    monkeypatch.setattr("nanovllm.kernels.few_row_linear.has_tma", lambda device: True)
-    monkeypatch.setattr("nanovllm.kernels.few_row_linear.MOST_ROWS", 5)
+    monkeypatch.setattr("nanovllm.kernels.split_k_gemm.has_tma", lambda device: True)
+    monkeypatch.setattr("nanovllm.kernels.split_k_gemm.MAX_ROWS", 5)
     for actual, reference in zip(two_blocks(*layers, x), expected):
         torch.testing.assert_close(actual.double(), reference, rtol=5e-3, atol=5e-3)
     assert shapes == 2 * [(rows, 24)] + 2 * [(4, rows, 24) if rows == 5 and not bias else (rows, 24)]

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
+from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.engine import model_runner
 from nanovllm.layers.attention_backends import SDPABackend
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.hub import find_model
 from nanovllm.utils.loader import load_model
 

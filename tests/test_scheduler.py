@@ -12,7 +12,7 @@ from zlib import crc32
 import pytest
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import MOST_HELD, ScheduledStep, Scheduler
+from nanovllm.engine.scheduler import MAX_HELD_STEPS, ScheduledStep, Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 
@@ -147,9 +147,9 @@ class Simulation:
             self.check_accounting()
 
     def take_in(self, step: ScheduledStep, token_ids: list[int]):
-        before = {seq: seq.status for seq in step.sampled}
+        before = {seq: seq.status for seq in step.sampled_seqs}
         finished = self.scheduler.postprocess(step, token_ids)
-        ended = [seq for seq in step.sampled if seq.status is SequenceStatus.FINISHED]
+        ended = [seq for seq in step.sampled_seqs if seq.status is SequenceStatus.FINISHED]
         assert finished == [seq for seq in ended if before[seq] is not SequenceStatus.FINISHED]
         self.seen["tokens thrown away"] += len(ended) - len(finished)
         self.seen["ended while preempted"] += sum(before[s] is SequenceStatus.WAITING for s in finished)
@@ -172,7 +172,7 @@ class Simulation:
             assert context == self.marks[seq][:end], "another sequence's keys and values"
         token_ids = []
         copied = self.manager.copies  # what the next step copies can't be read yet
-        for seq, row in zip(step.sampled, step.sample_rows, strict=True):
+        for seq, row in zip(step.sampled_seqs, step.sampled_rows, strict=True):
             end = step.rows[row].end
             context = [self.cache[self.slot(seq, p)] for p in range(end) if self.block(seq, p) not in copied]
             assert context == self.marks[seq][: len(context)], "what was shared is not its own prompt's"
@@ -200,7 +200,7 @@ class Simulation:
                 self.first_start[seq] = start
                 self.seen["hits"] += start > 0
                 self.seen["left behind"] += seq.index > 0
-        for seq, row in zip(step.sampled, step.sample_rows):
+        for seq, row in zip(step.sampled_seqs, step.sampled_rows):
             if seq is not step.rows[row].seq:
                 assert step.is_prefill and seq.group is step.rows[row].seq.group and seq not in self.first_start
                 num_full, in_part = divmod(seq.num_prompt_tokens, self.manager.block_size)
@@ -214,9 +214,9 @@ class Simulation:
         for block_id, num_writers in writers.items():  # who else holds it reads what this same step writes
             assert num_writers == 1 and self.manager.blocks[block_id].ref_count == 1 + readers[block_id]
         complete = [s for s, _, end in step.rows if not step.is_prefill or end == len(s.token_ids)]
-        owners = [seq for seq, row in zip(step.sampled, step.sample_rows) if step.rows[row].seq is seq]
+        owners = [seq for seq, row in zip(step.sampled_seqs, step.sampled_rows) if step.rows[row].seq is seq]
         assert owners == complete == [row.seq for row in step.rows[: len(complete)]]
-        assert step.sample_rows == sorted(step.sample_rows) and len({*step.sampled}) == len(step.sampled)
+        assert step.sampled_rows == sorted(step.sampled_rows) and len({*step.sampled_seqs}) == len(step.sampled_seqs)
         assert len(step.rows) - len(complete) <= 1, "only the last row may be a chunk"
         if step.is_prefill:
             assert step.num_tokens <= self.scheduler.max_num_batched_tokens
@@ -240,7 +240,7 @@ class Simulation:
         assert manager.free_block_ids.keys() == set(range(len(manager.blocks))) - held.keys()
         self.check_findable()
 
-        in_flight = Counter(seq for step, _ in self.in_flight for seq in step.sampled)
+        in_flight = Counter(seq for step, _ in self.in_flight for seq in step.sampled_seqs)
         for seq in self.seqs:
             if seq.status is not SequenceStatus.FINISHED:
                 assert seq.num_tokens - len(seq.token_ids) == in_flight[seq]
@@ -366,7 +366,7 @@ def rows(step: ScheduledStep) -> list[tuple[int, int, int]]:
 def advance(scheduler: Scheduler, token_id: int = 7) -> ScheduledStep:
     """A step whose sequences all get the same token."""
     step = scheduler.schedule()
-    scheduler.postprocess(step, [token_id] * len(step.sampled))
+    scheduler.postprocess(step, [token_id] * len(step.sampled_seqs))
     return step
 
 
@@ -389,7 +389,7 @@ def test_prompts_fill_the_token_budget():
     seqs = add(scheduler, Request(prompt(3)), Request(prompt(14, first=200)), Request(prompt(2, first=300)))
     steps = [advance(scheduler) for _ in range(4)]
     assert [rows(step) for step in steps[:3]] == [[(0, 0, 3), (1, 0, 5)], [(1, 5, 13)], [(1, 13, 14), (2, 0, 2)]]
-    assert [step.sampled for step in steps[:3]] == [seqs[:1], [], seqs[1:]]
+    assert [step.sampled_seqs for step in steps[:3]] == [seqs[:1], [], seqs[1:]]
     assert rows(steps[3]) == [(1, 14, 15), (0, 3, 4), (2, 2, 3)]  # the longest first
 
 
@@ -413,12 +413,12 @@ def test_new_ones_come_in_groups_once_full():
 
 
 def test_nobody_is_held_for_long():
-    """Though only one of many has ended, the next is admitted after MOST_HELD steps."""
+    """Though only one of many has ended, the next is admitted after MAX_HELD_STEPS steps."""
     scheduler = make_scheduler(max_num_seqs=32, num_blocks=1000, max_num_batched_tokens=1000)
     lasting = [Request(prompt(3, first=10 * i), max_tokens=100 if i else 2) for i in range(32)]
     add(scheduler, *lasting, Request(prompt(3, first=1000), max_tokens=50))
-    sizes = [len(rows(advance(scheduler))) for _ in range(MOST_HELD + 3)]
-    assert sizes == [32, 32, *[31] * (MOST_HELD - 1), 1, 32]
+    sizes = [len(rows(advance(scheduler))) for _ in range(MAX_HELD_STEPS + 3)]
+    assert sizes == [32, 32, *[31] * (MAX_HELD_STEPS - 1), 1, 32]
 
 
 def test_no_more_run_than_may():
@@ -643,7 +643,7 @@ def test_beams_that_find_no_blocks_are_computed_again():
         steps = 0
         while not all(seq.is_paused for seq in beams):
             step = scheduler.schedule()
-            scheduler.postprocess(step, [1] * len(step.sampled), [{1: (0.0, 1)}] * len(step.sampled))
+            scheduler.postprocess(step, [1] * len(step.sampled_seqs), [{1: (0.0, 1)}] * len(step.sampled_seqs))
             steps += 1
         seen = max(seen, steps)
         if length == 7:

@@ -20,11 +20,10 @@ from conftest import TINY
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
-from nanovllm.engine import worker
+from nanovllm.distributed import worker
+from nanovllm.distributed.step_channel import HEADER, PLACES, StepChannel, StepReader
 from nanovllm.engine.batch import BatchShape, largest_batch
-from nanovllm.engine.step_channel import HEADER, PLACES, StepChannel, StepReader
 from nanovllm.sampling_params import MAX_BAD_WORDS, MAX_BIASES
-from nanovllm.utils import distributed
 from nanovllm.utils.interrupts import interrupts_held
 
 PROMPTS = [
@@ -77,7 +76,7 @@ def ranks_of(caller: int) -> list[int]:
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
             parent = int((process / "stat").read_text().rsplit(")")[-1].split()[1])
-            if parent == caller and b"nanovllm.engine.worker" in (process / "cmdline").read_bytes():
+            if parent == caller and b"nanovllm.distributed.worker" in (process / "cmdline").read_bytes():
                 found.append(int(process.name))
     return sorted(found)
 
@@ -374,7 +373,7 @@ def test_handlers_of_ctrl_c_that_are_no_functions(monkeypatch):
 @pytest.fixture
 def sleepers(monkeypatch):
     """Workers of two ranks that were started, and never come."""
-    monkeypatch.setattr(worker, "BOOTSTRAP", "import time; time.sleep(99)  # in place of nanovllm.engine.worker")
+    monkeypatch.setattr(worker, "BOOTSTRAP", "import time; time.sleep(99)  # in place of nanovllm.distributed.worker")
     workers = worker.Workers(Config(TINY, device="cpu", tensor_parallel_size=2, max_num_seqs=2, max_model_len=64))
     workers.errors = []
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.sampled import LogprobRow, logprob_rows
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step_result import LogprobRequest, logprob_requests
 from nanovllm.layers.logits import REALS, WIDTH, column, mask_width, seeds
 from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, SamplingParams, early_stops
 
@@ -27,7 +27,7 @@ class BatchShape(NamedTuple):
     num_tokens: int  # T
     num_seqs: int  # B
     num_samples: int  # S: rows that get a token; in a decode step T = B = S
-    table_width: int  # W: blocks of the longest sequence
+    max_blocks_per_seq: int  # W: blocks of the longest sequence
     max_seqlen_q: int
     num_biases: int = 0  # N: entries of all requests that are sampled
     num_copies: int = 0  # C: cache blocks that sequences have in common no more, copied before the forward
@@ -38,7 +38,7 @@ class BatchShape(NamedTuple):
 
     def fields(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the views, in the order in which they lie in the buffer."""
-        T, B, S, W = self.num_tokens, self.num_seqs, self.num_samples, self.table_width
+        T, B, S, W = self.num_tokens, self.num_seqs, self.num_samples, self.max_blocks_per_seq
         shapes = {
             "req_indices": (S,),  # where the sampled ids are kept on the device, and read by the next step
             "positions": (T,),
@@ -47,14 +47,17 @@ class BatchShape(NamedTuple):
             "block_tables": (B, W),
         }
         if self.is_prefill:  # a decode step's ids are on the device already, and so is what its requests ask
-            shapes |= {"input_ids": (T,), "cu_seqlens_q": (B + 1,), "sample_rows": (S,)}
+            shapes |= {"input_ids": (T,), "cu_seqlens_q": (B + 1,), "logits_indices": (S,)}
             shapes |= {"params": (S, WIDTH)}
             # see RequestTable
             shapes |= dict.fromkeys(("bias_slots", "bias_ids", "bias_bits"), (self.num_biases,))
             shapes |= {"allowed_slots": (self.num_masks,), "allowed_ids": (self.num_masks, self.mask_width)}
             shapes |= {"word_slots": (self.num_bad_words,), "bad_words": (self.num_bad_words, MAX_BAD_WORD_TOKENS)}
         # the last, as a graph has no room for them
-        return shapes | {"copies": (2, self.num_copies), "logprob_rows": (self.num_logprobs, len(LogprobRow._fields))}
+        return shapes | {
+            "copies": (2, self.num_copies),
+            "logprob_requests": (self.num_logprobs, len(LogprobRequest._fields)),
+        }
 
     @property
     def size(self) -> int:
@@ -63,7 +66,7 @@ class BatchShape(NamedTuple):
 
 def largest_batch(config: Config) -> int:
     """The size of the largest step that there can be."""
-    B, T, W = config.max_num_seqs, config.max_num_batched_tokens, config.table_width
+    B, T, W = config.max_num_seqs, config.max_num_batched_tokens, config.max_blocks_per_seq
     masks = B, mask_width(config.model_config.vocab_size)
     prefill = BatchShape(True, T, min(B, T), B, W, T, B * MAX_BIASES, B, T + B, *masks, B * MAX_BAD_WORDS)
     return max(prefill.size, BatchShape(False, B, B, B, W, 1, num_copies=B, num_logprobs=B).size)
@@ -77,7 +80,7 @@ def _room(dims: tuple[int, ...]) -> int:
 class Batch:
     """The views of one step's buffer: numpy on the host, torch on the device.
 
-    What depends on a prompt exists in prefill steps only: `input_ids`, `cu_seqlens_q`, `sample_rows` (the token rows that
+    What depends on a prompt exists in prefill steps only: `input_ids`, `cu_seqlens_q`, `logits_indices` (the token rows that
     are sampled) and what requests ask of their logits. `copies` are the cache blocks to copy from, and to.
     """
 
@@ -101,22 +104,22 @@ def prepare_prefill(
 ) -> Batch:
     rows = step.rows
     ends = np.cumsum([row.end - row.start for row in rows])
-    sample_rows = ends[step.sample_rows] - 1
-    asked = logprob_rows(step)
-    biases = [_biases(seq, eos_token_ids) for seq in step.sampled]
+    logits_indices = ends[step.sampled_rows] - 1
+    asked = logprob_requests(step)
+    biases = [_biases(seq, eos_token_ids) for seq in step.sampled_seqs]
     shape = BatchShape(
         is_prefill=True,
         num_tokens=step.num_tokens,
         num_seqs=len(rows),
-        num_samples=len(step.sampled),
-        table_width=max(len(row.seq.block_table) for row in rows),
+        num_samples=len(step.sampled_seqs),
+        max_blocks_per_seq=max(len(row.seq.block_table) for row in rows),
         max_seqlen_q=max(row.end - row.start for row in rows),
         num_copies=len(step.copies),
         num_biases=sum(map(len, biases)),
         num_logprobs=len(asked),
-        num_masks=sum(seq.params.allowed_token_ids is not None for seq in step.sampled),
+        num_masks=sum(seq.params.allowed_token_ids is not None for seq in step.sampled_seqs),
         mask_width=mask_width(vocab_size),
-        num_bad_words=sum(len(seq.bad_words) for seq in step.sampled),
+        num_bad_words=sum(len(seq.bad_words) for seq in step.sampled_seqs),
     )
     batch = Batch(shape, buffer)
     batch.cu_seqlens_q[0], batch.cu_seqlens_q[1:] = 0, ends
@@ -127,20 +130,20 @@ def prepare_prefill(
         batch.input_ids[first:last] = seq.token_ids[start:end]
         batch.positions[first:last] = positions = np.arange(start, end)
         batch.slot_mapping[first:last] = _slots(batch.block_tables[i, positions // block_size], positions, block_size)
-    batch.sample_rows[:] = sample_rows
-    _fill_params(batch, step.sampled, biases)
-    _fill_bans(batch, step.sampled)
+    batch.logits_indices[:] = logits_indices
+    _fill_params(batch, step.sampled_seqs, biases)
+    _fill_bans(batch, step.sampled_seqs)
     _fill_logprob_rows(batch, asked)
     return batch
 
 
 def prepare_decode(
-    step: ScheduledStep, buffer: np.ndarray, block_size: int, num_rows: int, table_width: int, pad_req_index: int
+    step: ScheduledStep, buffer: np.ndarray, block_size: int, num_rows: int, max_blocks_per_seq: int, pad_req_index: int
 ) -> Batch:
     """A decode step of `num_rows`: the rows past the step's own are empty, store nothing and sample in vain."""
     n = len(step.rows)
-    asked = logprob_rows(step)
-    rows_and_width = num_rows, num_rows, num_rows, table_width, 1
+    asked = logprob_requests(step)
+    rows_and_width = num_rows, num_rows, num_rows, max_blocks_per_seq, 1
     batch = Batch(BatchShape(False, *rows_and_width, num_copies=len(step.copies), num_logprobs=len(asked)), buffer)
     _fill_rows(batch, step.rows)
     _fill_copies(batch, step.copies)
@@ -149,7 +152,7 @@ def prepare_decode(
     batch.slot_mapping[:n] = _slots(batch.block_tables[np.arange(n), positions // block_size], positions, block_size)
     batch.positions[n:] = 0
     batch.slot_mapping[n:] = -1
-    batch.req_indices[:n] = [seq.req_index for seq in step.sampled]
+    batch.req_indices[:n] = [seq.req_index for seq in step.sampled_seqs]
     batch.req_indices[n:] = pad_req_index
     return batch
 
@@ -171,8 +174,8 @@ def _fill_copies(batch: Batch, copies: list[tuple[int, int]]) -> None:
     batch.copies[:] = np.array(copies, np.int32).reshape(-1, 2).T
 
 
-def _fill_logprob_rows(batch: Batch, asked: list[LogprobRow]) -> None:
-    batch.logprob_rows[:] = np.array(asked, np.int32).reshape(batch.logprob_rows.shape)
+def _fill_logprob_rows(batch: Batch, asked: list[LogprobRequest]) -> None:
+    batch.logprob_requests[:] = np.array(asked, np.int32).reshape(batch.logprob_requests.shape)
 
 
 def _fill_params(batch: Batch, seqs: list[Sequence], biases: list[list[tuple[int, float]]]) -> None:

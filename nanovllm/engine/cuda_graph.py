@@ -22,7 +22,7 @@ class DecodeGraphs:
     before runs; host and device change over with every replay.
     """
 
-    def __init__(self, max_num_seqs: int, table_width: int, buffer: torch.Tensor, forward: Callable):
+    def __init__(self, max_num_seqs: int, max_blocks_per_seq: int, buffer: torch.Tensor, forward: Callable):
         """`forward` maps a decode Batch that lies in `buffer` to the ids it samples and the hidden states that they come
         from, without asking the host.
         """
@@ -31,7 +31,11 @@ class DecodeGraphs:
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.outputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of `forward`: what the last replay left there
         self.ladder = batch_size_ladder(max_num_seqs)
-        room = self._shape(max_num_seqs, table_width)._replace(num_copies=max_num_seqs, num_logprobs=max_num_seqs).size
+        room = (
+            self._shape(max_num_seqs, max_blocks_per_seq)
+            ._replace(num_copies=max_num_seqs, num_logprobs=max_num_seqs)
+            .size
+        )
         # zeros: rows without a context, which write to a slot that nobody holds yet
         self._batches = torch.zeros(2, room, dtype=torch.int32, device="cpu", pin_memory=True)
         self._token_ids = torch.zeros(2, max_num_seqs, dtype=torch.int32, device="cpu", pin_memory=True)
@@ -45,7 +49,7 @@ class DecodeGraphs:
 
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.ladder):  # the largest first: the others find room in its memory
-            batch = Batch(self._shape(size, table_width), buffer)
+            batch = Batch(self._shape(size, max_blocks_per_seq), buffer)
             step(batch)  # compiles what is still to be compiled, outside of the capture
             self.graphs[size] = torch.cuda.CUDAGraph()
             # what other threads ask of CUDA meanwhile is no part of the graph
@@ -54,8 +58,8 @@ class DecodeGraphs:
         self.reset()
 
     @staticmethod
-    def _shape(size: int, table_width: int) -> BatchShape:
-        return BatchShape(False, size, size, size, table_width, 1)
+    def _shape(size: int, max_blocks_per_seq: int) -> BatchShape:
+        return BatchShape(False, size, size, size, max_blocks_per_seq, 1)
 
     def size_for(self, num_seqs: int) -> int:
         """The smallest captured batch size that holds `num_seqs`."""

@@ -4,16 +4,16 @@ import weakref
 from collections.abc import Iterable
 
 from nanovllm.config import Config
+from nanovllm.distributed.worker import Workers
 from nanovllm.engine.beam_search import BeamRequest
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.leadership import Leadership
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.outputs import StepOutput
-from nanovllm.engine.request import Inbox, Request, Wants
-from nanovllm.engine.sampled import Sampled, SampledTokens
+from nanovllm.engine.request import Inbox, OutputKind, Request
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.worker import Workers
+from nanovllm.engine.step_result import PendingStep, StepResult
 from nanovllm.utils.context import clear_context
 from nanovllm.utils.interrupts import interrupts_held
 from nanovllm.utils.stopwatch import Stopwatch
@@ -42,7 +42,7 @@ class EngineCore:
         self.requests: dict[int, Request | BeamRequest] = {}  # that have not ended
         self.inboxes: set[Inbox] = set()  # of those requests
         self.leadership = Leadership(self._recover)
-        self._in_flight: tuple[ScheduledStep, SampledTokens] | None = None
+        self._in_flight: tuple[ScheduledStep, PendingStep] | None = None
 
     def submit(self, requests: list[Request | BeamRequest]) -> None:
         """Have them computed; what comes of them goes to their inboxes."""
@@ -123,8 +123,8 @@ class EngineCore:
             with interrupts_held():
                 self._take_in(launched[0], sampled)
 
-    def _take_in(self, step: ScheduledStep, sampled: Sampled) -> None:
-        live = [seq for seq in step.sampled if seq.finish_reason is None]
+    def _take_in(self, step: ScheduledStep, sampled: StepResult) -> None:
+        live = [seq for seq in step.sampled_seqs if seq.finish_reason is None]
         self.scheduler.postprocess(step, *sampled)
         inboxes, touched = [*self.inboxes], {}
         for seq in live:
@@ -155,7 +155,7 @@ class EngineCore:
     def _end(self, request: Request | BeamRequest) -> None:
         """Its last sequence has ended."""
         inbox = request.inbox
-        if inbox.wants is not Wants.EVENTS:
+        if inbox.wants is not OutputKind.EVENTS:
             inbox.finished.append(request.output())
         with self.leadership.lock:
             del self.requests[request.request_id]

@@ -11,7 +11,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.outputs import RequestOutput, StepOutput, StreamEvent, progress_bar
 from nanovllm.engine.processor import InputProcessor
 from nanovllm.engine.prompts import Prompt
-from nanovllm.engine.request import Inbox, Request, Wants
+from nanovllm.engine.request import Inbox, OutputKind, Request
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.stopwatch import Stopwatch
@@ -72,7 +72,7 @@ class LLMEngine:
         errors drop this call's requests and leave the engine ready for the next. RuntimeError where a step that another
         caller ran has failed, as that drops all requests.
         """
-        inbox = Inbox(Wants.ANSWERS)
+        inbox = Inbox(OutputKind.ANSWERS)
         return self._answers(self.processor.requests(prompts, sampling_params, inbox), inbox, use_tqdm)
 
     def _answers(self, requests: list, inbox: Inbox, use_tqdm: bool) -> list:
@@ -101,7 +101,7 @@ class LLMEngine:
         for conversations. Errors are those of `generate`, and come with the call; leaving the loop aborts what is left.
         """
         self.core.check_open()
-        inbox = Inbox(Wants.EVENTS)
+        inbox = Inbox(OutputKind.EVENTS)
         return self._stream(self.processor.requests(prompts, sampling_params, inbox, chat_template_kwargs), inbox)
 
     def _stream(self, requests: list[Request], inbox: Inbox) -> Iterator[StreamEvent]:
@@ -179,7 +179,7 @@ class LLMEngine:
     def _loop_inbox(self) -> Inbox:
         """That of the requests which this thread adds."""
         if getattr(self._loop, "inbox", None) is None:
-            self._loop.inbox = Inbox(Wants.TOKENS)
+            self._loop.inbox = Inbox(OutputKind.TOKENS)
             with self.core.leadership.lock:
                 kept = {inbox for inbox in self._loops if inbox.live or inbox.is_ready or inbox.thread.is_alive()}
                 self._loops = kept | {self._loop.inbox}

@@ -8,18 +8,18 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
+from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.engine import batch as batches
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.cuda_graph import DecodeGraphs
-from nanovllm.engine.sampled import LogprobRow, SampledTokens, logprobs_of
 from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.engine.step_result import LogprobRequest, PendingStep, logprobs_of
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import make_backend
 from nanovllm.layers.logits import RequestTable, column, logit_cutoffs, penalize, seeds
 from nanovllm.layers.sampler import Sampler, max_of_ranks
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import Context, attention_context
-from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.stopwatch import Stopwatch
 
@@ -70,7 +70,7 @@ class ModelRunner:
             self.capture_cudagraph()
         startup.lap("graphs")
 
-    def run(self, step: ScheduledStep) -> SampledTokens:
+    def run(self, step: ScheduledStep) -> PendingStep:
         """Prepare and launch a step."""
         return self.launch(self.prepare(step), step)
 
@@ -84,7 +84,7 @@ class ModelRunner:
         prepare = self.prepare_prefill if step.is_prefill else self.prepare_decode
         return prepare(step, self.host_buffer(step.is_prefill))
 
-    def launch(self, batch: Batch, step: ScheduledStep | None = None) -> SampledTokens:
+    def launch(self, batch: Batch, step: ScheduledStep | None = None) -> PendingStep:
         """Queue a batch that lies in `host_buffer`; the step may not be over when this returns, nor the one before it."""
         self.tp.check()
         with self._on_device():
@@ -98,9 +98,9 @@ class ModelRunner:
                 self._turn ^= 1
                 outputs = self.execute(batch)
                 token_ids.copy_(outputs[0], non_blocking=True)
-            asked = [LogprobRow(*row) for row in batch.logprob_rows.tolist()]
+            asked = [LogprobRequest(*row) for row in batch.logprob_requests.tolist()]
             logprobs = self._logprobs(batch, asked, *outputs) if asked else ()
-            return SampledTokens(step, token_ids, asked, logprobs, self.device.type == "cuda", self.tp)
+            return PendingStep(step, token_ids, asked, logprobs, self.device.type == "cuda", self.tp)
 
     def prepare_prefill(self, step: ScheduledStep, buffer: np.ndarray) -> Batch:
         model = self.config.model_config
@@ -109,11 +109,11 @@ class ModelRunner:
         )
 
     def prepare_decode(self, step: ScheduledStep, buffer: np.ndarray) -> Batch:
-        num_rows, table_width = len(step.rows), max(len(row.seq.block_table) for row in step.rows)
+        num_rows, max_blocks_per_seq = len(step.rows), max(len(row.seq.block_table) for row in step.rows)
         if self.graphs:
-            num_rows, table_width = self.graphs.size_for(num_rows), self.config.table_width
+            num_rows, max_blocks_per_seq = self.graphs.size_for(num_rows), self.config.max_blocks_per_seq
         return batches.prepare_decode(
-            step, buffer, self.config.kvcache_block_size, num_rows, table_width, self.pad_req_index
+            step, buffer, self.config.kvcache_block_size, num_rows, max_blocks_per_seq, self.pad_req_index
         )
 
     @torch.inference_mode()
@@ -128,7 +128,7 @@ class ModelRunner:
             slot_mapping=batch.slot_mapping,
             context_lens=batch.context_lens,
             block_tables=batch.block_tables,
-            max_context_len=min(shape.table_width * self.config.kvcache_block_size, self.config.max_model_len),
+            max_context_len=min(shape.max_blocks_per_seq * self.config.kvcache_block_size, self.config.max_model_len),
             max_seqlen_q=shape.max_seqlen_q,
             cu_seqlens_q=batch.cu_seqlens_q if shape.is_prefill else None,
         )
@@ -150,8 +150,8 @@ class ModelRunner:
                 batch.word_slots,
                 batch.bad_words,
             )
-            sampled, positions = (x.index_select(0, batch.sample_rows) for x in (sampled, positions))
-            seqs = torch.bucketize(batch.sample_rows, batch.cu_seqlens_q[1:], right=True)
+            sampled, positions = (x.index_select(0, batch.logits_indices) for x in (sampled, positions))
+            seqs = torch.bucketize(batch.logits_indices, batch.cu_seqlens_q[1:], right=True)
             block_tables = block_tables.index_select(0, seqs)
         rows = self.requests.rows(batch.req_indices, blocks, block_tables, positions)
         logits = self.model.compute_logits(sampled, rows.params)
@@ -171,7 +171,7 @@ class ModelRunner:
             cache.index_copy_(0, targets, cache.index_select(0, sources))
 
     @torch.inference_mode()
-    def _logprobs(self, batch: Batch, asked: list[LogprobRow], *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _logprobs(self, batch: Batch, asked: list[LogprobRequest], *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What `log_probabilities` gives for each of `asked`, outside of the graph, so that other steps are none the slower."""
         logprobs = logprobs_of(batch, asked, self.model.compute_logits, *outputs)
         max_of_ranks(torch.empty(0, dtype=torch.int64, device=self.device), self.tp)  # they part as after a forward
@@ -212,10 +212,10 @@ class ModelRunner:
         num_blocks = available // self._cache_of(1).nbytes
         if self.tp.size > 1:  # what the poorest rank can afford
             num_blocks = -max_of_ranks(torch.tensor([-num_blocks], device=self.device), self.tp).item()
-        if num_blocks < config.table_width:
+        if num_blocks < config.max_blocks_per_seq:
             raise ValueError(
                 f"max_model_len={config.max_model_len}: one sequence needs "
-                f"{self._cache_of(config.table_width).nbytes / 2**30:.2f} GiB of cache, and {limit} "
+                f"{self._cache_of(config.max_blocks_per_seq).nbytes / 2**30:.2f} GiB of cache, and {limit} "
                 f"{available / 2**30:.2f} GiB; lower max_model_len, or set num_kvcache_blocks"
             )
         return num_blocks
@@ -271,7 +271,7 @@ class ModelRunner:
     def capture_cudagraph(self) -> None:
         """Record a decode step for every batch size of the ladder."""
         self.graphs = DecodeGraphs(
-            self.config.max_num_seqs, self.config.table_width, self._device_buffer, self._forward
+            self.config.max_num_seqs, self.config.max_blocks_per_seq, self._device_buffer, self._forward
         )
 
     def synchronize(self) -> None:

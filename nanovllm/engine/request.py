@@ -10,7 +10,7 @@ from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, R
 from nanovllm.engine.sequence import Sequence
 
 
-class Wants(Enum):
+class OutputKind(Enum):
     """What a caller is told before its requests have ended."""
 
     ANSWERS = auto()  # nothing
@@ -21,7 +21,7 @@ class Wants(Enum):
 class Inbox:
     """What has arrived for one caller, a StepOutput a step. The leader of the step writes, the caller's thread reads."""
 
-    def __init__(self, wants: Wants):
+    def __init__(self, wants: OutputKind):
         self.wants = wants
         self.live: set[int] = set()  # ids of requests that have not ended
         self.is_ready = False  # something has come that the caller may wait for
@@ -84,7 +84,7 @@ class Request:
         self.request_id = group[0].request_id
         self.group, self.prompt, self.inbox, self.index = group, prompt, inbox, index
         self.params = group[0].params
-        self.is_quiet = inbox.wants is Wants.ANSWERS and not self.params.stop
+        self.is_quiet = inbox.wants is OutputKind.ANSWERS and not self.params.stop
         self._vocabulary, self._all_tokens = vocabulary, all_tokens
         self._detokenizers: dict[int, Detokenizer] = {}  # by the sequence's index
         self._num_told = [0] * len(group)  # tokens that events have brought
@@ -107,9 +107,9 @@ class Request:
             self._told_ends.add(seq.index)
         told, self._num_told[seq.index] = self._num_told[seq.index], len(seq.token_ids) - seq.num_prompt_tokens
         token_ids = seq.token_ids[seq.num_prompt_tokens + told :]
-        if self.inbox.wants is Wants.TOKENS:
+        if self.inbox.wants is OutputKind.TOKENS:
             self.inbox.new_tokens += [(self.request_id, token_id) for token_id in token_ids]
-        elif self.inbox.wants is Wants.EVENTS:
+        elif self.inbox.wants is OutputKind.EVENTS:
             is_over = seq.finish_reason is not None
             text = self._detokenizer(seq).take(self._num_hidden(seq), is_over) if self.params.detokenize else ""
             logprobs = self._with_text(seq.logprobs[told:], self._token_texts[seq.index]) if seq.logprobs else None

@@ -18,14 +18,14 @@ class ScheduledSequence(NamedTuple):
 class ScheduledStep:
     """One step: all prefill or all decode, and the sequences that get a token out of it, in the order of its rows.
 
-    sample_rows: the row from which each of `sampled` gets its token; answers to the same prompt share one.
+    sampled_rows: the row from which each of `sampled_seqs` gets its token; answers to the same prompt share one.
     copies: (from, to) of cache blocks that are copied before the step's keys and values are stored.
     """
 
     is_prefill: bool
     rows: list[ScheduledSequence] = field(default_factory=list)
-    sampled: list[Sequence] = field(default_factory=list)
-    sample_rows: list[int] = field(default_factory=list)
+    sampled_seqs: list[Sequence] = field(default_factory=list)
+    sampled_rows: list[int] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -34,5 +34,5 @@ class ScheduledStep:
 
     def sample(self, seq: Sequence) -> None:
         """`seq` gets a token from the last row."""
-        self.sampled.append(seq)
-        self.sample_rows.append(len(self.rows) - 1)
+        self.sampled_seqs.append(seq)
+        self.sampled_rows.append(len(self.rows) - 1)

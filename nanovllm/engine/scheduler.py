@@ -8,13 +8,13 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
-MOST_HELD = 32  # steps without admission once full
+MAX_HELD_STEPS = 32  # steps without admission once full
 
 
 class Scheduler:
     """Continuous batching: prefill first while requests wait and fit, else one token for all that run.
 
-    Once full, new ones come in groups: when a sixteenth of those that ran has ended, or after MOST_HELD steps.
+    Once full, new ones come in groups: when a sixteenth of those that ran has ended, or after MAX_HELD_STEPS steps.
 
     `schedule` may be called again before the last step's tokens have reached `postprocess`, but only once: a
     sequence preempted in between has its tokens complete again before it can be admitted.
@@ -115,7 +115,7 @@ class Scheduler:
 
     def _admit(self, seq: Sequence) -> bool:
         num_running = len(self.running)
-        if num_running > self.refill_at and self.num_held < MOST_HELD:
+        if num_running > self.refill_at and self.num_held < MAX_HELD_STEPS:
             self.num_held += 1
             return False
         self.num_held = 0
@@ -158,7 +158,7 @@ class Scheduler:
                 seq.num_tokens += 1
         # the longest first: attention over them begins first, and that over the shorter ones fills the gaps at the end
         step.rows.sort(key=lambda row: row.end, reverse=True)
-        step.sampled, step.sample_rows = [row.seq for row in step.rows], [*range(len(step.rows))]
+        step.sampled_seqs, step.sampled_rows = [row.seq for row in step.rows], [*range(len(step.rows))]
         return step
 
     def preempt(self, seq: Sequence) -> None:
@@ -205,11 +205,13 @@ class Scheduler:
     def postprocess(
         self, step: ScheduledStep, token_ids: list[int], logprobs=None, prompt_logprobs=None
     ) -> list[Sequence]:
-        """Take in what a step computed, as `Sampled` has it; the sequences that ended with it."""
+        """Take in what a step computed, as `StepResult` has it; the sequences that ended with it."""
         for (seq, start, _), values in zip(step.rows, prompt_logprobs or ()):
             seq.prompt_logprobs[start + 1 : start + 1 + len(values or ())] = values or ()
         finished = []
-        for seq, token_id, values in zip(step.sampled, token_ids, logprobs or [None] * len(token_ids), strict=True):
+        for seq, token_id, values in zip(
+            step.sampled_seqs, token_ids, logprobs or [None] * len(token_ids), strict=True
+        ):
             if seq.status is SequenceStatus.FINISHED:
                 continue  # ended while this token was in flight: it is not part of the answer
             if seq.pauses:

@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch, num_processors, prefetch_rows
-from nanovllm.kernels.norm_rope_store import norm_and_turn
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch, num_sms, prefetch_rows
+from nanovllm.kernels.norm_rope_store import norm_rope
 
 TILE = 64  # keys of a tile, which lies in one block
 CHUNK = 16  # blocks that are looked up at a time
@@ -100,9 +100,9 @@ def _decode_kernel(
         k_new = tl.load(k_row + d)[None, :]
         k_other = tl.load(k_row + other)[None, :]
         v_new = tl.load(k_row + KV_HEADS * HEAD_DIM + d)[None, :]
-        q = norm_and_turn(q, q_other, q_cos[None, :], q_sin[None, :], eps)
+        q = norm_rope(q, q_other, q_cos[None, :], q_sin[None, :], eps)
         if split == 0:  # it has the new token, whose key and value need not come by way of the cache
-            k_new = norm_and_turn(k_new, k_other, k_cos[None, :], k_sin[None, :], eps)
+            k_new = norm_rope(k_new, k_other, k_cos[None, :], k_sin[None, :], eps)
             at = (slot * KV_HEADS + kv_head) * HEAD_DIM + d[None, :]
             tl.store(k_cache_ptr + at, k_new, at >= 0)  # a slot of -1 is before the cache
             tl.store(v_cache_ptr + at, v_new, at >= 0)
@@ -173,18 +173,18 @@ def _combine_kernel(
     tl.store(out_ptr + row * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty))
 
 
-def most_splits(num_programs: int, max_context_len: int, device: torch.device) -> int:
+def choose_num_splits(num_programs: int, max_context_len: int, device: torch.device) -> int:
     """How many splits the longest sequence may have, where there are `num_programs` sequences times kv heads."""
-    wanted = PROGRAMS * num_processors(device) // max(1, num_programs)
+    wanted = PROGRAMS * num_sms(device) // max(1, num_programs)
     return max(1, min(wanted, triton.cdiv(max_context_len, TILE), MAX_SPLITS))
 
 
-def suits_decode_qkv(batch: int, kv_heads: int, device: torch.device) -> bool:
+def fuses_qk_norm_rope(batch: int, kv_heads: int, device: torch.device) -> bool:
     """Whether there are so few sequences that a kernel less counts more than what each program does besides.
 
     With more of them, each would norm and turn while its multiprocessor could read.
     """
-    return batch * kv_heads <= 2 * num_processors(device)
+    return batch * kv_heads <= 2 * num_sms(device)
 
 
 def decode_attention(
@@ -211,7 +211,7 @@ def decode_attention(
     block_size, kv_heads = k_cache.shape[1:3]
     heads -= 2 * kv_heads if new else 0
     group = heads // kv_heads
-    splits = splits or most_splits(batch * kv_heads, max_context_len, q.device)
+    splits = splits or choose_num_splits(batch * kv_heads, max_context_len, q.device)
     out = torch.empty((batch, heads, head_dim), dtype=q.dtype, device=q.device)
     partial = lse = out
     if splits > 1:

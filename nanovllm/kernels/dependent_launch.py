@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["gdc_launch_dependents", "gdc_wait", "has_tma", "launch", "num_processors", "prefetch_rows"]
+__all__ = ["gdc_launch_dependents", "gdc_wait", "has_tma", "launch", "num_sms", "prefetch_rows"]
 
 
 @triton.jit
@@ -61,6 +61,6 @@ def _prefer_shared_memory(function: int, percentage: int) -> None:
 
 
 @cache
-def num_processors(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     """Multiprocessors of a GPU; a few for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

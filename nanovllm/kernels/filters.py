@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.asked import MIN_P, TEMPERATURE, TOP_K, TOP_P, is_filtered, real
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch, num_processors
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch, num_sms
 from nanovllm.kernels.token_order import LAST_ID, ordered_bits, token_key
 
 TILE = tl.constexpr(512)  # entries of the vocabulary that have a maximum of their own
 GROUP = tl.constexpr(8)  # tiles that are read at a time
 STAGES = tl.constexpr(4)  # groups that are on their way
-MOST_PARTS = 16  # programs that look for a row's maxima
+MAX_PROGRAMS_PER_ROW = 16  # programs that look for a row's maxima
 LOW_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # zeros at the end of such a number in float32
 
 
@@ -216,7 +216,7 @@ def logit_cutoffs(logits: torch.Tensor, rows) -> torch.Tensor:
     live = torch.empty((num_rows, tiles), dtype=torch.int32, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
-        parts = max(1, min(MOST_PARTS, 2 * num_processors(logits.device) // num_rows))
+        parts = max(1, min(MAX_PROGRAMS_PER_ROW, 2 * num_sms(logits.device) // num_rows))
         launch(_cutoff_kernel, (num_rows, parts), logits.device)(
             logits,
             rows.params,

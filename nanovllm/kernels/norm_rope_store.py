@@ -8,7 +8,7 @@ from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, l
 
 
 @triton.jit
-def norm_and_turn(x, x_other, cos, sin, eps):
+def norm_rope(x, x_other, cos, sin, eps):
     """Root mean square norm and rotary embedding of the rows of x [R, D], rounded as they are stored.
 
     x_other has its halves changed over; cos and sin, [D] or [R, D], have the weights of the norm in them.
@@ -53,7 +53,7 @@ def _norm_rope_store_kernel(
         gdc_wait()
     row = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head) * HEAD_DIM
     x = tl.load(row + d, is_q | is_k | is_v, 0.0)
-    y = norm_and_turn(x, tl.load(row + other, is_q | is_k, 0.0), cos, sin, eps)
+    y = norm_rope(x, tl.load(row + other, is_q | is_k, 0.0), cos, sin, eps)
     tl.store(q_ptr + (token * HEADS + head) * HEAD_DIM + d, y, is_q)
     tl.store(k_cache_ptr + (slot * KV_HEADS + head - HEADS) * HEAD_DIM + d, y, is_k)
     tl.store(v_cache_ptr + (slot * KV_HEADS + head - HEADS - KV_HEADS) * HEAD_DIM + d, x, is_v)

@@ -1,4 +1,4 @@
-"""Kernels that meet their likes on the other ranks, and read what those have written: see utils/peer_memory.py.
+"""Kernels that meet their likes on the other ranks, and read what those have written: see distributed/peer_memory.py.
 
 All take a `meeting`: `addresses` [ranks] int64, where each rank's memory begins in this GPU's view; the offset of what is
 read and of the flags, in bytes from there; the most programs that there are flags for; `aborted` [1] int32 in pinned host
@@ -108,12 +108,12 @@ def sum_rms_norm(
 
     `residual` [T, N] becomes the sum.
     """
-    addresses, offset, flags_offset, most_programs, aborted, rank = meeting
+    addresses, offset, flags_offset, max_programs, aborted, rank = meeting
     parts, num_rows, n = mine.shape
     total = torch.empty_like(mine[0]) if residual is None else residual
     out = torch.empty_like(total)
     block = triton.next_power_of_2(n)
-    launch(_sum_rms_norm_kernel, (max(1, min(num_rows, most_programs)),), mine.device)(
+    launch(_sum_rms_norm_kernel, (max(1, min(num_rows, max_programs)),), mine.device)(
         addresses,
         offset,
         flags_offset,
@@ -221,11 +221,11 @@ def gather_columns(mine: torch.Tensor, meeting: tuple, asked: torch.Tensor | Non
     With `asked` [S, WIDTH] int32 (see asked.py) the others' are there only in rows that are filtered. The ranks meet even
     where S is 0.
     """
-    addresses, offset, flags_offset, most_programs, aborted, rank = meeting
+    addresses, offset, flags_offset, max_programs, aborted, rank = meeting
     (num_rows, n), size, block = mine.shape, len(addresses), 2048
     out = torch.empty((num_rows, size * n), dtype=mine.dtype, device=mine.device)
     pieces = num_rows * size * triton.cdiv(n, block)
-    launch(_gather_kernel, (max(1, min(pieces, most_programs)),), mine.device)(
+    launch(_gather_kernel, (max(1, min(pieces, max_programs)),), mine.device)(
         addresses,
         offset,
         flags_offset,

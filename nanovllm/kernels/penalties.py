@@ -88,7 +88,7 @@ def _penalize_kernel(
     table_stride,
     mask_stride,
     WIDTH: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX_BIASES: tl.constexpr,
     WORDS: tl.constexpr,
     WORD_TOKENS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -111,8 +111,8 @@ def _penalize_kernel(
         num_biases = tl.load(asked + NUM_BIASES)
         num_stops = tl.where(length < tl.load(asked + MIN_LEN), tl.load(asked + NUM_STOPS), 0)
         if num_biases + num_stops > 0:
-            at = tl.arange(0, MOST)
-            entry = request * MOST + at
+            at = tl.arange(0, MAX_BIASES)
+            entry = request * MAX_BIASES + at
             ids = tl.load(bias_ids_ptr + entry, at < num_biases + num_stops, 0)
             bias = tl.load(biases_ptr + entry, at < num_biases, 0.0)
             x = tl.load(x_ptr + ids, at < num_biases, 0.0).to(tl.float32) + bias
@@ -178,7 +178,7 @@ def penalize(logits: torch.Tensor, rows) -> None:
             rows.block_tables.stride(0),
             rows.allowed_ids.stride(0),
             WIDTH=rows.params.shape[1],
-            MOST=rows.biases.shape[1],
+            MAX_BIASES=rows.biases.shape[1],
             WORDS=rows.bad_words.shape[1],
             WORD_TOKENS=rows.bad_words.shape[2],
             BLOCK_SIZE=rows.token_ids.shape[1],

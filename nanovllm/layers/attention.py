@@ -27,14 +27,14 @@ class Attention(nn.Module):
         self.k_cache.flatten(0, 1).index_copy_(0, slots, k)
         self.v_cache.flatten(0, 1).index_copy_(0, slots, v)
 
-    def takes_qkv(self, qkv: torch.Tensor) -> bool:
+    def fuses_qk_norm_rope(self, qkv: torch.Tensor) -> bool:
         """Whether this step's `forward` would rather have qkv, with what there is to do with it."""
-        return not get_context().is_prefill and self.backend.takes_qkv(len(qkv), self.num_kv_heads, qkv.device)
+        return not get_context().is_prefill and self.backend.fuses_qk_norm_rope(len(qkv), self.num_kv_heads, qkv.device)
 
     def forward(self, q: torch.Tensor, new: tuple | None = None) -> torch.Tensor:
         """q [T, heads, head_dim] against all that is stored, this step's keys and values included -> the same shape.
 
-        Where `takes_qkv`, q is qkv [T, heads + 2 kv_heads, head_dim], and `new` the arguments of `norm_rope_store`
+        Where `fuses_qk_norm_rope`, q is qkv [T, heads + 2 kv_heads, head_dim], and `new` the arguments of `norm_rope_store`
         between qkv and the caches.
         """
         context = get_context()

@@ -17,7 +17,7 @@ class AttentionBackend:
 
     uses_cuda_graphs = True  # decode asks the host for nothing
 
-    def takes_qkv(self, batch_size: int, kv_heads: int, device: torch.device) -> bool:
+    def fuses_qk_norm_rope(self, batch_size: int, kv_heads: int, device: torch.device) -> bool:
         """Whether `decode` would rather have qkv as it comes out of the product: with `new`, it norms and stores too."""
         return False
 
@@ -41,7 +41,7 @@ class TritonBackend(AttentionBackend):
         from nanovllm.kernels import ops
 
         self.ops = ops
-        self.takes_qkv = ops.suits_decode_qkv
+        self.fuses_qk_norm_rope = ops.fuses_qk_norm_rope
 
     def prefill(self, q, k_cache, v_cache, context):
         return self.ops.prefill_attention(

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.distributed.peer_memory import PeerSum
+from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.kernels import triton_ops
 from nanovllm.layers.linear import linear
-from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.loader import copy_shard, parameter
-from nanovllm.utils.peer_memory import PeerSum
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -19,7 +19,7 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.tp = tp
-        local_size = tp.share("vocabulary", vocab_size)
+        local_size = tp.shard_size("vocabulary", vocab_size)
         self.first_id = tp.rank * local_size
         load = partial(copy_shard, shape=(vocab_size, hidden_size), dim=0, tp=tp)
         self.weight = parameter((local_size, hidden_size), load, dtype)

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.distributed.peer_memory import PeerSum
 from nanovllm.kernels import triton_ops
 from nanovllm.utils.loader import copy_shard, parameter
-from nanovllm.utils.peer_memory import PeerSum
 
 
 class RMSNorm(nn.Module):

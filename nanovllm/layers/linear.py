@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.distributed.peer_memory import PeerSum
+from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.kernels import triton_ops
-from nanovllm.utils.distributed import TensorParallel
 from nanovllm.utils.loader import copy_shard, parameter
-from nanovllm.utils.peer_memory import PeerSum
 
 
 def linear(
@@ -26,9 +26,9 @@ def linear(
     """
     if bias is None and (ops := triton_ops(x)) is not None:
         if len(x) == 1:
-            return ops.one_row_linear(x, weight, out=None if out is None else out[0])[0]
-        if ops.few_row_parts(x, weight, parts):
-            y = ops.few_row_linear(x, weight, parts, out)
+            return ops.gemv(x, weight, out=None if out is None else out[0])[0]
+        if ops.choose_split_k(x, weight, parts):
+            y = ops.split_k_gemm(x, weight, parts, out)
             return y if parts > 1 else y[0]
     if out is None:
         # each number of rows is another oneDNN primitive, whose code takes about half a MiB: few sizes bound their memory
@@ -50,7 +50,7 @@ def _padded_rows(num_rows: int) -> int:
 def parts_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, most: int) -> int:
     """In how many parts, of `most`, their product is computed best."""
     ops = triton_ops(x) if bias is None and len(x) > 1 else None
-    return max(1, ops.few_row_parts(x, weight, most)) if ops is not None else 1
+    return max(1, ops.choose_split_k(x, weight, most)) if ops is not None else 1
 
 
 class MergedColumnParallelLinear(nn.Module):
@@ -69,7 +69,7 @@ class MergedColumnParallelLinear(nn.Module):
         super().__init__()
         self.input_size = input_size
         self.outputs = outputs
-        self.local_sizes = [tp.share("outputs of a layer", size) for size, tp in outputs]
+        self.local_sizes = [tp.shard_size("outputs of a layer", size) for size, tp in outputs]
         self.weight = parameter((sum(self.local_sizes), input_size), self._load, dtype)
         self.bias = parameter((sum(self.local_sizes),), self._load, dtype) if bias else None
 
@@ -96,8 +96,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         dtype: torch.dtype = torch.float32,
     ):
         kv_tp = tp.for_heads(num_kv_heads)
-        heads = tp.share("query heads", num_heads)
-        kv_heads = kv_tp.share("key-value heads", num_kv_heads)
+        heads = tp.shard_size("query heads", num_heads)
+        kv_heads = kv_tp.shard_size("key-value heads", num_kv_heads)
         kv_size = num_kv_heads * head_dim
         super().__init__(hidden_size, [(num_heads * head_dim, tp), (kv_size, kv_tp), (kv_size, kv_tp)], bias, dtype)
         self.num_heads, self.num_kv_heads = heads, kv_heads  # of this rank
@@ -116,7 +116,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.tp = tp
         load = partial(copy_shard, shape=(output_size, input_size), dim=1, tp=tp)
-        self.weight = parameter((output_size, tp.share("inputs of a layer", input_size)), load, dtype)
+        self.weight = parameter((output_size, tp.shard_size("inputs of a layer", input_size)), load, dtype)
         self.bias = parameter((output_size,), partial(copy_shard, shape=(output_size,)), dtype) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | PeerSum:

@@ -4,9 +4,9 @@ import torch
 from torch import nn
 from torch.distributed import ReduceOp
 
+from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.kernels import triton_ops
 from nanovllm.layers.logits import KEEPS_ALL, token_keys
-from nanovllm.utils.distributed import TensorParallel
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

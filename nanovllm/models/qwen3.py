@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.kernels import triton_ops
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
@@ -14,7 +15,6 @@ from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, norm_rope
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.context import get_context
-from nanovllm.utils.distributed import TensorParallel
 
 
 class Qwen3Attention(nn.Module):
@@ -43,7 +43,7 @@ class Qwen3Attention(nn.Module):
         attn = self.attn
         if (ops := triton_ops(qkv)) is not None:
             new = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos_sin, get_context().slot_mapping
-            if attn.takes_qkv(qkv):
+            if attn.fuses_qk_norm_rope(qkv):
                 return attn(qkv, new)
             return attn(ops.norm_rope_store(qkv, *new, attn.k_cache, attn.v_cache))
         # queries and keys together: on a CPU small operations cost the same whatever their size

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nanovllm.utils.distributed import TensorParallel
+from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.utils.hub import read_json, refuse_lfs_pointer
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
@@ -34,7 +34,7 @@ def copy_shard(
     found = tuple(weight.shape if isinstance(weight, torch.Tensor) else weight.get_shape())
     if found != tuple(shape):
         raise ValueError(f"the checkpoint has shape {list(found)}, the model needs {list(shape)}")
-    size = tp.share("checkpoint tensor", shape[dim])
+    size = tp.shard_size("checkpoint tensor", shape[dim])
     part = slice(tp.rank * size, (tp.rank + 1) * size)
     return target.copy_(weight[part] if dim == 0 else weight[:, part])
 

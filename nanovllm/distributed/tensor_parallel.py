@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from nanovllm.utils.peer_memory import PeerMemory
+from nanovllm.distributed.peer_memory import PeerMemory
 
 STEP_TIMEOUT = 300.0  # seconds that a rank waits for the others within a step
 
@@ -52,7 +52,7 @@ class TensorParallel:
         _connected.add(tp)
         return tp
 
-    def share(self, what: str, total: int) -> int:
+    def shard_size(self, what: str, total: int) -> int:
         """An equal share of `total`; ValueError where there is none."""
         if total % self.size:
             raise ValueError(f"tensor_parallel_size={self.size}: does not divide the {what} ({total})")

@@ -26,7 +26,7 @@ def _input(
 
 
 @triton.jit
-def _one_row_linear_kernel(
+def _gemv_kernel(
     x_ptr,
     residual_ptr,
     sum_ptr,
@@ -74,7 +74,7 @@ def _one_row_linear_kernel(
     tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), n < N)
 
 
-def one_row_linear(
+def gemv(
     x: torch.Tensor,
     weight: torch.Tensor,
     norm_weight: torch.Tensor | None = None,
@@ -98,7 +98,7 @@ def one_row_linear(
     tile_n = tile_size // tile_k
     # where a product is short it counts that kernels overlap, where it is long that the cache is as the driver wants it
     shared = 50 if weight.numel() <= 2**23 else None
-    launch(_one_row_linear_kernel, (triton.cdiv(n, tile_n),), x.device, shared)(
+    launch(_gemv_kernel, (triton.cdiv(n, tile_n),), x.device, shared)(
         x,
         residual,
         total,

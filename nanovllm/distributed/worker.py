@@ -20,19 +20,21 @@ from time import monotonic, sleep
 import torch
 
 from nanovllm.config import Config
+from nanovllm.distributed.step_channel import PLACES, StepChannel, StepReader
+from nanovllm.distributed.tensor_parallel import STEP_TIMEOUT, TensorParallel
 from nanovllm.engine.batch import Batch, largest_batch
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.sampled import LOGPROB_ROWS, SampledTokens
 from nanovllm.engine.scheduled_step import ScheduledStep
-from nanovllm.engine.step_channel import PLACES, StepChannel, StepReader
-from nanovllm.utils.distributed import STEP_TIMEOUT, TensorParallel
+from nanovllm.engine.step_result import MAX_LOGPROB_ROWS, PendingStep
 from nanovllm.utils.interrupts import interrupts_held
 from nanovllm.utils.stopwatch import Stopwatch
 
 START_TIMEOUT = 1800.0  # seconds for all ranks to load their weights and capture their graphs
 MESSAGE = 2**17  # bytes of the longest message between the caller and a rank
 READY = b"ready"  # a rank says so when it is here and when it has started; anything else that it says is its error
-BOOTSTRAP = "import sys; sys.path[:] = sys.argv[2:]; from nanovllm.engine.worker import work; work(int(sys.argv[1]))"
+BOOTSTRAP = (
+    "import sys; sys.path[:] = sys.argv[2:]; from nanovllm.distributed.worker import work; work(int(sys.argv[1]))"
+)
 
 
 class Workers:
@@ -97,7 +99,7 @@ class Workers:
         if self.failure:
             raise RuntimeError(self.failure)
 
-    def launch(self, runner: ModelRunner, step: ScheduledStep) -> SampledTokens:
+    def launch(self, runner: ModelRunner, step: ScheduledStep) -> PendingStep:
         """Prepare a step and launch it on all ranks, or on none: Ctrl-C waits until it is done.
 
         Any thread may call this, one at a time. RuntimeError as of `check`, and where another thread calls `exit`.
@@ -251,7 +253,7 @@ def _end_of(rank: int, code: int) -> str:
 def connect(rank: int, config: Config, folder: Path) -> TensorParallel:
     model, size = config.model_config, config.tensor_parallel_size
     sums = max(config.max_num_batched_tokens, config.max_num_seqs) * model.hidden_size
-    logits = max(config.max_num_seqs, LOGPROB_ROWS) * model.vocab_size // size
+    logits = max(config.max_num_seqs, MAX_LOGPROB_ROWS) * model.vocab_size // size
     room = max(sums, logits) * config.dtype.itemsize
     return TensorParallel.connect(rank, size, folder, config.device_of(rank), room)
 
@@ -275,7 +277,7 @@ def work(fd: int) -> None:
 
 def serve(runner: ModelRunner, reader: StepReader) -> None:
     """Run the steps that come, until we are killed."""
-    in_flight: list[SampledTokens] = []
+    in_flight: list[PendingStep] = []
     while True:
         with reader.receive() as (shape, words):
             if len(in_flight) == PLACES:  # the host buffer of the last step but one is the one that comes next

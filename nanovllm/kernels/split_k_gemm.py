@@ -5,16 +5,16 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_tma, launch, num_processors
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_tma, launch, num_sms
 
 FEW_WEIGHTS = 5 * 2**20
-MOST_ROWS = 256  # of a product with few weights, half of it with more
+MAX_ROWS = 256  # of a product with few weights, half of it with more
 TILE_N = 64
 TILE_K = 128
 
 
 @triton.jit(do_not_specialize=["M"])
-def _few_row_linear_kernel(
+def _split_k_gemm_kernel(
     x_tiles,
     w_tiles,
     out_ptr,
@@ -50,25 +50,25 @@ def _tile_m(m: int, weight: torch.Tensor) -> int:
     few = weight.numel() <= FEW_WEIGHTS
     if m <= 64:
         return max(16 if few else 32, triton.next_power_of_2(m))
-    return 64 if few and m < MOST_ROWS else 128
+    return 64 if few and m < MAX_ROWS else 128
 
 
-def few_row_parts(x: torch.Tensor, weight: torch.Tensor, most: int) -> int:
-    """In how many parts, of `most`, `few_row_linear` had best cut this product; 0 where the library is faster."""
+def choose_split_k(x: torch.Tensor, weight: torch.Tensor, most: int) -> int:
+    """In how many parts, of `most`, `split_k_gemm` had best cut this product; 0 where the library is faster."""
     (m, k), n = x.shape, weight.shape[0]
-    if not has_tma(x.device) or x.dtype == torch.float32 or not 0 < m <= MOST_ROWS or k % 8:
+    if not has_tma(x.device) or x.dtype == torch.float32 or not 0 < m <= MAX_ROWS or k % 8:
         return 0
     few = weight.numel() <= FEW_WEIGHTS
     tile_m = _tile_m(m, weight)
-    tiles, processors = triton.cdiv(n, TILE_N) * triton.cdiv(m, tile_m), num_processors(x.device)
+    tiles, processors = triton.cdiv(n, TILE_N) * triton.cdiv(m, tile_m), num_sms(x.device)
     parts = min(most, processors // tiles)
     # TMA is slow with rows that are not there, and the library good at half to two thirds of the multiprocessors
     filled = m <= 64 or m % tile_m == 0 or (few and most > 1)
-    suits = filled and (few or (m <= MOST_ROWS // 2 and not processors < 2 * parts * tiles < 1.4 * processors))
+    suits = filled and (few or (m <= MAX_ROWS // 2 and not processors < 2 * parts * tiles < 1.4 * processors))
     return parts if suits else 0
 
 
-def few_row_linear(
+def split_k_gemm(
     x: torch.Tensor, weight: torch.Tensor, parts: int = 1, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x [M, K] times weight [N, K] transposed, cut in `parts` along K: [parts, M, N], whose sum is the product.
@@ -81,7 +81,7 @@ def few_row_linear(
     per_part = triton.cdiv(triton.cdiv(k, parts), TILE_K) * TILE_K
     grid = triton.cdiv(m, tile_m), triton.cdiv(n, TILE_N), parts
     # the fewest rows leave half of the memory as cache, as the kernels around them do: see dependent_launch.py
-    launch(_few_row_linear_kernel, grid, x.device, shared=50 if tile_m == 16 else 100)(
+    launch(_split_k_gemm_kernel, grid, x.device, shared=50 if tile_m == 16 else 100)(
         TensorDescriptor.from_tensor(x, [tile_m, TILE_K]),
         TensorDescriptor.from_tensor(weight, [TILE_N, TILE_K]),
         out,

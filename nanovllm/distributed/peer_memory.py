@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import Store
 
-MOST_PROGRAMS = 512  # of a kernel that meets its likes on the other ranks
-MOST_KEYS = 65536
+MAX_PROGRAMS = 512  # of a kernel that meets its likes on the other ranks
+MAX_KEYS = 65536
 KEYS = 2  # where keys meet; 0 and 1 are the places of sums
 
 
@@ -25,8 +25,8 @@ class PeerMemory:
     def __init__(self, rank: int, size: int, store: Store, device: torch.device, room: int):
         """`room` is the bytes of the largest sum. Returns when all ranks have come."""
         self.rank, self.size, self.device = rank, size, device
-        self.keys_offset = (KEYS + 1) * MOST_PROGRAMS * size * 4
-        self.places_offset = self.keys_offset + MOST_KEYS * 8
+        self.keys_offset = (KEYS + 1) * MAX_PROGRAMS * size * 4
+        self.places_offset = self.keys_offset + MAX_KEYS * 8
         self.room = -(-room // 16) * 16
         num_bytes = self.places_offset + 2 * self.room
         self._turn = 0
@@ -66,8 +66,8 @@ class PeerMemory:
         return self._meeting(KEYS, self.keys_offset)
 
     def _meeting(self, where: int, offset: int) -> tuple:
-        flags_offset = where * MOST_PROGRAMS * self.size * 4
-        return self.addresses, offset, flags_offset, MOST_PROGRAMS, self.aborted, self.rank
+        flags_offset = where * MAX_PROGRAMS * self.size * 4
+        return self.addresses, offset, flags_offset, MAX_PROGRAMS, self.aborted, self.rank
 
     def abort(self) -> None:
         """Release the kernels that wait for a rank, now and from now on."""
