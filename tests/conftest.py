@@ -1,6 +1,9 @@
 """What tests share. The bundled model is the test data; transformers' own Qwen3 on its weights is the reference."""
 import os
 
+# here and in every process that a test starts: threads that wait for each other are slow beyond measure where a core is taken
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
 import torch
 
@@ -11,7 +14,6 @@ from nanovllm import LLM
 from nanovllm.utils.hub import BUNDLED
 
 torch.set_grad_enabled(False)
-torch.set_num_threads(1)  # threads that wait for each other are slow beyond measure where a core is taken
 
 TINY = str(BUNDLED / "tiny-qwen3")
 

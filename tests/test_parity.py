@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conftest import TINY
-from nanovllm import SamplingParams
+from nanovllm import LLM, SamplingParams
 
 MARGIN = 2e-4
 SHARED_PREFIX = 300
@@ -53,26 +53,43 @@ def requests(chat, tokenizer) -> list[tuple[list[int], int]]:
 
 @pytest.fixture(scope="module")
 def reference(requests) -> list[tuple[list[int], list[float]]]:
-    """transformers' greedy ids for each request, and by how much each of them led."""
+    """transformers' greedy ids for each request, and by how much each of them led.
+
+    An engine's answer serves as a draft: transformers computes its logits in one forward, and whatever is not its own
+    choice, with all that follows, is replaced by what it generates itself.
+    """
     from transformers import Qwen3ForCausalLM
 
     model = Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+    with LLM("tiny-qwen3", dtype="float32", device="cpu") as llm:
+        drafts = [answer["token_ids"] for answer in generate(llm, requests)]
     answers = []
-    for prompt, max_tokens in requests:
-        out = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            do_sample=False,
-            temperature=None,
-            top_p=None,
-            top_k=None,
-            max_new_tokens=max_tokens,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        best = [logits[0].topk(2).values for logits in out.logits]
-        answers.append((out.sequences[0, len(prompt) :].tolist(), [(a - b).item() for a, b in best]))
+    for (prompt, max_tokens), draft in zip(requests, drafts):
+        logits = model(torch.tensor([prompt + draft])).logits[0, len(prompt) - 1 : -1]
+        chosen, best = logits.argmax(-1).tolist(), logits.topk(2).values
+        margins = (best[:, 0] - best[:, 1]).tolist()
+        agreed = next((i for i, (a, b) in enumerate(zip(chosen, draft)) if a != b), len(draft))
+        if agreed < len(draft) or len(draft) < max_tokens and draft[-1] not in model.generation_config.eos_token_id:
+            chosen, margins = go_on(model, prompt, draft[:agreed], max_tokens, margins[:agreed])
+        answers.append((chosen, margins))
     return answers
+
+
+def go_on(model, prompt, token_ids, max_tokens, margins) -> tuple[list[int], list[float]]:
+    """The greedy answer that begins with `token_ids`, whose margins are known."""
+    out = model.generate(
+        torch.tensor([prompt + token_ids]),
+        attention_mask=torch.ones(1, len(prompt) + len(token_ids), dtype=torch.long),
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        max_new_tokens=max_tokens - len(token_ids),
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = [logits[0].topk(2).values for logits in out.logits]
+    return out.sequences[0, len(prompt) :].tolist(), margins + [(a - b).item() for a, b in best]
 
 
 @pytest.fixture
