@@ -119,6 +119,7 @@ class Simulation:
         self.in_flight: deque[tuple[ScheduledStep, list[int]]] = deque()
         self.first_start: dict[Sequence, int] = {}
         self.seen: Counter = Counter()
+        self.ended: set[Sequence] = set()  # whose end has been checked
 
     def run(self) -> "Simulation":
         arrivals = deque(sorted(self.groups, key=lambda group: self.requests[group[0].request_id].arrival))
@@ -228,7 +229,7 @@ class Simulation:
         scheduler, manager = self.scheduler, self.manager
         waiting = [*scheduler.waiting.values()]
         chunked = [seq for seq in waiting if seq.status is SequenceStatus.RUNNING]
-        live = [*chunked, *scheduler.running.values()]
+        live = {*chunked, *scheduler.running.values()}
         assert chunked in ([], waiting[:1])
         assert all(seq.status is SequenceStatus.RUNNING for seq in live)
         assert len(live) <= scheduler.max_num_seqs
@@ -241,9 +242,11 @@ class Simulation:
         self.check_findable()
 
         in_flight = Counter(seq for step, _ in self.in_flight for seq in step.sampled_seqs)
-        for seq in self.seqs:
+        for seq in [seq for seq in self.seqs if seq not in self.ended]:
             if seq.status is not SequenceStatus.FINISHED:
                 assert seq.num_tokens - len(seq.token_ids) == in_flight[seq]
+            else:
+                self.ended.add(seq)  # if it held a block later, that would be one too many above
             if seq not in live:
                 assert seq.block_table == [] and seq.req_index == -1
             assert len(set(seq.block_table)) == len(seq.block_table)
