@@ -165,20 +165,30 @@ def code_lines(source: str) -> int:
     return len(lines - docstrings)
 
 
-def test_package_is_an_evenings_reading(record_property, capsys):
+# lines of code: what a room may grow to before it is looked at again
+BUDGETS = {"core": 3300, "kernels": 1650, "distributed": 550, "models": 150}
+
+
+def room_of(file: str) -> str:
+    folder = file.split("/")[0]
+    return folder if folder in BUDGETS else "core"
+
+
+def test_rooms_stay_within_their_budgets(record_property, capsys):
+    """The core is an evening's reading; a room is read on its own."""
     sources = {file: (ROOT / file).read_text() for file in FILES}
     sizes = {file: len(source.splitlines()) for file, source in sources.items()}
-    bounds = {"kernels": 1150, "ranks": 500, "core": 3250}
-    code = dict.fromkeys(bounds, 0)
+    code = dict.fromkeys(BUDGETS, 0)
     for file, source in sources.items():
-        room = "kernels" if file.startswith("kernels/") else "ranks" if file in RANKS else "core"
-        code[room] += code_lines(source)
+        code[room_of(file)] += code_lines(source)
     record_property("lines", code)
     with capsys.disabled():
-        print(f"\nnanovllm: lines of code {code}, {sum(sizes.values())} in all, in {len(sizes)} files")
-    assert max(sizes.values()) <= 300, {file: size for file, size in sizes.items() if size > 300}
-    assert all(code[room] <= bound for room, bound in bounds.items()), code
-    assert (
-        code_lines('"""A docstring."""\n\n# a comment\ndef f(x):\n    """More."""\n    return (\n        x\n    )\n')
-        == 4
-    )
+        rooms = ", ".join(f"{room} {lines:,} of {BUDGETS[room]:,}" for room, lines in code.items())
+        print(f"\nnanovllm, lines of code: {rooms}; {sum(sizes.values()):,} lines in all, in {len(sizes)} files")
+    assert all(lines <= BUDGETS[room] for room, lines in code.items()), code
+    assert max(sizes.values()) <= 320, {file: size for file, size in sizes.items() if size > 320}
+
+
+def test_code_lines():
+    source = '"""A docstring."""\n\n# a comment\ndef f(x):\n    """More."""\n    return (\n        x\n    )\n'
+    assert code_lines(source) == 4

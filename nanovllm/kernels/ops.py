@@ -3,13 +3,13 @@
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.decode_attention import decode_attention, fuses_qk_norm_rope
 from nanovllm.kernels.embedding import embed_range
-from nanovllm.kernels.split_k_gemm import split_k_gemm, choose_split_k
 from nanovllm.kernels.filters import logit_cutoffs
+from nanovllm.kernels.gemv import gemv
 from nanovllm.kernels.host_memory import deliver, fetch
 from nanovllm.kernels.layernorm import rms_norm
 from nanovllm.kernels.norm_rope_store import norm_rope_store
-from nanovllm.kernels.gemv import gemv
 from nanovllm.kernels.peers import gather_columns, max_of_ranks, sum_rms_norm
 from nanovllm.kernels.penalties import penalize
 from nanovllm.kernels.prefill_attention import prefill_attention
 from nanovllm.kernels.sampling import sample
+from nanovllm.kernels.split_k_gemm import choose_split_k, split_k_gemm
