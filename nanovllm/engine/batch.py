@@ -1,11 +1,14 @@
 """Everything that one step needs, as one flat int32 buffer with named views.
 
-The scheduler's counts become arrays here, on the host; the buffer then crosses to the device in a single copy, where
-the same views are taken of it again. Nothing behind this point knows of sequences.
+The host turns the scheduler's counts into arrays here. The buffer then crosses to the device in a single copy, and the
+same views are taken of the copy. Nothing after this point knows of sequences.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -17,143 +20,201 @@ from nanovllm.engine.step_result import LogprobRequest, logprob_requests
 from nanovllm.layers.logits import REALS, WIDTH, column, mask_width, seeds
 from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, SamplingParams, early_stops
 
-GREEDY_BELOW = 1e-5  # a temperature that float32 logits could not be divided by
+GREEDY_BELOW = 1e-5  # float32 logits cannot be divided by a smaller temperature
+VIEW_ALIGNMENT = 4  # words, which are 16 bytes: Triton compiles another kernel for an address that is not aligned so
+
+Array = TypeVar("Array", np.ndarray, torch.Tensor)
+Dims = tuple[int, ...]
 
 
 class BatchShape(NamedTuple):
-    """What fixes the layout of a Batch."""
+    """The numbers that determine the layout of a Batch."""
 
     is_prefill: bool
-    num_tokens: int  # T
-    num_seqs: int  # B
-    num_samples: int  # S: rows that get a token; in a decode step T = B = S
-    max_blocks_per_seq: int  # W: blocks of the longest sequence
+    num_tokens: int
+    num_seqs: int
+    num_samples: int  # rows that get a token; a decode step has as many as sequences and tokens
+    max_blocks_per_seq: int  # the width of the block tables
     max_seqlen_q: int
-    num_biases: int = 0  # N: entries of all requests that are sampled
-    num_copies: int = 0  # C: cache blocks that sequences have in common no more, copied before the forward
-    num_logprobs: int = 0  # tokens whose log-probabilities are asked for
-    num_masks: int = 0  # M: sampled requests that have allowed_token_ids,
-    mask_width: int = 0  # in so many words
-    num_bad_words: int = 0  # K: sequences of tokens, of all requests that are sampled
-
-    def fields(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the views, in the order in which they lie in the buffer."""
-        T, B, S, W = self.num_tokens, self.num_seqs, self.num_samples, self.max_blocks_per_seq
-        shapes = {
-            "req_indices": (S,),  # where the sampled ids are kept on the device, and read by the next step
-            "positions": (T,),
-            "slot_mapping": (T,),  # where a token's key and value go in the cache; -1: nowhere
-            "context_lens": (B,),  # tokens to attend to, this step's included
-            "block_tables": (B, W),
-        }
-        if self.is_prefill:  # a decode step's ids are on the device already, and so is what its requests ask
-            shapes |= {"input_ids": (T,), "cu_seqlens_q": (B + 1,), "logits_indices": (S,)}
-            shapes |= {"params": (S, WIDTH)}
-            # see RequestTable
-            shapes |= dict.fromkeys(("bias_slots", "bias_ids", "bias_bits"), (self.num_biases,))
-            shapes |= {"allowed_slots": (self.num_masks,), "allowed_ids": (self.num_masks, self.mask_width)}
-            shapes |= {"word_slots": (self.num_bad_words,), "bad_words": (self.num_bad_words, MAX_BAD_WORD_TOKENS)}
-        # the last, as a graph has no room for them
-        return shapes | {
-            "copies": (2, self.num_copies),
-            "logprob_requests": (self.num_logprobs, len(LogprobRequest._fields)),
-        }
+    num_biases: int = 0  # entries, over all sampled requests
+    num_block_copies: int = 0  # cache blocks that sequences no longer share, copied before the forward pass
+    num_logprobs: int = 0  # tokens whose log-probabilities are requested
+    num_masks: int = 0  # sampled requests that have allowed_token_ids
+    mask_width: int = 0  # words of the mask of such a request
+    num_bad_words: int = 0  # over all sampled requests
 
     @property
     def size(self) -> int:
-        return sum(map(_room, self.fields().values()))
+        """Words in the buffer."""
+        return _layout(self).size
 
 
-def largest_batch(config: Config) -> int:
-    """The size of the largest step that there can be."""
-    B, T, W = config.max_num_seqs, config.max_num_batched_tokens, config.max_blocks_per_seq
-    masks = B, mask_width(config.model_config.vocab_size)
-    prefill = BatchShape(True, T, min(B, T), B, W, T, B * MAX_BIASES, B, T + B, *masks, B * MAX_BAD_WORDS)
-    return max(prefill.size, BatchShape(False, B, B, B, W, 1, num_copies=B, num_logprobs=B).size)
+def _view(dims: Callable[[BatchShape], Dims], prefill_only: bool = False) -> Any:
+    return field(default=None, metadata={"dims": dims, "prefill_only": prefill_only})
 
 
-def _room(dims: tuple[int, ...]) -> int:
-    """Every view begins at a multiple of 16 bytes: Triton compiles a kernel anew for an address that does not."""
-    return -(-prod(dims) // 4) * 4
+@dataclass(slots=True, eq=False)
+class Batch(Generic[Array]):
+    """The int32 arrays of one step: numpy on the host, torch on the device. Each field states its shape.
 
-
-class Batch:
-    """The views of one step's buffer: numpy on the host, torch on the device.
-
-    What depends on a prompt exists in prefill steps only: `input_ids`, `cu_seqlens_q`, `logits_indices` (the token rows that
-    are sampled) and what requests ask of their logits. `copies` are the cache blocks to copy from, and to.
+    What depends on prompts exists in prefill steps only and is None in decode steps: their input ids are on the device
+    already, and so are the sampling parameters of their requests (see RequestTable).
     """
 
-    def __init__(self, shape: BatchShape, buffer):
-        self.shape = shape
-        self.buffer = buffer[: shape.size]
-        offset = 0
-        for name, dims in shape.fields().items():
-            setattr(self, name, buffer[offset : offset + prod(dims)].reshape(dims))
-            offset += _room(dims)
+    shape: BatchShape
+    buffer: Array
 
-    def to(self, device_buffer: torch.Tensor) -> "Batch":
-        """This batch on the device, in `device_buffer`; on CUDA the copy is asynchronous if our memory is pinned."""
-        batch = Batch(self.shape, device_buffer)
+    req_indices: Array = _view(lambda s: (s.num_samples,))  # row of each sampled request in the tables on the device
+    positions: Array = _view(lambda s: (s.num_tokens,))
+    slot_mapping: Array = _view(lambda s: (s.num_tokens,))  # cache slot of a token's key and value; -1: do not store
+    context_lens: Array = _view(lambda s: (s.num_seqs,))  # tokens to attend to, this step's included
+    block_tables: Array = _view(lambda s: (s.num_seqs, s.max_blocks_per_seq))
+
+    input_ids: Array = _view(lambda s: (s.num_tokens,), prefill_only=True)
+    cu_seqlens_q: Array = _view(lambda s: (s.num_seqs + 1,), prefill_only=True)
+    logits_indices: Array = _view(lambda s: (s.num_samples,), prefill_only=True)  # the token rows that are sampled
+    params: Array = _view(lambda s: (s.num_samples, WIDTH), prefill_only=True)
+    bias_slots: Array = _view(lambda s: (s.num_biases,), prefill_only=True)  # in the flattened table of all requests
+    bias_ids: Array = _view(lambda s: (s.num_biases,), prefill_only=True)
+    bias_bits: Array = _view(lambda s: (s.num_biases,), prefill_only=True)  # of float32 numbers
+    allowed_indices: Array = _view(lambda s: (s.num_masks,), prefill_only=True)  # the requests that have a mask
+    allowed_masks: Array = _view(lambda s: (s.num_masks, s.mask_width), prefill_only=True)  # a bit for each token id
+    bad_word_slots: Array = _view(lambda s: (s.num_bad_words,), prefill_only=True)
+    bad_words: Array = _view(lambda s: (s.num_bad_words, MAX_BAD_WORD_TOKENS), prefill_only=True)  # -1 fills the front
+
+    # these two come last: CUDA graphs, whose buffer has a fixed layout, read neither
+    block_copies: Array = _view(lambda s: (2, s.num_block_copies))  # cache blocks to copy from, and to copy to
+    logprob_requests: Array = _view(lambda s: (s.num_logprobs, len(LogprobRequest._fields)))
+
+    @classmethod
+    def from_buffer(cls, shape: BatchShape, buffer: Array) -> "Batch[Array]":
+        """The views of a buffer that may be longer than the batch."""
+        layout = _layout(shape)
+        views = {name: buffer[begin:end].reshape(dims) for name, begin, end, dims in layout.views}
+        return cls(shape, buffer[: layout.size], **views)
+
+    def to(self, device_buffer: torch.Tensor) -> "Batch[torch.Tensor]":
+        """This host batch in `device_buffer`; on CUDA the copy is asynchronous if the host's memory is pinned."""
+        batch = Batch.from_buffer(self.shape, device_buffer)
         batch.buffer.copy_(torch.from_numpy(self.buffer), non_blocking=True)
         return batch
 
 
+HostBatch = Batch[np.ndarray]
+DeviceBatch = Batch[torch.Tensor]
+VIEWS = [f for f in fields(Batch) if "dims" in f.metadata]
+
+
+class _Layout(NamedTuple):
+    views: list[tuple[str, int, int, Dims]]  # name, begin, end, shape
+    size: int
+
+
+@lru_cache(maxsize=1024)
+def _layout(shape: BatchShape) -> _Layout:
+    views, begin = [], 0
+    for view in VIEWS:
+        if shape.is_prefill or not view.metadata["prefill_only"]:
+            dims = view.metadata["dims"](shape)
+            views.append((view.name, begin, begin + prod(dims), dims))
+            begin += -(-prod(dims) // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
+    return _Layout(views, begin)
+
+
+def largest_batch(config: Config) -> int:
+    """Words in the buffer of the largest possible step."""
+    B, T, W = config.max_num_seqs, config.max_num_batched_tokens, config.max_blocks_per_seq
+    prefill = BatchShape(
+        is_prefill=True,
+        num_tokens=T,
+        num_seqs=min(B, T),
+        num_samples=B,
+        max_blocks_per_seq=W,
+        max_seqlen_q=T,
+        num_biases=B * MAX_BIASES,
+        num_block_copies=B,
+        num_logprobs=T + B,
+        num_masks=B,
+        mask_width=mask_width(config.model_config.vocab_size),
+        num_bad_words=B * MAX_BAD_WORDS,
+    )
+    return max(prefill.size, largest_decode(B, W).size)
+
+
+def decode_shape(
+    num_seqs: int, max_blocks_per_seq: int, num_block_copies: int = 0, num_logprobs: int = 0
+) -> BatchShape:
+    return BatchShape(
+        is_prefill=False,
+        num_tokens=num_seqs,
+        num_seqs=num_seqs,
+        num_samples=num_seqs,
+        max_blocks_per_seq=max_blocks_per_seq,
+        max_seqlen_q=1,
+        num_block_copies=num_block_copies,
+        num_logprobs=num_logprobs,
+    )
+
+
+def largest_decode(max_num_seqs: int, max_blocks_per_seq: int) -> BatchShape:
+    return decode_shape(max_num_seqs, max_blocks_per_seq, num_block_copies=max_num_seqs, num_logprobs=max_num_seqs)
+
+
 def prepare_prefill(
     step: ScheduledStep, buffer: np.ndarray, block_size: int, eos_token_ids: frozenset[int], vocab_size: int
-) -> Batch:
-    rows = step.rows
+) -> HostBatch:
+    rows, seqs = step.rows, step.sampled_seqs
     ends = np.cumsum([row.end - row.start for row in rows])
-    logits_indices = ends[step.sampled_rows] - 1
-    asked = logprob_requests(step)
-    biases = [_biases(seq, eos_token_ids) for seq in step.sampled_seqs]
+    logprobs = logprob_requests(step)
+    biases = [_biases(seq, eos_token_ids) for seq in seqs]
     shape = BatchShape(
         is_prefill=True,
         num_tokens=step.num_tokens,
         num_seqs=len(rows),
-        num_samples=len(step.sampled_seqs),
+        num_samples=len(seqs),
         max_blocks_per_seq=max(len(row.seq.block_table) for row in rows),
         max_seqlen_q=max(row.end - row.start for row in rows),
-        num_copies=len(step.copies),
         num_biases=sum(map(len, biases)),
-        num_logprobs=len(asked),
-        num_masks=sum(seq.params.allowed_token_ids is not None for seq in step.sampled_seqs),
+        num_block_copies=len(step.copies),
+        num_logprobs=len(logprobs),
+        num_masks=sum(seq.params.allowed_token_ids is not None for seq in seqs),
         mask_width=mask_width(vocab_size),
-        num_bad_words=sum(len(seq.bad_words) for seq in step.sampled_seqs),
+        num_bad_words=sum(len(seq.bad_words) for seq in seqs),
     )
-    batch = Batch(shape, buffer)
+    batch = Batch.from_buffer(shape, buffer)
     batch.cu_seqlens_q[0], batch.cu_seqlens_q[1:] = 0, ends
     _fill_rows(batch, rows)
-    _fill_copies(batch, step.copies)
     for i, ((seq, start, end), last) in enumerate(zip(rows, ends)):
         first = last - (end - start)
         batch.input_ids[first:last] = seq.token_ids[start:end]
         batch.positions[first:last] = positions = np.arange(start, end)
         batch.slot_mapping[first:last] = _slots(batch.block_tables[i, positions // block_size], positions, block_size)
-    batch.logits_indices[:] = logits_indices
-    _fill_params(batch, step.sampled_seqs, biases)
-    _fill_bans(batch, step.sampled_seqs)
-    _fill_logprob_rows(batch, asked)
+    batch.req_indices[:] = [seq.req_index for seq in seqs]
+    batch.logits_indices[:] = ends[step.sampled_rows] - 1
+    _fill_params(batch, seqs, biases)
+    _fill_bans(batch, seqs)
+    _fill_extras(batch, step, logprobs)
     return batch
 
 
 def prepare_decode(
     step: ScheduledStep, buffer: np.ndarray, block_size: int, num_rows: int, max_blocks_per_seq: int, pad_req_index: int
-) -> Batch:
-    """A decode step of `num_rows`: the rows past the step's own are empty, store nothing and sample in vain."""
+) -> HostBatch:
+    """A decode step of `num_rows`. The rows past the step's own are padding: empty sequences that store nothing, and
+    whose samples are dropped.
+    """
     n = len(step.rows)
-    asked = logprob_requests(step)
-    rows_and_width = num_rows, num_rows, num_rows, max_blocks_per_seq, 1
-    batch = Batch(BatchShape(False, *rows_and_width, num_copies=len(step.copies), num_logprobs=len(asked)), buffer)
+    logprobs = logprob_requests(step)
+    shape = decode_shape(num_rows, max_blocks_per_seq, len(step.copies), len(logprobs))
+    batch = Batch.from_buffer(shape, buffer)
     _fill_rows(batch, step.rows)
-    _fill_copies(batch, step.copies)
-    _fill_logprob_rows(batch, asked)
     batch.positions[:n] = positions = batch.context_lens[:n] - 1
     batch.slot_mapping[:n] = _slots(batch.block_tables[np.arange(n), positions // block_size], positions, block_size)
     batch.positions[n:] = 0
     batch.slot_mapping[n:] = -1
     batch.req_indices[:n] = [seq.req_index for seq in step.sampled_seqs]
     batch.req_indices[n:] = pad_req_index
+    _fill_extras(batch, step, logprobs)
     return batch
 
 
@@ -161,7 +222,7 @@ def _slots(blocks: np.ndarray, positions: np.ndarray, block_size: int) -> np.nda
     return blocks * block_size + positions % block_size
 
 
-def _fill_rows(batch: Batch, rows: list[ScheduledSequence]) -> None:
+def _fill_rows(batch: HostBatch, rows: list[ScheduledSequence]) -> None:
     n = len(rows)
     batch.context_lens[:n] = [row.end for row in rows]
     batch.context_lens[n:] = 0
@@ -170,16 +231,15 @@ def _fill_rows(batch: Batch, rows: list[ScheduledSequence]) -> None:
         table[: len(seq.block_table)] = seq.block_table
 
 
-def _fill_copies(batch: Batch, copies: list[tuple[int, int]]) -> None:
-    batch.copies[:] = np.array(copies, np.int32).reshape(-1, 2).T
+def _fill_extras(batch: HostBatch, step: ScheduledStep, logprobs: list[LogprobRequest]) -> None:
+    """What few steps have."""
+    if step.copies:
+        batch.block_copies[:] = np.array(step.copies, np.int32).T
+    if logprobs:
+        batch.logprob_requests[:] = np.array(logprobs, np.int32)
 
 
-def _fill_logprob_rows(batch: Batch, asked: list[LogprobRequest]) -> None:
-    batch.logprob_requests[:] = np.array(asked, np.int32).reshape(batch.logprob_requests.shape)
-
-
-def _fill_params(batch: Batch, seqs: list[Sequence], biases: list[list[tuple[int, float]]]) -> None:
-    batch.req_indices[:] = [seq.req_index for seq in seqs]
+def _fill_params(batch: HostBatch, seqs: list[Sequence], biases: list[list[tuple[int, float]]]) -> None:
     batch.params[:] = 0
     for name in (*REALS, "top_k"):
         column(batch.params, name)[:] = [getattr(seq.params, name) for seq in seqs]
@@ -204,17 +264,17 @@ def _biases(seq: Sequence, eos_token_ids: frozenset[int]) -> list[tuple[int, flo
     return [*(params.logit_bias or {}).items(), *((token_id, -np.inf) for token_id in stops)]
 
 
-def _fill_bans(batch: Batch, seqs: list[Sequence]) -> None:
+def _fill_bans(batch: HostBatch, seqs: list[Sequence]) -> None:
     """What requests must not generate: all but their allowed ids, and bad words."""
     masked = [seq for seq in seqs if seq.params.allowed_token_ids is not None]
     column(batch.params, "has_allowed_ids")[:] = [seq.params.allowed_token_ids is not None for seq in seqs]
-    batch.allowed_slots[:] = [seq.req_index for seq in masked]
-    for mask, seq in zip(batch.allowed_ids, masked):
+    batch.allowed_indices[:] = [seq.req_index for seq in masked]
+    for mask, seq in zip(batch.allowed_masks, masked):
         bits = np.zeros(32 * len(mask), np.uint8)
         bits[list(seq.params.allowed_token_ids)] = 1
         mask[:] = np.packbits(bits, bitorder="little").view("<i4")
     column(batch.params, "num_bad_words")[:] = [len(seq.bad_words) for seq in seqs]
-    batch.word_slots[:] = [seq.req_index * MAX_BAD_WORDS + i for seq in seqs for i in range(len(seq.bad_words))]
+    batch.bad_word_slots[:] = [seq.req_index * MAX_BAD_WORDS + i for seq in seqs for i in range(len(seq.bad_words))]
     batch.bad_words[:] = -1
     for row, word in zip(batch.bad_words, [word for seq in seqs for word in seq.bad_words]):
         row[-len(word) :] = word

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from nanovllm.engine.batch import Batch, BatchShape
+from nanovllm.engine.batch import Batch, DeviceBatch, decode_shape, largest_decode
 
 
 def batch_size_ladder(max_num_seqs: int) -> list[int]:
@@ -31,17 +31,13 @@ class DecodeGraphs:
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.outputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of `forward`: what the last replay left there
         self.ladder = batch_size_ladder(max_num_seqs)
-        room = (
-            self._shape(max_num_seqs, max_blocks_per_seq)
-            ._replace(num_copies=max_num_seqs, num_logprobs=max_num_seqs)
-            .size
-        )
+        room = largest_decode(max_num_seqs, max_blocks_per_seq).size
         # zeros: rows without a context, which write to a slot that nobody holds yet
         self._batches = torch.zeros(2, room, dtype=torch.int32, device="cpu", pin_memory=True)
         self._token_ids = torch.zeros(2, max_num_seqs, dtype=torch.int32, device="cpu", pin_memory=True)
         self._device_turn = torch.zeros(1, dtype=torch.int32, device=buffer.device)
 
-        def step(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        def step(batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor]:
             ops.fetch(batch.buffer, self._batches, self._device_turn)
             token_ids, hidden_states = forward(batch)
             ops.deliver(token_ids, self._token_ids, self._device_turn)
@@ -49,17 +45,13 @@ class DecodeGraphs:
 
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.ladder):  # the largest first: the others find room in its memory
-            batch = Batch(self._shape(size, max_blocks_per_seq), buffer)
+            batch = Batch.from_buffer(decode_shape(size, max_blocks_per_seq), buffer)
             step(batch)  # compiles what is still to be compiled, outside of the capture
             self.graphs[size] = torch.cuda.CUDAGraph()
             # what other threads ask of CUDA meanwhile is no part of the graph
             with torch.cuda.graph(self.graphs[size], pool=pool, capture_error_mode="thread_local"):
                 self.outputs[size] = step(batch)
         self.reset()
-
-    @staticmethod
-    def _shape(size: int, max_blocks_per_seq: int) -> BatchShape:
-        return BatchShape(False, size, size, size, max_blocks_per_seq, 1)
 
     def size_for(self, num_seqs: int) -> int:
         """The smallest captured batch size that holds `num_seqs`."""

@@ -88,8 +88,8 @@ class ModelRunner:
         """Queue a batch that lies in `host_buffer`; the step may not be over when this returns, nor the one before it."""
         self.tp.check()
         with self._on_device():
-            if batch.shape.num_copies:
-                self._copy_blocks(batch.copies)
+            if batch.shape.num_block_copies:
+                self._copy_blocks(batch.block_copies)
             if self.graphs and not batch.shape.is_prefill:
                 token_ids = self.graphs.replay(batch.shape.num_seqs)
                 outputs = self.graphs.outputs[batch.shape.num_seqs]
@@ -145,9 +145,9 @@ class ModelRunner:
                 batch.bias_slots,
                 batch.bias_ids,
                 batch.bias_bits,
-                batch.allowed_slots,
-                batch.allowed_ids,
-                batch.word_slots,
+                batch.allowed_indices,
+                batch.allowed_masks,
+                batch.bad_word_slots,
                 batch.bad_words,
             )
             sampled, positions = (x.index_select(0, batch.logits_indices) for x in (sampled, positions))

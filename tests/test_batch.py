@@ -1,0 +1,98 @@
+"""The arrays of a step: their layout in one buffer, and what they hold."""
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm.engine import batch as batches
+from nanovllm.engine.batch import VIEWS, Batch, BatchShape, decode_shape, dummy_prefill
+from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+PREFILL = BatchShape(True, 7, 3, 2, 5, 4, 3, 1, 2, 1, 63, 3)
+DECODE = decode_shape(5, 3, num_block_copies=1, num_logprobs=2)
+BLOCK_SIZE = 4
+EOS = frozenset({9})
+
+
+def views(batch: Batch) -> dict:
+    found = {view.name: getattr(batch, view.name) for view in VIEWS}
+    return {name: x for name, x in found.items() if x is not None}
+
+
+@pytest.mark.parametrize("shape", [PREFILL, DECODE], ids=["prefill", "decode"])
+def test_views_are_aligned_and_apart(shape):
+    """Triton compiles a kernel anew for an address that is no multiple of 16 bytes."""
+    host = Batch.from_buffer(shape, np.zeros(shape.size + 3, np.int32))
+    base = host.buffer.ctypes.data
+    assert len(host.buffer) == shape.size
+    for i, x in enumerate(views(host).values(), 1):
+        assert (x.ctypes.data - base) % 16 == 0 and x.dtype == np.int32
+        assert not x.any()
+        x[:] = i
+    assert all((x == i).all() for i, x in enumerate(views(host).values(), 1))
+    device = host.to(torch.full((shape.size + 9,), -1, dtype=torch.int32))
+    assert views(device).keys() == views(host).keys()
+    for ours, theirs in zip(views(device).values(), views(host).values()):
+        assert np.array_equal(ours.numpy(), theirs)
+        assert (ours.data_ptr() - device.buffer.data_ptr()) % 16 == 0
+
+
+def test_what_depends_on_prompts_is_absent_from_decode_steps():
+    absent = {view.name for view in VIEWS} - views(Batch.from_buffer(DECODE, np.zeros(DECODE.size, np.int32))).keys()
+    assert {"input_ids", "cu_seqlens_q", "logits_indices", "params"} <= absent
+    assert absent == {view.name for view in VIEWS if view.metadata["prefill_only"]}
+
+
+def sequence(i: int, tokens: range, blocks: list[int], **params) -> Sequence:
+    seq = Sequence(i, [*tokens], SamplingParams(**params), noise_seed=2**63 + i, max_len=50)
+    seq.block_table, seq.req_index = blocks, 5 - i
+    return seq
+
+
+def test_prefill():
+    """Two whole prompts and a chunk of a third, which is not sampled yet; two answers share the first prompt."""
+    seqs = [sequence(0, range(6), [7, 2]), sequence(1, range(10, 11), [0]), sequence(2, range(20, 32), [5, 1, 3])]
+    step = ScheduledStep(is_prefill=True, copies=[(4, 6)])
+    for seq, (start, end) in zip(seqs, [(2, 6), (0, 1), (4, 9)]):
+        step.rows.append(ScheduledSequence(seq, start, end))
+        if end == len(seq.token_ids):
+            step.sample(seq)
+    answer = sequence(3, range(6), [7, 6], allowed_token_ids=(0, 33))
+    step.sampled_seqs.insert(1, answer)
+    step.sampled_rows.insert(1, 0)
+    batch = batches.prepare_prefill(step, np.full(9999, -7, np.int32), BLOCK_SIZE, EOS, vocab_size=64)
+    assert batch.input_ids.tolist() == [2, 3, 4, 5, 10, 24, 25, 26, 27, 28]
+    assert batch.positions.tolist() == [2, 3, 4, 5, 0, 4, 5, 6, 7, 8]
+    assert batch.slot_mapping.tolist() == [30, 31, 8, 9, 0, 4, 5, 6, 7, 12]
+    assert batch.cu_seqlens_q.tolist() == [0, 4, 5, 10]
+    assert batch.context_lens.tolist() == [6, 1, 9]
+    assert batch.block_tables.tolist() == [[7, 2, 0], [0, 0, 0], [5, 1, 3]]
+    assert batch.logits_indices.tolist() == [3, 3, 4]
+    assert batch.req_indices.tolist() == [5, 2, 4]
+    assert batch.block_copies.tolist() == [[4], [6]]
+    assert batch.allowed_indices.tolist() == [2] and batch.allowed_masks.tolist() == [[1, 2]]
+    assert batch.shape.max_seqlen_q == 5 and batch.logprob_requests.size == 0
+
+
+def test_decode_with_padding():
+    step = ScheduledStep(is_prefill=False)
+    for seq in (sequence(0, range(6), [7, 2]), sequence(1, range(4), [3], logprobs=2)):
+        step.rows.append(ScheduledSequence(seq, len(seq.token_ids) - 1, len(seq.token_ids)))
+        step.sample(seq)
+    batch = batches.prepare_decode(step, np.full(99, -7, np.int32), BLOCK_SIZE, 4, 3, pad_req_index=8)
+    assert batch.positions.tolist() == [5, 3, 0, 0]
+    assert batch.slot_mapping.tolist() == [9, 15, -1, -1]
+    assert batch.context_lens.tolist() == [6, 4, 0, 0]
+    assert batch.block_tables.tolist() == [[7, 2, 0], [3, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert batch.req_indices.tolist() == [5, 4, 8, 8]
+    assert batch.logprob_requests.tolist() == [[2, 1, 1, -1]] and batch.input_ids is None
+
+
+def test_the_same_views_of_any_prepared_batch():
+    """Another rank gets the shape as integers and the buffer, and takes the same views of it."""
+    batch = batches.prepare_prefill(dummy_prefill(3, 5, BLOCK_SIZE), np.zeros(9999, np.int32), BLOCK_SIZE, EOS, 64)
+    other = Batch.from_buffer(BatchShape(*map(int, batch.shape)), batch.buffer.copy())
+    assert views(other).keys() == views(batch).keys()
+    assert all(np.array_equal(ours, theirs) for ours, theirs in zip(views(other).values(), views(batch).values()))
