@@ -385,16 +385,16 @@ def test_norm_rope_store(heads, kv_heads, head_dim, num_tokens, dtype):
 
 
 @pytest.mark.parametrize("size", [1, 511, 513, 2049])
-def test_fetch_and_deliver_take_turns(size):
-    """Four rounds: each reads and writes one place of the two, and the other is left alone."""
+def test_fetch_and_deliver_alternate(size):
+    """Four rounds: each reads and writes one buffer of the two, and the other is left alone."""
     batches, ids = (torch.randint(1000, (2, 2100), dtype=torch.int32, pin_memory=CUDA) for _ in range(2))
-    turn, out = int32([0]), int32([-1] * (size + 1))
+    buffer_index, out = int32([0]), int32([-1] * (size + 1))
     for i in range(4):
         expected = ids.clone()
-        ops.fetch(out[:size], batches, turn)
-        ops.deliver(out[:size] + i, ids, turn)
+        ops.fetch(out[:size], batches, buffer_index)
+        ops.deliver(out[:size] + i, ids, buffer_index)
         expected[i % 2, :size] = batches[i % 2, :size] + i
-        assert turn.item() == 1 - i % 2 and out[-1] == -1
+        assert buffer_index.item() == 1 - i % 2 and out[-1] == -1
         assert torch.equal(out[:size].cpu(), batches[i % 2, :size]) and torch.equal(ids, expected)
 
 

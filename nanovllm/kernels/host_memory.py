@@ -1,7 +1,7 @@
-"""To and from pinned host memory by a kernel: inside a CUDA graph, and without a copy engine to wait for.
+"""Copies from and to pinned host memory by a kernel: a CUDA graph can contain them, and they wait for no copy engine.
 
-Host memory has two places [2, room], of which the host prepares one while the device works with the other; `turn` [1]
-int32 on the device says which is the device's.
+Host memory is double-buffered [2, capacity]: the host prepares one buffer while the device works with the other.
+`buffer_index` [1] int32 on the device is the device's buffer.
 """
 
 import torch
@@ -10,28 +10,28 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["size"])
-def _fetch_kernel(out_ptr, host_ptr, turn_ptr, size, room, BLOCK: tl.constexpr):
+def _fetch_kernel(out_ptr, host_ptr, buffer_index_ptr, size, capacity, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    words = tl.load(host_ptr + tl.load(turn_ptr) * room + at, at < size, 0, volatile=True)
+    words = tl.load(host_ptr + tl.load(buffer_index_ptr) * capacity + at, at < size, 0, volatile=True)
     tl.store(out_ptr + at, words, at < size)
 
 
 @triton.jit(do_not_specialize=["size"])
-def _deliver_kernel(x_ptr, host_ptr, turn_ptr, size, room, BLOCK: tl.constexpr):
-    turn = tl.load(turn_ptr)
+def _deliver_kernel(x_ptr, host_ptr, buffer_index_ptr, size, capacity, BLOCK: tl.constexpr):
+    buffer_index = tl.load(buffer_index_ptr)
     for begin in range(0, size, BLOCK):
         at = begin + tl.arange(0, BLOCK)
-        tl.store(host_ptr + turn * room + at, tl.load(x_ptr + at, at < size, 0), at < size)
-    tl.debug_barrier()  # all threads know the turn
-    tl.store(turn_ptr, 1 - turn)
+        tl.store(host_ptr + buffer_index * capacity + at, tl.load(x_ptr + at, at < size, 0), at < size)
+    tl.debug_barrier()  # all threads have read the index
+    tl.store(buffer_index_ptr, 1 - buffer_index)
 
 
-def fetch(out: torch.Tensor, host: torch.Tensor, turn: torch.Tensor) -> None:
-    """Fill `out` [n] with the first n of the device's place in `host`; int32."""
+def fetch(out: torch.Tensor, host: torch.Tensor, buffer_index: torch.Tensor) -> None:
+    """Fill `out` [n] with the first n words of the device's buffer in `host`; int32."""
     block = 1024
-    _fetch_kernel[(triton.cdiv(len(out), block),)](out, host, turn, len(out), host.shape[1], BLOCK=block)
+    _fetch_kernel[(triton.cdiv(len(out), block),)](out, host, buffer_index, len(out), host.shape[1], BLOCK=block)
 
 
-def deliver(x: torch.Tensor, host: torch.Tensor, turn: torch.Tensor) -> None:
-    """Write `x` [n] to the device's place in `host`, and end its turn; int32."""
-    _deliver_kernel[(1,)](x, host, turn, len(x), host.shape[1], BLOCK=512)
+def deliver(x: torch.Tensor, host: torch.Tensor, buffer_index: torch.Tensor) -> None:
+    """Write `x` [n] to the device's buffer in `host`, and advance `buffer_index`; int32."""
+    _deliver_kernel[(1,)](x, host, buffer_index, len(x), host.shape[1], BLOCK=512)

@@ -1,0 +1,29 @@
+"""The state of a device around our work on it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from time import perf_counter, sleep
+
+import torch
+
+
+@contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Make `device` the current one, and suspend the caller's autocast, which would change our dtypes."""
+    kind = device.type
+    current = torch.cuda.device(device) if kind == "cuda" else nullcontext()
+    with current, torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+        yield
+
+
+def becomes_idle(device: torch.device, timeout: float = 5.0) -> bool:
+    """Whether the device's current stream is done within `timeout` seconds."""
+    if device.type != "cuda":
+        return True
+    begin = perf_counter()
+    with torch.cuda.device(device):
+        while not torch.cuda.current_stream().query():
+            if perf_counter() - begin > timeout:
+                return False
+            sleep(0.001)
+    return True

@@ -1,0 +1,26 @@
+"""Pipelining by two buffers."""
+
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class DoubleBuffer(Generic[T]):
+    """Two buffers used alternately: the host fills one of them while the device still works with the other."""
+
+    def __init__(self, first: T, second: T):
+        self._buffers = first, second
+        self.buffer_index = 0
+
+    @property
+    def current(self) -> T:
+        return self._buffers[self.buffer_index]
+
+    def advance(self) -> T:
+        """Make the other buffer the current one; returns the buffer that was current before."""
+        used = self.current
+        self.buffer_index = 1 - self.buffer_index
+        return used
+
+    def reset(self) -> None:
+        self.buffer_index = 0
