@@ -11,8 +11,9 @@ from nanovllm.kernels import ops, peers
 from nanovllm.kernels.decode_attention import CHUNK, MAX_SPLITS, TILE, choose_num_splits
 from nanovllm.kernels.dependent_launch import has_tma
 from nanovllm.kernels.sampling import _gumbel
+from nanovllm.kernels.sampling_columns import WIDTH
 from nanovllm.kernels.split_k_gemm import FEW_WEIGHTS, MAX_ROWS, TILE_K, TILE_N
-from nanovllm.layers.logits import WIDTH, column
+from nanovllm.layers.logits import column
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sampler import ROUNDS, gumbel_noise, philox
 

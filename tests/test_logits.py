@@ -2,6 +2,7 @@
 the definitions."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +17,10 @@ from transformers import (
 
 triton = pytest.importorskip("triton")
 
-from nanovllm.kernels import asked as columns
-from nanovllm.kernels import ops
+from nanovllm.kernels import filters, ops, penalties
+from nanovllm.kernels.sampling_columns import COLUMNS, WIDTH
 from nanovllm.layers import logits as plain
-from nanovllm.layers.logits import FIELDS, KEEPS_ALL, WIDTH, RequestTable, Rows, column, token_keys
+from nanovllm.layers.logits import KEEPS_ALL, NewRequests, RequestTable, SamplingRows, column, token_keys
 from nanovllm.layers.sampler import Sampler
 from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES
 
@@ -62,9 +63,9 @@ def rows_of(
     vocab_size: int = 1,
     allowed: list[set[int]] = (),
     bad_words: list[list[list[int]]] = (),
-) -> Rows:
-    """What rows ask, by the names of FIELDS, and their tokens; requests lie in the table in another order than the rows,
-    and blocks lie about."""
+) -> SamplingRows:
+    """Rows with parameters by the names of COLUMNS, and their tokens. Requests lie in the table in another order than
+    the rows, and blocks lie in any order."""
     n = len(requests)
     params = torch.zeros(n, WIDTH, dtype=torch.int32)
     for i, request in enumerate(requests):
@@ -92,7 +93,7 @@ def rows_of(
     word_slots, words = map(torch.tensor, zip(*words)) if words else 2 * [torch.zeros(0)]
     table = RequestTable(n, vocab_size, torch.device(DEVICE))
     fields = req_indices, params, slots, ids, values.float().view(torch.int32), req_indices, masks, word_slots, words
-    table.write(*(x.int().to(DEVICE) for x in fields))
+    table.write(SimpleNamespace(**{name: x.int().to(DEVICE) for name, x in zip(NewRequests.__annotations__, fields)}))
     return table.rows(*(x.to(DEVICE) for x in (req_indices, token_ids, blocks, positions)))
 
 
@@ -100,8 +101,13 @@ def on_cpu(value):
     return type(value)(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in value))
 
 
-def test_kernels_know_the_fields():
-    assert [getattr(columns, name.upper()).value for name in FIELDS] == list(range(len(FIELDS)))
+def test_kernels_know_the_columns():
+    names = [column.name for column in COLUMNS]
+    for module, number in ((filters, 4), (penalties, 10)):
+        constants = {name: value.value for name, value in vars(module).items() if name.lower() in names}
+        assert len(constants) == number
+        assert all(names.index(name.lower()) == i for name, i in constants.items())
+    assert len({*names}) == len(names) <= WIDTH - 2
 
 
 # -- filters -----------------------------------------------------------------------------------------------------------
@@ -230,7 +236,7 @@ def test_cutoff_kernel(vocab_size, dtype):
         least, most = kept_by_definition(logits[i].tolist(), requests[i])
         assert least <= {*ours[i].nonzero().flatten().tolist()} <= most and "top_p" in requests[i]
     assert all(c == KEEPS_ALL for c, r in zip(cutoffs, requests) if not r or r.get("temperature") == 0)
-    assert not rows.arrivals.any()
+    assert not rows.num_finished_programs.any()
 
 
 def test_cutoff_kernel_at_zero():
@@ -314,7 +320,7 @@ LENGTHS = [300, 40, 17, 270, 1, 33, 30, 5]
 
 
 def edits(vocab_size: int):
-    """Requests, histories of few different tokens, and the rows' biases; of two with stop ids one is past min_tokens."""
+    """Requests, histories of few different tokens, and biases of rows. Of two with stop ids one is past min_tokens."""
     histories = [torch.randint(max(1, min(vocab_size, 20)), (length,)).tolist() for length in LENGTHS]
     requests = [
         edit | {"num_prompt_tokens": max(1, length // 2), "min_len": length + 1 - (edit.get("num_stops") == 3)}
@@ -353,14 +359,14 @@ def test_penalties_by_definition():
 def test_penalize_kernel(vocab_size, dtype):
     requests, histories, biases = edits(vocab_size)
     rows = rows_of(requests, biases, histories, vocab_size)
-    rows = rows._replace(counts=rows.counts[:3])  # fewer programs than rows
+    rows = rows._replace(token_counts=rows.token_counts[:3])  # fewer programs than rows
     logits = torch.randn(len(requests), vocab_size).to(dtype)
     edited, expected = logits.to(DEVICE, copy=True), logits.clone()
     ops.penalize(edited, rows)
     plain.penalize(expected, on_cpu(rows))
     torch.testing.assert_close(edited.cpu(), expected, rtol=1e-6 if dtype == torch.float32 else 2e-3, atol=1e-6)
     assert torch.equal(edited.cpu() != logits, expected != logits) and (expected != logits).any()
-    assert not rows.counts.any()
+    assert not rows.token_counts.any()
 
 
 # -- what may not be generated -----------------------------------------------------------------------------------------
@@ -374,7 +380,7 @@ def bans(vocab_size: int):
         ({"has_allowed_ids": 1}, few, no, [1, 2], 1),
         ({}, no, [[0], [1, 3], [2, 3], [4]], [1, 2], 1),  # one has begun, one would have with the prompt
         ({}, no, [[2, 4], [1, 2, 3], [0, 1, 2, 0]], [0, 1, 2], 1),
-        ({}, no, [long], [3] + long[:-1], 1),
+        ({}, no, [long], [3, *long[:-1]], 1),
         ({}, no, [long], long[:-1], 1),  # its first token is the prompt's
         ({}, no, [[i % 5, i % 5] for i in range(MAX_BAD_WORDS)], [0] * 40, 20),
         ({"has_allowed_ids": 1, "is_penalized": 1, "repetition_penalty": 2.0}, few, [[0], [2, 3]], [3, 2] * 20, 3),

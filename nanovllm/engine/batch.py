@@ -17,10 +17,10 @@ from nanovllm.config import Config
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_result import LogprobRequest, logprob_requests
-from nanovllm.layers.logits import REALS, WIDTH, column, mask_width, seeds
+from nanovllm.kernels.sampling_columns import COLUMNS, WIDTH
+from nanovllm.layers.logits import column, mask_width, seeds
 from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, SamplingParams, early_stops
 
-GREEDY_BELOW = 1e-5  # float32 logits cannot be divided by a smaller temperature
 VIEW_ALIGNMENT = 4  # words, which are 16 bytes: Triton compiles another kernel for an address that is not aligned so
 
 Array = TypeVar("Array", np.ndarray, torch.Tensor)
@@ -166,7 +166,7 @@ def prepare_prefill(
     rows, seqs = step.rows, step.sampled_seqs
     ends = np.cumsum([row.end - row.start for row in rows])
     logprobs = logprob_requests(step)
-    biases = [_biases(seq, eos_token_ids) for seq in seqs]
+    stop_ids = [sorted(early_stops(seq.params, eos_token_ids)) for seq in seqs]
     shape = BatchShape(
         is_prefill=True,
         num_tokens=step.num_tokens,
@@ -174,7 +174,7 @@ def prepare_prefill(
         num_samples=len(seqs),
         max_blocks_per_seq=max(len(row.seq.block_table) for row in rows),
         max_seqlen_q=max(row.end - row.start for row in rows),
-        num_biases=sum(map(len, biases)),
+        num_biases=sum(len(seq.params.logit_bias or ()) for seq in seqs) + sum(map(len, stop_ids)),
         num_block_copies=len(step.copies),
         num_logprobs=len(logprobs),
         num_masks=sum(seq.params.allowed_token_ids is not None for seq in seqs),
@@ -191,7 +191,8 @@ def prepare_prefill(
         batch.slot_mapping[first:last] = _slots(batch.block_tables[i, positions // block_size], positions, block_size)
     batch.req_indices[:] = [seq.req_index for seq in seqs]
     batch.logits_indices[:] = ends[step.sampled_rows] - 1
-    _fill_params(batch, seqs, biases)
+    _fill_params(batch, seqs, stop_ids)
+    _fill_biases(batch, seqs, stop_ids)
     _fill_bans(batch, seqs)
     _fill_extras(batch, step, logprobs)
     return batch
@@ -239,45 +240,54 @@ def _fill_extras(batch: HostBatch, step: ScheduledStep, logprobs: list[LogprobRe
         batch.logprob_requests[:] = np.array(logprobs, np.int32)
 
 
-def _fill_params(batch: HostBatch, seqs: list[Sequence], biases: list[list[tuple[int, float]]]) -> None:
+class NewRequest(NamedTuple):
+    """What the columns of sampling parameters are computed from."""
+
+    params: SamplingParams
+    num_prompt_tokens: int
+    num_bad_words: int
+    num_stops: int  # token ids that would end the request before it has min_tokens
+
+
+def _fill_params(batch: HostBatch, seqs: list[Sequence], stop_ids: list[list[int]]) -> None:
+    new = [
+        NewRequest(seq.params, seq.num_prompt_tokens, len(seq.bad_words), len(stops))
+        for seq, stops in zip(seqs, stop_ids)
+    ]
     batch.params[:] = 0
-    for name in (*REALS, "top_k"):
-        column(batch.params, name)[:] = [getattr(seq.params, name) for seq in seqs]
-    temperatures = column(batch.params, "temperature")
-    temperatures[temperatures < GREEDY_BELOW] = 0
+    for known in COLUMNS:
+        column(batch.params, known.name)[:] = [known.value(request) for request in new]
     seeds(batch.params)[:] = np.array([seq.noise_seed for seq in seqs], np.uint64).view(np.int32).reshape(-1, 2)
-    penalties = [column(batch.params, f"{name}_penalty") for name in ("presence", "frequency", "repetition")]
-    column(batch.params, "is_penalized")[:] = np.any(np.stack(penalties, 1) != (0, 0, 1), axis=1)
-    column(batch.params, "num_prompt_tokens")[:] = [seq.num_prompt_tokens for seq in seqs]
-    column(batch.params, "min_len")[:] = [seq.num_prompt_tokens + seq.params.min_tokens for seq in seqs]
-    column(batch.params, "num_biases")[:] = [len(seq.params.logit_bias or ()) for seq in seqs]
-    column(batch.params, "num_stops")[:] = [len(b) for b in biases] - column(batch.params, "num_biases")
-    batch.bias_slots[:] = [seq.req_index * MAX_BIASES + i for seq, b in zip(seqs, biases) for i in range(len(b))]
-    batch.bias_ids[:] = [token_id for b in biases for token_id, _ in b]
-    batch.bias_bits.view(np.float32)[:] = [value for b in biases for _, value in b]
 
 
-def _biases(seq: Sequence, eos_token_ids: frozenset[int]) -> list[tuple[int, float]]:
-    """A request's biases, and behind them -inf for the ids that would end it before it has min_tokens."""
-    params = seq.params
-    stops = sorted(early_stops(params, eos_token_ids))
-    return [*(params.logit_bias or {}).items(), *((token_id, -np.inf) for token_id in stops)]
+def _fill_biases(batch: HostBatch, seqs: list[Sequence], stop_ids: list[list[int]]) -> None:
+    """Each request's biases, followed by -inf for its stop ids."""
+    biases = [
+        (seq.req_index * MAX_BIASES + i, token_id, value)
+        for seq, stops in zip(seqs, stop_ids)
+        for i, (token_id, value) in enumerate(
+            [*(seq.params.logit_bias or {}).items(), *((token_id, -np.inf) for token_id in stops)]
+        )
+    ]
+    if biases:
+        slots, ids, values = zip(*biases)
+        batch.bias_slots[:], batch.bias_ids[:] = slots, ids
+        batch.bias_bits.view(np.float32)[:] = values
 
 
 def _fill_bans(batch: HostBatch, seqs: list[Sequence]) -> None:
-    """What requests must not generate: all but their allowed ids, and bad words."""
-    masked = [seq for seq in seqs if seq.params.allowed_token_ids is not None]
-    column(batch.params, "has_allowed_ids")[:] = [seq.params.allowed_token_ids is not None for seq in seqs]
-    batch.allowed_indices[:] = [seq.req_index for seq in masked]
-    for mask, seq in zip(batch.allowed_masks, masked):
-        bits = np.zeros(32 * len(mask), np.uint8)
-        bits[list(seq.params.allowed_token_ids)] = 1
-        mask[:] = np.packbits(bits, bitorder="little").view("<i4")
-    column(batch.params, "num_bad_words")[:] = [len(seq.bad_words) for seq in seqs]
-    batch.bad_word_slots[:] = [seq.req_index * MAX_BAD_WORDS + i for seq in seqs for i in range(len(seq.bad_words))]
+    """Masks of allowed token ids, and bad words."""
+    allowed = [(seq.req_index, ids) for seq in seqs if (ids := seq.params.allowed_token_ids) is not None]
+    for i, (req_index, token_ids) in enumerate(allowed):
+        bits = np.zeros(32 * batch.shape.mask_width, np.uint8)
+        bits[list(token_ids)] = 1
+        batch.allowed_indices[i] = req_index
+        batch.allowed_masks[i] = np.packbits(bits, bitorder="little").view("<i4")
+    bad_words = [(seq.req_index * MAX_BAD_WORDS + i, word) for seq in seqs for i, word in enumerate(seq.bad_words)]
     batch.bad_words[:] = -1
-    for row, word in zip(batch.bad_words, [word for seq in seqs for word in seq.bad_words]):
-        row[-len(word) :] = word
+    for i, (slot, word) in enumerate(bad_words):
+        batch.bad_word_slots[i] = slot
+        batch.bad_words[i, -len(word) :] = word
 
 
 def dummy_prefill(num_seqs: int, length: int, block_size: int) -> ScheduledStep:

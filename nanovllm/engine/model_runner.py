@@ -15,7 +15,15 @@ from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.step_result import LogprobRequest, PendingStep, logprobs_of
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import make_backend
-from nanovllm.layers.logits import RequestTable, column, logit_cutoffs, penalize, seeds
+from nanovllm.layers.logits import (
+    CUSTOM_FILTERS,
+    RequestTable,
+    apply_custom_filters,
+    column,
+    logit_cutoffs,
+    penalize,
+    seeds,
+)
 from nanovllm.layers.sampler import Sampler, max_of_ranks
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import Context, attention_context
@@ -43,6 +51,8 @@ class ModelRunner:
             self._start(config, startup)
 
     def _start(self, config: Config, startup: Stopwatch) -> None:
+        if CUSTOM_FILTERS and self.tp.size > 1:
+            raise ValueError(f"tensor_parallel_size={self.tp.size}: must be 1 with filters of register_filter")
         self.backend = make_backend(config.attention_backend)
         memory_before = self._memory_in_use()
         self.model = self._load_model()
@@ -115,7 +125,7 @@ class ModelRunner:
         """A whole step on the device. CUDA graphs capture this for decode batches, so it never waits for the device."""
         hidden_states = self._run_model(batch)
         if batch.shape.is_prefill:
-            self._write_new_requests(batch)
+            self.requests.write(batch)  # for the decode steps of the requests that begin here
         token_ids = self._sample(batch, hidden_states)
         self.last_token_ids[batch.req_indices] = token_ids
         return ForwardOutput(token_ids, hidden_states)
@@ -140,20 +150,6 @@ class ModelRunner:
             cu_seqlens_q=batch.cu_seqlens_q,
         )
 
-    def _write_new_requests(self, batch: DeviceBatch) -> None:
-        """Keep the sampling parameters of requests whose first token is sampled now, for the decode steps to come."""
-        self.requests.write(
-            batch.req_indices,
-            batch.params,
-            batch.bias_slots,
-            batch.bias_ids,
-            batch.bias_bits,
-            batch.allowed_indices,
-            batch.allowed_masks,
-            batch.bad_word_slots,
-            batch.bad_words,
-        )
-
     def _sample(self, batch: DeviceBatch, hidden_states: torch.Tensor) -> torch.Tensor:
         """Token ids [S] int32."""
         positions, block_tables = batch.positions, batch.block_tables
@@ -164,6 +160,7 @@ class ModelRunner:
         rows = self.requests.rows(batch.req_indices, self._cached_token_ids, block_tables, positions)
         logits = self.model.compute_logits(hidden_states, rows.params)  # [S, vocabulary]
         penalize(logits, rows)
+        apply_custom_filters(logits, rows.params)
         cutoffs, temperatures = logit_cutoffs(logits, rows), column(rows.params, "temperature")
         logits = self.model.lm_head.own_part(logits)
         return self.sampler(logits, temperatures, seeds(rows.params), positions, cutoffs)

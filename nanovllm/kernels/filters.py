@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.asked import MIN_P, TEMPERATURE, TOP_K, TOP_P, is_filtered, real
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch, num_sms
+from nanovllm.kernels.sampling_params import MIN_P, TEMPERATURE, TOP_K, TOP_P, is_filtered, load_float
 from nanovllm.kernels.token_order import LAST_ID, ordered_bits, token_key
 
 TILE = tl.constexpr(512)  # entries of the vocabulary that have a maximum of their own
@@ -122,10 +122,10 @@ def _find_equal(row_ptr, maxima, live_ptr, counts_ptr, vocab_size, value, n, TIL
 @triton.jit
 def _cutoff_kernel(
     logits_ptr,
-    asked_ptr,
+    params_ptr,
     maxima_ptr,
     live_ptr,
-    arrivals_ptr,
+    num_finished_ptr,
     out_ptr,
     vocab_size,
     stride,
@@ -139,17 +139,17 @@ def _cutoff_kernel(
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     parts = tl.num_programs(1)
-    asked_ptr += row * WIDTH
+    params_ptr += row * WIDTH
     if tl.program_id(1) == 0:
         tl.store(out_ptr + row, token_key(tl.full([], float("-inf"), tl.float32), tl.full([], LAST_ID, tl.int32)))
-    if is_filtered(asked_ptr):
+    if is_filtered(params_ptr):
         row_ptr = logits_ptr + row * stride
         masses_ptr = maxima_ptr + (2 * row + 1) * TILES
         maxima_ptr += 2 * row * TILES
         live_ptr += row * TILES
         num_tiles = tl.cdiv(vocab_size, TILE)
-        temperature, top_p, min_p = real(asked_ptr, TEMPERATURE), real(asked_ptr, TOP_P), real(asked_ptr, MIN_P)
-        top_k = tl.load(asked_ptr + TOP_K)
+        temperature, min_p = load_float(params_ptr, TEMPERATURE), load_float(params_ptr, MIN_P)
+        top_k, top_p = tl.load(params_ptr + TOP_K), load_float(params_ptr, TOP_P)
         is_of_all = (top_k <= 0) & (min_p <= 0)
         for first in tl.range(tl.program_id(1) * GROUP, num_tiles, parts * GROUP, num_stages=STAGES):
             tile = first + tl.arange(0, GROUP)
@@ -161,9 +161,9 @@ def _cutoff_kernel(
                 mass = tl.exp((x - tl.maximum(tile_max, -1e30)[:, None]) / temperature)
                 tl.store(masses_ptr + tile, tl.sum(mass, 1))
         tl.debug_barrier()
-        if tl.atomic_add(arrivals_ptr + row, 1) < parts - 1:
+        if tl.atomic_add(num_finished_ptr + row, 1) < parts - 1:
             return  # the last to arrive has all maxima, and does the rest
-        tl.store(arrivals_ptr + row, 0)
+        tl.store(num_finished_ptr + row, 0)
         cutoff = float("-inf")
         num_equal = tl.full([], LAST_ID, tl.int32)  # how many of the entries that equal the cutoff are kept; all
         maxima = tl.load(maxima_ptr + tl.arange(0, TILES), tl.arange(0, TILES) < num_tiles, float("-inf"))
@@ -222,7 +222,7 @@ def logit_cutoffs(logits: torch.Tensor, rows) -> torch.Tensor:
             rows.params,
             maxima,
             live,
-            rows.arrivals,
+            rows.num_finished_programs,
             out,
             vocab_size,
             logits.stride(0),

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.asked import is_filtered
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.sampling_params import is_filtered
 
 KEYS_A_PROGRAM = 128
 LOOK_UP = tl.constexpr(65536)  # tries, some milliseconds: reading the host's memory more often made long waits longer
@@ -218,8 +218,8 @@ def _gather_kernel(
 def gather_columns(mine: torch.Tensor, meeting: tuple, asked: torch.Tensor | None = None) -> torch.Tensor:
     """All ranks' columns, of which `mine` [S, n] are this one's -> [S, ranks * n].
 
-    With `asked` [S, WIDTH] int32 (see asked.py) the others' are there only in rows that are filtered. The ranks meet even
-    where S is 0.
+    With `asked` [S, WIDTH] int32 (sampling_columns.py) the others' are there only in rows that are filtered. The ranks
+    meet even where S is 0.
     """
     addresses, offset, flags_offset, max_programs, aborted, rank = meeting
     (num_rows, n), size, block = mine.shape, len(addresses), 2048

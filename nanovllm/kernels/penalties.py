@@ -9,21 +9,19 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.asked import (
-    FREQUENCY_PENALTY,
-    HAS_ALLOWED_IDS,
-    IS_PENALIZED,
-    MIN_LEN,
-    NUM_BAD_WORDS,
-    NUM_BIASES,
-    NUM_PROMPT_TOKENS,
-    NUM_STOPS,
-    PRESENCE_PENALTY,
-    REPETITION_PENALTY,
-    real,
-)
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.sampling_params import column_constant, load_float
 
+PRESENCE_PENALTY = column_constant("presence_penalty")
+FREQUENCY_PENALTY = column_constant("frequency_penalty")
+REPETITION_PENALTY = column_constant("repetition_penalty")
+IS_PENALIZED = column_constant("is_penalized")
+NUM_PROMPT_TOKENS = column_constant("num_prompt_tokens")
+MIN_LEN = column_constant("min_len")
+NUM_BIASES = column_constant("num_biases")
+NUM_STOPS = column_constant("num_stops")
+HAS_ALLOWED_IDS = column_constant("has_allowed_ids")
+NUM_BAD_WORDS = column_constant("num_bad_words")
 IN_PROMPT = tl.constexpr(1 << 30)  # what a count has besides, which is of the output's tokens
 
 
@@ -71,7 +69,7 @@ def _ban_bad_words(
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def _penalize_kernel(
     logits_ptr,
-    asked_ptr,
+    all_params_ptr,
     req_indices_ptr,
     bias_ids_ptr,
     biases_ptr,
@@ -101,15 +99,15 @@ def _penalize_kernel(
     dtype: tl.constexpr = logits_ptr.dtype.element_ty
     counts_ptr += tl.program_id(0) * counts_stride
     for row in range(tl.program_id(0).to(tl.int64), num_rows, tl.num_programs(0)):
-        asked = asked_ptr + row * WIDTH
+        params_ptr = all_params_ptr + row * WIDTH
         x_ptr = logits_ptr + row * stride
         table_ptr = tables_ptr + row * table_stride
         request = tl.load(req_indices_ptr + row).to(tl.int64)
         length = tl.load(positions_ptr + row) + 1
-        num_prompt = tl.load(asked + NUM_PROMPT_TOKENS)
-        has_allowed_ids, num_bad_words = tl.load(asked + HAS_ALLOWED_IDS), tl.load(asked + NUM_BAD_WORDS)
-        num_biases = tl.load(asked + NUM_BIASES)
-        num_stops = tl.where(length < tl.load(asked + MIN_LEN), tl.load(asked + NUM_STOPS), 0)
+        num_prompt = tl.load(params_ptr + NUM_PROMPT_TOKENS)
+        has_allowed_ids, num_bad_words = tl.load(params_ptr + HAS_ALLOWED_IDS), tl.load(params_ptr + NUM_BAD_WORDS)
+        num_biases = tl.load(params_ptr + NUM_BIASES)
+        num_stops = tl.where(length < tl.load(params_ptr + MIN_LEN), tl.load(params_ptr + NUM_STOPS), 0)
         if num_biases + num_stops > 0:
             at = tl.arange(0, MAX_BIASES)
             entry = request * MAX_BIASES + at
@@ -120,8 +118,8 @@ def _penalize_kernel(
             tl.debug_barrier()  # a stop id may have a bias too
             tl.store(x_ptr + ids, float("-inf"), (at >= num_biases) & (at < num_biases + num_stops))
             tl.debug_barrier()
-        if tl.load(asked + IS_PENALIZED) != 0:
-            repetition = real(asked, REPETITION_PENALTY)
+        if tl.load(params_ptr + IS_PENALIZED) != 0:
+            repetition = load_float(params_ptr, REPETITION_PENALTY)
             for first in range(0, length, TILE):
                 at = first + tl.arange(0, TILE)
                 count = counts_ptr + _token_ids(at, length, token_ids_ptr, table_ptr, BLOCK_SIZE)
@@ -135,8 +133,8 @@ def _penalize_kernel(
                 x = tl.load(x_ptr + ids, count > 0, 0.0).to(tl.float32)
                 x = tl.where(x > 0, x / repetition, x * repetition)
                 outputs = (count % IN_PROMPT).to(tl.float32)
-                x -= real(asked, FREQUENCY_PENALTY) * outputs
-                x -= tl.where(outputs > 0, real(asked, PRESENCE_PENALTY), 0.0)
+                x -= load_float(params_ptr, FREQUENCY_PENALTY) * outputs
+                x -= tl.where(outputs > 0, load_float(params_ptr, PRESENCE_PENALTY), 0.0)
                 tl.store(x_ptr + ids, x.to(dtype), count > 0)
             tl.debug_barrier()
         if has_allowed_ids != 0:
@@ -160,23 +158,23 @@ def _penalize_kernel(
 def penalize(logits: torch.Tensor, rows) -> None:
     """Edit logits [S, vocabulary] in place as layers.logits' Rows say."""
     if len(logits):
-        launch(_penalize_kernel, (min(len(logits), len(rows.counts)),), logits.device)(
+        launch(_penalize_kernel, (min(len(logits), len(rows.token_counts)),), logits.device)(
             logits,
             rows.params,
             rows.req_indices,
             rows.bias_ids,
             rows.biases,
-            rows.allowed_ids,
+            rows.allowed_masks,
             rows.bad_words,
             rows.token_ids,
             rows.block_tables,
             rows.positions,
-            rows.counts,
+            rows.token_counts,
             *logits.shape,
             logits.stride(0),
-            rows.counts.stride(0),
+            rows.token_counts.stride(0),
             rows.block_tables.stride(0),
-            rows.allowed_ids.stride(0),
+            rows.allowed_masks.stride(0),
             WIDTH=rows.params.shape[1],
             MAX_BIASES=rows.biases.shape[1],
             WORDS=rows.bad_words.shape[1],

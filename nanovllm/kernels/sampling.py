@@ -43,7 +43,7 @@ def _sample_split_kernel(
     SPLITS: tl.constexpr,
     ROUNDS: tl.constexpr,
     HARDWARE: tl.constexpr,
-    BEHIND: tl.constexpr,
+    FIRST_ID_MOD_4: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -56,23 +56,24 @@ def _sample_split_kernel(
         cutoff, last_id = logit_and_id(tl.load(cutoffs_ptr + row))
     best = tl.full([], float("-inf"), tl.float32)
     # columns are counted from the multiple of four before the first id, as the noise is made for four tokens at once
-    index = tl.maximum(split * PER_SPLIT - BEHIND, 0)  # a token even if no score is above -inf, NaN for one
+    index = tl.maximum(split * PER_SPLIT - FIRST_ID_MOD_4, 0)  # a token even if no score is above -inf, NaN for one
     for tile in range(0, PER_SPLIT, TILE):
-        column = split * PER_SPLIT + tile + tl.arange(0, TILE) - BEHIND
-        inside = (column >= 0) & (column < vocab_size) if BEHIND else column < vocab_size
+        column = split * PER_SPLIT + tile + tl.arange(0, TILE) - FIRST_ID_MOD_4
+        inside = (column >= 0) & (column < vocab_size) if FIRST_ID_MOD_4 else column < vocab_size
         score = tl.load(logits_ptr + row * stride + column, inside, float("-inf")).to(tl.float32)
         if cutoffs_ptr is not None:
-            if cutoff > float("-inf"):  # rows that filter nothing go past it
+            is_filtered = cutoff > float("-inf")  # other rows skip the comparison
+            if is_filtered:
                 kept = (score > cutoff) | ((score == cutoff) & (column + first_id <= last_id))
                 score = tl.where(kept, score, float("-inf"))
         if temperature > 0:
-            counter = (first_id - BEHIND + split * PER_SPLIT + tile) // 4 + tl.arange(0, TILE // 4)
+            counter = (first_id - FIRST_ID_MOD_4 + split * PER_SPLIT + tile) // 4 + tl.arange(0, TILE // 4)
             zero = counter * 0
             r0, r1, r2, r3 = tl.philox(seed, counter, zero + position, zero, zero, ROUNDS)
             bits = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [TILE])  # r0 r1 r2 r3 of each counter
             score = score / temperature + _gumbel(bits, HARDWARE)
         tile_best, tile_index = tl.max(score, 0, return_indices=True)
-        index = tl.where(tile_best > best, (split * PER_SPLIT + tile + tile_index - BEHIND).to(tl.int32), index)
+        index = tl.where(tile_best > best, (split * PER_SPLIT + tile + tile_index - FIRST_ID_MOD_4).to(tl.int32), index)
         best = tl.maximum(tile_best, best)
     tl.store(best_ptr + row * SPLITS + split, best)
     tl.store(index_ptr + row * SPLITS + split, index + first_id)
@@ -106,8 +107,8 @@ def sample(
     int64, keys of the last tokens that may be drawn (see token_order). The logits are those of ids from `first_id` on.
     """
     num_rows, vocab_size = logits.shape
-    behind = first_id % 4
-    splits = triton.cdiv(vocab_size + behind, per_split)
+    first_id_mod_4 = first_id % 4
+    splits = triton.cdiv(vocab_size + first_id_mod_4, per_split)
     best = torch.empty((num_rows, splits), dtype=torch.float32, device=logits.device)
     index = torch.empty((num_rows, splits), dtype=torch.int32, device=logits.device)
     score = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
@@ -131,7 +132,7 @@ def sample(
             SPLITS=splits,
             ROUNDS=rounds,
             HARDWARE=logits.is_cuda,
-            BEHIND=behind,
+            FIRST_ID_MOD_4=first_id_mod_4,
         )
         block = triton.next_power_of_2(splits)
         _sample_reduce_kernel[(num_rows,)](best, index, score, out, SPLITS=splits, BLOCK=block)
