@@ -281,7 +281,7 @@ def serve(runner: ModelRunner, reader: StepReader) -> None:
     while True:
         with reader.receive() as (shape, words):
             if len(in_flight) == PLACES:  # the host buffer of the last step but one is the one that comes next
-                in_flight.pop(0).wait_until_over()
+                in_flight.pop(0).synchronize()
             batch = Batch.from_buffer(shape, runner.host_buffer(shape.is_prefill))
             batch.buffer[:] = words[: shape.size]
         in_flight.append(runner.launch(batch))

@@ -12,7 +12,7 @@ from nanovllm.engine import batch as batches
 from nanovllm.engine.batch import DeviceBatch, HostBatch
 from nanovllm.engine.cuda_graph import DecodeGraphs, ForwardOutput, StepBuffers
 from nanovllm.engine.scheduled_step import ScheduledStep
-from nanovllm.engine.step_result import LogprobRequest, PendingStep, logprobs_of
+from nanovllm.engine.step_result import LogprobRequest, PendingStep, compute_logprobs
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import make_backend
 from nanovllm.layers.logits import (
@@ -182,7 +182,7 @@ class ModelRunner:
         self, batch: HostBatch, requests: list[LogprobRequest], output: ForwardOutput
     ) -> tuple[torch.Tensor, ...]:
         """What `log_probabilities` returns for `requests`. No graph contains it, so other steps lose no time."""
-        logprobs = logprobs_of(batch, requests, self.model.compute_logits, *output)
+        logprobs = compute_logprobs(batch, requests, self.model.compute_logits, *output)
         # a barrier, as at the end of a forward pass: no rank overwrites peer memory that another still reads
         max_of_ranks(torch.empty(0, dtype=torch.int64, device=self.device), self.tp)
         return logprobs

@@ -1,4 +1,4 @@
-"""What a step samples, on its way into host memory, with log-probabilities where they are asked for."""
+"""The tokens that a step samples, on their way to host memory, with log-probabilities where requests want them."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -12,21 +12,21 @@ from nanovllm.distributed.tensor_parallel import STEP_TIMEOUT, TensorParallel
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.layers.logits import log_probabilities
 
-# (log-probability, rank) by token id: first the token that is there, then the most likely ones in their order. The most
-# likely has rank 1, and of equal ones the lower id comes first.
+# (log-probability, rank) by token id: first the token of the text, then the most likely ones in descending order. The
+# most likely token has rank 1; of equally likely tokens the one with the lower id comes first.
 Logprobs = dict[int, tuple[float, int]]
-ALL = 2**30  # log-probabilities: more than there are tokens
-MAX_LOGPROB_ROWS = 64  # log-probabilities are made of so many tokens at a time: they take more memory than logits
+ALL_TOKENS = 2**30  # for `num_top`: more than any vocabulary has
+MAX_LOGPROB_ROWS = 64  # computed at a time, as log-probabilities take more memory than logits
 
 
 class StepResult(NamedTuple):
-    """What a step delivers; log-probabilities are those of the logits as the model gives them.
+    """The outcome of a step on the host. Log-probabilities are those of the model's own logits.
 
     token_ids: one for each of the step's `sampled_seqs`.
-    logprobs: of each of those tokens, None where they are not asked for.
-    prompt_logprobs: for each of a prefill step's `rows`, of the prompt's tokens from start + 1 to end as far as there
-        are; None where they are not asked for, or there are none. A row that is computed again, after a preemption, has
-        them again.
+    logprobs: for each of those tokens; None without a request for them.
+    prompt_logprobs: for each of a prefill step's `rows`, those of the prompt's tokens from start + 1 to end, as far as
+        the prompt goes; None without a request, or where there are no such tokens. A row that is computed again after
+        a preemption has them again.
     """
 
     token_ids: list[int]
@@ -35,103 +35,113 @@ class StepResult(NamedTuple):
 
 
 class LogprobRequest(NamedTuple):
-    """A token whose log-probability is wanted, and those of the `most` likely in its place."""
+    """A token whose log-probability is wanted, together with those of the `num_top` most likely tokens at its position.
 
-    most: int
-    row: int  # of the step's hidden states for a token of the prompt, else of those that are sampled: `index`
-    index: int  # in the step's `rows` for a token of the prompt, else in its `sampled_seqs`
-    token_id: int = -1  # of a prompt
+    A token of a prompt has its id here; a sampled one has token_id -1, as the host does not know it yet.
+    """
+
+    num_top: int
+    row: int  # of the hidden states: all of the step's for a token of a prompt, else those that are sampled
+    index: int  # into the step's `rows` for a token of a prompt, else into its `sampled_seqs`
+    token_id: int = -1
 
 
 def logprob_requests(step: ScheduledStep) -> list[LogprobRequest]:
-    """Those of prompts, and then those of `sampled_seqs`."""
-    found, first = [], 0
+    """First those for tokens of prompts, then those for `sampled_seqs`."""
+    requests, first = [], 0
     for i, (seq, start, end) in enumerate(step.rows if step.is_prefill else ()):
-        if (most := seq.params.prompt_logprobs) is not None:
+        if (num_top := seq.params.prompt_logprobs) is not None:
+            num_top = ALL_TOKENS if num_top < 0 else num_top
             positions = range(start + 1, min(end + 1, seq.num_prompt_tokens))
-            most = ALL if most < 0 else most
-            found += [LogprobRequest(most, first + p - 1 - start, i, seq.token_ids[p]) for p in positions]
+            requests += [LogprobRequest(num_top, first + p - 1 - start, i, seq.token_ids[p]) for p in positions]
         first += end - start
     for i, seq in enumerate(step.sampled_seqs):
-        if (most := seq.params.logprobs) is not None:
-            found.append(LogprobRequest(ALL if most < 0 else most, i, i))
-    return found
+        if (num_top := seq.params.logprobs) is not None:
+            requests.append(LogprobRequest(ALL_TOKENS if num_top < 0 else num_top, i, i))
+    return requests
 
 
-def logprobs_of(
-    batch, asked: list[LogprobRequest], compute_logits: Callable, token_ids: torch.Tensor, hidden_states: torch.Tensor
+def compute_logprobs(
+    batch,
+    requests: list[LogprobRequest],
+    compute_logits: Callable,
+    token_ids: torch.Tensor,
+    hidden_states: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """What `log_probabilities` gives for each of `asked`, of a step's batch on the host, sampled ids and hidden states.
+    """The tensors of `log_probabilities` for `requests`, from the step's host batch, sampled ids and hidden states.
 
-    Logits are computed again: those of prompts in pieces, and those of sampled tokens for all rows of the step. How a
-    matrix product is rounded depends on its number of rows, and so a greedy token has rank 1 here too.
+    Logits are computed again: in pieces for prompts, but for all sampled rows at once, as in the step itself. The
+    rounding of a matrix product depends on its number of rows; so a greedy token has rank 1 here too.
     """
-    num_prompt = sum(row.token_id >= 0 for row in asked)
-    most = max(row.most for row in asked)
-    pinned = torch.tensor([row[1:] for row in asked], device="cpu", pin_memory=hidden_states.is_cuda)
-    rows, indices, chosen = pinned.to(hidden_states.device, non_blocking=True).unbind(1)
+    num_prompt = sum(request.token_id >= 0 for request in requests)
+    num_top = max(request.num_top for request in requests)
+    columns = torch.tensor([request[1:] for request in requests], device="cpu", pin_memory=hidden_states.is_cuda)
+    rows, indices, chosen = columns.to(hidden_states.device, non_blocking=True).unbind(1)
     chosen = torch.cat((chosen[:num_prompt], token_ids[indices[num_prompt:]]))
     pieces = []
     for first in range(0, num_prompt, MAX_LOGPROB_ROWS):
         piece = slice(first, min(first + MAX_LOGPROB_ROWS, num_prompt))
         logits = compute_logits(hidden_states.index_select(0, rows[piece]))
-        pieces.append(log_probabilities(logits, chosen[piece], most))
-    if num_prompt < len(asked):
+        pieces.append(log_probabilities(logits, chosen[piece], num_top))
+    if num_prompt < len(requests):
         if batch.shape.is_prefill:
             logits_indices = torch.from_numpy(batch.logits_indices).to(hidden_states.device, non_blocking=True)
             hidden_states = hidden_states.index_select(0, logits_indices)
         logits = compute_logits(hidden_states)
-    for first in range(num_prompt, len(asked), MAX_LOGPROB_ROWS):
+    for first in range(num_prompt, len(requests), MAX_LOGPROB_ROWS):
         piece = slice(first, first + MAX_LOGPROB_ROWS)
-        pieces.append(log_probabilities(logits.index_select(0, rows[piece]), chosen[piece], most))
+        pieces.append(log_probabilities(logits.index_select(0, rows[piece]), chosen[piece], num_top))
     return tuple(map(torch.cat, zip(*pieces)))
 
 
 class PendingStep:
-    """Ids and log-probabilities that may not have arrived yet."""
+    """A step that was launched: its token ids and log-probabilities may not be in host memory yet."""
 
     def __init__(
         self,
         step: ScheduledStep | None,
         token_ids: torch.Tensor,
-        asked: list[LogprobRequest],
-        logprobs: tuple,
+        requests: list[LogprobRequest],
+        logprobs: tuple[torch.Tensor, ...],
         is_cuda: bool,
         tp: TensorParallel,
     ):
-        """Ids [S] or more in host memory; what `log_probabilities` gives for `asked` on the device, if there are any.
+        """`token_ids` [S] or longer are in host memory; `logprobs` are what `compute_logprobs` returns.
 
-        Without a step, which rank 0 alone has, one can wait until it is over.
+        Only rank 0 has the ScheduledStep; the other ranks can `synchronize`, but not `wait` for a result.
         """
-        self._step, self._token_ids, self._asked, self._tp = step, token_ids, asked, tp
+        self._step, self._token_ids, self._requests, self._tp = step, token_ids, requests, tp
         on_host = [torch.empty_like(x, device="cpu", pin_memory=is_cuda) for x in logprobs]
         self._logprobs = [y.copy_(x, non_blocking=True) for x, y in zip(logprobs, on_host)]
-        self._arrived = torch.cuda.Event() if is_cuda else None
-        if self._arrived:
-            self._arrived.record()
+        self._done = torch.cuda.Event() if is_cuda else None
+        if self._done:
+            self._done.record()
 
-    def wait_until_over(self) -> None:
-        """RuntimeError where that will not be, as another rank is gone or hangs."""
-        if self._arrived and self._tp.size == 1:
-            self._arrived.synchronize()
-        elif self._arrived:
+    def synchronize(self) -> None:
+        """Wait until the device has finished the step. RuntimeError if another rank is lost, or hangs."""
+        if self._done and self._tp.size == 1:
+            self._done.synchronize()
+        elif self._done:
             begin = perf_counter()
-            while not self._arrived.query():
+            while not self._done.query():
                 self._tp.check()
                 if perf_counter() - begin > STEP_TIMEOUT:
                     raise RuntimeError(f"a step was not over after {STEP_TIMEOUT:.0f} s")
 
     def wait(self) -> StepResult:
-        self.wait_until_over()
+        """The result, once the step is over; errors as of `synchronize`."""
+        self.synchronize()
         step, prompt_logprobs, logprobs = self._step, defaultdict(list), {}
-        for row, ids, values, rank in zip(self._asked, *(x.tolist() for x in self._logprobs)):
+        for request, ids, values, rank in zip(self._requests, *(x.tolist() for x in self._logprobs)):
             found = {ids[0]: (values[0], rank)}
-            found |= zip(ids[1 : row.most + 1], zip(values[1:], count(1)))
-            if row.token_id < 0:
-                logprobs[row.index] = found
+            found |= zip(ids[1 : request.num_top + 1], zip(values[1:], count(1)))
+            if request.token_id < 0:
+                logprobs[request.index] = found
             else:
-                prompt_logprobs[row.index].append(found)
+                prompt_logprobs[request.index].append(found)
         num_sampled = len(step.sampled_seqs)
-        of_sampled = [logprobs.get(i) for i in range(num_sampled)]
-        of_prompts = [prompt_logprobs.get(i) for i in range(len(step.rows))]
-        return StepResult(self._token_ids[:num_sampled].tolist(), of_sampled, of_prompts)
+        return StepResult(
+            self._token_ids[:num_sampled].tolist(),
+            [logprobs.get(i) for i in range(num_sampled)],
+            [prompt_logprobs.get(i) for i in range(len(step.rows))],
+        )

@@ -1,8 +1,9 @@
 """Cutoffs for top-k, top-p and min-p; layers/logits.py defines them.
 
-Nothing is sorted: a row's maxima over tiles say which few tiles matter, and the least logit that is kept is searched
-among what those hold, by quarters. Where only some of the tokens that have this logit are kept, one more pass over the
-tiles finds the last of them. A row that filters nothing ends at once.
+Nothing is sorted. The vocabulary is cut into tiles, and the maximum of each tile tells which few tiles have entries
+above a bound. A search that cuts an interval in four each time finds the smallest logit that is kept. Where only some
+of the tokens with this logit are kept, one more pass over the tiles finds the last of them. Rows without filters end at
+once.
 """
 
 import torch
@@ -13,44 +14,48 @@ from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, l
 from nanovllm.kernels.sampling_params import MIN_P, TEMPERATURE, TOP_K, TOP_P, is_filtered, load_float
 from nanovllm.kernels.token_order import LAST_ID, ordered_bits, token_key
 
-TILE = tl.constexpr(512)  # entries of the vocabulary that have a maximum of their own
+TILE = tl.constexpr(512)  # entries of the vocabulary
 GROUP = tl.constexpr(8)  # tiles that are read at a time
-STAGES = tl.constexpr(4)  # groups that are on their way
-MAX_PROGRAMS_PER_ROW = 16  # programs that look for a row's maxima
-LOW_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # zeros at the end of such a number in float32
+STAGES = tl.constexpr(4)  # stages of the software pipeline that reads groups
+MAX_PROGRAMS_PER_ROW = 16  # programs that share the computation of a row's tile maxima
+LOW_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # trailing zero bits of such a number in float32
 
 
 @triton.jit
-def _list_live(maxima, live_ptr, least):
-    """Write the tiles that have an entry of `least` or larger to `live_ptr`, in ascending order; their number."""
-    is_live = (maxima >= least).to(tl.int32)
-    tl.debug_barrier()  # the list before has been read
-    tl.store(live_ptr + tl.cumsum(is_live, 0) - 1, tl.arange(0, maxima.shape[0]), is_live != 0)
+def _list_tiles(tile_maxima, tiles_ptr, bound):
+    """Write the tiles with an entry >= `bound` to `tiles_ptr`, in ascending order; returns their number."""
+    is_listed = (tile_maxima >= bound).to(tl.int32)
+    tl.debug_barrier()  # all threads have read the previous list
+    tl.store(tiles_ptr + tl.cumsum(is_listed, 0) - 1, tl.arange(0, tile_maxima.shape[0]), is_listed != 0)
     tl.debug_barrier()
-    return tl.sum(is_live, 0)
+    return tl.sum(is_listed, 0)
 
 
 @triton.jit
-def _weigh(row_ptr, maxima, live_ptr, vocab_size, least, more, most, top, temperature, BY_MASS: tl.constexpr):
-    """How many entries are `least`, `more` and `most` or larger; or how much of exp((entry - top) / temperature) is."""
-    num_live = _list_live(maxima, live_ptr, least)
-    of_least = tl.zeros([GROUP, TILE], tl.float32)
-    of_more, of_most = of_least, of_least
-    for first in tl.range(0, num_live, GROUP, num_stages=STAGES):
-        live = first + tl.arange(0, GROUP)
-        tile = tl.load(live_ptr + live, live < num_live, vocab_size)
-        at = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-        x = tl.load(row_ptr + at, at < vocab_size, float("-inf")).to(tl.float32)
-        weight = tl.where(at < vocab_size, tl.exp((x - top) / temperature) if BY_MASS else 1.0, 0.0)
-        of_least += tl.where(x >= least, weight, 0.0)
-        of_more += tl.where(x >= more, weight, 0.0)
-        of_most += tl.where(x >= most, weight, 0.0)
-    return tl.sum(tl.sum(of_least, 1), 0), tl.sum(tl.sum(of_more, 1), 0), tl.sum(tl.sum(of_most, 1), 0)
+def _sum_above(
+    row_ptr, tile_maxima, tiles_ptr, vocab_size, bound_1, bound_2, bound_3, row_max, temperature, BY_MASS: tl.constexpr
+):
+    """For each of three ascending bounds, the number of entries >= the bound; with BY_MASS the sum of their weights
+    exp((entry - row_max) / temperature).
+    """
+    num_listed = _list_tiles(tile_maxima, tiles_ptr, bound_1)
+    sum_1 = tl.zeros([GROUP, TILE], tl.float32)
+    sum_2, sum_3 = sum_1, sum_1
+    for first in tl.range(0, num_listed, GROUP, num_stages=STAGES):
+        entry = first + tl.arange(0, GROUP)
+        tile = tl.load(tiles_ptr + entry, entry < num_listed, vocab_size)
+        ids = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+        x = tl.load(row_ptr + ids, ids < vocab_size, float("-inf")).to(tl.float32)
+        weight = tl.where(ids < vocab_size, tl.exp((x - row_max) / temperature) if BY_MASS else 1.0, 0.0)
+        sum_1 += tl.where(x >= bound_1, weight, 0.0)
+        sum_2 += tl.where(x >= bound_2, weight, 0.0)
+        sum_3 += tl.where(x >= bound_3, weight, 0.0)
+    return tl.sum(tl.sum(sum_1, 1), 0), tl.sum(tl.sum(sum_2, 1), 0), tl.sum(tl.sum(sum_3, 1), 0)
 
 
 @triton.jit
 def _key(x, LOW: tl.constexpr):
-    """An integer for each number of the logits' dtype, in their order; of those between, the next below."""
+    """The rank of a number among those of the logits' dtype; a number between two of them has the lower one's."""
     return (ordered_bits(x.to(tl.int32, bitcast=True)) >> LOW).to(tl.int64)
 
 
@@ -61,70 +66,83 @@ def _value(key, LOW: tl.constexpr):
 
 
 @triton.jit
-def _probe(quarters, turn, low, high, top, temperature, LOW: tl.constexpr):
-    """So far from `low` to `high`: at first in the distance, then in how many numbers there are, densest around 0."""
-    begin = tl.maximum(_value(low, LOW), top - 32 * temperature)
-    at = _key(begin + (_value(high, LOW) - begin) * (quarters / 4), LOW)
-    at = tl.where(turn < 4, at, low + (high - low) * quarters // 4)
-    return tl.minimum(tl.maximum(at, low), high - 1)
+def _probe(quarters, iteration, low, high, row_max, temperature, LOW: tl.constexpr):
+    """A key between `low` and `high`, so many quarters of the way: of the difference of the logits in the first four
+    iterations, of the difference of the keys afterwards, as numbers are densest around 0.
+    """
+    begin = tl.maximum(_value(low, LOW), row_max - 32 * temperature)
+    key = _key(begin + (_value(high, LOW) - begin) * (quarters / 4), LOW)
+    key = tl.where(iteration < 4, key, low + (high - low) * quarters // 4)
+    return tl.minimum(tl.maximum(key, low), high - 1)
 
 
 @triton.jit
 def _search(
-    row_ptr, maxima, live_ptr, vocab_size, least, top, temperature, bound, BY_MASS: tl.constexpr, LOW: tl.constexpr
+    row_ptr,
+    tile_maxima,
+    tiles_ptr,
+    vocab_size,
+    lower_bound,
+    row_max,
+    temperature,
+    target,
+    BY_MASS: tl.constexpr,
+    LOW: tl.constexpr,
 ):
-    """The least number, between `least` and `top`, above which lies less than `bound`, and how much does."""
-    low, high = _key(least, LOW), _key(top, LOW)
-    above = 0.0  # of `high`
-    turn = 0
+    """The smallest number in `lower_bound` to `row_max` such that the entries above it sum up to less than `target`;
+    and that sum (see `_sum_above`).
+    """
+    low, high = _key(lower_bound, LOW), _key(row_max, LOW)
+    above = 0.0  # the sum of the entries above `high`
+    iteration = 0
     while low < high:
         a, b, c = (
-            _probe(1, turn, low, high, top, temperature, LOW),
-            _probe(2, turn, low, high, top, temperature, LOW),
-            _probe(3, turn, low, high, top, temperature, LOW),
+            _probe(1, iteration, low, high, row_max, temperature, LOW),
+            _probe(2, iteration, low, high, row_max, temperature, LOW),
+            _probe(3, iteration, low, high, row_max, temperature, LOW),
         )
         next_a, next_b, next_c = _value(a + 1, LOW), _value(b + 1, LOW), _value(c + 1, LOW)
-        above_a, above_b, above_c = _weigh(
-            row_ptr, maxima, live_ptr, vocab_size, next_a, next_b, next_c, top, temperature, BY_MASS
+        above_a, above_b, above_c = _sum_above(
+            row_ptr, tile_maxima, tiles_ptr, vocab_size, next_a, next_b, next_c, row_max, temperature, BY_MASS
         )
-        high = tl.where(above_a < bound, a, tl.where(above_b < bound, b, tl.where(above_c < bound, c, high)))
-        above = tl.where(above_c < bound, above_c, above)
-        above = tl.where(above_a < bound, above_a, tl.where(above_b < bound, above_b, above))
-        low = tl.where(above_a < bound, low, tl.where(above_b < bound, a, tl.where(above_c < bound, b, c)) + 1)
-        turn += 1
+        high = tl.where(above_a < target, a, tl.where(above_b < target, b, tl.where(above_c < target, c, high)))
+        above = tl.where(above_c < target, above_c, above)
+        above = tl.where(above_a < target, above_a, tl.where(above_b < target, above_b, above))
+        low = tl.where(above_a < target, low, tl.where(above_b < target, a, tl.where(above_c < target, b, c)) + 1)
+        iteration += 1
     return _value(low, LOW), above
 
 
 @triton.jit
-def _find_equal(row_ptr, maxima, live_ptr, counts_ptr, vocab_size, value, n, TILES: tl.constexpr):
+def _find_equal(row_ptr, tile_maxima, tiles_ptr, counts_ptr, vocab_size, value, n, TILES: tl.constexpr):
     """The id of the `n`-th entry, in ascending order, that equals `value`; LAST_ID if there are fewer."""
-    num_live = _list_live(maxima, live_ptr, value)
-    for first in tl.range(0, num_live, GROUP, num_stages=STAGES):
-        live = first + tl.arange(0, GROUP)
-        tile = tl.load(live_ptr + live, live < num_live, vocab_size)
-        at = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-        x = tl.load(row_ptr + at, at < vocab_size, float("-inf")).to(tl.float32)
-        tl.store(counts_ptr + live, tl.sum((x == value).to(tl.float32), 1), live < num_live)
+    num_listed = _list_tiles(tile_maxima, tiles_ptr, value)
+    for first in tl.range(0, num_listed, GROUP, num_stages=STAGES):
+        entry = first + tl.arange(0, GROUP)
+        tile = tl.load(tiles_ptr + entry, entry < num_listed, vocab_size)
+        ids = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+        x = tl.load(row_ptr + ids, ids < vocab_size, float("-inf")).to(tl.float32)
+        tl.store(counts_ptr + entry, tl.sum((x == value).to(tl.float32), 1), entry < num_listed)
     tl.debug_barrier()
-    live = tl.arange(0, TILES)
-    counts = tl.load(counts_ptr + live, live < num_live, 0.0).to(tl.int32)
-    up_to = tl.cumsum(counts, 0)
-    holds_it = (up_to - counts < n) & (up_to >= n)  # one tile at most
-    before = tl.sum(tl.where(holds_it, up_to - counts, 0), 0)
-    is_there = tl.max(holds_it.to(tl.int32), 0) != 0
-    tile = tl.load(live_ptr + tl.sum(tl.where(holds_it, live, 0), 0), is_there, 0)
-    at = tile * TILE + tl.arange(0, TILE)
-    equal = (tl.load(row_ptr + at, at < vocab_size, float("-inf")).to(tl.float32) == value).to(tl.int32)
-    is_it = (equal != 0) & (before + tl.cumsum(equal, 0) == n) & is_there
-    return tl.min(tl.where(is_it, at, LAST_ID), 0)
+    entry = tl.arange(0, TILES)
+    counts = tl.load(counts_ptr + entry, entry < num_listed, 0.0).to(tl.int32)
+    cumulative = tl.cumsum(counts, 0)
+    has_nth = (cumulative - counts < n) & (cumulative >= n)  # for one tile at most
+    before = tl.sum(tl.where(has_nth, cumulative - counts, 0), 0)
+    exists = tl.max(has_nth.to(tl.int32), 0) != 0
+    tile = tl.load(tiles_ptr + tl.sum(tl.where(has_nth, entry, 0), 0), exists, 0)
+    ids = tile * TILE + tl.arange(0, TILE)
+    equal = (tl.load(row_ptr + ids, ids < vocab_size, float("-inf")).to(tl.float32) == value).to(tl.int32)
+    is_nth = (equal != 0) & (before + tl.cumsum(equal, 0) == n) & exists
+    return tl.min(tl.where(is_nth, ids, LAST_ID), 0)
 
 
 @triton.jit
 def _cutoff_kernel(
     logits_ptr,
     params_ptr,
-    maxima_ptr,
-    live_ptr,
+    tile_maxima_ptr,
+    tiles_ptr,
     num_finished_ptr,
     out_ptr,
     vocab_size,
@@ -138,90 +156,105 @@ def _cutoff_kernel(
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    parts = tl.num_programs(1)
+    num_programs = tl.num_programs(1)
     params_ptr += row * WIDTH
     if tl.program_id(1) == 0:
         tl.store(out_ptr + row, token_key(tl.full([], float("-inf"), tl.float32), tl.full([], LAST_ID, tl.int32)))
     if is_filtered(params_ptr):
         row_ptr = logits_ptr + row * stride
-        masses_ptr = maxima_ptr + (2 * row + 1) * TILES
-        maxima_ptr += 2 * row * TILES
-        live_ptr += row * TILES
+        tile_masses_ptr = tile_maxima_ptr + (2 * row + 1) * TILES
+        tile_maxima_ptr += 2 * row * TILES
+        tiles_ptr += row * TILES
         num_tiles = tl.cdiv(vocab_size, TILE)
         temperature, min_p = load_float(params_ptr, TEMPERATURE), load_float(params_ptr, MIN_P)
         top_k, top_p = tl.load(params_ptr + TOP_K), load_float(params_ptr, TOP_P)
-        is_of_all = (top_k <= 0) & (min_p <= 0)
-        for first in tl.range(tl.program_id(1) * GROUP, num_tiles, parts * GROUP, num_stages=STAGES):
+        is_top_p_only = (top_k <= 0) & (min_p <= 0)
+        for first in tl.range(tl.program_id(1) * GROUP, num_tiles, num_programs * GROUP, num_stages=STAGES):
             tile = first + tl.arange(0, GROUP)
-            at = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-            x = tl.load(row_ptr + at, at < vocab_size, float("-inf")).to(tl.float32)
+            ids = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+            x = tl.load(row_ptr + ids, ids < vocab_size, float("-inf")).to(tl.float32)
             tile_max = tl.max(x, 1)
-            tl.store(maxima_ptr + tile, tile_max)
-            if is_of_all:  # the mass of which top-p wants a part
+            tl.store(tile_maxima_ptr + tile, tile_max)
+            if is_top_p_only:  # it keeps a share of the mass of the whole vocabulary
                 mass = tl.exp((x - tl.maximum(tile_max, -1e30)[:, None]) / temperature)
-                tl.store(masses_ptr + tile, tl.sum(mass, 1))
+                tl.store(tile_masses_ptr + tile, tl.sum(mass, 1))
         tl.debug_barrier()
-        if tl.atomic_add(num_finished_ptr + row, 1) < parts - 1:
-            return  # the last to arrive has all maxima, and does the rest
+        if tl.atomic_add(num_finished_ptr + row, 1) < num_programs - 1:
+            return  # the last program of the row has all tile maxima, and does the rest
         tl.store(num_finished_ptr + row, 0)
         cutoff = float("-inf")
-        num_equal = tl.full([], LAST_ID, tl.int32)  # how many of the entries that equal the cutoff are kept; all
-        maxima = tl.load(maxima_ptr + tl.arange(0, TILES), tl.arange(0, TILES) < num_tiles, float("-inf"))
-        top = tl.max(maxima, 0)
-        top = tl.where(top == 0, 0.0, top)  # -0 would have a key of its own
+        num_equal = tl.full([], LAST_ID, tl.int32)  # how many entries equal to the cutoff are kept: at first all
+        tile_maxima = tl.load(tile_maxima_ptr + tl.arange(0, TILES), tl.arange(0, TILES) < num_tiles, float("-inf"))
+        row_max = tl.max(tile_maxima, 0)
+        row_max = tl.where(row_max == 0, 0.0, row_max)  # the key of -0 differs
         if min_p > 0:
-            cutoff = top + temperature * tl.log(min_p)
-        if top_k > 0:  # there are so many entries from the k-th largest of the maxima on
-            kth = tl.where(tl.arange(0, TILES) == top_k - 1, tl.sort(maxima, descending=True), float("-inf"))
-            least = tl.maximum(cutoff, tl.max(kth, 0))
-            bound = top_k.to(tl.float32)
+            cutoff = row_max + temperature * tl.log(min_p)
+        if top_k > 0:  # at least k entries are as large as the k-th largest tile maximum
+            kth = tl.where(tl.arange(0, TILES) == top_k - 1, tl.sort(tile_maxima, descending=True), float("-inf"))
+            lower_bound = tl.maximum(cutoff, tl.max(kth, 0))
+            target = top_k.to(tl.float32)
             kth_largest, above = _search(
-                row_ptr, maxima, live_ptr, vocab_size, least, top, temperature, bound, False, LOW
+                row_ptr, tile_maxima, tiles_ptr, vocab_size, lower_bound, row_max, temperature, target, False, LOW
             )
             num_equal = tl.where(kth_largest >= cutoff, top_k - above.to(tl.int32), num_equal)
             cutoff = tl.maximum(cutoff, kth_largest)
         if top_p < 1:
-            if is_of_all:
-                masses = tl.load(masses_ptr + tl.arange(0, TILES), tl.arange(0, TILES) < num_tiles, 0.0)
-                mass = tl.sum(masses * tl.exp((maxima - top) / temperature), 0)
+            if is_top_p_only:
+                tile_masses = tl.load(tile_masses_ptr + tl.arange(0, TILES), tl.arange(0, TILES) < num_tiles, 0.0)
+                mass = tl.sum(tile_masses * tl.exp((tile_maxima - row_max) / temperature), 0)
             else:
-                more = _value(_key(cutoff, LOW) + 1, LOW)
-                mass, above, _ = _weigh(
-                    row_ptr, maxima, live_ptr, vocab_size, cutoff, more, more, top, temperature, True
+                next_number = _value(_key(cutoff, LOW) + 1, LOW)
+                mass, above, _ = _sum_above(
+                    row_ptr,
+                    tile_maxima,
+                    tiles_ptr,
+                    vocab_size,
+                    cutoff,
+                    next_number,
+                    next_number,
+                    row_max,
+                    temperature,
+                    True,
                 )
-                mass = tl.minimum(mass, above + num_equal.to(tl.float32) * tl.exp((cutoff - top) / temperature))
-            bound = top_p * mass
-            # all entries below this one together are less than 1 - top_p of the largest alone
-            least = tl.maximum(cutoff, top - temperature * tl.log(vocab_size / (1 - top_p)))
-            nucleus, above = _search(row_ptr, maxima, live_ptr, vocab_size, least, top, temperature, bound, True, LOW)
-            missing = tl.ceil((bound - above) / tl.exp((nucleus - top) / temperature))
-            missing = tl.minimum(tl.maximum(missing, 1.0), 1e9).to(tl.int32)
-            num_equal = tl.where(nucleus > cutoff, missing, num_equal)
-            num_equal = tl.where(nucleus == cutoff, tl.minimum(num_equal, missing), num_equal)
+                mass = tl.minimum(mass, above + num_equal.to(tl.float32) * tl.exp((cutoff - row_max) / temperature))
+            target = top_p * mass
+            # all entries below this number together weigh less than 1 - top_p of the largest entry alone
+            lower_bound = tl.maximum(cutoff, row_max - temperature * tl.log(vocab_size / (1 - top_p)))
+            nucleus, above = _search(
+                row_ptr, tile_maxima, tiles_ptr, vocab_size, lower_bound, row_max, temperature, target, True, LOW
+            )
+            num_needed = tl.ceil((target - above) / tl.exp((nucleus - row_max) / temperature))
+            num_needed = tl.minimum(tl.maximum(num_needed, 1.0), 1e9).to(tl.int32)
+            num_equal = tl.where(nucleus > cutoff, num_needed, num_equal)
+            num_equal = tl.where(nucleus == cutoff, tl.minimum(num_equal, num_needed), num_equal)
             cutoff = tl.maximum(cutoff, nucleus)
         last_id = tl.full([], LAST_ID, tl.int32)
         if (num_equal < LAST_ID) & (cutoff > float("-inf")):
-            last_id = _find_equal(row_ptr, maxima, live_ptr, masses_ptr, vocab_size, cutoff, num_equal, TILES)
+            last_id = _find_equal(
+                row_ptr, tile_maxima, tiles_ptr, tile_masses_ptr, vocab_size, cutoff, num_equal, TILES
+            )
         tl.store(out_ptr + row, token_key(cutoff, last_id))
 
 
 def logit_cutoffs(logits: torch.Tensor, rows) -> torch.Tensor:
-    """The key [S] int64 of the last token that each row's min-p, top-k and top-p keep; `token_order` has the keys.
+    """The smallest key [S] int64 (see token_order.py) that each row's min-p, top-k and top-p keep.
 
-    Of a row that filters nothing it is the key that no token is below.
+    For a row without filters it is the smallest key there is. `rows` are layers.logits.SamplingRows.
     """
     num_rows, vocab_size = logits.shape
     tiles = max(GROUP.value, triton.next_power_of_2(triton.cdiv(vocab_size, TILE.value)))
-    maxima = torch.empty((num_rows, 2, tiles), dtype=torch.float32, device=logits.device)  # and the tiles' masses
-    live = torch.empty((num_rows, tiles), dtype=torch.int32, device=logits.device)
+    tile_maxima = torch.empty(
+        (num_rows, 2, tiles), dtype=torch.float32, device=logits.device
+    )  # and the masses of tiles
+    tile_lists = torch.empty((num_rows, tiles), dtype=torch.int32, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
-        parts = max(1, min(MAX_PROGRAMS_PER_ROW, 2 * num_sms(logits.device) // num_rows))
-        launch(_cutoff_kernel, (num_rows, parts), logits.device)(
+        num_programs = max(1, min(MAX_PROGRAMS_PER_ROW, 2 * num_sms(logits.device) // num_rows))
+        launch(_cutoff_kernel, (num_rows, num_programs), logits.device)(
             logits,
             rows.params,
-            maxima,
-            live,
+            tile_maxima,
+            tile_lists,
             rows.num_finished_programs,
             out,
             vocab_size,

@@ -1,8 +1,8 @@
 """Biases and penalties of logits, allowed ids and bad words; layers/logits.py defines them.
 
-A program counts its row's tokens in memory that is all zeros, and takes each count out again where it uses it: whoever
-finds one edits that token's logit, all others find nothing, and what is left is zeros. A row that asks for nothing ends
-at once.
+A program counts its row's tokens in scratch memory, which is all zeros before. Then it exchanges each token's count for
+a zero: the first thread that does so for a token gets the count and edits the token's logit, later ones get zero, and
+the memory is all zeros again. Rows without such parameters end at once.
 """
 
 import torch
@@ -22,7 +22,7 @@ NUM_BIASES = column_constant("num_biases")
 NUM_STOPS = column_constant("num_stops")
 HAS_ALLOWED_IDS = column_constant("has_allowed_ids")
 NUM_BAD_WORDS = column_constant("num_bad_words")
-IN_PROMPT = tl.constexpr(1 << 30)  # what a count has besides, which is of the output's tokens
+IN_PROMPT = tl.constexpr(1 << 30)  # a flag in a count, whose lower bits count the output's tokens
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _token_ids(at, length, token_ids_ptr, table_ptr, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _ban_others(x_ptr, mask_ptr, vocab_size, TILE: tl.constexpr):
+def _ban_unset(x_ptr, mask_ptr, vocab_size, TILE: tl.constexpr):
     """-inf for ids whose bit is not set."""
     for first in range(0, vocab_size, TILE):
         ids = first + tl.arange(0, TILE)
@@ -53,17 +53,17 @@ def _ban_bad_words(
     TOKENS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """-inf for the last tokens of bad words whose other tokens, or none, are the last of the output."""
-    word, slot = tl.arange(0, WORDS), tl.arange(0, TOKENS)  # a word's last slot is that of the token to come
+    """-inf for the last token of each bad word if the output ends with the word's other tokens, or it has no others."""
+    word, slot = tl.arange(0, WORDS), tl.arange(0, TOKENS)  # the last slot is for the token that is sampled now
     at = length - (TOKENS - 1) + slot
     is_output = (at >= num_prompt) & (at < length)
     recent = _token_ids(tl.where(is_output, at, length), length, token_ids_ptr, table_ptr, BLOCK_SIZE)
-    recent = tl.where(is_output, recent, -2)  # equals no id
+    recent = tl.where(is_output, recent, -2)  # -2 equals no token id
     words = tl.load(words_ptr + word[:, None] * TOKENS + slot[None, :], word[:, None] < num_words, -1)
-    is_met = (words < 0) | (words == recent[None, :]) | (slot == TOKENS - 1)[None, :]
-    is_begun = (tl.min(is_met.to(tl.int32), 1) != 0) & (word < num_words)
-    last = tl.load(words_ptr + word * TOKENS + TOKENS - 1, is_begun, 0)
-    tl.store(x_ptr + last, float("-inf"), is_begun)
+    matches = (words < 0) | (words == recent[None, :]) | (slot == TOKENS - 1)[None, :]
+    is_next = (tl.min(matches.to(tl.int32), 1) != 0) & (word < num_words)
+    last = tl.load(words_ptr + word * TOKENS + TOKENS - 1, is_next, 0)
+    tl.store(x_ptr + last, float("-inf"), is_next)
 
 
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
@@ -138,7 +138,7 @@ def _penalize_kernel(
                 tl.store(x_ptr + ids, x.to(dtype), count > 0)
             tl.debug_barrier()
         if has_allowed_ids != 0:
-            _ban_others(x_ptr, allowed_ids_ptr + request * mask_stride, vocab_size, 4 * TILE)
+            _ban_unset(x_ptr, allowed_ids_ptr + request * mask_stride, vocab_size, 4 * TILE)
         if num_bad_words > 0:
             words_ptr = bad_words_ptr + request * WORDS * WORD_TOKENS
             _ban_bad_words(
@@ -156,7 +156,7 @@ def _penalize_kernel(
 
 
 def penalize(logits: torch.Tensor, rows) -> None:
-    """Edit logits [S, vocabulary] in place as layers.logits' Rows say."""
+    """Edit logits [S, vocabulary] in place with the parameters of layers.logits.SamplingRows."""
     if len(logits):
         launch(_penalize_kernel, (min(len(logits), len(rows.token_counts)),), logits.device)(
             logits,

@@ -9,7 +9,7 @@ from nanovllm.kernels.token_order import logit_and_id
 
 @triton.jit
 def _log(x, HARDWARE: tl.constexpr):
-    """Natural logarithm; by the GPU's own instruction it is off by 2^-22 of log2, and a dozen instructions cheaper."""
+    """Natural logarithm; the GPU's own instruction has an error of 2^-22 in log2, and saves a dozen instructions."""
     if HARDWARE:
         asm: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"
         return 0.6931471805599453 * tl.inline_asm_elementwise(asm, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -19,7 +19,7 @@ def _log(x, HARDWARE: tl.constexpr):
 @triton.jit
 def _gumbel(bits, HARDWARE: tl.constexpr):
     v = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
-    # -log(1 - v): by its series where 1 - v would lose the digits that decide who wins
+    # -log(1 - v), by its series where 1 - v would lose the digits that decide which token wins
     series = v * (1.0 + v * (0.5 + v * (1.0 / 3.0 + v * 0.25)))
     return -_log(tl.where(v < 0.05, series, -_log(1.0 - v, HARDWARE)), HARDWARE)
 
@@ -55,8 +55,10 @@ def _sample_split_kernel(
     if cutoffs_ptr is not None:
         cutoff, last_id = logit_and_id(tl.load(cutoffs_ptr + row))
     best = tl.full([], float("-inf"), tl.float32)
-    # columns are counted from the multiple of four before the first id, as the noise is made for four tokens at once
-    index = tl.maximum(split * PER_SPLIT - FIRST_ID_MOD_4, 0)  # a token even if no score is above -inf, NaN for one
+    # noise is made for four tokens at once, so splits begin at the multiple of four at or before the first id
+    index = tl.maximum(
+        split * PER_SPLIT - FIRST_ID_MOD_4, 0
+    )  # a valid token even if no score is above -inf, as with NaN
     for tile in range(0, PER_SPLIT, TILE):
         column = split * PER_SPLIT + tile + tl.arange(0, TILE) - FIRST_ID_MOD_4
         inside = (column >= 0) & (column < vocab_size) if FIRST_ID_MOD_4 else column < vocab_size
@@ -101,10 +103,11 @@ def sample(
     per_split: int = 2048,
     cutoffs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and ids [S] that `layers.sampler.Sampler` would choose by logits [S, vocabulary]; of equals the lowest id.
+    """Scores and ids [S] of the tokens that `layers.sampler.Sampler` draws from logits [S, vocabulary].
 
     temperatures [S] float32, seeds [S, 2] int32 (low and high word), positions [S] int32; rounds of Philox; cutoffs [S]
-    int64, keys of the last tokens that may be drawn (see token_order). The logits are those of ids from `first_id` on.
+    int64, the smallest keys that may be drawn (see token_order.py). Column 0 of the logits is the token `first_id`. Of
+    equal scores the lowest id wins.
     """
     num_rows, vocab_size = logits.shape
     first_id_mod_4 = first_id % 4

@@ -1,6 +1,7 @@
 """The order of a row's tokens, by logit and, among equals, by id; layers/logits.py defines it.
 
-A token's key is its logit as an integer above its inverted id, so a larger key is a token that comes first.
+A token's key has the logit, as an integer, in its upper 32 bits and the inverted id in its lower ones. Tokens in
+descending order of their keys are those of the largest logits first, and equal ones in ascending order of ids.
 """
 
 import triton
@@ -11,7 +12,7 @@ LAST_ID = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def ordered_bits(bits):
-    """The bits of float32 numbers as int32 in their order, and back."""
+    """The bits of float32 numbers to int32 that have the same order, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 

@@ -23,7 +23,7 @@ MAX_PENALTY_PROGRAMS = 128  # that count tokens at a time; each needs an integer
 
 
 def column(params, name: str):
-    """A view of a column of `params` [S, WIDTH] int32, on the host or the device; float32 if the column holds floats."""
+    """A view of one column of `params` [S, WIDTH] int32, on the host or the device; float32 if the column is."""
     i = column_index(name)
     if COLUMNS[i].dtype is int:
         return params[:, i]

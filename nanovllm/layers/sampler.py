@@ -11,7 +11,7 @@ from nanovllm.layers.logits import KEEPS_ALL, token_keys
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-ROUNDS = 7  # the least that the authors found to pass every test of TestU01's BigCrush
+ROUNDS = 7  # the smallest number with which it passes every test of BigCrush, according to its authors
 
 
 def philox(counter: tuple, key: tuple, rounds: int = ROUNDS) -> tuple[torch.Tensor, ...]:
@@ -23,33 +23,34 @@ def philox(counter: tuple, key: tuple, rounds: int = ROUNDS) -> tuple[torch.Tens
     for i in range(rounds):
         x, y = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         high_x, high_y = x >> 32, y >> 32
-        if i < 2:  # the words may not have their whole shape yet, and what is the same for all costs little
+        if i < 2:  # not in place yet: words may still be smaller than the broadcast shape, which also makes them cheap
             c0, c2 = (high_y ^ (c1 ^ k0)) & _WORD, (high_x ^ (c3 ^ k1)) & _WORD
         else:
             c0 = high_y.bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_WORD)
             c2 = high_x.bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_WORD)
-        c1, c3 = y, x  # their upper halves go when a word that they meet, or the result, is masked
+        c1, c3 = y, x  # masked later: by the rounds that combine them, or at the end
         k0, k1 = k0 + _KEY_STEPS[0] & _WORD, k1 + _KEY_STEPS[1] & _WORD
     return torch.broadcast_tensors(c0, c1 & _WORD, c2, c3 & _WORD)
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, num_ids: int, first_id: int = 0) -> torch.Tensor:
-    """[S, num_ids] float32 standard Gumbel noise of the ids from `first_id` on, of (seed, position, token id) alone.
+    """Standard Gumbel noise [S, num_ids] float32 for the ids from `first_id` on.
 
-    The seed is Philox's key, (token id // 4, position, 0, 0) its counter and token id % 4 the word that is taken.
+    It depends on (seed, position, token id) alone: the seed is Philox's key, (token id // 4, position, 0, 0) its
+    counter, and token id % 4 the index of the word of its output.
     """
     low, high = (seeds.long() & _WORD).unsqueeze(-1).unbind(1)  # [S, 1] each
     c0 = torch.arange(first_id // 4, -(-(first_id + num_ids) // 4), device=seeds.device).unsqueeze(0)
     zero = torch.zeros_like(c0[:, :1])
     words = philox((c0, positions.long().unsqueeze(1), zero, zero), (low, high))
     bits = torch.stack(words, dim=-1).flatten(1)[:, first_id % 4 :][:, :num_ids]
-    # in (0, 1); small values, which make large noise, keep all their digits
+    # in (0, 1); small values, which become large noise, keep all their digits
     uniform = bits.float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
 def max_of_ranks(keys: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
-    """The largest of every rank's keys [S] int64, each for itself; all ranks are past what they did before."""
+    """The elementwise maximum over ranks of keys [S] int64. A barrier: all ranks have finished what they did before."""
     if tp.peers is not None:
         return triton_ops(keys).max_of_ranks(keys, tp.peers.keys())
     return tp.all_reduce(keys, ReduceOp.MAX)
@@ -58,8 +59,8 @@ def max_of_ranks(keys: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
 class Sampler(nn.Module):
     """argmax(logits / temperature + Gumbel noise) is a draw from softmax(logits / temperature).
 
-    So the draw needs no sum over the vocabulary, no generator and no state, and it is the same wherever the row is
-    computed. Temperature 0 is greedy. Ranks that have a part of the vocabulary each compare their best.
+    So a draw needs no sum over the vocabulary, no generator and no state, and does not depend on the batch. Temperature
+    0 is greedy. Where ranks share the vocabulary, each draws from its own shard, and then they compare their scores.
     """
 
     def __init__(self, tp: TensorParallel = TensorParallel(), first_id: int = 0):
@@ -74,9 +75,10 @@ class Sampler(nn.Module):
         positions: torch.Tensor,
         cutoffs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """logits [S, ids] of those from `first_id` on, temperatures [S], seeds [S, 2], positions [S] -> ids [S] int32.
+        """Token ids [S] int32 drawn from logits [S, shard], whose column 0 is the token `first_id`.
 
-        No token is drawn whose key is below its row's of `cutoffs` [S] int64, which `logit_cutoffs` made.
+        temperatures [S] float32, seeds [S, 2] int32, positions [S] int32. Tokens whose key is below the row's cutoff
+        are not drawn; `logit_cutoffs` computes `cutoffs` [S] int64.
         """
         if (ops := triton_ops(logits)) is not None:
             noise = temperatures, seeds, positions, ROUNDS, self.first_id
@@ -86,7 +88,7 @@ class Sampler(nn.Module):
         return token_ids if self.tp.size == 1 else self._best_of_ranks(best, token_ids)
 
     def _best_of_ranks(self, best: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """Scores [S] float32 and ids [S] int32 of every rank: the ids of the best, of the lowest among equals."""
+        """The ids of the largest scores of all ranks, of equal ones the lowest; the arguments [S] are this rank's."""
         return ~max_of_ranks(token_keys(best, token_ids), self.tp).int()
 
     def _sample(self, logits, temperatures, seeds, positions, cutoffs) -> tuple[torch.Tensor, torch.Tensor]:
