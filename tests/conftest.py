@@ -2,7 +2,7 @@
 
 import os
 
-# here and in every process that a test starts: threads that wait for each other are slow beyond measure where a core is taken
+# also for processes that tests start: threads that wait for each other are very slow where a core is busy
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
@@ -12,6 +12,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any is imported
 
 from nanovllm import LLM
+from nanovllm.kernels.sampling_columns import COLUMNS
+from nanovllm.layers.logits import CUSTOM_FILTERS
 from nanovllm.utils.hub import BUNDLED
 
 torch.set_grad_enabled(False)
@@ -61,6 +63,15 @@ def chat(tokenizer):
         return tokenizer.encode(text)
 
     return render
+
+
+@pytest.fixture(autouse=True)
+def remove_custom_filters():
+    """Filters that a test registers apply to all engines of the process."""
+    num_columns = len(COLUMNS)
+    yield
+    CUSTOM_FILTERS.clear()
+    del COLUMNS[num_columns:]
 
 
 @pytest.fixture

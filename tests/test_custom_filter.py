@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams
-from nanovllm.kernels.sampling_columns import COLUMNS, MAX_CUSTOM_COLUMNS
+from nanovllm.kernels.sampling_columns import MAX_CUSTOM_COLUMNS
 from nanovllm.layers import logits as plain
-from nanovllm.layers.logits import CUSTOM_FILTERS, register_filter
-
-NUM_BUILT_IN = len(COLUMNS)
+from nanovllm.layers.logits import register_filter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +21,6 @@ def top_n_sigma(logits: torch.Tensor, n: torch.Tensor) -> None:
     x = logits.float()
     cutoff = x.amax(1) - n * x.std(1)
     logits.masked_fill_((x < cutoff[:, None]) & (n > 0)[:, None], -torch.inf)
-
-
-@pytest.fixture(autouse=True)
-def no_filters_afterwards():
-    yield
-    CUSTOM_FILTERS.clear()
-    del COLUMNS[NUM_BUILT_IN:]
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])

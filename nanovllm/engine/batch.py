@@ -46,7 +46,7 @@ class BatchShape(NamedTuple):
     @property
     def size(self) -> int:
         """Words in the buffer."""
-        return _layout(self).size
+        return _layout(self)[1]
 
 
 def _view(dims: Callable[[BatchShape], Dims], prefill_only: bool = False) -> Any:
@@ -89,9 +89,9 @@ class Batch(Generic[Array]):
     @classmethod
     def from_buffer(cls, shape: BatchShape, buffer: Array) -> "Batch[Array]":
         """The views of a buffer that may be longer than the batch."""
-        layout = _layout(shape)
-        views = {name: buffer[begin:end].reshape(dims) for name, begin, end, dims in layout.views}
-        return cls(shape, buffer[: layout.size], **views)
+        layout, size = _layout(shape)
+        views = {name: buffer[begin:end].reshape(dims) for name, begin, end, dims in layout}
+        return cls(shape, buffer[:size], **views)
 
     def to(self, device_buffer: torch.Tensor) -> "Batch[torch.Tensor]":
         """This host batch in `device_buffer`; on CUDA the copy is asynchronous if the host's memory is pinned."""
@@ -105,20 +105,16 @@ DeviceBatch = Batch[torch.Tensor]
 VIEWS = [f for f in fields(Batch) if "dims" in f.metadata]
 
 
-class _Layout(NamedTuple):
-    views: list[tuple[str, int, int, Dims]]  # name, begin, end, shape
-    size: int
-
-
 @lru_cache(maxsize=1024)
-def _layout(shape: BatchShape) -> _Layout:
+def _layout(shape: BatchShape) -> tuple[list[tuple[str, int, int, Dims]], int]:
+    """Name, begin, end and shape of each view, in words of the buffer; and the size of the buffer."""
     views, begin = [], 0
     for view in VIEWS:
         if shape.is_prefill or not view.metadata["prefill_only"]:
             dims = view.metadata["dims"](shape)
             views.append((view.name, begin, begin + prod(dims), dims))
             begin += -(-prod(dims) // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
-    return _Layout(views, begin)
+    return views, begin
 
 
 def largest_batch(config: Config) -> int:
@@ -164,16 +160,17 @@ def prepare_prefill(
     step: ScheduledStep, buffer: np.ndarray, block_size: int, eos_token_ids: frozenset[int], vocab_size: int
 ) -> HostBatch:
     rows, seqs = step.rows, step.sampled_seqs
-    ends = np.cumsum([row.end - row.start for row in rows])
+    lengths = np.array([row.end - row.start for row in rows])
+    ends = np.cumsum(lengths)  # [B], into the flat tokens of the step
     logprobs = logprob_requests(step)
     stop_ids = [sorted(early_stops(seq.params, eos_token_ids)) for seq in seqs]
     shape = BatchShape(
         is_prefill=True,
-        num_tokens=step.num_tokens,
+        num_tokens=int(ends[-1]),
         num_seqs=len(rows),
         num_samples=len(seqs),
         max_blocks_per_seq=max(len(row.seq.block_table) for row in rows),
-        max_seqlen_q=max(row.end - row.start for row in rows),
+        max_seqlen_q=int(lengths.max()),
         num_biases=sum(len(seq.params.logit_bias or ()) for seq in seqs) + sum(map(len, stop_ids)),
         num_block_copies=len(step.copies),
         num_logprobs=len(logprobs),
@@ -184,11 +181,10 @@ def prepare_prefill(
     batch = Batch.from_buffer(shape, buffer)
     batch.cu_seqlens_q[0], batch.cu_seqlens_q[1:] = 0, ends
     _fill_rows(batch, rows)
-    for i, ((seq, start, end), last) in enumerate(zip(rows, ends)):
-        first = last - (end - start)
-        batch.input_ids[first:last] = seq.token_ids[start:end]
-        batch.positions[first:last] = positions = np.arange(start, end)
-        batch.slot_mapping[first:last] = _slots(batch.block_tables[i, positions // block_size], positions, block_size)
+    for (seq, start, end), last in zip(rows, ends.tolist()):
+        batch.input_ids[last - (end - start) : last] = seq.token_ids[start:end]
+    batch.positions[:] = np.arange(len(batch.positions)) + np.repeat(batch.context_lens - ends, lengths)
+    _fill_slots(batch, np.repeat(np.arange(len(rows)), lengths), block_size)
     batch.req_indices[:] = [seq.req_index for seq in seqs]
     batch.logits_indices[:] = ends[step.sampled_rows] - 1
     _fill_params(batch, seqs, stop_ids)
@@ -209,9 +205,9 @@ def prepare_decode(
     shape = decode_shape(num_rows, max_blocks_per_seq, len(step.copies), len(logprobs))
     batch = Batch.from_buffer(shape, buffer)
     _fill_rows(batch, step.rows)
-    batch.positions[:n] = positions = batch.context_lens[:n] - 1
-    batch.slot_mapping[:n] = _slots(batch.block_tables[np.arange(n), positions // block_size], positions, block_size)
+    batch.positions[:n] = batch.context_lens[:n] - 1
     batch.positions[n:] = 0
+    _fill_slots(batch, np.arange(n), block_size)
     batch.slot_mapping[n:] = -1
     batch.req_indices[:n] = [seq.req_index for seq in step.sampled_seqs]
     batch.req_indices[n:] = pad_req_index
@@ -219,8 +215,11 @@ def prepare_decode(
     return batch
 
 
-def _slots(blocks: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
-    return blocks * block_size + positions % block_size
+def _fill_slots(batch: HostBatch, rows: np.ndarray, block_size: int) -> None:
+    """Cache slots of the first tokens, which belong to `rows` of the block tables."""
+    positions = batch.positions[: len(rows)]
+    blocks = batch.block_tables[rows, positions // block_size]
+    batch.slot_mapping[: len(rows)] = blocks * block_size + positions % block_size
 
 
 def _fill_rows(batch: HostBatch, rows: list[ScheduledSequence]) -> None:
@@ -233,7 +232,7 @@ def _fill_rows(batch: HostBatch, rows: list[ScheduledSequence]) -> None:
 
 
 def _fill_extras(batch: HostBatch, step: ScheduledStep, logprobs: list[LogprobRequest]) -> None:
-    """What few steps have."""
+    """Arrays that are empty in most steps."""
     if step.copies:
         batch.block_copies[:] = np.array(step.copies, np.int32).T
     if logprobs:
@@ -241,7 +240,7 @@ def _fill_extras(batch: HostBatch, step: ScheduledStep, logprobs: list[LogprobRe
 
 
 class NewRequest(NamedTuple):
-    """What the columns of sampling parameters are computed from."""
+    """The input of `sampling_columns.Column.value`."""
 
     params: SamplingParams
     num_prompt_tokens: int
@@ -255,24 +254,19 @@ def _fill_params(batch: HostBatch, seqs: list[Sequence], stop_ids: list[list[int
         for seq, stops in zip(seqs, stop_ids)
     ]
     batch.params[:] = 0
-    for known in COLUMNS:
-        column(batch.params, known.name)[:] = [known.value(request) for request in new]
+    for name, _, value, _ in COLUMNS:
+        column(batch.params, name)[:] = [value(request) for request in new]
     seeds(batch.params)[:] = np.array([seq.noise_seed for seq in seqs], np.uint64).view(np.int32).reshape(-1, 2)
 
 
 def _fill_biases(batch: HostBatch, seqs: list[Sequence], stop_ids: list[list[int]]) -> None:
     """Each request's biases, followed by -inf for its stop ids."""
-    biases = [
-        (seq.req_index * MAX_BIASES + i, token_id, value)
-        for seq, stops in zip(seqs, stop_ids)
-        for i, (token_id, value) in enumerate(
-            [*(seq.params.logit_bias or {}).items(), *((token_id, -np.inf) for token_id in stops)]
-        )
-    ]
+    biases = []
+    for seq, stops in zip(seqs, stop_ids):
+        entries = [*(seq.params.logit_bias or {}).items(), *((token_id, -np.inf) for token_id in stops)]
+        biases += [(seq.req_index * MAX_BIASES + i, *entry) for i, entry in enumerate(entries)]
     if biases:
-        slots, ids, values = zip(*biases)
-        batch.bias_slots[:], batch.bias_ids[:] = slots, ids
-        batch.bias_bits.view(np.float32)[:] = values
+        batch.bias_slots[:], batch.bias_ids[:], batch.bias_bits.view(np.float32)[:] = zip(*biases)
 
 
 def _fill_bans(batch: HostBatch, seqs: list[Sequence]) -> None:
@@ -291,7 +285,7 @@ def _fill_bans(batch: HostBatch, seqs: list[Sequence]) -> None:
 
 
 def dummy_prefill(num_seqs: int, length: int, block_size: int) -> ScheduledStep:
-    """A prefill step of `num_seqs` prompts of `length` tokens in blocks of their own, as warm-up and tests need it."""
+    """A prefill step of `num_seqs` prompts of `length` tokens that share no blocks, for warm-up and tests."""
     per_seq = -(-length // block_size)
     step = ScheduledStep(is_prefill=True)
     for i in range(num_seqs):

@@ -105,19 +105,10 @@ class RequestTable:
         self, req_indices: torch.Tensor, token_ids: torch.Tensor, block_tables: torch.Tensor, positions: torch.Tensor
     ) -> SamplingRows:
         """The rows of `req_indices` [S]; the other arguments are fields of the result."""
-        return SamplingRows(
-            self.params.index_select(0, req_indices),
-            req_indices,
-            self.bias_ids,
-            self.biases,
-            self.allowed_masks,
-            self.bad_words,
-            token_ids,
-            block_tables,
-            positions,
-            self.token_counts,
-            self.num_finished_programs,
-        )
+        params = self.params.index_select(0, req_indices)
+        tables = self.bias_ids, self.biases, self.allowed_masks, self.bad_words
+        scratch = self.token_counts, self.num_finished_programs
+        return SamplingRows(params, req_indices, *tables, token_ids, block_tables, positions, *scratch)
 
 
 CustomFilter = Callable[[torch.Tensor, torch.Tensor], None]
