@@ -42,7 +42,7 @@ class LogprobRequest(NamedTuple):
 
     num_top: int
     row: int  # of the hidden states: all of the step's for a token of a prompt, else those that are sampled
-    index: int  # into the step's `rows` for a token of a prompt, else into its `sampled_seqs`
+    result_index: int  # into StepResult.prompt_logprobs for a token of a prompt, else into StepResult.logprobs
     token_id: int = -1
 
 
@@ -131,14 +131,15 @@ class PendingStep:
     def wait(self) -> StepResult:
         """The result, once the step is over; errors as of `synchronize`."""
         self.synchronize()
+        assert self._step is not None, "only rank 0 has results"
         step, prompt_logprobs, logprobs = self._step, defaultdict(list), {}
         for request, ids, values, rank in zip(self._requests, *(x.tolist() for x in self._logprobs)):
             found = {ids[0]: (values[0], rank)}
             found |= zip(ids[1 : request.num_top + 1], zip(values[1:], count(1)))
             if request.token_id < 0:
-                logprobs[request.index] = found
+                logprobs[request.result_index] = found
             else:
-                prompt_logprobs[request.index].append(found)
+                prompt_logprobs[request.result_index].append(found)
         num_sampled = len(step.sampled_seqs)
         return StepResult(
             self._token_ids[:num_sampled].tolist(),
