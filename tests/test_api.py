@@ -391,7 +391,7 @@ def test_interrupt_between_steps(make_llm, monkeypatch, prompts, alone):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("nanovllm.engine.outputs.ProgressBar.show", interrupted)
+        patch.setattr("nanovllm.engine.outputs.tqdm.set_postfix", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(prompts, GREEDY)
     assert llm.is_finished() and run(llm, prompts) == alone

@@ -176,7 +176,7 @@ def test_duplicate_is_found_when_the_first_is_evicted():
 def test_forgotten_prefixes_are_not_found():
     manager = BlockManager(8, BLOCK_SIZE)
     manager.deallocate(compute(manager, range(9)))
-    manager.forget_prefixes()
+    manager.clear_prefix_cache()
     assert cached(manager, range(9)) == 0
     compute(manager, range(9))  # and what is computed again can be
     assert cached(manager, range(9)) == 8
@@ -203,14 +203,14 @@ def test_freed_block_is_taken_back():
     manager.deallocate(seq)
     assert seq.block_table == [] and seq.num_computed_tokens == 0
     again = sequence(range(9))
-    assert manager.can_allocate(again) and not manager.can_allocate(again, headroom=1)
+    assert manager.can_allocate(again) and not manager.can_allocate(again, num_reserved=1)
     manager.allocate(again)
     assert again.block_table[:2] == head and again.num_computed_tokens == 8
     assert not manager.free_block_ids and ref_counts(manager) == [1, 1, 1]
 
     manager = BlockManager(4, BLOCK_SIZE)
     compute(manager, range(9))
-    assert manager.can_allocate(sequence(range(9))) and not manager.can_allocate(sequence(range(9)), headroom=1)
+    assert manager.can_allocate(sequence(range(9))) and not manager.can_allocate(sequence(range(9)), num_reserved=1)
     assert not manager.can_allocate(sequence(range(10, 19)))
 
 

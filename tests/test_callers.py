@@ -303,7 +303,7 @@ def test_fork_beside_a_step(make_llm, requests):
             time.sleep(0.001)
         if (child := os.fork()) == 0:
             signal.alarm(20)  # hangs end by it
-            llm.core.leadership.lead(lambda: os._exit(7), inboxes=())
+            llm.core.leadership.run(lambda: os._exit(7))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     check_whole(llm)
 
@@ -339,7 +339,7 @@ def test_abort_in_a_signal_handler(make_llm, monkeypatch, requests, alone, momen
         (llm.scheduler, "schedule"),
         (llm.scheduler, "postprocess"),
         (llm.model_runner, "prepare"),
-        (llm.core, "_take_in"),
+        (llm.core, "_process_result"),
     ]
     target, name = where[moment]
     plain, refused = getattr(target, name), []
@@ -375,6 +375,7 @@ class Interrupt:
         "llm_engine",
         "engine_core",
         "request",
+        "inbox",
         "scheduler",
         "block_manager",
         "batch",
@@ -482,7 +483,7 @@ def test_interrupt_of_one_caller(make_llm, monkeypatch, requests, alone, async_s
     with threads(lambda: generate(3), lambda: generate(2), lambda: stream(8), lambda: stream(6)):
         with pytest.raises(KeyboardInterrupt):
             while True:  # the main thread runs steps for the others
-                llm.core.leadership.lead(llm.core._step, inboxes=(), is_urgent=True)
+                llm.core.leadership.run(llm.core._step, is_urgent=True)
     check_whole(llm)
 
 

@@ -12,7 +12,7 @@ from zlib import crc32
 import pytest
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import MAX_HELD_STEPS, ScheduledStep, Scheduler
+from nanovllm.engine.scheduler import MAX_STEPS_WITHOUT_ADMISSION, ScheduledStep, Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 
@@ -416,12 +416,12 @@ def test_new_ones_come_in_groups_once_full():
 
 
 def test_nobody_is_held_for_long():
-    """Though only one of many has ended, the next is admitted after MAX_HELD_STEPS steps."""
+    """Though only one of many has ended, the next is admitted after MAX_STEPS_WITHOUT_ADMISSION steps."""
     scheduler = make_scheduler(max_num_seqs=32, num_blocks=1000, max_num_batched_tokens=1000)
     lasting = [Request(prompt(3, first=10 * i), max_tokens=100 if i else 2) for i in range(32)]
     add(scheduler, *lasting, Request(prompt(3, first=1000), max_tokens=50))
-    sizes = [len(rows(advance(scheduler))) for _ in range(MAX_HELD_STEPS + 3)]
-    assert sizes == [32, 32, *[31] * (MAX_HELD_STEPS - 1), 1, 32]
+    sizes = [len(rows(advance(scheduler))) for _ in range(MAX_STEPS_WITHOUT_ADMISSION + 3)]
+    assert sizes == [32, 32, *[31] * (MAX_STEPS_WITHOUT_ADMISSION - 1), 1, 32]
 
 
 def test_no_more_run_than_may():
@@ -434,7 +434,7 @@ def test_no_more_run_than_may():
 
 
 @pytest.mark.parametrize("num_blocks, is_admitted", [(3, False), (4, True)])
-def test_admission_leaves_headroom(num_blocks, is_admitted):
+def test_admission_leaves_blocks_in_reserve(num_blocks, is_admitted):
     """With a free block for each that runs, who was admitted is not thrown out by the very next step."""
     scheduler = make_scheduler(num_blocks)
     add(scheduler, Request(prompt(8)), Request(prompt(3, first=200)))
@@ -615,7 +615,7 @@ def test_beams_share_what_they_have_in_common():
     """Of each branch the full blocks are the parent's, and the one that is full in part is copied before the next step."""
     scheduler = make_scheduler()
     root = make_sequence(0, Request(prompt(6)))
-    root.pauses = True
+    root.is_beam = True
     scheduler.add(root)
     step = scheduler.schedule()
     scheduler.postprocess(step, [7], [{7: (-0.1, 1), 8: (-0.2, 2)}])
@@ -639,7 +639,7 @@ def test_beams_that_find_no_blocks_are_computed_again():
     """Those that are through make room for those that are not, though no other sequence ever ends."""
     scheduler = make_scheduler(num_blocks=4)
     root = make_sequence(0, Request(prompt(6)))
-    root.pauses = True
+    root.is_beam = True
     scheduler.add(root)
     beams, seen = [root], 0
     for length in range(7, 13):

@@ -21,7 +21,7 @@ from conftest import TINY
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.distributed import worker
-from nanovllm.distributed.step_channel import HEADER, PLACES, StepChannel, StepReader
+from nanovllm.distributed.step_channel import HEADER, NUM_BUFFERS, StepChannel, StepReader
 from nanovllm.engine.batch import BatchShape, largest_batch
 from nanovllm.sampling_params import MAX_BAD_WORDS, MAX_BIASES
 from nanovllm.utils.interrupts import interrupts_held
@@ -179,7 +179,7 @@ LARGEST = largest_batch(
 
 @pytest.fixture
 def channel():
-    return StepChannel(room=LARGEST, num_readers=2)
+    return StepChannel(capacity=LARGEST, num_readers=2)
 
 
 def test_every_reader_gets_every_step_before_it_is_overwritten(channel):
@@ -212,7 +212,7 @@ def test_every_reader_gets_every_step_before_it_is_overwritten(channel):
 def test_a_reader_that_does_not_read(channel):
     """The places fill up, and then it is an error; nobody waits for ever."""
     step = np.zeros(4, np.int32)
-    for _ in range(PLACES):
+    for _ in range(NUM_BUFFERS):
         channel.send((0,) * HEADER, step, timeout=0.1)
     with pytest.raises(RuntimeError, match="rank 1 has taken no step"):
         channel.send((0,) * HEADER, step, timeout=0.1)
@@ -222,7 +222,7 @@ def test_a_reader_that_does_not_read(channel):
 
 def test_a_channel_has_no_name_and_leaves_no_descriptor():
     before = os.listdir("/proc/self/fd")
-    channel = StepChannel(room=LARGEST, num_readers=2)
+    channel = StepChannel(capacity=LARGEST, num_readers=2)
     names = [os.readlink(f"/proc/self/fd/{fd}") for fd in channel.fds_of(0)]
     assert names[0].endswith("(deleted)") and names[1:] == ["anon_inode:[eventfd]"] * 2
     assert os.fstat(channel.fds_of(0)[0]).st_mode & 0o777 == 0o600
@@ -285,7 +285,7 @@ def test_a_rank_has_an_error_in_a_step(make_llm, monkeypatch):
 
 
 def test_a_rank_hangs_in_a_step(make_llm, monkeypatch):
-    monkeypatch.setattr(distributed, "STEP_TIMEOUT", 1.0)
+    monkeypatch.setattr(worker, "STEP_TIMEOUT", 1.0)
     llm = make_llm(tensor_parallel_size=2, max_model_len=2048)
     later(0.3, os.kill, pid_of(1), signal.SIGSTOP)
     begin = time.monotonic()
@@ -298,9 +298,9 @@ def start_and(monkeypatch, action) -> None:
     """Start an engine of two ranks, of which `action` is done to one as soon as there is a process."""
     watch = worker.Workers._watch
 
-    def do_and_watch(workers, pipes):
+    def do_and_watch(workers, sockets):
         action(workers.processes[0].pid)
-        watch(workers, pipes)
+        watch(workers, sockets)
 
     monkeypatch.setattr(worker.Workers, "_watch", do_and_watch)
     LLM("tiny-qwen3", device="cpu", tensor_parallel_size=2)
@@ -421,10 +421,10 @@ def test_exits_of_several_threads(sleepers, tmp_path):
 
 
 def test_an_exit_by_the_garbage_collector_in_the_ranks_own_thread(sleepers, monkeypatch, tmp_path):
-    end_of = worker._end_of
-    monkeypatch.setattr(worker, "_end_of", lambda *arguments: sleepers.exit() or end_of(*arguments))
+    describe_end = worker._describe_end
+    monkeypatch.setattr(worker, "_describe_end", lambda *arguments: sleepers.exit() or describe_end(*arguments))
     os.kill(pid_of(1), signal.SIGKILL)
-    sleepers._keeper.join(SOON)
+    sleepers._supervisor.join(SOON)
     assert not leftovers(tmp_path)
 
 
@@ -443,7 +443,7 @@ class FakeRunner:
 
 def test_an_exit_while_another_thread_launches(sleepers):
     """It waits for a rank that takes no step."""
-    for _ in range(PLACES):
+    for _ in range(NUM_BUFFERS):
         sleepers.launch(FakeRunner(), None)
     later(0.1, sleepers.exit)
     begin = time.monotonic()
