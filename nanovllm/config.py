@@ -71,8 +71,8 @@ class Config:
     tensor_parallel_size: 1, 2, 4 or 8 ranks that share the model; on CUDA each has a device, starting with `device`.
     enforce_eager: do not use CUDA graphs.
     kvcache_block_size: tokens of a cache block, a multiple of 16 (of 256 for the `flash` backend).
-    num_kvcache_blocks: None is as many as fit into memory, and is replaced by that number when the engine has started. A
-        given number also bounds `max_model_len`.
+    num_kvcache_blocks: None is as many as fit into memory, and is replaced by that number once the engine has started.
+        A given number also bounds `max_model_len`.
     dtype: "auto" is the checkpoint's; or "float32" ("float"), "float16" ("half"), "bfloat16", or a torch.dtype.
     device: "auto" is "cuda" if there is a CUDA device, else "cpu".
     attention_backend: "auto" is "triton" on CUDA if Triton is installed, else "sdpa"; or "flash".
@@ -188,15 +188,14 @@ class Config:
 
 
 P = ParamSpec("P")
+Init = Callable[Concatenate[Any, P], None]
 
 
-def takes_settings_of(settings: Callable[P, object]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Give `__init__(self, model, **settings)` the signature of a class, for editors, type checkers and `help`."""
+def takes_settings_of(settings: Callable[P, object]) -> Callable[[Callable[..., None]], Init[P]]:
+    """Give an `__init__(self, model, **settings)` the signature of a class, for editors, type checkers and `help`."""
 
-    def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
-        own, *_ = inspect.signature(init).parameters.values()
-        parameters = inspect.signature(settings).parameters.values()
-        init.__signature__ = inspect.Signature([own, *parameters], return_annotation=None)  # type: ignore[attr-defined]
+    def decorate(init: Callable[..., None]) -> Init[P]:
+        init.__signature__ = inspect.signature(settings.__init__)  # type: ignore[attr-defined, misc]
         return init
 
     return decorate

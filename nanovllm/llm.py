@@ -33,8 +33,8 @@ class LLM(LLMEngine):
     ) -> list[RequestOutput]:
         """The answers of `generate` to one conversation or several. Each is a list of messages (`role`, `content`).
 
-        `chat_template_kwargs` are passed to the chat template, for example `{"enable_thinking": False}`. ValueError for a
-        conversation that the template can't render.
+        `chat_template_kwargs` are passed to the chat template, for example `{"enable_thinking": False}`. ValueError for
+        a conversation that the template can't render.
         """
         if not isinstance(chat_template_kwargs, Mapping | None):
             raise TypeError(f"chat_template_kwargs={chat_template_kwargs!r:.80}: must be a dict")

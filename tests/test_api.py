@@ -313,7 +313,7 @@ def test_context_manager_and_exit(prompts):
         with pytest.raises(RuntimeError, match="closed by exit"):
             call()
     with pytest.raises(ZeroDivisionError), LLM("tiny-qwen3", dtype="float32", device="cpu") as llm:
-        1 / 0
+        raise ZeroDivisionError
     with pytest.raises(RuntimeError, match="closed"):
         llm.step()
 
@@ -391,7 +391,7 @@ def test_interrupt_between_steps(make_llm, monkeypatch, prompts, alone):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("nanovllm.engine.outputs.tqdm.set_postfix", interrupted)
+        patch.setattr("nanovllm.engine.outputs.tqdm.update", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(prompts, GREEDY)
     assert llm.is_finished() and run(llm, prompts) == alone

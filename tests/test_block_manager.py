@@ -50,7 +50,7 @@ def test_prompt_is_found_up_to_its_last_token(length):
     prompt = list(range(length))
     compute(manager, prompt)
     assert cached(manager, prompt) == (length - 1) // BLOCK_SIZE * BLOCK_SIZE
-    assert cached(manager, prompt + [99]) == length // BLOCK_SIZE * BLOCK_SIZE
+    assert cached(manager, [*prompt, 99]) == length // BLOCK_SIZE * BLOCK_SIZE
 
 
 def test_fully_cached_prompt_writes_no_shared_block():
@@ -159,7 +159,7 @@ def test_evicting_the_original_leaves_nothing_that_points_to_it():
 
 
 def test_duplicate_is_found_when_the_first_is_evicted():
-    """Two blocks of the same contents: a sequence that goes on behind the second leaves no gap when the first is used again."""
+    """Of two blocks with the same contents, the second takes the first one's place in the prefix cache."""
     manager = BlockManager(6, BLOCK_SIZE)
     first, second = compute(manager, range(4)), compute(manager, range(4))
     second.token_ids = list(range(8))

@@ -1,4 +1,4 @@
-"""Several callers of one engine at a time, and interrupts at any moment: everyone gets the own answer, and nothing is lost."""
+"""Several callers of one engine, and interrupts at any moment: each caller gets its answers, and nothing is lost."""
 
 import os
 import random
@@ -12,6 +12,8 @@ from dataclasses import replace
 import pytest
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.engine.outputs import StepOutput
+from nanovllm.engine.request import CompletionRequest
 
 BOTH_WAYS = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -142,7 +144,7 @@ class Caller:
 
 @BOTH_WAYS
 def test_stress_of_callers(make_llm, requests, alone, stress_seconds, async_scheduling):
-    """Eight threads that generate, stream, leave, loop and abort; `pytest --stress-seconds 60` takes a minute for each."""
+    """Eight threads generate, stream, leave, loop and abort; `pytest --stress-seconds 60` takes a minute each."""
     llm = make_llm(async_scheduling=async_scheduling, kvcache_block_size=16, num_kvcache_blocks=12, max_num_seqs=12)
     before = threading.active_count()
     started, until = [], time.monotonic() + stress_seconds
@@ -328,6 +330,39 @@ def test_exit_in_a_signal_handler(make_llm, monkeypatch, requests):
     assert llm.model_runner is None
 
 
+# -- inboxes -----------------------------------------------------------------------------------------------------------
+
+
+def test_inbox_of_a_caller_that_never_steps(make_llm, requests):
+    """Steps that bring it nothing leave nothing in it; what they computed is added up."""
+    llm = make_llm(max_num_seqs=1)
+    with threads(lambda: llm.add_request(requests[0][0], replace(GREEDY, max_tokens=3))):
+        pass
+    inbox = next(iter(llm.core.inboxes))
+    llm.generate(requests[1][0], replace(GREEDY, max_tokens=30), use_tqdm=False)
+    output = inbox.take()
+    assert len(output.new_tokens) == 3 and len(output.finished) == 1 and not output.events
+    assert output.num_prefill_tokens == len(requests[0][0]) and 2 <= output.num_decode_tokens <= 3
+    assert inbox.take() == StepOutput() and not inbox.live
+
+
+def test_no_outputs_for_a_caller_that_has_left(make_llm, monkeypatch, requests):
+    llm = make_llm()
+    monkeypatch.setattr(CompletionRequest, "output", lambda request: pytest.fail("made an output that nobody reads"))
+    monkeypatch.setattr(llm.model_runner, "execute", lambda batch: os.kill(os.getpid(), signal.SIGUSR1))
+
+    def leave(*_):
+        raise SystemExit
+
+    previous = signal.signal(signal.SIGUSR1, leave)
+    try:
+        with pytest.raises(SystemExit):
+            llm.generate([requests[0][0]] * 3, GREEDY, use_tqdm=False)
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    check_whole(llm)
+
+
 # -- interrupts --------------------------------------------------------------------------------------------------------
 
 
@@ -480,15 +515,15 @@ def test_interrupt_of_one_caller(make_llm, monkeypatch, requests, alone, async_s
             assert made == alone[i]
 
     monkeypatch.setattr(llm.model_runner, "execute", interrupted)
-    with threads(lambda: generate(3), lambda: generate(2), lambda: stream(8), lambda: stream(6)):
-        with pytest.raises(KeyboardInterrupt):
-            while True:  # the main thread runs steps for the others
-                llm.core.leadership.run(llm.core._step, is_urgent=True)
+    others = [lambda: generate(3), lambda: generate(2), lambda: stream(8), lambda: stream(6)]
+    with threads(*others), pytest.raises(KeyboardInterrupt):
+        while True:  # the main thread runs steps for the others
+            llm.core.leadership.run(llm.core._step, is_urgent=True)
     check_whole(llm)
 
 
 def test_interrupts_of_a_leader_with_many_callers(make_llm, requests, alone, sigint, interrupts):
-    """SIGINT at random moments of the main thread, which carries out what others post: they lose nothing, and none waits."""
+    """SIGINT at random moments of the main thread, which executes commands of other callers: they lose nothing."""
     llm = make_llm(kvcache_block_size=16, num_kvcache_blocks=16, max_num_seqs=4)
     is_over, num_calls = threading.Event(), [0] * 3
 

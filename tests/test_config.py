@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import inspect
 import json
 import math
 import shutil
@@ -299,6 +300,14 @@ def test_max_model_len_up_to_the_models(model_of_length):
 def test_given_cache_bounds_max_model_len(blocks, asked, expected):
     c = config(num_kvcache_blocks=blocks, kvcache_block_size=16, max_model_len=asked)
     assert (c.max_model_len, c.num_kvcache_blocks) == (expected, blocks)
+
+
+def test_signature_is_the_settings():
+    """What an editor and `help` show of `LLM` is Config's own signature."""
+    shown = inspect.signature(LLM).parameters
+    assert [*shown] == [field.name for field in dataclasses.fields(Config) if field.init]
+    assert shown["max_num_seqs"].default == 512 and shown["max_num_seqs"].annotation is int
+    assert all(shown[name].kind is inspect.Parameter.KEYWORD_ONLY for name in [*shown][1:])
 
 
 def test_frozen():

@@ -1,4 +1,4 @@
-"""Ids to text as they come, and where stop strings cut it; the reference looks at the whole text, one character at a time."""
+"""Token ids to text, and stop strings; the reference looks at the whole text, one character at a time."""
 
 import random
 from time import perf_counter
@@ -45,7 +45,7 @@ def test_text_is_the_tokenizers(tokenizer, skip_special_tokens):
 
 
 def test_bytes_of_odd_tokens():
-    """Added tokens that byte-level BPE could not have written, and ids that a padded model has and the tokenizer has not."""
+    """Added tokens that byte-level BPE could not have written, and ids that only the padded model has."""
     tokenizer = SimpleNamespace(
         backend_tokenizer=SimpleNamespace(decoder=type("ByteLevel", (), {})()),
         convert_ids_to_tokens={0: "Ġa", 1: "a b", 2: "日本", 3: None}.get,
@@ -67,7 +67,7 @@ def test_every_character_of_a_tokenizer_is_known(tokenizer):
 
 
 def reference(ids: list[int], params: SamplingParams) -> tuple[int, str, str, str | None]:
-    """(tokens, text, finish reason, stop reason): the first place at which a stop string ends, and the first of the list there."""
+    """(tokens, text, finish reason, stop reason); the stop string that ends first, or is the first of the list."""
     prefixes = [b"".join(TOKENS[i] for i in ids[:n]) for n in range(len(ids) + 1)]
     texts = [prefix[: -1 if prefix.endswith(b"\xc3") else None].decode(errors="replace") for prefix in prefixes]
     for n in range(params.min_tokens + 1, len(ids) + 1):
@@ -118,7 +118,9 @@ def test_stop_strings(include):
             assert inbox.output == expected, (ids, params)
             if kind is OutputKind.EVENTS:
                 assert "".join(event.text for event in inbox.collected.events) == expected[1]
-                assert [event.finish_reason for event in inbox.collected.events[-2:]] == [None, expected[2]][-len(inbox.collected.events) :]
+                assert [event.finish_reason for event in inbox.collected.events[-2:]] == [None, expected[2]][
+                    -len(inbox.collected.events) :
+                ]
             if kind is OutputKind.TOKENS:
                 assert [token_id for _, token_id in inbox.collected.new_tokens] == ids[: expected[0]]
         seen.add((expected[2], type(expected[3])))

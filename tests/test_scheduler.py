@@ -386,6 +386,20 @@ def test_prefill_comes_first():
     assert not step.is_prefill and rows(step) == [(0, 6, 7), (1, 6, 7)]
 
 
+def test_what_a_sequence_says_of_itself():
+    """Its length counts tokens in flight, and its contents do not."""
+    scheduler = make_scheduler()
+    (seq,) = add(scheduler, Request(prompt(5)))
+    step = scheduler.schedule()
+    assert (len(seq), seq.num_completion_tokens, seq.last_token) == (6, 0, 104)
+    scheduler.postprocess(step, [7])
+    assert (len(seq), seq.num_completion_tokens, seq.last_token) == (6, 1, 7)
+    assert seq.prompt_token_ids == prompt(5) and seq.completion_token_ids == [7] and not seq.is_finished
+    assert repr(seq) == "Sequence(0.0, RUNNING, 5 + 1 tokens, blocks [0, 1])"
+    scheduler.abort(0)
+    assert seq.is_finished
+
+
 def test_prompts_fill_the_token_budget():
     """The last prompt that does not fit whole is computed as far as it goes, and on in the next step."""
     scheduler = make_scheduler(max_num_batched_tokens=8)
@@ -608,11 +622,11 @@ def test_reset_repairs_anything():
     assert [len(seq.completion_token_ids) for seq in seqs] == [12] * 4 and leftovers(scheduler) == (0, 0, 0, 0)
 
 
-# -- beams ---------------------------------------------------------------------------------------------------------------
+# -- beams -------------------------------------------------------------------------------------------------------------
 
 
 def test_beams_share_what_they_have_in_common():
-    """Of each branch the full blocks are the parent's, and the one that is full in part is copied before the next step."""
+    """A branch shares the full blocks of its parent, and the last block is copied before the next step."""
     scheduler = make_scheduler()
     root = make_sequence(0, Request(prompt(6)))
     root.is_beam = True

@@ -20,9 +20,10 @@ from conftest import TINY
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
-from nanovllm.distributed import worker
+from nanovllm.distributed import tensor_parallel, worker
 from nanovllm.distributed.step_channel import HEADER, NUM_BUFFERS, StepChannel, StepReader
 from nanovllm.engine.batch import BatchShape, largest_batch
+from nanovllm.engine.single_rank import SingleRank
 from nanovllm.sampling_params import MAX_BAD_WORDS, MAX_BIASES
 from nanovllm.utils.interrupts import interrupts_held
 
@@ -285,7 +286,8 @@ def test_a_rank_has_an_error_in_a_step(make_llm, monkeypatch):
 
 
 def test_a_rank_hangs_in_a_step(make_llm, monkeypatch):
-    monkeypatch.setattr(worker, "STEP_TIMEOUT", 1.0)
+    for module in (tensor_parallel, worker):
+        monkeypatch.setattr(module, "STEP_TIMEOUT", 1.0)
     llm = make_llm(tensor_parallel_size=2, max_model_len=2048)
     later(0.3, os.kill, pid_of(1), signal.SIGSTOP)
     begin = time.monotonic()
@@ -426,6 +428,12 @@ def test_an_exit_by_the_garbage_collector_in_the_ranks_own_thread(sleepers, monk
     os.kill(pid_of(1), signal.SIGKILL)
     sleepers._supervisor.join(SOON)
     assert not leftovers(tmp_path)
+
+
+def test_one_rank_has_the_same_interface(sleepers):
+    names = [name for name in dir(SingleRank()) if not name.startswith("_")]
+    assert {"connect", "wait_until_started", "check", "launch", "cause_of", "exit", "tp", "processes"} == {*names}
+    assert all(hasattr(sleepers, name) for name in names)
 
 
 class FakeRunner:

@@ -19,11 +19,11 @@ HEADER = len(BatchShape._fields)
 class StepChannel:
     """Rank 0's end of the channel.
 
-    A buffer is a flat int32 array with a batch's shape and its contents. Each reader has two semaphores, which count the
-    buffers that it has read (free) and those that it has not (filled). So nothing is overwritten before all have read it,
-    readers sleep while there is nothing to read, and a killed reader never blocks rank 0 in raising a semaphore. The
-    memory (an unnamed file) and the semaphores (eventfds) are file descriptors that readers inherit: nothing has a name
-    that could outlive the processes.
+    A buffer is a flat int32 array with a batch's shape and its contents. Each reader has two semaphores, which count
+    the buffers that it has read (free) and those that it has not (filled). So nothing is overwritten before all have
+    read it, readers sleep while there is nothing to read, and a killed reader never blocks rank 0 in raising a
+    semaphore. The memory (an unnamed file) and the semaphores (eventfds) are file descriptors that readers inherit:
+    nothing has a name that could outlive the processes.
     """
 
     def __init__(self, capacity: int, num_readers: int):
@@ -76,7 +76,7 @@ class StepReader:
 
     @contextmanager
     def receive(self) -> Iterator[tuple[BatchShape, np.ndarray]]:
-        """The next batch's shape, and words of which the first are its contents. They may be read within the block only."""
+        """The next batch's shape, and words that begin with its contents; they are valid within the block only."""
         os.eventfd_read(self._filled)
         buffer = next(self._buffers)
         yield BatchShape(*buffer[:HEADER].tolist()), buffer[HEADER:]

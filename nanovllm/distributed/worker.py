@@ -31,7 +31,8 @@ from nanovllm.utils.stopwatch import Stopwatch
 
 START_TIMEOUT = 1800.0  # seconds for all ranks to load their weights and capture their graphs
 MAX_MESSAGE_BYTES = 2**17  # of a message between rank 0 and another rank
-READY = b"ready"  # the message of a rank whose process has started, and again when its model runner has; any other is an error
+# a rank sends this when its process has started, and again when its model runner has; any other message is an error
+READY = b"ready"
 BOOTSTRAP = (
     "import sys; sys.path[:] = sys.argv[2:]; from nanovllm.distributed.worker import work; work(int(sys.argv[1]))"
 )
@@ -41,11 +42,11 @@ class Workers:
     """The other ranks, as rank 0 in the caller's process sees them.
 
     A supervisor thread starts, watches and ends their processes, so that no interrupt of the caller leaves that half
-    done. When a rank ends, reports an error or does not start in time, the thread kills all ranks, tells rank 0's device
-    not to wait for them, and `failure` has the reason. If the caller is killed, the ranks end by themselves.
+    done. When a rank ends, reports an error or does not start in time, the thread kills all ranks, tells rank 0's
+    device not to wait for them, and `failure` has the reason. If the caller is killed, the ranks end by themselves.
 
-    The processes are plain subprocesses, not `multiprocessing`'s: that would import the caller's script in each of them,
-    and any forked child of the caller would end them when it exits.
+    The processes are plain subprocesses, not `multiprocessing`'s: that would import the caller's script in each of
+    them, and any forked child of the caller would end them when it exits.
     """
 
     def __init__(self, config: Config):
@@ -207,7 +208,7 @@ class Workers:
         for sock in sockets.values():
             sock.close()
         if self.tp.lost or self.tp.folder is None:
-            self._remove_folder()  # else `tp.close` removes it: without the file in it, NCCL would wait for minutes there
+            self._remove_folder()  # else `tp.close` does: NCCL reads it once more, and would wait for minutes
 
     def _remove_folder(self) -> None:
         if self._folder is not None:
@@ -216,8 +217,8 @@ class Workers:
     def exit(self) -> None:
         """End the processes and clean up; in a forked child, do nothing.
 
-        Any thread may call this, more than once, and while another thread is in `launch`, which then raises RuntimeError.
-        An interrupt is raised when all is done.
+        Any thread may call this, more than once, and while another thread is in `launch`, which then raises
+        RuntimeError. An interrupt is raised when all is done.
         """
         if self._supervisor is None or os.getpid() != self._caller_pid:
             return
@@ -274,7 +275,7 @@ def work(fd: int) -> None:
     except BaseException:
         with suppress(OSError):
             sock.send(traceback.format_exc().encode()[-MAX_MESSAGE_BYTES:])
-        threading.Event().wait()  # until the caller kills this process, or `end_with_caller` notices that the caller is gone
+        threading.Event().wait()  # until the caller kills this process, or `end_with_caller` ends it
 
 
 def serve(runner: ModelRunner, reader: StepReader) -> None:

@@ -1,4 +1,4 @@
-"""Beam search: a beam is a sequence that pauses after each token; beams share the cache blocks of their common prefix."""
+"""Beam search: beams are sequences that pause after each token, and share the blocks of their common prefix."""
 
 from itertools import count
 from operator import itemgetter
@@ -34,9 +34,9 @@ class Candidate(NamedTuple):
 class BeamRequest(Request):
     """A search for the most likely answers to a prompt: that of transformers' `generate(num_beams=...)`.
 
-    In each step, the best `beam_width` candidates that do not end go on as beams. A candidate that ends is kept if it is
-    among the best `beam_width` of its step and among the best `beam_width` that were kept. The search is over when no
-    beam, its score divided by its length to the power `length_penalty`, is better than the worst kept one.
+    A candidate is a beam with one more token. The best `beam_width` candidates that do not end are the next step's
+    beams. Of those that end, the ones among the best `beam_width` of their step are finished beams, of which the best
+    `beam_width` are kept. The search is over when it has so many, and no beam's score is better than the worst of them.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class BeamRequest(Request):
                 self._finished.append(FinishedBeam(score, candidate.cumulative_logprob, candidate.token_ids))
         self._finished = sorted(self._finished, reverse=True)[:beam_width]
         survivors = [candidate for candidate, is_end in zip(candidates, ends) if not is_end][:beam_width]
-        if survivors and len(self._finished) == beam_width:
-            if survivors[0].cumulative_logprob / penalty <= self._finished[-1].score:
-                survivors = []
+        is_full = len(self._finished) == beam_width
+        if survivors and is_full and survivors[0].cumulative_logprob / penalty <= self._finished[-1].score:
+            survivors = []
         self._branch(scheduler, beams, survivors)
 
     def _branch(self, scheduler: Scheduler, beams: list[Sequence], survivors: list[Candidate]) -> None:

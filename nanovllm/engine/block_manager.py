@@ -23,8 +23,8 @@ class Block:
 class BlockManager:
     """Allocates and frees blocks in O(1) each.
 
-    A freed block keeps its contents until it is allocated again, so that a later sequence with the same prefix can reuse
-    it. The block that was freed first is allocated first.
+    A freed block keeps its contents until it is allocated again, so that a later sequence with the same prefix can
+    reuse it. The block that was freed first is allocated first.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):

@@ -1,4 +1,4 @@
-"""Token ids to text while they arrive: no character is split, and stop strings are found wherever token boundaries are."""
+"""Token ids to text while they arrive: no character is split, and stop strings may begin and end within tokens."""
 
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""The loop that serves all callers: they submit requests, one of their threads runs the steps, and each has an inbox."""
+"""The loop behind all callers: they submit requests, one of their threads runs the steps, and each has an inbox."""
 
 import weakref
 from collections.abc import Collection, Iterable
@@ -20,7 +20,7 @@ from nanovllm.utils.stopwatch import Stopwatch
 
 
 class EngineCore:
-    """Scheduler, model runner and ranks, and the requests that have not ended. Any thread may call its public methods."""
+    """Scheduler, model runner, ranks, and the requests that have not ended. Any thread may call its public methods."""
 
     def __init__(self, config: Config, startup: Stopwatch):
         """RuntimeError if one of several ranks does not start."""
@@ -182,7 +182,7 @@ class EngineCore:
     # -- errors, and the end of the engine -----------------------------------------------------------------------------
 
     def _recover(self, error: BaseException, inboxes: Iterable[Inbox]) -> None:
-        """Rebuild the state after an error. An interrupt costs other callers time; any other error ends all requests."""
+        """Rebuild the state. After an interrupt all requests are computed again; any other error drops them."""
         clear_context()
         if self.model_runner is None:
             return

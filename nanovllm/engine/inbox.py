@@ -17,7 +17,7 @@ class OutputKind(Enum):
 class Inbox:
     """The outputs for one caller. The thread that runs a step, the leader, writes them; the caller's thread reads them.
 
-    The leader collects outputs in `collected` while it processes a step, and then hands them to the caller by `publish`.
+    While the leader processes a step, it adds outputs to `collected`; `publish` hands them to the caller.
     """
 
     def __init__(self, kind: OutputKind):

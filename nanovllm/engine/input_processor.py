@@ -1,4 +1,4 @@
-"""What callers pass in becomes requests. Every check of a prompt and its parameters is made here, before anything is queued."""
+"""From prompts and parameters to requests. They are checked completely here, before anything is queued."""
 
 import operator
 import secrets
@@ -63,7 +63,7 @@ class InputProcessor:
         prompts = as_prompts(prompts)
         params = sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
         if len(params) != len(prompts):
-            raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts: pass one, or one for each prompt")
+            raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts: pass one, or one for each")
         default = self.default_sampling_params() if any(x is None for x in params) else None
         return [
             self.request(prompt, default if own is None else own, inbox, i, template_arguments)
@@ -125,7 +125,7 @@ class InputProcessor:
         if not ids:
             raise ValueError("prompt: is empty; it must have at least 1 token")
         if len(ids) >= self.max_model_len:
-            raise ValueError(f"prompt: has {len(ids)} tokens; it must be shorter than max_model_len={self.max_model_len}")
+            raise ValueError(f"prompt: has {len(ids)} tokens; must be fewer than max_model_len={self.max_model_len}")
         vocab_size = self.config.model_config.vocab_size
         for token_id in (min(ids), max(ids)):
             if not 0 <= token_id < vocab_size:

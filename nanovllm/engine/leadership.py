@@ -16,12 +16,12 @@ from nanovllm.utils.interrupts import interrupts_held
 class Leadership:
     """One thread at a time, the leader, uses the scheduler and the device; the engine has no thread of its own.
 
-    A thread that needs output runs a step as the leader, or waits while another leader fills its inbox. Whatever changes
-    requests is posted as a command, which the current or the next leader executes between two steps.
+    A thread that needs output runs a step as the leader, or waits while another leader fills its inbox. To add or abort
+    requests, it posts a command, which the current or the next leader executes between two steps.
     """
 
     def __init__(self, recover: Callable[[BaseException, Iterable[Inbox]], None]):
-        """`recover(error, inboxes)` repairs the state after an error, which is then raised to the reader of `inboxes`."""
+        """`recover(error, inboxes)` repairs the state after an error, which the reader of `inboxes` is about to get."""
         self._recover = recover
         self._commands: deque[Callable[[], None]] = deque()
         self.reset()

@@ -26,12 +26,12 @@ class LLMEngine:
     """Generates for many requests at once.
 
     `generate` returns complete answers, and `stream` their pieces as they arrive. `add_request`, `step`, `abort` and
-    `is_finished` are for callers that run the loop themselves. All methods may be called from several threads at the same
-    time, and each caller gets the outputs of its own requests. The engine has no thread of its own: one of the callers
-    runs the next step while the others wait for its outputs. Requests are added and aborted between two steps.
+    `is_finished` are for callers that run the loop themselves. All methods may be called from several threads at the
+    same time, and each caller gets the outputs of its own requests. The engine has no thread of its own: one of the
+    callers runs the next step while the others wait for its outputs. Requests are added and aborted between two steps.
 
-    With `async_scheduling`, the tokens of a step reach the host while the next step runs. An engine is a context manager;
-    `exit` frees its memory. `startup_seconds` has the time that each part of the start took.
+    With `async_scheduling`, the tokens of a step reach the host while the next step runs. An engine is a context
+    manager; `exit` frees its memory. `startup_seconds` has the time that each part of the start took.
     """
 
     @takes_settings_of(Config)
@@ -71,9 +71,9 @@ class LLMEngine:
         A prompt is a string, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a conversation.
         `sampling_params` are for all prompts, or a list with one for each; None takes what the model recommends.
 
-        ValueError or TypeError, as in `add_request`, if any prompt is invalid; then none is queued. Ctrl-C and errors drop
-        the requests of this call, and the engine can be used again. RuntimeError if a step that another caller ran has
-        failed, which drops all requests.
+        ValueError or TypeError, as in `add_request`, if any prompt is invalid; then none is queued. Ctrl-C and errors
+        drop the requests of this call, and the engine can be used again. RuntimeError if a step that another caller ran
+        has failed, which drops all requests.
         """
         inbox = Inbox(OutputKind.FINAL)
         return self._run(self.processor.requests(prompts, sampling_params, inbox), inbox, use_tqdm)
@@ -101,9 +101,9 @@ class LLMEngine:
     ) -> Iterator[StreamEvent]:
         """The answers of `generate` piece by piece; the events of different prompts alternate.
 
-        Text that may still be cut off as a stop string is held back, and no character is split. `chat_template_kwargs` are
-        for conversations. Errors are those of `generate`, and are raised by the call itself. Leaving the loop aborts the
-        requests that have not ended.
+        Text that may still be cut off as a stop string is held back, and no character is split. `chat_template_kwargs`
+        are for conversations. Errors are those of `generate`, and are raised by the call itself. Leaving the loop
+        aborts the requests that have not ended.
         """
         self.core.check_open()
         inbox = Inbox(OutputKind.EVENTS)
@@ -123,8 +123,8 @@ class LLMEngine:
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a request and return its id. `step`, called by the same thread, returns its output.
 
-        Before anything is queued: ValueError for a prompt that is empty or not shorter than `max_model_len`, or a token id
-        outside of the vocabulary; TypeError for anything but a prompt.
+        Before anything is queued: ValueError for a prompt that is empty or not shorter than `max_model_len`, or a token
+        id outside of the vocabulary; TypeError for anything but a prompt.
         """
         self.core.check_open()
         request = self.processor.request(prompt, sampling_params, self._own_inbox())
@@ -134,8 +134,8 @@ class LLMEngine:
     def abort(self, request_id: int) -> None:
         """End a request before the next step; its caller gets what there is of its answer.
 
-        Nothing happens if it has ended already. May be called from a signal handler. ValueError for an id that was never
-        assigned.
+        Nothing happens if it has ended already. May be called from a signal handler. ValueError for an id that no
+        request has.
         """
         if not (num_requests := self.processor.num_requests):
             raise ValueError(f"request_id={request_id!r}: there has been no request yet")
@@ -144,8 +144,8 @@ class LLMEngine:
     def step(self) -> StepOutput:
         """Launch the next step, and return what has arrived for the requests that this thread has added.
 
-        A thread that has added none, such as the loop of a server, gets the outputs of all threads that do not call `step`
-        themselves.
+        A thread that has added none, such as the loop of a server, gets the outputs of all threads that do not call
+        `step` themselves.
 
         An error drops all requests, and the engine can be used again; Ctrl-C drops none. With several ranks, any error
         closes the engine, and the failure of another rank is a RuntimeError that names it.
@@ -172,8 +172,8 @@ class LLMEngine:
         """Counts since the start, and the current state.
 
         `requests`: waiting and running, where each of `n` answers counts. `blocks`: used, cached (free, but found as a
-        prefix) and free. `prefix_hit_rate`: the fraction of the prompts' tokens that were found. `preemptions`. `tokens`:
-        in and out. `steps`: prefill and decode.
+        prefix) and free. `prefix_hit_rate`: the fraction of the prompts' tokens that were found. `preemptions`.
+        `tokens`: in and out. `steps`: prefill and decode.
         """
         return self.scheduler.stats()
 
@@ -186,7 +186,9 @@ class LLMEngine:
         if getattr(self._own, "inbox", None) is None:
             self._own.inbox = Inbox(OutputKind.TOKENS)
             with self.core.leadership.lock:
-                used = {inbox for inbox in self._thread_inboxes if inbox.live or inbox.is_ready or inbox.thread.is_alive()}
+                used = {
+                    inbox for inbox in self._thread_inboxes if inbox.live or inbox.is_ready or inbox.thread.is_alive()
+                }
                 self._thread_inboxes = used | {self._own.inbox}
         return self._own.inbox
 
@@ -201,9 +203,10 @@ class LLMEngine:
         config = self.config
         num_tokens = (config.num_kvcache_blocks or 0) * config.kvcache_block_size
         return (
-            f"LLM({config.model!r}: {config.device}, {str(config.dtype).removeprefix('torch.')}, attention by "
-            f"{config.attention_backend}, max_model_len {config.max_model_len:,}, {config.num_kvcache_blocks:,} blocks for "
-            f"{num_tokens:,} tokens, prefix caching {'on' if config.enable_prefix_caching else 'off'}, "
+            f"LLM({config.model!r}: {config.device}, {str(config.dtype).removeprefix('torch.')}, "
+            f"attention by {config.attention_backend}, max_model_len {config.max_model_len:,}, "
+            f"{config.num_kvcache_blocks:,} blocks for {num_tokens:,} tokens, "
+            f"prefix caching {'on' if config.enable_prefix_caching else 'off'}, "
             f"{config.tensor_parallel_size} rank{'s' * (config.tensor_parallel_size > 1)})"
         )
 

@@ -60,7 +60,9 @@ def _as_text(content):
     """The text of a content that is a list of parts; any other content as it is."""
     if not isinstance(content, (list, tuple)):
         return content
-    texts: list = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part for part in content]
+    texts: list = [
+        part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part for part in content
+    ]
     for part, text in zip(content, texts):
         if not isinstance(text, str):
             raise ValueError(f"content part {part!r:.80}: must be text, as {{'type': 'text', 'text': ...}}")

@@ -12,7 +12,7 @@ from nanovllm.engine.sequence import Sequence
 
 
 class Request:
-    """A prompt, the sequences that are computed for it, and the inbox of its caller: what the engine core works with."""
+    """What the engine core works with: a prompt, the sequences computed for it, and the inbox of its caller."""
 
     only_final = True  # single tokens need no attention: nothing is streamed, and there are no stop strings
 
@@ -71,9 +71,9 @@ class CompletionRequest(Request):
 
     def process_token(self, seq: Sequence, scheduler: Scheduler) -> None:
         may_hold_stop_string = seq.finish_reason != "stop" or self.params.include_stop_str_in_output
-        if self.params.stop and may_hold_stop_string:
-            if (stop := self._detokenizer(seq).cut_at_stop()) is not None:
-                scheduler.finish(seq, "stop", stop)
+        stop = self._detokenizer(seq).cut_at_stop() if self.params.stop and may_hold_stop_string else None
+        if stop is not None:
+            scheduler.finish(seq, "stop", stop)
         self.deliver(seq)
 
     def deliver(self, seq: Sequence) -> None:

@@ -21,7 +21,7 @@ class Scheduler:
     `schedule` may be called again before the last step's tokens have reached `postprocess`, but only once: a sequence
     that is preempted in between has all its tokens again before it can be admitted.
 
-    The answers to one prompt (`Sequence.group`) wait one after the other. The first is admitted when all of them fit, or
+    The answers to one prompt (`Sequence.group`) are queued together. The first is admitted when all of them fit, or
     nothing else runs. Once its prompt is computed, the others share its blocks and are sampled in the same step, as far
     as they fit. The rest stay at the head of the queue, and find their prompt in the prefix cache.
 
@@ -107,7 +107,9 @@ class Scheduler:
 
     def _fork_group(self, seq: Sequence, step: ScheduledStep, num_reserved: int) -> None:
         """Start the other answers to the prompt of `seq`, as far as they fit."""
-        while self.waiting and (other := next(iter(self.waiting.values()))).group is seq.group and not other.has_sampled:
+        while (
+            self.waiting and (other := next(iter(self.waiting.values()))).group is seq.group and not other.has_sampled
+        ):
             if not self.free_req_indices or len(self.block_manager.free_block_ids) <= num_reserved:
                 break
             self.waiting.popitem(last=False)
@@ -117,10 +119,7 @@ class Scheduler:
 
     def _admit(self, seq: Sequence) -> bool:
         num_running = len(self.running)
-        if (
-            num_running > self.max_running_to_admit
-            and self.num_steps_without_admission < MAX_STEPS_WITHOUT_ADMISSION
-        ):
+        if num_running > self.max_running_to_admit and self.num_steps_without_admission < MAX_STEPS_WITHOUT_ADMISSION:
             self.num_steps_without_admission += 1
             return False
         self.num_steps_without_admission = 0
@@ -128,7 +127,7 @@ class Scheduler:
         num_others = num_running + (len(seq.group) - 1 if is_new_group else 0)
         # with a block in reserve for each of the others, all can grow once before one has to be preempted
         if num_others >= self.max_num_seqs or not self.block_manager.can_allocate(seq, num_reserved=num_others):
-            # a prefill step for each sequence that ends would delay all others: wait until a sixteenth of them have ended
+            # a prefill step for each sequence that ends would delay all others: wait until a sixteenth have ended
             self.max_running_to_admit = max(0, num_running - max(1, num_running // 16))
             return False
         self.max_running_to_admit = self.max_num_seqs
@@ -277,7 +276,7 @@ class Scheduler:
         return seqs
 
     def reset(self) -> None:
-        """Rebuild all state after an error, whatever it left: live sequences are recomputed from the tokens they have."""
+        """Rebuild all state after an error: live sequences are recomputed from the tokens they have."""
         seqs = [seq for group in self.live.values() for seq in group.values()]
         self.block_manager.reset()
         self.free_req_indices = list(range(self.max_num_seqs - 1, -1, -1))

@@ -51,7 +51,9 @@ class Sequence:
         self.req_index = -1  # its row in the device's per-request state while it runs
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None  # the stop id or string that ended it; None for the tokenizer's own eos
+        self.stop_reason: int | str | None = (
+            None  # the stop id or string that ended it; None for the tokenizer's own eos
+        )
         self.logprobs: list[Logprobs] = []  # for each generated token
         self.prompt_logprobs: list[Logprobs | None] = [None]  # for each token of the prompt; the first has none
         self.is_beam = is_beam
@@ -63,11 +65,8 @@ class Sequence:
         return self.num_tokens
 
     def __repr__(self) -> str:
-        return (
-            f"Sequence({self.request_id}.{self.index}, {self.status.name}, {self.num_prompt_tokens} prompt + "
-            f"{self.num_completion_tokens} completion tokens, {self.num_computed_tokens} computed, "
-            f"blocks {self.block_table})"
-        )
+        num_tokens = f"{self.num_prompt_tokens} + {self.num_completion_tokens} tokens"
+        return f"Sequence({self.request_id}.{self.index}, {self.status.name}, {num_tokens}, blocks {self.block_table})"
 
     @property
     def prompt_token_ids(self) -> list[int]:

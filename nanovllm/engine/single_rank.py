@@ -7,7 +7,7 @@ from nanovllm.engine.step_result import PendingStep
 
 
 class SingleRank:
-    """The interface of `distributed.worker.Workers` with nothing behind it: rank 0, in this process, is the only one."""
+    """The interface of `distributed.worker.Workers` for one rank, which is this process."""
 
     def __init__(self):
         self.tp = TensorParallel()

@@ -14,6 +14,7 @@ def check_int(name: str, value: Any, low: int, high: int | None = None, optional
 @overload
 def check_int(name: str, value: Any, low: int, high: int | None = None, *, optional: bool) -> int | None: ...
 
+
 def check_int(name: str, value: Any, low: int, high: int | None = None, optional: bool = False) -> int | None:
     """`value` as an int. TypeError for anything else, bools included; ValueError unless it is in `low` to `high`."""
     if optional and value is None:
