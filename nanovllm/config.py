@@ -61,12 +61,12 @@ VLLM_NAMES = {"block_size": "kvcache_block_size", "num_gpu_blocks_override": "nu
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The settings of an engine. `None` and `"auto"` are replaced by what they stand for.
+    """The settings of an engine. `None` and `"auto"` are resolved to the value in use.
 
     model: a folder in the Hugging Face layout, a hub id, or `"tiny-qwen3"`, the model inside this package.
-    max_num_batched_tokens: the most tokens of a prefill step; longer prompts are computed in chunks.
-    max_num_seqs: the most sequences that run at the same time.
-    max_model_len: the most tokens of a prompt and its completion together; None is 4096, or the model's own if smaller.
+    max_num_batched_tokens: maximum number of tokens of a prefill step; longer prompts are computed in chunks.
+    max_num_seqs: maximum number of sequences that run at the same time.
+    max_model_len: maximum number of tokens of a prompt and its completion; None is 4096, or the model's own if smaller.
     gpu_memory_utilization: the fraction of the GPU's memory that this engine may use for weights and cache together.
     tensor_parallel_size: 1, 2, 4 or 8 ranks that share the model; on CUDA each has a device, starting with `device`.
     enforce_eager: do not use CUDA graphs.

@@ -39,7 +39,7 @@ class SamplingParams:
     min_p: sample from tokens with at least this fraction of the most likely token's probability.
     seed: makes the request repeatable in any batch; None or -1 leaves it to the engine's `seed`.
     n: the number of answers; the prompt is computed once.
-    max_tokens: the most tokens to generate; None is up to the engine's `max_model_len`, which always ends a request.
+    max_tokens: maximum number of tokens to generate; the engine's `max_model_len` is always a bound too.
     min_tokens: nothing but `max_tokens` ends the request before it has generated this many tokens.
     ignore_eos: do not end at the model's end-of-sequence ids.
     stop: strings that end the request; the text is cut before them, or after them with `include_stop_str_in_output`.
@@ -113,7 +113,7 @@ class BeamSearchParams:
     """The parameters of `LLM.beam_search`.
 
     beam_width: the number of beams, and of answers; at most half the vocabulary, which `check_beams` checks.
-    max_tokens: the most tokens of a beam.
+    max_tokens: maximum number of tokens of a beam.
     length_penalty: a score is the sum of log-probabilities divided by the length to this power.
     ignore_eos: no beam ends before `max_tokens`.
     """

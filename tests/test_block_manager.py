@@ -63,7 +63,7 @@ def test_fully_cached_prompt_writes_no_shared_block():
 
 
 def test_prefix_is_more_than_the_tokens_of_a_block():
-    """The same tokens after another beginning, or at another place, have other keys and values."""
+    """The same tokens after another prefix, or at another position, have other keys and values."""
     manager = BlockManager(16, BLOCK_SIZE)
     compute(manager, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     assert cached(manager, [0, 2, 3, 4, 5, 6, 7, 8, 9]) == 0
@@ -159,7 +159,7 @@ def test_evicting_the_original_leaves_nothing_that_points_to_it():
 
 
 def test_duplicate_is_found_when_the_first_is_evicted():
-    """Of two blocks with the same contents, the second takes the first one's place in the prefix cache."""
+    """Of two blocks with the same contents, the second replaces the first in the prefix cache."""
     manager = BlockManager(6, BLOCK_SIZE)
     first, second = compute(manager, range(4)), compute(manager, range(4))
     second.token_ids = list(range(8))

@@ -152,13 +152,13 @@ def test_stress_of_callers(make_llm, requests, alone, stress_seconds, async_sche
     with threads(*callers):
         pass
     assert threading.active_count() == before
-    assert all(caller.num_calls > stress_seconds / 4 for caller in callers), "somebody waited for ever"
+    assert all(caller.num_calls > stress_seconds / 4 for caller in callers), "a caller never made progress"
     assert llm.scheduler.num_preemptions > 0
     check_whole(llm)
 
 
 def test_loop_of_a_server(make_llm, requests, alone):
-    """One thread steps, and others add; what it gets is everyone's."""
+    """One thread steps, others add requests, and the first gets the outputs of all."""
     llm = make_llm(kvcache_block_size=16)
     of_request, is_over = {}, threading.Event()
 
@@ -183,7 +183,7 @@ def test_loop_of_a_server(make_llm, requests, alone):
 
 @BOTH_WAYS
 def test_error_in_another_callers_step(make_llm, monkeypatch, requests, async_scheduling):
-    """Nobody waits for ever: who ran the step gets the error, all others one that has it as its cause."""
+    """The caller that ran the step gets the error, and all others get one with it as its cause."""
     llm = make_llm(async_scheduling=async_scheduling)
     execute, all_here = llm.model_runner.execute, threading.Barrier(4)
     seen = []
@@ -227,7 +227,7 @@ def test_exit_while_others_wait(make_llm, requests):
 
 
 def test_abort_many_that_wait(make_llm):
-    """It takes as long for each, however many wait."""
+    """The time per request does not depend on how many wait."""
     llm = make_llm(max_num_seqs=2)
 
     def seconds(num_waiting: int) -> float:
@@ -251,7 +251,7 @@ def test_abort_before_any_request(make_llm):
 
 @BOTH_WAYS
 def test_abort_of_another_request_in_a_stream(make_llm, requests, async_scheduling):
-    """Each sequence has one last event, whoever ends it, and leaving afterwards keeps the engine at work."""
+    """Each sequence has one last event, however it ends, and the engine works after a caller has left."""
     llm = make_llm(async_scheduling=async_scheduling)
     ends = []
     for event in llm.stream([prompt for prompt, _ in requests[:4]], GREEDY):
@@ -281,7 +281,7 @@ def test_others_decode_beside_beams(make_llm, requests):
 
 
 def test_requests_of_a_thread_that_ended(make_llm, requests, alone):
-    """Whoever steps gets their answers, though that thread had stepped once itself."""
+    """The thread that steps gets their answers, though the other thread had stepped once itself."""
     llm = make_llm()
 
     def add_and_step():
@@ -298,7 +298,7 @@ def test_requests_of_a_thread_that_ended(make_llm, requests, alone):
 
 
 def test_fork_beside_a_step(make_llm, requests):
-    """In the child nobody leads, so that an exit does not wait for a thread that is not there."""
+    """In the child no thread is the leader, so that `exit` does not wait for a thread that does not exist."""
     llm = make_llm()
     with threads(lambda: llm.generate(requests[0][0], replace(GREEDY, max_tokens=300), use_tqdm=False)):
         while not llm.stats()["tokens"]["out"]:
@@ -368,7 +368,7 @@ def test_no_outputs_for_a_caller_that_has_left(make_llm, monkeypatch, requests):
 
 @pytest.mark.parametrize("moment", range(4))
 def test_abort_in_a_signal_handler(make_llm, monkeypatch, requests, alone, moment):
-    """In the midst of a step it takes effect with the next one; a call that would need a step of its own is refused."""
+    """During a step, it takes effect with the next one; a call that would need a step of its own is refused."""
     llm = make_llm(async_scheduling=moment % 2 == 1)
     where = [
         (llm.scheduler, "schedule"),
@@ -463,7 +463,7 @@ WORKS = {
 @pytest.mark.parametrize("by_signal", [False, True], ids=["raised", "signal"])
 @pytest.mark.parametrize("name", WORKS)
 def test_interrupt_at_any_bytecode(make_llm, requests, alone, sigint, interrupts, name, by_signal):
-    """Anywhere in scheduler, blocks, batches, text and turns: the next call is right, and nothing is lost.
+    """Anywhere in the engine's Python code: the next call is right, and nothing is lost.
 
     `pytest --interrupts 2000` takes so many moments.
     """
@@ -490,7 +490,7 @@ def test_interrupt_at_any_bytecode(make_llm, requests, alone, sigint, interrupts
 
 @BOTH_WAYS
 def test_interrupt_of_one_caller(make_llm, monkeypatch, requests, alone, async_scheduling):
-    """Ctrl-C in the midst of a forward drops the main thread's requests; those of others are computed again."""
+    """Ctrl-C during a forward drops the main thread's requests; those of others are computed again."""
     llm = make_llm(async_scheduling=async_scheduling, kvcache_block_size=16)
     execute, shared = llm.model_runner.execute, []
 

@@ -240,7 +240,7 @@ def test_triton_interpreter_makes_triton_run_on_a_cpu(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     assert config(attention_backend="triton").attention_backend == "triton"
-    assert config().attention_backend == "sdpa"  # but not unasked
+    assert config().attention_backend == "sdpa"  # but not by default
     with pytest.raises(ValueError, match="needs device='cuda'"):
         config(attention_backend="flash")
 
@@ -295,10 +295,10 @@ def test_max_model_len_up_to_the_models(model_of_length):
 
 
 @pytest.mark.parametrize(
-    "blocks, asked, expected", [(3, None, 48), (3, 40, 40), (3, 1000, 48), (1000, None, MODEL_LEN)]
+    "blocks, max_model_len, expected", [(3, None, 48), (3, 40, 40), (3, 1000, 48), (1000, None, MODEL_LEN)]
 )
-def test_given_cache_bounds_max_model_len(blocks, asked, expected):
-    c = config(num_kvcache_blocks=blocks, kvcache_block_size=16, max_model_len=asked)
+def test_given_cache_bounds_max_model_len(blocks, max_model_len, expected):
+    c = config(num_kvcache_blocks=blocks, kvcache_block_size=16, max_model_len=max_model_len)
     assert (c.max_model_len, c.num_kvcache_blocks) == (expected, blocks)
 
 

@@ -26,7 +26,7 @@ def pieces(rng: random.Random, ids: list[int]):
 
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
 def test_text_is_the_tokenizers(tokenizer, skip_special_tokens):
-    """Of random ids, most of which are no valid UTF-8 together; and on the way nothing is said that is taken back."""
+    """Of random ids, which are mostly not valid UTF-8 together; and text that was returned once never changes."""
     rng = random.Random(0)
     token_bytes = TokenBytes(tokenizer, skip_special_tokens)
     byte_ids = [i for i in range(2045) if len(tokenizer.convert_ids_to_tokens(i)) == 1]
@@ -82,7 +82,7 @@ def reference(ids: list[int], params: SamplingParams) -> tuple[int, str, str, st
 
 
 def run(params: SamplingParams, ids: list[int], kind: OutputKind) -> Inbox:
-    """What a caller gets of a request whose tokens come one by one; its `output` is what `reference` gives."""
+    """What a caller gets of a request, one token a step; `inbox.output` has the form of `reference`."""
     scheduler, inbox = make_scheduler(), Inbox(kind)
     seq = Sequence(0, [0], params, noise_seed=0, max_len=64)
     request = CompletionRequest([seq], None, inbox, TOKENS, TOKENS)

@@ -1,4 +1,4 @@
-"""Several ranks on the CPU: the answers of one, and what happens when one of them, or their caller, comes to grief."""
+"""Several ranks on the CPU: the answers of one rank, and what happens when a rank or the caller fails."""
 
 import json
 import os
@@ -35,7 +35,7 @@ PROMPTS = [
     "HAMLET.\nTo be, or not",
 ]
 BANS = {"min_p": 0.1, "bad_words": ["the", "a"], "allowed_token_ids": [*range(0, 2048, 3)]}
-ASKED = [
+OPTIONS = [
     {},
     {"top_k": 20, "top_p": 0.9},
     {"n": 2, "repetition_penalty": 1.3},
@@ -43,8 +43,8 @@ ASKED = [
     BANS,
 ]
 PARAMS = [
-    SamplingParams(temperature=t, max_tokens=28, seed=7, ignore_eos=True, **asked)
-    for t, asked in zip((0.0, 1.0, 0.6, 0.0, 2.0), ASKED)
+    SamplingParams(temperature=t, max_tokens=28, seed=7, ignore_eos=True, **options)
+    for t, options in zip((0.0, 1.0, 0.6, 0.0, 2.0), OPTIONS)
 ]
 SMALL = dict(kvcache_block_size=16, num_kvcache_blocks=8, max_num_batched_tokens=16, max_num_seqs=4)
 LONG = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
@@ -53,7 +53,7 @@ SOON = 10.0  # seconds
 
 @pytest.fixture(autouse=True)
 def folder_of_the_test(tmp_path, monkeypatch):
-    """Where the ranks meet: nothing is left of them when all is over."""
+    """The ranks connect in a folder of temporary files: none of theirs is left at the end."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
     assert not leftovers(tmp_path)
@@ -113,7 +113,7 @@ def expected() -> tuple[list, list]:
 
 @pytest.mark.parametrize("size, async_scheduling", [(2, False), (2, True), (4, True)])
 def test_the_answers_of_one_rank(make_llm, expected, size, async_scheduling):
-    """Greedy and seeded sampling, whatever is asked of the logits, with preemption, chunks and prefix hits."""
+    """Greedy and seeded sampling with all kinds of parameters, preemption, chunks and prefix hits."""
     llm = make_llm(tensor_parallel_size=size, async_scheduling=async_scheduling, **SMALL)
     assert_same(answers(llm), expected)
     assert llm.scheduler.num_preemptions > 0
@@ -211,7 +211,7 @@ def test_every_reader_gets_every_step_before_it_is_overwritten(channel):
 
 
 def test_a_reader_that_does_not_read(channel):
-    """The places fill up, and then it is an error; nobody waits for ever."""
+    """When all buffers are full, it is an error after the timeout."""
     step = np.zeros(4, np.int32)
     for _ in range(NUM_BUFFERS):
         channel.send((0,) * HEADER, step, timeout=0.1)
@@ -231,7 +231,7 @@ def test_a_channel_has_no_name_and_leaves_no_descriptor():
     assert os.listdir("/proc/self/fd") == before
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------------
+# -- failures ----------------------------------------------------------------------------------------------------------
 
 
 def pid_of(rank: int) -> int:
@@ -271,7 +271,7 @@ def test_a_rank_is_killed_between_steps(make_llm):
 
 
 def test_a_rank_has_an_error_in_a_step(make_llm, monkeypatch):
-    """What it is sent makes it fail where rank 0 does not: the error and where it was come to the caller."""
+    """It gets a batch that makes it fail, unlike rank 0. The caller gets the error and its traceback."""
     llm = make_llm(tensor_parallel_size=2)
     send = StepChannel.send
 
@@ -369,12 +369,12 @@ def test_handlers_of_ctrl_c_that_are_no_functions(monkeypatch):
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-# -- starts and ends, of ranks that only sleep -------------------------------------------------------------------------
+# -- starts and ends, with ranks that only sleep ----------------------------------------------------------------------
 
 
 @pytest.fixture
 def sleepers(monkeypatch):
-    """Workers of two ranks that were started, and never come."""
+    """Workers of two ranks, whose second process was started and never connects."""
     monkeypatch.setattr(worker, "BOOTSTRAP", "import time; time.sleep(99)  # in place of nanovllm.distributed.worker")
     workers = worker.Workers(Config(TINY, device="cpu", tensor_parallel_size=2, max_num_seqs=2, max_model_len=64))
     workers.errors = []
@@ -437,7 +437,7 @@ def test_one_rank_has_the_same_interface(sleepers):
 
 
 class FakeRunner:
-    """Launches nothing; `error` is raised in its place."""
+    """Launches nothing; raises `error` instead, if there is one."""
 
     error = None
 
@@ -450,7 +450,7 @@ class FakeRunner:
 
 
 def test_an_exit_while_another_thread_launches(sleepers):
-    """It waits for a rank that takes no step."""
+    """`launch` waits for a rank that takes no step."""
     for _ in range(NUM_BUFFERS):
         sleepers.launch(FakeRunner(), None)
     later(0.1, sleepers.exit)
@@ -543,7 +543,7 @@ def assert_nothing_is_left(ranks: list[int], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=str)
-def test_nobody_survives_the_caller(tmp_path, end):
+def test_ranks_end_with_the_caller(tmp_path, end):
     """Nor does a file; the caller does not close its engine."""
     caller = call(tmp_path, "run")
     ranks = [int(pid) for pid in caller.stdout.readline().split()]

@@ -107,7 +107,7 @@ class Detokenizer:
         return stop
 
     def take_text(self, num_hidden: int = 0, is_last: bool = False) -> str:
-        """The text since the last call, without an end that may turn out to be the beginning of a stop string."""
+        """The text since the last call, without an end that may be the beginning of a stop string."""
         self.decode(num_hidden, is_last)
         text = "".join(self._pending)
         num_held_back = 0

@@ -57,13 +57,13 @@ class EngineCore:
             self.leadership.post(lambda: self._enqueue(requests))
 
     def abort(self, request_id: int) -> None:
-        """End a request that has not ended; its inbox gets what there is of the answer."""
+        """End a request that has not ended; its inbox gets the tokens that were generated."""
         self.leadership.post(lambda: self._abort(request_id))
 
     def discard(self, requests: Collection[Request]) -> None:
         """End requests whose caller has stopped waiting: no output is made."""
         with interrupts_held():
-            if live := [request for request in requests if request.request_id in self.requests]:
+            if live := [request.request_id for request in requests if request.request_id in self.requests]:
                 self.leadership.post(lambda: self._discard(live))
 
     def next_output(self, inboxes: list[Inbox]) -> StepOutput:
@@ -147,16 +147,15 @@ class EngineCore:
             if request.request_id in self.requests and request.request_id not in self.scheduler.live:
                 self.scheduler.add(*request.group)
 
-    def _abort(self, request_id: int) -> None:
+    def _abort(self, request_id: int, deliver: bool = True) -> None:
         if (request := self.requests.get(request_id)) is not None:
             self.scheduler.abort(request_id)
-            self._finish_now(request)
+            end = self._finish_now if deliver else self._forget
+            end(request)
 
-    def _discard(self, requests: Collection[Request]) -> None:
-        for request in requests:
-            if request.request_id in self.requests:
-                self.scheduler.abort(request.request_id)
-                self._forget(request)
+    def _discard(self, request_ids: list[int]) -> None:
+        for request_id in request_ids:
+            self._abort(request_id, deliver=False)
 
     def _finish(self, request: Request) -> None:
         """Its last sequence has ended."""

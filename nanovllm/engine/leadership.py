@@ -131,11 +131,4 @@ class Leadership:
 
 
 _all: WeakSet[Leadership] = WeakSet()
-
-
-def _reset_all() -> None:
-    for leadership in _all:
-        leadership.reset()
-
-
-os.register_at_fork(after_in_child=_reset_all)
+os.register_at_fork(after_in_child=lambda: list(map(Leadership.reset, _all)))

@@ -132,7 +132,7 @@ class LLMEngine:
         return request.request_id
 
     def abort(self, request_id: int) -> None:
-        """End a request before the next step; its caller gets what there is of its answer.
+        """End a request before the next step; its caller gets the tokens that were generated.
 
         Nothing happens if it has ended already. May be called from a signal handler. ValueError for an id that no
         request has.

@@ -115,9 +115,7 @@ class RequestOutput(Record):
         return self.outputs[0].stop_reason
 
     def __getitem__(self, key: str):
-        if key in self.__dataclass_fields__ or key in CompletionOutput.__dataclass_fields__:
-            return getattr(self, key)
-        raise KeyError(key)
+        return Record.__getitem__(self.outputs[0] if key in CompletionOutput.__dataclass_fields__ else self, key)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

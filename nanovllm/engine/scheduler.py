@@ -208,20 +208,14 @@ class Scheduler:
             self.waiting.move_to_end(key, last=False)
 
     def postprocess(
-        self,
-        step: ScheduledStep,
-        token_ids: list[int],
-        logprobs: Iterable[Logprobs | None] | None = None,
-        prompt_logprobs: Iterable[list[Logprobs] | None] = (),
+        self, step: ScheduledStep, token_ids: list[int], logprobs: Iterable = (), prompt_logprobs: Iterable = ()
     ) -> list[Sequence]:
         """Apply the result of a step, in the form of `StepResult`; returns the sequences that it ended."""
         for (seq, start, _), row_logprobs in zip(step.rows, prompt_logprobs):
             if row_logprobs:
                 seq.prompt_logprobs[start + 1 : start + 1 + len(row_logprobs)] = row_logprobs
-        finished = []
-        for seq, token_id, values in zip(
-            step.sampled_seqs, token_ids, logprobs or [None] * len(token_ids), strict=True
-        ):
+        finished, logprobs = [], logprobs or [None] * len(token_ids)
+        for seq, token_id, values in zip(step.sampled_seqs, token_ids, logprobs, strict=True):
             if seq.status is SequenceStatus.FINISHED:
                 continue  # it ended while this token was in flight, which is not part of the answer
             if seq.is_beam:

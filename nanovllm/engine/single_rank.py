@@ -1,4 +1,4 @@
-"""What stands in for the other ranks where there are none."""
+"""Replaces `distributed/` when there is only one rank."""
 
 from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.engine.model_runner import ModelRunner
