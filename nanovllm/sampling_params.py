@@ -163,7 +163,7 @@ def check_request(
     check_int(what, len(params.logit_bias or ()) + len(stops), 0, MAX_BIASES)
     never = stops | {word[0] for word in bad_words if len(word) == 1}
     if (ids := params.allowed_token_ids) and never.issuperset(ids):
-        raise ValueError(f"allowed_token_ids={ids!r:.80}: bad_words and min_tokens must allow at least 1 of them")
+        raise ValueError(f"allowed_token_ids={ids!r:.80}: bad_words and min_tokens must leave at least 1 of them")
 
 
 def check_beams(params: BeamSearchParams, vocab_size: int) -> None:
