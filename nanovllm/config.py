@@ -1,10 +1,13 @@
-"""Settings of an engine: frozen, validated, with nothing left to guess."""
+"""Settings of an engine: validated and resolved when they are made, and frozen from then on."""
 
 import importlib.util
+import inspect
 import os
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from difflib import get_close_matches
 from numbers import Real
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 
@@ -13,7 +16,7 @@ from nanovllm.model_config import DTYPES, ModelConfig
 from nanovllm.utils.checks import check_bool, check_choice, check_int, check_real
 from nanovllm.utils.hub import find_model, find_tokenizer
 
-# (least, most, whether None is allowed) of the settings that are integers
+# integer settings: (minimum, maximum, whether None is allowed)
 INTEGERS = {
     "max_num_batched_tokens": (1, None, False),
     "max_num_seqs": (1, None, False),
@@ -25,8 +28,8 @@ INTEGERS = {
     "seed": (0, 2**64 - 1, True),
 }
 
-# vLLM's settings that are not ours, and the values (or their type) that are accepted because they change nothing here
-VLLM_SETTINGS = {
+# settings that only vLLM has, and the values (or their type) that are accepted because they would change nothing here
+VLLM_SETTINGS: dict[str, tuple | type] = {
     "compilation_config": (None,),
     "cpu_offload_gb": (0, 0.0),
     "data_parallel_size": (1,),
@@ -41,13 +44,13 @@ VLLM_SETTINGS = {
     "hf_overrides": (None,),
     "kv_cache_dtype": ("auto",),
     "limit_mm_per_prompt": (None,),
-    "max_seq_len_to_capture": int,  # graphs are captured for every length
+    "max_seq_len_to_capture": int,  # a graph serves every length
     "pipeline_parallel_size": (1,),
     "quantization": (None,),
     "runner": ("auto", "generate"),
     "skip_tokenizer_init": (False,),
     "speculative_config": (None,),
-    "swap_space": Real,  # a preempted sequence is computed again, never swapped out
+    "swap_space": Real,  # preempted sequences are recomputed, not swapped out
     "task": ("auto", "generate"),
     "tokenizer_mode": ("auto",),
     "tokenizer_revision": (None,),
@@ -58,32 +61,34 @@ VLLM_NAMES = {"block_size": "kvcache_block_size", "num_gpu_blocks_override": "nu
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """An engine's settings. `None` and `"auto"` are resolved on construction: what one reads here is what runs.
+    """The settings of an engine. `None` and `"auto"` are resolved to the value in use.
 
     model: a folder in the Hugging Face layout, a hub id, or `"tiny-qwen3"`, the model inside this package.
-    tokenizer: the same for the tokenizer's files; None takes the model's.
-    revision: branch, tag or commit of a hub id in `model`; None is the hub's default.
-    load_format: "auto" and "safetensors" read the weights; "dummy" makes up random ones and needs no weight files.
-    max_num_batched_tokens: tokens of one prefill step; longer prompts are computed in chunks.
-    max_num_seqs: sequences that run at a time, and so the bound of a decode step.
-    max_model_len: tokens of a prompt and its generation together; None is the least of 4096 and the model's own.
-    gpu_memory_utilization: fraction of the whole card that this engine may use, weights and cache together.
-    tensor_parallel_size: 1, 2, 4 or 8 ranks that share the model; on CUDA each has a device, from `device` on.
-    enforce_eager: no CUDA graphs.
+    max_num_batched_tokens: maximum number of tokens of a prefill step; longer prompts are computed in chunks.
+    max_num_seqs: maximum number of sequences that run at the same time.
+    max_model_len: maximum number of tokens of a prompt and its completion; None is 4096, or the model's own if smaller.
+    gpu_memory_utilization: the fraction of the GPU's memory that this engine may use for weights and cache together.
+    tensor_parallel_size: 1, 2, 4 or 8 ranks that share the model; on CUDA each has a device, starting with `device`.
+    enforce_eager: do not use CUDA graphs.
     kvcache_block_size: tokens of a cache block, a multiple of 16 (of 256 for the `flash` backend).
-    num_kvcache_blocks: None sizes the cache from memory, and is replaced with the number when the engine has started. A
-        given number also bounds `max_model_len`.
-    dtype: "auto" takes the checkpoint's; "float32" or "float", "float16" or "half", "bfloat16", or the torch.dtype.
-    device: "auto" is "cuda" where there is one, else "cpu".
-    attention_backend: "auto" is "triton" on CUDA where Triton is installed, else "sdpa"; or "flash".
+    num_kvcache_blocks: None is as many as fit into memory, and is replaced by that number once the engine has started.
+        A given number also bounds `max_model_len`.
+    dtype: "auto" is the checkpoint's; or "float32" ("float"), "float16" ("half"), "bfloat16", or a torch.dtype.
+    device: "auto" is "cuda" if there is a CUDA device, else "cpu".
+    attention_backend: "auto" is "triton" on CUDA if Triton is installed, else "sdpa"; or "flash".
+    enable_prefix_caching: reuse the cache blocks of earlier requests that begin with the same tokens.
     async_scheduling: prepare a step while the one before runs; None is True on CUDA and False on a CPU.
+    seed: makes requests without a seed of their own repeatable; with None every run differs.
+    tokenizer: where the tokenizer's files are, in the form of `model`; None is the model's folder.
+    revision: branch, tag or commit of a hub id in `model`; None is the hub's default.
+    load_format: "auto" and "safetensors" read the weights; "dummy" makes random ones and needs no weight files.
     max_logprobs: the bound of a request's `logprobs` and `prompt_logprobs`; -1 is the size of the vocabulary.
-    seed: makes requests without a seed of their own repeatable; None makes every run differ.
 
-    Raises ValueError or TypeError with the value and the bound, FileNotFoundError where there is no such model.
+    Raises ValueError or TypeError with the value and the bound, FileNotFoundError if there is no such model.
     """
 
     model: str
+    _: KW_ONLY
     max_num_batched_tokens: int = 16384
     max_num_seqs: int = 512
     max_model_len: int | None = None
@@ -102,9 +107,9 @@ class Config:
     revision: str | None = None
     load_format: str = "auto"
     max_logprobs: int = 100
-    model_config: ModelConfig = field(init=False, repr=False)  # of `dtype`, whatever the checkpoint's is
+    model_config: ModelConfig = field(init=False, repr=False)  # with our `dtype`, not the checkpoint's
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check_settings()
         device = _resolve_device(self.device, self.tensor_parallel_size)
         backend = _resolve_backend(self.attention_backend, device)
@@ -131,14 +136,14 @@ class Config:
             object.__setattr__(self, name, value)
 
     def set_num_kvcache_blocks(self, num_blocks: int) -> None:
-        """Replace None with the number of blocks that there was memory for; this is the ModelRunner's to call."""
+        """Replace None by the number of blocks that fit into memory. Only the ModelRunner calls this."""
         self._set(num_kvcache_blocks=check_int("num_kvcache_blocks", num_blocks, low=1))
 
     @classmethod
     def create(cls, model: str, settings: dict) -> "Config":
-        """A Config of keyword settings, without those of VLLM_SETTINGS.
+        """A Config of keyword settings, of which those in VLLM_SETTINGS are checked and left out.
 
-        Another value for one of those is a ValueError; an unknown name is a TypeError that lists the known ones.
+        ValueError for a value that is not accepted there; TypeError for an unknown name, with a list of the known ones.
         """
         known = [f.name for f in fields(cls) if f.init]
         for name, value in settings.items():
@@ -152,17 +157,18 @@ class Config:
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """Blocks of the longest sequence there can be."""
+        """The number of blocks of the longest possible sequence."""
+        assert self.max_model_len is not None, "is resolved on construction"
         return -(-self.max_model_len // self.kvcache_block_size)
 
     def device_of(self, rank: int) -> torch.device:
-        """The device of a rank: on CUDA one each, from the one that was asked for on."""
+        """The device of a rank: on CUDA the rank-th after `device`."""
         device = torch.device(self.device)
         return torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" else device
 
-    def _check_settings(self):
+    def _check_settings(self) -> None:
         for name, (low, high, optional) in INTEGERS.items():
-            self._set(**{name: check_int(name, getattr(self, name), low, high, optional)})
+            self._set(**{name: check_int(name, getattr(self, name), low, high, optional=optional)})
         check_choice("tensor_parallel_size", self.tensor_parallel_size, (1, 2, 4, 8))
         fraction = check_real("gpu_memory_utilization", self.gpu_memory_utilization, low=0.01, high=1.0)
         self._set(gpu_memory_utilization=fraction)
@@ -179,6 +185,20 @@ class Config:
         if self.num_kvcache_blocks is not None:
             length = min(length, self.num_kvcache_blocks * self.kvcache_block_size)
         return length
+
+
+P = ParamSpec("P")
+Init = Callable[Concatenate[Any, P], None]
+
+
+def takes_settings_of(settings: Callable[P, object]) -> Callable[[Callable[..., None]], Init[P]]:
+    """Give an `__init__(self, model, **settings)` the signature of a class, for editors, type checkers and `help`."""
+
+    def decorate(init: Callable[..., None]) -> Init[P]:
+        init.__signature__ = inspect.signature(settings.__init__)  # type: ignore[attr-defined, misc]
+        return init
+
+    return decorate
 
 
 def _check_vllm_setting(name: str, value) -> None:
@@ -201,9 +221,9 @@ def _resolve_device(name: str, num_ranks: int) -> str:
         return "cpu"
     count = torch.cuda.device_count()
     if not (number.isdecimal() or not number) or int(number or 0) >= count:
-        raise ValueError(f"device={name!r}: there are {count} CUDA devices here; or use 'cpu'")
+        raise ValueError(f"device={name!r}: there are {count} CUDA devices here; 'cpu' needs none")
     if num_ranks > (left := count - int(number or 0)):
-        raise ValueError(f"tensor_parallel_size={num_ranks}: from {name!r} on there are {left} devices")
+        raise ValueError(f"tensor_parallel_size={num_ranks}: must be at most {left}, the devices from {name!r} on")
     return str(name)
 
 

@@ -1,11 +1,11 @@
-"""The name that people import: the engine, and what can be said in its terms."""
+"""The class that users import: the engine, and methods made of the engine's own."""
 
 from collections.abc import Mapping
 
+from nanovllm.engine.inbox import Inbox, OutputKind
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.outputs import BeamSearchOutput, RequestOutput
 from nanovllm.engine.prompts import Message, Prompt, is_conversation
-from nanovllm.engine.request import Inbox, OutputKind
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 
 
@@ -17,7 +17,7 @@ class LLM(LLMEngine):
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's `generation_config.json` recommends; ours where it says nothing."""
+        """What the model's `generation_config.json` recommends, and SamplingParams' own defaults for the rest."""
         return self.processor.default_sampling_params()
 
     def chat(
@@ -31,10 +31,10 @@ class LLM(LLMEngine):
         tools: list[dict] | None = None,
         chat_template_kwargs: Mapping | None = None,
     ) -> list[RequestOutput]:
-        """The answers of `generate` to one conversation or several, each a list of messages (`role`, `content`).
+        """The answers of `generate` to one conversation or several. Each is a list of messages (`role`, `content`).
 
-        `chat_template_kwargs` go to the chat template: `{"enable_thinking": False}`, say. A conversation that the template
-        can't render is a ValueError.
+        `chat_template_kwargs` are passed to the chat template, for example `{"enable_thinking": False}`. ValueError for
+        a conversation that the template can't render.
         """
         if not isinstance(chat_template_kwargs, Mapping | None):
             raise TypeError(f"chat_template_kwargs={chat_template_kwargs!r:.80}: must be a dict")
@@ -49,15 +49,17 @@ class LLM(LLMEngine):
             raise ValueError(
                 f"messages={messages!r:.80}: must be a list of dicts with 'role' and 'content', or a list of those"
             )
-        inbox = Inbox(OutputKind.ANSWERS)
-        return self._answers(self.processor.requests(conversations, sampling_params, inbox, arguments), inbox, use_tqdm)
+        inbox = Inbox(OutputKind.FINAL)
+        return self._run(self.processor.requests(conversations, sampling_params, inbox, arguments), inbox, use_tqdm)
 
     def beam_search(
         self, prompts: Prompt | list[Prompt], params: BeamSearchParams, use_tqdm: bool = False
     ) -> list[BeamSearchOutput]:
-        """The likeliest answers to each prompt that a search of `beam_width` finds, the best first.
+        """The most likely answers to each prompt that a search with `beam_width` beams finds, the best first.
 
         Errors are those of `generate`.
         """
-        inbox = Inbox(OutputKind.ANSWERS)
-        return self._answers(self.processor.beam_requests(prompts, params, inbox), inbox, use_tqdm)
+        from nanovllm.engine.beam_search import beam_requests  # only here: the engine works without it
+
+        inbox = Inbox(OutputKind.FINAL)
+        return self._run(beam_requests(self.processor, prompts, params, inbox), inbox, use_tqdm)

@@ -40,7 +40,7 @@ class ModelConfig:
 
     @classmethod
     def read(cls, folder: Path) -> "ModelConfig":
-        """ValueError or TypeError with the file's name where it is broken, or describes a model that we can't run."""
+        """ValueError or TypeError with the file's name if it is invalid, or describes a model that is not supported."""
         file = folder / "config.json"
         raw = read_json(file)
         check_choice(f"{file}: model_type", raw.get("model_type"), ("qwen3",))
@@ -76,7 +76,7 @@ class ModelConfig:
         )
 
     def check_divides(self, tp: TensorParallel) -> None:
-        """ValueError where the ranks can't all have an equal part of the model."""
+        """ValueError if the model can't be divided equally among the ranks."""
         tp.shard_size("query heads", self.num_attention_heads)
         tp.for_heads(self.num_key_value_heads).shard_size("key-value heads", self.num_key_value_heads)
         tp.shard_size("inner size of the feed-forward layers", self.intermediate_size)
@@ -92,7 +92,7 @@ def _rope_frequencies(raw: dict, head_dim: int) -> tuple[tuple[float, ...], floa
     if kind == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
         return tuple((1.0 / theta**exponents).tolist()), 1.0
-    # transformers is imported here alone: it owns the published definitions of the scaled kinds
+    # transformers, which has the definitions of the scaled kinds, is imported only for them
     from transformers import Qwen3Config
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -105,7 +105,7 @@ def _rope_frequencies(raw: dict, head_dim: int) -> tuple[tuple[float, ...], floa
 
 
 def _eos_token_ids(file: Path, raw: dict, vocab_size: int) -> frozenset[int]:
-    """The ids that end a generation, as `file` says: one, several or none."""
+    """The end-of-sequence ids in `file`: one, several or none."""
     ids = raw.get("eos_token_id")
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     try:

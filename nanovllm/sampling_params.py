@@ -1,43 +1,63 @@
-"""What a request may ask of its generation, and the checks of it that need to know the model."""
+"""The parameters of a request, and those checks of them that depend on the model."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
 from nanovllm.utils.checks import check_bool, check_int, check_real
 
-MAX_BIASES = 512  # of a request, with the stop ids that min_tokens rules out
-MAX_BAD_WORDS = 128  # sequences of tokens that a request rules out
+MAX_BIASES = 512  # of a request: logit_bias, and the stop ids that min_tokens suppresses
+MAX_BAD_WORDS = 128  # token sequences of a request's bad_words
 MAX_BAD_WORD_TOKENS = 16
+
+# (minimum, maximum) of numbers, and (minimum, maximum, whether None is allowed) of integers
+REALS = {
+    "temperature": (0, 1e9),
+    "top_p": (1e-6, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+}
+INTEGERS = {
+    "top_k": (-1, 2**31 - 1, False),
+    "n": (1, 2**14, False),
+    "max_tokens": (1, None, True),
+    "seed": (-1, 2**64 - 1, True),
+    "logprobs": (-1, None, True),
+    "prompt_logprobs": (-1, None, True),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled, when it ends, and what comes with its answer; validated when made.
+    """How one request is sampled, when it ends, and what its output has. Validated on construction.
 
-    temperature: logits are divided by it; 0 is greedy (and so is all below 1e-5, which float32 could not divide by).
-    top_k: only so many of the most likely tokens, of equally likely ones those of lower id; 0 or -1 is all.
-    top_p: only the fewest of the most likely tokens that together have this probability.
-    min_p: only tokens that have this part of the most likely one's probability.
-    seed: fixes the request's noise, whatever else is in its batch; None or -1 leaves it to the engine's `seed`.
-    n: answers to the prompt, which is computed once.
-    max_tokens: the most tokens to generate; None is up to the engine's `max_model_len`, which always ends a request.
-    min_tokens: so many tokens come before anything can stop the request.
-    ignore_eos: go on past the model's end-of-sequence ids.
-    stop: strings that end the text; it is cut in front of them, or behind with `include_stop_str_in_output`.
-    stop_token_ids: at most 128 ids that end a request besides the model's; the text is without them, as with strings.
-    bad_words: strings that are not generated, as the tokenizer writes them with and without a space in front.
+    temperature: the logits are divided by it; 0 is greedy, and so is anything below 1e-5.
+    top_k: sample from the k most likely tokens only; of equally likely ones those of lower id. 0 or -1 is all.
+    top_p: sample from the smallest set of most likely tokens that together have at least this probability.
+    min_p: sample from tokens with at least this fraction of the most likely token's probability.
+    seed: makes the request repeatable in any batch; None or -1 leaves it to the engine's `seed`.
+    n: the number of answers; the prompt is computed once.
+    max_tokens: maximum number of tokens to generate; the engine's `max_model_len` is always a bound too.
+    min_tokens: nothing but `max_tokens` ends the request before it has generated this many tokens.
+    ignore_eos: do not end at the model's end-of-sequence ids.
+    stop: strings that end the request; the text is cut before them, or after them with `include_stop_str_in_output`.
+    stop_token_ids: at most 128 ids that end the request like the model's; the text is without them, as with `stop`.
+    bad_words: strings that are not generated, tokenized both with and without a space before them.
     allowed_token_ids: the only ids that may be generated.
     skip_special_tokens: leave special tokens out of the text.
-    detokenize: whether the answer has text; without it there are no stop strings.
-    presence_penalty, frequency_penalty: taken off the logit of a generated token, once, and as often as it came.
-    repetition_penalty: divides the logit, or multiplies a negative one, of every token of the prompt and the answer.
-    logit_bias: what to add to the logits of at most 300 token ids.
-    logprobs: log-probabilities of each generated token and of so many of the most likely, -1 for all tokens; those of
-        the model, before all of the above.
-    prompt_logprobs: the same for the prompt's tokens; such a request reads no cached prefix.
+    detokenize: make text of the answer; without it there are no stop strings.
+    presence_penalty, frequency_penalty: subtracted from the logit of each generated token, the first once, the second
+        times the number of its occurrences.
+    repetition_penalty: divides the logit of each token of the prompt and the answer, or multiplies it if negative.
+    logit_bias: added to the logits of at most 300 token ids.
+    logprobs: return the log-probability of each generated token and of this many of the most likely ones (-1 is all);
+        those of the model itself, before all of the above.
+    prompt_logprobs: the same for the tokens of the prompt; such a request does not read the prefix cache.
 
-    Raises ValueError (TypeError for a value of the wrong kind) with the value and the bound. What depends on the model
-    is checked by `check_request`.
+    Raises ValueError (TypeError for a value of the wrong type) with the value and the bound. Checks that depend on the
+    model are in `check_request`.
     """
 
     temperature: float = 1.0
@@ -49,10 +69,10 @@ class SamplingParams:
     max_tokens: int | None = 64
     min_tokens: int = 0
     ignore_eos: bool = False
-    stop: str | tuple[str, ...] | None = ()
-    stop_token_ids: tuple[int, ...] | None = ()
-    bad_words: str | tuple[str, ...] | None = ()
-    allowed_token_ids: tuple[int, ...] | None = None
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
+    bad_words: str | Sequence[str] | None = ()
+    allowed_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
@@ -63,51 +83,39 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
-    def __post_init__(self):
-        for name, low, high in (
-            ("temperature", 0, 1e9),
-            ("top_p", 1e-6, 1),
-            ("min_p", 0, 1),
-            ("repetition_penalty", 0.01, 100),
-            ("presence_penalty", -2, 2),
-            ("frequency_penalty", -2, 2),
-        ):
-            _set(self, name, check_real(name, getattr(self, name), low, high))
-        for name, low, high in (("top_k", -1, 2**31 - 1), ("n", 1, 2**14)):
-            _set(self, name, check_int(name, getattr(self, name), low, high))
-        for name, low, high in (
-            ("max_tokens", 1, None),
-            ("seed", -1, 2**64 - 1),
-            ("logprobs", -1, None),
-            ("prompt_logprobs", -1, None),
-        ):
-            _set(self, name, check_int(name, getattr(self, name), low, high, optional=True))
+    def __post_init__(self) -> None:
+        for name, (minimum, maximum) in REALS.items():
+            _set(self, name, check_real(name, getattr(self, name), minimum, maximum))
+        for name, (low, high, optional) in INTEGERS.items():
+            _set(self, name, check_int(name, getattr(self, name), low, high, optional=optional))
         _set(self, "seed", None if self.seed == -1 else self.seed)
-        most = 2**30 if self.max_tokens is None else min(self.max_tokens, 2**30)
-        _set(self, "min_tokens", check_int("min_tokens", self.min_tokens, 0, most))
+        max_tokens = 2**30 if self.max_tokens is None else min(self.max_tokens, 2**30)
+        _set(self, "min_tokens", check_int("min_tokens", self.min_tokens, 0, max_tokens))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             check_bool(name, getattr(self, name))
         for name in ("stop", "bad_words"):
             _set(self, name, _strings(name, getattr(self, name)))
-        if any(not word.strip() for word in self.bad_words):
+        if any(not word.strip() for word in self.bad_words or ()):
             raise ValueError(f"bad_words={self.bad_words!r:.80}: a bad word must have a character that is no space")
         if self.stop and not self.detokenize:
-            raise ValueError(f"detokenize=False: must be True with stop={self.stop!r:.80}, which ends the text")
-        for name, least, most in (("stop_token_ids", 0, 128), ("allowed_token_ids", 1, None)):
-            if (ids := getattr(self, name)) is not None or least == 0:
-                _set(self, name, _token_ids(name, _tuple_of(Integral, name, ids), least, most))
+            raise ValueError(f"detokenize=False: must be True with stop={self.stop!r:.80}, which is found in the text")
+        _set(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, 0, 128))
+        if self.allowed_token_ids is not None:
+            _set(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids, 1, None))
         if not isinstance(biases := self.logit_bias or {}, dict):
             raise TypeError(f"logit_bias={biases!r:.80}: must map token ids to numbers")
         values = [check_real(f"logit_bias[{token_id!r}]", bias, -100, 100) for token_id, bias in biases.items()]
-        _set(self, "logit_bias", dict(zip(_token_ids("logit_bias", tuple(biases), 0, 300), values)) or None)
+        _set(self, "logit_bias", dict(zip(_token_ids("logit_bias", [*biases], 0, 300), values)) or None)
 
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """`beam_width` beams of at most `max_tokens`; a score is divided by its length to the power `length_penalty`. With
-    `ignore_eos` no beam ends before that.
+    """The parameters of `LLM.beam_search`.
 
-    The vocabulary must hold twice as many tokens as there are beams, which `check_beams` checks.
+    beam_width: the number of beams, and of answers; at most half the vocabulary, which `check_beams` checks.
+    max_tokens: maximum number of tokens of a beam.
+    length_penalty: a score is the sum of log-probabilities divided by the length to this power.
+    ignore_eos: no beam ends before `max_tokens`.
     """
 
     beam_width: int
@@ -115,19 +123,19 @@ class BeamSearchParams:
     length_penalty: float = 1.0
     ignore_eos: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_bool("ignore_eos", self.ignore_eos)
         for name in ("beam_width", "max_tokens"):
             _set(self, name, check_int(name, getattr(self, name), low=1))
-        # no length to this power is too large for a float
+        # within these bounds, no length to this power overflows a float
         _set(self, "length_penalty", check_real("length_penalty", self.length_penalty, low=-10, high=10))
 
 
 def early_stops(params: SamplingParams, eos_token_ids: frozenset[int]) -> set[int]:
-    """The ids that would end a request before it has min_tokens."""
+    """The ids that must not be generated until a request has min_tokens."""
     if not params.min_tokens:
         return set()
-    return {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+    return {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
 
 
 def check_request(
@@ -137,9 +145,9 @@ def check_request(
     max_logprobs: int,
     bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> None:
-    """ValueError for what is right in itself, but not of this model. `bad_words` are what `bad_word_token_ids` made.
+    """ValueError for parameters that this model does not allow. `bad_words` are from `bad_word_token_ids`.
 
-    At most `max_logprobs` log-probabilities of a token are given, or with -1 as many as there are tokens.
+    `max_logprobs` bounds `logprobs` and `prompt_logprobs`; -1 is the size of the vocabulary.
     """
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
         for token_id in (min(ids), max(ids)) if (ids := getattr(params, name)) else ():
@@ -159,14 +167,14 @@ def check_request(
 
 
 def check_beams(params: BeamSearchParams, vocab_size: int) -> None:
-    """ValueError where a step of the search would look at more tokens than there are."""
+    """ValueError if a step of the search needs more candidates than the vocabulary has tokens."""
     check_int("beam_width", params.beam_width, 1, vocab_size // 2)
 
 
-def bad_word_token_ids(tokenizer, words: tuple[str, ...], vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """The token ids of words as they stand at the beginning of a text, and behind a space, each once.
+def bad_word_token_ids(tokenizer, words: Sequence[str], vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """The token ids of each word at the beginning of a text and of each word after a space, without duplicates.
 
-    ValueError for more than MAX_BAD_WORDS of those, or one of more than MAX_BAD_WORD_TOKENS.
+    ValueError for more than MAX_BAD_WORDS of them, or one with more than MAX_BAD_WORD_TOKENS tokens.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:
@@ -176,12 +184,12 @@ def bad_word_token_ids(tokenizer, words: tuple[str, ...], vocab_size: int) -> tu
             if max(ids) >= vocab_size:
                 raise ValueError(f"bad_words: token id {max(ids)} of {text!r:.80} is outside of the vocabulary")
             found[ids] = None
-    check_int("bad_words: the number of words, with and without a space in front,", len(found), 0, MAX_BAD_WORDS)
+    check_int("bad_words: the number of words, with and without a space before them,", len(found), 0, MAX_BAD_WORDS)
     return tuple(found)
 
 
 def _set(params, name: str, value) -> None:
-    object.__setattr__(params, name, value)  # they are frozen for all others
+    object.__setattr__(params, name, value)  # the dataclasses are frozen
 
 
 def _strings(name: str, value) -> tuple[str, ...]:
@@ -190,18 +198,19 @@ def _strings(name: str, value) -> tuple[str, ...]:
         if not string:
             raise ValueError(f"{name}={strings!r:.80}: a string must have at least 1 character")
         if not string.isascii() and any("\ud800" <= character <= "\udfff" for character in string):
-            raise ValueError(f"{name}={string!r:.80}: holds half of a surrogate pair, which is no character")
+            raise ValueError(f"{name}={string!r:.80}: has half of a surrogate pair, which is not a character")
     return strings
 
 
-def _token_ids(name: str, ids: tuple, least: int, most: int | None) -> tuple[int, ...]:
-    check_int(f"{name}: the number of ids", len(ids), least, most)
+def _token_ids(name: str, value, min_length: int, max_length: int | None) -> tuple[int, ...]:
+    ids = _tuple_of(Integral, name, value)
+    check_int(f"{name}: the number of ids", len(ids), min_length, max_length)
     return tuple([check_int(f"{name}: token id", token_id, 0) for token_id in ids])
 
 
 def _tuple_of(kind: type, name: str, value) -> tuple:
-    """A tuple of what is one value of a kind, several, or None."""
-    value = value.tolist() if hasattr(value, "tolist") else value  # of an array or a tensor
+    """A tuple of one value of a type, of several, or of none for None."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # an array or a tensor
     values = () if value is None else (value,) if isinstance(value, kind) else value
     if not isinstance(values, (list, tuple, set, frozenset, range)) or not all(isinstance(v, kind) for v in values):
         what = "a string" if kind is str else "an integer"

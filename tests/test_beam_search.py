@@ -46,7 +46,7 @@ def reference():
 
 @pytest.mark.parametrize("width, length_penalty", [(2, 1.0), (3, 0.0), (4, 2.0), (5, 1.0), (5, -0.5)])
 def test_sequences_and_scores_are_transformers(make_llm, prompts, reference, width, length_penalty):
-    """All prompts at once, ends at several lengths; with small blocks, so that beams share full ones and copy others."""
+    """All prompts at once, with ends at several lengths. Small blocks, so that beams share full ones and copy some."""
     llm = make_llm(kvcache_block_size=16, async_scheduling=width == 4)
     results = llm.beam_search(prompts, BeamSearchParams(width, 24, length_penalty))
     lengths = set()
@@ -113,6 +113,6 @@ def test_bounds(make_llm, prompts):
     with pytest.raises(ValueError, match="beam_width=1025: must be at most 1024"):
         llm.beam_search(prompts, BeamSearchParams(1025, 4))
     for bad in (dict(beam_width=0), dict(max_tokens=0), dict(length_penalty=float("nan")), dict(length_penalty=100)):
-        with pytest.raises(ValueError, match=f"{[*bad][0]}="):
+        with pytest.raises(ValueError, match=f"{next(iter(bad))}="):
             BeamSearchParams(**{"beam_width": 2, "max_tokens": 4} | bad)
     assert llm.is_finished()

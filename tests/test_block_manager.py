@@ -50,7 +50,7 @@ def test_prompt_is_found_up_to_its_last_token(length):
     prompt = list(range(length))
     compute(manager, prompt)
     assert cached(manager, prompt) == (length - 1) // BLOCK_SIZE * BLOCK_SIZE
-    assert cached(manager, prompt + [99]) == length // BLOCK_SIZE * BLOCK_SIZE
+    assert cached(manager, [*prompt, 99]) == length // BLOCK_SIZE * BLOCK_SIZE
 
 
 def test_fully_cached_prompt_writes_no_shared_block():
@@ -63,7 +63,7 @@ def test_fully_cached_prompt_writes_no_shared_block():
 
 
 def test_prefix_is_more_than_the_tokens_of_a_block():
-    """The same tokens after another beginning, or at another place, have other keys and values."""
+    """The same tokens after another prefix, or at another position, have other keys and values."""
     manager = BlockManager(16, BLOCK_SIZE)
     compute(manager, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     assert cached(manager, [0, 2, 3, 4, 5, 6, 7, 8, 9]) == 0
@@ -159,7 +159,7 @@ def test_evicting_the_original_leaves_nothing_that_points_to_it():
 
 
 def test_duplicate_is_found_when_the_first_is_evicted():
-    """Two blocks of the same contents: a sequence that goes on behind the second leaves no gap when the first is used again."""
+    """Of two blocks with the same contents, the second replaces the first in the prefix cache."""
     manager = BlockManager(6, BLOCK_SIZE)
     first, second = compute(manager, range(4)), compute(manager, range(4))
     second.token_ids = list(range(8))
@@ -176,7 +176,7 @@ def test_duplicate_is_found_when_the_first_is_evicted():
 def test_forgotten_prefixes_are_not_found():
     manager = BlockManager(8, BLOCK_SIZE)
     manager.deallocate(compute(manager, range(9)))
-    manager.forget_prefixes()
+    manager.clear_prefix_cache()
     assert cached(manager, range(9)) == 0
     compute(manager, range(9))  # and what is computed again can be
     assert cached(manager, range(9)) == 8
@@ -203,14 +203,14 @@ def test_freed_block_is_taken_back():
     manager.deallocate(seq)
     assert seq.block_table == [] and seq.num_computed_tokens == 0
     again = sequence(range(9))
-    assert manager.can_allocate(again) and not manager.can_allocate(again, headroom=1)
+    assert manager.can_allocate(again) and not manager.can_allocate(again, num_reserved=1)
     manager.allocate(again)
     assert again.block_table[:2] == head and again.num_computed_tokens == 8
     assert not manager.free_block_ids and ref_counts(manager) == [1, 1, 1]
 
     manager = BlockManager(4, BLOCK_SIZE)
     compute(manager, range(9))
-    assert manager.can_allocate(sequence(range(9))) and not manager.can_allocate(sequence(range(9)), headroom=1)
+    assert manager.can_allocate(sequence(range(9))) and not manager.can_allocate(sequence(range(9)), num_reserved=1)
     assert not manager.can_allocate(sequence(range(10, 19)))
 
 

@@ -1,4 +1,4 @@
-"""Several callers of one engine at a time, and interrupts at any moment: everyone gets the own answer, and nothing is lost."""
+"""Several callers of one engine, and interrupts at any moment: each caller gets its answers, and nothing is lost."""
 
 import os
 import random
@@ -12,6 +12,8 @@ from dataclasses import replace
 import pytest
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.engine.outputs import StepOutput
+from nanovllm.engine.request import CompletionRequest
 
 BOTH_WAYS = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -142,7 +144,7 @@ class Caller:
 
 @BOTH_WAYS
 def test_stress_of_callers(make_llm, requests, alone, stress_seconds, async_scheduling):
-    """Eight threads that generate, stream, leave, loop and abort; `pytest --stress-seconds 60` takes a minute for each."""
+    """Eight threads generate, stream, leave, loop and abort; `pytest --stress-seconds 60` takes a minute each."""
     llm = make_llm(async_scheduling=async_scheduling, kvcache_block_size=16, num_kvcache_blocks=12, max_num_seqs=12)
     before = threading.active_count()
     started, until = [], time.monotonic() + stress_seconds
@@ -150,13 +152,13 @@ def test_stress_of_callers(make_llm, requests, alone, stress_seconds, async_sche
     with threads(*callers):
         pass
     assert threading.active_count() == before
-    assert all(caller.num_calls > stress_seconds / 4 for caller in callers), "somebody waited for ever"
+    assert all(caller.num_calls > stress_seconds / 4 for caller in callers), "a caller never made progress"
     assert llm.scheduler.num_preemptions > 0
     check_whole(llm)
 
 
 def test_loop_of_a_server(make_llm, requests, alone):
-    """One thread steps, and others add; what it gets is everyone's."""
+    """One thread steps, others add requests, and the first gets the outputs of all."""
     llm = make_llm(kvcache_block_size=16)
     of_request, is_over = {}, threading.Event()
 
@@ -181,7 +183,7 @@ def test_loop_of_a_server(make_llm, requests, alone):
 
 @BOTH_WAYS
 def test_error_in_another_callers_step(make_llm, monkeypatch, requests, async_scheduling):
-    """Nobody waits for ever: who ran the step gets the error, all others one that has it as its cause."""
+    """The caller that ran the step gets the error, and all others get one with it as its cause."""
     llm = make_llm(async_scheduling=async_scheduling)
     execute, all_here = llm.model_runner.execute, threading.Barrier(4)
     seen = []
@@ -225,7 +227,7 @@ def test_exit_while_others_wait(make_llm, requests):
 
 
 def test_abort_many_that_wait(make_llm):
-    """It takes as long for each, however many wait."""
+    """The time per request does not depend on how many wait."""
     llm = make_llm(max_num_seqs=2)
 
     def seconds(num_waiting: int) -> float:
@@ -249,7 +251,7 @@ def test_abort_before_any_request(make_llm):
 
 @BOTH_WAYS
 def test_abort_of_another_request_in_a_stream(make_llm, requests, async_scheduling):
-    """Each sequence has one last event, whoever ends it, and leaving afterwards keeps the engine at work."""
+    """Each sequence has one last event, however it ends, and the engine works after a caller has left."""
     llm = make_llm(async_scheduling=async_scheduling)
     ends = []
     for event in llm.stream([prompt for prompt, _ in requests[:4]], GREEDY):
@@ -279,7 +281,7 @@ def test_others_decode_beside_beams(make_llm, requests):
 
 
 def test_requests_of_a_thread_that_ended(make_llm, requests, alone):
-    """Whoever steps gets their answers, though that thread had stepped once itself."""
+    """The thread that steps gets their answers, though the other thread had stepped once itself."""
     llm = make_llm()
 
     def add_and_step():
@@ -296,14 +298,14 @@ def test_requests_of_a_thread_that_ended(make_llm, requests, alone):
 
 
 def test_fork_beside_a_step(make_llm, requests):
-    """In the child nobody leads, so that an exit does not wait for a thread that is not there."""
+    """In the child no thread is the leader, so that `exit` does not wait for a thread that does not exist."""
     llm = make_llm()
     with threads(lambda: llm.generate(requests[0][0], replace(GREEDY, max_tokens=300), use_tqdm=False)):
         while not llm.stats()["tokens"]["out"]:
             time.sleep(0.001)
         if (child := os.fork()) == 0:
             signal.alarm(20)  # hangs end by it
-            llm.core.leadership.lead(lambda: os._exit(7), inboxes=())
+            llm.core.leadership.run(lambda: os._exit(7))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     check_whole(llm)
 
@@ -328,18 +330,51 @@ def test_exit_in_a_signal_handler(make_llm, monkeypatch, requests):
     assert llm.model_runner is None
 
 
+# -- inboxes -----------------------------------------------------------------------------------------------------------
+
+
+def test_inbox_of_a_caller_that_never_steps(make_llm, requests):
+    """Steps that bring it nothing leave nothing in it; what they computed is added up."""
+    llm = make_llm(max_num_seqs=1)
+    with threads(lambda: llm.add_request(requests[0][0], replace(GREEDY, max_tokens=3))):
+        pass
+    inbox = next(iter(llm.core.inboxes))
+    llm.generate(requests[1][0], replace(GREEDY, max_tokens=30), use_tqdm=False)
+    output = inbox.take()
+    assert len(output.new_tokens) == 3 and len(output.finished) == 1 and not output.events
+    assert output.num_prefill_tokens == len(requests[0][0]) and 2 <= output.num_decode_tokens <= 3
+    assert inbox.take() == StepOutput() and not inbox.live
+
+
+def test_no_outputs_for_a_caller_that_has_left(make_llm, monkeypatch, requests):
+    llm = make_llm()
+    monkeypatch.setattr(CompletionRequest, "output", lambda request: pytest.fail("made an output that nobody reads"))
+    monkeypatch.setattr(llm.model_runner, "execute", lambda batch: os.kill(os.getpid(), signal.SIGUSR1))
+
+    def leave(*_):
+        raise SystemExit
+
+    previous = signal.signal(signal.SIGUSR1, leave)
+    try:
+        with pytest.raises(SystemExit):
+            llm.generate([requests[0][0]] * 3, GREEDY, use_tqdm=False)
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    check_whole(llm)
+
+
 # -- interrupts --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("moment", range(4))
 def test_abort_in_a_signal_handler(make_llm, monkeypatch, requests, alone, moment):
-    """In the midst of a step it takes effect with the next one; a call that would need a step of its own is refused."""
+    """During a step, it takes effect with the next one; a call that would need a step of its own is refused."""
     llm = make_llm(async_scheduling=moment % 2 == 1)
     where = [
         (llm.scheduler, "schedule"),
         (llm.scheduler, "postprocess"),
         (llm.model_runner, "prepare"),
-        (llm.core, "_take_in"),
+        (llm.core, "_process_result"),
     ]
     target, name = where[moment]
     plain, refused = getattr(target, name), []
@@ -375,6 +410,7 @@ class Interrupt:
         "llm_engine",
         "engine_core",
         "request",
+        "inbox",
         "scheduler",
         "block_manager",
         "batch",
@@ -427,7 +463,7 @@ WORKS = {
 @pytest.mark.parametrize("by_signal", [False, True], ids=["raised", "signal"])
 @pytest.mark.parametrize("name", WORKS)
 def test_interrupt_at_any_bytecode(make_llm, requests, alone, sigint, interrupts, name, by_signal):
-    """Anywhere in scheduler, blocks, batches, text and turns: the next call is right, and nothing is lost.
+    """Anywhere in the engine's Python code: the next call is right, and nothing is lost.
 
     `pytest --interrupts 2000` takes so many moments.
     """
@@ -454,7 +490,7 @@ def test_interrupt_at_any_bytecode(make_llm, requests, alone, sigint, interrupts
 
 @BOTH_WAYS
 def test_interrupt_of_one_caller(make_llm, monkeypatch, requests, alone, async_scheduling):
-    """Ctrl-C in the midst of a forward drops the main thread's requests; those of others are computed again."""
+    """Ctrl-C during a forward drops the main thread's requests; those of others are computed again."""
     llm = make_llm(async_scheduling=async_scheduling, kvcache_block_size=16)
     execute, shared = llm.model_runner.execute, []
 
@@ -479,15 +515,15 @@ def test_interrupt_of_one_caller(make_llm, monkeypatch, requests, alone, async_s
             assert made == alone[i]
 
     monkeypatch.setattr(llm.model_runner, "execute", interrupted)
-    with threads(lambda: generate(3), lambda: generate(2), lambda: stream(8), lambda: stream(6)):
-        with pytest.raises(KeyboardInterrupt):
-            while True:  # the main thread runs steps for the others
-                llm.core.leadership.lead(llm.core._step, inboxes=(), is_urgent=True)
+    others = [lambda: generate(3), lambda: generate(2), lambda: stream(8), lambda: stream(6)]
+    with threads(*others), pytest.raises(KeyboardInterrupt):
+        while True:  # the main thread runs steps for the others
+            llm.core.leadership.run(llm.core._step, is_urgent=True)
     check_whole(llm)
 
 
 def test_interrupts_of_a_leader_with_many_callers(make_llm, requests, alone, sigint, interrupts):
-    """SIGINT at random moments of the main thread, which carries out what others post: they lose nothing, and none waits."""
+    """SIGINT at random moments of the main thread, which executes commands of other callers: they lose nothing."""
     llm = make_llm(kvcache_block_size=16, num_kvcache_blocks=16, max_num_seqs=4)
     is_over, num_calls = threading.Event(), [0] * 3
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import inspect
 import json
 import math
 import shutil
@@ -239,7 +240,7 @@ def test_triton_interpreter_makes_triton_run_on_a_cpu(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     assert config(attention_backend="triton").attention_backend == "triton"
-    assert config().attention_backend == "sdpa"  # but not unasked
+    assert config().attention_backend == "sdpa"  # but not by default
     with pytest.raises(ValueError, match="needs device='cuda'"):
         config(attention_backend="flash")
 
@@ -294,11 +295,19 @@ def test_max_model_len_up_to_the_models(model_of_length):
 
 
 @pytest.mark.parametrize(
-    "blocks, asked, expected", [(3, None, 48), (3, 40, 40), (3, 1000, 48), (1000, None, MODEL_LEN)]
+    "blocks, max_model_len, expected", [(3, None, 48), (3, 40, 40), (3, 1000, 48), (1000, None, MODEL_LEN)]
 )
-def test_given_cache_bounds_max_model_len(blocks, asked, expected):
-    c = config(num_kvcache_blocks=blocks, kvcache_block_size=16, max_model_len=asked)
+def test_given_cache_bounds_max_model_len(blocks, max_model_len, expected):
+    c = config(num_kvcache_blocks=blocks, kvcache_block_size=16, max_model_len=max_model_len)
     assert (c.max_model_len, c.num_kvcache_blocks) == (expected, blocks)
+
+
+def test_signature_is_the_settings():
+    """What an editor and `help` show of `LLM` is Config's own signature."""
+    shown = inspect.signature(LLM).parameters
+    assert [*shown] == [field.name for field in dataclasses.fields(Config) if field.init]
+    assert shown["max_num_seqs"].default == 512 and shown["max_num_seqs"].annotation is int
+    assert all(shown[name].kind is inspect.Parameter.KEYWORD_ONLY for name in [*shown][1:])
 
 
 def test_frozen():

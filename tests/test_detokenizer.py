@@ -1,4 +1,4 @@
-"""Ids to text as they come, and where stop strings cut it; the reference looks at the whole text, one character at a time."""
+"""Token ids to text, and stop strings; the reference looks at the whole text, one character at a time."""
 
 import random
 from time import perf_counter
@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 from test_scheduler import advance, make_scheduler
 
-from nanovllm.engine.detokenizer import Detokenizer, Vocabulary
-from nanovllm.engine.request import Inbox, OutputKind, Request
+from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
+from nanovllm.engine.inbox import Inbox, OutputKind
+from nanovllm.engine.request import CompletionRequest
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
@@ -25,48 +26,48 @@ def pieces(rng: random.Random, ids: list[int]):
 
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
 def test_text_is_the_tokenizers(tokenizer, skip_special_tokens):
-    """Of random ids, most of which are no valid UTF-8 together; and on the way nothing is said that is taken back."""
+    """Of random ids, which are mostly not valid UTF-8 together; and text that was returned once never changes."""
     rng = random.Random(0)
-    vocabulary = Vocabulary(tokenizer, skip_special_tokens)
+    token_bytes = TokenBytes(tokenizer, skip_special_tokens)
     byte_ids = [i for i in range(2045) if len(tokenizer.convert_ids_to_tokens(i)) == 1]
     real = tokenizer.encode("naïve café, 東京 🙂🙃!\n\t  Ünï-cödé ﷽ ")
     for round in range(300):
         ids = [rng.choice(byte_ids) if rng.random() < 0.5 else rng.randrange(2048) for _ in range(rng.randint(0, 20))]
         ids = real if round == 0 else ids + real[rng.randrange(len(real)) :]
         expected = tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        detokenizer = Detokenizer(token_ids := [1, 2, 3], 3, SamplingParams(), vocabulary)
+        detokenizer = Detokenizer(token_ids := [1, 2, 3], 3, SamplingParams(), token_bytes)
         for piece in pieces(rng, ids):
             token_ids += piece
-            detokenizer.extend()
+            detokenizer.decode()
             assert expected.startswith(detokenizer.text)
-        detokenizer.extend(is_over=True)
+        detokenizer.decode(is_last=True)
         assert detokenizer.text == expected
 
 
-def test_vocabulary_of_odd_tokens():
-    """Added tokens that byte-level BPE could not have written, and ids that a padded model has and the tokenizer has not."""
+def test_bytes_of_odd_tokens():
+    """Added tokens that byte-level BPE could not have written, and ids that only the padded model has."""
     tokenizer = SimpleNamespace(
         backend_tokenizer=SimpleNamespace(decoder=type("ByteLevel", (), {})()),
         convert_ids_to_tokens={0: "Ġa", 1: "a b", 2: "日本", 3: None}.get,
         added_tokens_decoder={1: SimpleNamespace(special=True), 2: SimpleNamespace(special=False)},
     )
-    assert [Vocabulary(tokenizer, False)[i] for i in range(4)] == [b" a", b"a b", "日本".encode(), b""]
-    assert [Vocabulary(tokenizer, True)[i] for i in range(4)] == [b" a", b"", "日本".encode(), b""]
+    assert [TokenBytes(tokenizer, False)[i] for i in range(4)] == [b" a", b"a b", "日本".encode(), b""]
+    assert [TokenBytes(tokenizer, True)[i] for i in range(4)] == [b" a", b"", "日本".encode(), b""]
     tokenizer.backend_tokenizer.decoder = object()
     with pytest.raises(ValueError, match="'object'.*must be 'ByteLevel'"):
-        Vocabulary(tokenizer, True)
+        TokenBytes(tokenizer, True)
 
 
 def test_every_character_of_a_tokenizer_is_known(tokenizer):
     """The table of bytes against the tokenizer's own, for all 256."""
-    vocabulary = Vocabulary(tokenizer, False)
-    assert vocabulary[150_000] == b""  # of a model whose vocabulary is larger
-    singles = {vocabulary[i] for i in range(2045)} & {bytes([b]) for b in range(256)}
+    token_bytes = TokenBytes(tokenizer, False)
+    assert token_bytes[150_000] == b""  # of a model whose vocabulary is larger
+    singles = {token_bytes[i] for i in range(2045)} & {bytes([b]) for b in range(256)}
     assert len(singles) == 256
 
 
 def reference(ids: list[int], params: SamplingParams) -> tuple[int, str, str, str | None]:
-    """(tokens, text, finish reason, stop reason): the first place at which a stop string ends, and the first of the list there."""
+    """(tokens, text, finish reason, stop reason); the stop string that ends first, or is the first of the list."""
     prefixes = [b"".join(TOKENS[i] for i in ids[:n]) for n in range(len(ids) + 1)]
     texts = [prefix[: -1 if prefix.endswith(b"\xc3") else None].decode(errors="replace") for prefix in prefixes]
     for n in range(params.min_tokens + 1, len(ids) + 1):
@@ -80,17 +81,15 @@ def reference(ids: list[int], params: SamplingParams) -> tuple[int, str, str, st
     return len(ids), prefixes[-1].decode(errors="replace"), "length", None
 
 
-def run(params: SamplingParams, ids: list[int], wants: OutputKind) -> Inbox:
-    """What a caller gets of a request whose tokens come one by one; its `output` is what `reference` gives."""
-    scheduler, inbox = make_scheduler(), Inbox(wants)
+def run(params: SamplingParams, ids: list[int], kind: OutputKind) -> Inbox:
+    """What a caller gets of a request, one token a step; `inbox.output` has the form of `reference`."""
+    scheduler, inbox = make_scheduler(), Inbox(kind)
     seq = Sequence(0, [0], params, noise_seed=0, max_len=64)
-    request = Request([seq], None, inbox, TOKENS, TOKENS)
+    request = CompletionRequest([seq], None, inbox, TOKENS, TOKENS)
     scheduler.add(seq)
     for token_id in ids:
         advance(scheduler, token_id)
-        if seq.finish_reason != "stop" and (stop := request.cut_at_stop(seq)) is not None:
-            scheduler.finish(seq, "stop", stop)
-        request.tell(seq)
+        request.process_token(seq, scheduler)
         if seq.finish_reason:
             break
     (answer,) = request.output().outputs
@@ -114,21 +113,23 @@ def test_stop_strings(include):
             stop_token_ids=rng.choice([(), (9,)]),
         )
         expected = reference(ids, params)
-        for wants in OutputKind:
-            inbox = run(params, ids, wants)
+        for kind in OutputKind:
+            inbox = run(params, ids, kind)
             assert inbox.output == expected, (ids, params)
-            if wants is OutputKind.EVENTS:
-                assert "".join(event.text for event in inbox.events) == expected[1]
-                assert [event.finish_reason for event in inbox.events[-2:]] == [None, expected[2]][-len(inbox.events) :]
-            if wants is OutputKind.TOKENS:
-                assert [token_id for _, token_id in inbox.new_tokens] == ids[: expected[0]]
+            if kind is OutputKind.EVENTS:
+                assert "".join(event.text for event in inbox.collected.events) == expected[1]
+                assert [event.finish_reason for event in inbox.collected.events[-2:]] == [None, expected[2]][
+                    -len(inbox.collected.events) :
+                ]
+            if kind is OutputKind.TOKENS:
+                assert [token_id for _, token_id in inbox.collected.new_tokens] == ids[: expected[0]]
         seen.add((expected[2], type(expected[3])))
     assert len(seen) == 3
 
 
 def test_only_what_may_be_cut_is_held_back():
     inbox = run(SamplingParams(stop="bba"), [2, 3, 3, 3, 7, 8, 3, 2, 3], OutputKind.EVENTS)
-    assert [event.text for event in inbox.events] == ["a", "", "", "b", "", "bbé", "", "ba", ""]
+    assert [event.text for event in inbox.collected.events] == ["a", "", "", "b", "", "bbé", "", "ba", ""]
 
 
 @pytest.mark.parametrize("stop", [(), ("never to be found",)])
@@ -142,7 +143,7 @@ def test_time_is_linear_in_the_text(stop):
         for _ in range(num_tokens):
             token_ids.append(1)
             detokenizer.cut_at_stop()
-            detokenizer.take()
+            detokenizer.take_text()
         return perf_counter() - begin
 
     seconds(1000)

@@ -149,7 +149,7 @@ def test_leaving_a_stream_aborts_what_is_left(make_llm, verses, async_scheduling
     events = llm.stream(VERSES, GREEDY)
     with pytest.raises(ZeroDivisionError):
         for _ in events:
-            1 / 0
+            raise ZeroDivisionError
     del events
     check_empty(llm)
     assert texts(llm, VERSES) == verses
@@ -176,8 +176,8 @@ def test_error_in_a_stream(make_llm, monkeypatch, verses):
     assert texts(llm, VERSES) == verses
 
 
-def test_streams_in_turns(llm, verses):
-    """Several at a time, with generate in the midst of them, and one that is left."""
+def test_alternating_streams(llm, verses):
+    """Several at a time, with a call of generate in between, and one that is closed early."""
     streams = [llm.stream(verse, GREEDY) for verse in VERSES]
     pieces = [next(stream).text for stream in streams]
     assert texts(llm, VERSES) == verses
@@ -415,7 +415,7 @@ def test_chat_takes_no_unknown_arguments(llm):
 
 @BOTH_WAYS
 def test_chat_streams(make_llm, chat, async_scheduling):
-    """A conversation is a prompt wherever prompts go, alone and among others; its content may come in parts of text."""
+    """A conversation is a prompt, alone or among others; its content may be a list of text parts."""
     llm = make_llm(async_scheduling=async_scheduling)
     params = SamplingParams(temperature=0, max_tokens=16)
     ask = lambda question: [{"role": "user", "content": question}]

@@ -12,7 +12,7 @@ from zlib import crc32
 import pytest
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import MAX_HELD_STEPS, ScheduledStep, Scheduler
+from nanovllm.engine.scheduler import MAX_STEPS_WITHOUT_ADMISSION, ScheduledStep, Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 
@@ -25,7 +25,7 @@ class Request(NamedTuple):
     max_tokens: int = 64
     ignore_eos: bool = False
     key: int = 0
-    arrival: int = 0  # turns of the loop before it is added
+    arrival: int = 0  # iterations of the loop before it is added
     n: int = 1
     aborted_at: int = 1000
 
@@ -75,10 +75,10 @@ def fingerprints(token_ids: list[int]) -> list[int]:
     return marks[1:]
 
 
-def random_requests(seed: int, num_requests: int = 60, most_answers: int = 1) -> list[Request]:
+def random_requests(seed: int, num_requests: int = 60, max_n: int = 1) -> list[Request]:
     """Many begin like an earlier one's prompt and answer; some with its key, so that they go on like it too.
 
-    With `most_answers`, half of them ask for several; and some are aborted.
+    With `max_n`, half of them have several answers, and some are aborted.
     """
     rng = random.Random(seed)
     requests: list[Request] = []
@@ -91,8 +91,8 @@ def random_requests(seed: int, num_requests: int = 60, most_answers: int = 1) ->
         if key == i:
             prompt = prompt + rng.choices(range(VOCAB_SIZE), k=rng.randint(1, 7 if prompt else 40))
         requests.append(Request(prompt, rng.randint(1, 40), rng.random() < 0.3, key, arrival=rng.randrange(0, 100, 20)))
-        if most_answers > 1:
-            n = rng.randint(2, most_answers) if rng.random() < 0.5 else 1
+        if max_n > 1:
+            n = rng.randint(2, max_n) if rng.random() < 0.5 else 1
             aborted_at = requests[-1].arrival + rng.randint(1, 60) if rng.random() < 0.2 else 1000
             requests[-1] = requests[-1]._replace(n=n, aborted_at=aborted_at)
     return requests
@@ -101,7 +101,7 @@ def random_requests(seed: int, num_requests: int = 60, most_answers: int = 1) ->
 class Simulation:
     """The engine's loop over a device that has a cache and no model.
 
-    The device computes a step at once when it is given one, as a stream would in its turn; the host learns the tokens
+    The device computes a step at once when it is given one, as a stream would do later; the host learns the tokens
     at once, or with `asynchronous` one step late. `seen` counts what happened on the way.
     """
 
@@ -123,31 +123,31 @@ class Simulation:
 
     def run(self) -> "Simulation":
         arrivals = deque(sorted(self.groups, key=lambda group: self.requests[group[0].request_id].arrival))
-        turn = 0
+        iteration = 0
         while arrivals or self.in_flight or not self.scheduler.is_finished():
-            while arrivals and self.requests[arrivals[0][0].request_id].arrival <= turn:
+            while arrivals and self.requests[arrivals[0][0].request_id].arrival <= iteration:
                 self.scheduler.add(*arrivals.popleft())
             for request_id, request in enumerate(self.requests):
-                if request.aborted_at == turn:
+                if request.aborted_at == iteration:
                     self.seen["aborted"] += len(self.scheduler.abort(request_id))
                     self.check_accounting()
-            self.turn()
-            turn += 1
+            self.iterate()
+            iteration += 1
         self.seen["preemptions"] = self.scheduler.num_preemptions
         self.check_end()
         return self
 
-    def turn(self):
+    def iterate(self):
         step = self.scheduler.schedule()
         assert step or self.in_flight or self.scheduler.is_finished(), "stuck"
         if step:
             self.in_flight.append((step, self.compute(step)))
         self.check_accounting()
         if len(self.in_flight) > self.max_in_flight or (self.in_flight and not step):
-            self.take_in(*self.in_flight.popleft())
+            self.postprocess(*self.in_flight.popleft())
             self.check_accounting()
 
-    def take_in(self, step: ScheduledStep, token_ids: list[int]):
+    def postprocess(self, step: ScheduledStep, token_ids: list[int]):
         before = {seq: seq.status for seq in step.sampled_seqs}
         finished = self.scheduler.postprocess(step, token_ids)
         ended = [seq for seq in step.sampled_seqs if seq.status is SequenceStatus.FINISHED]
@@ -322,7 +322,7 @@ def test_random_requests_reach_rare_corners():
 @pytest.mark.parametrize("name", SETTINGS)
 def test_random_requests_for_several_answers(name, asynchronous, seed):
     """Up to more answers than may run at a time; every one is what it would be alone, and each gets in."""
-    seen = Simulation(random_requests(seed, 40, most_answers=9), asynchronous, **SETTINGS[name]).run().seen
+    seen = Simulation(random_requests(seed, 40, max_n=9), asynchronous, **SETTINGS[name]).run().seen
     assert seen["forks"] > 10 and seen["aborted"] > 0
     assert (seen["left behind"] > 0) == (name != "all at once")  # to be computed again, as not all fit
 
@@ -386,6 +386,20 @@ def test_prefill_comes_first():
     assert not step.is_prefill and rows(step) == [(0, 6, 7), (1, 6, 7)]
 
 
+def test_what_a_sequence_says_of_itself():
+    """Its length counts tokens in flight, and its contents do not."""
+    scheduler = make_scheduler()
+    (seq,) = add(scheduler, Request(prompt(5)))
+    step = scheduler.schedule()
+    assert (len(seq), seq.num_completion_tokens, seq.last_token) == (6, 0, 104)
+    scheduler.postprocess(step, [7])
+    assert (len(seq), seq.num_completion_tokens, seq.last_token) == (6, 1, 7)
+    assert seq.prompt_token_ids == prompt(5) and seq.completion_token_ids == [7] and not seq.is_finished
+    assert repr(seq) == "Sequence(0.0, RUNNING, 5 + 1 tokens, blocks [0, 1])"
+    scheduler.abort(0)
+    assert seq.is_finished
+
+
 def test_prompts_fill_the_token_budget():
     """The last prompt that does not fit whole is computed as far as it goes, and on in the next step."""
     scheduler = make_scheduler(max_num_batched_tokens=8)
@@ -405,7 +419,7 @@ def test_prompts_of_one_step_share_their_prefix():
     assert [seq.num_cached_tokens for seq in seqs] == [0, 4, 4]
 
 
-def test_new_ones_come_in_groups_once_full():
+def test_admission_in_groups_once_full():
     """A sixteenth of those that run must have ended before the next are admitted, and then all that fit are."""
     scheduler = make_scheduler(max_num_seqs=32, num_blocks=200, max_num_batched_tokens=1000)
     lasting = [Request(prompt(3, first=10 * i), max_tokens=2 + i) for i in range(32)]
@@ -415,16 +429,16 @@ def test_new_ones_come_in_groups_once_full():
     assert [len(rows(advance(scheduler))) for _ in range(3)] == [31, 2, 32]
 
 
-def test_nobody_is_held_for_long():
-    """Though only one of many has ended, the next is admitted after MAX_HELD_STEPS steps."""
+def test_admission_is_never_delayed_for_long():
+    """Though only one of many has ended, the next is admitted after MAX_STEPS_WITHOUT_ADMISSION steps."""
     scheduler = make_scheduler(max_num_seqs=32, num_blocks=1000, max_num_batched_tokens=1000)
     lasting = [Request(prompt(3, first=10 * i), max_tokens=100 if i else 2) for i in range(32)]
     add(scheduler, *lasting, Request(prompt(3, first=1000), max_tokens=50))
-    sizes = [len(rows(advance(scheduler))) for _ in range(MAX_HELD_STEPS + 3)]
-    assert sizes == [32, 32, *[31] * (MAX_HELD_STEPS - 1), 1, 32]
+    sizes = [len(rows(advance(scheduler))) for _ in range(MAX_STEPS_WITHOUT_ADMISSION + 3)]
+    assert sizes == [32, 32, *[31] * (MAX_STEPS_WITHOUT_ADMISSION - 1), 1, 32]
 
 
-def test_no_more_run_than_may():
+def test_max_num_seqs():
     scheduler = make_scheduler(max_num_seqs=2)
     seqs = add(scheduler, *[Request(prompt(3, first=100 * i)) for i in range(3)])
     assert rows(advance(scheduler)) == [(0, 0, 3), (1, 0, 3)]
@@ -434,8 +448,8 @@ def test_no_more_run_than_may():
 
 
 @pytest.mark.parametrize("num_blocks, is_admitted", [(3, False), (4, True)])
-def test_admission_leaves_headroom(num_blocks, is_admitted):
-    """With a free block for each that runs, who was admitted is not thrown out by the very next step."""
+def test_admission_leaves_blocks_in_reserve(num_blocks, is_admitted):
+    """With a free block for each running sequence, the next step does not preempt what was just admitted."""
     scheduler = make_scheduler(num_blocks)
     add(scheduler, Request(prompt(8)), Request(prompt(3, first=200)))
     assert len(advance(scheduler).rows) == 1 + is_admitted
@@ -443,8 +457,8 @@ def test_admission_leaves_headroom(num_blocks, is_admitted):
     assert scheduler.num_preemptions == 0
 
 
-def test_last_come_is_preempted_first_and_keeps_its_place_in_the_queue():
-    """Those sent back stand before those who never ran, in the order of their arrival."""
+def test_last_admitted_is_preempted_first_and_queued_first():
+    """Preempted sequences are queued before those that never ran, in the order of their arrival."""
     scheduler = make_scheduler(num_blocks=7, max_num_seqs=3)
     first, second, third, fourth = add(scheduler, *[Request(prompt(4, first=100 * i)) for i in range(4)])
     advance(scheduler)
@@ -608,14 +622,14 @@ def test_reset_repairs_anything():
     assert [len(seq.completion_token_ids) for seq in seqs] == [12] * 4 and leftovers(scheduler) == (0, 0, 0, 0)
 
 
-# -- beams ---------------------------------------------------------------------------------------------------------------
+# -- beams -------------------------------------------------------------------------------------------------------------
 
 
 def test_beams_share_what_they_have_in_common():
-    """Of each branch the full blocks are the parent's, and the one that is full in part is copied before the next step."""
+    """A branch shares the full blocks of its parent, and the last block is copied before the next step."""
     scheduler = make_scheduler()
     root = make_sequence(0, Request(prompt(6)))
-    root.pauses = True
+    root.is_beam = True
     scheduler.add(root)
     step = scheduler.schedule()
     scheduler.postprocess(step, [7], [{7: (-0.1, 1), 8: (-0.2, 2)}])
@@ -636,10 +650,10 @@ def test_beams_share_what_they_have_in_common():
 
 
 def test_beams_that_find_no_blocks_are_computed_again():
-    """Those that are through make room for those that are not, though no other sequence ever ends."""
+    """Paused beams free their blocks for those that are not computed yet, though no other sequence ever ends."""
     scheduler = make_scheduler(num_blocks=4)
     root = make_sequence(0, Request(prompt(6)))
-    root.pauses = True
+    root.is_beam = True
     scheduler.add(root)
     beams, seen = [root], 0
     for length in range(7, 13):

@@ -1,4 +1,4 @@
-"""Several ranks on the CPU: the answers of one, and what happens when one of them, or their caller, comes to grief."""
+"""Several ranks on the CPU: the answers of one rank, and what happens when a rank or the caller fails."""
 
 import json
 import os
@@ -20,9 +20,10 @@ from conftest import TINY
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
-from nanovllm.distributed import worker
-from nanovllm.distributed.step_channel import HEADER, PLACES, StepChannel, StepReader
+from nanovllm.distributed import tensor_parallel, worker
+from nanovllm.distributed.step_channel import HEADER, NUM_BUFFERS, StepChannel, StepReader
 from nanovllm.engine.batch import BatchShape, largest_batch
+from nanovllm.engine.single_rank import SingleRank
 from nanovllm.sampling_params import MAX_BAD_WORDS, MAX_BIASES
 from nanovllm.utils.interrupts import interrupts_held
 
@@ -34,7 +35,7 @@ PROMPTS = [
     "HAMLET.\nTo be, or not",
 ]
 BANS = {"min_p": 0.1, "bad_words": ["the", "a"], "allowed_token_ids": [*range(0, 2048, 3)]}
-ASKED = [
+OPTIONS = [
     {},
     {"top_k": 20, "top_p": 0.9},
     {"n": 2, "repetition_penalty": 1.3},
@@ -42,8 +43,8 @@ ASKED = [
     BANS,
 ]
 PARAMS = [
-    SamplingParams(temperature=t, max_tokens=28, seed=7, ignore_eos=True, **asked)
-    for t, asked in zip((0.0, 1.0, 0.6, 0.0, 2.0), ASKED)
+    SamplingParams(temperature=t, max_tokens=28, seed=7, ignore_eos=True, **options)
+    for t, options in zip((0.0, 1.0, 0.6, 0.0, 2.0), OPTIONS)
 ]
 SMALL = dict(kvcache_block_size=16, num_kvcache_blocks=8, max_num_batched_tokens=16, max_num_seqs=4)
 LONG = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
@@ -52,7 +53,7 @@ SOON = 10.0  # seconds
 
 @pytest.fixture(autouse=True)
 def folder_of_the_test(tmp_path, monkeypatch):
-    """Where the ranks meet: nothing is left of them when all is over."""
+    """The ranks connect in a folder of temporary files: none of theirs is left at the end."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
     assert not leftovers(tmp_path)
@@ -112,7 +113,7 @@ def expected() -> tuple[list, list]:
 
 @pytest.mark.parametrize("size, async_scheduling", [(2, False), (2, True), (4, True)])
 def test_the_answers_of_one_rank(make_llm, expected, size, async_scheduling):
-    """Greedy and seeded sampling, whatever is asked of the logits, with preemption, chunks and prefix hits."""
+    """Greedy and seeded sampling with all kinds of parameters, preemption, chunks and prefix hits."""
     llm = make_llm(tensor_parallel_size=size, async_scheduling=async_scheduling, **SMALL)
     assert_same(answers(llm), expected)
     assert llm.scheduler.num_preemptions > 0
@@ -179,7 +180,7 @@ LARGEST = largest_batch(
 
 @pytest.fixture
 def channel():
-    return StepChannel(room=LARGEST, num_readers=2)
+    return StepChannel(capacity=LARGEST, num_readers=2)
 
 
 def test_every_reader_gets_every_step_before_it_is_overwritten(channel):
@@ -210,9 +211,9 @@ def test_every_reader_gets_every_step_before_it_is_overwritten(channel):
 
 
 def test_a_reader_that_does_not_read(channel):
-    """The places fill up, and then it is an error; nobody waits for ever."""
+    """When all buffers are full, it is an error after the timeout."""
     step = np.zeros(4, np.int32)
-    for _ in range(PLACES):
+    for _ in range(NUM_BUFFERS):
         channel.send((0,) * HEADER, step, timeout=0.1)
     with pytest.raises(RuntimeError, match="rank 1 has taken no step"):
         channel.send((0,) * HEADER, step, timeout=0.1)
@@ -222,7 +223,7 @@ def test_a_reader_that_does_not_read(channel):
 
 def test_a_channel_has_no_name_and_leaves_no_descriptor():
     before = os.listdir("/proc/self/fd")
-    channel = StepChannel(room=LARGEST, num_readers=2)
+    channel = StepChannel(capacity=LARGEST, num_readers=2)
     names = [os.readlink(f"/proc/self/fd/{fd}") for fd in channel.fds_of(0)]
     assert names[0].endswith("(deleted)") and names[1:] == ["anon_inode:[eventfd]"] * 2
     assert os.fstat(channel.fds_of(0)[0]).st_mode & 0o777 == 0o600
@@ -230,7 +231,7 @@ def test_a_channel_has_no_name_and_leaves_no_descriptor():
     assert os.listdir("/proc/self/fd") == before
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------------
+# -- failures ----------------------------------------------------------------------------------------------------------
 
 
 def pid_of(rank: int) -> int:
@@ -270,7 +271,7 @@ def test_a_rank_is_killed_between_steps(make_llm):
 
 
 def test_a_rank_has_an_error_in_a_step(make_llm, monkeypatch):
-    """What it is sent makes it fail where rank 0 does not: the error and where it was come to the caller."""
+    """It gets a batch that makes it fail, unlike rank 0. The caller gets the error and its traceback."""
     llm = make_llm(tensor_parallel_size=2)
     send = StepChannel.send
 
@@ -285,7 +286,8 @@ def test_a_rank_has_an_error_in_a_step(make_llm, monkeypatch):
 
 
 def test_a_rank_hangs_in_a_step(make_llm, monkeypatch):
-    monkeypatch.setattr(distributed, "STEP_TIMEOUT", 1.0)
+    for module in (tensor_parallel, worker):
+        monkeypatch.setattr(module, "STEP_TIMEOUT", 1.0)
     llm = make_llm(tensor_parallel_size=2, max_model_len=2048)
     later(0.3, os.kill, pid_of(1), signal.SIGSTOP)
     begin = time.monotonic()
@@ -298,9 +300,9 @@ def start_and(monkeypatch, action) -> None:
     """Start an engine of two ranks, of which `action` is done to one as soon as there is a process."""
     watch = worker.Workers._watch
 
-    def do_and_watch(workers, pipes):
+    def do_and_watch(workers, sockets):
         action(workers.processes[0].pid)
-        watch(workers, pipes)
+        watch(workers, sockets)
 
     monkeypatch.setattr(worker.Workers, "_watch", do_and_watch)
     LLM("tiny-qwen3", device="cpu", tensor_parallel_size=2)
@@ -367,12 +369,12 @@ def test_handlers_of_ctrl_c_that_are_no_functions(monkeypatch):
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-# -- starts and ends, of ranks that only sleep -------------------------------------------------------------------------
+# -- starts and ends, with ranks that only sleep ----------------------------------------------------------------------
 
 
 @pytest.fixture
 def sleepers(monkeypatch):
-    """Workers of two ranks that were started, and never come."""
+    """Workers of two ranks, whose second process was started and never connects."""
     monkeypatch.setattr(worker, "BOOTSTRAP", "import time; time.sleep(99)  # in place of nanovllm.distributed.worker")
     workers = worker.Workers(Config(TINY, device="cpu", tensor_parallel_size=2, max_num_seqs=2, max_model_len=64))
     workers.errors = []
@@ -421,15 +423,21 @@ def test_exits_of_several_threads(sleepers, tmp_path):
 
 
 def test_an_exit_by_the_garbage_collector_in_the_ranks_own_thread(sleepers, monkeypatch, tmp_path):
-    end_of = worker._end_of
-    monkeypatch.setattr(worker, "_end_of", lambda *arguments: sleepers.exit() or end_of(*arguments))
+    describe_end = worker._describe_end
+    monkeypatch.setattr(worker, "_describe_end", lambda *arguments: sleepers.exit() or describe_end(*arguments))
     os.kill(pid_of(1), signal.SIGKILL)
-    sleepers._keeper.join(SOON)
+    sleepers._supervisor.join(SOON)
     assert not leftovers(tmp_path)
 
 
+def test_one_rank_has_the_same_interface(sleepers):
+    names = [name for name in dir(SingleRank()) if not name.startswith("_")]
+    assert {"connect", "wait_until_started", "check", "launch", "cause_of", "exit", "tp", "processes"} == {*names}
+    assert all(hasattr(sleepers, name) for name in names)
+
+
 class FakeRunner:
-    """Launches nothing; `error` is raised in its place."""
+    """Launches nothing; raises `error` instead, if there is one."""
 
     error = None
 
@@ -442,8 +450,8 @@ class FakeRunner:
 
 
 def test_an_exit_while_another_thread_launches(sleepers):
-    """It waits for a rank that takes no step."""
-    for _ in range(PLACES):
+    """`launch` waits for a rank that takes no step."""
+    for _ in range(NUM_BUFFERS):
         sleepers.launch(FakeRunner(), None)
     later(0.1, sleepers.exit)
     begin = time.monotonic()
@@ -535,7 +543,7 @@ def assert_nothing_is_left(ranks: list[int], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=str)
-def test_nobody_survives_the_caller(tmp_path, end):
+def test_ranks_end_with_the_caller(tmp_path, end):
     """Nor does a file; the caller does not close its engine."""
     caller = call(tmp_path, "run")
     ranks = [int(pid) for pid in caller.stdout.readline().split()]

@@ -1,4 +1,4 @@
-"""How the other ranks get the steps that rank 0 has prepared."""
+"""How the other ranks get the steps that rank 0 has prepared: a ring of buffers in shared memory."""
 
 import mmap
 import os
@@ -12,36 +12,38 @@ import numpy as np
 
 from nanovllm.engine.batch import BatchShape
 
-PLACES = 2  # one that is read, and one that is written
+NUM_BUFFERS = 2  # one to be read while the other is written
 HEADER = len(BatchShape._fields)
 
 
 class StepChannel:
-    """Rank 0's end: a ring of flat int32 arrays in shared memory.
+    """Rank 0's end of the channel.
 
-    A place holds a batch's shape and its buffer. Each reader has two semaphores, which count the places that are free
-    for it and those that are filled: nothing is overwritten before all have read it, readers sleep while there is
-    nothing to read, and a reader that was killed never blocks rank 0 in raising its semaphore. The memory (a file
-    without a name) and the semaphores (eventfds) are file descriptors that readers inherit: no name is left behind.
+    A buffer is a flat int32 array with a batch's shape and its contents. Each reader has two semaphores, which count
+    the buffers that it has read (free) and those that it has not (filled). So nothing is overwritten before all have
+    read it, readers sleep while there is nothing to read, and a killed reader never blocks rank 0 in raising a
+    semaphore. The memory (an unnamed file) and the semaphores (eventfds) are file descriptors that readers inherit:
+    nothing has a name that could outlive the processes.
     """
 
-    def __init__(self, room: int, num_readers: int):
-        """`room` is the largest batch's, in words. OSError where there is no space for it in /dev/shm."""
-        self._free, self._filled = [], []
+    def __init__(self, capacity: int, num_readers: int):
+        """`capacity` is the size of the largest batch in words. OSError if /dev/shm has no space for it."""
+        self._free: list[int] = []
+        self._filled: list[int] = []
         self._file = tempfile.TemporaryFile(dir="/dev/shm", buffering=0)
-        self._place_size = HEADER + room
-        os.posix_fallocate(self._file.fileno(), 0, PLACES * self._place_size * 4)
-        self._places = _places(self._file.fileno(), self._place_size)
+        self._buffer_size = HEADER + capacity
+        os.posix_fallocate(self._file.fileno(), 0, NUM_BUFFERS * self._buffer_size * 4)
+        self._buffers = _buffers(self._file.fileno(), self._buffer_size)
         flags = os.EFD_SEMAPHORE | os.EFD_CLOEXEC
-        self._free = [os.eventfd(PLACES, flags) for _ in range(num_readers)]
+        self._free = [os.eventfd(NUM_BUFFERS, flags) for _ in range(num_readers)]
         self._filled = [os.eventfd(0, flags) for _ in range(num_readers)]
 
     def fds_of(self, reader: int) -> tuple[int, int, int]:
-        """File descriptors of the memory, of the places that are free for a reader, and of those filled for it."""
+        """The file descriptors of the memory, and of a reader's semaphores of free and filled buffers."""
         return self._file.fileno(), self._free[reader], self._filled[reader]
 
     def send(self, shape: tuple[int, ...], words: np.ndarray, timeout: float) -> None:
-        """RuntimeError where a reader has not read for `timeout` seconds; then no reader gets this step."""
+        """RuntimeError if a reader has freed no buffer for `timeout` seconds; then no reader gets this step."""
         for rank, free in enumerate(self._free, 1):
             poll = select.poll()
             poll.register(free, select.POLLIN)
@@ -49,18 +51,18 @@ class StepChannel:
                 raise RuntimeError(f"rank {rank} has taken no step for {timeout:.0f} s")
         for free in self._free:
             os.eventfd_read(free)
-        place = next(self._places)
-        place[:HEADER] = shape
-        place[HEADER : HEADER + len(words)] = words
+        buffer = next(self._buffers)
+        buffer[:HEADER] = shape
+        buffer[HEADER : HEADER + len(words)] = words
         for filled in self._filled:
             os.eventfd_write(filled, 1)
 
     def release(self) -> None:
-        """Wake a `send` that waits for readers, as they are gone."""
+        """Let a `send` that waits for readers continue, as they are gone."""
         for free in self._free:
-            os.eventfd_write(free, PLACES)
+            os.eventfd_write(free, NUM_BUFFERS)
 
-    def __del__(self):  # and no `close`: while a thread is in `send`, no other may give its descriptors away
+    def __del__(self):  # there is no `close`, as the descriptors must stay open while another thread is in `send`
         for fd in self._free + self._filled:
             os.close(fd)
 
@@ -68,19 +70,19 @@ class StepChannel:
 class StepReader:
     """The end of another rank, which has inherited the file descriptors `StepChannel.fds_of` itself."""
 
-    def __init__(self, fds: tuple[int, int, int], room: int):
+    def __init__(self, fds: tuple[int, int, int], capacity: int):
         memory, self._free, self._filled = fds
-        self._places = _places(memory, HEADER + room)
+        self._buffers = _buffers(memory, HEADER + capacity)
 
     @contextmanager
     def receive(self) -> Iterator[tuple[BatchShape, np.ndarray]]:
-        """The next shape, and the words that begin with the batch's; they are free again when the block ends."""
+        """The next batch's shape, and words that begin with its contents; they are valid within the block only."""
         os.eventfd_read(self._filled)
-        place = next(self._places)
-        yield BatchShape(*place[:HEADER].tolist()), place[HEADER:]
+        buffer = next(self._buffers)
+        yield BatchShape(*buffer[:HEADER].tolist()), buffer[HEADER:]
         os.eventfd_write(self._free, 1)
 
 
-def _places(fd: int, place_size: int) -> Iterator[np.ndarray]:
-    memory = mmap.mmap(fd, PLACES * place_size * 4)
-    return cycle(np.frombuffer(memory, np.int32).reshape(PLACES, place_size))
+def _buffers(fd: int, buffer_size: int) -> Iterator[np.ndarray]:
+    memory = mmap.mmap(fd, NUM_BUFFERS * buffer_size * 4)
+    return cycle(np.frombuffer(memory, np.int32).reshape(NUM_BUFFERS, buffer_size))

@@ -1,4 +1,4 @@
-"""The ranks but the first: their processes, what they do, and how all of it ends."""
+"""The processes of all ranks but rank 0: how they start, what they do, and how they end."""
 
 import os
 import pickle
@@ -20,7 +20,7 @@ from time import monotonic, sleep
 import torch
 
 from nanovllm.config import Config
-from nanovllm.distributed.step_channel import PLACES, StepChannel, StepReader
+from nanovllm.distributed.step_channel import NUM_BUFFERS, StepChannel, StepReader
 from nanovllm.distributed.tensor_parallel import STEP_TIMEOUT, TensorParallel
 from nanovllm.engine.batch import Batch, largest_batch
 from nanovllm.engine.model_runner import ModelRunner
@@ -30,22 +30,23 @@ from nanovllm.utils.interrupts import interrupts_held
 from nanovllm.utils.stopwatch import Stopwatch
 
 START_TIMEOUT = 1800.0  # seconds for all ranks to load their weights and capture their graphs
-MESSAGE = 2**17  # bytes of the longest message between the caller and a rank
-READY = b"ready"  # a rank says so when it is here and when it has started; anything else that it says is its error
+MAX_MESSAGE_BYTES = 2**17  # of a message between rank 0 and another rank
+# a rank sends this when its process has started, and again when its model runner has; any other message is an error
+READY = b"ready"
 BOOTSTRAP = (
     "import sys; sys.path[:] = sys.argv[2:]; from nanovllm.distributed.worker import work; work(int(sys.argv[1]))"
 )
 
 
 class Workers:
-    """The other ranks as rank 0, in the caller's process, sees them; none, where one rank is all.
+    """The other ranks, as rank 0 in the caller's process sees them.
 
-    A thread starts them, watches them and ends them, so no interrupt of the caller leaves that half done. When a rank
-    ends, reports an error or does not start in time, all are killed, rank 0's device is told not to wait for them, and
-    `failure` says why. Without their caller the ranks end by themselves.
+    A supervisor thread starts, watches and ends their processes, so that no interrupt of the caller leaves that half
+    done. When a rank ends, reports an error or does not start in time, the thread kills all ranks, tells rank 0's
+    device not to wait for them, and `failure` has the reason. If the caller is killed, the ranks end by themselves.
 
-    They are plain subprocesses, not `multiprocessing`'s: that imports the caller's script in each of them, and the exit
-    of any forked child of the caller would end them.
+    The processes are plain subprocesses, not `multiprocessing`'s: that would import the caller's script in each of
+    them, and any forked child of the caller would end them when it exits.
     """
 
     def __init__(self, config: Config):
@@ -53,59 +54,57 @@ class Workers:
         self.failure: str | None = None
         self.tp = TensorParallel()
         self.processes: list[subprocess.Popen] = []
-        self._owner = os.getpid()
-        self._progress = [0] * (config.tensor_parallel_size - 1)  # 1: is here, 2: has started
-        self._keeper: threading.Thread | None = None
-        self._is_closing = False  # by `exit`, with nothing queued that waits for a rank
-        self._ended = threading.Event()  # before Python 3.13 a `join` that is interrupted takes its thread for ended
+        self._caller_pid = os.getpid()
+        self._num_ready = [0] * (config.tensor_parallel_size - 1)  # messages READY of each rank, at most 2
+        self._supervisor: threading.Thread | None = None
+        self._is_closing = False  # by `exit`, when nothing is queued that waits for a rank
+        self._ended = threading.Event()  # of the supervisor; an interrupted `join` before Python 3.13 is no proof of it
         self._channel: StepChannel | None = None
         self._folder: Path | None = None
 
     def connect(self) -> TensorParallel:
-        """Start the processes; rank 0's place among the ranks, once all are here."""
-        if self._progress:
-            self._deadline = monotonic() + START_TIMEOUT
-            self._keeper = threading.Thread(target=self._keep, name="nanovllm ranks", daemon=True)
-            with interrupts_held():  # a thread that half started can't be joined
-                self._keeper.start()
-            self._await(lambda: min(self._progress) >= 1)
-            meeting: Future[TensorParallel] = Future()
-            threading.Thread(target=self._meet, args=(meeting,), daemon=True).start()
-            self._await(meeting.done)  # if one is lost now, the meeting waits for minutes; we do not
-            self.tp = meeting.result()
+        """Start the processes, and connect rank 0 with them."""
+        self._deadline = monotonic() + START_TIMEOUT
+        self._supervisor = threading.Thread(target=self._supervise, name="nanovllm ranks", daemon=True)
+        with interrupts_held():  # a thread whose start was interrupted can't be joined
+            self._supervisor.start()
+        self._wait_until(lambda: min(self._num_ready) >= 1)
+        connection: Future[TensorParallel] = Future()
+        threading.Thread(target=self._connect_rank_0, args=(connection,), daemon=True).start()
+        self._wait_until(connection.done)  # if a rank is lost now, `connection` takes minutes to fail; this does not
+        self.tp = connection.result()
         return self.tp
 
-    def _meet(self, meeting: Future) -> None:
+    def _connect_rank_0(self, connection: Future) -> None:
         try:
-            meeting.set_result(connect(0, self.config, self._folder))
+            connection.set_result(connect(0, self.config, self._folder))
         except BaseException as error:
-            meeting.set_exception(error)
+            connection.set_exception(error)
 
     def wait_until_started(self) -> None:
-        if self._progress:
-            self._await(lambda: min(self._progress) >= 2)
-            if self.tp.folder is None:
-                self._remove_folder()  # from here on nothing of ours has a name
+        self._wait_until(lambda: min(self._num_ready) >= 2)
+        if self.tp.folder is None:
+            self._remove_folder()  # nothing with a name is left from now on
 
-    def _await(self, condition: Callable[[], bool]) -> None:
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             self.check()
             sleep(0.002)
 
     def check(self) -> None:
-        """RuntimeError where the ranks are gone, or are those of the process that this one was forked from."""
-        if self._progress and os.getpid() != self._owner:
-            raise RuntimeError(f"this process is a fork of {self._owner}, which owns this engine: start another here")
+        """RuntimeError if the ranks have failed, or this process is a fork of the one that they belong to."""
+        if os.getpid() != self._caller_pid:
+            raise RuntimeError(
+                f"this process is a fork of {self._caller_pid}, to which this engine belongs: start another engine here"
+            )
         if self.failure:
             raise RuntimeError(self.failure)
 
     def launch(self, runner: ModelRunner, step: ScheduledStep) -> PendingStep:
-        """Prepare a step and launch it on all ranks, or on none: Ctrl-C waits until it is done.
+        """Prepare a step and launch it on all ranks or on none; Ctrl-C is held meanwhile.
 
-        Any thread may call this, one at a time. RuntimeError as of `check`, and where another thread calls `exit`.
+        Any thread may call this, but one at a time. RuntimeError as in `check`, and when another thread calls `exit`.
         """
-        if not self._progress:
-            return runner.run(step)
         channel = self._channel
         self.check()
         batch = runner.prepare(step)
@@ -115,60 +114,63 @@ class Workers:
                 self.check()
                 return runner.launch(batch, step)
             except BaseException as error:
-                if not isinstance(error, Exception):  # of another signal's handler; who gets it may go on
+                if not isinstance(error, Exception):  # raised by a signal handler, and the caller may go on after it
                     self._fail(f"a step was interrupted while it was launched ({error!r})")
                 raise
 
-    def give_up(self, error: BaseException) -> BaseException:
-        """Kill all after an error of rank 0; what to raise: rank 0 may be the first to notice that one is lost."""
-        may_be_theirs = bool(self._progress) and os.getpid() == self._owner and isinstance(error, RuntimeError)
-        patience = monotonic() + 2.0
-        while may_be_theirs and not self.failure and monotonic() < patience:
+    def cause_of(self, error: BaseException) -> BaseException:
+        """Kill all ranks after an error of rank 0. Returns the error to raise: `error`, or the failure that caused it.
+
+        Rank 0 may notice that another rank is lost before the supervisor does.
+        """
+        may_be_theirs = os.getpid() == self._caller_pid and isinstance(error, RuntimeError)
+        deadline = monotonic() + 2.0
+        while may_be_theirs and not self.failure and monotonic() < deadline:
             sleep(0.01)
         cause = RuntimeError(self.failure) if may_be_theirs and self.failure else error
         self._fail(f"rank 0 failed: {error!r}")
         return cause
 
-    def _keep(self) -> None:
-        """The thread of the ranks: all of their life."""
-        # the ranks inherit this: SIGINT is the caller's alone, and SIGTERM is for `end_with`
+    def _supervise(self) -> None:
+        """What the supervisor thread does, from the start of the ranks to their end."""
+        # the ranks inherit this mask: SIGINT is for the caller only, and SIGTERM is handled by `end_with_caller`
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        pipes: dict[int, socket.socket] = {}
+        sockets: dict[int, socket.socket] = {}
         try:
             self._folder = Path(tempfile.mkdtemp(prefix="nanovllm-"))
-            self._channel = StepChannel(largest_batch(self.config), len(self._progress))
-            for rank in range(1, len(self._progress) + 1):
-                pipes[rank] = self._start(rank)
-            self._watch(pipes)
+            self._channel = StepChannel(largest_batch(self.config), len(self._num_ready))
+            for rank in range(1, len(self._num_ready) + 1):
+                sockets[rank] = self._start(rank)
+            self._watch(sockets)
         except Exception as error:
             self._fail(f"the ranks could not be started: {type(error).__name__}: {error}")
         finally:
             try:
-                self._end(pipes)
+                self._end(sockets)
             finally:
                 self._ended.set()
 
     def _start(self, rank: int) -> socket.socket:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # it keeps messages apart
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # which preserves message boundaries
         with theirs:
             fds = self._channel.fds_of(rank - 1)
-            ours.send(pickle.dumps((rank, self._owner, self.config, self._folder, fds)))
+            ours.send(pickle.dumps((rank, self._caller_pid, self.config, self._folder, fds)))
             command = [sys.executable, "-c", BOOTSTRAP, str(theirs.fileno()), *map(str, sys.path)]
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), *fds))
             self.processes.append(process)
         return ours
 
-    def _watch(self, pipes: dict[int, socket.socket]) -> None:
-        rank_of = {pipe.fileno(): rank for rank, pipe in pipes.items()}
+    def _watch(self, sockets: dict[int, socket.socket]) -> None:
+        rank_of = {sock.fileno(): rank for rank, sock in sockets.items()}
         poll = select.poll()
         for fd in rank_of:
             poll.register(fd, select.POLLIN)
         while not self.failure:
             errors = []
             for fd, _ in poll.poll(200):
-                message = _receive(pipes[rank_of[fd]])
+                message = _receive(sockets[rank_of[fd]])
                 if message == READY:
-                    self._progress[rank_of[fd] - 1] += 1
+                    self._num_ready[rank_of[fd] - 1] += 1
                 elif message:
                     errors.append(f"rank {rank_of[fd]} failed:\n{message.decode(errors='replace')}")
                 else:
@@ -176,25 +178,25 @@ class Workers:
                     with suppress(subprocess.TimeoutExpired):
                         self.processes[rank_of[fd] - 1].wait(1.0)
             ended = [(process.poll(), rank) for rank, process in enumerate(self.processes, 1)]
-            # one that was killed is the cause; what the others report may be that they have noticed
-            errors = [_end_of(rank, code) for code, rank in ended if code is not None and code < 0] + errors
-            errors += [_end_of(rank, code) for code, rank in ended if code is not None and code >= 0]
+            # a rank that was killed is the cause, and the errors of others may be its effect
+            errors = [_describe_end(rank, code) for code, rank in ended if code is not None and code < 0] + errors
+            errors += [_describe_end(rank, code) for code, rank in ended if code is not None and code >= 0]
             if errors:
                 self._fail(errors[0])
-            elif min(self._progress) < 2 and monotonic() > self._deadline:
+            elif min(self._num_ready) < 2 and monotonic() > self._deadline:
                 self._fail(f"the ranks did not start within {START_TIMEOUT:.0f} s")
 
     def _fail(self, reason: str) -> None:
-        """Kill all; the thread notices, and does the rest."""
-        if os.getpid() != self._owner:
+        """Kill all ranks. The supervisor notices, and cleans up."""
+        if os.getpid() != self._caller_pid:
             return
         self.failure = self.failure or reason
         for process in self.processes:
             process.kill()
 
-    def _end(self, pipes: dict[int, socket.socket]) -> None:
-        """Leave nothing behind, once there is a failure."""
-        self._fail("the ranks were ended")  # again: it may have come while they were started
+    def _end(self, sockets: dict[int, socket.socket]) -> None:
+        """Clean up after a failure, or after `exit`."""
+        self._fail("the ranks were ended")  # once more: the first `_fail` may have come while processes were started
         if not self._is_closing:
             self.tp.abort()
         if self._channel is not None:
@@ -203,22 +205,22 @@ class Workers:
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(5.0)
-        for pipe in pipes.values():
-            pipe.close()
+        for sock in sockets.values():
+            sock.close()
         if self.tp.lost or self.tp.folder is None:
-            self._remove_folder()  # else NCCL reads it once more: where it is gone, `tp.close` would wait for minutes
+            self._remove_folder()  # else `tp.close` does: NCCL reads it once more, and would wait for minutes
 
     def _remove_folder(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def exit(self) -> None:
-        """End the processes, and leave nothing behind; in a forked child, do nothing.
+        """End the processes and clean up; in a forked child, do nothing.
 
-        It may be called again, by any thread, and while another is in `launch`, which then raises RuntimeError. What
-        interrupts it is raised when it is done.
+        Any thread may call this, more than once, and while another thread is in `launch`, which then raises
+        RuntimeError. An interrupt is raised when all is done.
         """
-        if self._keeper is None or os.getpid() != self._owner:
+        if self._supervisor is None or os.getpid() != self._caller_pid:
             return
         interrupts = []
         with interrupts_held():
@@ -226,71 +228,72 @@ class Workers:
                 try:
                     self._is_closing |= self.failure is None
                     self._fail("this engine was closed by exit()")
-                    if threading.current_thread() is self._keeper:  # where the garbage collector calls us
+                    if threading.current_thread() is self._supervisor:  # called by the garbage collector
                         return
                     self._ended.wait()
-                except BaseException as interrupt:  # of the handler of another signal
+                except BaseException as interrupt:  # raised by a handler of another signal
                     interrupts.append(interrupt)
-            self._keeper.join()
+            self._supervisor.join()
         if interrupts:
             raise interrupts[0]
 
 
-def _receive(pipe: socket.socket) -> bytes:
-    """A message of a rank; nothing where it has ended."""
+def _receive(sock: socket.socket) -> bytes:
+    """A message of a rank; empty if its process has ended."""
     try:
-        return pipe.recv(MESSAGE)
+        return sock.recv(MAX_MESSAGE_BYTES)
     except ConnectionError:
         return b""
 
 
-def _end_of(rank: int, code: int) -> str:
+def _describe_end(rank: int, code: int) -> str:
     if code < 0:
         return f"rank {rank} was killed ({signal.Signals(-code).name})"
-    return f"rank {rank} ended with exit code {code}, for the reason that it printed"
+    return f"rank {rank} ended with exit code {code}; see its output for the reason"
 
 
 def connect(rank: int, config: Config, folder: Path) -> TensorParallel:
+    """Connect a rank with the others through files in `folder`; returns when all are connected."""
     model, size = config.model_config, config.tensor_parallel_size
     sums = max(config.max_num_batched_tokens, config.max_num_seqs) * model.hidden_size
     logits = max(config.max_num_seqs, MAX_LOGPROB_ROWS) * model.vocab_size // size
-    room = max(sums, logits) * config.dtype.itemsize
-    return TensorParallel.connect(rank, size, folder, config.device_of(rank), room)
+    num_bytes = max(sums, logits) * config.dtype.itemsize  # of the largest sum or gathered part
+    return TensorParallel.connect(rank, size, folder, config.device_of(rank), num_bytes)
 
 
 def work(fd: int) -> None:
-    """A rank's whole life, in a process of its own, which ends when it is killed; `fd` is its socket to the caller."""
-    pipe = socket.socket(fileno=fd)
-    rank, caller, config, folder, fds = pickle.loads(pipe.recv(MESSAGE))
-    end_with(caller, folder)
+    """The main function of a rank's process, which runs until it is killed; `fd` is its socket to rank 0."""
+    sock = socket.socket(fileno=fd)
+    rank, caller, config, folder, fds = pickle.loads(sock.recv(MAX_MESSAGE_BYTES))
+    end_with_caller(caller, folder)
     try:
         torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))
-        pipe.send(READY)
+        sock.send(READY)
         runner = ModelRunner(config, Stopwatch(), connect(rank, config, folder))
-        pipe.send(READY)
+        sock.send(READY)
         serve(runner, StepReader(fds, largest_batch(config)))
     except BaseException:
         with suppress(OSError):
-            pipe.send(traceback.format_exc().encode()[-MESSAGE:])
-        threading.Event().wait()  # the caller kills us; if it is gone, which may be our error, so are we soon
+            sock.send(traceback.format_exc().encode()[-MAX_MESSAGE_BYTES:])
+        threading.Event().wait()  # until the caller kills this process, or `end_with_caller` ends it
 
 
 def serve(runner: ModelRunner, reader: StepReader) -> None:
-    """Run the steps that come, until we are killed."""
+    """Run the steps that rank 0 sends, forever."""
     in_flight: list[PendingStep] = []
     while True:
         with reader.receive() as (shape, words):
-            if len(in_flight) == PLACES:  # the host buffer of the last step but one is the one that comes next
+            if len(in_flight) == NUM_BUFFERS:  # this step gets the host buffer of the step before the last
                 in_flight.pop(0).synchronize()
             batch = Batch.from_buffer(shape, runner.host_buffer(shape.is_prefill))
             batch.buffer[:] = words[: shape.size]
         in_flight.append(runner.launch(batch))
 
 
-def end_with(caller: int, folder: Path) -> None:
-    """End this process, and remove the folder where the ranks met, when the caller is gone or SIGTERM comes.
+def end_with_caller(caller: int, folder: Path) -> None:
+    """End this process, and remove `folder`, when the caller is gone or SIGTERM arrives.
 
-    SIGTERM must be blocked, as it is from the start in a process of `Workers`.
+    SIGTERM must be blocked, which `Workers` does before it starts the processes.
     """
 
     def watch() -> None:

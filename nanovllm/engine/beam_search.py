@@ -1,34 +1,43 @@
-"""Beam search: beams are sequences that pause after each token, share what they have in common, and branch."""
+"""Beam search: beams are sequences that pause after each token, and share the blocks of their common prefix."""
 
 from itertools import count
 from operator import itemgetter
 from typing import NamedTuple
 
-from nanovllm.engine.detokenizer import Detokenizer, Vocabulary
+from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
+from nanovllm.engine.inbox import Inbox
+from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.outputs import BeamOutput, BeamSearchOutput
-from nanovllm.engine.request import Inbox
+from nanovllm.engine.prompts import Prompt, as_prompts
+from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams, check_beams
 
 
-class Beam(NamedTuple):
-    """Tokens after the prompt, the sum of their log-probabilities, and the score of a beam that has ended."""
+class FinishedBeam(NamedTuple):
+    """The tokens after the prompt, the sum of their log-probabilities, and that sum with the length penalty."""
 
     score: float
     cumulative_logprob: float
     token_ids: tuple[int, ...]
 
 
-class BeamRequest:
-    """A search for the likeliest answers to a prompt, as transformers' `generate(num_beams=...)` does with its defaults.
+class Candidate(NamedTuple):
+    """A beam with one more token."""
 
-    Of all continuations of the beams, the best `beam_width` that do not end go on, and those that end among the best
-    `beam_width` are kept, so many in all. The search is over when no beam, divided by its length to the power
-    `length_penalty`, is better than the worst that was kept.
+    cumulative_logprob: float
+    token_ids: tuple[int, ...]  # of the completion
+    beam: Sequence
+
+
+class BeamRequest(Request):
+    """A search for the most likely answers to a prompt: that of transformers' `generate(num_beams=...)`.
+
+    A candidate is a beam with one more token. The best `beam_width` candidates that do not end are the next step's
+    beams. Of those that end, the ones among the best `beam_width` of their step are finished beams, of which the best
+    `beam_width` are kept. The search is over when it has so many, and no beam's score is better than the worst of them.
     """
-
-    is_quiet = True
 
     def __init__(
         self,
@@ -36,73 +45,89 @@ class BeamRequest:
         params: BeamSearchParams,
         prompt: str | None,
         inbox: Inbox,
-        vocabulary: Vocabulary,
-        max_model_len: int,
+        token_bytes: TokenBytes,
         eos_token_ids: frozenset[int],
     ):
-        self.request_id, self.group, self.prompt, self.inbox = root.request_id, [root], prompt, inbox
-        self._root, self._params, self._vocabulary = root, params, vocabulary
-        self._max_tokens = min(params.max_tokens, max_model_len - root.num_prompt_tokens)
+        """`root` is a sequence of the prompt with `is_beam` set, which becomes the first beam."""
+        super().__init__([root], prompt, inbox)
+        self._root, self._params, self._token_bytes = root, params, token_bytes
+        self._max_tokens = root.max_num_tokens - root.num_prompt_tokens
         self._eos_token_ids = eos_token_ids
-        self._sums = {root.index: 0.0}  # of log-probabilities, by the live beams' indices
+        self._cumulative_logprobs = {root.index: 0.0}  # of the live beams, by the sequence's index
         self._next_index = count(1)
-        self._ended: list[Beam] = []
-
-    @staticmethod
-    def sampling_params(params: BeamSearchParams, num_eos: int, vocab_size: int) -> SamplingParams:
-        """What a beam's sequence asks for: so many candidates that enough are left if the best are ends."""
-        num_candidates = min(vocab_size, params.beam_width + max(params.beam_width, num_eos))
-        return SamplingParams(temperature=0, max_tokens=params.max_tokens, logprobs=num_candidates)
+        self._finished: list[FinishedBeam] = []
 
     @property
     def is_finished(self) -> bool:
-        return not self._sums
+        return not self._cumulative_logprobs
 
     def advance(self, scheduler: Scheduler) -> None:
-        """Choose among the candidates, once those of all beams are there."""
+        """Choose among the candidates, once all beams have theirs."""
         beams = [*scheduler.live[self.request_id].values()]
         if not all(seq.is_paused for seq in beams):
             return
-        width, length = self._params.beam_width, len(beams[0].token_ids) + 1 - self._root.num_prompt_tokens
+        beam_width, length = self._params.beam_width, beams[0].num_completion_tokens + 1
         penalty, is_last = length**self._params.length_penalty, length == self._max_tokens
-        found = [
-            (self._sums[seq.index] + logprob, (*seq.completion_token_ids, token_id), seq)
+        candidates = [
+            Candidate(self._cumulative_logprobs[seq.index] + logprob, (*seq.completion_token_ids, token_id), seq)
             for seq in beams
-            for token_id, (logprob, _) in seq.candidates.items()
+            for token_id, (logprob, _) in (seq.candidates or {}).items()
         ]
-        found.sort(key=itemgetter(0, 1), reverse=True)
-        is_end = [is_last or token_ids[-1] in self._eos_token_ids for _, token_ids, _ in found]
-        self._ended += [Beam(x / penalty, x, ids) for (x, ids, _), ends in zip(found[:width], is_end) if ends]
-        self._ended = sorted(self._ended, reverse=True)[:width]
-        live = [continuation for continuation, ends in zip(found, is_end) if not ends][:width]
-        if live and len(self._ended) == width and live[0][0] / penalty <= self._ended[-1].score:
-            live = []
-        self._branch(scheduler, beams, live)
+        candidates.sort(key=itemgetter(0, 1), reverse=True)
+        ends = [is_last or candidate.token_ids[-1] in self._eos_token_ids for candidate in candidates]
+        for candidate, is_end in zip(candidates[:beam_width], ends):
+            if is_end:
+                score = candidate.cumulative_logprob / penalty
+                self._finished.append(FinishedBeam(score, candidate.cumulative_logprob, candidate.token_ids))
+        self._finished = sorted(self._finished, reverse=True)[:beam_width]
+        survivors = [candidate for candidate, is_end in zip(candidates, ends) if not is_end][:beam_width]
+        is_full = len(self._finished) == beam_width
+        if survivors and is_full and survivors[0].cumulative_logprob / penalty <= self._finished[-1].score:
+            survivors = []
+        self._branch(scheduler, beams, survivors)
 
-    def _branch(
-        self, scheduler: Scheduler, beams: list[Sequence], live: list[tuple[float, tuple[int, ...], Sequence]]
-    ) -> None:
-        children: dict[int, list[tuple[float, int]]] = {}
-        for total, token_ids, seq in live:
-            children.setdefault(seq.index, []).append((total, token_ids[-1]))
-        for seq in beams:  # first of all they give back their blocks
-            if seq.index not in children:
-                scheduler.finish(seq, "stop")
-        sums = {}
-        for seq in beams:
-            if seq.index in children:
-                totals, token_ids = zip(*children[seq.index])
-                indices = [seq.index, *(next(self._next_index) for _ in totals[1:])]
-                sums |= zip(indices, totals)
-                scheduler.branch(seq, [*zip(indices, token_ids)])
-        self._sums = sums
+    def _branch(self, scheduler: Scheduler, beams: list[Sequence], survivors: list[Candidate]) -> None:
+        """Continue each beam with the tokens of its survivors; the next step computes them."""
+        survivors_of: dict[int, list[Candidate]] = {}
+        for candidate in survivors:
+            survivors_of.setdefault(candidate.beam.index, []).append(candidate)
+        for beam in beams:  # first, so that their blocks are free for the others
+            if beam.index not in survivors_of:
+                scheduler.finish(beam, "stop")
+        cumulative_logprobs: dict[int, float] = {}
+        for beam in beams:
+            if children := survivors_of.get(beam.index):
+                indices = [beam.index, *(next(self._next_index) for _ in children[1:])]
+                scheduler.branch(beam, [(i, child.token_ids[-1]) for i, child in zip(indices, children)])
+                cumulative_logprobs |= {i: child.cumulative_logprob for i, child in zip(indices, children)}
+        self._cumulative_logprobs = cumulative_logprobs
 
     def output(self) -> BeamSearchOutput:
-        prompt_token_ids = self._root.token_ids[: self._root.num_prompt_tokens]
         outputs = [
-            BeamOutput(self._text(x.token_ids), [*x.token_ids], x.cumulative_logprob, x.score) for x in self._ended
+            BeamOutput(self._text(beam.token_ids), [*beam.token_ids], beam.cumulative_logprob, beam.score)
+            for beam in self._finished
         ]
-        return BeamSearchOutput(self.request_id, self.prompt, prompt_token_ids, outputs, self.is_finished)
+        return BeamSearchOutput(self.request_id, self.prompt, self._root.prompt_token_ids, outputs, self.is_finished)
 
     def _text(self, token_ids: tuple[int, ...]) -> str:
-        return Detokenizer([*token_ids], 0, self._root.params, self._vocabulary).extend(is_over=True)
+        return Detokenizer([*token_ids], 0, self._root.params, self._token_bytes).decode(is_last=True)
+
+
+def beam_requests(
+    processor: InputProcessor, prompts: Prompt | list[Prompt], params: BeamSearchParams, inbox: Inbox
+) -> list[BeamRequest]:
+    """A search for each prompt. Errors are those of `InputProcessor.requests`."""
+    if not isinstance(params, BeamSearchParams):
+        raise TypeError(f"params={params!r}: must be a BeamSearchParams")
+    model = processor.config.model_config
+    check_beams(params, model.vocab_size)
+    eos_token_ids = frozenset() if params.ignore_eos else model.eos_token_ids
+    # as many candidates as it takes to leave `beam_width` that do not end
+    num_candidates = min(model.vocab_size, params.beam_width + max(params.beam_width, len(eos_token_ids)))
+    sampling_params = SamplingParams(temperature=0, max_tokens=params.max_tokens, logprobs=num_candidates)
+    requests = []
+    for text, token_ids in [processor.tokenize(prompt) for prompt in as_prompts(prompts)]:
+        request_id, max_len = processor.next_request_id(), processor.max_model_len
+        root = Sequence(request_id, [*token_ids], sampling_params, noise_seed=0, max_len=max_len, is_beam=True)
+        requests.append(BeamRequest(root, params, text, inbox, processor.token_bytes, eos_token_ids))
+    return requests

@@ -1,18 +1,18 @@
-"""The loop that serves all callers: they submit requests, one of their threads runs the steps, each has an inbox."""
+"""The loop behind all callers: they submit requests, one of their threads runs the steps, and each has an inbox."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from nanovllm.config import Config
-from nanovllm.distributed.worker import Workers
-from nanovllm.engine.beam_search import BeamRequest
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.inbox import Inbox, OutputKind
 from nanovllm.engine.leadership import Leadership
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.outputs import StepOutput
-from nanovllm.engine.request import Inbox, OutputKind, Request
+from nanovllm.engine.request import Request
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.single_rank import SingleRank
 from nanovllm.engine.step_result import PendingStep, StepResult
 from nanovllm.utils.context import clear_context
 from nanovllm.utils.interrupts import interrupts_held
@@ -20,13 +20,13 @@ from nanovllm.utils.stopwatch import Stopwatch
 
 
 class EngineCore:
-    """Scheduler, model runner and ranks, and the requests that have not ended. Any thread may call what is public."""
+    """Scheduler, model runner, ranks, and the requests that have not ended. Any thread may call its public methods."""
 
     def __init__(self, config: Config, startup: Stopwatch):
-        """RuntimeError where one of several ranks does not come to its start."""
+        """RuntimeError if one of several ranks does not start."""
         self.config = config
         self.model_runner: ModelRunner | None = None
-        self.workers = Workers(config)
+        self.workers = _make_workers(config)
         weakref.finalize(self, self.workers.exit)
         try:
             tp = self.workers.connect()
@@ -36,16 +36,17 @@ class EngineCore:
         except BaseException as error:
             self.close_after(error)
             raise
+        assert config.num_kvcache_blocks is not None, "the model runner has set it"
         block_manager = BlockManager(config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching)
         bounds = config.max_num_seqs, config.max_num_batched_tokens
         self.scheduler = Scheduler(block_manager, *bounds, config.model_config.eos_token_ids)
-        self.requests: dict[int, Request | BeamRequest] = {}  # that have not ended
+        self.requests: dict[int, Request] = {}  # by id, those that have not ended
         self.inboxes: set[Inbox] = set()  # of those requests
         self.leadership = Leadership(self._recover)
         self._in_flight: tuple[ScheduledStep, PendingStep] | None = None
 
-    def submit(self, requests: list[Request | BeamRequest]) -> None:
-        """Have them computed; what comes of them goes to their inboxes."""
+    def submit(self, requests: Collection[Request]) -> None:
+        """Queue requests; their outputs go to their inboxes."""
         with interrupts_held():
             with self.leadership.lock:
                 self.check_open()
@@ -55,139 +56,151 @@ class EngineCore:
                     self.inboxes.add(request.inbox)
             self.leadership.post(lambda: self._enqueue(requests))
 
-    def _enqueue(self, requests: list[Request | BeamRequest]) -> None:
-        for request in requests:
-            if request.request_id in self.requests and request.request_id not in self.scheduler.live:
-                self.scheduler.add(*request.group)
-
-    def withdraw(self, requests: list[Request | BeamRequest]) -> None:
-        """Abort requests whose caller has stopped waiting."""
-        with interrupts_held():
-            if live := [request.request_id for request in requests if request.request_id in self.requests]:
-                self.leadership.post(lambda: [self._abort(request_id) for request_id in live])
-
-    def next_output(self, inboxes: list[Inbox]) -> StepOutput:
-        """The outputs that have arrived in these inboxes. If there are none, run a step, or wait for the leader."""
-        self.check_open()
-        if not any(inbox.is_ready for inbox in inboxes):
-            self.leadership.lead(self._step, inboxes)
-        return StepOutput.merged([output for inbox in inboxes for output in inbox.take()])
-
     def abort(self, request_id: int) -> None:
-        """End a request, if it has not ended; what there is of its answer goes to its inbox."""
+        """End a request that has not ended; its inbox gets the tokens that were generated."""
         self.leadership.post(lambda: self._abort(request_id))
 
-    def forget_prefixes(self) -> bool:
-        """Empty the prefix cache; False, and nothing is done, while there are requests."""
+    def discard(self, requests: Collection[Request]) -> None:
+        """End requests whose caller has stopped waiting: no output is made."""
+        with interrupts_held():
+            if live := [request.request_id for request in requests if request.request_id in self.requests]:
+                self.leadership.post(lambda: self._discard(live))
+
+    def next_output(self, inboxes: list[Inbox]) -> StepOutput:
+        """What has arrived in these inboxes. If that is nothing, run a step, or wait for another thread's step."""
+        self.check_open()
+        if not any(inbox.is_ready for inbox in inboxes):
+            self.leadership.run_or_wait(self._step, inboxes)
+        outputs = [inbox.take() for inbox in inboxes] or [StepOutput()]
+        for other in outputs[1:]:
+            outputs[0].add(other)
+        return outputs[0]
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache. False, and nothing is done, while there are requests."""
         done: list[bool] = []
 
-        def forget() -> None:
+        def reset() -> None:
             if self.scheduler.is_finished():
-                self.scheduler.block_manager.forget_prefixes()
+                self.scheduler.block_manager.clear_prefix_cache()
                 done.append(True)
 
         self.check_open()
-        self.leadership.lead(forget, inboxes=())
+        self.leadership.run(reset)
         return bool(done)
 
     def check_open(self) -> None:
-        """RuntimeError where there is no engine any more, or none in this process."""
+        """RuntimeError if the engine was closed, has failed, or belongs to another process."""
         if self.model_runner is None:
             raise RuntimeError("this engine was closed by exit()")
         self.workers.check()
 
     def exit(self) -> None:
-        """Drop what is unfinished and free the device's memory; other callers get a RuntimeError.
+        """Drop unfinished requests and free the device's memory; callers that wait get a RuntimeError.
 
-        From a signal handler in the middle of a step of the same thread, this is done when the step is over.
+        In a signal handler that interrupts a step of its own thread, this takes effect when the step is over.
         """
         with interrupts_held():
             if self.leadership.is_nested():
                 self.leadership.post(self._exit)
             else:
-                self.leadership.lead(self._exit, inboxes=(), is_urgent=True)
+                self.leadership.run(self._exit, is_urgent=True)
 
     # -- what only the leader does -------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """Queue the next step, take in what has been computed, and tell the callers. Ctrl-C comes while the device works."""
+        """Launch the next step, and process the result of this one or, with `async_scheduling`, of the one before.
+
+        Ctrl-C is held except while the device works.
+        """
         with interrupts_held():
             self.check_open()
-            self.leadership.take_commands()
-            scheduled = self.scheduler.schedule()
-        launched = (scheduled, self.workers.launch(self.model_runner, scheduled)) if scheduled else None
+            self.leadership.run_commands()
+            step = self.scheduler.schedule()
+        launched = (step, self.workers.launch(self.model_runner, step)) if step else None
         if self.config.async_scheduling:
             launched, self._in_flight = self._in_flight, launched
         if launched:
-            sampled = launched[1].wait()
+            result = launched[1].wait()
             with interrupts_held():
-                self._take_in(launched[0], sampled)
+                self._process_result(launched[0], result)
 
-    def _take_in(self, step: ScheduledStep, sampled: StepResult) -> None:
+    def _process_result(self, step: ScheduledStep, result: StepResult) -> None:
         live = [seq for seq in step.sampled_seqs if seq.finish_reason is None]
-        self.scheduler.postprocess(step, *sampled)
-        inboxes, touched = [*self.inboxes], {}
+        inboxes, changed = [*self.inboxes], {}
+        self.scheduler.postprocess(step, *result)
         for seq in live:
             request = self.requests[seq.request_id]
-            if not request.is_quiet:
-                may_hold_stop = seq.finish_reason != "stop" or seq.params.include_stop_str_in_output
-                if may_hold_stop and (stop := request.cut_at_stop(seq)) is not None:
-                    self.scheduler.finish(seq, "stop", stop)
-                request.tell(seq)
-            if seq.finish_reason is not None or seq.pauses:
-                touched[seq.request_id] = request
-        for request in touched.values():
-            if isinstance(request, BeamRequest):
-                request.advance(self.scheduler)
+            if not request.only_final:
+                request.process_token(seq, self.scheduler)
+            if seq.finish_reason is not None or seq.is_beam:
+                changed[seq.request_id] = request
+        for request in changed.values():
+            request.advance(self.scheduler)
             if request.is_finished:
-                self._end(request)
+                self._finish(request)
         for inbox in inboxes:
-            inbox.end_step(*((step.num_tokens, 0) if step.is_prefill else (0, len(live))))
+            inbox.publish(*((step.num_tokens, 0) if step.is_prefill else (0, len(live))))
 
-    def _abort(self, request_id: int) -> None:
+    def _enqueue(self, requests: Collection[Request]) -> None:
+        for request in requests:
+            if request.request_id in self.requests and request.request_id not in self.scheduler.live:
+                self.scheduler.add(*request.group)
+
+    def _abort(self, request_id: int, deliver: bool = True) -> None:
         if (request := self.requests.get(request_id)) is not None:
-            for seq in self.scheduler.abort(request_id):
-                if not request.is_quiet:
-                    request.tell(seq)
-            self._end(request)
-            request.inbox.end_step()
+            self.scheduler.abort(request_id)
+            end = self._finish_now if deliver else self._forget
+            end(request)
 
-    def _end(self, request: Request | BeamRequest) -> None:
+    def _discard(self, request_ids: list[int]) -> None:
+        for request_id in request_ids:
+            self._abort(request_id, deliver=False)
+
+    def _finish(self, request: Request) -> None:
         """Its last sequence has ended."""
+        if request.inbox.kind is not OutputKind.EVENTS:
+            request.inbox.collected.finished.append(request.output())
+        self._forget(request)
+
+    def _finish_now(self, request: Request) -> None:
+        """The same outside of a step, with what was not delivered yet."""
+        for seq in request.group:
+            request.deliver(seq)
+        self._finish(request)
+        request.inbox.publish()
+
+    def _forget(self, request: Request) -> None:
         inbox = request.inbox
-        if inbox.wants is not OutputKind.EVENTS:
-            inbox.finished.append(request.output())
         with self.leadership.lock:
             del self.requests[request.request_id]
             inbox.ended.add(request.request_id)
             if inbox.live <= inbox.ended:
                 self.inboxes.discard(inbox)
 
-    # -- errors and ends -----------------------------------------------------------------------------------------------
+    # -- errors, and the end of the engine -----------------------------------------------------------------------------
 
     def _recover(self, error: BaseException, inboxes: Iterable[Inbox]) -> None:
-        """Trust nothing of the state that an error left. Ctrl-C costs other callers time; an error ends all requests."""
+        """Rebuild the state. After an interrupt all requests are computed again; any other error drops them."""
         clear_context()
         if self.model_runner is None:
             return
         if not isinstance(error, Exception):
             self._restart()
             for request in [*self.requests.values()]:
-                if request.is_finished:  # with the step that was cut short
-                    for seq in () if request.is_quiet else request.group:
-                        request.tell(seq)
-                    self._end(request)
-                    request.inbox.end_step()
+                if request.is_finished:  # by the step that was interrupted
+                    self._finish_now(request)
             return
-        self._drop_everything(error)
+        self._drop_requests(error)
         for inbox in inboxes:
-            inbox.drop(None)  # to them it is raised as it is
+            inbox.fail(None)  # their reader gets the error itself
         if self.workers.processes:
             self.close_after(error)
 
     def _restart(self) -> None:
-        """Compute again whatever has not ended."""
-        self.model_runner.recover()  # what was queued still reads the host's buffers
+        """Compute all requests that have not ended again, from the tokens they have."""
+        if self.model_runner is not None:
+            self.model_runner.recover()  # steps that are queued still read the host's buffers
         self._in_flight = None
         self.scheduler.reset()
         with self.leadership.lock:
@@ -196,21 +209,21 @@ class EngineCore:
             self.inboxes = {request.inbox for request in self.requests.values()}
         self._enqueue([request for request in self.requests.values() if not request.is_finished])
 
-    def _drop_everything(self, error: BaseException | None) -> None:
+    def _drop_requests(self, error: BaseException | None) -> None:
         with self.leadership.lock:
             self.requests.clear()
-            self.leadership.forget_commands()
+            self.leadership.clear_commands()
             for inbox in self.inboxes:
-                inbox.drop(error)
+                inbox.fail(error)
             self.inboxes.clear()
         self.scheduler.live.clear()
         self._restart()
 
     def close_after(self, error: BaseException) -> None:
-        """Close the engine. If the failure of another rank caused `error`, raise that instead."""
-        cause, has_runner = self.workers.give_up(error), self.model_runner is not None
+        """Close the engine. If another rank's failure has caused `error`, raise that instead."""
+        cause, has_runner = self.workers.cause_of(error), self.model_runner is not None
         self._close()
-        if not has_runner:  # it would have done this
+        if not has_runner:  # whose exit would have done this
             self.workers.tp.close()
         if cause is not error:
             raise cause from error
@@ -223,5 +236,13 @@ class EngineCore:
 
     def _exit(self) -> None:
         if self.model_runner is not None:
-            self._drop_everything(None)
+            self._drop_requests(None)
         self._close()
+
+
+def _make_workers(config: Config):
+    if config.tensor_parallel_size == 1:
+        return SingleRank()
+    from nanovllm.distributed.worker import Workers  # only here: one rank alone does without processes and channels
+
+    return Workers(config)

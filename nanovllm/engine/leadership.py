@@ -6,110 +6,129 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from threading import get_ident
+from types import FrameType
 from weakref import WeakSet
 
-from nanovllm.engine.request import Inbox
+from nanovllm.engine.inbox import Inbox
 from nanovllm.utils.interrupts import interrupts_held
 
 
 class Leadership:
-    """One thread at a time, the leader, touches the scheduler and the device; the engine has no thread of its own.
+    """One thread at a time, the leader, uses the scheduler and the device; the engine has no thread of its own.
 
-    Whoever waits for an answer leads, or waits while another thread does and fills its inbox. What is not urgent is posted
-    as a command, which the leader, or the next one, carries out between two steps.
+    A thread that needs output runs a step as the leader, or waits while another leader fills its inbox. To add or abort
+    requests, it posts a command, which the current or the next leader executes between two steps.
     """
 
     def __init__(self, recover: Callable[[BaseException, Iterable[Inbox]], None]):
-        """`recover(error, inboxes)` repairs what an error left behind; then it is raised to the leader of these inboxes."""
+        """`recover(error, inboxes)` repairs the state after an error, which the reader of `inboxes` is about to get."""
         self._recover = recover
         self._commands: deque[Callable[[], None]] = deque()
-        self.release()
+        self.reset()
         _all.add(self)
 
-    def release(self) -> None:
-        """Nobody leads or waits: at the start, and in a forked child, where no other thread exists."""
-        # Held briefly, by `with self.lock`: an interrupt inside Condition.__exit__ would leave the lock taken.
+    def reset(self) -> None:
+        """No thread leads or waits: at the start, and in a forked child, where no other thread exists."""
+        # always by `with self.lock`, and briefly: an interrupt inside Condition.__exit__ would leave the lock taken
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._leader: int | None = None
-        self._num_urgent = 0  # threads that are to lead before those that run steps
+        self._num_urgent = 0  # threads waiting in `run` with is_urgent
+
+    # -- what threads call ---------------------------------------------------------------------------------------------
 
     def post(self, command: Callable[[], None]) -> None:
-        """Have it carried out before the next step: at once, unless there is a leader. Signal handlers may call this."""
+        """Execute a command before the next step: now, or by the current leader. Signal handlers may call this."""
         self._commands.append(command)
-        self.lead(self.take_commands)
+        if not self._is_leading():
+            self._lead(self._try_acquire, self.run_commands)
 
-    def forget_commands(self) -> None:
-        self._commands.clear()
+    def run(self, work: Callable[[], None], is_urgent: bool = False) -> None:
+        """Do `work` as the leader. If it is urgent, no other thread runs a step before."""
+        self._refuse_within_step()
+        self._lead(lambda: self._acquire(is_urgent=is_urgent), work)
 
-    def take_commands(self) -> None:
+    def run_or_wait(self, work: Callable[[], None], inboxes: Iterable[Inbox]) -> None:
+        """Do `work` as the leader, or return once another leader has put something into one of the inboxes."""
+        self._refuse_within_step()
+        self._lead(lambda: self._acquire(inboxes), work, inboxes)
+
+    def run_commands(self) -> None:
         with interrupts_held():
             while self._commands:
                 self._commands.popleft()()
 
-    def lead(self, work: Callable[[], None], inboxes: Iterable[Inbox] | None = None, is_urgent: bool = False) -> bool:
-        """Do what only the leader may do; whether it was done.
+    def clear_commands(self) -> None:
+        self._commands.clear()
 
-        While there is another leader, wait until there is none, or until something is in one of the inboxes; without
-        inboxes return at once. What is urgent comes before the next step of other threads.
-        """
-        if self._leader == get_ident() and self.is_nested(depth=2):
-            if inboxes is None:
-                return False
-            raise RuntimeError(
-                "this thread is in the middle of a step: only add_request, abort and exit may be called here"
-            )
+    def is_nested(self) -> bool:
+        """Whether this thread is already inside `_lead`: in a signal handler, or in a destructor."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is Leadership._lead.__code__ and frame.f_locals["self"] is self:
+                return True
+            frame = frame.f_back
+        return False
+
+    # -- how a thread becomes the leader -------------------------------------------------------------------------------
+
+    def _lead(self, acquire: Callable[[], bool], work: Callable[[], None], inboxes: Iterable[Inbox] = ()) -> None:
+        """Do `work` if `acquire` makes this thread the leader; then execute commands that were posted meanwhile."""
         try:
-            if not self._become_leader(inboxes, is_urgent):
-                return False
+            if not acquire():
+                return
             work()
-            while not self._resign():
-                self.take_commands()
+            while not self._release():
+                self.run_commands()
         except BaseException as error:
             with interrupts_held():
                 if self._leader == get_ident():
-                    self._recover(error, inboxes or ())
+                    self._recover(error, inboxes)
             raise
         finally:
             with interrupts_held(), self.lock:
                 if self._leader == get_ident():
                     self._leader = None
                 self._changed.notify_all()
-        return True
 
-    def _become_leader(self, inboxes: Iterable[Inbox] | None, is_urgent: bool) -> bool:
+    def _try_acquire(self, is_urgent: bool = False) -> bool:
+        with self.lock:
+            # this thread may still be recorded as the leader, if an interrupt kept it from releasing
+            if self._leader not in (None, get_ident()) or (self._num_urgent and not is_urgent):
+                return False
+            self._leader = get_ident()
+            return True
+
+    def _acquire(self, inboxes: Iterable[Inbox] = (), is_urgent: bool = False) -> bool:
+        """Wait until this thread is the leader, or (False) until one of the inboxes is ready."""
         with self.lock:
             self._num_urgent += is_urgent
             try:
-                while not any(inbox.is_ready for inbox in inboxes or ()):
-                    # if this thread is still recorded as the leader, an interrupt kept it from resigning
-                    if self._leader in (None, get_ident()) and (is_urgent or not self._num_urgent):
-                        self._leader = get_ident()
+                while not any(inbox.is_ready for inbox in inboxes):
+                    if self._try_acquire(is_urgent):
                         return True
-                    if inboxes is None:
-                        return False
                     self._changed.wait()
                 return False
             finally:
                 self._num_urgent -= is_urgent
 
-    def _resign(self) -> bool:
-        """Give up leadership, unless commands are queued: their posters saw a leader and left them to it."""
+    def _release(self) -> bool:
+        """Stop leading, unless commands are queued: the threads that posted them saw a leader and rely on it."""
         with interrupts_held(), self.lock:
             if self._commands:
                 return False
             self._leader = None
         return True
 
-    def is_nested(self, depth: int = 1) -> bool:
-        """Whether this thread is within `lead` already: in a signal handler, or as a stream is garbage-collected."""
-        frame = sys._getframe(depth)
-        while frame is not None:
-            if frame.f_code is Leadership.lead.__code__ and frame.f_locals["self"] is self:
-                return True
-            frame = frame.f_back
-        return False
+    def _is_leading(self) -> bool:
+        return self._leader == get_ident() and self.is_nested()
+
+    def _refuse_within_step(self) -> None:
+        if self._is_leading():
+            raise RuntimeError(
+                "this thread is in the middle of a step: only add_request, abort and exit may be called here"
+            )
 
 
 _all: WeakSet[Leadership] = WeakSet()
-os.register_at_fork(after_in_child=lambda: [leadership.release() for leadership in _all])
+os.register_at_fork(after_in_child=lambda: list(map(Leadership.reset, _all)))

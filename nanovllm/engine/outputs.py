@@ -1,11 +1,10 @@
-"""What comes out of the engine: plain data that no later step changes. The lists in it are the caller's own."""
+"""What the engine returns: plain data that no later step changes. The lists in it belong to the caller."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, field
 from time import perf_counter
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from tqdm import tqdm
 
@@ -13,9 +12,10 @@ from nanovllm.utils.interrupts import interrupts_held
 
 
 class Record(Mapping):
-    """A frozen dataclass whose fields can be read by key as well, and which compares like a dict."""
+    """A frozen dataclass whose fields can also be read by key, and which compares like a dict."""
 
     __slots__ = ()
+    __dataclass_fields__: ClassVar[dict]
 
     def __getitem__(self, key: str):
         if key not in self.__dataclass_fields__:
@@ -30,7 +30,7 @@ class Record(Mapping):
 
 
 class Logprob(NamedTuple):
-    """The log-probability of a token; its rank among all, from 1; and its text, unless `detokenize` is off."""
+    """The log-probability of a token, its rank in the vocabulary (from 1), and its text unless `detokenize` is off."""
 
     logprob: float
     rank: int
@@ -41,9 +41,9 @@ class Logprob(NamedTuple):
 class CompletionOutput(Record):
     """One answer to a prompt.
 
-    token_ids: what was generated, the end-of-sequence id included.
-    cumulative_logprob: the sum over `token_ids`, where log-probabilities were asked for.
-    logprobs: for each token of `token_ids`, by token id: the token itself, then the most likely ones.
+    token_ids: the generated tokens, including the end-of-sequence id.
+    cumulative_logprob: the sum over `token_ids`, if the request has `logprobs`.
+    logprobs: for each token of `token_ids` a dict by token id: first the token itself, then the most likely tokens.
     finish_reason: "stop", "length" or "abort".
     stop_reason: the stop string or id that ended it; None for the tokenizer's own end-of-sequence id.
     """
@@ -53,13 +53,13 @@ class CompletionOutput(Record):
     token_ids: list[int]
     cumulative_logprob: float | None
     logprobs: list[dict[int, Logprob]] | None
-    finish_reason: str
+    finish_reason: str | None
     stop_reason: int | str | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestMetrics(Record):
-    """When things happened, in seconds since the epoch; None for what never did."""
+    """Times in seconds since the epoch; None for what did not happen."""
 
     arrival_time: float
     first_scheduled_time: float | None
@@ -74,11 +74,11 @@ class RequestMetrics(Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestOutput(Record):
-    """The answers to one request; the fields of the first can be read here as well, by attribute or key: `out["text"]`.
+    """The answers to one request. The fields of the first answer can be read here too, by attribute or by key.
 
-    prompt: as text, where it came as text.
-    prompt_logprobs: for each token of the prompt, as in `CompletionOutput.logprobs`; None for the first.
-    num_cached_tokens: of the prompt, found in the prefix cache.
+    prompt: the text, if it was passed as text.
+    prompt_logprobs: for each token of the prompt, as in `CompletionOutput.logprobs`; None for the first token.
+    num_cached_tokens: how many tokens of the prompt were found in the prefix cache.
     """
 
     request_id: int
@@ -90,17 +90,32 @@ class RequestOutput(Record):
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     metrics: RequestMetrics
 
-    text = property(lambda self: self.outputs[0].text)
-    token_ids = property(lambda self: self.outputs[0].token_ids)
-    cumulative_logprob = property(lambda self: self.outputs[0].cumulative_logprob)
-    logprobs = property(lambda self: self.outputs[0].logprobs)
-    finish_reason = property(lambda self: self.outputs[0].finish_reason)
-    stop_reason = property(lambda self: self.outputs[0].stop_reason)
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        return self.outputs[0].cumulative_logprob
+
+    @property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        return self.outputs[0].logprobs
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.outputs[0].finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        return self.outputs[0].stop_reason
 
     def __getitem__(self, key: str):
-        if key in self.__dataclass_fields__ or key in CompletionOutput.__dataclass_fields__:
-            return getattr(self, key)
-        raise KeyError(key)
+        return Record.__getitem__(self.outputs[0] if key in CompletionOutput.__dataclass_fields__ else self, key)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +130,7 @@ class BeamOutput(Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BeamSearchOutput(Record):
-    """The beams that a search found, the best first; those of one that was aborted, not `finished`, may be fewer or none."""
+    """The beams that a search found, the best first. An aborted search, not `finished`, may have fewer or none."""
 
     request_id: int
     prompt: str | None
@@ -126,10 +141,11 @@ class BeamSearchOutput(Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamEvent(Record):
-    """What is new of one answer; `finish_reason` is None until the last event of each.
+    """The next piece of one answer. `finish_reason` is None in all events of an answer but the last.
 
     index: of the prompt in the call. output_index: of the answer among the prompt's `n`.
-    text: what can't be cut off as a stop string any more. logprobs: of `token_ids`, where they were asked for.
+    text: without an end that may yet be cut off as part of a stop string.
+    logprobs: of `token_ids`, if the request has `logprobs`.
     """
 
     index: int
@@ -142,57 +158,56 @@ class StreamEvent(Record):
     logprobs: list[dict[int, Logprob]] | None
 
 
-class StepOutput(NamedTuple):
-    """What one turn of the loop brought to a caller.
+@dataclass(slots=True)
+class StepOutput:
+    """What one call of `LLMEngine.step` returns: the outputs of one step, or of several that other threads have run.
 
-    finished: of the requests that ended. events: of streams, piece by piece.
-    new_tokens: (request id, token id) of every token that arrived, in the loop of `LLMEngine.step`.
-    num_prefill_tokens, num_decode_tokens: of the whole step, all callers together.
+    finished: of the requests that ended.
+    new_tokens: (request id, token id) of every token that arrived, in the order of arrival.
+    events: of streams; empty from `LLMEngine.step`.
+    num_prefill_tokens, num_decode_tokens: computed in those steps, for all callers together.
     """
 
-    finished: list[RequestOutput]
-    new_tokens: list[tuple[int, int]]
-    events: list[StreamEvent]
+    finished: list[RequestOutput] = field(default_factory=list)
+    new_tokens: list[tuple[int, int]] = field(default_factory=list)
+    events: list[StreamEvent] = field(default_factory=list)
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
 
-    @classmethod
-    def merged(cls, outputs: list["StepOutput"]) -> "StepOutput":
-        if len(outputs) == 1:
-            return outputs[0]
-        finished, new_tokens, events = ([*chain.from_iterable(x[i] for x in outputs)] for i in range(3))
-        return cls(finished, new_tokens, events, *(sum(x[i] for x in outputs) for i in (3, 4)))
-
-
-class ProgressBar(tqdm):
-    """Requests that are done, and tokens per second of the last prefill and the last decode step."""
-
-    def __init__(self, total: int):
-        super().__init__(total=total, desc="Generating", dynamic_ncols=True)
-        self.rates: dict[str, str] = {}
-        self.last = perf_counter()
-
-    def show(self, output: StepOutput) -> None:
-        now = perf_counter()
-        for kind, num_tokens in (("prefill", output.num_prefill_tokens), ("decode", output.num_decode_tokens)):
-            if num_tokens:
-                self.rates[kind] = f"{num_tokens / (now - self.last):.0f} tok/s"
-        self.last = now
-        with interrupts_held():
-            self.set_postfix(self.rates, refresh=False)
-            self.update(len(output.finished))
+    def add(self, other: "StepOutput") -> None:
+        self.finished += other.finished
+        self.new_tokens += other.new_tokens
+        self.events += other.events
+        self.num_prefill_tokens += other.num_prefill_tokens
+        self.num_decode_tokens += other.num_decode_tokens
 
 
 @contextmanager
-def progress_bar(total: int, disable: bool):
-    """A function that shows a StepOutput. An interrupt would leave tqdm's lock, which all of the process share, taken."""
+def progress_bar(total: int, disable: bool) -> Iterator[Callable[[StepOutput], None]]:
+    """A function that shows a StepOutput: the number of finished requests, and the rates of the last steps.
+
+    Interrupts are held while tqdm works: one that came there would leave its lock taken, for the whole process.
+    """
     if disable:
         yield lambda output: None
         return
+    rates, last = {}, perf_counter()
+
+    def show(output: StepOutput) -> None:
+        nonlocal last
+        now = perf_counter()
+        for kind, num_tokens in (("prefill", output.num_prefill_tokens), ("decode", output.num_decode_tokens)):
+            if num_tokens:
+                rates[kind] = f"{num_tokens / (now - last):.0f} tok/s"
+        last = now
+        with interrupts_held():
+            bar.set_postfix(rates, refresh=False)
+            bar.update(len(output.finished))
+
     with interrupts_held():
-        bar = ProgressBar(total)
+        bar = tqdm(total=total, desc="Generating", dynamic_ncols=True)
     try:
-        yield bar.show
+        yield show
     finally:
         with interrupts_held():
             bar.close()

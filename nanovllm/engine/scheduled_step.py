@@ -7,7 +7,7 @@ from nanovllm.engine.sequence import Sequence
 
 
 class ScheduledSequence(NamedTuple):
-    """The tokens `start:end` of `seq` are computed in this step."""
+    """A row of a step, which computes the tokens `start:end` of `seq`."""
 
     seq: Sequence
     start: int
@@ -16,9 +16,10 @@ class ScheduledSequence(NamedTuple):
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """One step: all prefill or all decode, and the sequences that get a token out of it, in the order of its rows.
+    """One step, either all prefill or all decode.
 
-    sampled_rows: the row from which each of `sampled_seqs` gets its token; answers to the same prompt share one.
+    sampled_seqs: the sequences that get a token from this step.
+    sampled_rows: the row from which each of them gets it, in ascending order; answers to one prompt share a row.
     copies: (from, to) of cache blocks that are copied before the step's keys and values are stored.
     """
 
@@ -33,6 +34,6 @@ class ScheduledStep:
         return sum(row.end - row.start for row in self.rows)
 
     def sample(self, seq: Sequence) -> None:
-        """`seq` gets a token from the last row."""
+        """`seq` gets a token from the last row so far."""
         self.sampled_seqs.append(seq)
         self.sampled_rows.append(len(self.rows) - 1)

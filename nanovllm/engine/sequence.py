@@ -5,6 +5,8 @@ from time import perf_counter
 
 from nanovllm.sampling_params import SamplingParams
 
+Logprobs = dict[int, tuple[float, int]]  # (log-probability, rank) by token id, as in `engine.step_result`
+
 
 class SequenceStatus(Enum):
     WAITING = auto()  # holds no blocks
@@ -13,13 +15,13 @@ class SequenceStatus(Enum):
 
 
 class Sequence:
-    """A prompt and what was generated for it.
+    """A prompt and the tokens that were generated for it.
 
-    Lengths run ahead of contents: `num_tokens` counts a token from the moment that the step which samples it is
-    scheduled, `token_ids` has it once it reached the host. Only the Scheduler changes a sequence.
+    Counts run ahead of contents: `num_tokens`, and `len`, count a token from the moment that the step which samples it
+    is scheduled; `token_ids` has it when it has reached the host. Only the Scheduler changes a sequence.
 
-    A beam of a beam search is a sequence that pauses: its step brings `candidates` for the next token, and it waits for
-    `Scheduler.branch` to choose among them.
+    A beam of a beam search pauses after each step: the step brings `candidates` for its next token, and
+    `Scheduler.branch` chooses among them.
     """
 
     def __init__(
@@ -30,65 +32,88 @@ class Sequence:
         noise_seed: int,
         max_len: int,
         index: int = 0,
-        pauses: bool = False,
+        is_beam: bool = False,
     ):
         self.request_id = request_id
         self.index = index  # among the answers to its request
-        self.group = [self]  # all of them
+        self.group = [self]  # all of those
         self.params = params
         self.bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of `params.bad_words`
-        self.noise_seed = noise_seed  # 64 bits; keys every draw of this request
+        self.noise_seed = noise_seed  # 64 bits, from which every random number of this sequence is made
         self.token_ids = token_ids
         self.num_prompt_tokens = len(token_ids)
         self.num_tokens = len(token_ids)
         self.max_num_tokens = max_len if params.max_tokens is None else min(len(token_ids) + params.max_tokens, max_len)
-        self.num_computed_tokens = 0  # keys and values are in the cache, or in a step that was scheduled
-        self.num_cached_tokens = 0  # of the prompt, found in the prefix cache on first admission
+        self.num_computed_tokens = 0  # their keys and values are in the cache, or in a step that was scheduled
+        self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
         self.block_table: list[int] = []
-        self.block_hashes: list[int] = []  # chain over the full blocks of token_ids, extended on demand
-        self.req_index = -1  # this sequence's row of the device's per-request state while it runs
+        self.block_hashes: list[int] = []  # of the full blocks of token_ids, computed when they are needed
+        self.req_index = -1  # its row in the device's per-request state while it runs
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None  # the stop id or string that ended it; None for the model's own end
-        self.logprobs: list[dict[int, tuple[float, int]]] = []  # of each token: those of `engine.sampled`
-        self.prompt_logprobs: list[dict[int, tuple[float, int]] | None] = [
-            None
-        ]  # of the first; the others come in order
-        self.pauses = pauses
-        self.candidates: dict | None = None
+        self.stop_reason: int | str | None = (
+            None  # the stop id or string that ended it; None for the tokenizer's own eos
+        )
+        self.logprobs: list[Logprobs] = []  # for each generated token
+        self.prompt_logprobs: list[Logprobs | None] = [None]  # for each token of the prompt; the first has none
+        self.is_beam = is_beam
+        self.candidates: Logprobs | None = None
         self.arrival = perf_counter()
-        self.timing: dict[str, float] = {}  # seconds from its arrival to "scheduled", "first_token", "finished"
+        self.timing: dict[str, float] = {}  # seconds from arrival to "scheduled", "first_token" and "finished"
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    def __repr__(self) -> str:
+        num_tokens = f"{self.num_prompt_tokens} + {self.num_completion_tokens} tokens"
+        return f"Sequence({self.request_id}.{self.index}, {self.status.name}, {num_tokens}, blocks {self.block_table})"
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.token_ids[: self.num_prompt_tokens]
 
     @property
     def completion_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
-    def has_begun(self) -> bool:
-        """Whether a token was generated, or will be by a step that was scheduled."""
+    def num_completion_tokens(self) -> int:
+        """Generated tokens that have reached the host."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def last_token(self) -> int:
+        """The last token that has reached the host."""
+        return self.token_ids[-1]
+
+    @property
+    def has_sampled(self) -> bool:
+        """Whether a step that samples its first token was scheduled."""
         return self.num_tokens > self.num_prompt_tokens
 
     @property
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    @property
     def is_paused(self) -> bool:
-        """Whether its candidates are there: it holds its blocks, or lost them, and nothing is to be computed."""
+        """Whether it is a beam with candidates. It may hold blocks, and no step computes it."""
         return self.candidates is not None
 
-    def continued(self, index: int, token_id: int) -> "Sequence":
-        """A beam that begins with what this one has, and goes on with `token_id`; it holds nothing yet."""
+    def append_token(self, token_id: int) -> None:
+        """A token has reached the host; `num_tokens` has counted it already."""
+        self.token_ids.append(token_id)
+
+    def fork(self, index: int, token_id: int) -> "Sequence":
+        """Another beam with the tokens of this one and `token_id` after them; it has no blocks yet."""
         other = Sequence(
-            self.request_id, [*self.token_ids], self.params, self.noise_seed, self.max_num_tokens, index, True
+            self.request_id, [*self.token_ids, token_id], self.params, self.noise_seed, self.max_num_tokens, index, True
         )
-        other.group, other.num_prompt_tokens, other.arrival = self.group, self.num_prompt_tokens, self.arrival
-        other.max_num_tokens, other.timing = self.max_num_tokens, dict(self.timing)
-        other.append(token_id)
+        other.group, other.num_prompt_tokens = self.group, self.num_prompt_tokens
+        other.max_num_tokens = self.max_num_tokens
+        other.arrival, other.timing = self.arrival, dict(self.timing)
         return other
 
-    def append(self, token_id: int) -> None:
-        """Go on with a token that was chosen on the host."""
-        self.token_ids.append(token_id)
-        self.num_tokens = len(self.token_ids)
-        self.candidates = None
-
-    def mark(self, event: str) -> None:
-        """Note the time of an event when it happens first."""
+    def record_time(self, event: str) -> None:
+        """Note when an event happens for the first time."""
         self.timing.setdefault(event, perf_counter() - self.arrival)

@@ -1,14 +1,22 @@
-"""Checks of what a caller passes in: each error names the value and the bound. What is optional may be None.
+"""Checks of arguments: each error states the name, the value and the bound. An optional value may be None.
 
-Numbers are returned as Python's own, so that a NumPy integer of fixed width is converted once and never wraps later.
+Numbers are returned as Python's own types, as arithmetic with a fixed-width NumPy integer could overflow later.
 """
 
 import math
+from collections.abc import Iterable
 from numbers import Integral, Real
+from typing import Any, Literal, overload
 
 
-def check_int(name: str, value, low: int, high: int | None = None, optional: bool = False) -> int | None:
-    """`value` as an int. Raises TypeError if it is no integer (a bool is none), ValueError out of `low` to `high`."""
+@overload
+def check_int(name: str, value: Any, low: int, high: int | None = None, optional: Literal[False] = False) -> int: ...
+@overload
+def check_int(name: str, value: Any, low: int, high: int | None = None, *, optional: bool) -> int | None: ...
+
+
+def check_int(name: str, value: Any, low: int, high: int | None = None, optional: bool = False) -> int | None:
+    """`value` as an int. TypeError for anything else, bools included; ValueError unless it is in `low` to `high`."""
     if optional and value is None:
         return None
     if not isinstance(value, Integral) or isinstance(value, bool):
@@ -16,8 +24,8 @@ def check_int(name: str, value, low: int, high: int | None = None, optional: boo
     return _check_range(name, int(value), low, high)
 
 
-def check_real(name: str, value, low: float, high: float = 1e9) -> float:
-    """`value` as a float. Raises TypeError if it is no number, ValueError if it is not finite or out of its range."""
+def check_real(name: str, value: Any, low: float, high: float = 1e9) -> float:
+    """`value` as a float. TypeError if it is not a number; ValueError unless it is finite and in `low` to `high`."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: must be a number")
     try:
@@ -29,12 +37,12 @@ def check_real(name: str, value, low: float, high: float = 1e9) -> float:
     return _check_range(name, number, low, high)
 
 
-def check_bool(name: str, value, optional: bool = False) -> None:
+def check_bool(name: str, value: Any, optional: bool = False) -> None:
     if not (isinstance(value, bool) or (optional and value is None)):
         raise TypeError(f"{name}={value!r}: must be True or False")
 
 
-def check_choice(name: str, value, choices) -> None:
+def check_choice(name: str, value: Any, choices: Iterable) -> None:
     if value not in choices:
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}")
 

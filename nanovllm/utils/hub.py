@@ -1,4 +1,4 @@
-"""Where the files of a model and its tokenizer are: a folder, the package itself, or the Hugging Face hub."""
+"""Finds the files of a model and its tokenizer: in a folder, in this package, or on the Hugging Face hub."""
 
 import json
 import re
@@ -7,15 +7,19 @@ from pathlib import Path
 BUNDLED = Path(__file__).parent.parent / "assets"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PLAIN_FILES = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
-TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",))  # any of these will do
+TOKENIZER_FILES = (
+    ("tokenizer.json",),
+    ("vocab.json", "merges.txt"),
+    ("tokenizer.model",),
+)  # one of these sets is enough
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def find_model(model: str, revision: str | None = None, with_weights: bool = True) -> Path:
-    """The absolute folder of `model`, fetched from the hub (with its progress bar) where it is a hub id.
+    """The absolute folder of `model`. A hub id is downloaded, with the hub client's progress bar.
 
-    `revision` is a branch, tag or commit on the hub. Raises FileNotFoundError, with what to do, where there is no such
-    folder and it can't be fetched.
+    `revision` is a branch, tag or commit on the hub. FileNotFoundError, with advice, if there is no such folder and it
+    can't be downloaded.
     """
     folder = _find("model", model, revision, PLAIN_FILES + ["*.safetensors"] * with_weights)
     if not (folder / "config.json").is_file():
@@ -24,7 +28,7 @@ def find_model(model: str, revision: str | None = None, with_weights: bool = Tru
 
 
 def find_tokenizer(tokenizer: str | None, model_folder: Path) -> Path:
-    """The absolute folder of `tokenizer`, by default the model's; FileNotFoundError where no tokenizer is in it."""
+    """The absolute folder of `tokenizer`, by default the model's. FileNotFoundError if it has no tokenizer."""
     folder = model_folder if tokenizer is None else _find("tokenizer", tokenizer, None, PLAIN_FILES)
     if not any(all((folder / name).is_file() for name in names) for names in TOKENIZER_FILES):
         wanted = ", or ".join(" and ".join(names) for names in TOKENIZER_FILES)
@@ -33,11 +37,11 @@ def find_tokenizer(tokenizer: str | None, model_folder: Path) -> Path:
 
 
 def read_json(file: Path) -> dict:
-    """The JSON object in `file`; ValueError that names the file where there is none."""
+    """The JSON object in `file`. ValueError with the file's name for anything else."""
     refuse_lfs_pointer(file)
     try:
         content = json.loads(file.read_bytes())
-    except ValueError as error:  # of the syntax or the encoding
+    except ValueError as error:  # the syntax or the encoding is wrong
         raise ValueError(f"{file}: is not valid JSON ({error})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file}: must hold a JSON object, not a {type(content).__name__}")
@@ -45,7 +49,7 @@ def read_json(file: Path) -> dict:
 
 
 def refuse_lfs_pointer(file: Path) -> None:
-    """ValueError where a clone without git-lfs left a pointer in the place of the file."""
+    """ValueError if `file` is only the pointer that a clone without git-lfs leaves."""
     with file.open("rb") as stream:
         if stream.read(len(LFS_POINTER)) == LFS_POINTER:
             raise ValueError(f"{file}: is a git-lfs pointer, not the file itself; `git lfs pull` fetches it")
@@ -59,14 +63,14 @@ def _find(setting: str, name: str, revision: str | None, patterns: list[str]) ->
         return BUNDLED / name
     folder = Path(name).expanduser()
     if folder.is_dir():
-        return folder.absolute()  # it is read again later, and in other processes; symbolic links stay as they are
+        return folder.absolute()  # the working directory may change, and other processes read it too
     if not HUB_ID.fullmatch(name):
         raise FileNotFoundError(f"{setting}={name!r}: no such folder")
-    from huggingface_hub import snapshot_download  # only here: a local model needs no hub client
+    from huggingface_hub import snapshot_download  # only here: a local model does without it
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns)).absolute()
-    except Exception as error:  # the client's errors have no common base: offline, unknown name, no access
+    except Exception as error:  # offline, unknown name, no access: the client's errors have no common base
         raise FileNotFoundError(
             f"{setting}={name!r}: no such folder, and the hub did not give it ({type(error).__name__}: {error}). "
             f"Without a network pass the folder of a downloaded checkpoint, or use the bundled 'tiny-qwen3'."

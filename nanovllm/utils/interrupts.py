@@ -1,4 +1,4 @@
-"""What Ctrl-C must not cut in two."""
+"""Postpones Ctrl-C in code that must not be interrupted halfway."""
 
 import signal
 import threading
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupts_held():
-    """Ctrl-C within the block comes at its end.
+    """Ctrl-C within the block takes effect at its end.
 
-    It always meets the main thread, so elsewhere there is nothing to hold; nor is there where its handler was not
-    installed by Python, which could not put it back.
+    Python runs signal handlers in the main thread only, so in other threads this does nothing. Nor does it if the
+    handler was not installed by Python, which could not restore it.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or handler is None:

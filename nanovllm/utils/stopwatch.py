@@ -1,10 +1,10 @@
-"""Where the time of a start goes."""
+"""Measures the parts of a start."""
 
 from time import perf_counter
 
 
 class Stopwatch:
-    """`seconds` by name: each from the lap before, or from the beginning, to the lap of that name."""
+    """`seconds` by name: the time from the previous lap, or from the beginning, to the lap of that name."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}

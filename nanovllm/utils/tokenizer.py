@@ -1,4 +1,4 @@
-"""The tokenizer of a folder."""
+"""Loads a tokenizer."""
 
 from pathlib import Path
 
@@ -8,13 +8,13 @@ JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "added_to
 
 
 def load_tokenizer(folder: str):
-    """transformers' tokenizer of `folder`; ValueError that names the file, or else the folder, where it is broken."""
+    """transformers' tokenizer of `folder`. ValueError with the name of the broken file, if known, or of the folder."""
     for file in (Path(folder) / name for name in JSON_FILES):
         if file.exists():
             read_json(file)  # transformers' own errors do not say which file
-    from transformers import AutoTokenizer  # here, so that the package imports without it
+    from transformers import AutoTokenizer  # only here: importing it takes seconds
 
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # whatever a broken file may make it raise
+    except Exception as error:  # a broken file can raise anything
         raise ValueError(f"{folder}: can't load the tokenizer ({type(error).__name__}: {error})") from error

@@ -1,0 +1,150 @@
+"""From prompts and parameters to requests. They are checked completely here, before anything is queued."""
+
+import operator
+import secrets
+import struct
+import threading
+from collections.abc import Mapping
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from nanovllm.config import Config
+from nanovllm.engine.detokenizer import TokenBytes
+from nanovllm.engine.inbox import Inbox
+from nanovllm.engine.prompts import KINDS, Prompt, as_list, as_prompts, is_conversation, render_chat
+from nanovllm.engine.request import CompletionRequest
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams, bad_word_token_ids, check_request
+from nanovllm.utils.hub import read_json
+
+MAX_REQUESTS = 2**62
+
+
+class InputProcessor:
+    """Makes requests. Any thread may call it at any time."""
+
+    def __init__(self, config: Config, tokenizer):
+        assert config.max_model_len is not None, "it is resolved on construction"
+        self.config, self.tokenizer, self.max_model_len = config, tokenizer, config.max_model_len
+        self.token_bytes = TokenBytes(tokenizer, skip_special_tokens=True)
+        self._all_token_bytes = TokenBytes(tokenizer, skip_special_tokens=False)
+        self._lock = threading.RLock()  # the tokenizer is not thread-safe
+        # an iterator, as `next` is atomic: a signal handler may interrupt a thread here, and add a request itself
+        self._unused_ids = iter(range(MAX_REQUESTS))
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests were ever made; their ids are those below."""
+        return MAX_REQUESTS - operator.length_hint(self._unused_ids)
+
+    def next_request_id(self) -> int:
+        return next(self._unused_ids)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the model's `generation_config.json` recommends, and SamplingParams' own defaults for the rest."""
+        file = Path(self.config.model) / "generation_config.json"
+        raw = read_json(file) if file.exists() else {}
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+        given = {name.replace("new_", ""): raw[name] for name in names if raw.get(name) is not None}
+        if raw.get("do_sample") is False:
+            given["temperature"] = 0.0
+        try:
+            return SamplingParams(**given)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{file}: {error}") from error
+
+    def requests(
+        self, prompts, sampling_params, inbox: Inbox, template_arguments: Mapping | None = None
+    ) -> list[CompletionRequest]:
+        """A request for each prompt, with parameters for all of them or for each."""
+        prompts = as_prompts(prompts)
+        params = sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts: pass one, or one for each")
+        default = self.default_sampling_params() if any(x is None for x in params) else None
+        return [
+            self.request(prompt, default if own is None else own, inbox, i, template_arguments)
+            for i, (prompt, own) in enumerate(zip(prompts, params))
+        ]
+
+    def request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        inbox: Inbox,
+        index: int = 0,
+        template_arguments: Mapping | None = None,
+    ) -> CompletionRequest:
+        """`index` is that of the prompt in its call."""
+        params = self.default_sampling_params() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params={params!r}: must be a SamplingParams")
+        text, token_ids = self.tokenize(prompt, template_arguments)
+        model = self.config.model_config
+        with self._lock:
+            bad_words = bad_word_token_ids(self.tokenizer, params.bad_words or (), model.vocab_size)
+        check_request(params, model.vocab_size, model.eos_token_ids, self.config.max_logprobs, bad_words)
+        request_id = self.next_request_id()
+        seed = self._noise_seed(params, request_id)
+        seeds = [seed, *(xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed, i)) for i in range(1, params.n))]
+        group = [Sequence(request_id, [*token_ids], params, s, self.max_model_len, i) for i, s in enumerate(seeds)]
+        for seq in group:
+            seq.group, seq.bad_words = group, bad_words
+        token_bytes = self.token_bytes if params.skip_special_tokens else self._all_token_bytes
+        return CompletionRequest(group, text, inbox, token_bytes, self._all_token_bytes, index)
+
+    def tokenize(self, prompt: Prompt, template_arguments: Mapping | None = None) -> tuple[str | None, list[int]]:
+        """The prompt's text, if it came as text or as a conversation, and its token ids."""
+        arguments = {} if template_arguments is None else template_arguments
+        if not isinstance(arguments, Mapping):
+            raise TypeError(f"chat_template_kwargs={arguments!r:.80}: must be a dict")
+        if is_conversation(prompt):
+            with self._lock:
+                chat = render_chat(self.tokenizer, prompt, arguments)
+            return chat, self._check_token_ids(prompt, self._encode(chat, add_special_tokens=False))
+        text: Any = prompt if isinstance(prompt, str) else None
+        ids: Any = prompt
+        if isinstance(prompt, Mapping):
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            is_known = not prompt.keys() - {"prompt", "prompt_token_ids"} and not isinstance(ids, str)
+            if not isinstance(text, str | None) or (text is None and ids is None) or not is_known:
+                raise TypeError(
+                    f"prompt={prompt!r:.80}: a dict must have 'prompt' (text) or 'prompt_token_ids', and no other key"
+                )
+            ids = text if ids is None else ids
+        return text, self._check_token_ids(prompt, self._encode(ids) if isinstance(ids, str) else as_list(ids))
+
+    def _check_token_ids(self, prompt: Prompt, ids: list | None) -> list[int]:
+        """The ids as Python's integers."""
+        kinds = set(map(type, ids or ()))
+        if ids is None or any(kind is bool or not issubclass(kind, Integral) for kind in kinds):
+            raise TypeError(f"prompt={prompt!r:.80}: must be {KINDS}")
+        if not ids:
+            raise ValueError("prompt: is empty; it must have at least 1 token")
+        if len(ids) >= self.max_model_len:
+            raise ValueError(f"prompt: has {len(ids)} tokens; must be fewer than max_model_len={self.max_model_len}")
+        vocab_size = self.config.model_config.vocab_size
+        for token_id in (min(ids), max(ids)):
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(f"prompt: token id {token_id} is outside of the vocabulary (0 to {vocab_size - 1})")
+        return ids if kinds == {int} else [int(i) for i in ids]
+
+    def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"prompt={text!r:.80}: character {error.start} is a lone surrogate, which is not a character"
+            ) from None
+        with self._lock:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _noise_seed(self, params: SamplingParams, request_id: int) -> int:
+        if params.seed is not None:
+            return params.seed
+        if self.config.seed is not None:
+            return xxhash.xxh3_64_intdigest(struct.pack("<QQ", self.config.seed, request_id))
+        return secrets.randbits(64)
