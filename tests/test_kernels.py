@@ -146,6 +146,10 @@ def test_decode_looks_up_chunks_of_blocks(block_size, splits, lengths, dtype):
     check_decode(lengths, (3, 1, 32, block_size), dtype, NAN, splits)
 
 
+each_norm = pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no norm"])
+
+
+@each_norm
 @each_dtype
 @pytest.mark.parametrize(
     "heads, splits",
@@ -159,7 +163,7 @@ def test_decode_looks_up_chunks_of_blocks(block_size, splits, lengths, dtype):
         ((1, 3, 128, 32), 2),
     ],
 )
-def test_decode_of_qkv(heads, splits, dtype):
+def test_decode_of_qkv(heads, splits, dtype, has_norm):
     """What it stores and what comes out are those of the kernels that it stands for; a slot of -1 stores nothing."""
     group, kv_heads, head_dim, block_size = heads
     lengths = [140, 66, 65, 2, 1, block_size, block_size + 1]
@@ -170,12 +174,13 @@ def test_decode_of_qkv(heads, splits, dtype):
     qkv = randn(len(lengths) + 1, (group + 2) * kv_heads, head_dim, dtype=dtype)
     inv_freq = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
     cos_sin = RotaryEmbedding(tuple(inv_freq.tolist()), 1.25, 300).to(DEVICE)(last.clamp(min=0))
-    new = randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype), 1e-6, cos_sin, int32(slots)
+    weights = [randn(head_dim, dtype=dtype) if has_norm else None for _ in "qk"]
+    new = *weights, 1e-6, cos_sin, int32(slots)
     caches = k_cache.clone(), v_cache.clone()
     expected = ops.decode_attention(
         ops.norm_rope_store(qkv, *new, *caches), *caches, context_lens, tables, max(lengths), splits
     )
-    out = ops.decode_attention(qkv, k_cache, v_cache, context_lens, tables, max(lengths), splits, new)
+    out = ops.decode_attention_of_qkv(qkv, *new, k_cache, v_cache, context_lens, tables, max(lengths), splits)
     assert out.isfinite().all()
     assert_close(out[:-1], expected[:-1].double())
     for cache, other in zip((k_cache, v_cache), caches):
@@ -352,10 +357,11 @@ def test_what_suits_few_row_linear(monkeypatch):
 @each_dtype
 @pytest.mark.parametrize("num_tokens", [0, 1, 7])
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(1, 1, 32), (5, 1, 64), (3, 3, 32), (16, 2, 128)])
-def test_norm_rope_store(heads, kv_heads, head_dim, num_tokens, dtype):
+@each_norm
+def test_norm_rope_store(has_norm, heads, kv_heads, head_dim, num_tokens, dtype):
     qkv = randn(num_tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
     qkv[1:2] *= 1e-3  # where eps counts
-    q_weight, k_weight = (randn(head_dim, dtype=dtype) for _ in "qk")
+    q_weight, k_weight = (randn(head_dim, dtype=dtype) if has_norm else None for _ in "qk")
     inv_freq = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
     positions = torch.randint(300, (num_tokens,))
     cos_sin = RotaryEmbedding(tuple(inv_freq.tolist()), 1.25, 300)(positions).to(DEVICE)
@@ -368,7 +374,8 @@ def test_norm_rope_store(heads, kv_heads, head_dim, num_tokens, dtype):
     turn = torch.polar(torch.full_like(angles, 1.25), angles)
 
     def norm_rope(x, weight):
-        turned = torch.complex(*rms_norm_reference(x, weight, 1e-6).chunk(2, -1)) * turn
+        normed = rms_norm_reference(x, weight, 1e-6) if has_norm else x.double()
+        turned = torch.complex(*normed.chunk(2, -1)) * turn
         return torch.cat((turned.real, turned.imag), -1)
 
     q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)

@@ -14,7 +14,7 @@ from nanovllm.config import ModelConfig
 from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.attention_backends import SDPABackend
+from nanovllm.layers.attention_backends import SDPABackend, TritonBackend
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.fusion import norm_linear
 from nanovllm.layers.layernorm import RMSNorm
@@ -24,7 +24,7 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
     linear,
 )
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary, norm_rope
+from nanovllm.layers.rotary_embedding import QKNormRope, RotaryEmbedding, apply_rotary, norm_rope
 from nanovllm.utils.context import Context, attention_context
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 4])
@@ -360,7 +360,7 @@ def test_sdpa_attention(monkeypatch, block_size, group, is_prefill):
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
     kv_heads, width = 2, -(-max(LENGTHS) // block_size)
-    layer = Attention(kv_heads, DIM, SDPABackend())
+    layer = Attention(group * kv_heads, kv_heads, DIM, SDPABackend())
     # no two sequences share a block, and no block is where its number would put it
     tables = torch.randperm(len(LENGTHS) * width).view(len(LENGTHS), width).int()
     layer.k_cache, layer.v_cache = torch.full((2, tables.numel(), block_size, kv_heads, DIM), 1e4).unbind()
@@ -390,5 +390,53 @@ def test_sdpa_attention(monkeypatch, block_size, group, is_prefill):
     expected = torch.cat([dense(*triple) for triple in zip(queries, keys, values)]).float()
     with attention_context(store(before, LENGTHS)):
         for _ in range(2):  # the second layer finds the plan of the first
-            torch.testing.assert_close(layer(torch.cat(queries)), expected)
+            torch.testing.assert_close(layer.attend(torch.cat(queries)), expected)
     assert padded_lengths and all(length % 16 == 0 for length in padded_lengths)
+
+
+@pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no norm"])
+@pytest.mark.parametrize("path", ["plain", "kernels", "fused kernels"])
+def test_attention_from_qkv(monkeypatch, path, has_norm):
+    """The layer norms, rotates, stores and attends; a model without q and k norms, as Llama, has the same paths."""
+    if path != "plain" and torch.cuda.is_available():
+        pytest.skip("runs kernels in Triton's interpreter; tests/test_gpu.py on CUDA")
+    heads, kv_heads, block_size, lengths = 4, 2, 16, [20, 5]
+    layer = Attention(heads, kv_heads, DIM, SDPABackend())
+    if path != "plain":
+        ops = pytest.importorskip("nanovllm.kernels.ops")
+        monkeypatch.setattr("nanovllm.layers.attention.triton_ops", lambda x: ops)
+        layer.backend = TritonBackend()
+        layer.backend.fuses_qk_norm_rope = lambda *_: path == "fused kernels"
+    layer.k_cache, layer.v_cache = torch.zeros(2, 4, block_size, kv_heads, DIM).unbind()
+    tables = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
+    weights = (torch.rand(DIM) + 0.5, torch.rand(DIM) + 0.5) if has_norm else (None, None)
+    rotary_emb = RotaryEmbedding(tuple(100.0 ** (-torch.arange(0, DIM, 2) / DIM)), 1.0, 32)
+    qkvs = [torch.randn(length, heads + 2 * kv_heads, DIM) for length in lengths]
+
+    def step(is_prefill: bool, rows: list[slice]) -> torch.Tensor:
+        positions = [torch.arange(length)[row] for length, row in zip(lengths, rows)]
+        slots = [table[p // block_size] * block_size + p % block_size for table, p in zip(tables, positions)]
+        num_new = [len(p) for p in positions]
+        last = [int(p[-1]) + 1 for p in positions]
+        context = Context(
+            is_prefill=is_prefill,
+            slot_mapping=torch.cat(slots).int(),
+            context_lens=torch.tensor(last, dtype=torch.int32),
+            block_tables=tables,
+            max_context_len=max(last),
+            max_seqlen_q=max(num_new),
+            cu_seqlens_q=torch.tensor([0, *num_new]).cumsum(0).int() if is_prefill else None,
+        )
+        qkv = torch.cat([qkv[row] for qkv, row in zip(qkvs, rows)]).flatten(1)
+        with attention_context(context):
+            return layer(qkv, QKNormRope(*weights, 1e-6, rotary_emb(torch.cat(positions))))
+
+    prefilled = step(True, [slice(0, -1)] * 2).split([length - 1 for length in lengths])
+    decoded = step(False, [slice(-1, None)] * 2)
+    for i, qkv in enumerate(qkvs):
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
+        cos_sin = rotary_emb(torch.arange(lengths[i]))
+        if has_norm:
+            q, k = (F.rms_norm(x, (DIM,), weight, 1e-6) for x, weight in zip((q, k), weights))
+        expected = dense(apply_rotary(q, cos_sin), apply_rotary(k, cos_sin), v).flatten(1).float()
+        torch.testing.assert_close(torch.cat((prefilled[i], decoded[i : i + 1])), expected, rtol=1e-4, atol=1e-5)
