@@ -8,10 +8,10 @@ from numbers import Real
 
 import torch
 
-from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.model_config import DTYPES, ModelConfig
 from nanovllm.utils.checks import check_bool, check_choice, check_int, check_real
 from nanovllm.utils.hub import find_model, find_tokenizer
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 # (least, most, whether None is allowed) of the settings that are integers
 INTEGERS = {

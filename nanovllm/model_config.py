@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.utils.checks import check_choice, check_int
 from nanovllm.utils.hub import read_json
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 DTYPES = {
     "float32": torch.float32,

@@ -29,14 +29,14 @@ SCHEDULING = [
 # A file imports from lower floors, from what stands left of it on its own line, and from its own place if that is a
 # folder or a group. A floor may have several lines, which do not know of each other.
 HOUSE = """
-0 | utils/checks.py utils/context.py utils/hub.py utils/interrupts.py utils/stopwatch.py utils/tokenizer.py utils/__init__.py <- distributed/__init__.py distributed/peer_memory.py <- distributed/tensor_parallel.py <- utils/loader.py <- model_config.py <- config.py sampling_params.py
+0 | utils/checks.py utils/context.py utils/hub.py utils/interrupts.py utils/stopwatch.py utils/tokenizer.py utils/tensor_parallel.py utils/__init__.py <- utils/loader.py <- model_config.py <- config.py sampling_params.py
 0 | engine/__init__.py
 1 | engine/sequence.py <- engine/scheduled_step.py engine/block_manager.py <- engine/scheduler.py
 1 | kernels/
 2 | layers/
 3 | models/
 4 | engine/step_result.py <- engine/batch.py <- engine/cuda_graph.py <- engine/model_runner.py
-5 | distributed/step_channel.py <- distributed/worker.py
+5 | distributed/__init__.py <- distributed/peer_memory.py <- distributed/tensor_parallel.py distributed/step_channel.py <- distributed/worker.py
 6 | engine/detokenizer.py engine/outputs.py engine/prompts.py <- engine/request.py <- engine/beam_search.py engine/leadership.py <- engine/processor.py engine/engine_core.py <- engine/llm_engine.py <- llm.py <- __init__.py
 """
 

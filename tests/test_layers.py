@@ -11,7 +11,6 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from nanovllm.config import ModelConfig
-from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import SDPABackend, TritonBackend
@@ -24,20 +23,22 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
     linear,
 )
+from nanovllm.layers.partial_sum import PartialSum
 from nanovllm.layers.rotary_embedding import QKNormRope, RotaryEmbedding, apply_rotary, norm_rope
 from nanovllm.utils.context import Context, attention_context
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 4])
 
 
 class Lone(TensorParallel):
-    """A rank without company: its part of a sum stays a part, and the test adds the parts up."""
+    """A rank without the others: its part of a sum stays a part, and the test adds the parts up."""
 
     def all_reduce(self, x):
         return x
 
     def all_gather(self, x):
-        return torch.stack([x if rank == self.rank else torch.zeros_like(x) for rank in range(self.size)])
+        return torch.cat([x if rank == self.rank else torch.zeros_like(x) for rank in range(self.size)], 1)
 
 
 def ranks(size: int) -> list[Lone]:
@@ -59,8 +60,8 @@ def test_merged_column(size):
     parts = []
     for tp in ranks(size):
         layer = MergedColumnParallelLinear(24, [(16, tp), (32, tp)], bias=False)
-        for place, weight in enumerate((gate, up)):
-            layer.weight.weight_loader(weight, place)
+        for shard_id, weight in enumerate((gate, up)):
+            layer.weight.weight_loader(weight, shard_id)
         parts.append(layer(x).split([16 // size, 32 // size], -1))
     for whole, shards in zip((gate, up), zip(*parts)):
         torch.testing.assert_close(torch.cat(shards, -1), x @ whole.T)
@@ -80,10 +81,10 @@ def test_qkv(size, heads, kv_heads, bias):
     for tp in ranks(size):
         layer = QKVParallelLinear(24, dim, heads, kv_heads, bias, tp)
         assert (layer.num_heads, layer.num_kv_heads) == (heads // size, max(1, kv_heads // size))
-        for place in range(3):
-            layer.weight.weight_loader(weights[place], place)
+        for shard_id in range(3):
+            layer.weight.weight_loader(weights[shard_id], shard_id)
             if bias:
-                layer.bias.weight_loader(biases[place], place)
+                layer.bias.weight_loader(biases[shard_id], shard_id)
         local = layer(x).unflatten(-1, (-1, dim)).split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
         parts.append([part.repeat_interleave(layer.num_heads // part.shape[1], 1) for part in local])
     for shards, weight, b in zip(zip(*parts), weights, biases):
@@ -102,7 +103,7 @@ def test_row(size, bias):
         layer.weight.weight_loader(weight)
         if bias:
             layer.bias.weight_loader(b)
-        total = total + layer(part)
+        total = total + layer(part).reduce()
     torch.testing.assert_close(total, F.linear(x, weight, b if bias else None))
 
 
@@ -114,7 +115,7 @@ def test_embedding_and_head(size):
         embedding, head = VocabParallelEmbedding(32, 24, tp), ParallelLMHead(32, 24, tp)
         embedding.weight.weight_loader(weight)
         head.weight.weight_loader(weight)
-        embedded = embedded + embedding(ids)
+        embedded = embedded + embedding(ids).reduce()
         logits.append(head(x))
         assert torch.equal(head.own_part(logits[-1]), x @ head.weight.T)
     assert torch.equal(embedded, weight[ids])
@@ -172,7 +173,7 @@ def test_norm_linear(with_residual, act, bias, rows):
     if act:
         gate, up = expected.chunk(2, -1)
         expected = F.silu(gate) * up
-    out, returned = norm_linear(norm, proj, x, residual, act)
+    out, returned = norm_linear(norm, proj, PartialSum(x), residual, act)
     torch.testing.assert_close(out, expected.float())
     assert torch.equal(returned, total)
 
@@ -189,16 +190,16 @@ def test_layers_on_kernels(monkeypatch, bias, rows):
         for _ in range(2):
             x, residual = norm_linear(norm, up, x, residual, SiluAndMul())
             x = down(x)
-            shapes.append(x.shape)
-        return norm(x, residual)
+            shapes.append(x.parts.shape)
+        return norm.add_rms_norm(x, residual)
 
     layers = [layer.half() for layer in layers]
-    expected = two_blocks(*(deepcopy(layer).double() for layer in layers), x.double())
-    for name in ("activation", "fusion", "layernorm", "linear"):
+    expected = two_blocks(*(deepcopy(layer).double() for layer in layers), PartialSum(x.double()))
+    for name in ("activation", "fusion", "layernorm", "linear", "partial_sum"):
         monkeypatch.setattr(f"nanovllm.layers.{name}.triton_ops", lambda x: ops)
     monkeypatch.setattr("nanovllm.kernels.split_k_gemm.has_tma", lambda device: True)
     monkeypatch.setattr("nanovllm.kernels.split_k_gemm.MAX_ROWS", 5)
-    for actual, reference in zip(two_blocks(*layers, x), expected):
+    for actual, reference in zip(two_blocks(*layers, PartialSum(x)), expected):
         torch.testing.assert_close(actual.double(), reference, rtol=5e-3, atol=5e-3)
     assert shapes == 2 * [(rows, 24)] + 2 * [(4, rows, 24) if rows == 5 and not bias else (rows, 24)]
 
@@ -216,7 +217,7 @@ def test_rms_norm(shape):
     torch.testing.assert_close(ours(x), theirs(x))
     if len(shape) == 2:
         residual = torch.randn(shape)
-        out, total = ours(x, residual.clone())
+        out, total = ours.add_rms_norm(PartialSum(x), residual.clone())
         torch.testing.assert_close(total, x + residual)
         torch.testing.assert_close(out, theirs(x + residual))
 

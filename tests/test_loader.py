@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
-from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.engine import model_runner
 from nanovllm.layers.attention_backends import SDPABackend
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.hub import find_model
 from nanovllm.utils.loader import load_model
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 PROMPT = [5, 1999, 300, 42, 7, 7, 1024, 11]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -20,7 +20,7 @@ from conftest import TINY
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
-from nanovllm.distributed import worker
+from nanovllm.distributed import tensor_parallel, worker
 from nanovllm.distributed.step_channel import HEADER, PLACES, StepChannel, StepReader
 from nanovllm.engine.batch import BatchShape, largest_batch
 from nanovllm.sampling_params import MAX_BAD_WORDS, MAX_BIASES
@@ -285,7 +285,7 @@ def test_a_rank_has_an_error_in_a_step(make_llm, monkeypatch):
 
 
 def test_a_rank_hangs_in_a_step(make_llm, monkeypatch):
-    monkeypatch.setattr(distributed, "STEP_TIMEOUT", 1.0)
+    monkeypatch.setattr(tensor_parallel, "STEP_TIMEOUT", 1.0)
     llm = make_llm(tensor_parallel_size=2, max_model_len=2048)
     later(0.3, os.kill, pid_of(1), signal.SIGSTOP)
     begin = time.monotonic()

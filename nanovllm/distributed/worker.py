@@ -20,14 +20,15 @@ from time import monotonic, sleep
 import torch
 
 from nanovllm.config import Config
+from nanovllm.distributed import tensor_parallel
 from nanovllm.distributed.step_channel import PLACES, StepChannel, StepReader
-from nanovllm.distributed.tensor_parallel import STEP_TIMEOUT, TensorParallel
 from nanovllm.engine.batch import Batch, largest_batch
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.step_result import MAX_LOGPROB_ROWS, PendingStep
 from nanovllm.utils.interrupts import interrupts_held
 from nanovllm.utils.stopwatch import Stopwatch
+from nanovllm.utils.tensor_parallel import STEP_TIMEOUT, TensorParallel
 
 START_TIMEOUT = 1800.0  # seconds for all ranks to load their weights and capture their graphs
 MESSAGE = 2**17  # bytes of the longest message between the caller and a rank
@@ -255,7 +256,7 @@ def connect(rank: int, config: Config, folder: Path) -> TensorParallel:
     sums = max(config.max_num_batched_tokens, config.max_num_seqs) * model.hidden_size
     logits = max(config.max_num_seqs, MAX_LOGPROB_ROWS) * model.vocab_size // size
     room = max(sums, logits) * config.dtype.itemsize
-    return TensorParallel.connect(rank, size, folder, config.device_of(rank), room)
+    return tensor_parallel.connect(rank, size, folder, config.device_of(rank), room)
 
 
 def work(fd: int) -> None:

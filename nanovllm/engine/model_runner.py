@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.engine import batch as batches
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.cuda_graph import DecodeGraphs
@@ -17,11 +16,12 @@ from nanovllm.engine.step_result import LogprobRequest, PendingStep, logprobs_of
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import make_backend
 from nanovllm.layers.logits import RequestTable, column, logit_cutoffs, penalize, seeds
-from nanovllm.layers.sampler import Sampler, max_of_ranks
+from nanovllm.layers.sampler import Sampler
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.stopwatch import Stopwatch
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 CPU_KV_CACHE_BYTES = 2**30  # the cache on a CPU, unless num_kvcache_blocks says otherwise
 CUDA_RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allocate behind PyTorch's back
@@ -174,7 +174,7 @@ class ModelRunner:
     def _logprobs(self, batch: Batch, asked: list[LogprobRequest], *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What `log_probabilities` gives for each of `asked`, outside of the graph, so that other steps are none the slower."""
         logprobs = logprobs_of(batch, asked, self.model.compute_logits, *outputs)
-        max_of_ranks(torch.empty(0, dtype=torch.int64, device=self.device), self.tp)  # they part as after a forward
+        self.tp.max_of_ranks(torch.empty(0, dtype=torch.int64, device=self.device))  # they part as after a forward
         return logprobs
 
     def _load_model(self) -> Qwen3ForCausalLM:
@@ -211,7 +211,7 @@ class ModelRunner:
             limit = "the budget on a CPU is"
         num_blocks = available // self._cache_of(1).nbytes
         if self.tp.size > 1:  # what the poorest rank can afford
-            num_blocks = -max_of_ranks(torch.tensor([-num_blocks], device=self.device), self.tp).item()
+            num_blocks = -self.tp.max_of_ranks(torch.tensor([-num_blocks], device=self.device)).item()
         if num_blocks < config.max_blocks_per_seq:
             raise ValueError(
                 f"max_model_len={config.max_model_len}: one sequence needs "

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.distributed.tensor_parallel import STEP_TIMEOUT, TensorParallel
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.layers.logits import log_probabilities
+from nanovllm.utils.tensor_parallel import STEP_TIMEOUT, TensorParallel
 
 # (log-probability, rank) by token id: first the token that is there, then the most likely ones in their order. The most
 # likely has rank 1, and of equal ones the lower id comes first.

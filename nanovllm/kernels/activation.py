@@ -1,4 +1,4 @@
-"""SwiGLU's activation in one pass."""
+"""The activation of SwiGLU in one pass."""
 
 import torch
 import triton

@@ -2,11 +2,10 @@
 
 import torch
 from torch import nn
-from torch.distributed import ReduceOp
 
-from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.kernels import triton_ops
 from nanovllm.layers.logits import KEEPS_ALL, token_keys
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -48,13 +47,6 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, num_ids: int, fir
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
-def max_of_ranks(keys: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
-    """The largest of every rank's keys [S] int64, each for itself; all ranks are past what they did before."""
-    if tp.peers is not None:
-        return triton_ops(keys).max_of_ranks(keys, tp.peers.keys())
-    return tp.all_reduce(keys, ReduceOp.MAX)
-
-
 class Sampler(nn.Module):
     """argmax(logits / temperature + Gumbel noise) is a draw from softmax(logits / temperature).
 
@@ -87,7 +79,7 @@ class Sampler(nn.Module):
 
     def _best_of_ranks(self, best: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Scores [S] float32 and ids [S] int32 of every rank: the ids of the best, of the lowest among equals."""
-        return ~max_of_ranks(token_keys(best, token_ids), self.tp).int()
+        return ~self.tp.max_of_ranks(token_keys(best, token_ids)).int()
 
     def _sample(self, logits, temperatures, seeds, positions, cutoffs) -> tuple[torch.Tensor, torch.Tensor]:
         scores = logits.float()

@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import AttentionBackend
@@ -11,8 +10,10 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.fusion import norm_linear
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.partial_sum import PartialSum
 from nanovllm.layers.rotary_embedding import QKNormRope, RotaryEmbedding
 from nanovllm.model_config import ModelConfig
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 class Qwen3Attention(nn.Module):
@@ -29,7 +30,7 @@ class Qwen3Attention(nn.Module):
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, config.dtype)
         self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim, backend)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm, cos_sin: torch.Tensor):
+    def forward(self, x: PartialSum, residual: torch.Tensor | None, norm: RMSNorm, cos_sin: torch.Tensor):
         qkv, residual = norm_linear(norm, self.qkv_proj, x, residual)
         out = self.attn(qkv, QKNormRope(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos_sin))
         return self.o_proj(out), residual
@@ -43,7 +44,7 @@ class Qwen3MLP(nn.Module):
         self.act_fn = SiluAndMul()
         self.down_proj = RowParallelLinear(size, hidden_size, bias=False, tp=tp, dtype=dtype)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm):
+    def forward(self, x: PartialSum, residual: torch.Tensor, norm: RMSNorm):
         x, residual = norm_linear(norm, self.gate_up_proj, x, residual, self.act_fn)
         return self.down_proj(x), residual
 
@@ -56,8 +57,8 @@ class Qwen3DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         self.mlp = Qwen3MLP(config, tp)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: torch.Tensor):
-        """What the layer adds to the residual stream, and the stream before that is added."""
+    def forward(self, x: PartialSum, residual: torch.Tensor | None, cos_sin: torch.Tensor):
+        """What is still to be added to the residual stream, and the stream without it; the same for the next layer."""
         x, residual = self.self_attn(x, residual, self.input_layernorm, cos_sin)
         return self.mlp(x, residual, self.post_attention_layernorm)
 
@@ -71,18 +72,19 @@ class Qwen3Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        cos_sin = self.rotary_emb(positions)  # before the embedding: see kernels/dependent_launch.py
-        x = self.embed_tokens(token_ids)
-        residual = None
+        # The lookup comes before the embedding because attention may read cos_sin before the kernel ahead of it is over.
+        # The embedding is launched in the ordinary way, so it starts when the lookup is complete (dependent_launch.py).
+        cos_sin = self.rotary_emb(positions)
+        x, residual = self.embed_tokens(token_ids), None
         for layer in self.layers:
             x, residual = layer(x, residual, cos_sin)
-        return self.norm(x, residual)[0]
+        return self.norm.add_rms_norm(x, residual)[0]
 
 
 class Qwen3ForCausalLM(nn.Module):
-    """Token ids and positions [T] to hidden states [T, hidden_size]; `compute_logits` for the rows one wants."""
+    """Token ids and positions [T] to hidden states [T, hidden_size], of which `compute_logits` makes logits."""
 
-    # a checkpoint's module -> the merged module that holds it, and its place there
+    # a checkpoint's module -> the merged module that holds it, and its shard id there
     packed_modules_mapping = {
         "q_proj": ("qkv_proj", 0),
         "k_proj": ("qkv_proj", 1),
@@ -102,5 +104,7 @@ class Qwen3ForCausalLM(nn.Module):
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.model(token_ids, positions)
 
-    def compute_logits(self, hidden_states: torch.Tensor, asked: torch.Tensor | None = None) -> torch.Tensor:
-        return self.lm_head(hidden_states, asked)
+    def compute_logits(
+        self, hidden_states: torch.Tensor, sampling_params: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self.lm_head(hidden_states, sampling_params)

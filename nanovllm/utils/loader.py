@@ -9,8 +9,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.utils.hub import read_json, refuse_lfs_pointer
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 DUMMY_BOUND = 0.035  # of a uniform distribution with standard deviation 0.02, the usual initializer_range
