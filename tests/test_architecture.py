@@ -29,7 +29,7 @@ SCHEDULING = [
 # A file imports from lower floors, from what stands left of it on its own line, and from its own place if that is a
 # folder or a group. A floor may have several lines, which do not know of each other.
 HOUSE = """
-0 | utils/checks.py utils/context.py utils/hub.py utils/interrupts.py utils/stopwatch.py utils/tokenizer.py utils/tensor_parallel.py utils/__init__.py <- utils/loader.py <- model_config.py <- config.py sampling_params.py
+0 | utils/checks.py utils/context.py utils/hub.py utils/interrupts.py utils/stopwatch.py utils/tokenizer.py utils/tensor_parallel.py utils/__init__.py <- models/__init__.py utils/loader.py <- model_config.py <- config.py sampling_params.py
 0 | engine/__init__.py
 1 | engine/sequence.py <- engine/scheduled_step.py engine/block_manager.py <- engine/scheduler.py
 1 | kernels/

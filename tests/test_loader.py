@@ -17,6 +17,7 @@ from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine import model_runner
 from nanovllm.layers.attention_backends import SDPABackend
+from nanovllm.models import MODELS
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.hub import find_model
 from nanovllm.utils.loader import load_model
@@ -180,6 +181,69 @@ def test_dummy_weights(make_llm, tmp_path):
             assert torch.equal(part[name], whole[name] if dim is None else whole[name].chunk(2, dim)[rank])
     with pytest.raises(FileNotFoundError, match="no .*safetensors"):
         make_llm(str(tmp_path), load_format="safetensors")
+
+
+TOY = """
+from torch import nn
+
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.fusion import norm_linear
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.rotary_embedding import QKNormRope, RotaryEmbedding
+
+
+class ToyForCausalLM(nn.Module):
+    packed_modules_mapping = {"query": ("qkv", 0), "key": ("qkv", 1), "value": ("qkv", 2)}
+
+    def __init__(self, config, max_len, backend, tp):
+        super().__init__()
+        size, heads, kv_heads, dtype = (
+            config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.dtype
+        )
+        self.config = config
+        self.embed = VocabParallelEmbedding(config.vocab_size, size, tp, dtype)
+        self.rotary_emb = RotaryEmbedding(config.rope_inv_freq, config.rope_scale, max_len)
+        self.norms = nn.ModuleList(RMSNorm(size, config.rms_norm_eps, dtype) for _ in range(3))
+        self.qkv = QKVParallelLinear(size, config.head_dim, heads, kv_heads, False, tp, dtype)
+        self.attn = Attention(self.qkv.num_heads, self.qkv.num_kv_heads, config.head_dim, backend)
+        self.out = RowParallelLinear(heads * config.head_dim, size, False, tp, dtype)
+        self.up = ColumnParallelLinear(size, 64, False, tp, dtype)
+        self.down = RowParallelLinear(32, size, False, tp, dtype)
+        self.lm_head = ParallelLMHead(config.vocab_size, size, tp, dtype)
+
+    def forward(self, token_ids, positions):
+        cos_sin = self.rotary_emb(positions)
+        qkv, residual = norm_linear(self.norms[0], self.qkv, self.embed(token_ids), None)
+        x = self.out(self.attn(qkv, QKNormRope(None, None, 0.0, cos_sin)))
+        x, residual = norm_linear(self.norms[1], self.up, x, residual, SiluAndMul())
+        return self.norms[2].add_rms_norm(self.down(x), residual)[0]
+
+    def compute_logits(self, hidden_states, sampling_params=None):
+        return self.lm_head(hidden_states, sampling_params)
+"""
+
+
+def test_a_registered_family(checkpoint, make_llm, monkeypatch, tmp_path):
+    """A family is a module and a line in MODELS; this one has a single layer, without q and k norms, and its own names."""
+    (tmp_path / "toy_family.py").write_text(TOY)
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = checkpoint(model_type="toy", tie_word_embeddings=False)
+    with pytest.raises(ValueError, match="model_type='toy'.*'qwen3'"):
+        make_llm(folder, load_format="dummy")
+    monkeypatch.setitem(MODELS, "toy", "toy_family:ToyForCausalLM")
+    llm = make_llm(folder, load_format="dummy", max_num_batched_tokens=64)
+    names = {name for name, _ in llm.model_runner.model.named_parameters()}
+    assert names == {f"{name}.weight" for name in "embed norms.0 norms.1 norms.2 qkv out up down lm_head".split()}
+    bounds = [shard.abs().max() for shard in llm.model_runner.model.qkv.weight.split([256, 128, 128])]
+    assert all(0.03 < bound < 0.036 for bound in bounds)
+    token_ids, logits = ours(llm)
+    assert len(token_ids) == GREEDY.max_tokens and logits.isfinite().all()
+    # token by token from the cache, and all at once
+    (again,) = llm.generate([PROMPT + token_ids[:-1]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+    assert again["token_ids"] == token_ids[-1:]
 
 
 def test_relative_path(make_llm, monkeypatch, tmp_path):

@@ -6,6 +6,7 @@ from time import perf_counter, sleep
 
 import numpy as np
 import torch
+from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.engine import batch as batches
@@ -17,7 +18,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import make_backend
 from nanovllm.layers.logits import RequestTable, column, logit_cutoffs, penalize, seeds
 from nanovllm.layers.sampler import Sampler
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models import model_class
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.stopwatch import Stopwatch
@@ -177,9 +178,10 @@ class ModelRunner:
         self.tp.max_of_ranks(torch.empty(0, dtype=torch.int64, device=self.device))  # they part as after a forward
         return logprobs
 
-    def _load_model(self) -> Qwen3ForCausalLM:
+    def _load_model(self) -> nn.Module:
+        config = self.config.model_config
         with torch.device(self.device):
-            model = Qwen3ForCausalLM(self.config.model_config, self.config.max_model_len, self.backend, self.tp)
+            model = model_class(config.model_type)(config, self.config.max_model_len, self.backend, self.tp)
         with torch.device("cpu"):  # safetensors reads into tensors on the default device, whichever the caller has set
             load_model(model, Path(self.config.model), self.device, self.config.load_format)
         return model.eval()
