@@ -326,7 +326,7 @@ def test_loading_in_two_threads(make_llm, monkeypatch):
         seen.append(torch.zeros(1).dtype)
         return Qwen3ForCausalLM(*arguments)
 
-    monkeypatch.setattr(model_runner, "Qwen3ForCausalLM", build)
+    monkeypatch.setattr(model_runner, "model_class", lambda model_type: build)
     dtypes = torch.float16, torch.bfloat16
     with ThreadPoolExecutor(2) as pool:
         engines = list(pool.map(lambda dtype: make_llm(dtype=dtype), dtypes))
