@@ -151,6 +151,25 @@ def test_ranks_do_without_transformers():
     assert "transformers" in reach("engine/llm_engine.py")
 
 
+STARTS_RANKS = {"engine/engine_core.py"}
+
+
+def test_the_core_does_without_ranks():
+    """Only who starts the ranks knows `distributed/`; a TensorParallel of size 1 is all that the others need."""
+    for file in FILES:
+        if room_of(file) != "distributed" and file not in STARTS_RANKS:
+            assert not any(target.startswith("distributed/") for target in imports(file)), file
+
+
+def test_families_are_named_in_models_only():
+    for file in FILES:
+        if room_of(file) != "models":
+            tree = ast.parse((ROOT / file).read_text())
+            names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+            assert not any("qwen" in name.lower() for name in names), file
+            assert not any(target.startswith("models/") and target != "models/__init__.py" for target in imports(file))
+
+
 def code_lines(source: str) -> int:
     """Lines that hold code: no blank ones, no comments, no docstrings."""
     docstrings = set()

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch, num_sms, prefetch_rows
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch, num_sms, prefetch_rows
 from nanovllm.kernels.norm_rope_store import norm_rope
 
 TILE = 64  # keys of a tile, which lies in one block
@@ -25,6 +25,12 @@ def _split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, TILE: t
     return num_cached, per_split, tl.maximum(tl.cdiv(num_cached, per_split), 1)
 
 
+@dependent_kernel(
+    early=(
+        *("context_lens_ptr", "block_tables_ptr", "slot_mapping_ptr"),
+        *("cos_sin_ptr", "q_weight_ptr", "k_weight_ptr"),
+    )
+)
 @triton.jit(do_not_specialize=["table_stride", "splits"])
 def _decode_kernel(
     q_ptr,
@@ -145,6 +151,7 @@ def _decode_kernel(
         tl.store(out, acc.to(out_ptr.dtype.element_ty), in_group)
 
 
+@dependent_kernel(early=("context_lens_ptr",))
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(
     partial_ptr,

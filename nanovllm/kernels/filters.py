@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.asked import MIN_P, TEMPERATURE, TOP_K, TOP_P, is_filtered, real
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch, num_sms
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch, num_sms
 from nanovllm.kernels.token_order import LAST_ID, ordered_bits, token_key
 
 TILE = tl.constexpr(512)  # entries of the vocabulary that have a maximum of their own
@@ -119,6 +119,7 @@ def _find_equal(row_ptr, maxima, live_ptr, counts_ptr, vocab_size, value, n, TIL
     return tl.min(tl.where(is_it, at, LAST_ID), 0)
 
 
+@dependent_kernel()
 @triton.jit
 def _cutoff_kernel(
     logits_ptr,

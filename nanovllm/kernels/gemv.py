@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 
 
 @triton.jit
@@ -25,6 +25,7 @@ def _load_input(
     return x[None, :], squares
 
 
+@dependent_kernel(early=("w_ptr",))
 @triton.jit
 def _gemv_kernel(
     x_ptr,

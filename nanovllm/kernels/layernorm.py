@@ -4,9 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 
 
+@dependent_kernel(early=("weight_ptr",))
 @triton.jit(do_not_specialize=["size"])
 def _rms_norm_kernel(
     x_ptr,

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 
 
 @triton.jit
@@ -22,6 +22,7 @@ def norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM: tl.constexpr):
     return y.to(x.dtype)
 
 
+@dependent_kernel(early=("q_weight_ptr", "k_weight_ptr", "cos_sin_ptr", "slot_mapping_ptr"))
 @triton.jit
 def _norm_rope_store_kernel(
     qkv_ptr,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.asked import is_filtered
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 
 KEYS_PER_PROGRAM = 128
 # tries between two reads of `aborted`, some milliseconds: reading host memory more often made long waits longer
@@ -57,6 +57,7 @@ def _wait(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE: tl.constexpr):
                     missing = missing & (tl.load(aborted_ptr, volatile=True) == 0)
 
 
+@dependent_kernel(early=("weight_ptr",))
 @triton.jit(do_not_specialize=["rank", "num_rows", "offset", "flags_offset"])
 def _sum_rms_norm_kernel(
     addresses_ptr,
@@ -190,6 +191,7 @@ def max_of_ranks(keys: torch.Tensor, barrier: PeerBarrier) -> torch.Tensor:
     return out
 
 
+@dependent_kernel()
 @triton.jit(do_not_specialize=["rank", "num_rows", "offset", "flags_offset"])
 def _gather_kernel(
     addresses_ptr,

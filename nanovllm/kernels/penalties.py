@@ -22,7 +22,7 @@ from nanovllm.kernels.asked import (
     REPETITION_PENALTY,
     real,
 )
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 
 IN_PROMPT = tl.constexpr(1 << 30)  # what a count has besides, which is of the output's tokens
 
@@ -68,6 +68,7 @@ def _ban_bad_words(
     tl.store(x_ptr + last, float("-inf"), is_begun)
 
 
+@dependent_kernel()
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def _penalize_kernel(
     logits_ptr,

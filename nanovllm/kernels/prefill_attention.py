@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_tma, launch
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, has_tma, launch
 
 
 @triton.jit
@@ -47,6 +47,7 @@ def _attend_tiles(
     return acc, l_i, m_i
 
 
+@dependent_kernel(early=("cu_seqlens_q_ptr", "context_lens_ptr"))
 @triton.jit(do_not_specialize=["table_stride"])
 def _prefill_kernel(
     q_ptr,

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_tma, launch, num_sms
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, has_tma, launch, num_sms
 
 FEW_WEIGHTS = 5 * 2**20
 MAX_ROWS = 256  # with few weights; half of it with more
@@ -13,6 +13,7 @@ TILE_N = 64
 TILE_K = 128
 
 
+@dependent_kernel()
 @triton.jit(do_not_specialize=["M"])
 def _split_k_gemm_kernel(
     x_tiles,
