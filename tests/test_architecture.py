@@ -185,7 +185,7 @@ def code_lines(source: str) -> int:
 
 
 # lines of code: what a room may grow to before it is looked at again
-BUDGETS = {"core": 3300, "kernels": 1650, "distributed": 550, "models": 150}
+BUDGETS = {"core": 3450, "kernels": 1800, "distributed": 550, "models": 150}
 
 
 def room_of(file: str) -> str:

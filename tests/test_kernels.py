@@ -510,7 +510,7 @@ def test_sample_without_a_candidate_is_a_token_still(value):
     assert ops.sample(logits, *sampling_inputs(3), ROUNDS)[1].tolist() == [0, 0, 0]
 
 
-# -- several ranks: all in this process, one after the other, where the flags of those that come later are up already ----
+# -- several ranks, one after the other in this process: the flags of those that run later are set beforehand ----------
 
 
 class Ranks:

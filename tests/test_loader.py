@@ -227,7 +227,7 @@ class ToyForCausalLM(nn.Module):
 
 
 def test_a_registered_family(checkpoint, make_llm, monkeypatch, tmp_path):
-    """A family is a module and a line in MODELS; this one has a single layer, without q and k norms, and its own names."""
+    """A family is a module and an entry of MODELS; this one has one layer, no q and k norms, and its own names."""
     (tmp_path / "toy_family.py").write_text(TOY)
     monkeypatch.syspath_prepend(tmp_path)
     folder = checkpoint(model_type="toy", tie_word_embeddings=False)
@@ -236,7 +236,9 @@ def test_a_registered_family(checkpoint, make_llm, monkeypatch, tmp_path):
     monkeypatch.setitem(MODELS, "toy", "toy_family:ToyForCausalLM")
     llm = make_llm(folder, load_format="dummy", max_num_batched_tokens=64)
     names = {name for name, _ in llm.model_runner.model.named_parameters()}
-    assert names == {f"{name}.weight" for name in "embed norms.0 norms.1 norms.2 qkv out up down lm_head".split()}
+    assert names == {
+        f"{name}.weight" for name in ("embed", "norms.0", "norms.1", "norms.2", "qkv", "out", "up", "down", "lm_head")
+    }
     bounds = [shard.abs().max() for shard in llm.model_runner.model.qkv.weight.split([256, 128, 128])]
     assert all(0.03 < bound < 0.036 for bound in bounds)
     token_ids, logits = ours(llm)

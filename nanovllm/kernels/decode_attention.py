@@ -4,7 +4,14 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch, num_sms, prefetch_rows
+from nanovllm.kernels.dependent_launch import (
+    dependent_kernel,
+    gdc_launch_dependents,
+    gdc_wait,
+    launch,
+    num_sms,
+    prefetch_rows,
+)
 from nanovllm.kernels.norm_rope_store import norm_rope
 
 TILE = 64  # keys of a tile, which lies in one block

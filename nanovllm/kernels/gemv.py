@@ -1,4 +1,4 @@
-"""y = x W^T for a single row of x, with the norm before it and the activation after it: the time goes into reading W."""
+"""y = x W^T for a single row of x, with the norm before it and the activation after it; bound by the reading of W."""
 
 import torch
 import triton

@@ -1,11 +1,11 @@
 """What a dependent kernel may do before it waits (see dependent_launch.py), checked in its source when it is defined.
 
-Pointer parameters are named `*_ptr`, tensor descriptors `*_tiles`; PDL is the constexpr that is set in dependent launches.
-The check follows addresses from these parameters through assignments and into the functions that the kernel calls.
+Pointer parameters are named `*_ptr`, tensor descriptors `*_tiles`; the constexpr PDL is set in dependent launches. The
+check follows addresses from these parameters through assignments and into the functions that the kernel calls.
 """
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +14,7 @@ PREFETCH = "prefetch_rows"  # brings memory into the cache; its values are read 
 
 
 def check_early_reads(function: Callable, early: tuple[str, ...]) -> None:
-    """AssertionError unless a kernel waits and, before, writes nothing and reads exactly the pointer parameters `early`."""
+    """AssertionError unless a kernel waits, and before that writes nothing and reads exactly the parameters `early`."""
     body = _Body(function)
     waits = body.run(body.node.body)
     name = function.__name__
@@ -25,7 +25,7 @@ def check_early_reads(function: Callable, early: tuple[str, ...]) -> None:
 
 
 class _Body:
-    """The statements of a function, of which `run` collects in `reads` the pointer parameters that they read."""
+    """A function's statements. `run` collects in `reads` the pointer parameters that they read before the wait."""
 
     def __init__(self, function: Callable, roots_of_arguments: list[set[str]] | None = None):
         self.function = function
@@ -54,7 +54,7 @@ class _Body:
                 return True
             elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
                 targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-                self.assign(targets, self.address_roots(statement.value))
+                self.assign(targets, self.address_roots(statement))
             elif isinstance(statement, ast.Return):
                 self.returned |= self.address_roots(statement)
             else:
@@ -70,7 +70,7 @@ class _Body:
             if self.run(statement.body) or self.run(statement.orelse):
                 raise AssertionError(f"{self.function.__name__}: waits only under a condition")
 
-    def assign(self, targets: list[ast.expr], roots: set[str]) -> None:
+    def assign(self, targets: Sequence[ast.expr], roots: set[str]) -> None:
         """Names keep the roots that they had, as the assignment may be in a branch that is not taken."""
         for target in targets:
             for node in ast.walk(target):

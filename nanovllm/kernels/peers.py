@@ -1,4 +1,4 @@
-"""Kernels that wait for the same kernel on the other ranks and read what those have written: distributed/peer_memory.py.
+"""Kernels that wait for the same kernel on the other ranks and read what those have written (PeerMemory).
 
 Program p of a kernel waits for program p of the same kernel on every other rank.
 """
@@ -24,7 +24,9 @@ class PeerBarrier(NamedTuple):
     data_offset: int  # of the data that is read, in bytes from there
     flags_offset: int  # of the flags [max_programs, ranks] int32
     max_programs: int
-    aborted: torch.Tensor  # [1] int32 in pinned host memory: if not 0, kernels end early, and their results are worthless
+    aborted: (
+        torch.Tensor
+    )  # [1] int32 in pinned host memory: if not 0, kernels end early, and their results are worthless
     rank: int
 
 
@@ -233,8 +235,8 @@ def gather_columns(
 ) -> torch.Tensor:
     """All ranks' columns side by side [S, ranks * n]; `mine` [S, n] are this rank's, at the barrier's data offset.
 
-    With `sampling_params` [S, WIDTH] int32, the params of layers.logits' Rows, rows that are not filtered lack the other
-    ranks' columns. S may be 0: the ranks wait for each other all the same.
+    With `sampling_params` [S, WIDTH] int32, the params of layers.logits' Rows, rows that are not filtered lack the
+    other ranks' columns. S may be 0: the ranks wait for each other all the same.
     """
     addresses, offset, flags_offset, max_programs, aborted, rank = barrier
     (num_rows, n), size, block = mine.shape, len(addresses), 2048

@@ -5,7 +5,14 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, has_tma, launch, num_sms
+from nanovllm.kernels.dependent_launch import (
+    dependent_kernel,
+    gdc_launch_dependents,
+    gdc_wait,
+    has_tma,
+    launch,
+    num_sms,
+)
 
 FEW_WEIGHTS = 5 * 2**20
 MAX_ROWS = 256  # with few weights; half of it with more

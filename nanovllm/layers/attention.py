@@ -63,6 +63,4 @@ class Attention(nn.Module):
         context, backend = get_context(), self.backend
         if not context.is_prefill and backend.fuses_qk_norm_rope(len(qkv), self.num_kv_heads, qkv.device):
             return backend.decode_qkv(qkv, qk_norm_rope, self.k_cache, self.v_cache, context)
-        return self.attend(
-            ops.norm_rope_store(qkv, *qk_norm_rope, context.slot_mapping, self.k_cache, self.v_cache)
-        )
+        return self.attend(ops.norm_rope_store(qkv, *qk_norm_rope, context.slot_mapping, self.k_cache, self.v_cache))

@@ -14,7 +14,7 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Each rank holds an equal range of the vocabulary and embeds other ids as zeros; the sum over ranks is the result."""
+    """Each rank holds an equal range of the vocabulary and embeds other ids as zeros; the result is the ranks' sum."""
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -55,4 +55,5 @@ class ParallelLMHead(VocabParallelEmbedding):
         return y.gather_columns(sampling_params)
 
     def own_part(self, logits: torch.Tensor) -> torch.Tensor:
+        """The columns of this rank's range of the vocabulary."""
         return logits[:, self.first_id : self.first_id + len(self.weight)]

@@ -7,13 +7,13 @@ import torch
 from nanovllm.kernels import triton_ops
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import ColumnParallelLinear
+from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.partial_sum import PartialSum
 
 
 def norm_linear(
     norm: RMSNorm,
-    proj: ColumnParallelLinear,
+    proj: LinearBase,
     x: PartialSum,
     residual: torch.Tensor | None,
     act: SiluAndMul | None = None,
@@ -29,7 +29,7 @@ def norm_linear(
 def _norm_linear_of_one_row(
     ops: ModuleType,
     norm: RMSNorm,
-    proj: ColumnParallelLinear,
+    proj: LinearBase,
     x: PartialSum,
     residual: torch.Tensor | None,
     act: SiluAndMul | None,

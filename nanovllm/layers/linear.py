@@ -1,6 +1,7 @@
 """Linear layers divided over the ranks: column-parallel (by outputs), also several in one product, and row-parallel."""
 
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,17 +64,19 @@ def choose_split_k(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 
 class LinearBase(nn.Module):
-    """y = x W^T + b, with this rank's W [outputs, inputs] and b [outputs].
-
-    A subclass has `_load(target, weight)`, which copies this rank's shard of a checkpoint's tensor to W or b.
-    """
+    """This rank's weight [outputs, inputs] and bias [outputs]."""
 
     def __init__(self, num_outputs: int, num_inputs: int, bias: bool, dtype: torch.dtype):
         super().__init__()
         self.weight = parameter((num_outputs, num_inputs), self._load, dtype)
         self.bias = parameter((num_outputs,), self._load, dtype) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def _load(self, target: torch.Tensor, weight, *shard_id: int) -> torch.Tensor:
+        """Copy this rank's shard of a checkpoint's weight or bias to `target`; returns what was filled."""
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """y = x W^T + b."""
         return linear(x, self.weight, self.bias)
 
 
@@ -116,7 +119,7 @@ class MergedColumnParallelLinear(LinearBase):
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """Query, key and value in one product, divided by heads; ranks share key-value heads if there are fewer of those."""
+    """Query, key and value in one product, divided by heads; ranks share key-value heads if there are too few."""
 
     def __init__(
         self,

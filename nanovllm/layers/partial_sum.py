@@ -1,4 +1,4 @@
-"""A result that is still in parts: whoever reads it adds them up, in the same kernel where there is one."""
+"""A result that is still in parts, which its reader adds up, in the kernel that reads it if there is one."""
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +9,8 @@ from nanovllm.kernels import triton_ops
 class PartialSum:
     """A [T, N] tensor as a sum of parts.
 
-    parts: [T, N], or with split_k > 1 [split_k, T, N], whose sum over the first dimension is meant. Parts of different
-        ranks are a subclass, distributed/peer_memory.py's PeerSum.
+    parts: [T, N], or with split_k > 1 [split_k, T, N], to be summed over the first dimension. A subclass in
+        `distributed/`, PeerSum, has parts of several ranks.
     """
 
     __slots__ = ("parts", "split_k")
@@ -35,7 +35,7 @@ class PartialSum:
     def add_rms_norm(
         self, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The RMS norm of the sum plus the residual, if there is one, and that total [T, N], in the residual's place."""
+        """The RMS norm of this sum (+ residual), and that total, both [T, N]; the total overwrites a residual."""
         if (ops := triton_ops(self.parts)) is None:
             total = self.reduce() if residual is None else residual.add_(self.reduce())
             return F.rms_norm(total, weight.shape, weight, eps), total

@@ -1,5 +1,7 @@
 """Qwen3, dense: how the layers are put together, and how a checkpoint's names map onto them."""
 
+from typing import ClassVar
+
 import torch
 from torch import nn
 
@@ -58,7 +60,7 @@ class Qwen3DecoderLayer(nn.Module):
         self.mlp = Qwen3MLP(config, tp)
 
     def forward(self, x: PartialSum, residual: torch.Tensor | None, cos_sin: torch.Tensor):
-        """What is still to be added to the residual stream, and the stream without it; the same for the next layer."""
+        """What the layer adds to the residual stream, and the stream before that addition."""
         x, residual = self.self_attn(x, residual, self.input_layernorm, cos_sin)
         return self.mlp(x, residual, self.post_attention_layernorm)
 
@@ -72,8 +74,8 @@ class Qwen3Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        # The lookup comes before the embedding because attention may read cos_sin before the kernel ahead of it is over.
-        # The embedding is launched in the ordinary way, so it starts when the lookup is complete (dependent_launch.py).
+        # The lookup comes first: attention may read cos_sin while the kernel before it still runs, which is safe only
+        # because the embedding, an ordinary launch, starts after the lookup is complete (kernels/dependent_launch.py).
         cos_sin = self.rotary_emb(positions)
         x, residual = self.embed_tokens(token_ids), None
         for layer in self.layers:
@@ -85,7 +87,7 @@ class Qwen3ForCausalLM(nn.Module):
     """Token ids and positions [T] to hidden states [T, hidden_size], of which `compute_logits` makes logits."""
 
     # a checkpoint's module -> the merged module that holds it, and its shard id there
-    packed_modules_mapping = {
+    packed_modules_mapping: ClassVar = {
         "q_proj": ("qkv_proj", 0),
         "k_proj": ("qkv_proj", 1),
         "v_proj": ("qkv_proj", 2),
@@ -104,7 +106,5 @@ class Qwen3ForCausalLM(nn.Module):
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.model(token_ids, positions)
 
-    def compute_logits(
-        self, hidden_states: torch.Tensor, sampling_params: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def compute_logits(self, hidden_states: torch.Tensor, sampling_params: torch.Tensor | None = None) -> torch.Tensor:
         return self.lm_head(hidden_states, sampling_params)

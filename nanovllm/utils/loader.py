@@ -17,7 +17,7 @@ DUMMY_BOUND = 0.035  # a uniform distribution up to it has standard deviation 0.
 
 
 def parameter(shape: tuple[int, ...], load: Callable, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter with a `weight_loader(weight, ...)`, which is `load(parameter, weight, ...)` and returns what it filled."""
+    """A parameter with a `weight_loader(weight, ...)`: `load(parameter, weight, ...)`, which returns what it filled."""
     empty = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
     empty.weight_loader = partial(load, empty)
     return empty
@@ -49,7 +49,8 @@ def load_model(model: nn.Module, folder: Path, device: torch.device, load_format
     point, NaN or infinite; ValueError or FileNotFoundError that names the file if one is broken or missing.
     """
     if load_format == "dummy":
-        return _load_dummy(model)
+        _load_dummy(model)
+        return
     files, loaders = find_tensors(folder), _weight_loaders(model)
     if model.config.tie_word_embeddings:
         files.pop("lm_head.weight", None)  # a tied checkpoint may carry the embedding twice
@@ -69,7 +70,9 @@ def load_model(model: nn.Module, folder: Path, device: torch.device, load_format
                 bounds[name] = torch.stack(filled.aminmax())  # NaN if any element is
     are_finite = torch.stack([*bounds.values()]).isfinite().all(1).tolist()  # the only synchronization
     if broken := sorted(name for name, is_finite in zip(bounds, are_finite) if not is_finite):
-        raise ValueError(f"{folder}: {len(broken)} tensors are NaN or infinite in {filled.dtype}: {_first_names(broken)}")
+        raise ValueError(
+            f"{folder}: {len(broken)} tensors are NaN or infinite in {filled.dtype}: {_first_names(broken)}"
+        )
 
 
 def find_tensors(folder: Path) -> dict[str, Path]:
