@@ -12,7 +12,7 @@ from nanovllm.kernels.dependent_launch import (
     num_sms,
     prefetch_rows,
 )
-from nanovllm.kernels.norm_rope_store import norm_rope
+from nanovllm.kernels.norm_rope_store import NORM_ROPE_INPUTS, norm_rope
 
 TILE = 64  # keys of a tile, which lies in one block
 CHUNK = 16  # block ids that are loaded at a time
@@ -32,12 +32,7 @@ def _split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, TILE: t
     return num_cached, per_split, tl.maximum(tl.cdiv(num_cached, per_split), 1)
 
 
-@dependent_kernel(
-    early=(
-        *("context_lens_ptr", "block_tables_ptr", "slot_mapping_ptr"),
-        *("cos_sin_ptr", "q_weight_ptr", "k_weight_ptr"),
-    )
-)
+@dependent_kernel(early=("context_lens_ptr", "block_tables_ptr", *NORM_ROPE_INPUTS))
 @triton.jit(do_not_specialize=["table_stride", "splits"])
 def _decode_kernel(
     q_ptr,
@@ -273,7 +268,7 @@ def _decode(
     group = heads // kv_heads
     is_qkv = cos_sin is not None
     splits = splits or choose_num_splits(batch_size * kv_heads, max_context_len, q.device)
-    partial = lse = out
+    partial = lse = out  # unused without splits
     if splits > 1:
         partial = torch.empty((batch_size, heads, splits, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((batch_size, heads, splits), dtype=torch.float32, device=q.device)

@@ -6,6 +6,13 @@ import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 
+NORM_ROPE_INPUTS = (
+    "q_weight_ptr",
+    "k_weight_ptr",
+    "cos_sin_ptr",
+    "slot_mapping_ptr",
+)  # complete before the qkv product
+
 
 @triton.jit
 def norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM: tl.constexpr):
@@ -22,7 +29,7 @@ def norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM: tl.constexpr):
     return y.to(x.dtype)
 
 
-@dependent_kernel(early=("q_weight_ptr", "k_weight_ptr", "cos_sin_ptr", "slot_mapping_ptr"))
+@dependent_kernel(early=NORM_ROPE_INPUTS)
 @triton.jit
 def _norm_rope_store_kernel(
     qkv_ptr,
