@@ -117,6 +117,8 @@ class PeerMemory:
 class PeerTensorParallel(TensorParallel):
     """Ranks on GPUs that read each other's memory: the kernel that reads a sum also adds it up."""
 
+    has_peers = True
+
     def __init__(self, peers: PeerMemory):
         super().__init__(peers.rank, peers.size)
         self.peers: PeerMemory | None = peers
@@ -124,9 +126,6 @@ class PeerTensorParallel(TensorParallel):
 
     def max_of_ranks(self, keys: torch.Tensor) -> torch.Tensor:
         return ops.max_of_ranks(keys, self.peers.keys_barrier())
-
-    def max_split_k(self, num_rows: int) -> int:
-        return 2 if num_rows <= 32 else 1  # the other ranks read all parts
 
     def peer_sum(self, split_k: int, num_rows: int, width: int, dtype: torch.dtype) -> PeerSum:
         return self.peers.next_sum(split_k, num_rows, width, dtype)

@@ -28,9 +28,13 @@ class VocabParallelEmbedding(nn.Module):
         """token_ids [T] -> [T, hidden_size]."""
         if self.tp.size == 1:
             return PartialSum(F.embedding(token_ids, self.weight))
+        if self.tp.has_peers:
+            return self._embed_to_peers(token_ids)
+        return PartialSum(self.tp.all_reduce(self._embed_own_range(token_ids)))
+
+    def _embed_to_peers(self, token_ids: torch.Tensor) -> PartialSum:
+        """Write this rank's rows, and zeros, where the other ranks read them."""
         x = self.tp.peer_sum(1, len(token_ids), self.weight.shape[1], self.weight.dtype)
-        if x is None:
-            return PartialSum(self.tp.all_reduce(self._embed_own_range(token_ids)))
         triton_ops(x.parts).embed_range(token_ids, self.weight, self.first_id, x.parts[0])
         return x
 
@@ -48,9 +52,9 @@ class ParallelLMHead(VocabParallelEmbedding):
         """With `sampling_params`, the params of layers.logits' Rows, the logits of rows that are not filtered may lack
         the other ranks' ranges: those rows are sampled from this rank's own range.
         """
-        y = self.tp.peer_sum(1, len(x), len(self.weight), x.dtype)
-        if y is None:
+        if not self.tp.has_peers:
             return self.tp.all_gather(linear(x, self.weight))
+        y = self.tp.peer_sum(1, len(x), len(self.weight), x.dtype)
         linear(x, self.weight, out=y.parts)
         return y.gather_columns(sampling_params)
 

@@ -161,9 +161,15 @@ class RowParallelLinear(LinearBase):
 
     def forward(self, x: torch.Tensor) -> PartialSum:
         bias = self.bias if self.tp.rank == 0 else None  # the sum over ranks must contain it once
-        split_k = choose_split_k(x, self.weight, self.bias, self.tp.max_split_k(len(x)))
+        if self.tp.has_peers:
+            return self._forward_to_peers(x, bias)
+        split_k = choose_split_k(x, self.weight, bias, 4 if self.tp.size == 1 else 1)
+        return PartialSum(self.tp.all_reduce(linear(x, self.weight, bias, split_k)), split_k)
+
+    def _forward_to_peers(self, x: torch.Tensor, bias: torch.Tensor | None) -> PartialSum:
+        """Write this rank's parts where the other ranks read them."""
+        max_split_k = 2 if len(x) <= 32 else 1  # every rank reads the parts of all
+        split_k = choose_split_k(x, self.weight, self.bias, max_split_k)
         y = self.tp.peer_sum(split_k, len(x), len(self.weight), x.dtype)
-        if y is None:
-            return PartialSum(self.tp.all_reduce(linear(x, self.weight, bias, split_k)), split_k)
         linear(x, self.weight, bias, split_k, y.parts)
         return y

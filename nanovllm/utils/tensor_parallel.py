@@ -15,6 +15,7 @@ class TensorParallel:
     The subclasses in `distributed/` communicate.
     """
 
+    has_peers = False  # the ranks read each other's memory: a sum is a `peer_sum` and takes no `all_reduce`
     folder: Path | None = None  # where the ranks' communication still needs files
     lost = False  # another rank is gone, and what this one computes is worthless
     num_bytes = 0  # device memory that PyTorch's allocator does not count
@@ -49,16 +50,9 @@ class TensorParallel:
         """The elementwise maximum of every rank's keys [S] int64; S may be 0. It ends each forward of several ranks."""
         return keys
 
-    def max_split_k(self, num_rows: int) -> int:
-        """The most parts of a row-parallel product that its consumer can add up at no extra cost."""
-        return 4 if self.size == 1 else 1
-
     def peer_sum(self, split_k: int, num_rows: int, width: int, dtype: torch.dtype) -> Any:
-        """A `PeerSum`, to whose `parts` [split_k, num_rows, width] this rank's summands are to be written.
-
-        None if the ranks can't read each other's memory, so that a sum takes an `all_reduce`.
-        """
-        return None
+        """A `PeerSum`, to whose `parts` [split_k, num_rows, width] this rank is to write; only with `has_peers`."""
+        raise NotImplementedError
 
     def check(self) -> None:
         """RuntimeError if a rank was lost."""
