@@ -441,3 +441,45 @@ def test_attention_from_qkv(monkeypatch, path, has_norm):
             q, k = (F.rms_norm(x, (DIM,), weight, 1e-6) for x, weight in zip((q, k), weights))
         expected = dense(apply_rotary(q, cos_sin), apply_rotary(k, cos_sin), v).flatten(1).float()
         torch.testing.assert_close(torch.cat((prefilled[i], decoded[i : i + 1])), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter; tests/test_gpu.py on CUDA")
+@pytest.mark.parametrize("rows", [1, 3])
+def test_layers_on_peer_memory(monkeypatch, rows):
+    """The path through peer memory with a single rank, on memory of the CPU: sums, buffers that alternate, and keys."""
+    ops = pytest.importorskip("nanovllm.kernels.ops")
+    from nanovllm.distributed.peer_memory import MAX_KEYS, MAX_PROGRAMS, PeerMemory, PeerTensorParallel
+
+    peers = object.__new__(PeerMemory)
+    peers.rank, peers.size, peers.capacity, peers._buffer_index = 0, 1, 4096, 0
+    peers.keys_offset = 3 * MAX_PROGRAMS * 4
+    peers.sums_offset = peers.keys_offset + 8 * MAX_KEYS
+    peers.memory = torch.zeros(peers.sums_offset + 2 * peers.capacity, dtype=torch.uint8)
+    peers.addresses = torch.tensor([peers.memory.data_ptr()])
+    peers.aborted = torch.zeros(1, dtype=torch.int32)
+    tp = PeerTensorParallel(peers)
+    tp.size = 2  # layers then take the path of several ranks
+    for name in ("embed_head", "fusion"):
+        monkeypatch.setattr(f"nanovllm.layers.{name}.triton_ops", lambda x: ops)
+    plain, ids = TensorParallel(), torch.randint(32, (rows,))
+    embedding, head = VocabParallelEmbedding(64, 24, tp), ParallelLMHead(64, 24, tp)
+    down = RowParallelLinear(24, 24, False, plain)
+    norm, up = RMSNorm(24, 0.5), MergedColumnParallelLinear(24, [(24, plain)], False)
+    for target in (embedding.weight, head.weight, norm.weight, up.weight, down.weight):
+        target.copy_(torch.randn(target.shape))
+    down.tp = tp
+    x = embedding(ids)
+    y, residual = norm_linear(norm, up, x, None)
+    assert len(x) == rows and x.tensor is None
+    torch.testing.assert_close(residual, embedding.weight[ids])
+    torch.testing.assert_close(y, F.rms_norm(residual, (24,), norm.weight, 0.5) @ up.weight.T, rtol=1e-4, atol=1e-4)
+    x = down(y)
+    assert x.parts.data_ptr() - peers.memory.data_ptr() == peers.sums_offset + peers.capacity
+    expected = residual + y @ down.weight.T
+    normed, residual = norm.add_rms_norm(x, residual)
+    torch.testing.assert_close(residual, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(normed, F.rms_norm(expected, (24,), norm.weight, 0.5), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(down(y).reduce(), y @ down.weight.T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(head(normed), normed @ head.weight.T, rtol=1e-4, atol=1e-4)
+    keys = torch.randint(1 << 40, (rows,))
+    assert torch.equal(tp.max_of_ranks(keys), keys) and peers._buffer_index == 0
