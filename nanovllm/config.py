@@ -11,10 +11,10 @@ from typing import Any, Concatenate, ParamSpec
 
 import torch
 
-from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.model_config import DTYPES, ModelConfig
 from nanovllm.utils.checks import check_bool, check_choice, check_int, check_real
 from nanovllm.utils.hub import find_model, find_tokenizer
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 # integer settings: (minimum, maximum, whether None is allowed)
 INTEGERS = {

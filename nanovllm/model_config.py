@@ -5,9 +5,10 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.distributed.tensor_parallel import TensorParallel
+from nanovllm.models import MODELS
 from nanovllm.utils.checks import check_choice, check_int
 from nanovllm.utils.hub import read_json
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 DTYPES = {
     "float32": torch.float32,
@@ -20,8 +21,9 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a Qwen3 checkpoint, read from its `config.json` as transformers 4 or 5 wrote it."""
+    """The shape of a checkpoint, read from its `config.json` as transformers 4 or 5 wrote it."""
 
+    model_type: str  # a key of models.MODELS
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -43,7 +45,7 @@ class ModelConfig:
         """ValueError or TypeError with the file's name if it is invalid, or describes a model that is not supported."""
         file = folder / "config.json"
         raw = read_json(file)
-        check_choice(f"{file}: model_type", raw.get("model_type"), ("qwen3",))
+        check_choice(f"{file}: model_type", raw.get("model_type"), MODELS)
         check_choice(f"{file}: hidden_act", raw.get("hidden_act", "silu"), ("silu",))
         if raw.get("quantization_config"):
             raise ValueError(f"{file}: quantized checkpoints are not supported (quantization_config is set)")
@@ -63,6 +65,7 @@ class ModelConfig:
         if (generation := folder / "generation_config.json").exists():
             eos_token_ids = _eos_token_ids(generation, raw | read_json(generation), plain["vocab_size"])
         return cls(
+            model_type=raw["model_type"],
             **plain,
             num_key_value_heads=raw.get("num_key_value_heads") or heads,
             head_dim=head_dim,
@@ -93,12 +96,12 @@ def _rope_frequencies(raw: dict, head_dim: int) -> tuple[tuple[float, ...], floa
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
         return tuple((1.0 / theta**exponents).tolist()), 1.0
     # transformers, which has the definitions of the scaled kinds, is imported only for them
-    from transformers import Qwen3Config
+    from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     shape = {name: value for name, value in raw.items() if not name.startswith("rope_")}
     scaling = {"rope_type": kind, **rope}
-    config = Qwen3Config(**shape | {"head_dim": head_dim, "rope_theta": theta, "rope_scaling": scaling})
+    config = AutoConfig.for_model(**shape | {"head_dim": head_dim, "rope_theta": theta, "rope_scaling": scaling})
     with torch.device("cpu"):
         inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     return tuple(inv_freq.float().tolist()), float(scale)

@@ -27,23 +27,29 @@ SCHEDULING = [
 ]
 
 # A file imports from lower floors, from what stands left of it on its own line, and from its own place if that is a
-# folder or a group. A floor may have several lines, which do not know of each other.
+# folder or a group. An indented line continues the one before. A floor may have several lines, which do not know of
+# each other.
 HOUSE = """
-0 | utils/checks.py utils/context.py utils/device.py utils/double_buffer.py utils/hub.py utils/interrupts.py utils/stopwatch.py utils/tokenizer.py utils/__init__.py <- distributed/__init__.py distributed/peer_memory.py <- distributed/tensor_parallel.py <- utils/loader.py <- model_config.py <- config.py sampling_params.py
+0 | utils/checks.py utils/context.py utils/device.py utils/double_buffer.py utils/hub.py utils/interrupts.py
+  utils/stopwatch.py utils/tensor_parallel.py utils/tokenizer.py utils/__init__.py <- models/__init__.py utils/loader.py
+  <- model_config.py <- config.py sampling_params.py
 0 | engine/__init__.py
 1 | engine/sequence.py <- engine/scheduled_step.py engine/block_manager.py <- engine/scheduler.py
 1 | kernels/
 2 | layers/
 3 | models/
 4 | engine/step_result.py <- engine/batch.py <- engine/cuda_graph.py <- engine/model_runner.py
-5 | distributed/step_channel.py <- distributed/worker.py
-6 | engine/detokenizer.py engine/outputs.py engine/prompts.py engine/single_rank.py <- engine/inbox.py <- engine/request.py engine/leadership.py <- engine/input_processor.py engine/engine_core.py <- engine/beam_search.py engine/llm_engine.py <- llm.py <- __init__.py
+5 | distributed/__init__.py <- distributed/peer_memory.py <- distributed/tensor_parallel.py distributed/step_channel.py
+  <- distributed/worker.py
+6 | engine/detokenizer.py engine/outputs.py engine/prompts.py engine/single_rank.py <- engine/inbox.py
+  <- engine/request.py engine/leadership.py <- engine/input_processor.py engine/engine_core.py
+  <- engine/beam_search.py engine/llm_engine.py <- llm.py <- __init__.py
 """
 
 
 def place_of(file: str) -> tuple[int, int, int]:
     """(floor, line, how far to the right) of a file in HOUSE."""
-    for line, text in enumerate(HOUSE.strip().splitlines()):
+    for line, text in enumerate(HOUSE.strip().replace("\n  ", " ").splitlines()):
         floor, chain = text.split(" | ")
         for link, names in enumerate(chain.split(" <- ")):
             if any(file == name or (name.endswith("/") and file.startswith(name)) for name in names.split()):
@@ -152,10 +158,21 @@ def test_ranks_do_without_transformers():
 
 
 def test_optional_rooms_are_imported_when_used():
-    """One rank needs no other processes, and nothing but `LLM.beam_search` needs beams."""
+    """One rank needs nothing of `distributed/`, and nothing but `LLM.beam_search` needs beams."""
     loaded = reach("__init__.py", module_level=True)
-    for file in ("distributed/worker.py", "distributed/step_channel.py", "engine/beam_search.py"):
-        assert file not in loaded and file in reach("__init__.py")
+    rooms = [file for file in FILES if room_of(file) in ("distributed", "beam search")]
+    assert len(rooms) >= 5
+    for file in rooms:
+        assert file not in loaded and file in reach("__init__.py") | {"distributed/__init__.py"}
+
+
+def test_families_are_named_in_models_only():
+    for file in FILES:
+        if room_of(file) != "models":
+            tree = ast.parse((ROOT / file).read_text())
+            names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+            assert not any("qwen" in name.lower() for name in names), file
+            assert not any(target.startswith("models/") and target != "models/__init__.py" for target in imports(file))
 
 
 def code_lines(source: str) -> int:
@@ -173,7 +190,7 @@ def code_lines(source: str) -> int:
 
 
 # lines of code: what a room may grow to before it is looked at again
-BUDGETS = {"core": 3300, "kernels": 1650, "distributed": 550, "models": 150, "beam search": 150}
+BUDGETS = {"core": 3600, "kernels": 1850, "distributed": 550, "models": 150, "beam search": 150}
 ROOM_FILES = {"engine/beam_search.py": "beam search"}
 
 

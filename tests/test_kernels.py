@@ -10,6 +10,7 @@ import triton.language as tl
 from nanovllm.kernels import ops, peers
 from nanovllm.kernels.decode_attention import CHUNK, MAX_SPLITS, TILE, choose_num_splits
 from nanovllm.kernels.dependent_launch import has_tma
+from nanovllm.kernels.peers import PeerBarrier
 from nanovllm.kernels.sampling import _gumbel
 from nanovllm.kernels.sampling_columns import WIDTH
 from nanovllm.kernels.split_k_gemm import FEW_WEIGHTS, MAX_ROWS, TILE_K, TILE_N
@@ -147,6 +148,10 @@ def test_decode_looks_up_chunks_of_blocks(block_size, splits, lengths, dtype):
     check_decode(lengths, (3, 1, 32, block_size), dtype, NAN, splits)
 
 
+each_norm = pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no norm"])
+
+
+@each_norm
 @each_dtype
 @pytest.mark.parametrize(
     "heads, splits",
@@ -160,7 +165,7 @@ def test_decode_looks_up_chunks_of_blocks(block_size, splits, lengths, dtype):
         ((1, 3, 128, 32), 2),
     ],
 )
-def test_decode_of_qkv(heads, splits, dtype):
+def test_decode_of_qkv(heads, splits, dtype, has_norm):
     """What it stores and what comes out are those of the kernels that it stands for; a slot of -1 stores nothing."""
     group, kv_heads, head_dim, block_size = heads
     lengths = [140, 66, 65, 2, 1, block_size, block_size + 1]
@@ -171,12 +176,13 @@ def test_decode_of_qkv(heads, splits, dtype):
     qkv = randn(len(lengths) + 1, (group + 2) * kv_heads, head_dim, dtype=dtype)
     inv_freq = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
     cos_sin = RotaryEmbedding(tuple(inv_freq.tolist()), 1.25, 300).to(DEVICE)(last.clamp(min=0))
-    new = randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype), 1e-6, cos_sin, int32(slots)
+    weights = [randn(head_dim, dtype=dtype) if has_norm else None for _ in "qk"]
+    new = *weights, 1e-6, cos_sin, int32(slots)
     caches = k_cache.clone(), v_cache.clone()
     expected = ops.decode_attention(
         ops.norm_rope_store(qkv, *new, *caches), *caches, context_lens, tables, max(lengths), splits
     )
-    out = ops.decode_attention(qkv, k_cache, v_cache, context_lens, tables, max(lengths), splits, new)
+    out = ops.decode_attention_of_qkv(qkv, *new, k_cache, v_cache, context_lens, tables, max(lengths), splits)
     assert out.isfinite().all()
     assert_close(out[:-1], expected[:-1].double())
     for cache, other in zip((k_cache, v_cache), caches):
@@ -246,7 +252,7 @@ def test_rms_norm_of_parts(with_residual, parts, num_rows, size, dtype):
         residual = x[0].flip(0) * 0.5
         # rounded part by part it would be another in half precision, and so in float32 in another order
         total = (sum(x[1:].float(), x[0].float()) + residual.float()).to(dtype)
-    out = ops.rms_norm(x, weight, 1e-6, residual)
+    out = ops.rms_norm(x, weight, 1e-6, residual, parts)
     if with_residual:
         assert torch.equal(residual, total)
     assert_close(out, rms_norm_reference(total, weight, 1e-6))
@@ -309,54 +315,55 @@ def test_gemv_with_gates_far_from_zero(dtype):
 @pytest.mark.skipif(CUDA and not has_tma(torch.device(DEVICE)), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("dtype", DTYPES[CUDA:], ids=lambda dtype: str(dtype)[6:])  # float32 tiles do not fit on chip
 @pytest.mark.parametrize(
-    "m, n, k, parts",
+    "m, n, k, split_k",
     [
         *((m, *nk, parts) for m in (1, 3, 16, 17, 33, 64, 65, 130) for nk in ((8, 8), (40, 136)) for parts in (1, 4)),
         *((1, 8, 1000, 4), (33, 136, 1000, 1), (17, 136, 520, 4), (130, 1000, 136, 1)),
         *((65, 1000, 136, 4), (130, 1000, 136, 4)),
     ],
 )
-def test_few_row_linear(m, n, k, parts, dtype):
+def test_split_k_gemm(m, n, k, split_k, dtype):
     """Of four parts those are empty that no tile of inputs is left for."""
     x, weight = randn(m, k, dtype=dtype), randn(n, k, dtype=dtype) / k**0.5
-    out = ops.split_k_gemm(x, weight, parts=parts)
-    assert out.dtype == dtype and out.shape == (parts, m, n)
+    out = ops.split_k_gemm(x, weight, split_k)
+    assert out.dtype == dtype and out.shape == (split_k, m, n)
     assert not out[triton.cdiv(k, TILE_K) :].any()
     error = (out.double().sum(0) - linear_reference(x, weight)).abs()
     # each part is rounded on its own, and may be larger than the sum
     assert (error <= TOLERANCE[dtype] / 2 * (1 + out.double().abs().sum(0))).all()
 
 
-def test_what_suits_few_row_linear(monkeypatch):
+def test_choose_split_k(monkeypatch):
     """The device is believed to be a Hopper GPU, but for the first line."""
 
-    def parts(rows, n=64, k=64, dtype=torch.float16, device="meta", most=4):
-        return ops.choose_split_k(*(torch.empty(m, k, dtype=dtype, device=device) for m in (rows, n)), most)
+    def split_k(rows, n=64, k=64, dtype=torch.float16, device="meta", max_split_k=4):
+        return ops.choose_split_k(*(torch.empty(m, k, dtype=dtype, device=device) for m in (rows, n)), max_split_k)
 
-    assert not any(parts(rows, dtype=dtype, device="cpu") for rows in (0, 1, 64) for dtype in DTYPES)
+    assert not any(split_k(rows, dtype=dtype, device="cpu") for rows in (0, 1, 64) for dtype in DTYPES)
     monkeypatch.setattr("nanovllm.kernels.split_k_gemm.has_tma", lambda device: True)
     monkeypatch.setattr("nanovllm.kernels.split_k_gemm.num_sms", lambda device: 132)
-    assert parts(1) == parts(MAX_ROWS) == parts(2, 7, 8, torch.bfloat16) == 4
-    assert not parts(0) and not parts(MAX_ROWS + 1)
+    assert split_k(1) == split_k(MAX_ROWS) == split_k(2, 7, 8, torch.bfloat16) == 4
+    assert not split_k(0) and not split_k(MAX_ROWS + 1)
     # all programs at once: the outputs of Qwen3-4B, 8B and 14B, and one tile too many
-    assert [parts(64, n, 4096) for n in (2560, 4096, 5120, 132 * TILE_N, 133 * TILE_N)] == [3, 2, 0, 1, 0]
-    assert [parts(m, 4096, 4096) for m in (65, 127, 128, 129, 256)] == [0, 0, 2, 0, 0]
-    assert parts(64, 4096, 4096, most=1) == 1
+    assert [split_k(64, n, 4096) for n in (2560, 4096, 5120, 132 * TILE_N, 133 * TILE_N)] == [3, 2, 0, 1, 0]
+    assert [split_k(m, 4096, 4096) for m in (65, 127, 128, 129, 256)] == [0, 0, 2, 0, 0]
+    assert split_k(64, 4096, 4096, max_split_k=1) == 1
     # few weights: of more rows too, but only full tiles where there is one part
-    assert [parts(m, 1024, 1024) for m in (64, 80, 160, 256)] == [4, 4, 2, 4]
-    assert [parts(m, 4096, 1024, most=1) for m in (64, 80, 128, 192, 256)] == [1, 0, 1, 0, 1]
+    assert [split_k(m, 1024, 1024) for m in (64, 80, 160, 256)] == [4, 4, 2, 4]
+    assert [split_k(m, 4096, 1024, max_split_k=1) for m in (64, 80, 128, 192, 256)] == [1, 0, 1, 0, 1]
     assert FEW_WEIGHTS >= 4096 * 1024
-    assert not parts(2, k=60)  # rows that TMA cannot step over
-    assert not any(parts(rows, dtype=torch.float32) for rows in (0, 1, 64))
+    assert not split_k(2, k=60)  # rows that TMA cannot step over
+    assert not any(split_k(rows, dtype=torch.float32) for rows in (0, 1, 64))
 
 
 @each_dtype
 @pytest.mark.parametrize("num_tokens", [0, 1, 7])
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(1, 1, 32), (5, 1, 64), (3, 3, 32), (16, 2, 128)])
-def test_norm_rope_store(heads, kv_heads, head_dim, num_tokens, dtype):
+@each_norm
+def test_norm_rope_store(has_norm, heads, kv_heads, head_dim, num_tokens, dtype):
     qkv = randn(num_tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
     qkv[1:2] *= 1e-3  # where eps counts
-    q_weight, k_weight = (randn(head_dim, dtype=dtype) for _ in "qk")
+    q_weight, k_weight = (randn(head_dim, dtype=dtype) if has_norm else None for _ in "qk")
     inv_freq = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
     positions = torch.randint(300, (num_tokens,))
     cos_sin = RotaryEmbedding(tuple(inv_freq.tolist()), 1.25, 300)(positions).to(DEVICE)
@@ -369,7 +376,8 @@ def test_norm_rope_store(heads, kv_heads, head_dim, num_tokens, dtype):
     turn = torch.polar(torch.full_like(angles, 1.25), angles)
 
     def norm_rope(x, weight):
-        turned = torch.complex(*rms_norm_reference(x, weight, 1e-6).chunk(2, -1)) * turn
+        normed = rms_norm_reference(x, weight, 1e-6) if has_norm else x.double()
+        turned = torch.complex(*normed.chunk(2, -1)) * turn
         return torch.cat((turned.real, turned.imag), -1)
 
     q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
@@ -503,7 +511,7 @@ def test_sample_without_a_candidate_is_a_token_still(value):
     assert ops.sample(logits, *sampling_inputs(3), ROUNDS)[1].tolist() == [0, 0, 0]
 
 
-# -- several ranks: all in this process, one after the other, where the flags of those that come later are up already ----
+# -- several ranks, one after the other in this process: the flags of those that run later are set beforehand ----------
 
 
 class Ranks:
@@ -522,14 +530,14 @@ class Ranks:
     def data(self, rank: int, dtype: torch.dtype) -> torch.Tensor:
         return self.memory[rank][self.flags_bytes :].view(dtype)
 
-    def meeting(self, rank: int, num_programs: int) -> tuple:
-        """That of a rank whose kernel, of so many programs, all others have come to."""
+    def barrier(self, rank: int, num_programs: int) -> PeerBarrier:
+        """That of a rank whose kernel, of so many programs, all others have signalled."""
         self.flags(rank)[:num_programs] = 1
         self.flags(rank)[:, rank] = 0
-        return self.addresses, self.flags_bytes, 0, self.num_programs, self.aborted, rank
+        return PeerBarrier(self.addresses, self.flags_bytes, 0, self.num_programs, self.aborted, rank)
 
-    def assert_met(self, rank: int, num_programs: int) -> None:
-        """It has taken down its own flags, and set those of the others."""
+    def assert_signalled(self, rank: int, num_programs: int) -> None:
+        """It has cleared its own flags, and set those of the others."""
         assert not self.flags(rank).any()
         for other in range(len(self.memory)):
             if other != rank:
@@ -551,9 +559,9 @@ def test_sum_rms_norm(size, num_rows, n, parts, dtype):
         sums = []
         for rank in range(size):
             mine = ranks.data(rank, dtype).view(parts, num_rows, n)
-            meeting = ranks.meeting(rank, num_programs := min(4, num_rows))
-            out, total = ops.sum_rms_norm(mine, meeting, weight, 1e-6, None if added is None else added.clone())
-            ranks.assert_met(rank, num_programs)
+            barrier = ranks.barrier(rank, num_programs := min(4, num_rows))
+            out, total = ops.sum_rms_norm(mine, barrier, weight, 1e-6, None if added is None else added.clone())
+            ranks.assert_signalled(rank, num_programs)
             expected = exact if added is None else exact + added.double()
             assert_close(total, expected)
             assert_close(out, expected * (expected.square().mean(-1, True) + 1e-6).rsqrt() * weight.double())
@@ -571,8 +579,8 @@ def test_max_of_ranks(size, num_keys):
     for rank in range(size):
         num_programs = max(1, -(-num_keys // 128))
         ranks.data(rank, torch.int64)[:] = 0  # the kernel writes its own
-        out = ops.max_of_ranks(keys[rank], ranks.meeting(rank, num_programs))
-        ranks.assert_met(rank, num_programs)
+        out = ops.max_of_ranks(keys[rank], ranks.barrier(rank, num_programs))
+        ranks.assert_signalled(rank, num_programs)
         assert torch.equal(out, torch.stack(keys).amax(0))
 
 
@@ -593,8 +601,8 @@ def test_gather_columns(size, num_rows, n, dtype):
     num_programs = max(1, min(4, num_rows * size * -(-n // 2048)))
     for rank in range(size):
         for asked in (None, params.to(DEVICE)):
-            out = ops.gather_columns(parts[rank], ranks.meeting(rank, num_programs), asked)
-            ranks.assert_met(rank, num_programs)
+            out = ops.gather_columns(parts[rank], ranks.barrier(rank, num_programs), asked)
+            ranks.assert_signalled(rank, num_programs)
             own = slice(rank * n, (rank + 1) * n)
             assert torch.equal(out[:, own], parts[rank])
             rows = slice(None) if asked is None else slice(1, None, 2)
@@ -603,10 +611,11 @@ def test_gather_columns(size, num_rows, n, dtype):
 
 def test_a_kernel_that_is_aborted_does_not_wait(monkeypatch):
     if not CUDA:  # the interpreter takes a while for each try
-        monkeypatch.setattr(peers, "LOOK_UP", tl.constexpr(100))
+        monkeypatch.setattr(peers, "ABORT_CHECK_INTERVAL", tl.constexpr(100))
     ranks = Ranks(2, 4, 64)
     ranks.aborted[:] = 1
-    ops.max_of_ranks(torch.zeros(1, dtype=torch.int64, device=DEVICE), (ranks.addresses, 32, 0, 4, ranks.aborted, 0))
+    barrier = PeerBarrier(ranks.addresses, 32, 0, 4, ranks.aborted, 0)
+    ops.max_of_ranks(torch.zeros(1, dtype=torch.int64, device=DEVICE), barrier)
     if CUDA:
         torch.cuda.synchronize()
     assert ranks.flags(1)[0, 0] == 1

@@ -11,10 +11,9 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from nanovllm.config import ModelConfig
-from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.attention_backends import SDPABackend
+from nanovllm.layers.attention_backends import SDPABackend, TritonBackend
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.fusion import norm_linear
 from nanovllm.layers.layernorm import RMSNorm
@@ -24,20 +23,22 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
     linear,
 )
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary, norm_rope
+from nanovllm.layers.partial_sum import PartialSum
+from nanovllm.layers.rotary_embedding import QKNormRope, RotaryEmbedding, apply_rotary, norm_rope
 from nanovllm.utils.context import Context, attention_context
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 4])
 
 
 class Lone(TensorParallel):
-    """A rank without company: its part of a sum stays a part, and the test adds the parts up."""
+    """A rank without the others: its part of a sum stays a part, and the test adds the parts up."""
 
     def all_reduce(self, x):
         return x
 
     def all_gather(self, x):
-        return torch.stack([x if rank == self.rank else torch.zeros_like(x) for rank in range(self.size)])
+        return torch.cat([x if rank == self.rank else torch.zeros_like(x) for rank in range(self.size)], 1)
 
 
 def ranks(size: int) -> list[Lone]:
@@ -59,8 +60,8 @@ def test_merged_column(size):
     parts = []
     for tp in ranks(size):
         layer = MergedColumnParallelLinear(24, [(16, tp), (32, tp)], bias=False)
-        for place, weight in enumerate((gate, up)):
-            layer.weight.weight_loader(weight, place)
+        for shard_id, weight in enumerate((gate, up)):
+            layer.weight.weight_loader(weight, shard_id)
         parts.append(layer(x).split([16 // size, 32 // size], -1))
     for whole, shards in zip((gate, up), zip(*parts)):
         torch.testing.assert_close(torch.cat(shards, -1), x @ whole.T)
@@ -80,10 +81,10 @@ def test_qkv(size, heads, kv_heads, bias):
     for tp in ranks(size):
         layer = QKVParallelLinear(24, dim, heads, kv_heads, bias, tp)
         assert (layer.num_heads, layer.num_kv_heads) == (heads // size, max(1, kv_heads // size))
-        for place in range(3):
-            layer.weight.weight_loader(weights[place], place)
+        for shard_id in range(3):
+            layer.weight.weight_loader(weights[shard_id], shard_id)
             if bias:
-                layer.bias.weight_loader(biases[place], place)
+                layer.bias.weight_loader(biases[shard_id], shard_id)
         local = layer(x).unflatten(-1, (-1, dim)).split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
         parts.append([part.repeat_interleave(layer.num_heads // part.shape[1], 1) for part in local])
     for shards, weight, b in zip(zip(*parts), weights, biases):
@@ -102,7 +103,7 @@ def test_row(size, bias):
         layer.weight.weight_loader(weight)
         if bias:
             layer.bias.weight_loader(b)
-        total = total + layer(part)
+        total = total + layer(part).reduce()
     torch.testing.assert_close(total, F.linear(x, weight, b if bias else None))
 
 
@@ -114,7 +115,7 @@ def test_embedding_and_head(size):
         embedding, head = VocabParallelEmbedding(32, 24, tp), ParallelLMHead(32, 24, tp)
         embedding.weight.weight_loader(weight)
         head.weight.weight_loader(weight)
-        embedded = embedded + embedding(ids)
+        embedded = embedded + embedding(ids).reduce()
         logits.append(head(x))
         assert torch.equal(head.own_part(logits[-1]), x @ head.weight.T)
     assert torch.equal(embedded, weight[ids])
@@ -172,7 +173,7 @@ def test_norm_linear(with_residual, act, bias, rows):
     if act:
         gate, up = expected.chunk(2, -1)
         expected = F.silu(gate) * up
-    out, returned = norm_linear(norm, proj, x, residual, act)
+    out, returned = norm_linear(norm, proj, PartialSum(x), residual, act)
     torch.testing.assert_close(out, expected.float())
     assert torch.equal(returned, total)
 
@@ -189,16 +190,16 @@ def test_layers_on_kernels(monkeypatch, bias, rows):
         for _ in range(2):
             x, residual = norm_linear(norm, up, x, residual, SiluAndMul())
             x = down(x)
-            shapes.append(x.shape)
-        return norm(x, residual)
+            shapes.append(x.parts.shape)
+        return norm.add_rms_norm(x, residual)
 
     layers = [layer.half() for layer in layers]
-    expected = two_blocks(*(deepcopy(layer).double() for layer in layers), x.double())
-    for name in ("activation", "fusion", "layernorm", "linear"):
+    expected = two_blocks(*(deepcopy(layer).double() for layer in layers), PartialSum(x.double()))
+    for name in ("activation", "fusion", "layernorm", "linear", "partial_sum"):
         monkeypatch.setattr(f"nanovllm.layers.{name}.triton_ops", lambda x: ops)
     monkeypatch.setattr("nanovllm.kernels.split_k_gemm.has_tma", lambda device: True)
     monkeypatch.setattr("nanovllm.kernels.split_k_gemm.MAX_ROWS", 5)
-    for actual, reference in zip(two_blocks(*layers, x), expected):
+    for actual, reference in zip(two_blocks(*layers, PartialSum(x)), expected):
         torch.testing.assert_close(actual.double(), reference, rtol=5e-3, atol=5e-3)
     assert shapes == 2 * [(rows, 24)] + 2 * [(4, rows, 24) if rows == 5 and not bias else (rows, 24)]
 
@@ -216,7 +217,7 @@ def test_rms_norm(shape):
     torch.testing.assert_close(ours(x), theirs(x))
     if len(shape) == 2:
         residual = torch.randn(shape)
-        out, total = ours(x, residual.clone())
+        out, total = ours.add_rms_norm(PartialSum(x), residual.clone())
         torch.testing.assert_close(total, x + residual)
         torch.testing.assert_close(out, theirs(x + residual))
 
@@ -360,7 +361,7 @@ def test_sdpa_attention(monkeypatch, block_size, group, is_prefill):
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
     kv_heads, width = 2, -(-max(LENGTHS) // block_size)
-    layer = Attention(kv_heads, DIM, SDPABackend())
+    layer = Attention(group * kv_heads, kv_heads, DIM, SDPABackend())
     # no two sequences share a block, and no block is where its number would put it
     tables = torch.randperm(len(LENGTHS) * width).view(len(LENGTHS), width).int()
     layer.k_cache, layer.v_cache = torch.full((2, tables.numel(), block_size, kv_heads, DIM), 1e4).unbind()
@@ -390,5 +391,95 @@ def test_sdpa_attention(monkeypatch, block_size, group, is_prefill):
     expected = torch.cat([dense(*triple) for triple in zip(queries, keys, values)]).float()
     with attention_context(store(before, LENGTHS)):
         for _ in range(2):  # the second layer finds the plan of the first
-            torch.testing.assert_close(layer(torch.cat(queries)), expected)
+            torch.testing.assert_close(layer.attend(torch.cat(queries)), expected)
     assert padded_lengths and all(length % 16 == 0 for length in padded_lengths)
+
+
+@pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no norm"])
+@pytest.mark.parametrize("path", ["plain", "kernels", "fused kernels"])
+def test_attention_from_qkv(monkeypatch, path, has_norm):
+    """The layer norms, rotates, stores and attends; a model without q and k norms, as Llama, has the same paths."""
+    if path != "plain" and torch.cuda.is_available():
+        pytest.skip("runs kernels in Triton's interpreter; tests/test_gpu.py on CUDA")
+    heads, kv_heads, block_size, lengths = 4, 2, 16, [20, 5]
+    layer = Attention(heads, kv_heads, DIM, SDPABackend())
+    if path != "plain":
+        ops = pytest.importorskip("nanovllm.kernels.ops")
+        monkeypatch.setattr("nanovllm.layers.attention.triton_ops", lambda x: ops)
+        layer.backend = TritonBackend()
+        layer.backend.fuses_qk_norm_rope = lambda *_: path == "fused kernels"
+    layer.k_cache, layer.v_cache = torch.zeros(2, 4, block_size, kv_heads, DIM).unbind()
+    tables = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
+    weights = (torch.rand(DIM) + 0.5, torch.rand(DIM) + 0.5) if has_norm else (None, None)
+    rotary_emb = RotaryEmbedding(tuple(100.0 ** (-torch.arange(0, DIM, 2) / DIM)), 1.0, 32)
+    qkvs = [torch.randn(length, heads + 2 * kv_heads, DIM) for length in lengths]
+
+    def step(is_prefill: bool, rows: list[slice]) -> torch.Tensor:
+        positions = [torch.arange(length)[row] for length, row in zip(lengths, rows)]
+        slots = [table[p // block_size] * block_size + p % block_size for table, p in zip(tables, positions)]
+        num_new = [len(p) for p in positions]
+        last = [int(p[-1]) + 1 for p in positions]
+        context = Context(
+            is_prefill=is_prefill,
+            slot_mapping=torch.cat(slots).int(),
+            context_lens=torch.tensor(last, dtype=torch.int32),
+            block_tables=tables,
+            max_context_len=max(last),
+            max_seqlen_q=max(num_new),
+            cu_seqlens_q=torch.tensor([0, *num_new]).cumsum(0).int() if is_prefill else None,
+        )
+        qkv = torch.cat([qkv[row] for qkv, row in zip(qkvs, rows)]).flatten(1)
+        with attention_context(context):
+            return layer(qkv, QKNormRope(*weights, 1e-6, rotary_emb(torch.cat(positions))))
+
+    prefilled = step(True, [slice(0, -1)] * 2).split([length - 1 for length in lengths])
+    decoded = step(False, [slice(-1, None)] * 2)
+    for i, qkv in enumerate(qkvs):
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
+        cos_sin = rotary_emb(torch.arange(lengths[i]))
+        if has_norm:
+            q, k = (F.rms_norm(x, (DIM,), weight, 1e-6) for x, weight in zip((q, k), weights))
+        expected = dense(apply_rotary(q, cos_sin), apply_rotary(k, cos_sin), v).flatten(1).float()
+        torch.testing.assert_close(torch.cat((prefilled[i], decoded[i : i + 1])), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter; tests/test_gpu.py on CUDA")
+@pytest.mark.parametrize("rows", [1, 3])
+def test_layers_on_peer_memory(monkeypatch, rows):
+    """The path through peer memory with a single rank, on memory of the CPU: sums, buffers that alternate, and keys."""
+    ops = pytest.importorskip("nanovllm.kernels.ops")
+    from nanovllm.distributed.peer_memory import MAX_KEYS, MAX_PROGRAMS, PeerMemory, PeerTensorParallel
+
+    peers = object.__new__(PeerMemory)
+    peers.rank, peers.size, peers.capacity, peers._buffer_index = 0, 1, 4096, 0
+    peers.keys_offset = 3 * MAX_PROGRAMS * 4
+    peers.sums_offset = peers.keys_offset + 8 * MAX_KEYS
+    peers.memory = torch.zeros(peers.sums_offset + 2 * peers.capacity, dtype=torch.uint8)
+    peers.addresses = torch.tensor([peers.memory.data_ptr()])
+    peers.aborted = torch.zeros(1, dtype=torch.int32)
+    tp = PeerTensorParallel(peers)
+    tp.size = 2  # layers then take the path of several ranks
+    for name in ("embed_head", "fusion"):
+        monkeypatch.setattr(f"nanovllm.layers.{name}.triton_ops", lambda x: ops)
+    plain, ids = TensorParallel(), torch.randint(32, (rows,))
+    embedding, head = VocabParallelEmbedding(64, 24, tp), ParallelLMHead(64, 24, tp)
+    down = RowParallelLinear(24, 24, False, plain)
+    norm, up = RMSNorm(24, 0.5), MergedColumnParallelLinear(24, [(24, plain)], False)
+    for target in (embedding.weight, head.weight, norm.weight, up.weight, down.weight):
+        target.copy_(torch.randn(target.shape))
+    down.tp = tp
+    x = embedding(ids)
+    y, residual = norm_linear(norm, up, x, None)
+    assert len(x) == rows and x.tensor is None
+    torch.testing.assert_close(residual, embedding.weight[ids])
+    torch.testing.assert_close(y, F.rms_norm(residual, (24,), norm.weight, 0.5) @ up.weight.T, rtol=1e-4, atol=1e-4)
+    x = down(y)
+    assert x.parts.data_ptr() - peers.memory.data_ptr() == peers.sums_offset + peers.capacity
+    expected = residual + y @ down.weight.T
+    normed, residual = norm.add_rms_norm(x, residual)
+    torch.testing.assert_close(residual, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(normed, F.rms_norm(expected, (24,), norm.weight, 0.5), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(down(y).reduce(), y @ down.weight.T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(head(normed), normed @ head.weight.T, rtol=1e-4, atol=1e-4)
+    keys = torch.randint(1 << 40, (rows,))
+    assert torch.equal(tp.max_of_ranks(keys), keys) and peers._buffer_index == 0

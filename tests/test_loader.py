@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
-from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.engine import model_runner
 from nanovllm.layers.attention_backends import SDPABackend
+from nanovllm.models import MODELS
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.hub import find_model
 from nanovllm.utils.loader import load_model
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 PROMPT = [5, 1999, 300, 42, 7, 7, 1024, 11]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -182,6 +183,71 @@ def test_dummy_weights(make_llm, tmp_path):
         make_llm(str(tmp_path), load_format="safetensors")
 
 
+TOY = """
+from torch import nn
+
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.fusion import norm_linear
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.rotary_embedding import QKNormRope, RotaryEmbedding
+
+
+class ToyForCausalLM(nn.Module):
+    packed_modules_mapping = {"query": ("qkv", 0), "key": ("qkv", 1), "value": ("qkv", 2)}
+
+    def __init__(self, config, max_len, backend, tp):
+        super().__init__()
+        size, heads, kv_heads, dtype = (
+            config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.dtype
+        )
+        self.config = config
+        self.embed = VocabParallelEmbedding(config.vocab_size, size, tp, dtype)
+        self.rotary_emb = RotaryEmbedding(config.rope_inv_freq, config.rope_scale, max_len)
+        self.norms = nn.ModuleList(RMSNorm(size, config.rms_norm_eps, dtype) for _ in range(3))
+        self.qkv = QKVParallelLinear(size, config.head_dim, heads, kv_heads, False, tp, dtype)
+        self.attn = Attention(self.qkv.num_heads, self.qkv.num_kv_heads, config.head_dim, backend)
+        self.out = RowParallelLinear(heads * config.head_dim, size, False, tp, dtype)
+        self.up = ColumnParallelLinear(size, 64, False, tp, dtype)
+        self.down = RowParallelLinear(32, size, False, tp, dtype)
+        self.lm_head = ParallelLMHead(config.vocab_size, size, tp, dtype)
+
+    def forward(self, token_ids, positions):
+        cos_sin = self.rotary_emb(positions)
+        qkv, residual = norm_linear(self.norms[0], self.qkv, self.embed(token_ids), None)
+        x = self.out(self.attn(qkv, QKNormRope(None, None, 0.0, cos_sin)))
+        x, residual = norm_linear(self.norms[1], self.up, x, residual, SiluAndMul())
+        return self.norms[2].add_rms_norm(self.down(x), residual)[0]
+
+    def compute_logits(self, hidden_states, sampling_params=None):
+        return self.lm_head(hidden_states, sampling_params)
+"""
+
+
+def test_a_registered_family(checkpoint, make_llm, monkeypatch, tmp_path):
+    """A family is a module and an entry of MODELS; this one has one layer, no q and k norms, and its own names."""
+    (tmp_path / "toy_family.py").write_text(TOY)
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = checkpoint(model_type="toy", tie_word_embeddings=False)
+    with pytest.raises(ValueError, match="model_type='toy'.*'qwen3'"):
+        make_llm(folder, load_format="dummy")
+    monkeypatch.setitem(MODELS, "toy", "toy_family:ToyForCausalLM")
+    llm = make_llm(folder, load_format="dummy", max_num_batched_tokens=64)
+    names = {name for name, _ in llm.model_runner.model.named_parameters()}
+    assert names == {
+        f"{name}.weight" for name in ("embed", "norms.0", "norms.1", "norms.2", "qkv", "out", "up", "down", "lm_head")
+    }
+    bounds = [shard.abs().max() for shard in llm.model_runner.model.qkv.weight.split([256, 128, 128])]
+    assert all(0.03 < bound < 0.036 for bound in bounds)
+    token_ids, logits = ours(llm)
+    assert len(token_ids) == GREEDY.max_tokens and logits.isfinite().all()
+    # token by token from the cache, and all at once
+    (again,) = llm.generate([PROMPT + token_ids[:-1]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+    assert again["token_ids"] == token_ids[-1:]
+
+
 def test_relative_path(make_llm, monkeypatch, tmp_path):
     """The folder is read again after the start, by which time the current one may be another."""
     shutil.copytree(TINY, tmp_path / "model")
@@ -262,7 +328,7 @@ def test_loading_in_two_threads(make_llm, monkeypatch):
         seen.append(torch.zeros(1).dtype)
         return Qwen3ForCausalLM(*arguments)
 
-    monkeypatch.setattr(model_runner, "Qwen3ForCausalLM", build)
+    monkeypatch.setattr(model_runner, "model_class", lambda model_type: build)
     dtypes = torch.float16, torch.bfloat16
     with ThreadPoolExecutor(2) as pool:
         engines = list(pool.map(lambda dtype: make_llm(dtype=dtype), dtypes))

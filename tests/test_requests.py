@@ -102,7 +102,7 @@ def test_logprobs(make_llm, model, prompts, world, async_scheduling):
 
 
 def check_logprobs(got: dict, token_id: int, expected: torch.Tensor, wanted: int) -> None:
-    """The token's own and those of the `wanted` likeliest, or all; ranks are places among `expected`, within rounding."""
+    """The token's own and those of the `wanted` most likely; ranks count in `expected`, within rounding."""
     values, ranks = (torch.tensor(x) for x in zip(*got.values()))
     torch.testing.assert_close(values, expected[[*got]], rtol=1e-5, atol=1e-4)
     num = len(expected) if wanted < 0 else wanted

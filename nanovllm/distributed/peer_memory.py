@@ -1,84 +1,148 @@
-"""Memory of every rank's GPU that the kernels of all the others read and write, over NVLink or PCIe."""
+"""Memory of every rank's GPU that the kernels of all other ranks read and write, over NVLink or PCIe."""
 
 import ctypes
-from dataclasses import dataclass
 
 import torch
 from torch.distributed import Store
 
-MAX_PROGRAMS = 512  # of a kernel that meets its likes on the other ranks
+from nanovllm.kernels import ops
+from nanovllm.kernels.peers import PeerBarrier
+from nanovllm.layers.partial_sum import PartialSum
+from nanovllm.utils.tensor_parallel import TensorParallel
+
+MAX_PROGRAMS = 512  # of a kernel that waits for the other ranks
 MAX_KEYS = 65536
-KEYS = 2  # where keys meet; 0 and 1 are the places of sums
+KEYS = 2  # the index of the barrier of keys; 0 and 1 are those of the two buffers of sums
+
+
+class PeerSum(PartialSum):
+    """A sum over all ranks. `parts` [split_k, T, N] are this rank's summands, in memory that the other ranks read.
+
+    Every rank writes its parts, and the kernel that reads the sum waits at the barrier until all have written.
+    """
+
+    __slots__ = ("barrier",)
+
+    def __init__(self, parts: torch.Tensor, split_k: int, barrier: PeerBarrier):
+        super().__init__(parts, split_k)
+        self.barrier = barrier
+
+    @property
+    def tensor(self) -> None:
+        """The other ranks' parts always remain to be added."""
+        return None
+
+    def reduce(self) -> torch.Tensor:
+        ones = torch.ones(self.parts.shape[-1], dtype=self.parts.dtype, device=self.parts.device)
+        return self.add_rms_norm(ones, 1.0, None)[1]  # there is no kernel for the sum alone
+
+    def add_rms_norm(
+        self, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return ops.sum_rms_norm(self.parts, self.barrier, weight, eps, residual)
+
+    def gather_columns(self, sampling_params: torch.Tensor | None) -> torch.Tensor:
+        """The ranks' parts side by side instead of their sum: [T, ranks * N], of a split_k of 1.
+
+        With `sampling_params`, rows that are not filtered may lack the other ranks' columns.
+        """
+        return ops.gather_columns(self.parts[0], self.barrier, sampling_params)
 
 
 class PeerMemory:
-    """One allocation of the same layout on every rank, for kernels/peers.py: flags, keys, and two places for sums.
+    """One allocation of the same layout on every rank, for kernels/peers.py: flags, keys, and two buffers for sums.
 
-    A kernel of each rank writes its part of a sum to a place, and the next meets its likes and reads all parts. Places
-    change over with every sum of a forward, so a rank that is ahead never writes what another still reads: to write the
-    place again it has met the others since, and they came there after they had read it. Every forward ends with keys,
-    which have a place of their own, and so every forward begins with the first place.
+    A kernel of each rank writes its part of a sum to a buffer, and the next one waits for the other ranks and reads all
+    parts. The buffers alternate with every sum of a forward, so a rank that is ahead never overwrites what another
+    still reads: before it writes to a buffer again it has passed the barrier of the other buffer, which the others
+    reach only after they have read the first. Every forward ends with keys, which have a buffer and a barrier of their
+    own, and so every forward begins with the first buffer.
 
-    It is shared by CUDA's handles for other processes, and needs no NVLink multicast.
+    The memory is shared by CUDA's handles for other processes, and needs no NVLink multicast.
     """
 
-    def __init__(self, rank: int, size: int, store: Store, device: torch.device, room: int):
-        """`room` is the bytes of the largest sum. Returns when all ranks have come."""
+    def __init__(self, rank: int, size: int, store: Store, device: torch.device, max_sum_bytes: int):
+        """Returns when all ranks have come."""
         self.rank, self.size, self.device = rank, size, device
         self.keys_offset = (KEYS + 1) * MAX_PROGRAMS * size * 4
-        self.places_offset = self.keys_offset + MAX_KEYS * 8
-        self.room = -(-room // 16) * 16
-        num_bytes = self.places_offset + 2 * self.room
-        self._turn = 0
+        self.sums_offset = self.keys_offset + MAX_KEYS * 8
+        self.capacity = -(-max_sum_bytes // 16) * 16  # of one buffer, in bytes
+        num_bytes = self.sums_offset + 2 * self.capacity
+        self._buffer_index = 0
         with torch.cuda.device(device):
-            torch.cuda.synchronize()  # and so there is a context for what follows
+            torch.cuda.synchronize()  # creates the CUDA context that the driver calls need
             self._pointers = [0] * size
             self._pointers[rank] = _allocate(num_bytes)
             self.memory = torch.as_tensor(_Bytes(self._pointers[rank], num_bytes), device=device)
-            self.memory[: self.places_offset].zero_()
-            torch.cuda.synchronize()  # nobody meets before the flags are down
+            self.memory[: self.sums_offset].zero_()
+            torch.cuda.synchronize()  # the flags are cleared before another rank can set them
             store.set(str(rank), _handle_of(self._pointers[rank]))
             for other in range(size):
                 if other != rank:
                     self._pointers[other] = _open(store.get(str(other)))
             self.addresses = torch.tensor(self._pointers, dtype=torch.int64, device=device)
-            # on the host, where kernels look when they wait long
+            # in host memory, so that the host can stop kernels that wait
             self.aborted = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
 
-    @staticmethod
-    def is_possible(device: torch.device, rank: int, size: int) -> bool:
-        """Whether all GPUs of the ranks reach each other: those of consecutive numbers, `device` the one of `rank`."""
-        numbers = range(device.index - rank, device.index - rank + size)
-        return all(torch.cuda.can_device_access_peer(a, b) for a in numbers for b in numbers if a != b)
+    def next_sum(self, split_k: int, num_rows: int, width: int, dtype: torch.dtype) -> PeerSum:
+        """A sum [num_rows, width] whose `parts` [split_k, num_rows, width] this rank is to write."""
+        index, self._buffer_index = self._buffer_index, self._buffer_index ^ 1
+        offset = self.sums_offset + index * self.capacity
+        num_bytes = split_k * num_rows * width * dtype.itemsize
+        assert num_bytes <= self.capacity
+        parts = self.memory[offset : offset + num_bytes].view(dtype).view(split_k, num_rows, width)
+        return PeerSum(parts, split_k, self._barrier(index, offset))
 
-    def place(self, parts: int, num_rows: int, width: int, dtype: torch.dtype) -> "PeerSum":
-        """Where this rank's part of a sum [num_rows, width] is to be written, itself in `parts` that are to be added."""
-        turn, self._turn = self._turn, self._turn ^ 1
-        offset = self.places_offset + turn * self.room
-        num_bytes = parts * num_rows * width * dtype.itemsize
-        assert num_bytes <= self.room
-        mine = self.memory[offset : offset + num_bytes].view(dtype).view(parts, num_rows, width)
-        return PeerSum(mine, self._meeting(turn, offset))
+    def keys_barrier(self) -> PeerBarrier:
+        """The barrier of keys, which ends a forward."""
+        self._buffer_index = 0
+        return self._barrier(KEYS, self.keys_offset)
 
-    def keys(self) -> tuple:
-        """What kernels/peers.py must know for keys; it ends a forward."""
-        self._turn = 0
-        return self._meeting(KEYS, self.keys_offset)
-
-    def _meeting(self, where: int, offset: int) -> tuple:
-        flags_offset = where * MAX_PROGRAMS * self.size * 4
-        return self.addresses, offset, flags_offset, MAX_PROGRAMS, self.aborted, self.rank
+    def _barrier(self, index: int, data_offset: int) -> PeerBarrier:
+        flags_offset = index * MAX_PROGRAMS * self.size * 4
+        return PeerBarrier(self.addresses, data_offset, flags_offset, MAX_PROGRAMS, self.aborted, self.rank)
 
     def abort(self) -> None:
-        """Release the kernels that wait for a rank, now and from now on."""
+        """End the kernels that wait for a rank, and all that would wait later."""
         self.aborted.fill_(1)
 
     def close(self) -> None:
-        """Free it; nothing that reads it may be queued any more."""
+        """Free the memory; no queued work may read it any more."""
         with torch.cuda.device(self.device):
             for rank, pointer in enumerate(self._pointers):
                 name = "cuMemFree_v2" if rank == self.rank else "cuIpcCloseMemHandle"
                 _cuda(name, ctypes.c_uint64(pointer))
+
+
+class PeerTensorParallel(TensorParallel):
+    """Ranks on GPUs that read each other's memory: the kernel that reads a sum also adds it up."""
+
+    has_peers = True
+
+    def __init__(self, peers: PeerMemory):
+        super().__init__(peers.rank, peers.size)
+        self.peers: PeerMemory | None = peers
+        self.num_bytes = peers.memory.nbytes
+
+    def max_of_ranks(self, keys: torch.Tensor) -> torch.Tensor:
+        return ops.max_of_ranks(keys, self.peers.keys_barrier())
+
+    def peer_sum(self, split_k: int, num_rows: int, width: int, dtype: torch.dtype) -> PeerSum:
+        return self.peers.next_sum(split_k, num_rows, width, dtype)
+
+    def abort(self) -> None:
+        super().abort()
+        if self.peers is not None:
+            self.peers.abort()
+
+    def close(self) -> None:
+        if self.peers is not None:
+            self.peers.close()
+        self.peers, self.num_bytes = None, 0
+
+    def leave_in_child(self) -> None:
+        super().leave_in_child()
+        self.peers, self.num_bytes = None, 0
 
 
 class _Handle(ctypes.Structure):
@@ -86,7 +150,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Bytes:
-    """Device memory as what torch.as_tensor takes without a copy."""
+    """Device memory in the form that torch.as_tensor takes without a copy."""
 
     def __init__(self, pointer: int, num_bytes: int):
         self.__cuda_array_interface__ = {
@@ -118,18 +182,3 @@ def _open(handle: bytes) -> int:
     pointer, enable_peer_access = ctypes.c_uint64(), 1
     _cuda("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _Handle.from_buffer_copy(handle), enable_peer_access)
     return pointer.value
-
-
-@dataclass(frozen=True, slots=True)
-class PeerSum:
-    """The sum of what all ranks hold at one place of their PeerMemory, for the kernel that needs it to add up.
-
-    mine: [parts, rows, width], this rank's, of which the parts are added as well.
-    meeting: what kernels/peers.py must know besides.
-    """
-
-    mine: torch.Tensor
-    meeting: tuple
-
-    def __len__(self) -> int:
-        return self.mine.shape[1]

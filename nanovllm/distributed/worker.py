@@ -20,14 +20,15 @@ from time import monotonic, sleep
 import torch
 
 from nanovllm.config import Config
+from nanovllm.distributed import tensor_parallel
 from nanovllm.distributed.step_channel import NUM_BUFFERS, StepChannel, StepReader
-from nanovllm.distributed.tensor_parallel import STEP_TIMEOUT, TensorParallel
 from nanovllm.engine.batch import Batch, largest_batch
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.step_result import MAX_LOGPROB_ROWS, PendingStep
 from nanovllm.utils.interrupts import interrupts_held
 from nanovllm.utils.stopwatch import Stopwatch
+from nanovllm.utils.tensor_parallel import STEP_TIMEOUT, TensorParallel
 
 START_TIMEOUT = 1800.0  # seconds for all ranks to load their weights and capture their graphs
 MAX_MESSAGE_BYTES = 2**17  # of a message between rank 0 and another rank
@@ -258,7 +259,7 @@ def connect(rank: int, config: Config, folder: Path) -> TensorParallel:
     sums = max(config.max_num_batched_tokens, config.max_num_seqs) * model.hidden_size
     logits = max(config.max_num_seqs, MAX_LOGPROB_ROWS) * model.vocab_size // size
     num_bytes = max(sums, logits) * config.dtype.itemsize  # of the largest sum or gathered part
-    return TensorParallel.connect(rank, size, folder, config.device_of(rank), num_bytes)
+    return tensor_parallel.connect(rank, size, folder, config.device_of(rank), num_bytes)
 
 
 def work(fd: int) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from nanovllm.config import Config
-from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.engine import batch as batches
 from nanovllm.engine.batch import DeviceBatch, HostBatch
 from nanovllm.engine.cuda_graph import DecodeGraphs, ForwardOutput, StepBuffers
@@ -24,13 +24,14 @@ from nanovllm.layers.logits import (
     penalize,
     seeds,
 )
-from nanovllm.layers.sampler import Sampler, max_of_ranks
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.layers.sampler import Sampler
+from nanovllm.models import model_class
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.device import becomes_idle, on_device
 from nanovllm.utils.double_buffer import DoubleBuffer
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.stopwatch import Stopwatch
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 CPU_KV_CACHE_BYTES = 2**30  # the cache on a CPU, unless num_kvcache_blocks says otherwise
 CUDA_RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allocate without PyTorch's allocator
@@ -184,12 +185,13 @@ class ModelRunner:
         """What `log_probabilities` returns for `requests`. No graph contains it, so other steps lose no time."""
         logprobs = compute_logprobs(batch, requests, self.model.compute_logits, *output)
         # a barrier, as at the end of a forward pass: no rank overwrites peer memory that another still reads
-        max_of_ranks(torch.empty(0, dtype=torch.int64, device=self.device), self.tp)
+        self.tp.max_of_ranks(torch.empty(0, dtype=torch.int64, device=self.device))
         return logprobs
 
-    def _load_model(self) -> Qwen3ForCausalLM:
+    def _load_model(self) -> nn.Module:
+        config = self.config.model_config
         with torch.device(self.device):
-            model = Qwen3ForCausalLM(self.config.model_config, self.config.max_model_len, self.backend, self.tp)
+            model = model_class(config.model_type)(config, self.config.max_model_len, self.backend, self.tp)
         with torch.device("cpu"):  # safetensors reads into tensors on the default device, whichever the caller has set
             load_model(model, Path(self.config.model), self.device, self.config.load_format)
         return model.eval()
@@ -220,7 +222,7 @@ class ModelRunner:
             limit = "the budget on a CPU is"
         num_blocks = available // block_bytes
         if self.tp.size > 1:  # the smallest number of all ranks
-            num_blocks = -max_of_ranks(torch.tensor([-num_blocks], device=self.device), self.tp).item()
+            num_blocks = -self.tp.max_of_ranks(torch.tensor([-num_blocks], device=self.device)).item()
         if num_blocks < config.max_blocks_per_seq:
             raise ValueError(
                 f"max_model_len={config.max_model_len}: one sequence needs "

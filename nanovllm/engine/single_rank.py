@@ -1,9 +1,9 @@
 """Replaces `distributed/` when there is only one rank."""
 
-from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.step_result import PendingStep
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 class SingleRank:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.distributed.tensor_parallel import STEP_TIMEOUT, TensorParallel
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.layers.logits import log_probabilities
+from nanovllm.utils.tensor_parallel import STEP_TIMEOUT, TensorParallel
 
 # (log-probability, rank) by token id: first the token of the text, then the most likely ones in descending order. The
 # most likely token has rank 1; of equally likely tokens the one with the lower id comes first.

@@ -1,4 +1,4 @@
-"""Triton kernels, each a function on tensors that knows nothing of layers."""
+"""Triton kernels behind functions on tensors, which know nothing of layers."""
 
 import importlib
 import importlib.util
@@ -9,7 +9,7 @@ import torch
 
 
 def triton_ops(x: torch.Tensor) -> ModuleType | None:
-    """The kernels that stand in for plain PyTorch where `x` lives, or None: they are for CUDA, where Triton is."""
+    """The kernels that replace plain PyTorch for `x`; None if `x` is not on CUDA or Triton is missing."""
     return _ops() if x.is_cuda else None
 
 

@@ -1,12 +1,13 @@
-"""SwiGLU's activation in one pass."""
+"""The activation of SwiGLU in one pass."""
 
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 
 
+@dependent_kernel()
 @triton.jit
 def _silu_and_mul_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:

@@ -1,30 +1,38 @@
-"""One query a sequence against its paged keys and values, cut into splits that run side by side (flash-decoding)."""
+"""One query a sequence against its paged keys and values, which are split over programs (flash-decoding)."""
 
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch, num_sms, prefetch_rows
-from nanovllm.kernels.norm_rope_store import norm_rope
+from nanovllm.kernels.dependent_launch import (
+    dependent_kernel,
+    gdc_launch_dependents,
+    gdc_wait,
+    launch,
+    num_sms,
+    prefetch_rows,
+)
+from nanovllm.kernels.norm_rope_store import NORM_ROPE_INPUTS, norm_rope
 
 TILE = 64  # keys of a tile, which lies in one block
-CHUNK = 16  # blocks that are looked up at a time
+CHUNK = 16  # block ids that are loaded at a time
 MAX_SPLITS = 16  # of one sequence
-PROGRAMS = 8  # per multiprocessor, two or three at a time: the last ones are not to be waited for long
-NO_KEYS = tl.constexpr(-1e30)  # the log-sum-exp of nothing; finite, so that no NaN can come of it
+PROGRAMS_PER_SM = 8  # two or three run at a time; with this many, the last to finish are not waited for long
+NO_KEYS = tl.constexpr(-1e30)  # the log-sum-exp of no keys; finite, so that no NaN arises from it
 
 
 @triton.jit
-def _split_up(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, TILE: tl.constexpr):
-    """Tokens of a sequence that are in the cache, how many of them a split has, and how many splits have any.
+def _split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, TILE: tl.constexpr):
+    """How many tokens of a sequence are in the cache, how many each split reads, and how many splits are used.
 
-    The first split is always there: it has the new token, or writes the zeros of an empty sequence.
+    The first split is always used: it adds the new token, or writes the zeros of an empty sequence.
     """
     num_cached = tl.load(context_lens_ptr + seq) - (1 if IS_QKV else 0)
     per_split = tl.maximum(tl.cdiv(tl.cdiv(num_cached, splits), TILE), 1) * TILE
     return num_cached, per_split, tl.maximum(tl.cdiv(num_cached, per_split), 1)
 
 
+@dependent_kernel(early=("context_lens_ptr", "block_tables_ptr", *NORM_ROPE_INPUTS))
 @triton.jit(do_not_specialize=["table_stride", "splits"])
 def _decode_kernel(
     q_ptr,
@@ -52,6 +60,7 @@ def _decode_kernel(
     CHUNK: tl.constexpr,
     STAGES: tl.constexpr,
     IS_QKV: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -62,7 +71,7 @@ def _decode_kernel(
     seq = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     table_ptr = block_tables_ptr + seq * table_stride
-    num_cached, per_split, num_splits = _split_up(context_lens_ptr, seq, splits, IS_QKV, TILE)
+    num_cached, per_split, num_splits = _split_sequence(context_lens_ptr, seq, splits, IS_QKV, TILE)
     if split >= num_splits:
         return
     begin = split * per_split
@@ -71,15 +80,17 @@ def _decode_kernel(
     d = tl.arange(0, HEAD_DIM)
     n = tl.arange(0, TILE)
     in_group = (g < GROUP)[:, None]
-    other = (d + HEAD_DIM // 2) % HEAD_DIM
-    if IS_QKV:  # none of this is what the kernel before writes
+    swapped = (d + HEAD_DIM // 2) % HEAD_DIM
+    if IS_QKV:  # the kernel before writes none of this
         cos = tl.load(cos_sin_ptr + seq * (2 * HEAD_DIM) + d)
         sin = tl.load(cos_sin_ptr + seq * (2 * HEAD_DIM) + HEAD_DIM + d)
-        q_cos, q_sin = cos * tl.load(q_weight_ptr + d), sin * tl.load(q_weight_ptr + other)
-        k_cos, k_sin = cos * tl.load(k_weight_ptr + d), sin * tl.load(k_weight_ptr + other)
+        q_cos, q_sin, k_cos, k_sin = cos, sin, cos, sin
+        if HAS_NORM:
+            q_cos, q_sin = cos * tl.load(q_weight_ptr + d), sin * tl.load(q_weight_ptr + swapped)
+            k_cos, k_sin = cos * tl.load(k_weight_ptr + d), sin * tl.load(k_weight_ptr + swapped)
         slot = tl.load(slot_mapping_ptr + seq).to(tl.int64)
     if PDL:
-        # what is in the cache already can be on its way while the kernel before still runs
+        # the cached keys and values are prefetched while the kernel before still runs
         tokens = tl.maximum(tl.minimum(begin + n, end - 1), 0)
         blocks = tl.load(table_ptr + tokens // BLOCK_SIZE).to(tl.int64)
         rows = ((blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
@@ -88,33 +99,33 @@ def _decode_kernel(
         gdc_wait()
 
     first_row = seq * (KV_HEADS * GROUP) + kv_head * GROUP
-    top = tl.full([GROUP_PAD], NO_KEYS, tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
+    m_i = tl.full([GROUP_PAD], NO_KEYS, tl.float32)  # the running maximum of the scores, and
+    l_i = tl.zeros([GROUP_PAD], tl.float32)  # the sum of their exponentials relative to it
     acc = tl.zeros([GROUP_PAD, HEAD_DIM], tl.float32)
     if IS_QKV:
         qkv = q_ptr + seq * ((GROUP + 2) * KV_HEADS * HEAD_DIM)
         q_row = qkv + (kv_head * GROUP + g)[:, None] * HEAD_DIM
         k_row = qkv + (GROUP * KV_HEADS + kv_head) * HEAD_DIM
         q = tl.load(q_row + d[None, :], in_group, 0.0)
-        q_other = tl.load(q_row + other[None, :], in_group, 0.0)
+        q_swapped = tl.load(q_row + swapped[None, :], in_group, 0.0)
         k_new = tl.load(k_row + d)[None, :]
-        k_other = tl.load(k_row + other)[None, :]
+        k_swapped = tl.load(k_row + swapped)[None, :]
         v_new = tl.load(k_row + KV_HEADS * HEAD_DIM + d)[None, :]
-        q = norm_rope(q, q_other, q_cos[None, :], q_sin[None, :], eps)
-        if split == 0:  # it has the new token, whose key and value need not come by way of the cache
-            k_new = norm_rope(k_new, k_other, k_cos[None, :], k_sin[None, :], eps)
+        q = norm_rope(q, q_swapped, q_cos[None, :], q_sin[None, :], eps, HAS_NORM)
+        if split == 0:  # it adds the new token, whose key and value are here and need not be read from the cache
+            k_new = norm_rope(k_new, k_swapped, k_cos[None, :], k_sin[None, :], eps, HAS_NORM)
             at = (slot * KV_HEADS + kv_head) * HEAD_DIM + d[None, :]
-            tl.store(k_cache_ptr + at, k_new, at >= 0)  # a slot of -1 is before the cache
+            tl.store(k_cache_ptr + at, k_new, at >= 0)  # negative for a slot of -1
             tl.store(v_cache_ptr + at, v_new, at >= 0)
-            top = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
-            total += 1.0
+            m_i = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
+            l_i += 1.0
             acc += v_new.to(tl.float32)
     else:
         q = tl.load(q_ptr + (first_row + g)[:, None] * HEAD_DIM + d[None, :], in_group, 0.0)
 
     b = tl.arange(0, CHUNK)
     for chunk in range(begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE), CHUNK):
-        # ids of many blocks at once: an address that waits for a load of its own would stall the pipeline of tiles
+        # many block ids at once: if each tile first had to load its block id, the pipeline of tiles would stall
         block_ids = tl.load(table_ptr + chunk + b, (chunk + b) * BLOCK_SIZE < end, 0)
         chunk_end = tl.minimum((chunk + CHUNK) * BLOCK_SIZE, end)
         for tile in tl.range(tl.maximum(chunk * BLOCK_SIZE, begin), chunk_end, TILE, num_stages=STAGES):
@@ -124,24 +135,25 @@ def _decode_kernel(
             k = tl.load(k_cache_ptr + row[None, :] + d[:, None], inside[None, :], 0.0)
             scores = tl.dot(q, k, input_precision=PRECISION) * scale
             scores = tl.where(inside[None, :], scores, NO_KEYS)
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            p = tl.exp2(scores - new_top[:, None])
-            decay = tl.exp2(top - new_top)
+            m_new = tl.maximum(m_i, tl.max(scores, 1))
+            p = tl.exp2(scores - m_new[:, None])
+            alpha = tl.exp2(m_i - m_new)
             v = tl.load(v_cache_ptr + row[:, None] + d[None, :], inside[:, None], 0.0)
-            acc = acc * decay[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-            total = total * decay + tl.sum(p, 1)
-            top = new_top
+            acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+            l_i = l_i * alpha + tl.sum(p, 1)
+            m_i = m_new
 
-    acc = acc / tl.maximum(total, 1e-30)[:, None]
+    acc = acc / tl.maximum(l_i, 1e-30)[:, None]
     if IS_SPLIT:
         part = (first_row + g) * splits + split
-        tl.store(lse_ptr + part, tl.where(total > 0, top + tl.log2(tl.maximum(total, 1e-30)), NO_KEYS), g < GROUP)
+        tl.store(lse_ptr + part, tl.where(l_i > 0, m_i + tl.log2(tl.maximum(l_i, 1e-30)), NO_KEYS), g < GROUP)
         tl.store(partial_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, in_group)
     else:
         out = out_ptr + (first_row + g)[:, None] * HEAD_DIM + d[None, :]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), in_group)
 
 
+@dependent_kernel(early=("context_lens_ptr",))
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(
     partial_ptr,
@@ -161,30 +173,31 @@ def _combine_kernel(
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, HEAD_DIM)
     split = tl.arange(0, MAX_SPLITS)
-    num_splits = _split_up(context_lens_ptr, row // HEADS, splits, IS_QKV, TILE)[2]
-    there = split < num_splits
+    num_splits = _split_sequence(context_lens_ptr, row // HEADS, splits, IS_QKV, TILE)[2]
+    is_used = split < num_splits
     part = row * splits + split
     if PDL:
         gdc_wait()
-    lse = tl.load(lse_ptr + part, there, NO_KEYS)
-    parts = tl.load(partial_ptr + part[:, None] * HEAD_DIM + d[None, :], there[:, None], 0.0)
+    lse = tl.load(lse_ptr + part, is_used, NO_KEYS)
+    parts = tl.load(partial_ptr + part[:, None] * HEAD_DIM + d[None, :], is_used[:, None], 0.0)
     weight = tl.exp2(lse - tl.max(lse, 0))
     out = tl.sum(parts * weight[:, None], 0) / tl.sum(weight, 0)
     tl.store(out_ptr + row * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty))
 
 
 def choose_num_splits(num_programs: int, max_context_len: int, device: torch.device) -> int:
-    """How many splits the longest sequence may have, where there are `num_programs` sequences times kv heads."""
-    wanted = PROGRAMS * num_sms(device) // max(1, num_programs)
+    """The most splits of one sequence, where there are `num_programs` sequences times kv heads."""
+    wanted = PROGRAMS_PER_SM * num_sms(device) // max(1, num_programs)
     return max(1, min(wanted, triton.cdiv(max_context_len, TILE), MAX_SPLITS))
 
 
-def fuses_qk_norm_rope(batch: int, kv_heads: int, device: torch.device) -> bool:
-    """Whether there are so few sequences that a kernel less counts more than what each program does besides.
+def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> bool:
+    """Whether `decode_attention_of_qkv` is faster than `norm_rope_store` and `decode_attention`.
 
-    With more of them, each would norm and turn while its multiprocessor could read.
+    It saves a kernel launch. But with more programs than run at once, each would compute norm and rope while its
+    multiprocessor could read keys.
     """
-    return batch * kv_heads <= 2 * num_sms(device)
+    return batch_size * kv_heads <= 2 * num_sms(device)
 
 
 def decode_attention(
@@ -195,31 +208,72 @@ def decode_attention(
     block_tables: torch.Tensor,
     max_context_len: int,
     splits: int | None = None,
-    new: tuple | None = None,
 ) -> torch.Tensor:
     """q [B, heads, head_dim] attends to the context_lens[b] tokens behind block_tables[b]; zeros where there are none.
 
     caches [blocks, block_size, kv_heads, head_dim], block_size a multiple of 16, head_dim a power of two from 16;
     context_lens [B], block_tables [B, W] int32; all but the tables contiguous. A sequence gets as many splits as it has
-    tiles for, up to `splits`, for which `max_context_len` is a guide. Programs start in the order of the rows: the
-    longest should come first.
-
-    With new = (q_weight, k_weight, eps, cos_sin, slot_mapping), q is qkv [B, heads + 2 kv_heads, head_dim] as
-    `norm_rope_store` takes it, and what that does is done here too. An empty sequence then gets any finite values.
+    tiles, up to `splits`, which is chosen by the bound `max_context_len` if it is not given. Programs start in the
+    order of the rows, so the longest sequences should come first.
     """
-    batch, heads, head_dim = q.shape
+    out = torch.empty_like(q)
+    norm_rope = None, None, 0.0, None, None
+    _decode(out, q, *norm_rope, k_cache, v_cache, context_lens, block_tables, max_context_len, splits)
+    return out
+
+
+def decode_attention_of_qkv(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    max_context_len: int,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """`norm_rope_store` of qkv [B, heads + 2 kv_heads, head_dim] and `decode_attention` of its queries in one kernel.
+
+    The result for an empty sequence is any finite values.
+    """
+    batch_size, num_rows, head_dim = qkv.shape
+    out = torch.empty((batch_size, num_rows - 2 * k_cache.shape[2], head_dim), dtype=qkv.dtype, device=qkv.device)
+    norm_rope = q_weight, k_weight, eps, cos_sin, slot_mapping
+    _decode(out, qkv, *norm_rope, k_cache, v_cache, context_lens, block_tables, max_context_len, splits)
+    return out
+
+
+def _decode(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor | None,
+    slot_mapping: torch.Tensor | None,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    max_context_len: int,
+    splits: int | None,
+) -> None:
+    """Fill `out` [B, heads, head_dim]. With cos_sin, q is qkv."""
+    batch_size, heads, head_dim = out.shape
     block_size, kv_heads = k_cache.shape[1:3]
-    heads -= 2 * kv_heads if new else 0
     group = heads // kv_heads
-    splits = splits or choose_num_splits(batch * kv_heads, max_context_len, q.device)
-    out = torch.empty((batch, heads, head_dim), dtype=q.dtype, device=q.device)
-    partial = lse = out
+    is_qkv = cos_sin is not None
+    splits = splits or choose_num_splits(batch_size * kv_heads, max_context_len, q.device)
+    partial = lse = out  # unused without splits
     if splits > 1:
-        partial = torch.empty((batch, heads, splits, head_dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty((batch, heads, splits), dtype=torch.float32, device=q.device)
-    q_weight, k_weight, eps, cos_sin, slot_mapping = new or (None, None, 0.0, None, None)
+        partial = torch.empty((batch_size, heads, splits, head_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((batch_size, heads, splits), dtype=torch.float32, device=q.device)
     tile = min(TILE, block_size & -block_size)  # the largest power of two that divides the block, or less
-    launch(_decode_kernel, (kv_heads, batch, splits), q.device, shared=50 if new else 100)(
+    launch(_decode_kernel, (kv_heads, batch_size, splits), q.device, shared=50 if is_qkv else 100)(
         q,
         k_cache,
         v_cache,
@@ -232,7 +286,7 @@ def decode_attention(
         k_weight,
         cos_sin,
         slot_mapping,
-        head_dim**-0.5 * 1.4426950408889634,
+        head_dim**-0.5 * 1.4426950408889634,  # log2(e): the kernel computes powers of two
         eps,
         block_tables.stride(0),
         splits,
@@ -243,14 +297,15 @@ def decode_attention(
         HEAD_DIM=head_dim,
         TILE=tile,
         CHUNK=CHUNK,
-        STAGES=3 if head_dim * q.element_size() <= 256 and not new else 2,
-        IS_QKV=new is not None,
+        STAGES=3 if head_dim * q.element_size() <= 256 and not is_qkv else 2,
+        IS_QKV=is_qkv,
+        HAS_NORM=q_weight is not None,
         IS_SPLIT=splits > 1,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=2,
     )
     if splits > 1:
-        launch(_combine_kernel, (batch * heads,), q.device, shared=50)(
+        launch(_combine_kernel, (batch_size * heads,), q.device, shared=50)(
             partial,
             lse,
             context_lens,
@@ -260,7 +315,6 @@ def decode_attention(
             HEAD_DIM=head_dim,
             TILE=tile,
             MAX_SPLITS=MAX_SPLITS,
-            IS_QKV=new is not None,
+            IS_QKV=is_qkv,
             num_warps=2,
         )
-    return out

@@ -1,13 +1,24 @@
-"""Programmatic dependent launch: a kernel's programs start while those of the kernel before it still run.
+"""Programmatic dependent launch: the programs of a kernel start while those of the kernel before it still run.
 
-Every kernel that is launched so lets its successor start at once (`gdc_launch_dependents`), and waits until its
-predecessor is over and its writes can be seen (`gdc_wait`). Each waits, and so a kernel that is over means that all before
-it are. Before it waits a kernel writes nothing, and reads nothing but weights and what was written before the last kernel
-that was launched in the ordinary way. So what it costs to start a kernel, and its first reads, hide behind the kernel
-before. A constexpr that is off before Hopper.
+So the launch of a kernel and its first reads overlap with the kernel before it. The contract:
+
+- A dependent kernel lets its successor start at once (`gdc_launch_dependents`), and waits (`gdc_wait`) until the kernel
+  before it is complete and its writes are visible. A program without work may return without waiting, but not all may.
+  Thus when a kernel is complete, so are all before it.
+- Before it waits it writes nothing, prefetches what it likes, and reads only what no running kernel may still write:
+  weights, and what was launched before the last ordinary launch. An ordinary launch starts when everything before it is
+  complete, but a dependent kernel may start while several before it still run, back to the last ordinary one, whose own
+  writes it may not see either.
+
+In a forward the last ordinary launch before attention is the embedding, or a later library kernel. What came before it
+may be read early: the rope lookup (cos_sin), slot mapping, block tables and lengths. `@dependent_kernel(early=...)`
+declares what a kernel reads early, and refuses a kernel that does not keep to this: launch_contract.py.
+
+PDL is a constexpr that is off before Hopper.
 """
 
 import ctypes
+from collections.abc import Callable
 from functools import cache, partial
 
 import torch
@@ -15,12 +26,29 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["gdc_launch_dependents", "gdc_wait", "has_tma", "launch", "num_sms", "prefetch_rows"]
+from nanovllm.kernels.launch_contract import check_early_reads
+
+__all__ = ["dependent_kernel", "gdc_launch_dependents", "gdc_wait", "has_tma", "launch", "num_sms", "prefetch_rows"]
+
+
+class DependentKernel:
+    """A Triton kernel that keeps the contract, for `launch`."""
+
+    __slots__ = ("jit",)
+
+    def __init__(self, jit, early: tuple[str, ...]):
+        check_early_reads(jit.fn, early)
+        self.jit = jit
+
+
+def dependent_kernel(early: tuple[str, ...] = ()) -> Callable[..., DependentKernel]:
+    """A decorator for a `triton.jit` kernel; `early` names the pointer parameters that it reads before it waits."""
+    return partial(DependentKernel, early=early)
 
 
 @triton.jit
 def prefetch_rows(starts, SIZE: tl.constexpr):
-    """Bring rows of SIZE elements, from each of a tensor of pointers on, to the L2 cache; nobody waits for them."""
+    """Prefetch SIZE elements from each of a tensor of pointers on into the L2 cache, without waiting for them."""
     LINE: tl.constexpr = 1024 // starts.dtype.element_ty.primitive_bitwidth  # elements in 128 bytes
     lines = starts[:, None] + tl.arange(0, (SIZE + LINE - 1) // LINE)[None, :] * LINE
     asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
@@ -29,24 +57,24 @@ def prefetch_rows(starts, SIZE: tl.constexpr):
 
 @cache
 def has_tma(device: torch.device) -> bool:
-    """Whether the device has what Hopper brought: dependent launch, loads of whole tiles (TMA), and 227 KB to share.
+    """Whether the device has Hopper's dependent launch, loads of whole tiles (TMA), and 227 KB of shared memory.
 
-    Hopper and Blackwell for data centres; Blackwell's other chips share 99 KB, and are treated as those before.
+    Hopper and data-centre Blackwell have. Other Blackwell chips have 99 KB of shared memory, and count as older ones.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def launch(kernel, grid: tuple[int, ...], device: torch.device, shared: int | None = 100):
-    """kernel[grid], as a dependent launch where there is one: `launch(kernel, grid, device)(*arguments, **constants)`.
+def launch(kernel: DependentKernel, grid: tuple[int, ...], device: torch.device, shared: int | None = 100):
+    """kernel[grid], dependent if the device can: `launch(kernel, grid, device)(*arguments, **constants)`.
 
-    `shared` is the percentage of a multiprocessor's memory that the kernel would have as shared memory, the rest being
-    cache; None leaves it to the driver. Kernels overlap where they agree on it; those of a step of few rows need little.
+    `shared` is the percentage of a multiprocessor's memory that is to be shared memory, the rest being cache; None
+    leaves it to the driver. Kernels overlap only if they agree on it; those of small batches need little.
     """
     if not has_tma(device):
-        return partial(kernel[grid], PDL=False)
+        return partial(kernel.jit[grid], PDL=False)
 
     def dependent(*arguments, **constants) -> None:
-        compiled = kernel[grid](*arguments, PDL=True, launch_pdl=True, **constants)
+        compiled = kernel.jit[grid](*arguments, PDL=True, launch_pdl=True, **constants)
         if shared is not None:
             _prefer_shared_memory(compiled.function, shared)
 
@@ -55,12 +83,12 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, shared: int | No
 
 @cache
 def _prefer_shared_memory(function: int, percentage: int) -> None:
-    """Once for every compiled kernel. It is a hint: where it fails nothing is lost but speed."""
+    """Once for every compiled kernel. It is a hint: if it fails, only speed is lost."""
     attribute = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
     ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), attribute, percentage)
 
 
 @cache
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a few for the interpreter."""
+    """The number of multiprocessors of a GPU; a small one for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

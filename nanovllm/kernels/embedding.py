@@ -1,19 +1,12 @@
-"""Rows of an embedding of which only a range is here."""
+"""Rows of an embedding of which only a range of ids is here."""
 
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
-
 
 @triton.jit
-def _embed_range_kernel(
-    ids_ptr, weight_ptr, out_ptr, first_id, num_ids, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+def _embed_range_kernel(ids_ptr, weight_ptr, out_ptr, first_id, num_ids, N: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     at = tl.load(ids_ptr + row).to(tl.int64) - first_id
@@ -22,8 +15,12 @@ def _embed_range_kernel(
 
 
 def embed_range(token_ids: torch.Tensor, weight: torch.Tensor, first_id: int, out: torch.Tensor) -> None:
-    """Fill `out` [T, N] with the rows of weight [ids, N], whose first is that of `first_id`; zeros for other ids."""
+    """Fill `out` [T, N] with the rows of weight [ids, N], whose first row is that of `first_id`; zeros for other ids.
+
+    This is an ordinary launch, never a dependent one: it is what completes the rope lookup before it, whose result
+    attention reads early (dependent_launch.py).
+    """
     num_ids, n = weight.shape
-    launch(_embed_range_kernel, (len(token_ids),), out.device)(
+    _embed_range_kernel[(len(token_ids),)](
         token_ids, weight, out, first_id, num_ids, N=n, BLOCK=triton.next_power_of_2(n)
     )

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch, num_sms
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch, num_sms
 from nanovllm.kernels.sampling_params import MIN_P, TEMPERATURE, TOP_K, TOP_P, is_filtered, load_float
 from nanovllm.kernels.token_order import LAST_ID, ordered_bits, token_key
 
@@ -137,6 +137,7 @@ def _find_equal(row_ptr, tile_maxima, tiles_ptr, counts_ptr, vocab_size, value, 
     return tl.min(tl.where(is_nth, ids, LAST_ID), 0)
 
 
+@dependent_kernel()
 @triton.jit
 def _cutoff_kernel(
     logits_ptr,

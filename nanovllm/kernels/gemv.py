@@ -1,30 +1,31 @@
-"""y = x W^T for a single row of x, where all the time goes into reading W, with what stands before and after it."""
+"""y = x W^T for a single row of x, with the norm before it and the activation after it; bound by the reading of W."""
 
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 
 
 @triton.jit
-def _input(
+def _load_input(
     x_ptr, residual_ptr, sum_ptr, norm_weight_ptr, k, inside, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr
 ):
-    """A tile of the row that is multiplied, not yet divided by its root mean square, and its squares."""
+    """A tile of the row that is multiplied, not yet divided by its root mean square, and the squares for that."""
     x = tl.load(x_ptr + k, inside, 0.0).to(tl.float32)
     squares = x
     if HAS_NORM:
         if HAS_RESIDUAL:
-            total = (x + tl.load(residual_ptr + k, inside, 0.0).to(tl.float32)).to(sum_ptr.dtype.element_ty)
+            summed = (x + tl.load(residual_ptr + k, inside, 0.0).to(tl.float32)).to(sum_ptr.dtype.element_ty)
             if tl.program_id(0) == 0:
-                tl.store(sum_ptr + k, total, inside)
-            x = total.to(tl.float32)
+                tl.store(sum_ptr + k, summed, inside)
+            x = summed.to(tl.float32)
         squares = x * x
         x = x * tl.load(norm_weight_ptr + k, inside, 0.0).to(tl.float32)
     return x[None, :], squares
 
 
+@dependent_kernel(early=("w_ptr",))
 @triton.jit
 def _gemv_kernel(
     x_ptr,
@@ -50,19 +51,19 @@ def _gemv_kernel(
     rows = (n < N)[:, None]
     w = w_ptr + n[:, None].to(tl.int64) * K + k[None, :]
     up = w + N * K
-    # the first tiles of W come while the kernel before still runs
+    # load the first tiles of W while the kernel before still runs
     w_tile = tl.load(w, rows & (k < K)[None, :], 0.0).to(tl.float32)
     if GATED:
         up_tile = tl.load(up, rows & (k < K)[None, :], 0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-    x, squares = _input(x_ptr, residual_ptr, sum_ptr, norm_weight_ptr, k, k < K, HAS_NORM, HAS_RESIDUAL)
+    x, squares = _load_input(x_ptr, residual_ptr, sum_ptr, norm_weight_ptr, k, k < K, HAS_NORM, HAS_RESIDUAL)
     acc = w_tile * x
     if GATED:
         up_acc = up_tile * x
     for begin in tl.range(TILE_K, K, TILE_K, num_stages=3):
         at = begin + k
-        x, more = _input(x_ptr, residual_ptr, sum_ptr, norm_weight_ptr, at, at < K, HAS_NORM, HAS_RESIDUAL)
+        x, more = _load_input(x_ptr, residual_ptr, sum_ptr, norm_weight_ptr, at, at < K, HAS_NORM, HAS_RESIDUAL)
         squares += more
         acc += tl.load(w + begin, rows & (at < K)[None, :], 0.0).to(tl.float32) * x
         if GATED:
@@ -83,25 +84,25 @@ def gemv(
     gated: bool = False,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [1, K] times weight [N, K] transposed -> y [1, N], and the sum x + residual [1, K], x itself without one.
+    """x [1, K] times weight [N, K] transposed -> y [1, N], and x + residual [1, K], or x itself without a residual.
 
-    With a norm weight [K], the root mean square norm of that sum is what is multiplied; without one there can be no
-    residual. Gated, weight is [2N, K], and y is silu of the first half of the outputs times the second.
-    All contiguous. `out` takes y.
+    With a norm weight [K], the RMS norm of x + residual is multiplied instead of x; a residual requires one. If
+    `gated`, weight is [2N, K], and y is silu of the first half of the outputs times the second half. All contiguous.
+    `out` takes y.
     """
     assert norm_weight is not None or residual is None
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     out = torch.empty((1, n), dtype=x.dtype, device=x.device) if out is None else out
-    total = x if residual is None else torch.empty_like(x)
-    tile_size = (8192 if gated else 16384) // x.element_size()  # of weights; two of them are loaded where it is gated
+    summed = x if residual is None else torch.empty_like(x)
+    tile_size = (8192 if gated else 16384) // x.element_size()  # in weights; a gated product loads two tiles
     tile_k = min(tile_size // 4, triton.next_power_of_2(k))
     tile_n = tile_size // tile_k
-    # where a product is short it counts that kernels overlap, where it is long that the cache is as the driver wants it
+    # short products gain from overlapping kernels, long ones from the driver's own division of cache and shared memory
     shared = 50 if weight.numel() <= 2**23 else None
     launch(_gemv_kernel, (triton.cdiv(n, tile_n),), x.device, shared)(
         x,
         residual,
-        total,
+        summed,
         norm_weight,
         weight,
         out,
@@ -115,4 +116,4 @@ def gemv(
         GATED=gated,
         num_warps=4,
     )
-    return out, total
+    return out, summed

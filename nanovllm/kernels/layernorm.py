@@ -1,12 +1,13 @@
-"""Root mean square norm, with the residual addition in front of it if there is one."""
+"""Root mean square norm, optionally after the addition of split-K partial sums and of the residual."""
 
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 
 
+@dependent_kernel(early=("weight_ptr",))
 @triton.jit(do_not_specialize=["size"])
 def _rms_norm_kernel(
     x_ptr,
@@ -17,7 +18,7 @@ def _rms_norm_kernel(
     eps,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -29,7 +30,7 @@ def _rms_norm_kernel(
     if PDL:
         gdc_wait()
     x = tl.load(x_ptr + at, col < N, 0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
+    for part in tl.static_range(1, SPLIT_K):
         x += tl.load(x_ptr + part * size + at, col < N, 0.0).to(tl.float32)
     if HAS_RESIDUAL:
         total = (x + tl.load(residual_ptr + at, col < N, 0.0).to(tl.float32)).to(residual_ptr.dtype.element_ty)
@@ -38,10 +39,12 @@ def _rms_norm_kernel(
     tl.store(out_ptr + at, x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight, col < N)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, N], or [parts, T, N] for the sum of parts -> the norm of each row of x (+ residual), [T, N].
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, split_k: int = 1
+) -> torch.Tensor:
+    """x [T, N] -> the norm of each row of x (+ residual), [T, N]. `residual` [T, N] becomes x + residual.
 
-    `residual` [T, N] becomes x + residual. All contiguous.
+    With split_k > 1, x is [split_k, T, N], and its sum over the first dimension takes its place. All contiguous.
     """
     num_rows, n = x.shape[-2:]
     out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
@@ -56,7 +59,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
             eps,
             N=n,
             BLOCK=block,
-            PARTS=x.shape[0] if x.dim() == 3 else 1,
+            SPLIT_K=split_k,
             HAS_RESIDUAL=residual is not None,
             num_warps=4 if block <= 2048 else 8,
         )

@@ -1,7 +1,7 @@
 """The kernels by name; importing this needs Triton."""
 
 from nanovllm.kernels.activation import silu_and_mul
-from nanovllm.kernels.decode_attention import decode_attention, fuses_qk_norm_rope
+from nanovllm.kernels.decode_attention import decode_attention, decode_attention_of_qkv, fuses_qk_norm_rope
 from nanovllm.kernels.embedding import embed_range
 from nanovllm.kernels.filters import logit_cutoffs
 from nanovllm.kernels.gemv import gemv

@@ -1,40 +1,53 @@
-"""Kernels that meet their likes on the other ranks, and read what those have written: see distributed/peer_memory.py.
+"""Kernels that wait for the same kernel on the other ranks and read what those have written (PeerMemory).
 
-All take a `meeting`: `addresses` [ranks] int64, where each rank's memory begins in this GPU's view; the offset of what is
-read and of the flags, in bytes from there; the most programs that there are flags for; `aborted` [1] int32 in pinned host
-memory, by which a kernel ends before its time and with worthless results when it is not zero; and this rank. Program p of
-a kernel meets program p of every other rank.
+Program p of a kernel waits for program p of the same kernel on every other rank.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.sampling_params import is_filtered
 
-KEYS_A_PROGRAM = 128
-LOOK_UP = tl.constexpr(65536)  # tries, some milliseconds: reading the host's memory more often made long waits longer
+KEYS_PER_PROGRAM = 128
+# tries between two reads of `aborted`, some milliseconds: reading host memory more often made long waits longer
+ABORT_CHECK_INTERVAL = tl.constexpr(65536)
+
+
+class PeerBarrier(NamedTuple):
+    """Where the ranks' data is, and where their kernels signal that it is written."""
+
+    addresses: torch.Tensor  # [ranks] int64: where each rank's memory begins in this GPU's address space
+    data_offset: int  # of the data that is read, in bytes from there
+    flags_offset: int  # of the flags [max_programs, ranks] int32
+    max_programs: int
+    aborted: (
+        torch.Tensor
+    )  # [1] int32 in pinned host memory: if not 0, kernels end early, and their results are worthless
+    rank: int
 
 
 @triton.jit
-def _part_of(addresses_ptr, other, offset, dtype: tl.constexpr):
+def _pointer_to_rank(addresses_ptr, other, offset, dtype: tl.constexpr):
     return tl.multiple_of((tl.load(addresses_ptr + other) + offset).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
-def _arrive(addresses_ptr, flags_offset, rank, SIZE: tl.constexpr):
-    """What this GPU has written so far can be read by the others once they have met this program."""
+def _signal(addresses_ptr, flags_offset, rank, SIZE: tl.constexpr):
+    """Tell the other ranks' programs that wait for this one that all earlier writes of this GPU can be read."""
     for other in tl.static_range(SIZE):
         if other != rank:
-            theirs = _part_of(addresses_ptr, other, flags_offset, tl.int32) + tl.program_id(0) * SIZE + rank
+            theirs = _pointer_to_rank(addresses_ptr, other, flags_offset, tl.int32) + tl.program_id(0) * SIZE + rank
             tl.atomic_xchg(theirs, 1, sem="release", scope="sys")
 
 
 @triton.jit
-def _meet(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE: tl.constexpr):
-    """Wait for the others; each flag is taken down by the one that it was set for, before it can be set again."""
-    mine = _part_of(addresses_ptr, rank, flags_offset, tl.int32) + tl.program_id(0) * SIZE
+def _wait(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE: tl.constexpr):
+    """Wait until every other rank has signalled. The waiting program clears its flags, before they can be set again."""
+    mine = _pointer_to_rank(addresses_ptr, rank, flags_offset, tl.int32) + tl.program_id(0) * SIZE
     for other in tl.static_range(SIZE):
         if other != rank:
             missing = tl.atomic_cas(mine + other, 1, 0, sem="acquire", scope="sys") == 0
@@ -42,10 +55,11 @@ def _meet(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE: tl.constexpr):
             while missing:
                 tries += 1
                 missing = tl.atomic_cas(mine + other, 1, 0, sem="acquire", scope="sys") == 0
-                if tries % LOOK_UP == 0:  # the host's memory is far
+                if tries % ABORT_CHECK_INTERVAL == 0:  # host memory is slow to read
                     missing = missing & (tl.load(aborted_ptr, volatile=True) == 0)
 
 
+@dependent_kernel(early=("weight_ptr",))
 @triton.jit(do_not_specialize=["rank", "num_rows", "offset", "flags_offset"])
 def _sum_rms_norm_kernel(
     addresses_ptr,
@@ -60,7 +74,7 @@ def _sum_rms_norm_kernel(
     eps,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     SIZE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
@@ -72,25 +86,25 @@ def _sum_rms_norm_kernel(
     weight = tl.load(weight_ptr + col, col < N, 0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-    _arrive(addresses_ptr, flags_offset, rank, SIZE)
-    mine = _part_of(addresses_ptr, rank, offset, dtype)
+    _signal(addresses_ptr, flags_offset, rank, SIZE)
+    mine = _pointer_to_rank(addresses_ptr, rank, offset, dtype)
     at = tl.program_id(0).to(tl.int64) * N + col
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        # what is here is loaded while the others may still be on their way
+        # load this rank's own parts while the other ranks may still be writing theirs
         ours = tl.zeros([BLOCK], tl.float32)
-        for part in tl.static_range(PARTS):
+        for part in tl.static_range(SPLIT_K):
             ours += tl.load(mine + part * num_rows * N + at, col < N, 0.0).to(tl.float32)
         x = tl.zeros([BLOCK], tl.float32)
         if HAS_RESIDUAL:
             x = tl.load(sum_ptr + at, col < N, 0.0).to(tl.float32)
         if row == tl.program_id(0):
-            _meet(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE)
-        for other in tl.static_range(SIZE):  # in the same order on every rank, for the same sum
-            theirs = _part_of(addresses_ptr, other, offset, dtype)
+            _wait(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE)
+        for other in tl.static_range(SIZE):  # in the same order on every rank, so that all get the same sum
+            theirs = _pointer_to_rank(addresses_ptr, other, offset, dtype)
             y = tl.zeros([BLOCK], tl.float32)
             width = tl.where(other == rank, 0, N)
-            for part in tl.static_range(PARTS):
-                # past the cache next to the processor: it knows nothing of what others write
+            for part in tl.static_range(SPLIT_K):
+                # bypass the L1 cache, which is not coherent with other GPUs' writes
                 where = theirs + part * num_rows * N + at
                 y += tl.load(where, col < width, 0.0, cache_modifier=".cg").to(tl.float32)
             x += tl.where(other == rank, ours, y)
@@ -102,18 +116,18 @@ def _sum_rms_norm_kernel(
 
 
 def sum_rms_norm(
-    mine: torch.Tensor, meeting: tuple, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    parts: torch.Tensor, barrier: PeerBarrier, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of all ranks' parts, of which `mine` [parts, T, N] are this one's (+ residual): its norm, and the sum, [T, N].
+    """The RMS norm of the sum of all ranks' parts (+ residual), and that sum, both [T, N].
 
-    `residual` [T, N] becomes the sum.
+    `parts` [split_k, T, N] are this rank's, at the barrier's data offset. `residual` [T, N] becomes the sum.
     """
-    addresses, offset, flags_offset, max_programs, aborted, rank = meeting
-    parts, num_rows, n = mine.shape
-    total = torch.empty_like(mine[0]) if residual is None else residual
+    addresses, offset, flags_offset, max_programs, aborted, rank = barrier
+    split_k, num_rows, n = parts.shape
+    total = torch.empty_like(parts[0]) if residual is None else residual
     out = torch.empty_like(total)
     block = triton.next_power_of_2(n)
-    launch(_sum_rms_norm_kernel, (max(1, min(num_rows, max_programs)),), mine.device)(
+    launch(_sum_rms_norm_kernel, (max(1, min(num_rows, max_programs)),), parts.device)(
         addresses,
         offset,
         flags_offset,
@@ -126,11 +140,11 @@ def sum_rms_norm(
         eps,
         N=n,
         BLOCK=block,
-        PARTS=parts,
+        SPLIT_K=split_k,
         SIZE=len(addresses),
         HAS_RESIDUAL=residual is not None,
         num_warps=max(4, min(16, block // 256)),
-        num_stages=1,  # nothing is read before the ranks have met
+        num_stages=1,  # a pipeline would read the other ranks' parts before the wait
     )
     return out, total
 
@@ -150,21 +164,21 @@ def _max_kernel(
 ):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     best = tl.load(keys_ptr + at, at < num_keys, 0)
-    tl.store(_part_of(addresses_ptr, rank, offset, tl.int64) + at, best, at < num_keys)
-    tl.debug_barrier()  # one thread tells the others that all have written
-    _arrive(addresses_ptr, flags_offset, rank, SIZE)
-    _meet(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE)
+    tl.store(_pointer_to_rank(addresses_ptr, rank, offset, tl.int64) + at, best, at < num_keys)
+    tl.debug_barrier()  # one thread signals, after all have written
+    _signal(addresses_ptr, flags_offset, rank, SIZE)
+    _wait(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE)
     for other in tl.static_range(SIZE):
-        theirs = _part_of(addresses_ptr, other, offset, tl.int64) + at
+        theirs = _pointer_to_rank(addresses_ptr, other, offset, tl.int64) + at
         best = tl.maximum(best, tl.load(theirs, at < num_keys, 0, cache_modifier=".cg"))
     tl.store(out_ptr + at, best, at < num_keys)
 
 
-def max_of_ranks(keys: torch.Tensor, meeting: tuple) -> torch.Tensor:
-    """The largest of all ranks' keys [S] int64, each for itself; S may be 0, and the ranks meet all the same."""
-    addresses, offset, flags_offset, _, aborted, rank = meeting
+def max_of_ranks(keys: torch.Tensor, barrier: PeerBarrier) -> torch.Tensor:
+    """The elementwise maximum of all ranks' keys [S] int64. S may be 0: the ranks wait for each other all the same."""
+    addresses, offset, flags_offset, _, aborted, rank = barrier
     out = torch.empty_like(keys)
-    _max_kernel[(max(1, triton.cdiv(len(keys), KEYS_A_PROGRAM)),)](
+    _max_kernel[(max(1, triton.cdiv(len(keys), KEYS_PER_PROGRAM)),)](
         keys,
         addresses,
         offset,
@@ -174,18 +188,19 @@ def max_of_ranks(keys: torch.Tensor, meeting: tuple) -> torch.Tensor:
         rank,
         len(keys),
         SIZE=len(addresses),
-        BLOCK=KEYS_A_PROGRAM,
+        BLOCK=KEYS_PER_PROGRAM,
     )
     return out
 
 
+@dependent_kernel()
 @triton.jit(do_not_specialize=["rank", "num_rows", "offset", "flags_offset"])
 def _gather_kernel(
     addresses_ptr,
     offset,
     flags_offset,
     aborted_ptr,
-    asked_ptr,
+    params_ptr,
     out_ptr,
     rank,
     num_rows,
@@ -199,8 +214,8 @@ def _gather_kernel(
         gdc_launch_dependents()
         gdc_wait()
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    _arrive(addresses_ptr, flags_offset, rank, SIZE)
-    _meet(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE)
+    _signal(addresses_ptr, flags_offset, rank, SIZE)
+    _wait(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE)
     tiles = tl.cdiv(n, BLOCK)
     col = tl.arange(0, BLOCK)
     for piece in range(tl.program_id(0), num_rows * SIZE * tiles, tl.num_programs(0)):
@@ -208,20 +223,22 @@ def _gather_kernel(
         other = piece // tiles % SIZE
         at = piece % tiles * BLOCK + col
         width = n
-        if asked_ptr is not None:
-            width = tl.where((other == rank) | is_filtered(asked_ptr + row * WIDTH), n, 0)
-        theirs = _part_of(addresses_ptr, other, offset, dtype)
+        if params_ptr is not None:
+            width = tl.where((other == rank) | is_filtered(params_ptr + row * WIDTH), n, 0)
+        theirs = _pointer_to_rank(addresses_ptr, other, offset, dtype)
         x = tl.load(theirs + row * n + at, at < width, 0.0, cache_modifier=".cg")
         tl.store(out_ptr + (row * SIZE + other) * n + at, x, at < width)
 
 
-def gather_columns(mine: torch.Tensor, meeting: tuple, asked: torch.Tensor | None = None) -> torch.Tensor:
-    """All ranks' columns, of which `mine` [S, n] are this one's -> [S, ranks * n].
+def gather_columns(
+    mine: torch.Tensor, barrier: PeerBarrier, sampling_params: torch.Tensor | None = None
+) -> torch.Tensor:
+    """All ranks' columns side by side [S, ranks * n]; `mine` [S, n] are this rank's, at the barrier's data offset.
 
-    With `asked` [S, WIDTH] int32 (sampling_columns.py) the others' are there only in rows that are filtered. The ranks
-    meet even where S is 0.
+    With `sampling_params` [S, WIDTH] int32 (sampling_columns.py), rows that are not filtered lack the other ranks'
+    columns. S may be 0: the ranks wait for each other all the same.
     """
-    addresses, offset, flags_offset, max_programs, aborted, rank = meeting
+    addresses, offset, flags_offset, max_programs, aborted, rank = barrier
     (num_rows, n), size, block = mine.shape, len(addresses), 2048
     out = torch.empty((num_rows, size * n), dtype=mine.dtype, device=mine.device)
     pieces = num_rows * size * triton.cdiv(n, block)
@@ -230,12 +247,12 @@ def gather_columns(mine: torch.Tensor, meeting: tuple, asked: torch.Tensor | Non
         offset,
         flags_offset,
         aborted,
-        asked,
+        sampling_params,
         out,
         rank,
         num_rows,
         n,
-        WIDTH=0 if asked is None else asked.shape[1],
+        WIDTH=0 if sampling_params is None else sampling_params.shape[1],
         SIZE=size,
         BLOCK=block,
         num_stages=1,

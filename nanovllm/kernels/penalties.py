@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.sampling_params import column_constant, load_float
 
 PRESENCE_PENALTY = column_constant("presence_penalty")
@@ -66,6 +66,7 @@ def _ban_bad_words(
     tl.store(x_ptr + last, float("-inf"), is_next)
 
 
+@dependent_kernel()
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def _penalize_kernel(
     logits_ptr,

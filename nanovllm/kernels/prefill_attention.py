@@ -5,14 +5,14 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_tma, launch
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, has_tma, launch
 
 
 @triton.jit
 def _attend_tiles(
     acc,
-    total,
-    top,
+    l_i,
+    m_i,
     q,
     begin,
     end,
@@ -38,15 +38,16 @@ def _attend_tiles(
         if MASKED:
             scores = tl.where((tile + n)[None, :] <= position[:, None], scores, -1e30)
             v = tl.where((tile + n < length)[:, None], v, 0.0)
-        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-        p = tl.exp2(scores * scale - new_top[:, None])
-        decay = tl.exp2(top - new_top)
-        acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
-        total = total * decay + tl.sum(p, 1)
-        top = new_top
-    return acc, total, top
+        m_new = tl.maximum(m_i, tl.max(scores, 1) * scale)
+        p = tl.exp2(scores * scale - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        m_i = m_new
+    return acc, l_i, m_i
 
 
+@dependent_kernel(early=("cu_seqlens_q_ptr", "context_lens_ptr"))
 @triton.jit(do_not_specialize=["table_stride"])
 def _prefill_kernel(
     q_ptr,
@@ -69,16 +70,16 @@ def _prefill_kernel(
 ):
     if PDL:
         gdc_launch_dependents()
-    if not PDL:  # pointers: described here, where the strides are constants, so that loads stay wide
+    if not PDL:  # pointers: the descriptors are made here, where the strides are constants, so that loads stay wide
         ROW: tl.constexpr = KV_HEADS * HEAD_DIM
         k_tiles = tl.make_tensor_descriptor(k_tiles, [2147483647, ROW], [ROW, 1], [TILE_N, HEAD_DIM])
         v_tiles = tl.make_tensor_descriptor(v_tiles, [2147483647, ROW], [ROW, 1], [TILE_N, HEAD_DIM])
-    TOKENS: tl.constexpr = TILE_M // GROUP  # a tile is so many tokens times the query heads of one key-value head
+    TOKENS: tl.constexpr = TILE_M // GROUP  # a tile has TOKENS tokens with all query heads of one kv head
     seq = tl.program_id(2)
     kv_head = tl.program_id(1)
     first_row = tl.load(cu_seqlens_q_ptr + seq)
     num_new = tl.load(cu_seqlens_q_ptr + seq + 1) - first_row
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS  # those with most keys start first
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS  # the tiles with the most keys start first
     if first >= num_new:
         return
     length = tl.load(context_lens_ptr + seq)
@@ -93,21 +94,21 @@ def _prefill_kernel(
     row = (first_row + token).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + m % GROUP
     at = row[:, None] * HEAD_DIM + d[None, :]
     q = tl.load(q_ptr + at, valid, 0.0)
-    before = length - num_new  # tokens computed in earlier steps
-    position = before + token
+    num_cached = length - num_new  # tokens computed in earlier steps
+    position = num_cached + token
 
-    top = tl.full([TILE_M], -1e30, tl.float32)
-    total = tl.zeros([TILE_M], tl.float32)
+    m_i = tl.full([TILE_M], -1e30, tl.float32)
+    l_i = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, HEAD_DIM], tl.float32)
-    seen_by_all = (before + first + 1) // TILE_N * TILE_N
-    end = tl.minimum(before + first + TOKENS, length)
-    acc, total, top = _attend_tiles(
+    unmasked_end = (num_cached + first + 1) // TILE_N * TILE_N
+    end = tl.minimum(num_cached + first + TOKENS, length)
+    acc, l_i, m_i = _attend_tiles(
         acc,
-        total,
-        top,
+        l_i,
+        m_i,
         q,
         0,
-        seen_by_all,
+        unmasked_end,
         position,
         k_tiles,
         v_tiles,
@@ -121,12 +122,12 @@ def _prefill_kernel(
         False,
         PRECISION,
     )
-    acc, total, top = _attend_tiles(
+    acc, l_i, m_i = _attend_tiles(
         acc,
-        total,
-        top,
+        l_i,
+        m_i,
         q,
-        seen_by_all,
+        unmasked_end,
         end,
         position,
         k_tiles,
@@ -141,7 +142,7 @@ def _prefill_kernel(
         True,
         PRECISION,
     )
-    tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), valid)
+    tl.store(out_ptr + at, (acc / l_i[:, None]).to(out_ptr.dtype.element_ty), valid)
 
 
 def prefill_attention(
@@ -153,11 +154,11 @@ def prefill_attention(
     block_tables: torch.Tensor,
     max_seqlen_q: int,
 ) -> torch.Tensor:
-    """q [T, heads, head_dim], contiguous: the last tokens of B sequences, cu_seqlens_q [B + 1] where each begins.
+    """q [T, heads, head_dim], contiguous: the last tokens of B sequences, of which each begins at cu_seqlens_q [B + 1].
 
-    Every query attends to the tokens of its sequence up to its own, all of which are in the caches already: those of
-    this step and, where context_lens[b] is greater than its queries, those of earlier ones. Shapes as in
-    `decode_attention`; at most 64 query heads to a key-value head.
+    Every query attends to the tokens of its sequence up to and including its own. The caches already hold all of them:
+    those of this step and, where context_lens[b] is greater than the number of queries, those of earlier steps. Shapes
+    as in `decode_attention`; at most 64 query heads to a key-value head.
     """
     heads, head_dim = q.shape[1:]
     block_size, kv_heads = k_cache.shape[1:3]

@@ -1,4 +1,4 @@
-"""The ways to compute attention over the paged cache. Each imports its library only when it is made."""
+"""The ways to compute attention over the paged cache. A backend imports its library when it is constructed."""
 
 from math import gcd
 from typing import NamedTuple
@@ -6,27 +6,35 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from nanovllm.layers.rotary_embedding import QKNormRope
 from nanovllm.utils.context import Context
 
 
 class AttentionBackend:
-    """Shapes: q [T, heads, head_dim]; caches [blocks, block_size, kv_heads, head_dim], this step's tokens stored.
+    """Shapes: q [T, heads, head_dim]; caches [blocks, block_size, kv_heads, head_dim] with this step's tokens stored.
 
     heads is a multiple of kv_heads, and query head h reads key-value head h // (heads / kv_heads).
     """
 
-    uses_cuda_graphs = True  # decode asks the host for nothing
-
-    def fuses_qk_norm_rope(self, batch_size: int, kv_heads: int, device: torch.device) -> bool:
-        """Whether `decode` would rather have qkv as it comes out of the product: with `new`, it norms and stores too."""
-        return False
+    uses_cuda_graphs = True  # decode never reads a result on the host
 
     def prefill(self, q, k_cache, v_cache, context: Context) -> torch.Tensor:
         """The last queries of each sequence against all its keys, causally -> [T, heads, head_dim]."""
         raise NotImplementedError
 
-    def decode(self, q, k_cache, v_cache, context: Context, new: tuple | None = None) -> torch.Tensor:
+    def decode(self, q, k_cache, v_cache, context: Context) -> torch.Tensor:
         """One query for each sequence against all its keys -> [B, heads, head_dim]; any value where there are none."""
+        raise NotImplementedError
+
+    def fuses_qk_norm_rope(self, batch_size: int, kv_heads: int, device: torch.device) -> bool:
+        """Whether `decode_qkv` is the fastest way to decode so many sequences."""
+        return False
+
+    def decode_qkv(self, qkv, qk_norm_rope: QKNormRope, k_cache, v_cache, context: Context) -> torch.Tensor:
+        """Norm and rope of queries and keys, the store of keys and values, and `decode`, from the qkv product.
+
+        qkv [B, heads + 2 kv_heads, head_dim] -> [B, heads, head_dim].
+        """
         raise NotImplementedError
 
 
@@ -41,16 +49,30 @@ class TritonBackend(AttentionBackend):
         from nanovllm.kernels import ops
 
         self.ops = ops
-        self.fuses_qk_norm_rope = ops.fuses_qk_norm_rope
 
     def prefill(self, q, k_cache, v_cache, context):
         return self.ops.prefill_attention(
             q, k_cache, v_cache, context.cu_seqlens_q, context.context_lens, context.block_tables, context.max_seqlen_q
         )
 
-    def decode(self, q, k_cache, v_cache, context, new=None):
+    def decode(self, q, k_cache, v_cache, context):
         lengths, tables = context.context_lens, context.block_tables
-        return self.ops.decode_attention(q, k_cache, v_cache, lengths, tables, context.max_context_len, new=new)
+        return self.ops.decode_attention(q, k_cache, v_cache, lengths, tables, context.max_context_len)
+
+    def fuses_qk_norm_rope(self, batch_size, kv_heads, device):
+        return self.ops.fuses_qk_norm_rope(batch_size, kv_heads, device)
+
+    def decode_qkv(self, qkv, qk_norm_rope, k_cache, v_cache, context):
+        return self.ops.decode_attention_of_qkv(
+            qkv,
+            *qk_norm_rope,
+            context.slot_mapping,
+            k_cache,
+            v_cache,
+            context.context_lens,
+            context.block_tables,
+            context.max_context_len,
+        )
 
 
 class FlashBackend(AttentionBackend):
@@ -76,7 +98,7 @@ class FlashBackend(AttentionBackend):
             causal=True,
         )
 
-    def decode(self, q, k_cache, v_cache, context, new=None):
+    def decode(self, q, k_cache, v_cache, context):
         return self.flash_attn.flash_attn_with_kvcache(
             q.unsqueeze(1),
             k_cache,
@@ -93,24 +115,24 @@ class SDPABackend(AttentionBackend):
     uses_cuda_graphs = False
 
     def prefill(self, q, k_cache, v_cache, context):
-        if context.max_seqlen_q == 1:  # as beams have it
+        if context.max_seqlen_q == 1:  # beams prefill one token each
             return self.decode(q, k_cache, v_cache, context)
         if context.plan is None:
             context.plan = list(_plan_prefill(context, k_cache.shape[1], q.dtype))
         out = torch.empty_like(q)
         for rows, chunks, mask in context.plan:
-            # key-value heads take the place of the batch, and a stride of zero that of copies for the query heads
+            # key-value heads are the batch dimension, and `expand` repeats them for the query heads without a copy
             queries = q[rows].unflatten(1, (k_cache.shape[2], -1)).permute(1, 2, 0, 3)  # [kv_heads, group, M, head_dim]
             k, v = (_gather(cache, chunks).permute(2, 0, 1, 3) for cache in (k_cache, v_cache))
             k, v = (x.expand(-1, queries.shape[1], -1, -1) for x in (k, v))  # [kv_heads, group, L, head_dim]
             num_rows = queries.shape[2]
-            if mask is None:  # the padding comes last, where no query of the prompt sees it
+            if mask is None:  # padding at the end is invisible to the queries of the prompt
                 queries = F.pad(queries, (0, 0, 0, k.shape[2] - num_rows))
             attended = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, is_causal=mask is None)
             out[rows] = attended[:, :, :num_rows].permute(2, 0, 1, 3).flatten(1, 2)
         return out
 
-    def decode(self, q, k_cache, v_cache, context, new=None):
+    def decode(self, q, k_cache, v_cache, context):
         if context.plan is None:
             context.plan = list(_plan_decode(context, k_cache.shape[1], q.dtype))
         outputs = []
@@ -122,11 +144,11 @@ class SDPABackend(AttentionBackend):
 
 
 class _Group(NamedTuple):
-    """Queries that are computed in one call. Lengths are padded to whole chunks."""
+    """Sequences that are computed in one call. Lengths are padded to a multiple of the chunk size."""
 
     rows: slice  # of q
-    chunks: torch.Tensor  # [sequences, L / chunk size] int32: where their keys and values are
-    mask: torch.Tensor | None  # what is added to the scores; None: causal in a prefill, nothing hidden in a decode
+    chunks: torch.Tensor  # [sequences, L / chunk size] int32: the chunks that hold their keys and values
+    mask: torch.Tensor | None  # added to the scores; None: causal in a prefill, and no mask in a decode
 
 
 def _plan_prefill(context: Context, block_size: int, dtype: torch.dtype):
@@ -136,17 +158,17 @@ def _plan_prefill(context: Context, block_size: int, dtype: torch.dtype):
         num_new = starts[i + 1] - starts[i]
         chunks, padded_length = _chunks(context.block_tables[i : i + 1], length, block_size)
         mask = None
-        if num_new < length:  # the diagonal ends in the lower right corner of what is not padding
+        if num_new < length:  # the last query sees all keys but the padding
             visible = torch.ones(num_new, padded_length, dtype=torch.bool, device=chunks.device)
             mask = _additive(visible.tril_(length - num_new), dtype)
         yield _Group(slice(starts[i], starts[i + 1]), chunks, mask)
 
 
 def _plan_decode(context: Context, block_size: int, dtype: torch.dtype):
-    """Groups of neighbours of like lengths, as the scheduler puts the longest first.
+    """Groups of adjacent sequences of similar length: the scheduler sorts them, longest first.
 
-    Padding to the longest adds at most a seventh and 18 tokens to each: fewer groups would gather more, and more would
-    call more often.
+    Padding to the longest of a group adds at most a seventh and 18 tokens to each sequence: larger groups would gather
+    more padding, and smaller ones need more calls.
     """
     lengths = context.context_lens.tolist()
     begin = 0
@@ -176,7 +198,7 @@ def _chunks(block_tables: torch.Tensor, length: int, block_size: int) -> tuple[t
 
 
 def _chunk_size(block_size: int) -> int:
-    """Tokens that are gathered as one row: fewer and longer rows, and fewer shapes for which CPU kernels are compiled."""
+    """Tokens that are gathered as one row: long rows are fast, and CPU kernels are compiled for fewer shapes."""
     return gcd(block_size, 16)
 
 

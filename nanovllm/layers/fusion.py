@@ -1,27 +1,40 @@
-"""Layers that follow each other, in one kernel where there is one row."""
+"""Norm, projection and activation, which follow each other in every block: a single row takes one kernel."""
+
+from types import ModuleType
 
 import torch
 
-from nanovllm.distributed.peer_memory import PeerSum
 from nanovllm.kernels import triton_ops
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import MergedColumnParallelLinear
+from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.partial_sum import PartialSum
 
 
 def norm_linear(
     norm: RMSNorm,
-    proj: MergedColumnParallelLinear,
-    x: torch.Tensor | PeerSum,
+    proj: LinearBase,
+    x: PartialSum,
     residual: torch.Tensor | None,
     act: SiluAndMul | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """act(proj(norm(x + residual))), and x + residual, which may take the residual's place."""
-    ops = triton_ops(proj.weight) if proj.bias is None and len(x) == 1 else None
-    if ops is not None and not isinstance(x, PeerSum):
-        return ops.gemv(x, proj.weight, norm.weight, norm.eps, residual, gated=act is not None)
-    x, residual = (norm(x), x) if residual is None and not isinstance(x, PeerSum) else norm(x, residual)
-    if ops is not None:
-        return ops.gemv(x, proj.weight, gated=act is not None)[0], residual
-    x = proj(x)
-    return x if act is None else act(x), residual
+    """act(proj(norm(x + residual))), and x + residual, which may overwrite the residual."""
+    if len(x) == 1 and proj.bias is None and (ops := triton_ops(proj.weight)) is not None:
+        return _norm_linear_of_one_row(ops, norm, proj, x, residual, act)
+    normed, residual = norm.add_rms_norm(x, residual)
+    y = proj(normed)
+    return y if act is None else act(y), residual
+
+
+def _norm_linear_of_one_row(
+    ops: ModuleType,
+    norm: RMSNorm,
+    proj: LinearBase,
+    x: PartialSum,
+    residual: torch.Tensor | None,
+    act: SiluAndMul | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if (summed := x.tensor) is not None:
+        return ops.gemv(summed, proj.weight, norm.weight, norm.eps, residual, gated=act is not None)
+    normed, residual = norm.add_rms_norm(x, residual)
+    return ops.gemv(normed, proj.weight, gated=act is not None)[0], residual

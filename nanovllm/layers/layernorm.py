@@ -1,4 +1,4 @@
-"""Root mean square norm, alone or with the residual addition in front of it."""
+"""Root mean square norm, alone or after the addition of the residual."""
 
 from functools import partial
 
@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.distributed.peer_memory import PeerSum
 from nanovllm.kernels import triton_ops
+from nanovllm.layers.partial_sum import PartialSum
 from nanovllm.utils.loader import copy_shard, parameter
 
 
@@ -19,16 +19,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = parameter((size,), partial(copy_shard, shape=(size,)), dtype)
 
-    def forward(self, x: torch.Tensor | PeerSum, residual: torch.Tensor | None = None):
-        """The norm of x; with a residual, the norm of their sum and that sum, in place of the residual.
-
-        x [T, size]; on CUDA also [parts, T, size], the parts of a sum, or a PeerSum, which is returned as a tensor as well.
-        """
-        if isinstance(x, PeerSum):
-            return triton_ops(x.mine).sum_rms_norm(x.mine, x.meeting, self.weight, self.eps, residual)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., size] -> the same shape."""
         if (ops := triton_ops(x)) is not None:
-            out = ops.rms_norm(x, self.weight, self.eps, residual)
-        else:
-            x = x if residual is None else residual.add_(x)
-            out = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return out if residual is None else (out, residual)
+            return ops.rms_norm(x.flatten(0, -2), self.weight, self.eps).view_as(x)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def add_rms_norm(self, x: PartialSum, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x + residual and x + residual, both [T, size]; the latter may overwrite the residual."""
+        return x.add_rms_norm(self.weight, self.eps, residual)

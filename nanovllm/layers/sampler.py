@@ -2,11 +2,10 @@
 
 import torch
 from torch import nn
-from torch.distributed import ReduceOp
 
-from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.kernels import triton_ops
 from nanovllm.layers.logits import KEEPS_ALL, token_keys
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -49,13 +48,6 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, num_ids: int, fir
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
-def max_of_ranks(keys: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
-    """The elementwise maximum over ranks of keys [S] int64. A barrier: all ranks have finished what they did before."""
-    if tp.peers is not None:
-        return triton_ops(keys).max_of_ranks(keys, tp.peers.keys())
-    return tp.all_reduce(keys, ReduceOp.MAX)
-
-
 class Sampler(nn.Module):
     """argmax(logits / temperature + Gumbel noise) is a draw from softmax(logits / temperature).
 
@@ -89,7 +81,7 @@ class Sampler(nn.Module):
 
     def _best_of_ranks(self, best: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """The ids of the largest scores of all ranks, of equal ones the lowest; the arguments [S] are this rank's."""
-        return ~max_of_ranks(token_keys(best, token_ids), self.tp).int()
+        return ~self.tp.max_of_ranks(token_keys(best, token_ids)).int()
 
     def _sample(self, logits, temperatures, seeds, positions, cutoffs) -> tuple[torch.Tensor, torch.Tensor]:
         scores = logits.float()

@@ -1,10 +1,10 @@
 """Qwen3, dense: how the layers are put together, and how a checkpoint's names map onto them."""
 
+from typing import ClassVar
+
 import torch
 from torch import nn
 
-from nanovllm.distributed.tensor_parallel import TensorParallel
-from nanovllm.kernels import triton_ops
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import AttentionBackend
@@ -12,46 +12,30 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.fusion import norm_linear
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, norm_rope
+from nanovllm.layers.partial_sum import PartialSum
+from nanovllm.layers.rotary_embedding import QKNormRope, RotaryEmbedding
 from nanovllm.model_config import ModelConfig
-from nanovllm.utils.context import get_context
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 class Qwen3Attention(nn.Module):
     def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TensorParallel):
         super().__init__()
         head_dim, num_heads, num_kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = head_dim
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size, head_dim, num_heads, num_kv_heads, config.attention_bias, tp, config.dtype
         )
-        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.o_proj = RowParallelLinear(
             num_heads * head_dim, config.hidden_size, config.attention_bias, tp, config.dtype
         )
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, config.dtype)
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, config.dtype)
-        self.attn = Attention(self.num_kv_heads, head_dim, backend)
+        self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim, backend)
 
-    def forward(self, cos_sin: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm):
+    def forward(self, x: PartialSum, residual: torch.Tensor | None, norm: RMSNorm, cos_sin: torch.Tensor):
         qkv, residual = norm_linear(norm, self.qkv_proj, x, residual)
-        qkv = qkv.unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv_heads, head_dim]
-        return self.o_proj(self.attend(qkv, cos_sin).flatten(1)), residual
-
-    def attend(self, qkv: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-        """Norm and turn queries and keys, store keys and values, attend -> [T, heads, head_dim]."""
-        attn = self.attn
-        if (ops := triton_ops(qkv)) is not None:
-            new = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos_sin, get_context().slot_mapping
-            if attn.fuses_qk_norm_rope(qkv):
-                return attn(qkv, new)
-            return attn(ops.norm_rope_store(qkv, *new, attn.k_cache, attn.v_cache))
-        # queries and keys together: on a CPU small operations cost the same whatever their size
-        num_qk = self.num_heads + self.num_kv_heads
-        weights = self.q_norm.weight.expand(self.num_heads, -1), self.k_norm.weight.expand(self.num_kv_heads, -1)
-        qk = norm_rope(qkv[:, :num_qk], torch.cat(weights), self.q_norm.eps, cos_sin)
-        attn.store_kvcache(qk[:, self.num_heads :], qkv[:, num_qk:])
-        return attn(qk[:, : self.num_heads])
+        out = self.attn(qkv, QKNormRope(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos_sin))
+        return self.o_proj(out), residual
 
 
 class Qwen3MLP(nn.Module):
@@ -62,7 +46,7 @@ class Qwen3MLP(nn.Module):
         self.act_fn = SiluAndMul()
         self.down_proj = RowParallelLinear(size, hidden_size, bias=False, tp=tp, dtype=dtype)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm):
+    def forward(self, x: PartialSum, residual: torch.Tensor, norm: RMSNorm):
         x, residual = norm_linear(norm, self.gate_up_proj, x, residual, self.act_fn)
         return self.down_proj(x), residual
 
@@ -75,9 +59,9 @@ class Qwen3DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         self.mlp = Qwen3MLP(config, tp)
 
-    def forward(self, cos_sin: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None):
-        """What the layer adds to the residual stream, and the stream before that is added."""
-        x, residual = self.self_attn(cos_sin, x, residual, self.input_layernorm)
+    def forward(self, x: PartialSum, residual: torch.Tensor | None, cos_sin: torch.Tensor):
+        """What the layer adds to the residual stream, and the stream before that addition."""
+        x, residual = self.self_attn(x, residual, self.input_layernorm, cos_sin)
         return self.mlp(x, residual, self.post_attention_layernorm)
 
 
@@ -90,19 +74,20 @@ class Qwen3Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        cos_sin = self.rotary_emb(positions)  # before the embedding: see kernels/dependent_launch.py
-        x = self.embed_tokens(token_ids)
-        residual = None
+        # The lookup comes first: attention may read cos_sin while the kernel before it still runs, which is safe only
+        # because the embedding, an ordinary launch, starts after the lookup is complete (kernels/dependent_launch.py).
+        cos_sin = self.rotary_emb(positions)
+        x, residual = self.embed_tokens(token_ids), None
         for layer in self.layers:
-            x, residual = layer(cos_sin, x, residual)
-        return self.norm(x, residual)[0]
+            x, residual = layer(x, residual, cos_sin)
+        return self.norm.add_rms_norm(x, residual)[0]
 
 
 class Qwen3ForCausalLM(nn.Module):
-    """Token ids and positions [T] to hidden states [T, hidden_size]; `compute_logits` for the rows one wants."""
+    """Token ids and positions [T] to hidden states [T, hidden_size], of which `compute_logits` makes logits."""
 
-    # a checkpoint's module -> the merged module that holds it, and its place there
-    packed_modules_mapping = {
+    # a checkpoint's module -> the merged module that holds it, and its shard id there
+    packed_modules_mapping: ClassVar = {
         "q_proj": ("qkv_proj", 0),
         "k_proj": ("qkv_proj", 1),
         "v_proj": ("qkv_proj", 2),
@@ -121,5 +106,5 @@ class Qwen3ForCausalLM(nn.Module):
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.model(token_ids, positions)
 
-    def compute_logits(self, hidden_states: torch.Tensor, asked: torch.Tensor | None = None) -> torch.Tensor:
-        return self.lm_head(hidden_states, asked)
+    def compute_logits(self, hidden_states: torch.Tensor, sampling_params: torch.Tensor | None = None) -> torch.Tensor:
+        return self.lm_head(hidden_states, sampling_params)

@@ -1,4 +1,4 @@
-"""What attention reads during a step, set for the length of one forward."""
+"""What attention reads during a step, set for the duration of one forward."""
 
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -10,17 +10,17 @@ import torch
 
 @dataclass(slots=True)
 class Context:
-    """The step's attention: B sequences with T tokens, flat.
+    """The B sequences of a step, whose T new tokens are concatenated.
 
-    A decode step has one token for each sequence, and no `cu_seqlens_q`. `plan` is for the backend: whatever it
-    works out in the first layer and wants in the others.
+    A decode step has one token for each sequence, and no `cu_seqlens_q`. `plan` is the attention backend's own: what it
+    computes in the first layer and reuses in the others.
     """
 
     is_prefill: bool
     slot_mapping: torch.Tensor  # [T] int32, -1: do not store
     context_lens: torch.Tensor  # [B] int32, this step's tokens included
     block_tables: torch.Tensor  # [B, W] int32
-    max_context_len: int  # bound of context_lens that is known without asking the device
+    max_context_len: int  # upper bound of context_lens, known to the host
     max_seqlen_q: int = 1
     cu_seqlens_q: torch.Tensor | None = None  # [B + 1] int32
     plan: Any = None
@@ -37,7 +37,7 @@ def get_context() -> Context:
 
 @contextmanager
 def attention_context(context: Context):
-    """Set `context` for the block, and clear it however the block ends."""
+    """Set `context` for a `with` block, and clear it however the block ends."""
     assert _context.get() is None, "steps do not nest"
     token = _context.set(context)
     try:
@@ -47,5 +47,5 @@ def attention_context(context: Context):
 
 
 def clear_context() -> None:
-    """For after an error: an interrupt may have kept the block from its end."""
+    """Clear the context after an error: an interrupt may have kept `attention_context` from doing so."""
     _context.set(None)

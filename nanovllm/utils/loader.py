@@ -1,4 +1,4 @@
-"""Weights from safetensors files into a model's parameters, by name, and nothing left over or left out."""
+"""Weights from safetensors files into a model's parameters, by name; none may be missing or left over."""
 
 import zlib
 from collections.abc import Callable
@@ -9,77 +9,80 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nanovllm.distributed.tensor_parallel import TensorParallel
 from nanovllm.utils.hub import read_json, refuse_lfs_pointer
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
-DUMMY_BOUND = 0.035  # of a uniform distribution with standard deviation 0.02, the usual initializer_range
+DUMMY_BOUND = 0.035  # a uniform distribution up to it has standard deviation 0.02, the usual initializer_range
 
 
 def parameter(shape: tuple[int, ...], load: Callable, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter whose `weight_loader(weight, ...)` is `load(parameter, weight, ...)`, and returns what it filled."""
-    made = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
-    made.weight_loader = partial(load, made)
-    return made
+    """A parameter with a `weight_loader(weight, ...)`: `load(parameter, weight, ...)`, which returns what it filled."""
+    empty = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+    empty.weight_loader = partial(load, empty)
+    return empty
 
 
 def copy_shard(
     target: torch.Tensor, weight, shape: tuple[int, ...], dim: int = 0, tp: TensorParallel = TensorParallel()
 ) -> torch.Tensor:
-    """Copy this rank's equal part along `dim` of a weight whose whole must have `shape`; returns the target.
+    """Copy this rank's equal shard along `dim` of a weight, which as a whole must have `shape`; returns the target.
 
-    `weight` is a tensor, a safetensors slice, of which no more than the part is read, or a function of the shape.
+    `weight` is a tensor, a safetensors slice, of which only the shard is read, or a function of the shape.
     """
     weight = weight(shape) if callable(weight) else weight
     found = tuple(weight.shape if isinstance(weight, torch.Tensor) else weight.get_shape())
     if found != tuple(shape):
         raise ValueError(f"the checkpoint has shape {list(found)}, the model needs {list(shape)}")
     size = tp.shard_size("checkpoint tensor", shape[dim])
-    part = slice(tp.rank * size, (tp.rank + 1) * size)
-    return target.copy_(weight[part] if dim == 0 else weight[:, part])
+    shard = slice(tp.rank * size, (tp.rank + 1) * size)
+    return target.copy_(weight[shard] if dim == 0 else weight[:, shard])
 
 
 @torch.no_grad()
 def load_model(model: nn.Module, folder: Path, device: torch.device, load_format: str = "auto") -> None:
-    """Fill `model` from the safetensors files in `folder`, or without them if `load_format` is "dummy".
+    """Fill `model` from the safetensors files in `folder`, or with random numbers if `load_format` is "dummy".
 
-    `model.packed_modules_mapping` sends a checkpoint's module to the merged one that holds it, with its place there.
-    Every parameter brings a `weight_loader(weight)`, or `weight_loader(weight, place)` where several share it.
-    Raises ValueError that names the tensor where one is missing, surplus, in two files, of another shape, not floating
-    point, NaN or infinite; ValueError or FileNotFoundError that names the file where one is broken or missing.
+    `model.packed_modules_mapping` maps a checkpoint's module to the merged one that holds it, and its shard id there.
+    Every parameter has a `weight_loader(weight)`, or `weight_loader(weight, shard_id)` if several tensors share it.
+    Raises ValueError that names the tensor if one is missing, surplus, in two files, of another shape, not floating
+    point, NaN or infinite; ValueError or FileNotFoundError that names the file if one is broken or missing.
     """
     if load_format == "dummy":
-        return _load_dummy(model)
+        _load_dummy(model)
+        return
     files, loaders = find_tensors(folder), _weight_loaders(model)
     if model.config.tie_word_embeddings:
         files.pop("lm_head.weight", None)  # a tied checkpoint may carry the embedding twice
     if missing := sorted(loaders.keys() - files.keys()):
-        raise ValueError(f"{folder}: {len(missing)} tensors are missing: {_some(missing)}")
+        raise ValueError(f"{folder}: {len(missing)} tensors are missing: {_first_names(missing)}")
     if surplus := sorted(files.keys() - loaders.keys()):
-        raise ValueError(f"{folder}: {len(surplus)} tensors belong to no parameter: {_some(surplus)}")
+        raise ValueError(f"{folder}: {len(surplus)} tensors belong to no parameter: {_first_names(surplus)}")
     bounds = {}
     for file in sorted(set(files.values())):
         with open_safetensors(file, device) as tensors:
             for name in (name for name, holder in files.items() if holder == file):
-                load, place = loaders[name]
+                load, shard_id = loaders[name]
                 try:
-                    filled = load(tensors.get_slice(name), *place)
+                    filled = load(tensors.get_slice(name), *shard_id)
                 except ValueError as error:
                     raise ValueError(f"{folder}: {name}: {error}") from error
-                bounds[name] = torch.stack(filled.aminmax())  # NaN if one element is
-    are_finite = torch.stack([*bounds.values()]).isfinite().all(1).tolist()  # the only wait for the device
+                bounds[name] = torch.stack(filled.aminmax())  # NaN if any element is
+    are_finite = torch.stack([*bounds.values()]).isfinite().all(1).tolist()  # the only synchronization
     if broken := sorted(name for name, is_finite in zip(bounds, are_finite) if not is_finite):
-        raise ValueError(f"{folder}: {len(broken)} tensors are NaN or infinite in {filled.dtype}: {_some(broken)}")
+        raise ValueError(
+            f"{folder}: {len(broken)} tensors are NaN or infinite in {filled.dtype}: {_first_names(broken)}"
+        )
 
 
 def find_tensors(folder: Path) -> dict[str, Path]:
     """The file of every tensor of the checkpoint in `folder`, whose headers are checked.
 
-    As in transformers: `model.safetensors`, else the files that the index names, each for its tensors. Where there is
-    neither, all *.safetensors.
+    As in transformers: `model.safetensors`, else the files that the index names, each with the tensors that it should
+    hold. If there is neither, all *.safetensors.
     """
     index = folder / "model.safetensors.index.json"
-    names_of: dict[Path, list[str] | None]  # None: all that it holds
+    names_of: dict[Path, list[str] | None]  # None: all tensors in the file
     if (single := folder / "model.safetensors").is_file():
         names_of = {single: None}
     elif index.is_file():
@@ -117,7 +120,7 @@ def _read_index(index: Path) -> dict[Path, list[str]]:
 
 
 def open_safetensors(file: Path, device: torch.device | str = "cpu"):
-    """A context manager for the open file; ValueError that names it where it is no complete safetensors file."""
+    """A context manager for the open file; ValueError that names the file if it is no complete safetensors file."""
     refuse_lfs_pointer(file)
     try:
         return safe_open(file, framework="pt", device=str(device))
@@ -126,7 +129,7 @@ def open_safetensors(file: Path, device: torch.device | str = "cpu"):
 
 
 def _load_dummy(model: nn.Module) -> None:
-    """Small random numbers that depend on the tensor's name alone, so that all ranks hold parts of the same model."""
+    """Small random numbers that depend on the tensor's name alone, so that all ranks hold shards of the same model."""
 
     def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         generator = torch.Generator(like.device).manual_seed(zlib.crc32(name.encode()))
@@ -134,22 +137,22 @@ def _load_dummy(model: nn.Module) -> None:
         return values.uniform_(-DUMMY_BOUND, DUMMY_BOUND, generator=generator)
 
     like = next(model.parameters())
-    for name, (load, place) in _weight_loaders(model).items():
-        load(partial(draw, name), *place)
+    for name, (load, shard_id) in _weight_loaders(model).items():
+        load(partial(draw, name), *shard_id)
 
 
 def _weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[int]]]:
-    """The weight loader of every tensor by its name in a checkpoint, and its place where several share a parameter."""
-    parts: dict[str, list[tuple]] = {}
-    for part, (merged, place) in model.packed_modules_mapping.items():
-        parts.setdefault(merged, []).append((part, place))
+    """The weight loader of every tensor by its name in a checkpoint, and its shard id if several share a parameter."""
+    shards_of: dict[str, list[tuple]] = {}
+    for module, (merged, shard_id) in model.packed_modules_mapping.items():
+        shards_of.setdefault(merged, []).append((module, shard_id))
     loaders = {}
-    for name, made in model.named_parameters():
-        module = name.split(".")[-2]
-        for part, *place in parts.get(module, [(module,)]):
-            loaders[name.replace(f".{module}.", f".{part}.")] = made.weight_loader, place
+    for name, parameter in model.named_parameters():
+        *path, merged, kind = name.split(".")  # kind: weight or bias
+        for module, *shard_id in shards_of.get(merged, [(merged,)]):
+            loaders[".".join((*path, module, kind))] = parameter.weight_loader, shard_id
     return loaders
 
 
-def _some(names: list[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+def _first_names(names: list[str], limit: int = 5) -> str:
+    return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")

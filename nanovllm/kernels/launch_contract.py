@@ -1,0 +1,139 @@
+"""What a dependent kernel may do before it waits (see dependent_launch.py), checked in its source when it is defined.
+
+Pointer parameters are named `*_ptr`, tensor descriptors `*_tiles`; the constexpr PDL is set in dependent launches. The
+check follows addresses from these parameters through assignments and into the functions that the kernel calls.
+"""
+
+import ast
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+ADDRESS_FUNCTIONS = ("multiple_of", "max_contiguous")  # of triton.language: they neither read nor write memory
+PREFETCH = "prefetch_rows"  # brings memory into the cache; its values are read after the wait
+
+
+def check_early_reads(function: Callable, early: tuple[str, ...]) -> None:
+    """AssertionError unless a kernel waits, and before that writes nothing and reads exactly the parameters `early`."""
+    body = _Body(function)
+    waits = body.run(body.node.body)
+    name = function.__name__
+    if not waits:
+        raise AssertionError(f"{name}: never waits for the kernel before it")
+    if body.reads != set(early):
+        raise AssertionError(f"{name}: reads {sorted(body.reads)} before it waits, and declares {sorted(early)}")
+
+
+class _Body:
+    """A function's statements. `run` collects in `reads` the pointer parameters that they read before the wait."""
+
+    def __init__(self, function: Callable, roots_of_arguments: list[set[str]] | None = None):
+        self.function = function
+        self.node = _functions_of(function.__code__.co_filename)[function.__code__.co_firstlineno]
+        parameters = [argument.arg for argument in self.node.args.args]
+        if roots_of_arguments is None:  # a kernel, not a function that it calls
+            roots_of_arguments = [{name} if name.endswith(("_ptr", "_tiles")) else set() for name in parameters]
+        # local name -> the kernel's pointer parameters that an address in it may be derived from
+        self.roots = dict(zip(parameters, roots_of_arguments))
+        self.reads: set[str] = set()
+        self.returned: set[str] = set()  # the roots of what the function returns
+
+    def refuse(self, node: ast.AST, what: str) -> None:
+        raise AssertionError(f"{self.function.__name__}: {what} before it waits: {ast.unparse(node)}")
+
+    def run(self, statements: list[ast.stmt]) -> bool:
+        """Whether a dependent launch reaches a wait in these statements; what follows the wait is not looked at."""
+        for statement in statements:
+            if isinstance(statement, ast.If) and ast.unparse(statement.test) in ("PDL", "not PDL"):
+                is_dependent = isinstance(statement.test, ast.Name)
+                if self.run(statement.body if is_dependent else statement.orelse):
+                    return True
+            elif isinstance(statement, (ast.If, ast.For, ast.While)):
+                self.run_conditional(statement)
+            elif isinstance(statement, ast.Expr) and _called(statement.value) == "gdc_wait":
+                return True
+            elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+                targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+                self.assign(targets, self.address_roots(statement))
+            elif isinstance(statement, ast.Return):
+                self.returned |= self.address_roots(statement)
+            else:
+                self.address_roots(statement)
+        return False
+
+    def run_conditional(self, statement: ast.If | ast.For | ast.While) -> None:
+        for _ in range(2):  # addresses of a loop's first iteration may be read in its second
+            if isinstance(statement, ast.For):
+                self.assign([statement.target], self.address_roots(statement.iter))
+            else:
+                self.address_roots(statement.test)
+            if self.run(statement.body) or self.run(statement.orelse):
+                raise AssertionError(f"{self.function.__name__}: waits only under a condition")
+
+    def assign(self, targets: Sequence[ast.expr], roots: set[str]) -> None:
+        """Names keep the roots that they had, as the assignment may be in a branch that is not taken."""
+        for target in targets:
+            for node in ast.walk(target):
+                if isinstance(node, ast.Name):
+                    self.roots[node.id] = self.roots.get(node.id, set()) | roots
+
+    def address_roots(self, node: ast.AST) -> set[str]:
+        """The pointer parameters from which an address in `node` is derived; all that `node` reads is collected."""
+        if isinstance(node, ast.Name):
+            return self.roots.get(node.id, set())
+        if isinstance(node, ast.Call):
+            return self.call_roots(node)
+        if isinstance(node, ast.Compare) or (isinstance(node, ast.Attribute) and node.attr == "dtype"):
+            for child in ast.iter_child_nodes(node):
+                self.address_roots(child)
+            return set()
+        return set().union(*(self.address_roots(child) for child in ast.iter_child_nodes(node)))
+
+    def call_roots(self, node: ast.Call) -> set[str]:
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        roots_of = [self.address_roots(argument) for argument in arguments]
+        name, roots = _called(node), set().union(*roots_of)
+        if isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) != "tl":  # a method
+            owner_roots = self.address_roots(node.func.value)
+            if name == "load":
+                self.reads |= owner_roots
+                return set()
+            if roots or name == "store" or name.startswith("atomic"):
+                self.refuse(node, "writes memory")
+            return owner_roots
+        if name == "load":
+            if not roots_of[0]:
+                self.refuse(node, "reads an address that is not derived from a parameter")
+            self.reads |= roots_of[0]
+            return set()
+        if name == "store" or name.startswith("atomic"):
+            self.refuse(node, "writes memory")
+        if not roots or name == PREFETCH:
+            return set()
+        if name in ADDRESS_FUNCTIONS:
+            return roots
+        return self.function_roots(node, name, roots_of)
+
+    def function_roots(self, node: ast.Call, name: str, roots_of: list[set[str]]) -> set[str]:
+        """A call of another function of ours, whose body is checked with the roots of its arguments."""
+        callee = getattr(self.function.__globals__.get(name), "fn", None)
+        if callee is None or node.keywords:
+            self.refuse(node, "passes a pointer to a function that can't be checked")
+        body = _Body(callee, roots_of)
+        body.run(body.node.body)
+        self.reads |= body.reads
+        return body.returned
+
+
+@cache
+def _functions_of(file: str) -> dict[int, ast.FunctionDef]:
+    """The functions of a source file by their first line, which is that of their decorators."""
+    nodes = [node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.FunctionDef)]
+    return {min(line.lineno for line in (node, *node.decorator_list)): node for node in nodes}
+
+
+def _called(node: ast.AST) -> str:
+    """The last name of what a call calls; nothing if `node` is no call."""
+    if not isinstance(node, ast.Call):
+        return ""
+    return node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)

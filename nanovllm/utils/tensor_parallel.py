@@ -1,0 +1,71 @@
+"""This rank's place among the ranks that share a model. Here there is one rank; `distributed/` has several."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+STEP_TIMEOUT = 300.0  # seconds that a rank waits for the others within a step
+
+
+class TensorParallel:
+    """A rank and the number of ranks, how a model is divided over them, and what they compute together.
+
+    This class alone is a single rank, whose sums and maxima are its own; with another size it tells only the shards.
+    The subclasses in `distributed/` communicate.
+    """
+
+    has_peers = False  # the ranks read each other's memory: a sum is a `peer_sum` and takes no `all_reduce`
+    folder: Path | None = None  # where the ranks' communication still needs files
+    lost = False  # another rank is gone, and what this one computes is worthless
+    num_bytes = 0  # device memory that PyTorch's allocator does not count
+
+    def __init__(self, rank: int = 0, size: int = 1):
+        self.rank = rank
+        self.size = size
+
+    def shard_size(self, what: str, total: int) -> int:
+        """An equal share of `total`; ValueError that names `what` if the number of ranks does not divide it."""
+        if total % self.size:
+            raise ValueError(f"tensor_parallel_size={self.size}: does not divide the {what} ({total})")
+        return total // self.size
+
+    def for_heads(self, num_kv_heads: int) -> "TensorParallel":
+        """How key-value heads are divided: if there are fewer heads than ranks, several ranks hold the same head."""
+        if num_kv_heads >= self.size:
+            return self
+        if self.size % num_kv_heads:
+            raise ValueError(f"tensor_parallel_size={self.size}: no multiple of the key-value heads ({num_kv_heads})")
+        return TensorParallel(self.rank * num_kv_heads // self.size, num_kv_heads)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's `x`, in place."""
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Every rank's `x` [S, n], in the order of the ranks, side by side: [S, ranks * n]."""
+        return x
+
+    def max_of_ranks(self, keys: torch.Tensor) -> torch.Tensor:
+        """The elementwise maximum of every rank's keys [S] int64; S may be 0. It ends each forward of several ranks."""
+        return keys
+
+    def peer_sum(self, split_k: int, num_rows: int, width: int, dtype: torch.dtype) -> Any:
+        """A `PeerSum`, to whose `parts` [split_k, num_rows, width] this rank is to write; only with `has_peers`."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """RuntimeError if a rank was lost."""
+        if self.lost:
+            raise RuntimeError("another rank was lost")
+
+    def abort(self) -> None:
+        """Make the device stop waiting for a rank that was lost."""
+        self.lost = True
+
+    def close(self) -> None:
+        """Leave the other ranks; no queued work may need them any more."""
+
+    def leave_in_child(self) -> None:
+        """In a forked child: the other ranks and all that connects to them belong to the parent."""
+        self.lost = True
