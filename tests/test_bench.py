@@ -9,11 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
 import bench
 
+ROOT = Path(__file__).parents[1]
 QWEN3_06B = SimpleNamespace(
     num_attention_heads=16,
     num_key_value_heads=8,
