@@ -86,7 +86,7 @@ class Result:
         return [name, f"{self.seconds:.2f}", f"{self.rate:,.0f}", *latencies, ratio, of_limit, self.note]
 
 
-HEADER = ["engine", "s", "tok/s", "first ms", "p99", "between ms", "p99", "ratio", "of limit", ""]
+HEADER = ["engine", "s", "tok/s", "TTFT ms", "p99", "ITL ms", "p99", "ratio", "of limit", ""]
 
 
 def percentile_99(values: list[float]) -> float:
@@ -176,33 +176,39 @@ def run_nanovllm(model: str, settings: dict, workloads: dict[str, list[list[Requ
         return measure("nanovllm", lambda runs: [run(requests) for requests in runs][-1], workloads)
 
 
-def stream_overhead(model: str, settings: dict, requests: list[Request], rounds: int = 7) -> None:
+def time_alternately(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each call in each round, after a round of warm-up; every other round is in reverse order."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(rounds + 1):
+        for name in list(calls)[:: 1 if i % 2 else -1]:
+            begin = perf_counter()
+            calls[name]()
+            seconds[name].append(perf_counter() - begin)
+    return {name: times[1:] for name, times in seconds.items()}
+
+
+def compare_streaming(model: str, settings: dict, requests: list[Request], rounds: int = 7) -> None:
     """Time the same requests by `generate` and by `stream`, alternating, `rounds` times each."""
     from nanovllm import LLM
 
     prompts, params = [r.prompt for r in requests], sampling_params(requests)
     num_tokens = sum(r.max_tokens for r in requests)
-    seconds: dict[str, list[float]] = {"generate": [], "stream": []}
     with LLM(model, **settings, enable_prefix_caching=False) as llm:
         calls = {
             "generate": lambda: llm.generate(prompts, params, use_tqdm=False),
             "stream": lambda: [event["text"] for event in llm.stream(prompts, params)],
         }
-        for i in range(rounds + 1):  # the first round is a warm-up
-            for name in list(calls)[:: 1 if i % 2 else -1]:
-                begin = perf_counter()
-                calls[name]()
-                seconds[name].append(perf_counter() - begin)
+        seconds = time_alternately(calls, rounds)
     for name, times in seconds.items():
-        rates = [num_tokens / s for s in times[1:]]
+        rates = [num_tokens / s for s in times]
         print(f"{name:8} {len(requests)} requests, {num_tokens:,} tokens out", end=", tok/s: ")
         print(f"median {median(rates):,.0f}, best {max(rates):,.0f}")
-    ratios = [b / a - 1 for a, b in zip(seconds["generate"][1:], seconds["stream"][1:])]
-    best = min(seconds["stream"][1:]) / min(seconds["generate"][1:]) - 1
+    ratios = [b / a - 1 for a, b in zip(seconds["generate"], seconds["stream"])]
+    best = min(seconds["stream"]) / min(seconds["generate"]) - 1
     print(f"stream takes longer by {median(ratios):+.1%} (median of {rounds} pairs), {best:+.1%} (best of each)")
 
 
-def beams_beside_transformers(model: str, settings: dict, width: int, max_tokens: int, rounds: int = 5) -> None:
+def compare_beam_search(model: str, settings: dict, width: int, max_tokens: int, rounds: int = 5) -> None:
     """Time both beam searches on a prompt of 20 tokens, alternating, `rounds` times each."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -210,7 +216,6 @@ def beams_beside_transformers(model: str, settings: dict, width: int, max_tokens
     from nanovllm import LLM, BeamSearchParams
 
     prompt = list(range(300, 320))
-    seconds: dict[str, list[float]] = {"nanovllm": [], "transformers": []}
     with LLM(model, **settings) as llm:
         config = llm.config
         other = AutoModelForCausalLM.from_pretrained(config.model, dtype=config.dtype).to(config.device).eval()
@@ -222,14 +227,10 @@ def beams_beside_transformers(model: str, settings: dict, width: int, max_tokens
                 ids, attention_mask=torch.ones_like(ids), num_beams=width, max_new_tokens=max_tokens, **plain
             ),
         }
-        for i in range(rounds + 1):  # the first round is a warm-up
-            for name in list(calls)[:: 1 if i % 2 else -1]:
-                begin = perf_counter()
-                calls[name]()
-                seconds[name].append(perf_counter() - begin)
+        seconds = time_alternately(calls, rounds)
     print(f"{width} beams, {len(prompt)} tokens in, {max_tokens} out, in seconds:")
     for name, times in seconds.items():
-        print(f"{name:13} median {median(times[1:]):.2f}, best {min(times[1:]):.2f}")
+        print(f"{name:13} median {median(times):.2f}, best {min(times):.2f}")
 
 
 def profile_nanovllm(model: str, settings: dict, batch_sizes: list[int], length: int, folder: Path) -> None:
@@ -576,6 +577,46 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def run_engines(
+    engines: list[str], model: str, settings: dict, workloads: dict[str, list[Request]], vocab_size: int
+) -> dict[str, dict[str, Result]]:
+    """Results by engine and workload. Several engines run in a process each; one that is not installed is left out."""
+    runs = {name: [other_ids(requests, vocab_size), requests] for name, requests in workloads.items()}
+    results = {}
+    for engine in engines:
+        if importlib.util.find_spec(engine) is None:
+            report(f"{engine}: not installed, left out")
+            continue
+        run = ENGINES[engine] if len(engines) == 1 else partial(run_in_process, ENGINES[engine])
+        report(f"{engine}: starts")
+        begin = perf_counter()
+        results[engine] = run(model, settings, runs)
+        report(f"{engine}: ends after {perf_counter() - begin:.1f} s")
+        for name, requests in workloads.items():
+            results[engine][name].num_tokens = sum(
+                len(r.prompt) if name == "prefill" else r.max_tokens for r in requests
+            )
+    return results
+
+
+def print_results(
+    model: str, config, workloads: dict[str, list[Request]], results: dict[str, dict[str, Result]]
+) -> None:
+    print(f"{model}, {config.dtype}, {config.device}, attention {config.attention_backend}")
+    rates = None if config.device == "cpu" else run_in_process(measured_rates, config.device)
+    if rates:
+        print(f"this device reads {rates[0] / 1e12:.2f} TB/s and multiplies at {rates[1] / 1e12:.0f} TFLOP/s")
+    for name, requests in workloads.items():
+        num_input, num_output = sum(len(r.prompt) for r in requests), sum(r.max_tokens for r in requests)
+        others = [result[name] for engine, result in results.items() if engine != "nanovllm"]
+        baseline = max(others or [results["nanovllm"][name]], key=lambda result: result.rate)
+        limit = limit_seconds(requests, config, *(config.tensor_parallel_size * x for x in rates)) if rates else None
+        title = f"{name}: {len(requests)} requests, {num_input:,} tokens in, {num_output:,} out"
+        print_table(title, [result[name].row(engine, baseline, limit) for engine, result in results.items()])
+    print("\ntok/s: output tokens, in prefill input tokens; TTFT and ITL: median and 99th percentile", end="")
+    print("; ratio: to the fastest other engine" if len(results) > 1 else "")
+
+
 def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
@@ -605,53 +646,26 @@ def main() -> None:
         profile_nanovllm(args.model, settings, batch_sizes, sum(lengths) // 4, args.profile)
         return
     if args.beams:
-        beams_beside_transformers(args.model, settings, args.beams, args.max_output_len or 400)
+        compare_beam_search(args.model, settings, args.beams, args.max_output_len or 400)
         return
     if args.streaming:
-        stream_overhead(args.model, settings, headline(num_seqs, *lengths, args.seed, vocab_size))
+        compare_streaming(args.model, settings, headline(num_seqs, *lengths, args.seed, vocab_size))
         return
 
     prefill_len = min(args.prefill_len or (1024 if small else 3900), config.max_model_len - 1)
-    requests = {
+    workloads = {
         "headline": headline(num_seqs, *lengths, args.seed, vocab_size),
         "single": single_stream(*lengths, args.seed, vocab_size),
         "prefill": prefill(num_seqs, prefill_len, args.seed, vocab_size),
     }
-    for request in (request for made in requests.values() for request in made):
+    if args.workload != "all":
+        workloads = {args.workload: workloads[args.workload]}
+    for request in (request for requests in workloads.values() for request in requests):
         request.top_k, request.top_p = args.top_k, args.top_p
-    workloads = {
-        name: [other_ids(made, vocab_size), made] for name, made in requests.items() if args.workload in ("all", name)
-    }
-    engines = ["nanovllm", *args.compare]
-    results = {}
-    for engine in engines:
-        if importlib.util.find_spec(engine) is None:
-            report(f"{engine}: not installed, left out")
-            continue
-        run = ENGINES[engine] if len(engines) == 1 else partial(run_in_process, ENGINES[engine])
-        report(f"{engine}: starts")
-        begin = perf_counter()
-        results[engine] = run(args.model, settings, workloads)
-        report(f"{engine}: ends after {perf_counter() - begin:.1f} s")
-
-    print(f"{args.model}, {config.dtype}, {config.device}, attention {config.attention_backend}")
-    rates = None if small else run_in_process(measured_rates, config.device)
-    if rates:
-        print(f"this device reads {rates[0] / 1e12:.2f} TB/s and multiplies at {rates[1] / 1e12:.0f} TFLOP/s")
-    for name in workloads:
-        made = requests[name]
-        num_input, num_output = sum(len(r.prompt) for r in made), sum(r.max_tokens for r in made)
-        for result in results.values():
-            result[name].num_tokens = num_input if name == "prefill" else num_output
-        title = f"{name}: {len(made)} requests, {num_input:,} tokens in, {num_output:,} out"
-        others = [result[name] for engine, result in results.items() if engine != "nanovllm"]
-        baseline = max(others or [results["nanovllm"][name]], key=lambda result: result.rate)
-        limit = limit_seconds(made, config, *(rate * args.tensor_parallel_size for rate in rates)) if rates else None
-        print_table(title, [result[name].row(engine, baseline, limit) for engine, result in results.items()])
-    print("\ntok/s: output tokens, in prefill input tokens", end="")
-    print("; ratio: to the fastest other engine" if len(results) > 1 else "")
+    results = run_engines(["nanovllm", *args.compare], args.model, settings, workloads, vocab_size)
+    print_results(args.model, config, workloads, results)
     if args.save:
-        num_ranks = args.tensor_parallel_size
+        num_ranks = config.tensor_parallel_size
         setup = Path(args.model).name + (f" on {num_ranks} GPUs" if num_ranks > 1 else "")
         by_workload = {name: {engine: result[name].rate for engine, result in results.items()} for name in workloads}
         save_results(args.save, f"{config.device}, {config.dtype}", setup, by_workload)
