@@ -4,12 +4,14 @@ somewhere.
 
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import bench
 from nanovllm import LLM, SamplingParams
+from nanovllm.config import Config
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -73,6 +75,25 @@ def test_figure_has_the_numbers_of_the_results_file():
     assert {
         f"{rate:,}" for workloads in results.values() for rates in workloads.values() for rate in rates.values()
     } <= labels
+
+
+def test_settings_table_is_complete():
+    settings = [row[0].strip("`") for row in table(section("Settings"))]
+    assert sorted(settings) == sorted(field.name for field in fields(Config) if field.init and field.name != "model")
+
+
+def test_guide_table_names_what_exists():
+    """Every identifier on the side of this package stands in its source."""
+    source = "\n".join(path.read_text() for path in (ROOT / "nanovllm").rglob("*.py"))
+    words = set(re.findall(r"\w+", source))
+    rows = table(section("For readers of nano-vllm guides"))
+    names = {
+        name
+        for _, here in rows
+        for code in re.findall(r"`([^`]+)`", here)
+        for name in re.findall(r"[A-Za-z_]\w+", code)
+    }
+    assert len(names) > 15 and names - words - {"json"} == set()
 
 
 def test_reading_order_has_true_sizes():
