@@ -12,6 +12,7 @@ import pytest
 import bench
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
+from nanovllm.layers import logits
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -31,6 +32,8 @@ def table(text: str) -> list[list[str]]:
 
 EXPERIMENTS = re.findall(r"```python\n(.*?)```", section("Experiments"), re.DOTALL)
 (TOP_K,) = (code for code in EXPERIMENTS if "top_k" in code)
+CONTRIBUTING = (ROOT / ".github/CONTRIBUTING.md").read_text()
+(FILTER,) = re.findall(r"```python\n(.*?)```", CONTRIBUTING, re.DOTALL)
 
 
 def run(code: str, settings: str, capsys) -> None:
@@ -48,6 +51,19 @@ def test_experiment(code, capsys):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_top_1_gives_one_answer_in_every_dtype(dtype, capsys):
     run(TOP_K, f", dtype={dtype!r}", capsys)
+
+
+@pytest.fixture
+def no_filters_afterwards(monkeypatch):
+    monkeypatch.setattr(logits, "CUSTOM_FILTERS", {})
+    columns = [*logits.COLUMNS]
+    yield
+    logits.COLUMNS[:] = columns
+
+
+def test_own_filter(no_filters_afterwards, capsys):
+    """The exercise of CONTRIBUTING.md."""
+    run(FILTER, "", capsys)
 
 
 def test_there_are_six():
@@ -86,14 +102,15 @@ def test_guide_table_names_what_exists():
     """Every identifier on the side of this package stands in its source."""
     source = "\n".join(path.read_text() for path in (ROOT / "nanovllm").rglob("*.py"))
     words = set(re.findall(r"\w+", source))
-    rows = table(section("For readers of nano-vllm guides"))
+    engine = (ROOT / "nanovllm/engine/README.md").read_text().split("\n## Names of the guides\n")[1]
+    rows = table(section("For readers of nano-vllm guides")) + table(engine)
     names = {
         name
         for _, here in rows
         for code in re.findall(r"`([^`]+)`", here)
         for name in re.findall(r"[A-Za-z_]\w+", code)
     }
-    assert len(names) > 15 and names - words - {"json"} == set()
+    assert len(names) > 15 and names - words - {"generation_config", "json"} == set()
 
 
 def test_reading_order_has_true_sizes():
