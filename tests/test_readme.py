@@ -121,6 +121,11 @@ def test_reading_order_has_true_sizes():
         assert abs(int(lines) - true) <= 0.25 * true + 10, (file, lines, true)
 
 
+def test_every_test_file_is_described():
+    described = set(re.findall(r"`(test_\w+\.py)`", (ROOT / "tests/README.md").read_text()))
+    assert {path.name for path in (ROOT / "tests").glob("test_*.py")} <= described
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document):
     """To files that exist, and to headings that their documents have."""
