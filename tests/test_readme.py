@@ -12,7 +12,6 @@ import pytest
 import bench
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
-from nanovllm.layers import logits
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -53,16 +52,8 @@ def test_top_1_gives_one_answer_in_every_dtype(dtype, capsys):
     run(TOP_K, f", dtype={dtype!r}", capsys)
 
 
-@pytest.fixture
-def no_filters_afterwards(monkeypatch):
-    monkeypatch.setattr(logits, "CUSTOM_FILTERS", {})
-    columns = [*logits.COLUMNS]
-    yield
-    logits.COLUMNS[:] = columns
-
-
-def test_own_filter(no_filters_afterwards, capsys):
-    """The exercise of CONTRIBUTING.md."""
+def test_own_filter(capsys):
+    """The exercise of CONTRIBUTING.md; a fixture of conftest.py removes the filter."""
     run(FILTER, "", capsys)
 
 
