@@ -1,23 +1,31 @@
-"""Throughput and latency of nano-vllm, beside other engines on the same requests in the same call.
+"""Throughput and latency of nano-vllm, and of other engines on the same requests in the same call.
 
-    python bench.py --model MODEL                                    three workloads
-    python bench.py --num-seqs 64 --max-input-len 256 --max-output-len 256 --compare transformers,vllm
-    python bench.py --model MODEL --profile FOLDER                   traces of decode steps, and where their time goes
-    python bench.py --streaming                                      the headline by generate and by stream, in turns
-    python bench.py --beams 4                                        beam search beside transformers', in turns
+    python bench.py --model MODEL                     the three workloads below
+    python bench.py --model MODEL --compare vllm      the same with vLLM beside it (or transformers, or both)
+    python bench.py --model MODEL --profile FOLDER    traces of decode steps, and the time of each kernel in them
+    python bench.py --streaming                       the headline workload by generate() and by stream()
+    python bench.py --beams 4                         beam search, compared with that of transformers
+    python bench.py --figure FILE.svg                 a bar chart of the numbers that --save FILE.json has collected
 
-Headline: `--num-seqs` requests of random ids, lengths uniform up to the maxima (from a tenth of them), temperature
-0.6, no end of sequence. Single stream: one request, an eighth of the longest input in, half of the longest output out.
-Prefill: an eighth as many requests of `--prefill-len` tokens in, one out. Every workload runs twice, with other ids of
-the same lengths, and the second run counts; where engines are compared, each has a process of its own.
+Workloads, all with random token ids, temperature 0.6 and no end-of-sequence token:
 
-On CUDA the limit is what the chip allows: the bytes of weights and of keys and values that decode steps must read, over
-the rate at which this device reads, and the operations of the prefill over its rate of matrix products; both rates
-are measured here, and several ranks have several times as much.
+    headline    --num-seqs requests; their input and output lengths are uniform between a tenth of the maximum and the
+                maximum
+    single      one request; its input is an eighth of --max-input-len, its output half of --max-output-len
+    prefill     an eighth of --num-seqs requests of --prefill-len tokens, with one output token each
+
+Each workload runs twice with the same lengths and different ids, and the second run is reported. When engines are
+compared, each of them runs in its own process.
+
+On CUDA the table has a column "of limit": the time that the hardware needs at least, divided by the measured time. The
+least time is the bytes of weights, keys and values that decode steps read, divided by the memory bandwidth, plus the
+operations of the prefill, divided by the matrix product rate. Both rates are measured on this device; several ranks
+count as several times the rates of one.
 """
 
 import argparse
 import importlib.util
+import json
 import logging
 import multiprocessing
 import random
@@ -27,12 +35,21 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 STARTED = perf_counter()
 TEMPERATURE = 0.6
+WORKLOADS = {"headline": "headline", "single": "single stream", "prefill": "prefill"}
+# names in results files -> names in the figure; `--compare` can't run "original"
+LABELS = {
+    "nanovllm": "this package",
+    "vllm": "vLLM",
+    "original": "the original nano-vllm",
+    "transformers": "transformers",
+}
 
 
 @dataclass
@@ -45,24 +62,31 @@ class Request:
 
 @dataclass
 class Result:
-    """One engine on one workload: when each request's tokens came, in seconds from the start."""
+    """One engine on one workload.
+
+    token_times: for each request, when its tokens arrived, in seconds from the start of the run.
+    """
 
     seconds: float = 0.0
     num_tokens: int = 0
     token_times: list[list[float]] = field(default_factory=list)
     note: str = ""
 
-    def row(self, name: str, best: "Result", limit: float | None) -> list[str]:
-        rate = self.num_tokens / self.seconds
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.num_tokens / self.seconds
+
+    def row(self, name: str, baseline: "Result", limit: float | None) -> list[str]:
         first = [times[0] for times in self.token_times if times]
-        gaps = [b - a for times in self.token_times for a, b in zip(times, times[1:])]
-        ratio = rate / (best.num_tokens / best.seconds)
-        tail = [f"{1000 * q(xs):,.1f}" if xs else "-" for xs in (first, gaps) for q in (median, percentile_99)]
+        gaps = [b - a for times in self.token_times for a, b in pairwise(times)]
+        latencies = [f"{1000 * q(xs):,.1f}" if xs else "-" for xs in (first, gaps) for q in (median, percentile_99)]
         of_limit = f"{limit / self.seconds:.2f}" if limit else "-"
-        return [name, f"{self.seconds:.2f}", f"{rate:,.0f}", *tail, f"{ratio:.2f}", of_limit, self.note]
+        ratio = f"{self.rate / baseline.rate:.2f}"
+        return [name, f"{self.seconds:.2f}", f"{self.rate:,.0f}", *latencies, ratio, of_limit, self.note]
 
 
-HEADER = ["engine", "s", "tok/s", "first ms", "p99", "between ms", "p99", "ratio", "of limit", ""]
+HEADER = ["engine", "s", "tok/s", "TTFT ms", "p99", "ITL ms", "p99", "ratio", "of limit", ""]
 
 
 def percentile_99(values: list[float]) -> float:
@@ -70,11 +94,13 @@ def percentile_99(values: list[float]) -> float:
 
 
 def headline(num_seqs: int, max_input_len: int, max_output_len: int, seed: int, vocab_size: int) -> list[Request]:
-    """Prompts first, then output lengths, all from one generator: seed 0 at the defaults makes 133,966 tokens out."""
+    """Prompts first, then output lengths, from one generator: seed 0 at the defaults gives 133,966 output tokens."""
     rng = random.Random(seed)
-    top = min(10_000, vocab_size - 1)
+    max_id = min(10_000, vocab_size - 1)
     min_input_len, min_output_len = (max(1, length * 100 // 1024) for length in (max_input_len, max_output_len))
-    prompts = [[rng.randint(0, top) for _ in range(rng.randint(min_input_len, max_input_len))] for _ in range(num_seqs)]
+    prompts = [
+        [rng.randint(0, max_id) for _ in range(rng.randint(min_input_len, max_input_len))] for _ in range(num_seqs)
+    ]
     return [Request(prompt, rng.randint(min_output_len, max_output_len)) for prompt in prompts]
 
 
@@ -85,25 +111,25 @@ def single_stream(max_input_len: int, max_output_len: int, seed: int, vocab_size
 
 
 def prefill(num_seqs: int, prefill_len: int, seed: int, vocab_size: int) -> list[Request]:
-    rng = random.Random(f"prefill {seed}")  # not the ids of the single stream, which are in the prefix cache
+    rng = random.Random(f"prefill {seed}")  # other ids than single_stream has: those are in the prefix cache
     return [Request([rng.randrange(vocab_size) for _ in range(prefill_len)], 1) for _ in range(max(1, num_seqs // 8))]
 
 
 def other_ids(requests: list[Request], vocab_size: int) -> list[Request]:
-    """The same lengths with other ids, so that no prefix cache helps the second run."""
+    """The same lengths with other ids, so that the second run finds nothing in the prefix cache."""
     return [replace(request, prompt=[(i + 1) % vocab_size for i in request.prompt]) for request in requests]
 
 
-# -- engines: each is called with (model, settings, workloads), a workload being two runs -----------------------------
+# -- engines: functions of (model, settings, workloads), where a workload is two lists of requests --------------------
 
 
 def report(line: str) -> None:
-    """Progress goes to stderr at once; stdout has the results."""
+    """Print a line of progress to stderr; results go to stdout."""
     print(line, file=sys.stderr, flush=True)
 
 
 def measure(engine: str, run: Callable[[list], Result], workloads: dict[str, list[list[Request]]]) -> dict[str, Result]:
-    """The result of `run` on each workload, with a line when it starts and when it ends."""
+    """Call `run` on each workload and report when it starts and ends."""
     results = {}
     for name, runs in workloads.items():
         report(f"{engine}: {name} starts")
@@ -150,66 +176,67 @@ def run_nanovllm(model: str, settings: dict, workloads: dict[str, list[list[Requ
         return measure("nanovllm", lambda runs: [run(requests) for requests in runs][-1], workloads)
 
 
-def stream_overhead(model: str, settings: dict, requests: list[Request], rounds: int = 7) -> None:
-    """The same requests by `generate` and by `stream`, one after the other, again and again."""
+def time_alternately(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each call in each round, after a round of warm-up; every other round is in reverse order."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(rounds + 1):
+        for name in list(calls)[:: 1 if i % 2 else -1]:
+            begin = perf_counter()
+            calls[name]()
+            seconds[name].append(perf_counter() - begin)
+    return {name: times[1:] for name, times in seconds.items()}
+
+
+def compare_streaming(model: str, settings: dict, requests: list[Request], rounds: int = 7) -> None:
+    """Time the same requests by `generate` and by `stream`, alternating, `rounds` times each."""
     from nanovllm import LLM
 
     prompts, params = [r.prompt for r in requests], sampling_params(requests)
     num_tokens = sum(r.max_tokens for r in requests)
-    seconds: dict[str, list[float]] = {"generate": [], "stream": []}
     with LLM(model, **settings, enable_prefix_caching=False) as llm:
-        ways = {
+        calls = {
             "generate": lambda: llm.generate(prompts, params, use_tqdm=False),
             "stream": lambda: [event["text"] for event in llm.stream(prompts, params)],
         }
-        for i in range(rounds + 1):  # the first is for warming up
-            for name in list(ways)[:: 1 if i % 2 else -1]:
-                begin = perf_counter()
-                ways[name]()
-                seconds[name].append(perf_counter() - begin)
+        seconds = time_alternately(calls, rounds)
     for name, times in seconds.items():
-        rates = [num_tokens / s for s in times[1:]]
+        rates = [num_tokens / s for s in times]
         print(f"{name:8} {len(requests)} requests, {num_tokens:,} tokens out", end=", tok/s: ")
         print(f"median {median(rates):,.0f}, best {max(rates):,.0f}")
-    ratios = [b / a - 1 for a, b in zip(seconds["generate"][1:], seconds["stream"][1:])]
-    best = min(seconds["stream"][1:]) / min(seconds["generate"][1:]) - 1
+    ratios = [b / a - 1 for a, b in zip(seconds["generate"], seconds["stream"])]
+    best = min(seconds["stream"]) / min(seconds["generate"]) - 1
     print(f"stream takes longer by {median(ratios):+.1%} (median of {rounds} pairs), {best:+.1%} (best of each)")
 
 
-def beams_beside_transformers(model: str, settings: dict, width: int, max_tokens: int, rounds: int = 5) -> None:
-    """A prompt of 20 tokens, searched by both, one after the other, again and again."""
+def compare_beam_search(model: str, settings: dict, width: int, max_tokens: int, rounds: int = 5) -> None:
+    """Time both beam searches on a prompt of 20 tokens, alternating, `rounds` times each."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from nanovllm import LLM, BeamSearchParams
 
     prompt = list(range(300, 320))
-    seconds: dict[str, list[float]] = {"nanovllm": [], "transformers": []}
     with LLM(model, **settings) as llm:
         config = llm.config
         other = AutoModelForCausalLM.from_pretrained(config.model, dtype=config.dtype).to(config.device).eval()
         ids = torch.tensor([prompt], device=config.device)
         plain = dict(do_sample=False, temperature=None, top_p=None, top_k=None, eos_token_id=None, pad_token_id=0)
-        ways = {
+        calls = {
             "nanovllm": lambda: llm.beam_search(prompt, BeamSearchParams(width, max_tokens, ignore_eos=True)),
             "transformers": lambda: other.generate(
                 ids, attention_mask=torch.ones_like(ids), num_beams=width, max_new_tokens=max_tokens, **plain
             ),
         }
-        for i in range(rounds + 1):  # the first is for warming up
-            for name in list(ways)[:: 1 if i % 2 else -1]:
-                begin = perf_counter()
-                ways[name]()
-                seconds[name].append(perf_counter() - begin)
+        seconds = time_alternately(calls, rounds)
     print(f"{width} beams, {len(prompt)} tokens in, {max_tokens} out, in seconds:")
     for name, times in seconds.items():
-        print(f"{name:13} median {median(times[1:]):.2f}, best {min(times[1:]):.2f}")
+        print(f"{name:13} median {median(times):.2f}, best {min(times):.2f}")
 
 
 def profile_nanovllm(model: str, settings: dict, batch_sizes: list[int], length: int, folder: Path) -> None:
-    """A trace of ten decode steps of each batch size, and the time of a step by kernel.
+    """Write a trace of ten decode steps for each batch size, and print how much of a step each kernel takes.
 
-    Kernels overlap, so each is given the time from the end of the one before to its own end.
+    Kernels overlap, so the time of a kernel is counted from the end of the previous kernel to its own end.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -237,8 +264,8 @@ def profile_nanovllm(model: str, settings: dict, batch_sizes: list[int], length:
             kind = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
             events = sorted((e for e in trace.events() if e.device_type == kind), key=lambda e: e.time_range.end)
             total: dict[str, list[float]] = {}
-            for before, event in zip(events, events[1:]):
-                total.setdefault(event.name, []).append(event.time_range.end - before.time_range.end)
+            for previous, event in pairwise(events):
+                total.setdefault(event.name, []).append(event.time_range.end - previous.time_range.end)
             for name, times in sorted(total.items(), key=lambda item: -sum(item[1]))[:12]:
                 calls, each = len(times) / num_steps, sum(times) / len(times)
                 print(f"  {sum(times) / num_steps:8.1f} us  {calls:5.0f} x {each:7.2f} us  {name[:70]}")
@@ -248,7 +275,7 @@ def profile_nanovllm(model: str, settings: dict, batch_sizes: list[int], length:
 
 
 def run_transformers(model: str, settings: dict, workloads: dict[str, list[list[Request]]]) -> dict[str, Result]:
-    """Padded batches, whole batch after whole batch; the best of a few batch sizes."""
+    """Padded batches, one after the other; the fastest of a few batch sizes is reported."""
     import torch
     from transformers import AutoModelForCausalLM, StoppingCriteria
 
@@ -259,7 +286,7 @@ def run_transformers(model: str, settings: dict, workloads: dict[str, list[list[
     llm.generation_config.eos_token_id = None
 
     class Clock(StoppingCriteria):
-        """Notes when each token came; stops nothing."""
+        """Records when each token arrives, and never stops the generation."""
 
         def __init__(self, begin: float):
             self.begin, self.times = begin, []
@@ -303,7 +330,7 @@ def run_transformers(model: str, settings: dict, workloads: dict[str, list[list[
 
 
 def run_vllm(model: str, settings: dict, workloads: dict[str, list[list[Request]]]) -> dict[str, Result]:
-    """vLLM's offline class at its defaults, with our bounds and dtype. It tells of no single tokens here."""
+    """vLLM's offline `LLM` with its defaults and with our bounds and dtype; it reports no times of single tokens."""
     from vllm import LLM, SamplingParams
 
     from nanovllm.config import Config
@@ -339,11 +366,11 @@ def run_vllm(model: str, settings: dict, workloads: dict[str, list[list[Request]
 ENGINES = {"nanovllm": run_nanovllm, "transformers": run_transformers, "vllm": run_vllm}
 
 
-# -- what the chip allows ---------------------------------------------------------------------------------------------
+# -- the limit of the hardware ----------------------------------------------------------------------------------------
 
 
 def measured_rates(device: str) -> tuple[float, float]:
-    """Bytes per second that this device reads, and operations per second of a bf16 matrix product."""
+    """Memory bandwidth in bytes read per second, and operations per second of a bf16 matrix product."""
     import torch
 
     def seconds(function) -> float:
@@ -359,39 +386,85 @@ def measured_rates(device: str) -> tuple[float, float]:
 
     size = 8192
     torch.cuda.set_device(torch.device(device).index or 0)
-    many = torch.ones(2**31 // 4, device="cuda")
+    large = torch.ones(2**31 // 4, device="cuda")
     square = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
-    return many.nbytes / seconds(many.sum), 2 * size**3 / seconds(lambda: square @ square)
+    return large.nbytes / seconds(large.sum), 2 * size**3 / seconds(lambda: square @ square)
 
 
 def limit_seconds(requests: list[Request], config, bytes_per_s: float, operations_per_s: float) -> float:
-    """The least time for the requests, one after the other: prefill by its operations, decode by the bytes it must read.
+    """The least time for the requests: operations of the prefill, plus bytes that the decode steps must read.
 
-    An engine that mixes the two in one step could hide the shorter behind the longer.
+    An engine that runs prefill and decode in the same step could overlap the two, and be faster than this.
     """
     shape = config.model_config
     heads, kv_heads, head_dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-    of_layer = (
+    layer_weights = (
         shape.hidden_size * (2 * heads + 2 * kv_heads) * head_dim + 3 * shape.hidden_size * shape.intermediate_size
     )
-    of_layers = of_layer * shape.num_hidden_layers
-    of_head = shape.hidden_size * shape.vocab_size
-    kv_bytes = 2 * shape.num_hidden_layers * kv_heads * head_dim * config.dtype.itemsize  # of a token
+    all_layer_weights = layer_weights * shape.num_hidden_layers
+    head_weights = shape.hidden_size * shape.vocab_size
+    kv_bytes = 2 * shape.num_hidden_layers * kv_heads * head_dim * config.dtype.itemsize  # per token
     lengths = [(len(r.prompt), r.max_tokens) for r in requests]
     num_read = sum(sum(range(prompt + 1, prompt + tokens)) for prompt, tokens in lengths)
     num_decoded = sum(tokens - 1 for _, tokens in lengths)
     num_steps = max(max(tokens - 1 for _, tokens in lengths), -(-num_decoded // config.max_num_seqs))
-    num_bytes = num_read * kv_bytes + num_steps * (of_layers + of_head) * config.dtype.itemsize
+    num_bytes = num_read * kv_bytes + num_steps * (all_layer_weights + head_weights) * config.dtype.itemsize
     attention = sum(2 * prompt**2 * heads * head_dim * shape.num_hidden_layers for prompt, _ in lengths)
-    linear = sum(2 * prompt * of_layers + 2 * of_head for prompt, _ in lengths)
+    linear = sum(2 * prompt * all_layer_weights + 2 * head_weights for prompt, _ in lengths)
     return num_bytes / bytes_per_s + (linear + attention) / operations_per_s
 
 
-def alone(function, *arguments):
-    """The function's result, from a process that ends with it and gives all its memory back."""
+def run_in_process(function, *arguments):
+    """Call the function in a new process, whose end frees all memory that the function used."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=show_engine_log) as pool:
         return pool.submit(function, *arguments).result()
+
+
+# -- results files and the figure ------------------------------------------------------------------------------------
+
+
+def save_results(file: Path, notes: str, setup: str, rates: dict[str, dict[str, float]]) -> None:
+    """Merge tokens per second, by workload and engine, into the results file. `results_file` has its format."""
+    saved = json.loads(file.read_text()) if file.exists() else {"notes": notes, "results": {}}
+    workloads = saved["results"].setdefault(setup, {})
+    for workload, by_engine in rates.items():
+        workloads.setdefault(workload, {}).update({engine: round(rate) for engine, rate in by_engine.items()})
+    file.write_text(json.dumps(saved, indent=2) + "\n")
+
+
+def draw_figure(file: Path) -> None:
+    """Draw the results file beside `file` as bars: speed relative to vLLM where it is there, labelled with tokens/s."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    # text stays text, and nothing in the file depends on when it is drawn
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "nano-vllm", "font.size": 9})
+    import matplotlib.pyplot as plt
+
+    saved = json.loads(file.with_suffix(".json").read_text())
+    groups = [
+        (setup, workload, rates)
+        for setup, by_workload in saved["results"].items()
+        for workload, rates in by_workload.items()
+    ]
+    engines = [engine for engine in LABELS if any(engine in rates for _, _, rates in groups)]
+    baseline = "vllm" if "vllm" in engines else engines[-1]
+    height = 0.8 / len(engines)
+    figure, axes = plt.subplots(figsize=(8, 1 + len(groups) * (0.1 + 0.15 * len(engines))), layout="constrained")
+    for i, engine in enumerate(engines):
+        measured = [(k, rates) for k, (_, _, rates) in enumerate(groups) if engine in rates]
+        relative = [rates[engine] / rates.get(baseline, rates["nanovllm"]) for _, rates in measured]
+        rows = [k + (i - (len(engines) - 1) / 2) * height for k, _ in measured]
+        color = ("#1a7f5a", "#b8c4ce", "#dde3e8", "#eeeeee")[i]
+        bars = axes.barh(rows, relative, 0.92 * height, label=LABELS[engine], color=color)
+        axes.bar_label(bars, [f"{rates[engine]:,}" for _, rates in measured], padding=3)
+    axes.set_yticks(range(len(groups)), [f"{setup}, {WORKLOADS[workload]}" for setup, workload, _ in groups])
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel(f"speed relative to {LABELS[baseline]}; labels are tokens per second\n{saved['notes']}")
+    axes.legend(loc="center right", frameon=False)
+    figure.savefig(file, metadata={"Date": None})
 
 
 def print_table(title: str, rows: list[list[str]]) -> None:
@@ -424,7 +497,7 @@ def integer(low: int) -> Callable[[str], int]:
 
 
 def other_engines(text: str) -> list[str]:
-    """An argparse type: names of engines with commas between them."""
+    """An argparse type: comma-separated names of engines to compare with."""
     others = [name for name in ENGINES if name != "nanovllm"]
     names = list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
     for name in names:
@@ -434,54 +507,122 @@ def other_engines(text: str) -> list[str]:
 
 
 def writable_folder(text: str) -> Path:
-    """An argparse type: a folder that exists or can be made, and takes files."""
+    """An argparse type: a folder that exists or can be created, and in which files can be written."""
     folder = Path(text)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: is no folder that one can write to ({error.strerror})") from error
+        raise argparse.ArgumentTypeError(f"{text!r}: is not a writable folder ({error.strerror})") from error
     return folder
+
+
+def results_file(text: str) -> Path:
+    """An argparse type: a JSON file, new or `{"notes": text, "results": {setup: {workload: {engine: rate}}}}`."""
+    file = Path(text)
+    writable_folder(str(file.parent))
+    if file.exists():
+        try:
+            json.loads(file.read_text())["results"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: is not a results file of --save ({error!r})") from error
+    return file
+
+
+def figure_file(text: str) -> Path:
+    """An argparse type: an svg file with a results file of the same name beside it."""
+    file = Path(text)
+    if file.suffix != ".svg" or not file.with_suffix(".json").is_file():
+        raise argparse.ArgumentTypeError(f"{text!r}: must end in .svg and have a .json of the same name beside it")
+    results_file(str(file.with_suffix(".json")))
+    return file
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     size = integer(1)
-    parser.add_argument("--model", default="tiny-qwen3")
-    parser.add_argument("--workload", choices=["all", "headline", "single", "prefill"], default="all")
-    parser.add_argument("--num-seqs", type=size, help="default 256, on a CPU 64")
-    parser.add_argument("--max-input-len", type=size, help="default 1024, on a CPU 256")
-    parser.add_argument("--max-output-len", type=size, help="default 1024, on a CPU 256")
-    parser.add_argument("--prefill-len", type=size, help="default 3900, on a CPU 1024")
-    parser.add_argument("--seed", type=integer(0), default=0)
-    parser.add_argument(
-        "--profile", type=writable_folder, metavar="FOLDER", help="write traces of decode steps, and nothing else"
-    )
-    parser.add_argument("--streaming", action="store_true", help="compare generate with stream, and nothing else")
-    parser.add_argument(
-        "--beams", type=size, metavar="WIDTH", help="compare beam search with transformers', and nothing else"
-    )
+    parser.add_argument("--model", default="tiny-qwen3", help="a folder, a hub id, or the bundled tiny-qwen3")
+    parser.add_argument("--workload", choices=["all", *WORKLOADS], default="all")
+    parser.add_argument("--num-seqs", type=size, help="requests of the headline workload (256; on a CPU 64)")
+    parser.add_argument("--max-input-len", type=size, help="longest prompt in tokens (1024; on a CPU 256)")
+    parser.add_argument("--max-output-len", type=size, help="longest output in tokens (1024; on a CPU 256)")
+    parser.add_argument("--prefill-len", type=size, help="prompt length of the prefill workload (3900; on a CPU 1024)")
+    parser.add_argument("--seed", type=integer(0), default=0, help="seed of the random requests")
     parser.add_argument(
         "--compare", type=other_engines, default=[], help="transformers, vllm, or both with a comma between them"
     )
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--attention-backend", default="auto")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1)
-    parser.add_argument("--max-num-seqs", type=int, default=512)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
-    parser.add_argument("--max-model-len", type=int)
-    parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--async-scheduling", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--save", type=results_file, metavar="FILE.json", help="add the tokens per second to this file")
+
+    other = parser.add_argument_group("instead of the workloads")
+    other.add_argument("--profile", type=writable_folder, metavar="FOLDER", help="write traces of decode steps there")
+    other.add_argument("--streaming", action="store_true", help="compare generate() with stream()")
+    other.add_argument("--beams", type=size, metavar="WIDTH", help="compare beam search with that of transformers")
+    other.add_argument("--figure", type=figure_file, metavar="FILE.svg", help="draw FILE.json (needs matplotlib)")
+
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--top-k", type=int, default=0, help="0 keeps all tokens")
+    sampling.add_argument("--top-p", type=float, default=1.0, help="1 keeps all tokens")
+
+    engine = parser.add_argument_group("engine settings, as of LLM(...)")
+    engine.add_argument("--dtype", default="auto")
+    engine.add_argument("--device", default="auto")
+    engine.add_argument("--attention-backend", default="auto")
+    engine.add_argument("--tensor-parallel-size", type=int, default=1)
+    engine.add_argument("--max-num-seqs", type=int, default=512)
+    engine.add_argument("--max-num-batched-tokens", type=int, default=16384)
+    engine.add_argument("--max-model-len", type=int)
+    engine.add_argument("--enforce-eager", action="store_true")
+    engine.add_argument("--async-scheduling", action=argparse.BooleanOptionalAction)
     return parser
+
+
+def run_engines(
+    engines: list[str], model: str, settings: dict, workloads: dict[str, list[Request]], vocab_size: int
+) -> dict[str, dict[str, Result]]:
+    """Results by engine and workload. Several engines run in a process each; one that is not installed is left out."""
+    runs = {name: [other_ids(requests, vocab_size), requests] for name, requests in workloads.items()}
+    results = {}
+    for engine in engines:
+        if importlib.util.find_spec(engine) is None:
+            report(f"{engine}: not installed, left out")
+            continue
+        run = ENGINES[engine] if len(engines) == 1 else partial(run_in_process, ENGINES[engine])
+        report(f"{engine}: starts")
+        begin = perf_counter()
+        results[engine] = run(model, settings, runs)
+        report(f"{engine}: ends after {perf_counter() - begin:.1f} s")
+        for name, requests in workloads.items():
+            results[engine][name].num_tokens = sum(
+                len(r.prompt) if name == "prefill" else r.max_tokens for r in requests
+            )
+    return results
+
+
+def print_results(
+    model: str, config, workloads: dict[str, list[Request]], results: dict[str, dict[str, Result]]
+) -> None:
+    print(f"{model}, {config.dtype}, {config.device}, attention {config.attention_backend}")
+    rates = None if config.device == "cpu" else run_in_process(measured_rates, config.device)
+    if rates:
+        print(f"this device reads {rates[0] / 1e12:.2f} TB/s and multiplies at {rates[1] / 1e12:.0f} TFLOP/s")
+    for name, requests in workloads.items():
+        num_input, num_output = sum(len(r.prompt) for r in requests), sum(r.max_tokens for r in requests)
+        others = [result[name] for engine, result in results.items() if engine != "nanovllm"]
+        baseline = max(others or [results["nanovllm"][name]], key=lambda result: result.rate)
+        limit = limit_seconds(requests, config, *(config.tensor_parallel_size * x for x in rates)) if rates else None
+        title = f"{name}: {len(requests)} requests, {num_input:,} tokens in, {num_output:,} out"
+        print_table(title, [result[name].row(engine, baseline, limit) for engine, result in results.items()])
+    print("\ntok/s: output tokens, in prefill input tokens; TTFT and ITL: median and 99th percentile", end="")
+    print("; ratio: to the fastest other engine" if len(results) > 1 else "")
 
 
 def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
+    if args.figure:
+        draw_figure(args.figure)
+        return
     show_engine_log()
     from nanovllm import SamplingParams
     from nanovllm.config import Config
@@ -504,54 +645,30 @@ def main() -> None:
         batch_sizes = sorted({1, min(num_seqs, config.max_num_seqs)})
         profile_nanovllm(args.model, settings, batch_sizes, sum(lengths) // 4, args.profile)
         return
-
     if args.beams:
-        beams_beside_transformers(args.model, settings, args.beams, args.max_output_len or 400)
+        compare_beam_search(args.model, settings, args.beams, args.max_output_len or 400)
         return
-
     if args.streaming:
-        stream_overhead(args.model, settings, headline(num_seqs, *lengths, args.seed, vocab_size))
+        compare_streaming(args.model, settings, headline(num_seqs, *lengths, args.seed, vocab_size))
         return
 
     prefill_len = min(args.prefill_len or (1024 if small else 3900), config.max_model_len - 1)
-    requests = {
+    workloads = {
         "headline": headline(num_seqs, *lengths, args.seed, vocab_size),
         "single": single_stream(*lengths, args.seed, vocab_size),
         "prefill": prefill(num_seqs, prefill_len, args.seed, vocab_size),
     }
-    for request in (request for made in requests.values() for request in made):
+    if args.workload != "all":
+        workloads = {args.workload: workloads[args.workload]}
+    for request in (request for requests in workloads.values() for request in requests):
         request.top_k, request.top_p = args.top_k, args.top_p
-    workloads = {
-        name: [other_ids(made, vocab_size), made] for name, made in requests.items() if args.workload in ("all", name)
-    }
-    engines = ["nanovllm", *args.compare]
-    results = {}
-    for engine in engines:
-        if importlib.util.find_spec(engine) is None:
-            report(f"{engine}: not installed, left out")
-            continue
-        run = ENGINES[engine] if len(engines) == 1 else partial(alone, ENGINES[engine])
-        report(f"{engine}: starts")
-        begin = perf_counter()
-        results[engine] = run(args.model, settings, workloads)
-        report(f"{engine}: ends after {perf_counter() - begin:.1f} s")
-
-    print(f"{args.model}, {config.dtype}, {config.device}, attention {config.attention_backend}")
-    rates = None if small else alone(measured_rates, config.device)
-    if rates:
-        print(f"this device reads {rates[0] / 1e12:.2f} TB/s and multiplies at {rates[1] / 1e12:.0f} TFLOP/s")
-    for name in workloads:
-        made = requests[name]
-        num_input, num_output = sum(len(r.prompt) for r in made), sum(r.max_tokens for r in made)
-        for result in results.values():
-            result[name].num_tokens = num_input if name == "prefill" else num_output
-        title = f"{name}: {len(made)} requests, {num_input:,} tokens in, {num_output:,} out"
-        others = [result[name] for engine, result in results.items() if engine != "nanovllm"]
-        base = max(others or [results["nanovllm"][name]], key=lambda result: result.num_tokens / result.seconds)
-        limit = limit_seconds(made, config, *(rate * args.tensor_parallel_size for rate in rates)) if rates else None
-        print_table(title, [result[name].row(engine, base, limit) for engine, result in results.items()])
-    print("\ntok/s: output tokens, in prefill input tokens", end="")
-    print("; ratio: to the fastest of the others" if len(results) > 1 else "")
+    results = run_engines(["nanovllm", *args.compare], args.model, settings, workloads, vocab_size)
+    print_results(args.model, config, workloads, results)
+    if args.save:
+        num_ranks = config.tensor_parallel_size
+        setup = Path(args.model).name + (f" on {num_ranks} GPUs" if num_ranks > 1 else "")
+        by_workload = {name: {engine: result[name].rate for engine, result in results.items()} for name in workloads}
+        save_results(args.save, f"{config.device}, {config.dtype}", setup, by_workload)
 
 
 if __name__ == "__main__":

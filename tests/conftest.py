@@ -1,15 +1,15 @@
-"""What tests share. The bundled model is the test data; transformers' own Qwen3 on its weights is the reference."""
+"""Shared fixtures. The test model is the bundled one; the reference is transformers' Qwen3 with the same weights."""
 
 import os
 
-# also for processes that tests start: threads that wait for each other are very slow where a core is busy
+# also for the processes that tests start: OpenMP threads that wait for each other are very slow when a core is busy
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined, so it is set before any import
 
 from nanovllm import LLM
 from nanovllm.kernels.sampling_columns import COLUMNS
@@ -22,9 +22,9 @@ TINY = str(BUNDLED / "tiny-qwen3")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--stress-seconds", type=float, default=2.0, help="how long each stress test of callers takes")
+    parser.addoption("--stress-seconds", type=float, default=2.0, help="duration of each stress test of callers")
     parser.addoption(
-        "--interrupts", type=int, default=10, help="at how many moments each test of interrupts raises one"
+        "--interrupts", type=int, default=10, help="number of moments at which each test of interrupts raises one"
     )
 
 
@@ -55,7 +55,7 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def chat(tokenizer):
-    """A user's question as the token ids of a chat prompt."""
+    """A function from a user's question to the token ids of a chat prompt."""
 
     def render(question: str) -> list[int]:
         messages = [{"role": "user", "content": question}]
@@ -76,7 +76,7 @@ def remove_custom_filters():
 
 @pytest.fixture
 def make_llm():
-    """Engines on the bundled model, in float32 on the CPU unless told otherwise, closed at the test's end."""
+    """Makes engines, by default with the bundled model in float32 on the CPU, and closes them after the test."""
     engines = []
 
     def make(model: str = "tiny-qwen3", **settings) -> LLM:

@@ -1,5 +1,6 @@
-"""bench.py: its workloads are the published ones, its limit is arithmetic, and its commands run."""
+"""bench.py: its workloads are the published ones, its limit can be checked by hand, and its commands run."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,11 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
 import bench
 
+ROOT = Path(__file__).parents[1]
 QWEN3_06B = SimpleNamespace(
     num_attention_heads=16,
     num_key_value_heads=8,
@@ -34,13 +33,13 @@ def test_headline_is_the_published_one():
 
 
 def test_limit():
-    """Of one step it is what one can add up by hand; of the headline what others worked out for this chip."""
+    """The limit of one step is a sum that one can check by hand; that of the headline was derived separately."""
     weights = 2 * (28 * (4096 * 1024 + 2048 * 1024 + 6144 * 1024 + 3072 * 1024) + 151936 * 1024)
     keys_and_values = 28 * 2 * 8 * 128 * 2
     one_step = bench.limit_seconds([bench.Request([0] * 9, 2)], CONFIG, 1.0, float("inf"))
     assert one_step == weights + 10 * keys_and_values
-    alone = bench.limit_seconds([bench.Request([0], 1)], CONFIG, 1.0, 1.0)
-    assert alone == weights + 2 * 16 * 128 * 28  # two operations a weight, and one key that one query attends to
+    prefill_only = bench.limit_seconds([bench.Request([0], 1)], CONFIG, 1.0, 1.0)
+    assert prefill_only == weights + 2 * 16 * 128 * 28  # two operations a weight, and one key that one query attends to
     requests = bench.headline(256, 1024, 1024, seed=0, vocab_size=151936)
     rate = 133_966 / bench.limit_seconds(requests, CONFIG, 4.45e12, 790e12)
     assert rate == pytest.approx(37_556, rel=0.01)
@@ -48,7 +47,7 @@ def test_limit():
 
 @pytest.mark.parametrize("lengths", [(1, 1), (2, 7), (100_000, 1), (1, 100_000)])
 def test_smallest_workloads(lengths, monkeypatch, capsys):
-    """Every request has a token in and a token out, however the lengths are scaled, and fits in the model's length."""
+    """However the lengths are scaled, a request has input and output tokens and fits into the model's length."""
     seen = {}
     monkeypatch.setitem(
         bench.ENGINES, "nanovllm", lambda model, settings, workloads: seen.update(workloads) or fake(workloads)
@@ -91,10 +90,13 @@ def main(monkeypatch, *arguments: str) -> None:
         (("--dtype", "int3"), ("dtype", "int3", "bfloat16")),
         (("--profile", __file__), ("--profile", __file__, "folder")),
         (("--profile", f"{__file__}/traces"), ("--profile", __file__, "folder")),
+        (("--save", __file__), ("--save", __file__, "results file")),
+        (("--figure", "no_such_file.svg"), ("--figure", "no_such_file.svg", ".json")),
+        (("--figure", __file__), ("--figure", __file__, ".svg")),
     ],
 )
 def test_bad_arguments_are_one_line(arguments, words, monkeypatch, capsys):
-    """What argparse says names the option, the value and the bound, and no engine is started before."""
+    """The error names the option, the value and the bound, and no engine is started before it."""
     for engine in bench.ENGINES:
         monkeypatch.setitem(bench.ENGINES, engine, lambda *_: pytest.fail("an engine was started"))
     with pytest.raises(SystemExit) as stopped:
@@ -105,10 +107,10 @@ def test_bad_arguments_are_one_line(arguments, words, monkeypatch, capsys):
 
 
 def test_progress(monkeypatch, capsys):
-    """A line when an engine or a workload starts and when it ends; an engine that is not here is left out, and none runs twice."""
+    """A line when an engine or a workload starts and ends; missing engines are left out, and none runs twice."""
     for engine in ("nanovllm", "transformers"):
         monkeypatch.setitem(bench.ENGINES, engine, lambda model, settings, workloads: fake(workloads))
-    monkeypatch.setattr(bench, "alone", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(bench, "run_in_process", lambda function, *arguments: function(*arguments))
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None if name == "vllm" else SimpleNamespace())
     main(monkeypatch, "--compare", "transformers,vllm,,transformers", "--workload", "single", "--device", "cpu")
     lines = [line.split(" after")[0] for line in capsys.readouterr().err.splitlines()]
@@ -118,17 +120,8 @@ def test_progress(monkeypatch, capsys):
 
 
 def run(*arguments: str) -> str:
-    command = [
-        sys.executable,
-        "bench.py",
-        "--num-seqs",
-        "3",
-        "--max-input-len",
-        "32",
-        "--max-output-len",
-        "24",
-        *arguments,
-    ]
+    lengths = ["--num-seqs", "3", "--max-input-len", "32", "--max-output-len", "24"]
+    command = [sys.executable, "bench.py", *lengths, *arguments]
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
@@ -153,3 +146,31 @@ def test_profile_writes_traces(tmp_path):
     out = run("--profile", str(tmp_path))
     assert {file.name for file in tmp_path.iterdir()} == {"decode-1.json", "decode-3.json"}
     assert out.count("us in all") == 2
+
+
+def test_save_merges_results(monkeypatch, tmp_path):
+    """Later calls add workloads and setups, and replace what they measure again."""
+    file = tmp_path / "results.json"
+    monkeypatch.setitem(bench.ENGINES, "nanovllm", lambda model, settings, workloads: fake(workloads))
+    main(monkeypatch, "--workload", "single", "--max-output-len", "24", "--device", "cpu", "--save", str(file))
+    assert json.loads(file.read_text()) == {
+        "notes": "cpu, torch.bfloat16",
+        "results": {"tiny-qwen3": {"single": {"nanovllm": 12}}},
+    }
+    bench.save_results(file, "", "tiny-qwen3", {"single": {"vllm": 10.4}, "prefill": {"nanovllm": 7.0}})
+    bench.save_results(file, "", "tiny-qwen3 on 2 GPUs", {"single": {"nanovllm": 20.6}})
+    assert json.loads(file.read_text()) == {
+        "notes": "cpu, torch.bfloat16",
+        "results": {
+            "tiny-qwen3": {"single": {"nanovllm": 12, "vllm": 10}, "prefill": {"nanovllm": 7}},
+            "tiny-qwen3 on 2 GPUs": {"single": {"nanovllm": 21}},
+        },
+    }
+
+
+def test_figure_is_drawn(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    bench.save_results(tmp_path / "a.json", "a note", "a model", {"single": {"nanovllm": 1234, "vllm": 1000}})
+    main(monkeypatch, "--figure", str(tmp_path / "a.svg"))
+    text = (tmp_path / "a.svg").read_text()
+    assert all(word in text for word in ("a note", "a model, single stream", "1,234", "1,000", "relative to vLLM"))

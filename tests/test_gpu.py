@@ -1,4 +1,4 @@
-"""On CUDA devices, in bfloat16: every backend, with graphs and without, against right answers and transformers."""
+"""On CUDA devices: every backend, with graphs and without, compared with known answers and with transformers."""
 
 import importlib.util
 import os
@@ -29,17 +29,17 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=400)
 
 
 def tasks() -> dict[str, str]:
-    """Questions that the bundled model answers rightly on transformers, and their answers."""
+    """Questions that the bundled model answers correctly when transformers runs it, and their answers."""
     rng = random.Random(0)
     primes = [n for n in range(2, 101) if all(n % d for d in range(2, n))]
-    asked = {"list all prime numbers within 100": ", ".join(map(str, primes)), "What is 17 + 25?": "42"}
+    answers = {"list all prime numbers within 100": ", ".join(map(str, primes)), "What is 17 + 25?": "42"}
     for _ in range(20):
         numbers = [rng.randrange(100) for _ in range(rng.randint(2, 8))]
-        asked["Sort: " + ", ".join(map(str, numbers))] = ", ".join(map(str, sorted(numbers)))
+        answers["Sort: " + ", ".join(map(str, numbers))] = ", ".join(map(str, sorted(numbers)))
     for _ in range(20):
         begin, end = (n := rng.randrange(200)), n + rng.randint(2, 40)
-        asked[f"Count from {begin} to {end}."] = ", ".join(map(str, range(begin, end + 1)))
-    return asked
+        answers[f"Count from {begin} to {end}."] = ", ".join(map(str, range(begin, end + 1)))
+    return answers
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
@@ -55,24 +55,24 @@ def test_right_answers(make_llm, chat, backend, async_scheduling, enforce_eager)
         gpu_memory_utilization=0.1,
         max_num_seqs=20,
     )
-    asked = tasks()
-    answers = llm.generate([chat(question) for question in asked], GREEDY, use_tqdm=False)
-    assert [answer["text"] for answer in answers] == list(asked.values())
+    expected = tasks()
+    answers = llm.generate([chat(question) for question in expected], GREEDY, use_tqdm=False)
+    assert [answer["text"] for answer in answers] == list(expected.values())
     assert bool(llm.model_runner.graphs) == (backend != "sdpa" and not enforce_eager)
 
 
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_several_answers(make_llm, chat, block_size):
-    """Each goes on from shared blocks and a copied one, and comes in pieces."""
+    """Each answer continues from shared blocks and a copied one, and arrives in pieces."""
     llm = make_llm(
         device="cuda", dtype="auto", kvcache_block_size=block_size, gpu_memory_utilization=0.1, max_num_seqs=70
     )
-    asked = tasks()
+    expected = tasks()
     texts = {}
-    for event in llm.stream([chat(question) for question in asked], replace(GREEDY, n=3)):
-        place = event["index"], event["output_index"]
-        texts[place] = texts.get(place, "") + event["text"]
-    assert texts == {(i, k): answer for i, answer in enumerate(asked.values()) for k in range(3)}
+    for event in llm.stream([chat(question) for question in expected], replace(GREEDY, n=3)):
+        key = event["index"], event["output_index"]
+        texts[key] = texts.get(key, "") + event["text"]
+    assert texts == {(i, k): answer for i, answer in enumerate(expected.values()) for k in range(3)}
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 256])
@@ -85,10 +85,10 @@ def test_small_cache_and_chunks(make_llm, chat, block_size):
         num_kvcache_blocks=400 // block_size + 1,
         max_num_batched_tokens=64,
     )
-    asked = tasks()
+    expected = tasks()
     for _ in range(2):
-        answers = llm.generate([chat(question) for question in asked], GREEDY, use_tqdm=False)
-        assert [answer["text"] for answer in answers] == list(asked.values())
+        answers = llm.generate([chat(question) for question in expected], GREEDY, use_tqdm=False)
+        assert [answer["text"] for answer in answers] == list(expected.values())
     assert llm.scheduler.num_preemptions > 0 or block_size == 256
 
 
@@ -114,7 +114,7 @@ def test_seeded_sampling_is_the_same_in_any_batch(make_llm):
 
 @pytest.fixture(scope="module")
 def random_model(tmp_path_factory) -> str:
-    """A checkpoint of Qwen3-0.6B's shape with random weights, and the bundled tokenizer, which it does not need."""
+    """A checkpoint of Qwen3-0.6B's shape with random weights, with the bundled tokenizer, which is not used."""
     import shutil
 
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -144,7 +144,7 @@ def random_model(tmp_path_factory) -> str:
 
 
 def logits_of_run(llm: LLM, prompts: list[list[int]], num_tokens: int) -> tuple[list[list[int]], torch.Tensor]:
-    """The ids of a greedy run and the logits [prompts, tokens, vocabulary] they were chosen from."""
+    """The ids of a greedy run and the logits [prompts, tokens, vocabulary] from which they were chosen."""
     model = llm.model_runner.model
     compute_logits, steps = model.compute_logits, []
     model.compute_logits = lambda *hidden_states: steps.append(compute_logits(*hidden_states)) or steps[-1]
@@ -165,9 +165,9 @@ def logits_of_run(llm: LLM, prompts: list[list[int]], num_tokens: int) -> tuple[
     ],
 )
 def test_logits_of_a_real_size(make_llm, random_model, capsys, backend, size):
-    """As near to transformers' float32 logits as transformers' own bfloat16 is, in prefill and in decode.
+    """As close to transformers' float32 logits as transformers' own bfloat16 is, in prefill and in decode.
 
-    One row, a few and many take different kernels. Of several ranks' logits rank 0 has the first.
+    One row, a few rows and many rows use different kernels. Of several ranks, rank 0 has the first part of the logits.
     """
     from transformers import Qwen3ForCausalLM
 
@@ -188,7 +188,7 @@ def test_logits_of_a_real_size(make_llm, random_model, capsys, backend, size):
         for dtype in (torch.float32, torch.bfloat16)
     )
     error = lambda x, exact: ((x - exact).norm() / exact.norm()).item()
-    # the longest first, as decode steps have them
+    # the longest first, as in decode steps
     for lengths in ([300], [1000, 256, 255, 17, 1], sorted(rng.choices(range(1, 400), k=40), reverse=True)):
         prompts = [[rng.randrange(151643) for _ in range(length)] for length in lengths]
         token_ids, ours = logits_of_run(llm, prompts, num_tokens)
@@ -205,15 +205,13 @@ def test_logits_of_a_real_size(make_llm, random_model, capsys, backend, size):
             expected, other, own = (logits[:, part, : 151936 // size] for logits in (*reference, ours))
             errors = error(own, expected), error(other, expected)
             with capsys.disabled():
-                print(
-                    f"\n  {backend} x{size} {name} of {len(prompts)}: ours {errors[0]:.5f}, transformers {errors[1]:.5f}",
-                    end="",
-                )
+                print(f"\n  {backend} x{size} {name} of {len(prompts)}: ", end="")
+                print(f"ours {errors[0]:.5f}, transformers {errors[1]:.5f}", end="")
             assert errors[0] < 1.1 * errors[1]
 
 
 def test_graphs_and_overlap_change_nothing(make_llm, random_model):
-    """The same kernels in the same order: the same ids, with graphs and without, with overlap and without."""
+    """The same kernels in the same order give the same ids, with graphs or without, synchronous or asynchronous."""
     rng = random.Random(0)
     prompts = [[rng.randrange(151643) for _ in range(rng.randint(1, 300))] for _ in range(16)]
     params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
@@ -247,10 +245,10 @@ def test_right_answers_of_ranks(make_llm, chat, size, enforce_eager):
         gpu_memory_utilization=0.1,
         max_num_seqs=20,
     )
-    asked = tasks()
+    expected = tasks()
     for _ in range(2):
-        answers = llm.generate([chat(question) for question in asked], GREEDY, use_tqdm=False)
-        assert [answer["text"] for answer in answers] == list(asked.values())
+        answers = llm.generate([chat(question) for question in expected], GREEDY, use_tqdm=False)
+        assert [answer["text"] for answer in answers] == list(expected.values())
     assert bool(llm.model_runner.graphs) != enforce_eager
 
 
@@ -267,18 +265,18 @@ def test_seeded_sampling_is_the_same_on_any_number_of_ranks(make_llm, size):
 
 
 @pytest.mark.parametrize("size", RANKS[:1])
-def test_ranks_that_do_not_reach_each_other(make_llm, chat, monkeypatch, tmp_path, size):
-    """Sums go by way of NCCL, inside the graphs as well."""
+def test_ranks_without_peer_access(make_llm, chat, monkeypatch, tmp_path, size):
+    """They sum with NCCL, also inside the graphs."""
     (tmp_path / "sitecustomize.py").write_text("import torch\ntorch.cuda.can_device_access_peer = lambda *_: False\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: False)
     llm = make_llm(device="cuda", dtype="auto", tensor_parallel_size=size, gpu_memory_utilization=0.1, max_num_seqs=20)
     assert type(llm.model_runner.tp).__name__ == "GroupTensorParallel" and llm.model_runner.graphs
-    asked = tasks()
-    answers = llm.generate([chat(question) for question in asked], GREEDY, use_tqdm=False)
-    assert [answer["text"] for answer in answers] == list(asked.values())
+    expected = tasks()
+    answers = llm.generate([chat(question) for question in expected], GREEDY, use_tqdm=False)
+    assert [answer["text"] for answer in answers] == list(expected.values())
     folder, begin = llm.workers.tp.folder, time.monotonic()
-    llm.exit()  # NCCL reads the file in which the ranks met once more
+    llm.exit()  # NCCL reads the file of its rendezvous once more
     assert time.monotonic() - begin < 10 and not folder.exists()
 
     llm = make_llm(device="cuda", dtype="auto", tensor_parallel_size=size, gpu_memory_utilization=0.1, max_num_seqs=20)
@@ -292,8 +290,8 @@ def test_ranks_that_do_not_reach_each_other(make_llm, chat, monkeypatch, tmp_pat
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("size", RANKS)
-def test_a_rank_is_killed_in_a_step(make_llm, chat, size, enforce_eager):
-    """Its caller hears of it soon, and goes on to use the device, which does not wait for the dead."""
+def test_a_rank_is_killed_during_a_step(make_llm, chat, size, enforce_eager):
+    """Its caller gets an error soon and can use the device again, which does not wait for the killed rank."""
     before = torch.cuda.memory_reserved()
     llm = make_llm(
         device="cuda", dtype="auto", tensor_parallel_size=size, enforce_eager=enforce_eager, gpu_memory_utilization=0.1
@@ -312,11 +310,11 @@ def test_a_rank_is_killed_in_a_step(make_llm, chat, size, enforce_eager):
     assert llm.generate(chat("What is 17 + 25?"), GREEDY, use_tqdm=False)[0]["text"] == "42"
 
 
-# -- what requests ask -------------------------------------------------------------------------------------------------
+# -- sampling parameters -----------------------------------------------------------------------------------------------
 
 
-def test_whatever_is_asked_graphs_change_nothing(make_llm, random_model):
-    """Filters, penalties, biases and log-probabilities of rows that differ, within a graph and without."""
+def test_graphs_change_nothing_with_any_sampling_params(make_llm, random_model):
+    """Rows with different filters, penalties, biases and log-probabilities, with graphs and without."""
     rng = random.Random(0)
     prompts = [[rng.randrange(151643) for _ in range(rng.randint(1, 300))] for _ in range(24)]
     kinds = [
@@ -328,7 +326,7 @@ def test_whatever_is_asked_graphs_change_nothing(make_llm, random_model):
         {"logit_bias": dict.fromkeys(range(300), 40.0), "frequency_penalty": 0.5, "min_tokens": 8},
     ]
     params = [SamplingParams(seed=i, max_tokens=24, ignore_eos=True, **kinds[i % 6]) for i in range(24)]
-    asked = [SamplingParams(seed=i, max_tokens=24, ignore_eos=True, **kinds[i % 6], logprobs=i % 7) for i in range(24)]
+    with_logprobs = [replace(params[i], logprobs=i % 7) for i in range(24)]
     runs = []
     for enforce_eager in (False, True):
         llm = make_llm(
@@ -339,22 +337,22 @@ def test_whatever_is_asked_graphs_change_nothing(make_llm, random_model):
             gpu_memory_utilization=0.2,
             max_num_seqs=24,
         )
-        runs += [[a["token_ids"] for a in llm.generate(prompts, p, use_tqdm=False)] for p in (params, asked)]
+        runs += [[a["token_ids"] for a in llm.generate(prompts, p, use_tqdm=False)] for p in (params, with_logprobs)]
         llm.exit()
     assert runs[0] == runs[1] == runs[2] == runs[3]
     assert all(token < 300 for row in runs[0][5::6] for token in row[:1])
 
 
-def test_logprobs_are_of_the_choices(make_llm):
+def test_logprobs_of_greedy_tokens(make_llm):
     llm = make_llm(device="cuda", dtype="float32", max_num_seqs=8, gpu_memory_utilization=0.1)
     steps, launch = [], llm.model_runner.launch
     llm.model_runner.launch = lambda *step: steps.append(launch(*step)) or steps[-1]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3, prompt_logprobs=2)
     llm.generate([[5, 6, 7], [8] * 40], params, use_tqdm=False)
     assert len(steps) == 12
-    for tokens in steps[:1] + steps[-1:]:  # the others' host memory has been used again
-        sampled = tokens.wait()
-        for logprobs in sampled.logprobs:
+    for step in steps[:1] + steps[-1:]:  # the host memory of the others has been reused
+        result = step.wait()
+        for logprobs in result.logprobs:
             assert len(logprobs) == 3 and list(logprobs.values()) == sorted(logprobs.values(), key=lambda x: x[1])
             assert [rank for _, rank in logprobs.values()] == [1, 2, 3]
     assert [len(x) for x in steps[0].wait().prompt_logprobs] == [2, 39]
@@ -385,7 +383,7 @@ def alone(float32_llm, requests):
 
 
 def test_stress_of_callers(float32_llm, requests, alone, stress_seconds):
-    """Graphs, overlap, preemption and several threads at once."""
+    """Graphs, asynchronous scheduling, preemption and several threads at the same time."""
     callers = [Caller(float32_llm, requests, alone, seed, time.monotonic() + stress_seconds, []) for seed in range(8)]
     with threads(*callers):
         pass
@@ -394,7 +392,7 @@ def test_stress_of_callers(float32_llm, requests, alone, stress_seconds):
 
 
 def test_interrupts(float32_llm, requests, alone, interrupts):
-    """Ctrl-C at random moments, most of which find the host waiting for the device."""
+    """Ctrl-C at random moments; at most of them the host is waiting for the device."""
     rng, num_interrupted = random.Random(0), 0
     prompts, params = ([request[i] for request in requests] for i in (0, 1))
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -418,7 +416,7 @@ def test_interrupts(float32_llm, requests, alone, interrupts):
 
 
 def test_beams(float32_llm, make_llm, requests):
-    """They branch as on a CPU, beside other requests."""
+    """The same beams as on a CPU, while another request runs."""
     prompts = [prompt for prompt, _ in requests[:6]]
     expected = make_llm().beam_search(prompts, BeamSearchParams(4, 20))
     float32_llm.add_request(prompts[0], SamplingParams(max_tokens=60, ignore_eos=True))
@@ -429,7 +427,7 @@ def test_beams(float32_llm, make_llm, requests):
 
 
 def test_top_1_is_greedy_and_autocast_changes_nothing(make_llm, chat):
-    """In bfloat16, where logits tie; autocast around the start as well, and with graphs and without."""
+    """In bfloat16, where logits tie; engines are started inside autocast, with graphs and without."""
     prompts = [chat(question) for question in tasks()]
     runs = []
     for enforce_eager in (False, True):
@@ -445,15 +443,15 @@ def test_top_1_is_greedy_and_autocast_changes_nothing(make_llm, chat):
 
 
 def test_bad_words_and_allowed_ids(make_llm, chat):
-    """What the model would say is ruled out as a word of several tokens and as an id, in every step of a graph."""
+    """The model's own answers are ruled out as bad words of several tokens, and by a list of allowed ids."""
     llm = make_llm(device="cuda", dtype="auto", gpu_memory_utilization=0.1)
     prompts = [chat(question) for question in tasks()]
     plain = llm.generate(prompts, GREEDY, use_tqdm=False)
     params = [replace(GREEDY, max_tokens=60, bad_words=[answer.text.strip()[:8]]) for answer in plain]
-    for answer, before, asked in zip(llm.generate(prompts, params, use_tqdm=False), plain, params):
-        for ruled_out in bad_word_token_ids(llm.tokenizer, asked.bad_words, 2048):
-            found = [tuple(ids[i : i + len(ruled_out)]) for ids in [answer.token_ids] for i in range(len(ids))]
-            assert ruled_out not in found and answer.token_ids != before.token_ids
+    for answer, before, param in zip(llm.generate(prompts, params, use_tqdm=False), plain, params):
+        for bad_word in bad_word_token_ids(llm.tokenizer, param.bad_words, 2048):
+            found = [tuple(ids[i : i + len(bad_word)]) for ids in [answer.token_ids] for i in range(len(ids))]
+            assert bad_word not in found and answer.token_ids != before.token_ids
     ids = [i for i in range(2048) if i % 3]
     for answer in llm.generate(prompts, replace(GREEDY, max_tokens=60, allowed_token_ids=ids), use_tqdm=False):
         assert set(answer.token_ids) <= set(ids)
