@@ -148,27 +148,25 @@ def test_decode_looks_up_chunks_of_blocks(block_size, splits, lengths, dtype):
     check_decode(lengths, (3, 1, 32, block_size), dtype, NAN, splits)
 
 
-each_norm = pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no norm"])
-
-
-@each_norm
 @each_dtype
 @pytest.mark.parametrize(
-    "heads, splits",
+    "heads, splits, has_norm",
     [
-        ((2, 2, 32, 16), 1),
-        ((2, 2, 32, 16), 7),
-        ((3, 1, 64, 48), 1),
-        ((3, 1, 64, 48), 3),
-        ((16, 1, 32, 256), 3),
-        ((1, 3, 128, 32), 1),
-        ((1, 3, 128, 32), 2),
+        ((2, 2, 32, 16), 1, True),
+        ((2, 2, 32, 16), 7, True),
+        ((3, 1, 64, 48), 1, True),
+        ((3, 1, 64, 48), 3, True),
+        ((3, 1, 64, 48), 3, False),
+        ((16, 1, 32, 256), 3, True),
+        ((1, 3, 128, 32), 1, True),
+        ((1, 3, 128, 32), 1, False),
+        ((1, 3, 128, 32), 2, True),
     ],
 )
 def test_decode_of_qkv(heads, splits, dtype, has_norm):
     """What it stores and what comes out are those of the kernels that it stands for; a slot of -1 stores nothing."""
     group, kv_heads, head_dim, block_size = heads
-    lengths = [140, 66, 65, 2, 1, block_size, block_size + 1]
+    lengths = [140, 65, 1, block_size, block_size + 1]
     _, k_cache, v_cache, context_lens, tables = paged([*lengths, 0], kv_heads, head_dim, block_size, dtype, NAN)
     last = context_lens.long() - 1
     slots = tables.gather(1, last.clamp(min=0)[:, None] // block_size)[:, 0] * block_size + last % block_size
@@ -359,7 +357,7 @@ def test_choose_split_k(monkeypatch):
 @each_dtype
 @pytest.mark.parametrize("num_tokens", [0, 1, 7])
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(1, 1, 32), (5, 1, 64), (3, 3, 32), (16, 2, 128)])
-@each_norm
+@pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no norm"])
 def test_norm_rope_store(has_norm, heads, kv_heads, head_dim, num_tokens, dtype):
     qkv = randn(num_tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
     qkv[1:2] *= 1e-3  # where eps counts
