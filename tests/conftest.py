@@ -1,6 +1,9 @@
 """Shared fixtures. The test model is the bundled one; the reference is transformers' Qwen3 with the same weights."""
 
+import inspect
 import os
+from contextlib import suppress
+from functools import cache
 
 # also for the processes that tests start: OpenMP threads that wait for each other are very slow when a core is busy
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -17,6 +20,28 @@ from nanovllm.layers.logits import CUSTOM_FILTERS
 from nanovllm.utils.hub import BUNDLED
 
 torch.set_grad_enabled(False)
+
+
+def patch_builtins_once() -> None:
+    """Triton's interpreter lists the members of triton.language for each device function call: a third of its time.
+
+    They are listed once here; those that are replaced already stay so.
+    """
+    from triton.runtime import interpreter
+
+    builtins = cache(lambda package: [x for x in inspect.getmembers(package) if interpreter.tl.core.is_builtin(x[1])])
+
+    def patch_builtin(package, *scope) -> None:
+        for name, member in builtins(package):
+            if getattr(package, name) is member:
+                interpreter._patch_attr(package, name, member, *scope)
+
+    assert interpreter._patch_builtin
+    interpreter._patch_builtin = patch_builtin
+
+
+with suppress(ImportError, AttributeError):  # without Triton, or with one whose interpreter is different
+    patch_builtins_once()
 
 TINY = str(BUNDLED / "tiny-qwen3")
 
