@@ -10,7 +10,7 @@ MAX_BIASES = 512  # of a request: ids of logit_bias, and stop ids that min_token
 MAX_BAD_WORDS = 128  # of a request, as token sequences: a word has one with and one without a space before it
 MAX_BAD_WORD_TOKENS = 16
 
-# name: (low, high), both allowed
+# name: (minimum, maximum)
 REALS = {
     "temperature": (0, 1e9),
     "top_p": (1e-6, 1),
@@ -19,7 +19,7 @@ REALS = {
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
 }
-# name: (low, high or None for no bound, whether the value may be None)
+# name: (minimum, maximum or None for no bound, whether the value may be None)
 INTEGERS = {
     "top_k": (-1, 2**31 - 1, False),
     "n": (1, 2**14, False),
@@ -86,8 +86,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name, (low, high) in REALS.items():
-            _set(self, name, check_real(name, getattr(self, name), low, high))
+        for name, (minimum, maximum) in REALS.items():
+            _set(self, name, check_real(name, getattr(self, name), minimum, maximum))
         for name, (low, high, optional) in INTEGERS.items():
             _set(self, name, check_int(name, getattr(self, name), low, high, optional=optional))
         _set(self, "seed", None if self.seed == -1 else self.seed)
