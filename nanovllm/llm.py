@@ -1,4 +1,4 @@
-"""The class that users import: the engine, and methods made of the engine's own."""
+"""The class that users import: LLMEngine with chat and beam search added."""
 
 from collections.abc import Mapping
 
@@ -10,10 +10,13 @@ from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 
 
 class LLM(LLMEngine):
-    """An engine for offline generation: `LLM(model, **settings).generate(prompts, sampling_params)`."""
+    """An engine for offline generation: `LLM(model, **settings).generate(prompts, sampling_params)`.
+
+    `generate`, `stream`, `step` and the other methods that are not here are LLMEngine's.
+    """
 
     def get_tokenizer(self):
-        """transformers' tokenizer of the model."""
+        """The tokenizer of the model, as transformers loads it."""
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -31,14 +34,15 @@ class LLM(LLMEngine):
         tools: list[dict] | None = None,
         chat_template_kwargs: Mapping | None = None,
     ) -> list[RequestOutput]:
-        """The answers of `generate` to one conversation or several. Each is a list of messages (`role`, `content`).
+        """Like `generate`, for one conversation or a list of them. A conversation is a list of dicts with `role` and
+        `content`.
 
-        `chat_template_kwargs` are passed to the chat template, for example `{"enable_thinking": False}`. ValueError for
-        a conversation that the template can't render.
+        `chat_template_kwargs` are further arguments of the chat template, for example `{"enable_thinking": False}`.
+        ValueError for a conversation that the template can't render.
         """
         if not isinstance(chat_template_kwargs, Mapping | None):
             raise TypeError(f"chat_template_kwargs={chat_template_kwargs!r:.80}: must be a dict")
-        arguments = {
+        template_arguments = {
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
@@ -50,16 +54,14 @@ class LLM(LLMEngine):
                 f"messages={messages!r:.80}: must be a list of dicts with 'role' and 'content', or a list of those"
             )
         inbox = Inbox(OutputKind.FINAL)
-        return self._run(self.processor.requests(conversations, sampling_params, inbox, arguments), inbox, use_tqdm)
+        requests = self.processor.requests(conversations, sampling_params, inbox, template_arguments)
+        return self._run(requests, inbox, use_tqdm)
 
     def beam_search(
         self, prompts: Prompt | list[Prompt], params: BeamSearchParams, use_tqdm: bool = False
     ) -> list[BeamSearchOutput]:
-        """The most likely answers to each prompt that a search with `beam_width` beams finds, the best first.
-
-        Errors are those of `generate`.
-        """
-        from nanovllm.engine.beam_search import beam_requests  # only here: the engine works without it
+        """For each prompt the most likely answers that a beam search finds, the best first. Errors are `generate`'s."""
+        from nanovllm.engine.beam_search import beam_requests  # nothing else needs that file
 
         inbox = Inbox(OutputKind.FINAL)
         return self._run(beam_requests(self.processor, prompts, params, inbox), inbox, use_tqdm)

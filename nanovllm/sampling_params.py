@@ -1,4 +1,4 @@
-"""The parameters of a request, and those checks of them that depend on the model."""
+"""The parameters of a request. They check themselves; functions here make the checks that depend on the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from numbers import Integral
 
 from nanovllm.utils.checks import check_bool, check_int, check_real
 
-MAX_BIASES = 512  # of a request: logit_bias, and the stop ids that min_tokens suppresses
-MAX_BAD_WORDS = 128  # token sequences of a request's bad_words
+MAX_BIASES = 512  # of a request: ids of logit_bias, and stop ids that min_tokens bans
+MAX_BAD_WORDS = 128  # of a request, as token sequences: a word has one with and one without a space before it
 MAX_BAD_WORD_TOKENS = 16
 
-# (minimum, maximum) of numbers, and (minimum, maximum, whether None is allowed) of integers
+# name: (minimum, maximum)
 REALS = {
     "temperature": (0, 1e9),
     "top_p": (1e-6, 1),
@@ -19,6 +19,7 @@ REALS = {
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
 }
+# name: (minimum, maximum or None for no bound, whether the value may be None)
 INTEGERS = {
     "top_k": (-1, 2**31 - 1, False),
     "n": (1, 2**14, False),
@@ -31,29 +32,30 @@ INTEGERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled, when it ends, and what its output has. Validated on construction.
+    """How one request is sampled, when it ends, and what its output contains. Validated on construction.
 
     temperature: the logits are divided by it; 0 is greedy, and so is anything below 1e-5.
-    top_k: sample from the k most likely tokens only; of equally likely ones those of lower id. 0 or -1 is all.
+    top_k: sample from the k most likely tokens only; of equally likely tokens the lower id comes first. 0 or -1: all.
     top_p: sample from the smallest set of most likely tokens that together have at least this probability.
     min_p: sample from tokens with at least this fraction of the most likely token's probability.
-    seed: makes the request repeatable in any batch; None or -1 leaves it to the engine's `seed`.
+    seed: with it the answer does not depend on the other requests of a batch. None or -1: derived from the engine's
+        `seed`, or random if there is none.
     n: the number of answers; the prompt is computed once.
     max_tokens: maximum number of tokens to generate; the engine's `max_model_len` is always a bound too.
     min_tokens: nothing but `max_tokens` ends the request before it has generated this many tokens.
     ignore_eos: do not end at the model's end-of-sequence ids.
     stop: strings that end the request; the text is cut before them, or after them with `include_stop_str_in_output`.
-    stop_token_ids: at most 128 ids that end the request like the model's; the text is without them, as with `stop`.
+    stop_token_ids: at most 128 ids that end the request like the model's own; cut from the text like `stop`.
     bad_words: strings that are not generated, tokenized both with and without a space before them.
     allowed_token_ids: the only ids that may be generated.
     skip_special_tokens: leave special tokens out of the text.
-    detokenize: make text of the answer; without it there are no stop strings.
-    presence_penalty, frequency_penalty: subtracted from the logit of each generated token, the first once, the second
-        times the number of its occurrences.
-    repetition_penalty: divides the logit of each token of the prompt and the answer, or multiplies it if negative.
+    detokenize: decode the answer to text; False: no text, and no stop strings.
+    presence_penalty: subtracted from the logits of tokens that were generated.
+    frequency_penalty: the same, times how often each was generated.
+    repetition_penalty: for tokens in the prompt or the answer, positive logits are divided by it, others multiplied.
     logit_bias: added to the logits of at most 300 token ids.
-    logprobs: return the log-probability of each generated token and of this many of the most likely ones (-1 is all);
-        those of the model itself, before all of the above.
+    logprobs: return the log-probability of each generated token and of this many of the most likely ones (-1 is all).
+        They are the model's own: temperature, penalties and filters do not change them.
     prompt_logprobs: the same for the tokens of the prompt; such a request does not read the prefix cache.
 
     Raises ValueError (TypeError for a value of the wrong type) with the value and the bound. Checks that depend on the
@@ -89,14 +91,14 @@ class SamplingParams:
         for name, (low, high, optional) in INTEGERS.items():
             _set(self, name, check_int(name, getattr(self, name), low, high, optional=optional))
         _set(self, "seed", None if self.seed == -1 else self.seed)
-        max_tokens = 2**30 if self.max_tokens is None else min(self.max_tokens, 2**30)
-        _set(self, "min_tokens", check_int("min_tokens", self.min_tokens, 0, max_tokens))
+        max_min_tokens = min(self.max_tokens or 2**30, 2**30)  # prompt length + min_tokens must fit into an int32
+        _set(self, "min_tokens", check_int("min_tokens", self.min_tokens, 0, max_min_tokens))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             check_bool(name, getattr(self, name))
         for name in ("stop", "bad_words"):
             _set(self, name, _strings(name, getattr(self, name)))
         if any(not word.strip() for word in self.bad_words or ()):
-            raise ValueError(f"bad_words={self.bad_words!r:.80}: a bad word must have a character that is no space")
+            raise ValueError(f"bad_words={self.bad_words!r:.80}: a bad word must have a character that is not a space")
         if self.stop and not self.detokenize:
             raise ValueError(f"detokenize=False: must be True with stop={self.stop!r:.80}, which is found in the text")
         _set(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, 0, 128))
@@ -112,9 +114,9 @@ class SamplingParams:
 class BeamSearchParams:
     """The parameters of `LLM.beam_search`.
 
-    beam_width: the number of beams, and of answers; at most half the vocabulary, which `check_beams` checks.
+    beam_width: the number of beams, and of answers; at most half the vocabulary (see `check_beams`).
     max_tokens: maximum number of tokens of a beam.
-    length_penalty: a score is the sum of log-probabilities divided by the length to this power.
+    length_penalty: the score of a beam is its cumulative log-probability / its number of tokens ** length_penalty.
     ignore_eos: no beam ends before `max_tokens`.
     """
 
@@ -127,12 +129,12 @@ class BeamSearchParams:
         check_bool("ignore_eos", self.ignore_eos)
         for name in ("beam_width", "max_tokens"):
             _set(self, name, check_int(name, getattr(self, name), low=1))
-        # within these bounds, no length to this power overflows a float
+        # within these bounds, number of tokens ** length_penalty does not overflow a float
         _set(self, "length_penalty", check_real("length_penalty", self.length_penalty, low=-10, high=10))
 
 
 def early_stops(params: SamplingParams, eos_token_ids: frozenset[int]) -> set[int]:
-    """The ids that must not be generated until a request has min_tokens."""
+    """The ids that end a request, which are banned until it has generated `min_tokens` tokens; none without that."""
     if not params.min_tokens:
         return set()
     return {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
@@ -147,36 +149,37 @@ def check_request(
 ) -> None:
     """ValueError for parameters that this model does not allow. `bad_words` are from `bad_word_token_ids`.
 
-    `max_logprobs` bounds `logprobs` and `prompt_logprobs`; -1 is the size of the vocabulary.
+    `max_logprobs` bounds `logprobs` and `prompt_logprobs`; -1 is no bound.
     """
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-        for token_id in (min(ids), max(ids)) if (ids := getattr(params, name)) else ():
+        ids = getattr(params, name)
+        for token_id in (min(ids), max(ids)) if ids else ():
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"{name}: token id {token_id} is outside of the vocabulary (0 to {vocab_size - 1})")
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(params, name) or 0
         check_int(name, value, -1, vocab_size)
-        if max_logprobs >= 0 and (vocab_size if value < 0 else value) > max_logprobs:
+        if max_logprobs >= 0 and (vocab_size if value == -1 else value) > max_logprobs:
             raise ValueError(f"{name}={value}: must be at most max_logprobs={max_logprobs} (-1 is all tokens)")
-    stops = early_stops(params, eos_token_ids)
-    what = "logit_bias, stop_token_ids and the model's eos ids with min_tokens: their number"
-    check_int(what, len(params.logit_bias or ()) + len(stops), 0, MAX_BIASES)
-    never = stops | {word[0] for word in bad_words if len(word) == 1}
-    if (ids := params.allowed_token_ids) and never.issuperset(ids):
+    early_stop_ids = early_stops(params, eos_token_ids)
+    num_biases = "logit_bias, stop_token_ids and the model's eos ids with min_tokens: their number"
+    check_int(num_biases, len(params.logit_bias or ()) + len(early_stop_ids), 0, MAX_BIASES)
+    banned = early_stop_ids | {word[0] for word in bad_words if len(word) == 1}
+    if (ids := params.allowed_token_ids) and banned.issuperset(ids):
         raise ValueError(f"allowed_token_ids={ids!r:.80}: bad_words and min_tokens must leave at least 1 of them")
 
 
 def check_beams(params: BeamSearchParams, vocab_size: int) -> None:
-    """ValueError if a step of the search needs more candidates than the vocabulary has tokens."""
+    """ValueError if the 2 * beam_width candidates of each beam would be more than the vocabulary has tokens."""
     check_int("beam_width", params.beam_width, 1, vocab_size // 2)
 
 
 def bad_word_token_ids(tokenizer, words: Sequence[str], vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """The token ids of each word at the beginning of a text and of each word after a space, without duplicates.
+    """The token ids of each word without and with a space before it, without duplicates.
 
-    ValueError for more than MAX_BAD_WORDS of them, or one with more than MAX_BAD_WORD_TOKENS tokens.
+    ValueError for more than MAX_BAD_WORDS of these sequences, or one with more than MAX_BAD_WORD_TOKENS tokens.
     """
-    found: dict[tuple[int, ...], None] = {}
+    found: dict[tuple[int, ...], None] = {}  # an ordered set
     for word in words:
         for text in (word.lstrip(), f" {word.lstrip()}"):
             ids = tuple(tokenizer.encode(text, add_special_tokens=False))
@@ -209,8 +212,8 @@ def _token_ids(name: str, value, min_length: int, max_length: int | None) -> tup
 
 
 def _tuple_of(kind: type, name: str, value) -> tuple:
-    """A tuple of one value of a type, of several, or of none for None."""
-    value = value.tolist() if hasattr(value, "tolist") else value  # an array or a tensor
+    """`value` as a tuple: a single value of this type, a collection of them, or None for none."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # a NumPy array or a tensor
     values = () if value is None else (value,) if isinstance(value, kind) else value
     if not isinstance(values, (list, tuple, set, frozenset, range)) or not all(isinstance(v, kind) for v in values):
         what = "a string" if kind is str else "an integer"

@@ -1,4 +1,7 @@
-"""What the engine returns: plain data that no later step changes. The lists in it belong to the caller."""
+"""What callers get from the engine: records of requests and streams, the output of a step, and a progress bar.
+
+Records are frozen. Their lists belong to the caller: the engine neither changes nor reads them afterwards.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +15,10 @@ from nanovllm.utils.interrupts import interrupts_held
 
 
 class Record(Mapping):
-    """A frozen dataclass whose fields can also be read by key, and which compares like a dict."""
+    """Base of frozen dataclasses that are also mappings: a field can be read as an attribute or by key.
+
+    Subclasses have `eq=False` to keep the equality of mappings: a record equals a dict with the same items.
+    """
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict]
@@ -30,7 +36,7 @@ class Record(Mapping):
 
 
 class Logprob(NamedTuple):
-    """The log-probability of a token, its rank in the vocabulary (from 1), and its text unless `detokenize` is off."""
+    """The log-probability of a token, its rank (1 is the most likely), and its text (None if `detokenize` is off)."""
 
     logprob: float
     rank: int
@@ -41,11 +47,14 @@ class Logprob(NamedTuple):
 class CompletionOutput(Record):
     """One answer to a prompt.
 
-    token_ids: the generated tokens, including the end-of-sequence id.
-    cumulative_logprob: the sum over `token_ids`, if the request has `logprobs`.
-    logprobs: for each token of `token_ids` a dict by token id: first the token itself, then the most likely tokens.
+    index: of this answer among the `n` of its request.
+    token_ids: the generated tokens, including the end-of-sequence or stop id that ended the answer.
+    cumulative_logprob: the sum of the log-probabilities of `token_ids`; None unless the request has `logprobs`.
+    logprobs: for each token a dict from token id to Logprob: the token itself first, then the most likely ones. None
+        unless the request has `logprobs`.
     finish_reason: "stop", "length" or "abort".
-    stop_reason: the stop string or id that ended it; None for the tokenizer's own end-of-sequence id.
+    stop_reason: the stop string or id that ended the answer. None for another `finish_reason` than "stop", and for the
+        tokenizer's end-of-sequence id; other end-of-sequence ids of the model are given.
     """
 
     index: int
@@ -59,7 +68,10 @@ class CompletionOutput(Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestMetrics(Record):
-    """Times in seconds since the epoch; None for what did not happen."""
+    """Times in seconds since the epoch; None if the request was aborted before that.
+
+    Of several answers, the first to be scheduled and to have a token counts, and the last to finish.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None
@@ -74,11 +86,12 @@ class RequestMetrics(Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestOutput(Record):
-    """The answers to one request. The fields of the first answer can be read here too, by attribute or by key.
+    """The answers to one request. Those of the first answer can be read here too: `output.text` or `output["text"]`.
 
-    prompt: the text, if it was passed as text.
-    prompt_logprobs: for each token of the prompt, as in `CompletionOutput.logprobs`; None for the first token.
+    prompt: the text of the prompt, the chat template applied; None if only token ids were passed.
+    outputs: the `n` answers.
     num_cached_tokens: how many tokens of the prompt were found in the prefix cache.
+    prompt_logprobs: for each token of the prompt, as in `CompletionOutput.logprobs`; None for the first token.
     """
 
     request_id: int
@@ -115,12 +128,13 @@ class RequestOutput(Record):
         return self.outputs[0].stop_reason
 
     def __getitem__(self, key: str):
-        return Record.__getitem__(self.outputs[0] if key in CompletionOutput.__dataclass_fields__ else self, key)
+        owner = self.outputs[0] if key in CompletionOutput.__dataclass_fields__ else self
+        return Record.__getitem__(owner, key)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BeamOutput(Record):
-    """One beam; `score` is `cumulative_logprob` over the number of its tokens to the power `length_penalty`."""
+    """One beam. `score` is `cumulative_logprob / len(token_ids) ** length_penalty`."""
 
     text: str
     token_ids: list[int]
@@ -130,7 +144,10 @@ class BeamOutput(Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BeamSearchOutput(Record):
-    """The beams that a search found, the best first. An aborted search, not `finished`, may have fewer or none."""
+    """The beams that a search found, the best first.
+
+    `finished` is False for a search that was aborted, which may have fewer than `beam_width` beams or none.
+    """
 
     request_id: int
     prompt: str | None
@@ -141,11 +158,12 @@ class BeamSearchOutput(Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamEvent(Record):
-    """The next piece of one answer. `finish_reason` is None in all events of an answer but the last.
+    """The next piece of one answer. The last event of an answer has a `finish_reason`, the others None.
 
-    index: of the prompt in the call. output_index: of the answer among the prompt's `n`.
-    text: without an end that may yet be cut off as part of a stop string.
-    logprobs: of `token_ids`, if the request has `logprobs`.
+    index: of the prompt among those of the call. output_index: of the answer among the `n` of its prompt.
+    text: the new text. What may be the beginning of a stop string is held back for a later event.
+    token_ids: the new tokens, whose text may come in a later event.
+    logprobs: of `token_ids`; None unless the request has `logprobs`.
     """
 
     index: int
@@ -160,12 +178,12 @@ class StreamEvent(Record):
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one call of `LLMEngine.step` returns: the outputs of one step, or of several that other threads have run.
+    """What arrived for one caller since it last asked: in one step, or in several if other callers ran steps too.
 
-    finished: of the requests that ended.
-    new_tokens: (request id, token id) of every token that arrived, in the order of arrival.
-    events: of streams; empty from `LLMEngine.step`.
-    num_prefill_tokens, num_decode_tokens: computed in those steps, for all callers together.
+    finished: the outputs of the requests that ended.
+    new_tokens: (request id, token id) of every new token, in the order of arrival; only for callers of `step`.
+    events: only for callers of `stream`.
+    num_prefill_tokens, num_decode_tokens: how many tokens these steps computed, for all callers together.
     """
 
     finished: list[RequestOutput] = field(default_factory=list)
@@ -184,22 +202,23 @@ class StepOutput:
 
 @contextmanager
 def progress_bar(total: int, disable: bool) -> Iterator[Callable[[StepOutput], None]]:
-    """A function that shows a StepOutput: the number of finished requests, and the rates of the last steps.
+    """A tqdm bar of finished requests, as a function that adds a StepOutput and shows its rates in tokens per second.
 
-    Interrupts are held while tqdm works: one that came there would leave its lock taken, for the whole process.
+    Ctrl-C takes effect only after a function of tqdm returns: inside one, it could leave the lock that all bars of the
+    process share acquired forever.
     """
     if disable:
         yield lambda output: None
         return
-    rates, last = {}, perf_counter()
+    rates, last_time = {}, perf_counter()
 
     def show(output: StepOutput) -> None:
-        nonlocal last
+        nonlocal last_time
         now = perf_counter()
         for kind, num_tokens in (("prefill", output.num_prefill_tokens), ("decode", output.num_decode_tokens)):
             if num_tokens:
-                rates[kind] = f"{num_tokens / (now - last):.0f} tok/s"
-        last = now
+                rates[kind] = f"{num_tokens / (now - last_time):.0f} tok/s"
+        last_time = now
         with interrupts_held():
             bar.set_postfix(rates, refresh=False)
             bar.update(len(output.finished))

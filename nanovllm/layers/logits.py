@@ -1,12 +1,14 @@
-"""What sampling parameters do to logits, as vLLM defines it and in this order: biases, and stop ids that come too
-early; penalties; allowed ids and bad words; temperature; min-p; top-k; top-p. And log-probabilities, which are those of
-the model's own logits.
+"""What sampling parameters do to logits, as vLLM defines it.
 
-Here is the plain definition of each step, and kernels/ has the fast one. kernels/sampling_columns.py declares the
-parameters. `register_filter` adds a filter from outside.
+The order is: logit biases, and stop ids that min_tokens bans; penalties; allowed ids and bad words; the filters of
+`register_filter`; temperature; min-p; top-k; top-p. Then layers/sampler.py draws a token. Log-probabilities are those
+of the model's own logits, before all of this.
 
-Where ranks share the vocabulary, each of them has its own shard of every row's logits, and whole rows only where a
-filter needs them; for all other rows the ranks only compare their best scores.
+The functions here are the definitions in plain PyTorch; on CUDA, `penalize` and `logit_cutoffs` call Triton kernels.
+kernels/sampling_columns.py declares the parameters.
+
+Each of several ranks computes the logits of its own range of the vocabulary. Complete rows are needed only by requests
+that edit or filter logits. In all rows each rank draws from its own range, and the best draw of all ranks is taken.
 """
 
 from collections.abc import Callable
@@ -19,11 +21,11 @@ from nanovllm.kernels import triton_ops
 from nanovllm.kernels.sampling_columns import COLUMNS, MAX_CUSTOM_COLUMNS, WIDTH, Column, column_index
 from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES
 
-MAX_PENALTY_PROGRAMS = 128  # that count tokens at a time; each needs an integer for every token id
+MAX_PENALTY_PROGRAMS = 128  # programs of the penalty kernel; each has a count for every token id in scratch memory
 
 
 def column(params, name: str):
-    """A view of one column of `params` [S, WIDTH] int32, on the host or the device; float32 if the column is."""
+    """A view [S] of a column of `params` [S, WIDTH] int32, NumPy array or tensor; float32 if the column has floats."""
     i = column_index(name)
     if COLUMNS[i].dtype is int:
         return params[:, i]
@@ -31,43 +33,47 @@ def column(params, name: str):
 
 
 def seeds(params):
-    """The seeds of the noise, low and high word [S, 2]: a view of `params`."""
+    """The seeds of the sampling noise [S, 2], low and high word: a view of the last two columns of `params`."""
     return params[:, WIDTH - 2 :]
 
 
 def mask_width(vocab_size: int) -> int:
-    """int32 words that hold a bit for each token id."""
+    """The number of int32 words that hold one bit for each token id."""
     return -(-vocab_size // 32)
 
 
 class SamplingRows(NamedTuple):
-    """Sampling parameters of S rows and the token ids of their sequences, which lie in blocks like keys and values.
+    """What the logits of S rows are edited by: one row for each sequence that is to get a token.
 
-    So a cached prefix brings its token ids along, and a preempted sequence writes them again.
+    Token ids are cached in blocks, like keys and values and with the same block tables. So penalties find the ids of a
+    cached prefix there, and a preempted sequence writes its ids again when it is recomputed.
     """
 
     params: torch.Tensor  # [S, WIDTH] int32
-    req_indices: torch.Tensor  # [S] int32, into the tables of all requests:
-    bias_ids: torch.Tensor  # [requests, MAX_BIASES] int32: num_biases of a request's own, then its num_stops stop ids
+    req_indices: torch.Tensor  # [S] int32: the rows' indices in the next four, which are tables of all requests
+    bias_ids: torch.Tensor  # [requests, MAX_BIASES] int32: `num_biases` ids of logit_bias, then `num_stops` stop ids
     biases: torch.Tensor  # [requests, MAX_BIASES] float32, -inf for stop ids
-    allowed_masks: torch.Tensor  # [requests, ceil(vocabulary / 32)] int32: a bit for each token id, if has_allowed_ids
-    bad_words: torch.Tensor  # [requests, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS] int32: ids with -1 in front; num_bad_words
+    allowed_masks: torch.Tensor  # [requests, ceil(vocabulary / 32)] int32: bits of token ids, valid if has_allowed_ids
+    bad_words: torch.Tensor  # [requests, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS] int32: `num_bad_words`, padded left by -1
     token_ids: torch.Tensor  # [blocks, block_size] int32
     block_tables: torch.Tensor  # [S, W] int32
     positions: torch.Tensor  # [S] int32, of the last token
-    # scratch memory of kernels, which is all zeros between two of them
-    token_counts: torch.Tensor  # [MAX_PENALTY_PROGRAMS, vocabulary] int32
-    num_finished_programs: torch.Tensor  # [requests] int32
+    # scratch memory of kernels, all zeros before and after each of them
+    token_counts: torch.Tensor  # [MAX_PENALTY_PROGRAMS, vocabulary] int32, of `penalize`
+    num_finished_programs: torch.Tensor  # [requests] int32, of `logit_cutoffs`
 
 
 class NewRequests(Protocol):
-    """The part of a prefill Batch that goes to the RequestTable; int32. Slots are positions in flattened tables."""
+    """The part of a prefill Batch that `RequestTable.write` copies; all are int32.
+
+    `*_slots` are indices into a table whose first two dimensions are flattened.
+    """
 
     req_indices: torch.Tensor  # [S]
     params: torch.Tensor  # [S, WIDTH]
     bias_slots: torch.Tensor  # [N]
     bias_ids: torch.Tensor  # [N]
-    bias_bits: torch.Tensor  # [N], of float32 numbers
+    bias_bits: torch.Tensor  # [N], float32 numbers as their bits
     allowed_indices: torch.Tensor  # [M], request indices
     allowed_masks: torch.Tensor  # [M, ceil(vocabulary / 32)]
     bad_word_slots: torch.Tensor  # [K]
@@ -75,10 +81,10 @@ class NewRequests(Protocol):
 
 
 class RequestTable:
-    """Sampling parameters of all running requests, on the device by request index. The prefill step that samples a
-    request's first token writes them.
+    """Sampling parameters of all running requests on the device; a request's row in each tensor is its request index.
 
-    The row after the last request's is for padding rows: greedy, and nothing else.
+    The prefill step that samples a request's first token writes its rows. One more row, the last, is for the padding of
+    decode steps; it stays zero, which means greedy sampling and no edits.
     """
 
     def __init__(self, num_requests: int, vocab_size: int, device: torch.device):
@@ -86,8 +92,8 @@ class RequestTable:
         self.bias_ids = torch.zeros(num_requests + 1, MAX_BIASES, dtype=torch.int32, device=device)
         self.biases = torch.zeros(num_requests + 1, MAX_BIASES, dtype=torch.float32, device=device)
         self.allowed_masks = torch.zeros(num_requests + 1, mask_width(vocab_size), dtype=torch.int32, device=device)
-        bad_words = num_requests + 1, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS
-        self.bad_words = torch.zeros(bad_words, dtype=torch.int32, device=device)
+        bad_words_shape = num_requests + 1, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS
+        self.bad_words = torch.zeros(bad_words_shape, dtype=torch.int32, device=device)
         num_programs = min(num_requests, MAX_PENALTY_PROGRAMS)
         self.token_counts = torch.zeros(num_programs, vocab_size, dtype=torch.int32, device=device)
         self.num_finished_programs = torch.zeros(num_requests, dtype=torch.int32, device=device)
@@ -104,7 +110,7 @@ class RequestTable:
     def rows(
         self, req_indices: torch.Tensor, token_ids: torch.Tensor, block_tables: torch.Tensor, positions: torch.Tensor
     ) -> SamplingRows:
-        """The rows of `req_indices` [S]; the other arguments are fields of the result."""
+        """The rows of requests `req_indices` [S]; the other arguments become fields of the result."""
         params = self.params.index_select(0, req_indices)
         tables = self.bias_ids, self.biases, self.allowed_masks, self.bad_words
         scratch = self.token_counts, self.num_finished_programs
@@ -116,13 +122,13 @@ CUSTOM_FILTERS: dict[str, CustomFilter] = {}
 
 
 def register_filter(name: str, apply: CustomFilter, default: float = 0.0) -> None:
-    """Add a filter to all engines of this process that are made afterwards; they must have one rank.
+    """Add a filter to all engines that this process makes afterwards; they must have one rank.
 
     `apply(logits [S, vocabulary], values [S] float32)` edits logits in place after penalties and before temperature.
-    The values are those of the attribute `name` of each request's SamplingParams (a subclass that has it as a field),
-    or `default` where there is none. CUDA graphs capture the call, so it must not wait for the device.
+    A value is the attribute `name` of the request's SamplingParams (of a subclass that has this field), or `default` if
+    there is none. CUDA graphs capture the call, so it must not synchronize with the host.
 
-    ValueError for the name of a parameter that exists, or where all columns are taken.
+    ValueError if a parameter of this name exists, or if MAX_CUSTOM_COLUMNS filters are registered.
     """
     if any(known.name == name for known in COLUMNS):
         raise ValueError(f"filter {name!r}: there is a sampling parameter of this name")
@@ -140,61 +146,69 @@ def apply_custom_filters(logits: torch.Tensor, params: torch.Tensor) -> None:
 def penalize(logits: torch.Tensor, rows: SamplingRows) -> None:
     """Add biases, apply penalties and ban tokens: edits logits [S, vocabulary] in place, in their dtype.
 
-    As vLLM defines it: the repetition penalty divides positive logits and multiplies others, for tokens of the prompt
-    and the output (so does transformers'); frequency and presence penalties count tokens of the output alone. Ids that
-    are not allowed get -inf; so does the last token of a bad word if the output ends with the word's other tokens.
+    As in vLLM and transformers, the repetition penalty divides positive logits and multiplies others, for tokens of the
+    prompt and the output. As in vLLM, frequency and presence penalties count tokens of the output alone. Ids that are
+    not allowed get -inf; so does the last token of a bad word if the output ends with the word's other tokens.
     """
     if (ops := triton_ops(logits)) is not None:
         ops.penalize(logits, rows)
         return
     edits = torch.stack([rows.params[:, i] for i, known in enumerate(COLUMNS) if known.edits_logits], 1)
-    for i in edits.any(1).nonzero().flatten().tolist():
-        _penalize_row(logits[i], rows, i)
+    for row in edits.any(1).nonzero().flatten().tolist():
+        _penalize_row(logits[row], rows, row)
 
 
-def _penalize_row(x: torch.Tensor, rows: SamplingRows, i: int) -> None:
-    get = lambda name: column(rows.params, name)[i].item()
-    request, num_tokens = rows.req_indices[i], int(rows.positions[i]) + 1
-    token_ids = rows.token_ids[rows.block_tables[i]].flatten()[:num_tokens]
-    output_ids = token_ids[get("num_prompt_tokens") :]
-    num_biases = get("num_biases") + (get("num_stops") if num_tokens < get("min_len") else 0)
-    x[:] = x.float().index_add(0, rows.bias_ids[request, :num_biases], rows.biases[request, :num_biases])
-    if get("is_penalized"):
-        y, repetition = x.float(), get("repetition_penalty")
-        seen = token_ids.bincount(minlength=len(x)) > 0
+def _penalize_row(logits: torch.Tensor, rows: SamplingRows, row: int) -> None:
+    """`penalize` for the logits [vocabulary] of one row."""
+    param = lambda name: column(rows.params, name)[row].item()
+    req_index, num_tokens = rows.req_indices[row], int(rows.positions[row]) + 1
+    token_ids = rows.token_ids[rows.block_tables[row]].flatten()[:num_tokens]
+    output_ids = token_ids[param("num_prompt_tokens") :]
+
+    # stop ids follow the ids of logit_bias, with biases of -inf
+    num_biases = param("num_biases") + (param("num_stops") if num_tokens < param("min_len") else 0)
+    logits[:] = logits.float().index_add(0, rows.bias_ids[req_index, :num_biases], rows.biases[req_index, :num_biases])
+
+    if param("is_penalized"):
+        x, repetition = logits.float(), param("repetition_penalty")
+        is_seen = token_ids.bincount(minlength=len(x)) > 0
         counts = output_ids.bincount(minlength=len(x)).float()
-        y = y.where(~seen, torch.where(y > 0, y / repetition, y * repetition))
-        x[:] = y - get("frequency_penalty") * counts - get("presence_penalty") * (counts > 0).float()
-    if get("has_allowed_ids"):
-        bits = rows.allowed_masks[request].unsqueeze(1) >> torch.arange(32, device=x.device) & 1
-        x[bits.flatten()[: len(x)] == 0] = -torch.inf
-    if num_bad_words := get("num_bad_words"):
-        words = rows.bad_words[request, :num_bad_words]
-        recent = output_ids[-(MAX_BAD_WORD_TOKENS - 1) :]
-        recent = torch.nn.functional.pad(recent, (MAX_BAD_WORD_TOKENS - 1 - len(recent), 0), value=-2)  # equals no id
-        begun = ((words[:, :-1] < 0) | (words[:, :-1] == recent)).all(1)
-        x[words[begun, -1].long()] = -torch.inf
+        x = x.where(~is_seen, torch.where(x > 0, x / repetition, x * repetition))
+        logits[:] = x - param("frequency_penalty") * counts - param("presence_penalty") * (counts > 0).float()
+
+    if param("has_allowed_ids"):
+        bits = rows.allowed_masks[req_index].unsqueeze(1) >> torch.arange(32, device=logits.device) & 1
+        logits[bits.flatten()[: len(logits)] == 0] = -torch.inf
+
+    if num_bad_words := param("num_bad_words"):
+        words = rows.bad_words[req_index, :num_bad_words]
+        starts, last_ids = words[:, :-1], words[:, -1]
+        recent = output_ids[-starts.shape[1] :]
+        recent = torch.nn.functional.pad(recent, (starts.shape[1] - len(recent), 0), value=-2)  # -2 equals no id
+        is_next = ((starts == -1) | (starts == recent)).all(1)  # the output ends with all but the last id of the word
+        logits[last_ids[is_next].long()] = -torch.inf
 
 
 def token_keys(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """int64 keys that order tokens by likelihood: a larger logit has a larger key, and among equals a lower id has.
+    """int64 keys that order tokens by likelihood: a larger logit has a larger key, and of equal logits the lower id.
 
-    `logits` are float32.
+    `logits` are float32. The high word of a key has the order of the logits; the low word is ~token_id.
     """
-    bits = (logits + 0.0).view(torch.int32)  # -0 becomes 0, which it equals
-    order = bits ^ (bits >> 31 & 0x7FFFFFFF)  # integers in the order of the floats
+    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0, which has other bits and must have an equal key
+    order = bits ^ (bits >> 31 & 0x7FFFFFFF)  # as int32 in the order of the floats: negative ones have theirs reversed
     return (order.long() << 32) | (~token_ids.long() & 0xFFFFFFFF)
 
 
-_LAST = torch.tensor(-torch.inf, dtype=torch.float32, device="cpu"), torch.tensor(2**31 - 1, device="cpu")
-KEEPS_ALL = token_keys(*_LAST).item()  # no token has a smaller key
+_LEAST_LIKELY = torch.tensor(-torch.inf, dtype=torch.float32, device="cpu"), torch.tensor(2**31 - 1, device="cpu")
+KEEPS_ALL = token_keys(*_LEAST_LIKELY).item()  # a cutoff below which no token's key can be
 
 
 def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """The smallest key [S] int64 that min-p, top-k and top-p keep; KEEPS_ALL for greedy rows, and rows without filters.
+    """The smallest `token_keys` [S] int64 that min-p, top-k and top-p keep of each row.
 
-    In descending order of `token_keys`, top-k keeps the first k of the tokens that min-p left. Of these, top-p keeps
-    the shortest prefix that has its share of the probability.
+    Tokens are taken in descending order of their keys. min-p keeps the tokens that are likely enough; of these, top-k
+    keeps the first k; of these, top-p keeps the fewest whose probabilities, relative to the sum of what top-k kept,
+    reach top_p. Greedy rows and rows without these filters get KEEPS_ALL.
     """
     if (ops := triton_ops(logits)) is not None:
         return ops.logit_cutoffs(logits, rows)
@@ -207,10 +221,11 @@ def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     ranked, ids = logits[filtered].float().sort(dim=-1, descending=True, stable=True)
     kept = ranked >= ranked[:, :1] + temperature * min_p.log()
     kept &= (torch.arange(ranked.shape[1], device=logits.device) < top_k) | (top_k <= 0)
-    mass = ((ranked - ranked[:, :1]) / temperature).exp().double() * kept
-    up_to = mass.cumsum(-1)
-    bound = top_p * up_to[:, -1:].float()  # in float32, where 0.1 of 1,000 equal tokens is 100 of them
-    kept &= (up_to - mass < bound) | (top_p >= 1)
+    weights = ((ranked - ranked[:, :1]) / temperature).exp().double() * kept  # probabilities times a constant
+    sums = weights.cumsum(-1)
+    # float32 rounds top_p=0.1 of 1,000 equal tokens to 100; in float64 it is a little more, and would keep 101
+    needed = top_p * sums[:, -1:].float()
+    kept &= (sums - weights < needed) | (top_p >= 1)  # the tokens before it do not reach top_p
     last = kept.sum(-1, keepdim=True).clamp(min=1) - 1  # the tokens that are kept come first
     out[filtered] = token_keys(ranked.gather(1, last), ids.gather(1, last)).squeeze(1)
     return out
@@ -219,11 +234,12 @@ def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 def log_probabilities(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
     """Log-probabilities of `token_ids` [S] and of the `num_top` most likely tokens (all, if there are fewer).
 
-    Returns ids and log-probabilities [S, 1 + num_top], the top ones in descending order of `token_keys`; and the ranks
-    [S] of `token_ids` in that order, from 1.
+    Returns three tensors. Ids and log-probabilities [S, 1 + num_top]: first of `token_ids`, then of the top tokens in
+    descending order of `token_keys`. Ranks [S] of `token_ids` in that order; 1 is the most likely token.
     """
     logits, token_ids = logits.float(), token_ids.unsqueeze(1).long()
     keys = token_keys(logits, torch.arange(logits.shape[1], device=logits.device))
     ranks = (keys > keys.gather(1, token_ids)).sum(-1) + 1
-    ids = torch.cat((token_ids, ~keys.topk(min(num_top, keys.shape[1])).values & 0xFFFFFFFF), 1)
+    top_ids = ~keys.topk(min(num_top, keys.shape[1])).values & 0xFFFFFFFF  # a key's low word is ~id
+    ids = torch.cat((token_ids, top_ids), 1)
     return ids.int(), logits.log_softmax(-1).gather(1, ids), ranks.int()
