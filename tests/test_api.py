@@ -1,8 +1,10 @@
 """What a user of `LLM` sees: answers, refusals, the loop by hand, and an engine that survives errors."""
 
+import gc
 import json
 import shutil
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -431,3 +433,16 @@ def test_request_seed_fixes_its_draws(make_llm, prompts):
         tight = make_llm(async_scheduling=async_scheduling, kvcache_block_size=16, num_kvcache_blocks=7)
         assert run(tight, prompts, params) == expected
         assert tight.scheduler.num_preemptions > 0
+
+
+def test_exit_frees_the_weights_at_once(make_llm):
+    """Without the garbage collector, which may come much later."""
+    llm = make_llm()
+    weights = [weakref.ref(parameter) for parameter in llm.model_runner.model.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        llm.exit()
+        assert len(weights) > 20 and not any(weight() is not None for weight in weights)
+    finally:
+        gc.enable()

@@ -36,6 +36,7 @@ def test_top_n_sigma(make_llm, chat, async_scheduling):
     assert ids(llm, SamplingParams(temperature=5.0, **options)) == random != greedy
     assert ids(llm, Params(temperature=5.0, top_n_sigma=1e-3, **options)) == greedy
     assert ids(llm, Params(temperature=5.0, **options)) == random
+    assert ids(without, Params(temperature=5.0, top_n_sigma=1e-3, **options)) == random, "it was made before"
     mixed = [Params(temperature=5.0, top_n_sigma=n, **options) for n in (1e-3, 0.0, 1e-3)]
     assert ids(llm, mixed) == [greedy[0], random[1], greedy[2]]
 
@@ -45,7 +46,7 @@ def test_values_by_row():
     logits = torch.randn(4, 1000)
     params = torch.zeros(4, plain.WIDTH, dtype=torch.int32)
     plain.column(params, "top_n_sigma")[:] = torch.tensor([0.0, 1.0, 2.0, -1.0])
-    plain.apply_custom_filters(filtered := logits.clone(), params)
+    plain.apply_custom_filters(plain.CUSTOM_FILTERS, filtered := logits.clone(), params)
     assert torch.equal(filtered[[0, 3]], logits[[0, 3]])
     for i, n in ((1, 1.0), (2, 2.0)):
         kept = logits[i] >= logits[i].max() - n * logits[i].std()

@@ -207,7 +207,11 @@ class EngineCore:
             for inbox in self.inboxes:
                 inbox.live = {i for i in inbox.live if i in self.requests}
             self.inboxes = {request.inbox for request in self.requests.values()}
-        self._enqueue([request for request in self.requests.values() if not request.is_finished])
+        unfinished = [request for request in self.requests.values() if not request.is_finished]
+        self._enqueue([request for request in unfinished if not any(seq.is_finished for seq in request.group)])
+        for request in unfinished:
+            if request.request_id not in self.scheduler.live:  # a beam search, interrupted when its beams ended
+                self._finish_now(request)
 
     def _drop_requests(self, error: BaseException | None) -> None:
         with self.leadership.lock:

@@ -1,7 +1,9 @@
 """What has arrived for one caller and has not been read yet."""
 
+import os
 import threading
 from enum import Enum, auto
+from weakref import WeakSet
 
 from nanovllm.engine.outputs import StepOutput
 
@@ -31,6 +33,7 @@ class Inbox:
         self._published = StepOutput()
         self._error: BaseException | None = None  # that ended its requests
         self._lock = threading.RLock()  # re-entrant: a signal handler may abort a request while its thread is reading
+        _all.add(self)
 
     def publish(self, num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:
         output, self.collected = self.collected, StepOutput()
@@ -63,3 +66,15 @@ class Inbox:
             self._error = None
             raise RuntimeError(f"a step that another caller ran failed, and all requests with it: {error!r}") from error
         return output
+
+
+_all: WeakSet[Inbox] = WeakSet()
+
+
+def _renew_locks() -> None:
+    """In a forked child, where a thread that held a lock does not exist."""
+    for inbox in _all:
+        inbox._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)

@@ -52,7 +52,8 @@ class ModelRunner:
             self._start(config, startup)
 
     def _start(self, config: Config, startup: Stopwatch) -> None:
-        if CUSTOM_FILTERS and self.tp.size > 1:
+        self.custom_filters = dict(CUSTOM_FILTERS)  # those registered later are for other engines
+        if self.custom_filters and self.tp.size > 1:
             raise ValueError(f"tensor_parallel_size={self.tp.size}: must be 1 with filters of register_filter")
         self.backend = make_backend(config.attention_backend)
         memory_before = self._memory_in_use()
@@ -161,7 +162,7 @@ class ModelRunner:
         rows = self.requests.rows(batch.req_indices, self._cached_token_ids, block_tables, positions)
         logits = self.model.compute_logits(hidden_states, rows.params)  # [S, vocabulary]
         penalize(logits, rows)
-        apply_custom_filters(logits, rows.params)
+        apply_custom_filters(self.custom_filters, logits, rows.params)
         cutoffs, temperatures = logit_cutoffs(logits, rows), column(rows.params, "temperature")
         logits = self.model.lm_head.own_part(logits)
         return self.sampler(logits, temperatures, seeds(rows.params), positions, cutoffs)
@@ -194,6 +195,8 @@ class ModelRunner:
             model = model_class(config.model_type)(config, self.config.max_model_len, self.backend, self.tp)
         with torch.device("cpu"):  # safetensors reads into tensors on the default device, whichever the caller has set
             load_model(model, Path(self.config.model), self.device, self.config.load_format)
+        for parameter in model.parameters():  # each loader refers to its parameter: a cycle that would outlive `exit`
+            del parameter.weight_loader
         return model.eval()
 
     def _make_buffers(self) -> None:

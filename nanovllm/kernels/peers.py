@@ -24,9 +24,8 @@ class PeerBarrier(NamedTuple):
     data_offset: int  # of the data that is read, in bytes from there
     flags_offset: int  # of the flags [max_programs, ranks] int32
     max_programs: int
-    aborted: (
-        torch.Tensor
-    )  # [1] int32 in pinned host memory: if not 0, kernels end early, and their results are worthless
+    # [1] int32 in pinned host memory: if not 0, kernels end early, and their results are worthless
+    aborted: torch.Tensor
     rank: int
 
 

@@ -49,8 +49,8 @@ class ParallelLMHead(VocabParallelEmbedding):
     """Hidden states [S, hidden_size] to logits [S, vocabulary]."""
 
     def forward(self, x: torch.Tensor, sampling_params: torch.Tensor | None = None) -> torch.Tensor:
-        """With `sampling_params`, the params of layers.logits' Rows, the logits of rows that are not filtered may lack
-        the other ranks' ranges: those rows are sampled from this rank's own range.
+        """With `sampling_params`, the params of layers.logits' SamplingRows, rows that are not filtered may lack the
+        logits of the other ranks' ranges: those rows are sampled from this rank's own range.
         """
         if not self.tp.has_peers:
             return self.tp.all_gather(linear(x, self.weight))

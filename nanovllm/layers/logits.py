@@ -138,8 +138,8 @@ def register_filter(name: str, apply: CustomFilter, default: float = 0.0) -> Non
     CUSTOM_FILTERS[name] = apply
 
 
-def apply_custom_filters(logits: torch.Tensor, params: torch.Tensor) -> None:
-    for name, apply in CUSTOM_FILTERS.items():
+def apply_custom_filters(filters: dict[str, CustomFilter], logits: torch.Tensor, params: torch.Tensor) -> None:
+    for name, apply in filters.items():
         apply(logits, column(params, name))
 
 
