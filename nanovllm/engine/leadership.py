@@ -91,13 +91,17 @@ class Leadership:
                     self._leader = None
                 self._changed.notify_all()
 
-    def _try_acquire(self, is_urgent: bool = False) -> bool:
-        with self.lock:
-            # this thread may still be recorded as the leader, if an interrupt kept it from releasing
-            if self._leader not in (None, get_ident()) or (self._num_urgent and not is_urgent):
-                return False
-            self._leader = get_ident()
-            return True
+    def _try_acquire(self) -> bool:
+        with interrupts_held(), self.lock:
+            return self._lead_if_free()
+
+    def _lead_if_free(self, is_urgent: bool = False) -> bool:
+        """For holders of the lock."""
+        # this thread may still be recorded as the leader, if an interrupt kept it from releasing
+        if self._leader not in (None, get_ident()) or (self._num_urgent and not is_urgent):
+            return False
+        self._leader = get_ident()
+        return True
 
     def _acquire(self, inboxes: Iterable[Inbox] = (), is_urgent: bool = False) -> bool:
         """Wait until this thread is the leader, or (False) until one of the inboxes is ready."""
@@ -105,7 +109,7 @@ class Leadership:
             self._num_urgent += is_urgent
             try:
                 while not any(inbox.is_ready for inbox in inboxes):
-                    if self._try_acquire(is_urgent):
+                    if self._lead_if_free(is_urgent):
                         return True
                     self._changed.wait()
                 return False
