@@ -278,7 +278,7 @@ def test_what_vllm_takes():
         ({"allowed_token_ids": []}, "allowed_token_ids: the number of ids=0: must be at least 1"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids: token id=-1: must be at least 0"),
         ({"stop": "a", "detokenize": False}, "detokenize=False: must be True with stop"),
-        ({"bad_words": [" "]}, "bad_words=.*must have a character that is no space"),
+        ({"bad_words": [" "]}, "bad_words=.*must have a character that is not a space"),
         ({"bad_words": ["a\udc00"]}, "bad_words=.*surrogate"),
         ({"stop": ["\ud800"]}, "stop=.*surrogate"),
         ({"logprobs": -2}, "logprobs=-2: must be at least -1"),
