@@ -36,11 +36,10 @@ def patch_builtins_once() -> None:
             if getattr(package, name) is member:
                 interpreter._patch_attr(package, name, member, *scope)
 
-    assert interpreter._patch_builtin
     interpreter._patch_builtin = patch_builtin
 
 
-with suppress(ImportError, AttributeError):  # without Triton, or with one whose interpreter is different
+with suppress(ImportError):  # without Triton
     patch_builtins_once()
 
 TINY = str(BUNDLED / "tiny-qwen3")

@@ -264,6 +264,27 @@ def test_seeded_sampling_is_the_same_on_any_number_of_ranks(make_llm, size):
     assert runs[0] == runs[1]
 
 
+@pytest.mark.parametrize("size", RANKS)
+def test_logprobs_of_ranks(make_llm, size):
+    """Those of a prompt of more rows than one step samples, and those of its answer."""
+    prompt = [i % 90 + 5 for i in range(150)]
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=3, prompt_logprobs=2)
+    runs = []
+    for n in (1, size):
+        llm = make_llm(
+            device="cuda", dtype="float32", tensor_parallel_size=n, max_num_seqs=8, gpu_memory_utilization=0.1
+        )
+        output = llm.generate([prompt], params, use_tqdm=False)[0]
+        positions = [*output["prompt_logprobs"][1:], *output["logprobs"]]
+        runs.append([{token: (x.logprob, x.rank) for token, x in entries.items()} for entries in positions])
+        llm.exit()
+    assert len(runs[0]) == 149 + 4
+    for one, several in zip(*runs, strict=True):
+        assert one.keys() == several.keys()
+        for token, (logprob, rank) in one.items():
+            assert several[token] == (pytest.approx(logprob, abs=1e-3), rank)
+
+
 @pytest.mark.parametrize("size", RANKS[:1])
 def test_ranks_without_peer_access(make_llm, chat, monkeypatch, tmp_path, size):
     """They sum with NCCL, also inside the graphs."""

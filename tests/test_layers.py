@@ -26,6 +26,7 @@ from nanovllm.layers.linear import (
 from nanovllm.layers.partial_sum import PartialSum
 from nanovllm.layers.rotary_embedding import QKNormRope, RotaryEmbedding, apply_rotary, norm_rope
 from nanovllm.utils.context import Context, attention_context
+from nanovllm.utils.double_buffer import DoubleBuffer
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 4])
@@ -451,7 +452,7 @@ def test_layers_on_peer_memory(monkeypatch, rows):
     from nanovllm.distributed.peer_memory import MAX_KEYS, MAX_PROGRAMS, PeerMemory, PeerTensorParallel
 
     peers = object.__new__(PeerMemory)
-    peers.rank, peers.size, peers.capacity, peers._buffer_index = 0, 1, 4096, 0
+    peers.rank, peers.size, peers.capacity, peers._sum_buffers = 0, 1, 4096, DoubleBuffer(0, 1)
     peers.keys_offset = 3 * MAX_PROGRAMS * 4
     peers.sums_offset = peers.keys_offset + 8 * MAX_KEYS
     peers.memory = torch.zeros(peers.sums_offset + 2 * peers.capacity, dtype=torch.uint8)
@@ -482,4 +483,4 @@ def test_layers_on_peer_memory(monkeypatch, rows):
     torch.testing.assert_close(down(y).reduce(), y @ down.weight.T, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(head(normed), normed @ head.weight.T, rtol=1e-4, atol=1e-4)
     keys = torch.randint(1 << 40, (rows,))
-    assert torch.equal(tp.max_of_ranks(keys), keys) and peers._buffer_index == 0
+    assert torch.equal(tp.max_of_ranks(keys), keys) and peers._sum_buffers.buffer_index == 0

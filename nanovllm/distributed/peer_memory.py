@@ -8,6 +8,7 @@ from torch.distributed import Store
 from nanovllm.kernels import ops
 from nanovllm.kernels.peers import PeerBarrier
 from nanovllm.layers.partial_sum import PartialSum
+from nanovllm.utils.double_buffer import DoubleBuffer
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 MAX_PROGRAMS = 512  # of a kernel that waits for the other ranks
@@ -68,7 +69,7 @@ class PeerMemory:
         self.sums_offset = self.keys_offset + MAX_KEYS * 8
         self.capacity = -(-max_sum_bytes // 16) * 16  # of one buffer, in bytes
         num_bytes = self.sums_offset + 2 * self.capacity
-        self._buffer_index = 0
+        self._sum_buffers = DoubleBuffer(0, 1)
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # creates the CUDA context that the driver calls need
             self._pointers = [0] * size
@@ -86,7 +87,7 @@ class PeerMemory:
 
     def next_sum(self, split_k: int, num_rows: int, width: int, dtype: torch.dtype) -> PeerSum:
         """A sum [num_rows, width] whose `parts` [split_k, num_rows, width] this rank is to write."""
-        index, self._buffer_index = self._buffer_index, self._buffer_index ^ 1
+        index = self._sum_buffers.advance()
         offset = self.sums_offset + index * self.capacity
         num_bytes = split_k * num_rows * width * dtype.itemsize
         assert num_bytes <= self.capacity
@@ -95,7 +96,7 @@ class PeerMemory:
 
     def keys_barrier(self) -> PeerBarrier:
         """The barrier of keys, which ends a forward."""
-        self._buffer_index = 0
+        self._sum_buffers.reset()
         return self._barrier(KEYS, self.keys_offset)
 
     def _barrier(self, index: int, data_offset: int) -> PeerBarrier:

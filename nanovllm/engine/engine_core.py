@@ -145,7 +145,7 @@ class EngineCore:
     def _enqueue(self, requests: Collection[Request]) -> None:
         for request in requests:
             if request.request_id in self.requests and request.request_id not in self.scheduler.live:
-                self.scheduler.add(*request.group)
+                self.scheduler.add(*(seq for seq in request.group if not seq.is_finished))
 
     def _abort(self, request_id: int, deliver: bool = True) -> None:
         if (request := self.requests.get(request_id)) is not None:
@@ -188,7 +188,7 @@ class EngineCore:
         if not isinstance(error, Exception):
             self._restart()
             for request in [*self.requests.values()]:
-                if request.is_finished:  # by the step that was interrupted
+                if request.request_id not in self.scheduler.live:  # ended by the step that was interrupted
                     self._finish_now(request)
             return
         self._drop_requests(error)
@@ -207,11 +207,7 @@ class EngineCore:
             for inbox in self.inboxes:
                 inbox.live = {i for i in inbox.live if i in self.requests}
             self.inboxes = {request.inbox for request in self.requests.values()}
-        unfinished = [request for request in self.requests.values() if not request.is_finished]
-        self._enqueue([request for request in unfinished if not any(seq.is_finished for seq in request.group)])
-        for request in unfinished:
-            if request.request_id not in self.scheduler.live:  # a beam search, interrupted when its beams ended
-                self._finish_now(request)
+        self._enqueue(self.requests.values())
 
     def _drop_requests(self, error: BaseException | None) -> None:
         with self.leadership.lock:

@@ -217,8 +217,8 @@ def decode_attention(
     order of the rows, so the longest sequences should come first.
     """
     out = torch.empty_like(q)
-    norm_rope = None, None, 0.0, None, None
-    _decode(out, q, *norm_rope, k_cache, v_cache, context_lens, block_tables, max_context_len, splits)
+    no_norm_rope = None, None, 0.0, None, None
+    _decode(out, q, *no_norm_rope, k_cache, v_cache, context_lens, block_tables, max_context_len, splits)
     return out
 
 
@@ -242,8 +242,8 @@ def decode_attention_of_qkv(
     """
     batch_size, num_rows, head_dim = qkv.shape
     out = torch.empty((batch_size, num_rows - 2 * k_cache.shape[2], head_dim), dtype=qkv.dtype, device=qkv.device)
-    norm_rope = q_weight, k_weight, eps, cos_sin, slot_mapping
-    _decode(out, qkv, *norm_rope, k_cache, v_cache, context_lens, block_tables, max_context_len, splits)
+    inputs = q_weight, k_weight, eps, cos_sin, slot_mapping
+    _decode(out, qkv, *inputs, k_cache, v_cache, context_lens, block_tables, max_context_len, splits)
     return out
 
 

@@ -6,7 +6,7 @@ T = TypeVar("T")
 
 
 class DoubleBuffer(Generic[T]):
-    """Two buffers used alternately: the host fills one of them while the device still works with the other."""
+    """Two buffers used alternately: one is filled while the other is still in use."""
 
     def __init__(self, first: T, second: T):
         self._buffers = first, second
