@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from nanovllm.utils.loader import load_model
 from nanovllm.utils.stopwatch import Stopwatch
 from nanovllm.utils.tensor_parallel import TensorParallel
 
+MIN_MIXED_TOKENS = 16  # of prompts in a step that also decodes, however slow the device is
 CPU_KV_CACHE_BYTES = 2**30  # the cache on a CPU, unless num_kvcache_blocks says otherwise
 CUDA_RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allocate without PyTorch's allocator
 
@@ -70,6 +72,8 @@ class ModelRunner:
             config.set_num_kvcache_blocks(self._affordable_blocks(memory_before))
         self.allocate_kv_cache(config.num_kvcache_blocks)
         self._warmup_kernels()
+        if config.max_num_mixed_tokens is None:
+            config.set_max_num_mixed_tokens(self._num_tokens_within(config.max_mixed_step_ms))
         startup.lap("warm-up")
         if self.device.type == "cuda" and self.backend.uses_cuda_graphs and not config.enforce_eager:
             self.capture_cudagraph()
@@ -79,14 +83,14 @@ class ModelRunner:
         """Prepare and launch a step."""
         return self.launch(self.prepare(step), step)
 
-    def host_buffer(self, is_prefill: bool) -> np.ndarray:
+    def host_buffer(self, has_chunks: bool) -> np.ndarray:
         """Where the next batch is prepared; it is free once the step before the last one that was launched is over."""
-        buffers = self.graphs.host_buffers if self.graphs and not is_prefill else self._host_buffers
+        buffers = self.graphs.host_buffers if self.graphs and not has_chunks else self._host_buffers
         return buffers.current.batch.numpy()
 
     def prepare(self, step: ScheduledStep) -> HostBatch:
-        prepare = self.prepare_prefill if step.is_prefill else self.prepare_decode
-        return prepare(step, self.host_buffer(step.is_prefill))
+        prepare = self.prepare_mixed if step.chunks else self.prepare_decode
+        return prepare(step, self.host_buffer(bool(step.chunks)))
 
     def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:
         """Queue a batch that lies in `host_buffer`; this returns while the step, or even the one before, still runs."""
@@ -94,7 +98,7 @@ class ModelRunner:
         with on_device(self.device):
             if batch.shape.num_block_copies:
                 self._copy_blocks(batch.block_copies)
-            if self.graphs and not batch.shape.is_prefill:
+            if self.graphs and not batch.shape.has_chunks:
                 token_ids, output = self.graphs.replay(batch.shape.num_seqs)
             else:
                 token_ids = self._host_buffers.advance().token_ids[: batch.shape.num_samples]
@@ -104,9 +108,9 @@ class ModelRunner:
             logprobs = self._logprobs(batch, requests, output) if requests else ()
             return PendingStep(step, token_ids, requests, logprobs, self.device.type == "cuda", self.tp)
 
-    def prepare_prefill(self, step: ScheduledStep, buffer: np.ndarray) -> HostBatch:
+    def prepare_mixed(self, step: ScheduledStep, buffer: np.ndarray) -> HostBatch:
         model = self.config.model_config
-        return batches.prepare_prefill(
+        return batches.prepare_mixed(
             step, buffer, self.config.kvcache_block_size, model.eos_token_ids, model.vocab_size
         )
 
@@ -126,7 +130,7 @@ class ModelRunner:
     def _forward(self, batch: DeviceBatch) -> ForwardOutput:
         """A whole step on the device. CUDA graphs capture this for decode batches, so it never waits for the device."""
         hidden_states = self._run_model(batch)
-        if batch.shape.is_prefill:
+        if batch.shape.num_new_requests:
             self.requests.write(batch)  # for the decode steps of the requests that begin here
         token_ids = self._sample(batch, hidden_states)
         self.last_token_ids[batch.req_indices] = token_ids
@@ -134,16 +138,21 @@ class ModelRunner:
 
     def _run_model(self, batch: DeviceBatch) -> torch.Tensor:
         """Hidden states [T, hidden_size]; keys, values and token ids of the step are in the cache afterwards."""
-        is_prefill = batch.shape.is_prefill
-        input_ids = batch.input_ids if is_prefill else self.last_token_ids.index_select(0, batch.req_indices)
+        input_ids = self._input_ids(batch)
         self.slot_token_ids[batch.slot_mapping] = input_ids  # a slot of -1 is the last, which belongs to no block
         with attention_context(self._context(batch)):
             return self.model(input_ids, batch.positions)
 
+    def _input_ids(self, batch: DeviceBatch) -> torch.Tensor:
+        """[T]: the last sampled tokens of the sequences that decode, and the chunks' from the host."""
+        n = batch.shape.num_decodes  # all of these are sampled, and come first
+        last_token_ids = self.last_token_ids.index_select(0, batch.req_indices[:n])
+        return torch.cat((last_token_ids, batch.input_ids[n:])) if batch.shape.has_chunks else last_token_ids
+
     def _context(self, batch: DeviceBatch) -> Context:
         shape = batch.shape
         return Context(
-            is_prefill=shape.is_prefill,
+            num_decodes=shape.num_decodes,
             slot_mapping=batch.slot_mapping,
             context_lens=batch.context_lens,
             block_tables=batch.block_tables,
@@ -155,10 +164,9 @@ class ModelRunner:
     def _sample(self, batch: DeviceBatch, hidden_states: torch.Tensor) -> torch.Tensor:
         """Token ids [S] int32."""
         positions, block_tables = batch.positions, batch.block_tables
-        if batch.shape.is_prefill:  # only the last token of each sampled prompt needs logits
+        if batch.shape.has_chunks:  # only the last token of each sampled sequence needs logits
             hidden_states, positions = (x.index_select(0, batch.logits_indices) for x in (hidden_states, positions))
-            seqs = torch.bucketize(batch.logits_indices, batch.cu_seqlens_q[1:], right=True)
-            block_tables = block_tables.index_select(0, seqs)
+            block_tables = block_tables.index_select(0, batch.sampled_rows)
         rows = self.requests.rows(batch.req_indices, self._cached_token_ids, block_tables, positions)
         logits = self.model.compute_logits(hidden_states, rows.params)  # [S, vocabulary]
         penalize(logits, rows)
@@ -255,6 +263,16 @@ class ModelRunner:
             max_length = min(self.config.max_num_batched_tokens, self.config.max_model_len - 1)
             for length in (1, 16, 32, 64, 128, 256, 512):
                 self.run(batches.dummy_prefill(1, min(length, max_length), self.config.kvcache_block_size)).wait()
+
+    def _num_tokens_within(self, milliseconds: float) -> int:
+        """How many tokens of prompts can be computed in a time, as measured with one prompt."""
+        num_tokens = 4096 if self.device.type == "cuda" else 64
+        num_tokens = min(num_tokens, self.config.max_num_batched_tokens, self.config.max_model_len - 1)
+        for _ in range(2):  # the first run warms up
+            begin = perf_counter()
+            self.run(batches.dummy_prefill(1, num_tokens, self.config.kvcache_block_size)).wait()
+        measured = 1e3 * (perf_counter() - begin)
+        return max(MIN_MIXED_TOKENS, int(num_tokens * milliseconds / measured))
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """One tensor [2, layers, blocks, block_size, kv_heads, head_dim], of which each layer gets its part."""

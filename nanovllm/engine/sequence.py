@@ -33,10 +33,13 @@ class Sequence:
         max_len: int,
         index: int = 0,
         is_beam: bool = False,
+        priority: int = 0,
     ):
         self.request_id = request_id
         self.index = index  # among the answers to its request
         self.group = [self]  # all of those
+        self.priority = priority
+        self.order: tuple = ()  # by the scheduling policy; the least is the most urgent
         self.params = params
         self.bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of `params.bad_words`
         self.noise_seed = noise_seed  # 64 bits, from which every random number of this sequence is made

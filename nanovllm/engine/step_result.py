@@ -24,9 +24,9 @@ class StepResult(NamedTuple):
 
     token_ids: one for each of the step's `sampled_seqs`.
     logprobs: for each of those tokens; None without a request for them.
-    prompt_logprobs: for each of a prefill step's `rows`, those of the prompt's tokens from start + 1 to end, as far as
-        the prompt goes; None without a request, or where there are no such tokens. A row that is computed again after
-        a preemption has them again.
+    prompt_logprobs: for each of the step's `chunks`, those of the prompt's tokens from start + 1 to end, as far as the
+        prompt goes; None without a request, or where there are no such tokens. A chunk that is computed again after a
+        preemption has them again.
     """
 
     token_ids: list[int]
@@ -48,8 +48,8 @@ class LogprobRequest(NamedTuple):
 
 def logprob_requests(step: ScheduledStep) -> list[LogprobRequest]:
     """First those for tokens of prompts, then those for `sampled_seqs`."""
-    requests, first = [], 0
-    for i, (seq, start, end) in enumerate(step.rows if step.is_prefill else ()):
+    requests, first = [], step.num_decodes
+    for i, (seq, start, end) in enumerate(step.chunks):
         if (num_top := seq.params.prompt_logprobs) is not None:
             num_top = ALL_TOKENS if num_top < 0 else num_top
             positions = range(start + 1, min(end + 1, seq.num_prompt_tokens))
@@ -84,7 +84,7 @@ def compute_logprobs(
         logits = compute_logits(hidden_states.index_select(0, rows[piece]))
         pieces.append(log_probabilities(logits, chosen[piece], num_top))
     if num_prompt < len(requests):
-        if batch.shape.is_prefill:
+        if batch.shape.has_chunks:
             logits_indices = torch.from_numpy(batch.logits_indices).to(hidden_states.device, non_blocking=True)
             hidden_states = hidden_states.index_select(0, logits_indices)
         logits = compute_logits(hidden_states)
@@ -144,5 +144,5 @@ class PendingStep:
         return StepResult(
             self._token_ids[:num_sampled].tolist(),
             [logprobs.get(i) for i in range(num_sampled)],
-            [prompt_logprobs.get(i) for i in range(len(step.rows))],
+            [prompt_logprobs.get(i) for i in range(len(step.chunks))],
         )

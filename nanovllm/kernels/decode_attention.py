@@ -208,15 +208,16 @@ def decode_attention(
     block_tables: torch.Tensor,
     max_context_len: int,
     splits: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [B, heads, head_dim] attends to the context_lens[b] tokens behind block_tables[b]; zeros where there are none.
 
     caches [blocks, block_size, kv_heads, head_dim], block_size a multiple of 16, head_dim a power of two from 16;
-    context_lens [B], block_tables [B, W] int32; all but the tables contiguous. A sequence gets as many splits as it has
+    context_lens [B], block_tables [B, W] int32; all but the tables contiguous. `out` takes the result. A sequence gets as many splits as it has
     tiles, up to `splits`, which is chosen by the bound `max_context_len` if it is not given. Programs start in the
     order of the rows, so the longest sequences should come first.
     """
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if out is None else out
     no_norm_rope = None, None, 0.0, None, None
     _decode(out, q, *no_norm_rope, k_cache, v_cache, context_lens, block_tables, max_context_len, splits)
     return out

@@ -153,17 +153,18 @@ def prefill_attention(
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
     max_seqlen_q: int,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [T, heads, head_dim], contiguous: the last tokens of B sequences, of which each begins at cu_seqlens_q [B + 1].
 
-    Every query attends to the tokens of its sequence up to and including its own. The caches already hold all of them:
+    `out` takes the result; its rows before cu_seqlens_q[0], if that is not 0, are left alone. Every query attends to the tokens of its sequence up to and including its own. The caches already hold all of them:
     those of this step and, where context_lens[b] is greater than the number of queries, those of earlier steps. Shapes
     as in `decode_attention`; at most 64 query heads to a key-value head.
     """
     heads, head_dim = q.shape[1:]
     block_size, kv_heads = k_cache.shape[1:3]
     group = heads // kv_heads
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if out is None else out
     exact = q.dtype == torch.float32
     tile_m, tile_n = (64, 32) if exact or head_dim > 128 else (128, 64)
     tile_n = min(tile_n, block_size & -block_size)  # the largest power of two that divides the block
