@@ -177,7 +177,7 @@ class Scheduler:
         self.max_running_to_admit = self.max_num_seqs
         self.waiting.discard(seq)
         self.block_manager.allocate(seq)
-        if not seq.has_sampled:  # else it was preempted, and is counted already
+        if not seq.was_admitted:  # else it was preempted, and is counted already
             seq.num_cached_tokens = seq.num_computed_tokens
             self.counts["prompt_tokens"] += seq.num_prompt_tokens
             self.counts["cached_tokens"] += seq.num_cached_tokens
@@ -187,7 +187,7 @@ class Scheduler:
 
     def _set_running(self, seq: Sequence) -> None:
         seq.req_index = self.free_req_indices.pop()
-        seq.status = SequenceStatus.RUNNING
+        seq.status, seq.was_admitted = SequenceStatus.RUNNING, True
         seq.record_time("scheduled")
 
     def preempt(self, seq: Sequence) -> None:

@@ -53,6 +53,7 @@ class Sequence:
         self.block_hashes: list[int] = []  # of the full blocks of token_ids, computed when they are needed
         self.req_index = -1  # its row in the device's per-request state while it runs
         self.status = SequenceStatus.WAITING
+        self.was_admitted = False  # at least once
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = (
             None  # the stop id or string that ended it; None for the tokenizer's own eos

@@ -3,7 +3,7 @@
 from math import inf, sqrt
 from typing import NamedTuple
 
-MIN_SHARED_CHUNK = 256  # tokens; less is not worth a chunk of its own
+MIN_SHARED_CHUNK = 32  # tokens; less is not worth a chunk of its own
 
 
 class TokenBudget(NamedTuple):
