@@ -1,5 +1,6 @@
 """Each Triton kernel against plain PyTorch: on the CUDA device, or in Triton's interpreter where there is none."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +8,7 @@ import torch.nn.functional as F
 triton = pytest.importorskip("triton")
 import triton.language as tl
 
+from nanovllm.engine.batch import query_tiles
 from nanovllm.kernels import ops, peers
 from nanovllm.kernels.decode_attention import CHUNK, MAX_SPLITS, TILE, choose_num_splits
 from nanovllm.kernels.dependent_launch import has_tma
@@ -115,7 +117,9 @@ def check_prefill(num_new, num_before, heads, dtype, stale):
     contents, k_cache, v_cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, stale)
     q = randn(sum(num_new), group * kv_heads, head_dim, dtype=dtype)
     cu_seqlens_q = F.pad(int32(num_new).cumsum(0, dtype=torch.int32), (1, 0))
-    out = ops.prefill_attention(q, k_cache, v_cache, cu_seqlens_q, context_lens, tables, max(num_new))
+    size = ops.query_tile_size(group, head_dim, dtype)
+    tiles = F.pad(torch.from_numpy(query_tiles(np.array(num_new), 0, size)), (0, 0, 0, 2), value=-1)
+    out = ops.prefill_attention(q, k_cache, v_cache, cu_seqlens_q, context_lens, tables, int32(tiles))
     expected = [attention_reference(part, k, v) for part, (k, v) in zip(q.split(num_new), contents, strict=True)]
     assert_close(out, torch.cat(expected))
 
@@ -190,6 +194,28 @@ def test_decode_of_qkv(heads, splits, dtype, has_norm):
 @pytest.mark.parametrize("splits", [1, 4])
 def test_decode_of_nothing_is_zero(splits):
     check_decode([0, 0], (2, 1, 32, 16), torch.float16, NAN, splits)
+
+
+@each_dtype
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_step_of_decodes_and_chunks(dtype, splits):
+    """As in a CUDA graph: the number of decodes is read on the device, and the bounds are larger than what is there."""
+    group, kv_heads, head_dim, block_size = 2, 2, 32, 16
+    num_new, lengths = [1, 1, 5, 70], [130, 40, 5, 90]
+    contents, k_cache, v_cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, NAN)
+    q = randn(sum(num_new) + 3, group * kv_heads, head_dim, dtype=dtype)
+    out = torch.full_like(q, 7.0)
+    starts = F.pad(int32(num_new).cumsum(0, dtype=torch.int32), (1, 0))
+    tiles = query_tiles(np.array(num_new), 2, ops.query_tile_size(group, head_dim, dtype))
+    assert tiles[:, 0].tolist() == sorted(tiles[:, 0]) and tiles[0].tolist() == [2, 0] and tiles[-1].tolist() == [3, 0]
+    tiles = int32(F.pad(torch.from_numpy(tiles), (0, 0, 0, 2), value=-1))
+    ops.prefill_attention(q, k_cache, v_cache, starts, context_lens, tables, tiles, out)
+    assert (out[:2] == 7).all() and (out[-3:] == 7).all()
+    args = q[:4], k_cache, v_cache, context_lens, tables, max(lengths), splits
+    ops.decode_attention(*args, num_seqs=int32([2]), out=out[:4])
+    parts = zip(q.split([*num_new, 3]), contents)
+    assert_close(out[:-3], torch.cat([attention_reference(part, k, v) for part, (k, v) in parts]))
+    assert (out[-3:] == 7).all()
 
 
 def test_number_of_splits():

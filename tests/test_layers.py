@@ -3,6 +3,7 @@
 import json
 from copy import deepcopy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from nanovllm.config import ModelConfig
+from nanovllm.engine.batch import query_tiles
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import SDPABackend, TritonBackend
@@ -428,6 +430,7 @@ def test_attention_from_qkv(monkeypatch, path, has_norm):
             max_context_len=max(last),
             max_seqlen_q=max(num_new),
             cu_seqlens_q=torch.tensor([0, *num_new]).cumsum(0).int() if num_decodes < len(rows) else None,
+            query_tiles=torch.from_numpy(query_tiles(np.array(num_new), num_decodes, 64)).int(),
         )
         qkv = torch.cat([qkv[row] for qkv, row in zip(qkvs, rows)]).flatten(1)
         with attention_context(context):

@@ -13,7 +13,6 @@ import pytest
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import MAX_STEPS_WITHOUT_ADMISSION, ScheduledStep, Scheduler
-from nanovllm.engine.scheduling_policy import Priority
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.token_budget import MIN_SHARED_CHUNK, TokenBudget
 from nanovllm.sampling_params import SamplingParams

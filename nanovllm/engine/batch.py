@@ -21,6 +21,7 @@ from nanovllm.kernels.sampling_columns import COLUMNS, WIDTH
 from nanovllm.layers.logits import column, mask_width, seeds
 from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, SamplingParams, early_stops
 
+MAX_CHUNKS = 32  # of a step that a CUDA graph computes
 VIEW_ALIGNMENT = 4  # words, which are 16 bytes: Triton compiles another kernel for an address that is not aligned so
 
 Array = TypeVar("Array", np.ndarray, torch.Tensor)
@@ -28,7 +29,7 @@ Dims = tuple[int, ...]
 
 
 class BatchShape(NamedTuple):
-    """The numbers that determine the layout of a Batch."""
+    """The numbers that determine the layout of a Batch. In a CUDA graph, the first group are upper bounds."""
 
     num_tokens: int
     num_seqs: int
@@ -36,6 +37,9 @@ class BatchShape(NamedTuple):
     num_samples: int  # rows that get a token
     max_blocks_per_seq: int  # the width of the block tables
     max_seqlen_q: int = 1
+    num_query_tiles: int = 0
+
+    num_sampled: int = 0  # of the samples, those that are not padding, in steps with chunks
     num_new_requests: int = 0  # sampled for the first time since they were admitted
     num_biases: int = 0  # entries, over all new requests
     num_block_copies: int = 0  # cache blocks that sequences no longer share, copied before the forward pass
@@ -48,6 +52,11 @@ class BatchShape(NamedTuple):
     def has_chunks(self) -> bool:
         """Whether there are tokens of prompts, and not decodes alone."""
         return self.num_seqs > self.num_decodes
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """The first group of fields, by which a CUDA graph is found."""
+        return self[: self._fields.index("num_sampled")]
 
     @property
     def size(self) -> int:
@@ -64,7 +73,8 @@ class Batch(Generic[Array]):
     """The int32 arrays of one step: numpy on the host, torch on the device. Each field states its shape.
 
     What depends on prompts is None in steps that only decode: their input ids are on the device already, and so are
-    the sampling parameters of their requests (see RequestTable).
+    the sampling parameters of their requests (see RequestTable). The views whose shapes depend on BatchShape.bounds
+    come first: CUDA graphs read these and no others.
     """
 
     shape: BatchShape
@@ -80,6 +90,8 @@ class Batch(Generic[Array]):
     cu_seqlens_q: Array = _view(lambda s: (s.num_seqs + 1,), chunks_only=True)
     logits_indices: Array = _view(lambda s: (s.num_samples,), chunks_only=True)  # the tokens that are sampled, and
     sampled_rows: Array = _view(lambda s: (s.num_samples,), chunks_only=True)  # their sequences
+    num_decodes: Array = _view(lambda s: (1,), chunks_only=True)  # for CUDA graphs, whose shape has an upper bound
+    query_tiles: Array = _view(lambda s: (s.num_query_tiles, 2), chunks_only=True)  # of attention; see Context
     params: Array = _view(lambda s: (s.num_new_requests, WIDTH), chunks_only=True)  # new requests are sampled last
     bias_slots: Array = _view(lambda s: (s.num_biases,), chunks_only=True)  # in the flattened table of all requests
     bias_ids: Array = _view(lambda s: (s.num_biases,), chunks_only=True)
@@ -89,14 +101,14 @@ class Batch(Generic[Array]):
     bad_word_slots: Array = _view(lambda s: (s.num_bad_words,), chunks_only=True)
     bad_words: Array = _view(lambda s: (s.num_bad_words, MAX_BAD_WORD_TOKENS), chunks_only=True)  # -1 fills the front
 
-    # these two come last: CUDA graphs, whose buffer has a fixed layout, read neither
     block_copies: Array = _view(lambda s: (2, s.num_block_copies))  # cache blocks to copy from, and to copy to
     logprob_requests: Array = _view(lambda s: (s.num_logprobs, len(LogprobRequest._fields)))
 
     @property
     def new_req_indices(self) -> Array:
-        """[new requests]: the last of `req_indices`."""
-        return self.req_indices[len(self.req_indices) - self.shape.num_new_requests :]
+        """[new requests]: the last of `req_indices` but the padding."""
+        end = self.shape.num_sampled
+        return self.req_indices[end - self.shape.num_new_requests : end]
 
     @classmethod
     def from_buffer(cls, shape: BatchShape, buffer: Array) -> "Batch[Array]":
@@ -134,11 +146,13 @@ def largest_batch(config: Config) -> int:
     B, T, W = config.max_num_seqs, config.max_num_batched_tokens, config.max_blocks_per_seq
     largest = BatchShape(
         num_tokens=max(T, B),
-        num_seqs=B,
+        num_seqs=B + MAX_CHUNKS,
         num_decodes=0,
-        num_samples=B,
+        num_samples=B + MAX_CHUNKS,
         max_blocks_per_seq=W,
         max_seqlen_q=T,
+        num_query_tiles=T + B + MAX_CHUNKS,
+        num_sampled=B,
         num_new_requests=B,
         num_biases=B * MAX_BIASES,
         num_block_copies=B,
@@ -160,6 +174,7 @@ def decode_shape(
         num_decodes=num_seqs,
         num_samples=num_seqs,
         max_blocks_per_seq=max_blocks_per_seq,
+        num_sampled=num_seqs,
         num_block_copies=num_block_copies,
         num_logprobs=num_logprobs,
     )
@@ -191,22 +206,29 @@ def prepare_decode(
 
 
 def prepare_mixed(
-    step: ScheduledStep, buffer: np.ndarray, block_size: int, eos_token_ids: frozenset[int], vocab_size: int
+    step: ScheduledStep,
+    buffer: np.ndarray,
+    block_size: int,
+    query_tile_size: int,
+    eos_token_ids: frozenset[int],
+    vocab_size: int,
+    bounds: BatchShape | None = None,
+    pad_req_index: int = 0,
 ) -> HostBatch:
-    """A step with chunks of prompts, which may also decode."""
+    """A step with chunks of prompts, which may also decode; padded to `bounds` if they are given."""
     rows, n = step.rows, step.num_decodes
     lengths = np.array([row.end - row.start for row in rows])
     ends = np.cumsum(lengths)  # [B], into the flat tokens of the step
+    tiles = query_tiles(lengths, n, query_tile_size)
+    B, T, S = len(rows), int(ends[-1]), len(step.sampled_seqs)
     logprobs = logprob_requests(step)
     new = step.sampled_seqs[n:]  # every decode is sampled, and comes first
     stop_ids = [sorted(early_stops(seq.params, eos_token_ids)) for seq in new]
-    shape = BatchShape(
-        num_tokens=int(ends[-1]),
-        num_seqs=len(rows),
-        num_decodes=n,
-        num_samples=len(step.sampled_seqs),
-        max_blocks_per_seq=max(len(row.seq.block_table) for row in rows),
-        max_seqlen_q=int(lengths.max()),
+    if bounds is None:
+        max_blocks_per_seq = max(len(row.seq.block_table) for row in rows)
+        bounds = BatchShape(T, B, n, S, max_blocks_per_seq, int(lengths.max()), len(tiles))
+    shape = bounds._replace(
+        num_sampled=S,
         num_new_requests=len(new),
         num_biases=sum(len(seq.params.logit_bias or ()) for seq in new) + sum(map(len, stop_ids)),
         num_block_copies=len(step.copies),
@@ -216,21 +238,37 @@ def prepare_mixed(
         num_bad_words=sum(len(seq.bad_words) for seq in new),
     )
     batch = Batch.from_buffer(shape, buffer)
-    batch.cu_seqlens_q[0], batch.cu_seqlens_q[1:] = 0, ends
+    batch.num_decodes[:] = n
+    batch.cu_seqlens_q[0], batch.cu_seqlens_q[1 : B + 1], batch.cu_seqlens_q[B + 1 :] = 0, ends, T
+    batch.query_tiles[: len(tiles)], batch.query_tiles[len(tiles) :] = tiles, -1
     _fill_rows(batch, rows)
-    batch.input_ids[:n] = 0
+    batch.input_ids[:n] = batch.input_ids[T:] = 0
     for (seq, start, end), last in zip(step.chunks, ends[n:].tolist()):
         batch.input_ids[last - (end - start) : last] = seq.token_ids[start:end]
-    batch.positions[:] = np.arange(len(batch.positions)) + np.repeat(batch.context_lens - ends, lengths)
-    _fill_slots(batch, np.repeat(np.arange(len(rows)), lengths), block_size)
-    batch.req_indices[:] = [seq.req_index for seq in step.sampled_seqs]
-    batch.sampled_rows[:] = step.sampled_rows
-    batch.logits_indices[:] = ends[step.sampled_rows] - 1
+    batch.positions[:T] = np.arange(T) + np.repeat(batch.context_lens[:B] - ends, lengths)
+    batch.positions[T:] = 0
+    _fill_slots(batch, np.repeat(np.arange(B), lengths), block_size)
+    batch.slot_mapping[T:] = -1
+    batch.req_indices[:S], batch.req_indices[S:] = [seq.req_index for seq in step.sampled_seqs], pad_req_index
+    batch.sampled_rows[:S], batch.sampled_rows[S:] = step.sampled_rows, 0
+    batch.logits_indices[:S], batch.logits_indices[S:] = ends[step.sampled_rows] - 1, 0
     _fill_params(batch, new, stop_ids)
     _fill_biases(batch, new, stop_ids)
     _fill_bans(batch, new)
     _fill_extras(batch, step, logprobs)
     return batch
+
+
+def query_tiles(lengths: np.ndarray, num_decodes: int, size: int) -> np.ndarray:
+    """The tiles [N, 2] of attention's `query_tiles`, by the rows' numbers of new tokens. Of each row, those with the
+    most keys come first.
+    """
+    if not size:
+        return np.empty((0, 2), np.int32)
+    counts = -(-lengths[num_decodes:] // size)  # tiles of each chunk
+    last = np.cumsum(counts) - 1
+    rows = np.repeat(np.arange(num_decodes, len(lengths)), counts)
+    return np.stack((rows, size * (np.repeat(last, counts) - np.arange(len(rows)))), 1)
 
 
 def _fill_slots(batch: HostBatch, rows: np.ndarray, block_size: int) -> None:

@@ -10,8 +10,15 @@ from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.engine import batch as batches
-from nanovllm.engine.batch import DeviceBatch, HostBatch
-from nanovllm.engine.cuda_graph import DecodeGraphs, ForwardOutput, StepBuffers
+from nanovllm.engine.batch import BatchShape, DeviceBatch, HostBatch
+from nanovllm.engine.cuda_graph import (
+    DecodeGraphs,
+    ForwardOutput,
+    MixedGraphs,
+    SamplerInput,
+    StepBuffers,
+    mixed_bounds,
+)
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.step_result import LogprobRequest, PendingStep, compute_logprobs
 from nanovllm.layers.attention import Attention
@@ -34,6 +41,7 @@ from nanovllm.utils.loader import load_model
 from nanovllm.utils.stopwatch import Stopwatch
 from nanovllm.utils.tensor_parallel import TensorParallel
 
+LAUNCH_MS = 15.0  # steps that the device computes in less are captured: a host needs so long to launch their kernels
 MIN_MIXED_TOKENS = 16  # of prompts in a step that also decodes, however slow the device is
 CPU_KV_CACHE_BYTES = 2**30  # the cache on a CPU, unless num_kvcache_blocks says otherwise
 CUDA_RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allocate without PyTorch's allocator
@@ -63,15 +71,20 @@ class ModelRunner:
         startup.lap("weights")
         self.attention_layers = [module for module in self.model.modules() if isinstance(module, Attention)]
         self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
+        layer = self.attention_layers[0]
+        group = layer.num_heads // layer.num_kv_heads
+        self.query_tile_size = self.backend.query_tile_size(group, layer.head_dim, config.dtype)
         self.pad_req_index = config.max_num_seqs
         self.last_token_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int32, device=self.device)
         self.requests = RequestTable(config.max_num_seqs, config.model_config.vocab_size, self.device)
         self._make_buffers()
         self.graphs: DecodeGraphs | None = None
+        self.mixed_graphs: MixedGraphs | None = None
         if config.num_kvcache_blocks is None:
             config.set_num_kvcache_blocks(self._affordable_blocks(memory_before))
         self.allocate_kv_cache(config.num_kvcache_blocks)
         self._warmup_kernels()
+        self._measure_rate()
         if config.max_num_mixed_tokens is None:
             config.set_max_num_mixed_tokens(self._num_tokens_within(config.max_mixed_step_ms))
         startup.lap("warm-up")
@@ -101,18 +114,21 @@ class ModelRunner:
             if self.graphs and not batch.shape.has_chunks:
                 token_ids, output = self.graphs.replay(batch.shape.num_seqs)
             else:
-                token_ids = self._host_buffers.advance().token_ids[: batch.shape.num_samples]
+                token_ids = self._host_buffers.advance().token_ids[: batch.shape.num_sampled]
                 output = self.execute(batch)
-                token_ids.copy_(output.token_ids, non_blocking=True)
+                token_ids.copy_(output.token_ids[: batch.shape.num_sampled], non_blocking=True)
             requests = [LogprobRequest(*row) for row in batch.logprob_requests.tolist()]
             logprobs = self._logprobs(batch, requests, output) if requests else ()
             return PendingStep(step, token_ids, requests, logprobs, self.device.type == "cuda", self.tp)
 
     def prepare_mixed(self, step: ScheduledStep, buffer: np.ndarray) -> HostBatch:
-        model = self.config.model_config
-        return batches.prepare_mixed(
-            step, buffer, self.config.kvcache_block_size, model.eos_token_ids, model.vocab_size
-        )
+        model, block_size, bounds = self.config.model_config, self.config.kvcache_block_size, None
+        if self.mixed_graphs:
+            num_chunk_tokens = sum(row.end - row.start for row in step.chunks)
+            counts = step.num_decodes + num_chunk_tokens, len(step.chunks), len(step.sampled_seqs)
+            bounds = self.mixed_graphs.bounds_for(step.num_decodes, *counts)
+        constants = block_size, self.query_tile_size, model.eos_token_ids, model.vocab_size
+        return batches.prepare_mixed(step, buffer, *constants, bounds, self.pad_req_index)
 
     def prepare_decode(self, step: ScheduledStep, buffer: np.ndarray) -> HostBatch:
         num_rows, max_blocks_per_seq = len(step.rows), max(len(row.seq.block_table) for row in step.rows)
@@ -124,30 +140,51 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, batch: HostBatch) -> ForwardOutput:
-        """Copy a batch to the device and run it there, without a graph."""
-        return self._forward(batch.to(self._device_buffer))
+        """Copy a batch to the device and run it there."""
+        device_batch = batch.to(self._device_buffer)
+        if self.mixed_graphs and batch.shape.bounds in self.mixed_graphs.models:
+            return self.mixed_graphs.replay(batch.shape, lambda: self._write_requests(device_batch))
+        return self._forward(device_batch)
 
     def _forward(self, batch: DeviceBatch) -> ForwardOutput:
         """A whole step on the device. CUDA graphs capture this for decode batches, so it never waits for the device."""
-        hidden_states = self._run_model(batch)
-        if batch.shape.num_new_requests:
-            self.requests.write(batch)  # for the decode steps of the requests that begin here
-        token_ids = self._sample(batch, hidden_states)
-        self.last_token_ids[batch.req_indices] = token_ids
-        return ForwardOutput(token_ids, hidden_states)
+        hidden_states, sampler_input = self._run_model(batch)
+        self._write_requests(batch)
+        return ForwardOutput(self._sample(sampler_input), hidden_states, sampler_input.hidden_states)
 
-    def _run_model(self, batch: DeviceBatch) -> torch.Tensor:
-        """Hidden states [T, hidden_size]; keys, values and token ids of the step are in the cache afterwards."""
+    def _write_requests(self, batch: DeviceBatch) -> None:
+        """Keep what the later steps of new requests need."""
+        if batch.shape.num_new_requests:
+            self.requests.write(batch)
+
+    def _run_model(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
+        """Hidden states [T, hidden_size], and those to be sampled; keys, values and token ids are in the cache then."""
         input_ids = self._input_ids(batch)
         self.slot_token_ids[batch.slot_mapping] = input_ids  # a slot of -1 is the last, which belongs to no block
         with attention_context(self._context(batch)):
-            return self.model(input_ids, batch.positions)
+            hidden_states = self.model(input_ids, batch.positions)
+        if not batch.shape.has_chunks:
+            return hidden_states, SamplerInput(hidden_states, batch.req_indices, batch.positions, batch.block_tables)
+        sampled = (x.index_select(0, batch.logits_indices) for x in (hidden_states, batch.positions))
+        last_hidden_states, positions = sampled
+        block_tables = batch.block_tables.index_select(0, batch.sampled_rows)
+        return hidden_states, SamplerInput(last_hidden_states, batch.req_indices, positions, block_tables)
 
     def _input_ids(self, batch: DeviceBatch) -> torch.Tensor:
         """[T]: the last sampled tokens of the sequences that decode, and the chunks' from the host."""
         n = batch.shape.num_decodes  # all of these are sampled, and come first
         last_token_ids = self.last_token_ids.index_select(0, batch.req_indices[:n])
-        return torch.cat((last_token_ids, batch.input_ids[n:])) if batch.shape.has_chunks else last_token_ids
+        if not batch.shape.has_chunks:
+            return last_token_ids
+        if self._is_captured(batch.shape):  # n is an upper bound
+            is_decode = torch.arange(n, device=self.device) < batch.num_decodes
+            last_token_ids = last_token_ids.where(is_decode, batch.input_ids[:n])
+        return torch.cat((last_token_ids, batch.input_ids[n:]))
+
+    @staticmethod
+    def _is_captured(shape: BatchShape) -> bool:
+        """Whether the numbers of a step with chunks are upper bounds."""
+        return shape.max_seqlen_q == 0
 
     def _context(self, batch: DeviceBatch) -> Context:
         shape = batch.shape
@@ -159,21 +196,21 @@ class ModelRunner:
             max_context_len=min(shape.max_blocks_per_seq * self.config.kvcache_block_size, self.config.max_model_len),
             max_seqlen_q=shape.max_seqlen_q,
             cu_seqlens_q=batch.cu_seqlens_q,
+            query_tiles=batch.query_tiles,
+            num_decodes_on_device=batch.num_decodes if self._is_captured(shape) else None,
         )
 
-    def _sample(self, batch: DeviceBatch, hidden_states: torch.Tensor) -> torch.Tensor:
+    def _sample(self, x: SamplerInput) -> torch.Tensor:
         """Token ids [S] int32."""
-        positions, block_tables = batch.positions, batch.block_tables
-        if batch.shape.has_chunks:  # only the last token of each sampled sequence needs logits
-            hidden_states, positions = (x.index_select(0, batch.logits_indices) for x in (hidden_states, positions))
-            block_tables = block_tables.index_select(0, batch.sampled_rows)
-        rows = self.requests.rows(batch.req_indices, self._cached_token_ids, block_tables, positions)
-        logits = self.model.compute_logits(hidden_states, rows.params)  # [S, vocabulary]
+        rows = self.requests.rows(x.req_indices, self._cached_token_ids, x.block_tables, x.positions)
+        logits = self.model.compute_logits(x.hidden_states, rows.params)  # [S, vocabulary]
         penalize(logits, rows)
         apply_custom_filters(self.custom_filters, logits, rows.params)
         cutoffs, temperatures = logit_cutoffs(logits, rows), column(rows.params, "temperature")
         logits = self.model.lm_head.own_part(logits)
-        return self.sampler(logits, temperatures, seeds(rows.params), positions, cutoffs)
+        token_ids = self.sampler(logits, temperatures, seeds(rows.params), x.positions, cutoffs)
+        self.last_token_ids[x.req_indices] = token_ids
+        return token_ids
 
     @property
     def _cached_token_ids(self) -> torch.Tensor:
@@ -192,7 +229,7 @@ class ModelRunner:
         self, batch: HostBatch, requests: list[LogprobRequest], output: ForwardOutput
     ) -> tuple[torch.Tensor, ...]:
         """What `log_probabilities` returns for `requests`. No graph contains it, so other steps lose no time."""
-        logprobs = compute_logprobs(batch, requests, self.model.compute_logits, *output)
+        logprobs = compute_logprobs(requests, self.model.compute_logits, *output)
         # a barrier, as at the end of a forward pass: no rank overwrites peer memory that another still reads
         self.tp.max_of_ranks(torch.empty(0, dtype=torch.int64, device=self.device))
         return logprobs
@@ -265,14 +302,20 @@ class ModelRunner:
                 self.run(batches.dummy_prefill(1, min(length, max_length), self.config.kvcache_block_size)).wait()
 
     def _num_tokens_within(self, milliseconds: float) -> int:
-        """How many tokens of prompts can be computed in a time, as measured with one prompt."""
-        num_tokens = 4096 if self.device.type == "cuda" else 64
-        num_tokens = min(num_tokens, self.config.max_num_batched_tokens, self.config.max_model_len - 1)
+        """How many tokens of prompts the device computes in a time."""
+        return max(MIN_MIXED_TOKENS, int(self._tokens_per_ms * milliseconds))
+
+    def _measure_rate(self) -> None:
+        """Tokens of prompts per millisecond, in a step that is long enough for that on a GPU, and short on a CPU."""
+        config, num_seqs = self.config, 2 if self.device.type == "cuda" else 1
+        length = 4096 if self.device.type == "cuda" else 64
+        length = max(1, min(length, config.max_num_batched_tokens // num_seqs, config.max_model_len - 1))
+        num_fitting = config.num_kvcache_blocks // -(-length // config.kvcache_block_size)
+        num_seqs = min(num_seqs, num_fitting, config.max_num_seqs)
         for _ in range(2):  # the first run warms up
             begin = perf_counter()
-            self.run(batches.dummy_prefill(1, num_tokens, self.config.kvcache_block_size)).wait()
-        measured = 1e3 * (perf_counter() - begin)
-        return max(MIN_MIXED_TOKENS, int(num_tokens * milliseconds / measured))
+            self.run(batches.dummy_prefill(num_seqs, length, config.kvcache_block_size)).wait()
+        self._tokens_per_ms = num_seqs * length / (1e3 * (perf_counter() - begin))
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """One tensor [2, layers, blocks, block_size, kv_heads, head_dim], of which each layer gets its part."""
@@ -301,10 +344,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_cudagraph(self) -> None:
-        """Capture decode steps of the batch sizes in `graphs.graph_bs`."""
-        self.graphs = DecodeGraphs(
-            self.config.max_num_seqs, self.config.max_blocks_per_seq, self._device_buffer, self._forward
-        )
+        """Capture decode steps of the batch sizes in `graphs.graph_bs`, and the shorter ones of those with chunks."""
+        config, pool = self.config, torch.cuda.graph_pool_handle()
+        bounds = config.max_num_seqs, config.max_blocks_per_seq
+        self.graphs = DecodeGraphs(*bounds, self._device_buffer, self._forward, pool)
+        if self.backend.captures_chunks:
+            shapes = mixed_bounds(config, self._num_tokens_within(LAUNCH_MS), self.query_tile_size)
+            parts = self._run_model, self._sample
+            self.mixed_graphs = MixedGraphs(
+                shapes, config.max_num_seqs, self._device_buffer, self.pad_req_index, *parts, pool
+            )
 
     def synchronize(self) -> None:
         """Wait until the device has nothing left to do."""
@@ -322,7 +371,7 @@ class ModelRunner:
         """Free the device's memory, unless the device hangs because another rank is lost."""
         if self.tp.lost and not becomes_idle(self.device):
             return
-        self.graphs = None
+        self.graphs = self.mixed_graphs = None
         self._set_cache(self._cache_of(0))
         self.model = self.last_token_ids = self.requests = self.slot_token_ids = self._device_buffer = None
         self.attention_layers = []

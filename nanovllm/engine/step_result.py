@@ -62,13 +62,13 @@ def logprob_requests(step: ScheduledStep) -> list[LogprobRequest]:
 
 
 def compute_logprobs(
-    batch,
     requests: list[LogprobRequest],
     compute_logits: Callable,
     token_ids: torch.Tensor,
     hidden_states: torch.Tensor,
+    sampled_hidden_states: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """The tensors of `log_probabilities` for `requests`, from the step's host batch, sampled ids and hidden states.
+    """The tensors of `log_probabilities` for `requests`, from the step's sampled ids and hidden states.
 
     Logits are computed again: in pieces for prompts, but for all sampled rows at once, as in the step itself. The
     rounding of a matrix product depends on its number of rows; so a greedy token has rank 1 here too.
@@ -84,10 +84,7 @@ def compute_logprobs(
         logits = compute_logits(hidden_states.index_select(0, rows[piece]))
         pieces.append(log_probabilities(logits, chosen[piece], num_top))
     if num_prompt < len(requests):
-        if batch.shape.has_chunks:
-            logits_indices = torch.from_numpy(batch.logits_indices).to(hidden_states.device, non_blocking=True)
-            hidden_states = hidden_states.index_select(0, logits_indices)
-        logits = compute_logits(hidden_states)
+        logits = compute_logits(sampled_hidden_states)
     for first in range(num_prompt, len(requests), MAX_LOGPROB_ROWS):
         piece = slice(first, first + MAX_LOGPROB_ROWS)
         pieces.append(log_probabilities(logits.index_select(0, rows[piece]), chosen[piece], num_top))

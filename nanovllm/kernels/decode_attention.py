@@ -32,12 +32,13 @@ def _split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, TILE: t
     return num_cached, per_split, tl.maximum(tl.cdiv(num_cached, per_split), 1)
 
 
-@dependent_kernel(early=("context_lens_ptr", "block_tables_ptr", *NORM_ROPE_INPUTS))
+@dependent_kernel(early=("num_seqs_ptr", "context_lens_ptr", "block_tables_ptr", *NORM_ROPE_INPUTS))
 @triton.jit(do_not_specialize=["table_stride", "splits"])
 def _decode_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    num_seqs_ptr,
     context_lens_ptr,
     block_tables_ptr,
     out_ptr,
@@ -61,6 +62,7 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     IS_QKV: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_NUM_SEQS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -70,6 +72,10 @@ def _decode_kernel(
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
+    if HAS_NUM_SEQS:
+        num_seqs = tl.load(num_seqs_ptr)
+        if seq >= num_seqs:
+            return
     table_ptr = block_tables_ptr + seq * table_stride
     num_cached, per_split, num_splits = _split_sequence(context_lens_ptr, seq, splits, IS_QKV, TILE)
     if split >= num_splits:
@@ -153,11 +159,12 @@ def _decode_kernel(
         tl.store(out, acc.to(out_ptr.dtype.element_ty), in_group)
 
 
-@dependent_kernel(early=("context_lens_ptr",))
+@dependent_kernel(early=("num_seqs_ptr", "context_lens_ptr"))
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(
     partial_ptr,
     lse_ptr,
+    num_seqs_ptr,
     context_lens_ptr,
     out_ptr,
     splits,
@@ -166,11 +173,16 @@ def _combine_kernel(
     TILE: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     IS_QKV: tl.constexpr,
+    HAS_NUM_SEQS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
+    if HAS_NUM_SEQS:
+        num_rows = tl.load(num_seqs_ptr) * HEADS
+        if row >= num_rows:
+            return
     d = tl.arange(0, HEAD_DIM)
     split = tl.arange(0, MAX_SPLITS)
     num_splits = _split_sequence(context_lens_ptr, row // HEADS, splits, IS_QKV, TILE)[2]
@@ -208,18 +220,22 @@ def decode_attention(
     block_tables: torch.Tensor,
     max_context_len: int,
     splits: int | None = None,
+    num_seqs: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [B, heads, head_dim] attends to the context_lens[b] tokens behind block_tables[b]; zeros where there are none.
 
     caches [blocks, block_size, kv_heads, head_dim], block_size a multiple of 16, head_dim a power of two from 16;
-    context_lens [B], block_tables [B, W] int32; all but the tables contiguous. `out` takes the result. A sequence gets as many splits as it has
+    context_lens [B], block_tables [B, W] int32; all but the tables contiguous. A sequence gets as many splits as it has
     tiles, up to `splits`, which is chosen by the bound `max_context_len` if it is not given. Programs start in the
     order of the rows, so the longest sequences should come first.
+
+    `out` takes the result. With num_seqs [1] int32, at least 1, only the first so many rows are computed, and the other
+    rows of the result are left alone.
     """
     out = torch.empty_like(q) if out is None else out
     no_norm_rope = None, None, 0.0, None, None
-    _decode(out, q, *no_norm_rope, k_cache, v_cache, context_lens, block_tables, max_context_len, splits)
+    _decode(out, q, *no_norm_rope, k_cache, v_cache, context_lens, block_tables, max_context_len, splits, num_seqs)
     return out
 
 
@@ -262,6 +278,7 @@ def _decode(
     block_tables: torch.Tensor,
     max_context_len: int,
     splits: int | None,
+    num_seqs: torch.Tensor | None = None,
 ) -> None:
     """Fill `out` [B, heads, head_dim]. With cos_sin, q is qkv."""
     batch_size, heads, head_dim = out.shape
@@ -278,6 +295,7 @@ def _decode(
         q,
         k_cache,
         v_cache,
+        num_seqs,
         context_lens,
         block_tables,
         out,
@@ -301,6 +319,7 @@ def _decode(
         STAGES=3 if head_dim * q.element_size() <= 256 and not is_qkv else 2,
         IS_QKV=is_qkv,
         HAS_NORM=q_weight is not None,
+        HAS_NUM_SEQS=num_seqs is not None,
         IS_SPLIT=splits > 1,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=2,
@@ -309,6 +328,7 @@ def _decode(
         launch(_combine_kernel, (batch_size * heads,), q.device, shared=50)(
             partial,
             lse,
+            num_seqs,
             context_lens,
             out,
             splits,
@@ -317,5 +337,6 @@ def _decode(
             TILE=tile,
             MAX_SPLITS=MAX_SPLITS,
             IS_QKV=is_qkv,
+            HAS_NUM_SEQS=num_seqs is not None,
             num_warps=2,
         )

@@ -17,6 +17,11 @@ class AttentionBackend:
     """
 
     uses_cuda_graphs = True  # decode never reads a result on the host
+    captures_chunks = False  # nor does a step with chunks, which reads their number and lengths on the device
+
+    def query_tile_size(self, group: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Tokens of a tile in `Context.query_tiles`, if `group` query heads share a key-value head; 0: no tiles."""
+        return 0
 
     def attend(self, q, k_cache, v_cache, context: Context) -> torch.Tensor:
         """Each of a step's queries against the keys of its sequence up to its own -> [T, heads, head_dim]."""
@@ -55,6 +60,8 @@ def make_backend(name: str) -> AttentionBackend:
 class TritonBackend(AttentionBackend):
     """Our own paged kernels."""
 
+    captures_chunks = True
+
     def __init__(self):
         from nanovllm.kernels import ops
 
@@ -64,14 +71,17 @@ class TritonBackend(AttentionBackend):
         out, n = torch.empty_like(q), context.num_decodes
         lengths, tables = context.context_lens, context.block_tables
         if context.has_chunks:
-            self.ops.prefill_attention(
-                q, k_cache, v_cache, context.cu_seqlens_q[n:], lengths[n:], tables[n:], context.max_seqlen_q, out
-            )
+            starts, tiles = context.cu_seqlens_q, context.query_tiles
+            self.ops.prefill_attention(q, k_cache, v_cache, starts, lengths, tables, tiles, out)
         if n:
+            caches, count = (k_cache, v_cache), context.num_decodes_on_device
             self.ops.decode_attention(
-                q[:n], k_cache, v_cache, lengths[:n], tables[:n], context.max_context_len, out=out[:n]
+                q[:n], *caches, lengths[:n], tables[:n], context.max_context_len, num_seqs=count, out=out[:n]
             )
         return out
+
+    def query_tile_size(self, group, head_dim, dtype):
+        return self.ops.query_tile_size(group, head_dim, dtype)
 
     def fuses_qk_norm_rope(self, batch_size, kv_heads, device):
         return self.ops.fuses_qk_norm_rope(batch_size, kv_heads, device)

@@ -12,9 +12,9 @@ import torch
 class Context:
     """The B sequences of a step, whose T new tokens are concatenated.
 
-    The first `num_decodes` sequences have one token each, and no others have in a step without `cu_seqlens_q`; then
-    come chunks of prompts. `decode_plan` and `prefill_plan` are the attention backend's own: what it computes in the
-    first layer and reuses in the others.
+    The first `num_decodes` sequences have one token each; then come chunks of prompts, if there is `cu_seqlens_q`. In a
+    CUDA graph with chunks, num_decodes is an upper bound. `decode_plan` and `prefill_plan` are the attention backend's
+    own: what it computes in the first layer and reuses in the others.
     """
 
     num_decodes: int
@@ -24,6 +24,8 @@ class Context:
     max_context_len: int  # upper bound of context_lens, known to the host
     max_seqlen_q: int = 1
     cu_seqlens_q: torch.Tensor | None = None  # [B + 1] int32
+    query_tiles: torch.Tensor | None = None  # [N, 2] int32: (sequence, first of its new tokens); -1: no tile
+    num_decodes_on_device: torch.Tensor | None = None  # [1] int32, in a CUDA graph with chunks
     decode_plan: Any = None
     prefill_plan: Any = None
 
