@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+from collections import Counter
 from math import ceil
 
 import numpy as np
@@ -51,6 +52,7 @@ class Engine:
         self.scheduler = Scheduler(manager, max_num_seqs, *budgets, frozenset({EOS}), make_policy(policy))
         self.num_requests = 0
         self.steps: list[ScheduledStep] = []
+        self.in_flight: ScheduledStep | None = None
 
     def add(self, length: int, max_tokens: int = 1000, priority: int = 0, n: int = 1) -> Sequence:
         """The first of its answers."""
@@ -68,6 +70,13 @@ class Engine:
         self.scheduler.postprocess(step, [7] * len(step.sampled_seqs))
         self.steps.append(step)
         return step
+
+    def step_ahead(self) -> None:
+        """As `step`, but the tokens of a step arrive when the next one has been scheduled."""
+        step, self.in_flight = self.in_flight, self.scheduler.schedule()
+        assert step or self.in_flight
+        if step:
+            self.scheduler.postprocess(step, [7] * len(step.sampled_seqs))
 
     def rows(self) -> list[tuple[int, int, int]]:
         return [(seq.request_id, start, end) for seq, start, end in self.step().rows]
@@ -151,6 +160,46 @@ def test_a_prompt_that_is_being_computed_may_be_preempted():
     engine.num_steps_until(lambda: engine.scheduler.num_preemptions)
     assert waiting_ids(engine) == [1] and not engine.scheduler.prefilling
     assert [seq.request_id for seq in engine.scheduler.running.values()] == [0]
+
+
+class AtRandom:
+    def __init__(self, seed: int):
+        self.random = random.Random(seed).random
+
+    def urgency(self, seq):
+        return self.random()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("num_blocks", [20, 1000])
+def test_accounting_in_random_traffic(num_blocks, asynchronous, seed):
+    """Under any order, with aborts and preemptions: blocks and request indices are those of the running sequences, and
+    each request ends with the tokens that it is to have.
+    """
+    rng = random.Random(seed)
+    engine = Engine(AtRandom(seed), num_blocks, max_num_seqs=8, budget=64, mixed=rng.choice([3, 40]))
+    scheduler, manager = engine.scheduler, engine.scheduler.block_manager
+    seqs = []
+    for i in range(3000):
+        if i < 400 and rng.random() < 0.3:
+            first = engine.add(rng.choice([1, 30, 150]), max_tokens=rng.randint(1, 60), n=rng.choice([1, 1, 3]))
+            seqs += first.group
+        if seqs and rng.random() < 0.03:
+            scheduler.abort(rng.choice(seqs).request_id)
+        if scheduler.is_finished() and i > 400:
+            break
+        if not scheduler.is_finished():
+            engine.step_ahead() if asynchronous else engine.step()
+        active = [*scheduler.running.values(), *scheduler.prefilling.values()]
+        held = Counter(block_id for seq in active for block_id in seq.block_table)
+        assert {block.block_id: block.ref_count for block in manager.blocks if block.ref_count} == held
+        assert len(manager.free_block_ids) == num_blocks - len(held)
+        assert sorted([seq.req_index for seq in active] + scheduler.free_req_indices) == list(range(8))
+        assert {*active, *scheduler.waiting} == {seq for seq in seqs if not seq.is_finished}
+    assert {seq.finish_reason for seq in seqs} == {"length", "abort"}
+    assert all(seq.num_completion_tokens == seq.params.max_tokens for seq in seqs if seq.finish_reason == "length")
+    assert (scheduler.num_preemptions > 0) == (num_blocks == 20)
 
 
 def test_answers_to_one_prompt_keep_together():
