@@ -202,8 +202,8 @@ def test_accounting_in_random_traffic(num_blocks, asynchronous, seed):
     assert (scheduler.num_preemptions > 0) == (num_blocks == 20)
 
 
-def test_answers_to_one_prompt_keep_together():
-    """Under any policy: they are admitted with the first of them."""
+def test_answers_to_one_prompt_are_queued_together():
+    """And are admitted with the first of them."""
     engine = Engine("priority", max_num_seqs=6)
     engine.add(5, priority=1, n=3)
     engine.add(5, priority=0, n=3)
@@ -276,8 +276,8 @@ def test_prompts_and_decodes_fit_into_max_num_batched_tokens():
 
 
 @pytest.mark.parametrize("num_long", [1, 2, 3])
-def test_a_short_prompt_has_its_token_after_one_step(num_long):
-    """Each long prompt before it takes half of what is left, so they leave room for it."""
+def test_a_short_prompt_gets_its_token_in_the_first_step(num_long):
+    """Each long prompt before it takes half of what is left of the budget, and the short one fits into the rest."""
     mixed = 2 ** (num_long - 1) * 2 * MIN_SHARED_CHUNK
     engine = Engine(num_blocks=100_000, mixed=mixed, budget=10_000)
     engine.add(5)
@@ -327,8 +327,8 @@ def test_a_long_prompt_is_not_overtaken_without_end(num_decoding, context):
     assert done > 2 * num_steps  # nor do the short ones wait for it
 
 
-def test_under_fcfs_nobody_is_overtaken():
-    """In random traffic, prompts are begun in the order of their arrival."""
+def test_fcfs_starts_prompts_in_the_order_of_arrival():
+    """In random traffic, with a full engine and preemptions."""
     rng = random.Random(2)
     engine = Engine(num_blocks=500, max_num_seqs=10, budget=1024, mixed=600)
     for i in range(600):
@@ -357,7 +357,7 @@ def test_admission_waits_for_no_group_while_the_engine_is_not_full():
 
 
 def test_admission_of_a_full_engine_is_delayed_for_some_steps_only():
-    """From a step in which a place was free to that in which it is taken."""
+    """Counted from the step in which a sequence has ended to the one in which another is admitted."""
     rng = random.Random(4)
     engine = Engine(num_blocks=10_000, max_num_seqs=32, budget=1000)
     for _ in range(200):
@@ -373,7 +373,7 @@ def test_admission_of_a_full_engine_is_delayed_for_some_steps_only():
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_preempted_sequences_are_not_overtaken(policy):
-    """With too few blocks and new requests all the time, each ends, and fcfs ends them in turn."""
+    """Although blocks are few and new requests arrive all the time, they end within 150 steps."""
     engine = Engine(policy, num_blocks=12, max_num_seqs=8, budget=64, mixed=32)
     seqs = [engine.add(20, max_tokens=40) for _ in range(3)]
     for i in range(400):
@@ -527,7 +527,7 @@ def test_a_wrong_policy(make_llm, policy, error, message):
     "keys", [[None], [float("nan")], [1, "a"], [{1}, {2}], [object()], [1, np.array([1, 2])]], ids=str
 )
 def test_keys_without_an_order(make_llm, keys):
-    """The caller is told, nothing of its call is queued, and the engine goes on with the requests that it has."""
+    """The caller gets an error, nothing of its call is queued, and the engine continues with its other requests."""
     policy = Returns(*keys, *keys[:-1], *keys[:-1])
     llm = make_llm(scheduling_policy=policy)
     params = SamplingParams(max_tokens=3, **GREEDY)
@@ -552,8 +552,8 @@ def test_a_policy_that_raises(make_llm):
     assert len(llm.generate([[5], [6]], SamplingParams(max_tokens=1), use_tqdm=False)) == 2
 
 
-def test_keys_that_turn_out_to_have_no_order(make_llm):
-    """Each has one with the key before it, but not with that before it: an error of the step, as any other."""
+def test_keys_that_only_the_queue_finds_without_order(make_llm):
+    """Each can be compared with the key before it, but the third not with the first: this is an error of the step."""
     llm = make_llm(scheduling_policy=Returns((1, 2), (0, 0), (1, "a"), 0), max_num_seqs=1)
     with pytest.raises(TypeError, match="not supported between instances"):
         llm.generate([[5], [6], [7]], SamplingParams(max_tokens=1), use_tqdm=False)

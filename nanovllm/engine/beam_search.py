@@ -129,11 +129,12 @@ def beam_requests(
     # as many candidates as it takes to leave `beam_width` that do not end
     num_candidates = min(model.vocab_size, params.beam_width + max(params.beam_width, len(eos_token_ids)))
     sampling_params = SamplingParams(temperature=0, max_tokens=params.max_tokens, logprobs=num_candidates)
-    prompts, requests = as_prompts(prompts), []
-    priorities = processor.priorities(priority, len(prompts))
-    for (text, token_ids), prio in zip([processor.tokenize(prompt) for prompt in prompts], priorities):
+    tokenized = [processor.tokenize(prompt) for prompt in as_prompts(prompts)]
+    requests = []
+    for (text, token_ids), own_priority in zip(tokenized, processor.priorities(priority, len(tokenized))):
         request_id, max_len = processor.next_request_id(), processor.max_model_len
-        root = Sequence(request_id, [*token_ids], sampling_params, 0, max_len, is_beam=True, priority=prio)
+        root = Sequence(request_id, [*token_ids], sampling_params, noise_seed=0, max_len=max_len, is_beam=True)
+        root.priority = processor.check_priority(own_priority)
         processor.set_order(root)
         requests.append(BeamRequest(root, params, text, inbox, processor.token_bytes, eos_token_ids))
     return requests

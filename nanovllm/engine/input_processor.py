@@ -108,17 +108,19 @@ class InputProcessor:
         token_bytes = self.token_bytes if params.skip_special_tokens else self._all_token_bytes
         return CompletionRequest(group, text, inbox, token_bytes, self._all_token_bytes, index)
 
-    def priorities(self, priority: Any, num_prompts: int) -> list[int]:
-        """The priority of each prompt, of a list of them; None is 0 for all."""
+    @staticmethod
+    def priorities(priority: Any, num_prompts: int) -> list:
+        """The priority of each prompt, not checked yet; None is 0 for all."""
         if priority is None:
             return [0] * num_prompts
         if (priorities := as_list(priority)) is None:
             raise TypeError(f"priority={priority!r:.80}: must be a list with one integer for each prompt, or None")
         if len(priorities) != num_prompts:
             raise ValueError(f"priority: has {len(priorities)} integers for {num_prompts} prompts: pass one for each")
-        return [self.check_priority(value) for value in priorities]
+        return priorities
 
     def check_priority(self, priority: int) -> int:
+        """As a Python integer."""
         priority = check_int("priority", priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)
         if priority and type(self.policy) is FCFS:
             raise ValueError(f"priority={priority}: must be 0 with scheduling_policy='fcfs'; set it to 'priority'")
