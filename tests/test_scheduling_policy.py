@@ -328,7 +328,7 @@ def test_a_long_prompt_is_not_overtaken_without_end(num_decoding, context):
 
 
 def test_fcfs_starts_prompts_in_the_order_of_arrival():
-    """In random traffic, with a full engine and preemptions."""
+    """In random traffic, with at most ten sequences at a time."""
     rng = random.Random(2)
     engine = Engine(num_blocks=500, max_num_seqs=10, budget=1024, mixed=600)
     for i in range(600):
