@@ -70,7 +70,7 @@ class Config:
     max_mixed_step_ms: about how long a step may take that computes chunks of prompts while other sequences decode.
     max_num_mixed_tokens: maximum number of tokens of prompts in such a step; None measures how many take that long.
     scheduling_policy: "fcfs" (first come, first served), "priority" (see `add_request`), or an object with a method
-        `urgency`, as the classes in `engine/scheduling_policy.py`.
+        `urgency` (see `SchedulingPolicy` in `engine/scheduling_policy.py`).
     max_num_seqs: maximum number of sequences that run at the same time.
     max_model_len: maximum number of tokens of a prompt and its completion; None is 4096, or the model's own if smaller.
     gpu_memory_utilization: the fraction of the GPU's memory that this engine may use for weights and cache together.

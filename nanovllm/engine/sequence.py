@@ -38,8 +38,8 @@ class Sequence:
         self.request_id = request_id
         self.index = index  # among the answers to its request
         self.group = [self]  # all of those
-        self.priority = priority
-        self.order: tuple = ()  # by the scheduling policy; the least is the most urgent
+        self.priority = priority  # of its request, for scheduling policies
+        self.order: tuple = ()  # (the policy's `urgency`, request_id, index); the least is the most urgent
         self.params = params
         self.bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of `params.bad_words`
         self.noise_seed = noise_seed  # 64 bits, from which every random number of this sequence is made
@@ -55,9 +55,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.was_admitted = False  # at least once
         self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = (
-            None  # the stop id or string that ended it; None for the tokenizer's own eos
-        )
+        self.stop_reason: int | str | None = None  # the stop id or string; None for the tokenizer's own eos
         self.logprobs: list[Logprobs] = []  # for each generated token
         self.prompt_logprobs: list[Logprobs | None] = [None]  # for each token of the prompt; the first has none
         self.is_beam = is_beam
@@ -113,8 +111,8 @@ class Sequence:
         other = Sequence(
             self.request_id, [*self.token_ids, token_id], self.params, self.noise_seed, self.max_num_tokens, index, True
         )
-        other.group, other.num_prompt_tokens = self.group, self.num_prompt_tokens
-        other.max_num_tokens = self.max_num_tokens
+        other.group, other.priority = self.group, self.priority
+        other.num_prompt_tokens, other.max_num_tokens = self.num_prompt_tokens, self.max_num_tokens
         other.arrival, other.timing = self.arrival, dict(self.timing)
         return other
 
