@@ -71,6 +71,7 @@ LABELS = {
     "original": "the original nano-vllm",
     "transformers": "transformers",
 }
+# statistics that have no style here are in tables only
 LINE_STYLES = {"": "-", "p50": "-", "p99": "--", "median": "-", "1 sequence": "-", "8 sequences": "--"}
 LINE_COLORS = {"nanovllm": "#1a7f5a", "vllm": "#7b8a97", "transformers": "#c08a3e"}
 
@@ -160,7 +161,7 @@ def headline(num_seqs: int, max_input_len: int, max_output_len: int, seed: int, 
 
 
 def same_lengths(num_seqs: int, input_len: int, output_len: int, seed: int | str, vocab_size: int) -> list[Request]:
-    """A workload has a seed of its own: the prefix cache has the prompts of those before it."""
+    """Each workload needs a seed of its own, because the prefix cache holds the prompts of earlier workloads."""
     rng = random.Random(seed)
     return [Request([rng.randrange(vocab_size) for _ in range(input_len)], output_len) for _ in range(num_seqs)]
 
@@ -249,11 +250,16 @@ def serve(engine, requests: list[Request]) -> Result:
     return Result(seconds, token_times=token_times)
 
 
+def sampling_settings(request: Request) -> dict:
+    """Those of this package and of vLLM."""
+    bounds = dict(top_k=request.top_k, top_p=request.top_p, max_tokens=request.max_tokens)
+    return dict(temperature=TEMPERATURE, ignore_eos=True, **bounds)
+
+
 def nanovllm_params(request: Request):
     from nanovllm import SamplingParams
 
-    bounds = dict(top_k=request.top_k, top_p=request.top_p, max_tokens=request.max_tokens)
-    return SamplingParams(temperature=TEMPERATURE, ignore_eos=True, **bounds)
+    return SamplingParams(**sampling_settings(request))
 
 
 class NanoVllmSteps:
@@ -445,21 +451,14 @@ def vllm_settings(model: str, settings: dict) -> dict:
     return {"dtype": str(config.dtype).removeprefix("torch."), **{name: getattr(config, name) for name in names}}
 
 
-def vllm_params(request: Request, **more):
-    from vllm import SamplingParams
-
-    bounds = dict(top_k=request.top_k, top_p=request.top_p, max_tokens=request.max_tokens)
-    return SamplingParams(temperature=TEMPERATURE, ignore_eos=True, detokenize=False, **bounds, **more)
-
-
 def run_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
     """vLLM's offline `LLM`; it reports no times of single tokens."""
-    from vllm import LLM
+    from vllm import LLM, SamplingParams
 
     llm = LLM(**vllm_settings(model, settings))
 
     def run(requests: list[Request]) -> Result:
-        params = [vllm_params(request) for request in requests]
+        params = [SamplingParams(**sampling_settings(r), detokenize=False) for r in requests]
         begin = perf_counter()
         llm.generate([{"prompt_token_ids": r.prompt} for r in requests], params, use_tqdm=False)
         return Result(perf_counter() - begin)
@@ -474,9 +473,10 @@ class VllmSteps:
         self.engine, self.num_requests = engine, 0
 
     def params(self, request: Request):
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        return vllm_params(request, output_kind=RequestOutputKind.DELTA)  # outputs have new tokens only
+        # DELTA: an output has new tokens only
+        return SamplingParams(**sampling_settings(request), detokenize=False, output_kind=RequestOutputKind.DELTA)
 
     def add(self, prompt: list[int], params) -> int:
         request_id, self.num_requests = self.num_requests, self.num_requests + 1

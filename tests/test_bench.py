@@ -330,7 +330,7 @@ def test_vllm_steps(monkeypatch):
             return bool(self.queue)
 
     vllm, sampling_params = ModuleType("vllm"), ModuleType("vllm.sampling_params")
-    vllm.LLMEngine, vllm.EngineArgs, vllm.SamplingParams = LLMEngine, dict, dict
+    vllm.LLMEngine, vllm.EngineArgs, sampling_params.SamplingParams = LLMEngine, dict, dict
     sampling_params.RequestOutputKind = SimpleNamespace(DELTA="delta")
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", sampling_params)
