@@ -524,7 +524,9 @@ def test_a_wrong_policy(make_llm, policy, error, message):
 
 
 @pytest.mark.parametrize(
-    "keys", [[None], [float("nan")], [1, "a"], [{1}, {2}], [object()], [1, np.array([1, 2])]], ids=str
+    "keys",
+    [[None], [float("nan")], [1, "a"], [{1}, {2}], [object()], [1, np.array([1, 2])]],
+    ids=["None", "NaN", "mixed types", "sets", "objects", "arrays"],
 )
 def test_keys_without_an_order(make_llm, keys):
     """The caller gets an error, nothing of its call is queued, and the engine continues with its other requests."""

@@ -58,6 +58,8 @@ class Scheduler:
 
     def add(self, *group: Sequence) -> None:
         """Queue the answers to one prompt."""
+        if not self.waiting:  # the last one that did not fit was admitted or aborted
+            self.max_running_to_admit, self.num_steps_without_admission = self.max_num_seqs, 0
         for seq in group:
             self.live.setdefault(seq.request_id, {})[seq.index] = seq
             seq.order = self.policy.urgency(seq), seq.request_id, seq.index
@@ -109,7 +111,7 @@ class Scheduler:
         """Chunks of the prompts that are being computed, and of those that can be admitted, the most urgent first."""
         budget = self.budget
         if step.num_decodes:
-            num_tokens = min(self.mixed_budget.num_tokens, budget.num_tokens - step.num_decodes)
+            num_tokens = max(1, min(self.mixed_budget.num_tokens, budget.num_tokens - step.num_decodes))
             budget = self.mixed_budget._replace(num_tokens=num_tokens)
         started = deque(sorted(self.prefilling.values(), key=attrgetter("order")))
         can_admit = True
