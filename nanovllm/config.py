@@ -67,8 +67,10 @@ class Config:
 
     model: a folder in the Hugging Face layout, a hub id, or `"tiny-qwen3"`, the model inside this package.
     max_num_batched_tokens: maximum number of tokens of a step; longer prompts are computed in chunks.
-    max_mixed_step_ms: about how long a step may take that computes chunks of prompts while other sequences decode.
-    max_num_mixed_tokens: maximum number of tokens of prompts in such a step; None measures how many take that long.
+    max_mixed_step_ms: about how long a step may take that computes chunks of prompts while other sequences decode; None
+        is 30 on CUDA and 250 on a CPU.
+    max_num_mixed_tokens: maximum number of tokens of such a step; None is as many as take that long, which is measured
+        on CUDA and estimated on a CPU. Chunks get at least a quarter of them.
     scheduling_policy: "fcfs" (first come, first served), "priority" (see `add_request`), or an object with a method
         `urgency` (see `SchedulingPolicy` in `engine/scheduling_policy.py`).
     max_num_seqs: maximum number of sequences that run at the same time.
@@ -96,7 +98,7 @@ class Config:
     model: str
     _: KW_ONLY
     max_num_batched_tokens: int = 16384
-    max_mixed_step_ms: float = 30.0
+    max_mixed_step_ms: float | None = None
     max_num_mixed_tokens: int | None = None
     scheduling_policy: Any = "fcfs"
     max_num_seqs: int = 512
@@ -136,6 +138,7 @@ class Config:
             device=device,
             attention_backend=backend,
             dtype=dtype,
+            max_mixed_step_ms=self.max_mixed_step_ms or (250.0 if device == "cpu" else 30.0),
             max_model_len=self._resolve_max_model_len(model_config.max_position_embeddings),
             async_scheduling=device != "cpu" if self.async_scheduling is None else self.async_scheduling,
         )
@@ -190,8 +193,9 @@ class Config:
             self._set(**{name: check_int(name, getattr(self, name), low, high, optional=optional)})
         check_choice("tensor_parallel_size", self.tensor_parallel_size, (1, 2, 4, 8))
         fraction = check_real("gpu_memory_utilization", self.gpu_memory_utilization, low=0.01, high=1.0)
-        step_ms = check_real("max_mixed_step_ms", self.max_mixed_step_ms, low=0.1, high=1e6)
-        self._set(gpu_memory_utilization=fraction, max_mixed_step_ms=step_ms)
+        self._set(gpu_memory_utilization=fraction)
+        if self.max_mixed_step_ms is not None:
+            self._set(max_mixed_step_ms=check_real("max_mixed_step_ms", self.max_mixed_step_ms, low=0.1, high=1e6))
         check_bool("enforce_eager", self.enforce_eager)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_bool("async_scheduling", self.async_scheduling, optional=True)

@@ -79,14 +79,18 @@ class ModelConfig:
         )
 
     @property
-    def context_of_equal_cost(self) -> float:
-        """To so many tokens one attends in the time of all matrix products of a layer.
-
-        Attention reaches about two thirds of the rate of matrix products.
-        """
+    def layer_operations(self) -> int:
+        """Of the matrix products of one layer for one token."""
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        weights = self.hidden_size * (2 * queries + 2 * keys + 3 * self.intermediate_size)
-        return 2 * weights / (4 * queries * 1.5)
+        return 2 * self.hidden_size * (2 * queries + 2 * keys + 3 * self.intermediate_size)
+
+    @property
+    def context_of_equal_cost(self) -> float:
+        """The number of tokens to which one attends in the time of a layer's matrix products.
+
+        Attention reaches about two thirds of their rate.
+        """
+        return self.layer_operations / (4 * self.num_attention_heads * self.head_dim * 1.5)
 
     def check_divides(self, tp: TensorParallel) -> None:
         """ValueError if the model can't be divided equally among the ranks."""

@@ -46,7 +46,7 @@ def one_layer(tmp_path) -> str:
 def test_padding_changes_nothing(make_llm, one_layer, monkeypatch):
     from nanovllm.kernels import ops
 
-    monkeypatch.setattr(cuda_graph, "CHUNK_SIZES", (8, 24))
+    monkeypatch.setattr(cuda_graph, "TOKEN_SIZES", (4, 8))
     monkeypatch.setattr(cuda_graph, "FEW_DECODES", 2)
     monkeypatch.setattr(cuda_graph, "_capture", capture)
     monkeypatch.setattr("nanovllm.layers.attention.triton_ops", lambda x: ops)
@@ -76,7 +76,7 @@ def test_padding_changes_nothing(make_llm, one_layer, monkeypatch):
     assert llm.reset_prefix_cache()
 
     runner = llm.model_runner
-    shapes = mixed_bounds(llm.config, 24, runner.query_tile_size)
+    shapes = mixed_bounds(llm.config, runner.query_tile_size)
     assert [(shape.num_decodes, shape.num_tokens) for shape in shapes] == [
         (0, 8),
         (0, 24),
@@ -102,8 +102,8 @@ def test_padding_changes_nothing(make_llm, one_layer, monkeypatch):
 
 
 def test_the_smallest_graph_that_holds_a_step(make_llm):
-    config = make_llm(max_num_seqs=64, max_num_batched_tokens=300, load_format="dummy").config
-    shapes = mixed_bounds(config, 256, query_tile_size=64)
+    config = make_llm(max_num_seqs=64, max_num_batched_tokens=300, max_num_mixed_tokens=256).config
+    shapes = mixed_bounds(config, query_tile_size=64)
     graphs = object.__new__(MixedGraphs)
     graphs.shapes = shapes
     found = lambda *counts: (shape := graphs.bounds_for(*counts)) and (shape.num_decodes, shape.num_tokens)

@@ -148,6 +148,7 @@ both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["syn
         pytest.param({"kvcache_block_size": 16}, id="block-16"),
         pytest.param({"kvcache_block_size": 256, "max_num_seqs": 7}, id="block-256-few-seqs"),
         pytest.param({"enable_prefix_caching": False}, id="no-prefix-cache"),
+        pytest.param({"max_num_mixed_tokens": 24, "max_num_seqs": 12}, id="short-chunks-beside-decodes"),
     ],
 )
 def test_worlds(make_llm, requests, same_as_reference, settings, async_scheduling):

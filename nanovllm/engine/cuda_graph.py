@@ -1,5 +1,6 @@
 """Steps as CUDA graphs, which are captured once for each padded size and replayed."""
 
+from bisect import bisect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -112,19 +113,24 @@ class DecodeGraphs:
         self._device_buffer_index.zero_()
 
 
-CHUNK_SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)  # tokens of all its chunks
+TOKEN_SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144)
+MAX_CAPTURED_TOKENS = 12288  # graphs of more would take much memory, and save no time
 FEW_DECODES = 32  # their attention is split further than that of max_num_seqs
 
 
-def mixed_bounds(config: Config, max_chunk_tokens: int, query_tile_size: int) -> list[BatchShape]:
-    """The shapes of steps with chunks to capture: the first that holds a step is the smallest that does."""
-    max_num_seqs, max_tokens = config.max_num_seqs, max(config.max_num_batched_tokens, config.max_num_seqs)
-    shapes = []
-    for num_decodes in sorted({0, min(FEW_DECODES, max_num_seqs), max_num_seqs}):
-        for size in CHUNK_SIZES:
-            num_tokens, num_chunks = num_decodes + size, min(size, MAX_CHUNKS)
-            if size > max_chunk_tokens or num_tokens > max_tokens:
-                break
+def mixed_bounds(config: Config, query_tile_size: int) -> list[BatchShape]:
+    """The shapes of steps with chunks to capture: the first that holds a step is the smallest that does.
+
+    They hold all that the scheduler lets compute beside decodes. Without graphs the launch of so short a step would take
+    the host longer than the step takes the device.
+    """
+    assert config.max_num_mixed_tokens is not None, "the model runner has set it"
+    largest = min(config.max_num_mixed_tokens, MAX_CAPTURED_TOKENS, config.max_num_batched_tokens)
+    sizes = [*(size for size in TOKEN_SIZES if size < largest), largest]
+    shapes: list[BatchShape] = []
+    for max_decodes in sorted({0, min(FEW_DECODES, config.max_num_seqs), config.max_num_seqs}):
+        for num_tokens in sizes[bisect(sizes, shapes[-1].num_decodes) if shapes else 0 :]:
+            num_decodes, num_chunks = min(max_decodes, num_tokens), min(num_tokens, MAX_CHUNKS)
             shapes.append(
                 BatchShape(
                     num_tokens=num_tokens,

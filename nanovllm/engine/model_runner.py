@@ -41,8 +41,8 @@ from nanovllm.utils.loader import load_model
 from nanovllm.utils.stopwatch import Stopwatch
 from nanovllm.utils.tensor_parallel import TensorParallel
 
-LAUNCH_MS = 15.0  # steps that the device computes in less are captured: a host needs so long to launch their kernels
-MIN_MIXED_TOKENS = 16  # of prompts in a step that also decodes, however slow the device is
+CPU_OPERATIONS_PER_S = 2e11  # of matrix products, roughly
+MIN_MIXED_TOKENS = 64  # of prompts in a step that also decodes, however slow the device is
 CPU_KV_CACHE_BYTES = 2**30  # the cache on a CPU, unless num_kvcache_blocks says otherwise
 CUDA_RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allocate without PyTorch's allocator
 
@@ -84,7 +84,6 @@ class ModelRunner:
             config.set_num_kvcache_blocks(self._affordable_blocks(memory_before))
         self.allocate_kv_cache(config.num_kvcache_blocks)
         self._warmup_kernels()
-        self._measure_rate()
         if config.max_num_mixed_tokens is None:
             config.set_max_num_mixed_tokens(self._num_tokens_within(config.max_mixed_step_ms))
         startup.lap("warm-up")
@@ -302,20 +301,19 @@ class ModelRunner:
                 self.run(batches.dummy_prefill(1, min(length, max_length), self.config.kvcache_block_size)).wait()
 
     def _num_tokens_within(self, milliseconds: float) -> int:
-        """How many tokens of prompts the device computes in a time."""
-        return max(MIN_MIXED_TOKENS, int(self._tokens_per_ms * milliseconds))
-
-    def _measure_rate(self) -> None:
-        """Tokens of prompts per millisecond, in a step that is long enough for that on a GPU, and short on a CPU."""
-        config, num_seqs = self.config, 2 if self.device.type == "cuda" else 1
-        length = 4096 if self.device.type == "cuda" else 64
-        length = max(1, min(length, config.max_num_batched_tokens // num_seqs, config.max_model_len - 1))
-        num_fitting = config.num_kvcache_blocks // -(-length // config.kvcache_block_size)
-        num_seqs = min(num_seqs, num_fitting, config.max_num_seqs)
-        for _ in range(2):  # the first run warms up
-            begin = perf_counter()
-            self.run(batches.dummy_prefill(num_seqs, length, config.kvcache_block_size)).wait()
-        self._tokens_per_ms = num_seqs * length / (1e3 * (perf_counter() - begin))
+        """How many tokens of prompts the device computes in a time: measured on CUDA, and estimated on a CPU."""
+        config, model = self.config, self.config.model_config
+        if self.device.type == "cuda":
+            length = max(1, min(4096, config.max_num_batched_tokens // 2, config.max_model_len - 1))
+            num_fitting = config.num_kvcache_blocks // -(-length // config.kvcache_block_size)
+            num_seqs = min(2, num_fitting, config.max_num_seqs)
+            for _ in range(2):  # the first run warms up
+                begin = perf_counter()
+                self.run(batches.dummy_prefill(num_seqs, length, config.kvcache_block_size)).wait()
+            per_token = 1e3 * (perf_counter() - begin) / (num_seqs * length)
+        else:
+            per_token = 1e3 * model.num_hidden_layers * model.layer_operations / CPU_OPERATIONS_PER_S
+        return max(MIN_MIXED_TOKENS, int(milliseconds / per_token))
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """One tensor [2, layers, blocks, block_size, kv_heads, head_dim], of which each layer gets its part."""
@@ -349,7 +347,7 @@ class ModelRunner:
         bounds = config.max_num_seqs, config.max_blocks_per_seq
         self.graphs = DecodeGraphs(*bounds, self._device_buffer, self._forward, pool)
         if self.backend.captures_chunks:
-            shapes = mixed_bounds(config, self._num_tokens_within(LAUNCH_MS), self.query_tile_size)
+            shapes = mixed_bounds(config, self.query_tile_size)
             parts = self._run_model, self._sample
             self.mixed_graphs = MixedGraphs(
                 shapes, config.max_num_seqs, self._device_buffer, self.pad_req_index, *parts, pool

@@ -111,8 +111,9 @@ class Scheduler:
         """Chunks of the prompts that are being computed, and of those that can be admitted, the most urgent first."""
         budget = self.budget
         if step.num_decodes:
-            num_tokens = max(1, min(self.mixed_budget.num_tokens, budget.num_tokens - step.num_decodes))
-            budget = self.mixed_budget._replace(num_tokens=num_tokens)
+            total = min(self.mixed_budget.num_tokens, budget.num_tokens)
+            # though many decode, prompts get a part of the step
+            budget = self.mixed_budget._replace(num_tokens=max(1, total - step.num_decodes, total // 4))
         started = deque(sorted(self.prefilling.values(), key=attrgetter("order")))
         can_admit = True
         while budget.num_tokens >= 1:
