@@ -68,7 +68,7 @@ class Config:
     model: a folder in the Hugging Face layout, a hub id, or `"tiny-qwen3"`, the model inside this package.
     max_num_batched_tokens: maximum number of tokens of a step; longer prompts are computed in chunks.
     max_mixed_step_ms: about how long a step may take that computes chunks of prompts while other sequences decode; None
-        is 30 on CUDA and 250 on a CPU.
+        is 50 on CUDA and 250 on a CPU.
     max_num_mixed_tokens: maximum number of tokens of such a step; None is as many as take that long, which is measured
         on CUDA and estimated on a CPU. Chunks get at least a quarter of them.
     scheduling_policy: "fcfs" (first come, first served), "priority" (see `add_request`), or an object with a method
@@ -138,7 +138,7 @@ class Config:
             device=device,
             attention_backend=backend,
             dtype=dtype,
-            max_mixed_step_ms=self.max_mixed_step_ms or (250.0 if device == "cpu" else 30.0),
+            max_mixed_step_ms=self.max_mixed_step_ms or (250.0 if device == "cpu" else 50.0),
             max_model_len=self._resolve_max_model_len(model_config.max_position_embeddings),
             async_scheduling=device != "cpu" if self.async_scheduling is None else self.async_scheduling,
         )

@@ -14,6 +14,7 @@ import pytest
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import MAX_STEPS_WITHOUT_ADMISSION, ScheduledStep, Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.stats import scheduler_stats
 from nanovllm.engine.token_budget import MIN_SHARED_CHUNK, TokenBudget
 from nanovllm.sampling_params import SamplingParams
 
@@ -296,7 +297,7 @@ class Simulation:
                 assert seq.completion_token_ids == token_ids[: len(seq.completion_token_ids)] != token_ids
             else:
                 assert (seq.completion_token_ids, seq.finish_reason) == (token_ids, reason)
-        counts = self.scheduler.stats()
+        counts = scheduler_stats(self.scheduler)
         assert counts["blocks"]["used"] == 0 and sum(counts["blocks"].values()) == len(self.manager.blocks)
         assert counts["tokens"]["out"] == sum(len(seq.completion_token_ids) for seq in self.seqs)
         assert counts["requests"] == {"waiting": 0, "running": 0}
@@ -403,7 +404,7 @@ def test_chunks_ride_along_with_decodes():
     assert rows(step) == [(0, 7, 8), (1, 4, 6)] and step.num_decodes == 1 and step.sampled_seqs == [first, second]
     step = advance(scheduler)
     assert rows(step) == [(0, 8, 9), (1, 6, 7)] and step.num_decodes == 2 and not step.chunks
-    assert scheduler.stats()["steps"] == {"prefill": 1, "decode": 2, "mixed": 2}
+    assert scheduler_stats(scheduler)["steps"] == {"prefill": 1, "decode": 2, "mixed": 2}
 
 
 def test_what_a_sequence_says_of_itself():

@@ -15,6 +15,7 @@ from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.scheduler import MAX_STEPS_WITHOUT_ADMISSION, Scheduler
 from nanovllm.engine.scheduling_policy import FCFS, Priority, WaitingQueue, make_policy
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.stats import scheduler_stats
 from nanovllm.engine.token_budget import MIN_SHARED_CHUNK, TokenBudget
 
 BLOCK_SIZE, MAX_LEN, EOS = 16, 100_000, 0
@@ -256,7 +257,7 @@ def test_no_running_sequence_misses_a_step(policy, context):
         cost = sum(TokenBudget(600, context).cost(start, end) for _, start, end in step.chunks)
         assert cost <= 600 + 3  # the last token may be one of up to three units
     assert engine.scheduler.num_preemptions == 0
-    assert engine.scheduler.stats()["steps"] == {"prefill": 1, "decode": 0, "mixed": 300}
+    assert scheduler_stats(engine.scheduler)["steps"] == {"prefill": 1, "decode": 0, "mixed": 300}
 
 
 def test_a_step_that_decodes_nothing_has_the_whole_budget():
@@ -279,7 +280,7 @@ def test_prompts_and_decodes_fit_into_max_num_batched_tokens():
 def test_a_short_prompt_gets_its_token_in_the_first_step(num_long):
     """Each long prompt before it takes half of what is left of the budget, and the short one fits into the rest."""
     mixed = 2 ** (num_long - 1) * 2 * MIN_SHARED_CHUNK
-    engine = Engine(num_blocks=100_000, mixed=mixed, budget=10_000)
+    engine = Engine(num_blocks=100_000, mixed=mixed + 1, budget=10_000)  # a token for the sequence that decodes
     engine.add(5)
     engine.step()
     for _ in range(num_long):
@@ -293,7 +294,7 @@ def test_a_short_prompt_gets_its_token_in_the_first_step(num_long):
 def test_a_short_prompt_behind_many_long_ones():
     """It does not wait for the last two of them, which share the budget with it."""
     mixed = 4 * MIN_SHARED_CHUNK
-    engine = Engine(num_blocks=100_000, mixed=mixed)
+    engine = Engine(num_blocks=100_000, mixed=mixed + 1)
     engine.add(5)
     engine.step()
     longs = [engine.add(10 * mixed, max_tokens=1) for _ in range(6)]

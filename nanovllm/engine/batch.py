@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
+from nanovllm.engine.new_requests import fill_new_requests
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_result import LogprobRequest, logprob_requests
-from nanovllm.kernels.sampling_columns import COLUMNS, WIDTH
-from nanovllm.layers.logits import column, mask_width, seeds
+from nanovllm.kernels.sampling_columns import WIDTH
+from nanovllm.layers.logits import mask_width
 from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, SamplingParams, early_stops
 
 MAX_CHUNKS = 32  # of a step that a CUDA graph computes
@@ -52,6 +53,11 @@ class BatchShape(NamedTuple):
     def has_chunks(self) -> bool:
         """Whether there are tokens of prompts, and not decodes alone."""
         return self.num_seqs > self.num_decodes
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the first group are upper bounds, in a step with chunks; the real numbers are on the device."""
+        return self.max_seqlen_q == 0
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -252,9 +258,7 @@ def prepare_mixed(
     batch.req_indices[:S], batch.req_indices[S:] = [seq.req_index for seq in step.sampled_seqs], pad_req_index
     batch.sampled_rows[:S], batch.sampled_rows[S:] = step.sampled_rows, 0
     batch.logits_indices[:S], batch.logits_indices[S:] = ends[step.sampled_rows] - 1, 0
-    _fill_params(batch, new, stop_ids)
-    _fill_biases(batch, new, stop_ids)
-    _fill_bans(batch, new)
+    fill_new_requests(batch, new, stop_ids)
     _fill_extras(batch, step, logprobs)
     return batch
 
@@ -293,51 +297,6 @@ def _fill_extras(batch: HostBatch, step: ScheduledStep, logprobs: list[LogprobRe
         batch.block_copies[:] = np.array(step.copies, np.int32).T
     if logprobs:
         batch.logprob_requests[:] = np.array(logprobs, np.int32)
-
-
-class NewRequest(NamedTuple):
-    """The input of `sampling_columns.Column.value`."""
-
-    params: SamplingParams
-    num_prompt_tokens: int
-    num_bad_words: int
-    num_stops: int  # token ids that would end the request before it has min_tokens
-
-
-def _fill_params(batch: HostBatch, seqs: list[Sequence], stop_ids: list[list[int]]) -> None:
-    new = [
-        NewRequest(seq.params, seq.num_prompt_tokens, len(seq.bad_words), len(stops))
-        for seq, stops in zip(seqs, stop_ids)
-    ]
-    batch.params[:] = 0
-    for name, _, value, _ in COLUMNS:
-        column(batch.params, name)[:] = [value(request) for request in new]
-    seeds(batch.params)[:] = np.array([seq.noise_seed for seq in seqs], np.uint64).view(np.int32).reshape(-1, 2)
-
-
-def _fill_biases(batch: HostBatch, seqs: list[Sequence], stop_ids: list[list[int]]) -> None:
-    """Each request's biases, followed by -inf for its stop ids."""
-    biases = []
-    for seq, stops in zip(seqs, stop_ids):
-        entries = [*(seq.params.logit_bias or {}).items(), *((token_id, -np.inf) for token_id in stops)]
-        biases += [(seq.req_index * MAX_BIASES + i, *entry) for i, entry in enumerate(entries)]
-    if biases:
-        batch.bias_slots[:], batch.bias_ids[:], batch.bias_bits.view(np.float32)[:] = zip(*biases)
-
-
-def _fill_bans(batch: HostBatch, seqs: list[Sequence]) -> None:
-    """Masks of allowed token ids, and bad words."""
-    allowed = [(seq.req_index, ids) for seq in seqs if (ids := seq.params.allowed_token_ids) is not None]
-    for i, (req_index, token_ids) in enumerate(allowed):
-        bits = np.zeros(32 * batch.shape.mask_width, np.uint8)
-        bits[list(token_ids)] = 1
-        batch.allowed_indices[i] = req_index
-        batch.allowed_masks[i] = np.packbits(bits, bitorder="little").view("<i4")
-    bad_words = [(seq.req_index * MAX_BAD_WORDS + i, word) for seq in seqs for i, word in enumerate(seq.bad_words)]
-    batch.bad_words[:] = -1
-    for i, (slot, word) in enumerate(bad_words):
-        batch.bad_word_slots[i] = slot
-        batch.bad_words[i, -len(word) :] = word
 
 
 def dummy_prefill(num_seqs: int, length: int, block_size: int) -> ScheduledStep:

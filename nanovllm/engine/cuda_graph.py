@@ -3,37 +3,14 @@
 from bisect import bisect
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import MAX_CHUNKS, Batch, BatchShape, DeviceBatch, decode_shape, largest_decode
+from nanovllm.engine.step_result import ForwardOutput, SamplerInput, StepBuffers
 from nanovllm.utils.double_buffer import DoubleBuffer
-
-
-class ForwardOutput(NamedTuple):
-    """What a step leaves on the device."""
-
-    token_ids: torch.Tensor  # [S] int32, sampled
-    hidden_states: torch.Tensor  # [T, hidden_size]
-    sampled_hidden_states: torch.Tensor  # [S, hidden_size]
-
-
-class SamplerInput(NamedTuple):
-    """What the model leaves for the sampler."""
-
-    hidden_states: torch.Tensor  # [S, hidden_size], of the last token of each sampled sequence
-    req_indices: torch.Tensor  # [S] int32
-    positions: torch.Tensor  # [S] int32
-    block_tables: torch.Tensor  # [S, W] int32
-
-
-class StepBuffers(NamedTuple):
-    """Host memory of one step, pinned on CUDA: int32 words of its batch and the token ids that it samples."""
-
-    batch: torch.Tensor
-    token_ids: torch.Tensor
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
@@ -113,19 +90,17 @@ class DecodeGraphs:
         self._device_buffer_index.zero_()
 
 
-TOKEN_SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144)
-MAX_CAPTURED_TOKENS = 12288  # graphs of more would take much memory, and save no time
+TOKEN_SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 FEW_DECODES = 32  # their attention is split further than that of max_num_seqs
 
 
 def mixed_bounds(config: Config, query_tile_size: int) -> list[BatchShape]:
     """The shapes of steps with chunks to capture: the first that holds a step is the smallest that does.
 
-    They hold all that the scheduler lets compute beside decodes. Without graphs the launch of so short a step would take
-    the host longer than the step takes the device.
+    Without graphs the host would launch the kernels of so short a step for longer than the device computes it.
     """
     assert config.max_num_mixed_tokens is not None, "the model runner has set it"
-    largest = min(config.max_num_mixed_tokens, MAX_CAPTURED_TOKENS, config.max_num_batched_tokens)
+    largest = min(config.max_num_mixed_tokens, config.max_num_batched_tokens, TOKEN_SIZES[-1])
     sizes = [*(size for size in TOKEN_SIZES if size < largest), largest]
     shapes: list[BatchShape] = []
     for max_decodes in sorted({0, min(FEW_DECODES, config.max_num_seqs), config.max_num_seqs}):

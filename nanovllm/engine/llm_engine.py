@@ -14,6 +14,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.outputs import RequestOutput, StepOutput, StreamEvent, progress_bar
 from nanovllm.engine.prompts import Prompt
 from nanovllm.engine.request import CompletionRequest
+from nanovllm.engine.stats import scheduler_stats
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.stopwatch import Stopwatch
@@ -179,9 +180,9 @@ class LLMEngine:
 
         `requests`: waiting and running, where each of `n` answers counts. `blocks`: used, cached (free, but found as a
         prefix) and free. `prefix_hit_rate`: the fraction of the prompts' tokens that were found. `preemptions`.
-        `tokens`: in and out. `steps`: prefill and decode.
+        `tokens`: in and out. `steps`: of prompts alone (prefill), of decodes alone, and mixed.
         """
-        return self.scheduler.stats()
+        return scheduler_stats(self.scheduler)
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. False, and nothing is done, while there are requests."""

@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 from pathlib import Path
-from time import perf_counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,17 +10,17 @@ from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.engine import batch as batches
-from nanovllm.engine.batch import BatchShape, DeviceBatch, HostBatch
-from nanovllm.engine.cuda_graph import (
-    DecodeGraphs,
+from nanovllm.engine.batch import DeviceBatch, HostBatch
+from nanovllm.engine.capacity import affordable_blocks, memory_in_use, num_tokens_within, warm_up_kernels
+from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.engine.step_result import (
     ForwardOutput,
-    MixedGraphs,
+    LogprobRequest,
+    PendingStep,
     SamplerInput,
     StepBuffers,
-    mixed_bounds,
+    compute_logprobs,
 )
-from nanovllm.engine.scheduled_step import ScheduledStep
-from nanovllm.engine.step_result import LogprobRequest, PendingStep, compute_logprobs
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import make_backend
 from nanovllm.layers.logits import (
@@ -41,10 +41,8 @@ from nanovllm.utils.loader import load_model
 from nanovllm.utils.stopwatch import Stopwatch
 from nanovllm.utils.tensor_parallel import TensorParallel
 
-CPU_OPERATIONS_PER_S = 2e11  # of matrix products, roughly
-MIN_MIXED_TOKENS = 64  # of prompts in a step that also decodes, however slow the device is
-CPU_KV_CACHE_BYTES = 2**30  # the cache on a CPU, unless num_kvcache_blocks says otherwise
-CUDA_RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allocate without PyTorch's allocator
+if TYPE_CHECKING:
+    from nanovllm.engine.cuda_graph import DecodeGraphs, MixedGraphs
 
 
 class ModelRunner:
@@ -66,7 +64,7 @@ class ModelRunner:
         if self.custom_filters and self.tp.size > 1:
             raise ValueError(f"tensor_parallel_size={self.tp.size}: must be 1 with filters of register_filter")
         self.backend = make_backend(config.attention_backend)
-        memory_before = self._memory_in_use()
+        memory_before = memory_in_use(self.device)
         self.model = self._load_model()
         startup.lap("weights")
         self.attention_layers = [module for module in self.model.modules() if isinstance(module, Attention)]
@@ -81,14 +79,15 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
         if config.num_kvcache_blocks is None:
-            config.set_num_kvcache_blocks(self._affordable_blocks(memory_before))
+            config.set_num_kvcache_blocks(affordable_blocks(self, memory_before))
         self.allocate_kv_cache(config.num_kvcache_blocks)
-        self._warmup_kernels()
         if config.max_num_mixed_tokens is None:
-            config.set_max_num_mixed_tokens(self._num_tokens_within(config.max_mixed_step_ms))
+            config.set_max_num_mixed_tokens(num_tokens_within(self, config.max_mixed_step_ms))
         startup.lap("warm-up")
         if self.device.type == "cuda" and self.backend.uses_cuda_graphs and not config.enforce_eager:
             self.capture_cudagraph()
+        if self.device.type == "cuda" and self.mixed_graphs is None:
+            warm_up_kernels(self)
         startup.lap("graphs")
 
     def run(self, step: ScheduledStep) -> PendingStep:
@@ -164,10 +163,9 @@ class ModelRunner:
             hidden_states = self.model(input_ids, batch.positions)
         if not batch.shape.has_chunks:
             return hidden_states, SamplerInput(hidden_states, batch.req_indices, batch.positions, batch.block_tables)
-        sampled = (x.index_select(0, batch.logits_indices) for x in (hidden_states, batch.positions))
-        last_hidden_states, positions = sampled
+        sampled, positions = (x.index_select(0, batch.logits_indices) for x in (hidden_states, batch.positions))
         block_tables = batch.block_tables.index_select(0, batch.sampled_rows)
-        return hidden_states, SamplerInput(last_hidden_states, batch.req_indices, positions, block_tables)
+        return hidden_states, SamplerInput(sampled, batch.req_indices, positions, block_tables)
 
     def _input_ids(self, batch: DeviceBatch) -> torch.Tensor:
         """[T]: the last sampled tokens of the sequences that decode, and the chunks' from the host."""
@@ -175,15 +173,10 @@ class ModelRunner:
         last_token_ids = self.last_token_ids.index_select(0, batch.req_indices[:n])
         if not batch.shape.has_chunks:
             return last_token_ids
-        if self._is_captured(batch.shape):  # n is an upper bound
+        if batch.shape.is_padded:  # n is an upper bound
             is_decode = torch.arange(n, device=self.device) < batch.num_decodes
             last_token_ids = last_token_ids.where(is_decode, batch.input_ids[:n])
         return torch.cat((last_token_ids, batch.input_ids[n:]))
-
-    @staticmethod
-    def _is_captured(shape: BatchShape) -> bool:
-        """Whether the numbers of a step with chunks are upper bounds."""
-        return shape.max_seqlen_q == 0
 
     def _context(self, batch: DeviceBatch) -> Context:
         shape = batch.shape
@@ -196,7 +189,7 @@ class ModelRunner:
             max_seqlen_q=shape.max_seqlen_q,
             cu_seqlens_q=batch.cu_seqlens_q,
             query_tiles=batch.query_tiles,
-            num_decodes_on_device=batch.num_decodes if self._is_captured(shape) else None,
+            num_decodes_on_device=batch.num_decodes if shape.is_padded else None,
         )
 
     def _sample(self, x: SamplerInput) -> torch.Tensor:
@@ -251,33 +244,6 @@ class ModelRunner:
         self._host_buffers = DoubleBuffer(make(), make())
         self._device_buffer = torch.empty(size, dtype=torch.int32, device=self.device)
 
-    def _memory_in_use(self) -> int:
-        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-
-    def _affordable_blocks(self, memory_before: int) -> int:
-        """How many cache blocks fit: on CUDA into our fraction of the memory, less what the largest step needs."""
-        config, block_bytes = self.config, self._cache_of(num_blocks=1).nbytes
-        if self.device.type == "cuda":
-            peak = self.warmup_model()
-            free, total = torch.cuda.mem_get_info(self.device)
-            ours = int(total * config.gpu_memory_utilization) - (peak - memory_before) - self.tp.num_bytes
-            left = free - (peak - self._memory_in_use()) - CUDA_RESERVE_BYTES  # other processes may use the rest
-            available = max(0, min(ours, left))
-            limit = f"gpu_memory_utilization={config.gpu_memory_utilization} of this GPU leaves"
-        else:
-            available = CPU_KV_CACHE_BYTES
-            limit = "the budget on a CPU is"
-        num_blocks = available // block_bytes
-        if self.tp.size > 1:  # the smallest number of all ranks
-            num_blocks = -self.tp.max_of_ranks(torch.tensor([-num_blocks], device=self.device)).item()
-        if num_blocks < config.max_blocks_per_seq:
-            raise ValueError(
-                f"max_model_len={config.max_model_len}: one sequence needs "
-                f"{config.max_blocks_per_seq * block_bytes / 2**30:.2f} GiB of cache, and {limit} "
-                f"{available / 2**30:.2f} GiB; lower max_model_len, or set num_kvcache_blocks"
-            )
-        return num_blocks
-
     def warmup_model(self) -> int:
         """Run the largest possible prefill; the peak of allocated memory without the cache, in bytes."""
         config = self.config
@@ -285,41 +251,19 @@ class ModelRunner:
         length = min(config.max_num_batched_tokens // num_seqs, config.max_model_len - 1)
         step = batches.dummy_prefill(num_seqs, length, config.kvcache_block_size)
         num_blocks = sum(len(row.seq.block_table) for row in step.rows)
-        self._set_cache(self._zeros(self._cache_of(num_blocks, num_layers=1)))  # all layers share it
+        self._set_cache(self._zeros(self.cache_of(num_blocks, num_layers=1)))  # all layers share it
         torch.cuda.reset_peak_memory_stats(self.device)
         self.run(step).wait()
         peak = torch.cuda.max_memory_allocated(self.device) - self.kv_cache.nbytes
-        self._set_cache(self._cache_of(0))
+        self._set_cache(self.cache_of(0))
         torch.cuda.empty_cache()
         return peak
 
-    def _warmup_kernels(self) -> None:
-        """Compile and load the kernels of shorter prefills too; otherwise the first requests would wait for that."""
-        if self.device.type == "cuda":
-            max_length = min(self.config.max_num_batched_tokens, self.config.max_model_len - 1)
-            for length in (1, 16, 32, 64, 128, 256, 512):
-                self.run(batches.dummy_prefill(1, min(length, max_length), self.config.kvcache_block_size)).wait()
-
-    def _num_tokens_within(self, milliseconds: float) -> int:
-        """How many tokens of prompts the device computes in a time: measured on CUDA, and estimated on a CPU."""
-        config, model = self.config, self.config.model_config
-        if self.device.type == "cuda":
-            length = max(1, min(4096, config.max_num_batched_tokens // 2, config.max_model_len - 1))
-            num_fitting = config.num_kvcache_blocks // -(-length // config.kvcache_block_size)
-            num_seqs = min(2, num_fitting, config.max_num_seqs)
-            for _ in range(2):  # the first run warms up
-                begin = perf_counter()
-                self.run(batches.dummy_prefill(num_seqs, length, config.kvcache_block_size)).wait()
-            per_token = 1e3 * (perf_counter() - begin) / (num_seqs * length)
-        else:
-            per_token = 1e3 * model.num_hidden_layers * model.layer_operations / CPU_OPERATIONS_PER_S
-        return max(MIN_MIXED_TOKENS, int(milliseconds / per_token))
-
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """One tensor [2, layers, blocks, block_size, kv_heads, head_dim], of which each layer gets its part."""
-        self._set_cache(self._zeros(self._cache_of(num_blocks)))
+        self._set_cache(self._zeros(self.cache_of(num_blocks)))
 
-    def _cache_of(self, num_blocks: int, num_layers: int | None = None) -> torch.Tensor:
+    def cache_of(self, num_blocks: int, num_layers: int | None = None) -> torch.Tensor:
         """A cache on the meta device: it has a shape and a size in bytes, but no memory."""
         layer = self.attention_layers[0]
         layers = num_layers or len(self.attention_layers)
@@ -343,15 +287,13 @@ class ModelRunner:
     @torch.inference_mode()
     def capture_cudagraph(self) -> None:
         """Capture decode steps of the batch sizes in `graphs.graph_bs`, and the shorter ones of those with chunks."""
-        config, pool = self.config, torch.cuda.graph_pool_handle()
-        bounds = config.max_num_seqs, config.max_blocks_per_seq
-        self.graphs = DecodeGraphs(*bounds, self._device_buffer, self._forward, pool)
+        from nanovllm.engine.cuda_graph import DecodeGraphs, MixedGraphs, mixed_bounds  # not on a CPU
+
+        config, pool, buffer = self.config, torch.cuda.graph_pool_handle(), self._device_buffer
+        self.graphs = DecodeGraphs(config.max_num_seqs, config.max_blocks_per_seq, buffer, self._forward, pool)
         if self.backend.captures_chunks:
-            shapes = mixed_bounds(config, self.query_tile_size)
-            parts = self._run_model, self._sample
-            self.mixed_graphs = MixedGraphs(
-                shapes, config.max_num_seqs, self._device_buffer, self.pad_req_index, *parts, pool
-            )
+            shapes, parts = mixed_bounds(config, self.query_tile_size), (self._run_model, self._sample)
+            self.mixed_graphs = MixedGraphs(shapes, config.max_num_seqs, buffer, self.pad_req_index, *parts, pool)
 
     def synchronize(self) -> None:
         """Wait until the device has nothing left to do."""
@@ -370,7 +312,7 @@ class ModelRunner:
         if self.tp.lost and not becomes_idle(self.device):
             return
         self.graphs = self.mixed_graphs = None
-        self._set_cache(self._cache_of(0))
+        self._set_cache(self.cache_of(0))
         self.model = self.last_token_ids = self.requests = self.slot_token_ids = self._device_buffer = None
         self.attention_layers = []
         self.tp.close()

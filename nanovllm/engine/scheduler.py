@@ -26,8 +26,6 @@ class Scheduler:
     The answers to one prompt (`Sequence.group`) are queued together. The first is admitted when all of them fit, or
     nothing else runs. Once its prompt is computed, the others share its blocks and are sampled in the same step, as far
     as they fit. The rest stay in the queue, and find their prompt in the prefix cache.
-
-    Sequences are kept by (request id, index), so that each can be removed in O(1).
     """
 
     def __init__(
@@ -42,7 +40,7 @@ class Scheduler:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.budget = budget
-        self.mixed_budget = mixed_budget  # where sequences decode in the same step, which its chunks hold up
+        self.mixed_budget = mixed_budget  # of steps in which sequences decode too
         self.eos_token_ids = eos_token_ids
         self.policy = policy or FCFS()
         self.eos_token_id: int | None = None  # the tokenizer's own, which is not reported as a stop reason
@@ -144,8 +142,8 @@ class Scheduler:
 
     def _sample(self, seq: Sequence, step: ScheduledStep) -> None:
         """The prompt of `seq` is computed: it gets a token from the last row of the step, and decodes from now on."""
-        self.prefilling.pop(_key(seq), None)
-        self.running[_key(seq)] = seq
+        self.prefilling.pop(seq.key, None)
+        self.running[seq.key] = seq
         step.sample(seq)
         seq.num_tokens += 1
 
@@ -185,7 +183,7 @@ class Scheduler:
             self.counts["prompt_tokens"] += seq.num_prompt_tokens
             self.counts["cached_tokens"] += seq.num_cached_tokens
         self._set_running(seq)
-        self.prefilling[_key(seq)] = seq
+        self.prefilling[seq.key] = seq
         return True
 
     def _set_running(self, seq: Sequence) -> None:
@@ -212,13 +210,13 @@ class Scheduler:
         branches = [seq.fork(*choice) for choice in others]
         for other in branches:
             self.live[seq.request_id][other.index] = other
-            other.order = seq.order[0], *_key(other)
+            other.order = seq.order[0], *other.key
             if seq.block_table and self.free_req_indices and self.block_manager.free_block_ids:
                 self.block_manager.fork(seq, other)
                 self._set_running(other)
         seq.append_token(own_token_id)
         seq.num_tokens, seq.candidates = len(seq.token_ids), None
-        self.running.pop(_key(seq), None)
+        self.running.pop(seq.key, None)
         if seq.block_table and self.block_manager.can_append(seq):
             self.block_manager.may_append(seq)
         elif seq.block_table:
@@ -226,7 +224,7 @@ class Scheduler:
             seq.status = SequenceStatus.WAITING
         for beam in (seq, *branches):
             if beam.status is SequenceStatus.RUNNING:
-                self.prefilling[_key(beam)] = beam
+                self.prefilling[beam.key] = beam
             else:
                 self.waiting.push(beam)
         return [seq, *branches]
@@ -312,28 +310,10 @@ class Scheduler:
                 if not seq.is_paused:
                     self.waiting.push(seq)
 
-    def stats(self) -> dict:
-        """See `LLMEngine.stats`."""
-        counts, blocks = self.counts, self.block_manager
-        num_free = len(blocks.free_block_ids)
-        num_cached = sum(blocks.blocks[i].ref_count == 0 for i in [*blocks.hash_to_block_id.values()])
-        return {
-            "requests": {"waiting": len(self.waiting), "running": len(self.prefilling) + len(self.running)},
-            "blocks": {"used": len(blocks.blocks) - num_free, "cached": num_cached, "free": num_free - num_cached},
-            "prefix_hit_rate": counts["cached_tokens"] / max(1, counts["prompt_tokens"]),
-            "preemptions": self.num_preemptions,
-            "tokens": {"in": counts["prompt_tokens"], "out": counts["output_tokens"]},
-            "steps": {kind: counts[f"{kind}_steps"] for kind in ("prefill", "decode", "mixed")},
-        }
-
     def _release(self, seq: Sequence) -> None:
         """Take the blocks and the request index from a running sequence."""
         self.block_manager.deallocate(seq)
         self.free_req_indices.append(seq.req_index)
         seq.req_index = -1
-        self.prefilling.pop(_key(seq), None)
-        self.running.pop(_key(seq), None)
-
-
-def _key(seq: Sequence) -> tuple[int, int]:
-    return seq.request_id, seq.index
+        self.prefilling.pop(seq.key, None)
+        self.running.pop(seq.key, None)

@@ -71,6 +71,10 @@ class Sequence:
         return f"Sequence({self.request_id}.{self.index}, {self.status.name}, {num_tokens}, blocks {self.block_table})"
 
     @property
+    def key(self) -> tuple[int, int]:
+        return self.request_id, self.index
+
+    @property
     def prompt_token_ids(self) -> list[int]:
         return self.token_ids[: self.num_prompt_tokens]
 

@@ -1,4 +1,4 @@
-"""The tokens that a step samples, on their way to host memory, with log-probabilities where requests want them."""
+"""What a step leaves on the device, and its results on their way to host memory."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -17,6 +17,30 @@ from nanovllm.utils.tensor_parallel import STEP_TIMEOUT, TensorParallel
 Logprobs = dict[int, tuple[float, int]]
 ALL_TOKENS = 2**30  # for `num_top`: more than any vocabulary has
 MAX_LOGPROB_ROWS = 64  # computed at a time, as log-probabilities take more memory than logits
+
+
+class ForwardOutput(NamedTuple):
+    """What a step leaves on the device."""
+
+    token_ids: torch.Tensor  # [S] int32, sampled
+    hidden_states: torch.Tensor  # [T, hidden_size]
+    sampled_hidden_states: torch.Tensor  # [S, hidden_size]
+
+
+class SamplerInput(NamedTuple):
+    """What the model leaves for the sampler."""
+
+    hidden_states: torch.Tensor  # [S, hidden_size], of the last token of each sampled sequence
+    req_indices: torch.Tensor  # [S] int32
+    positions: torch.Tensor  # [S] int32
+    block_tables: torch.Tensor  # [S, W] int32
+
+
+class StepBuffers(NamedTuple):
+    """Host memory of one step, pinned on CUDA: int32 words of its batch and the token ids that it samples."""
+
+    batch: torch.Tensor
+    token_ids: torch.Tensor
 
 
 class StepResult(NamedTuple):

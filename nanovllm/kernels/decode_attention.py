@@ -16,7 +16,7 @@ from nanovllm.kernels.norm_rope_store import NORM_ROPE_INPUTS, norm_rope
 
 TILE = 64  # keys of a tile, which lies in one block
 CHUNK = 16  # block ids that are loaded at a time
-FEW_SPLITS, MAX_SPLITS = 16, 64  # of one sequence: what two variants of the kernel that combines them can read
+MAX_SPLITS = 32  # of one sequence; more take longer to combine than they save
 PROGRAMS_PER_SM = 8  # two or three run at a time; with this many, the last to finish are not waited for long
 NO_KEYS = tl.constexpr(-1e30)  # the log-sum-exp of no keys; finite, so that no NaN arises from it
 
@@ -335,8 +335,8 @@ def _decode(
             HEADS=heads,
             HEAD_DIM=head_dim,
             TILE=tile,
-            MAX_SPLITS=FEW_SPLITS if splits <= FEW_SPLITS else MAX_SPLITS,
+            MAX_SPLITS=MAX_SPLITS,
             IS_QKV=is_qkv,
             HAS_NUM_SEQS=num_seqs is not None,
-            num_warps=2 if splits <= FEW_SPLITS else 4,
+            num_warps=2,
         )
