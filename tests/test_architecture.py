@@ -25,6 +25,7 @@ SCHEDULING = [
     "engine/block_manager.py",
     "engine/scheduling_policy.py",
     "engine/token_budget.py",
+    "engine/group_admission.py",
     "engine/scheduler.py",
 ]
 
@@ -36,8 +37,8 @@ HOUSE = """
   utils/stopwatch.py utils/tensor_parallel.py utils/tokenizer.py utils/__init__.py <- models/__init__.py utils/loader.py
   <- model_config.py <- config.py sampling_params.py
 0 | engine/__init__.py
-1 | engine/token_budget.py engine/sequence.py <- engine/scheduled_step.py engine/block_manager.py
-  engine/scheduling_policy.py <- engine/scheduler.py <- engine/stats.py
+1 | engine/token_budget.py engine/group_admission.py engine/sequence.py <- engine/scheduled_step.py
+  engine/block_manager.py engine/scheduling_policy.py <- engine/scheduler.py <- engine/stats.py
 1 | kernels/
 2 | layers/
 3 | models/

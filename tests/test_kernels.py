@@ -10,12 +10,13 @@ import triton.language as tl
 
 from nanovllm.engine.batch import query_tiles
 from nanovllm.kernels import ops, peers
-from nanovllm.kernels.decode_attention import CHUNK, MAX_SPLITS, TILE, choose_num_splits
+from nanovllm.kernels.decode_attention import CHUNK, TILE
 from nanovllm.kernels.dependent_launch import has_tma
 from nanovllm.kernels.peers import PeerBarrier
 from nanovllm.kernels.sampling import _gumbel
 from nanovllm.kernels.sampling_columns import WIDTH
 from nanovllm.kernels.split_k_gemm import FEW_WEIGHTS, MAX_ROWS, TILE_K, TILE_N
+from nanovllm.kernels.split_sequence import MAX_SPLITS, choose_num_splits
 from nanovllm.layers.logits import column
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sampler import ROUNDS, gumbel_noise, philox
@@ -221,9 +222,10 @@ def test_a_step_of_decodes_and_chunks(dtype, splits):
 def test_number_of_splits():
     for programs in (1, 2, 3, 8, 1000):
         for length in (0, 1, TILE, TILE + 1, 7 * TILE, 10**6):
-            splits = choose_num_splits(programs, length, torch.device(DEVICE))
+            splits = choose_num_splits(programs, length, TILE, torch.device(DEVICE))
             assert 1 <= splits <= min(MAX_SPLITS, max(1, -(-length // TILE)))
-    assert choose_num_splits(1, 10**6, torch.device(DEVICE)) > choose_num_splits(3000, 10**6, torch.device(DEVICE)) == 1
+    few, many = (choose_num_splits(programs, 10**6, TILE, torch.device(DEVICE)) for programs in (1, 3000))
+    assert few > many == 1
 
 
 @each_dtype

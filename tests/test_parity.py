@@ -78,7 +78,7 @@ def reference(requests) -> list[tuple[list[int], list[float]]]:
 
     model = Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
     with LLM("tiny-qwen3", dtype="float32", device="cpu") as llm:
-        drafts = [answer["token_ids"] for answer in generate(llm, requests)]
+        drafts = [answer["token_ids"] for answer in generate_offline(llm, requests)]
     answers = []
     for (prompt, max_tokens), draft in zip(requests, drafts):
         logits = model(torch.tensor([prompt + draft])).logits[0, len(prompt) - 1 : -1]
@@ -133,8 +133,17 @@ def params_of(requests) -> list[SamplingParams]:
     return [SamplingParams(temperature=0.0, max_tokens=max_tokens) for _, max_tokens in requests]
 
 
-def generate(llm, requests) -> list[dict]:
+def generate_offline(llm, requests) -> list[dict]:
     return llm.generate([prompt for prompt, _ in requests], params_of(requests), use_tqdm=False)
+
+
+def generate(llm, requests) -> list[dict]:
+    """By hand, so that prompts are computed beside decodes; `LLM.generate` alone computes prompts first."""
+    ids = [llm.add_request(prompt, params) for (prompt, _), params in zip(requests, params_of(requests))]
+    outputs = {}
+    while not llm.is_finished():
+        outputs |= {output.request_id: output for output in llm.step().finished}
+    return [outputs[i] for i in ids]
 
 
 both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
@@ -157,12 +166,19 @@ def test_worlds(make_llm, requests, same_as_reference, settings, async_schedulin
 
 
 @both_ways
+def test_offline(make_llm, requests, same_as_reference, async_scheduling):
+    llm = make_llm(max_num_seqs=50, async_scheduling=async_scheduling)
+    same_as_reference(generate_offline(llm, requests))
+    assert llm.stats()["steps"]["mixed"] == 0
+
+
+@both_ways
 def test_chunked_prefill(make_llm, requests, same_as_reference, async_scheduling):
     """With a budget of 64 tokens a step most prompts are computed in pieces."""
     llm = make_llm(max_num_batched_tokens=64, kvcache_block_size=16, async_scheduling=async_scheduling)
     pieces = []
     schedule = llm.scheduler.schedule
-    llm.scheduler.schedule = lambda: pieces.append(schedule()) or pieces[-1]
+    llm.scheduler.schedule = lambda **options: pieces.append(schedule(**options)) or pieces[-1]
     same_as_reference(generate(llm, requests))
     assert sum(step is not None and len(step.sampled_seqs) < len(step.rows) for step in pieces) > 100
 

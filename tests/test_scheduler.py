@@ -12,7 +12,8 @@ from zlib import crc32
 import pytest
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import MAX_STEPS_WITHOUT_ADMISSION, ScheduledStep, Scheduler
+from nanovllm.engine.group_admission import MAX_STEPS_WITHOUT_ADMISSION
+from nanovllm.engine.scheduler import ScheduledStep, Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.stats import scheduler_stats
 from nanovllm.engine.token_budget import MIN_SHARED_CHUNK, TokenBudget
@@ -127,6 +128,7 @@ class Simulation:
         self.last_token_ids: dict[int, int] = {}  # by request index
         self.in_flight: deque[tuple[ScheduledStep, list[int]]] = deque()
         self.first_start: dict[Sequence, int] = {}
+        self.num_steps = 0
         self.seen: Counter = Counter()
         self.ended: set[Sequence] = set()  # whose end has been checked
 
@@ -147,7 +149,8 @@ class Simulation:
         return self
 
     def iterate(self):
-        step = self.scheduler.schedule()
+        step = self.scheduler.schedule(prompts_first=self.num_steps % 3 == 1)
+        self.num_steps += 1
         assert step or self.in_flight or self.scheduler.is_finished(), "stuck"
         if step:
             self.in_flight.append((step, self.compute(step)))
@@ -405,6 +408,18 @@ def test_chunks_ride_along_with_decodes():
     step = advance(scheduler)
     assert rows(step) == [(0, 8, 9), (1, 6, 7)] and step.num_decodes == 2 and not step.chunks
     assert scheduler_stats(scheduler)["steps"] == {"prefill": 1, "decode": 2, "mixed": 2}
+
+
+def test_prompts_first():
+    """Where nobody sees when a token arrives, sequences decode when no prompt is left, or none can be admitted."""
+    scheduler = make_scheduler(max_num_batched_tokens=8, max_num_mixed_tokens=4, max_num_seqs=3)
+    add(scheduler, *[Request(prompt(6, first=100 * i), max_tokens=2) for i in range(4)])
+    steps = []
+    while not scheduler.is_finished():
+        steps.append(scheduler.schedule(prompts_first=True))
+        scheduler.postprocess(steps[-1], [7] * len(steps[-1].sampled_seqs))
+    assert [sum(end - start for _, start, end in step.chunks) for step in steps] == [8, 8, 2, 0, 6, 0]
+    assert [step.num_decodes for step in steps] == [0, 0, 0, 3, 0, 1]
 
 
 def test_what_a_sequence_says_of_itself():

@@ -11,8 +11,9 @@ import pytest
 
 from nanovllm import BeamSearchParams, SamplingParams, SchedulingPolicy
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.group_admission import MAX_STEPS_WITHOUT_ADMISSION
 from nanovllm.engine.scheduled_step import ScheduledStep
-from nanovllm.engine.scheduler import MAX_STEPS_WITHOUT_ADMISSION, Scheduler
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_policy import FCFS, Priority, WaitingQueue, make_policy
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stats import scheduler_stats
@@ -433,8 +434,11 @@ WORLDS = {
 def test_answers_do_not_depend_on_the_policy(make_llm, requests, expected, world, policy, async_scheduling):
     prompts, params, priority = requests
     llm = make_llm(scheduling_policy=policy, async_scheduling=async_scheduling, **WORLDS[world])
-    outputs = llm.generate(prompts, params, use_tqdm=False, priority=priority)
-    assert answers_of(outputs) == expected
+    ids = [llm.add_request(*request) for request in zip(prompts, params, priority)]  # `generate` has no mixed steps
+    outputs = {}
+    while not llm.is_finished():
+        outputs |= {output.request_id: output for output in llm.step().finished}
+    assert answers_of([outputs[i] for i in ids]) == expected
     stats = llm.stats()
     assert (stats["preemptions"] > 0) == (world == "few blocks")
     assert stats["steps"]["mixed"] > 0 or world == "plenty"

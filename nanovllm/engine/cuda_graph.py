@@ -1,6 +1,5 @@
 """Steps as CUDA graphs, which are captured once for each padded size and replayed."""
 
-from bisect import bisect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -90,8 +89,8 @@ class DecodeGraphs:
         self._device_buffer_index.zero_()
 
 
-TOKEN_SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
-FEW_DECODES = 32  # their attention is split further than that of max_num_seqs
+# tokens of a step with chunks: the time of matrix products grows by tiles of 128
+TOKEN_SIZES = (16, 32, 64, *range(128, 2048, 128), *range(2048, 4096, 512), *range(4096, 8193, 1024))
 
 
 def mixed_bounds(config: Config, query_tile_size: int) -> list[BatchShape]:
@@ -103,8 +102,8 @@ def mixed_bounds(config: Config, query_tile_size: int) -> list[BatchShape]:
     largest = min(config.max_num_mixed_tokens, config.max_num_batched_tokens, TOKEN_SIZES[-1])
     sizes = [*(size for size in TOKEN_SIZES if size < largest), largest]
     shapes: list[BatchShape] = []
-    for max_decodes in sorted({0, min(FEW_DECODES, config.max_num_seqs), config.max_num_seqs}):
-        for num_tokens in sizes[bisect(sizes, shapes[-1].num_decodes) if shapes else 0 :]:
+    for max_decodes in (0, config.max_num_seqs):
+        for num_tokens in sizes:
             num_decodes, num_chunks = min(max_decodes, num_tokens), min(num_tokens, MAX_CHUNKS)
             shapes.append(
                 BatchShape(
@@ -139,7 +138,8 @@ class MixedGraphs:
     ):
         """`run_model` returns the hidden states of a batch in `buffer` and the sampler's input, `sample` token ids."""
         self.shapes = shapes
-        self.sample_sizes = [*(2**i for i in range(max_num_seqs.bit_length()) if 2**i < max_num_seqs), max_num_seqs]
+        sizes = 1, 2, 4, 8, 16, *range(32, 257, 32)
+        self.sample_sizes = [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
         self.models: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
         self.hidden_states: dict[tuple[int, ...], torch.Tensor] = {}
         self.samplers: dict[int, torch.cuda.CUDAGraph] = {}

@@ -121,7 +121,7 @@ class EngineCore:
         with interrupts_held():
             self.check_open()
             self.leadership.run_commands()
-            step = self.scheduler.schedule()
+            step = self.scheduler.schedule(prompts_first=self._is_offline())
         launched = (step, self.workers.launch(self.model_runner, step)) if step else None
         if self.config.async_scheduling:
             launched, self._in_flight = self._in_flight, launched
@@ -129,6 +129,11 @@ class EngineCore:
             result = launched[1].wait()
             with interrupts_held():
                 self._process_result(launched[0], result)
+
+    def _is_offline(self) -> bool:
+        """Whether a single call waits for all answers at once, so that no one sees when a token arrives."""
+        inboxes = [*self.inboxes]
+        return len(inboxes) == 1 and inboxes[0].kind is OutputKind.FINAL
 
     def _process_result(self, step: ScheduledStep, result: StepResult) -> None:
         live = [seq for seq in step.sampled_seqs if seq.finish_reason is None]

@@ -5,21 +5,18 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.group_admission import GroupAdmission
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.scheduling_policy import FCFS, SchedulingPolicy, WaitingQueue
 from nanovllm.engine.sequence import Logprobs, Sequence, SequenceStatus
 from nanovllm.engine.token_budget import TokenBudget
 
-MAX_STEPS_WITHOUT_ADMISSION = 32
-
 
 class Scheduler:
     """Continuous batching with mixed steps: each running sequence decodes a token, and chunks of prompts ride along.
 
-    The most urgent prompts come first, in the order of `policy`, as far as the step's TokenBudget goes.
-
-    Once the engine is full, new sequences are admitted in groups: when a sixteenth of the running ones have ended, or
-    after MAX_STEPS_WITHOUT_ADMISSION steps.
+    The most urgent prompts come first, in the order of `policy`, as far as the step's TokenBudget goes. A full engine
+    admits new sequences in groups: see GroupAdmission.
 
     `schedule` may be called again before the last step's tokens have reached `postprocess`, but only once.
 
@@ -48,8 +45,7 @@ class Scheduler:
         self.waiting = WaitingQueue()  # these hold no blocks
         self.prefilling: dict[tuple[int, int], Sequence] = {}  # these hold blocks, and their prompt is being computed
         self.running: dict[tuple[int, int], Sequence] = {}  # these decode, or are beams that pause
-        self.max_running_to_admit = max_num_seqs  # while more than this run, none is admitted
-        self.num_steps_without_admission = 0
+        self.admission = GroupAdmission()
         self.free_req_indices = list(range(max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
         self.counts: Counter[str] = Counter()
@@ -57,7 +53,7 @@ class Scheduler:
     def add(self, *group: Sequence) -> None:
         """Queue the answers to one prompt."""
         if not self.waiting:  # the last one that did not fit was admitted or aborted
-            self.max_running_to_admit, self.num_steps_without_admission = self.max_num_seqs, 0
+            self.admission.open()
         for seq in group:
             self.live.setdefault(seq.request_id, {})[seq.index] = seq
             seq.order = self.policy.urgency(seq), seq.request_id, seq.index
@@ -66,13 +62,21 @@ class Scheduler:
     def is_finished(self) -> bool:
         return not self.live
 
-    def schedule(self) -> ScheduledStep | None:
-        """The next step, or None if all running sequences wait for tokens that are still in flight."""
+    def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:
+        """The next step, or None if all running sequences wait for tokens that are still in flight.
+
+        prompts_first: do not decode while prompts can be computed, as that takes less time in all, if nobody minds.
+        """
         # blocks that this step's forks share are copied in the next one, when their contents are complete
         copies, self.block_manager.copies = self.block_manager.copies, {}
         step = ScheduledStep()
-        self._schedule_decodes(step)
-        self._schedule_chunks(step)
+        if prompts_first:
+            self._schedule_chunks(step)
+            if not step.rows:
+                self._schedule_decodes(step)
+        else:
+            self._schedule_decodes(step)
+            self._schedule_chunks(step)
         while not step.rows and self.waiting and (paused := [s for s in self.running.values() if s.is_paused]):
             self.preempt(paused[-1])  # a paused beam waits for other beams of its search, and those need its blocks
             self._schedule_chunks(step)
@@ -162,20 +166,16 @@ class Scheduler:
     def _admit(self, seq: Sequence) -> bool:
         """Give the first of the queue its blocks, if it is time for that and they are there."""
         num_running = len(self.running) + len(self.prefilling)
-        if num_running > self.max_running_to_admit and self.num_steps_without_admission < MAX_STEPS_WITHOUT_ADMISSION:
-            self.num_steps_without_admission += 1
+        is_preempted_now = len(seq.token_ids) < seq.num_tokens  # its last token is still in flight
+        if not self.admission.is_open(num_running) or is_preempted_now:
             return False
-        if len(seq.token_ids) < seq.num_tokens:
-            return False  # preempted just now, and its last token is in flight
-        self.num_steps_without_admission = 0
         is_new_group = num_running and seq is seq.group[0] and not seq.has_sampled
         num_others = num_running + (len(seq.group) - 1 if is_new_group else 0)
         # with a block in reserve for each of the others, all can grow once before one has to be preempted
         if num_others >= self.max_num_seqs or not self.block_manager.can_allocate(seq, num_reserved=num_others):
-            # a mixed step for each sequence that ends would delay all others: wait until a sixteenth have ended
-            self.max_running_to_admit = max(0, num_running - max(1, num_running // 16))
+            self.admission.close(num_running)
             return False
-        self.max_running_to_admit = self.max_num_seqs
+        self.admission.open()
         self.waiting.discard(seq)
         self.block_manager.allocate(seq)
         if not seq.was_admitted:  # else it was preempted, and is counted already
@@ -296,7 +296,7 @@ class Scheduler:
         seqs = [seq for group in self.live.values() for seq in group.values()]
         self.block_manager.reset()
         self.free_req_indices = list(range(self.max_num_seqs - 1, -1, -1))
-        self.max_running_to_admit, self.num_steps_without_admission = self.max_num_seqs, 0
+        self.admission = GroupAdmission()
         self.live, self.waiting, self.prefilling, self.running = {}, WaitingQueue(), {}, {}
         for seq in sorted(seqs, key=attrgetter("request_id", "index")):
             seq.block_table, seq.block_hashes, seq.req_index = [], [], -1

@@ -13,23 +13,10 @@ from nanovllm.kernels.dependent_launch import (
     prefetch_rows,
 )
 from nanovllm.kernels.norm_rope_store import NORM_ROPE_INPUTS, norm_rope
+from nanovllm.kernels.split_sequence import NO_KEYS, choose_num_splits, combine_splits, split_sequence
 
 TILE = 64  # keys of a tile, which lies in one block
 CHUNK = 16  # block ids that are loaded at a time
-MAX_SPLITS = 32  # of one sequence; more take longer to combine than they save
-PROGRAMS_PER_SM = 8  # two or three run at a time; with this many, the last to finish are not waited for long
-NO_KEYS = tl.constexpr(-1e30)  # the log-sum-exp of no keys; finite, so that no NaN arises from it
-
-
-@triton.jit
-def _split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, TILE: tl.constexpr):
-    """How many tokens of a sequence are in the cache, how many each split reads, and how many splits are used.
-
-    The first split is always used: it adds the new token, or writes the zeros of an empty sequence.
-    """
-    num_cached = tl.load(context_lens_ptr + seq) - (1 if IS_QKV else 0)
-    per_split = tl.maximum(tl.cdiv(tl.cdiv(num_cached, splits), TILE), 1) * TILE
-    return num_cached, per_split, tl.maximum(tl.cdiv(num_cached, per_split), 1)
 
 
 @dependent_kernel(early=("num_seqs_ptr", "context_lens_ptr", "block_tables_ptr", *NORM_ROPE_INPUTS))
@@ -77,7 +64,7 @@ def _decode_kernel(
         if seq >= num_seqs:
             return
     table_ptr = block_tables_ptr + seq * table_stride
-    num_cached, per_split, num_splits = _split_sequence(context_lens_ptr, seq, splits, IS_QKV, TILE)
+    num_cached, per_split, num_splits = split_sequence(context_lens_ptr, seq, splits, IS_QKV, TILE)
     if split >= num_splits:
         return
     begin = split * per_split
@@ -157,50 +144,6 @@ def _decode_kernel(
     else:
         out = out_ptr + (first_row + g)[:, None] * HEAD_DIM + d[None, :]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), in_group)
-
-
-@dependent_kernel(early=("num_seqs_ptr", "context_lens_ptr"))
-@triton.jit(do_not_specialize=["splits"])
-def _combine_kernel(
-    partial_ptr,
-    lse_ptr,
-    num_seqs_ptr,
-    context_lens_ptr,
-    out_ptr,
-    splits,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    IS_QKV: tl.constexpr,
-    HAS_NUM_SEQS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    if HAS_NUM_SEQS:
-        num_rows = tl.load(num_seqs_ptr) * HEADS
-        if row >= num_rows:
-            return
-    d = tl.arange(0, HEAD_DIM)
-    split = tl.arange(0, MAX_SPLITS)
-    num_splits = _split_sequence(context_lens_ptr, row // HEADS, splits, IS_QKV, TILE)[2]
-    is_used = split < num_splits
-    part = row * splits + split
-    if PDL:
-        gdc_wait()
-    lse = tl.load(lse_ptr + part, is_used, NO_KEYS)
-    parts = tl.load(partial_ptr + part[:, None] * HEAD_DIM + d[None, :], is_used[:, None], 0.0)
-    weight = tl.exp2(lse - tl.max(lse, 0))
-    out = tl.sum(parts * weight[:, None], 0) / tl.sum(weight, 0)
-    tl.store(out_ptr + row * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty))
-
-
-def choose_num_splits(num_programs: int, max_context_len: int, device: torch.device) -> int:
-    """The most splits of one sequence, where there are `num_programs` sequences times kv heads."""
-    wanted = PROGRAMS_PER_SM * num_sms(device) // max(1, num_programs)
-    return max(1, min(wanted, triton.cdiv(max_context_len, TILE), MAX_SPLITS))
 
 
 def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> bool:
@@ -285,7 +228,7 @@ def _decode(
     block_size, kv_heads = k_cache.shape[1:3]
     group = heads // kv_heads
     is_qkv = cos_sin is not None
-    splits = splits or choose_num_splits(batch_size * kv_heads, max_context_len, q.device)
+    splits = splits or choose_num_splits(batch_size * kv_heads, max_context_len, TILE, q.device)
     partial = lse = out  # unused without splits
     if splits > 1:
         partial = torch.empty((batch_size, heads, splits, head_dim), dtype=torch.float32, device=q.device)
@@ -325,18 +268,4 @@ def _decode(
         num_warps=2,
     )
     if splits > 1:
-        launch(_combine_kernel, (batch_size * heads,), q.device, shared=50)(
-            partial,
-            lse,
-            num_seqs,
-            context_lens,
-            out,
-            splits,
-            HEADS=heads,
-            HEAD_DIM=head_dim,
-            TILE=tile,
-            MAX_SPLITS=MAX_SPLITS,
-            IS_QKV=is_qkv,
-            HAS_NUM_SEQS=num_seqs is not None,
-            num_warps=2,
-        )
+        combine_splits(partial, lse, num_seqs, context_lens, out, tile, is_qkv)
