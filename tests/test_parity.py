@@ -165,9 +165,8 @@ def test_worlds(make_llm, requests, same_as_reference, settings, async_schedulin
     same_as_reference(generate(llm, requests))
 
 
-@both_ways
-def test_offline(make_llm, requests, same_as_reference, async_scheduling):
-    llm = make_llm(max_num_seqs=50, async_scheduling=async_scheduling)
+def test_offline(make_llm, requests, same_as_reference):
+    llm = make_llm(max_num_seqs=50, async_scheduling=True)
     same_as_reference(generate_offline(llm, requests))
     assert llm.stats()["steps"]["mixed"] == 0
 

@@ -428,8 +428,9 @@ WORLDS = {
 }
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("policy", ["priority", ShortestFirst()], ids=["priority", "own"])
+@pytest.mark.parametrize(
+    "policy, async_scheduling", [("priority", True), (ShortestFirst(), False)], ids=["priority-async", "own-sync"]
+)
 @pytest.mark.parametrize("world", WORLDS)
 def test_answers_do_not_depend_on_the_policy(make_llm, requests, expected, world, policy, async_scheduling):
     prompts, params, priority = requests
