@@ -149,20 +149,24 @@ def generate(llm, requests) -> list[dict]:
 both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 
 
-@both_ways
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({}, id="defaults"),
-        pytest.param({"kvcache_block_size": 16}, id="block-16"),
-        pytest.param({"kvcache_block_size": 256, "max_num_seqs": 7}, id="block-256-few-seqs"),
-        pytest.param({"enable_prefix_caching": False}, id="no-prefix-cache"),
-        pytest.param({"max_num_mixed_tokens": 24, "max_num_seqs": 12}, id="short-chunks-beside-decodes"),
+        pytest.param({"async_scheduling": False}, id="defaults-sync"),
+        pytest.param({"async_scheduling": True}, id="defaults-async"),
+        pytest.param({"kvcache_block_size": 16, "async_scheduling": False}, id="block-16"),
+        pytest.param({"kvcache_block_size": 256, "max_num_seqs": 7, "async_scheduling": True}, id="few-seqs"),
+        pytest.param({"enable_prefix_caching": False, "async_scheduling": True}, id="no-prefix-cache"),
+        pytest.param(
+            {"max_num_mixed_tokens": 24, "max_num_seqs": 12, "async_scheduling": False}, id="short-chunks-sync"
+        ),
+        pytest.param(
+            {"max_num_mixed_tokens": 24, "max_num_seqs": 12, "async_scheduling": True}, id="short-chunks-async"
+        ),
     ],
 )
-def test_worlds(make_llm, requests, same_as_reference, settings, async_scheduling):
-    llm = make_llm(**settings, async_scheduling=async_scheduling)
-    same_as_reference(generate(llm, requests))
+def test_worlds(make_llm, requests, same_as_reference, settings):
+    same_as_reference(generate(make_llm(**settings), requests))
 
 
 def test_offline(make_llm, requests, same_as_reference):
