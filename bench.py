@@ -1,7 +1,10 @@
 """Throughput and latency of nano-vllm, and of other engines on the same requests in the same call.
 
-    python bench.py --model MODEL                     the three workloads below
+    python bench.py --model MODEL                     the first three workloads below
     python bench.py --model MODEL --compare vllm      the same with vLLM beside it (or transformers, or both)
+    python bench.py --model MODEL --workload online --request-rate 8,16,24      latency while requests keep arriving
+    python bench.py --model MODEL --workload latency --max-model-len 32768      one prompt; decode behind a context
+    python bench.py --model MODEL --workload batches --batch-sizes 2,8,32       throughput by batch size
     python bench.py --model MODEL --profile FOLDER    traces of decode steps, and the time of each kernel in them
     python bench.py --streaming                       the headline workload by generate() and by stream()
     python bench.py --beams 4                         beam search, compared with that of transformers
@@ -13,9 +16,22 @@ Workloads, all with random token ids, temperature 0.6 and no end-of-sequence tok
                 maximum
     single      one request; its input is an eighth of --max-input-len, its output half of --max-output-len
     prefill     an eighth of --num-seqs requests of --prefill-len tokens, with one output token each
+    online      for each request rate, 20 seconds of requests, or --num-seqs; the gaps between arrivals are exponential,
+                the lengths log-normal (sigma 0.9 for inputs, 0.7 for outputs) and cut to max_model_len
+    latency     one prompt of 16 to 32,000 tokens and one output token, --num-seqs times; then 1 and 8 sequences that
+                decode behind contexts of 500 to 30,000 tokens, three times. --max-model-len and --max-input-len bound
+                the lengths
+    batches     for each batch size, requests with 512 input and 256 output tokens
 
-Each workload runs twice with the same lengths and different ids, and the second run is reported. When engines are
-compared, each of them runs in its own process.
+Before what is reported, each workload runs once with other ids (online with a quarter of its requests). When engines
+are compared, each of them runs in its own process. --plot FILE.svg draws the last three workloads.
+
+Online is an open loop: a request is submitted when it is due, however busy the engine is, and its times count from when
+it was due. TTFT is the time to its first token. The time per output token is the time from its first token to its last,
+divided by the number of tokens after the first. ITL are all gaps between two tokens of a request, and the longest of
+them is reported as well. Decode speed counts the tokens that arrive while all sequences of a batch decode. Percentiles
+are interpolated between the two nearest values, so that p50 is the median. For online and latency, one loop steps both
+engines, and vLLM has the defaults of its `LLMEngine`.
 
 On CUDA the table has a column "of limit": the time that the hardware needs at least, divided by the measured time. The
 least time is the bytes of weights, keys and values that decode steps read, divided by the memory bandwidth, plus the
@@ -36,13 +52,18 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from math import inf, isnan, log, nan
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 
 STARTED = perf_counter()
 TEMPERATURE = 0.6
 WORKLOADS = {"headline": "headline", "single": "single stream", "prefill": "prefill"}
+SIGMAS = (0.9, 0.7)  # of the log-normal lengths of prompts and outputs
+PROMPT_LENS = (16, 128, 512, 1024, 4000, 8000, 16000, 32000)
+CONTEXT_LENS = (500, 4000, 30000)
+DECODE_SEQS = {1: "1 sequence", 8: "8 sequences"}
 # names in results files -> names in the figure; `--compare` can't run "original"
 LABELS = {
     "nanovllm": "this package",
@@ -50,21 +71,27 @@ LABELS = {
     "original": "the original nano-vllm",
     "transformers": "transformers",
 }
+# statistics that have no style here are in tables only
+LINE_STYLES = {"": "-", "p50": "-", "p99": "--", "median": "-", "1 sequence": "-", "8 sequences": "--"}
+LINE_COLORS = {"nanovllm": "#1a7f5a", "vllm": "#7b8a97", "transformers": "#c08a3e"}
 
 
 @dataclass
 class Request:
+    """`arrival`: when the request is due, in seconds from the start of the run."""
+
     prompt: list[int]
     max_tokens: int
     top_k: int = 0
     top_p: float = 1.0
+    arrival: float = 0.0
 
 
 @dataclass
 class Result:
     """One engine on one workload.
 
-    token_times: for each request, when its tokens arrived, in seconds from the start of the run.
+    token_times: for each request, when its tokens arrived, in seconds from the request's arrival.
     """
 
     seconds: float = 0.0
@@ -78,19 +105,48 @@ class Result:
         return self.num_tokens / self.seconds
 
     def row(self, name: str, baseline: "Result", limit: float | None) -> list[str]:
-        first = [times[0] for times in self.token_times if times]
-        gaps = [b - a for times in self.token_times for a, b in pairwise(times)]
-        latencies = [f"{1000 * q(xs):,.1f}" if xs else "-" for xs in (first, gaps) for q in (median, percentile_99)]
+        kinds = latencies(self.token_times)
+        times = [number(1000 * percentile(kinds[kind], p), 1) for kind in ("TTFT", "ITL") for p in (50, 99)]
         of_limit = f"{limit / self.seconds:.2f}" if limit else "-"
         ratio = f"{self.rate / baseline.rate:.2f}"
-        return [name, f"{self.seconds:.2f}", f"{self.rate:,.0f}", *latencies, ratio, of_limit, self.note]
+        return [name, f"{self.seconds:.2f}", f"{self.rate:,.0f}", *times, ratio, of_limit, self.note]
 
 
+Workloads = dict[str, list[list[Request]]]  # for each a list of runs; the first is a warm-up, the others are measured
+Results = dict[str, dict[str, Result]]  # by engine and workload
 HEADER = ["engine", "s", "tok/s", "TTFT ms", "p99", "ITL ms", "p99", "ratio", "of limit", ""]
 
 
-def percentile_99(values: list[float]) -> float:
-    return sorted(values)[int(0.99 * (len(values) - 1))]
+def percentile(values: list[float], p: float) -> float:
+    """Interpolated linearly between the two nearest values; NaN if there are none."""
+    if not values:
+        return nan
+    ordered = sorted(values)
+    low, fraction = divmod(p / 100 * (len(ordered) - 1), 1)
+    below, above = ordered[int(low)], ordered[min(int(low) + 1, len(ordered) - 1)]
+    return below + fraction * (above - below)
+
+
+def latencies(token_times: list[list[float]]) -> dict[str, list[float]]:
+    """What the docstring of this file defines, in seconds. A request with one token has only a TTFT."""
+    gaps = [[b - a for a, b in pairwise(times)] for times in token_times if len(times) > 1]
+    return {
+        "TTFT": [times[0] for times in token_times if times],
+        "time per output token": [sum(of_request) / len(of_request) for of_request in gaps],
+        "ITL": [gap for of_request in gaps for gap in of_request],
+        "longest gap": [max(of_request) for of_request in gaps],
+    }
+
+
+def decode_rate(token_times: list[list[float]], num_seqs: int) -> float:
+    """Tokens per second while all of `num_seqs` sequences decode: the median of the runs, which follow each other."""
+    rates = []
+    for i in range(0, len(token_times), num_seqs):
+        run = token_times[i : i + num_seqs]
+        begin, end = max(times[0] for times in run), min(times[-1] for times in run)
+        num_tokens = sum(begin < time <= end for times in run for time in times)
+        rates.append(num_tokens / (end - begin) if end > begin else nan)
+    return median(rates)
 
 
 def headline(num_seqs: int, max_input_len: int, max_output_len: int, seed: int, vocab_size: int) -> list[Request]:
@@ -104,15 +160,33 @@ def headline(num_seqs: int, max_input_len: int, max_output_len: int, seed: int, 
     return [Request(prompt, rng.randint(min_output_len, max_output_len)) for prompt in prompts]
 
 
-def single_stream(max_input_len: int, max_output_len: int, seed: int, vocab_size: int) -> list[Request]:
+def same_lengths(num_seqs: int, input_len: int, output_len: int, seed: int | str, vocab_size: int) -> list[Request]:
+    """Each workload needs a seed of its own, because the prefix cache holds the prompts of earlier workloads."""
     rng = random.Random(seed)
-    prompt = [rng.randrange(vocab_size) for _ in range(max(1, max_input_len // 8))]
-    return [Request(prompt, max(1, max_output_len // 2))]
+    return [Request([rng.randrange(vocab_size) for _ in range(input_len)], output_len) for _ in range(num_seqs)]
 
 
-def prefill(num_seqs: int, prefill_len: int, seed: int, vocab_size: int) -> list[Request]:
-    rng = random.Random(f"prefill {seed}")  # other ids than single_stream has: those are in the prefix cache
-    return [Request([rng.randrange(vocab_size) for _ in range(prefill_len)], 1) for _ in range(max(1, num_seqs // 8))]
+def online(
+    rate: float, num_seqs: int, medians: tuple[int, int], max_model_len: int, seed: int, vocab_size: int
+) -> list[Request]:
+    """Poisson arrivals, `rate` per second; `medians` of the lengths of prompts and outputs."""
+    rng = random.Random(f"online {rate} {seed}")
+    requests, arrival = [], 0.0
+    for _ in range(num_seqs):
+        arrival += rng.expovariate(rate)
+        input_len, output_len = (
+            max(1, round(rng.lognormvariate(log(middle), sigma))) for middle, sigma in zip(medians, SIGMAS)
+        )
+        output_len = min(output_len, max_model_len - 1)
+        prompt = [rng.randrange(vocab_size) for _ in range(min(input_len, max_model_len - output_len))]
+        requests.append(Request(prompt, output_len, arrival=arrival))
+    return requests
+
+
+def fit(input_len: int, output_len: int, max_model_len: int) -> list[int]:
+    """Both lengths, scaled down if their sum is more than `max_model_len`."""
+    scale = max(input_len + output_len, max_model_len)
+    return [max(1, length * max_model_len // scale) for length in (input_len, output_len)]
 
 
 def other_ids(requests: list[Request], vocab_size: int) -> list[Request]:
@@ -120,7 +194,7 @@ def other_ids(requests: list[Request], vocab_size: int) -> list[Request]:
     return [replace(request, prompt=[(i + 1) % vocab_size for i in request.prompt]) for request in requests]
 
 
-# -- engines: functions of (model, settings, workloads), where a workload is two lists of requests --------------------
+# -- engines: functions of (model, settings, workloads) ----------------------------------------------------------------
 
 
 def report(line: str) -> None:
@@ -128,7 +202,7 @@ def report(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def measure(engine: str, run: Callable[[list], Result], workloads: dict[str, list[list[Request]]]) -> dict[str, Result]:
+def measure(engine: str, run: Callable[[list], Result], workloads: Workloads) -> dict[str, Result]:
     """Call `run` on each workload and report when it starts and ends."""
     results = {}
     for name, runs in workloads.items():
@@ -139,41 +213,81 @@ def measure(engine: str, run: Callable[[list], Result], workloads: dict[str, lis
     return results
 
 
-def sampling_params(requests: list[Request]) -> list:
+def after_warm_up(run: Callable[[list[Request]], Result]) -> Callable[[list[list[Request]]], Result]:
+    """A function that does all runs of a workload, and joins the results of all but the first."""
+
+    def run_all(runs: list[list[Request]]) -> Result:
+        results = [run(requests) for requests in runs][1:]
+        times = [times for result in results for times in result.token_times]
+        return Result(sum(result.seconds for result in results), token_times=times)
+
+    return run_all
+
+
+def serve(engine, requests: list[Request]) -> Result:
+    """Submit each request when it is due, and step the engine until all have ended.
+
+    `engine.params(request)` are its sampling parameters, `add(prompt, params)` returns an id, and `step()` returns
+    the id of the request of every new token. A request that falls due during a step is submitted after the step.
+    """
+    params = [engine.params(request) for request in requests]
+    times: dict[int, list[float]] = {}
+    begin = perf_counter()
+    while len(times) < len(requests) or not engine.is_finished():
+        now = perf_counter() - begin
+        while (i := len(times)) < len(requests) and requests[i].arrival <= now:
+            times[engine.add(requests[i].prompt, params[i])] = []
+        if i < len(requests) and engine.is_finished():
+            # the last millisecond is spent in this loop, because sleep() may return late
+            sleep(max(0.0, requests[i].arrival - now - 0.001))
+            continue
+        ids = engine.step()
+        now = perf_counter() - begin
+        for request_id in ids:
+            times[request_id].append(now)
+    seconds = perf_counter() - begin
+    token_times = [[time - request.arrival for time in times[i]] for i, request in zip(times, requests)]
+    return Result(seconds, token_times=token_times)
+
+
+def sampling_settings(request: Request) -> dict:
+    """Those of this package and of vLLM."""
+    bounds = dict(top_k=request.top_k, top_p=request.top_p, max_tokens=request.max_tokens)
+    return dict(temperature=TEMPERATURE, ignore_eos=True, **bounds)
+
+
+def nanovllm_params(request: Request):
     from nanovllm import SamplingParams
 
-    return [
-        SamplingParams(temperature=TEMPERATURE, top_k=r.top_k, top_p=r.top_p, ignore_eos=True, max_tokens=r.max_tokens)
-        for r in requests
-    ]
+    return SamplingParams(**sampling_settings(request))
 
 
-def run_nanovllm(model: str, settings: dict, workloads: dict[str, list[list[Request]]]) -> dict[str, Result]:
+class NanoVllmSteps:
+    """An `LLM` of this package for `serve`."""
+
+    params = staticmethod(nanovllm_params)
+
+    def __init__(self, llm):
+        self.llm, self.add, self.is_finished = llm, llm.add_request, llm.is_finished
+
+    def step(self) -> list[int]:
+        return [request_id for request_id, _ in self.llm.step().new_tokens]
+
+
+def run_nanovllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
     from nanovllm import LLM
-
-    def run(requests: list[Request]) -> Result:
-        params = sampling_params(requests)
-        times: dict[int, list[float]] = {}
-        begin = perf_counter()
-        for request, param in zip(requests, params):
-            times[llm.add_request(request.prompt, param)] = []
-        while not llm.is_finished():
-            new_tokens = llm.step().new_tokens
-            now = perf_counter() - begin
-            for request_id, _ in new_tokens:
-                times[request_id].append(now)
-        return Result(perf_counter() - begin, token_times=list(times.values()))
 
     with LLM(model, **settings) as llm:
         loaded = perf_counter()
-        run([Request([1], 1)])
+        engine = NanoVllmSteps(llm)
+        serve(engine, [Request([1], 1)])
         if multiprocessing.parent_process() is None:
             now, inside = perf_counter(), llm.startup_seconds
             imports = loaded - STARTED - sum(inside.values())
             parts = {"imports": imports, **inside, "first token": now - loaded}
             print(f"from start to the first token: {now - STARTED:.1f} s", end=" (")
             print(", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items()), end=")\n")
-        return measure("nanovllm", lambda runs: [run(requests) for requests in runs][-1], workloads)
+        return measure("nanovllm", after_warm_up(partial(serve, engine)), workloads)
 
 
 def time_alternately(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -191,7 +305,7 @@ def compare_streaming(model: str, settings: dict, requests: list[Request], round
     """Time the same requests by `generate` and by `stream`, alternating, `rounds` times each."""
     from nanovllm import LLM
 
-    prompts, params = [r.prompt for r in requests], sampling_params(requests)
+    prompts, params = [r.prompt for r in requests], list(map(nanovllm_params, requests))
     num_tokens = sum(r.max_tokens for r in requests)
     with LLM(model, **settings, enable_prefix_caching=False) as llm:
         calls = {
@@ -247,9 +361,8 @@ def profile_nanovllm(model: str, settings: dict, batch_sizes: list[int], length:
     with LLM(model, **settings) as llm:
         cuda = llm.config.device != "cpu"
         for batch_size in batch_sizes:
-            requests = [Request([1 + i, *range(3, length)], 100) for i in range(batch_size)]
-            for request, param in zip(requests, sampling_params(requests)):
-                llm.add_request(request.prompt, param)
+            for i in range(batch_size):
+                llm.add_request([1 + i, *range(3, length)], nanovllm_params(Request([], 100)))
             while llm.step().num_decode_tokens < batch_size and not llm.is_finished():
                 pass
             for _ in range(10):
@@ -274,7 +387,7 @@ def profile_nanovllm(model: str, settings: dict, batch_sizes: list[int], length:
                 llm.step()
 
 
-def run_transformers(model: str, settings: dict, workloads: dict[str, list[list[Request]]]) -> dict[str, Result]:
+def run_transformers(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
     """Padded batches, one after the other; the fastest of a few batch sizes is reported."""
     import torch
     from transformers import AutoModelForCausalLM, StoppingCriteria
@@ -329,41 +442,67 @@ def run_transformers(model: str, settings: dict, workloads: dict[str, list[list[
     return measure("transformers", best, workloads)
 
 
-def run_vllm(model: str, settings: dict, workloads: dict[str, list[list[Request]]]) -> dict[str, Result]:
-    """vLLM's offline `LLM` with its defaults and with our bounds and dtype; it reports no times of single tokens."""
-    from vllm import LLM, SamplingParams
-
+def vllm_settings(model: str, settings: dict) -> dict:
+    """Our bounds and dtype; all else is vLLM's default."""
     from nanovllm.config import Config
 
     config = Config.create(model, settings)
-    llm = LLM(
-        config.model,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        dtype=str(config.dtype).removeprefix("torch."),
-        tensor_parallel_size=config.tensor_parallel_size,
-    )
+    names = ["model", "max_model_len", "max_num_seqs", "tensor_parallel_size"]
+    return {"dtype": str(config.dtype).removeprefix("torch."), **{name: getattr(config, name) for name in names}}
+
+
+def run_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
+    """vLLM's offline `LLM`; it reports no times of single tokens."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**vllm_settings(model, settings))
 
     def run(requests: list[Request]) -> Result:
-        params = [
-            SamplingParams(
-                temperature=TEMPERATURE,
-                top_k=r.top_k,
-                top_p=r.top_p,
-                ignore_eos=True,
-                max_tokens=r.max_tokens,
-                detokenize=False,
-            )
-            for r in requests
-        ]
+        params = [SamplingParams(**sampling_settings(r), detokenize=False) for r in requests]
         begin = perf_counter()
         llm.generate([{"prompt_token_ids": r.prompt} for r in requests], params, use_tqdm=False)
         return Result(perf_counter() - begin)
 
-    return measure("vllm", lambda runs: [run(requests) for requests in runs][-1], workloads)
+    return measure("vllm", after_warm_up(run), workloads)
+
+
+class VllmSteps:
+    """An `LLMEngine` of vLLM for `serve`."""
+
+    def __init__(self, engine):
+        self.engine, self.num_requests = engine, 0
+
+    def params(self, request: Request):
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        # DELTA: an output has new tokens only
+        return SamplingParams(**sampling_settings(request), detokenize=False, output_kind=RequestOutputKind.DELTA)
+
+    def add(self, prompt: list[int], params) -> int:
+        request_id, self.num_requests = self.num_requests, self.num_requests + 1
+        self.engine.add_request(str(request_id), {"prompt_token_ids": prompt}, params)
+        return request_id
+
+    def step(self) -> list[int]:
+        outputs = self.engine.step()
+        # the id may have a suffix of vLLM's own, after a dash
+        return [int(output.request_id.split("-")[0]) for output in outputs for _ in output.outputs[0].token_ids]
+
+    def is_finished(self) -> bool:
+        return not self.engine.has_unfinished_requests()
+
+
+def step_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
+    """vLLM's `LLMEngine`, whose model runs in a process of its own."""
+    from vllm import EngineArgs, LLMEngine
+
+    arguments = EngineArgs(**vllm_settings(model, settings), disable_log_stats=True)
+    engine = VllmSteps(LLMEngine.from_engine_args(arguments))
+    return measure("vllm", after_warm_up(partial(serve, engine)), workloads)
 
 
 ENGINES = {"nanovllm": run_nanovllm, "transformers": run_transformers, "vllm": run_vllm}
+STEPPED_ENGINES = {"nanovllm": run_nanovllm, "vllm": step_vllm}  # for workloads that need the times of tokens
 
 
 # -- the limit of the hardware ----------------------------------------------------------------------------------------
@@ -433,15 +572,20 @@ def save_results(file: Path, notes: str, setup: str, rates: dict[str, dict[str, 
     file.write_text(json.dumps(saved, indent=2) + "\n")
 
 
-def draw_figure(file: Path) -> None:
-    """Draw the results file beside `file` as bars: speed relative to vLLM where it is there, labelled with tokens/s."""
+def svg_pyplot():
+    """matplotlib.pyplot for small svg files: text stays text, and nothing depends on when the file is drawn."""
     import matplotlib
 
     matplotlib.use("svg")
-    # text stays text, and nothing in the file depends on when it is drawn
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "nano-vllm", "font.size": 9})
-    import matplotlib.pyplot as plt
+    import matplotlib.pyplot
 
+    return matplotlib.pyplot
+
+
+def draw_figure(file: Path) -> None:
+    """Draw the results file beside `file` as bars: speed relative to vLLM where it is there, labelled with tokens/s."""
+    plt = svg_pyplot()
     saved = json.loads(file.with_suffix(".json").read_text())
     groups = [
         (setup, workload, rates)
@@ -467,13 +611,161 @@ def draw_figure(file: Path) -> None:
     figure.savefig(file, metadata={"Date": None})
 
 
-def print_table(title: str, rows: list[list[str]]) -> None:
-    rows = [HEADER, *rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
+def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
+    """The first column is aligned to the left, and so is one without a header; all others to the right."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     print(f"\n{title}")
-    for row in rows:
-        numbers = [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1])]
-        print("  ".join([row[0].ljust(widths[0]), *numbers, row[-1]]).rstrip())
+    for row in [header, *rows]:
+        left = [i == 0 or not name for i, name in enumerate(header)]
+        cells = [cell.ljust(width) if is_left else cell.rjust(width) for cell, width, is_left in zip(row, widths, left)]
+        print("  ".join(cells).rstrip())
+
+
+def number(value: float, digits: int) -> str:
+    return "-" if isnan(value) else f"{value:,.{digits}f}"
+
+
+# -- sweeps: workloads over a range of a variable, their tables and their picture --------------------------------------
+
+
+@dataclass
+class Panel:
+    """A quantity over a variable x: one table, and one part of the picture.
+
+    curves: for each statistic, the names of the workloads by x, and the function of their results that gives y.
+    log: of the axes "x" and "y", those that are logarithmic. digits: of y after the decimal point, in the table.
+    """
+
+    title: str
+    xlabel: str
+    curves: dict[str, tuple[dict[float, str], Callable[[Result], float]]]
+    log: str = ""
+    digits: int = 2
+    is_drawn: bool = True
+
+    def points(self, results: Results) -> dict[tuple[str, str], dict[float, float]]:
+        """y by x, for each engine and statistic."""
+        return {
+            (engine, statistic): {x: value(by_workload[name]) for x, name in names.items()}
+            for engine, by_workload in results.items()
+            for statistic, (names, value) in self.curves.items()
+        }
+
+    def print(self, results: Results) -> None:
+        points = self.points(results)
+        xs = next(iter(self.curves.values()))[0]
+        rows = [[f"{x:,g}", *(number(curve[x], self.digits) for curve in points.values())] for x in xs]
+        print_table(self.title, [self.xlabel, *(" ".join(names).strip() for names in points)], rows)
+
+
+def draw_panels(file: Path, title: str, panels: list[Panel], results: Results) -> None:
+    """A color for each engine, and a line style for each statistic that LINE_STYLES has."""
+    plt = svg_pyplot()
+    from matplotlib.ticker import LogLocator
+
+    drawn = [panel for panel in panels if panel.is_drawn]
+    size = (max(4.5, 3.2 * len(drawn)), 3)
+    figure, (all_axes,) = plt.subplots(1, len(drawn), figsize=size, layout="constrained", squeeze=False)
+    labels: list[str] = []
+    for panel, axes in zip(drawn, all_axes):
+        for (engine, statistic), points in panel.points(results).items():
+            if statistic in LINE_STYLES:
+                style = dict(linestyle=LINE_STYLES[statistic], color=LINE_COLORS[engine], marker="o", markersize=3)
+                label = ", ".join(filter(None, [LABELS[engine], statistic]))
+                axes.plot(list(points), list(points.values()), label=label, **style)
+                axes.set_xscale("log" if "x" in panel.log else "linear")
+                axes.set_xticks(list(points), [f"{x:,g}" for x in points], rotation=45 if panel.log else 0)
+        if "y" in panel.log:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        else:
+            axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter("{x:,g}")
+        axes.minorticks_off()
+        axes.set_title(panel.title, fontsize=9)
+        axes.set_xlabel(panel.xlabel)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        if labels != (labels := axes.get_legend_handles_labels()[1]):  # once for neighbors that have the same
+            axes.legend(frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(file, metadata={"Date": None})
+    plt.close(figure)
+
+
+def latency_percentile(kind: str, p: float) -> Callable[[Result], float]:
+    """In milliseconds; the kinds are those of `latencies`."""
+    return lambda result: 1000 * percentile(latencies(result.token_times)[kind], p)
+
+
+def online_sweep(args: argparse.Namespace, config) -> tuple[Workloads, list[Panel]]:
+    """The warm-up is the first quarter of the requests with other ids, and with the same times of arrival."""
+    vocab_size, medians = config.model_config.vocab_size, (args.median_input_len, args.median_output_len)
+    names = {rate: f"online {rate:g}/s" for rate in args.request_rate}
+    workloads = {}
+    for rate, name in names.items():
+        num_seqs = args.num_seqs or max(1, round(20 * rate))
+        requests = online(rate, num_seqs, medians, config.max_model_len, args.seed, vocab_size)
+        workloads[name] = [other_ids(requests[: -(-num_seqs // 4)], vocab_size), requests]
+    x = "requests per second"
+    panels = [
+        Panel(f"{kind}, ms", x, {f"p{p}": (names, latency_percentile(kind, p)) for p in (50, 90, 99)})
+        for kind in ("TTFT", "time per output token", "longest gap", "ITL")
+    ]
+    panels.append(Panel("output tokens per second", x, {"": (names, lambda result: result.rate)}, digits=0))
+    for panel in panels[3:]:
+        panel.is_drawn = False
+    return workloads, panels
+
+
+def latency_sweep(args: argparse.Namespace, config) -> tuple[Workloads, list[Panel]]:
+    """Lengths that do not fit are left out.
+
+    The runs of a context have the same ids. Those after the first find them in the prefix cache, so that all sequences
+    begin to decode together.
+    """
+    vocab_size, max_input_len = config.model_config.vocab_size, args.max_input_len or config.max_model_len
+    num_runs = args.num_seqs or (5 if config.device == "cpu" else 20)
+    output_len = min(args.max_output_len or 96, config.max_model_len - 1)
+
+    def fitting(lengths: tuple[int, ...], num_output: int) -> list[int]:
+        bound = min(max_input_len, config.max_model_len - num_output)
+        return [length for length in lengths if length <= bound] or [bound]
+
+    workloads = {}
+    prompts = {length: f"prompt of {length:,}" for length in fitting(PROMPT_LENS, 1)}
+    for length, name in prompts.items():
+        requests = same_lengths(1 + num_runs, length, 1, f"{name} {args.seed}", vocab_size)
+        workloads[name] = [[request] for request in requests]
+    decode = {}
+    for num_seqs, statistic in DECODE_SEQS.items():
+        names = {length: f"{statistic} behind {length:,}" for length in fitting(CONTEXT_LENS, output_len)}
+        for length, name in names.items():
+            workloads[name] = 4 * [same_lengths(num_seqs, length, output_len, f"{name} {args.seed}", vocab_size)]
+        decode[statistic] = (names, lambda result, num_seqs=num_seqs: decode_rate(result.token_times, num_seqs))
+    first = {name: (prompts, latency_percentile("TTFT", p)) for name, p in (("median", 50), ("min", 0), ("p99", 99))}
+    return workloads, [
+        Panel("time to the token of one prompt, ms", "prompt tokens", first, log="xy"),
+        Panel("decode, tokens per second", "context tokens", decode, log="xy", digits=0),
+    ]
+
+
+def batches_sweep(args: argparse.Namespace, config) -> tuple[Workloads, list[Panel]]:
+    vocab_size = config.model_config.vocab_size
+    lengths = fit(args.max_input_len or 512, args.max_output_len or 256, config.max_model_len)
+    names = {size: f"batch of {size}" for size in args.batch_sizes}
+    workloads = {}
+    for size, name in names.items():
+        requests = same_lengths(size, *lengths, f"{name} {args.seed}", vocab_size)
+        workloads[name] = [other_ids(requests, vocab_size), requests]
+    title = f"output tokens per second ({lengths[0]} in, {lengths[1]} out)"
+    return workloads, [Panel(title, "requests", {"": (names, lambda result: result.rate)}, log="xy", digits=0)]
+
+
+SWEEPS = {"online": online_sweep, "latency": latency_sweep, "batches": batches_sweep}
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
 
 
 def show_engine_log() -> None:
@@ -494,6 +786,28 @@ def integer(low: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def positive(text: str) -> float:
+    """An argparse type: a positive number."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number") from None
+    if not 0 < value < inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be greater than 0 and finite")
+    return value
+
+
+def each(parse: Callable[[str], float]) -> Callable[[str], list]:
+    """An argparse type: one value or several with commas between them, in ascending order, each of them once."""
+
+    def parse_all(text: str) -> list:
+        if not (parts := list(filter(None, map(str.strip, text.split(","))))):
+            raise argparse.ArgumentTypeError(f"{text!r}: must have at least one value")
+        return sorted(set(map(parse, parts)))
+
+    return parse_all
 
 
 def other_engines(text: str) -> list[str]:
@@ -530,11 +844,20 @@ def results_file(text: str) -> Path:
     return file
 
 
+def svg_file(text: str) -> Path:
+    """An argparse type: an svg file that can be written."""
+    file = Path(text)
+    if file.suffix != ".svg":
+        raise argparse.ArgumentTypeError(f"{text!r}: must end in .svg")
+    writable_folder(str(file.parent))
+    return file
+
+
 def figure_file(text: str) -> Path:
     """An argparse type: an svg file with a results file of the same name beside it."""
-    file = Path(text)
-    if file.suffix != ".svg" or not file.with_suffix(".json").is_file():
-        raise argparse.ArgumentTypeError(f"{text!r}: must end in .svg and have a .json of the same name beside it")
+    file = svg_file(text)
+    if not file.with_suffix(".json").is_file():
+        raise argparse.ArgumentTypeError(f"{text!r}: must have a .json of the same name beside it")
     results_file(str(file.with_suffix(".json")))
     return file
 
@@ -543,16 +866,23 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     size = integer(1)
     parser.add_argument("--model", default="tiny-qwen3", help="a folder, a hub id, or the bundled tiny-qwen3")
-    parser.add_argument("--workload", choices=["all", *WORKLOADS], default="all")
-    parser.add_argument("--num-seqs", type=size, help="requests of the headline workload (256; on a CPU 64)")
-    parser.add_argument("--max-input-len", type=size, help="longest prompt in tokens (1024; on a CPU 256)")
-    parser.add_argument("--max-output-len", type=size, help="longest output in tokens (1024; on a CPU 256)")
+    parser.add_argument("--workload", choices=["all", *WORKLOADS, *SWEEPS], default="all")
+    parser.add_argument("--num-seqs", type=size, help="requests, see above (256; on a CPU 64; of latency 20 and 5)")
+    parser.add_argument("--max-input-len", type=size, help="longest prompt (1024; on a CPU 256; of batches 512)")
+    parser.add_argument(
+        "--max-output-len", type=size, help="longest output (1024; on a CPU 256; of batches 256, of latency 96)"
+    )
     parser.add_argument("--prefill-len", type=size, help="prompt length of the prefill workload (3900; on a CPU 1024)")
+    parser.add_argument("--request-rate", type=each(positive), default="8,16,24", help="online: requests per second")
+    parser.add_argument("--median-input-len", type=size, default=500, help="online: median prompt length")
+    parser.add_argument("--median-output-len", type=size, default=160, help="online: median output length")
+    parser.add_argument("--batch-sizes", type=each(size), default="2,8,32,128,512", help="batches: numbers of requests")
     parser.add_argument("--seed", type=integer(0), default=0, help="seed of the random requests")
     parser.add_argument(
         "--compare", type=other_engines, default=[], help="transformers, vllm, or both with a comma between them"
     )
     parser.add_argument("--save", type=results_file, metavar="FILE.json", help="add the tokens per second to this file")
+    parser.add_argument("--plot", type=svg_file, metavar="FILE.svg", help=f"draw {', '.join(SWEEPS)}; needs matplotlib")
 
     other = parser.add_argument_group("instead of the workloads")
     other.add_argument("--profile", type=writable_folder, metavar="FOLDER", help="write traces of decode steps there")
@@ -578,51 +908,61 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run_engines(
-    engines: list[str], model: str, settings: dict, workloads: dict[str, list[Request]], vocab_size: int
-) -> dict[str, dict[str, Result]]:
-    """Results by engine and workload. Several engines run in a process each; one that is not installed is left out."""
-    runs = {name: [other_ids(requests, vocab_size), requests] for name, requests in workloads.items()}
+    engines: list[str], functions: dict[str, Callable], model: str, settings: dict, workloads: Workloads
+) -> Results:
+    """Several engines run in a process each; one that is not installed is left out."""
     results = {}
     for engine in engines:
         if importlib.util.find_spec(engine) is None:
             report(f"{engine}: not installed, left out")
             continue
-        run = ENGINES[engine] if len(engines) == 1 else partial(run_in_process, ENGINES[engine])
+        run = functions[engine] if len(engines) == 1 else partial(run_in_process, functions[engine])
         report(f"{engine}: starts")
         begin = perf_counter()
-        results[engine] = run(model, settings, runs)
+        results[engine] = run(model, settings, workloads)
         report(f"{engine}: ends after {perf_counter() - begin:.1f} s")
-        for name, requests in workloads.items():
+        for name, (_, *runs) in workloads.items():
             results[engine][name].num_tokens = sum(
-                len(r.prompt) if name == "prefill" else r.max_tokens for r in requests
+                len(r.prompt) if name == "prefill" else r.max_tokens for requests in runs for r in requests
             )
     return results
 
 
-def print_results(
-    model: str, config, workloads: dict[str, list[Request]], results: dict[str, dict[str, Result]]
-) -> None:
-    print(f"{model}, {config.dtype}, {config.device}, attention {config.attention_backend}")
+def print_throughput(config, workloads: Workloads, results: Results) -> None:
     rates = None if config.device == "cpu" else run_in_process(measured_rates, config.device)
     if rates:
         print(f"this device reads {rates[0] / 1e12:.2f} TB/s and multiplies at {rates[1] / 1e12:.0f} TFLOP/s")
-    for name, requests in workloads.items():
-        num_input, num_output = sum(len(r.prompt) for r in requests), sum(r.max_tokens for r in requests)
+    for name, (_, requests) in workloads.items():
         others = [result[name] for engine, result in results.items() if engine != "nanovllm"]
         baseline = max(others or [results["nanovllm"][name]], key=lambda result: result.rate)
         limit = limit_seconds(requests, config, *(config.tensor_parallel_size * x for x in rates)) if rates else None
-        title = f"{name}: {len(requests)} requests, {num_input:,} tokens in, {num_output:,} out"
-        print_table(title, [result[name].row(engine, baseline, limit) for engine, result in results.items()])
+        rows = [result[name].row(engine, baseline, limit) for engine, result in results.items()]
+        print_table(describe(name, requests), HEADER, rows)
     print("\ntok/s: output tokens, in prefill input tokens; TTFT and ITL: median and 99th percentile", end="")
     print("; ratio: to the fastest other engine" if len(results) > 1 else "")
+
+
+def describe(name: str, requests: list[Request]) -> str:
+    num_input, num_output = sum(len(r.prompt) for r in requests), sum(r.max_tokens for r in requests)
+    return f"{name}: {len(requests)} requests, {num_input:,} tokens in, {num_output:,} out"
 
 
 def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
+    if (args.figure or args.plot) and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--figure and --plot need matplotlib, which `pip install '.[plot]'` installs")
     if args.figure:
         draw_figure(args.figure)
         return
+    is_sweep = args.workload in SWEEPS
+    functions = STEPPED_ENGINES if args.workload in ("online", "latency") else ENGINES
+    if missing := [engine for engine in args.compare if engine not in functions]:
+        parser.error(f"--compare {missing[0]}: --workload {args.workload} compares with vllm only")
+    if args.plot and not is_sweep:
+        parser.error(f"--plot: --workload {args.workload} must be one of {', '.join(SWEEPS)}")
+    if args.save and is_sweep:
+        parser.error(f"--save: --workload {args.workload} must be one of all, {', '.join(WORKLOADS)}")
     show_engine_log()
     from nanovllm import SamplingParams
     from nanovllm.config import Config
@@ -638,9 +978,8 @@ def main() -> None:
     vocab_size = config.model_config.vocab_size
     small = config.device == "cpu"
     num_seqs = args.num_seqs or (64 if small else 256)
-    lengths = [args.max_input_len or (256 if small else 1024), args.max_output_len or (256 if small else 1024)]
-    if sum(lengths) > config.max_model_len:
-        lengths = [max(1, length * config.max_model_len // sum(lengths)) for length in lengths]
+    longest = 256 if small else 1024
+    lengths = fit(args.max_input_len or longest, args.max_output_len or longest, config.max_model_len)
     if args.profile:
         batch_sizes = sorted({1, min(num_seqs, config.max_num_seqs)})
         profile_nanovllm(args.model, settings, batch_sizes, sum(lengths) // 4, args.profile)
@@ -652,21 +991,37 @@ def main() -> None:
         compare_streaming(args.model, settings, headline(num_seqs, *lengths, args.seed, vocab_size))
         return
 
-    prefill_len = min(args.prefill_len or (1024 if small else 3900), config.max_model_len - 1)
-    workloads = {
-        "headline": headline(num_seqs, *lengths, args.seed, vocab_size),
-        "single": single_stream(*lengths, args.seed, vocab_size),
-        "prefill": prefill(num_seqs, prefill_len, args.seed, vocab_size),
-    }
-    if args.workload != "all":
-        workloads = {args.workload: workloads[args.workload]}
-    for request in (request for requests in workloads.values() for request in requests):
+    if is_sweep:
+        workloads, panels = SWEEPS[args.workload](args, config)
+    else:
+        prefill_len = min(args.prefill_len or (1024 if small else 3900), config.max_model_len - 1)
+        single_lens = [max(1, lengths[0] // 8), max(1, lengths[1] // 2)]
+        requests = {
+            "headline": headline(num_seqs, *lengths, args.seed, vocab_size),
+            "single": same_lengths(1, *single_lens, args.seed, vocab_size),
+            "prefill": same_lengths(max(1, num_seqs // 8), prefill_len, 1, f"prefill {args.seed}", vocab_size),
+        }
+        chosen = list(WORKLOADS) if args.workload == "all" else [args.workload]
+        workloads = {name: [other_ids(requests[name], vocab_size), requests[name]] for name in chosen}
+    for request in (request for runs in workloads.values() for run in runs for request in run):
         request.top_k, request.top_p = args.top_k, args.top_p
-    results = run_engines(["nanovllm", *args.compare], args.model, settings, workloads, vocab_size)
-    print_results(args.model, config, workloads, results)
+    results = run_engines(["nanovllm", *args.compare], functions, args.model, settings, workloads)
+    print(f"{args.model}, {config.dtype}, {config.device}, attention {config.attention_backend}")
+    if not is_sweep:
+        print_throughput(config, workloads, results)
+    else:
+        for name, (_, *runs) in workloads.items():
+            print(describe(name, [request for run in runs for request in run]))
+        for panel in panels:
+            panel.print(results)
+    num_ranks = config.tensor_parallel_size
+    setup = Path(args.model).name + (f" on {num_ranks} GPUs" if num_ranks > 1 else "")
+    if args.plot:
+        import torch
+
+        device = "CPU" if config.device == "cpu" else torch.cuda.get_device_name(config.device)
+        draw_panels(args.plot, f"{setup}, {device}", panels, results)
     if args.save:
-        num_ranks = config.tensor_parallel_size
-        setup = Path(args.model).name + (f" on {num_ranks} GPUs" if num_ranks > 1 else "")
         by_workload = {name: {engine: result[name].rate for engine, result in results.items()} for name in workloads}
         save_results(args.save, f"{config.device}, {config.dtype}", setup, by_workload)
 

@@ -2,6 +2,7 @@
 
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.engine.prompts import TextPrompt, TokensPrompt
+from nanovllm.engine.scheduling_policy import SchedulingPolicy
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 
@@ -14,6 +15,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "SchedulingPolicy",
     "TextPrompt",
     "TokensPrompt",
 ]

@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import os
 from collections.abc import Callable
+from copy import copy
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from difflib import get_close_matches
 from numbers import Real
@@ -24,6 +25,7 @@ INTEGERS = {
     "tensor_parallel_size": (1, None, False),
     "kvcache_block_size": (16, None, False),
     "num_kvcache_blocks": (1, None, True),
+    "max_num_mixed_tokens": (1, None, True),
     "max_logprobs": (-1, None, False),
     "seed": (0, 2**64 - 1, True),
 }
@@ -64,7 +66,13 @@ class Config:
     """The settings of an engine. `None` and `"auto"` are resolved to the value in use.
 
     model: a folder in the Hugging Face layout, a hub id, or `"tiny-qwen3"`, the model inside this package.
-    max_num_batched_tokens: maximum number of tokens of a prefill step; longer prompts are computed in chunks.
+    max_num_batched_tokens: maximum number of tokens of a step; longer prompts are computed in chunks.
+    max_mixed_step_ms: about how long a step may take that computes chunks of prompts while other sequences decode; None
+        is 50 on CUDA and 250 on a CPU.
+    max_num_mixed_tokens: maximum number of tokens of such a step; None is as many as take that long, which is measured
+        on CUDA and estimated on a CPU. Chunks get at least a quarter of them.
+    scheduling_policy: "fcfs" (first come, first served), "priority" (see `add_request`), or an object with a method
+        `urgency` (see `SchedulingPolicy` in `engine/scheduling_policy.py`).
     max_num_seqs: maximum number of sequences that run at the same time.
     max_model_len: maximum number of tokens of a prompt and its completion; None is 4096, or the model's own if smaller.
     gpu_memory_utilization: the fraction of the GPU's memory that this engine may use for weights and cache together.
@@ -90,6 +98,9 @@ class Config:
     model: str
     _: KW_ONLY
     max_num_batched_tokens: int = 16384
+    max_mixed_step_ms: float | None = None
+    max_num_mixed_tokens: int | None = None
+    scheduling_policy: Any = "fcfs"
     max_num_seqs: int = 512
     max_model_len: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -127,6 +138,7 @@ class Config:
             device=device,
             attention_backend=backend,
             dtype=dtype,
+            max_mixed_step_ms=self.max_mixed_step_ms or (250.0 if device == "cpu" else 50.0),
             max_model_len=self._resolve_max_model_len(model_config.max_position_embeddings),
             async_scheduling=device != "cpu" if self.async_scheduling is None else self.async_scheduling,
         )
@@ -138,6 +150,16 @@ class Config:
     def set_num_kvcache_blocks(self, num_blocks: int) -> None:
         """Replace None by the number of blocks that fit into memory. Only the ModelRunner calls this."""
         self._set(num_kvcache_blocks=check_int("num_kvcache_blocks", num_blocks, low=1))
+
+    def set_max_num_mixed_tokens(self, num_tokens: int) -> None:
+        """Replace None by the number that was measured. Only the ModelRunner calls this."""
+        self._set(max_num_mixed_tokens=num_tokens)
+
+    def without_policy(self) -> "Config":
+        """A copy for other ranks, which do not schedule and may not know the policy's class."""
+        config = copy(self)
+        config._set(scheduling_policy="fcfs")
+        return config
 
     @classmethod
     def create(cls, model: str, settings: dict) -> "Config":
@@ -172,6 +194,8 @@ class Config:
         check_choice("tensor_parallel_size", self.tensor_parallel_size, (1, 2, 4, 8))
         fraction = check_real("gpu_memory_utilization", self.gpu_memory_utilization, low=0.01, high=1.0)
         self._set(gpu_memory_utilization=fraction)
+        if self.max_mixed_step_ms is not None:
+            self._set(max_mixed_step_ms=check_real("max_mixed_step_ms", self.max_mixed_step_ms, low=0.1, high=1e6))
         check_bool("enforce_eager", self.enforce_eager)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_bool("async_scheduling", self.async_scheduling, optional=True)

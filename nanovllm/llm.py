@@ -33,6 +33,7 @@ class LLM(LLMEngine):
         continue_final_message: bool = False,
         tools: list[dict] | None = None,
         chat_template_kwargs: Mapping | None = None,
+        priority: list[int] | None = None,
     ) -> list[RequestOutput]:
         """Like `generate`, for one conversation or a list of them. A conversation is a list of dicts with `role` and
         `content`.
@@ -54,14 +55,18 @@ class LLM(LLMEngine):
                 f"messages={messages!r:.80}: must be a list of dicts with 'role' and 'content', or a list of those"
             )
         inbox = Inbox(OutputKind.FINAL)
-        requests = self.processor.requests(conversations, sampling_params, inbox, template_arguments)
+        requests = self.processor.requests(conversations, sampling_params, inbox, template_arguments, priority)
         return self._run(requests, inbox, use_tqdm)
 
     def beam_search(
-        self, prompts: Prompt | list[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+        self,
+        prompts: Prompt | list[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = False,
+        priority: list[int] | None = None,
     ) -> list[BeamSearchOutput]:
         """For each prompt the most likely answers that a beam search finds, the best first. Errors are `generate`'s."""
         from nanovllm.engine.beam_search import beam_requests  # nothing else needs that file
 
         inbox = Inbox(OutputKind.FINAL)
-        return self._run(beam_requests(self.processor, prompts, params, inbox), inbox, use_tqdm)
+        return self._run(beam_requests(self.processor, prompts, params, inbox, priority), inbox, use_tqdm)

@@ -10,7 +10,7 @@ from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
-PREFILL = BatchShape(True, 7, 3, 2, 5, 4, 3, 1, 2, 1, 63, 3)
+MIXED = BatchShape(7, 3, 1, 2, 5, 4, 6, 2, 1, 3, 1, 2, 1, 63, 3)
 DECODE = decode_shape(5, 3, num_block_copies=1, num_logprobs=2)
 BLOCK_SIZE = 4
 EOS = frozenset({9})
@@ -21,7 +21,7 @@ def views(batch: Batch) -> dict:
     return {name: x for name, x in found.items() if x is not None}
 
 
-@pytest.mark.parametrize("shape", [PREFILL, DECODE], ids=["prefill", "decode"])
+@pytest.mark.parametrize("shape", [MIXED, DECODE], ids=["mixed", "decode"])
 def test_views_are_aligned_and_apart(shape):
     """Triton compiles a kernel anew for an address that is no multiple of 16 bytes."""
     host = Batch.from_buffer(shape, np.zeros(shape.size + 3, np.int32))
@@ -42,7 +42,7 @@ def test_views_are_aligned_and_apart(shape):
 def test_what_depends_on_prompts_is_absent_from_decode_steps():
     absent = {view.name for view in VIEWS} - views(Batch.from_buffer(DECODE, np.zeros(DECODE.size, np.int32))).keys()
     assert {"input_ids", "cu_seqlens_q", "logits_indices", "params"} <= absent
-    assert absent == {view.name for view in VIEWS if view.metadata["prefill_only"]}
+    assert absent == {view.name for view in VIEWS if view.metadata["chunks_only"]}
 
 
 def sequence(i: int, tokens: range, blocks: list[int], **params) -> Sequence:
@@ -51,10 +51,10 @@ def sequence(i: int, tokens: range, blocks: list[int], **params) -> Sequence:
     return seq
 
 
-def test_prefill():
+def test_chunks():
     """Two whole prompts and a chunk of a third, which is not sampled yet; two answers share the first prompt."""
     seqs = [sequence(0, range(6), [7, 2]), sequence(1, range(10, 11), [0]), sequence(2, range(20, 32), [5, 1, 3])]
-    step = ScheduledStep(is_prefill=True, copies=[(4, 6)])
+    step = ScheduledStep(copies=[(4, 6)])
     for seq, (start, end) in zip(seqs, [(2, 6), (0, 1), (4, 9)]):
         step.rows.append(ScheduledSequence(seq, start, end))
         if end == len(seq.token_ids):
@@ -62,22 +62,54 @@ def test_prefill():
     answer = sequence(3, range(6), [7, 6], allowed_token_ids=(0, 33))
     step.sampled_seqs.insert(1, answer)
     step.sampled_rows.insert(1, 0)
-    batch = batches.prepare_prefill(step, np.full(9999, -7, np.int32), BLOCK_SIZE, EOS, vocab_size=64)
+    batch = batches.prepare_mixed(step, np.full(9999, -7, np.int32), BLOCK_SIZE, 2, EOS, vocab_size=64)
     assert batch.input_ids.tolist() == [2, 3, 4, 5, 10, 24, 25, 26, 27, 28]
     assert batch.positions.tolist() == [2, 3, 4, 5, 0, 4, 5, 6, 7, 8]
     assert batch.slot_mapping.tolist() == [30, 31, 8, 9, 0, 4, 5, 6, 7, 12]
     assert batch.cu_seqlens_q.tolist() == [0, 4, 5, 10]
     assert batch.context_lens.tolist() == [6, 1, 9]
     assert batch.block_tables.tolist() == [[7, 2, 0], [0, 0, 0], [5, 1, 3]]
-    assert batch.logits_indices.tolist() == [3, 3, 4]
+    assert batch.logits_indices.tolist() == [3, 3, 4] and batch.sampled_rows.tolist() == [0, 0, 1]
     assert batch.req_indices.tolist() == [5, 2, 4]
     assert batch.block_copies.tolist() == [[4], [6]]
     assert batch.allowed_indices.tolist() == [2] and batch.allowed_masks.tolist() == [[1, 2]]
     assert batch.shape.max_seqlen_q == 5 and batch.logprob_requests.size == 0
+    assert batch.shape.num_decodes == 0 and batch.new_req_indices.tolist() == [5, 2, 4]
+
+
+def test_chunks_beside_decodes():
+    """The token ids and parameters of what decodes are on the device; only the chunk's are in the batch."""
+    seqs = [sequence(0, range(6), [7, 2], logit_bias={3: 1.0}), sequence(1, range(3), [3])]
+    seqs += [sequence(2, range(20, 25), [5, 1]), sequence(3, range(30, 34), [0], logit_bias={5: 2.0})]
+    step = ScheduledStep(num_decodes=2)
+    for seq, (start, end) in zip(seqs, [(5, 6), (2, 3), (1, 4), (0, 4)]):
+        step.rows.append(ScheduledSequence(seq, start, end))
+        if end == len(seq.token_ids):
+            step.sample(seq)
+    batch = batches.prepare_mixed(step, np.full(9999, -7, np.int32), BLOCK_SIZE, 2, EOS, vocab_size=64)
+    assert batch.input_ids[2:].tolist() == [21, 22, 23, 30, 31, 32, 33]
+    assert batch.positions.tolist() == [5, 2, 1, 2, 3, 0, 1, 2, 3]
+    assert batch.slot_mapping.tolist() == [9, 14, 21, 22, 23, 0, 1, 2, 3]
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 5, 9] and batch.context_lens.tolist() == [6, 3, 4, 4]
+    assert batch.logits_indices.tolist() == [0, 1, 8] and batch.sampled_rows.tolist() == [0, 1, 3]
+    assert batch.req_indices.tolist() == [5, 4, 2] and batch.new_req_indices.tolist() == [2]
+    assert batch.shape.num_decodes == 2 and len(batch.params) == 1 and batch.bias_ids.tolist() == [5]
+    assert batch.query_tiles.tolist() == [[2, 2], [2, 0], [3, 2], [3, 0]] and batch.num_decodes == 2
+
+    bounds = BatchShape(20, 9, 5, 7, 3, 0, 8)
+    padded = batches.prepare_mixed(step, np.full(9999, -7, np.int32), BLOCK_SIZE, 2, EOS, 64, bounds, pad_req_index=8)
+    assert padded.shape.bounds == bounds.bounds and padded.shape.num_sampled == 3
+    for name, padding in [("positions", 0), ("slot_mapping", -1), ("context_lens", 0), ("req_indices", 8)]:
+        ours, real = getattr(padded, name), getattr(batch, name)
+        assert np.array_equal(ours[: len(real)], real) and (ours[len(real) :] == padding).all()
+    assert padded.cu_seqlens_q.tolist() == [0, 1, 2, 5, 9, *[9] * 5]
+    assert padded.query_tiles.tolist() == [*batch.query_tiles.tolist(), *[[-1, -1]] * 4]
+    assert padded.num_decodes == 2 and np.array_equal(padded.params, batch.params)
+    assert np.array_equal(padded.new_req_indices, batch.new_req_indices)
 
 
 def test_decode_with_padding():
-    step = ScheduledStep(is_prefill=False)
+    step = ScheduledStep(num_decodes=2)
     for seq in (sequence(0, range(6), [7, 2]), sequence(1, range(4), [3], logprobs=2)):
         step.rows.append(ScheduledSequence(seq, len(seq.token_ids) - 1, len(seq.token_ids)))
         step.sample(seq)
@@ -92,7 +124,7 @@ def test_decode_with_padding():
 
 def test_the_same_views_of_any_prepared_batch():
     """Another rank gets the shape as integers and the buffer, and takes the same views of it."""
-    batch = batches.prepare_prefill(dummy_prefill(3, 5, BLOCK_SIZE), np.zeros(9999, np.int32), BLOCK_SIZE, EOS, 64)
+    batch = batches.prepare_mixed(dummy_prefill(3, 5, BLOCK_SIZE), np.zeros(9999, np.int32), BLOCK_SIZE, 0, EOS, 64)
     other = Batch.from_buffer(BatchShape(*map(int, batch.shape)), batch.buffer.copy())
     assert views(other).keys() == views(batch).keys()
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(views(other).values(), views(batch).values()))

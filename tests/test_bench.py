@@ -1,10 +1,13 @@
-"""bench.py: its workloads are the published ones, its limit can be checked by hand, and its commands run."""
+"""bench.py: its workloads are the published ones, its statistics can be checked by hand, and its commands run."""
 
 import json
+import math
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
+from statistics import mean, median
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -93,6 +96,22 @@ def main(monkeypatch, *arguments: str) -> None:
         (("--save", __file__), ("--save", __file__, "results file")),
         (("--figure", "no_such_file.svg"), ("--figure", "no_such_file.svg", ".json")),
         (("--figure", __file__), ("--figure", __file__, ".svg")),
+        (("--workload", "offline"), ("--workload", "'offline'", "online")),
+        (("--request-rate", "8,0"), ("--request-rate", "0", "greater than 0")),
+        (("--request-rate=-2.5",), ("--request-rate", "-2.5", "greater than 0")),
+        (("--request-rate", "8,inf"), ("--request-rate", "inf", "finite")),
+        (("--request-rate", "nan"), ("--request-rate", "nan", "finite")),
+        (("--request-rate", "fast"), ("--request-rate", "'fast'", "number")),
+        (("--request-rate", " ,"), ("--request-rate", "' ,'", "at least one")),
+        (("--batch-sizes", ""), ("--batch-sizes", "''", "at least one")),
+        (("--batch-sizes", "2,0"), ("--batch-sizes", "0", "at least 1")),
+        (("--batch-sizes", "2.5"), ("--batch-sizes", "'2.5'", "integer")),
+        (("--median-input-len", "0"), ("--median-input-len", "0", "at least 1")),
+        (("--median-output-len", "-1"), ("--median-output-len", "-1", "at least 1")),
+        (("--workload", "online", "--plot", __file__), ("--plot", __file__, ".svg")),
+        (("--workload", "online", "--plot", f"{__file__}/a.svg"), ("--plot", __file__, "folder")),
+        (("--workload", "online", "--compare", "transformers"), ("--compare", "transformers", "online", "vllm only")),
+        (("--workload", "latency", "--save", "a.json"), ("--save", "latency", "headline")),
     ],
 )
 def test_bad_arguments_are_one_line(arguments, words, monkeypatch, capsys):
@@ -174,3 +193,248 @@ def test_figure_is_drawn(monkeypatch, tmp_path):
     main(monkeypatch, "--figure", str(tmp_path / "a.svg"))
     text = (tmp_path / "a.svg").read_text()
     assert all(word in text for word in ("a note", "a model, single stream", "1,234", "1,000", "relative to vLLM"))
+
+
+# -- latency: statistics, the open loop, and the workloads that are swept over a variable
+
+
+def test_plot_needs_a_sweep(monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit):
+        main(monkeypatch, "--workload", "single", "--plot", "a.svg")
+    assert "--plot: --workload single must be one of online, latency, batches" in capsys.readouterr().err
+
+
+def test_percentile_interpolates():
+    """The p-th percentile of n values is at p / 100 * (n - 1) of the sorted values, counted from 0."""
+    assert [bench.percentile([4, 1, 3, 2], p) for p in (0, 50, 90, 100)] == [1, 2.5, pytest.approx(3.7), 4]
+    assert bench.percentile(list(range(101)), 99) == 99
+    assert bench.percentile([7.0], 99) == 7
+    assert math.isnan(bench.percentile([], 50))
+
+
+def test_latencies():
+    """Of three requests: one with three gaps, one with one token, and one that got no token."""
+    found = bench.latencies([[0.5, 1.0, 3.0, 3.5], [2.0], []])
+    assert found == {
+        "TTFT": [0.5, 2.0],
+        "time per output token": [1.0],
+        "ITL": [0.5, 2.0, 0.5],
+        "longest gap": [2.0],
+    }
+
+
+def test_decode_rate():
+    """Counted is what arrives after all have their first token, until the first sequence ends; the median of runs."""
+    run = [[1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 5.0]]  # from 2 to 4, two tokens of each
+    assert bench.decode_rate(run, 2) == 2
+    assert bench.decode_rate([[0.0, 1.0], [0.0, 0.25], [0.0, 0.5]], 1) == 2
+    assert math.isnan(bench.decode_rate([[1.0, 2.0], [3.0, 4.0]], 2))  # never both at a time
+
+
+def test_online_requests():
+    """Gaps are exponential and lengths log-normal; the same seed gives the same requests."""
+    requests = bench.online(8.0, 400, (500, 160), 4096, seed=0, vocab_size=1000)
+    gaps = [b.arrival - a.arrival for a, b in pairwise(requests)]
+    assert min(gaps) > 0 and mean(gaps) == pytest.approx(1 / 8, rel=0.15)
+    assert median(gaps) == pytest.approx(math.log(2) / 8, rel=0.15)
+    assert median(len(r.prompt) for r in requests) == pytest.approx(500, rel=0.15)
+    assert median(r.max_tokens for r in requests) == pytest.approx(160, rel=0.15)
+    assert all(len(r.prompt) + r.max_tokens <= 4096 for r in requests)
+    assert requests == bench.online(8.0, 400, (500, 160), 4096, seed=0, vocab_size=1000)
+    assert requests[0].prompt[:16] != bench.online(16.0, 1, (500, 160), 4096, seed=0, vocab_size=1000)[0].prompt[:16]
+    short = bench.online(8.0, 50, (500, 160), 20, seed=0, vocab_size=1000)
+    assert all(len(r.prompt) >= 1 and r.max_tokens >= 1 and len(r.prompt) + r.max_tokens <= 20 for r in short)
+
+
+class Clock:
+    """Replaces the clock of bench.py: time passes in `sleep` and in the steps of an engine."""
+
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr(bench, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(bench, "sleep", self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += max(seconds, 0.001)
+
+
+class SlowEngine:
+    """Its steps take a second, and give each request a token."""
+
+    def __init__(self, clock: Clock):
+        self.clock, self.left, self.log = clock, {}, []
+
+    def params(self, request: bench.Request) -> int:
+        return request.max_tokens
+
+    def add(self, prompt: list[int], params: int) -> int:
+        self.log.append((prompt, self.clock.now))
+        self.left[len(self.log)] = params
+        return len(self.log)
+
+    def step(self) -> list[int]:
+        assert self.left, "a step without requests"
+        self.clock.now += 1
+        ids = list(self.left)
+        self.left = {i: n - 1 for i, n in self.left.items() if n > 1}
+        return ids
+
+    def is_finished(self) -> bool:
+        return not self.left
+
+
+def test_open_loop(monkeypatch):
+    """Times count from when a request was due, though it was submitted after the step; idle time is slept through."""
+    engine = SlowEngine(Clock(monkeypatch))
+    requests = [bench.Request([i], 2, arrival=arrival) for i, arrival in enumerate((0.0, 0.25, 10.0))]
+    result = bench.serve(engine, requests)
+    submitted = [time for _, time in engine.log]
+    assert submitted[:2] == [100, 101] and submitted[2] == pytest.approx(110, abs=0.002)
+    assert result.token_times[:2] == [[1.0, 2.0], [1.75, 2.75]]
+    assert result.token_times[2] == pytest.approx([1.0, 2.0], abs=0.002)
+    assert result.seconds == pytest.approx(12, abs=0.002)
+
+
+def test_vllm_steps(monkeypatch):
+    """The loop with the names and types that vLLM's engine has; ids are unique, and may come back with a suffix."""
+    seen = []
+
+    class LLMEngine:
+        @classmethod
+        def from_engine_args(cls, arguments):
+            seen.append(arguments)
+            return cls()
+
+        def __init__(self):
+            self.queue = {}
+
+        def add_request(self, request_id, prompt, params):
+            assert isinstance(request_id, str) and request_id not in seen
+            assert params["output_kind"] == "delta" and params["ignore_eos"] and not params["detokenize"]
+            seen.append(request_id)
+            self.queue[request_id] = [len(prompt["prompt_token_ids"]), params["max_tokens"]]
+
+        def step(self):
+            outputs = []
+            for request_id, state in list(self.queue.items()):
+                num_new = 0 if state[0] > 2 else min(2, state[1])  # none in the first step of a longer prompt
+                state[:] = [1, state[1] - num_new]
+                output = SimpleNamespace(token_ids=[0] * num_new)
+                outputs.append(SimpleNamespace(request_id=f"{request_id}-ab12", outputs=[output]))
+                if not state[1]:
+                    del self.queue[request_id]
+            return outputs
+
+        def has_unfinished_requests(self):
+            return bool(self.queue)
+
+    vllm, sampling_params = ModuleType("vllm"), ModuleType("vllm.sampling_params")
+    vllm.LLMEngine, vllm.EngineArgs, sampling_params.SamplingParams = LLMEngine, dict, dict
+    sampling_params.RequestOutputKind = SimpleNamespace(DELTA="delta")
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", sampling_params)
+    run = [bench.Request([1], 3), bench.Request([1, 2, 3], 2)]
+    results = bench.step_vllm("tiny-qwen3", {"device": "cpu", "max_num_seqs": 7}, {"a workload": [run, run, run]})
+    arguments, *ids = seen
+    assert arguments["max_num_seqs"] == 7 and arguments["max_model_len"] == 2048 and arguments["dtype"] == "bfloat16"
+    assert ids == ["0", "1", "2", "3", "4", "5"]
+    times = results["a workload"].token_times  # of the second and the third run
+    assert [len(of_request) for of_request in times] == [3, 2, 3, 2]
+    assert times[0][0] == times[0][1] < times[0][2] and times[1][0] == times[1][1]
+
+
+def table(out: str, title: str) -> list[list[str]]:
+    """The cells of the table below `title`; those of the header may have a space in them."""
+    return [line.split() for line in out.split(f"\n{title}\n")[1].split("\n\n")[0].splitlines()]
+
+
+def test_online(monkeypatch, capsys):
+    lengths = ["--median-input-len", "20", "--median-output-len", "6", "--num-seqs", "6"]
+    main(monkeypatch, "--workload", "online", "--request-rate", "40,20", *lengths, "--device", "cpu")
+    out = capsys.readouterr().out
+    assert "online 20/s: 6 requests, " in out and "online 40/s: 6 requests, " in out
+    for kind in ("TTFT", "time per output token", "longest gap", "ITL"):
+        header, *rows = table(out, f"{kind}, ms")
+        assert " ".join(header) == "requests per second nanovllm p50 nanovllm p90 nanovllm p99"
+        assert [row[0] for row in rows] == ["20", "40"]
+        assert all(0 < float(a) <= float(b) <= float(c) for _, a, b, c in rows)
+    assert all(float(rate) > 0 for _, rate in table(out, "output tokens per second")[1:])
+
+
+def test_latency(monkeypatch, capsys):
+    bounds = ["--max-input-len", "20", "--max-output-len", "4", "--num-seqs", "2"]
+    main(monkeypatch, "--workload", "latency", *bounds, "--device", "cpu")
+    out = capsys.readouterr().out
+    assert "prompt of 16: 2 requests, 32 tokens in, 2 out" in out
+    assert "8 sequences behind 20: 24 requests, 480 tokens in, 96 out" in out
+    header, row = table(out, "time to the token of one prompt, ms")
+    assert " ".join(header) == "prompt tokens nanovllm median nanovllm min nanovllm p99"
+    length, middle, least, p99 = map(float, row)
+    assert length == 16 and 0 < least <= middle <= p99
+    header, row = table(out, "decode, tokens per second")
+    assert " ".join(header) == "context tokens nanovllm 1 sequence nanovllm 8 sequences"
+    assert row[0] == "20" and all(float(rate.replace(",", "")) > 0 for rate in row[1:])
+
+
+def test_latency_lengths_fit():
+    """Every length that fits is there, and no prompt is in the prefix cache when it is timed."""
+    config = SimpleNamespace(device="cuda:0", max_model_len=4096, model_config=SimpleNamespace(vocab_size=1000))
+    args = bench.make_parser().parse_args(["--num-seqs", "3"])
+    workloads, _ = bench.latency_sweep(args, config)
+    prompts = [f"prompt of {length}" for length in ("16", "128", "512", "1,024", "4,000")]
+    behind = [f"{seqs} behind {length}" for seqs in ("1 sequence", "8 sequences") for length in ("500", "4,000")]
+    assert list(workloads) == prompts + behind
+    starts = [tuple(request.prompt[:16]) for name in prompts for (request,) in workloads[name]]
+    assert len(set(starts)) == len(starts) == 4 * len(prompts)
+    for requests in (requests for runs in workloads.values() for requests in runs):
+        assert all(len(r.prompt) + r.max_tokens <= 4096 for r in requests)
+
+
+def test_batches(monkeypatch, capsys):
+    """A row for each size; the lengths are exact."""
+    lengths = ["--max-input-len", "8", "--max-output-len", "4"]
+    main(monkeypatch, "--workload", "batches", "--batch-sizes", "5,2,2", *lengths, "--device", "cpu")
+    out = capsys.readouterr().out
+    assert "batch of 5: 5 requests, 40 tokens in, 20 out" in out
+    rows = table(out, "output tokens per second (8 in, 4 out)")
+    assert [row[0] for row in rows] == ["requests", "2", "5"] and all(float(rate) > 0 for _, rate in rows[1:])
+
+
+@pytest.mark.parametrize("workload", ["online", "latency", "batches"])
+def test_plot(workload, monkeypatch, capsys, tmp_path):
+    """Both engines are in the table and in the picture, which is the same when it is drawn again, and small."""
+    pytest.importorskip("matplotlib")
+
+    def fake_sweep(speed: float):
+        def run(model, settings, workloads):
+            def times(request: bench.Request) -> list[float]:
+                return [speed * (1 + i) for i in range(request.max_tokens)]
+
+            return {
+                name: bench.Result(1.0, token_times=[times(r) for requests in runs[1:] for r in requests])
+                for name, runs in workloads.items()
+            }
+
+        return run
+
+    for functions in (bench.ENGINES, bench.STEPPED_ENGINES):
+        monkeypatch.setitem(functions, "nanovllm", fake_sweep(0.01))
+        monkeypatch.setitem(functions, "vllm", fake_sweep(0.02))
+    monkeypatch.setattr(bench, "run_in_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: SimpleNamespace())
+    pictures = []
+    for name in ("a.svg", "b.svg"):
+        arguments = ["--workload", workload, "--compare", "vllm", "--plot", str(tmp_path / name), "--device", "cpu"]
+        main(monkeypatch, *arguments, "--num-seqs", "3", "--batch-sizes", "2,3")
+        pictures.append((tmp_path / name).read_text())
+    assert pictures[0] == pictures[1] and len(pictures[0]) < 60_000
+    words = {
+        "online": ["TTFT, ms", "time per output token, ms", "longest gap, ms", "this package, p50", "vLLM, p99"],
+        "latency": ["time to the token of one prompt, ms", "this package, median", "vLLM, 8 sequences", "1,024"],
+        "batches": ["output tokens per second", "this package", "vLLM"],
+    }[workload]
+    assert all(word in pictures[0] for word in ["tiny-qwen3, CPU", *words])
+    out = capsys.readouterr().out
+    first = {"online": "20.00", "latency": "20.00", "batches": "768"}[workload]
+    assert "vllm" in out and first in out

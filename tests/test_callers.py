@@ -316,10 +316,10 @@ def test_exit_in_a_signal_handler(make_llm, monkeypatch, requests):
     llm = make_llm()
     schedule = llm.scheduler.schedule
 
-    def interrupted():
+    def interrupted(**options):
         if llm.scheduler.counts["output_tokens"] == 3:
             signal.raise_signal(signal.SIGUSR1)
-        return schedule()
+        return schedule(**options)
 
     previous = signal.signal(signal.SIGUSR1, lambda *_: llm.exit())
     monkeypatch.setattr(llm.scheduler, "schedule", interrupted)
@@ -386,8 +386,8 @@ def test_abort_in_a_signal_handler(make_llm, monkeypatch, requests, alone, momen
             llm.generate([5], GREEDY, use_tqdm=False)
         refused.append(True)
 
-    def interrupted(*args):
-        result = plain(*args)
+    def interrupted(*args, **options):
+        result = plain(*args, **options)
         if llm.scheduler.counts["output_tokens"] == 12 and not refused:
             signal.raise_signal(signal.SIGUSR1)
         return result

@@ -92,15 +92,22 @@ def test_small_cache_and_chunks(make_llm, chat, block_size):
     assert llm.scheduler.num_preemptions > 0 or block_size == 256
 
 
-def test_no_decode_step_is_eager(make_llm, monkeypatch):
-    """Every batch size up to max_num_seqs has a graph that fits it."""
+def test_no_short_step_is_eager(make_llm, monkeypatch):
+    """Every batch size up to max_num_seqs has a graph that fits it, and so have chunks up to a number of tokens."""
     llm = make_llm(device="cuda", dtype="auto", max_num_seqs=20, gpu_memory_utilization=0.1)
+    longest = max(shape.num_tokens for shape in llm.model_runner.mixed_graphs.shapes if not shape.num_decodes)
     eager = []
     forward = llm.model_runner._forward
     monkeypatch.setattr(llm.model_runner, "_forward", lambda batch: eager.append(batch.shape) or forward(batch))
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in range(1, 21)]
     llm.generate([[i, i + 1] for i in range(20)], params, use_tqdm=False)
-    assert eager and all(shape.is_prefill for shape in eager)
+    for i, n in enumerate((1, 2, 17, 500, min(longest, 1900))):
+        llm.add_request([i] * n, params[-1])
+        for _ in range(4):
+            llm.step()
+    while not llm.is_finished():
+        llm.step()
+    assert longest >= 512 and llm.stats()["steps"]["mixed"] > 0 and not eager
 
 
 def test_seeded_sampling_is_the_same_in_any_batch(make_llm):

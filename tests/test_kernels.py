@@ -1,5 +1,6 @@
 """Each Triton kernel against plain PyTorch: on the CUDA device, or in Triton's interpreter where there is none."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,13 +8,15 @@ import torch.nn.functional as F
 triton = pytest.importorskip("triton")
 import triton.language as tl
 
+from nanovllm.engine.batch import query_tiles
 from nanovllm.kernels import ops, peers
-from nanovllm.kernels.decode_attention import CHUNK, MAX_SPLITS, TILE, choose_num_splits
+from nanovllm.kernels.decode_attention import CHUNK, TILE
 from nanovllm.kernels.dependent_launch import has_tma
 from nanovllm.kernels.peers import PeerBarrier
 from nanovllm.kernels.sampling import _gumbel
 from nanovllm.kernels.sampling_columns import WIDTH
 from nanovllm.kernels.split_k_gemm import FEW_WEIGHTS, MAX_ROWS, TILE_K, TILE_N
+from nanovllm.kernels.split_sequence import MAX_SPLITS, choose_num_splits
 from nanovllm.layers.logits import column
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sampler import ROUNDS, gumbel_noise, philox
@@ -115,7 +118,9 @@ def check_prefill(num_new, num_before, heads, dtype, stale):
     contents, k_cache, v_cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, stale)
     q = randn(sum(num_new), group * kv_heads, head_dim, dtype=dtype)
     cu_seqlens_q = F.pad(int32(num_new).cumsum(0, dtype=torch.int32), (1, 0))
-    out = ops.prefill_attention(q, k_cache, v_cache, cu_seqlens_q, context_lens, tables, max(num_new))
+    size = ops.query_tile_size(group, head_dim, dtype)
+    tiles = F.pad(torch.from_numpy(query_tiles(np.array(num_new), 0, size)), (0, 0, 0, 2), value=-1)
+    out = ops.prefill_attention(q, k_cache, v_cache, cu_seqlens_q, context_lens, tables, int32(tiles))
     expected = [attention_reference(part, k, v) for part, (k, v) in zip(q.split(num_new), contents, strict=True)]
     assert_close(out, torch.cat(expected))
 
@@ -192,12 +197,35 @@ def test_decode_of_nothing_is_zero(splits):
     check_decode([0, 0], (2, 1, 32, 16), torch.float16, NAN, splits)
 
 
+@each_dtype
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_step_of_decodes_and_chunks(dtype, splits):
+    """As in a CUDA graph: the number of decodes is read on the device, and the bounds are larger than what is there."""
+    group, kv_heads, head_dim, block_size = 2, 2, 32, 16
+    num_new, lengths = [1, 1, 5, 70], [130, 40, 5, 90]
+    contents, k_cache, v_cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, NAN)
+    q = randn(sum(num_new) + 3, group * kv_heads, head_dim, dtype=dtype)
+    out = torch.full_like(q, 7.0)
+    starts = F.pad(int32(num_new).cumsum(0, dtype=torch.int32), (1, 0))
+    tiles = query_tiles(np.array(num_new), 2, ops.query_tile_size(group, head_dim, dtype))
+    assert tiles[:, 0].tolist() == sorted(tiles[:, 0]) and tiles[0].tolist() == [2, 0] and tiles[-1].tolist() == [3, 0]
+    tiles = int32(F.pad(torch.from_numpy(tiles), (0, 0, 0, 2), value=-1))
+    ops.prefill_attention(q, k_cache, v_cache, starts, context_lens, tables, tiles, out)
+    assert (out[:2] == 7).all() and (out[-3:] == 7).all()
+    args = q[:4], k_cache, v_cache, context_lens, tables, max(lengths), splits
+    ops.decode_attention(*args, num_seqs=int32([2]), out=out[:4])
+    parts = zip(q.split([*num_new, 3]), contents)
+    assert_close(out[:-3], torch.cat([attention_reference(part, k, v) for part, (k, v) in parts]))
+    assert (out[-3:] == 7).all()
+
+
 def test_number_of_splits():
     for programs in (1, 2, 3, 8, 1000):
         for length in (0, 1, TILE, TILE + 1, 7 * TILE, 10**6):
-            splits = choose_num_splits(programs, length, torch.device(DEVICE))
+            splits = choose_num_splits(programs, length, TILE, torch.device(DEVICE))
             assert 1 <= splits <= min(MAX_SPLITS, max(1, -(-length // TILE)))
-    assert choose_num_splits(1, 10**6, torch.device(DEVICE)) > choose_num_splits(3000, 10**6, torch.device(DEVICE)) == 1
+    few, many = (choose_num_splits(programs, 10**6, TILE, torch.device(DEVICE)) for programs in (1, 3000))
+    assert few > many == 1
 
 
 @each_dtype

@@ -3,6 +3,7 @@
 import json
 from copy import deepcopy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from nanovllm.config import ModelConfig
+from nanovllm.engine.batch import query_tiles
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import SDPABackend, TritonBackend
@@ -351,8 +353,8 @@ def dense(q, k, v):
 
 @pytest.mark.parametrize("block_size", [16, 256])
 @pytest.mark.parametrize("group", [1, 2, 5, 8])
-@pytest.mark.parametrize("is_prefill", [True, False])
-def test_sdpa_attention(monkeypatch, block_size, group, is_prefill):
+@pytest.mark.parametrize("num_decodes", [0, 2, len(LENGTHS)])
+def test_sdpa_attention(monkeypatch, block_size, group, num_decodes):
     """Against the reference, and with padded lengths: a CPU's kernels are compiled for each that comes."""
     plain, padded_lengths = F.scaled_dot_product_attention, []
 
@@ -368,20 +370,20 @@ def test_sdpa_attention(monkeypatch, block_size, group, is_prefill):
     layer.k_cache, layer.v_cache = torch.full((2, tables.numel(), block_size, kv_heads, DIM), 1e4).unbind()
     slots = (tables[:, :, None] * block_size + torch.arange(block_size, dtype=torch.int32)).flatten(1)
     keys, values = ([torch.randn(n, kv_heads, DIM) for n in LENGTHS] for _ in range(2))
-    num_new = NEW if is_prefill else [1] * len(LENGTHS)
+    num_new = [1] * num_decodes + NEW[num_decodes:]
     queries = [torch.randn(n, group * kv_heads, DIM) for n in num_new]
 
     def store(first: list[int], last: list[int]) -> Context:
         """Tokens first[i]:last[i] of every sequence in one step; the context of that step."""
         rows = [(i, slice(a, b)) for i, (a, b) in enumerate(zip(first, last))]
         context = Context(
-            is_prefill=is_prefill,
+            num_decodes=num_decodes,
             slot_mapping=torch.cat([slots[i, part] for i, part in rows]),
             context_lens=torch.tensor(last, dtype=torch.int32),
             block_tables=tables,
             max_context_len=max(LENGTHS),
             max_seqlen_q=max(num_new),
-            cu_seqlens_q=torch.tensor([0, *num_new]).cumsum(0).int() if is_prefill else None,
+            cu_seqlens_q=torch.tensor([0, *num_new]).cumsum(0).int() if num_decodes < len(LENGTHS) else None,
         )
         with attention_context(context):
             layer.store_kvcache(*(torch.cat([x[i][part] for i, part in rows]) for x in (keys, values)))
@@ -415,33 +417,37 @@ def test_attention_from_qkv(monkeypatch, path, has_norm):
     rotary_emb = RotaryEmbedding(tuple(100.0 ** (-torch.arange(0, DIM, 2) / DIM)), 1.0, 32)
     qkvs = [torch.randn(length, heads + 2 * kv_heads, DIM) for length in lengths]
 
-    def step(is_prefill: bool, rows: list[slice]) -> torch.Tensor:
+    def step(num_decodes: int, rows: list[slice]) -> torch.Tensor:
         positions = [torch.arange(length)[row] for length, row in zip(lengths, rows)]
         slots = [table[p // block_size] * block_size + p % block_size for table, p in zip(tables, positions)]
         num_new = [len(p) for p in positions]
         last = [int(p[-1]) + 1 for p in positions]
         context = Context(
-            is_prefill=is_prefill,
+            num_decodes=num_decodes,
             slot_mapping=torch.cat(slots).int(),
             context_lens=torch.tensor(last, dtype=torch.int32),
-            block_tables=tables,
+            block_tables=tables[: len(rows)],
             max_context_len=max(last),
             max_seqlen_q=max(num_new),
-            cu_seqlens_q=torch.tensor([0, *num_new]).cumsum(0).int() if is_prefill else None,
+            cu_seqlens_q=torch.tensor([0, *num_new]).cumsum(0).int() if num_decodes < len(rows) else None,
+            query_tiles=torch.from_numpy(query_tiles(np.array(num_new), num_decodes, 64)).int(),
         )
         qkv = torch.cat([qkv[row] for qkv, row in zip(qkvs, rows)]).flatten(1)
         with attention_context(context):
             return layer(qkv, QKNormRope(*weights, 1e-6, rotary_emb(torch.cat(positions))))
 
-    prefilled = step(True, [slice(0, -1)] * 2).split([length - 1 for length in lengths])
-    decoded = step(False, [slice(-1, None)] * 2)
+    first = step(0, [slice(0, -3)] * 2).split([length - 3 for length in lengths])
+    decode, chunk = step(1, [slice(-3, -2), slice(-3, -1)]).split([1, 2])  # a step that does both
+    second, last = step(2, [slice(-2, -1), slice(-1, None)]).unbind()  # both decode
+    (end,) = step(1, [slice(-1, None)])
+    outs = [torch.cat((first[0], decode, second[None], end[None])), torch.cat((first[1], chunk, last[None]))]
     for i, qkv in enumerate(qkvs):
         q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
         cos_sin = rotary_emb(torch.arange(lengths[i]))
         if has_norm:
             q, k = (F.rms_norm(x, (DIM,), weight, 1e-6) for x, weight in zip((q, k), weights))
         expected = dense(apply_rotary(q, cos_sin), apply_rotary(k, cos_sin), v).flatten(1).float()
-        torch.testing.assert_close(torch.cat((prefilled[i], decoded[i : i + 1])), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(outs[i], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter; tests/test_gpu.py on CUDA")

@@ -557,11 +557,11 @@ def test_stats(make_llm, async_scheduling):
         "prefix_hit_rate": 0.0,
         "preemptions": 0,
         "tokens": {"in": 0, "out": 0},
-        "steps": {"prefill": 0, "decode": 0},
+        "steps": {"prefill": 0, "decode": 0, "mixed": 0},
     }
     for _ in range(2):
         generate(llm, [7] * 48, SamplingParams(max_tokens=5, ignore_eos=True))
-    steps = {"prefill": 2, "decode": 8}
+    steps = {"prefill": 2, "decode": 8, "mixed": 0}
     assert llm.stats() == {
         "requests": {"waiting": 0, "running": 0},
         "blocks": {"used": 0, "cached": 3, "free": 17},

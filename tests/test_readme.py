@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import bench
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, SchedulingPolicy
 from nanovllm.config import Config
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +37,7 @@ CONTRIBUTING = (ROOT / ".github/CONTRIBUTING.md").read_text()
 
 def run(code: str, settings: str, capsys) -> None:
     """Every line that is printed stands at the end of the code, as a comment."""
-    names = {"LLM": LLM, "SamplingParams": SamplingParams}
+    names = {"LLM": LLM, "SamplingParams": SamplingParams, "SchedulingPolicy": SchedulingPolicy}
     exec(code.replace('"tiny-qwen3"', f'"tiny-qwen3", device="cpu"{settings}'), names)
     assert capsys.readouterr().out.splitlines() == [line[2:] for line in code.splitlines() if line.startswith("# ")]
 
@@ -57,8 +57,8 @@ def test_own_filter(capsys):
     run(FILTER, "", capsys)
 
 
-def test_there_are_six():
-    assert len(EXPERIMENTS) == 6
+def test_there_are_seven():
+    assert len(EXPERIMENTS) == 7
 
 
 def test_performance_table_equals_the_results_file():

@@ -59,9 +59,9 @@ def watch(llm) -> dict:
 
         def take():
             sampled = wait()
-            for row, logprobs in zip(step.rows, sampled.logprobs):  # the rows that are sampled come first
-                seen[row.seq.request_id, row.end] = logprobs
-            for row, prompt_logprobs in zip(step.rows, sampled.prompt_logprobs):
+            for seq, row, logprobs in zip(step.sampled_seqs, step.sampled_rows, sampled.logprobs):
+                seen[seq.request_id, step.rows[row].end] = logprobs
+            for row, prompt_logprobs in zip(step.chunks, sampled.prompt_logprobs):
                 seen.update({(row.seq.request_id, row.start + 1 + i): x for i, x in enumerate(prompt_logprobs or ())})
             return sampled
 

@@ -12,8 +12,11 @@ from zlib import crc32
 import pytest
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import MAX_STEPS_WITHOUT_ADMISSION, ScheduledStep, Scheduler
+from nanovllm.engine.group_admission import MAX_STEPS_WITHOUT_ADMISSION
+from nanovllm.engine.scheduler import ScheduledStep, Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.stats import scheduler_stats
+from nanovllm.engine.token_budget import MIN_SHARED_CHUNK, TokenBudget
 from nanovllm.sampling_params import SamplingParams
 
 VOCAB_SIZE, EOS, ALSO_EOS = 50, 0, 1
@@ -31,10 +34,17 @@ class Request(NamedTuple):
 
 
 def make_scheduler(
-    num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=64, enable_prefix_caching=True
+    num_blocks=64,
+    block_size=4,
+    max_num_seqs=4,
+    max_num_batched_tokens=64,
+    max_num_mixed_tokens=64,
+    enable_prefix_caching=True,
+    policy=None,
 ) -> Scheduler:
     manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
-    return Scheduler(manager, max_num_seqs, max_num_batched_tokens, frozenset({EOS, ALSO_EOS}))
+    budgets = TokenBudget(max_num_batched_tokens), TokenBudget(max_num_mixed_tokens)
+    return Scheduler(manager, max_num_seqs, *budgets, frozenset({EOS, ALSO_EOS}), policy)
 
 
 def make_group(request_id: int, request: Request) -> list[Sequence]:
@@ -118,6 +128,7 @@ class Simulation:
         self.last_token_ids: dict[int, int] = {}  # by request index
         self.in_flight: deque[tuple[ScheduledStep, list[int]]] = deque()
         self.first_start: dict[Sequence, int] = {}
+        self.num_steps = 0
         self.seen: Counter = Counter()
         self.ended: set[Sequence] = set()  # whose end has been checked
 
@@ -138,7 +149,8 @@ class Simulation:
         return self
 
     def iterate(self):
-        step = self.scheduler.schedule()
+        step = self.scheduler.schedule(prompts_first=self.num_steps % 3 == 1)
+        self.num_steps += 1
         assert step or self.in_flight or self.scheduler.is_finished(), "stuck"
         if step:
             self.in_flight.append((step, self.compute(step)))
@@ -163,9 +175,9 @@ class Simulation:
         for source, target in step.copies:
             for offset in range(size):
                 self.cache[target * size + offset] = before.get(source * size + offset)
+        for seq, start, _ in step.rows[: step.num_decodes]:  # the host may not know the input: it is on the device
+            assert self.last_token_ids[seq.req_index] == self.tokens[seq][start]
         for seq, start, end in step.rows:
-            if not step.is_prefill:  # the input may be unknown to the host: it was kept on the device
-                assert self.last_token_ids[seq.req_index] == self.tokens[seq][start]
             for position in range(start, end):
                 self.cache[self.slot(seq, position)] = self.marks[seq][position]
         for seq, _, end in step.rows:
@@ -191,9 +203,9 @@ class Simulation:
     def check_step(self, step: ScheduledStep):
         """Its rows are within the bounds, and write into nothing that others hold."""
         writers, readers = Counter(), Counter()
-        for seq, start, end in step.rows:
+        for i, (seq, start, end) in enumerate(step.rows):
             assert 0 <= start < end
-            assert end <= len(seq.token_ids) if step.is_prefill else end == start + 1
+            assert end <= len(seq.token_ids) if i >= step.num_decodes else end == start + 1
             first_written = start // self.manager.block_size
             readers.update(seq.block_table[:first_written])
             writers.update(seq.block_table[first_written:])
@@ -203,7 +215,7 @@ class Simulation:
                 self.seen["left behind"] += seq.index > 0
         for seq, row in zip(step.sampled_seqs, step.sampled_rows):
             if seq is not step.rows[row].seq:
-                assert step.is_prefill and seq.group is step.rows[row].seq.group and seq not in self.first_start
+                assert row >= step.num_decodes and seq.group is step.rows[row].seq.group and seq not in self.first_start
                 num_full, in_part = divmod(seq.num_prompt_tokens, self.manager.block_size)
                 self.first_start[seq] = self.first_start[step.rows[row].seq]
                 readers.update(seq.block_table[:num_full])
@@ -214,24 +226,32 @@ class Simulation:
                 self.seen["forks"] += 1
         for block_id, num_writers in writers.items():  # who else holds it reads what this same step writes
             assert num_writers == 1 and self.manager.blocks[block_id].ref_count == 1 + readers[block_id]
-        complete = [s for s, _, end in step.rows if not step.is_prefill or end == len(s.token_ids)]
+        decodes = [seq for seq, _, _ in step.rows[: step.num_decodes]]
+        complete = [seq for seq, _, end in step.chunks if end == len(seq.token_ids)]
         owners = [seq for seq, row in zip(step.sampled_seqs, step.sampled_rows) if step.rows[row].seq is seq]
-        assert owners == complete == [row.seq for row in step.rows[: len(complete)]]
+        assert owners == decodes + complete and step.sampled_seqs[: step.num_decodes] == decodes
         assert step.sampled_rows == sorted(step.sampled_rows) and len({*step.sampled_seqs}) == len(step.sampled_seqs)
-        assert len(step.rows) - len(complete) <= 1, "only the last row may be a chunk"
-        if step.is_prefill:
-            assert step.num_tokens <= self.scheduler.max_num_batched_tokens
+        num_chunk_tokens = sum(end - start for _, start, end in step.chunks)
+        bound = self.scheduler.budget.num_tokens
+        if step.num_decodes and step.chunks:
+            bound = min(bound, self.scheduler.mixed_budget.num_tokens)
+            bound = max(bound, step.num_decodes + max(1, bound // 4))
+            self.seen["mixed"] += 1
+        if step.chunks:
+            assert step.num_decodes + num_chunk_tokens <= bound
         assert len({seq for seq, _, _ in step.rows}) == len(step.rows) <= self.scheduler.max_num_seqs
-        self.seen["chunks"] += len(step.rows) - len(complete)
+        self.seen["chunks"] += len(step.chunks) - len(complete)
         self.seen["shared within a step"] += bool(writers.keys() & readers.keys())
 
     def check_accounting(self):
         scheduler, manager = self.scheduler, self.manager
-        waiting = [*scheduler.waiting.values()]
-        chunked = [seq for seq in waiting if seq.status is SequenceStatus.RUNNING]
-        live = {*chunked, *scheduler.running.values()}
-        assert chunked in ([], waiting[:1])
+        live = {*scheduler.prefilling.values(), *scheduler.running.values()}
+        assert len(live) == len(scheduler.prefilling) + len(scheduler.running)
         assert all(seq.status is SequenceStatus.RUNNING for seq in live)
+        waiting = [*scheduler.waiting]
+        assert all(seq.status is SequenceStatus.WAITING for seq in waiting)
+        assert [seq.order for seq in waiting] == sorted(seq.order for seq in waiting)
+        assert len(waiting) + len(live) == sum(map(len, scheduler.live.values()))
         assert len(live) <= scheduler.max_num_seqs
         indices = [seq.req_index for seq in live]
         assert sorted(indices + scheduler.free_req_indices) == list(range(scheduler.max_num_seqs))
@@ -270,7 +290,7 @@ class Simulation:
 
     def check_end(self):
         """Nothing is left, and every answer is what it would have been alone."""
-        assert not self.scheduler.waiting and not self.scheduler.running
+        assert not (self.scheduler.waiting or self.scheduler.prefilling or self.scheduler.running)
         assert len(self.manager.free_block_ids) == len(self.manager.blocks)
         for seq in self.seqs:
             assert seq.status is SequenceStatus.FINISHED
@@ -280,7 +300,7 @@ class Simulation:
                 assert seq.completion_token_ids == token_ids[: len(seq.completion_token_ids)] != token_ids
             else:
                 assert (seq.completion_token_ids, seq.finish_reason) == (token_ids, reason)
-        counts = self.scheduler.stats()
+        counts = scheduler_stats(self.scheduler)
         assert counts["blocks"]["used"] == 0 and sum(counts["blocks"].values()) == len(self.manager.blocks)
         assert counts["tokens"]["out"] == sum(len(seq.completion_token_ids) for seq in self.seqs)
         assert counts["requests"] == {"waiting": 0, "running": 0}
@@ -290,9 +310,10 @@ SETTINGS = {
     "all at once": dict(num_blocks=500, max_num_seqs=60, max_num_batched_tokens=2000),
     "few at a time": dict(num_blocks=120, max_num_seqs=3),
     "chunks": dict(num_blocks=120, max_num_seqs=6, max_num_batched_tokens=7),
+    "chunks beside decodes": dict(num_blocks=120, max_num_seqs=6, max_num_mixed_tokens=3),
     "tiny cache": dict(num_blocks=18, max_num_seqs=8),
     "tiny cache, tiny blocks": dict(num_blocks=32, block_size=2, max_num_seqs=8),
-    "tiny cache, blocks of 16": dict(num_blocks=5, block_size=16, max_num_seqs=8),
+    "tiny cache, blocks of 16": dict(num_blocks=4, block_size=16, max_num_seqs=8),
     "tiny cache, chunks": dict(num_blocks=22, block_size=3, max_num_seqs=8, max_num_batched_tokens=5),
     "tiny cache, no prefix caching": dict(num_blocks=18, max_num_seqs=8, enable_prefix_caching=False),
 }
@@ -307,7 +328,7 @@ def test_random_requests(name, asynchronous, seed):
     assert (seen["preemptions"] > 0) == ("tiny cache" in name)
     assert (seen["hits"] > 0) == ("no prefix caching" not in name)
     assert (seen["tokens thrown away"] > 0) == asynchronous
-    assert seen["chunks"] > 0 or "chunks" not in name
+    assert seen["mixed"] > 0 and (seen["chunks"] > 0 or "chunks" not in name)
 
 
 def test_random_requests_reach_rare_corners():
@@ -373,17 +394,32 @@ def advance(scheduler: Scheduler, token_id: int = 7) -> ScheduledStep:
     return step
 
 
-def test_prefill_comes_first():
-    """A request that arrives while others decode is computed before they go on."""
-    scheduler = make_scheduler()
-    add(scheduler, Request(prompt(5)))
+def test_chunks_ride_along_with_decodes():
+    """A prompt that arrives while others decode is computed in the same steps, and holds none of them up."""
+    scheduler = make_scheduler(max_num_mixed_tokens=5)
+    (first,) = add(scheduler, Request(prompt(5)))
     assert rows(advance(scheduler)) == [(0, 0, 5)]
     assert rows(advance(scheduler)) == [(0, 5, 6)]
-    add(scheduler, Request(prompt(6, first=200)))
+    (second,) = add(scheduler, Request(prompt(6, first=200)))
     step = advance(scheduler)
-    assert step.is_prefill and rows(step) == [(1, 0, 6)]
+    assert rows(step) == [(0, 6, 7), (1, 0, 4)] and step.num_decodes == 1 and step.sampled_seqs == [first]
     step = advance(scheduler)
-    assert not step.is_prefill and rows(step) == [(0, 6, 7), (1, 6, 7)]
+    assert rows(step) == [(0, 7, 8), (1, 4, 6)] and step.num_decodes == 1 and step.sampled_seqs == [first, second]
+    step = advance(scheduler)
+    assert rows(step) == [(0, 8, 9), (1, 6, 7)] and step.num_decodes == 2 and not step.chunks
+    assert scheduler_stats(scheduler)["steps"] == {"prefill": 1, "decode": 2, "mixed": 2}
+
+
+def test_prompts_first():
+    """Where nobody sees when a token arrives, sequences decode when no prompt is left, or none can be admitted."""
+    scheduler = make_scheduler(max_num_batched_tokens=8, max_num_mixed_tokens=4, max_num_seqs=3)
+    add(scheduler, *[Request(prompt(6, first=100 * i), max_tokens=2) for i in range(4)])
+    steps = []
+    while not scheduler.is_finished():
+        steps.append(scheduler.schedule(prompts_first=True))
+        scheduler.postprocess(steps[-1], [7] * len(steps[-1].sampled_seqs))
+    assert [sum(end - start for _, start, end in step.chunks) for step in steps] == [8, 8, 2, 0, 6, 0]
+    assert [step.num_decodes for step in steps] == [0, 0, 0, 3, 0, 1]
 
 
 def test_what_a_sequence_says_of_itself():
@@ -401,13 +437,40 @@ def test_what_a_sequence_says_of_itself():
 
 
 def test_prompts_fill_the_token_budget():
-    """The last prompt that does not fit whole is computed as far as it goes, and on in the next step."""
+    """A prompt that does not fit whole is computed as far as it goes, and on in the next step."""
     scheduler = make_scheduler(max_num_batched_tokens=8)
     seqs = add(scheduler, Request(prompt(3)), Request(prompt(14, first=200)), Request(prompt(2, first=300)))
     steps = [advance(scheduler) for _ in range(4)]
-    assert [rows(step) for step in steps[:3]] == [[(0, 0, 3), (1, 0, 5)], [(1, 5, 13)], [(1, 13, 14), (2, 0, 2)]]
-    assert [step.sampled_seqs for step in steps[:3]] == [seqs[:1], [], seqs[1:]]
-    assert rows(steps[3]) == [(1, 14, 15), (0, 3, 4), (2, 2, 3)]  # the longest first
+    assert [rows(step) for step in steps[:2]] == [[(0, 0, 3), (1, 0, 5)], [(0, 3, 4), (1, 5, 12)]]
+    assert rows(steps[2]) == [(0, 4, 5), (1, 12, 14), (2, 0, 2)]
+    assert [step.sampled_seqs for step in steps[:3]] == [seqs[:1], seqs[:1], seqs]
+    assert rows(steps[3]) == [(1, 14, 15), (0, 5, 6), (2, 2, 3)]  # the longest first
+
+
+def test_long_prompts_do_not_keep_short_ones_waiting():
+    """A prompt that does not fit takes half of what is left of the budget while others wait."""
+    scheduler = make_scheduler(num_blocks=3000, max_num_batched_tokens=2048, max_num_mixed_tokens=257)
+    lengths = 5000, 3000, 20, 500
+    seqs = [Sequence(i, prompt(n, first=i * 10_000), SamplingParams(), i, 9999) for i, n in enumerate(lengths)]
+    for seq in seqs:
+        scheduler.add(seq)
+    assert rows(advance(scheduler)) == [(0, 0, 1024), (1, 0, 512), (2, 0, 20), (3, 0, 492)]
+    assert rows(advance(scheduler)) == [(2, 20, 21), (0, 1024, 1152), (1, 512, 576), (3, 492, 500)]
+
+
+def test_token_budget():
+    """A chunk of tokens that attend to many others is shorter."""
+    budget = TokenBudget(1000, context_of_equal_cost=2000)
+    assert budget.chunk_end(0, 500, False) == 500 and budget.chunk_end(0, 500, True) == 500
+    for start in (0, 100, 2000, 30_000):
+        for others_wait in (False, True):
+            end = budget.chunk_end(start, 40_000, others_wait)
+            bound = 500 if others_wait else 1000
+            assert budget.cost(start, end) <= bound <= budget.cost(start, end + 1)
+    assert budget.chunk_end(2000, 40_000, False) - 2000 < 500 < budget.chunk_end(0, 40_000, False)
+    assert TokenBudget(0.5).chunk_end(3, 9, False) == 4
+    assert TokenBudget(2 * MIN_SHARED_CHUNK - 1).chunk_end(0, 999, True) == 2 * MIN_SHARED_CHUNK - 1
+    assert TokenBudget(100).without(10, 50) == TokenBudget(60)
 
 
 def test_prompts_of_one_step_share_their_prefix():
@@ -426,7 +489,7 @@ def test_admission_in_groups_once_full():
     add(scheduler, *lasting, *[Request(prompt(3, first=1000 + 10 * i), max_tokens=50) for i in range(4)])
     assert len(rows(advance(scheduler))) == 32
     assert len(rows(advance(scheduler))) == 32  # the first ends with it
-    assert [len(rows(advance(scheduler))) for _ in range(3)] == [31, 2, 32]
+    assert [len(rows(advance(scheduler))) for _ in range(3)] == [31, 32, 31]
 
 
 def test_admission_is_never_delayed_for_long():
@@ -435,15 +498,15 @@ def test_admission_is_never_delayed_for_long():
     lasting = [Request(prompt(3, first=10 * i), max_tokens=100 if i else 2) for i in range(32)]
     add(scheduler, *lasting, Request(prompt(3, first=1000), max_tokens=50))
     sizes = [len(rows(advance(scheduler))) for _ in range(MAX_STEPS_WITHOUT_ADMISSION + 3)]
-    assert sizes == [32, 32, *[31] * (MAX_STEPS_WITHOUT_ADMISSION - 1), 1, 32]
+    assert sizes == [32, 32, *[31] * (MAX_STEPS_WITHOUT_ADMISSION - 1), 32, 32]
 
 
 def test_max_num_seqs():
     scheduler = make_scheduler(max_num_seqs=2)
     seqs = add(scheduler, *[Request(prompt(3, first=100 * i)) for i in range(3)])
     assert rows(advance(scheduler)) == [(0, 0, 3), (1, 0, 3)]
-    assert list(scheduler.waiting.values()) == seqs[2:]
-    assert not advance(scheduler, EOS).is_prefill  # both end here
+    assert list(scheduler.waiting) == seqs[2:]
+    assert not advance(scheduler, EOS).chunks  # both end here
     assert rows(advance(scheduler)) == [(2, 0, 3)]
 
 
@@ -453,7 +516,7 @@ def test_admission_leaves_blocks_in_reserve(num_blocks, is_admitted):
     scheduler = make_scheduler(num_blocks)
     add(scheduler, Request(prompt(8)), Request(prompt(3, first=200)))
     assert len(advance(scheduler).rows) == 1 + is_admitted
-    assert not advance(scheduler).is_prefill
+    assert bool(advance(scheduler).chunks) != is_admitted or not is_admitted
     assert scheduler.num_preemptions == 0
 
 
@@ -465,12 +528,12 @@ def test_last_admitted_is_preempted_first_and_queued_first():
     for _ in range(20):
         if scheduler.num_preemptions == 1:
             assert list(scheduler.running.values()) == [first, second]
-            assert list(scheduler.waiting.values()) == [third, fourth]
+            assert list(scheduler.waiting) == [third, fourth]
         if scheduler.num_preemptions == 2:
             break
         advance(scheduler)
     assert list(scheduler.running.values()) == [first]
-    assert list(scheduler.waiting.values()) == [second, third, fourth]
+    assert list(scheduler.waiting) == [second, third, fourth]
     assert second.block_table == [] and second.req_index == -1 and second.num_computed_tokens == 0
 
 
@@ -483,7 +546,7 @@ def test_preempted_sequence_goes_on_from_what_it_has():
     scheduler.preempt(seq)
     assert len(seq.token_ids) == 11
     step = advance(scheduler)
-    assert step.is_prefill and rows(step) == [(0, 8, 11)]
+    assert step.num_decodes == 0 and rows(step) == [(0, 8, 11)]
     assert seq.num_cached_tokens == 0  # of the prompt, and on first admission
 
 
@@ -529,7 +592,7 @@ def test_preempted_sequence_may_end_with_its_token_in_flight(reason):
     last = scheduler.schedule()
     assert scheduler.postprocess(decode, [7, 7]) == []
     step = scheduler.schedule()  # the first needs a block
-    assert rows(step) == [(0, 6, 7)] and list(scheduler.waiting.values()) == [second]
+    assert rows(step) == [(0, 6, 7)] and list(scheduler.waiting) == [second]
     assert scheduler.postprocess(last, [7, EOS if reason == "stop" else 7]) == [second]
     assert second.finish_reason == reason and len(second.completion_token_ids) == 3
     assert not scheduler.waiting and list(scheduler.running.values()) == [first]
@@ -599,7 +662,7 @@ def test_reset_repairs_anything():
     scheduler = make_scheduler(max_num_batched_tokens=12)
     manager = scheduler.block_manager
     seqs = add(scheduler, *[Request(prompt(9, first=100 * i), max_tokens=12) for i in range(4)])
-    for _ in range(4):
+    for _ in range(3):
         advance(scheduler)
     assert manager.hash_to_block_id and seqs[0].completion_token_ids
     answers = [list(seq.token_ids) for seq in seqs]
@@ -615,7 +678,7 @@ def test_reset_repairs_anything():
     scheduler.reset()
     assert leftovers(scheduler) == (0, 0, 0, 4) and sorted(scheduler.free_req_indices) == list(range(4))
     assert not manager.hash_to_block_id and not manager.copies and all(block.hash is None for block in manager.blocks)
-    assert [list(seq.token_ids) for seq in seqs] == answers and list(scheduler.waiting.values()) == seqs
+    assert [list(seq.token_ids) for seq in seqs] == answers and list(scheduler.waiting) == seqs
     assert rows(advance(scheduler))[0] == (0, 0, len(answers[0])) and seqs[0].num_cached_tokens == 0
     while not scheduler.is_finished():
         advance(scheduler)
@@ -638,7 +701,7 @@ def test_beams_share_what_they_have_in_common():
     assert first is root and [seq.completion_token_ids for seq in (first, second, third)] == [[7], [8], [9]]
     assert second.block_table[:1] == third.block_table[:1] == root.block_table[:1]
     step = scheduler.schedule()
-    assert sorted(rows(step)) == [(0, 6, 7)] * 3 and step.num_tokens == 3
+    assert sorted(rows(step)) == [(0, 6, 7)] * 3 and step.num_decodes == 0
     assert sorted(step.copies) == sorted((root.block_table[1], seq.block_table[1]) for seq in (second, third))
     scheduler.postprocess(step, [1, 1, 1], [{}, {}, {}])
     scheduler.finish(root, "stop")

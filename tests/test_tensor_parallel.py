@@ -22,7 +22,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.distributed import tensor_parallel, worker
 from nanovllm.distributed.step_channel import HEADER, NUM_BUFFERS, StepChannel, StepReader
-from nanovllm.engine.batch import BatchShape, largest_batch
+from nanovllm.engine.batch import MAX_CHUNKS, BatchShape, decode_shape, largest_batch
 from nanovllm.engine.single_rank import SingleRank
 from nanovllm.sampling_params import MAX_BAD_WORDS, MAX_BIASES
 from nanovllm.utils.interrupts import interrupts_held
@@ -184,8 +184,10 @@ def channel():
 
 
 def test_every_reader_gets_every_step_before_it_is_overwritten(channel):
-    largest = BatchShape(True, 32, 4, 4, 3, 32, 4 * MAX_BIASES, 4, 36, 4, 2048 // 32, 4 * MAX_BAD_WORDS)
-    shapes = [largest, BatchShape(False, 4, 4, 4, 3, 1)] * 20
+    B, T, C = 4, 32, MAX_CHUNKS
+    bounds = BatchShape(T, B + C, 0, B + C, 3, T, T + B + C)
+    largest = BatchShape(*bounds.bounds, B, B, B * MAX_BIASES, B, T + B, B, 2048 // 32, B * MAX_BAD_WORDS)
+    shapes = [largest, decode_shape(B, 3)] * 20
     steps = [np.arange(i, i + shape.size, dtype=np.int32) for i, shape in enumerate(shapes)]
     assert max(len(step) for step in steps) == LARGEST
     heard = [[], []]

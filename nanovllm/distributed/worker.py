@@ -155,7 +155,7 @@ class Workers:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # which preserves message boundaries
         with theirs:
             fds = self._channel.fds_of(rank - 1)
-            ours.send(pickle.dumps((rank, self._caller_pid, self.config, self._folder, fds)))
+            ours.send(pickle.dumps((rank, self._caller_pid, self.config.without_policy(), self._folder, fds)))
             command = [sys.executable, "-c", BOOTSTRAP, str(theirs.fileno()), *map(str, sys.path)]
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), *fds))
             self.processes.append(process)
@@ -286,7 +286,7 @@ def serve(runner: ModelRunner, reader: StepReader) -> None:
         with reader.receive() as (shape, words):
             if len(in_flight) == NUM_BUFFERS:  # this step gets the host buffer of the step before the last
                 in_flight.pop(0).synchronize()
-            batch = Batch.from_buffer(shape, runner.host_buffer(shape.is_prefill))
+            batch = Batch.from_buffer(shape, runner.host_buffer(shape.has_chunks))
             batch.buffer[:] = words[: shape.size]
         in_flight.append(runner.launch(batch))
 

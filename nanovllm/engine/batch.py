@@ -14,13 +14,15 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
+from nanovllm.engine.new_requests import fill_new_requests
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_result import LogprobRequest, logprob_requests
-from nanovllm.kernels.sampling_columns import COLUMNS, WIDTH
-from nanovllm.layers.logits import column, mask_width, seeds
+from nanovllm.kernels.sampling_columns import WIDTH
+from nanovllm.layers.logits import mask_width
 from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, SamplingParams, early_stops
 
+MAX_CHUNKS = 32  # of a step that a CUDA graph computes
 VIEW_ALIGNMENT = 4  # words, which are 16 bytes: Triton compiles another kernel for an address that is not aligned so
 
 Array = TypeVar("Array", np.ndarray, torch.Tensor)
@@ -28,20 +30,39 @@ Dims = tuple[int, ...]
 
 
 class BatchShape(NamedTuple):
-    """The numbers that determine the layout of a Batch."""
+    """The numbers that determine the layout of a Batch. In a CUDA graph, the first group are upper bounds."""
 
-    is_prefill: bool
     num_tokens: int
     num_seqs: int
-    num_samples: int  # rows that get a token; a decode step has as many as sequences and tokens
+    num_decodes: int  # of the sequences, those that come first and have one token each
+    num_samples: int  # rows that get a token
     max_blocks_per_seq: int  # the width of the block tables
-    max_seqlen_q: int
-    num_biases: int = 0  # entries, over all sampled requests
+    max_seqlen_q: int = 1
+    num_query_tiles: int = 0
+
+    num_sampled: int = 0  # of the samples, those that are not padding, in steps with chunks
+    num_new_requests: int = 0  # sampled for the first time since they were admitted
+    num_biases: int = 0  # entries, over all new requests
     num_block_copies: int = 0  # cache blocks that sequences no longer share, copied before the forward pass
     num_logprobs: int = 0  # tokens whose log-probabilities are requested
-    num_masks: int = 0  # sampled requests that have allowed_token_ids
+    num_masks: int = 0  # new requests that have allowed_token_ids
     mask_width: int = 0  # words of the mask of such a request
-    num_bad_words: int = 0  # over all sampled requests
+    num_bad_words: int = 0  # over all new requests
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether there are tokens of prompts, and not decodes alone."""
+        return self.num_seqs > self.num_decodes
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the first group are upper bounds, in a step with chunks; the real numbers are on the device."""
+        return self.max_seqlen_q == 0
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """The first group of fields, by which a CUDA graph is found."""
+        return self[: self._fields.index("num_sampled")]
 
     @property
     def size(self) -> int:
@@ -49,16 +70,17 @@ class BatchShape(NamedTuple):
         return _layout(self)[1]
 
 
-def _view(dims: Callable[[BatchShape], Dims], prefill_only: bool = False) -> Any:
-    return field(default=None, metadata={"dims": dims, "prefill_only": prefill_only})
+def _view(dims: Callable[[BatchShape], Dims], chunks_only: bool = False) -> Any:
+    return field(default=None, metadata={"dims": dims, "chunks_only": chunks_only})
 
 
 @dataclass(slots=True, eq=False)
 class Batch(Generic[Array]):
     """The int32 arrays of one step: numpy on the host, torch on the device. Each field states its shape.
 
-    What depends on prompts exists in prefill steps only and is None in decode steps: their input ids are on the device
-    already, and so are the sampling parameters of their requests (see RequestTable).
+    What depends on prompts is None in steps that only decode: their input ids are on the device already, and so are
+    the sampling parameters of their requests (see RequestTable). The views whose shapes depend on BatchShape.bounds
+    come first: CUDA graphs read these and no others.
     """
 
     shape: BatchShape
@@ -70,21 +92,29 @@ class Batch(Generic[Array]):
     context_lens: Array = _view(lambda s: (s.num_seqs,))  # tokens to attend to, this step's included
     block_tables: Array = _view(lambda s: (s.num_seqs, s.max_blocks_per_seq))
 
-    input_ids: Array = _view(lambda s: (s.num_tokens,), prefill_only=True)
-    cu_seqlens_q: Array = _view(lambda s: (s.num_seqs + 1,), prefill_only=True)
-    logits_indices: Array = _view(lambda s: (s.num_samples,), prefill_only=True)  # the token rows that are sampled
-    params: Array = _view(lambda s: (s.num_samples, WIDTH), prefill_only=True)
-    bias_slots: Array = _view(lambda s: (s.num_biases,), prefill_only=True)  # in the flattened table of all requests
-    bias_ids: Array = _view(lambda s: (s.num_biases,), prefill_only=True)
-    bias_bits: Array = _view(lambda s: (s.num_biases,), prefill_only=True)  # of float32 numbers
-    allowed_indices: Array = _view(lambda s: (s.num_masks,), prefill_only=True)  # the requests that have a mask
-    allowed_masks: Array = _view(lambda s: (s.num_masks, s.mask_width), prefill_only=True)  # a bit for each token id
-    bad_word_slots: Array = _view(lambda s: (s.num_bad_words,), prefill_only=True)
-    bad_words: Array = _view(lambda s: (s.num_bad_words, MAX_BAD_WORD_TOKENS), prefill_only=True)  # -1 fills the front
+    input_ids: Array = _view(lambda s: (s.num_tokens,), chunks_only=True)  # those of decodes are on the device
+    cu_seqlens_q: Array = _view(lambda s: (s.num_seqs + 1,), chunks_only=True)
+    logits_indices: Array = _view(lambda s: (s.num_samples,), chunks_only=True)  # the tokens that are sampled, and
+    sampled_rows: Array = _view(lambda s: (s.num_samples,), chunks_only=True)  # their sequences
+    num_decodes: Array = _view(lambda s: (1,), chunks_only=True)  # for CUDA graphs, whose shape has an upper bound
+    query_tiles: Array = _view(lambda s: (s.num_query_tiles, 2), chunks_only=True)  # of attention; see Context
+    params: Array = _view(lambda s: (s.num_new_requests, WIDTH), chunks_only=True)  # new requests are sampled last
+    bias_slots: Array = _view(lambda s: (s.num_biases,), chunks_only=True)  # in the flattened table of all requests
+    bias_ids: Array = _view(lambda s: (s.num_biases,), chunks_only=True)
+    bias_bits: Array = _view(lambda s: (s.num_biases,), chunks_only=True)  # of float32 numbers
+    allowed_indices: Array = _view(lambda s: (s.num_masks,), chunks_only=True)  # the requests that have a mask
+    allowed_masks: Array = _view(lambda s: (s.num_masks, s.mask_width), chunks_only=True)  # a bit for each token id
+    bad_word_slots: Array = _view(lambda s: (s.num_bad_words,), chunks_only=True)
+    bad_words: Array = _view(lambda s: (s.num_bad_words, MAX_BAD_WORD_TOKENS), chunks_only=True)  # -1 fills the front
 
-    # these two come last: CUDA graphs, whose buffer has a fixed layout, read neither
     block_copies: Array = _view(lambda s: (2, s.num_block_copies))  # cache blocks to copy from, and to copy to
     logprob_requests: Array = _view(lambda s: (s.num_logprobs, len(LogprobRequest._fields)))
+
+    @property
+    def new_req_indices(self) -> Array:
+        """[new requests]: the last of `req_indices` but the padding."""
+        end = self.shape.num_sampled
+        return self.req_indices[end - self.shape.num_new_requests : end]
 
     @classmethod
     def from_buffer(cls, shape: BatchShape, buffer: Array) -> "Batch[Array]":
@@ -110,7 +140,7 @@ def _layout(shape: BatchShape) -> tuple[list[tuple[str, int, int, Dims]], int]:
     """Name, begin, end and shape of each view, in words of the buffer; and the size of the buffer."""
     views, begin = [], 0
     for view in VIEWS:
-        if shape.is_prefill or not view.metadata["prefill_only"]:
+        if shape.has_chunks or not view.metadata["chunks_only"]:
             dims = view.metadata["dims"](shape)
             views.append((view.name, begin, begin + prod(dims), dims))
             begin += -(-prod(dims) // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
@@ -120,13 +150,16 @@ def _layout(shape: BatchShape) -> tuple[list[tuple[str, int, int, Dims]], int]:
 def largest_batch(config: Config) -> int:
     """Words in the buffer of the largest possible step."""
     B, T, W = config.max_num_seqs, config.max_num_batched_tokens, config.max_blocks_per_seq
-    prefill = BatchShape(
-        is_prefill=True,
-        num_tokens=T,
-        num_seqs=min(B, T),
-        num_samples=B,
+    largest = BatchShape(
+        num_tokens=max(T, B),
+        num_seqs=B + MAX_CHUNKS,
+        num_decodes=0,
+        num_samples=B + MAX_CHUNKS,
         max_blocks_per_seq=W,
         max_seqlen_q=T,
+        num_query_tiles=T + B + MAX_CHUNKS,
+        num_sampled=B,
+        num_new_requests=B,
         num_biases=B * MAX_BIASES,
         num_block_copies=B,
         num_logprobs=T + B,
@@ -134,19 +167,20 @@ def largest_batch(config: Config) -> int:
         mask_width=mask_width(config.model_config.vocab_size),
         num_bad_words=B * MAX_BAD_WORDS,
     )
-    return max(prefill.size, largest_decode(B, W).size)
+    return largest.size
 
 
 def decode_shape(
     num_seqs: int, max_blocks_per_seq: int, num_block_copies: int = 0, num_logprobs: int = 0
 ) -> BatchShape:
+    """Of a step that only decodes."""
     return BatchShape(
-        is_prefill=False,
         num_tokens=num_seqs,
         num_seqs=num_seqs,
+        num_decodes=num_seqs,
         num_samples=num_seqs,
         max_blocks_per_seq=max_blocks_per_seq,
-        max_seqlen_q=1,
+        num_sampled=num_seqs,
         num_block_copies=num_block_copies,
         num_logprobs=num_logprobs,
     )
@@ -156,49 +190,11 @@ def largest_decode(max_num_seqs: int, max_blocks_per_seq: int) -> BatchShape:
     return decode_shape(max_num_seqs, max_blocks_per_seq, num_block_copies=max_num_seqs, num_logprobs=max_num_seqs)
 
 
-def prepare_prefill(
-    step: ScheduledStep, buffer: np.ndarray, block_size: int, eos_token_ids: frozenset[int], vocab_size: int
-) -> HostBatch:
-    rows, seqs = step.rows, step.sampled_seqs
-    lengths = np.array([row.end - row.start for row in rows])
-    ends = np.cumsum(lengths)  # [B], into the flat tokens of the step
-    logprobs = logprob_requests(step)
-    stop_ids = [sorted(early_stops(seq.params, eos_token_ids)) for seq in seqs]
-    shape = BatchShape(
-        is_prefill=True,
-        num_tokens=int(ends[-1]),
-        num_seqs=len(rows),
-        num_samples=len(seqs),
-        max_blocks_per_seq=max(len(row.seq.block_table) for row in rows),
-        max_seqlen_q=int(lengths.max()),
-        num_biases=sum(len(seq.params.logit_bias or ()) for seq in seqs) + sum(map(len, stop_ids)),
-        num_block_copies=len(step.copies),
-        num_logprobs=len(logprobs),
-        num_masks=sum(seq.params.allowed_token_ids is not None for seq in seqs),
-        mask_width=mask_width(vocab_size),
-        num_bad_words=sum(len(seq.bad_words) for seq in seqs),
-    )
-    batch = Batch.from_buffer(shape, buffer)
-    batch.cu_seqlens_q[0], batch.cu_seqlens_q[1:] = 0, ends
-    _fill_rows(batch, rows)
-    for (seq, start, end), last in zip(rows, ends.tolist()):
-        batch.input_ids[last - (end - start) : last] = seq.token_ids[start:end]
-    batch.positions[:] = np.arange(len(batch.positions)) + np.repeat(batch.context_lens - ends, lengths)
-    _fill_slots(batch, np.repeat(np.arange(len(rows)), lengths), block_size)
-    batch.req_indices[:] = [seq.req_index for seq in seqs]
-    batch.logits_indices[:] = ends[step.sampled_rows] - 1
-    _fill_params(batch, seqs, stop_ids)
-    _fill_biases(batch, seqs, stop_ids)
-    _fill_bans(batch, seqs)
-    _fill_extras(batch, step, logprobs)
-    return batch
-
-
 def prepare_decode(
     step: ScheduledStep, buffer: np.ndarray, block_size: int, num_rows: int, max_blocks_per_seq: int, pad_req_index: int
 ) -> HostBatch:
-    """A decode step of `num_rows`. The rows past the step's own are padding: empty sequences that store nothing, and
-    whose samples are dropped.
+    """A step that only decodes, with `num_rows`. The rows past the step's own are padding: empty sequences that store
+    nothing, and whose samples are dropped.
     """
     n = len(step.rows)
     logprobs = logprob_requests(step)
@@ -213,6 +209,70 @@ def prepare_decode(
     batch.req_indices[n:] = pad_req_index
     _fill_extras(batch, step, logprobs)
     return batch
+
+
+def prepare_mixed(
+    step: ScheduledStep,
+    buffer: np.ndarray,
+    block_size: int,
+    query_tile_size: int,
+    eos_token_ids: frozenset[int],
+    vocab_size: int,
+    bounds: BatchShape | None = None,
+    pad_req_index: int = 0,
+) -> HostBatch:
+    """A step with chunks of prompts, which may also decode; padded to `bounds` if they are given."""
+    rows, n = step.rows, step.num_decodes
+    lengths = np.array([row.end - row.start for row in rows])
+    ends = np.cumsum(lengths)  # [B], into the flat tokens of the step
+    tiles = query_tiles(lengths, n, query_tile_size)
+    B, T, S = len(rows), int(ends[-1]), len(step.sampled_seqs)
+    logprobs = logprob_requests(step)
+    new = step.sampled_seqs[n:]  # every decode is sampled, and comes first
+    stop_ids = [sorted(early_stops(seq.params, eos_token_ids)) for seq in new]
+    if bounds is None:
+        max_blocks_per_seq = max(len(row.seq.block_table) for row in rows)
+        bounds = BatchShape(T, B, n, S, max_blocks_per_seq, int(lengths.max()), len(tiles))
+    shape = bounds._replace(
+        num_sampled=S,
+        num_new_requests=len(new),
+        num_biases=sum(len(seq.params.logit_bias or ()) for seq in new) + sum(map(len, stop_ids)),
+        num_block_copies=len(step.copies),
+        num_logprobs=len(logprobs),
+        num_masks=sum(seq.params.allowed_token_ids is not None for seq in new),
+        mask_width=mask_width(vocab_size),
+        num_bad_words=sum(len(seq.bad_words) for seq in new),
+    )
+    batch = Batch.from_buffer(shape, buffer)
+    batch.num_decodes[:] = n
+    batch.cu_seqlens_q[0], batch.cu_seqlens_q[1 : B + 1], batch.cu_seqlens_q[B + 1 :] = 0, ends, T
+    batch.query_tiles[: len(tiles)], batch.query_tiles[len(tiles) :] = tiles, -1
+    _fill_rows(batch, rows)
+    batch.input_ids[:n] = batch.input_ids[T:] = 0
+    for (seq, start, end), last in zip(step.chunks, ends[n:].tolist()):
+        batch.input_ids[last - (end - start) : last] = seq.token_ids[start:end]
+    batch.positions[:T] = np.arange(T) + np.repeat(batch.context_lens[:B] - ends, lengths)
+    batch.positions[T:] = 0
+    _fill_slots(batch, np.repeat(np.arange(B), lengths), block_size)
+    batch.slot_mapping[T:] = -1
+    batch.req_indices[:S], batch.req_indices[S:] = [seq.req_index for seq in step.sampled_seqs], pad_req_index
+    batch.sampled_rows[:S], batch.sampled_rows[S:] = step.sampled_rows, 0
+    batch.logits_indices[:S], batch.logits_indices[S:] = ends[step.sampled_rows] - 1, 0
+    fill_new_requests(batch, new, stop_ids)
+    _fill_extras(batch, step, logprobs)
+    return batch
+
+
+def query_tiles(lengths: np.ndarray, num_decodes: int, size: int) -> np.ndarray:
+    """The tiles [N, 2] of attention's `query_tiles`, by the rows' numbers of new tokens. Of each row, those with the
+    most keys come first.
+    """
+    if not size:
+        return np.empty((0, 2), np.int32)
+    counts = -(-lengths[num_decodes:] // size)  # tiles of each chunk
+    last = np.cumsum(counts) - 1
+    rows = np.repeat(np.arange(num_decodes, len(lengths)), counts)
+    return np.stack((rows, size * (np.repeat(last, counts) - np.arange(len(rows)))), 1)
 
 
 def _fill_slots(batch: HostBatch, rows: np.ndarray, block_size: int) -> None:
@@ -239,55 +299,10 @@ def _fill_extras(batch: HostBatch, step: ScheduledStep, logprobs: list[LogprobRe
         batch.logprob_requests[:] = np.array(logprobs, np.int32)
 
 
-class NewRequest(NamedTuple):
-    """The input of `sampling_columns.Column.value`."""
-
-    params: SamplingParams
-    num_prompt_tokens: int
-    num_bad_words: int
-    num_stops: int  # token ids that would end the request before it has min_tokens
-
-
-def _fill_params(batch: HostBatch, seqs: list[Sequence], stop_ids: list[list[int]]) -> None:
-    new = [
-        NewRequest(seq.params, seq.num_prompt_tokens, len(seq.bad_words), len(stops))
-        for seq, stops in zip(seqs, stop_ids)
-    ]
-    batch.params[:] = 0
-    for name, _, value, _ in COLUMNS:
-        column(batch.params, name)[:] = [value(request) for request in new]
-    seeds(batch.params)[:] = np.array([seq.noise_seed for seq in seqs], np.uint64).view(np.int32).reshape(-1, 2)
-
-
-def _fill_biases(batch: HostBatch, seqs: list[Sequence], stop_ids: list[list[int]]) -> None:
-    """Each request's biases, followed by -inf for its stop ids."""
-    biases = []
-    for seq, stops in zip(seqs, stop_ids):
-        entries = [*(seq.params.logit_bias or {}).items(), *((token_id, -np.inf) for token_id in stops)]
-        biases += [(seq.req_index * MAX_BIASES + i, *entry) for i, entry in enumerate(entries)]
-    if biases:
-        batch.bias_slots[:], batch.bias_ids[:], batch.bias_bits.view(np.float32)[:] = zip(*biases)
-
-
-def _fill_bans(batch: HostBatch, seqs: list[Sequence]) -> None:
-    """Masks of allowed token ids, and bad words."""
-    allowed = [(seq.req_index, ids) for seq in seqs if (ids := seq.params.allowed_token_ids) is not None]
-    for i, (req_index, token_ids) in enumerate(allowed):
-        bits = np.zeros(32 * batch.shape.mask_width, np.uint8)
-        bits[list(token_ids)] = 1
-        batch.allowed_indices[i] = req_index
-        batch.allowed_masks[i] = np.packbits(bits, bitorder="little").view("<i4")
-    bad_words = [(seq.req_index * MAX_BAD_WORDS + i, word) for seq in seqs for i, word in enumerate(seq.bad_words)]
-    batch.bad_words[:] = -1
-    for i, (slot, word) in enumerate(bad_words):
-        batch.bad_word_slots[i] = slot
-        batch.bad_words[i, -len(word) :] = word
-
-
 def dummy_prefill(num_seqs: int, length: int, block_size: int) -> ScheduledStep:
     """A prefill step of `num_seqs` prompts of `length` tokens that share no blocks, for warm-up and tests."""
     per_seq = -(-length // block_size)
-    step = ScheduledStep(is_prefill=True)
+    step = ScheduledStep()
     for i in range(num_seqs):
         seq = Sequence(i, [0] * length, SamplingParams(), noise_seed=0, max_len=length + 1)
         seq.block_table = list(range(i * per_seq, (i + 1) * per_seq))

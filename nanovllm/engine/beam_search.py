@@ -114,7 +114,11 @@ class BeamRequest(Request):
 
 
 def beam_requests(
-    processor: InputProcessor, prompts: Prompt | list[Prompt], params: BeamSearchParams, inbox: Inbox
+    processor: InputProcessor,
+    prompts: Prompt | list[Prompt],
+    params: BeamSearchParams,
+    inbox: Inbox,
+    priority: list[int] | None = None,
 ) -> list[BeamRequest]:
     """A search for each prompt. Errors are those of `InputProcessor.requests`."""
     if not isinstance(params, BeamSearchParams):
@@ -125,9 +129,12 @@ def beam_requests(
     # as many candidates as it takes to leave `beam_width` that do not end
     num_candidates = min(model.vocab_size, params.beam_width + max(params.beam_width, len(eos_token_ids)))
     sampling_params = SamplingParams(temperature=0, max_tokens=params.max_tokens, logprobs=num_candidates)
+    tokenized = [processor.tokenize(prompt) for prompt in as_prompts(prompts)]
     requests = []
-    for text, token_ids in [processor.tokenize(prompt) for prompt in as_prompts(prompts)]:
+    for (text, token_ids), own_priority in zip(tokenized, processor.priorities(priority, len(tokenized))):
         request_id, max_len = processor.next_request_id(), processor.max_model_len
         root = Sequence(request_id, [*token_ids], sampling_params, noise_seed=0, max_len=max_len, is_beam=True)
+        root.priority = processor.check_priority(own_priority)
+        processor.set_order(root)
         requests.append(BeamRequest(root, params, text, inbox, processor.token_bytes, eos_token_ids))
     return requests

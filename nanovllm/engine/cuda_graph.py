@@ -1,26 +1,15 @@
-"""Decode steps as CUDA graphs: model and sampler of one batch size, captured once and replayed."""
+"""Steps as CUDA graphs, which are captured once for each padded size and replayed."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 
-from nanovllm.engine.batch import Batch, DeviceBatch, decode_shape, largest_decode
+from nanovllm.config import Config
+from nanovllm.engine.batch import MAX_CHUNKS, Batch, BatchShape, DeviceBatch, decode_shape, largest_decode
+from nanovllm.engine.step_result import ForwardOutput, SamplerInput, StepBuffers
 from nanovllm.utils.double_buffer import DoubleBuffer
-
-
-class ForwardOutput(NamedTuple):
-    """What a step leaves on the device."""
-
-    token_ids: torch.Tensor  # [S] int32, sampled
-    hidden_states: torch.Tensor  # [T, hidden_size]
-
-
-class StepBuffers(NamedTuple):
-    """Host memory of one step, pinned on CUDA: int32 words of its batch and the token ids that it samples."""
-
-    batch: torch.Tensor
-    token_ids: torch.Tensor
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
@@ -29,8 +18,17 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
+def _capture(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of `work`, and what `work` returned: tensors that each replay overwrites."""
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: other threads may use CUDA during the capture
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        output = work()
+    return graph, output
+
+
 class DecodeGraphs:
-    """One graph for each batch size in `graph_bs`; all use the same device buffer and share one memory pool.
+    """Steps that only decode, model and sampler in one: a graph for each batch size in `graph_bs`.
 
     A graph fetches its batch from pinned host memory and delivers the token ids there, so nothing runs between two
     steps but the launch of the next graph. Host memory is double-buffered: the host prepares a step while the previous
@@ -43,8 +41,11 @@ class DecodeGraphs:
         max_blocks_per_seq: int,
         buffer: torch.Tensor,
         forward: Callable[[DeviceBatch], ForwardOutput],
+        pool: Any,
     ):
-        """`forward` runs a decode batch that lies in `buffer`, without waiting for the device."""
+        """`forward` runs a decode batch that lies in `buffer`, without waiting for the device. `pool` is the graphs'
+        memory pool, which all graphs of a rank can share, as they run one after the other.
+        """
         from nanovllm.kernels import ops
 
         self.graph_bs = capture_sizes(max_num_seqs)
@@ -63,14 +64,10 @@ class DecodeGraphs:
             ops.deliver(output.token_ids, token_ids, self._device_buffer_index)
             return output
 
-        pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.graph_bs):  # the largest first, so that the others fit into its memory
             batch = Batch.from_buffer(decode_shape(size, max_blocks_per_seq), buffer)
             step(batch)  # compiles the remaining kernels, which a capture must not do
-            self.graphs[size] = torch.cuda.CUDAGraph()
-            # thread_local: other threads may use CUDA during the capture
-            with torch.cuda.graph(self.graphs[size], pool=pool, capture_error_mode="thread_local"):
-                self.outputs[size] = step(batch)
+            self.graphs[size], self.outputs[size] = _capture(partial(step, batch), pool)
         self.reset()
 
     def size_for(self, num_seqs: int) -> int:
@@ -90,3 +87,107 @@ class DecodeGraphs:
         """After an error, and with an idle device: let host and device begin with the same buffer again."""
         self.host_buffers.reset()
         self._device_buffer_index.zero_()
+
+
+# tokens of a step with chunks: the time of matrix products grows by tiles of 128
+TOKEN_SIZES = (16, 32, 64, *range(128, 2048, 128), *range(2048, 4096, 512), *range(4096, 8193, 1024))
+
+
+def mixed_bounds(config: Config, query_tile_size: int) -> list[BatchShape]:
+    """The shapes of steps with chunks to capture: the first that holds a step is the smallest that does.
+
+    Without graphs the host would launch the kernels of so short a step for longer than the device computes it.
+    """
+    assert config.max_num_mixed_tokens is not None, "the model runner has set it"
+    largest = min(config.max_num_mixed_tokens, config.max_num_batched_tokens, TOKEN_SIZES[-1])
+    sizes = [*(size for size in TOKEN_SIZES if size < largest), largest]
+    shapes: list[BatchShape] = []
+    for max_decodes in (0, config.max_num_seqs):
+        for num_tokens in sizes:
+            num_decodes, num_chunks = min(max_decodes, num_tokens), min(num_tokens, MAX_CHUNKS)
+            shapes.append(
+                BatchShape(
+                    num_tokens=num_tokens,
+                    num_seqs=num_decodes + num_chunks,
+                    num_decodes=num_decodes,
+                    num_samples=num_decodes + num_chunks,
+                    max_blocks_per_seq=config.max_blocks_per_seq,
+                    max_seqlen_q=0,
+                    num_query_tiles=num_tokens // query_tile_size + num_chunks,
+                )
+            )
+    return shapes
+
+
+class MixedGraphs:
+    """Steps with chunks of prompts, in two graphs: the model by `BatchShape.bounds`, and the sampler by sampled rows.
+
+    So a chunk does not pay for the logits of all its tokens. Between the two, the sampling parameters of new requests
+    are written, which no graph can contain as their sizes differ. The batch lies in the device's buffer before.
+    """
+
+    def __init__(
+        self,
+        shapes: list[BatchShape],
+        max_num_seqs: int,
+        buffer: torch.Tensor,
+        pad_req_index: int,
+        run_model: Callable[[DeviceBatch], tuple[torch.Tensor, SamplerInput]],
+        sample: Callable[[SamplerInput], torch.Tensor],
+        pool: Any,
+    ):
+        """`run_model` returns the hidden states of a batch in `buffer` and the sampler's input, `sample` token ids."""
+        self.shapes = shapes
+        sizes = 1, 2, 4, 8, 16, *range(32, 257, 32)
+        self.sample_sizes = [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
+        self.models: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
+        self.hidden_states: dict[tuple[int, ...], torch.Tensor] = {}
+        self.samplers: dict[int, torch.cuda.CUDAGraph] = {}
+        self.token_ids: dict[int, torch.Tensor] = {}
+        buffer.zero_()
+        largest = max(shapes, key=lambda shape: shape.num_samples)
+        num_rows = max(largest.num_samples, max_num_seqs)
+        _, example = run_model(Batch.from_buffer(largest, buffer))
+        self.input = SamplerInput(*(x.new_zeros(num_rows, *x.shape[1:]) for x in example))
+        sample(self._rows(1))  # a forward is complete, which matters to ranks: see PeerMemory
+
+        def model_part(shape: BatchShape) -> torch.Tensor:
+            hidden_states, found = run_model(Batch.from_buffer(shape, buffer))
+            for ours, theirs in zip(self.input, found):
+                ours[: len(theirs)] = theirs
+            self.input.req_indices[shape.num_samples :] = pad_req_index
+            return hidden_states
+
+        for shape in sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True):
+            model_part(shape)  # compiles kernels, which a capture must not do
+            sample(self._rows(1))
+            graph, self.hidden_states[shape.bounds] = _capture(partial(model_part, shape), pool)
+            self.models[shape.bounds] = graph
+            sample(self._rows(1))
+        for size in reversed(self.sample_sizes):
+            model_part(shapes[0])
+            sample(self._rows(size))
+            model_part(shapes[0])
+            self.samplers[size], self.token_ids[size] = _capture(partial(sample, self._rows(size)), pool)
+
+    def _rows(self, num_rows: int) -> SamplerInput:
+        return SamplerInput(*(x[:num_rows] for x in self.input))
+
+    def bounds_for(self, num_decodes: int, num_tokens: int, num_chunks: int, num_samples: int) -> BatchShape | None:
+        """The smallest captured shape that holds a step; None if there is none."""
+        for shape in self.shapes:
+            if (
+                (num_decodes <= shape.num_decodes and num_tokens <= shape.num_tokens)
+                and num_chunks <= shape.num_seqs - shape.num_decodes
+                and num_samples <= shape.num_samples
+            ):
+                return shape
+        return None
+
+    def replay(self, shape: BatchShape, write_requests: Callable[[], None]) -> ForwardOutput:
+        """Run the batch in the device's buffer."""
+        self.models[shape.bounds].replay()
+        write_requests()
+        size = next(size for size in self.sample_sizes if size >= shape.num_sampled)
+        self.samplers[size].replay()
+        return ForwardOutput(self.token_ids[size], self.hidden_states[shape.bounds], self.input.hidden_states[:size])

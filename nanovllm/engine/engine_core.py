@@ -12,8 +12,10 @@ from nanovllm.engine.outputs import StepOutput
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduling_policy import make_policy
 from nanovllm.engine.single_rank import SingleRank
 from nanovllm.engine.step_result import PendingStep, StepResult
+from nanovllm.engine.token_budget import TokenBudget
 from nanovllm.utils.context import clear_context
 from nanovllm.utils.interrupts import interrupts_held
 from nanovllm.utils.stopwatch import Stopwatch
@@ -25,6 +27,7 @@ class EngineCore:
     def __init__(self, config: Config, startup: Stopwatch):
         """RuntimeError if one of several ranks does not start."""
         self.config = config
+        policy = make_policy(config.scheduling_policy)
         self.model_runner: ModelRunner | None = None
         self.workers = _make_workers(config)
         weakref.finalize(self, self.workers.exit)
@@ -36,10 +39,12 @@ class EngineCore:
         except BaseException as error:
             self.close_after(error)
             raise
-        assert config.num_kvcache_blocks is not None, "the model runner has set it"
+        assert config.num_kvcache_blocks and config.max_num_mixed_tokens, "the model runner has set them"
         block_manager = BlockManager(config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching)
-        bounds = config.max_num_seqs, config.max_num_batched_tokens
-        self.scheduler = Scheduler(block_manager, *bounds, config.model_config.eos_token_ids)
+        mixed = TokenBudget(config.max_num_mixed_tokens, config.model_config.context_of_equal_cost)
+        budgets = TokenBudget(config.max_num_batched_tokens), mixed
+        eos_token_ids = config.model_config.eos_token_ids
+        self.scheduler = Scheduler(block_manager, config.max_num_seqs, *budgets, eos_token_ids, policy)
         self.requests: dict[int, Request] = {}  # by id, those that have not ended
         self.inboxes: set[Inbox] = set()  # of those requests
         self.leadership = Leadership(self._recover)
@@ -116,7 +121,7 @@ class EngineCore:
         with interrupts_held():
             self.check_open()
             self.leadership.run_commands()
-            step = self.scheduler.schedule()
+            step = self.scheduler.schedule(prompts_first=self._is_offline())
         launched = (step, self.workers.launch(self.model_runner, step)) if step else None
         if self.config.async_scheduling:
             launched, self._in_flight = self._in_flight, launched
@@ -125,8 +130,14 @@ class EngineCore:
             with interrupts_held():
                 self._process_result(launched[0], result)
 
+    def _is_offline(self) -> bool:
+        """Whether a single call waits for all answers at once, so that no one sees when a token arrives."""
+        inboxes = [*self.inboxes]
+        return len(inboxes) == 1 and inboxes[0].kind is OutputKind.FINAL
+
     def _process_result(self, step: ScheduledStep, result: StepResult) -> None:
         live = [seq for seq in step.sampled_seqs if seq.finish_reason is None]
+        num_decoded = sum(seq.finish_reason is None for seq in step.sampled_seqs[: step.num_decodes])
         inboxes, changed = [*self.inboxes], {}
         self.scheduler.postprocess(step, *result)
         for seq in live:
@@ -140,7 +151,7 @@ class EngineCore:
             if request.is_finished:
                 self._finish(request)
         for inbox in inboxes:
-            inbox.publish(*((step.num_tokens, 0) if step.is_prefill else (0, len(live))))
+            inbox.publish(sum(end - start for _, start, end in step.chunks), num_decoded)
 
     def _enqueue(self, requests: Collection[Request]) -> None:
         for request in requests:

@@ -16,19 +16,23 @@ from nanovllm.engine.detokenizer import TokenBytes
 from nanovllm.engine.inbox import Inbox
 from nanovllm.engine.prompts import KINDS, Prompt, as_list, as_prompts, is_conversation, render_chat
 from nanovllm.engine.request import CompletionRequest
+from nanovllm.engine.scheduling_policy import FCFS, SchedulingPolicy
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams, bad_word_token_ids, check_request
+from nanovllm.utils.checks import check_int
 from nanovllm.utils.hub import read_json
 
 MAX_REQUESTS = 2**62
+MAX_PRIORITY = 2**63 - 1  # and the minimum is the negative of it
 
 
 class InputProcessor:
     """Makes requests. Any thread may call it at any time."""
 
-    def __init__(self, config: Config, tokenizer):
+    def __init__(self, config: Config, tokenizer, policy: SchedulingPolicy):
         assert config.max_model_len is not None, "it is resolved on construction"
         self.config, self.tokenizer, self.max_model_len = config, tokenizer, config.max_model_len
+        self.policy = policy
         self.token_bytes = TokenBytes(tokenizer, skip_special_tokens=True)
         self._all_token_bytes = TokenBytes(tokenizer, skip_special_tokens=False)
         self._lock = threading.RLock()  # the tokenizer is not thread-safe
@@ -57,17 +61,19 @@ class InputProcessor:
             raise type(error)(f"{file}: {error}") from error
 
     def requests(
-        self, prompts, sampling_params, inbox: Inbox, template_arguments: Mapping | None = None
+        self, prompts, sampling_params, inbox: Inbox, template_arguments: Mapping | None = None, priority=None
     ) -> list[CompletionRequest]:
-        """A request for each prompt, with parameters for all of them or for each."""
+        """A request for each prompt, with parameters for all of them or for each, and a list of priorities or None."""
         prompts = as_prompts(prompts)
+        priorities = self.priorities(priority, len(prompts))
         params = sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts: pass one, or one for each")
         default = self.default_sampling_params() if any(x is None for x in params) else None
+        params = [default if own is None else own for own in params]
         return [
-            self.request(prompt, default if own is None else own, inbox, i, template_arguments)
-            for i, (prompt, own) in enumerate(zip(prompts, params))
+            self.request(prompt, own, inbox, i, template_arguments, own_priority)
+            for i, (prompt, own, own_priority) in enumerate(zip(prompts, params, priorities))
         ]
 
     def request(
@@ -77,8 +83,10 @@ class InputProcessor:
         inbox: Inbox,
         index: int = 0,
         template_arguments: Mapping | None = None,
+        priority: int = 0,
     ) -> CompletionRequest:
         """`index` is that of the prompt in its call."""
+        priority = self.check_priority(priority)
         params = self.default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params={params!r}: must be a SamplingParams")
@@ -90,11 +98,39 @@ class InputProcessor:
         request_id = self.next_request_id()
         seed = self._noise_seed(params, request_id)
         seeds = [seed, *(xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed, i)) for i in range(1, params.n))]
-        group = [Sequence(request_id, [*token_ids], params, s, self.max_model_len, i) for i, s in enumerate(seeds)]
+        group = [
+            Sequence(request_id, [*token_ids], params, s, self.max_model_len, i, priority=priority)
+            for i, s in enumerate(seeds)
+        ]
         for seq in group:
             seq.group, seq.bad_words = group, bad_words
+        self.set_order(*group)
         token_bytes = self.token_bytes if params.skip_special_tokens else self._all_token_bytes
         return CompletionRequest(group, text, inbox, token_bytes, self._all_token_bytes, index)
+
+    @staticmethod
+    def priorities(priority: Any, num_prompts: int) -> list:
+        """The priority of each prompt, not checked yet; None is 0 for all."""
+        if priority is None:
+            return [0] * num_prompts
+        if (priorities := as_list(priority)) is None:
+            raise TypeError(f"priority={priority!r:.80}: must be a list with one integer for each prompt, or None")
+        if len(priorities) != num_prompts:
+            raise ValueError(f"priority: has {len(priorities)} integers for {num_prompts} prompts: pass one for each")
+        return priorities
+
+    def check_priority(self, priority: int) -> int:
+        """As a Python integer."""
+        priority = check_int("priority", priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)
+        if priority and type(self.policy) is FCFS:
+            raise ValueError(f"priority={priority}: must be 0 with scheduling_policy='fcfs'; set it to 'priority'")
+        return priority
+
+    def set_order(self, *group: Sequence) -> None:
+        """Call the scheduling policy for a request: here, so that its errors are raised before anything is queued."""
+        urgency = self.policy.urgency(group[0])
+        for seq in group:
+            seq.order = urgency, seq.request_id, seq.index
 
     def tokenize(self, prompt: Prompt, template_arguments: Mapping | None = None) -> tuple[str | None, list[int]]:
         """The prompt's text, if it came as text or as a conversation, and its token ids."""

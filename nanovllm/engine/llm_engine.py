@@ -14,6 +14,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.outputs import RequestOutput, StepOutput, StreamEvent, progress_bar
 from nanovllm.engine.prompts import Prompt
 from nanovllm.engine.request import CompletionRequest
+from nanovllm.engine.stats import scheduler_stats
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.stopwatch import Stopwatch
@@ -48,7 +49,7 @@ class LLMEngine:
             self.core = EngineCore(self.config, startup)
             try:
                 self.tokenizer = tokenizer.result()
-                self.processor = InputProcessor(self.config, self.tokenizer)
+                self.processor = InputProcessor(self.config, self.tokenizer, self.core.scheduler.policy)
             except BaseException as error:
                 self.core.close_after(error)
                 raise
@@ -65,18 +66,20 @@ class LLMEngine:
         prompts: Prompt | list[Prompt],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        priority: list[int] | None = None,
     ) -> list[RequestOutput]:
         """The answers to one prompt or many, in the order of the prompts.
 
         A prompt is a string, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a conversation.
         `sampling_params` are for all prompts, or a list with one for each; None takes what the model recommends.
+        `priority` has an integer for each prompt, as in `add_request`.
 
         ValueError or TypeError, as in `add_request`, if any prompt is invalid; then none is queued. Ctrl-C and errors
         drop the requests of this call, and the engine can be used again. RuntimeError if a step that another caller ran
         has failed, which drops all requests.
         """
         inbox = Inbox(OutputKind.FINAL)
-        return self._run(self.processor.requests(prompts, sampling_params, inbox), inbox, use_tqdm)
+        return self._run(self.processor.requests(prompts, sampling_params, inbox, None, priority), inbox, use_tqdm)
 
     def _run(self, requests: list[Any], inbox: Inbox, use_tqdm: bool) -> list[Any]:
         """The final outputs of requests, in their order."""
@@ -98,6 +101,7 @@ class LLMEngine:
         prompts: Prompt | list[Prompt],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         chat_template_kwargs: Mapping | None = None,
+        priority: list[int] | None = None,
     ) -> Iterator[StreamEvent]:
         """The answers of `generate` piece by piece; the events of different prompts alternate.
 
@@ -107,7 +111,8 @@ class LLMEngine:
         """
         self.core.check_open()
         inbox = Inbox(OutputKind.EVENTS)
-        return self._events(self.processor.requests(prompts, sampling_params, inbox, chat_template_kwargs), inbox)
+        requests = self.processor.requests(prompts, sampling_params, inbox, chat_template_kwargs, priority)
+        return self._events(requests, inbox)
 
     def _events(self, requests: list[CompletionRequest], inbox: Inbox) -> Iterator[StreamEvent]:
         num_unfinished = sum(len(request.group) for request in requests)
@@ -120,14 +125,16 @@ class LLMEngine:
         finally:
             self.core.discard(requests)
 
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None, priority: int = 0) -> int:
         """Queue a request and return its id. `step`, called by the same thread, returns its output.
 
+        With `scheduling_policy="priority"`, the lowest `priority` is served first. It must be 0 with "fcfs".
+
         Before anything is queued: ValueError for a prompt that is empty or not shorter than `max_model_len`, or a token
-        id outside of the vocabulary; TypeError for anything but a prompt.
+        id outside of the vocabulary; TypeError for anything but a prompt; and any error of your own scheduling policy.
         """
         self.core.check_open()
-        request = self.processor.request(prompt, sampling_params, self._own_inbox())
+        request = self.processor.request(prompt, sampling_params, self._own_inbox(), priority=priority)
         self.core.submit([request])
         return request.request_id
 
@@ -173,9 +180,9 @@ class LLMEngine:
 
         `requests`: waiting and running, where each of `n` answers counts. `blocks`: used, cached (free, but found as a
         prefix) and free. `prefix_hit_rate`: the fraction of the prompts' tokens that were found. `preemptions`.
-        `tokens`: in and out. `steps`: prefill and decode.
+        `tokens`: in and out. `steps`: of prompts alone (prefill), of decodes alone, and mixed.
         """
-        return self.scheduler.stats()
+        return scheduler_stats(self.scheduler)
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. False, and nothing is done, while there are requests."""

@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,9 +11,16 @@ from torch import nn
 from nanovllm.config import Config
 from nanovllm.engine import batch as batches
 from nanovllm.engine.batch import DeviceBatch, HostBatch
-from nanovllm.engine.cuda_graph import DecodeGraphs, ForwardOutput, StepBuffers
+from nanovllm.engine.capacity import affordable_blocks, memory_in_use, num_tokens_within, warm_up_kernels
 from nanovllm.engine.scheduled_step import ScheduledStep
-from nanovllm.engine.step_result import LogprobRequest, PendingStep, compute_logprobs
+from nanovllm.engine.step_result import (
+    ForwardOutput,
+    LogprobRequest,
+    PendingStep,
+    SamplerInput,
+    StepBuffers,
+    compute_logprobs,
+)
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import make_backend
 from nanovllm.layers.logits import (
@@ -33,8 +41,8 @@ from nanovllm.utils.loader import load_model
 from nanovllm.utils.stopwatch import Stopwatch
 from nanovllm.utils.tensor_parallel import TensorParallel
 
-CPU_KV_CACHE_BYTES = 2**30  # the cache on a CPU, unless num_kvcache_blocks says otherwise
-CUDA_RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allocate without PyTorch's allocator
+if TYPE_CHECKING:
+    from nanovllm.engine.cuda_graph import DecodeGraphs, MixedGraphs
 
 
 class ModelRunner:
@@ -56,37 +64,44 @@ class ModelRunner:
         if self.custom_filters and self.tp.size > 1:
             raise ValueError(f"tensor_parallel_size={self.tp.size}: must be 1 with filters of register_filter")
         self.backend = make_backend(config.attention_backend)
-        memory_before = self._memory_in_use()
+        memory_before = memory_in_use(self.device)
         self.model = self._load_model()
         startup.lap("weights")
         self.attention_layers = [module for module in self.model.modules() if isinstance(module, Attention)]
         self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
+        layer = self.attention_layers[0]
+        group = layer.num_heads // layer.num_kv_heads
+        self.query_tile_size = self.backend.query_tile_size(group, layer.head_dim, config.dtype)
         self.pad_req_index = config.max_num_seqs
         self.last_token_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int32, device=self.device)
         self.requests = RequestTable(config.max_num_seqs, config.model_config.vocab_size, self.device)
         self._make_buffers()
         self.graphs: DecodeGraphs | None = None
+        self.mixed_graphs: MixedGraphs | None = None
         if config.num_kvcache_blocks is None:
-            config.set_num_kvcache_blocks(self._affordable_blocks(memory_before))
+            config.set_num_kvcache_blocks(affordable_blocks(self, memory_before))
         self.allocate_kv_cache(config.num_kvcache_blocks)
-        self._warmup_kernels()
+        if config.max_num_mixed_tokens is None:
+            config.set_max_num_mixed_tokens(num_tokens_within(self, config.max_mixed_step_ms))
         startup.lap("warm-up")
         if self.device.type == "cuda" and self.backend.uses_cuda_graphs and not config.enforce_eager:
             self.capture_cudagraph()
+        if self.device.type == "cuda" and self.mixed_graphs is None:
+            warm_up_kernels(self)
         startup.lap("graphs")
 
     def run(self, step: ScheduledStep) -> PendingStep:
         """Prepare and launch a step."""
         return self.launch(self.prepare(step), step)
 
-    def host_buffer(self, is_prefill: bool) -> np.ndarray:
+    def host_buffer(self, has_chunks: bool) -> np.ndarray:
         """Where the next batch is prepared; it is free once the step before the last one that was launched is over."""
-        buffers = self.graphs.host_buffers if self.graphs and not is_prefill else self._host_buffers
+        buffers = self.graphs.host_buffers if self.graphs and not has_chunks else self._host_buffers
         return buffers.current.batch.numpy()
 
     def prepare(self, step: ScheduledStep) -> HostBatch:
-        prepare = self.prepare_prefill if step.is_prefill else self.prepare_decode
-        return prepare(step, self.host_buffer(step.is_prefill))
+        prepare = self.prepare_mixed if step.chunks else self.prepare_decode
+        return prepare(step, self.host_buffer(bool(step.chunks)))
 
     def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:
         """Queue a batch that lies in `host_buffer`; this returns while the step, or even the one before, still runs."""
@@ -94,21 +109,24 @@ class ModelRunner:
         with on_device(self.device):
             if batch.shape.num_block_copies:
                 self._copy_blocks(batch.block_copies)
-            if self.graphs and not batch.shape.is_prefill:
+            if self.graphs and not batch.shape.has_chunks:
                 token_ids, output = self.graphs.replay(batch.shape.num_seqs)
             else:
-                token_ids = self._host_buffers.advance().token_ids[: batch.shape.num_samples]
+                token_ids = self._host_buffers.advance().token_ids[: batch.shape.num_sampled]
                 output = self.execute(batch)
-                token_ids.copy_(output.token_ids, non_blocking=True)
+                token_ids.copy_(output.token_ids[: batch.shape.num_sampled], non_blocking=True)
             requests = [LogprobRequest(*row) for row in batch.logprob_requests.tolist()]
             logprobs = self._logprobs(batch, requests, output) if requests else ()
             return PendingStep(step, token_ids, requests, logprobs, self.device.type == "cuda", self.tp)
 
-    def prepare_prefill(self, step: ScheduledStep, buffer: np.ndarray) -> HostBatch:
-        model = self.config.model_config
-        return batches.prepare_prefill(
-            step, buffer, self.config.kvcache_block_size, model.eos_token_ids, model.vocab_size
-        )
+    def prepare_mixed(self, step: ScheduledStep, buffer: np.ndarray) -> HostBatch:
+        model, block_size, bounds = self.config.model_config, self.config.kvcache_block_size, None
+        if self.mixed_graphs:
+            num_chunk_tokens = sum(row.end - row.start for row in step.chunks)
+            counts = step.num_decodes + num_chunk_tokens, len(step.chunks), len(step.sampled_seqs)
+            bounds = self.mixed_graphs.bounds_for(step.num_decodes, *counts)
+        constants = block_size, self.query_tile_size, model.eos_token_ids, model.vocab_size
+        return batches.prepare_mixed(step, buffer, *constants, bounds, self.pad_req_index)
 
     def prepare_decode(self, step: ScheduledStep, buffer: np.ndarray) -> HostBatch:
         num_rows, max_blocks_per_seq = len(step.rows), max(len(row.seq.block_table) for row in step.rows)
@@ -120,52 +138,71 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, batch: HostBatch) -> ForwardOutput:
-        """Copy a batch to the device and run it there, without a graph."""
-        return self._forward(batch.to(self._device_buffer))
+        """Copy a batch to the device and run it there."""
+        device_batch = batch.to(self._device_buffer)
+        if self.mixed_graphs and batch.shape.bounds in self.mixed_graphs.models:
+            return self.mixed_graphs.replay(batch.shape, lambda: self._write_requests(device_batch))
+        return self._forward(device_batch)
 
     def _forward(self, batch: DeviceBatch) -> ForwardOutput:
         """A whole step on the device. CUDA graphs capture this for decode batches, so it never waits for the device."""
-        hidden_states = self._run_model(batch)
-        if batch.shape.is_prefill:
-            self.requests.write(batch)  # for the decode steps of the requests that begin here
-        token_ids = self._sample(batch, hidden_states)
-        self.last_token_ids[batch.req_indices] = token_ids
-        return ForwardOutput(token_ids, hidden_states)
+        hidden_states, sampler_input = self._run_model(batch)
+        self._write_requests(batch)
+        return ForwardOutput(self._sample(sampler_input), hidden_states, sampler_input.hidden_states)
 
-    def _run_model(self, batch: DeviceBatch) -> torch.Tensor:
-        """Hidden states [T, hidden_size]; keys, values and token ids of the step are in the cache afterwards."""
-        is_prefill = batch.shape.is_prefill
-        input_ids = batch.input_ids if is_prefill else self.last_token_ids.index_select(0, batch.req_indices)
+    def _write_requests(self, batch: DeviceBatch) -> None:
+        """Keep what the later steps of new requests need."""
+        if batch.shape.num_new_requests:
+            self.requests.write(batch)
+
+    def _run_model(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
+        """Hidden states [T, hidden_size], and those to be sampled; keys, values and token ids are in the cache then."""
+        input_ids = self._input_ids(batch)
         self.slot_token_ids[batch.slot_mapping] = input_ids  # a slot of -1 is the last, which belongs to no block
         with attention_context(self._context(batch)):
-            return self.model(input_ids, batch.positions)
+            hidden_states = self.model(input_ids, batch.positions)
+        if not batch.shape.has_chunks:
+            return hidden_states, SamplerInput(hidden_states, batch.req_indices, batch.positions, batch.block_tables)
+        sampled, positions = (x.index_select(0, batch.logits_indices) for x in (hidden_states, batch.positions))
+        block_tables = batch.block_tables.index_select(0, batch.sampled_rows)
+        return hidden_states, SamplerInput(sampled, batch.req_indices, positions, block_tables)
+
+    def _input_ids(self, batch: DeviceBatch) -> torch.Tensor:
+        """[T]: the last sampled tokens of the sequences that decode, and the chunks' from the host."""
+        n = batch.shape.num_decodes  # all of these are sampled, and come first
+        last_token_ids = self.last_token_ids.index_select(0, batch.req_indices[:n])
+        if not batch.shape.has_chunks:
+            return last_token_ids
+        if batch.shape.is_padded:  # n is an upper bound
+            is_decode = torch.arange(n, device=self.device) < batch.num_decodes
+            last_token_ids = last_token_ids.where(is_decode, batch.input_ids[:n])
+        return torch.cat((last_token_ids, batch.input_ids[n:]))
 
     def _context(self, batch: DeviceBatch) -> Context:
         shape = batch.shape
         return Context(
-            is_prefill=shape.is_prefill,
+            num_decodes=shape.num_decodes,
             slot_mapping=batch.slot_mapping,
             context_lens=batch.context_lens,
             block_tables=batch.block_tables,
             max_context_len=min(shape.max_blocks_per_seq * self.config.kvcache_block_size, self.config.max_model_len),
             max_seqlen_q=shape.max_seqlen_q,
             cu_seqlens_q=batch.cu_seqlens_q,
+            query_tiles=batch.query_tiles,
+            num_decodes_on_device=batch.num_decodes if shape.is_padded else None,
         )
 
-    def _sample(self, batch: DeviceBatch, hidden_states: torch.Tensor) -> torch.Tensor:
+    def _sample(self, x: SamplerInput) -> torch.Tensor:
         """Token ids [S] int32."""
-        positions, block_tables = batch.positions, batch.block_tables
-        if batch.shape.is_prefill:  # only the last token of each sampled prompt needs logits
-            hidden_states, positions = (x.index_select(0, batch.logits_indices) for x in (hidden_states, positions))
-            seqs = torch.bucketize(batch.logits_indices, batch.cu_seqlens_q[1:], right=True)
-            block_tables = block_tables.index_select(0, seqs)
-        rows = self.requests.rows(batch.req_indices, self._cached_token_ids, block_tables, positions)
-        logits = self.model.compute_logits(hidden_states, rows.params)  # [S, vocabulary]
+        rows = self.requests.rows(x.req_indices, self._cached_token_ids, x.block_tables, x.positions)
+        logits = self.model.compute_logits(x.hidden_states, rows.params)  # [S, vocabulary]
         penalize(logits, rows)
         apply_custom_filters(self.custom_filters, logits, rows.params)
         cutoffs, temperatures = logit_cutoffs(logits, rows), column(rows.params, "temperature")
         logits = self.model.lm_head.own_part(logits)
-        return self.sampler(logits, temperatures, seeds(rows.params), positions, cutoffs)
+        token_ids = self.sampler(logits, temperatures, seeds(rows.params), x.positions, cutoffs)
+        self.last_token_ids[x.req_indices] = token_ids
+        return token_ids
 
     @property
     def _cached_token_ids(self) -> torch.Tensor:
@@ -184,7 +221,7 @@ class ModelRunner:
         self, batch: HostBatch, requests: list[LogprobRequest], output: ForwardOutput
     ) -> tuple[torch.Tensor, ...]:
         """What `log_probabilities` returns for `requests`. No graph contains it, so other steps lose no time."""
-        logprobs = compute_logprobs(batch, requests, self.model.compute_logits, *output)
+        logprobs = compute_logprobs(requests, self.model.compute_logits, *output)
         # a barrier, as at the end of a forward pass: no rank overwrites peer memory that another still reads
         self.tp.max_of_ranks(torch.empty(0, dtype=torch.int64, device=self.device))
         return logprobs
@@ -207,33 +244,6 @@ class ModelRunner:
         self._host_buffers = DoubleBuffer(make(), make())
         self._device_buffer = torch.empty(size, dtype=torch.int32, device=self.device)
 
-    def _memory_in_use(self) -> int:
-        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-
-    def _affordable_blocks(self, memory_before: int) -> int:
-        """How many cache blocks fit: on CUDA into our fraction of the memory, less what the largest step needs."""
-        config, block_bytes = self.config, self._cache_of(num_blocks=1).nbytes
-        if self.device.type == "cuda":
-            peak = self.warmup_model()
-            free, total = torch.cuda.mem_get_info(self.device)
-            ours = int(total * config.gpu_memory_utilization) - (peak - memory_before) - self.tp.num_bytes
-            left = free - (peak - self._memory_in_use()) - CUDA_RESERVE_BYTES  # other processes may use the rest
-            available = max(0, min(ours, left))
-            limit = f"gpu_memory_utilization={config.gpu_memory_utilization} of this GPU leaves"
-        else:
-            available = CPU_KV_CACHE_BYTES
-            limit = "the budget on a CPU is"
-        num_blocks = available // block_bytes
-        if self.tp.size > 1:  # the smallest number of all ranks
-            num_blocks = -self.tp.max_of_ranks(torch.tensor([-num_blocks], device=self.device)).item()
-        if num_blocks < config.max_blocks_per_seq:
-            raise ValueError(
-                f"max_model_len={config.max_model_len}: one sequence needs "
-                f"{config.max_blocks_per_seq * block_bytes / 2**30:.2f} GiB of cache, and {limit} "
-                f"{available / 2**30:.2f} GiB; lower max_model_len, or set num_kvcache_blocks"
-            )
-        return num_blocks
-
     def warmup_model(self) -> int:
         """Run the largest possible prefill; the peak of allocated memory without the cache, in bytes."""
         config = self.config
@@ -241,26 +251,19 @@ class ModelRunner:
         length = min(config.max_num_batched_tokens // num_seqs, config.max_model_len - 1)
         step = batches.dummy_prefill(num_seqs, length, config.kvcache_block_size)
         num_blocks = sum(len(row.seq.block_table) for row in step.rows)
-        self._set_cache(self._zeros(self._cache_of(num_blocks, num_layers=1)))  # all layers share it
+        self._set_cache(self._zeros(self.cache_of(num_blocks, num_layers=1)))  # all layers share it
         torch.cuda.reset_peak_memory_stats(self.device)
         self.run(step).wait()
         peak = torch.cuda.max_memory_allocated(self.device) - self.kv_cache.nbytes
-        self._set_cache(self._cache_of(0))
+        self._set_cache(self.cache_of(0))
         torch.cuda.empty_cache()
         return peak
 
-    def _warmup_kernels(self) -> None:
-        """Compile and load the kernels of shorter prefills too; otherwise the first requests would wait for that."""
-        if self.device.type == "cuda":
-            max_length = min(self.config.max_num_batched_tokens, self.config.max_model_len - 1)
-            for length in (1, 16, 32, 64, 128, 256, 512):
-                self.run(batches.dummy_prefill(1, min(length, max_length), self.config.kvcache_block_size)).wait()
-
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """One tensor [2, layers, blocks, block_size, kv_heads, head_dim], of which each layer gets its part."""
-        self._set_cache(self._zeros(self._cache_of(num_blocks)))
+        self._set_cache(self._zeros(self.cache_of(num_blocks)))
 
-    def _cache_of(self, num_blocks: int, num_layers: int | None = None) -> torch.Tensor:
+    def cache_of(self, num_blocks: int, num_layers: int | None = None) -> torch.Tensor:
         """A cache on the meta device: it has a shape and a size in bytes, but no memory."""
         layer = self.attention_layers[0]
         layers = num_layers or len(self.attention_layers)
@@ -283,10 +286,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_cudagraph(self) -> None:
-        """Capture decode steps of the batch sizes in `graphs.graph_bs`."""
-        self.graphs = DecodeGraphs(
-            self.config.max_num_seqs, self.config.max_blocks_per_seq, self._device_buffer, self._forward
-        )
+        """Capture decode steps of the batch sizes in `graphs.graph_bs`, and the shorter ones of those with chunks."""
+        from nanovllm.engine.cuda_graph import DecodeGraphs, MixedGraphs, mixed_bounds  # not on a CPU
+
+        config, pool, buffer = self.config, torch.cuda.graph_pool_handle(), self._device_buffer
+        self.graphs = DecodeGraphs(config.max_num_seqs, config.max_blocks_per_seq, buffer, self._forward, pool)
+        if self.backend.captures_chunks:
+            shapes, parts = mixed_bounds(config, self.query_tile_size), (self._run_model, self._sample)
+            self.mixed_graphs = MixedGraphs(shapes, config.max_num_seqs, buffer, self.pad_req_index, *parts, pool)
 
     def synchronize(self) -> None:
         """Wait until the device has nothing left to do."""
@@ -304,8 +311,8 @@ class ModelRunner:
         """Free the device's memory, unless the device hangs because another rank is lost."""
         if self.tp.lost and not becomes_idle(self.device):
             return
-        self.graphs = None
-        self._set_cache(self._cache_of(0))
+        self.graphs = self.mixed_graphs = None
+        self._set_cache(self.cache_of(0))
         self.model = self.last_token_ids = self.requests = self.slot_token_ids = self._device_buffer = None
         self.attention_layers = []
         self.tp.close()

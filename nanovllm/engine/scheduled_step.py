@@ -16,22 +16,24 @@ class ScheduledSequence(NamedTuple):
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """One step, either all prefill or all decode.
+    """One step: first the rows of sequences that decode one token, then chunks of prompts.
 
+    num_decodes: how many rows decode.
     sampled_seqs: the sequences that get a token from this step.
     sampled_rows: the row from which each of them gets it, in ascending order; answers to one prompt share a row.
     copies: (from, to) of cache blocks that are copied before the step's keys and values are stored.
     """
 
-    is_prefill: bool
     rows: list[ScheduledSequence] = field(default_factory=list)
+    num_decodes: int = 0
     sampled_seqs: list[Sequence] = field(default_factory=list)
     sampled_rows: list[int] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
-    def num_tokens(self) -> int:
-        return sum(row.end - row.start for row in self.rows)
+    def chunks(self) -> list[ScheduledSequence]:
+        """The rows that compute a prompt, or a part of one. A preempted sequence's generated tokens are among them."""
+        return self.rows[self.num_decodes :]
 
     def sample(self, seq: Sequence) -> None:
         """`seq` gets a token from the last row so far."""

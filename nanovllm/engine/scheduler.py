@@ -1,176 +1,202 @@
 """Which sequences run in the next step, and in which blocks."""
 
-from collections import Counter, OrderedDict
+from collections import Counter, deque
 from collections.abc import Iterable
-from itertools import takewhile
 from operator import attrgetter
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.group_admission import GroupAdmission
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
+from nanovllm.engine.scheduling_policy import FCFS, SchedulingPolicy, WaitingQueue
 from nanovllm.engine.sequence import Logprobs, Sequence, SequenceStatus
-
-MAX_STEPS_WITHOUT_ADMISSION = 32
+from nanovllm.engine.token_budget import TokenBudget
 
 
 class Scheduler:
-    """Continuous batching: prefill while requests wait and fit, else decode one token for all running sequences.
+    """Continuous batching with mixed steps: each running sequence decodes a token, and chunks of prompts ride along.
 
-    Once the engine is full, new sequences are admitted in groups: when a sixteenth of the running ones have ended, or
-    after MAX_STEPS_WITHOUT_ADMISSION steps.
+    The most urgent prompts come first, in the order of `policy`, as far as the step's TokenBudget goes. A full engine
+    admits new sequences in groups: see GroupAdmission.
 
-    `schedule` may be called again before the last step's tokens have reached `postprocess`, but only once: a sequence
-    that is preempted in between has all its tokens again before it can be admitted.
+    `schedule` may be called again before the last step's tokens have reached `postprocess`, but only once.
 
     The answers to one prompt (`Sequence.group`) are queued together. The first is admitted when all of them fit, or
     nothing else runs. Once its prompt is computed, the others share its blocks and are sampled in the same step, as far
-    as they fit. The rest stay at the head of the queue, and find their prompt in the prefix cache.
-
-    Sequences are kept by (request id, index), so that each can be removed in O(1).
+    as they fit. The rest stay in the queue, and find their prompt in the prefix cache.
     """
 
     def __init__(
-        self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int, eos_token_ids: frozenset[int]
+        self,
+        block_manager: BlockManager,
+        max_num_seqs: int,
+        budget: TokenBudget,
+        mixed_budget: TokenBudget,
+        eos_token_ids: frozenset[int],
+        policy: SchedulingPolicy | None = None,
     ):
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.budget = budget
+        self.mixed_budget = mixed_budget  # of steps in which sequences decode too
         self.eos_token_ids = eos_token_ids
+        self.policy = policy or FCFS()
         self.eos_token_id: int | None = None  # the tokenizer's own, which is not reported as a stop reason
         self.live: dict[int, dict[int, Sequence]] = {}  # by request id and index: all that have not ended
-        # the first ones may be RUNNING: admitted, and their prompt computed in part
-        self.waiting: OrderedDict[tuple[int, int], Sequence] = OrderedDict()
-        self.running: dict[tuple[int, int], Sequence] = {}  # in order of admission
-        self.max_running_to_admit = max_num_seqs  # while more than this run, none is admitted
-        self.num_steps_without_admission = 0
+        self.waiting = WaitingQueue()  # these hold no blocks
+        self.prefilling: dict[tuple[int, int], Sequence] = {}  # these hold blocks, and their prompt is being computed
+        self.running: dict[tuple[int, int], Sequence] = {}  # these decode, or are beams that pause
+        self.admission = GroupAdmission()
         self.free_req_indices = list(range(max_num_seqs - 1, -1, -1))
-        self.is_decode_next = False  # even if a prefill is possible
         self.num_preemptions = 0
         self.counts: Counter[str] = Counter()
 
     def add(self, *group: Sequence) -> None:
         """Queue the answers to one prompt."""
+        if not self.waiting:  # the last one that did not fit was admitted or aborted
+            self.admission.open()
         for seq in group:
             self.live.setdefault(seq.request_id, {})[seq.index] = seq
-            self.waiting[seq.request_id, seq.index] = seq
+            seq.order = self.policy.urgency(seq), seq.request_id, seq.index
+            self.waiting.push(seq)
 
     def is_finished(self) -> bool:
         return not self.live
 
-    def schedule(self) -> ScheduledStep | None:
-        """The next step, or None if all running sequences wait for tokens that are still in flight."""
+    def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:
+        """The next step, or None if all running sequences wait for tokens that are still in flight.
+
+        prompts_first: do not decode while prompts can be computed, as that takes less time in all, if nobody minds.
+        """
         # blocks that this step's forks share are copied in the next one, when their contents are complete
         copies, self.block_manager.copies = self.block_manager.copies, {}
-        first, second = self._schedule_prefill, self._schedule_decode
-        if self.is_decode_next:
-            first, second = second, first
-        step = first()
-        if not step.rows:
-            step = second()
+        step = ScheduledStep()
+        if prompts_first:
+            self._schedule_chunks(step)
+            if not step.rows:
+                self._schedule_decodes(step)
+        else:
+            self._schedule_decodes(step)
+            self._schedule_chunks(step)
         while not step.rows and self.waiting and (paused := [s for s in self.running.values() if s.is_paused]):
             self.preempt(paused[-1])  # a paused beam waits for other beams of its search, and those need its blocks
-            step = self._schedule_prefill()
+            self._schedule_chunks(step)
         if not step.rows:
             self.block_manager.copies = copies
             return None
-        # each step of a beam search is a prefill: let other sequences decode in between
-        self.is_decode_next = step.is_prefill and all(row.seq.is_beam for row in step.rows)
         step.copies = [(source, target) for target, source in copies.items()]
-        self.counts["prefill_steps" if step.is_prefill else "decode_steps"] += 1
+        kind = "decode" if not step.chunks else "mixed" if step.num_decodes else "prefill"
+        self.counts[f"{kind}_steps"] += 1
         return step
 
-    def _schedule_prefill(self) -> ScheduledStep:
-        step = ScheduledStep(is_prefill=True)
-        budget = self.max_num_batched_tokens
-        while self.waiting and budget > 0:
-            seq = next(iter(self.waiting.values()))
-            if seq.status is SequenceStatus.WAITING and not self._admit(seq):
+    def _schedule_decodes(self, step: ScheduledStep) -> None:
+        seqs = self._make_room()
+        # attention to the longest starts first, so that the shorter ones fill the gaps at the end
+        seqs.sort(key=attrgetter("num_tokens"), reverse=True)
+        for seq in seqs:
+            self.block_manager.may_append(seq)
+            step.rows.append(ScheduledSequence(seq, seq.num_tokens - 1, seq.num_tokens))
+            step.sample(seq)
+            seq.num_computed_tokens = seq.num_tokens
+            seq.num_tokens += 1
+        step.num_decodes = len(seqs)
+
+    def _make_room(self) -> list[Sequence]:
+        """The sequences that decode, after the least urgent of all were preempted until the others have blocks."""
+        seqs = [seq for seq in self.running.values() if seq.num_tokens < seq.max_num_tokens and not seq.is_beam]
+        while self.block_manager.num_blocks_to_append(seqs) > len(self.block_manager.free_block_ids):
+            last = max((*self.running.values(), *self.prefilling.values()), key=attrgetter("order"))
+            self.preempt(last)
+            seqs = [seq for seq in seqs if seq is not last]
+        return seqs
+
+    def _schedule_chunks(self, step: ScheduledStep) -> None:
+        """Chunks of the prompts that are being computed, and of those that can be admitted, the most urgent first."""
+        budget = self.budget
+        if step.num_decodes:
+            total = min(self.mixed_budget.num_tokens, budget.num_tokens)
+            # though many decode, prompts get a part of the step
+            budget = self.mixed_budget._replace(num_tokens=max(1, total - step.num_decodes, total // 4))
+        started = deque(sorted(self.prefilling.values(), key=attrgetter("order")))
+        can_admit = True
+        while budget.num_tokens >= 1:
+            first = self.waiting.first() if can_admit else None
+            if started and (first is None or started[0].order < first.order):
+                seq = started.popleft()
+            elif first is None:
                 break
-            start = seq.num_computed_tokens
-            end = min(start + budget, seq.num_tokens)
-            budget -= end - start
-            step.rows.append(ScheduledSequence(seq, start, end))
-            seq.num_computed_tokens = end
-            self.block_manager.publish(seq)
-            if end == seq.num_tokens:
-                self.waiting.popitem(last=False)
-                num_running, is_first_token = len(self.running), not seq.has_sampled
-                self._sample(seq, step)
-                if is_first_token and seq.params.n > 1:
-                    self._fork_group(seq, step, num_reserved=num_running)
-        return step
+            elif self._admit(first):
+                seq = first
+            else:
+                can_admit = False  # nor can one behind it be admitted
+                continue
+            others_wait = bool(started) or (can_admit and len(self.waiting) > 0)
+            end = budget.chunk_end(seq.num_computed_tokens, seq.num_tokens, others_wait)
+            budget = budget.without(seq.num_computed_tokens, end)
+            self._schedule_chunk(seq, end, step)
+
+    def _schedule_chunk(self, seq: Sequence, end: int, step: ScheduledStep) -> None:
+        step.rows.append(ScheduledSequence(seq, seq.num_computed_tokens, end))
+        seq.num_computed_tokens = end
+        self.block_manager.publish(seq)
+        if end == seq.num_tokens:
+            num_reserved, is_first_token = len(self.running), not seq.has_sampled
+            self._sample(seq, step)
+            if is_first_token and seq.params.n > 1:
+                self._fork_group(seq, step, num_reserved)
 
     def _sample(self, seq: Sequence, step: ScheduledStep) -> None:
         """The prompt of `seq` is computed: it gets a token from the last row of the step, and decodes from now on."""
-        self.running[seq.request_id, seq.index] = seq
+        self.prefilling.pop(seq.key, None)
+        self.running[seq.key] = seq
         step.sample(seq)
         seq.num_tokens += 1
 
     def _fork_group(self, seq: Sequence, step: ScheduledStep, num_reserved: int) -> None:
         """Start the other answers to the prompt of `seq`, as far as they fit."""
-        while (
-            self.waiting and (other := next(iter(self.waiting.values()))).group is seq.group and not other.has_sampled
-        ):
+        for other in seq.group:
+            if other.status is not SequenceStatus.WAITING or other.has_sampled:
+                continue
             if not self.free_req_indices or len(self.block_manager.free_block_ids) <= num_reserved:
                 break
-            self.waiting.popitem(last=False)
+            self.waiting.discard(other)
             self.block_manager.fork(seq, other)
             self._set_running(other)
             self._sample(other, step)
 
     def _admit(self, seq: Sequence) -> bool:
-        num_running = len(self.running)
-        if num_running > self.max_running_to_admit and self.num_steps_without_admission < MAX_STEPS_WITHOUT_ADMISSION:
-            self.num_steps_without_admission += 1
+        """Give the first of the queue its blocks, if it is time for that and they are there."""
+        num_running = len(self.running) + len(self.prefilling)
+        is_preempted_now = len(seq.token_ids) < seq.num_tokens  # its last token is still in flight
+        if not self.admission.is_open(num_running) or is_preempted_now:
             return False
-        self.num_steps_without_admission = 0
         is_new_group = num_running and seq is seq.group[0] and not seq.has_sampled
         num_others = num_running + (len(seq.group) - 1 if is_new_group else 0)
         # with a block in reserve for each of the others, all can grow once before one has to be preempted
         if num_others >= self.max_num_seqs or not self.block_manager.can_allocate(seq, num_reserved=num_others):
-            # a prefill step for each sequence that ends would delay all others: wait until a sixteenth have ended
-            self.max_running_to_admit = max(0, num_running - max(1, num_running // 16))
+            self.admission.close(num_running)
             return False
-        self.max_running_to_admit = self.max_num_seqs
-        assert len(seq.token_ids) == seq.num_tokens, "admitted with a token in flight"
+        self.admission.open()
+        self.waiting.discard(seq)
         self.block_manager.allocate(seq)
-        if not seq.has_sampled:  # else it was preempted, and is counted already
+        if not seq.was_admitted:  # else it was preempted, and is counted already
             seq.num_cached_tokens = seq.num_computed_tokens
             self.counts["prompt_tokens"] += seq.num_prompt_tokens
             self.counts["cached_tokens"] += seq.num_cached_tokens
         self._set_running(seq)
+        self.prefilling[seq.key] = seq
         return True
 
     def _set_running(self, seq: Sequence) -> None:
         seq.req_index = self.free_req_indices.pop()
-        seq.status = SequenceStatus.RUNNING
+        seq.status, seq.was_admitted = SequenceStatus.RUNNING, True
         seq.record_time("scheduled")
-
-    def _schedule_decode(self) -> ScheduledStep:
-        step = ScheduledStep(is_prefill=False)
-        for seq in list(self.running.values()):
-            if seq.status is not SequenceStatus.RUNNING or seq.num_tokens >= seq.max_num_tokens or seq.is_beam:
-                continue  # preempted in this loop, at its length limit, or a beam, which continues by `branch`
-            while not self.block_manager.can_append(seq):
-                last = next(reversed(self.running.values()))
-                self.preempt(last)
-                if last is seq:
-                    break
-            else:
-                self.block_manager.may_append(seq)
-                step.rows.append(ScheduledSequence(seq, seq.num_tokens - 1, seq.num_tokens))
-                seq.num_computed_tokens = seq.num_tokens
-                seq.num_tokens += 1
-        # attention to the longest starts first, so that the shorter ones fill the gaps at the end
-        step.rows.sort(key=lambda row: row.end, reverse=True)
-        step.sampled_seqs, step.sampled_rows = [row.seq for row in step.rows], [*range(len(step.rows))]
-        return step
 
     def preempt(self, seq: Sequence) -> None:
         """Free the blocks of a running sequence and queue it again, to be recomputed from the tokens it has."""
         self._release(seq)
         seq.status = SequenceStatus.WAITING
         if not seq.is_paused:
-            self._requeue([seq])
+            self.waiting.push(seq)
         self.num_preemptions += 1
 
     def branch(self, seq: Sequence, choices: list[tuple[int, int]]) -> list[Sequence]:
@@ -184,34 +210,30 @@ class Scheduler:
         branches = [seq.fork(*choice) for choice in others]
         for other in branches:
             self.live[seq.request_id][other.index] = other
+            other.order = seq.order[0], *other.key
             if seq.block_table and self.free_req_indices and self.block_manager.free_block_ids:
                 self.block_manager.fork(seq, other)
                 self._set_running(other)
         seq.append_token(own_token_id)
         seq.num_tokens, seq.candidates = len(seq.token_ids), None
-        self.running.pop((seq.request_id, seq.index), None)
+        self.running.pop(seq.key, None)
         if seq.block_table and self.block_manager.can_append(seq):
             self.block_manager.may_append(seq)
         elif seq.block_table:
             self._release(seq)
             seq.status = SequenceStatus.WAITING
-        self._requeue([seq, *branches])
+        for beam in (seq, *branches):
+            if beam.status is SequenceStatus.RUNNING:
+                self.prefilling[beam.key] = beam
+            else:
+                self.waiting.push(beam)
         return [seq, *branches]
-
-    def _requeue(self, seqs: list[Sequence]) -> None:
-        """Put sequences at the head of the queue, where those that hold blocks come before those that do not."""
-        holders = takewhile(lambda seq: seq.status is SequenceStatus.RUNNING, self.waiting.values())
-        head = sorted([*holders, *seqs], key=lambda seq: seq.status is not SequenceStatus.RUNNING)
-        for seq in reversed(head):
-            key = seq.request_id, seq.index
-            self.waiting[key] = seq
-            self.waiting.move_to_end(key, last=False)
 
     def postprocess(
         self, step: ScheduledStep, token_ids: list[int], logprobs: Iterable = (), prompt_logprobs: Iterable = ()
     ) -> list[Sequence]:
         """Apply the result of a step, in the form of `StepResult`; returns the sequences that it ended."""
-        for (seq, start, _), row_logprobs in zip(step.rows, prompt_logprobs):
+        for (seq, start, _), row_logprobs in zip(step.chunks, prompt_logprobs):
             if row_logprobs:
                 seq.prompt_logprobs[start + 1 : start + 1 + len(row_logprobs)] = row_logprobs
         finished, logprobs = [], logprobs or [None] * len(token_ids)
@@ -235,7 +257,7 @@ class Scheduler:
 
     def _pause(self, seq: Sequence, candidates: Logprobs | None) -> None:
         seq.candidates, seq.num_tokens = candidates, len(seq.token_ids)
-        self.waiting.pop((seq.request_id, seq.index), None)  # if it was preempted while the step was in flight
+        self.waiting.discard(seq)  # if it was preempted while the step was in flight
         self.counts["output_tokens"] += 1
         seq.record_time("first_token")
 
@@ -252,7 +274,7 @@ class Scheduler:
         seq.finish_reason, seq.stop_reason = reason, stop_reason
         if seq.status is SequenceStatus.FINISHED:
             return
-        self.waiting.pop((seq.request_id, seq.index), None)
+        self.waiting.discard(seq)
         if seq.status is SequenceStatus.RUNNING:
             self._release(seq)
         seq.status = SequenceStatus.FINISHED
@@ -274,8 +296,8 @@ class Scheduler:
         seqs = [seq for group in self.live.values() for seq in group.values()]
         self.block_manager.reset()
         self.free_req_indices = list(range(self.max_num_seqs - 1, -1, -1))
-        self.max_running_to_admit, self.num_steps_without_admission = self.max_num_seqs, 0
-        self.live, self.waiting, self.running = {}, OrderedDict(), {}
+        self.admission = GroupAdmission()
+        self.live, self.waiting, self.prefilling, self.running = {}, WaitingQueue(), {}, {}
         for seq in sorted(seqs, key=attrgetter("request_id", "index")):
             seq.block_table, seq.block_hashes, seq.req_index = [], [], -1
             seq.num_computed_tokens, seq.num_tokens = 0, len(seq.token_ids)
@@ -286,26 +308,12 @@ class Scheduler:
             if not seq.finish_reason:
                 self.live.setdefault(seq.request_id, {})[seq.index] = seq
                 if not seq.is_paused:
-                    self.waiting[seq.request_id, seq.index] = seq
-
-    def stats(self) -> dict:
-        """See `LLMEngine.stats`."""
-        counts, blocks = self.counts, self.block_manager
-        num_free = len(blocks.free_block_ids)
-        num_cached = sum(blocks.blocks[i].ref_count == 0 for i in [*blocks.hash_to_block_id.values()])
-        num_admitted = sum(seq.status is SequenceStatus.RUNNING for seq in [*self.waiting.values()])
-        return {
-            "requests": {"waiting": len(self.waiting) - num_admitted, "running": len(self.running) + num_admitted},
-            "blocks": {"used": len(blocks.blocks) - num_free, "cached": num_cached, "free": num_free - num_cached},
-            "prefix_hit_rate": counts["cached_tokens"] / max(1, counts["prompt_tokens"]),
-            "preemptions": self.num_preemptions,
-            "tokens": {"in": counts["prompt_tokens"], "out": counts["output_tokens"]},
-            "steps": {"prefill": counts["prefill_steps"], "decode": counts["decode_steps"]},
-        }
+                    self.waiting.push(seq)
 
     def _release(self, seq: Sequence) -> None:
         """Take the blocks and the request index from a running sequence."""
         self.block_manager.deallocate(seq)
         self.free_req_indices.append(seq.req_index)
         seq.req_index = -1
-        self.running.pop((seq.request_id, seq.index), None)
+        self.prefilling.pop(seq.key, None)
+        self.running.pop(seq.key, None)

@@ -33,10 +33,13 @@ class Sequence:
         max_len: int,
         index: int = 0,
         is_beam: bool = False,
+        priority: int = 0,
     ):
         self.request_id = request_id
         self.index = index  # among the answers to its request
         self.group = [self]  # all of those
+        self.priority = priority  # of its request, for scheduling policies
+        self.order: tuple = ()  # (the policy's `urgency`, request_id, index); the least is the most urgent
         self.params = params
         self.bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of `params.bad_words`
         self.noise_seed = noise_seed  # 64 bits, from which every random number of this sequence is made
@@ -50,10 +53,9 @@ class Sequence:
         self.block_hashes: list[int] = []  # of the full blocks of token_ids, computed when they are needed
         self.req_index = -1  # its row in the device's per-request state while it runs
         self.status = SequenceStatus.WAITING
+        self.was_admitted = False  # at least once
         self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = (
-            None  # the stop id or string that ended it; None for the tokenizer's own eos
-        )
+        self.stop_reason: int | str | None = None  # the stop id or string; None for the tokenizer's own eos
         self.logprobs: list[Logprobs] = []  # for each generated token
         self.prompt_logprobs: list[Logprobs | None] = [None]  # for each token of the prompt; the first has none
         self.is_beam = is_beam
@@ -67,6 +69,10 @@ class Sequence:
     def __repr__(self) -> str:
         num_tokens = f"{self.num_prompt_tokens} + {self.num_completion_tokens} tokens"
         return f"Sequence({self.request_id}.{self.index}, {self.status.name}, {num_tokens}, blocks {self.block_table})"
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.request_id, self.index
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -109,8 +115,8 @@ class Sequence:
         other = Sequence(
             self.request_id, [*self.token_ids, token_id], self.params, self.noise_seed, self.max_num_tokens, index, True
         )
-        other.group, other.num_prompt_tokens = self.group, self.num_prompt_tokens
-        other.max_num_tokens = self.max_num_tokens
+        other.group, other.priority = self.group, self.priority
+        other.num_prompt_tokens, other.max_num_tokens = self.num_prompt_tokens, self.max_num_tokens
         other.arrival, other.timing = self.arrival, dict(self.timing)
         return other
 

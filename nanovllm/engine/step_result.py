@@ -1,4 +1,4 @@
-"""The tokens that a step samples, on their way to host memory, with log-probabilities where requests want them."""
+"""What a step leaves on the device, and its results on their way to host memory."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -19,14 +19,38 @@ ALL_TOKENS = 2**30  # for `num_top`: more than any vocabulary has
 MAX_LOGPROB_ROWS = 64  # computed at a time, as log-probabilities take more memory than logits
 
 
+class ForwardOutput(NamedTuple):
+    """What a step leaves on the device."""
+
+    token_ids: torch.Tensor  # [S] int32, sampled
+    hidden_states: torch.Tensor  # [T, hidden_size]
+    sampled_hidden_states: torch.Tensor  # [S, hidden_size]
+
+
+class SamplerInput(NamedTuple):
+    """What the model leaves for the sampler."""
+
+    hidden_states: torch.Tensor  # [S, hidden_size], of the last token of each sampled sequence
+    req_indices: torch.Tensor  # [S] int32
+    positions: torch.Tensor  # [S] int32
+    block_tables: torch.Tensor  # [S, W] int32
+
+
+class StepBuffers(NamedTuple):
+    """Host memory of one step, pinned on CUDA: int32 words of its batch and the token ids that it samples."""
+
+    batch: torch.Tensor
+    token_ids: torch.Tensor
+
+
 class StepResult(NamedTuple):
     """The outcome of a step on the host. Log-probabilities are those of the model's own logits.
 
     token_ids: one for each of the step's `sampled_seqs`.
     logprobs: for each of those tokens; None without a request for them.
-    prompt_logprobs: for each of a prefill step's `rows`, those of the prompt's tokens from start + 1 to end, as far as
-        the prompt goes; None without a request, or where there are no such tokens. A row that is computed again after
-        a preemption has them again.
+    prompt_logprobs: for each of the step's `chunks`, those of the prompt's tokens from start + 1 to end, as far as the
+        prompt goes; None without a request, or where there are no such tokens. A chunk that is computed again after a
+        preemption has them again.
     """
 
     token_ids: list[int]
@@ -48,8 +72,8 @@ class LogprobRequest(NamedTuple):
 
 def logprob_requests(step: ScheduledStep) -> list[LogprobRequest]:
     """First those for tokens of prompts, then those for `sampled_seqs`."""
-    requests, first = [], 0
-    for i, (seq, start, end) in enumerate(step.rows if step.is_prefill else ()):
+    requests, first = [], step.num_decodes
+    for i, (seq, start, end) in enumerate(step.chunks):
         if (num_top := seq.params.prompt_logprobs) is not None:
             num_top = ALL_TOKENS if num_top < 0 else num_top
             positions = range(start + 1, min(end + 1, seq.num_prompt_tokens))
@@ -62,13 +86,13 @@ def logprob_requests(step: ScheduledStep) -> list[LogprobRequest]:
 
 
 def compute_logprobs(
-    batch,
     requests: list[LogprobRequest],
     compute_logits: Callable,
     token_ids: torch.Tensor,
     hidden_states: torch.Tensor,
+    sampled_hidden_states: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """The tensors of `log_probabilities` for `requests`, from the step's host batch, sampled ids and hidden states.
+    """The tensors of `log_probabilities` for `requests`, from the step's sampled ids and hidden states.
 
     Logits are computed again: in pieces for prompts, but for all sampled rows at once, as in the step itself. The
     rounding of a matrix product depends on its number of rows; so a greedy token has rank 1 here too.
@@ -84,10 +108,7 @@ def compute_logprobs(
         logits = compute_logits(hidden_states.index_select(0, rows[piece]))
         pieces.append(log_probabilities(logits, chosen[piece], num_top))
     if num_prompt < len(requests):
-        if batch.shape.is_prefill:
-            logits_indices = torch.from_numpy(batch.logits_indices).to(hidden_states.device, non_blocking=True)
-            hidden_states = hidden_states.index_select(0, logits_indices)
-        logits = compute_logits(hidden_states)
+        logits = compute_logits(sampled_hidden_states)
     for first in range(num_prompt, len(requests), MAX_LOGPROB_ROWS):
         piece = slice(first, first + MAX_LOGPROB_ROWS)
         pieces.append(log_probabilities(logits.index_select(0, rows[piece]), chosen[piece], num_top))
@@ -144,5 +165,5 @@ class PendingStep:
         return StepResult(
             self._token_ids[:num_sampled].tolist(),
             [logprobs.get(i) for i in range(num_sampled)],
-            [prompt_logprobs.get(i) for i in range(len(step.rows))],
+            [prompt_logprobs.get(i) for i in range(len(step.chunks))],
         )

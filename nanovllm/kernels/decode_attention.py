@@ -13,31 +13,19 @@ from nanovllm.kernels.dependent_launch import (
     prefetch_rows,
 )
 from nanovllm.kernels.norm_rope_store import NORM_ROPE_INPUTS, norm_rope
+from nanovllm.kernels.split_sequence import NO_KEYS, choose_num_splits, combine_splits, split_sequence
 
 TILE = 64  # keys of a tile, which lies in one block
 CHUNK = 16  # block ids that are loaded at a time
-MAX_SPLITS = 16  # of one sequence
-PROGRAMS_PER_SM = 8  # two or three run at a time; with this many, the last to finish are not waited for long
-NO_KEYS = tl.constexpr(-1e30)  # the log-sum-exp of no keys; finite, so that no NaN arises from it
 
 
-@triton.jit
-def _split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, TILE: tl.constexpr):
-    """How many tokens of a sequence are in the cache, how many each split reads, and how many splits are used.
-
-    The first split is always used: it adds the new token, or writes the zeros of an empty sequence.
-    """
-    num_cached = tl.load(context_lens_ptr + seq) - (1 if IS_QKV else 0)
-    per_split = tl.maximum(tl.cdiv(tl.cdiv(num_cached, splits), TILE), 1) * TILE
-    return num_cached, per_split, tl.maximum(tl.cdiv(num_cached, per_split), 1)
-
-
-@dependent_kernel(early=("context_lens_ptr", "block_tables_ptr", *NORM_ROPE_INPUTS))
+@dependent_kernel(early=("num_seqs_ptr", "context_lens_ptr", "block_tables_ptr", *NORM_ROPE_INPUTS))
 @triton.jit(do_not_specialize=["table_stride", "splits"])
 def _decode_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    num_seqs_ptr,
     context_lens_ptr,
     block_tables_ptr,
     out_ptr,
@@ -61,6 +49,7 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     IS_QKV: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_NUM_SEQS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -70,8 +59,12 @@ def _decode_kernel(
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
+    if HAS_NUM_SEQS:
+        num_seqs = tl.load(num_seqs_ptr)
+        if seq >= num_seqs:
+            return
     table_ptr = block_tables_ptr + seq * table_stride
-    num_cached, per_split, num_splits = _split_sequence(context_lens_ptr, seq, splits, IS_QKV, TILE)
+    num_cached, per_split, num_splits = split_sequence(context_lens_ptr, seq, splits, IS_QKV, TILE)
     if split >= num_splits:
         return
     begin = split * per_split
@@ -153,44 +146,6 @@ def _decode_kernel(
         tl.store(out, acc.to(out_ptr.dtype.element_ty), in_group)
 
 
-@dependent_kernel(early=("context_lens_ptr",))
-@triton.jit(do_not_specialize=["splits"])
-def _combine_kernel(
-    partial_ptr,
-    lse_ptr,
-    context_lens_ptr,
-    out_ptr,
-    splits,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    IS_QKV: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, HEAD_DIM)
-    split = tl.arange(0, MAX_SPLITS)
-    num_splits = _split_sequence(context_lens_ptr, row // HEADS, splits, IS_QKV, TILE)[2]
-    is_used = split < num_splits
-    part = row * splits + split
-    if PDL:
-        gdc_wait()
-    lse = tl.load(lse_ptr + part, is_used, NO_KEYS)
-    parts = tl.load(partial_ptr + part[:, None] * HEAD_DIM + d[None, :], is_used[:, None], 0.0)
-    weight = tl.exp2(lse - tl.max(lse, 0))
-    out = tl.sum(parts * weight[:, None], 0) / tl.sum(weight, 0)
-    tl.store(out_ptr + row * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty))
-
-
-def choose_num_splits(num_programs: int, max_context_len: int, device: torch.device) -> int:
-    """The most splits of one sequence, where there are `num_programs` sequences times kv heads."""
-    wanted = PROGRAMS_PER_SM * num_sms(device) // max(1, num_programs)
-    return max(1, min(wanted, triton.cdiv(max_context_len, TILE), MAX_SPLITS))
-
-
 def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> bool:
     """Whether `decode_attention_of_qkv` is faster than `norm_rope_store` and `decode_attention`.
 
@@ -208,6 +163,8 @@ def decode_attention(
     block_tables: torch.Tensor,
     max_context_len: int,
     splits: int | None = None,
+    num_seqs: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [B, heads, head_dim] attends to the context_lens[b] tokens behind block_tables[b]; zeros where there are none.
 
@@ -215,10 +172,13 @@ def decode_attention(
     context_lens [B], block_tables [B, W] int32; all but the tables contiguous. A sequence gets as many splits as it has
     tiles, up to `splits`, which is chosen by the bound `max_context_len` if it is not given. Programs start in the
     order of the rows, so the longest sequences should come first.
+
+    `out` takes the result. With num_seqs [1] int32, at least 1, only the first so many rows are computed, and the other
+    rows of the result are left alone.
     """
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if out is None else out
     no_norm_rope = None, None, 0.0, None, None
-    _decode(out, q, *no_norm_rope, k_cache, v_cache, context_lens, block_tables, max_context_len, splits)
+    _decode(out, q, *no_norm_rope, k_cache, v_cache, context_lens, block_tables, max_context_len, splits, num_seqs)
     return out
 
 
@@ -261,13 +221,14 @@ def _decode(
     block_tables: torch.Tensor,
     max_context_len: int,
     splits: int | None,
+    num_seqs: torch.Tensor | None = None,
 ) -> None:
     """Fill `out` [B, heads, head_dim]. With cos_sin, q is qkv."""
     batch_size, heads, head_dim = out.shape
     block_size, kv_heads = k_cache.shape[1:3]
     group = heads // kv_heads
     is_qkv = cos_sin is not None
-    splits = splits or choose_num_splits(batch_size * kv_heads, max_context_len, q.device)
+    splits = splits or choose_num_splits(batch_size * kv_heads, max_context_len, TILE, q.device)
     partial = lse = out  # unused without splits
     if splits > 1:
         partial = torch.empty((batch_size, heads, splits, head_dim), dtype=torch.float32, device=q.device)
@@ -277,6 +238,7 @@ def _decode(
         q,
         k_cache,
         v_cache,
+        num_seqs,
         context_lens,
         block_tables,
         out,
@@ -300,21 +262,10 @@ def _decode(
         STAGES=3 if head_dim * q.element_size() <= 256 and not is_qkv else 2,
         IS_QKV=is_qkv,
         HAS_NORM=q_weight is not None,
+        HAS_NUM_SEQS=num_seqs is not None,
         IS_SPLIT=splits > 1,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=2,
     )
     if splits > 1:
-        launch(_combine_kernel, (batch_size * heads,), q.device, shared=50)(
-            partial,
-            lse,
-            context_lens,
-            out,
-            splits,
-            HEADS=heads,
-            HEAD_DIM=head_dim,
-            TILE=tile,
-            MAX_SPLITS=MAX_SPLITS,
-            IS_QKV=is_qkv,
-            num_warps=2,
-        )
+        combine_splits(partial, lse, num_seqs, context_lens, out, tile, is_qkv)

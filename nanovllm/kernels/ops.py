@@ -10,6 +10,6 @@ from nanovllm.kernels.layernorm import rms_norm
 from nanovllm.kernels.norm_rope_store import norm_rope_store
 from nanovllm.kernels.peers import gather_columns, max_of_ranks, sum_rms_norm
 from nanovllm.kernels.penalties import penalize
-from nanovllm.kernels.prefill_attention import prefill_attention
+from nanovllm.kernels.prefill_attention import prefill_attention, query_tile_size
 from nanovllm.kernels.sampling import sample
 from nanovllm.kernels.split_k_gemm import choose_split_k, split_k_gemm

@@ -47,12 +47,13 @@ def _attend_tiles(
     return acc, l_i, m_i
 
 
-@dependent_kernel(early=("cu_seqlens_q_ptr", "context_lens_ptr"))
+@dependent_kernel(early=("query_tiles_ptr", "cu_seqlens_q_ptr", "context_lens_ptr"))
 @triton.jit(do_not_specialize=["table_stride"])
 def _prefill_kernel(
     q_ptr,
     k_tiles,
     v_tiles,
+    query_tiles_ptr,
     cu_seqlens_q_ptr,
     context_lens_ptr,
     block_tables_ptr,
@@ -75,13 +76,13 @@ def _prefill_kernel(
         k_tiles = tl.make_tensor_descriptor(k_tiles, [2147483647, ROW], [ROW, 1], [TILE_N, HEAD_DIM])
         v_tiles = tl.make_tensor_descriptor(v_tiles, [2147483647, ROW], [ROW, 1], [TILE_N, HEAD_DIM])
     TOKENS: tl.constexpr = TILE_M // GROUP  # a tile has TOKENS tokens with all query heads of one kv head
-    seq = tl.program_id(2)
+    seq = tl.load(query_tiles_ptr + 2 * tl.program_id(0))
+    first = tl.load(query_tiles_ptr + 2 * tl.program_id(0) + 1)
     kv_head = tl.program_id(1)
+    if seq < 0:
+        return
     first_row = tl.load(cu_seqlens_q_ptr + seq)
     num_new = tl.load(cu_seqlens_q_ptr + seq + 1) - first_row
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS  # the tiles with the most keys start first
-    if first >= num_new:
-        return
     length = tl.load(context_lens_ptr + seq)
     table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
     if PDL:
@@ -145,6 +146,16 @@ def _prefill_kernel(
     tl.store(out_ptr + at, (acc / l_i[:, None]).to(out_ptr.dtype.element_ty), valid)
 
 
+def _tile_sizes(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Query rows and keys of a tile. A token has a row for each query head of its key-value head."""
+    return (64, 32) if dtype == torch.float32 or head_dim > 128 else (128, 64)
+
+
+def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
+    """The number of tokens of a tile, where `group` query heads share a key-value head."""
+    return _tile_sizes(head_dim, dtype)[0] // group
+
+
 def prefill_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -152,20 +163,24 @@ def prefill_attention(
     cu_seqlens_q: torch.Tensor,
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
-    max_seqlen_q: int,
+    query_tiles: torch.Tensor,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [T, heads, head_dim], contiguous: the last tokens of B sequences, of which each begins at cu_seqlens_q [B + 1].
 
     Every query attends to the tokens of its sequence up to and including its own. The caches already hold all of them:
     those of this step and, where context_lens[b] is greater than the number of queries, those of earlier steps. Shapes
     as in `decode_attention`; at most 64 query heads to a key-value head.
+
+    query_tiles [N, 2] int32 are the tiles to compute, in the order in which their programs start: a sequence, and the
+    first of at most `query_tile_size` of its queries; a sequence of -1 is no tile. `out` takes the result, and the rows
+    of other queries are left alone.
     """
     heads, head_dim = q.shape[1:]
     block_size, kv_heads = k_cache.shape[1:3]
     group = heads // kv_heads
-    out = torch.empty_like(q)
-    exact = q.dtype == torch.float32
-    tile_m, tile_n = (64, 32) if exact or head_dim > 128 else (128, 64)
+    out = torch.empty_like(q) if out is None else out
+    tile_m, tile_n = _tile_sizes(head_dim, q.dtype)
     tile_n = min(tile_n, block_size & -block_size)  # the largest power of two that divides the block
     k_tiles, v_tiles = k_cache, v_cache
     if has_tma(q.device):  # a tile is loaded by one instruction
@@ -173,11 +188,11 @@ def prefill_attention(
             TensorDescriptor.from_tensor(cache.flatten(0, 1).flatten(1), [tile_n, head_dim])
             for cache in (k_cache, v_cache)
         )
-    grid = (triton.cdiv(max_seqlen_q, tile_m // group), kv_heads, context_lens.shape[0])
-    launch(_prefill_kernel, grid, q.device)(
+    launch(_prefill_kernel, (len(query_tiles), kv_heads), q.device)(
         q,
         k_tiles,
         v_tiles,
+        query_tiles,
         cu_seqlens_q,
         context_lens,
         block_tables,
@@ -190,7 +205,7 @@ def prefill_attention(
         HEAD_DIM=head_dim,
         TILE_M=tile_m,
         TILE_N=tile_n,
-        PRECISION="ieee" if exact else "tf32",
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=4,
     )
     return out

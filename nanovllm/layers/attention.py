@@ -54,13 +54,11 @@ class Attention(nn.Module):
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         """q [T, heads, head_dim] against all stored keys, those of this step included -> the same shape."""
-        context = get_context()
-        attend = self.backend.prefill if context.is_prefill else self.backend.decode
-        return attend(q, self.k_cache, self.v_cache, context)
+        return self.backend.attend(q, self.k_cache, self.v_cache, get_context())
 
     def _forward_by_kernels(self, ops: ModuleType, qkv: torch.Tensor, qk_norm_rope: QKNormRope) -> torch.Tensor:
         """Norm, rope and store in one kernel, which the backend may fuse with the attention of a decode step."""
         context, backend = get_context(), self.backend
-        if not context.is_prefill and backend.fuses_qk_norm_rope(len(qkv), self.num_kv_heads, qkv.device):
+        if not context.has_chunks and backend.fuses_qk_norm_rope(len(qkv), self.num_kv_heads, qkv.device):
             return backend.decode_qkv(qkv, qk_norm_rope, self.k_cache, self.v_cache, context)
         return self.attend(ops.norm_rope_store(qkv, *qk_norm_rope, context.slot_mapping, self.k_cache, self.v_cache))

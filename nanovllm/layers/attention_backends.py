@@ -17,13 +17,28 @@ class AttentionBackend:
     """
 
     uses_cuda_graphs = True  # decode never reads a result on the host
+    captures_chunks = False  # nor does a step with chunks, which reads their number and lengths on the device
+
+    def query_tile_size(self, group: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Tokens of a tile in `Context.query_tiles`, if `group` query heads share a key-value head; 0: no tiles."""
+        return 0
+
+    def attend(self, q, k_cache, v_cache, context: Context) -> torch.Tensor:
+        """Each of a step's queries against the keys of its sequence up to its own -> [T, heads, head_dim]."""
+        n = context.num_decodes
+        if not context.has_chunks:
+            return self.decode(q, k_cache, v_cache, context)
+        out = self.prefill(q, k_cache, v_cache, context)
+        if n:
+            out[:n] = self.decode(q[:n], k_cache, v_cache, context)
+        return out
 
     def prefill(self, q, k_cache, v_cache, context: Context) -> torch.Tensor:
-        """The last queries of each sequence against all its keys, causally -> [T, heads, head_dim]."""
+        """`attend` for the chunks of prompts; the rows of decodes, which come first, get any value."""
         raise NotImplementedError
 
     def decode(self, q, k_cache, v_cache, context: Context) -> torch.Tensor:
-        """One query for each sequence against all its keys -> [B, heads, head_dim]; any value where there are none."""
+        """One query for each sequence that decodes -> [num_decodes, heads, head_dim]; any value where no keys are."""
         raise NotImplementedError
 
     def fuses_qk_norm_rope(self, batch_size: int, kv_heads: int, device: torch.device) -> bool:
@@ -45,19 +60,28 @@ def make_backend(name: str) -> AttentionBackend:
 class TritonBackend(AttentionBackend):
     """Our own paged kernels."""
 
+    captures_chunks = True
+
     def __init__(self):
         from nanovllm.kernels import ops
 
         self.ops = ops
 
-    def prefill(self, q, k_cache, v_cache, context):
-        return self.ops.prefill_attention(
-            q, k_cache, v_cache, context.cu_seqlens_q, context.context_lens, context.block_tables, context.max_seqlen_q
-        )
-
-    def decode(self, q, k_cache, v_cache, context):
+    def attend(self, q, k_cache, v_cache, context):
+        out, n = torch.empty_like(q), context.num_decodes
         lengths, tables = context.context_lens, context.block_tables
-        return self.ops.decode_attention(q, k_cache, v_cache, lengths, tables, context.max_context_len)
+        if context.has_chunks:
+            starts, tiles = context.cu_seqlens_q, context.query_tiles
+            self.ops.prefill_attention(q, k_cache, v_cache, starts, lengths, tables, tiles, out)
+        if n:
+            caches, count = (k_cache, v_cache), context.num_decodes_on_device
+            self.ops.decode_attention(
+                q[:n], *caches, lengths[:n], tables[:n], context.max_context_len, num_seqs=count, out=out[:n]
+            )
+        return out
+
+    def query_tile_size(self, group, head_dim, dtype):
+        return self.ops.query_tile_size(group, head_dim, dtype)
 
     def fuses_qk_norm_rope(self, batch_size, kv_heads, device):
         return self.ops.fuses_qk_norm_rope(batch_size, kv_heads, device)
@@ -84,27 +108,29 @@ class FlashBackend(AttentionBackend):
         self.flash_attn = flash_attn
 
     def prefill(self, q, k_cache, v_cache, context):
-        if context.plan is None:
-            context.plan = F.pad(context.context_lens.cumsum(0, dtype=torch.int32), (1, 0))  # cu_seqlens_k
+        n = context.num_decodes
+        if context.prefill_plan is None:
+            context.prefill_plan = F.pad(context.context_lens[n:].cumsum(0, dtype=torch.int32), (1, 0))  # cu_seqlens_k
         return self.flash_attn.flash_attn_varlen_func(
             q,
             k_cache,
             v_cache,
-            context.cu_seqlens_q,
-            context.plan,
+            context.cu_seqlens_q[n:],
+            context.prefill_plan,
             context.max_seqlen_q,
             context.max_context_len,
-            block_table=context.block_tables,
+            block_table=context.block_tables[n:],
             causal=True,
         )
 
     def decode(self, q, k_cache, v_cache, context):
+        n = context.num_decodes
         return self.flash_attn.flash_attn_with_kvcache(
             q.unsqueeze(1),
             k_cache,
             v_cache,
-            cache_seqlens=context.context_lens,
-            block_table=context.block_tables,
+            cache_seqlens=context.context_lens[:n],
+            block_table=context.block_tables[:n],
             causal=True,
         ).squeeze(1)
 
@@ -115,12 +141,15 @@ class SDPABackend(AttentionBackend):
     uses_cuda_graphs = False
 
     def prefill(self, q, k_cache, v_cache, context):
-        if context.max_seqlen_q == 1:  # beams prefill one token each
-            return self.decode(q, k_cache, v_cache, context)
-        if context.plan is None:
-            context.plan = list(_plan_prefill(context, k_cache.shape[1], q.dtype))
-        out = torch.empty_like(q)
-        for rows, chunks, mask in context.plan:
+        out, n = torch.empty_like(q), context.num_decodes
+        if context.max_seqlen_q == 1:  # beams compute one token each
+            if context.prefill_plan is None:
+                context.prefill_plan = list(_plan_decode(context, slice(n, None), k_cache.shape[1], q.dtype))
+            out[n:] = _attend_one_token(q[n:], k_cache, v_cache, context.prefill_plan)
+            return out
+        if context.prefill_plan is None:
+            context.prefill_plan = list(_plan_prefill(context, k_cache.shape[1], q.dtype))
+        for rows, chunks, mask in context.prefill_plan:
             # key-value heads are the batch dimension, and `expand` repeats them for the query heads without a copy
             queries = q[rows].unflatten(1, (k_cache.shape[2], -1)).permute(1, 2, 0, 3)  # [kv_heads, group, M, head_dim]
             k, v = (_gather(cache, chunks).permute(2, 0, 1, 3) for cache in (k_cache, v_cache))
@@ -133,14 +162,10 @@ class SDPABackend(AttentionBackend):
         return out
 
     def decode(self, q, k_cache, v_cache, context):
-        if context.plan is None:
-            context.plan = list(_plan_decode(context, k_cache.shape[1], q.dtype))
-        outputs = []
-        for rows, chunks, mask in context.plan:
-            queries = q[rows].unflatten(1, (k_cache.shape[2], -1))  # [n, kv_heads, group, head_dim]
-            k, v = (_gather(cache, chunks).transpose(1, 2) for cache in (k_cache, v_cache))
-            outputs.append(F.scaled_dot_product_attention(queries, k, v, attn_mask=mask).flatten(1, 2))
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        if context.decode_plan is None:
+            rows = slice(0, context.num_decodes)
+            context.decode_plan = list(_plan_decode(context, rows, k_cache.shape[1], q.dtype))
+        return _attend_one_token(q, k_cache, v_cache, context.decode_plan)
 
 
 class _Group(NamedTuple):
@@ -152,10 +177,10 @@ class _Group(NamedTuple):
 
 
 def _plan_prefill(context: Context, block_size: int, dtype: torch.dtype):
-    """A group for each sequence."""
-    starts = context.cu_seqlens_q.tolist()
-    for i, length in enumerate(context.context_lens.tolist()):
-        num_new = starts[i + 1] - starts[i]
+    """A group for each chunk."""
+    starts, lengths = context.cu_seqlens_q.tolist(), context.context_lens.tolist()
+    for i in range(context.num_decodes, len(lengths)):
+        length, num_new = lengths[i], starts[i + 1] - starts[i]
         chunks, padded_length = _chunks(context.block_tables[i : i + 1], length, block_size)
         mask = None
         if num_new < length:  # the last query sees all keys but the padding
@@ -164,24 +189,35 @@ def _plan_prefill(context: Context, block_size: int, dtype: torch.dtype):
         yield _Group(slice(starts[i], starts[i + 1]), chunks, mask)
 
 
-def _plan_decode(context: Context, block_size: int, dtype: torch.dtype):
-    """Groups of adjacent sequences of similar length: the scheduler sorts them, longest first.
+def _plan_decode(context: Context, seqs: slice, block_size: int, dtype: torch.dtype):
+    """Groups of adjacent sequences of similar length, of those with one query: the scheduler sorts them, longest first.
 
     Padding to the longest of a group adds at most a seventh and 18 tokens to each sequence: larger groups would gather
     more padding, and smaller ones need more calls.
     """
-    lengths = context.context_lens.tolist()
+    context_lens, block_tables = context.context_lens[seqs], context.block_tables[seqs]
+    lengths = context_lens.tolist()
     begin = 0
     for end in range(1, len(lengths) + 1):
         if end < len(lengths) and lengths[begin] * 7 // 8 - 16 <= lengths[end] <= lengths[begin]:
             continue
-        chunks, padded_length = _chunks(context.block_tables[begin:end], lengths[begin], block_size)
+        chunks, padded_length = _chunks(block_tables[begin:end], lengths[begin], block_size)
         mask = None
         if lengths[end - 1] < padded_length:
-            bounds = context.context_lens[begin:end, None, None, None]
+            bounds = context_lens[begin:end, None, None, None]
             mask = _additive(torch.arange(padded_length, device=chunks.device) < bounds, dtype)  # [n, 1, 1, L]
         yield _Group(slice(begin, end), chunks, mask)
         begin = end
+
+
+def _attend_one_token(q, k_cache, v_cache, plan: list[_Group]) -> torch.Tensor:
+    """One query for each sequence, q [B, heads, head_dim] -> the same shape."""
+    outputs = []
+    for rows, chunks, mask in plan:
+        queries = q[rows].unflatten(1, (k_cache.shape[2], -1))  # [n, kv_heads, group, head_dim]
+        k, v = (_gather(cache, chunks).transpose(1, 2) for cache in (k_cache, v_cache))
+        outputs.append(F.scaled_dot_product_attention(queries, k, v, attn_mask=mask).flatten(1, 2))
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

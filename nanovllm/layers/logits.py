@@ -64,13 +64,13 @@ class SamplingRows(NamedTuple):
 
 
 class NewRequests(Protocol):
-    """The part of a prefill Batch that `RequestTable.write` copies; all are int32.
+    """The part of a Batch that `RequestTable.write` copies; all are int32.
 
     `*_slots` are indices into a table whose first two dimensions are flattened.
     """
 
-    req_indices: torch.Tensor  # [S]
-    params: torch.Tensor  # [S, WIDTH]
+    new_req_indices: torch.Tensor  # [R]
+    params: torch.Tensor  # [R, WIDTH]
     bias_slots: torch.Tensor  # [N]
     bias_ids: torch.Tensor  # [N]
     bias_bits: torch.Tensor  # [N], float32 numbers as their bits
@@ -83,8 +83,8 @@ class NewRequests(Protocol):
 class RequestTable:
     """Sampling parameters of all running requests on the device; a request's row in each tensor is its request index.
 
-    The prefill step that samples a request's first token writes its rows. One more row, the last, is for the padding of
-    decode steps; it stays zero, which means greedy sampling and no edits.
+    The step that samples a request's first token writes its rows. One more row, the last, is for the padding of CUDA
+    graphs; it stays zero, which means greedy sampling and no edits.
     """
 
     def __init__(self, num_requests: int, vocab_size: int, device: torch.device):
@@ -99,7 +99,7 @@ class RequestTable:
         self.num_finished_programs = torch.zeros(num_requests, dtype=torch.int32, device=device)
 
     def write(self, new: NewRequests) -> None:
-        self.params[new.req_indices] = new.params
+        self.params[new.new_req_indices] = new.params
         self.bias_ids.view(-1)[new.bias_slots] = new.bias_ids
         self.biases.view(-1)[new.bias_slots] = new.bias_bits.view(torch.float32)
         if len(new.allowed_indices):

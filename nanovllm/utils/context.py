@@ -12,18 +12,26 @@ import torch
 class Context:
     """The B sequences of a step, whose T new tokens are concatenated.
 
-    A decode step has one token for each sequence, and no `cu_seqlens_q`. `plan` is the attention backend's own: what it
-    computes in the first layer and reuses in the others.
+    The first `num_decodes` sequences have one token each; then come chunks of prompts, if there is `cu_seqlens_q`. In a
+    CUDA graph with chunks, num_decodes is an upper bound. `decode_plan` and `prefill_plan` are the attention backend's
+    own: what it computes in the first layer and reuses in the others.
     """
 
-    is_prefill: bool
+    num_decodes: int
     slot_mapping: torch.Tensor  # [T] int32, -1: do not store
     context_lens: torch.Tensor  # [B] int32, this step's tokens included
     block_tables: torch.Tensor  # [B, W] int32
     max_context_len: int  # upper bound of context_lens, known to the host
     max_seqlen_q: int = 1
     cu_seqlens_q: torch.Tensor | None = None  # [B + 1] int32
-    plan: Any = None
+    query_tiles: torch.Tensor | None = None  # [N, 2] int32: (sequence, first of its new tokens); -1: no tile
+    num_decodes_on_device: torch.Tensor | None = None  # [1] int32, in a CUDA graph with chunks
+    decode_plan: Any = None
+    prefill_plan: Any = None
+
+    @property
+    def has_chunks(self) -> bool:
+        return self.cu_seqlens_q is not None
 
 
 _context: ContextVar[Context | None] = ContextVar("attention context", default=None)

@@ -4,7 +4,6 @@ import signal
 import threading
 from contextlib import contextmanager
 
-
 _is_held = False  # by an enclosing block of the main thread
 
 

@@ -1,0 +1,76 @@
+"""What a device can hold and compute: cache blocks in its memory, and tokens in the time of a step.
+
+`runner` is the ModelRunner, which calls these functions when it starts.
+"""
+
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from nanovllm.engine.batch import dummy_prefill
+
+CPU_KV_CACHE_BYTES = 2**30  # the cache on a CPU, unless num_kvcache_blocks says otherwise
+CUDA_RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allocate without PyTorch's allocator
+CPU_OPERATIONS_PER_S = 2e11  # of matrix products, roughly
+MIN_MIXED_TOKENS = 64  # of a step that decodes and computes prompts, however slow the device is
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes that PyTorch has allocated on a CUDA device; 0 on a CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def affordable_blocks(runner: Any, memory_before: int) -> int:
+    """How many cache blocks fit: on CUDA into our fraction of the memory, less what the largest step needs.
+
+    `memory_before` is what was in use before the model was loaded.
+    """
+    config, block_bytes = runner.config, runner.cache_of(num_blocks=1).nbytes
+    if runner.device.type == "cuda":
+        peak = runner.warmup_model()
+        free, total = torch.cuda.mem_get_info(runner.device)
+        ours = int(total * config.gpu_memory_utilization) - (peak - memory_before) - runner.tp.num_bytes
+        left = free - (peak - memory_in_use(runner.device)) - CUDA_RESERVE_BYTES  # other processes may use the rest
+        available = max(0, min(ours, left))
+        limit = f"gpu_memory_utilization={config.gpu_memory_utilization} of this GPU leaves"
+    else:
+        available = CPU_KV_CACHE_BYTES
+        limit = "the budget on a CPU is"
+    num_blocks = available // block_bytes
+    if runner.tp.size > 1:  # the smallest number of all ranks
+        num_blocks = -runner.tp.max_of_ranks(torch.tensor([-num_blocks], device=runner.device)).item()
+    if num_blocks < config.max_blocks_per_seq:
+        raise ValueError(
+            f"max_model_len={config.max_model_len}: one sequence needs "
+            f"{config.max_blocks_per_seq * block_bytes / 2**30:.2f} GiB of cache, and {limit} "
+            f"{available / 2**30:.2f} GiB; lower max_model_len, or set num_kvcache_blocks"
+        )
+    return num_blocks
+
+
+def num_tokens_within(runner: Any, milliseconds: float) -> int:
+    """How many tokens of prompts the device computes in a time: measured on CUDA, and estimated on a CPU."""
+    config, model = runner.config, runner.config.model_config
+    if runner.device.type == "cuda":
+        length = max(1, min(4096, config.max_num_batched_tokens // 2, config.max_model_len - 1))
+        num_fitting = config.num_kvcache_blocks // -(-length // config.kvcache_block_size)
+        num_seqs = min(2, num_fitting, config.max_num_seqs)
+        for _ in range(2):  # the first run warms up
+            begin = perf_counter()
+            runner.run(dummy_prefill(num_seqs, length, config.kvcache_block_size)).wait()
+        per_token = 1e3 * (perf_counter() - begin) / (num_seqs * length)
+    else:
+        per_token = 1e3 * model.num_hidden_layers * model.layer_operations / CPU_OPERATIONS_PER_S
+    num_tokens = max(MIN_MIXED_TOKENS, int(milliseconds / per_token))
+    # matrix products are fastest where their output is a whole number of waves of tiles, which a multiple of 1,024 rows
+    # is for most weights: on an H200, 1,170 tokens of an 8B model take a third longer than 1,024
+    return num_tokens // 1024 * 1024 or num_tokens // 64 * 64
+
+
+def warm_up_kernels(runner: Any) -> None:
+    """Compile and load the kernels of short prefills; otherwise the first requests would wait for that."""
+    config = runner.config
+    max_length = min(config.max_num_batched_tokens, config.max_model_len - 1)
+    for length in (1, 16, 32, 64, 128, 256, 512):
+        runner.run(dummy_prefill(1, min(length, max_length), config.kvcache_block_size)).wait()

@@ -1,0 +1,65 @@
+"""The part of a batch that says how new requests are sampled; see RequestTable, which keeps it on the device."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nanovllm.engine.sequence import Sequence
+from nanovllm.kernels.sampling_columns import COLUMNS
+from nanovllm.layers.logits import column, seeds
+from nanovllm.sampling_params import MAX_BAD_WORDS, MAX_BIASES, SamplingParams
+
+
+class NewRequest(NamedTuple):
+    """The input of `sampling_columns.Column.value`."""
+
+    params: SamplingParams
+    num_prompt_tokens: int
+    num_bad_words: int
+    num_stops: int  # token ids that would end the request before it has min_tokens
+
+
+def fill_new_requests(batch: Any, seqs: list[Sequence], stop_ids: list[list[int]]) -> None:
+    """Fill a host Batch's arrays of parameters, biases, masks and bad words.
+
+    stop_ids: of each sequence, the token ids that must not end it before it has min_tokens.
+    """
+    _fill_params(batch, seqs, stop_ids)
+    _fill_biases(batch, seqs, stop_ids)
+    _fill_bans(batch, seqs)
+
+
+def _fill_params(batch: Any, seqs: list[Sequence], stop_ids: list[list[int]]) -> None:
+    new = [
+        NewRequest(seq.params, seq.num_prompt_tokens, len(seq.bad_words), len(stops))
+        for seq, stops in zip(seqs, stop_ids)
+    ]
+    batch.params[:] = 0
+    for name, _, value, _ in COLUMNS:
+        column(batch.params, name)[:] = [value(request) for request in new]
+    seeds(batch.params)[:] = np.array([seq.noise_seed for seq in seqs], np.uint64).view(np.int32).reshape(-1, 2)
+
+
+def _fill_biases(batch: Any, seqs: list[Sequence], stop_ids: list[list[int]]) -> None:
+    """Each request's biases, followed by -inf for its stop ids."""
+    biases = []
+    for seq, stops in zip(seqs, stop_ids):
+        entries = [*(seq.params.logit_bias or {}).items(), *((token_id, -np.inf) for token_id in stops)]
+        biases += [(seq.req_index * MAX_BIASES + i, *entry) for i, entry in enumerate(entries)]
+    if biases:
+        batch.bias_slots[:], batch.bias_ids[:], batch.bias_bits.view(np.float32)[:] = zip(*biases)
+
+
+def _fill_bans(batch: Any, seqs: list[Sequence]) -> None:
+    """Masks of allowed token ids, and bad words."""
+    allowed = [(seq.req_index, ids) for seq in seqs if (ids := seq.params.allowed_token_ids) is not None]
+    for i, (req_index, token_ids) in enumerate(allowed):
+        bits = np.zeros(32 * batch.shape.mask_width, np.uint8)
+        bits[list(token_ids)] = 1
+        batch.allowed_indices[i] = req_index
+        batch.allowed_masks[i] = np.packbits(bits, bitorder="little").view("<i4")
+    bad_words = [(seq.req_index * MAX_BAD_WORDS + i, word) for seq in seqs for i, word in enumerate(seq.bad_words)]
+    batch.bad_words[:] = -1
+    for i, (slot, word) in enumerate(bad_words):
+        batch.bad_word_slots[i] = slot
+        batch.bad_words[i, -len(word) :] = word

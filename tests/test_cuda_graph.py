@@ -1,0 +1,115 @@
+"""Padded steps, as CUDA graphs compute them. Here a graph runs its Python code again instead of kernels."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY
+
+from nanovllm import SamplingParams
+from nanovllm.engine import cuda_graph
+from nanovllm.engine.cuda_graph import MixedGraphs, mixed_bounds
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")
+
+
+class Rerun:
+    """In place of a torch.cuda.CUDAGraph: leaves its results in the tensors of the first run."""
+
+    def __init__(self, work, output: torch.Tensor):
+        self.work, self.output, self.num_replays = work, output, 0
+
+    def replay(self) -> None:
+        self.output.copy_(self.work())
+        self.num_replays += 1
+
+
+def capture(work, pool):
+    output = work()
+    return Rerun(work, output), output
+
+
+@pytest.fixture
+def one_layer(tmp_path) -> str:
+    """A model folder whose weights are random when it is loaded; the interpreter is slow."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(f"{TINY}/{name}")
+    config = json.loads(Path(f"{TINY}/config.json").read_text())
+    del config["layer_types"]
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def generate(llm, prompts, params) -> list:
+    """By hand: a lone call of `LLM.generate` has no mixed steps."""
+    ids = [llm.add_request(*request) for request in zip(prompts, params)]
+    outputs = {}
+    while not llm.is_finished():
+        outputs |= {output.request_id: output for output in llm.step().finished}
+    return [outputs[i] for i in ids]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # in a tile of no queries
+def test_padding_changes_nothing(make_llm, one_layer, monkeypatch):
+    from nanovllm.kernels import ops
+
+    monkeypatch.setattr(cuda_graph, "TOKEN_SIZES", (4, 8, 32))
+    monkeypatch.setattr(cuda_graph, "_capture", capture)
+    monkeypatch.setattr("nanovllm.layers.attention.triton_ops", lambda x: ops)
+    prompts = [[i % 90 + 5 for i in range(k, k + n)] for k, n in [(0, 20), (7, 3), (40, 1), (0, 25), (3, 23), (9, 9)]]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, logprobs=2),
+        SamplingParams(temperature=0.8, max_tokens=6, ignore_eos=True, seed=1, n=2),
+        SamplingParams(temperature=0.8, max_tokens=12, ignore_eos=True, seed=2, presence_penalty=1.0),
+        SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, prompt_logprobs=1),
+        SamplingParams(temperature=0.7, max_tokens=8, ignore_eos=True, seed=3, logit_bias={17: 5.0}, top_k=5),
+        SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True, bad_words=["a"]),
+    ]
+    llm = make_llm(
+        one_layer,
+        load_format="dummy",
+        attention_backend="triton",
+        async_scheduling=True,
+        max_num_seqs=5,
+        max_model_len=64,
+        kvcache_block_size=16,
+        num_kvcache_blocks=12,
+        max_num_batched_tokens=12,
+        max_num_mixed_tokens=12,
+    )
+    expected = generate(llm, prompts, params)
+    assert llm.reset_prefix_cache()
+
+    runner = llm.model_runner
+    shapes = mixed_bounds(llm.config, runner.query_tile_size)
+    sizes = [(shape.num_decodes, shape.num_tokens) for shape in shapes]
+    assert sizes == [(0, 4), (0, 8), (0, 12), (4, 4), (5, 8), (5, 12)]
+    settings = llm.config.max_num_seqs, runner._device_buffer, runner.pad_req_index, runner._run_model, runner._sample
+    with torch.inference_mode():
+        graphs = runner.mixed_graphs = MixedGraphs(shapes, *settings, pool=None)
+    outputs = generate(llm, prompts, params)
+    num_replays = {shape: graphs.models[shape.bounds].num_replays for shape in shapes}
+    assert sum(num_replays.values()) == sum(graph.num_replays for graph in graphs.samplers.values())
+    assert {shape.num_decodes for shape, count in num_replays.items() if count} >= {0, 5}, num_replays
+    for output, reference in zip(outputs, expected, strict=True):
+        for ours, theirs in zip(output.outputs, reference.outputs, strict=True):
+            assert ours.token_ids == theirs.token_ids
+        for ours, theirs in zip(output.prompt_logprobs or (), reference.prompt_logprobs or (), strict=True):
+            assert (ours and ours.keys()) == (theirs and theirs.keys())
+    for ours, theirs in zip(outputs[0].outputs[0].logprobs, expected[0].outputs[0].logprobs, strict=True):
+        assert [x.rank for x in ours.values()] == [x.rank for x in theirs.values()]
+
+
+def test_the_smallest_graph_that_holds_a_step(make_llm):
+    config = make_llm(max_num_seqs=64, max_num_batched_tokens=300, max_num_mixed_tokens=256).config
+    shapes = mixed_bounds(config, query_tile_size=64)
+    graphs = object.__new__(MixedGraphs)
+    graphs.shapes = shapes
+    found = lambda *counts: (shape := graphs.bounds_for(*counts)) and (shape.num_decodes, shape.num_tokens)
+    assert found(0, 1, 1, 1) == (0, 16) and found(0, 17, 1, 0) == (0, 32) and found(3, 43, 1, 4) == (64, 64)
+    assert found(33, 80, 2, 35) == (64, 128) and found(0, 256, 32, 32) == (0, 256) and found(20, 32, 1, 21) == (32, 32)
+    assert found(0, 256, 33, 33) is None and found(0, 257, 1, 1) is None and found(0, 16, 1, 60) == (32, 32)
+    assert max(shape.num_tokens for shape in shapes) == 256
