@@ -18,11 +18,13 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels 
 class Rerun:
     """In place of a torch.cuda.CUDAGraph: leaves its results in the tensors of the first run."""
 
-    def __init__(self, work, output: torch.Tensor):
+    def __init__(self, work, output: torch.Tensor | None):
         self.work, self.output, self.num_replays = work, output, 0
 
     def replay(self) -> None:
-        self.output.copy_(self.work())
+        output = self.work()
+        if self.output is not None:
+            self.output.copy_(output)
         self.num_replays += 1
 
 

@@ -63,6 +63,8 @@ def num_tokens_within(runner: Any, milliseconds: float) -> int:
     else:
         per_token = 1e3 * model.num_hidden_layers * model.layer_operations / CPU_OPERATIONS_PER_S
     num_tokens = max(MIN_MIXED_TOKENS, int(milliseconds / per_token))
+    if runner.tp.size > 1:  # the smallest number of all ranks, which capture the same graphs
+        num_tokens = -runner.tp.max_of_ranks(torch.tensor([-num_tokens], device=runner.device)).item()
     # matrix products are fastest where their output is a whole number of waves of tiles, which a multiple of 1,024 rows
     # is for most weights: on an H200, 1,170 tokens of an 8B model take a third longer than 1,024
     return num_tokens // 1024 * 1024 or num_tokens // 64 * 64

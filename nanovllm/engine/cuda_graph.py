@@ -141,28 +141,28 @@ class MixedGraphs:
         sizes = 1, 2, 4, 8, 16, *range(32, 257, 32)
         self.sample_sizes = [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
         self.models: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
-        self.hidden_states: dict[tuple[int, ...], torch.Tensor] = {}
         self.samplers: dict[int, torch.cuda.CUDAGraph] = {}
         self.token_ids: dict[int, torch.Tensor] = {}
         buffer.zero_()
         largest = max(shapes, key=lambda shape: shape.num_samples)
         num_rows = max(largest.num_samples, max_num_seqs)
-        _, example = run_model(Batch.from_buffer(largest, buffer))
+        hidden_states, example = run_model(Batch.from_buffer(largest, buffer))
+        max_tokens = max(shape.num_tokens for shape in shapes)
+        self.hidden_states = hidden_states.new_zeros(max_tokens, hidden_states.shape[1])
         self.input = SamplerInput(*(x.new_zeros(num_rows, *x.shape[1:]) for x in example))
         sample(self._rows(1))  # a forward is complete, which matters to ranks: see PeerMemory
 
-        def model_part(shape: BatchShape) -> torch.Tensor:
+        def model_part(shape: BatchShape) -> None:
             hidden_states, found = run_model(Batch.from_buffer(shape, buffer))
+            self.hidden_states[: shape.num_tokens] = hidden_states
             for ours, theirs in zip(self.input, found):
                 ours[: len(theirs)] = theirs
             self.input.req_indices[shape.num_samples :] = pad_req_index
-            return hidden_states
 
         for shape in sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True):
             model_part(shape)  # compiles kernels, which a capture must not do
             sample(self._rows(1))
-            graph, self.hidden_states[shape.bounds] = _capture(partial(model_part, shape), pool)
-            self.models[shape.bounds] = graph
+            self.models[shape.bounds], _ = _capture(partial(model_part, shape), pool)
             sample(self._rows(1))
         for size in reversed(self.sample_sizes):
             model_part(shapes[0])
@@ -190,4 +190,4 @@ class MixedGraphs:
         write_requests()
         size = next(size for size in self.sample_sizes if size >= shape.num_sampled)
         self.samplers[size].replay()
-        return ForwardOutput(self.token_ids[size], self.hidden_states[shape.bounds], self.input.hidden_states[:size])
+        return ForwardOutput(self.token_ids[size], self.hidden_states, self.input.hidden_states[:size])
