@@ -49,6 +49,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -274,20 +275,41 @@ class NanoVllmSteps:
         return [request_id for request_id, _ in self.llm.step().new_tokens]
 
 
-def run_nanovllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
-    from nanovllm import LLM
+@contextmanager
+def started_nanovllm(model: str, settings: dict):
+    """An `LLM` of this package; prints how long its start took if this is the command's own process."""
+    from nanovllm import LLM, SamplingParams
 
     with LLM(model, **settings) as llm:
         loaded = perf_counter()
-        engine = NanoVllmSteps(llm)
-        serve(engine, [Request([1], 1)])
+        llm.generate([1], SamplingParams(max_tokens=1), use_tqdm=False)
         if multiprocessing.parent_process() is None:
             now, inside = perf_counter(), llm.startup_seconds
             imports = loaded - STARTED - sum(inside.values())
             parts = {"imports": imports, **inside, "first token": now - loaded}
             print(f"from start to the first token: {now - STARTED:.1f} s", end=" (")
             print(", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items()), end=")\n")
-        return measure("nanovllm", after_warm_up(partial(serve, engine)), workloads)
+        yield llm
+
+
+def run_nanovllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
+    """`LLM.generate` of this package; its outputs tell when their first tokens arrived."""
+
+    def run(requests: list[Request]) -> Result:
+        params = list(map(nanovllm_params, requests))
+        begin = perf_counter()
+        outputs = llm.generate([r.prompt for r in requests], params, use_tqdm=False)
+        seconds, metrics = perf_counter() - begin, [output.metrics for output in outputs]
+        return Result(seconds, token_times=[[m.first_token_time - m.arrival_time] for m in metrics])
+
+    with started_nanovllm(model, settings) as llm:
+        return measure("nanovllm", after_warm_up(run), workloads)
+
+
+def step_nanovllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
+    """`LLM.step` of this package."""
+    with started_nanovllm(model, settings) as llm:
+        return measure("nanovllm", after_warm_up(partial(serve, NanoVllmSteps(llm))), workloads)
 
 
 def time_alternately(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -502,7 +524,7 @@ def step_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Res
 
 
 ENGINES = {"nanovllm": run_nanovllm, "transformers": run_transformers, "vllm": run_vllm}
-STEPPED_ENGINES = {"nanovllm": run_nanovllm, "vllm": step_vllm}  # for workloads that need the times of tokens
+STEPPED_ENGINES = {"nanovllm": step_nanovllm, "vllm": step_vllm}  # for workloads that need the times of tokens
 
 
 # -- the limit of the hardware ----------------------------------------------------------------------------------------
