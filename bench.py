@@ -31,7 +31,7 @@ it was due. TTFT is the time to its first token. The time per output token is th
 divided by the number of tokens after the first. ITL are all gaps between two tokens of a request, and the longest of
 them is reported as well. Decode speed counts the tokens that arrive while all sequences of a batch decode. Percentiles
 are interpolated between the two nearest values, so that p50 is the median. For online and latency, one loop steps both
-engines, and vLLM has the defaults of its `LLMEngine`.
+engines, and vLLM has the defaults of its `LLMEngine`; the other workloads are calls of `LLM.generate`.
 
 On CUDA the table has a column "of limit": the time that the hardware needs at least, divided by the measured time. The
 least time is the bytes of weights, keys and values that decode steps read, divided by the memory bandwidth, plus the
@@ -106,8 +106,8 @@ class Result:
         return self.num_tokens / self.seconds
 
     def row(self, name: str, baseline: "Result", limit: float | None) -> list[str]:
-        kinds = latencies(self.token_times)
-        times = [number(1000 * percentile(kinds[kind], p), 1) for kind in ("TTFT", "ITL") for p in (50, 99)]
+        ttft = latencies(self.token_times)["TTFT"]
+        times = [number(1000 * percentile(ttft, p), 1) for p in (50, 99)]
         of_limit = f"{limit / self.seconds:.2f}" if limit else "-"
         ratio = f"{self.rate / baseline.rate:.2f}"
         return [name, f"{self.seconds:.2f}", f"{self.rate:,.0f}", *times, ratio, of_limit, self.note]
@@ -115,7 +115,7 @@ class Result:
 
 Workloads = dict[str, list[list[Request]]]  # for each a list of runs; the first is a warm-up, the others are measured
 Results = dict[str, dict[str, Result]]  # by engine and workload
-HEADER = ["engine", "s", "tok/s", "TTFT ms", "p99", "ITL ms", "p99", "ratio", "of limit", ""]
+HEADER = ["engine", "s", "tok/s", "TTFT ms", "p99", "ratio", "of limit", ""]
 
 
 def percentile(values: list[float], p: float) -> float:
@@ -960,7 +960,7 @@ def print_throughput(config, workloads: Workloads, results: Results) -> None:
         limit = limit_seconds(requests, config, *(config.tensor_parallel_size * x for x in rates)) if rates else None
         rows = [result[name].row(engine, baseline, limit) for engine, result in results.items()]
         print_table(describe(name, requests), HEADER, rows)
-    print("\ntok/s: output tokens, in prefill input tokens; TTFT and ITL: median and 99th percentile", end="")
+    print("\ntok/s: output tokens, in prefill input tokens; TTFT: median and 99th percentile", end="")
     print("; ratio: to the fastest other engine" if len(results) > 1 else "")
 
 
