@@ -559,10 +559,7 @@ def limit_seconds(requests: list[Request], config, bytes_per_s: float, operation
     """
     shape = config.model_config
     heads, kv_heads, head_dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-    layer_weights = (
-        shape.hidden_size * (2 * heads + 2 * kv_heads) * head_dim + 3 * shape.hidden_size * shape.intermediate_size
-    )
-    all_layer_weights = layer_weights * shape.num_hidden_layers
+    all_layer_weights = shape.layer_operations // 2 * shape.num_hidden_layers  # each is multiplied and added
     head_weights = shape.hidden_size * shape.vocab_size
     kv_bytes = 2 * shape.num_hidden_layers * kv_heads * head_dim * config.dtype.itemsize  # per token
     lengths = [(len(r.prompt), r.max_tokens) for r in requests]

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 
@@ -43,6 +44,18 @@ with suppress(ImportError):  # without Triton
     patch_builtins_once()
 
 TINY = str(BUNDLED / "tiny-qwen3")
+
+
+def generate_by_steps(llm: LLM, requests: Iterable[tuple]) -> list:
+    """The outputs of requests (arguments of `add_request`), from steps that decode and compute prompts.
+
+    A lone call of `LLM.generate` has no such steps, as it computes prompts first.
+    """
+    ids = [llm.add_request(*request) for request in requests]
+    outputs = {}
+    while not llm.is_finished():
+        outputs |= {output.request_id: output for output in llm.step().finished}
+    return [outputs[i] for i in ids]
 
 
 def pytest_addoption(parser):

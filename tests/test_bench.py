@@ -13,16 +13,26 @@ import pytest
 import torch
 
 import bench
+from nanovllm.model_config import ModelConfig
 
 ROOT = Path(__file__).parents[1]
-QWEN3_06B = SimpleNamespace(
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
+QWEN3_06B = ModelConfig(
+    model_type="qwen3",
+    vocab_size=151936,
     hidden_size=1024,
     intermediate_size=3072,
     num_hidden_layers=28,
-    vocab_size=151936,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=40960,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=True,
+    attention_bias=False,
+    dtype=torch.bfloat16,
+    rope_inv_freq=(1.0,) * 64,
+    rope_scale=1.0,
+    eos_token_ids=frozenset({151645}),
 )
 CONFIG = SimpleNamespace(model_config=QWEN3_06B, dtype=torch.bfloat16, max_num_seqs=512)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, generate_by_steps
 
 from nanovllm import SamplingParams
 from nanovllm.engine import cuda_graph
@@ -45,15 +45,6 @@ def one_layer(tmp_path) -> str:
     return str(tmp_path)
 
 
-def generate(llm, prompts, params) -> list:
-    """By hand: a lone call of `LLM.generate` has no mixed steps."""
-    ids = [llm.add_request(*request) for request in zip(prompts, params)]
-    outputs = {}
-    while not llm.is_finished():
-        outputs |= {output.request_id: output for output in llm.step().finished}
-    return [outputs[i] for i in ids]
-
-
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # in a tile of no queries
 def test_padding_changes_nothing(make_llm, one_layer, monkeypatch):
     from nanovllm.kernels import ops
@@ -82,7 +73,7 @@ def test_padding_changes_nothing(make_llm, one_layer, monkeypatch):
         max_num_batched_tokens=12,
         max_num_mixed_tokens=12,
     )
-    expected = generate(llm, prompts, params)
+    expected = generate_by_steps(llm, zip(prompts, params))
     assert llm.reset_prefix_cache()
 
     runner = llm.model_runner
@@ -92,7 +83,7 @@ def test_padding_changes_nothing(make_llm, one_layer, monkeypatch):
     settings = llm.config.max_num_seqs, runner._device_buffer, runner.pad_req_index, runner._run_model, runner._sample
     with torch.inference_mode():
         graphs = runner.mixed_graphs = MixedGraphs(shapes, *settings, pool=None)
-    outputs = generate(llm, prompts, params)
+    outputs = generate_by_steps(llm, zip(prompts, params))
     num_replays = {shape: graphs.models[shape.bounds].num_replays for shape in shapes}
     assert sum(num_replays.values()) == sum(graph.num_replays for graph in graphs.samplers.values())
     assert {shape.num_decodes for shape, count in num_replays.items() if count} >= {0, 5}, num_replays

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, generate_by_steps
 from test_callers import Caller, check_whole, requests, threads  # noqa: F401  (`requests` is a fixture)
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
@@ -42,15 +42,6 @@ def tasks() -> dict[str, str]:
     return answers
 
 
-def generate(llm, prompts, params) -> list:
-    """By hand: a lone call of `LLM.generate` has no step that both decodes and computes prompts."""
-    ids = [llm.add_request(prompt, params) for prompt in prompts]
-    outputs = {}
-    while not llm.is_finished():
-        outputs |= {output.request_id: output for output in llm.step().finished}
-    return [outputs[i] for i in ids]
-
-
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -65,7 +56,7 @@ def test_right_answers(make_llm, chat, backend, async_scheduling, enforce_eager)
         max_num_seqs=20,
     )
     expected = tasks()
-    answers = generate(llm, [chat(question) for question in expected], GREEDY)
+    answers = generate_by_steps(llm, [(chat(question), GREEDY) for question in expected])
     assert [answer["text"] for answer in answers] == list(expected.values())
     assert bool(llm.model_runner.graphs) == (backend != "sdpa" and not enforce_eager)
 
@@ -263,7 +254,8 @@ def test_right_answers_of_ranks(make_llm, chat, size, enforce_eager):
     )
     expected = tasks()
     prompts = [chat(question) for question in expected]
-    for answers in (generate(llm, prompts, GREEDY), llm.generate(prompts, GREEDY, use_tqdm=False)):
+    requests = [(prompt, GREEDY) for prompt in prompts]
+    for answers in (generate_by_steps(llm, requests), llm.generate(prompts, GREEDY, use_tqdm=False)):
         assert [answer["text"] for answer in answers] == list(expected.values())
     assert llm.stats()["steps"]["mixed"] > 0
     assert bool(llm.model_runner.graphs) != enforce_eager

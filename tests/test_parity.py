@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, generate_by_steps
 
 from nanovllm import LLM, SamplingParams
 
@@ -138,12 +138,7 @@ def generate_offline(llm, requests) -> list[dict]:
 
 
 def generate(llm, requests) -> list[dict]:
-    """By hand, so that prompts are computed beside decodes; `LLM.generate` alone computes prompts first."""
-    ids = [llm.add_request(prompt, params) for (prompt, _), params in zip(requests, params_of(requests))]
-    outputs = {}
-    while not llm.is_finished():
-        outputs |= {output.request_id: output for output in llm.step().finished}
-    return [outputs[i] for i in ids]
+    return generate_by_steps(llm, [(prompt, params) for (prompt, _), params in zip(requests, params_of(requests))])
 
 
 both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])

@@ -40,11 +40,10 @@ def make_scheduler(
     max_num_batched_tokens=64,
     max_num_mixed_tokens=64,
     enable_prefix_caching=True,
-    policy=None,
 ) -> Scheduler:
     manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
     budgets = TokenBudget(max_num_batched_tokens), TokenBudget(max_num_mixed_tokens)
-    return Scheduler(manager, max_num_seqs, *budgets, frozenset({EOS, ALSO_EOS}), policy)
+    return Scheduler(manager, max_num_seqs, *budgets, frozenset({EOS, ALSO_EOS}))
 
 
 def make_group(request_id: int, request: Request) -> list[Sequence]:

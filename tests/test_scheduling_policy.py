@@ -8,6 +8,7 @@ from math import ceil
 
 import numpy as np
 import pytest
+from conftest import generate_by_steps
 
 from nanovllm import BeamSearchParams, SamplingParams, SchedulingPolicy
 from nanovllm.engine.block_manager import BlockManager
@@ -51,7 +52,8 @@ class Engine:
     def __init__(self, policy="fcfs", num_blocks=4000, max_num_seqs=64, budget=4096, mixed=None, context=float("inf")):
         manager = BlockManager(num_blocks, BLOCK_SIZE, enable_prefix_caching=False)
         budgets = TokenBudget(budget), TokenBudget(mixed or budget, context)
-        self.scheduler = Scheduler(manager, max_num_seqs, *budgets, frozenset({EOS}), make_policy(policy))
+        self.scheduler = Scheduler(manager, max_num_seqs, *budgets, frozenset({EOS}))
+        self.policy = make_policy(policy)
         self.num_requests = 0
         self.steps: list[ScheduledStep] = []
         self.in_flight: ScheduledStep | None = None
@@ -63,6 +65,7 @@ class Engine:
         group = [Sequence(i, [i + 1] * length, params, 0, MAX_LEN, index, priority=priority) for index in range(n)]
         for seq in group:
             seq.group = group
+            seq.set_order(self.policy.urgency(group[0]))
         self.scheduler.add(*group)
         return group[0]
 
@@ -435,11 +438,7 @@ WORLDS = {
 def test_answers_do_not_depend_on_the_policy(make_llm, requests, expected, world, policy, async_scheduling):
     prompts, params, priority = requests
     llm = make_llm(scheduling_policy=policy, async_scheduling=async_scheduling, **WORLDS[world])
-    ids = [llm.add_request(*request) for request in zip(prompts, params, priority)]  # `generate` has no mixed steps
-    outputs = {}
-    while not llm.is_finished():
-        outputs |= {output.request_id: output for output in llm.step().finished}
-    assert answers_of([outputs[i] for i in ids]) == expected
+    assert answers_of(generate_by_steps(llm, zip(prompts, params, priority))) == expected
     stats = llm.stats()
     assert (stats["preemptions"] > 0) == (world == "few blocks")
     assert stats["steps"]["mixed"] > 0 or world == "plenty"

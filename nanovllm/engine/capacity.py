@@ -38,8 +38,7 @@ def affordable_blocks(runner: Any, memory_before: int) -> int:
         available = CPU_KV_CACHE_BYTES
         limit = "the budget on a CPU is"
     num_blocks = available // block_bytes
-    if runner.tp.size > 1:  # the smallest number of all ranks
-        num_blocks = -runner.tp.max_of_ranks(torch.tensor([-num_blocks], device=runner.device)).item()
+    num_blocks = _min_of_ranks(runner, num_blocks)
     if num_blocks < config.max_blocks_per_seq:
         raise ValueError(
             f"max_model_len={config.max_model_len}: one sequence needs "
@@ -63,11 +62,15 @@ def num_tokens_within(runner: Any, milliseconds: float) -> int:
     else:
         per_token = 1e3 * model.num_hidden_layers * model.layer_operations / CPU_OPERATIONS_PER_S
     num_tokens = max(MIN_MIXED_TOKENS, int(milliseconds / per_token))
-    if runner.tp.size > 1:  # the smallest number of all ranks, which capture the same graphs
-        num_tokens = -runner.tp.max_of_ranks(torch.tensor([-num_tokens], device=runner.device)).item()
-    # matrix products are fastest where their output is a whole number of waves of tiles, which a multiple of 1,024 rows
-    # is for most weights: on an H200, 1,170 tokens of an 8B model take a third longer than 1,024
+    num_tokens = _min_of_ranks(runner, num_tokens)  # all of them capture the same graphs
+    # whole tiles of the matrix products, whose rows past the last token would be padding
     return num_tokens // 1024 * 1024 or num_tokens // 64 * 64
+
+
+def _min_of_ranks(runner: Any, number: int) -> int:
+    if runner.tp.size == 1:
+        return number
+    return -runner.tp.max_of_ranks(torch.tensor([-number], device=runner.device)).item()
 
 
 def warm_up_kernels(runner: Any) -> None:

@@ -27,7 +27,7 @@ class EngineCore:
     def __init__(self, config: Config, startup: Stopwatch):
         """RuntimeError if one of several ranks does not start."""
         self.config = config
-        policy = make_policy(config.scheduling_policy)
+        self.policy = make_policy(config.scheduling_policy)
         self.model_runner: ModelRunner | None = None
         self.workers = _make_workers(config)
         weakref.finalize(self, self.workers.exit)
@@ -44,7 +44,7 @@ class EngineCore:
         mixed = TokenBudget(config.max_num_mixed_tokens, config.model_config.context_of_equal_cost)
         budgets = TokenBudget(config.max_num_batched_tokens), mixed
         eos_token_ids = config.model_config.eos_token_ids
-        self.scheduler = Scheduler(block_manager, config.max_num_seqs, *budgets, eos_token_ids, policy)
+        self.scheduler = Scheduler(block_manager, config.max_num_seqs, *budgets, eos_token_ids)
         self.requests: dict[int, Request] = {}  # by id, those that have not ended
         self.inboxes: set[Inbox] = set()  # of those requests
         self.leadership = Leadership(self._recover)

@@ -130,7 +130,7 @@ class InputProcessor:
         """Call the scheduling policy for a request: here, so that its errors are raised before anything is queued."""
         urgency = self.policy.urgency(group[0])
         for seq in group:
-            seq.order = urgency, seq.request_id, seq.index
+            seq.set_order(urgency)
 
     def tokenize(self, prompt: Prompt, template_arguments: Mapping | None = None) -> tuple[str | None, list[int]]:
         """The prompt's text, if it came as text or as a conversation, and its token ids."""

@@ -49,7 +49,7 @@ class LLMEngine:
             self.core = EngineCore(self.config, startup)
             try:
                 self.tokenizer = tokenizer.result()
-                self.processor = InputProcessor(self.config, self.tokenizer, self.core.scheduler.policy)
+                self.processor = InputProcessor(self.config, self.tokenizer, self.core.policy)
             except BaseException as error:
                 self.core.close_after(error)
                 raise

@@ -7,7 +7,7 @@ from operator import attrgetter
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.group_admission import GroupAdmission
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
-from nanovllm.engine.scheduling_policy import FCFS, SchedulingPolicy, WaitingQueue
+from nanovllm.engine.scheduling_policy import WaitingQueue
 from nanovllm.engine.sequence import Logprobs, Sequence, SequenceStatus
 from nanovllm.engine.token_budget import TokenBudget
 
@@ -15,7 +15,7 @@ from nanovllm.engine.token_budget import TokenBudget
 class Scheduler:
     """Continuous batching with mixed steps: each running sequence decodes a token, and chunks of prompts ride along.
 
-    The most urgent prompts come first, in the order of `policy`, as far as the step's TokenBudget goes. A full engine
+    The most urgent prompts come first, in their `Sequence.order`, as far as the step's TokenBudget goes. A full engine
     admits new sequences in groups: see GroupAdmission.
 
     `schedule` may be called again before the last step's tokens have reached `postprocess`, but only once.
@@ -32,14 +32,12 @@ class Scheduler:
         budget: TokenBudget,
         mixed_budget: TokenBudget,
         eos_token_ids: frozenset[int],
-        policy: SchedulingPolicy | None = None,
     ):
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.budget = budget
         self.mixed_budget = mixed_budget  # of steps in which sequences decode too
         self.eos_token_ids = eos_token_ids
-        self.policy = policy or FCFS()
         self.eos_token_id: int | None = None  # the tokenizer's own, which is not reported as a stop reason
         self.live: dict[int, dict[int, Sequence]] = {}  # by request id and index: all that have not ended
         self.waiting = WaitingQueue()  # these hold no blocks
@@ -56,7 +54,6 @@ class Scheduler:
             self.admission.open()
         for seq in group:
             self.live.setdefault(seq.request_id, {})[seq.index] = seq
-            seq.order = self.policy.urgency(seq), seq.request_id, seq.index
             self.waiting.push(seq)
 
     def is_finished(self) -> bool:
@@ -210,7 +207,6 @@ class Scheduler:
         branches = [seq.fork(*choice) for choice in others]
         for other in branches:
             self.live[seq.request_id][other.index] = other
-            other.order = seq.order[0], *other.key
             if seq.block_table and self.free_req_indices and self.block_manager.free_block_ids:
                 self.block_manager.fork(seq, other)
                 self._set_running(other)

@@ -44,7 +44,7 @@ POLICIES: dict[str, type[SchedulingPolicy]] = {"fcfs": FCFS, "priority": Priorit
 
 
 class CheckedPolicy(SchedulingPolicy):
-    """A user's policy, whose keys are checked when requests are added. The scheduler gets the same keys again."""
+    """A user's policy, whose keys are checked."""
 
     def __init__(self, policy: Any):
         self._policy = policy
@@ -52,8 +52,6 @@ class CheckedPolicy(SchedulingPolicy):
 
     def urgency(self, seq: Sequence) -> Any:
         """TypeError for a key that can't be ordered with those before it."""
-        if seq.order:
-            return seq.order[0]
         key = self._policy.urgency(seq)
         other = key if self._last_key is None else self._last_key
         if not _are_ordered(key, other):

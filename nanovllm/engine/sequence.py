@@ -2,6 +2,7 @@
 
 from enum import Enum, auto
 from time import perf_counter
+from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
 
@@ -39,7 +40,7 @@ class Sequence:
         self.index = index  # among the answers to its request
         self.group = [self]  # all of those
         self.priority = priority  # of its request, for scheduling policies
-        self.order: tuple = ()  # (the policy's `urgency`, request_id, index); the least is the most urgent
+        self.set_order(0)
         self.params = params
         self.bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of `params.bad_words`
         self.noise_seed = noise_seed  # 64 bits, from which every random number of this sequence is made
@@ -72,7 +73,12 @@ class Sequence:
 
     @property
     def key(self) -> tuple[int, int]:
+        """Unique among the live sequences of an engine."""
         return self.request_id, self.index
+
+    def set_order(self, urgency: Any) -> None:
+        """`urgency` is the scheduling policy's; sequences of the same urgency keep the order of their requests."""
+        self.order = urgency, *self.key  # the least is the most urgent
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -116,6 +122,7 @@ class Sequence:
             self.request_id, [*self.token_ids, token_id], self.params, self.noise_seed, self.max_num_tokens, index, True
         )
         other.group, other.priority = self.group, self.priority
+        other.set_order(self.order[0])
         other.num_prompt_tokens, other.max_num_tokens = self.num_prompt_tokens, self.max_num_tokens
         other.arrival, other.timing = self.arrival, dict(self.timing)
         return other
