@@ -395,7 +395,7 @@ def advance(scheduler: Scheduler, token_id: int = 7) -> ScheduledStep:
 
 def test_chunks_ride_along_with_decodes():
     """A prompt that arrives while others decode is computed in the same steps, and holds none of them up."""
-    scheduler = make_scheduler(max_num_mixed_tokens=5)
+    scheduler = make_scheduler(max_num_mixed_tokens=10)
     (first,) = add(scheduler, Request(prompt(5)))
     assert rows(advance(scheduler)) == [(0, 0, 5)]
     assert rows(advance(scheduler)) == [(0, 5, 6)]
@@ -439,11 +439,11 @@ def test_prompts_fill_the_token_budget():
     """A prompt that does not fit whole is computed as far as it goes, and on in the next step."""
     scheduler = make_scheduler(max_num_batched_tokens=8)
     seqs = add(scheduler, Request(prompt(3)), Request(prompt(14, first=200)), Request(prompt(2, first=300)))
-    steps = [advance(scheduler) for _ in range(4)]
-    assert [rows(step) for step in steps[:2]] == [[(0, 0, 3), (1, 0, 5)], [(0, 3, 4), (1, 5, 12)]]
-    assert rows(steps[2]) == [(0, 4, 5), (1, 12, 14), (2, 0, 2)]
-    assert [step.sampled_seqs for step in steps[:3]] == [seqs[:1], seqs[:1], seqs]
-    assert rows(steps[3]) == [(1, 14, 15), (0, 5, 6), (2, 2, 3)]  # the longest first
+    steps = [advance(scheduler) for _ in range(5)]
+    assert [rows(step) for step in steps[:2]] == [[(0, 0, 3), (1, 0, 5)], [(0, 3, 4), (1, 5, 8)]]
+    assert [rows(step) for step in steps[2:4]] == [[(0, 4, 5), (1, 8, 11)], [(0, 5, 6), (1, 11, 14)]]
+    assert rows(steps[4]) == [(1, 14, 15), (0, 6, 7), (2, 0, 2)]  # the longest first, of those that decode
+    assert [step.sampled_seqs for step in steps[:4]] == [seqs[:1], seqs[:1], seqs[:1], seqs[:2]]
 
 
 def test_long_prompts_do_not_keep_short_ones_waiting():
@@ -632,9 +632,8 @@ def leftovers(scheduler: Scheduler) -> tuple:
 
 def test_abort_leaves_nothing():
     """Running, computed in part, preempted or never begun."""
-    scheduler = make_scheduler(max_num_batched_tokens=12)
+    scheduler = make_scheduler(max_num_batched_tokens=24)
     seqs = add(scheduler, *[Request(prompt(9, first=100 * i)) for i in range(4)])
-    advance(scheduler)
     advance(scheduler)
     scheduler.preempt(seqs[0])
     in_part, never_begun = seqs[2:]

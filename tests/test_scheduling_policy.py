@@ -277,7 +277,27 @@ def test_prompts_and_decodes_fit_into_max_num_batched_tokens():
         engine.add(2)
     engine.step()
     engine.add(500)
-    assert [num_chunk_tokens(engine.step()) for _ in range(8)] == [70] * 7 + [10]
+    assert [num_chunk_tokens(engine.step()) for _ in range(2)] == [70, 70]
+
+
+def test_steps_are_longer_the_more_prompts_wait():
+    """Half of the bound, or a quarter of the tokens that wait, but not more than the bound; decodes are part of it."""
+    engine = Engine(mixed=800, num_blocks=100_000)
+    engine.add(5, max_tokens=10_000)
+    engine.step()
+    for length, expected in ((1600, [399, 399, 399, 399, 4]), (2400, [599, 449]), (9000, [799, 799])):
+        seq = engine.add(length, max_tokens=1)
+        assert [num_chunk_tokens(engine.step()) for _ in expected] == expected
+        engine.num_steps_until(lambda seq=seq: seq.is_finished)
+
+
+def test_prompts_get_a_part_of_a_step_however_many_decode():
+    engine = Engine(mixed=40, max_num_seqs=64)
+    for _ in range(50):
+        engine.add(2)
+    engine.step()
+    engine.add(500)
+    assert [num_chunk_tokens(engine.step()) for _ in range(3)] == [10, 10, 10]
 
 
 @pytest.mark.parametrize("num_long", [1, 2, 3])

@@ -2,6 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Iterable
+from itertools import islice
 from operator import attrgetter
 
 from nanovllm.engine.block_manager import BlockManager
@@ -10,6 +11,8 @@ from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.scheduling_policy import WaitingQueue
 from nanovllm.engine.sequence import Logprobs, Sequence, SequenceStatus
 from nanovllm.engine.token_budget import TokenBudget
+
+MAX_COUNTED_PROMPTS = 64  # of those that wait, when their tokens are counted
 
 
 class Scheduler:
@@ -108,11 +111,7 @@ class Scheduler:
 
     def _schedule_chunks(self, step: ScheduledStep) -> None:
         """Chunks of the prompts that are being computed, and of those that can be admitted, the most urgent first."""
-        budget = self.budget
-        if step.num_decodes:
-            total = min(self.mixed_budget.num_tokens, budget.num_tokens)
-            # though many decode, prompts get a part of the step
-            budget = self.mixed_budget._replace(num_tokens=max(1, total - step.num_decodes, total // 4))
+        budget = self._mixed_budget(step.num_decodes) if step.num_decodes else self.budget
         started = deque(sorted(self.prefilling.values(), key=attrgetter("order")))
         can_admit = True
         while budget.num_tokens >= 1:
@@ -130,6 +129,19 @@ class Scheduler:
             end = budget.chunk_end(seq.num_computed_tokens, seq.num_tokens, others_wait)
             budget = budget.without(seq.num_computed_tokens, end)
             self._schedule_chunk(seq, end, step)
+
+    def _mixed_budget(self, num_decodes: int) -> TokenBudget:
+        """What prompts get of a step in which sequences decode too.
+
+        Short steps keep the gaps between two tokens short, and long ones shorten the queue. So a step has half of the
+        bound as long as four such steps compute all prompts, and up to all of it if more wait.
+        """
+        seqs = (*self.prefilling.values(), *islice(self.waiting, MAX_COUNTED_PROMPTS))
+        num_left = sum(seq.num_tokens - seq.num_computed_tokens for seq in seqs)
+        bound = min(self.mixed_budget.num_tokens, self.budget.num_tokens)
+        num_tokens = min(bound, max(bound // 2, num_left // 4))
+        # though many decode, prompts get a part of the step
+        return self.mixed_budget._replace(num_tokens=max(1, num_tokens - num_decodes, bound // 4))
 
     def _schedule_chunk(self, seq: Sequence, end: int, step: ScheduledStep) -> None:
         step.rows.append(ScheduledSequence(seq, seq.num_computed_tokens, end))
