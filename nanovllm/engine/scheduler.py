@@ -39,7 +39,8 @@ class Scheduler:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.budget = budget
-        self.mixed_budget = mixed_budget  # of steps in which sequences decode too
+        # of steps in which sequences decode too
+        self.mixed_budget = mixed_budget._replace(num_tokens=min(mixed_budget.num_tokens, budget.num_tokens))
         self.eos_token_ids = eos_token_ids
         self.eos_token_id: int | None = None  # the tokenizer's own, which is not reported as a stop reason
         self.live: dict[int, dict[int, Sequence]] = {}  # by request id and index: all that have not ended
@@ -111,7 +112,11 @@ class Scheduler:
 
     def _schedule_chunks(self, step: ScheduledStep) -> None:
         """Chunks of the prompts that are being computed, and of those that can be admitted, the most urgent first."""
-        budget = self._mixed_budget(step.num_decodes) if step.num_decodes else self.budget
+        budget = self.budget
+        if step.num_decodes:
+            seqs = (*self.prefilling.values(), *islice(self.waiting, MAX_COUNTED_PROMPTS))
+            num_left = sum(seq.num_tokens - seq.num_computed_tokens for seq in seqs)
+            budget = self.mixed_budget.beside(step.num_decodes, num_left)
         started = deque(sorted(self.prefilling.values(), key=attrgetter("order")))
         can_admit = True
         while budget.num_tokens >= 1:
@@ -129,19 +134,6 @@ class Scheduler:
             end = budget.chunk_end(seq.num_computed_tokens, seq.num_tokens, others_wait)
             budget = budget.without(seq.num_computed_tokens, end)
             self._schedule_chunk(seq, end, step)
-
-    def _mixed_budget(self, num_decodes: int) -> TokenBudget:
-        """What prompts get of a step in which sequences decode too.
-
-        Short steps keep the gaps between two tokens short, and long ones shorten the queue. So a step has half of the
-        bound as long as four such steps compute all prompts, and up to all of it if more wait.
-        """
-        seqs = (*self.prefilling.values(), *islice(self.waiting, MAX_COUNTED_PROMPTS))
-        num_left = sum(seq.num_tokens - seq.num_computed_tokens for seq in seqs)
-        bound = min(self.mixed_budget.num_tokens, self.budget.num_tokens)
-        num_tokens = min(bound, max(bound // 2, num_left // 4))
-        # though many decode, prompts get a part of the step
-        return self.mixed_budget._replace(num_tokens=max(1, num_tokens - num_decodes, bound // 4))
 
     def _schedule_chunk(self, seq: Sequence, end: int, step: ScheduledStep) -> None:
         step.rows.append(ScheduledSequence(seq, seq.num_computed_tokens, end))

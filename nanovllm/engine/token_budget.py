@@ -15,6 +15,16 @@ class TokenBudget(NamedTuple):
     num_tokens: float
     context_of_equal_cost: float = inf
 
+    def beside(self, num_decodes: int, num_left: int) -> "TokenBudget":
+        """What prompts get of this step if sequences decode in it too, and prompts have `num_left` tokens to compute.
+
+        Short steps keep the gaps between two tokens short, and long ones shorten the queue. So a step has half of the
+        bound as long as four such steps compute all prompts, and up to all of it if more wait. Prompts get at least a
+        quarter of the bound, though many sequences decode.
+        """
+        num_tokens = min(self.num_tokens, max(self.num_tokens // 2, num_left // 4))
+        return self._replace(num_tokens=max(1, num_tokens - num_decodes, self.num_tokens // 4))
+
     def cost(self, start: int, end: int) -> float:
         """Of a chunk with the tokens `start:end` of its sequence, in units of the budget."""
         return (end - start) * (1 + (start + end) / 2 / self.context_of_equal_cost)
