@@ -23,7 +23,7 @@ from nanovllm.utils.hub import BUNDLED
 torch.set_grad_enabled(False)
 
 
-def patch_builtins_once() -> None:
+def speed_up_interpreter() -> None:
     """Triton's interpreter lists the members of triton.language for each device function call: a third of its time.
 
     They are listed once here; those that are replaced already stay so.
@@ -41,7 +41,7 @@ def patch_builtins_once() -> None:
 
 
 with suppress(ImportError):  # without Triton
-    patch_builtins_once()
+    speed_up_interpreter()
 
 TINY = str(BUNDLED / "tiny-qwen3")
 

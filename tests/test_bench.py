@@ -148,9 +148,11 @@ def test_progress(monkeypatch, capsys):
     assert lines[4:] == ["transformers: starts", *own, "transformers: ends", "vllm: not installed, left out"]
 
 
+SHORT = ("--device", "cpu", "--num-seqs", "3", "--max-input-len", "32", "--max-output-len", "24")
+
+
 def run(*arguments: str) -> str:
-    lengths = ["--num-seqs", "3", "--max-input-len", "32", "--max-output-len", "24"]
-    command = [sys.executable, "bench.py", *lengths, *arguments]
+    command = [sys.executable, "bench.py", *SHORT, *arguments]
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
@@ -160,8 +162,9 @@ def test_one_call_does_all_workloads():
     assert [line.split(":")[0] for line in out.splitlines() if "requests" in line] == ["headline", "single", "prefill"]
 
 
-def test_streaming_beside_generate():
-    out = run("--streaming").splitlines()
+def test_streaming_beside_generate(monkeypatch, capsys):
+    main(monkeypatch, *SHORT, "--streaming")
+    out = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in out] == ["generate", "stream", "stream"] and "median of 7 pairs" in out[-1]
 
 
@@ -171,8 +174,9 @@ def test_beams_beside_transformers(monkeypatch, capsys):
     assert [line.split()[0] for line in out] == ["2", "nanovllm", "transformers"] and "20 tokens in, 4 out" in out[0]
 
 
-def test_profile_writes_traces(tmp_path):
-    out = run("--profile", str(tmp_path))
+def test_profile_writes_traces(monkeypatch, capsys, tmp_path):
+    main(monkeypatch, *SHORT, "--profile", str(tmp_path))
+    out = capsys.readouterr().out
     assert {file.name for file in tmp_path.iterdir()} == {"decode-1.json", "decode-3.json"}
     assert out.count("us in all") == 2
 

@@ -521,12 +521,12 @@ def test_greedy_takes_the_lowest_of_equals(tile, per_split, dtype):
 
 def test_sample_does_not_depend_on_the_tiles():
     """And tokens that are ruled out stay so."""
-    logits = randn(4, 5001)
+    logits = randn(3, 3001)
     logits[:, ::2] = -torch.inf
-    inputs = sampling_inputs(4)
+    inputs = sampling_inputs(3)
     expected = sample_reference(logits, *inputs)
     assert (expected % 2 == 1).all()
-    for tile, per_split in ((128, 256), (256, 2048), (1024, 8192)):
+    for tile, per_split in ((128, 256), (256, 1024), (1024, 8192)):
         assert torch.equal(ops.sample(logits, *inputs, ROUNDS, 0, tile, per_split)[1], expected)
 
 

@@ -149,7 +149,6 @@ both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["syn
     [
         pytest.param({"async_scheduling": False}, id="defaults-sync"),
         pytest.param({"async_scheduling": True}, id="defaults-async"),
-        pytest.param({"kvcache_block_size": 16, "async_scheduling": False}, id="block-16"),
         pytest.param({"kvcache_block_size": 256, "max_num_seqs": 7, "async_scheduling": True}, id="few-seqs"),
         pytest.param({"enable_prefix_caching": False, "async_scheduling": True}, id="no-prefix-cache"),
         pytest.param(
