@@ -30,7 +30,7 @@ Dims = tuple[int, ...]
 
 
 class BatchShape(NamedTuple):
-    """The numbers that determine the layout of a Batch. In a CUDA graph, the first group are upper bounds."""
+    """The numbers that determine the layout of a Batch."""
 
     num_tokens: int
     num_seqs: int
@@ -39,6 +39,7 @@ class BatchShape(NamedTuple):
     max_blocks_per_seq: int  # the width of the block tables
     max_seqlen_q: int = 1
     num_query_tiles: int = 0
+    is_padded: bool = False  # whether these are upper bounds, in a step with chunks; the real numbers are on the device
 
     num_sampled: int = 0  # of the samples, those that are not padding, in steps with chunks
     num_new_requests: int = 0  # sampled for the first time since they were admitted
@@ -53,11 +54,6 @@ class BatchShape(NamedTuple):
     def has_chunks(self) -> bool:
         """Whether there are tokens of prompts, and not decodes alone."""
         return self.num_seqs > self.num_decodes
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether the first group are upper bounds, in a step with chunks; the real numbers are on the device."""
-        return self.max_seqlen_q == 0
 
     @property
     def bounds(self) -> tuple[int, ...]:

@@ -112,8 +112,9 @@ def mixed_bounds(config: Config, query_tile_size: int) -> list[BatchShape]:
                     num_decodes=num_decodes,
                     num_samples=num_decodes + num_chunks,
                     max_blocks_per_seq=config.max_blocks_per_seq,
-                    max_seqlen_q=0,
+                    max_seqlen_q=num_tokens,
                     num_query_tiles=num_tokens // query_tile_size + num_chunks,
+                    is_padded=True,
                 )
             )
     return shapes

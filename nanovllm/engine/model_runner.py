@@ -100,8 +100,8 @@ class ModelRunner:
         return buffers.current.batch.numpy()
 
     def prepare(self, step: ScheduledStep) -> HostBatch:
-        prepare = self.prepare_mixed if step.chunks else self.prepare_decode
-        return prepare(step, self.host_buffer(bool(step.chunks)))
+        prepare = self.prepare_mixed if step.has_chunks else self.prepare_decode
+        return prepare(step, self.host_buffer(step.has_chunks))
 
     def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:
         """Queue a batch that lies in `host_buffer`; this returns while the step, or even the one before, still runs."""
@@ -122,9 +122,9 @@ class ModelRunner:
     def prepare_mixed(self, step: ScheduledStep, buffer: np.ndarray) -> HostBatch:
         model, block_size, bounds = self.config.model_config, self.config.kvcache_block_size, None
         if self.mixed_graphs:
-            num_chunk_tokens = sum(row.end - row.start for row in step.chunks)
-            counts = step.num_decodes + num_chunk_tokens, len(step.chunks), len(step.sampled_seqs)
-            bounds = self.mixed_graphs.bounds_for(step.num_decodes, *counts)
+            n, chunks = step.num_decodes, step.chunks
+            num_tokens = n + sum(row.end - row.start for row in chunks)
+            bounds = self.mixed_graphs.bounds_for(n, num_tokens, len(chunks), len(step.sampled_seqs))
         constants = block_size, self.query_tile_size, model.eos_token_ids, model.vocab_size
         return batches.prepare_mixed(step, buffer, *constants, bounds, self.pad_req_index)
 

@@ -31,6 +31,10 @@ class ScheduledStep:
     copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
+    def has_chunks(self) -> bool:
+        return len(self.rows) > self.num_decodes
+
+    @property
     def chunks(self) -> list[ScheduledSequence]:
         """The rows that compute a prompt, or a part of one. A preempted sequence's generated tokens are among them."""
         return self.rows[self.num_decodes :]

@@ -85,7 +85,7 @@ class Scheduler:
             self.block_manager.copies = copies
             return None
         step.copies = [(source, target) for target, source in copies.items()]
-        kind = "decode" if not step.chunks else "mixed" if step.num_decodes else "prefill"
+        kind = "decode" if not step.has_chunks else "mixed" if step.num_decodes else "prefill"
         self.counts[f"{kind}_steps"] += 1
         return step
 
