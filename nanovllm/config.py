@@ -189,6 +189,9 @@ class Config:
         return torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" else device
 
     def _check_settings(self) -> None:
+        for setting in fields(self):
+            if setting.init and isinstance(value := getattr(self, setting.name), str):
+                self._set(**{setting.name: str.__str__(value)})  # an Enum's class may be unknown to other ranks
         for name, (low, high, optional) in INTEGERS.items():
             self._set(**{name: check_int(name, getattr(self, name), low, high, optional=optional)})
         check_choice("tensor_parallel_size", self.tensor_parallel_size, (1, 2, 4, 8))

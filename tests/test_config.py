@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 import shutil
+from enum import Enum
 from pathlib import Path
 
 import numpy as np
@@ -459,3 +460,14 @@ def test_good_sampling_params():
     assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
     with pytest.raises(TypeError, match="best_of"):
         SamplingParams(best_of=2)
+
+
+def test_an_enum_of_strings_is_a_string():
+    """Settings go to other processes, which do not know the caller's classes."""
+
+    class Choice(str, Enum):
+        MODEL, DTYPE, POLICY = "tiny-qwen3", "float16", "priority"
+
+    config = Config(Choice.MODEL, device="cpu", dtype=Choice.DTYPE, scheduling_policy=Choice.POLICY)
+    assert config.dtype == torch.float16 and type(config.scheduling_policy) is type(config.model) is str
+    assert config.scheduling_policy == "priority"
