@@ -12,7 +12,6 @@ from dataclasses import replace
 import pytest
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.engine.inbox import Inbox, OutputKind
 from nanovllm.engine.outputs import StepOutput
 from nanovllm.engine.request import CompletionRequest
 
@@ -551,24 +550,3 @@ def test_interrupts_of_a_leader_with_many_callers(make_llm, requests, alone, sig
             is_over.set()
     assert min(num_calls) > 0
     check_whole(llm)
-
-
-def test_a_fork_renews_the_locks_of_inboxes():
-    """In the child nobody is left to release one that another thread holds."""
-    inbox, is_locked, may_end = Inbox(OutputKind.TOKENS), threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with inbox._lock:
-            is_locked.set()
-            may_end.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    is_locked.wait()
-    if (child := os.fork()) == 0:
-        signal.alarm(5)
-        inbox.take()
-        os._exit(0)
-    may_end.set()
-    thread.join()
-    assert os.waitpid(child, 0)[1] == 0

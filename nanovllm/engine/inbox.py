@@ -1,9 +1,8 @@
 """What has arrived for one caller and has not been read yet."""
 
-import os
 import threading
+from collections import deque
 from enum import Enum, auto
-from weakref import WeakSet
 
 from nanovllm.engine.outputs import StepOutput
 
@@ -30,16 +29,13 @@ class Inbox:
         self.thread = threading.current_thread()
         self.has_reader = False  # `thread` itself has called `LLMEngine.step`
         self.collected = StepOutput()
-        self._published = StepOutput()
+        self._published: deque[StepOutput] = deque()  # its methods are atomic, so that no lock is needed
         self._error: BaseException | None = None  # that ended its requests
-        self._lock = threading.RLock()  # re-entrant: a signal handler may abort a request while its thread is reading
-        _all.add(self)
 
     def publish(self, num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:
         output, self.collected = self.collected, StepOutput()
         output.num_prefill_tokens, output.num_decode_tokens = num_prefill_tokens, num_decode_tokens
-        with self._lock:
-            self._published.add(output)
+        self._published.append(output)
         if output.finished or output.new_tokens or output.events:
             self.is_ready = True
         # only now: a thread that sees no live request expects no further output
@@ -57,8 +53,9 @@ class Inbox:
     def take(self) -> StepOutput:
         """All outputs since the last call. After an error, first those before it, then RuntimeError."""
         self.is_ready = False
-        with self._lock:
-            output, self._published = self._published, StepOutput()
+        output = StepOutput()
+        while self._published:
+            output.add(self._published.popleft())
         if (error := self._error) is not None:
             if output.finished or output.events:
                 self.is_ready = True
@@ -66,15 +63,3 @@ class Inbox:
             self._error = None
             raise RuntimeError(f"a step that another caller ran failed, and all requests with it: {error!r}") from error
         return output
-
-
-_all: WeakSet[Inbox] = WeakSet()
-
-
-def _renew_locks() -> None:
-    """In a forked child, where a thread that held a lock does not exist."""
-    for inbox in _all:
-        inbox._lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_locks)

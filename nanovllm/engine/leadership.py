@@ -12,6 +12,8 @@ from weakref import WeakSet
 from nanovllm.engine.inbox import Inbox
 from nanovllm.utils.interrupts import interrupts_held
 
+MAX_WAIT = 0.1  # seconds; a thread that waits for another one's step sees Ctrl-C that late at most
+
 
 class Leadership:
     """One thread at a time, the leader, uses the scheduler and the device; the engine has no thread of its own.
@@ -29,7 +31,7 @@ class Leadership:
 
     def reset(self) -> None:
         """No thread leads or waits: at the start, and in a forked child, where no other thread exists."""
-        # always by `with self.lock`, and briefly: an interrupt inside Condition.__exit__ would leave the lock taken
+        # always taken with interrupts held: one at the end of a `with` could leave it taken
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._leader: int | None = None
@@ -75,21 +77,29 @@ class Leadership:
     def _lead(self, acquire: Callable[[], bool], work: Callable[[], None], inboxes: Iterable[Inbox] = ()) -> None:
         """Do `work` if `acquire` makes this thread the leader; then execute commands that were posted meanwhile."""
         try:
-            if not acquire():
-                return
-            work()
-            while not self._release():
-                self.run_commands()
-        except BaseException as error:
-            with interrupts_held():
-                if self._leader == get_ident():
-                    self._recover(error, inboxes)
-            raise
+            try:
+                if not acquire():
+                    return
+                work()
+                while not self._release():
+                    self.run_commands()
+            except BaseException as error:
+                with interrupts_held():
+                    if self._leader == get_ident():
+                        self._recover(error, inboxes)
+                raise
+            finally:
+                self._resign()
         finally:
-            with interrupts_held(), self.lock:
-                if self._leader == get_ident():
-                    self._leader = None
-                self._changed.notify_all()
+            if self._leader == get_ident():  # an interrupt has kept the first call from beginning
+                self._resign()
+
+    def _resign(self) -> None:
+        """Stop leading, if this thread does, and wake those that wait."""
+        with interrupts_held(), self.lock:
+            if self._leader == get_ident():
+                self._leader = None
+            self._changed.notify_all()
 
     def _try_acquire(self) -> bool:
         with interrupts_held(), self.lock:
@@ -104,14 +114,14 @@ class Leadership:
         return True
 
     def _acquire(self, inboxes: Iterable[Inbox] = (), is_urgent: bool = False) -> bool:
-        """Wait until this thread is the leader, or (False) until one of the inboxes is ready."""
-        with self.lock:
+        """Wait until this thread is the leader, or (False) until one of the inboxes is ready or Ctrl-C was pressed."""
+        with interrupts_held() as held, self.lock:
             self._num_urgent += is_urgent
             try:
-                while not any(inbox.is_ready for inbox in inboxes):
+                while not held and not any(inbox.is_ready for inbox in inboxes):
                     if self._lead_if_free(is_urgent):
                         return True
-                    self._changed.wait()
+                    self._changed.wait(MAX_WAIT)
                 return False
             finally:
                 self._num_urgent -= is_urgent

@@ -2,29 +2,31 @@
 
 import signal
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 _is_held = False  # by an enclosing block of the main thread
 
 
 @contextmanager
-def interrupts_held():
+def interrupts_held() -> Iterator[list]:
     """Ctrl-C within the block takes effect at its end, or at the end of the outermost of nested blocks.
 
-    Python runs signal handlers in the main thread only, so in other threads this does nothing. Nor does it if the
-    handler was not installed by Python, which could not restore it.
+    Yields a list that is empty until the outermost block is interrupted; those of nested blocks stay empty. Python runs
+    signal handlers in the main thread only, so in other threads this does nothing. Nor does it if the handler was not
+    installed by Python, which could not restore it.
     """
     global _is_held
     is_main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGINT) if is_main and not _is_held else None
     if handler is None:
-        yield
+        yield []
         return
-    held = []
+    held: list = []
     try:
         signal.signal(signal.SIGINT, lambda *arguments: held.append(arguments))
         _is_held = True
-        yield
+        yield held
     finally:
         _is_held = False
         signal.signal(signal.SIGINT, handler)
