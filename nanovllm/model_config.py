@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.models import MODELS
+from nanovllm.models import find_model_type, model_class
 from nanovllm.utils.checks import check_choice, check_int
 from nanovllm.utils.hub import read_json
 from nanovllm.utils.tensor_parallel import TensorParallel
@@ -34,29 +34,36 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     tie_word_embeddings: bool
-    attention_bias: bool
     dtype: torch.dtype
     rope_inv_freq: tuple[float, ...]  # head_dim / 2 angles per position
     rope_scale: float  # cos and sin are multiplied by it (yarn)
     eos_token_ids: frozenset[int]
+    # what differs between families: `read_config` of a family's class sets it
+    qk_norm: bool = False  # RMS norm of each head of queries and keys
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = None  # a token attends to so many tokens, itself included
 
     @classmethod
     def read(cls, folder: Path) -> "ModelConfig":
         """ValueError or TypeError with the file's name if it is invalid, or describes a model that is not supported."""
         file = folder / "config.json"
         raw = read_json(file)
-        check_choice(f"{file}: model_type", raw.get("model_type"), MODELS)
+        model_type = find_model_type(raw, file)
         check_choice(f"{file}: hidden_act", raw.get("hidden_act", "silu"), ("silu",))
         if raw.get("quantization_config"):
             raise ValueError(f"{file}: quantized checkpoints are not supported (quantization_config is set)")
         if raw.get("use_sliding_window"):
             raise ValueError(f"{file}: sliding-window attention is not supported (use_sliding_window is set)")
+        for kind in raw.get("layer_types") or ():
+            check_choice(f"{file}: layer_types: a layer", kind, ("full_attention",))
         heads = raw.get("num_attention_heads")
         names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings"
         try:
             plain = {name: check_int(f"{file}: {name}", raw[name], low=1) for name in names.split()}
             head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
-            inv_freq, rope_scale = _rope_frequencies(raw, head_dim)
+            inv_freq, rope_scale = _rope_frequencies(raw | {"model_type": model_type}, head_dim)
         except KeyError as error:  # transformers' rope initialisers raise it too
             raise ValueError(f"{file}: has no {error}") from error
         dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -65,17 +72,17 @@ class ModelConfig:
         if (generation := folder / "generation_config.json").exists():
             eos_token_ids = _eos_token_ids(generation, raw | read_json(generation), plain["vocab_size"])
         return cls(
-            model_type=raw["model_type"],
+            model_type=model_type,
             **plain,
             num_key_value_heads=raw.get("num_key_value_heads") or heads,
             head_dim=head_dim,
             rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
             tie_word_embeddings=raw.get("tie_word_embeddings", False),
-            attention_bias=raw.get("attention_bias", False),
             dtype=DTYPES[dtype],
             rope_inv_freq=inv_freq,
             rope_scale=rope_scale,
             eos_token_ids=eos_token_ids,
+            **model_class(model_type).read_config(raw, file),
         )
 
     @property

@@ -28,7 +28,6 @@ QWEN3_06B = ModelConfig(
     max_position_embeddings=40960,
     rms_norm_eps=1e-6,
     tie_word_embeddings=True,
-    attention_bias=False,
     dtype=torch.bfloat16,
     rope_inv_freq=(1.0,) * 64,
     rope_scale=1.0,
