@@ -3,6 +3,7 @@
 The reference is transformers' own class in float32, in one forward pass over a prompt and its answer.
 """
 
+import json
 import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +14,10 @@ import pytest
 import torch
 import transformers
 from conftest import TINY, generate_by_steps
+from safetensors.torch import load_file, save_file
 
 from nanovllm import SamplingParams
+from nanovllm.config import Config
 from nanovllm.distributed.tensor_parallel import connect
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import SDPABackend
@@ -170,3 +173,71 @@ def test_engine_of_two_ranks(make_llm, tmp_path):
     folder = make_checkpoint(tmp_path, "llama-biases")
     llm = make_llm(folder, tensor_parallel_size=2, **SMALL)
     assert_same_as_transformers(folder, generate_by_steps(llm, requests()))
+
+
+# -- what checkpoints of the families store ----------------------------------------------------------------------------
+
+
+def edit(folder: str, remove: tuple[str, ...] = (), **entries) -> None:
+    """Change entries of config.json."""
+    file = Path(folder) / "config.json"
+    raw = {name: value for name, value in json.loads(file.read_text()).items() if name not in remove}
+    file.write_text(json.dumps(raw | entries))
+
+
+def test_architectures_decide_if_the_type_is_unknown(tmp_path):
+    folder = make_checkpoint(tmp_path, "qwen2")
+    for model_type in (None, "custom"):
+        edit(folder, model_type=model_type)
+        assert ModelConfig.read(tmp_path).model_type == "qwen2"
+    edit(folder, model_type="llama")
+    assert ModelConfig.read(tmp_path).model_type == "llama"
+
+
+def test_old_llama_checkpoint(make_llm, tmp_path):
+    """Of transformers 4: without newer entries, with frequencies beside the weights, and with a head that is tied."""
+    folder = make_checkpoint(tmp_path, "llama-3.2")
+    before = generate_by_steps(make_llm(folder, **SMALL), requests())
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(16) for i in range(2)}
+    save_file(tensors | {"lm_head.weight": torch.ones(VOCAB_SIZE, 64)}, tmp_path / "model.safetensors")
+    scaling = {"type": LLAMA3["rope_type"]} | {name: value for name, value in LLAMA3.items() if name != "rope_type"}
+    new = ("rope_parameters", "attention_bias", "mlp_bias", "pretraining_tp", "dtype")
+    edit(folder, new, rope_theta=5000.0, rope_scaling=scaling, torch_dtype="float32")
+    after = generate_by_steps(make_llm(folder, **SMALL), requests())
+    assert [output["token_ids"] for output in after] == [output["token_ids"] for output in before]
+    save_file(tensors | {"model.rotary_emb.freq": torch.ones(16)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="1 tensors belong to no parameter: model.rotary_emb.freq"):
+        make_llm(folder)
+
+
+def test_key_value_heads_and_head_dim_of_llama_2(tmp_path):
+    folder = make_checkpoint(tmp_path, "llama-2")
+    expected = ModelConfig.read(tmp_path)
+    edit(folder, remove=("num_key_value_heads", "head_dim"))
+    assert ModelConfig.read(tmp_path) == expected
+    assert (expected.num_key_value_heads, expected.head_dim) == (4, 16)
+
+
+def test_sliding_window_of_mistral(tmp_path):
+    """It bounds the length, up to which it changes nothing."""
+    folder = make_checkpoint(tmp_path, "mistral")
+    lengths = []
+    for window in (None, 5000, 100):
+        edit(folder, sliding_window=window)
+        lengths.append(Config(folder, device="cpu").max_model_len)
+    assert lengths == [4 * MAX_LEN, 4 * MAX_LEN, 100]
+    assert Config(folder, device="cpu", max_model_len=100).max_model_len == 100
+    with pytest.raises(ValueError, match="max_model_len=101: must be at most 100, the sliding_window of the model"):
+        Config(folder, device="cpu", max_model_len=101)
+
+
+@pytest.mark.parametrize("head_dim", [8, 24, 96])
+def test_head_dim_of_kernels(tmp_path, head_dim):
+    folder = make_checkpoint(tmp_path, "llama")
+    edit(folder, head_dim=head_dim)
+    assert Config(folder, device="cpu").model_config.head_dim == head_dim
+    with pytest.raises(ValueError, match=f"head_dim={head_dim} of the model: must be a power of two from 16 on"):
+        Config(folder, device="cpu", attention_backend="triton")
+    edit(folder, head_dim=64)
+    assert Config(folder, device="cpu", attention_backend="triton").model_config.head_dim == 64
