@@ -67,6 +67,7 @@ HEADS = [  # group, kv_heads, head_dim, block_size
     (2, 1, 64, 16),
     (3, 2, 32, 48),
     (5, 1, 128, 64),
+    (7, 1, 64, 32),
     (8, 2, 64, 32),
     (16, 1, 32, 256),
 ]
@@ -162,6 +163,7 @@ def test_decode_looks_up_chunks_of_blocks(block_size, splits, lengths, dtype):
         ((3, 1, 64, 48), 1, True),
         ((3, 1, 64, 48), 3, True),
         ((3, 1, 64, 48), 3, False),
+        ((7, 1, 128, 32), 2, False),
         ((16, 1, 32, 256), 3, True),
         ((1, 3, 128, 32), 1, True),
         ((1, 3, 128, 32), 1, False),
