@@ -300,8 +300,10 @@ def test_silu_and_mul(num_rows, n, dtype):
     assert_close(ops.silu_and_mul(x), F.silu(gate) * up)
 
 
-def linear_reference(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> torch.Tensor:
+def linear_reference(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, bias=None) -> torch.Tensor:
     y = x.double() @ weight.double().T
+    if bias is not None:
+        y += bias.double()
     if gated:
         gate, up = y.chunk(2, -1)
         return F.silu(gate) * up
@@ -329,6 +331,19 @@ def test_gemv(gated, before, n, k, dtype):
     assert_close(out, linear_reference(expected, weight, gated))
     assert torch.equal(returned, total) and (returned is x) == (residual is None)
     assert all(map(torch.equal, inputs, copies))
+
+
+@each_dtype
+@pytest.mark.parametrize("n, k", [(1, 1), (7, 1500), (257, 33), (7, 2055)])
+@pytest.mark.parametrize("has_norm", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+def test_gemv_with_bias(gated, has_norm, n, k, dtype):
+    x, norm_weight = randn(1, k, dtype=dtype), randn(k, dtype=dtype) if has_norm else None
+    num_outputs = 2 * n if gated else n
+    weight, bias = randn(num_outputs, k, dtype=dtype) / k**0.5, randn(num_outputs, dtype=dtype)
+    out, _ = ops.gemv(x, weight, norm_weight, 0.5, gated=gated, bias=bias)
+    normed = rms_norm_reference(x, norm_weight, 0.5) if has_norm else x
+    assert_close(out, linear_reference(normed, weight, gated, bias))
 
 
 @overflows
