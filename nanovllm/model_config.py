@@ -62,7 +62,8 @@ class ModelConfig:
         names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings"
         try:
             plain = {name: check_int(f"{file}: {name}", raw[name], low=1) for name in names.split()}
-            head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+            head_dim = check_int(f"{file}: head_dim", raw.get("head_dim") or raw["hidden_size"] // heads, low=2)
+            kv_heads = check_int(f"{file}: num_key_value_heads", raw.get("num_key_value_heads") or heads, low=1)
             inv_freq, rope_scale = _rope_frequencies(raw | {"model_type": model_type}, head_dim)
         except KeyError as error:  # transformers' rope initialisers raise it too
             raise ValueError(f"{file}: has no {error}") from error
@@ -74,7 +75,7 @@ class ModelConfig:
         return cls(
             model_type=model_type,
             **plain,
-            num_key_value_heads=raw.get("num_key_value_heads") or heads,
+            num_key_value_heads=kv_heads,
             head_dim=head_dim,
             rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
             tie_word_embeddings=raw.get("tie_word_embeddings", False),

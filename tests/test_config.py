@@ -370,6 +370,8 @@ def test_bad_eos_token_id(tmp_path, file, ids, message):
         ("num_hidden_layers", 0, ValueError),
         ("vocab_size", "2048", TypeError),
         ("hidden_size", None, TypeError),
+        ("head_dim", 32.0, TypeError),
+        ("num_key_value_heads", "4", TypeError),
     ],
 )
 def test_bad_model_config(tmp_path, name, value, kind):
