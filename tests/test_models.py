@@ -101,10 +101,10 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
     rng = random.Random(0)
     ids = lambda n: [rng.randrange(VOCAB_SIZE) for _ in range(n)]
     prefix = ids(40)
-    prompts = [prefix, *map(ids, (1, 17, 33, 2, 16, 100)), prefix + ids(1), prefix + ids(20)]
+    prompts = [prefix, *map(ids, (1, 17, 2, 16, 70)), prefix + ids(1), prefix + ids(20)]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2, detokenize=False)
     # a prompt whose log-probabilities are wanted is computed from its beginning
-    return [(prompt, params if i == 8 else replace(params, prompt_logprobs=0)) for i, prompt in enumerate(prompts)]
+    return [(prompt, params if i == 7 else replace(params, prompt_logprobs=0)) for i, prompt in enumerate(prompts)]
 
 
 def reference_model(folder: str):
@@ -173,6 +173,19 @@ def test_engine_of_two_ranks(make_llm, tmp_path):
     folder = make_checkpoint(tmp_path, "llama-biases")
     llm = make_llm(folder, tensor_parallel_size=2, **SMALL)
     assert_same_as_transformers(folder, generate_by_steps(llm, requests()))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter; tests/test_gpu.py on CUDA")
+def test_parity_on_kernels(monkeypatch, make_llm, tmp_path):
+    """Attention without q and k norms, and products with biases, of chunks, several decodes, and a single one."""
+    ops = pytest.importorskip("nanovllm.kernels.ops")
+    for module in ("activation", "attention", "fusion", "layernorm", "linear", "partial_sum"):
+        monkeypatch.setattr(f"nanovllm.layers.{module}.triton_ops", lambda x: ops)
+    folder = make_checkpoint(tmp_path, "llama-biases")
+    llm = make_llm(folder, attention_backend="triton", num_kvcache_blocks=16, **SMALL)
+    assert_same_as_transformers(
+        folder, generate_by_steps(llm, [(p, replace(q, max_tokens=2)) for p, q in requests()[:3]])
+    )
 
 
 # -- what checkpoints of the families store ----------------------------------------------------------------------------
