@@ -1,5 +1,6 @@
 """The shape of a model, read from its folder."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,19 +115,38 @@ def _rope_frequencies(raw: dict, head_dim: int) -> tuple[tuple[float, ...], floa
     theta = rope.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     check_choice("rope type", kind, ("default", "linear", "yarn", "llama3"))
-    if kind == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-        return tuple((1.0 / theta**exponents).tolist()), 1.0
-    # transformers, which has the definitions of the scaled kinds, is imported only for them
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    inv_freq = 1.0 / theta**exponents
+    if kind == "yarn":
+        inv_freq, scale = _yarn_frequencies(raw, head_dim, theta, rope)
+        return tuple(inv_freq.float().tolist()), float(scale)
+    if kind == "linear":
+        inv_freq = inv_freq / rope["factor"]
+    elif kind == "llama3":
+        inv_freq = _llama3_frequencies(inv_freq, rope)
+    return tuple(inv_freq.tolist()), 1.0
+
+
+def _llama3_frequencies(inv_freq: torch.Tensor, rope: dict) -> torch.Tensor:
+    """Those of Llama 3.1: slow pairs turn slower by a factor, and fast ones, which turn often in the length of the
+    training, as before; what is between is interpolated.
+    """
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    num_turns = rope["original_max_position_embeddings"] / (2 * math.pi / inv_freq)
+    weight = ((num_turns - low) / (high - low)).clamp(0, 1)  # of the original frequency
+    return (1 - weight) * inv_freq / rope["factor"] + weight * inv_freq
+
+
+def _yarn_frequencies(raw: dict, head_dim: int, theta: float, rope: dict) -> tuple[torch.Tensor, float]:
+    """By transformers, whose import takes seconds."""
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     shape = {name: value for name, value in raw.items() if not name.startswith("rope_")}
-    scaling = {"rope_type": kind, **rope}
+    scaling = {"rope_type": "yarn", **rope}
     config = AutoConfig.for_model(**shape | {"head_dim": head_dim, "rope_theta": theta, "rope_scaling": scaling})
     with torch.device("cpu"):
-        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    return tuple(inv_freq.float().tolist()), float(scale)
+        return ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
 
 
 def _eos_token_ids(file: Path, raw: dict, vocab_size: int) -> frozenset[int]:

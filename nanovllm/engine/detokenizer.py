@@ -31,7 +31,7 @@ class TokenBytes(dict[int, bytes]):
         if decode(["\u0120a", "\xc3", "\xa9"]) == " a\xe9":
             self._to_bytes = _byte_level_bytes
         elif decode(["a", _SPACE + "b"]) == "a b":
-            self._to_bytes = _byte_fallback_bytes if decode(["<0x41>"]) == "A" else _sentencepiece_bytes
+            self._to_bytes = _sentencepiece_bytes
         else:
             kind = type(decoder).__name__
             raise ValueError(f"tokenizer: its decoder is {kind!r}; must be 'ByteLevel', or one for SentencePiece")
@@ -56,11 +56,7 @@ def _byte_level_bytes(token: str) -> bytes:
 
 
 def _sentencepiece_bytes(token: str) -> bytes:
-    return token.replace(_SPACE, " ").encode()
-
-
-def _byte_fallback_bytes(token: str) -> bytes:
-    return bytes([int(token[3:5], 16)]) if _BYTE_TOKEN.fullmatch(token) else _sentencepiece_bytes(token)
+    return bytes([int(token[3:5], 16)]) if _BYTE_TOKEN.fullmatch(token) else token.replace(_SPACE, " ").encode()
 
 
 class TokenTexts:
