@@ -74,7 +74,8 @@ class Config:
     scheduling_policy: "fcfs" (first come, first served), "priority" (see `add_request`), or an object with a method
         `urgency` (see `SchedulingPolicy` in `engine/scheduling_policy.py`).
     max_num_seqs: maximum number of sequences that run at the same time.
-    max_model_len: maximum number of tokens of a prompt and its completion; None is 4096, or the model's own if smaller.
+    max_model_len: maximum number of tokens of a prompt and its completion; None is 4096, or if it is smaller the
+        model's own bound or sliding window.
     gpu_memory_utilization: the fraction of the GPU's memory that this engine may use for weights and cache together.
     tensor_parallel_size: 1, 2, 4 or 8 ranks that share the model; on CUDA each has a device, starting with `device`.
     enforce_eager: do not use CUDA graphs.

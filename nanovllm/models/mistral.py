@@ -9,6 +9,6 @@ from nanovllm.utils.checks import check_int
 class MistralForCausalLM(Qwen3ForCausalLM):
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
-        # null is no window; without an entry it is transformers' default
+        # null means no window; 4096 is transformers' default if there is no entry
         window = check_int(f"{file}: sliding_window", raw.get("sliding_window", 4096), low=1, optional=True)
         return {"sliding_window": window}

@@ -1,6 +1,6 @@
 """Qwen3, dense: how the layers are put together, and how a checkpoint's names map onto them.
 
-The other dense families have the same layers, but for biases and the norms of queries and keys, which ModelConfig says.
+The other dense families have the same layers; ModelConfig says which biases they have, and whether q and k norms.
 """
 
 from pathlib import Path
