@@ -2,6 +2,7 @@
 
     python bench.py --model MODEL                     the first three workloads below
     python bench.py --model MODEL --compare vllm      the same with vLLM beside it (or transformers, or both)
+    python bench.py --shape llama-3.1-8b              the same with random weights of a published shape: no download
     python bench.py --model MODEL --workload online --request-rate 8,16,24      latency while requests keep arriving
     python bench.py --model MODEL --workload latency --max-model-len 32768      one prompt; decode behind a context
     python bench.py --model MODEL --workload batches --batch-sizes 2,8,32       throughput by batch size
@@ -71,6 +72,42 @@ LABELS = {
     "vllm": "vLLM",
     "original": "the original nano-vllm",
     "transformers": "transformers",
+}
+# entries of config.json, as published; `--shape NAME` makes such a model
+SHAPE_ENTRIES = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "eos_token_id",
+    "tie_word_embeddings",
+)
+SHAPES = {
+    "qwen3-0.6b": ("qwen3", 1024, 3072, 28, 16, 8, 128, 151936, 40960, 1e-6, 1e6, 151645, True),
+    "qwen3-8b": ("qwen3", 4096, 12288, 36, 32, 8, 128, 151936, 40960, 1e-6, 1e6, 151645, False),
+    "llama-3.1-8b": ("llama", 4096, 14336, 32, 32, 8, 128, 128256, 131072, 1e-5, 5e5, 128001, False),
+    "llama-3.2-1b": ("llama", 2048, 8192, 16, 32, 8, 64, 128256, 131072, 1e-5, 5e5, 128001, True),
+    "qwen2.5-7b": ("qwen2", 3584, 18944, 28, 28, 4, 128, 152064, 131072, 1e-6, 1e6, 151643, False),
+    "mistral-7b": ("mistral", 4096, 14336, 32, 32, 8, 128, 32768, 32768, 1e-5, 1e6, 2, False),  # v0.3
+}
+LLAMA_ROPE = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# entries that only some shapes have
+EXTRA_ENTRIES: dict[str, dict] = {
+    "llama-3.1-8b": {"rope_scaling": LLAMA_ROPE | {"factor": 8.0}},
+    "llama-3.2-1b": {"rope_scaling": LLAMA_ROPE | {"factor": 32.0}},
+    "mistral-7b": {"sliding_window": None},
 }
 # statistics that have no style here are in tables only
 LINE_STYLES = {"": "-", "p50": "-", "p99": "--", "median": "-", "1 sequence": "-", "8 sequences": "--"}
@@ -409,6 +446,25 @@ def profile_nanovllm(model: str, settings: dict, batch_sizes: list[int], length:
                 llm.step()
 
 
+def write_shape(name: str, folder: Path) -> None:
+    """Make a folder with the config.json of a shape, and a tokenizer whose tokens are the 256 bytes; no weights."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from nanovllm.models import MODELS
+
+    entries = dict(zip(SHAPE_ENTRIES, SHAPES[name], strict=True)) | EXTRA_ENTRIES.get(name, {})
+    architecture = MODELS[entries["model_type"]].split(":")[1]
+    folder.mkdir()
+    config = {"architectures": [architecture], "torch_dtype": "bfloat16", **entries}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(characters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
 def run_transformers(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
     """Padded batches, one after the other; the fastest of a few batch sizes is reported."""
     import torch
@@ -465,11 +521,11 @@ def run_transformers(model: str, settings: dict, workloads: Workloads) -> dict[s
 
 
 def vllm_settings(model: str, settings: dict) -> dict:
-    """Our bounds and dtype; all else is vLLM's default."""
+    """Our bounds, dtype, and weights that are random if ours are; all else is vLLM's default."""
     from nanovllm.config import Config
 
     config = Config.create(model, settings)
-    names = ["model", "max_model_len", "max_num_seqs", "tensor_parallel_size"]
+    names = ["model", "max_model_len", "max_num_seqs", "tensor_parallel_size", "load_format"]
     return {"dtype": str(config.dtype).removeprefix("torch."), **{name: getattr(config, name) for name in names}}
 
 
@@ -884,7 +940,9 @@ def figure_file(text: str) -> Path:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     size = integer(1)
-    parser.add_argument("--model", default="tiny-qwen3", help="a folder, a hub id, or the bundled tiny-qwen3")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", default="tiny-qwen3", help="a folder, a hub id, or the bundled tiny-qwen3")
+    model.add_argument("--shape", choices=SHAPES, help="a model with random weights, which needs no download")
     parser.add_argument("--workload", choices=["all", *WORKLOADS, *SWEEPS], default="all")
     parser.add_argument("--num-seqs", type=size, help="requests, see above (256; on a CPU 64; of latency 20 and 5)")
     parser.add_argument("--max-input-len", type=size, help="longest prompt (1024; on a CPU 256; of batches 512)")
@@ -969,6 +1027,14 @@ def describe(name: str, requests: list[Request]) -> str:
 def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if args.shape:
+            args.model = str(Path(folder) / args.shape)
+            write_shape(args.shape, Path(args.model))
+        run_command(parser, args)
+
+
+def run_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if (args.figure or args.plot) and importlib.util.find_spec("matplotlib") is None:
         parser.error("--figure and --plot need matplotlib, which `pip install '.[plot]'` installs")
     if args.figure:
@@ -982,13 +1048,16 @@ def main() -> None:
         parser.error(f"--plot: --workload {args.workload} must be one of {', '.join(SWEEPS)}")
     if args.save and is_sweep:
         parser.error(f"--save: --workload {args.workload} must be one of all, {', '.join(WORKLOADS)}")
+    if args.shape and (args.beams or "transformers" in args.compare):
+        option = "--beams" if args.beams else "--compare transformers"
+        parser.error(f"{option}: transformers reads weights from files, and --shape has none; use --model instead")
     show_engine_log()
     from nanovllm import SamplingParams
     from nanovllm.config import Config
 
     names = ["dtype", "device", "attention_backend", "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens"]
     names += ["max_model_len", "enforce_eager", "async_scheduling"]
-    settings = {name: getattr(args, name) for name in names}
+    settings = {name: getattr(args, name) for name in names} | ({"load_format": "dummy"} if args.shape else {})
     try:  # before any engine is started
         SamplingParams(temperature=TEMPERATURE, top_k=args.top_k, top_p=args.top_p)
         config = Config.create(args.model, settings)
@@ -1025,7 +1094,7 @@ def main() -> None:
     for request in (request for runs in workloads.values() for run in runs for request in run):
         request.top_k, request.top_p = args.top_k, args.top_p
     results = run_engines(["nanovllm", *args.compare], functions, args.model, settings, workloads)
-    print(f"{args.model}, {config.dtype}, {config.device}, attention {config.attention_backend}")
+    print(f"{args.shape or args.model}, {config.dtype}, {config.device}, attention {config.attention_backend}")
     if not is_sweep:
         print_throughput(config, workloads, results)
     else:

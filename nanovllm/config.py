@@ -74,7 +74,8 @@ class Config:
     scheduling_policy: "fcfs" (first come, first served), "priority" (see `add_request`), or an object with a method
         `urgency` (see `SchedulingPolicy` in `engine/scheduling_policy.py`).
     max_num_seqs: maximum number of sequences that run at the same time.
-    max_model_len: maximum number of tokens of a prompt and its completion; None is 4096, or the model's own if smaller.
+    max_model_len: maximum number of tokens of a prompt and its completion; None is 4096, or if it is smaller the
+        model's own bound or sliding window.
     gpu_memory_utilization: the fraction of the GPU's memory that this engine may use for weights and cache together.
     tensor_parallel_size: 1, 2, 4 or 8 ranks that share the model; on CUDA each has a device, starting with `device`.
     enforce_eager: do not use CUDA graphs.
@@ -130,6 +131,7 @@ class Config:
         folder = find_model(self.model, self.revision, with_weights=self.load_format != "dummy")
         model_config = ModelConfig.read(folder)
         model_config.check_divides(TensorParallel(size=self.tensor_parallel_size))
+        _check_head_dim(model_config.head_dim, device, backend)
         dtype = _resolve_dtype(self.dtype, model_config.dtype)
         self._set(
             model=str(folder),
@@ -139,7 +141,7 @@ class Config:
             attention_backend=backend,
             dtype=dtype,
             max_mixed_step_ms=self.max_mixed_step_ms or (250.0 if device == "cpu" else 50.0),
-            max_model_len=self._resolve_max_model_len(model_config.max_position_embeddings),
+            max_model_len=self._resolve_max_model_len(model_config),
             async_scheduling=device != "cpu" if self.async_scheduling is None else self.async_scheduling,
         )
 
@@ -206,9 +208,16 @@ class Config:
         if not (self.revision is None or isinstance(self.revision, str)):
             raise TypeError(f"revision={self.revision!r}: must be a string or None")
 
-    def _resolve_max_model_len(self, model_len: int) -> int:
-        length = min(4096, model_len) if self.max_model_len is None else self.max_model_len
+    def _resolve_max_model_len(self, model: ModelConfig) -> int:
+        model_len = model.max_position_embeddings
+        window = model.sliding_window or model_len
+        length = min(4096, model_len, window) if self.max_model_len is None else self.max_model_len
         check_int("max_model_len", length, low=2, high=model_len)
+        if length > window:
+            raise ValueError(
+                f"max_model_len={length}: must be at most {window}, the sliding_window of the model: attention that "
+                f"leaves out older tokens is not supported"
+            )
         if self.num_kvcache_blocks is not None:
             length = min(length, self.num_kvcache_blocks * self.kvcache_block_size)
         return length
@@ -265,6 +274,13 @@ def _resolve_backend(backend: str, device: str) -> str:
     if device == "cpu" and package and not (backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"):
         raise ValueError(f"attention_backend={backend!r}: needs device='cuda'")
     return backend
+
+
+def _check_head_dim(head_dim: int, device: str, backend: str) -> None:
+    """ValueError if our kernels would run, and can't: tiles of theirs have `head_dim` columns."""
+    runs_kernels = backend == "triton" or (device != "cpu" and importlib.util.find_spec("triton") is not None)
+    if runs_kernels and (head_dim < 16 or head_dim & (head_dim - 1)):
+        raise ValueError(f"head_dim={head_dim} of the model: must be a power of two from 16 on, unless device='cpu'")
 
 
 def _resolve_dtype(dtype: str | torch.dtype, checkpoint: torch.dtype) -> torch.dtype:

@@ -1,11 +1,12 @@
 """The shape of a model, read from its folder."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from nanovllm.models import MODELS
+from nanovllm.models import find_model_type, model_class
 from nanovllm.utils.checks import check_choice, check_int
 from nanovllm.utils.hub import read_json
 from nanovllm.utils.tensor_parallel import TensorParallel
@@ -34,29 +35,37 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     tie_word_embeddings: bool
-    attention_bias: bool
     dtype: torch.dtype
     rope_inv_freq: tuple[float, ...]  # head_dim / 2 angles per position
     rope_scale: float  # cos and sin are multiplied by it (yarn)
     eos_token_ids: frozenset[int]
+    # what differs between families: `read_config` of a family's class sets it
+    qk_norm: bool = False  # RMS norm of each head of queries and keys
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = None  # a token attends to so many tokens, itself included
 
     @classmethod
     def read(cls, folder: Path) -> "ModelConfig":
         """ValueError or TypeError with the file's name if it is invalid, or describes a model that is not supported."""
         file = folder / "config.json"
         raw = read_json(file)
-        check_choice(f"{file}: model_type", raw.get("model_type"), MODELS)
+        model_type = find_model_type(raw, file)
         check_choice(f"{file}: hidden_act", raw.get("hidden_act", "silu"), ("silu",))
         if raw.get("quantization_config"):
             raise ValueError(f"{file}: quantized checkpoints are not supported (quantization_config is set)")
         if raw.get("use_sliding_window"):
             raise ValueError(f"{file}: sliding-window attention is not supported (use_sliding_window is set)")
+        for kind in raw.get("layer_types") or ():
+            check_choice(f"{file}: layer_types: a layer", kind, ("full_attention",))
         heads = raw.get("num_attention_heads")
         names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings"
         try:
             plain = {name: check_int(f"{file}: {name}", raw[name], low=1) for name in names.split()}
-            head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
-            inv_freq, rope_scale = _rope_frequencies(raw, head_dim)
+            head_dim = check_int(f"{file}: head_dim", raw.get("head_dim") or raw["hidden_size"] // heads, low=2)
+            kv_heads = check_int(f"{file}: num_key_value_heads", raw.get("num_key_value_heads") or heads, low=1)
+            inv_freq, rope_scale = _rope_frequencies(raw | {"model_type": model_type}, head_dim)
         except KeyError as error:  # transformers' rope initialisers raise it too
             raise ValueError(f"{file}: has no {error}") from error
         dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -65,17 +74,17 @@ class ModelConfig:
         if (generation := folder / "generation_config.json").exists():
             eos_token_ids = _eos_token_ids(generation, raw | read_json(generation), plain["vocab_size"])
         return cls(
-            model_type=raw["model_type"],
+            model_type=model_type,
             **plain,
-            num_key_value_heads=raw.get("num_key_value_heads") or heads,
+            num_key_value_heads=kv_heads,
             head_dim=head_dim,
             rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
             tie_word_embeddings=raw.get("tie_word_embeddings", False),
-            attention_bias=raw.get("attention_bias", False),
             dtype=DTYPES[dtype],
             rope_inv_freq=inv_freq,
             rope_scale=rope_scale,
             eos_token_ids=eos_token_ids,
+            **model_class(model_type).read_config(raw, file),
         )
 
     @property
@@ -106,19 +115,38 @@ def _rope_frequencies(raw: dict, head_dim: int) -> tuple[tuple[float, ...], floa
     theta = rope.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     check_choice("rope type", kind, ("default", "linear", "yarn", "llama3"))
-    if kind == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-        return tuple((1.0 / theta**exponents).tolist()), 1.0
-    # transformers, which has the definitions of the scaled kinds, is imported only for them
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    inv_freq = 1.0 / theta**exponents
+    if kind == "yarn":
+        inv_freq, scale = _yarn_frequencies(raw, head_dim, theta, rope)
+        return tuple(inv_freq.float().tolist()), float(scale)
+    if kind == "linear":
+        inv_freq = inv_freq / rope["factor"]
+    elif kind == "llama3":
+        inv_freq = _llama3_frequencies(inv_freq, rope)
+    return tuple(inv_freq.tolist()), 1.0
+
+
+def _llama3_frequencies(inv_freq: torch.Tensor, rope: dict) -> torch.Tensor:
+    """Those of Llama 3.1: slow pairs turn slower by a factor, and fast ones, which turn often in the length of the
+    training, as before; what is between is interpolated.
+    """
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    num_turns = rope["original_max_position_embeddings"] / (2 * math.pi / inv_freq)
+    weight = ((num_turns - low) / (high - low)).clamp(0, 1)  # of the original frequency
+    return (1 - weight) * inv_freq / rope["factor"] + weight * inv_freq
+
+
+def _yarn_frequencies(raw: dict, head_dim: int, theta: float, rope: dict) -> tuple[torch.Tensor, float]:
+    """By transformers, whose import takes seconds."""
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     shape = {name: value for name, value in raw.items() if not name.startswith("rope_")}
-    scaling = {"rope_type": kind, **rope}
+    scaling = {"rope_type": "yarn", **rope}
     config = AutoConfig.for_model(**shape | {"head_dim": head_dim, "rope_theta": theta, "rope_scaling": scaling})
     with torch.device("cpu"):
-        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    return tuple(inv_freq.float().tolist()), float(scale)
+        return ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
 
 
 def _eos_token_ids(file: Path, raw: dict, vocab_size: int) -> frozenset[int]:

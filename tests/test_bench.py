@@ -11,9 +11,14 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoTokenizer
 
 import bench
+from nanovllm.config import Config
+from nanovllm.layers.attention_backends import SDPABackend
 from nanovllm.model_config import ModelConfig
+from nanovllm.models import model_class
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 ROOT = Path(__file__).parents[1]
 QWEN3_06B = ModelConfig(
@@ -28,7 +33,6 @@ QWEN3_06B = ModelConfig(
     max_position_embeddings=40960,
     rms_norm_eps=1e-6,
     tie_word_embeddings=True,
-    attention_bias=False,
     dtype=torch.bfloat16,
     rope_inv_freq=(1.0,) * 64,
     rope_scale=1.0,
@@ -122,6 +126,13 @@ def main(monkeypatch, *arguments: str) -> None:
         (("--workload", "online", "--plot", f"{__file__}/a.svg"), ("--plot", __file__, "folder")),
         (("--workload", "online", "--compare", "transformers"), ("--compare", "transformers", "online", "vllm only")),
         (("--workload", "latency", "--save", "a.json"), ("--save", "latency", "headline")),
+        (("--shape", "gpt-2"), ("--shape", "'gpt-2'", "llama-3.1-8b")),
+        (("--shape", "qwen3-8b", "--model", "tiny-qwen3"), ("--shape", "--model", "not allowed")),
+        (
+            ("--shape", "qwen3-8b", "--compare", "transformers"),
+            ("--compare transformers", "weights", "--shape"),
+        ),
+        (("--shape", "qwen3-8b", "--beams", "2"), ("--beams", "weights", "--shape", "--model")),
     ],
 )
 def test_bad_arguments_are_one_line(arguments, words, monkeypatch, capsys):
@@ -133,6 +144,54 @@ def test_bad_arguments_are_one_line(arguments, words, monkeypatch, capsys):
     assert stopped.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("bench.py: error: ") and all(word in last for word in words)
+
+
+NUM_PARAMETERS = {
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "qwen2.5-7b": 7_615_616_512,
+    "mistral-7b": 7_248_023_552,
+}
+
+
+@pytest.mark.parametrize("name", NUM_PARAMETERS)
+def test_shapes(name, tmp_path):
+    """They have as many parameters as the published checkpoints, and transformers reads the same numbers."""
+    bench.write_shape(name, tmp_path / name)
+    config = Config(str(tmp_path / name), device="cpu", load_format="dummy").model_config
+    theirs = AutoConfig.from_pretrained(tmp_path / name)
+    for entry in bench.SHAPE_ENTRIES:
+        if entry not in ("head_dim", "rope_theta", "eos_token_id"):
+            assert getattr(config, entry) == getattr(theirs, entry), entry
+    assert config.dtype == torch.bfloat16 and config.eos_token_ids == {theirs.eos_token_id}
+    with torch.device("meta"):
+        model = model_class(config.model_type)(config, 2, SDPABackend(), TensorParallel())
+    assert sum(parameter.numel() for parameter in model.parameters()) == NUM_PARAMETERS[name]
+
+
+def test_the_model_of_a_shape(monkeypatch, capsys):
+    """It runs without weight files; vLLM gets the same folder, which is gone at the end."""
+    seen = {}
+    monkeypatch.setitem(bench.SHAPES, "small", ("llama", 64, 96, 2, 4, 2, 16, 512, 256, 1e-5, 1e4, 2, True))
+    monkeypatch.setitem(
+        bench.ENGINES, "vllm", lambda *arguments: seen.update(bench.vllm_settings(*arguments[:2])) or fake(arguments[2])
+    )
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr(bench, "run_in_process", lambda function, *arguments: function(*arguments))
+    lengths = ["--num-seqs", "2", "--max-input-len", "10", "--max-output-len", "4"]
+    main(monkeypatch, "--shape", "small", "--compare", "vllm", "--workload", "headline", "--device", "cpu", *lengths)
+    out = capsys.readouterr().out
+    assert "small, torch.bfloat16, cpu" in out and "headline: 2 requests" in out
+    assert seen["load_format"] == "dummy" and Path(seen["model"]).name == "small" and not Path(seen["model"]).exists()
+
+
+def test_tokenizer_of_a_shape(tmp_path):
+    bench.write_shape("mistral-7b", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    text = "na\xefve \U0001f642\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text and max(tokenizer.encode(text)) < 256
 
 
 def test_progress(monkeypatch, capsys):

@@ -322,7 +322,7 @@ def test_bundled_model_config():
     c = config().model_config
     assert (c.vocab_size, c.hidden_size, c.intermediate_size, c.num_hidden_layers) == (2048, 256, 768, 4)
     assert (c.num_attention_heads, c.num_key_value_heads, c.head_dim) == (8, 4, 32)
-    assert c.tie_word_embeddings and not c.attention_bias and c.eos_token_ids == {2047, 2045}
+    assert c.tie_word_embeddings and c.qk_norm and not c.qkv_bias and c.eos_token_ids == {2047, 2045}
 
 
 @pytest.mark.parametrize(
@@ -371,6 +371,8 @@ def test_bad_eos_token_id(tmp_path, file, ids, message):
         ("num_hidden_layers", 0, ValueError),
         ("vocab_size", "2048", TypeError),
         ("hidden_size", None, TypeError),
+        ("head_dim", 32.0, TypeError),
+        ("num_key_value_heads", "4", TypeError),
     ],
 )
 def test_bad_model_config(tmp_path, name, value, kind):

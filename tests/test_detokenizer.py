@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 from test_scheduler import advance, make_scheduler
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
 from nanovllm.engine.inbox import Inbox, OutputKind
@@ -13,8 +15,15 @@ from nanovllm.engine.request import CompletionRequest
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
+
+class Pieces(dict):
+    """A TokenBytes without a tokenizer, which never leaves out a space."""
+
+    at_start = dict.__getitem__
+
+
 # pieces that overlap, two that are halves of a character, and one without text
-TOKENS = dict(enumerate([b"", b"", b"a", b"b", b"ab", b"ba", b"bab", b"\xc3", b"\xa9", b"", b"a\xc3"]))
+TOKENS = Pieces(enumerate([b"", b"", b"a", b"b", b"ab", b"ba", b"bab", b"\xc3", b"\xa9", b"", b"a\xc3"]))
 
 
 def pieces(rng: random.Random, ids: list[int]):
@@ -47,7 +56,7 @@ def test_text_is_the_tokenizers(tokenizer, skip_special_tokens):
 def test_bytes_of_odd_tokens():
     """Added tokens that byte-level BPE could not have written, and ids that only the padded model has."""
     tokenizer = SimpleNamespace(
-        backend_tokenizer=SimpleNamespace(decoder=type("ByteLevel", (), {})()),
+        backend_tokenizer=SimpleNamespace(decoder=decoders.ByteLevel()),
         convert_ids_to_tokens={0: "Ġa", 1: "a b", 2: "日本", 3: None}.get,
         added_tokens_decoder={1: SimpleNamespace(special=True), 2: SimpleNamespace(special=False)},
     )
@@ -56,6 +65,93 @@ def test_bytes_of_odd_tokens():
     tokenizer.backend_tokenizer.decoder = object()
     with pytest.raises(ValueError, match="'object'.*must be 'ByteLevel'"):
         TokenBytes(tokenizer, True)
+    tokenizer.backend_tokenizer.decoder = decoders.WordPiece()
+    with pytest.raises(ValueError, match="'WordPiece'.*must be 'ByteLevel', or one for SentencePiece"):
+        TokenBytes(tokenizer, True)
+
+
+# -- SentencePiece -----------------------------------------------------------------------------------------------------
+
+SPACE = "\u2581"
+TEXTS = [
+    "The the then",
+    " two  spaces   and\nlines\n\n",
+    "na\xefve caf\xe9, \u6771\u4eac \U0001f642\U0001f643!\tend",
+    "\n<s>the</s>",
+]
+
+
+def sentencepiece_tokenizer(kind: str) -> PreTrainedTokenizerFast:
+    """With a small vocabulary: the kinds differ in how they mark the space before a text, and leave it out again."""
+    pieces = [*"Thensatwopclid,", SPACE, *(SPACE + x for x in "Ttswa"), "th", "the", SPACE * 2, SPACE + "the"]
+    if kind == "unigram":  # T5
+        vocab = [(piece, -10.0 - i) for i, piece in enumerate(["<unk>", "<s>", "</s>", *pieces])]
+        backend = Tokenizer(models.Unigram(vocab, unk_id=0))
+        backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    else:
+        ids = {
+            piece: i for i, piece in enumerate(["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *pieces])
+        }
+        merges = [("t", "h"), ("th", "e"), *((SPACE, x) for x in "Ttswa"), (SPACE, SPACE), (SPACE, "the")]
+        backend = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+        steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        if kind == "llama-2":
+            backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
+        elif kind == "mistral":
+            backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
+        elif kind == "gemma":  # marks none
+            backend.normalizer = normalizers.Replace(" ", SPACE)
+        steps += [decoders.Strip(content=" ", left=1)] * (kind != "gemma")
+        backend.decoder = decoders.Sequence(steps)
+    special = dict(unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special, clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@pytest.mark.parametrize("kind", ["llama-2", "mistral", "gemma", "unigram"])
+def test_sentencepiece(kind, skip_special_tokens):
+    """An answer is what it adds to the text of its prompt; only a text that begins with it lacks its first space."""
+    tokenizer, rng = sentencepiece_tokenizer(kind), random.Random(2)
+    token_bytes = TokenBytes(tokenizer, skip_special_tokens)
+    decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+    encoded = [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
+    whole = [i for i in range(len(tokenizer)) if not tokenizer.convert_ids_to_tokens(i).startswith("<0x")]
+    assert kind == "unigram" or any(i not in whole for ids in encoded for i in ids), "no byte has a token of its own"
+    for round in range(300):
+        prompt = [1] * rng.randint(0, 1) + rng.choice([[], *encoded])
+        answer = [*rng.choice(encoded)] if round < 50 else rng.choices(whole, k=rng.randint(0, 6))
+        answer += rng.choice([[], *encoded])
+        expected = decode(prompt + answer).removeprefix(decode(prompt))
+        detokenizer = Detokenizer(token_ids := [*prompt], len(prompt), SamplingParams(), token_bytes)
+        for piece in pieces(rng, answer):
+            token_ids += piece
+            detokenizer.decode()
+            assert expected.startswith(detokenizer.text)
+        detokenizer.decode(is_last=True)
+        assert detokenizer.text == expected, (prompt, answer)
+
+
+def test_spaces_of_sentencepiece():
+    tokenizer = sentencepiece_tokenizer("llama-2")
+    the, newline = tokenizer.convert_tokens_to_ids([SPACE + "the", "<0x0A>"])
+    assert tokenizer.decode([the, newline, the]) == "the\n the"
+    for prompt, expected in [([the], " the\n the"), ([1], "the\n the"), ([newline], " the\n the")]:
+        token_ids = [*prompt, 1, the, newline, the]
+        detokenizer = Detokenizer(token_ids, len(prompt), SamplingParams(), TokenBytes(tokenizer, True))
+        assert detokenizer.decode(is_last=True) == expected
+
+
+def test_broken_bytes_of_sentencepiece():
+    """A character is text as soon as it is whole, and stays so when bytes follow that are none."""
+    tokenizer = sentencepiece_tokenizer("llama-2")
+    token_bytes, token_ids = TokenBytes(tokenizer, True), [1]
+    detokenizer = Detokenizer(token_ids, 1, SamplingParams(stop="\n"), token_bytes)
+    seen = []
+    for byte in "\xe9".encode() + b"\xff\xe6a\n":
+        token_ids.append(tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>"))
+        stop = detokenizer.cut_at_stop()
+        seen.append(detokenizer.take_text())
+    assert seen == ["", "\xe9", "\ufffd", "", "\ufffda", ""] and stop == "\n"
 
 
 def test_every_character_of_a_tokenizer_is_known(tokenizer):
@@ -138,7 +234,7 @@ def test_time_is_linear_in_the_text(stop):
 
     def seconds(num_tokens: int) -> float:
         token_ids, params = [0], SamplingParams(stop=stop)
-        detokenizer = Detokenizer(token_ids, 1, params, {0: b"", 1: b"word " * 8})
+        detokenizer = Detokenizer(token_ids, 1, params, Pieces({0: b"", 1: b"word " * 8}))
         begin = perf_counter()
         for _ in range(num_tokens):
             token_ids.append(1)

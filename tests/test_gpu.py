@@ -12,6 +12,8 @@ import pytest
 import torch
 from conftest import TINY, generate_by_steps
 from test_callers import Caller, check_whole, requests, threads  # noqa: F401  (`requests` is a fixture)
+from test_models import SMALL, assert_same_as_transformers, make_checkpoint
+from test_models import requests as requests_of_models
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.sampling_params import bad_word_token_ids
@@ -148,6 +150,17 @@ def random_model(tmp_path_factory) -> str:
         shutil.copy(f"{TINY}/{name}", folder)
     yield str(folder)
     shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("backend", ["sdpa", "triton"])
+@pytest.mark.parametrize("name", ["llama-3.1", "llama-3.2", "llama-biases", "qwen2", "mistral", "qwen3"])
+def test_families(make_llm, tmp_path, name, backend, enforce_eager):
+    """With and without q and k norms and biases: chunks, decodes of a few sequences, and at the end of one."""
+    folder = make_checkpoint(tmp_path, name)
+    settings = SMALL | {"attention_backend": backend, "enforce_eager": enforce_eager, "gpu_memory_utilization": 0.1}
+    llm = make_llm(folder, device="cuda", **settings)
+    assert_same_as_transformers(folder, generate_by_steps(llm, requests_of_models()))
 
 
 def logits_of_run(llm: LLM, prompts: list[list[int]], num_tokens: int) -> tuple[list[list[int]], torch.Tensor]:

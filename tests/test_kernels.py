@@ -67,6 +67,7 @@ HEADS = [  # group, kv_heads, head_dim, block_size
     (2, 1, 64, 16),
     (3, 2, 32, 48),
     (5, 1, 128, 64),
+    (7, 1, 64, 32),
     (8, 2, 64, 32),
     (16, 1, 32, 256),
 ]
@@ -162,6 +163,7 @@ def test_decode_looks_up_chunks_of_blocks(block_size, splits, lengths, dtype):
         ((3, 1, 64, 48), 1, True),
         ((3, 1, 64, 48), 3, True),
         ((3, 1, 64, 48), 3, False),
+        ((7, 1, 128, 32), 2, False),
         ((16, 1, 32, 256), 3, True),
         ((1, 3, 128, 32), 1, True),
         ((1, 3, 128, 32), 1, False),
@@ -298,8 +300,10 @@ def test_silu_and_mul(num_rows, n, dtype):
     assert_close(ops.silu_and_mul(x), F.silu(gate) * up)
 
 
-def linear_reference(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> torch.Tensor:
+def linear_reference(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, bias=None) -> torch.Tensor:
     y = x.double() @ weight.double().T
+    if bias is not None:
+        y += bias.double()
     if gated:
         gate, up = y.chunk(2, -1)
         return F.silu(gate) * up
@@ -327,6 +331,19 @@ def test_gemv(gated, before, n, k, dtype):
     assert_close(out, linear_reference(expected, weight, gated))
     assert torch.equal(returned, total) and (returned is x) == (residual is None)
     assert all(map(torch.equal, inputs, copies))
+
+
+@each_dtype
+@pytest.mark.parametrize("n, k", [(1, 1), (7, 1500), (257, 33), (7, 2055)])
+@pytest.mark.parametrize("has_norm", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+def test_gemv_with_bias(gated, has_norm, n, k, dtype):
+    x, norm_weight = randn(1, k, dtype=dtype), randn(k, dtype=dtype) if has_norm else None
+    num_outputs = 2 * n if gated else n
+    weight, bias = randn(num_outputs, k, dtype=dtype) / k**0.5, randn(num_outputs, dtype=dtype)
+    out, _ = ops.gemv(x, weight, norm_weight, 0.5, gated=gated, bias=bias)
+    normed = rms_norm_reference(x, norm_weight, 0.5) if has_norm else x
+    assert_close(out, linear_reference(normed, weight, gated, bias))
 
 
 @overflows

@@ -214,6 +214,10 @@ class ToyForCausalLM(nn.Module):
         self.down = RowParallelLinear(32, size, False, tp, dtype)
         self.lm_head = ParallelLMHead(config.vocab_size, size, tp, dtype)
 
+    @staticmethod
+    def read_config(raw, file):
+        return {}
+
     def forward(self, token_ids, positions):
         cos_sin = self.rotary_emb(positions)
         qkv, residual = norm_linear(self.norms[0], self.qkv, self.embed(token_ids), None)
@@ -230,7 +234,7 @@ def test_a_registered_family(checkpoint, make_llm, monkeypatch, tmp_path):
     """A family is a module and an entry of MODELS; this one has one layer, no q and k norms, and its own names."""
     (tmp_path / "toy_family.py").write_text(TOY)
     monkeypatch.syspath_prepend(tmp_path)
-    folder = checkpoint(model_type="toy", tie_word_embeddings=False)
+    folder = checkpoint(model_type="toy", architectures=None, tie_word_embeddings=False)
     with pytest.raises(ValueError, match="model_type='toy'.*'qwen3'"):
         make_llm(folder, load_format="dummy")
     monkeypatch.setitem(MODELS, "toy", "toy_family:ToyForCausalLM")
@@ -386,10 +390,16 @@ def test_wrong_shape(checkpoint, make_llm, tensors, name, shape, needed):
     "entries, message",
     [
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ({"model_type": "llama"}, "model_type='llama'.*'qwen3'"),
-        ({"model_type": None}, "model_type=None"),
+        (
+            {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
+            "config.json: model_type='gpt2' .*'GPT2LMHeadModel'.*'llama', .*'qwen3'.*models/__init__.py",
+        ),
+        ({"model_type": None, "architectures": None}, "model_type=None"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: a layer='sliding_attention'"),
+        ({"model_type": "llama", "pretraining_tp": 2}, "config.json: pretraining_tp=2"),
+        ({"model_type": "mistral", "sliding_window": 0}, "config.json: sliding_window=0"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
     ],
 )
@@ -555,7 +565,8 @@ def test_what_is_fetched_from_the_hub(monkeypatch, model, tokenizer, expected):
 
     fetched = []
 
-    def snapshot_download(name, revision, allow_patterns):
+    def snapshot_download(name, revision, allow_patterns, ignore_patterns):
+        assert ignore_patterns == ["consolidated*"]
         fetched.append((name, revision, "*.safetensors" in allow_patterns))
         return TINY
 

@@ -110,7 +110,8 @@ class BeamRequest(Request):
         return BeamSearchOutput(self.request_id, self.prompt, self._root.prompt_token_ids, outputs, self.is_finished)
 
     def _text(self, token_ids: tuple[int, ...]) -> str:
-        return Detokenizer([*token_ids], 0, self._root.params, self._token_bytes).decode(is_last=True)
+        prompt, params = self._root.prompt_token_ids, self._root.params
+        return Detokenizer([*prompt, *token_ids], len(prompt), params, self._token_bytes).decode(is_last=True)
 
 
 def beam_requests(

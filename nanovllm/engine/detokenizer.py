@@ -1,41 +1,68 @@
-"""Token ids to text while they arrive: no character is split, and stop strings may begin and end within tokens."""
+"""Token ids to text while they arrive: no character is split, and stop strings may begin and end within tokens.
 
+Two kinds of tokenizers are known. Byte-level BPE (GPT-2, Qwen, Llama 3) writes each byte of a token as a character.
+SentencePiece (Llama 2, Mistral) writes spaces as U+2581, and may write a byte as a token of its own, `<0x0A>`.
+"""
+
+import re
 from codecs import getincrementaldecoder
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from itertools import islice
 from operator import itemgetter
 
 from nanovllm.sampling_params import SamplingParams
 
+_SPACE = "\u2581"  # of SentencePiece
 # Byte-level BPE writes printable Latin-1 bytes as themselves, and the others, in order, as the characters from 256 on.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _BYTES = {chr(byte): byte for byte in _PRINTABLE}
 _BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))}
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes of each token id, filled on first use; empty for an id that has no text."""
+    """The bytes of each token id within a text, filled on first use; empty for an id that has no text."""
 
     def __init__(self, tokenizer, skip_special_tokens: bool):
-        """`tokenizer` is transformers' fast tokenizer of a byte-level BPE; ValueError for any other kind."""
-        kind = type(tokenizer.backend_tokenizer.decoder).__name__
-        if kind != "ByteLevel":
-            raise ValueError(f"tokenizer: its decoder is {kind!r}; must be 'ByteLevel'")
-        self._token_of = tokenizer.convert_ids_to_tokens
+        """`tokenizer` is a fast tokenizer of transformers; ValueError unless it is of one of the two known kinds."""
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        # what it does tells more than what it is: the same decoder can be put together in several ways
+        decode = getattr(decoder, "decode", "".join)
+        if decode(["\u0120a", "\xc3", "\xa9"]) == " a\xe9":
+            self._to_bytes = _byte_level_bytes
+        elif decode(["a", _SPACE + "b"]) == "a b":
+            self._to_bytes = _sentencepiece_bytes
+        else:
+            kind = type(decoder).__name__
+            raise ValueError(f"tokenizer: its decoder is {kind!r}; must be 'ByteLevel', or one for SentencePiece")
+        self._decode, self._token_of = decode, tokenizer.convert_ids_to_tokens
         if skip_special_tokens:
             self |= {i: b"" for i, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     def __missing__(self, token_id: int) -> bytes:
-        token = self._token_of(token_id) or ""
-        # a token that was added to the vocabulary may be written as plain text
-        is_byte_level = all(character in _BYTES for character in token)
-        self[token_id] = text = bytes(map(_BYTES.__getitem__, token)) if is_byte_level else token.encode()
+        self[token_id] = text = self._to_bytes(self._token_of(token_id) or "")
         return text
+
+    def at_start(self, token_id: int) -> bytes:
+        """The bytes of the first token of a text, of which the tokenizer may leave out a space."""
+        text = self[token_id]
+        return self._decode([self._token_of(token_id)]).encode() if text.startswith(b" ") else text
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    # a token that was added to the vocabulary may be written as plain text
+    is_byte_level = all(character in _BYTES for character in token)
+    return bytes(map(_BYTES.__getitem__, token)) if is_byte_level else token.encode()
+
+
+def _sentencepiece_bytes(token: str) -> bytes:
+    return bytes([int(token[3:5], 16)]) if _BYTE_TOKEN.fullmatch(token) else token.replace(_SPACE, " ").encode()
 
 
 class TokenTexts:
     """The text of single tokens of a sequence. A character of several tokens is the text of the last of them."""
 
-    def __init__(self, token_bytes: Mapping[int, bytes]):
+    def __init__(self, token_bytes: TokenBytes):
         self._token_bytes = token_bytes
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
@@ -51,17 +78,18 @@ class TokenTexts:
 class Detokenizer:
     """The text of one answer, in time linear in its length.
 
-    The bytes of the tokens together are UTF-8, so a character becomes text when its last byte has arrived.
+    It is what `tokenizer.decode` (without `clean_up_tokenization_spaces`) adds to the text of the prompt if the answer
+    follows. The bytes of the tokens together are UTF-8, so a character becomes text when its last byte has arrived.
+    Bytes that are not UTF-8 become U+FFFD; `tokenizer.decode` of SentencePiece then replaces valid neighbors as well.
     """
 
-    def __init__(
-        self, token_ids: list[int], num_prompt_tokens: int, params: SamplingParams, token_bytes: Mapping[int, bytes]
-    ):
+    def __init__(self, token_ids: list[int], num_prompt_tokens: int, params: SamplingParams, token_bytes: TokenBytes):
         """`token_ids` is the sequence's own list, which grows: the prompt, then the tokens that are generated."""
         self._token_ids, self._token_bytes = token_ids, token_bytes
         self._stops, self._min_tokens = params.stop or (), params.min_tokens
         self._include_stop = params.include_stop_str_in_output
         self._num_prompt_tokens = self._num_decoded = num_prompt_tokens
+        self._is_at_start = not any(token_bytes[i] for i in islice(token_ids, num_prompt_tokens))
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self._pieces: list[str] = []  # the whole text
         self._pending: list[str] = []  # of which `take_text` has not returned this yet
@@ -79,7 +107,12 @@ class Detokenizer:
         """
         new = self._token_ids[self._num_decoded : len(self._token_ids) - num_hidden]
         self._num_decoded += len(new)
-        piece = self._decoder.decode(b"".join([self._token_bytes[i] for i in new]), is_last)
+        data = b"".join([self._token_bytes[i] for i in new])
+        if self._is_at_start and data:  # tokens before the first one with text add nothing
+            first = next(i for i in new if self._token_bytes[i])
+            data = self._token_bytes.at_start(first) + data[len(self._token_bytes[first]) :]
+            self._is_at_start = False
+        piece = self._decoder.decode(data, is_last)
         if piece:
             self._pieces.append(piece)
             self._pending.append(piece)

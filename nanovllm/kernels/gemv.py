@@ -1,4 +1,4 @@
-"""y = x W^T for a single row of x, with the norm before it and the activation after it; bound by the reading of W."""
+"""y = x W^T + b for a single row of x, with the norm before it and the activation after it; bound by reading W."""
 
 import torch
 import triton
@@ -25,7 +25,7 @@ def _load_input(
     return x[None, :], squares
 
 
-@dependent_kernel(early=("w_ptr",))
+@dependent_kernel(early=("w_ptr", "bias_ptr"))
 @triton.jit
 def _gemv_kernel(
     x_ptr,
@@ -33,6 +33,7 @@ def _gemv_kernel(
     sum_ptr,
     norm_weight_ptr,
     w_ptr,
+    bias_ptr,
     out_ptr,
     N,
     eps,
@@ -41,6 +42,7 @@ def _gemv_kernel(
     TILE_K: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -55,6 +57,10 @@ def _gemv_kernel(
     w_tile = tl.load(w, rows & (k < K)[None, :], 0.0).to(tl.float32)
     if GATED:
         up_tile = tl.load(up, rows & (k < K)[None, :], 0.0).to(tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)
+        if GATED:
+            up_bias = tl.load(bias_ptr + N + n, n < N, 0.0).to(tl.float32)
     if PDL:
         gdc_wait()
     x, squares = _load_input(x_ptr, residual_ptr, sum_ptr, norm_weight_ptr, k, k < K, HAS_NORM, HAS_RESIDUAL)
@@ -70,8 +76,13 @@ def _gemv_kernel(
             up_acc += tl.load(up + begin, rows & (at < K)[None, :], 0.0).to(tl.float32) * x
     scale = tl.rsqrt(tl.sum(squares, 0) / K + eps) if HAS_NORM else 1.0
     y = tl.sum(acc, 1) * scale
+    if HAS_BIAS:
+        y += bias
     if GATED:
-        y = y / (1.0 + tl.exp(-y)) * (tl.sum(up_acc, 1) * scale)
+        up_y = tl.sum(up_acc, 1) * scale
+        if HAS_BIAS:
+            up_y += up_bias
+        y = y / (1.0 + tl.exp(-y)) * up_y
     tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), n < N)
 
 
@@ -82,13 +93,15 @@ def gemv(
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
     gated: bool = False,
+    bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [1, K] times weight [N, K] transposed -> y [1, N], and x + residual [1, K], or x itself without a residual.
+    """x [1, K] times weight [N, K] transposed + bias [N] -> y [1, N], and x + residual [1, K], or x itself without a
+    residual.
 
     With a norm weight [K], the RMS norm of x + residual is multiplied instead of x; a residual requires one. If
-    `gated`, weight is [2N, K], and y is silu of the first half of the outputs times the second half. All contiguous.
-    `out` takes y.
+    `gated`, weight is [2N, K], bias [2N], and y is silu of the first half of the outputs times the second half. All
+    contiguous. `out` takes y.
     """
     assert norm_weight is not None or residual is None
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
@@ -105,6 +118,7 @@ def gemv(
         summed,
         norm_weight,
         weight,
+        bias,
         out,
         n,
         eps,
@@ -113,6 +127,7 @@ def gemv(
         TILE_K=tile_k,
         HAS_NORM=norm_weight is not None,
         HAS_RESIDUAL=residual is not None,
+        HAS_BIAS=bias is not None,
         GATED=gated,
         num_warps=4,
     )

@@ -19,7 +19,7 @@ def norm_linear(
     act: SiluAndMul | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """act(proj(norm(x + residual))), and x + residual, which may overwrite the residual."""
-    if len(x) == 1 and proj.bias is None and (ops := triton_ops(proj.weight)) is not None:
+    if len(x) == 1 and (ops := triton_ops(proj.weight)) is not None:
         return _norm_linear_of_one_row(ops, norm, proj, x, residual, act)
     normed, residual = norm.add_rms_norm(x, residual)
     y = proj(normed)
@@ -34,7 +34,8 @@ def _norm_linear_of_one_row(
     residual: torch.Tensor | None,
     act: SiluAndMul | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    gated, bias = act is not None, proj.bias
     if (summed := x.tensor) is not None:
-        return ops.gemv(summed, proj.weight, norm.weight, norm.eps, residual, gated=act is not None)
+        return ops.gemv(summed, proj.weight, norm.weight, norm.eps, residual, gated, bias)
     normed, residual = norm.add_rms_norm(x, residual)
-    return ops.gemv(normed, proj.weight, gated=act is not None)[0], residual
+    return ops.gemv(normed, proj.weight, gated=gated, bias=bias)[0], residual

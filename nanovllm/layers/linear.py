@@ -25,8 +25,8 @@ def linear(
     With split_k > 1, as `choose_split_k` returns it, the result is [split_k, T, outputs], to be summed. `out` [split_k,
     T, outputs] takes the result.
     """
-    if bias is None and (ops := triton_ops(x)) is not None:
-        y = _small_batch_linear(ops, x, weight, split_k, out)
+    if (ops := triton_ops(x)) is not None:
+        y = _small_batch_linear(ops, x, weight, bias, split_k, out)
         if y is not None:
             return y
     if out is not None:
@@ -45,11 +45,18 @@ def _padded_rows(num_rows: int) -> int:
 
 
 def _small_batch_linear(
-    ops: ModuleType, x: torch.Tensor, weight: torch.Tensor, split_k: int, out: torch.Tensor | None
+    ops: ModuleType,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    split_k: int,
+    out: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """`linear` by our own kernels; None where the library is faster."""
+    """`linear` by our own kernels; None where the library is faster, or where only the library adds a bias."""
     if len(x) == 1:
-        return ops.gemv(x, weight, out=None if out is None else out[0])[0]
+        return ops.gemv(x, weight, bias=bias, out=None if out is None else out[0])[0]
+    if bias is not None:
+        return None
     if split_k > 1:
         return ops.split_k_gemm(x, weight, split_k, out)
     if ops.choose_split_k(x, weight, 1):

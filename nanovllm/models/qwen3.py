@@ -1,5 +1,9 @@
-"""Qwen3, dense: how the layers are put together, and how a checkpoint's names map onto them."""
+"""Qwen3, dense: how the layers are put together, and how a checkpoint's names map onto them.
 
+The other dense families have the same layers; ModelConfig says which biases they have, and whether q and k norms.
+"""
+
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -23,28 +27,29 @@ class Qwen3Attention(nn.Module):
         super().__init__()
         head_dim, num_heads, num_kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, head_dim, num_heads, num_kv_heads, config.attention_bias, tp, config.dtype
+            config.hidden_size, head_dim, num_heads, num_kv_heads, config.qkv_bias, tp, config.dtype
         )
-        self.o_proj = RowParallelLinear(
-            num_heads * head_dim, config.hidden_size, config.attention_bias, tp, config.dtype
-        )
-        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, config.dtype)
-        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, config.dtype)
+        self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, config.o_bias, tp, config.dtype)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, config.dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, config.dtype) if config.qk_norm else None
         self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim, backend)
 
     def forward(self, x: PartialSum, residual: torch.Tensor | None, norm: RMSNorm, cos_sin: torch.Tensor):
         qkv, residual = norm_linear(norm, self.qkv_proj, x, residual)
-        out = self.attn(qkv, QKNormRope(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos_sin))
-        return self.o_proj(out), residual
+        if self.q_norm is None:
+            qk_norm_rope = QKNormRope(None, None, 0.0, cos_sin)
+        else:
+            qk_norm_rope = QKNormRope(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos_sin)
+        return self.o_proj(self.attn(qkv, qk_norm_rope)), residual
 
 
 class Qwen3MLP(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel):
         super().__init__()
-        hidden_size, size, dtype = config.hidden_size, config.intermediate_size, config.dtype
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [(size, tp), (size, tp)], bias=False, dtype=dtype)
+        hidden_size, size, bias, dtype = config.hidden_size, config.intermediate_size, config.mlp_bias, config.dtype
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [(size, tp), (size, tp)], bias, dtype)
         self.act_fn = SiluAndMul()
-        self.down_proj = RowParallelLinear(size, hidden_size, bias=False, tp=tp, dtype=dtype)
+        self.down_proj = RowParallelLinear(size, hidden_size, bias, tp, dtype)
 
     def forward(self, x: PartialSum, residual: torch.Tensor, norm: RMSNorm):
         x, residual = norm_linear(norm, self.gate_up_proj, x, residual, self.act_fn)
@@ -102,6 +107,12 @@ class Qwen3ForCausalLM(nn.Module):
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, config.dtype)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    @staticmethod
+    def read_config(raw: dict, file: Path) -> dict:
+        """The fields of ModelConfig that depend on the family; `raw` is the content of config.json, `file` its path."""
+        bias = raw.get("attention_bias", False)
+        return {"qk_norm": True, "qkv_bias": bias, "o_bias": bias}
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.model(token_ids, positions)

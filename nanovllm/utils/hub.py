@@ -7,6 +7,7 @@ from pathlib import Path
 BUNDLED = Path(__file__).parent.parent / "assets"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PLAIN_FILES = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
+DUPLICATES = ["consolidated*"]  # Mistral's own format, beside the files that transformers reads
 TOKENIZER_FILES = (
     ("tokenizer.json",),
     ("vocab.json", "merges.txt"),
@@ -69,7 +70,8 @@ def _find(setting: str, name: str, revision: str | None, patterns: list[str]) ->
     from huggingface_hub import snapshot_download  # only here: a local model does without it
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns)).absolute()
+        options = dict(revision=revision, allow_patterns=patterns, ignore_patterns=DUPLICATES)
+        return Path(snapshot_download(name, **options)).absolute()
     except Exception as error:  # offline, unknown name, no access: the client's errors have no common base
         raise FileNotFoundError(
             f"{setting}={name!r}: no such folder, and the hub did not give it ({type(error).__name__}: {error}). "

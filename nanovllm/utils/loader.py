@@ -54,6 +54,8 @@ def load_model(model: nn.Module, folder: Path, device: torch.device, load_format
     files, loaders = find_tensors(folder), _weight_loaders(model)
     if model.config.tie_word_embeddings:
         files.pop("lm_head.weight", None)  # a tied checkpoint may carry the embedding twice
+    # old checkpoints of Llama store the frequencies of the rotary embedding, which config.json defines
+    files = {name: file for name, file in files.items() if not name.endswith(".rotary_emb.inv_freq")}
     if missing := sorted(loaders.keys() - files.keys()):
         raise ValueError(f"{folder}: {len(missing)} tensors are missing: {_first_names(missing)}")
     if surplus := sorted(files.keys() - loaders.keys()):

@@ -1,0 +1,14 @@
+"""Mistral: a Llama without biases, whose attention may have a sliding window."""
+
+from pathlib import Path
+
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils.checks import check_int
+
+
+class MistralForCausalLM(Qwen3ForCausalLM):
+    @staticmethod
+    def read_config(raw: dict, file: Path) -> dict:
+        # null means no window; 4096 is transformers' default if there is no entry
+        window = check_int(f"{file}: sliding_window", raw.get("sliding_window", 4096), low=1, optional=True)
+        return {"sliding_window": window}

@@ -1,0 +1,256 @@
+"""Every dense family, in small random models that transformers has made: the same tokens and log-probabilities.
+
+The reference is transformers' own class in float32, in one forward pass over a prompt and its answer.
+"""
+
+import json
+import random
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import TINY, generate_by_steps
+from safetensors.torch import load_file, save_file
+
+from nanovllm import SamplingParams
+from nanovllm.config import Config
+from nanovllm.distributed.tensor_parallel import connect
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention_backends import SDPABackend
+from nanovllm.model_config import ModelConfig
+from nanovllm.models import model_class
+from nanovllm.utils.context import Context, attention_context
+from nanovllm.utils.loader import load_model
+
+MARGIN = 2e-4  # of logits: a smaller lead than this is a tie, and either token is right
+VOCAB_SIZE = 512
+MAX_LEN = 192
+V5 = int(transformers.__version__.split(".")[0]) >= 5
+# a step has room for 32 tokens, so prompts are computed in chunks, beside decodes; four sequences run at a time
+SMALL = dict(kvcache_block_size=16, max_num_batched_tokens=32, max_num_seqs=4, max_model_len=MAX_LEN)
+
+LINEAR = {"rope_type": "linear", "factor": 3.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 48}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+HEADS = "num_attention_heads", "num_key_value_heads", "head_dim"
+
+# family, heads, key-value heads, head_dim (None: hidden_size 64 / heads), rope, and other entries of the config
+CASES = {
+    "llama": ("Llama", 4, 2, None, {}, {}),
+    "llama-2": ("Llama", 4, 4, None, LINEAR, {}),
+    "llama-3.1": ("Llama", 8, 2, None, LLAMA3, {}),
+    "llama-3.2": ("Llama", 4, 1, 32, LLAMA3, {"tie_word_embeddings": True}),
+    "llama-biases": ("Llama", 4, 2, None, {}, {"attention_bias": True, "mlp_bias": True}),
+    "llama-yarn": ("Llama", 2, 2, 24, YARN, {"attention_bias": True}),
+    "qwen2": ("Qwen2", 4, 2, None, {}, {"tie_word_embeddings": True}),
+    "qwen2.5": ("Qwen2", 8, 2, None, YARN, {}),
+    "mistral": ("Mistral", 4, 2, 32, {}, {"sliding_window": None}),
+    "mistral-window": ("Mistral", 6, 2, 16, LINEAR, {"sliding_window": MAX_LEN}),
+    "qwen3": ("Qwen3", 4, 2, 32, {}, {"tie_word_embeddings": True}),
+    "qwen3-biases": ("Qwen3", 6, 2, 24, YARN, {"attention_bias": True}),
+}
+
+
+def make_checkpoint(folder: Path, name: str) -> str:
+    """Save a model of transformers with random weights, biases and norms, and the bundled tokenizer."""
+    family, heads, kv_heads, head_dim, rope, entries = CASES[name]
+    rope = {"rope_theta": 5000.0, **(rope or {"rope_type": "default"})}
+    if not V5:
+        rope_theta = rope.pop("rope_theta")
+        rope = {"rope_theta": rope_theta, "rope_scaling": rope if rope["rope_type"] != "default" else None}
+    shape = dict(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=96 if heads == 6 else 64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=4 * MAX_LEN,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    shape |= ({"rope_parameters": rope} if V5 else rope) | ({"head_dim": head_dim} if head_dim else {})
+    config = getattr(transformers, f"{family}Config")(**shape, **entries)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    for parameter_name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if "embed" in parameter_name or "lm_head" in parameter_name:
+            parameter.copy_(0.3 * noise)
+        elif parameter.dim() == 2:
+            parameter.copy_(noise / parameter.shape[1] ** 0.5)
+        else:  # biases are zeros and norms are ones in a new model, which would hide that they are not used
+            parameter.copy_(0.3 * noise + (0 if parameter_name.endswith("bias") else 1))
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(TINY) / file, folder)
+    return str(folder)
+
+
+def requests() -> list[tuple[list[int], SamplingParams]]:
+    rng = random.Random(0)
+    ids = lambda n: [rng.randrange(VOCAB_SIZE) for _ in range(n)]
+    prefix = ids(40)
+    prompts = [prefix, *map(ids, (1, 17, 2, 16, 70)), prefix + ids(1), prefix + ids(20)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2, detokenize=False)
+    # a prompt whose log-probabilities are wanted is computed from its beginning
+    return [(prompt, params if i == 7 else replace(params, prompt_logprobs=0)) for i, prompt in enumerate(prompts)]
+
+
+def reference_model(folder: str):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def assert_same_as_transformers(folder: str, outputs: list) -> None:
+    model = reference_model(folder)
+    for output in outputs:
+        (answer,), prompt = output.outputs, output.prompt_token_ids
+        logits = model(torch.tensor([prompt + answer.token_ids])).logits[0, :-1]
+        logprobs = logits.log_softmax(-1)
+        found = [*(output.prompt_logprobs or [{}] * len(prompt))[1:], *answer.logprobs]
+        for i, (token_id, ours) in enumerate(zip(prompt[1:] + answer.token_ids, found, strict=True)):
+            for other, logprob in ours.items():
+                assert logprob.logprob == pytest.approx(logprobs[i, other].item(), abs=1e-3), (len(prompt), i)
+            if i >= len(prompt) - 1:
+                assert logits[i].max() - logits[i, token_id] < MARGIN, (len(prompt), i)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parity(make_llm, tmp_path, name):
+    """In chunks, beside decodes, and with hits of the prefix cache."""
+    folder = make_checkpoint(tmp_path, name)
+    llm = make_llm(folder, **SMALL)
+    outputs = generate_by_steps(llm, requests())
+    assert_same_as_transformers(folder, outputs)
+    assert len({token_id for output in outputs for token_id in output["token_ids"]}) > 12, "logits are nearly constant"
+    assert outputs[-1]["num_cached_tokens"] == 32 and llm.stats()["steps"]["mixed"] > 0
+
+
+@torch.no_grad()
+def logits_of_rank(rank: int, size: int, folder: str, store: Path, prompt: list[int]) -> torch.Tensor:
+    """[len(prompt), vocabulary], of a rank that is a thread."""
+    config, num_tokens = ModelConfig.read(Path(folder)), len(prompt)
+    tp = connect(rank, size, store, torch.device("cpu"), 0)
+    model = model_class(config.model_type)(config, MAX_LEN, SDPABackend(), tp)
+    load_model(model, Path(folder), torch.device("cpu"))
+    for layer in model.modules():
+        if isinstance(layer, Attention):
+            layer.k_cache, layer.v_cache = torch.zeros(2, 1, MAX_LEN, layer.num_kv_heads, layer.head_dim)
+    positions = torch.arange(num_tokens, dtype=torch.int32)
+    starts, table = torch.tensor([0, num_tokens], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+    context = Context(0, positions, starts[1:], table, num_tokens, num_tokens, starts)
+    with attention_context(context):
+        logits = model.compute_logits(model(torch.tensor(prompt), positions))
+    tp.close()
+    return logits
+
+
+@pytest.mark.parametrize(
+    "name, size", [(name, size) for name in CASES for size in (2, 4) if CASES[name][1] % size == 0]
+)
+def test_ranks(tmp_path, name, size):
+    """Each rank has its part of the weights and biases. test_tensor_parallel.py has the ranks of an engine."""
+    folder = make_checkpoint(tmp_path / "model", name)
+    (prompt, _), *_ = requests()
+    expected = reference_model(folder)(torch.tensor([prompt])).logits[0]
+    with ThreadPoolExecutor(size) as pool:
+        arguments = size, folder, tmp_path, prompt
+        for logits in pool.map(lambda rank: logits_of_rank(rank, *arguments), range(size)):
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_engine_of_two_ranks(make_llm, tmp_path):
+    folder = make_checkpoint(tmp_path, "llama-biases")
+    llm = make_llm(folder, tensor_parallel_size=2, **SMALL)
+    assert_same_as_transformers(folder, generate_by_steps(llm, requests()))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter; tests/test_gpu.py on CUDA")
+def test_parity_on_kernels(monkeypatch, make_llm, tmp_path):
+    """Attention without q and k norms, and products with biases, of chunks, several decodes, and a single one."""
+    ops = pytest.importorskip("nanovllm.kernels.ops")
+    for module in ("activation", "attention", "fusion", "layernorm", "linear", "partial_sum"):
+        monkeypatch.setattr(f"nanovllm.layers.{module}.triton_ops", lambda x: ops)
+    folder = make_checkpoint(tmp_path, "llama-biases")
+    llm = make_llm(folder, attention_backend="triton", num_kvcache_blocks=16, **SMALL)
+    assert_same_as_transformers(
+        folder, generate_by_steps(llm, [(p, replace(q, max_tokens=2)) for p, q in requests()[:3]])
+    )
+
+
+# -- what checkpoints of the families store ----------------------------------------------------------------------------
+
+
+def edit(folder: str, remove: tuple[str, ...] = (), **entries) -> None:
+    """Change entries of config.json."""
+    file = Path(folder) / "config.json"
+    raw = {name: value for name, value in json.loads(file.read_text()).items() if name not in remove}
+    file.write_text(json.dumps(raw | entries))
+
+
+def test_architectures_decide_if_the_type_is_unknown(tmp_path):
+    folder = make_checkpoint(tmp_path, "qwen2")
+    for model_type in (None, "custom"):
+        edit(folder, model_type=model_type)
+        assert ModelConfig.read(tmp_path).model_type == "qwen2"
+    edit(folder, model_type="llama")
+    assert ModelConfig.read(tmp_path).model_type == "llama"
+
+
+def test_old_llama_checkpoint(make_llm, tmp_path):
+    """Of transformers 4: without newer entries, with frequencies beside the weights, and with a head that is tied."""
+    folder = make_checkpoint(tmp_path, "llama-3.2")
+    before = generate_by_steps(make_llm(folder, **SMALL), requests())
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(16) for i in range(2)}
+    save_file(tensors | {"lm_head.weight": torch.ones(VOCAB_SIZE, 64)}, tmp_path / "model.safetensors")
+    scaling = {"type": LLAMA3["rope_type"]} | {name: value for name, value in LLAMA3.items() if name != "rope_type"}
+    new = ("rope_parameters", "attention_bias", "mlp_bias", "pretraining_tp", "dtype")
+    edit(folder, new, rope_theta=5000.0, rope_scaling=scaling, torch_dtype="float32")
+    after = generate_by_steps(make_llm(folder, **SMALL), requests())
+    assert [output["token_ids"] for output in after] == [output["token_ids"] for output in before]
+    save_file(tensors | {"model.rotary_emb.freq": torch.ones(16)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="1 tensors belong to no parameter: model.rotary_emb.freq"):
+        make_llm(folder)
+
+
+def test_key_value_heads_and_head_dim_of_llama_2(tmp_path):
+    folder = make_checkpoint(tmp_path, "llama-2")
+    expected = ModelConfig.read(tmp_path)
+    edit(folder, remove=("num_key_value_heads", "head_dim"))
+    assert ModelConfig.read(tmp_path) == expected
+    assert (expected.num_key_value_heads, expected.head_dim) == (4, 16)
+
+
+def test_sliding_window_of_mistral(tmp_path):
+    """It bounds the length, up to which it changes nothing."""
+    folder = make_checkpoint(tmp_path, "mistral")
+    lengths = []
+    for window in (None, 5000, 100):
+        edit(folder, sliding_window=window)
+        lengths.append(Config(folder, device="cpu").max_model_len)
+    assert lengths == [4 * MAX_LEN, 4 * MAX_LEN, 100]
+    assert Config(folder, device="cpu", max_model_len=100).max_model_len == 100
+    with pytest.raises(ValueError, match="max_model_len=101: must be at most 100, the sliding_window of the model"):
+        Config(folder, device="cpu", max_model_len=101)
+
+
+@pytest.mark.parametrize("head_dim", [8, 24, 96])
+def test_head_dim_of_kernels(tmp_path, head_dim):
+    folder = make_checkpoint(tmp_path, "llama")
+    edit(folder, head_dim=head_dim)
+    assert Config(folder, device="cpu").model_config.head_dim == head_dim
+    with pytest.raises(ValueError, match=f"head_dim={head_dim} of the model: must be a power of two from 16 on"):
+        Config(folder, device="cpu", attention_backend="triton")
+    edit(folder, head_dim=64)
+    assert Config(folder, device="cpu", attention_backend="triton").model_config.head_dim == 64
