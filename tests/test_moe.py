@@ -168,7 +168,7 @@ def random_ids(num_tokens: int, num_experts: int, top_k: int) -> torch.Tensor:
     [
         (random_ids(1, 7, 3), 0, 7, 16, 8192),
         (random_ids(70, 60, 8), 0, 60, 16, 8192),
-        (random_ids(70, 9, 4), 0, 9, 16, 64),  # several chunks
+        (random_ids(70, 9, 4), 0, 9, 16, 128),  # several chunks
         (random_ids(70, 9, 4), 3, 3, 64, 128),  # this rank has the experts 3 to 5
         (random_ids(3, 128, 8), 120, 8, 16, 8192),
         (all_to(2, 65), 0, 3, 16, 8192),

@@ -12,7 +12,8 @@ from nanovllm.kernels.moe_routing import route_block, route_token
 
 MAX_GEMV_TOKENS = 4  # with more tokens, several choose the same expert, whose weights a grouped product reads once
 GATE_UP_TILE = 16, 256, 3  # TILE_N, TILE_K and STAGES of the loop over K
-DOWN_TILE = 2, 256, 1  # TILE_N, TILE_K and warps
+DOWN_TILE = 2, 256, 1  # TILE_N, TILE_K and warps: a warp alone has no barriers, and all its loads are in flight
+SHARED = None  # see `launch`
 
 
 @dependent_kernel()
@@ -139,7 +140,7 @@ def moe_gemv(
     h = torch.empty((num_tokens * top_k, size), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x) if out is None else out
     tile_n, tile_k, stages = GATE_UP_TILE
-    launch(_gate_up_gemv_kernel, (triton.cdiv(size, tile_n), num_tokens * top_k), x.device, shared=None)(
+    launch(_gate_up_gemv_kernel, (triton.cdiv(size, tile_n), num_tokens * top_k), x.device, shared=SHARED)(
         x,
         norm_weight,
         logits,
@@ -165,7 +166,7 @@ def moe_gemv(
         num_warps=4,
     )
     tile_n, tile_k, num_warps = DOWN_TILE
-    launch(_down_gemv_kernel, (triton.cdiv(hidden, tile_n), num_tokens), x.device, shared=None)(
+    launch(_down_gemv_kernel, (triton.cdiv(hidden, tile_n), num_tokens), x.device, shared=SHARED)(
         h,
         down,
         weights,

@@ -22,7 +22,7 @@ from nanovllm.kernels.split_k_gemm import TILE_K, TILE_N, split_k_gemm
 
 MAX_SPLIT_K = 8  # of the router's product, whose partial sums are added up by every program that routes
 RANK_TILE = tl.constexpr(32)  # logits that are compared with all others at once
-MAX_CHUNK = 8192  # pairs that a sorting program reads at once
+MIN_CHUNK, MAX_CHUNK = 128, 8192  # pairs that a sorting program reads at once; an element for each thread at least
 TILE_FIELDS = tl.constexpr(3)  # expert or -1, first row, and the row after the last
 
 
@@ -220,7 +220,7 @@ def sort_by_expert(expert_ids: torch.Tensor, first_expert: int, num_experts: int
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=device)
     table = torch.empty((num_tiles, TILE_FIELDS.value), dtype=torch.int32, device=device)
     if num_pairs:
-        chunk = min(MAX_CHUNK, max(32, triton.next_power_of_2(num_pairs)))
+        chunk = min(MAX_CHUNK, max(MIN_CHUNK, triton.next_power_of_2(num_pairs)))
         launch(_sort_kernel, (num_experts,), device)(
             expert_ids,
             pairs,
@@ -231,7 +231,7 @@ def sort_by_expert(expert_ids: torch.Tensor, first_expert: int, num_experts: int
             E=num_experts,
             TILE_M=tile_m,
             CHUNK=chunk,
-            BINS=triton.next_power_of_2(num_experts + 1),
+            BINS=max(MIN_CHUNK, triton.next_power_of_2(num_experts + 1)),
             num_warps=4 if chunk <= 2048 else 16,
         )
     return ExpertRows(pairs, table, tile_m)
