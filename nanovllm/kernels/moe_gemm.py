@@ -26,16 +26,17 @@ class Tiles(NamedTuple):
     warps: int
 
 
-# by TILE_M; in GATE_UP, tile_n outputs need twice as many rows of weights
+# By TILE_M. In GATE_UP, tile_n outputs need twice as many rows of weights. Small tiles leave room for two programs on a
+# multiprocessor, of which one reads weights while the other begins or ends.
 GATE_UP = {
     16: Tiles(64, 128, 3, 4),
-    32: Tiles(64, 128, 3, 4),
+    32: Tiles(64, 64, 5, 4),
     64: Tiles(64, 64, 4, 4),
     128: Tiles(128, 64, 4, 8),
 }
 DOWN = {
     16: Tiles(128, 128, 3, 4),
-    32: Tiles(128, 128, 3, 4),
+    32: Tiles(128, 64, 5, 4),
     64: Tiles(128, 64, 4, 4),
     128: Tiles(128, 64, 3, 8),
 }
