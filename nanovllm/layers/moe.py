@@ -1,0 +1,203 @@
+"""Mixture of experts: a router chooses a few of many feed-forward networks for each token (arXiv:1701.06538)."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from nanovllm.kernels import triton_ops
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import ColumnParallelLinear, linear
+from nanovllm.layers.partial_sum import PartialSum
+from nanovllm.utils.loader import copy_shard, parameter
+from nanovllm.utils.tensor_parallel import TensorParallel
+
+GATE, UP, DOWN = 0, 1, 2  # the shard ids of an expert's weights
+
+
+def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [T, top_k] in float32 and expert ids [T, top_k] from the router's logits [T, experts].
+
+    The weights are the largest values of the softmax over all experts; with `renormalize` they add up to 1. Of equal
+    logits, the lower expert id comes first.
+    """
+    logits = logits.float()
+    expert_ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = logits.softmax(-1).gather(-1, expert_ids)
+    return weights / weights.sum(-1, keepdim=True) if renormalize else weights, expert_ids
+
+
+def _check_shape(weight, shape: tuple[int, ...]):
+    """A checkpoint's tensor or safetensors slice, or a function of the shape that makes a tensor; see `copy_shard`."""
+    weight = weight(shape) if callable(weight) else weight
+    found = tuple(weight.shape if isinstance(weight, torch.Tensor) else weight.get_shape())
+    if found != shape:
+        raise ValueError(f"the checkpoint has shape {list(found)}, the model needs {list(shape)}")
+    return weight
+
+
+class Experts(nn.Module):
+    """This rank's part of the experts' weights, stacked: each expert is a SwiGLU network, divided over the ranks.
+
+    With `expert_parallel`, each rank has an equal number of whole experts instead.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        size: int,
+        tp: TensorParallel,
+        expert_parallel: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ):
+        super().__init__()
+        self.num_experts, self.hidden_size, self.size = num_experts, hidden_size, size
+        self.expert_tp, self.size_tp = (tp, TensorParallel()) if expert_parallel else (TensorParallel(), tp)
+        self.num_local = self.expert_tp.shard_size("experts", num_experts)
+        self.first_expert = self.expert_tp.rank * self.num_local
+        self.local_size = self.size_tp.shard_size("inner size of the experts", size)
+        self.gate_up_proj = parameter((self.num_local, 2 * self.local_size, hidden_size), self._load_gate_up, dtype)
+        self.down_proj = parameter((self.num_local, hidden_size, self.local_size), self._load_down, dtype)
+        self.act_fn = SiluAndMul()
+
+    def tensors_of_experts(self) -> dict[str, tuple[nn.Parameter, tuple[int, int]]]:
+        """The tensors of a checkpoint that has one for each expert and projection, by their names below this module.
+
+        Each belongs to a parameter, whose `weight_loader` takes it with (expert, shard id). The other kind of
+        checkpoint has the two stacked parameters under their own names.
+        """
+        projections = ("gate_proj", self.gate_up_proj), ("up_proj", self.gate_up_proj), ("down_proj", self.down_proj)
+        return {
+            f"{expert}.{name}.weight": (stacked, (expert, shard_id))
+            for expert in range(self.num_experts)
+            for shard_id, (name, stacked) in enumerate(projections)
+        }
+
+    def _load_gate_up(self, target: torch.Tensor, weight, *expert_and_shard_id: int) -> torch.Tensor | None:
+        """All experts' gate and up [experts, 2 * size, hidden], or what `_load_one` takes."""
+        if expert_and_shard_id:
+            return self._load_one(target, weight, *expert_and_shard_id)
+        weight = _check_shape(weight, (self.num_experts, 2 * self.size, self.hidden_size))
+        experts = slice(self.first_expert, self.first_expert + self.num_local)
+        for shard_id in (GATE, UP):
+            begin = shard_id * self.size + self.size_tp.rank * self.local_size
+            shard = target.narrow(1, shard_id * self.local_size, self.local_size)
+            shard.copy_(weight[experts, begin : begin + self.local_size])
+        return target
+
+    def _load_down(self, target: torch.Tensor, weight, *expert_and_shard_id: int) -> torch.Tensor | None:
+        """All experts' down [experts, hidden, size], or what `_load_one` takes."""
+        if expert_and_shard_id:
+            return self._load_one(target, weight, *expert_and_shard_id)
+        weight = _check_shape(weight, (self.num_experts, self.hidden_size, self.size))
+        experts = slice(self.first_expert, self.first_expert + self.num_local)
+        begin = self.size_tp.rank * self.local_size
+        return target.copy_(weight[experts, :, begin : begin + self.local_size])
+
+    def _load_one(self, stacked: torch.Tensor, weight, expert: int, shard_id: int) -> torch.Tensor | None:
+        """One expert's gate or up [size, hidden], or down [hidden, size].
+
+        Returns the part of the stacked weights that was filled: None if another rank has the expert.
+        """
+        index = expert - self.first_expert
+        if not 0 <= index < self.num_local:
+            return None
+        if shard_id == DOWN:
+            return copy_shard(stacked[index], weight, (self.hidden_size, self.size), 1, self.size_tp)
+        shard = stacked[index].narrow(0, shard_id * self.local_size, self.local_size)
+        return copy_shard(shard, weight, (self.size, self.hidden_size), 0, self.size_tp)
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+        """The weighted sum [T, hidden] of the outputs of this rank's experts, for x [T, hidden] and its routing.
+
+        It is what the kernels compute, in plain PyTorch: expert by expert, each for the tokens that have chosen it.
+        """
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        order = expert_ids.flatten().argsort(stable=True)
+        counts = expert_ids.flatten().bincount(minlength=self.num_experts).tolist()
+        for expert, pairs in enumerate(order.split(counts)):  # pair: token * top_k + slot
+            index = expert - self.first_expert
+            if len(pairs) and 0 <= index < self.num_local:
+                token = pairs // expert_ids.shape[1]
+                h = self.act_fn(linear(x[token], self.gate_up_proj[index]))
+                y = linear(h, self.down_proj[index]).float() * weights.flatten()[pairs, None]
+                out.index_add_(0, token, y)
+        return out.to(x.dtype)
+
+
+class MoE(nn.Module):
+    """The norm before it, a router, and the sum of the `top_k` experts that the router chooses for each token."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        size: int,
+        num_experts: int,
+        top_k: int,
+        renormalize: bool,
+        tp: TensorParallel,
+        expert_parallel: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ):
+        super().__init__()
+        # every rank has the whole router
+        self.gate = ColumnParallelLinear(hidden_size, num_experts, bias=False, tp=TensorParallel(), dtype=dtype)
+        self.experts = Experts(num_experts, hidden_size, size, tp, expert_parallel, dtype)
+        self.top_k, self.renormalize = top_k, renormalize
+        self.tp = tp
+
+    def forward(self, x: PartialSum, residual: torch.Tensor | None, norm: RMSNorm) -> tuple[PartialSum, torch.Tensor]:
+        """The experts' sum for norm(x + residual), [T, hidden], and x + residual, which may overwrite the residual."""
+        if len(x) and (ops := triton_ops(self.gate.weight)) is not None:
+            if len(x) <= ops.MAX_GEMV_TOKENS:
+                return self._forward_few(ops, x, residual, norm)
+            return self._forward_many(ops, x, residual, norm)
+        normed, residual = norm.add_rms_norm(x, residual)
+        routing = route(self.gate(normed), self.top_k, self.renormalize)
+        return PartialSum(self.tp.all_reduce(self.experts(normed, *routing))), residual
+
+    def _forward_few(
+        self, ops: ModuleType, x: PartialSum, residual: torch.Tensor | None, norm: RMSNorm
+    ) -> tuple[PartialSum, torch.Tensor]:
+        """By matrix-vector products."""
+        gate, experts, norm_weight = self.gate.weight, self.experts, None
+        if len(x) == 1 and (row := x.tensor) is not None:  # the kernels that read a single row also normalize it
+            logits = torch.empty((1, 1, len(gate)), dtype=torch.float32, device=row.device)
+            _, residual = ops.gemv(row, gate, norm.weight, norm.eps, residual, out=logits[0])
+            rows, norm_weight = residual, norm.weight
+        else:
+            rows, residual = norm.add_rms_norm(x, residual)
+            logits = ops.router_logits(rows, gate)
+
+        def compute(out: torch.Tensor | None) -> torch.Tensor:
+            weights = experts.gate_up_proj, experts.down_proj, experts.first_expert
+            return ops.moe_gemv(rows, logits, self.top_k, self.renormalize, *weights, norm_weight, norm.eps, out)
+
+        return self._sum_over_ranks(compute, rows), residual
+
+    def _forward_many(
+        self, ops: ModuleType, x: PartialSum, residual: torch.Tensor | None, norm: RMSNorm
+    ) -> tuple[PartialSum, torch.Tensor]:
+        """By grouped products. The next norm adds up each token's `top_k` parts, unless there are several ranks."""
+        experts = self.experts
+        normed, residual = norm.add_rms_norm(x, residual)
+        routing = ops.route(ops.router_logits(normed, self.gate.weight), self.top_k, self.renormalize)
+        parts = ops.moe_gemm(normed, routing, experts.gate_up_proj, experts.down_proj, experts.first_expert)
+        if self.tp.size == 1:
+            return PartialSum(parts.squeeze(0), self.top_k), residual
+
+        def compute(out: torch.Tensor | None) -> torch.Tensor:
+            return ops.sum_local_parts(parts, routing, experts.first_expert, experts.num_local, out)
+
+        return self._sum_over_ranks(compute, normed), residual
+
+    def _sum_over_ranks(self, compute: Callable[[torch.Tensor | None], torch.Tensor], like: torch.Tensor) -> PartialSum:
+        """The sum over the ranks of what `compute` returns, a tensor `like` [T, hidden]; it writes to its argument."""
+        if not self.tp.has_peers:
+            return PartialSum(self.tp.all_reduce(compute(None)))
+        y = self.tp.peer_sum(1, *like.shape, like.dtype)
+        compute(y.parts[0])
+        return y

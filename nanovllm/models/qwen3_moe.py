@@ -1,0 +1,49 @@
+"""Qwen3-MoE: Qwen3 with mixtures of experts as feed-forward layers, except for those that the config leaves dense."""
+
+from pathlib import Path
+from typing import ClassVar
+
+from torch import nn
+
+from nanovllm.layers.moe import MoE
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3MLP
+from nanovllm.utils.checks import check_int
+from nanovllm.utils.tensor_parallel import TensorParallel
+
+
+class Qwen3MoeDecoderLayer(Qwen3DecoderLayer):
+    def make_mlp(self, config: ModelConfig, layer_index: int, tp: TensorParallel) -> nn.Module:
+        if layer_index not in config.moe_layers:
+            return Qwen3MLP(config, tp)
+        return MoE(
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.num_experts,
+            config.num_experts_per_tok,
+            config.norm_topk_prob,
+            tp,
+            config.expert_parallel,
+            config.dtype,
+        )
+
+
+class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
+    layer_class: ClassVar = Qwen3MoeDecoderLayer
+
+    @staticmethod
+    def read_config(raw: dict, file: Path) -> dict:
+        """The fields of Qwen3, and those of the experts. What is absent has the value that transformers gives it."""
+        num_experts = check_int(f"{file}: num_experts", raw.get("num_experts", raw.get("num_local_experts")), low=1)
+        top_k = check_int(f"{file}: num_experts_per_tok", raw.get("num_experts_per_tok", 8), low=1, high=num_experts)
+        size = check_int(f"{file}: moe_intermediate_size", raw.get("moe_intermediate_size", 768), low=1)
+        step = check_int(f"{file}: decoder_sparse_step", raw.get("decoder_sparse_step", 1), low=1)
+        dense_layers = raw.get("mlp_only_layers") or ()
+        layers = range(raw["num_hidden_layers"])
+        return Qwen3ForCausalLM.read_config(raw, file) | {
+            "num_experts": num_experts,
+            "num_experts_per_tok": top_k,
+            "moe_intermediate_size": size,
+            "norm_topk_prob": raw.get("norm_topk_prob", False),
+            "moe_layers": frozenset(i for i in layers if i not in dense_layers and (i + 1) % step == 0),
+        }

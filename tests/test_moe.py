@@ -1,0 +1,474 @@
+"""Mixture of experts: the kernels and the layer against plain PyTorch in float64, and against transformers."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+triton = pytest.importorskip("triton")
+
+from nanovllm.kernels import moe_gemm, moe_gemv, moe_routing, ops
+from nanovllm.kernels.dependent_launch import has_tma
+from nanovllm.kernels.moe_routing import Routing, max_tiles, sort_by_expert
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.moe import DOWN, GATE, UP, MoE, route
+from nanovllm.layers.partial_sum import PartialSum
+from nanovllm.utils.tensor_parallel import TensorParallel
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPES = [torch.float32, torch.float16] + CUDA * [torch.bfloat16]  # the interpreter's bfloat16 is broken
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+NAN = float("nan")
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+# both ways of reading tiles, which the interpreter can run as well
+each_dtype_and_tma = pytest.mark.parametrize(
+    "dtype, tma",
+    [(dtype, tma) for dtype in DTYPES for tma in (False, True) if CUDA or tma == (dtype == torch.float16)],
+    ids=lambda value: str(value).removeprefix("torch."),
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory_is_nan():
+    """What a kernel leaves out of a torch.empty shows, and random numbers are the same everywhere."""
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """The interpreter takes as long for a program with a large tile as for one with a small tile."""
+    if not CUDA:
+        monkeypatch.setattr(moe_gemv, "GATE_UP_TILE", (64, 128, 3))
+        monkeypatch.setattr(moe_gemv, "DOWN_TILE", (64, 128, 1))
+
+
+@pytest.fixture
+def use_tma(monkeypatch):
+    def patch(tma: bool) -> None:
+        if tma and CUDA and not has_tma(torch.device(DEVICE)):
+            pytest.skip("needs a Hopper GPU")
+        monkeypatch.setattr(moe_gemm, "has_tma", lambda device: tma)
+
+    return patch
+
+
+@pytest.fixture
+def with_kernels(monkeypatch):
+    """Layers use the kernels, also in the interpreter."""
+    for module in ("moe", "partial_sum"):
+        monkeypatch.setattr(f"nanovllm.layers.{module}.triton_ops", lambda x: ops)
+
+
+def randn(*shape: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(shape).to(DEVICE, dtype)
+
+
+def expert_weights(num_experts: int, hidden: int, size: int, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    gate_up = randn(num_experts, 2 * size, hidden) / hidden**0.5
+    return gate_up.to(dtype), (randn(num_experts, hidden, size) / size**0.5).to(dtype)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> None:
+    """`expected` is in float64; the dtype of `actual` says how close that is."""
+    tolerance = TOLERANCE[actual.dtype] * scale
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+def reference(x, weights, expert_ids, gate_up, down) -> torch.Tensor:
+    """Every token through every expert, in float64."""
+    gate, up = torch.einsum("th,enh->ten", x.double(), gate_up.double()).chunk(2, -1)
+    y = torch.einsum("ten,ehn->teh", F.silu(gate) * up, down.double())
+    dense = torch.zeros(len(x), len(down), dtype=torch.float64, device=x.device)
+    dense.scatter_(1, expert_ids.long(), weights.double())
+    return torch.einsum("te,teh->th", dense, y)
+
+
+# --- routing
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("num_experts, top_k, split_k", [(1, 1, 1), (2, 1, 3), (5, 5, 1), (60, 4, 2), (128, 8, 8)])
+def test_route(num_experts, top_k, split_k, renormalize):
+    logits = randn(split_k, 7, num_experts)
+    total = logits[0].clone()
+    for part in logits[1:]:
+        total += part  # in the order of the kernel: rounding decides near ties
+    weights, expert_ids = route(total, top_k, renormalize)
+    routing = ops.route(logits, top_k, renormalize)
+    assert torch.equal(routing.expert_ids.long(), expert_ids) and routing.num_experts == num_experts
+    assert routing.expert_ids.dtype == torch.int32 and routing.weights.dtype == torch.float32
+    assert_close(routing.weights, weights)
+    chosen = total.double().softmax(-1).gather(-1, expert_ids)
+    assert_close(weights, chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen)
+    assert torch.equal(total.topk(top_k).indices, expert_ids)
+
+
+@each_dtype
+def test_equal_logits_prefer_the_lower_expert(dtype):
+    logits = torch.zeros(3, 60).to(DEVICE, dtype)
+    logits[1, [7, 33, 50]] = 2.0
+    logits[2] = torch.arange(60).to(DEVICE, dtype).div(8, rounding_mode="floor")
+    expected = [[0, 1, 2, 3], [7, 33, 50, 0], [56, 57, 58, 59]]
+    assert route(logits, 4, True)[1].tolist() == expected
+    assert ops.route(logits[None], 4, True).expert_ids.tolist() == expected
+
+
+def test_near_ties_are_decided_by_the_last_bit():
+    """Where the softmax rounds two logits to the same probability, the larger logit still comes first."""
+    base = torch.full((1, 33), 5.0)
+    base[0, 20] = torch.nextafter(base[0, 20], torch.tensor(9.0))
+    logits = base.to(DEVICE)
+    assert ops.route(logits[None], 2, True).expert_ids.tolist() == route(logits, 2, True)[1].tolist() == [[20, 0]]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_any_logits_choose_valid_and_distinct_experts():
+    """Rows that pad a batch may hold anything, and must not make a kernel read other memory than the experts'."""
+    inf = float("inf")
+    logits = torch.tensor([[NAN] * 40, [inf] * 40, [-inf] * 40, [NAN, inf, 1.0, -inf] * 10]).to(DEVICE)
+    expert_ids = ops.route(logits[None], 8, True).expert_ids
+    assert ((expert_ids >= 0) & (expert_ids < 40)).all()
+    assert all(len(set(row)) == 8 for row in expert_ids.tolist())
+
+
+def test_router_logits():
+    x, weight = randn(5, 72), randn(9, 72)
+    logits = ops.router_logits(x, weight)
+    assert_close(logits.sum(0), x.double() @ weight.double().T)
+
+
+@pytest.mark.skipif(CUDA and not has_tma(torch.device(DEVICE)), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("num_tokens, num_experts, hidden", [(1, 128, 2048), (7, 60, 384), (70, 5, 136)])
+def test_router_logits_in_float32_from_half_precision(monkeypatch, num_tokens, num_experts, hidden):
+    monkeypatch.setattr(moe_routing, "has_tma", lambda device: True)
+    x, weight = randn(num_tokens, hidden, dtype=torch.float16), randn(num_experts, hidden, dtype=torch.float16)
+    logits = ops.router_logits(x, weight)
+    assert logits.dtype == torch.float32 and logits.shape[1:] == (num_tokens, num_experts)
+    assert 1 <= len(logits) <= max(1, hidden // 128)
+    assert_close(logits.sum(0), x.double() @ weight.double().T, 30)  # numbers of about sqrt(hidden)
+
+
+# --- rows sorted by expert
+
+
+def all_to(expert: int, num_tokens: int) -> torch.Tensor:
+    return torch.full((num_tokens, 1), expert, dtype=torch.int32)
+
+
+def random_ids(num_tokens: int, num_experts: int, top_k: int) -> torch.Tensor:
+    return torch.rand(num_tokens, num_experts).argsort(1)[:, :top_k].int()
+
+
+@pytest.mark.parametrize(
+    "expert_ids, first, num_experts, tile_m, chunk",
+    [
+        (random_ids(1, 7, 3), 0, 7, 16, 8192),
+        (random_ids(70, 60, 8), 0, 60, 16, 8192),
+        (random_ids(70, 9, 4), 0, 9, 16, 128),  # several chunks
+        (random_ids(70, 9, 4), 3, 3, 64, 128),  # this rank has the experts 3 to 5
+        (random_ids(3, 128, 8), 120, 8, 16, 8192),
+        (all_to(2, 65), 0, 3, 16, 8192),
+        (all_to(2, 65), 0, 2, 16, 8192),  # nothing for this rank
+    ],
+    ids=["few", "many", "chunks", "rank", "few of a rank", "all to one", "none"],
+)
+def test_sort_by_expert(monkeypatch, expert_ids, first, num_experts, tile_m, chunk):
+    monkeypatch.setattr(moe_routing, "MAX_CHUNK", chunk)
+    rows = sort_by_expert(expert_ids.to(DEVICE), first, num_experts, tile_m)
+    pairs, table = rows.pairs.tolist(), rows.table.tolist()
+    expected = [torch.nonzero(expert_ids.flatten() == first + e).flatten().tolist() for e in range(num_experts)]
+    assert pairs[: sum(map(len, expected))] == [pair for of_expert in expected for pair in of_expert]
+    used = [tile for tile in table if tile[0] >= 0]
+    assert table[: len(used)] == used, "unused tiles come last"
+    row = 0
+    for expert, first_row, end_row in used:
+        assert first_row == row and 0 < end_row - first_row <= tile_m
+        assert set(pairs[first_row:end_row]) <= set(expected[expert])
+        row = end_row
+    assert row == sum(map(len, expected)) and len(used) == sum(-(-len(x) // tile_m) for x in expected)
+
+
+def test_number_of_tiles():
+    assert max_tiles(1, 128, 16) == 1 and max_tiles(64, 128, 16) == 64
+    assert max_tiles(256, 128, 16) == (256 + 128 * 15) // 16 == 136
+    for num_experts, tile_m in ((3, 4), (5, 2)):
+        for num_pairs in range(30):
+            counts = [1] * min(num_pairs, num_experts)  # one row in each last tile, full tiles before
+            left = num_pairs - len(counts)
+            worst = len(counts) + left // tile_m
+            assert worst <= max_tiles(num_pairs, num_experts, tile_m) <= num_pairs
+
+
+def test_tiles_of_one_expert_rarely_exceed_one():
+    sizes = {tokens: moe_gemm.choose_tile_m(8 * tokens, 128) for tokens in (5, 128, 256, 512, 1024, 16384)}
+    assert sizes == {5: 16, 128: 16, 256: 32, 512: 64, 1024: 128, 16384: 128}
+
+
+# --- products
+
+GEMV_SHAPES = [  # tokens, experts, top_k, hidden, size
+    (1, 2, 1, 64, 40),
+    (2, 60, 8, 72, 24),
+    (4, 5, 2, 136, 72),
+]
+GEMM_SHAPES = [
+    (1, 2, 1, 64, 40),
+    (7, 3, 2, 72, 33),
+    (4, 60, 8, 64, 24),
+    (33, 5, 3, 104, 136),
+    (70, 7, 7, 192, 64),
+]
+
+
+def inputs(num_tokens, num_experts, top_k, hidden, size, dtype):
+    x, logits = randn(num_tokens, hidden, dtype=dtype), randn(2, num_tokens, num_experts)
+    routing = ops.route(logits, top_k, True)
+    return x, logits, routing, *expert_weights(num_experts, hidden, size, dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", GEMV_SHAPES, ids=str)
+def test_moe_gemv(few_programs, shape, dtype):
+    x, logits, routing, gate_up, down = inputs(*shape, dtype)
+    expected = reference(x, routing.weights, routing.expert_ids, gate_up, down)
+    out = torch.full_like(x, NAN)
+    assert ops.moe_gemv(x, logits, shape[2], True, gate_up, down, out=out) is out
+    assert_close(out, expected)
+
+
+@each_dtype
+def test_moe_gemv_of_the_norm(dtype):
+    """With tiles of the sizes that a GPU has."""
+    x, logits, routing, gate_up, down = inputs(1, 5, 2, 40, 300, dtype)
+    norm_weight, eps = randn(40, dtype=dtype), 0.5  # as large as to count
+    normed = x.double() * (x.double().square().mean() + eps).rsqrt() * norm_weight.double()
+    expected = reference(normed, routing.weights, routing.expert_ids, gate_up, down)
+    assert_close(ops.moe_gemv(x, logits, 2, True, gate_up, down, 0, norm_weight, eps), expected)
+
+
+@each_dtype_and_tma
+@pytest.mark.parametrize("shape", GEMM_SHAPES, ids=str)
+def test_moe_gemm(use_tma, shape, tma, dtype):
+    """All widths of tiles that the number of rows may have, the last ones not full, and sizes at odds with tiles."""
+    use_tma(tma)
+    x, _, routing, gate_up, down = inputs(*shape, dtype)
+    parts = ops.moe_gemm(x, routing, gate_up, down)
+    assert parts.shape == (shape[2], *x.shape) and parts.dtype == dtype
+    # each part is rounded on its own
+    assert_close(parts.float().sum(0).to(dtype), reference(x, *routing[:2], gate_up, down), 2)
+
+
+@each_dtype_and_tma
+@pytest.mark.parametrize("expert_ids", [all_to(1, 150), random_ids(150, 3, 2) + 1], ids=["one", "three of four"])
+def test_experts_without_tokens(use_tma, expert_ids, tma, dtype):
+    """And experts with more rows than a tile has."""
+    use_tma(tma)
+    expert_ids = expert_ids.to(DEVICE)
+    x, (gate_up, down) = randn(150, 64, dtype=dtype), expert_weights(4, 64, 40, dtype)
+    weights = torch.rand(expert_ids.shape).to(DEVICE)
+    gate_up[0] = down[0] = NAN  # nothing of it may be read
+    expected = reference(x, weights, expert_ids - 1, gate_up[1:], down[1:])
+    parts = ops.moe_gemm(x, Routing(weights, expert_ids, 4), gate_up, down)
+    assert_close(parts.float().sum(0).to(dtype), expected, 2)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("num_tokens", [3, 20])
+def test_a_row_does_not_depend_on_the_others(few_programs, num_tokens):
+    """Not even on rows of NaN, as those that pad a batch may be."""
+    x, logits, _, gate_up, down = inputs(num_tokens, 6, 2, 64, 40, torch.float16)
+    other, other_logits = randn(num_tokens, 64, dtype=torch.float16), randn(2, num_tokens, 6)
+    other[0], other_logits[:, 0] = NAN, NAN
+    other[-1], other_logits[:, -1] = x[-1], logits[:, -1]
+    rows = []
+    for some_x, some_logits in ((x, logits), (other, other_logits)):
+        if num_tokens == 3:
+            rows.append(ops.moe_gemv(some_x, some_logits, 2, True, gate_up, down)[-1])
+        else:
+            rows.append(ops.moe_gemm(some_x, ops.route(some_logits, 2, True), gate_up, down)[:, -1])
+    assert rows[0].isfinite().all() and torch.equal(*rows)
+
+
+# --- the layer
+
+
+class Shard(TensorParallel):
+    """One of several ranks, whose sums stay its own part."""
+
+
+class Peers(TensorParallel):
+    """A rank that writes its part of a sum to memory of others."""
+
+    has_peers = True
+
+    def peer_sum(self, split_k, num_rows, width, dtype):
+        y = PartialSum(torch.full((split_k, num_rows, width), NAN, dtype=dtype, device=DEVICE))
+        self.parts = y.parts
+        return y
+
+
+def make_layer(num_experts, top_k, hidden, size, tp=TensorParallel(), expert_parallel=False, renormalize=True):
+    with torch.device(DEVICE):
+        return MoE(hidden, size, num_experts, top_k, renormalize, tp, expert_parallel)
+
+
+def load_stacked(layer: MoE, gate: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    layer.gate.weight.weight_loader(gate)
+    layer.experts.gate_up_proj.weight_loader(gate_up)
+    layer.experts.down_proj.weight_loader(down)
+
+
+def checkpoint(num_experts, hidden, size):
+    return randn(num_experts, hidden) / hidden**0.5 * 3, *expert_weights(num_experts, hidden, size)
+
+
+def run(layer: MoE, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+    y, residual = layer(PartialSum(x.clone()), residual.clone(), norm)
+    return y.reduce(), residual
+
+
+def make_norm(hidden: int) -> RMSNorm:
+    norm = RMSNorm(hidden, 1e-6).to(DEVICE)
+    norm.weight.copy_(randn(hidden))
+    return norm
+
+
+@pytest.fixture(params=["plain", "kernels"])
+def path(request, few_programs):
+    if request.param == "kernels":
+        request.getfixturevalue("with_kernels")
+    elif CUDA:
+        request.getfixturevalue("monkeypatch").setattr("nanovllm.layers.moe.triton_ops", lambda x: None)
+    return request.param
+
+
+@pytest.mark.parametrize(
+    "num_tokens, num_experts, top_k, renormalize",
+    [(1, 6, 2, False), (1, 30, 5, True), (3, 4, 1, True), (3, 6, 2, False), (9, 4, 1, False), (9, 17, 5, True)],
+)
+def test_layer_against_transformers(path, num_tokens, num_experts, top_k, renormalize):
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    hidden, size = 64, 40
+    config = Qwen3MoeConfig(
+        hidden_size=hidden,
+        moe_intermediate_size=size,
+        num_experts=num_experts,
+        num_experts_per_tok=top_k,
+        norm_topk_prob=renormalize,
+    )
+    theirs = Qwen3MoeSparseMoeBlock(config).to(DEVICE)
+    layer = make_layer(num_experts, top_k, hidden, size, renormalize=renormalize)
+    weights = checkpoint(num_experts, hidden, size)
+    for parameter, weight in zip((theirs.gate.weight, *theirs.experts.parameters()), weights, strict=True):
+        parameter.copy_(weight)
+    load_stacked(layer, *weights)
+    x, residual, norm = randn(num_tokens, hidden), randn(num_tokens, hidden), make_norm(hidden)
+    out, total = run(layer, x, residual, norm)
+    assert torch.equal(total, x + residual)
+    expected = theirs(norm(total)[None])[0]
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["inner size", "experts"])
+@pytest.mark.parametrize("num_tokens, size, peers", [(1, 4, False), (1, 2, True), (2, 2, False), (7, 4, True)])
+def test_parts_of_ranks_add_up(path, num_tokens, size, peers, expert_parallel):
+    peers = peers and path == "kernels"  # ranks that read each other's memory have kernels
+    weights = checkpoint(8, 64, 48)
+    x, residual, norm = randn(num_tokens, 64), randn(num_tokens, 64), make_norm(64)
+    whole = make_layer(8, 3, 64, 48)
+    load_stacked(whole, *weights)
+    expected, total = run(whole, x, residual, norm)
+    out = torch.zeros_like(expected)
+    for rank in range(size):
+        tp = (Peers if peers else Shard)(rank, size)
+        layer = make_layer(8, 3, 64, 48, tp, expert_parallel)
+        load_stacked(layer, *weights)
+        y, its_total = layer(PartialSum(x.clone()), residual.clone(), norm)
+        assert torch.equal(its_total, total) and y.split_k == 1 and (not peers or y.parts is tp.parts)
+        out += y.parts.reshape(out.shape)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_several_parts_before_the_layer(path):
+    """A sum that is not added up yet, also of a single row."""
+    layer, norm = make_layer(4, 2, 64, 40), make_norm(64)
+    load_stacked(layer, *checkpoint(4, 64, 40))
+    parts, residual = randn(3, 1, 64), randn(1, 64)
+    y, total = layer(PartialSum(parts, 3), residual.clone(), norm)
+    expected, _ = run(layer, parts.sum(0), residual, norm)
+    torch.testing.assert_close(total, parts.sum(0) + residual)
+    torch.testing.assert_close(y.reduce(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_next_norm_adds_up_the_parts(with_kernels):
+    layer, norm = make_layer(6, 4, 64, 40), make_norm(64)
+    load_stacked(layer, *checkpoint(6, 64, 40))
+    y, residual = layer(PartialSum(randn(9, 64)), randn(9, 64), norm)
+    assert y.split_k == 4 and y.parts.shape == (4, 9, 64)
+    expected = y.reduce() + residual
+    normed, total = norm.add_rms_norm(y, residual)
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(normed, norm(total))
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["inner size", "experts"])
+def test_a_tensor_for_each_expert(expert_parallel, tmp_path):
+    """As published checkpoints have them; both kinds are read through slices of a safetensors file."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    num_experts, hidden, size = 4, 8, 6
+    _, gate_up, down = checkpoint(num_experts, hidden, size)
+    tensors = {"gate_up_proj": gate_up, "down_proj": down}
+    for i in range(num_experts):
+        gate, up = gate_up[i].chunk(2)
+        tensors |= {f"{i}.gate_proj.weight": gate, f"{i}.up_proj.weight": up, f"{i}.down_proj.weight": down[i]}
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "x.safetensors")
+    with safe_open(tmp_path / "x.safetensors", "pt", device=DEVICE) as file:
+        for rank in range(2):
+            layers = [make_layer(num_experts, 2, hidden, size, Shard(rank, 2), expert_parallel) for _ in range(2)]
+            stacked, single = (layer.experts for layer in layers)
+            for name in ("gate_up_proj", "down_proj"):
+                parameter = getattr(stacked, name)
+                assert parameter.weight_loader(file.get_slice(name)) is parameter
+            names = single.tensors_of_experts()
+            assert names.keys() == tensors.keys() - {"gate_up_proj", "down_proj"}
+            num_filled = 0
+            for name, (parameter, expert_and_shard_id) in names.items():
+                filled = parameter.weight_loader(file.get_slice(name), *expert_and_shard_id)
+                num_filled += 0 if filled is None else filled.numel()
+            assert num_filled == single.gate_up_proj.numel() + single.down_proj.numel()
+            for ours, theirs in zip(single.parameters(), stacked.parameters(), strict=True):
+                assert torch.equal(ours, theirs)
+            half = slice(2 * rank, 2 * rank + 2) if expert_parallel else slice(None)
+            columns = slice(None) if expert_parallel else slice(3 * rank, 3 * rank + 3)
+            gate, up = gate_up[half].chunk(2, 1)
+            assert torch.equal(single.gate_up_proj, torch.cat((gate[:, columns], up[:, columns]), 1))
+            assert torch.equal(single.down_proj, down[half][:, :, columns])
+
+
+def test_wrong_shapes_are_refused():
+    experts = make_layer(4, 2, 8, 6).experts
+    for wrong in (torch.zeros(4, 6, 8), torch.zeros(4, 8, 12)):
+        with pytest.raises(ValueError, match=r"the model needs \[4, 12, 8\]"):
+            experts.gate_up_proj.weight_loader(wrong)
+    with pytest.raises(ValueError, match=r"the model needs \[4, 8, 6\]"):
+        experts.down_proj.weight_loader(torch.zeros(4, 6, 8))
+    for shard_id, parameter in ((GATE, experts.gate_up_proj), (UP, experts.gate_up_proj), (DOWN, experts.down_proj)):
+        with pytest.raises(ValueError, match="the model needs"):
+            parameter.weight_loader(torch.zeros(7, 7), 0, shard_id)
+    drawn = experts.down_proj.weight_loader(lambda shape: torch.ones(shape))  # as random weights are made
+    assert drawn is experts.down_proj and (drawn == 1).all()
+
+
+def test_ranks_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="inner size of the experts"):
+        make_layer(6, 2, 8, 6, TensorParallel(0, 4))
+    with pytest.raises(ValueError, match=r"experts \(6\)"):
+        make_layer(6, 2, 8, 8, TensorParallel(0, 4), expert_parallel=True)
