@@ -94,6 +94,8 @@ SHAPES = {
     "qwen3-8b": ("qwen3", 4096, 12288, 36, 32, 8, 128, 151936, 40960, 1e-6, 1e6, 151645, False),
     "llama-3.1-8b": ("llama", 4096, 14336, 32, 32, 8, 128, 128256, 131072, 1e-5, 5e5, 128001, False),
     "llama-3.2-1b": ("llama", 2048, 8192, 16, 32, 8, 64, 128256, 131072, 1e-5, 5e5, 128001, True),
+    "qwen3-30b-a3b": ("qwen3_moe", 2048, 6144, 48, 32, 4, 128, 151936, 40960, 1e-6, 1e6, 151645, False),
+    "qwen3-235b-a22b": ("qwen3_moe", 4096, 12288, 94, 64, 4, 128, 151936, 40960, 1e-6, 1e6, 151645, False),
     "qwen2.5-7b": ("qwen2", 3584, 18944, 28, 28, 4, 128, 152064, 131072, 1e-6, 1e6, 151643, False),
     "mistral-7b": ("mistral", 4096, 14336, 32, 32, 8, 128, 32768, 32768, 1e-5, 1e6, 2, False),  # v0.3
 }
@@ -103,11 +105,14 @@ LLAMA_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1}
 # entries that only some shapes have
 EXTRA_ENTRIES: dict[str, dict] = {
     "llama-3.1-8b": {"rope_scaling": LLAMA_ROPE | {"factor": 8.0}},
     "llama-3.2-1b": {"rope_scaling": LLAMA_ROPE | {"factor": 32.0}},
     "mistral-7b": {"sliding_window": None},
+    "qwen3-30b-a3b": EXPERTS | {"moe_intermediate_size": 768, "mlp_only_layers": []},
+    "qwen3-235b-a22b": EXPERTS | {"moe_intermediate_size": 1536, "mlp_only_layers": []},
 }
 # statistics that have no style here are in tables only
 LINE_STYLES = {"": "-", "p50": "-", "p99": "--", "median": "-", "1 sequence": "-", "8 sequences": "--"}
@@ -611,7 +616,8 @@ def measured_rates(device: str) -> tuple[float, float]:
 def limit_seconds(requests: list[Request], config, bytes_per_s: float, operations_per_s: float) -> float:
     """The least time for the requests: operations of the prefill, plus bytes that the decode steps must read.
 
-    An engine that runs prefill and decode in the same step could overlap the two, and be faster than this.
+    An engine that runs prefill and decode in the same step could overlap the two, and be faster than this. Of a mixture
+    of experts, a step reads as many as its tokens choose on average if each expert is as likely.
     """
     shape = config.model_config
     heads, kv_heads, head_dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
@@ -622,7 +628,12 @@ def limit_seconds(requests: list[Request], config, bytes_per_s: float, operation
     num_read = sum(sum(range(prompt + 1, prompt + tokens)) for prompt, tokens in lengths)
     num_decoded = sum(tokens - 1 for _, tokens in lengths)
     num_steps = max(max(tokens - 1 for _, tokens in lengths), -(-num_decoded // config.max_num_seqs))
-    num_bytes = num_read * kv_bytes + num_steps * (all_layer_weights + head_weights) * config.dtype.itemsize
+    batch_size = num_decoded / max(1, num_steps)
+    is_read = 1 - (1 - shape.num_experts_per_tok / max(1, shape.num_experts)) ** batch_size
+    num_more_experts = shape.num_experts * is_read - shape.num_experts_per_tok  # than a single token chooses
+    expert_weights = 3 * shape.hidden_size * shape.moe_intermediate_size * len(shape.moe_layers)
+    num_weights = all_layer_weights + head_weights + max(0, num_more_experts) * expert_weights
+    num_bytes = num_read * kv_bytes + num_steps * num_weights * config.dtype.itemsize
     attention = sum(2 * prompt**2 * heads * head_dim * shape.num_hidden_layers for prompt, _ in lengths)
     linear = sum(2 * prompt * all_layer_weights + 2 * head_weights for prompt, _ in lengths)
     return num_bytes / bytes_per_s + (linear + attention) / operations_per_s

@@ -58,7 +58,11 @@ VLLM_SETTINGS: dict[str, tuple | type] = {
     "tokenizer_revision": (None,),
     "trust_remote_code": (False,),
 }
-VLLM_NAMES = {"block_size": "kvcache_block_size", "num_gpu_blocks_override": "num_kvcache_blocks"}
+VLLM_NAMES = {
+    "block_size": "kvcache_block_size",
+    "num_gpu_blocks_override": "num_kvcache_blocks",
+    "enable_expert_parallel": "expert_parallel",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,7 @@ class Config:
         model's own bound or sliding window.
     gpu_memory_utilization: the fraction of the GPU's memory that this engine may use for weights and cache together.
     tensor_parallel_size: 1, 2, 4 or 8 ranks that share the model; on CUDA each has a device, starting with `device`.
+    expert_parallel: with several ranks, each has whole experts of a mixture; False: a part of each expert.
     enforce_eager: do not use CUDA graphs.
     kvcache_block_size: tokens of a cache block, a multiple of 16 (of 256 for the `flash` backend).
     num_kvcache_blocks: None is as many as fit into memory, and is replaced by that number once the engine has started.
@@ -106,6 +111,7 @@ class Config:
     max_model_len: int | None = None
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
+    expert_parallel: bool = False
     enforce_eager: bool = False
     kvcache_block_size: int = 256
     num_kvcache_blocks: int | None = None
@@ -129,7 +135,7 @@ class Config:
         if block_size % multiple:
             raise ValueError(f"kvcache_block_size={block_size}: must be a multiple of {multiple} for {backend!r}")
         folder = find_model(self.model, self.revision, with_weights=self.load_format != "dummy")
-        model_config = ModelConfig.read(folder)
+        model_config = replace(ModelConfig.read(folder), expert_parallel=self.expert_parallel)
         model_config.check_divides(TensorParallel(size=self.tensor_parallel_size))
         _check_head_dim(model_config.head_dim, device, backend)
         dtype = _resolve_dtype(self.dtype, model_config.dtype)
@@ -201,6 +207,7 @@ class Config:
         self._set(gpu_memory_utilization=fraction)
         if self.max_mixed_step_ms is not None:
             self._set(max_mixed_step_ms=check_real("max_mixed_step_ms", self.max_mixed_step_ms, low=0.1, high=1e6))
+        check_bool("expert_parallel", self.expert_parallel)
         check_bool("enforce_eager", self.enforce_eager)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_bool("async_scheduling", self.async_scheduling, optional=True)

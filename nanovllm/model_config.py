@@ -45,6 +45,12 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     sliding_window: int | None = None  # a token attends to so many tokens, itself included
+    moe_layers: frozenset[int] = frozenset()  # the layers with a mixture of experts, and what those have:
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    expert_parallel: bool = False  # each rank has whole experts; our setting, not the checkpoint's
 
     @classmethod
     def read(cls, folder: Path) -> "ModelConfig":
@@ -89,9 +95,14 @@ class ModelConfig:
 
     @property
     def layer_operations(self) -> int:
-        """Of the matrix products of one layer for one token."""
+        """Of the matrix products of one layer for one token; the mean if layers differ."""
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        return 2 * self.hidden_size * (2 * queries + 2 * keys + 3 * self.intermediate_size)
+        of_experts = self.num_experts + 3 * self.num_experts_per_tok * self.moe_intermediate_size
+        num_dense = self.num_hidden_layers - len(self.moe_layers)
+        feed_forward = (num_dense * 3 * self.intermediate_size + len(self.moe_layers) * of_experts) / (
+            self.num_hidden_layers
+        )
+        return round(2 * self.hidden_size * (2 * queries + 2 * keys + feed_forward))
 
     @property
     def context_of_equal_cost(self) -> float:
@@ -105,7 +116,12 @@ class ModelConfig:
         """ValueError if the model can't be divided equally among the ranks."""
         tp.shard_size("query heads", self.num_attention_heads)
         tp.for_heads(self.num_key_value_heads).shard_size("key-value heads", self.num_key_value_heads)
-        tp.shard_size("inner size of the feed-forward layers", self.intermediate_size)
+        if len(self.moe_layers) < self.num_hidden_layers:
+            tp.shard_size("inner size of the feed-forward layers", self.intermediate_size)
+        if self.moe_layers and self.expert_parallel:
+            tp.shard_size("experts", self.num_experts)
+        elif self.moe_layers:
+            tp.shard_size("inner size of the experts", self.moe_intermediate_size)
         tp.shard_size("vocabulary", self.vocab_size)
 
 

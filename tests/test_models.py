@@ -1,4 +1,4 @@
-"""Every dense family, in small random models that transformers has made: the same tokens and log-probabilities.
+"""Every family, in small random models that transformers has made: the same tokens and log-probabilities.
 
 The reference is transformers' own class in float32, in one forward pass over a prompt and its answer.
 """
@@ -42,6 +42,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 HEADS = "num_attention_heads", "num_key_value_heads", "head_dim"
 
 # family, heads, key-value heads, head_dim (None: hidden_size 64 / heads), rope, and other entries of the config
@@ -58,6 +59,10 @@ CASES = {
     "mistral-window": ("Mistral", 6, 2, 16, LINEAR, {"sliding_window": MAX_LEN}),
     "qwen3": ("Qwen3", 4, 2, 32, {}, {"tie_word_embeddings": True}),
     "qwen3-biases": ("Qwen3", 6, 2, 24, YARN, {"attention_bias": True}),
+    "qwen3-moe": ("Qwen3Moe", 4, 2, 32, {}, EXPERTS | {"norm_topk_prob": True}),
+    "qwen3-moe-top-1": ("Qwen3Moe", 4, 4, 16, YARN, EXPERTS | {"num_experts_per_tok": 1}),
+    "qwen3-moe-step": ("Qwen3Moe", 4, 2, 16, {}, EXPERTS | {"decoder_sparse_step": 2, "num_experts": 60}),
+    "qwen3-moe-dense-layer": ("Qwen3Moe", 2, 2, 32, {}, EXPERTS | {"mlp_only_layers": [1], "num_experts_per_tok": 8}),
 }
 
 
@@ -87,8 +92,8 @@ def make_checkpoint(folder: Path, name: str) -> str:
         noise = torch.randn(parameter.shape, generator=generator)
         if "embed" in parameter_name or "lm_head" in parameter_name:
             parameter.copy_(0.3 * noise)
-        elif parameter.dim() == 2:
-            parameter.copy_(noise / parameter.shape[1] ** 0.5)
+        elif parameter.dim() > 1:
+            parameter.copy_(noise / parameter.shape[-1] ** 0.5)
         else:  # biases are zeros and norms are ones in a new model, which would hide that they are not used
             parameter.copy_(0.3 * noise + (0 if parameter_name.endswith("bias") else 1))
     model.save_pretrained(folder)
@@ -137,9 +142,9 @@ def test_parity(make_llm, tmp_path, name):
 
 
 @torch.no_grad()
-def logits_of_rank(rank: int, size: int, folder: str, store: Path, prompt: list[int]) -> torch.Tensor:
-    """[len(prompt), vocabulary], of a rank that is a thread."""
-    config, num_tokens = ModelConfig.read(Path(folder)), len(prompt)
+def logits_of_rank(rank: int, size: int, folder: str, store: Path, prompt: list[int], **settings) -> torch.Tensor:
+    """[len(prompt), vocabulary], of a rank that is a thread. `settings` replace fields of ModelConfig."""
+    config, num_tokens = replace(ModelConfig.read(Path(folder)), **settings), len(prompt)
     tp = connect(rank, size, store, torch.device("cpu"), 0)
     model = model_class(config.model_type)(config, MAX_LEN, SDPABackend(), tp)
     load_model(model, Path(folder), torch.device("cpu"))
@@ -156,22 +161,28 @@ def logits_of_rank(rank: int, size: int, folder: str, store: Path, prompt: list[
 
 
 @pytest.mark.parametrize(
-    "name, size", [(name, size) for name in CASES for size in (2, 4) if CASES[name][1] % size == 0]
+    "name, size, settings",
+    [
+        *((name, size, {}) for name in CASES for size in (2, 4) if CASES[name][1] % size == 0),
+        *(("qwen3-moe", size, {"expert_parallel": True}) for size in (2, 4)),
+        ("qwen3-moe-step", 4, {"expert_parallel": True}),
+    ],
 )
-def test_ranks(tmp_path, name, size):
+def test_ranks(tmp_path, name, size, settings):
     """Each rank has its part of the weights and biases. test_tensor_parallel.py has the ranks of an engine."""
     folder = make_checkpoint(tmp_path / "model", name)
     (prompt, _), *_ = requests()
     expected = reference_model(folder)(torch.tensor([prompt])).logits[0]
     with ThreadPoolExecutor(size) as pool:
         arguments = size, folder, tmp_path, prompt
-        for logits in pool.map(lambda rank: logits_of_rank(rank, *arguments), range(size)):
+        for logits in pool.map(lambda rank: logits_of_rank(rank, *arguments, **settings), range(size)):
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-3)
 
 
-def test_engine_of_two_ranks(make_llm, tmp_path):
-    folder = make_checkpoint(tmp_path, "llama-biases")
-    llm = make_llm(folder, tensor_parallel_size=2, **SMALL)
+@pytest.mark.parametrize("name, settings", [("llama-biases", {}), ("qwen3-moe", {"expert_parallel": True})])
+def test_engine_of_two_ranks(make_llm, tmp_path, name, settings):
+    folder = make_checkpoint(tmp_path, name)
+    llm = make_llm(folder, tensor_parallel_size=2, **SMALL, **settings)
     assert_same_as_transformers(folder, generate_by_steps(llm, requests()))
 
 
@@ -222,6 +233,47 @@ def test_old_llama_checkpoint(make_llm, tmp_path):
     save_file(tensors | {"model.rotary_emb.freq": torch.ones(16)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="1 tensors belong to no parameter: model.rotary_emb.freq"):
         make_llm(folder)
+
+
+def test_experts_in_one_tensor_or_in_many(make_llm, tmp_path):
+    """Published checkpoints have a tensor for each expert and projection; transformers stacks them in memory."""
+    folder = make_checkpoint(tmp_path, "qwen3-moe-dense-layer")
+    expected = [output["token_ids"] for output in generate_by_steps(make_llm(folder, **SMALL), requests())]
+    tensors = load_file(tmp_path / "model.safetensors")
+    each = {name: tensors.pop(name) for name in [*tensors] if ".mlp.experts." in name}
+    assert len(each) == 3 * 8, "of one layer; the other is dense"
+    down = [each[f"model.layers.0.mlp.experts.{i}.down_proj.weight"] for i in range(8)]
+    gate_up = [
+        torch.cat([each[f"model.layers.0.mlp.experts.{i}.{kind}_proj.weight"] for kind in ("gate", "up")])
+        for i in range(8)
+    ]
+    stacked = {"gate_up_proj": torch.stack(gate_up), "down_proj": torch.stack(down)}
+    stacked = {f"model.layers.0.mlp.experts.{name}": tensor for name, tensor in stacked.items()}
+    save_file(tensors | stacked, tmp_path / "model.safetensors")
+    assert [output["token_ids"] for output in generate_by_steps(make_llm(folder, **SMALL), requests())] == expected
+    save_file(tensors | each | stacked, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="24 tensors belong to no parameter"):
+        make_llm(folder)
+    del each["model.layers.0.mlp.experts.5.up_proj.weight"]
+    save_file(tensors | each, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="1 tensors are missing: model.layers.0.mlp.experts.5.up_proj.weight"):
+        make_llm(folder)
+
+
+@pytest.mark.parametrize(
+    "entries, size, settings, message",
+    [
+        ({"num_experts_per_tok": 9}, 1, {}, "num_experts_per_tok=9: must be at most 8"),
+        ({"num_experts": None}, 1, {}, "num_experts=None: must be an integer"),
+        ({"moe_intermediate_size": 50}, 4, {}, r"does not divide the inner size of the experts \(50\)"),
+        ({"num_experts": 10}, 4, {"expert_parallel": True}, r"does not divide the experts \(10\)"),
+    ],
+)
+def test_experts_that_are_refused(tmp_path, entries, size, settings, message):
+    folder = make_checkpoint(tmp_path, "qwen3-moe")
+    edit(folder, **entries)
+    with pytest.raises((ValueError, TypeError), match=message):
+        Config(folder, device="cpu", tensor_parallel_size=size, **settings)
 
 
 def test_key_value_heads_and_head_dim_of_llama_2(tmp_path):

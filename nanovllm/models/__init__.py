@@ -20,6 +20,7 @@ MODELS = {
     "mistral": "nanovllm.models.mistral:MistralForCausalLM",
     "qwen2": "nanovllm.models.qwen2:Qwen2ForCausalLM",
     "qwen3": "nanovllm.models.qwen3:Qwen3ForCausalLM",
+    "qwen3_moe": "nanovllm.models.qwen3_moe:Qwen3MoeForCausalLM",
 }
 
 

@@ -57,12 +57,16 @@ class Qwen3MLP(nn.Module):
 
 
 class Qwen3DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TensorParallel):
+    def __init__(self, config: ModelConfig, layer_index: int, backend: AttentionBackend, tp: TensorParallel):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         self.self_attn = Qwen3Attention(config, backend, tp)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
-        self.mlp = Qwen3MLP(config, tp)
+        self.mlp = self.make_mlp(config, layer_index, tp)
+
+    def make_mlp(self, config: ModelConfig, layer_index: int, tp: TensorParallel) -> nn.Module:
+        """The feed-forward layer; families with other ones replace this."""
+        return Qwen3MLP(config, tp)
 
     def forward(self, x: PartialSum, residual: torch.Tensor | None, cos_sin: torch.Tensor):
         """What the layer adds to the residual stream, and the stream before that addition."""
@@ -71,11 +75,13 @@ class Qwen3DecoderLayer(nn.Module):
 
 
 class Qwen3Model(nn.Module):
-    def __init__(self, config: ModelConfig, max_len: int, backend: AttentionBackend, tp: TensorParallel):
+    def __init__(
+        self, config: ModelConfig, max_len: int, backend: AttentionBackend, tp: TensorParallel, layer_class: type
+    ):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, config.dtype)
         self.rotary_emb = RotaryEmbedding(config.rope_inv_freq, config.rope_scale, max_len)
-        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, backend, tp) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(layer_class(config, i, backend, tp) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -91,6 +97,7 @@ class Qwen3Model(nn.Module):
 class Qwen3ForCausalLM(nn.Module):
     """Token ids and positions [T] to hidden states [T, hidden_size], of which `compute_logits` makes logits."""
 
+    layer_class: ClassVar[type] = Qwen3DecoderLayer
     # a checkpoint's module -> the merged module that holds it, and its shard id there
     packed_modules_mapping: ClassVar = {
         "q_proj": ("qkv_proj", 0),
@@ -103,7 +110,7 @@ class Qwen3ForCausalLM(nn.Module):
     def __init__(self, config: ModelConfig, max_len: int, backend: AttentionBackend, tp: TensorParallel):
         super().__init__()
         self.config = config
-        self.model = Qwen3Model(config, max_len, backend, tp)
+        self.model = Qwen3Model(config, max_len, backend, tp, self.layer_class)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, config.dtype)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

@@ -29,7 +29,7 @@ class Qwen3MoeDecoderLayer(Qwen3DecoderLayer):
 
 
 class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
-    layer_class: ClassVar = Qwen3MoeDecoderLayer
+    layer_class: ClassVar[type] = Qwen3MoeDecoderLayer
 
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:

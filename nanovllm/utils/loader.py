@@ -1,7 +1,7 @@
 """Weights from safetensors files into a model's parameters, by name; none may be missing or left over."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
@@ -51,7 +51,8 @@ def load_model(model: nn.Module, folder: Path, device: torch.device, load_format
     if load_format == "dummy":
         _load_dummy(model)
         return
-    files, loaders = find_tensors(folder), _weight_loaders(model)
+    files = find_tensors(folder)
+    loaders = _weight_loaders(model, files)
     if model.config.tie_word_embeddings:
         files.pop("lm_head.weight", None)  # a tied checkpoint may carry the embedding twice
     # old checkpoints of Llama store the frequencies of the rotary embedding, which config.json defines
@@ -69,7 +70,8 @@ def load_model(model: nn.Module, folder: Path, device: torch.device, load_format
                     filled = load(tensors.get_slice(name), *shard_id)
                 except ValueError as error:
                     raise ValueError(f"{folder}: {name}: {error}") from error
-                bounds[name] = torch.stack(filled.aminmax())  # NaN if any element is
+                if filled is not None:
+                    bounds[name] = torch.stack(filled.aminmax())  # NaN if any element is
     are_finite = torch.stack([*bounds.values()]).isfinite().all(1).tolist()  # the only synchronization
     if broken := sorted(name for name, is_finite in zip(bounds, are_finite) if not is_finite):
         raise ValueError(
@@ -139,12 +141,16 @@ def _load_dummy(model: nn.Module) -> None:
         return values.uniform_(-DUMMY_BOUND, DUMMY_BOUND, generator=generator)
 
     like = next(model.parameters())
-    for name, (load, shard_id) in _weight_loaders(model).items():
+    for name, (load, shard_id) in _weight_loaders(model, stored=None).items():
         load(partial(draw, name), *shard_id)
 
 
-def _weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[int]]]:
-    """The weight loader of every tensor by its name in a checkpoint, and its shard id if several share a parameter."""
+def _weight_loaders(model: nn.Module, stored: Collection[str] | None) -> dict[str, tuple[Callable, list[int]]]:
+    """The weight loader of every tensor by its name in a checkpoint, and its shard id if several share a parameter.
+
+    `stored` are the names in the checkpoint, which may have a tensor for each expert, or all experts in one; None is
+    all in one.
+    """
     shards_of: dict[str, list[tuple]] = {}
     for module, (merged, shard_id) in model.packed_modules_mapping.items():
         shards_of.setdefault(merged, []).append((module, shard_id))
@@ -153,6 +159,13 @@ def _weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[int]]]:
         *path, merged, kind = name.split(".")  # kind: weight or bias
         for module, *shard_id in shards_of.get(merged, [(merged,)]):
             loaders[".".join((*path, module, kind))] = parameter.weight_loader, shard_id
+    for path, experts in model.named_modules():
+        names = [f"{path}.{name}" for name, _ in experts.named_parameters()]
+        if stored is not None and hasattr(experts, "tensors_of_experts") and not any(name in stored for name in names):
+            for name in names:
+                del loaders[name]
+            of_experts = experts.tensors_of_experts().items()
+            loaders |= {f"{path}.{name}": (p.weight_loader, [*shard_id]) for name, (p, shard_id) in of_experts}
     return loaders
 
 
