@@ -11,7 +11,7 @@ from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ColumnParallelLinear, linear
 from nanovllm.layers.partial_sum import PartialSum
-from nanovllm.utils.loader import copy_shard, parameter
+from nanovllm.utils.loader import check_shape, copy_shard, parameter
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 GATE, UP, DOWN = 0, 1, 2  # the shard ids of an expert's weights
@@ -27,15 +27,6 @@ def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Te
     expert_ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = logits.softmax(-1).gather(-1, expert_ids)
     return weights / weights.sum(-1, keepdim=True) if renormalize else weights, expert_ids
-
-
-def _check_shape(weight, shape: tuple[int, ...]):
-    """A checkpoint's tensor or safetensors slice, or a function of the shape that makes a tensor; see `copy_shard`."""
-    weight = weight(shape) if callable(weight) else weight
-    found = tuple(weight.shape if isinstance(weight, torch.Tensor) else weight.get_shape())
-    if found != shape:
-        raise ValueError(f"the checkpoint has shape {list(found)}, the model needs {list(shape)}")
-    return weight
 
 
 class Experts(nn.Module):
@@ -80,7 +71,7 @@ class Experts(nn.Module):
         """All experts' gate and up [experts, 2 * size, hidden], or what `_load_one` takes."""
         if expert_and_shard_id:
             return self._load_one(target, weight, *expert_and_shard_id)
-        weight = _check_shape(weight, (self.num_experts, 2 * self.size, self.hidden_size))
+        weight = check_shape(weight, (self.num_experts, 2 * self.size, self.hidden_size))
         experts = slice(self.first_expert, self.first_expert + self.num_local)
         for shard_id in (GATE, UP):
             begin = shard_id * self.size + self.size_tp.rank * self.local_size
@@ -92,7 +83,7 @@ class Experts(nn.Module):
         """All experts' down [experts, hidden, size], or what `_load_one` takes."""
         if expert_and_shard_id:
             return self._load_one(target, weight, *expert_and_shard_id)
-        weight = _check_shape(weight, (self.num_experts, self.hidden_size, self.size))
+        weight = check_shape(weight, (self.num_experts, self.hidden_size, self.size))
         experts = slice(self.first_expert, self.first_expert + self.num_local)
         begin = self.size_tp.rank * self.local_size
         return target.copy_(weight[experts, :, begin : begin + self.local_size])

@@ -23,17 +23,23 @@ def parameter(shape: tuple[int, ...], load: Callable, dtype: torch.dtype) -> nn.
     return empty
 
 
+def check_shape(weight, shape: tuple[int, ...]):
+    """A tensor or a safetensors slice, which must have `shape`; of a function of the shape, what it returns."""
+    weight = weight(shape) if callable(weight) else weight
+    found = tuple(weight.shape if isinstance(weight, torch.Tensor) else weight.get_shape())
+    if found != tuple(shape):
+        raise ValueError(f"the checkpoint has shape {list(found)}, the model needs {list(shape)}")
+    return weight
+
+
 def copy_shard(
     target: torch.Tensor, weight, shape: tuple[int, ...], dim: int = 0, tp: TensorParallel = TensorParallel()
 ) -> torch.Tensor:
     """Copy this rank's equal shard along `dim` of a weight, which as a whole must have `shape`; returns the target.
 
-    `weight` is a tensor, a safetensors slice, of which only the shard is read, or a function of the shape.
+    `weight` is what `check_shape` takes; of a safetensors slice only the shard is read.
     """
-    weight = weight(shape) if callable(weight) else weight
-    found = tuple(weight.shape if isinstance(weight, torch.Tensor) else weight.get_shape())
-    if found != tuple(shape):
-        raise ValueError(f"the checkpoint has shape {list(found)}, the model needs {list(shape)}")
+    weight = check_shape(weight, shape)
     size = tp.shard_size("checkpoint tensor", shape[dim])
     shard = slice(tp.rank * size, (tp.rank + 1) * size)
     return target.copy_(weight[shard] if dim == 0 else weight[:, shard])
