@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
-from nanovllm.kernels.moe_routing import route_block, route_token
+from nanovllm.kernels.moe_routing import rank_experts, routing_weights
 
 MAX_GEMV_TOKENS = 4  # with more tokens, several choose the same expert, whose weights a grouped product reads once
 GATE_UP_TILE = 16, 256, 3  # TILE_N, TILE_K and STAGES of the loop over K
@@ -49,10 +49,11 @@ def _gate_up_gemv_kernel(
     pair = tl.program_id(1)
     token = pair // TOP_K
     # each program routes its token: that takes less time than another kernel
-    rank, weight = route_token(logits_ptr + token * E, part_size, E, BLOCK_E, TOP_K, SPLIT_K, RENORMALIZE)
+    logits, rank = rank_experts(logits_ptr + token * E, part_size, E, BLOCK_E, SPLIT_K)
     is_chosen = rank == pair % TOP_K
     expert = tl.sum(tl.where(is_chosen, tl.arange(0, BLOCK_E), 0), 0)
     if tl.program_id(0) == 0:
+        weight = routing_weights(logits, rank, TOP_K, RENORMALIZE)
         tl.store(ids_ptr + pair, expert)
         tl.store(weights_ptr + pair, tl.sum(tl.where(is_chosen, weight, 0.0), 0))
     local_expert = expert - first_expert
@@ -155,7 +156,7 @@ def moe_gemv(
         K=hidden,
         E=num_experts,
         LOCAL_E=num_local,
-        BLOCK_E=route_block(num_experts),
+        BLOCK_E=triton.next_power_of_2(num_experts),
         TOP_K=top_k,
         SPLIT_K=split_k,
         RENORMALIZE=renormalize,
