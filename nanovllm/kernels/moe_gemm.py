@@ -61,6 +61,13 @@ def _tile_of_program(num_tiles, N, TILE_N: tl.constexpr, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def _load_row_tile(table_ptr, tile):
+    """A tile's expert, or -1; its first row, and the row after its last."""
+    field = table_ptr + tile * TILE_FIELDS
+    return tl.load(field), tl.load(field + 1), tl.load(field + 2)
+
+
+@triton.jit
 def _load_tile(
     tiles, ptr, first_row, begin, is_row, K: tl.constexpr, ROWS: tl.constexpr, TILE_K: tl.constexpr, TMA: tl.constexpr
 ):
@@ -103,11 +110,11 @@ def _grouped_gate_up_kernel(
         gdc_launch_dependents()
         gdc_wait()
     tile, first_n = _tile_of_program(num_tiles, N, TILE_N, GROUP_M)
-    expert = tl.load(table_ptr + tile * TILE_FIELDS)
+    expert, first_row, end_row = _load_row_tile(table_ptr, tile)
     if expert < 0:
         return
-    row = tl.load(table_ptr + tile * TILE_FIELDS + 1) + tl.arange(0, TILE_M)
-    is_used = row < tl.load(table_ptr + tile * TILE_FIELDS + 2)
+    row = first_row + tl.arange(0, TILE_M)
+    is_used = row < end_row
     token = tl.load(pairs_ptr + row, is_used, 0) // TOP_K
     k = tl.arange(0, TILE_K)
     x = x_ptr + token.to(tl.int64)[:, None] * K + k[None, :]
@@ -117,10 +124,11 @@ def _grouped_gate_up_kernel(
     gate = tl.zeros([TILE_N, TILE_M], tl.float32)
     up = tl.zeros([TILE_N, TILE_M], tl.float32)
     for begin in tl.range(0, K, TILE_K, num_stages=STAGES):
-        x_tile = tl.load(x + begin, is_used[:, None] & (begin + k < K)[None, :], 0.0).T
+        # weights first: they do not wait for `token`
         gate_w = _load_tile(w_tiles, w_ptr, gate_row, begin, n < N, K, TILE_N, TILE_K, TMA)
-        gate = tl.dot(gate_w, x_tile, gate, input_precision=PRECISION)
         up_w = _load_tile(w_tiles, w_ptr, gate_row + N, begin, n < N, K, TILE_N, TILE_K, TMA)
+        x_tile = tl.load(x + begin, is_used[:, None] & (begin + k < K)[None, :], 0.0).T
+        gate = tl.dot(gate_w, x_tile, gate, input_precision=PRECISION)
         up = tl.dot(up_w, x_tile, up, input_precision=PRECISION)
     y = (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row.to(tl.int64)[:, None] * N + n[None, :], y.T, is_used[:, None] & (n < N)[None, :])
@@ -155,20 +163,21 @@ def _grouped_down_kernel(
         gdc_launch_dependents()
         gdc_wait()
     tile, first_n = _tile_of_program(num_tiles, N, TILE_N, GROUP_M)
-    expert = tl.load(table_ptr + tile * TILE_FIELDS)
+    expert, first_row, end_row = _load_row_tile(table_ptr, tile)
     if expert < 0:
         return
-    first_row = tl.load(table_ptr + tile * TILE_FIELDS + 1)
     row = first_row + tl.arange(0, TILE_M)
-    is_used = row < tl.load(table_ptr + tile * TILE_FIELDS + 2)
+    is_used = row < end_row
+    # loaded before the products and needed after them
+    pair = tl.load(pairs_ptr + row, is_used, 0)
+    weight = tl.load(weights_ptr + pair, is_used, 0.0)
     n = first_n + tl.arange(0, TILE_N)
     acc = tl.zeros([TILE_N, TILE_M], tl.float32)
     for begin in tl.range(0, K, TILE_K, num_stages=STAGES):
         h = _load_tile(h_tiles, h_ptr, first_row, begin, is_used, K, TILE_M, TILE_K, TMA).T
         w = _load_tile(w_tiles, w_ptr, expert * N + first_n, begin, n < N, K, TILE_N, TILE_K, TMA)
         acc = tl.dot(w, h, acc, input_precision=PRECISION)
-    pair = tl.load(pairs_ptr + row, is_used, 0)
-    y = (acc * tl.load(weights_ptr + pair, is_used, 0.0)[None, :]).to(out_ptr.dtype.element_ty)
+    y = (acc * weight[None, :]).to(out_ptr.dtype.element_ty)
     out_row = (pair % TOP_K).to(tl.int64) * num_tokens + pair // TOP_K
     tl.store(out_ptr + out_row[:, None] * N + n[None, :], y.T, is_used[:, None] & (n < N)[None, :])
 
