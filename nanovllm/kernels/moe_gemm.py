@@ -18,7 +18,7 @@ GROUP_M = 8  # tiles of rows that take the same tile of weights one after the ot
 
 
 class Tiles(NamedTuple):
-    """How a product is divided, for elements of two bytes on Hopper."""
+    """How a product is divided."""
 
     tile_n: int
     tile_k: int
@@ -26,8 +26,8 @@ class Tiles(NamedTuple):
     warps: int
 
 
-# By TILE_M. In GATE_UP, tile_n outputs need twice as many rows of weights. Small tiles leave room for two programs on a
-# multiprocessor, of which one reads weights while the other begins or ends.
+# by TILE_M, for elements of two bytes; where weights are the bound, two programs fit on a multiprocessor, so that one
+# reads while the other begins or ends. In GATE_UP, tile_n outputs need twice as many rows of weights.
 GATE_UP = {
     16: Tiles(64, 128, 3, 4),
     32: Tiles(64, 64, 5, 4),
@@ -40,6 +40,7 @@ DOWN = {
     64: Tiles(128, 64, 4, 4),
     128: Tiles(128, 64, 3, 8),
 }
+FLOAT32 = Tiles(32, 16, 3, 4)  # without tensor cores, for tests: larger tiles exceed the registers
 
 
 def choose_tile_m(num_pairs: int, num_experts: int) -> int:
@@ -49,10 +50,7 @@ def choose_tile_m(num_pairs: int, num_experts: int) -> int:
 
 @triton.jit
 def _tile_of_program(num_tiles, N, TILE_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """This program's tile of rows, and its first output.
-
-    Programs take GROUP_M tiles of rows for one tile of outputs, then the same rows for the next tile of outputs.
-    """
+    """This program's tile of rows and first output: GROUP_M tiles of rows take a tile of outputs after each other."""
     tiles_per_group = GROUP_M * tl.cdiv(N, TILE_N)
     first_tile = tl.program_id(0) // tiles_per_group * GROUP_M
     group_size = tl.minimum(num_tiles - first_tile, GROUP_M)
@@ -189,11 +187,12 @@ def _descriptor(matrix: torch.Tensor, num_rows: int, options: dict[str, Any]) ->
 
 def _product_options(tiles: Tiles, rows: ExpertRows, x: torch.Tensor, k: int) -> dict[str, Any]:
     """The launch options that both products share, for x [_, k] and weights of its dtype."""
+    tiles = FLOAT32 if x.dtype == torch.float32 else tiles
     use_tma = has_tma(x.device) and k * x.element_size() % 16 == 0
     return dict(
         TILE_M=rows.tile_m,
         TILE_N=tiles.tile_n,
-        TILE_K=tiles.tile_k * 2 // x.element_size(),
+        TILE_K=tiles.tile_k,
         STAGES=tiles.stages if use_tma else min(3, tiles.stages),  # other GPUs may have 99 KB of shared memory
         GROUP_M=GROUP_M,
         TMA=use_tma,
