@@ -18,7 +18,7 @@ GROUP_M = 8  # tiles of rows that take the same tile of weights one after the ot
 
 
 class Tiles(NamedTuple):
-    """How a product is divided, for elements of two bytes on Hopper."""
+    """How a product is divided."""
 
     tile_n: int
     tile_k: int
@@ -26,8 +26,8 @@ class Tiles(NamedTuple):
     warps: int
 
 
-# By TILE_M. In GATE_UP, tile_n outputs need twice as many rows of weights. Small tiles leave room for two programs on a
-# multiprocessor, of which one reads weights while the other begins or ends.
+# by TILE_M, for elements of two bytes; where weights are the bound, two programs fit on a multiprocessor, so that one
+# reads while the other begins or ends. In GATE_UP, tile_n outputs need twice as many rows of weights.
 GATE_UP = {
     16: Tiles(64, 128, 3, 4),
     32: Tiles(64, 64, 5, 4),
@@ -40,6 +40,7 @@ DOWN = {
     64: Tiles(128, 64, 4, 4),
     128: Tiles(128, 64, 3, 8),
 }
+FLOAT32 = Tiles(32, 16, 3, 4)  # without tensor cores, for tests: larger tiles exceed the registers
 
 
 def choose_tile_m(num_pairs: int, num_experts: int) -> int:
@@ -49,15 +50,19 @@ def choose_tile_m(num_pairs: int, num_experts: int) -> int:
 
 @triton.jit
 def _tile_of_program(num_tiles, N, TILE_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """This program's tile of rows, and its first output.
-
-    Programs take GROUP_M tiles of rows for one tile of outputs, then the same rows for the next tile of outputs.
-    """
+    """This program's tile of rows and first output: GROUP_M tiles of rows take a tile of outputs after each other."""
     tiles_per_group = GROUP_M * tl.cdiv(N, TILE_N)
     first_tile = tl.program_id(0) // tiles_per_group * GROUP_M
     group_size = tl.minimum(num_tiles - first_tile, GROUP_M)
     index = tl.program_id(0) % tiles_per_group
     return first_tile + index % group_size, index // group_size * TILE_N
+
+
+@triton.jit
+def _load_row_tile(table_ptr, tile):
+    """A tile's expert, or -1; its first row, and the row after its last."""
+    field = table_ptr + tile * TILE_FIELDS
+    return tl.load(field), tl.load(field + 1), tl.load(field + 2)
 
 
 @triton.jit
@@ -103,11 +108,11 @@ def _grouped_gate_up_kernel(
         gdc_launch_dependents()
         gdc_wait()
     tile, first_n = _tile_of_program(num_tiles, N, TILE_N, GROUP_M)
-    expert = tl.load(table_ptr + tile * TILE_FIELDS)
+    expert, first_row, end_row = _load_row_tile(table_ptr, tile)
     if expert < 0:
         return
-    row = tl.load(table_ptr + tile * TILE_FIELDS + 1) + tl.arange(0, TILE_M)
-    is_used = row < tl.load(table_ptr + tile * TILE_FIELDS + 2)
+    row = first_row + tl.arange(0, TILE_M)
+    is_used = row < end_row
     token = tl.load(pairs_ptr + row, is_used, 0) // TOP_K
     k = tl.arange(0, TILE_K)
     x = x_ptr + token.to(tl.int64)[:, None] * K + k[None, :]
@@ -117,10 +122,11 @@ def _grouped_gate_up_kernel(
     gate = tl.zeros([TILE_N, TILE_M], tl.float32)
     up = tl.zeros([TILE_N, TILE_M], tl.float32)
     for begin in tl.range(0, K, TILE_K, num_stages=STAGES):
-        x_tile = tl.load(x + begin, is_used[:, None] & (begin + k < K)[None, :], 0.0).T
+        # weights first: they do not wait for `token`
         gate_w = _load_tile(w_tiles, w_ptr, gate_row, begin, n < N, K, TILE_N, TILE_K, TMA)
-        gate = tl.dot(gate_w, x_tile, gate, input_precision=PRECISION)
         up_w = _load_tile(w_tiles, w_ptr, gate_row + N, begin, n < N, K, TILE_N, TILE_K, TMA)
+        x_tile = tl.load(x + begin, is_used[:, None] & (begin + k < K)[None, :], 0.0).T
+        gate = tl.dot(gate_w, x_tile, gate, input_precision=PRECISION)
         up = tl.dot(up_w, x_tile, up, input_precision=PRECISION)
     y = (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row.to(tl.int64)[:, None] * N + n[None, :], y.T, is_used[:, None] & (n < N)[None, :])
@@ -155,20 +161,21 @@ def _grouped_down_kernel(
         gdc_launch_dependents()
         gdc_wait()
     tile, first_n = _tile_of_program(num_tiles, N, TILE_N, GROUP_M)
-    expert = tl.load(table_ptr + tile * TILE_FIELDS)
+    expert, first_row, end_row = _load_row_tile(table_ptr, tile)
     if expert < 0:
         return
-    first_row = tl.load(table_ptr + tile * TILE_FIELDS + 1)
     row = first_row + tl.arange(0, TILE_M)
-    is_used = row < tl.load(table_ptr + tile * TILE_FIELDS + 2)
+    is_used = row < end_row
+    # loaded before the products and needed after them
+    pair = tl.load(pairs_ptr + row, is_used, 0)
+    weight = tl.load(weights_ptr + pair, is_used, 0.0)
     n = first_n + tl.arange(0, TILE_N)
     acc = tl.zeros([TILE_N, TILE_M], tl.float32)
     for begin in tl.range(0, K, TILE_K, num_stages=STAGES):
         h = _load_tile(h_tiles, h_ptr, first_row, begin, is_used, K, TILE_M, TILE_K, TMA).T
         w = _load_tile(w_tiles, w_ptr, expert * N + first_n, begin, n < N, K, TILE_N, TILE_K, TMA)
         acc = tl.dot(w, h, acc, input_precision=PRECISION)
-    pair = tl.load(pairs_ptr + row, is_used, 0)
-    y = (acc * tl.load(weights_ptr + pair, is_used, 0.0)[None, :]).to(out_ptr.dtype.element_ty)
+    y = (acc * weight[None, :]).to(out_ptr.dtype.element_ty)
     out_row = (pair % TOP_K).to(tl.int64) * num_tokens + pair // TOP_K
     tl.store(out_ptr + out_row[:, None] * N + n[None, :], y.T, is_used[:, None] & (n < N)[None, :])
 
@@ -180,11 +187,12 @@ def _descriptor(matrix: torch.Tensor, num_rows: int, options: dict[str, Any]) ->
 
 def _product_options(tiles: Tiles, rows: ExpertRows, x: torch.Tensor, k: int) -> dict[str, Any]:
     """The launch options that both products share, for x [_, k] and weights of its dtype."""
+    tiles = FLOAT32 if x.dtype == torch.float32 else tiles
     use_tma = has_tma(x.device) and k * x.element_size() % 16 == 0
     return dict(
         TILE_M=rows.tile_m,
         TILE_N=tiles.tile_n,
-        TILE_K=tiles.tile_k * 2 // x.element_size(),
+        TILE_K=tiles.tile_k,
         STAGES=tiles.stages if use_tma else min(3, tiles.stages),  # other GPUs may have 99 KB of shared memory
         GROUP_M=GROUP_M,
         TMA=use_tma,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
-from nanovllm.kernels.moe_routing import route_block, route_token
+from nanovllm.kernels.moe_routing import Routing, rank_experts, routing_weights
 
 MAX_GEMV_TOKENS = 4  # with more tokens, several choose the same expert, whose weights a grouped product reads once
 GATE_UP_TILE = 16, 256, 3  # TILE_N, TILE_K and STAGES of the loop over K
@@ -49,10 +49,11 @@ def _gate_up_gemv_kernel(
     pair = tl.program_id(1)
     token = pair // TOP_K
     # each program routes its token: that takes less time than another kernel
-    rank, weight = route_token(logits_ptr + token * E, part_size, E, BLOCK_E, TOP_K, SPLIT_K, RENORMALIZE)
+    logits, rank = rank_experts(logits_ptr + token * E, part_size, E, BLOCK_E, SPLIT_K)
     is_chosen = rank == pair % TOP_K
     expert = tl.sum(tl.where(is_chosen, tl.arange(0, BLOCK_E), 0), 0)
     if tl.program_id(0) == 0:
+        weight = routing_weights(logits, rank, TOP_K, RENORMALIZE)
         tl.store(ids_ptr + pair, expert)
         tl.store(weights_ptr + pair, tl.sum(tl.where(is_chosen, weight, 0.0), 0))
     local_expert = expert - first_expert
@@ -117,6 +118,78 @@ def _down_gemv_kernel(
     tl.store(out_ptr + token * N + n, tl.sum(acc, 1).to(out_ptr.dtype.element_ty), n < N)
 
 
+def gemv_gate_up(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    weight: torch.Tensor,
+    first_expert: int = 0,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[torch.Tensor, Routing]:
+    """silu(x W_gate^T) * (x W_up^T) for each of a token's experts, [T * top_k, size], and the routing.
+
+    See `moe_gemv`. Rows of experts that are on other ranks are not written.
+    """
+    (split_k, num_tokens, num_experts), (size, hidden) = logits.shape, (weight.shape[1] // 2, weight.shape[2])
+    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=x.device)
+    expert_ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=x.device)
+    h = torch.empty((num_tokens * top_k, size), dtype=x.dtype, device=x.device)
+    tile_n, tile_k, stages = GATE_UP_TILE
+    launch(_gate_up_gemv_kernel, (triton.cdiv(size, tile_n), num_tokens * top_k), x.device, shared=SHARED)(
+        x,
+        norm_weight,
+        logits,
+        weight,
+        weights,
+        expert_ids,
+        h,
+        num_tokens * num_experts,
+        first_expert,
+        eps,
+        size,
+        K=hidden,
+        E=num_experts,
+        LOCAL_E=len(weight),
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        TOP_K=top_k,
+        SPLIT_K=split_k,
+        RENORMALIZE=renormalize,
+        HAS_NORM=norm_weight is not None,
+        TILE_N=tile_n,
+        TILE_K=tile_k,
+        STAGES=stages,
+        num_warps=4,
+    )
+    return h, Routing(weights, expert_ids, num_experts)
+
+
+def gemv_down(
+    h: torch.Tensor, weight: torch.Tensor, routing: Routing, first_expert: int = 0, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The weighted sum of h W^T over a token's experts: h [T * top_k, size] -> [T, hidden]; see `moe_gemv`."""
+    (num_tokens, top_k), (_, hidden, size) = routing.weights.shape, weight.shape
+    out = torch.empty((num_tokens, hidden), dtype=h.dtype, device=h.device) if out is None else out
+    tile_n, tile_k, num_warps = DOWN_TILE
+    launch(_down_gemv_kernel, (triton.cdiv(hidden, tile_n), num_tokens), h.device, shared=SHARED)(
+        h,
+        weight,
+        routing.weights,
+        routing.expert_ids,
+        out,
+        first_expert,
+        hidden,
+        K=size,
+        LOCAL_E=len(weight),
+        TOP_K=top_k,
+        TILE_N=tile_n,
+        TILE_K=tile_k,
+        num_warps=num_warps,
+    )
+    return out
+
+
 def moe_gemv(
     x: torch.Tensor,
     logits: torch.Tensor,
@@ -129,56 +202,11 @@ def moe_gemv(
     eps: float = 0.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The sum over the experts of each of few tokens: x [T, hidden] -> [T, hidden], of this rank's experts alone.
+    """The sum over each token's experts, of those that this rank has: x [T, hidden] -> [T, hidden]; T is not 0.
 
-    `logits` [split_k, T, experts] are the router's, as partial sums. With a norm weight [hidden], the RMS norm of x
-    takes its place. `out` takes the result. All contiguous.
+    `logits` [split_k, T, experts] are the router's, as partial sums. `gate_up` and `down` are the weights of this
+    rank's experts, from `first_expert` on. With a norm weight [hidden], the RMS norm of x takes its place. `out` takes
+    the result. All contiguous.
     """
-    (split_k, num_tokens, num_experts), (num_local, hidden, size) = logits.shape, down.shape
-    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=x.device)
-    expert_ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=x.device)
-    h = torch.empty((num_tokens * top_k, size), dtype=x.dtype, device=x.device)
-    out = torch.empty_like(x) if out is None else out
-    tile_n, tile_k, stages = GATE_UP_TILE
-    launch(_gate_up_gemv_kernel, (triton.cdiv(size, tile_n), num_tokens * top_k), x.device, shared=SHARED)(
-        x,
-        norm_weight,
-        logits,
-        gate_up,
-        weights,
-        expert_ids,
-        h,
-        num_tokens * num_experts,
-        first_expert,
-        eps,
-        size,
-        K=hidden,
-        E=num_experts,
-        LOCAL_E=num_local,
-        BLOCK_E=route_block(num_experts),
-        TOP_K=top_k,
-        SPLIT_K=split_k,
-        RENORMALIZE=renormalize,
-        HAS_NORM=norm_weight is not None,
-        TILE_N=tile_n,
-        TILE_K=tile_k,
-        STAGES=stages,
-        num_warps=4,
-    )
-    tile_n, tile_k, num_warps = DOWN_TILE
-    launch(_down_gemv_kernel, (triton.cdiv(hidden, tile_n), num_tokens), x.device, shared=SHARED)(
-        h,
-        down,
-        weights,
-        expert_ids,
-        out,
-        first_expert,
-        hidden,
-        K=size,
-        LOCAL_E=num_local,
-        TOP_K=top_k,
-        TILE_N=tile_n,
-        TILE_K=tile_k,
-        num_warps=num_warps,
-    )
-    return out
+    h, routing = gemv_gate_up(x, logits, top_k, renormalize, gate_up, first_expert, norm_weight, eps)
+    return gemv_down(h, down, routing, first_expert, out)

@@ -21,7 +21,6 @@ from nanovllm.kernels.dependent_launch import (
 from nanovllm.kernels.split_k_gemm import TILE_K, TILE_N, split_k_gemm
 
 MAX_SPLIT_K = 8  # of the router's product, whose partial sums are added up by every program that routes
-RANK_TILE = tl.constexpr(32)  # logits that are compared with all others at once
 MIN_CHUNK, MAX_CHUNK = 128, 8192  # pairs that a sorting program reads at once; an element for each thread at least
 TILE_FIELDS = tl.constexpr(3)  # expert or -1, first row, and the row after the last
 
@@ -57,43 +56,28 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _load_logits(logits_ptr, expert, part_size, E: tl.constexpr, SPLIT_K: tl.constexpr):
-    """One token's logits in float32; -inf where a logit is NaN, as in unused rows, or where there is no expert."""
+def rank_experts(logits_ptr, part_size, E: tl.constexpr, BLOCK_E: tl.constexpr, SPLIT_K: tl.constexpr):
+    """A token's logits in float32, and the rank of each expert among them, both [BLOCK_E].
+
+    Equal logits are ranked by id. NaN, which unused rows may have, counts as -inf, and so does an id without an expert.
+    So ranks are a permutation for any logits, and the first experts are valid and distinct.
+    """
+    expert = tl.arange(0, BLOCK_E)
     logits = tl.load(logits_ptr + expert, expert < E, float("-inf")).to(tl.float32)
     for part in tl.static_range(1, SPLIT_K):
         logits += tl.load(logits_ptr + part * part_size + expert, expert < E, 0.0).to(tl.float32)
-    return tl.where(logits == logits, logits, float("-inf"))
+    logits = tl.where(logits == logits, logits, float("-inf"))
+    is_larger = logits[:, None] > logits[None, :]
+    is_equal_before = (logits[:, None] == logits[None, :]) & (expert[:, None] < expert[None, :])
+    return logits, tl.sum((is_larger | is_equal_before).to(tl.int32), 0)
 
 
 @triton.jit
-def route_token(
-    logits_ptr,
-    part_size,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-):
-    """Each expert's rank among the token's logits and its routing weight, both [BLOCK_E]; equal logits: lower id first.
-
-    Ranks are a permutation of the experts for any logits, so the TOP_K first ones are valid experts and distinct.
-    """
-    expert = tl.arange(0, BLOCK_E)
-    logits = _load_logits(logits_ptr, expert, part_size, E, SPLIT_K)
-    rank = tl.zeros([BLOCK_E], tl.int32)
-    for begin in tl.static_range(0, BLOCK_E, RANK_TILE):
-        other = begin + tl.arange(0, RANK_TILE)[None, :]
-        other_logits = _load_logits(logits_ptr, other, part_size, E, SPLIT_K)
-        is_equal = other_logits == logits[:, None]
-        is_before = (other_logits > logits[:, None]) | (is_equal & (other < expert[:, None]))
-        rank += tl.sum(is_before.to(tl.int32), 1)
+def routing_weights(logits, rank, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr):
+    """The softmax of the logits; with RENORMALIZE, that of the first TOP_K experts alone."""
     weight = tl.exp(logits - tl.max(logits, 0))
-    if RENORMALIZE:
-        weight /= tl.sum(tl.where(rank < TOP_K, weight, 0.0), 0)
-    else:
-        weight /= tl.sum(weight, 0)
-    return rank, weight
+    total = tl.sum(tl.where(rank < TOP_K, weight, 0.0), 0) if RENORMALIZE else tl.sum(weight, 0)
+    return weight / total
 
 
 @dependent_kernel()
@@ -114,15 +98,10 @@ def _route_kernel(
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
-    rank, weight = route_token(logits_ptr + token * E, part_size, E, BLOCK_E, TOP_K, SPLIT_K, RENORMALIZE)
+    logits, rank = rank_experts(logits_ptr + token * E, part_size, E, BLOCK_E, SPLIT_K)
     at = token * TOP_K + rank
-    tl.store(weights_ptr + at, weight, rank < TOP_K)
+    tl.store(weights_ptr + at, routing_weights(logits, rank, TOP_K, RENORMALIZE), rank < TOP_K)
     tl.store(ids_ptr + at, tl.arange(0, BLOCK_E), rank < TOP_K)
-
-
-def route_block(num_experts: int) -> int:
-    """BLOCK_E of `route_token`."""
-    return max(RANK_TILE.value, triton.next_power_of_2(num_experts))
 
 
 def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> Routing:
@@ -141,7 +120,7 @@ def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> Routing:
             expert_ids,
             num_tokens * num_experts,
             E=num_experts,
-            BLOCK_E=route_block(num_experts),
+            BLOCK_E=triton.next_power_of_2(num_experts),
             TOP_K=top_k,
             SPLIT_K=split_k,
             RENORMALIZE=renormalize,
