@@ -43,7 +43,7 @@ OPTIONS = [
     BANS,
 ]
 PARAMS = [
-    SamplingParams(temperature=t, max_tokens=28, seed=7, ignore_eos=True, **options)
+    SamplingParams(temperature=t, max_tokens=22, seed=7, ignore_eos=True, **options)
     for t, options in zip((0.0, 1.0, 0.6, 0.0, 2.0), OPTIONS)
 ]
 SMALL = dict(kvcache_block_size=16, num_kvcache_blocks=8, max_num_batched_tokens=16, max_num_seqs=4)
