@@ -173,7 +173,7 @@ def test_decode_looks_up_chunks_of_blocks(block_size, splits, lengths, dtype):
 def test_decode_of_qkv(heads, splits, dtype, has_norm):
     """What it stores and what comes out are those of the kernels that it stands for; a slot of -1 stores nothing."""
     group, kv_heads, head_dim, block_size = heads
-    lengths = [140, 65, 1, block_size, block_size + 1]
+    lengths = [100, 65, 1, block_size, block_size + 1]
     _, k_cache, v_cache, context_lens, tables = paged([*lengths, 0], kv_heads, head_dim, block_size, dtype, NAN)
     last = context_lens.long() - 1
     slots = tables.gather(1, last.clamp(min=0)[:, None] // block_size)[:, 0] * block_size + last % block_size

@@ -193,7 +193,7 @@ def test_a_seed_is_a_seed(make_llm):
         {"top_k": 5, "repetition_penalty": 1.2, "logit_bias": {300: 5.0}, "bad_words": ["the", "ing"]},
         {"temperature": 0.0, "presence_penalty": 1.0, "allowed_token_ids": [*range(0, 2046, 2)]},
     ]
-    params = [SamplingParams(seed=i, max_tokens=24, ignore_eos=True, **kinds[i % len(kinds)]) for i in range(64)]
+    params = [SamplingParams(seed=i, max_tokens=16, ignore_eos=True, **kinds[i % len(kinds)]) for i in range(64)]
     ids = lambda llm, some: [
         answer["token_ids"]
         for answer in llm.generate([prompts[i] for i in some], [params[i] for i in some], use_tqdm=False)

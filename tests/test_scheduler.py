@@ -318,7 +318,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_random_requests(name, asynchronous, seed):
