@@ -187,10 +187,16 @@ def test_engine_of_two_ranks(make_llm, tmp_path, name, settings):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter; tests/test_gpu.py on CUDA")
-def test_parity_on_kernels(monkeypatch, make_llm, tmp_path):
-    """Attention without q and k norms, and products with biases, of chunks, several decodes, and a single one."""
+@pytest.mark.parametrize(
+    "modules", [("activation", "attention", "fusion", "layernorm", "linear", "partial_sum"), ()], ids=["all", "attend"]
+)
+def test_parity_on_kernels(monkeypatch, make_llm, tmp_path, modules):
+    """Attention without q and k norms, and products with biases, of chunks, several decodes, and a single one.
+
+    With kernels in all layers, or in the attention backend alone.
+    """
     ops = pytest.importorskip("nanovllm.kernels.ops")
-    for module in ("activation", "attention", "fusion", "layernorm", "linear", "partial_sum"):
+    for module in modules:
         monkeypatch.setattr(f"nanovllm.layers.{module}.triton_ops", lambda x: ops)
     folder = make_checkpoint(tmp_path, "llama-biases")
     llm = make_llm(folder, attention_backend="triton", num_kvcache_blocks=16, **SMALL)

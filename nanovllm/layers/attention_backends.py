@@ -68,6 +68,7 @@ class TritonBackend(AttentionBackend):
         self.ops = ops
 
     def attend(self, q, k_cache, v_cache, context):
+        q = q.contiguous()  # as it is after our kernels, but not after plain PyTorch
         out, n = torch.empty_like(q), context.num_decodes
         lengths, tables = context.context_lens, context.block_tables
         if context.has_chunks:
