@@ -45,6 +45,33 @@ with suppress(ImportError):  # without Triton
 
 TINY = str(BUNDLED / "tiny-qwen3")
 
+# for tests of kernels, which run on the CUDA device, or in Triton's interpreter where there is none
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPES = [torch.float32, torch.float16] + CUDA * [torch.bfloat16]  # the interpreter's bfloat16 is broken
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+NAN = float("nan")
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+
+
+def randn(*shape: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(shape).to(DEVICE, dtype)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> None:
+    """`expected` is in float64; the dtype of `actual` says how close that is."""
+    tolerance = TOLERANCE[actual.dtype] * scale
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture
+def fresh_memory_is_nan():
+    """What a kernel leaves out of a torch.empty shows, and random numbers are the same everywhere."""
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
 
 def generate_by_steps(llm: LLM, requests: Iterable[tuple]) -> list:
     """The outputs of requests (arguments of `add_request`), from steps that decode and compute prompts.

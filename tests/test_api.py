@@ -278,7 +278,7 @@ def test_step_output_adds_up(make_llm, prompts, alone, async_scheduling):
     assert sum(len(output.finished) for output in outputs) == len(ids)
     cached = sum(answer["num_cached_tokens"] for answer in answers.values())
     # whole blocks of the first long prompt, as many as were computed when the second was admitted
-    assert answers[5]["num_cached_tokens"] == cached and cached in (64, 80, 96)
+    assert answers[5]["num_cached_tokens"] == cached == 80
     assert sum(output.num_prefill_tokens for output in outputs) == sum(map(len, requests)) - cached
     assert max(output.num_prefill_tokens for output in outputs) == 48
     assert sum(output.num_decode_tokens for output in outputs) == len(ids) * (GREEDY.max_tokens - 1)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import CUDA, DEVICE, DTYPES, NAN, TOLERANCE, assert_close, each_dtype, randn
 
 triton = pytest.importorskip("triton")
 import triton.language as tl
@@ -21,26 +22,7 @@ from nanovllm.layers.logits import column
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sampler import ROUNDS, gumbel_noise, philox
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-DTYPES = [torch.float32, torch.float16] + CUDA * [torch.bfloat16]  # the interpreter's bfloat16 is broken
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-NAN = float("nan")
-
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-
-
-@pytest.fixture(autouse=True)
-def fresh_memory_is_nan():
-    """What a kernel leaves out of a torch.empty shows, and random numbers are the same everywhere."""
-    torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def randn(*shape: int, dtype=torch.float32) -> torch.Tensor:
-    return torch.randn(shape).to(DEVICE, dtype)
+pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 
 
 def int32(values) -> torch.Tensor:
@@ -51,12 +33,6 @@ def inside(x: torch.Tensor, around: float = NAN) -> torch.Tensor:
     """x as a part, along dimension 1, of a tensor with `around` to both sides, the way q is a part of qkv."""
     part = x.new_full((x.shape[0], x.shape[1] + 5, *x.shape[2:]), around)[:, 2:-3]
     return part.copy_(x)
-
-
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> None:
-    """`expected` is in float64; the dtype of `actual` says how close that is."""
-    tolerance = TOLERANCE[actual.dtype] * scale
-    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
 # --- attention

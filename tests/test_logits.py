@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import CUDA, DEVICE, DTYPES, each_dtype
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -24,9 +25,6 @@ from nanovllm.layers.logits import KEEPS_ALL, NewRequests, RequestTable, Samplin
 from nanovllm.layers.sampler import Sampler
 from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-DTYPES = [torch.float32, torch.float16] + CUDA * [torch.bfloat16]
 BLOCK_SIZE = 16
 DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
 FILTERS = [
@@ -47,8 +45,6 @@ FILTERS = [
     {"top_k": 7, "temperature": 1e-4},
     {"top_p": 0.9, "temperature": 100.0},
 ]
-
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 
 
 @pytest.fixture(autouse=True)

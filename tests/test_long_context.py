@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, generate_by_steps
 
 from nanovllm import SamplingParams
 
@@ -56,19 +56,12 @@ def test_32768_tokens(make_llm, folder):
     )
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True)
 
-    def answers(*requests) -> list:
-        ids = [llm.add_request(*request) for request in requests]
-        found = {}
-        while len(found) < len(ids):
-            found |= {output.request_id: output for output in llm.step().finished}
-        return [found[i] for i in ids]
-
     # the short sequence decodes beside the chunks; after two more blocks of its own, the long one has to go
     many = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
-    first, other = answers((long, greedy, 1), (short, many, 0))
+    first, other = generate_by_steps(llm, [(long, greedy, 1), (short, many, 0)])
     stats = llm.stats()
     assert stats["preemptions"] > 0 and stats["steps"]["mixed"] > 20
-    (again,) = answers((long, greedy, 0))
+    (again,) = generate_by_steps(llm, [(long, greedy, 0)])
     assert again["num_cached_tokens"] == (len(long) - 1) // 16 * 16
     assert first["token_ids"] == again["token_ids"] and len(other["token_ids"]) == 100
     check(folder, long, first["token_ids"])

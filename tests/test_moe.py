@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import CUDA, DEVICE, DTYPES, NAN, assert_close, each_dtype, randn
 
 triton = pytest.importorskip("triton")
 
@@ -14,28 +15,13 @@ from nanovllm.layers.moe import DOWN, GATE, UP, MoE, route
 from nanovllm.layers.partial_sum import PartialSum
 from nanovllm.utils.tensor_parallel import TensorParallel
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-DTYPES = [torch.float32, torch.float16] + CUDA * [torch.bfloat16]  # the interpreter's bfloat16 is broken
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-NAN = float("nan")
-
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 # both ways of reading tiles, which the interpreter can run as well
 each_dtype_and_tma = pytest.mark.parametrize(
     "dtype, tma",
     [(dtype, tma) for dtype in DTYPES for tma in (False, True) if CUDA or tma == (dtype == torch.float16)],
     ids=lambda value: str(value).removeprefix("torch."),
 )
-
-
-@pytest.fixture(autouse=True)
-def fresh_memory_is_nan():
-    """What a kernel leaves out of a torch.empty shows, and random numbers are the same everywhere."""
-    torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
@@ -63,19 +49,9 @@ def with_kernels(monkeypatch):
         monkeypatch.setattr(f"nanovllm.layers.{module}.triton_ops", lambda x: ops)
 
 
-def randn(*shape: int, dtype=torch.float32) -> torch.Tensor:
-    return torch.randn(shape).to(DEVICE, dtype)
-
-
 def expert_weights(num_experts: int, hidden: int, size: int, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     gate_up = randn(num_experts, 2 * size, hidden) / hidden**0.5
     return gate_up.to(dtype), (randn(num_experts, hidden, size) / size**0.5).to(dtype)
-
-
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> None:
-    """`expected` is in float64; the dtype of `actual` says how close that is."""
-    tolerance = TOLERANCE[actual.dtype] * scale
-    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
 def reference(x, weights, expert_ids, gate_up, down) -> torch.Tensor:

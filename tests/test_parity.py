@@ -56,8 +56,8 @@ def requests(chat, tokenizer) -> list[tuple[list[int], int]]:
     made = [(chat(question), 100) for question in questions(rng)]
     verse = tokenizer.encode(SONNET)
     verses = [(verse[: rng.randint(2, len(verse))], rng.randint(60, 120)) for _ in range(24)]
-    lengths = [1, 1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 255, 256, 257, 511, 512, 1025, 1500]
-    lengths += [int(1.8 ** rng.uniform(2, 10)) for _ in range(37)]
+    lengths = [1, 1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 255, 256, 257, 511, 512, 513, 1023, 1024, 1500]
+    lengths += [int(1.8 ** rng.uniform(2, 10)) for _ in range(35)]
     made += [(ids(length), rng.randint(1, 24)) for length in lengths]
     prefix = ids(SHARED_PREFIX)
     made += [(prefix + ids(rng.randint(1, 40)), 8) for _ in range(20)]
