@@ -98,10 +98,8 @@ class ModelConfig:
         """Of the matrix products of one layer for one token; the mean if layers differ."""
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         of_experts = self.num_experts + 3 * self.num_experts_per_tok * self.moe_intermediate_size
-        num_dense = self.num_hidden_layers - len(self.moe_layers)
-        feed_forward = (num_dense * 3 * self.intermediate_size + len(self.moe_layers) * of_experts) / (
-            self.num_hidden_layers
-        )
+        moe_fraction = len(self.moe_layers) / self.num_hidden_layers
+        feed_forward = (1 - moe_fraction) * 3 * self.intermediate_size + moe_fraction * of_experts
         return round(2 * self.hidden_size * (2 * queries + 2 * keys + feed_forward))
 
     @property

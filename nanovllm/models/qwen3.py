@@ -3,6 +3,7 @@
 The other dense families have the same layers; ModelConfig says which biases they have, and whether q and k norms.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar
 
@@ -57,16 +58,12 @@ class Qwen3MLP(nn.Module):
 
 
 class Qwen3DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, layer_index: int, backend: AttentionBackend, tp: TensorParallel):
+    def __init__(self, config: ModelConfig, mlp: nn.Module, backend: AttentionBackend, tp: TensorParallel):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         self.self_attn = Qwen3Attention(config, backend, tp)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
-        self.mlp = self.make_mlp(config, layer_index, tp)
-
-    def make_mlp(self, config: ModelConfig, layer_index: int, tp: TensorParallel) -> nn.Module:
-        """The feed-forward layer; families with other ones replace this."""
-        return Qwen3MLP(config, tp)
+        self.mlp = mlp
 
     def forward(self, x: PartialSum, residual: torch.Tensor | None, cos_sin: torch.Tensor):
         """What the layer adds to the residual stream, and the stream before that addition."""
@@ -76,12 +73,17 @@ class Qwen3DecoderLayer(nn.Module):
 
 class Qwen3Model(nn.Module):
     def __init__(
-        self, config: ModelConfig, max_len: int, backend: AttentionBackend, tp: TensorParallel, layer_class: type
+        self,
+        config: ModelConfig,
+        mlps: Iterable[nn.Module],
+        max_len: int,
+        backend: AttentionBackend,
+        tp: TensorParallel,
     ):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, config.dtype)
         self.rotary_emb = RotaryEmbedding(config.rope_inv_freq, config.rope_scale, max_len)
-        self.layers = nn.ModuleList(layer_class(config, i, backend, tp) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, mlp, backend, tp) for mlp in mlps)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -97,7 +99,6 @@ class Qwen3Model(nn.Module):
 class Qwen3ForCausalLM(nn.Module):
     """Token ids and positions [T] to hidden states [T, hidden_size], of which `compute_logits` makes logits."""
 
-    layer_class: ClassVar[type] = Qwen3DecoderLayer
     # a checkpoint's module -> the merged module that holds it, and its shard id there
     packed_modules_mapping: ClassVar = {
         "q_proj": ("qkv_proj", 0),
@@ -110,7 +111,8 @@ class Qwen3ForCausalLM(nn.Module):
     def __init__(self, config: ModelConfig, max_len: int, backend: AttentionBackend, tp: TensorParallel):
         super().__init__()
         self.config = config
-        self.model = Qwen3Model(config, max_len, backend, tp, self.layer_class)
+        mlps = (self.make_mlp(config, i, tp) for i in range(config.num_hidden_layers))
+        self.model = Qwen3Model(config, mlps, max_len, backend, tp)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, config.dtype)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -120,6 +122,11 @@ class Qwen3ForCausalLM(nn.Module):
         """The fields of ModelConfig that depend on the family; `raw` is the content of config.json, `file` its path."""
         bias = raw.get("attention_bias", False)
         return {"qk_norm": True, "qkv_bias": bias, "o_bias": bias}
+
+    @staticmethod
+    def make_mlp(config: ModelConfig, layer_index: int, tp: TensorParallel) -> nn.Module:
+        """A layer's feed-forward part; families with other ones replace this."""
+        return Qwen3MLP(config, tp)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.model(token_ids, positions)

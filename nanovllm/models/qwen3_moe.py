@@ -1,19 +1,19 @@
 """Qwen3-MoE: Qwen3 with mixtures of experts as feed-forward layers, except for those that the config leaves dense."""
 
 from pathlib import Path
-from typing import ClassVar
 
 from torch import nn
 
 from nanovllm.layers.moe import MoE
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3MLP
+from nanovllm.models.qwen3 import Qwen3ForCausalLM, Qwen3MLP
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 
-class Qwen3MoeDecoderLayer(Qwen3DecoderLayer):
-    def make_mlp(self, config: ModelConfig, layer_index: int, tp: TensorParallel) -> nn.Module:
+class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
+    @staticmethod
+    def make_mlp(config: ModelConfig, layer_index: int, tp: TensorParallel) -> nn.Module:
         if layer_index not in config.moe_layers:
             return Qwen3MLP(config, tp)
         return MoE(
@@ -26,10 +26,6 @@ class Qwen3MoeDecoderLayer(Qwen3DecoderLayer):
             config.expert_parallel,
             config.dtype,
         )
-
-
-class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
-    layer_class: ClassVar[type] = Qwen3MoeDecoderLayer
 
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
