@@ -37,8 +37,7 @@ def affordable_blocks(runner: Any, memory_before: int) -> int:
     else:
         available = CPU_KV_CACHE_BYTES
         limit = "the budget on a CPU is"
-    num_blocks = available // block_bytes
-    num_blocks = _min_of_ranks(runner, num_blocks)
+    num_blocks = _min_of_ranks(runner, available // block_bytes)
     if num_blocks < config.max_blocks_per_seq:
         raise ValueError(
             f"max_model_len={config.max_model_len}: one sequence needs "

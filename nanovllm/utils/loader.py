@@ -165,10 +165,14 @@ def _weight_loaders(model: nn.Module, stored: Collection[str] | None) -> dict[st
         *path, merged, kind = name.split(".")  # kind: weight or bias
         for module, *shard_id in shards_of.get(merged, [(merged,)]):
             loaders[".".join((*path, module, kind))] = parameter.weight_loader, shard_id
+    if stored is None:
+        return loaders
     for path, experts in model.named_modules():
-        names = [f"{path}.{name}" for name, _ in experts.named_parameters()]
-        if stored is not None and hasattr(experts, "tensors_of_experts") and not any(name in stored for name in names):
-            for name in names:
+        if not hasattr(experts, "tensors_of_experts"):
+            continue
+        stacked = [f"{path}.{name}" for name, _ in experts.named_parameters()]
+        if not any(name in stored for name in stacked):
+            for name in stacked:
                 del loaders[name]
             of_experts = experts.tensors_of_experts().items()
             loaders |= {f"{path}.{name}": (p.weight_loader, [*shard_id]) for name, (p, shard_id) in of_experts}
