@@ -121,30 +121,51 @@ def test_seeded_sampling_is_the_same_in_any_batch(make_llm):
     assert [a["token_ids"] for a in alone] == [a["token_ids"] for a in together[:8]]
 
 
-@pytest.fixture(scope="module")
-def random_model(tmp_path_factory) -> str:
-    """A checkpoint of Qwen3-0.6B's shape with random weights, with the bundled tokenizer, which is not used."""
-    import shutil
-
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    folder = tmp_path_factory.mktemp("random-0.6b")
-    config = Qwen3Config(
-        vocab_size=151936,
+# real shapes; of the larger one only a few layers
+SHAPES = {
+    "qwen3-0.6b": dict(
+        family="Qwen3",
         hidden_size=1024,
         intermediate_size=3072,
         num_hidden_layers=28,
         num_attention_heads=16,
         num_key_value_heads=8,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-30b-a3b": dict(
+        family="Qwen3Moe",
+        hidden_size=2048,
+        moe_intermediate_size=768,
+        num_hidden_layers=3,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def random_model(request, tmp_path_factory) -> str:
+    """A checkpoint with random weights, with the bundled tokenizer, which is not used."""
+    import shutil
+
+    import transformers
+
+    folder = tmp_path_factory.mktemp(request.param)
+    family, shape = (entries := dict(SHAPES[request.param])).pop("family"), entries
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=151936,
         head_dim=128,
         max_position_embeddings=40960,
-        tie_word_embeddings=True,
         eos_token_id=151645,
         dtype=torch.bfloat16,
+        **shape,
     )
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+        model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(f"{TINY}/{name}", folder)
@@ -154,13 +175,16 @@ def random_model(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("backend", ["sdpa", "triton"])
-@pytest.mark.parametrize("name", ["llama-3.1", "llama-3.2", "llama-biases", "qwen2", "mistral", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["llama-3.1", "llama-3.2", "llama-biases", "qwen2", "mistral", "qwen3", "qwen3-moe", "qwen3-moe-step"]
+)
 def test_families(make_llm, tmp_path, name, backend, enforce_eager):
-    """With and without q and k norms and biases: chunks, decodes of a few sequences, and at the end of one."""
+    """With and without q and k norms, biases and experts: chunks, decodes of a few sequences, and at the end of one."""
     folder = make_checkpoint(tmp_path, name)
     settings = SMALL | {"attention_backend": backend, "enforce_eager": enforce_eager, "gpu_memory_utilization": 0.1}
     llm = make_llm(folder, device="cuda", **settings)
     assert_same_as_transformers(folder, generate_by_steps(llm, requests_of_models()))
+    assert llm.stats()["steps"]["mixed"] > 0
 
 
 def logits_of_run(llm: LLM, prompts: list[list[int]], num_tokens: int) -> tuple[list[list[int]], torch.Tensor]:
@@ -189,7 +213,7 @@ def test_logits_of_a_real_size(make_llm, random_model, capsys, backend, size):
 
     One row, a few rows and many rows use different kernels. Of several ranks, rank 0 has the first part of the logits.
     """
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     rng = random.Random(0)
     num_tokens = 9
@@ -204,7 +228,7 @@ def test_logits_of_a_real_size(make_llm, random_model, capsys, backend, size):
         tensor_parallel_size=size,
     )
     exact, theirs = (
-        Qwen3ForCausalLM.from_pretrained(random_model, dtype=dtype).to("cuda").eval()
+        AutoModelForCausalLM.from_pretrained(random_model, dtype=dtype).to("cuda").eval()
         for dtype in (torch.float32, torch.bfloat16)
     )
     error = lambda x, exact: ((x - exact).norm() / exact.norm()).item()
@@ -228,6 +252,39 @@ def test_logits_of_a_real_size(make_llm, random_model, capsys, backend, size):
                 print(f"\n  {backend} x{size} {name} of {len(prompts)}: ", end="")
                 print(f"ours {errors[0]:.5f}, transformers {errors[1]:.5f}", end="")
             assert errors[0] < 1.1 * errors[1]
+
+
+@pytest.mark.parametrize("random_model", ["qwen3-30b-a3b"], indirect=True)
+def test_chosen_experts_of_a_real_size(make_llm, random_model, capsys):
+    """As many choices are those of transformers' float32 as of transformers' own bfloat16: the others are near ties."""
+    from transformers import AutoModelForCausalLM
+
+    from nanovllm.kernels import ops
+
+    prompt = torch.randint(151643, (2000,), generator=torch.Generator().manual_seed(0)).tolist()
+    llm = make_llm(random_model, device="cuda", dtype="auto", enforce_eager=True, gpu_memory_utilization=0.2)
+    ours, route = [], ops.route
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "route", lambda *args: ours.append(route(*args)) or ours[-1])
+        llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
+
+    def chosen(dtype: torch.dtype) -> list[torch.Tensor]:
+        model = AutoModelForCausalLM.from_pretrained(random_model, dtype=dtype).to("cuda").eval()
+        routers = model(torch.tensor([prompt], device="cuda"), output_router_logits=True).router_logits
+        return [logits.float().topk(8).indices.sort().values for logits in routers]
+
+    exact = chosen(torch.float32)
+
+    def share_that_differs(choices: list[torch.Tensor]) -> float:
+        return torch.stack([(a != b).any(-1) for a, b in zip(choices, exact, strict=True)]).float().mean().item()
+
+    shares = (
+        share_that_differs([routing.expert_ids.long().sort().values for routing in ours]),
+        share_that_differs(chosen(torch.bfloat16)),
+    )
+    with capsys.disabled():
+        print(f"\n  not the experts of float32: ours {shares[0]:.2%}, transformers {shares[1]:.2%}", end="")
+    assert shares[0] < 1.1 * shares[1] + 0.002
 
 
 def test_graphs_and_overlap_change_nothing(make_llm, random_model):

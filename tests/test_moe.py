@@ -1,5 +1,7 @@
 """Mixture of experts: the kernels and the layer against plain PyTorch in float64, and against transformers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,7 +30,7 @@ each_dtype_and_tma = pytest.mark.parametrize(
 def few_programs(monkeypatch):
     """The interpreter takes as long for a program with a large tile as for one with a small tile."""
     if not CUDA:
-        monkeypatch.setattr(moe_gemv, "GATE_UP_TILE", (64, 128, 3))
+        monkeypatch.setattr(moe_gemv, "GATE_UP_TILE", (64, 128, 1))
         monkeypatch.setattr(moe_gemv, "DOWN_TILE", (64, 128, 1))
 
 
@@ -44,7 +46,8 @@ def use_tma(monkeypatch):
 
 @pytest.fixture
 def with_kernels(monkeypatch):
-    """Layers use the kernels, also in the interpreter."""
+    """Layers use the kernels, also in the interpreter, in a step without padding."""
+    monkeypatch.setattr("nanovllm.layers.moe.get_context", lambda: SimpleNamespace(slot_mapping=None))
     for module in ("moe", "partial_sum"):
         monkeypatch.setattr(f"nanovllm.layers.{module}.triton_ops", lambda x: ops)
 
@@ -109,6 +112,14 @@ def test_any_logits_choose_valid_and_distinct_experts():
     expert_ids = ops.route(logits[None], 8, True).expert_ids
     assert ((expert_ids >= 0) & (expert_ids < 40)).all()
     assert all(len(set(row)) == 8 for row in expert_ids.tolist())
+
+
+def test_padding_goes_where_the_first_token_goes():
+    logits, slots = randn(2, 6, 20), torch.tensor([8, 9, -1, 3, -1, -1], dtype=torch.int32, device=DEVICE)
+    weights, expert_ids, _ = ops.route(logits, 3, True)
+    rows = [0, 1, 0, 3, 0, 0]
+    padded = ops.route(logits, 3, True, slots)
+    assert torch.equal(padded.expert_ids, expert_ids[rows]) and torch.equal(padded.weights, weights[rows])
 
 
 def test_router_logits():
@@ -210,21 +221,21 @@ def inputs(num_tokens, num_experts, top_k, hidden, size, dtype):
 @each_dtype
 @pytest.mark.parametrize("shape", GEMV_SHAPES, ids=str)
 def test_moe_gemv(few_programs, shape, dtype):
-    x, logits, routing, gate_up, down = inputs(*shape, dtype)
+    x, _, routing, gate_up, down = inputs(*shape, dtype)
     expected = reference(x, routing.weights, routing.expert_ids, gate_up, down)
     out = torch.full_like(x, NAN)
-    assert ops.moe_gemv(x, logits, shape[2], True, gate_up, down, out=out) is out
+    assert ops.moe_gemv(x, routing, gate_up, down, out=out) is out
     assert_close(out, expected)
 
 
 @each_dtype
 def test_moe_gemv_of_the_norm(dtype):
     """With tiles of the sizes that a GPU has."""
-    x, logits, routing, gate_up, down = inputs(1, 5, 2, 40, 300, dtype)
+    x, _, routing, gate_up, down = inputs(1, 5, 2, 40, 300, dtype)
     norm_weight, eps = randn(40, dtype=dtype), 0.5  # as large as to count
     normed = x.double() * (x.double().square().mean() + eps).rsqrt() * norm_weight.double()
     expected = reference(normed, routing.weights, routing.expert_ids, gate_up, down)
-    assert_close(ops.moe_gemv(x, logits, 2, True, gate_up, down, 0, norm_weight, eps), expected)
+    assert_close(ops.moe_gemv(x, routing, gate_up, down, 0, norm_weight, eps), expected)
 
 
 @each_dtype_and_tma
@@ -263,10 +274,11 @@ def test_a_row_does_not_depend_on_the_others(few_programs, num_tokens):
     other[-1], other_logits[:, -1] = x[-1], logits[:, -1]
     rows = []
     for some_x, some_logits in ((x, logits), (other, other_logits)):
+        routing = ops.route(some_logits, 2, True)
         if num_tokens == 3:
-            rows.append(ops.moe_gemv(some_x, some_logits, 2, True, gate_up, down)[-1])
+            rows.append(ops.moe_gemv(some_x, routing, gate_up, down)[-1])
         else:
-            rows.append(ops.moe_gemm(some_x, ops.route(some_logits, 2, True), gate_up, down)[:, -1])
+            rows.append(ops.moe_gemm(some_x, routing, gate_up, down)[:, -1])
     assert rows[0].isfinite().all() and torch.equal(*rows)
 
 

@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, has_tma, launch
 from nanovllm.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing, sort_by_expert
 
-GROUP_M = 8  # tiles of rows that take the same tile of weights one after the other, which is then in the L2 cache
+GROUP_M = 4  # tiles of rows that take the same tile of weights one after the other, which is then in the L2 cache
 
 
 class Tiles(NamedTuple):
@@ -38,7 +38,7 @@ DOWN = {
     16: Tiles(128, 128, 3, 4),
     32: Tiles(128, 64, 5, 4),
     64: Tiles(128, 64, 4, 4),
-    128: Tiles(128, 64, 3, 8),
+    128: Tiles(128, 64, 3, 4),
 }
 FLOAT32 = Tiles(32, 16, 3, 4)  # without tensor cores, for tests: larger tiles exceed the registers
 

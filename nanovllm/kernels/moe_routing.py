@@ -20,8 +20,9 @@ from nanovllm.kernels.dependent_launch import (
 )
 from nanovllm.kernels.split_k_gemm import TILE_K, TILE_N, split_k_gemm
 
-MAX_SPLIT_K = 8  # of the router's product, whose partial sums are added up by every program that routes
-MIN_CHUNK, MAX_CHUNK = 128, 8192  # pairs that a sorting program reads at once; an element for each thread at least
+MAX_SPLIT_K = 8  # of the router's product, whose partial sums are added up by the programs that route
+ROUTE_BLOCK = 4  # tokens that a program routes, a warp for each
+MIN_CHUNK, MAX_CHUNK = 128, 4096  # pairs of a sorting program; an element for each thread at least
 TILE_FIELDS = tl.constexpr(3)  # expert or -1, first row, and the row after the last
 
 
@@ -55,76 +56,88 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return split_k_gemm(x, weight, split_k, out)
 
 
-@triton.jit
-def rank_experts(logits_ptr, part_size, E: tl.constexpr, BLOCK_E: tl.constexpr, SPLIT_K: tl.constexpr):
-    """A token's logits in float32, and the rank of each expert among them, both [BLOCK_E].
-
-    Equal logits are ranked by id. NaN, which unused rows may have, counts as -inf, and so does an id without an expert.
-    So ranks are a permutation for any logits, and the first experts are valid and distinct.
-    """
-    expert = tl.arange(0, BLOCK_E)
-    logits = tl.load(logits_ptr + expert, expert < E, float("-inf")).to(tl.float32)
-    for part in tl.static_range(1, SPLIT_K):
-        logits += tl.load(logits_ptr + part * part_size + expert, expert < E, 0.0).to(tl.float32)
-    logits = tl.where(logits == logits, logits, float("-inf"))
-    is_larger = logits[:, None] > logits[None, :]
-    is_equal_before = (logits[:, None] == logits[None, :]) & (expert[:, None] < expert[None, :])
-    return logits, tl.sum((is_larger | is_equal_before).to(tl.int32), 0)
-
-
-@triton.jit
-def routing_weights(logits, rank, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr):
-    """The softmax of the logits; with RENORMALIZE, that of the first TOP_K experts alone."""
-    weight = tl.exp(logits - tl.max(logits, 0))
-    total = tl.sum(tl.where(rank < TOP_K, weight, 0.0), 0) if RENORMALIZE else tl.sum(weight, 0)
-    return weight / total
-
-
 @dependent_kernel()
-@triton.jit(do_not_specialize=["part_size"])
+@triton.jit(do_not_specialize=["num_tokens", "part_size"])
 def _route_kernel(
     logits_ptr,
+    slot_mapping_ptr,
     weights_ptr,
     ids_ptr,
+    num_tokens,
     part_size,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """NaN, which unused rows may have, counts as -inf, and so does an id without an expert: ids are always valid."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    logits, rank = rank_experts(logits_ptr + token * E, part_size, E, BLOCK_E, SPLIT_K)
-    at = token * TOP_K + rank
-    tl.store(weights_ptr + at, routing_weights(logits, rank, TOP_K, RENORMALIZE), rank < TOP_K)
-    tl.store(ids_ptr + at, tl.arange(0, BLOCK_E), rank < TOP_K)
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    source = token
+    if slot_mapping_ptr is not None:
+        source = tl.where(tl.load(slot_mapping_ptr + token, token < num_tokens, 0) < 0, 0, token)
+    expert = tl.arange(0, BLOCK_E)[None, :]
+    row, is_inside = logits_ptr + source[:, None] * E + expert, (token < num_tokens)[:, None] & (expert < E)
+    logits = tl.load(row, is_inside, float("-inf")).to(tl.float32)
+    for part in tl.static_range(1, SPLIT_K):
+        logits += tl.load(row + part * part_size, is_inside, 0.0).to(tl.float32)
+    logits = tl.where(logits == logits, logits, float("-inf"))
+    logits = tl.where(logits == 0.0, 0.0, logits)  # -0.0 has other bits
+
+    # integers in the order of (logit, -id): of a negative number, all bits but the sign are inverted
+    bits = logits.to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) * 4294967296 + (BLOCK_E - 1 - expert)
+    slot = tl.arange(0, BLOCK_K)[None, :]
+    best = tl.zeros([BLOCK_T, BLOCK_K], tl.int64)
+    for i in tl.static_range(TOP_K):
+        largest = tl.max(key, 1)[:, None]
+        best = tl.where(slot == i, largest, best)
+        key = tl.where(key == largest, -9223372036854775808, key)
+    expert_ids = BLOCK_E - 1 - (best & 0xFFFFFFFF)
+    bits = (best >> 32).to(tl.int32)
+    chosen = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+    chosen = tl.where(slot < TOP_K, chosen, float("-inf"))
+
+    highest = tl.max(chosen, 1)[:, None]
+    weights = tl.exp(chosen - highest)
+    total = tl.sum(weights, 1) if RENORMALIZE else tl.sum(tl.exp(logits - highest), 1)
+    at, is_inside = token[:, None] * TOP_K + slot, (token < num_tokens)[:, None] & (slot < TOP_K)
+    tl.store(weights_ptr + at, weights / total[:, None], is_inside)
+    tl.store(ids_ptr + at, expert_ids.to(tl.int32), is_inside)
 
 
-def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> Routing:
+def route(logits: torch.Tensor, top_k: int, renormalize: bool, slot_mapping: torch.Tensor | None = None) -> Routing:
     """The `top_k` experts of each token, by the softmax over all experts in float32.
 
     `logits` [split_k, T, experts] are partial sums. With `renormalize`, a token's weights add up to 1. Of equal logits,
-    the lower expert id comes first (torch.topk leaves their order open).
+    the lower expert id comes first (torch.topk leaves their order open). Tokens whose slot [T] is negative pad a batch:
+    they go where the first token goes, so that no more weights are read for them.
     """
     split_k, num_tokens, num_experts = logits.shape
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
     expert_ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
     if num_tokens:
-        launch(_route_kernel, (num_tokens,), logits.device)(
+        launch(_route_kernel, (triton.cdiv(num_tokens, ROUTE_BLOCK),), logits.device)(
             logits,
+            slot_mapping,
             weights,
             expert_ids,
+            num_tokens,
             num_tokens * num_experts,
             E=num_experts,
             BLOCK_E=triton.next_power_of_2(num_experts),
             TOP_K=top_k,
+            BLOCK_K=triton.next_power_of_2(top_k),
             SPLIT_K=split_k,
             RENORMALIZE=renormalize,
-            num_warps=4,
+            BLOCK_T=ROUTE_BLOCK,
+            num_warps=ROUTE_BLOCK,
         )
     return Routing(weights, expert_ids, num_experts)
 
@@ -137,12 +150,35 @@ def _load_local_ids(ids_ptr, pair, num_pairs, first_expert, E: tl.constexpr):
 
 
 @dependent_kernel()
-@triton.jit(do_not_specialize=["num_pairs", "num_tiles", "first_expert"])
+@triton.jit(do_not_specialize=["num_pairs", "first_expert"])
+def _count_kernel(
+    ids_ptr,
+    counts_ptr,
+    num_pairs,
+    first_expert,
+    E: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BINS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """How many pairs of a chunk each expert has."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    counts = tl.histogram(_load_local_ids(ids_ptr, pair, num_pairs, first_expert, E), BINS)
+    tl.store(counts_ptr + tl.program_id(0) * BINS + tl.arange(0, BINS), counts)
+
+
+@dependent_kernel()
+@triton.jit(do_not_specialize=["num_pairs", "num_chunks", "num_tiles", "first_expert"])
 def _sort_kernel(
     ids_ptr,
+    counts_ptr,
     pairs_ptr,
     table_ptr,
     num_pairs,
+    num_chunks,
     num_tiles,
     first_expert,
     E: tl.constexpr,
@@ -151,37 +187,45 @@ def _sort_kernel(
     BINS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program for each expert: it counts the pairs of all experts, and writes the rows and tiles of its own."""
+    """A program for each expert and chunk of pairs writes their rows; that of the first chunk also writes the tiles.
+
+    Without `counts_ptr`, there is a single chunk, which each program counts itself: that saves a kernel.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    expert = tl.program_id(0)
-    counts = tl.zeros([BINS], tl.int32)
-    for begin in range(0, num_pairs, CHUNK):
-        pair = begin + tl.arange(0, CHUNK)
-        counts += tl.histogram(_load_local_ids(ids_ptr, pair, num_pairs, first_expert, E), BINS)
+    expert, chunk = tl.program_id(0), tl.program_id(1)
+    pair = chunk * CHUNK + tl.arange(0, CHUNK)
+    ids = _load_local_ids(ids_ptr, pair, num_pairs, first_expert, E)
     other = tl.arange(0, BINS)
+    before = tl.zeros([BINS], tl.int32)  # pairs of earlier chunks
+    if counts_ptr is None:
+        counts = tl.histogram(ids, BINS)
+    else:
+        counts = tl.zeros([BINS], tl.int32)
+        for begin in range(0, num_chunks, 16):
+            some = begin + tl.arange(0, 16)[:, None]
+            counts_of_chunks = tl.load(counts_ptr + some * BINS + other[None, :], some < num_chunks, 0)
+            counts += tl.sum(counts_of_chunks, 0)
+            before += tl.sum(tl.where(some < chunk, counts_of_chunks, 0), 0)
     counts = tl.where(other < E, counts, 0)
     tiles = (counts + TILE_M - 1) // TILE_M
     first_row = tl.sum(tl.where(other < expert, counts, 0), 0)
-    first_tile = tl.sum(tl.where(other < expert, tiles, 0), 0)
-    end_row = first_row + tl.sum(tl.where(other == expert, counts, 0), 0)
 
-    tile_row = table_ptr + first_tile * TILE_FIELDS
-    for begin in range(first_row, end_row, TILE_M):
-        tl.store(tile_row, expert)
-        tl.store(tile_row + 1, begin)
-        tl.store(tile_row + 2, tl.minimum(begin + TILE_M, end_row))
-        tile_row += TILE_FIELDS
-    for unused in range(tl.sum(tiles, 0) + expert, num_tiles, E):
-        tl.store(table_ptr + unused * TILE_FIELDS, -1)
+    if chunk == 0:
+        end_row = first_row + tl.sum(tl.where(other == expert, counts, 0), 0)
+        tile_row = table_ptr + tl.sum(tl.where(other < expert, tiles, 0), 0) * TILE_FIELDS
+        for begin in range(first_row, end_row, TILE_M):
+            tl.store(tile_row, expert)
+            tl.store(tile_row + 1, begin)
+            tl.store(tile_row + 2, tl.minimum(begin + TILE_M, end_row))
+            tile_row += TILE_FIELDS
+        for unused in range(tl.sum(tiles, 0) + expert, num_tiles, E):
+            tl.store(table_ptr + unused * TILE_FIELDS, -1)
 
-    row = first_row
-    for begin in range(0, num_pairs, CHUNK):
-        pair = begin + tl.arange(0, CHUNK)
-        is_mine = (_load_local_ids(ids_ptr, pair, num_pairs, first_expert, E) == expert).to(tl.int32)
-        tl.store(pairs_ptr + row + tl.cumsum(is_mine, 0) - 1, pair, is_mine == 1)
-        row += tl.sum(is_mine, 0)
+    is_mine = (ids == expert).to(tl.int32)
+    row = first_row + tl.sum(tl.where(other == expert, before, 0), 0)
+    tl.store(pairs_ptr + row + tl.cumsum(is_mine, 0) - 1, pair, is_mine == 1)
 
 
 def max_tiles(num_pairs: int, num_experts: int, tile_m: int) -> int:
@@ -200,17 +244,24 @@ def sort_by_expert(expert_ids: torch.Tensor, first_expert: int, num_experts: int
     table = torch.empty((num_tiles, TILE_FIELDS.value), dtype=torch.int32, device=device)
     if num_pairs:
         chunk = min(MAX_CHUNK, max(MIN_CHUNK, triton.next_power_of_2(num_pairs)))
-        launch(_sort_kernel, (num_experts,), device)(
+        num_chunks, counts = triton.cdiv(num_pairs, chunk), None
+        sizes = dict(E=num_experts, CHUNK=chunk, BINS=max(MIN_CHUNK, triton.next_power_of_2(num_experts + 1)))
+        if num_chunks > 1:
+            counts = torch.empty((num_chunks, sizes["BINS"]), dtype=torch.int32, device=device)
+            launch(_count_kernel, (num_chunks,), device)(
+                expert_ids, counts, num_pairs, first_expert, num_warps=4, **sizes
+            )
+        launch(_sort_kernel, (num_experts, num_chunks), device)(
             expert_ids,
+            counts,
             pairs,
             table,
             num_pairs,
+            num_chunks,
             num_tiles,
             first_expert,
-            E=num_experts,
             TILE_M=tile_m,
-            CHUNK=chunk,
-            BINS=max(MIN_CHUNK, triton.next_power_of_2(num_experts + 1)),
-            num_warps=4 if chunk <= 2048 else 16,
+            num_warps=4,
+            **sizes,
         )
     return ExpertRows(pairs, table, tile_m)

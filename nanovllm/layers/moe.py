@@ -11,6 +11,7 @@ from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ColumnParallelLinear, linear
 from nanovllm.layers.partial_sum import PartialSum
+from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import check_shape, copy_shard, parameter
 from nanovllm.utils.tensor_parallel import TensorParallel
 
@@ -163,9 +164,11 @@ class MoE(nn.Module):
             rows, residual = norm.add_rms_norm(x, residual)
             logits = ops.router_logits(rows, gate)
 
+        routing = self._route(ops, logits)
+
         def compute(out: torch.Tensor | None) -> torch.Tensor:
             weights = experts.gate_up_proj, experts.down_proj, experts.first_expert
-            return ops.moe_gemv(rows, logits, self.top_k, self.renormalize, *weights, norm_weight, norm.eps, out)
+            return ops.moe_gemv(rows, routing, *weights, norm_weight, norm.eps, out)
 
         return self._sum_over_ranks(compute, rows), residual
 
@@ -175,7 +178,7 @@ class MoE(nn.Module):
         """By grouped products. The next norm adds up each token's `top_k` parts, unless there are several ranks."""
         experts = self.experts
         normed, residual = norm.add_rms_norm(x, residual)
-        routing = ops.route(ops.router_logits(normed, self.gate.weight), self.top_k, self.renormalize)
+        routing = self._route(ops, ops.router_logits(normed, self.gate.weight))
         parts = ops.moe_gemm(normed, routing, experts.gate_up_proj, experts.down_proj, experts.first_expert)
         if self.tp.size == 1:
             return PartialSum(parts.squeeze(0), self.top_k), residual
@@ -184,6 +187,9 @@ class MoE(nn.Module):
             return ops.sum_local_parts(parts, routing, experts.first_expert, experts.num_local, out)
 
         return self._sum_over_ranks(compute, normed), residual
+
+    def _route(self, ops: ModuleType, logits: torch.Tensor) -> tuple:
+        return ops.route(logits, self.top_k, self.renormalize, get_context().slot_mapping)
 
     def _sum_over_ranks(self, compute: Callable[[torch.Tensor | None], torch.Tensor], like: torch.Tensor) -> PartialSum:
         """The sum over the ranks of what `compute` returns, a tensor `like` [T, hidden]; it writes to its argument."""

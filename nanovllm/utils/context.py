@@ -1,4 +1,4 @@
-"""What attention reads during a step, set for the duration of one forward."""
+"""What layers read during a step, set for the duration of one forward."""
 
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -39,7 +39,7 @@ _context: ContextVar[Context | None] = ContextVar("attention context", default=N
 
 def get_context() -> Context:
     context = _context.get()
-    assert context is not None, "attention outside of a step"
+    assert context is not None, "a layer runs outside of a step"
     return context
 
 
