@@ -152,30 +152,6 @@ def test_kernels_that_break_the_contract_are_refused(kernel, message):
         dependent_kernel(early=("w_ptr",))(kernel)
 
 
-@triton.jit
-def waits_first(x_ptr, PDL: tl.constexpr):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-
-
-def test_a_kernel_behind_another(monkeypatch):
-    """It may read what came before both, if the other one waits first and is launched right before."""
-    early = dependent_kernel(early=("w_ptr", "scale_ptr"))(keeps_the_contract)
-    with pytest.raises(AssertionError, match="starts it before it has waited"):
-        dependent_kernel(early=("x_ptr",), behind=early)(reads)
-    first = dependent_kernel()(waits_first)
-    second = dependent_kernel(early=("x_ptr",), behind=first)(reads)
-    monkeypatch.setattr("nanovllm.kernels.dependent_launch.has_tma", lambda device: True)
-    device = torch.device("cuda")
-    launch(first, (1,), device)
-    launch(second, (1,), device)
-    for _ in range(2):  # after itself, and after another kernel
-        with pytest.raises(AssertionError, match="reads must be launched right behind waits_first"):
-            launch(second, (1,), device)
-        launch(early, (1,), device)
-
-
 def test_a_kernel_without_a_declaration_is_not_launched():
     with pytest.raises(AttributeError):
         launch(keeps_the_contract, (1,), torch.device("cpu"))

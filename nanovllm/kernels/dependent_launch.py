@@ -5,8 +5,6 @@ So the launch of a kernel and its first reads overlap with the kernel before it.
 - A dependent kernel lets its successor start at once (`gdc_launch_dependents`), and waits (`gdc_wait`) until the kernel
   before it is complete and its writes are visible. A program without work may return without waiting, but not all may.
   Thus when a kernel is complete, so are all before it.
-- A kernel may instead wait first. When its successor starts, all that came before the two is then complete and may be
-  read early. A successor that relies on it names the kernel in `@dependent_kernel(behind=...)`; `launch` checks this.
 - Before it waits it writes nothing, prefetches what it likes, and reads only what no running kernel may still write:
   weights, and what was launched before the last ordinary launch. An ordinary launch starts when everything before it is
   complete, but a dependent kernel may start while several before it still run, back to the last ordinary one, whose own
@@ -20,7 +18,6 @@ PDL is a constexpr that is off before Hopper.
 """
 
 import ctypes
-import threading
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -37,24 +34,16 @@ __all__ = ["dependent_kernel", "gdc_launch_dependents", "gdc_wait", "has_tma", "
 class DependentKernel:
     """A Triton kernel that keeps the contract, for `launch`."""
 
-    __slots__ = ("behind", "jit", "waits_first")
+    __slots__ = ("jit",)
 
-    def __init__(self, jit, early: tuple[str, ...], behind: "DependentKernel | None"):
-        self.waits_first = check_early_reads(jit.fn, early)
-        if behind is not None and not behind.waits_first:
-            raise AssertionError(f"{jit.fn.__name__}: the kernel before it starts it before it has waited itself")
+    def __init__(self, jit, early: tuple[str, ...]):
+        check_early_reads(jit.fn, early)
         self.jit = jit
-        self.behind = behind
 
 
-def dependent_kernel(
-    early: tuple[str, ...] = (), behind: DependentKernel | None = None
-) -> Callable[..., DependentKernel]:
-    """A decorator for a `triton.jit` kernel; `early` names the pointer parameters that it reads before it waits.
-
-    Some of them may be written by the kernels that come before the kernel `behind`, which is launched right before.
-    """
-    return partial(DependentKernel, early=early, behind=behind)
+def dependent_kernel(early: tuple[str, ...] = ()) -> Callable[..., DependentKernel]:
+    """A decorator for a `triton.jit` kernel; `early` names the pointer parameters that it reads before it waits."""
+    return partial(DependentKernel, early=early)
 
 
 @triton.jit
@@ -83,9 +72,6 @@ def launch(kernel: DependentKernel, grid: tuple[int, ...], device: torch.device,
     """
     if not has_tma(device):
         return partial(kernel.jit[grid], PDL=False)
-    if kernel.behind is not None and getattr(_previous, "kernel", None) is not kernel.behind:
-        raise AssertionError(f"{kernel.jit.fn.__name__} must be launched right behind {kernel.behind.jit.fn.__name__}")
-    _previous.kernel = kernel
 
     def dependent(*arguments, **constants) -> None:
         compiled = kernel.jit[grid](*arguments, PDL=True, launch_pdl=True, **constants)
@@ -93,9 +79,6 @@ def launch(kernel: DependentKernel, grid: tuple[int, ...], device: torch.device,
             _prefer_shared_memory(compiled.function, shared)
 
     return dependent
-
-
-_previous = threading.local()  # `kernel`: what this thread launched last
 
 
 @cache

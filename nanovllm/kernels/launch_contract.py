@@ -13,11 +13,8 @@ ADDRESS_FUNCTIONS = ("multiple_of", "max_contiguous")  # of triton.language: the
 PREFETCH = "prefetch_rows"  # brings memory into the cache; its values are read after the wait
 
 
-def check_early_reads(function: Callable, early: tuple[str, ...]) -> bool:
-    """AssertionError unless a kernel waits, and before that writes nothing and reads exactly the parameters `early`.
-
-    Returns whether the kernel waits before it lets its successor start.
-    """
+def check_early_reads(function: Callable, early: tuple[str, ...]) -> None:
+    """AssertionError unless a kernel waits, and before that writes nothing and reads exactly the parameters `early`."""
     body = _Body(function)
     waits = body.run(body.node.body)
     name = function.__name__
@@ -25,7 +22,6 @@ def check_early_reads(function: Callable, early: tuple[str, ...]) -> bool:
         raise AssertionError(f"{name}: never waits for the kernel before it")
     if body.reads != set(early):
         raise AssertionError(f"{name}: reads {sorted(body.reads)} before it waits, and declares {sorted(early)}")
-    return not body.starts_successor
 
 
 class _Body:
@@ -40,7 +36,6 @@ class _Body:
         # local name -> the kernel's pointer parameters that an address in it may be derived from
         self.roots = dict(zip(parameters, roots_of_arguments))
         self.reads: set[str] = set()
-        self.starts_successor = False
         self.returned: set[str] = set()  # the roots of what the function returns
 
     def refuse(self, node: ast.AST, what: str) -> None:
@@ -57,8 +52,6 @@ class _Body:
                 self.run_conditional(statement)
             elif isinstance(statement, ast.Expr) and _called(statement.value) == "gdc_wait":
                 return True
-            elif isinstance(statement, ast.Expr) and _called(statement.value) == "gdc_launch_dependents":
-                self.starts_successor = True
             elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
                 targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
                 self.assign(targets, self.address_roots(statement))

@@ -7,18 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import (
-    dependent_kernel,
-    gdc_launch_dependents,
-    gdc_wait,
-    launch,
-    prefetch_rows,
-)
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.moe_routing import Routing
 
 MAX_GEMV_TOKENS = 4  # with more tokens, several choose the same expert, whose weights a grouped product reads once
-GATE_UP_TILE = 4, 512, 2  # TILE_N, TILE_K and warps
-DOWN_TILE = 2, 256, 1  # a warp alone has no barriers, and all its loads are in flight
+GATE_UP_TILE = 4, 1024, 4  # TILE_N, TILE_K and warps
+DOWN_TILE = 2, 256, 1  # of several tokens; a warp alone has no barriers, and all its loads are in flight
+DOWN_TILE_OF_ONE = 1, 256, 1
 
 
 @dependent_kernel()
@@ -41,8 +36,8 @@ def _gate_up_gemv_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
+        gdc_launch_dependents()
         gdc_wait()
-        gdc_launch_dependents()  # so late, because the next kernel reads the expert ids before it waits
     pair = tl.program_id(1)
     token = pair // TOP_K
     expert = tl.load(ids_ptr + pair) - first_expert
@@ -69,7 +64,7 @@ def _gate_up_gemv_kernel(
     tl.store(out_ptr + pair * N + n, y.to(out_ptr.dtype.element_ty), n < N)
 
 
-@dependent_kernel(early=("ids_ptr",), behind=_gate_up_gemv_kernel)
+@dependent_kernel()
 @triton.jit(do_not_specialize=["first_expert"])
 def _down_gemv_kernel(
     h_ptr,
@@ -91,12 +86,6 @@ def _down_gemv_kernel(
     n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     if PDL:
         gdc_launch_dependents()
-        for slot in tl.static_range(TOP_K):
-            expert = tl.load(ids_ptr + token * TOP_K + slot) - first_expert
-            if (expert >= 0) & (expert < LOCAL_E):
-                rows = w_ptr + (expert.to(tl.int64) * N + tl.minimum(n, N - 1)) * K
-                for begin in tl.static_range(0, K, K & -K):  # the largest power of two that divides K
-                    prefetch_rows(rows + begin, K & -K)
         gdc_wait()
     k = tl.arange(0, TILE_K)
     acc = tl.zeros([TILE_N, TILE_K], tl.float32)
@@ -150,7 +139,7 @@ def moe_gemv(
         num_warps=num_warps,
         **constants,
     )
-    tile_n, tile_k, num_warps = DOWN_TILE
+    tile_n, tile_k, num_warps = DOWN_TILE if num_tokens > 1 else DOWN_TILE_OF_ONE
     launch(_down_gemv_kernel, (triton.cdiv(hidden, tile_n), num_tokens), x.device, shared=50)(
         h,
         down,
