@@ -151,6 +151,17 @@ def test_index_says_which_file_holds_a_tensor(checkpoint, make_llm, tensors, tin
     assert torch.equal(ours(make_llm(folder))[1], tiny_logits)
 
 
+def test_progress_bar(checkpoint, make_llm, tensors, monkeypatch, capsys):
+    """Of the files, if they are not read at once."""
+    names = sorted(tensors)
+    folder = checkpoint({name: tensors[name] for name in names[:3]}, {name: tensors[name] for name in names[3:]})
+    make_llm(folder)
+    assert "Loading weights" not in capsys.readouterr().err
+    monkeypatch.setattr("nanovllm.utils.loader.BAR_DELAY", 0)
+    make_llm(folder)
+    assert "Loading weights:   0%|" in (shown := capsys.readouterr().err) and "/2 [" in shown
+
+
 def test_files_without_an_index(checkpoint, make_llm, tensors, tiny_logits):
     names = sorted(tensors)
     folder = Path(checkpoint(*({name: tensors[name] for name in names[i::2]} for i in range(2))))

@@ -231,7 +231,7 @@ class ModelRunner:
         with torch.device(self.device):
             model = model_class(config.model_type)(config, self.config.max_model_len, self.backend, self.tp)
         with torch.device("cpu"):  # safetensors reads into tensors on the default device, whichever the caller has set
-            load_model(model, Path(self.config.model), self.device, self.config.load_format)
+            load_model(model, Path(self.config.model), self.device, self.config.load_format, self.tp.rank == 0)
         for parameter in model.parameters():  # each loader refers to its parameter: a cycle that would outlive `exit`
             del parameter.weight_loader
         return model.eval()

@@ -1,18 +1,21 @@
 """Weights from safetensors files into a model's parameters, by name; none may be missing or left over."""
 
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from tqdm import tqdm
 
 from nanovllm.utils.hub import read_json, refuse_lfs_pointer
+from nanovllm.utils.interrupts import interrupts_held
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
+BAR_DELAY = 1  # seconds until the progress bar is shown
 DUMMY_BOUND = 0.035  # a uniform distribution up to it has standard deviation 0.02, the usual initializer_range
 
 
@@ -46,11 +49,14 @@ def copy_shard(
 
 
 @torch.no_grad()
-def load_model(model: nn.Module, folder: Path, device: torch.device, load_format: str = "auto") -> None:
+def load_model(
+    model: nn.Module, folder: Path, device: torch.device, load_format: str = "auto", show_progress: bool = False
+) -> None:
     """Fill `model` from the safetensors files in `folder`, or with random numbers if `load_format` is "dummy".
 
     `model.packed_modules_mapping` maps a checkpoint's module to the merged one that holds it, and its shard id there.
     Every parameter has a `weight_loader(weight)`, or `weight_loader(weight, shard_id)` if several tensors share it.
+    `show_progress` shows a bar of files, unless they are read at once.
     Raises ValueError that names the tensor if one is missing, surplus, in two files, of another shape, not floating
     point, NaN or infinite; ValueError or FileNotFoundError that names the file if one is broken or missing.
     """
@@ -68,7 +74,7 @@ def load_model(model: nn.Module, folder: Path, device: torch.device, load_format
     if surplus := sorted(files.keys() - loaders.keys()):
         raise ValueError(f"{folder}: {len(surplus)} tensors belong to no parameter: {_first_names(surplus)}")
     bounds = {}
-    for file in sorted(set(files.values())):
+    for file in _progress(sorted(set(files.values())), show_progress):
         with open_safetensors(file, device) as tensors:
             for name in (name for name, holder in files.items() if holder == file):
                 load, shard_id = loaders[name]
@@ -83,6 +89,22 @@ def load_model(model: nn.Module, folder: Path, device: torch.device, load_format
         raise ValueError(
             f"{folder}: {len(broken)} tensors are NaN or infinite in {filled.dtype}: {_first_names(broken)}"
         )
+
+
+def _progress(files: list[Path], show: bool) -> Iterator[Path]:
+    """The files, with a bar of those that have been read. Ctrl-C must not take effect inside tqdm, which has a lock."""
+    with interrupts_held():
+        bar = tqdm(
+            total=len(files), desc="Loading weights", unit=" files", delay=BAR_DELAY, leave=False, disable=not show
+        )
+    try:
+        for file in files:
+            yield file
+            with interrupts_held():
+                bar.update()
+    finally:
+        with interrupts_held():
+            bar.close()
 
 
 def find_tensors(folder: Path) -> dict[str, Path]:
