@@ -9,6 +9,7 @@ from functools import cache
 # also for the processes that tests start: OpenMP threads that wait for each other are very slow when a core is busy
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,20 +25,35 @@ torch.set_grad_enabled(False)
 
 
 def speed_up_interpreter() -> None:
-    """Triton's interpreter lists the members of triton.language for each device function call: a third of its time.
-
-    They are listed once here; those that are replaced already stay so.
+    """For each call of a device function, Triton's interpreter replaces all members of triton.language, which a running
+    kernel has replaced already; and for each operation it makes a table of dtypes. Half of its time goes there.
     """
     from triton.runtime import interpreter
 
-    builtins = cache(lambda package: [x for x in inspect.getmembers(package) if interpreter.tl.core.is_builtin(x[1])])
+    tl, patch_lang = interpreter.tl, interpreter._patch_lang
+    originals = {tl: tl.load, tl.core: tl.core.load}
+    builtins = cache(lambda package: [x for x in inspect.getmembers(package) if tl.core.is_builtin(x[1])])
+    modules_of = cache(lambda fn: [lang for lang in originals if any(x is lang for x in fn.__globals__.values())])
+
+    dtype_of_number = cache(interpreter._get_np_dtype)  # which also takes blocks, and pointers, that have no hash
+
+    def np_dtype(dtype):
+        dtype = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+        return np.dtype(np.uint64) if isinstance(dtype, tl.pointer_type) else dtype_of_number(dtype)
 
     def patch_builtin(package, *scope) -> None:
         for name, member in builtins(package):
             if getattr(package, name) is member:
                 interpreter._patch_attr(package, name, member, *scope)
 
+    def patch_lang_once(fn):
+        if any(lang.load is originals[lang] for lang in modules_of(fn)):
+            return patch_lang(fn)
+        return None  # nobody asks for the scope of a device function
+
     interpreter._patch_builtin = patch_builtin
+    interpreter._patch_lang = patch_lang_once
+    interpreter._get_np_dtype = np_dtype
 
 
 with suppress(ImportError):  # without Triton

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import TINY
 
-from nanovllm import BeamSearchParams, SamplingParams
+from nanovllm import LLM, BeamSearchParams, SamplingParams
 
 QUESTIONS = ["What is 17 + 25?", "Sort: 9, 3, 71, 20", "introduce yourself", "Who wrote it?"]
 VERSE = "HAMLET.\nTo be, or not to be"
@@ -65,6 +65,15 @@ def test_sequences_and_scores_are_transformers(make_llm, prompts, reference, wid
     assert stats["preemptions"] == stats["blocks"]["used"] == 0
 
 
+@pytest.fixture(scope="module")
+def alone(prompts) -> tuple[list[list[list[int]]], list[list[int]]]:
+    """The beams of each prompt, and the greedy answers to the first two, where there is space for all of them."""
+    with LLM("tiny-qwen3", dtype="float32", device="cpu") as llm:
+        beams = [[beam.token_ids for beam in x.outputs] for x in llm.beam_search(prompts, BeamSearchParams(4, 16))]
+        greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+        return beams, [x.token_ids for x in llm.generate(prompts[:2], greedy, use_tqdm=False)]
+
+
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize(
     "settings",
@@ -76,10 +85,9 @@ def test_sequences_and_scores_are_transformers(make_llm, prompts, reference, wid
     ],
     ids=str,
 )
-def test_beams_are_the_same_everywhere(make_llm, prompts, settings, async_scheduling):
+def test_beams_are_the_same_everywhere(make_llm, prompts, alone, settings, async_scheduling):
     """Where blocks, rows or a step's tokens do not suffice for all beams, and beside other requests."""
-    params = BeamSearchParams(4, 16)
-    expected = [[beam.token_ids for beam in x.outputs] for x in make_llm().beam_search(prompts, params)]
+    params, (expected, expected_greedy) = BeamSearchParams(4, 16), alone
     llm = make_llm(kvcache_block_size=16, async_scheduling=async_scheduling, **settings)
     greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     ids = [llm.add_request(prompt, greedy) for prompt in prompts[:2]]
@@ -87,7 +95,7 @@ def test_beams_are_the_same_everywhere(make_llm, prompts, settings, async_schedu
     answers = {}
     while not llm.is_finished():
         answers |= {answer.request_id: answer.token_ids for answer in llm.step().finished}
-    assert [answers[i] for i in ids] == [x.token_ids for x in make_llm().generate(prompts[:2], greedy, use_tqdm=False)]
+    assert [answers[i] for i in ids] == expected_greedy
     stats = llm.stats()
     assert stats["blocks"]["used"] == 0 and stats["requests"] == {"waiting": 0, "running": 0}
     assert len(llm.scheduler.free_req_indices) == llm.config.max_num_seqs
