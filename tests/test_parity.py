@@ -152,10 +152,10 @@ both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["syn
         pytest.param({"kvcache_block_size": 256, "max_num_seqs": 7, "async_scheduling": True}, id="few-seqs"),
         pytest.param({"enable_prefix_caching": False, "async_scheduling": True}, id="no-prefix-cache"),
         pytest.param(
-            {"max_num_mixed_tokens": 24, "max_num_seqs": 12, "async_scheduling": False}, id="short-chunks-sync"
+            {"max_num_mixed_tokens": 48, "max_num_seqs": 24, "async_scheduling": False}, id="short-chunks-sync"
         ),
         pytest.param(
-            {"max_num_mixed_tokens": 24, "max_num_seqs": 12, "async_scheduling": True}, id="short-chunks-async"
+            {"max_num_mixed_tokens": 48, "max_num_seqs": 24, "async_scheduling": True}, id="short-chunks-async"
         ),
     ],
 )

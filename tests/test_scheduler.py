@@ -263,11 +263,12 @@ class Simulation:
         in_flight = Counter(seq for step, _ in self.in_flight for seq in step.sampled_seqs)
         for seq in [seq for seq in self.seqs if seq not in self.ended]:
             if seq.status is not SequenceStatus.FINISHED:
-                assert seq.num_tokens - len(seq.token_ids) == in_flight[seq]
+                assert seq.num_tokens - len(seq.token_ids) == in_flight.get(seq, 0)
             else:
                 self.ended.add(seq)  # if it held a block later, that would be one too many above
             if seq not in live:
                 assert seq.block_table == [] and seq.req_index == -1
+        for seq in live:
             assert len(set(seq.block_table)) == len(seq.block_table)
             self.check_published(seq)
 
