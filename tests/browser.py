@@ -12,6 +12,7 @@ from time import monotonic, sleep
 from typing import Any
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+KEY_CODES = {"Tab": 9, "Enter": 13, " ": 32, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39, "ArrowDown": 40}
 
 
 class Page:
@@ -51,17 +52,18 @@ class Page:
     def wait_for(self, condition: str, seconds: float = 20) -> None:
         end = monotonic() + seconds
         while not self.run(condition):
-            assert monotonic() < end, f"in vain: {condition}"
+            assert monotonic() < end, f"never true: {condition}"
             sleep(0.02)
 
     def press(self, key: str, text: str = "") -> None:
-        code = {"Enter": 13, "Tab": 9, " ": 32, "ArrowLeft": 37, "ArrowRight": 39, "ArrowDown": 40, "End": 35, "Home": 36}
-        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=text, windowsVirtualKeyCode=code.get(key, 0))
-        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code.get(key, 0))
+        code = KEY_CODES.get(key, 0)
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=text, windowsVirtualKeyCode=code)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
 
     def set_window(self, width: int, height: int, scale: float = 1, **features: str) -> None:
         """Size, and media features such as prefers_color_scheme="dark"."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False)
+        size = dict(width=width, height=height, deviceScaleFactor=scale)
+        self.call("Emulation.setDeviceMetricsOverride", mobile=False, **size)
         media = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
         self.call("Emulation.setEmulatedMedia", features=media)
 

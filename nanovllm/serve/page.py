@@ -7,7 +7,10 @@ from hashlib import sha256
 from importlib.resources import files
 from typing import Any
 
-POLICY = "default-src 'none'; script-src {script}; style-src {style}; img-src data:; {connect}base-uri 'none'; form-action 'none'"
+POLICY = (
+    "default-src 'none'; script-src {script}; style-src {style}; img-src data:; {connect}"
+    "base-uri 'none'; form-action 'none'"
+)
 RECORDING = '<script id="recording" type="application/json">', "</script>"
 META = '<meta name="referrer" content="no-referrer">'
 

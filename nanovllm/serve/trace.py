@@ -1,7 +1,9 @@
 """Records what the engine does, step by step, for the page: live, or as a file to step through.
 
-    with trace(llm, "run.html"):
-        llm.generate(prompts)
+```python
+with trace(llm, "run.html"):
+    llm.generate(prompts)
+```
 """
 
 import json
