@@ -282,7 +282,8 @@ class Server:
         @app.post("/v1/chat/completions", dependencies=[Depends(authorize)])
         async def complete(request: Request) -> StreamingResponse:
             body = await request.json()
-            params = SamplingParams(temperature=0, max_tokens=body["max_completion_tokens"], ignore_eos=True)
+            max_tokens, n = body["max_completion_tokens"], body["n"]
+            params = SamplingParams(temperature=0, max_tokens=max_tokens, n=n, ignore_eos=True)
             answer = self.answer(llm.stream([body["messages"]], params))
             return StreamingResponse(answer, media_type="text/event-stream")
 
@@ -293,7 +294,8 @@ class Server:
     async def answer(self, events: Iterator) -> Any:
         try:
             while (event := await asyncio.to_thread(next, events, None)) is not None:
-                yield f"data: {json.dumps({'choices': [{'delta': {'content': event.text}}]})}\n\n"
+                choice = {"delta": {"content": event.text}, "finish_reason": event.finish_reason}
+                yield f"data: {json.dumps({'choices': [{'index': event.output_index, **choice}]})}\n\n"
             yield "data: [DONE]\n\n"
         finally:
             await asyncio.to_thread(events.close)
@@ -400,7 +402,7 @@ def test_page_in_a_browser(server, browser, tmp_path):
     browser.wait_for("byId('status').dataset.state === 'live' && player.view !== null")
     assert browser.run("byId('blocks-count').textContent").startswith("200: 0 held")
     untouched, num_tokens = browser.run("[byId('grid').toDataURL(), player.view.counts[2]]")
-    browser.run("byId('copies').value = '4'; byId('max-tokens').value = '60'; byId('message').focus()")
+    browser.run("byId('answers').value = '4'; byId('max-tokens').value = '60'; byId('message').focus()")
     browser.call("Input.insertText", text="What is <b>17</b> + 25?")
     browser.press("Enter", text="\r")
     browser.wait_for("player.view.numHeld > 0")
