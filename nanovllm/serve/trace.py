@@ -22,6 +22,7 @@ from nanovllm.engine.step_result import StepResult
 from nanovllm.llm import LLM
 from nanovllm.serve.frames import Frame, View
 from nanovllm.serve.page import render_page
+from nanovllm.utils.interrupts import interrupts_held
 
 MAX_WAITING = 32  # sequences of the queue that are shown
 COUNTS = ("prompt_tokens", "cached_tokens", "output_tokens")  # of the scheduler
@@ -67,6 +68,8 @@ class StepRecorder:
             "max_num_batched_tokens": config.max_num_batched_tokens,
         }
         self._max_frames = max_frames
+        self._frames: deque[Frame] = deque()
+        self._first = 1
         self._lock = Lock()  # of the frames
         self._encoded = (-1, -1, "")
         self._reset()
@@ -84,9 +87,10 @@ class StepRecorder:
         self._waiting: list = [0]
         self._counts: list[int] = []
         self._num_steps, self._began, self._last_end = 0, perf_counter(), 0.0
-        # the state at the start has number 1; the first frame that is kept is `_first`, and those before are in `_base`
-        self._base, self._first = View(self._engine), 2
-        self._frames: deque[Frame] = deque()
+        # frames are numbered, across recordings too; those before `_first`, and the state at the start, are in `_base`
+        self._base = View(self._engine)
+        self._first += len(self._frames) + 1
+        self._frames.clear()
 
     # -- what threads call ---------------------------------------------------------------------------------------------
 
@@ -135,21 +139,23 @@ class StepRecorder:
     # -- what the leader does ------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        if not self.is_recording:
-            with self._lock:
+        with interrupts_held(), self._lock:
+            if not self.is_recording:
                 self._reset()
                 self._base.apply(self._frame(None))
-            self._core.on_step.append(self._on_step)
+                self._core.on_step.append(self._on_step)
 
     def _stop(self) -> None:
-        if self.is_recording:
-            self._core.on_step.remove(self._on_step)
-            self._refresh()
+        with interrupts_held():
+            if self.is_recording:
+                self._core.on_step.remove(self._on_step)
+                self._refresh()
 
     def _refresh(self) -> None:
-        frame = self._frame(None)
-        if frame.keys() - {"step", "time"}:
-            self._add(frame)
+        with interrupts_held():
+            frame = self._frame(None)
+            if frame.keys() - {"step", "time"}:
+                self._add(frame)
 
     def _on_step(self, step: ScheduledStep, result: StepResult) -> None:
         """A defect of this class ends the recording, and no request."""

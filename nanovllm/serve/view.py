@@ -60,7 +60,7 @@ class Watchers:
         await self._enter()
         try:
             last, sent_at = 0, monotonic()
-            while not (is_closing() or await is_disconnected()):
+            while self.recorder.is_recording and not is_closing() and not await is_disconnected():
                 text, last = self.recorder.json_since(last)
                 if text:
                     sent_at = monotonic()
