@@ -341,7 +341,7 @@ def test_stream_of_frames(server):
     httpx = pytest.importorskip("httpx")
     llm, url = server.llm, f"{server.address}view/events"
     params = SamplingParams(max_tokens=20, ignore_eos=True)
-    assert not llm.core.on_step  # nothing is recorded while nobody watches
+    assert not llm.core.on_step  # nothing is recorded without a stream
     with httpx.Client(timeout=20) as client, client.stream("GET", url) as one, client.stream("GET", url) as other:
         assert one.headers["content-type"].startswith("text/event-stream")
         streams = [events(response.iter_lines()) for response in (one, other)]
@@ -403,7 +403,7 @@ def test_page_in_a_browser(server, browser, tmp_path):
     browser.call("Input.insertText", text="secret")
     browser.press("Tab")
     browser.wait_for("byId('status').dataset.state === 'live' && player.view !== null")
-    assert browser.run("byId('blocks-count').textContent").startswith("200: 0 held")
+    browser.wait_for("byId('blocks-count').textContent.startsWith('200: 0 held')")
     untouched, num_tokens = browser.run("[byId('grid').toDataURL(), player.view.counts[2]]")
     browser.run("byId('answers').value = '4'; byId('max-tokens').value = '60'; byId('message').focus()")
     browser.call("Input.insertText", text="What is <b>17</b> + 25?")

@@ -9,13 +9,14 @@ with trace(llm, "run.html"):
 import json
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
 
+from nanovllm.engine.block_manager import Block
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_result import StepResult
@@ -183,8 +184,10 @@ class StepRecorder:
         manager = self._scheduler.block_manager
         was_cleared = manager.hash_to_block_id is not self._hashes
         if was_cleared or step is None or self._has_missed(step):
-            self._hashes, unused = manager.hash_to_block_id, {block.block_id for block in manager.blocks}
-        self._update_cached(frame, unused)
+            self._hashes = manager.hash_to_block_id
+            self._update_cached(frame, manager.blocks)
+        else:
+            self._update_cached(frame, map(manager.blocks.__getitem__, unused))
         if step is not None:
             frame["ms"] = round(1e3 * (end - max(step.scheduled_at, self._last_end)), 3)
             self._add_rows(frame, step)
@@ -229,16 +232,13 @@ class StepRecorder:
         del self._num_told[seq]
         return self._tables.pop(seq)
 
-    def _update_cached(self, frame: Frame, block_ids: set[int]) -> None:
+    def _update_cached(self, frame: Frame, blocks: Iterable[Block]) -> None:
         """Which of these blocks, as far as they are free, can still be found as a prefix."""
-        blocks, found = self._scheduler.block_manager.blocks, []
-        for block_id in block_ids:
-            block = blocks[block_id]
-            if not block.ref_count and (block.hash is not None) != (block_id in self._cached):
-                found.append(block_id)
-        frame["cached"] = sorted(block_id for block_id in found if block_id not in self._cached)
-        frame["free"] = sorted(block_id for block_id in found if block_id in self._cached)
-        self._cached.symmetric_difference_update(found)
+        cached = self._cached
+        found = [b.block_id for b in blocks if not b.ref_count and (b.hash is not None) != (b.block_id in cached)]
+        frame["cached"] = sorted(block_id for block_id in found if block_id not in cached)
+        frame["free"] = sorted(block_id for block_id in found if block_id in cached)
+        cached.symmetric_difference_update(found)
 
     def _update_waiting(self, frame: Frame) -> None:
         first = [*islice(self._scheduler.waiting, MAX_WAITING)]

@@ -21,7 +21,7 @@ def view_router(
 ) -> APIRouter:
     """GET `/`, the page, and GET `/view/events`, which needs `authorize` if that is given (a dependency of FastAPI).
 
-    The engine is `llm.engine`. Streams end when `is_closing()`. Nothing is recorded while nobody watches.
+    The engine is `llm.engine`. Streams end when `is_closing()`. Without streams, nothing is recorded.
     """
     router = APIRouter()
     watchers = Watchers(StepRecorder(llm.engine))
