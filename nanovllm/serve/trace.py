@@ -139,32 +139,39 @@ class StepRecorder:
 
     # -- what the leader does ------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """An error within the block is a defect of this class. It ends the recording, and no request."""
+        with interrupts_held():
+            try:
+                yield
+            except Exception:
+                logger.exception("the recording of steps has failed, and ends")
+                if self.is_recording:
+                    self._core.on_step.remove(self._on_step)
+
     def _start(self) -> None:
-        with interrupts_held(), self._lock:
+        with self._guarded(), self._lock:
             if not self.is_recording:
                 self._reset()
                 self._base.apply(self._frame(None))
                 self._core.on_step.append(self._on_step)
 
     def _stop(self) -> None:
-        with interrupts_held():
+        with self._guarded():
             if self.is_recording:
                 self._core.on_step.remove(self._on_step)
                 self._refresh()
 
     def _refresh(self) -> None:
-        with interrupts_held():
+        with self._guarded():
             frame = self._frame(None)
             if frame.keys() - {"step", "time"}:
                 self._add(frame)
 
     def _on_step(self, step: ScheduledStep, result: StepResult) -> None:
-        """A defect of this class ends the recording, and no request."""
-        try:
+        with self._guarded():
             self._add(self._frame(step))
-        except Exception:
-            logger.exception("the recording of steps has failed, and ends")
-            self._core.on_step.remove(self._on_step)
 
     def _add(self, frame: Frame) -> None:
         with self._lock:
@@ -190,12 +197,12 @@ class StepRecorder:
             self._update_cached(frame, map(manager.blocks.__getitem__, unused))
         if step is not None:
             frame["ms"] = round(1e3 * (end - max(step.scheduled_at, self._last_end)), 3)
+            self._last_end = end
             self._add_rows(frame, step)
             self._just_released.clear()
         counts = [*map(self._scheduler.counts.__getitem__, COUNTS), self._scheduler.num_preemptions]
         if counts != self._counts:
             frame["counts"] = self._counts = counts
-        self._last_end = end
         return {key: value for key, value in frame.items() if value or key in KEPT_FIELDS}
 
     def _update_tables(self, frame: Frame) -> set[int]:

@@ -57,8 +57,9 @@ class Watchers:
         self._next_refresh = 0.0
 
     async def events(self, is_disconnected: Callable[[], Any], is_closing: Callable[[], bool]) -> AsyncIterator[str]:
-        await self._enter()
+        self._num_watching += 1
         try:
+            await self._start()
             last, sent_at = 0, monotonic()
             while self.recorder.is_recording and not is_closing() and not await is_disconnected():
                 text, last = self.recorder.json_since(last)
@@ -75,8 +76,7 @@ class Watchers:
         finally:
             await asyncio.shield(self._leave())
 
-    async def _enter(self) -> None:
-        self._num_watching += 1
+    async def _start(self) -> None:
         async with self._lock:
             if not self.recorder.is_recording:
                 await asyncio.to_thread(self.recorder.start)
