@@ -428,6 +428,15 @@ def test_page_in_a_browser(server, browser, tmp_path):
     assert browser.run("player.view.step") == step + 1
     browser.press("End")
     browser.wait_for("byId('status').textContent === 'live'")
+    # what is kept has a bound, and can still be moved through; while it is paused, the page keeps what it shows
+    frames = (
+        "Array.from({length: 500}, (_, i) => ({step: 1000 + batch * 500 + i, time: 100 + batch * 5 + i / 100, ms: 9}))"
+    )
+    browser.run(f"for (let batch = 0; batch < 14; batch++) receive({frames})")
+    assert 4000 < browser.run("player.end") <= 6000
+    assert browser.run("show(0), player.view.step") < browser.run("show(player.end), player.view.step") == 7999
+    browser.run("receive([{key: player.view.engine, step: 0, time: 0}])")
+    assert browser.run("player.view.step") == 7999 and browser.run("stream === null")
     server.key = None
     assert [problem for problem in browser.problems if "401" not in problem] == []
 
