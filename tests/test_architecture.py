@@ -49,6 +49,7 @@ HOUSE = """
 6 | engine/detokenizer.py engine/outputs.py engine/prompts.py engine/single_rank.py <- engine/inbox.py
   <- engine/request.py engine/leadership.py <- engine/input_processor.py engine/engine_core.py
   <- engine/beam_search.py engine/llm_engine.py <- llm.py <- __init__.py
+7 | serve/ <- __main__.py
 """
 
 
@@ -197,6 +198,7 @@ def code_lines(source: str) -> int:
 # lines of code: what a room may grow to before it is looked at again
 BUDGETS = {"core": 4000, "kernels": 1900, "distributed": 550, "models": 250, "CUDA graphs": 200, "beam search": 150}
 BUDGETS["mixture of experts"] = 750
+BUDGETS["page"] = 400
 ROOM_FILES = {
     "engine/beam_search.py": "beam search",
     "engine/cuda_graph.py": "CUDA graphs",
@@ -204,6 +206,10 @@ ROOM_FILES = {
     "kernels/moe_gemv.py": "mixture of experts",
     "kernels/moe_routing.py": "mixture of experts",
     "layers/moe.py": "mixture of experts",
+    "serve/frames.py": "page",
+    "serve/page.py": "page",
+    "serve/trace.py": "page",
+    "serve/view.py": "page",
 }
 
 

@@ -125,7 +125,7 @@ class BlockManager:
         seq.num_computed_tokens = 0
 
     def clear_prefix_cache(self) -> None:
-        self.hash_to_block_id.clear()
+        self.hash_to_block_id = {}  # another object: viewers see by it that any block may have changed
         self.duplicates.clear()
         for block in self.blocks:
             block.hash = None

@@ -1,7 +1,7 @@
 """The loop behind all callers: they submit requests, one of their threads runs the steps, and each has an inbox."""
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
@@ -48,6 +48,8 @@ class EngineCore:
         self.requests: dict[int, Request] = {}  # by id, those that have not ended
         self.inboxes: set[Inbox] = set()  # of those requests
         self.leadership = Leadership(self._recover)
+        # for viewers: the leader calls each after a step whose result it has processed; an error is one of that step
+        self.on_step: list[Callable[[ScheduledStep, StepResult], None]] = []
         self._in_flight: tuple[ScheduledStep, PendingStep] | None = None
 
     def submit(self, requests: Collection[Request]) -> None:
@@ -129,6 +131,8 @@ class EngineCore:
             result = launched[1].wait()
             with interrupts_held():
                 self._process_result(launched[0], result)
+                for hook in [*self.on_step]:
+                    hook(launched[0], result)
 
     def _is_offline(self) -> bool:
         """Whether a single call waits for all answers at once, so that no one sees when a token arrives."""

@@ -1,6 +1,7 @@
 """What the scheduler decides: the rows of one step."""
 
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import NamedTuple
 
 from nanovllm.engine.sequence import Sequence
@@ -22,6 +23,7 @@ class ScheduledStep:
     sampled_seqs: the sequences that get a token from this step.
     sampled_rows: the row from which each of them gets it, in ascending order; answers to one prompt share a row.
     copies: (from, to) of cache blocks that are copied before the step's keys and values are stored.
+    scheduled_at: when its scheduling began, in seconds of `time.perf_counter`.
     """
 
     rows: list[ScheduledSequence] = field(default_factory=list)
@@ -29,6 +31,7 @@ class ScheduledStep:
     sampled_seqs: list[Sequence] = field(default_factory=list)
     sampled_rows: list[int] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    scheduled_at: float = field(default_factory=perf_counter, compare=False)
 
     @property
     def has_chunks(self) -> bool:

@@ -1,0 +1,40 @@
+"""The page: one HTML file without outside addresses, which shows the engine live, or a recording that it contains."""
+
+import json
+from base64 import b64encode
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
+from typing import Any
+
+POLICY = (
+    "default-src 'none'; script-src {script}; style-src {style}; img-src data:; {connect}"
+    "base-uri 'none'; form-action 'none'"
+)
+RECORDING = '<script id="recording" type="application/json">', "</script>"
+META = '<meta name="referrer" content="no-referrer">'
+
+
+@cache
+def source() -> str:
+    return (files("nanovllm.serve") / "page.html").read_text("utf-8")
+
+
+def content_security_policy(is_live: bool) -> str:
+    """Allows the script and the style of the page by their hashes; and requests to its own server if it is live."""
+    hashes = {}
+    for tag in ("script", "style"):
+        _, text = source().split(f"<{tag}>")
+        text, *_ = text.split(f"</{tag}>")
+        hashes[tag] = f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+    return POLICY.format(**hashes, connect="connect-src 'self'; " if is_live else "")
+
+
+def render_page(frames: list[dict[str, Any]] | None = None) -> str:
+    """The page for a server, or with the frames of a recording."""
+    policy = f'<meta http-equiv="Content-Security-Policy" content="{content_security_policy(frames is None)}">'
+    page = source().replace(META, f"{META}\n{policy}")
+    if frames is not None:  # inside of a script element, nothing but "<" could end it
+        recording = json.dumps(frames, separators=(",", ":")).replace("<", "\\u003c")
+        page = page.replace("".join(RECORDING), recording.join(RECORDING))
+    return page

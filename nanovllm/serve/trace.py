@@ -1,0 +1,290 @@
+"""Records what the engine does, step by step, for the page: live, or as a file to step through.
+
+```python
+with trace(llm, "run.html"):
+    llm.generate(prompts)
+```
+"""
+
+import json
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain, islice
+from pathlib import Path
+from threading import Lock
+from time import perf_counter
+
+from nanovllm.engine.block_manager import Block
+from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step_result import StepResult
+from nanovllm.llm import LLM
+from nanovllm.serve.frames import Frame, View
+from nanovllm.serve.page import render_page
+from nanovllm.utils.interrupts import interrupts_held
+
+MAX_WAITING = 32  # sequences of the queue that are shown
+COUNTS = ("prompt_tokens", "cached_tokens", "output_tokens")  # of the scheduler
+KEPT_FIELDS = ("step", "time", "ms", "decodes")  # even if empty
+logger = logging.getLogger("nanovllm")
+
+
+@contextmanager
+def trace(llm: LLM, path: str | Path, max_steps: int = 20_000) -> Iterator["StepRecorder"]:
+    """Record the steps of the block, and write them to one HTML file that a browser opens without a network.
+
+    It keeps the last `max_steps` steps, and is written also if the block raises an error. FileNotFoundError if the
+    folder of `path` does not exist.
+    """
+    if not (path := Path(path)).absolute().parent.is_dir():
+        raise FileNotFoundError(f"path={str(path)!r}: there is no such folder")
+    recorder = StepRecorder(llm, max_steps)
+    recorder.start()
+    try:
+        yield recorder
+    finally:
+        recorder.stop()
+        path.write_text(render_page(recorder.frames_since(0)[0]), encoding="utf-8")
+
+
+class StepRecorder:
+    """Turns the engine's state after each step into a frame, and keeps the last `max_frames` of them.
+
+    Frames are differences, so that a step costs time in proportion to what runs in it and to the blocks that it
+    changes, and not to the size of the cache. Any number of threads may read the frames. Frames that are dropped are
+    added up in a key frame, with which every reader begins.
+    """
+
+    def __init__(self, llm: LLM, max_frames: int = 512):
+        self._core, self._scheduler = llm.core, llm.core.scheduler
+        config = llm.config
+        self._engine = {
+            "model": Path(config.model).name,
+            "device": config.device,
+            "num_blocks": len(self._scheduler.block_manager.blocks),
+            "block_size": config.kvcache_block_size,
+            "max_num_seqs": config.max_num_seqs,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+        }
+        self._max_frames = max_frames
+        self._frames: deque[Frame] = deque()
+        self._first = 1
+        self._lock = Lock()  # of the frames
+        self._encoded = (-1, -1, "")
+        self._reset()
+
+    def _reset(self) -> None:
+        # what the last frame has told; block tables are lists that only grow while a sequence holds them
+        self._tables: dict[Sequence, list[int]] = {}
+        self._num_told: dict[Sequence, int] = {}  # entries of the table
+        self._names: dict[Sequence, str] = {}
+        self._cached: set[int] = set()  # free blocks whose contents can be found
+        self._outside: set[Sequence] = set()  # shown, and hold no blocks
+        self._just_released: set[Sequence] = set()  # since the last step
+        self._hashes: object = None
+        self._decodes: list[str] = []
+        self._waiting: list = [0]
+        self._counts: list[int] = []
+        self._num_steps, self._began, self._last_end = 0, perf_counter(), 0.0
+        # frames are numbered, across recordings too; those before `_first`, and the state at the start, are in `_base`
+        self._base = View(self._engine)
+        self._first += len(self._frames) + 1
+        self._frames.clear()
+
+    # -- what threads call ---------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to record, with the state as it is. Waits for the step that is running."""
+        self._core.leadership.run(self._start, is_urgent=True)
+
+    def stop(self) -> None:
+        """Record no further step; the frames can still be read."""
+        self._core.leadership.run(self._stop, is_urgent=True)
+
+    def refresh(self) -> None:
+        """Add a frame if something has changed without a step, as when the last running request was aborted."""
+        self._core.leadership.run(self._refresh, is_urgent=True)
+
+    @property
+    def is_recording(self) -> bool:
+        return self._on_step in self._core.on_step
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the last frame has no sequence that waits or runs."""
+        return not self._tables and not self._waiting[0]
+
+    def frames_since(self, last: int) -> tuple[list[Frame], int]:
+        """The frames after number `last`, and the number of the last of these.
+
+        If the next one was dropped, and for last=0, they begin with a key frame and the oldest frame there is.
+        """
+        with self._lock:
+            if last >= self._first - 1 and last > 0:
+                return [*islice(self._frames, last + 1 - self._first, None)], self._first + len(self._frames) - 1
+            base, frames = self._base.copy(), [*self._frames]
+            last = self._first + len(frames) - 1
+        return [base.key_frame(), *frames], last
+
+    def json_since(self, last: int) -> tuple[str, int]:
+        """The same as JSON; "" without new frames. Readers that ask for the same frames share the encoding."""
+        begin, end, text = self._encoded
+        if last != begin or end != self._first + len(self._frames) - 1:
+            frames, end = self.frames_since(last)
+            text = json.dumps(frames, separators=(",", ":")) if frames else ""
+            self._encoded = (last, end, text)
+        return text, end
+
+    # -- what the leader does ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """An error within the block is a defect of this class. It ends the recording, and no request."""
+        with interrupts_held():
+            try:
+                yield
+            except Exception:
+                logger.exception("the recording of steps has failed, and ends")
+                if self.is_recording:
+                    self._core.on_step.remove(self._on_step)
+
+    def _start(self) -> None:
+        with self._guarded(), self._lock:
+            if not self.is_recording:
+                self._reset()
+                self._base.apply(self._frame(None))
+                self._core.on_step.append(self._on_step)
+
+    def _stop(self) -> None:
+        with self._guarded():
+            if self.is_recording:
+                self._core.on_step.remove(self._on_step)
+                self._refresh()
+
+    def _refresh(self) -> None:
+        with self._guarded():
+            frame = self._frame(None)
+            if frame.keys() - {"step", "time"}:
+                self._add(frame)
+
+    def _on_step(self, step: ScheduledStep, result: StepResult) -> None:
+        with self._guarded():
+            self._add(self._frame(step))
+
+    def _add(self, frame: Frame) -> None:
+        with self._lock:
+            self._frames.append(frame)
+            if len(self._frames) > self._max_frames:
+                self._base.apply(self._frames.popleft())
+                self._first += 1
+
+    def _frame(self, step: ScheduledStep | None) -> Frame:
+        """The next frame; without a step, only what has changed since the last one."""
+        end = perf_counter()
+        self._num_steps += step is not None
+        frame: Frame = {"step": self._num_steps, "time": round(end - self._began, 4)}
+        frame |= {"admitted": [], "released": [], "tables": []}
+        unused = self._update_tables(frame)
+        self._update_waiting(frame)
+        manager = self._scheduler.block_manager
+        was_cleared = manager.hash_to_block_id is not self._hashes
+        if was_cleared or step is None or self._has_missed(step):
+            self._hashes = manager.hash_to_block_id
+            self._update_cached(frame, manager.blocks)
+        else:
+            self._update_cached(frame, map(manager.blocks.__getitem__, unused))
+        if step is not None:
+            frame["ms"] = round(1e3 * (end - max(step.scheduled_at, self._last_end)), 3)
+            self._last_end = end
+            self._add_rows(frame, step)
+            self._just_released.clear()
+        counts = [*map(self._scheduler.counts.__getitem__, COUNTS), self._scheduler.num_preemptions]
+        if counts != self._counts:
+            frame["counts"] = self._counts = counts
+        return {key: value for key, value in frame.items() if value or key in KEPT_FIELDS}
+
+    def _update_tables(self, frame: Frame) -> set[int]:
+        """Which sequences hold which blocks; returns the ids of the blocks that one of them has released."""
+        prefilling, running = self._scheduler.prefilling, self._scheduler.running
+        unused: set[int] = set()
+        for seq in chain(prefilling.values(), running.values()):
+            table, known = seq.block_table, self._tables.get(seq)
+            num_kept = self._num_told[seq] if known is table else 0
+            if num_kept == len(table):
+                continue
+            if known is None:
+                frame["admitted"].append(self._name(seq, frame))
+                self._outside.discard(seq)
+            elif known is not table:  # it was preempted and admitted again
+                unused.update(known)
+            frame["tables"].append([self._names[seq], num_kept, *table[num_kept:]])
+            self._cached.difference_update(table[num_kept:])
+            self._tables[seq], self._num_told[seq] = table, len(table)
+        if len(self._tables) > len(prefilling) + len(running):
+            holding = {*prefilling.values(), *running.values()}
+            for seq in [seq for seq in self._tables if seq not in holding]:
+                unused.update(self._release(seq, frame))
+        return unused
+
+    def _release(self, seq: Sequence, frame: Frame) -> list[int]:
+        """The ids of the blocks that `seq` held: the list still has them, as the sequence got a new one."""
+        frame["released"].append([self._names[seq], seq.finish_reason or "preempted"])
+        if seq.is_finished:
+            del self._names[seq]
+        else:
+            self._outside.add(seq)
+        self._just_released.add(seq)
+        del self._num_told[seq]
+        return self._tables.pop(seq)
+
+    def _update_cached(self, frame: Frame, blocks: Iterable[Block]) -> None:
+        """Which of these blocks, as far as they are free, can still be found as a prefix."""
+        cached = self._cached
+        found = [b.block_id for b in blocks if not b.ref_count and (b.hash is not None) != (b.block_id in cached)]
+        frame["cached"] = sorted(block_id for block_id in found if block_id not in cached)
+        frame["free"] = sorted(block_id for block_id in found if block_id in cached)
+        cached.symmetric_difference_update(found)
+
+    def _update_waiting(self, frame: Frame) -> None:
+        first = [*islice(self._scheduler.waiting, MAX_WAITING)]
+        waiting = [len(self._scheduler.waiting), *(self._name(seq, frame) for seq in first)]
+        if waiting != self._waiting:
+            frame["waiting"] = self._waiting = waiting
+        self._outside.update(first)
+        for seq in self._outside.difference(first):
+            if seq.is_finished or not seq.is_paused:  # a paused beam waits without being in the queue
+                self._outside.remove(seq)
+                frame["released"].append([self._names.pop(seq), seq.finish_reason or "hidden"])
+
+    def _name(self, seq: Sequence, frame: Frame) -> str:
+        """The name of a sequence that is shown from now on."""
+        if (name := self._names.get(seq)) is None:
+            name = self._names[seq] = sequence_name(seq)
+            num_tokens = len(seq.token_ids)
+            num_computed = min(seq.num_computed_tokens, num_tokens)  # what is in flight may count already
+            numbers = seq.num_prompt_tokens, seq.max_num_tokens, num_tokens, num_computed
+            frame.setdefault("seqs", []).append([name, *numbers])
+        return name
+
+    def _has_missed(self, step: ScheduledStep) -> bool:
+        """Whether a sequence was admitted and aborted between two frames. What it evicted is not known then."""
+        seqs = chain((seq for seq, _, _ in step.chunks), step.sampled_seqs[step.num_decodes :])
+        return any(seq not in self._tables and seq not in self._just_released for seq in seqs)
+
+    def _add_rows(self, frame: Frame, step: ScheduledStep) -> None:
+        # a row may belong to a sequence that ended while its token was in flight
+        names, n = self._names, step.num_decodes
+        decodes = [names.get(seq) or sequence_name(seq) for seq, _, _ in step.rows[:n]]
+        if decodes != self._decodes:
+            frame["decodes"] = self._decodes = decodes
+        frame["chunks"] = [[sequence_name(seq), start, end] for seq, start, end in step.chunks]
+        sampled = step.sampled_seqs[n:]
+        frame["sampled"] = [sequence_name(seq) for seq in sampled]
+        frame["ttft"] = [round(seq.timing["first_token"], 4) for seq in sampled if seq.num_completion_tokens == 1]
+
+
+def sequence_name(seq: Sequence) -> str:
+    """ "12", or "12.3" where the request has several answers."""
+    return str(seq.request_id) if len(seq.group) == 1 and not seq.is_beam else f"{seq.request_id}.{seq.index}"

@@ -1,0 +1,480 @@
+"""The recording of steps, and the page that shows it: frames against the engine's own state, the file, the stream."""
+
+import asyncio
+import json
+import random
+import re
+import shutil
+import threading
+from base64 import b64encode
+from collections.abc import Iterator
+from hashlib import sha256
+from time import monotonic, sleep
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from browser import CHROMIUM, open_browser
+from conftest import TINY
+
+from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.token_budget import TokenBudget
+from nanovllm.serve.frames import View
+from nanovllm.serve.page import content_security_policy, render_page
+from nanovllm.serve.trace import MAX_WAITING, StepRecorder, sequence_name, trace
+
+BOTH_WAYS = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+SMALL = dict(dtype="float32", device="cpu", kvcache_block_size=16)
+
+
+def check_view(view: View, llm: LLM) -> None:
+    """What a viewer has added up is the engine's own state."""
+    scheduler, manager = llm.scheduler, llm.scheduler.block_manager
+    holding = {sequence_name(s): s for s in (*scheduler.prefilling.values(), *scheduler.running.values())}
+    assert {name: seq.table for name, seq in view.seqs.items() if seq.status == "running"} == {
+        name: seq.block_table for name, seq in holding.items()
+    }
+    assert view.cached == {block.block_id for block in manager.blocks if not block.ref_count and block.hash is not None}
+    waiting = [sequence_name(seq) for seq in scheduler.waiting]
+    assert view.waiting == [len(waiting), *waiting[:MAX_WAITING]]
+    live = {sequence_name(seq): seq for group in scheduler.live.values() for seq in group.values()}
+    assert {*waiting[:MAX_WAITING], *holding} <= view.seqs.keys() <= live.keys()
+    for name, shown in view.seqs.items():
+        seq = live[name]
+        assert (shown.prompt, shown.max_tokens) == (seq.num_prompt_tokens, seq.max_num_tokens)
+        if not seq.is_beam:
+            assert shown.tokens == len(seq.token_ids)
+        was_preempted = seq.status is SequenceStatus.WAITING and seq.was_admitted
+        assert (shown.status == "preempted") == was_preempted or len(waiting) > MAX_WAITING
+    counts = scheduler.counts
+    assert view.counts[:3] == [counts["prompt_tokens"], counts["cached_tokens"], counts["output_tokens"]]
+    assert view.counts[3] == scheduler.num_preemptions
+
+
+class Checker:
+    """Reads the frames after each step as a viewer does, through JSON, and compares."""
+
+    def __init__(self, llm: LLM, recorder: StepRecorder):
+        self.llm, self.recorder, self.last, self.view = llm, recorder, 0, None
+        self.frames = []
+        llm.core.on_step.append(lambda step, result: self.check())
+
+    def check(self) -> None:
+        text, self.last = self.recorder.json_since(self.last)
+        for frame in json.loads(text) if text else ():
+            self.frames.append(frame)
+            if "key" in frame:
+                self.view = View.from_key_frame(frame)
+            else:
+                self.view.apply(frame)
+        check_view(self.view, self.llm)
+
+
+def random_request(rng: random.Random) -> tuple[list[int], SamplingParams]:
+    stem = [7 + rng.randrange(3)] * 40
+    prompt = stem[: rng.choice([0, 20, 40])] + [rng.randrange(256, 2040) for _ in range(rng.choice([1, 5, 16, 70]))]
+    n = rng.choice([1, 1, 1, 3])
+    return prompt, SamplingParams(max_tokens=rng.choice([1, 2, 20, 30]), n=n, seed=rng.randrange(99), ignore_eos=True)
+
+
+@BOTH_WAYS
+def test_frames_add_up_to_the_state_of_the_engine(async_scheduling):
+    """A random run with prefix hits, preemptions, several answers, chunks, aborts and a cleared cache."""
+    rng = random.Random(1)
+    limits = dict(num_kvcache_blocks=13, max_num_batched_tokens=48, max_num_mixed_tokens=40, max_num_seqs=8)
+    with LLM("tiny-qwen3", async_scheduling=async_scheduling, **limits, **SMALL) as llm:
+        recorder = StepRecorder(llm, max_frames=20)
+        recorder.start()
+        checker = Checker(llm, recorder)
+        for num_requests in (40, 1, 6, 12):
+            ids = [llm.add_request(*random_request(rng)) for _ in range(num_requests)]
+            while not llm.is_finished():
+                if rng.random() < 0.1:
+                    llm.abort(rng.choice(ids))
+                    recorder.refresh()
+                    checker.check()
+                llm.step()
+            llm.abort(llm.add_request([5] * 100))
+            recorder.refresh()
+            checker.check()
+            assert recorder.is_idle
+            if num_requests == 1:
+                llm.reset_prefix_cache()
+        recorder.stop()
+        checker.check()
+        assert not recorder.is_recording
+    assert llm.scheduler.num_preemptions >= 3 and llm.stats()["prefix_hit_rate"] > 0.1
+    reasons = [reason for frame in checker.frames for _, reason in frame.get("released", ())]
+    assert {"length", "abort", "preempted", "hidden"} <= {*reasons}
+    assert sum(frame["step"] > 0 and "ms" in frame for frame in checker.frames) == checker.frames[-1]["step"]
+
+
+def test_beams_of_a_search_are_shown():
+    with LLM("tiny-qwen3", num_kvcache_blocks=12, **SMALL) as llm:
+        recorder = StepRecorder(llm)
+        recorder.start()
+        checker = Checker(llm, recorder)
+        llm.add_request([7] * 30, SamplingParams(max_tokens=30, ignore_eos=True))
+        llm.beam_search([[5] * 40, [6] * 30], BeamSearchParams(beam_width=3, max_tokens=12))
+        recorder.stop()
+        checker.check()
+    names = {name for frame in checker.frames for name in frame.get("admitted", ())}
+    assert "0" in names and len({name for name in names if name.startswith("1.")}) >= 3
+
+
+class Clockwork:
+    """A scheduler without a model, behind as much of an LLM as a recorder looks at."""
+
+    def __init__(self, num_seqs: int, num_blocks: int):
+        self.scheduler = Scheduler(
+            BlockManager(num_blocks, 16), 512, TokenBudget(16384), TokenBudget(2048), eos_token_ids=frozenset()
+        )
+        leadership = SimpleNamespace(run=lambda work, is_urgent: work())
+        self.core = SimpleNamespace(scheduler=self.scheduler, on_step=[], leadership=leadership)
+        sizes = dict(kvcache_block_size=16, max_num_seqs=512, max_num_batched_tokens=16384)
+        self.config = SimpleNamespace(model="clockwork", device="none", **sizes)
+        for i in range(num_seqs):
+            self.scheduler.add(Sequence(i, [i] * 60, SamplingParams(max_tokens=50, ignore_eos=True), 0, 2000))
+
+    def step(self) -> None:
+        step = self.scheduler.schedule()
+        self.scheduler.postprocess(step, [7] * len(step.sampled_seqs))
+        for hook in self.core.on_step:
+            hook(step, None)
+
+
+def test_a_step_that_changes_little_makes_a_small_frame():
+    engine = Clockwork(num_seqs=256, num_blocks=20_000)
+    recorder = StepRecorder(engine)
+    recorder.start()
+    for _ in range(20):
+        engine.step()
+    frames, _ = recorder.frames_since(0)
+    assert len(frames[2]["decodes"]) == 256 and "decodes" not in frames[3]
+    sizes = [len(json.dumps(frame)) for frame in frames[4:] if "tables" not in frame]
+    assert len(sizes) >= 10 and max(sizes) < 150
+
+
+def test_readers_have_their_own_pace():
+    """A reader that falls behind begins again with a key frame, and what is kept has a bound."""
+    engine = Clockwork(num_seqs=5, num_blocks=100)
+    recorder = StepRecorder(engine, max_frames=10)
+    recorder.start()
+    (first,), last = recorder.frames_since(0)
+    assert first["key"]["num_blocks"] == 100 and recorder.frames_since(last) == ([], last)
+    for _ in range(8):
+        engine.step()
+    frames, fast = recorder.frames_since(last)
+    assert [frame["step"] for frame in frames] == [*range(1, 9)]
+    text, _ = recorder.json_since(last)
+    assert json.loads(text) == frames and recorder.json_since(last)[0] is text  # encoded once
+    for _ in range(8):
+        engine.step()
+    frames, now = recorder.frames_since(last)
+    assert "key" in frames[0] and [frame["step"] for frame in frames] == [*range(6, 17)]
+    assert [frame["step"] for frame in recorder.frames_since(fast)[0]] == [*range(9, 17)]
+    view = View.from_key_frame(frames[0])
+    for frame in frames[1:]:
+        view.apply(frame)
+    check_view(view, engine)
+    assert recorder.json_since(now) == ("", now)
+    recorder.stop()
+    recorder.start()
+    assert "key" in recorder.frames_since(now)[0][0]  # another recording
+
+
+def test_hook_errors():
+    """A hook's error is one of the step; a recorder's own ends the recording, and no request."""
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    with LLM("tiny-qwen3", num_kvcache_blocks=12, **SMALL) as llm:
+
+        def fail(step, result):
+            raise ZeroDivisionError("in a hook")
+
+        llm.core.on_step.append(fail)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate([5, 6], params, use_tqdm=False)
+        llm.core.on_step.remove(fail)
+        recorder = StepRecorder(llm)
+        recorder.start()
+        recorder._update_tables = fail
+        assert len(llm.generate([5, 6], params, use_tqdm=False)[0].token_ids) == 3
+        assert not recorder.is_recording and not llm.core.on_step
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def recorded_frames(page: str) -> list[dict]:
+    (text,) = re.findall(r'<script id="recording" type="application/json">(.*?)</script>', page, re.DOTALL)
+    return json.loads(text)
+
+
+def test_trace_writes_one_file(tmp_path):
+    folder = tmp_path / "<!--<script>"  # where a model may be, and which must not end up as markup
+    shutil.copytree(TINY, folder)
+    path = tmp_path / "run.html"
+    with LLM(str(folder), num_kvcache_blocks=12, **SMALL) as llm:
+        with trace(llm, path):
+            llm.generate([[5] * 40, [5] * 45], SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
+        assert not llm.core.on_step
+        page = path.read_text()
+        assert page.count("<!--") == 0 and "\\u003c!--\\u003cscript>" in page
+        first, *frames = recorded_frames(page)
+        assert first["key"]["model"] == "<!--<script>" and [frame["step"] for frame in frames] == [*range(1, 21)]
+        view = View.from_key_frame(first)
+        for frame in frames:
+            view.apply(frame)
+        check_view(view, llm)
+        assert view.counts[1] == 32 and frames[0]["chunks"] == [["0", 0, 40], ["1", 32, 45]]
+        with pytest.raises(FileNotFoundError, match="no such folder"), trace(llm, tmp_path / "missing" / "run.html"):
+            pass
+        with pytest.raises(KeyError), trace(llm, tmp_path / "failed.html", max_steps=5):
+            llm.generate([[5] * 40] * 2, SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
+            raise KeyError
+    first, *frames = recorded_frames((tmp_path / "failed.html").read_text())
+    assert [frame["step"] for frame in frames] == [*range(16, 21)]
+
+
+def test_page_is_closed_to_the_outside():
+    """One file: no address but its own server's, nothing inline that its policy does not name, no markup from data."""
+    page = render_page()
+    assert '"Content-Security-Policy"' in page and "connect-src 'self'" in page
+    assert "connect-src" not in render_page([])
+    assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", page)
+    assert not re.findall(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|localStorage|sessionSto", page)
+    assert not re.findall(r'\son\w+="|\sstyle="|javascript:', page)
+    for tag in ("script", "style"):
+        (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        assert f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}" in content_security_policy(is_live=True)
+    assert "unsafe" not in page.split("</head>")[0]
+
+
+# -- the stream --------------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """The page on a free port, with as much of OpenAI's API around an engine as its chat uses."""
+
+    def __init__(self, llm: LLM):
+        import uvicorn
+        from fastapi import Depends, FastAPI, HTTPException, Request
+        from fastapi.responses import StreamingResponse
+
+        from nanovllm.serve.view import view_router
+
+        self.llm, self.key, self.is_closing = llm, None, False
+
+        def authorize(request: Request) -> None:
+            if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
+                raise HTTPException(401)
+
+        app = FastAPI()
+        app.include_router(view_router(SimpleNamespace(engine=llm), authorize, lambda: self.is_closing))
+
+        @app.get("/v1/models")
+        async def models() -> dict[str, Any]:
+            return {"data": [{"id": "tiny"}]}
+
+        @app.post("/v1/chat/completions", dependencies=[Depends(authorize)])
+        async def complete(request: Request) -> StreamingResponse:
+            body = await request.json()
+            max_tokens, n = body["max_completion_tokens"], body["n"]
+            params = SamplingParams(temperature=0, max_tokens=max_tokens, n=n, ignore_eos=True)
+            answer = self.answer(llm.stream([body["messages"]], params))
+            return StreamingResponse(answer, media_type="text/event-stream")
+
+        config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off")
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+
+    async def answer(self, events: Iterator) -> Any:
+        try:
+            while (event := await asyncio.to_thread(next, events, None)) is not None:
+                choice = {"delta": {"content": event.text}, "finish_reason": event.finish_reason}
+                yield f"data: {json.dumps({'choices': [{'index': event.output_index, **choice}]})}\n\n"
+            yield "data: [DONE]\n\n"
+        finally:
+            await asyncio.to_thread(events.close)
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}/"
+
+    def __enter__(self) -> "Server":
+        self.thread.start()
+        while not self.server.started:
+            sleep(0.01)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.is_closing = self.server.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive(), "streams do not end"
+
+
+@pytest.fixture(scope="module")
+def server():
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("fastapi")
+    with LLM("tiny-qwen3", num_kvcache_blocks=200, max_num_seqs=16, **SMALL) as llm, Server(llm) as server:
+        yield server
+
+
+def events(lines: Iterator[str]) -> Iterator[list[dict]]:
+    for line in lines:
+        if line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
+
+
+def wait_for(condition) -> None:
+    end = monotonic() + 20
+    while not condition():
+        assert monotonic() < end
+        sleep(0.01)
+
+
+def test_stream_of_frames(server):
+    httpx = pytest.importorskip("httpx")
+    llm, url = server.llm, f"{server.address}view/events"
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    assert not llm.core.on_step  # nothing is recorded without a stream
+    with httpx.Client(timeout=20) as client, client.stream("GET", url) as one, client.stream("GET", url) as other:
+        assert one.headers["content-type"].startswith("text/event-stream")
+        streams = [events(response.iter_lines()) for response in (one, other)]
+        views = [View.from_key_frame(next(stream)[0]) for stream in streams]
+        llm.generate([[5] * 40] * 3, params, use_tqdm=False)
+        for view, stream in zip(views, streams):
+            while view.step < 20:
+                for frame in next(stream):
+                    view.apply(frame)
+            check_view(view, llm)
+        assert len(llm.core.on_step) == 1
+        # an aborted request leaves the page although no step follows
+        aborted = llm.stream([[5] * 40], params)
+        next(aborted)
+        aborted.close()
+        for view, stream in zip(views, streams):
+            while view.step == 20 or view.seqs:
+                for frame in next(stream):
+                    view.apply(frame)
+            check_view(view, llm)
+    wait_for(lambda: not llm.core.on_step)
+    server.key = "secret"
+    assert httpx.get(url).status_code == 401 and httpx.get(server.address).status_code == 200
+    server.key = None
+
+
+def test_page_response(server):
+    httpx = pytest.importorskip("httpx")
+    response = httpx.get(server.address)
+    assert response.headers["content-type"].startswith("text/html")
+    policy = response.headers["content-security-policy"]
+    assert "frame-ancestors 'none'" in policy and "default-src 'none'" in policy and "unsafe" not in policy
+    assert response.headers["x-content-type-options"] == "nosniff"
+
+
+# -- a real browser ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium")
+    pytest.importorskip("websockets")
+    with open_browser() as page:
+        yield page
+
+
+@pytest.mark.browser
+def test_page_in_a_browser(server, browser, tmp_path):
+    """It chats, and shows the blocks of the answer; it can be paused, and moved through by keyboard."""
+    server.key = "secret"
+    browser.set_window(1280, 800, prefers_color_scheme="light")
+    browser.open(server.address)
+    browser.wait_for("!byId('key-box').hidden")  # it asks for the key
+    controls = "[...document.querySelectorAll('input, textarea, select, button, canvas[tabindex], ul')]"
+    unnamed = "(node) => !(node.ariaLabel || node.labels?.length || node.textContent.trim())"
+    assert browser.run(f"{controls}.filter({unnamed}).map((node) => node.id)") == []
+    browser.run("byId('key').focus()")
+    browser.call("Input.insertText", text="secret")
+    browser.press("Tab")
+    browser.wait_for("byId('status').dataset.state === 'live' && player.view !== null")
+    browser.wait_for("byId('blocks-count').textContent.startsWith('200: 0 held')")
+    untouched, num_tokens = browser.run("[byId('grid').toDataURL(), player.view.counts[2]]")
+    browser.run("byId('answers').value = '4'; byId('max-tokens').value = '60'; byId('message').focus()")
+    browser.call("Input.insertText", text="What is <b>17</b> + 25?")
+    browser.press("Enter", text="\r")
+    browser.wait_for("player.view.numHeld > 0")
+    browser.wait_for("byId('send').textContent === 'Send'")
+    assert browser.run("document.querySelectorAll('#log b').length") == 0
+    assert "<b>17</b>" in browser.run("document.querySelector('.from-user .text').textContent")
+    answer = browser.run("document.querySelector('.from-model .text').textContent")
+    assert len(answer) > 10 and browser.run("document.querySelectorAll('#log details p').length") == 3
+    browser.wait_for("player.view.step >= 60 && player.view.numHeld === 0")
+    assert browser.run("byId('grid').toDataURL()") != untouched
+    assert browser.run("player.view.counts[2]") == num_tokens + 4 * 60
+    # back through the steps by keyboard: what was held is held again, and the page stays there
+    browser.run("document.activeElement.blur(); follow()")
+    browser.press("ArrowLeft")
+    browser.press("ArrowLeft")
+    assert browser.run("byId('status').textContent") == "paused" and browser.run("player.view.numHeld") > 0
+    browser.wait_for("byId('narration').getAttribute('aria-live') === 'polite'")
+    step = browser.run("player.view.step")
+    browser.press("ArrowRight")
+    assert browser.run("player.view.step") == step + 1
+    browser.press("End")
+    browser.wait_for("byId('status').textContent === 'live'")
+    # what is kept has a bound, and can still be moved through; while it is paused, the page keeps what it shows
+    frames = (
+        "Array.from({length: 500}, (_, i) => ({step: 1000 + batch * 500 + i, time: 100 + batch * 5 + i / 100, ms: 9}))"
+    )
+    browser.run(f"for (let batch = 0; batch < 14; batch++) receive({frames})")
+    assert 4000 < browser.run("player.end") <= 6000
+    assert browser.run("show(0), player.view.step") < browser.run("show(player.end), player.view.step") == 7999
+    browser.run("receive([{key: player.view.engine, step: 0, time: 0}])")
+    assert browser.run("player.view.step") == 7999 and browser.run("stream === null")
+    server.key = None
+    assert [problem for problem in browser.problems if "401" not in problem] == []
+
+
+@pytest.mark.browser
+def test_recording_in_a_browser(browser, tmp_path):
+    """The script adds up frames as frames.py does; a seek to any step, in any order, gives the same state."""
+    path, rng = tmp_path / "run.html", random.Random(4)
+    with LLM("tiny-qwen3", num_kvcache_blocks=20, max_num_mixed_tokens=64, **SMALL) as llm, trace(llm, path):
+        requests = [random_request(rng) for _ in range(12)]
+        for request in requests:
+            llm.add_request(*request)
+        while not llm.is_finished():
+            llm.step()
+    first, *frames = recorded_frames(path.read_text())
+    view, states = View.from_key_frame(first), []
+    for frame in [None, *frames]:
+        if frame:
+            view.apply(frame)
+        seqs = {name: [s.status, s.prompt, s.tokens, s.computed, s.table] for name, s in view.seqs.items()}
+        states.append(json.loads(json.dumps([view.step, seqs, sorted(view.cached), view.waiting, view.counts])))
+    assert len(states) > 60
+    num_problems = len(browser.problems)
+    browser.set_window(390, 844, prefers_color_scheme="dark", prefers_reduced_motion="reduce")
+    browser.open(path.as_uri())
+    browser.run(
+        "const stateAt = (index) => { show(index); const v = player.view; return structuredClone([v.step,"
+        " Object.fromEntries([...v.seqs].map(([n, s]) => [n, [s.status, s.prompt, s.tokens, s.computed, s.table]])),"
+        " [...v.cached].sort((a, b) => a - b), v.waiting, v.counts]); }; 0"
+    )
+    order = [*range(len(states)), *rng.sample(range(len(states)), 40), *range(len(states) - 1, -1, -1)]
+    assert browser.run(f"({order}).map(stateAt)") == [states[i] for i in order]
+    assert "recording of" in browser.run("byId('status').textContent")
+    assert browser.run("byId('chat').hidden && byId('follow').hidden")
+    assert browser.run("document.documentElement.scrollWidth <= innerWidth")  # nothing sticks out on a phone
+    colors = "() => { show(40); draw(); return [...player.view.seqs.values()].map((seq) => seq.color).join(); }"
+    assert browser.run(f"({colors})()") == browser.run(f"(show(60), ({colors})())")
+    browser.press("Home")
+    browser.press(" ")
+    browser.wait_for("player.index > 0 || !playing")
+    assert browser.problems[num_problems:] == []
