@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -82,7 +83,7 @@ def test_partial_outputs_grow(llm, offline):
     outputs = asyncio.run(main())
     final, expected = outputs[-1], offline(PROMPTS[0], params)
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True] and len(outputs) > 5
-    for before, after in zip(outputs, outputs[1:]):
+    for before, after in pairwise(outputs):
         for old, new in zip(before.outputs, after.outputs):
             assert new.text.startswith(old.text) and new.token_ids[: len(old.token_ids)] == old.token_ids
             assert old.logprobs is None or new.logprobs[: len(old.logprobs)] == old.logprobs

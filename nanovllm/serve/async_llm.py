@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
 from nanovllm.engine.inbox import Inbox, OutputKind
 from nanovllm.engine.outputs import RequestOutput, StepOutput, StreamEvent
 from nanovllm.engine.prompts import Prompt
@@ -59,6 +60,7 @@ class AsyncLLM:
         self._names: dict[str, AsyncRequest | None] = {}  # by the caller's id; None while the prompt is tokenized
         self._num_live = 0  # answers
         self._numbers = itertools.count()
+        self._token_bytes = TokenBytes(self.engine.tokenizer, skip_special_tokens=False)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="nanovllm-tokenizer")
         # one for callers that read every piece, one for those that wait for the complete answer
         self._inboxes = [Inbox(OutputKind.EVENTS), Inbox(OutputKind.TOKENS)]
@@ -177,6 +179,13 @@ class AsyncLLM:
         self.check_open()
         call = partial(self.engine.processor.tokenize, prompt, chat_template_kwargs)
         return (await asyncio.get_running_loop().run_in_executor(self._pool, call))[1]
+
+    def detokenize(self, token_ids: list[int]) -> str:
+        """The text of tokens, special ones included. ValueError for an id outside of the vocabulary."""
+        vocab_size = self.engine.config.model_config.vocab_size
+        for token_id in token_ids:
+            check_int("tokens: token id", token_id, low=0, high=vocab_size - 1)
+        return Detokenizer(token_ids, 0, SamplingParams(), self._token_bytes).decode(is_last=True)
 
     @property
     def num_unfinished(self) -> int:

@@ -55,6 +55,7 @@ class AsyncRequest:
         self._wake()
 
     def fail(self, error: Exception) -> None:
+        """The caller gets this error, unless the answers are complete."""
         self._error = error
         self._wake()
 
@@ -77,9 +78,11 @@ class AsyncRequest:
         return self.final
 
     async def _wait_for(self, is_there) -> None:
-        while not is_there():
-            if self._error is not None:
+        while True:
+            if self._error is not None and self.final is None:
                 raise self._error
+            if is_there():
+                return
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter

@@ -1,0 +1,50 @@
+"""Settings of the HTTP server."""
+
+from dataclasses import dataclass
+
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Who may use the server, under which names, and the bounds of what a client can take.
+
+    host: the address to listen on; the default can't be reached from other machines.
+    port: the port to listen on; 0 is any free one.
+    api_key: clients must send one of these keys as `Authorization: Bearer KEY`; the environment variable
+        NANOVLLM_API_KEY is one more, and is not visible in the list of processes. None lets everybody in.
+    allowed_origins: web pages of these origins may call the server from a browser; None is no other page than its own.
+    allowed_hosts: the names that a request's Host header may have; None is any, or those of this machine if `host` is
+        one of them, so that no web page can reach the server through a name of its own (DNS rebinding).
+    served_model_name: the names of the model in the API; None is the last part of MODEL.
+    tool_call_parser: the format of tool calls: "hermes" (Qwen), "llama3_json", "none", or "auto", which looks at the
+        chat template.
+    max_body_bytes: maximum size of a request's body.
+    max_answers: maximum number of answers of one request: prompts times `n`.
+    request_timeout: seconds after which a request that is still running is ended.
+    body_timeout: seconds within which a request's body must have arrived.
+    max_connections: maximum number of open connections; further ones are answered with 503.
+    drain_seconds: after SIGTERM or Ctrl-C, how long requests that are running may go on.
+    access_log: print a line for each request.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: tuple[str, ...] | None = None
+    allowed_origins: tuple[str, ...] | None = None
+    allowed_hosts: tuple[str, ...] | None = None
+    served_model_name: tuple[str, ...] | None = None
+    tool_call_parser: str = "auto"
+    max_body_bytes: int = 4 * 2**20
+    max_answers: int = 128
+    request_timeout: float = 600.0
+    body_timeout: float = 30.0
+    max_connections: int = 4096
+    drain_seconds: int = 30
+    access_log: bool = False
+
+    def hosts(self) -> tuple[str, ...] | None:
+        """The allowed values of a Host header without its port; None is any."""
+        if self.allowed_hosts is None and self.host in ("localhost", "127.0.0.1", "::1"):
+            return LOOPBACK_HOSTS
+        return self.allowed_hosts
