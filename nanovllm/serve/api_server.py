@@ -104,21 +104,15 @@ class Api:
         self.started = int(time())
 
     def router(self) -> APIRouter:
-        router = APIRouter()
-        for path, handler in [
-            ("/v1/completions", self.completions),
-            ("/v1/chat/completions", self.chat_completions),
-            ("/tokenize", self.tokenize),
-            ("/detokenize", self.detokenize),
-        ]:
-            router.add_api_route(path, handler, methods=["POST"], response_model=None)
-        for path, handler in [
-            ("/v1/models", self.models),
-            ("/v1/models/{name:path}", self.model),
-            ("/health", self.health),
-            ("/metrics", self.metrics_text),
-        ]:
-            router.add_api_route(path, handler, methods=["GET"], response_model=None)
+        router, options = APIRouter(), dict[str, Any](response_model=None)
+        router.post("/v1/completions", **options)(self.completions)
+        router.post("/v1/chat/completions", **options)(self.chat_completions)
+        router.post("/tokenize", **options)(self.tokenize)
+        router.post("/detokenize", **options)(self.detokenize)
+        router.get("/v1/models", **options)(self.models)
+        router.get("/v1/models/{name:path}", **options)(self.model)
+        router.get("/health", **options)(self.health)
+        router.get("/metrics", **options)(self.metrics_text)
         return router
 
     # -- generation ----------------------------------------------------------------------------------------------------
@@ -195,9 +189,9 @@ class Api:
             raise ApiError(400, "prompt: there must be at least one", "prompt")
         if len(prompts) * params.n > (bound := self.settings.max_answers):
             raise ApiError(400, f"n={params.n}: times {len(prompts)} prompts is more than {bound} answers", "n")
-        options = dict(priority=body.priority, chat_template_kwargs=template_arguments, in_pieces=bool(body.stream))
+        in_pieces = bool(body.stream)
         for prompt in prompts:
-            requests.append(await self.llm.submit(prompt, params, **options))
+            requests.append(await self.llm.submit(prompt, params, None, body.priority, template_arguments, in_pieces))
 
     def _limit_time(self, requests: Sequence[AsyncRequest]) -> Callable[[], None]:
         """Let requests fail when their time is over. The function that is returned ends them, and their timer."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
+from nanovllm.engine import prompts
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestOutput, StreamEvent
 from nanovllm.serve.answers import Answer, logprob_value
 from nanovllm.serve.async_request import AsyncRequest
@@ -13,7 +14,7 @@ from nanovllm.serve.protocol import ChatBody, ChatFields, Message, NamedToolChoi
 from nanovllm.serve.tool_parsers import PARSERS, JsonListParser, NamedParser, ToolCall, ToolParser
 
 
-def conversation(body: ChatFields) -> list[dict[str, Any]]:
+def conversation(body: ChatFields) -> list[prompts.Message]:
     """The messages, as chat templates read them."""
     return [_message(message, i) for i, message in enumerate(body.messages)]
 

@@ -24,11 +24,12 @@ class CompletionAnswer(Answer):
     def choices(self, prompt_index: int, output: RequestOutput) -> list[dict[str, Any]]:
         echo, choices = self._echoes[prompt_index], []
         for answer in output.outputs:
-            token_ids, logprobs, offset = answer.token_ids, answer.logprobs, len(echo)
-            if self.body.echo and output.prompt_logprobs is not None and logprobs is not None:
-                token_ids, logprobs = [*output.prompt_token_ids, *token_ids], [*output.prompt_logprobs, *logprobs]
-                offset = 0
-            found = None if logprobs is None else self._logprobs(token_ids, logprobs, offset)
+            found = None
+            if answer.logprobs is not None and output.prompt_logprobs is not None:  # because of `echo`
+                token_ids = [*output.prompt_token_ids, *answer.token_ids]
+                found = self._logprobs(token_ids, [*output.prompt_logprobs, *answer.logprobs], 0)
+            elif answer.logprobs is not None:
+                found = self._logprobs(answer.token_ids, answer.logprobs, len(echo))
             choices.append(self._choice(prompt_index, answer, echo + answer.text, found))
         return choices
 

@@ -74,4 +74,5 @@ def validation_error(errors: Sequence[dict]) -> ApiError:
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{'.'.join(path)}: this field is unknown or not supported", param, "unknown_parameter")
     texts = dict.fromkeys(error["msg"] for error in errors if param in error["loc"])
-    return ApiError(400, f"{param}: {'; or '.join(texts) or first['msg']}"[:500], param)
+    where = ".".join(path) if len(texts) == 1 else param
+    return ApiError(400, f"{where}: {'; or '.join(texts)}"[:500], param)
