@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from time import time
@@ -24,7 +24,7 @@ from nanovllm.serve import chat
 from nanovllm.serve.answers import Answer
 from nanovllm.serve.async_llm import AsyncLLM, EngineDeadError
 from nanovllm.serve.async_request import AsyncRequest
-from nanovllm.serve.completions import CompletionAnswer
+from nanovllm.serve.completions import CompletionAnswer, Echo
 from nanovllm.serve.errors import ApiError, RequestTimeoutError, api_error, validation_error
 from nanovllm.serve.guard import BoundedProtocol, Guard
 from nanovllm.serve.metrics import Metrics
@@ -129,8 +129,8 @@ class Api:
             params = sampling_params(body, self.defaults, structured_outputs(body), **special)
             return Prepared(body.prompts(), params, None)
 
-        async def make_answer(requests: Sequence[AsyncRequest]) -> Answer:
-            echoes = [await self._prompt_text(own) if body.echo else "" for own in requests]
+        def make_answer(requests: Sequence[AsyncRequest]) -> Answer:
+            echoes = [self._echo(own) if body.echo else Echo() for own in requests]
             return CompletionAnswer(body, self._model_name(body.model), requests, echoes)
 
         return await self._respond(body, request, prepare, make_answer)
@@ -145,7 +145,7 @@ class Api:
             params = sampling_params(body, self.defaults, structured_outputs(body), **special)
             return Prepared([chat.conversation(body)], params, chat.template_arguments(body))
 
-        async def make_answer(requests: Sequence[AsyncRequest]) -> Answer:
+        def make_answer(requests: Sequence[AsyncRequest]) -> Answer:
             make_parser = chat.make_tool_parser(body, self.tool_call_parser)
             return chat.ChatAnswer(body, self._model_name(body.model), requests, make_parser)
 
@@ -156,14 +156,14 @@ class Api:
         body: GenerationBody,
         request: Request,
         prepare: Callable[[], Prepared],
-        make_answer: Callable[[Sequence[AsyncRequest]], Coroutine[Any, Any, Answer]],
+        make_answer: Callable[[Sequence[AsyncRequest]], Answer],
     ) -> Response:
         """Check and queue the requests for all prompts, then answer at the end or piece by piece."""
         fields = type(body).model_fields
         requests: list[AsyncRequest] = []
         try:
             await self._submit(body, prepare(), requests)
-            answer = await make_answer(requests)
+            answer = make_answer(requests)
         except BaseException as error:
             self._discard(requests)
             if not isinstance(error, Exception):
@@ -211,9 +211,9 @@ class Api:
         for request in requests:
             self.llm.discard(request)
 
-    async def _prompt_text(self, request: AsyncRequest) -> str:
-        text = request.request.prompt
-        return self.llm.detokenize(request.prompt_token_ids) if text is None else text
+    def _echo(self, request: AsyncRequest) -> Echo:
+        text, token_ids = request.request.prompt, request.prompt_token_ids
+        return Echo(self.llm.detokenize(token_ids) if text is None else text, self.llm.detokenize(token_ids[:1]))
 
     def _model_name(self, name: str | None) -> str:
         """The name that an answer states. ApiError for a model that is not served here."""

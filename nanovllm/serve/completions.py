@@ -1,7 +1,7 @@
 """Answers of /v1/completions."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanovllm.engine.outputs import Logprob, RequestOutput, StreamEvent
 from nanovllm.serve.answers import Answer, logprob_value
@@ -11,12 +11,19 @@ from nanovllm.serve.protocol import CompletionBody
 TokenLogprobs = Sequence[Mapping[int, Logprob] | None]
 
 
+class Echo(NamedTuple):
+    """The prompt in front of its answers: its text, and that of its first token, which has no log-probability."""
+
+    text: str = ""
+    first_token: str = ""
+
+
 class CompletionAnswer(Answer):
     id_prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
     body: CompletionBody
 
-    def __init__(self, body: CompletionBody, model: str, requests: Sequence[AsyncRequest], echoes: Sequence[str]):
-        """echoes: for each prompt the text that comes before its answers."""
+    def __init__(self, body: CompletionBody, model: str, requests: Sequence[AsyncRequest], echoes: Sequence[Echo]):
+        """echoes: for each prompt."""
         super().__init__(body, model, requests)
         self._echoes = echoes
         self._num_characters: dict[int, int] = {}  # by choice, that were streamed
@@ -27,15 +34,15 @@ class CompletionAnswer(Answer):
             found = None
             if answer.logprobs is not None and output.prompt_logprobs is not None:  # because of `echo`
                 token_ids = [*output.prompt_token_ids, *answer.token_ids]
-                found = self._logprobs(token_ids, [*output.prompt_logprobs, *answer.logprobs], 0)
+                found = self._logprobs(token_ids, [*output.prompt_logprobs, *answer.logprobs], 0, echo.first_token)
             elif answer.logprobs is not None:
-                found = self._logprobs(answer.token_ids, answer.logprobs, len(echo))
-            choices.append(self._choice(prompt_index, answer, echo + answer.text, found))
+                found = self._logprobs(answer.token_ids, answer.logprobs, len(echo.text))
+            choices.append(self._choice(prompt_index, answer, echo.text + answer.text, found))
         return choices
 
     def chunk_choices(self, prompt_index: int, event: StreamEvent) -> list[dict[str, Any]]:
         number = self._number(prompt_index, event.output_index)
-        text = event.text if number in self._num_characters else self._echoes[prompt_index] + event.text
+        text = event.text if number in self._num_characters else self._echoes[prompt_index].text + event.text
         offset = self._num_characters.get(number, len(text) - len(event.text))
         self._num_characters[number] = offset + len(event.text)
         found = None if event.logprobs is None else self._logprobs(event.token_ids, event.logprobs, offset)
@@ -58,11 +65,13 @@ class CompletionAnswer(Answer):
         return prompt_index * self.requests[0].num_answers + answer_index
 
     @staticmethod
-    def _logprobs(token_ids: Sequence[int], logprobs: TokenLogprobs, offset: int) -> dict[str, list]:
-        """offset: the number of characters before the first token. The first token of a prompt has no logprobs."""
+    def _logprobs(
+        token_ids: Sequence[int], logprobs: TokenLogprobs, offset: int, first_token: str = ""
+    ) -> dict[str, list]:
+        """offset: the number of characters before the first token. `first_token` is its text if it has no logprobs."""
         result: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, found in zip(token_ids, logprobs):
-            token = (found[token_id].decoded_token or "") if found else ""
+            token = (found[token_id].decoded_token or "") if found else first_token
             result["tokens"].append(token)
             result["token_logprobs"].append(logprob_value(found[token_id]) if found else None)
             top = {x.decoded_token or f"token_id:{i}": logprob_value(x) for i, x in found.items()} if found else None
