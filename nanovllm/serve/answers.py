@@ -13,11 +13,12 @@ from nanovllm.serve.protocol import GenerationBody
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity
 DONE = b"data: [DONE]\n\n"
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def dump_json(content: Any) -> bytes:
     """Half of a surrogate pair, which only a client can have sent, becomes a question mark."""
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return _encode(content).encode("utf-8", "replace")
 
 
 def server_sent_event(content: Any) -> bytes:

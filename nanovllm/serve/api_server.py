@@ -40,14 +40,15 @@ from nanovllm.serve.protocol import (
 from nanovllm.serve.responses import ClientGoneError, EventStream, error_response, json_response, while_connected
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.structured import structured_outputs
-from nanovllm.serve.tool_parsers import PARSERS, parser_for
+from nanovllm.serve.tool_parsers import parser_for
 
 logger = logging.getLogger("nanovllm")
+BACKLOG = 2048  # connections that the system accepts before the server does
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 
 
 def create_app(llm: AsyncLLM, settings: ServerSettings, model: str) -> FastAPI:
-    """model: as it was given on the command line. ValueError for an unknown tool_call_parser."""
+    """model: as it was given on the command line."""
     app = FastAPI(title="nano-vllm", docs_url=None, redoc_url=None, openapi_url=None)
     api = Api(llm, settings, settings.served_model_name or (Path(model).name,))
     app.include_router(api.router())
@@ -93,8 +94,6 @@ class Api:
         self.llm, self.settings, self.model_names = llm, settings, model_names
         self.metrics = Metrics(llm, model_names[0])
         parser = settings.tool_call_parser
-        if parser not in (*PARSERS, "auto"):
-            raise ValueError(f"tool_call_parser={parser!r}: must be one of auto, {', '.join(PARSERS)}")
         template = getattr(llm.engine.tokenizer, "chat_template", None)
         self.tool_call_parser = parser_for(template) if parser == "auto" else parser
         # what the model recommends; the length of an answer is the API's own
@@ -292,6 +291,7 @@ def make_server(llm: AsyncLLM, settings: ServerSettings, model: str) -> uvicorn.
         log_level="info" if settings.access_log else "warning",
         access_log=settings.access_log,
         server_header=False,
+        backlog=BACKLOG,
         limit_concurrency=settings.max_connections,
         timeout_graceful_shutdown=settings.drain_seconds,
     )
@@ -300,15 +300,17 @@ def make_server(llm: AsyncLLM, settings: ServerSettings, model: str) -> uvicorn.
     return server
 
 
-def run_server(llm: AsyncLLM, settings: ServerSettings, model: str, reserved: socket.socket) -> int:
+def run_server(llm: AsyncLLM, settings: ServerSettings, model: str, listener: socket.socket) -> int:
     """Serve until SIGTERM, Ctrl-C or a failure of the engine; the exit status of the process."""
     server = make_server(llm, settings, model)
     # uvicorn drains the connections after a signal, and then raises the signal again
     handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    host, port = listener.getsockname()[:2]
+    listener.listen(BACKLOG)
+    print(f"{model} is served at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C ends it)", flush=True)
     try:
-        server.run(sockets=[reserved])
+        server.run(sockets=[listener])
     finally:
-        llm.exit()
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return 1 if llm.error is not None else 0

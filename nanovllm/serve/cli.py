@@ -75,11 +75,14 @@ def serve(options: argparse.Namespace) -> int:
     from nanovllm.serve.async_llm import AsyncLLM
 
     settings = ServerSettings(**given(options, ServerSettings))
-    listener = api_server.listening_socket(settings)
     engine_settings = {name: value for name, value in given(options, Config).items() if name != "model"}
-    sys.setswitchinterval(SWITCH_INTERVAL)
-    llm = AsyncLLM(options.model, max_queued_requests=options.max_queued_requests, **engine_settings)
-    return api_server.run_server(llm, settings, options.model, listener)
+    with api_server.listening_socket(settings) as listener:  # an address that is in use is an error at once
+        sys.setswitchinterval(SWITCH_INTERVAL)
+        llm = AsyncLLM(options.model, max_queued_requests=options.max_queued_requests, **engine_settings)
+        try:
+            return api_server.run_server(llm, settings, options.model, listener)
+        finally:
+            llm.exit()
 
 
 def generate(options: argparse.Namespace) -> int:

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from nanovllm.serve.tool_parsers import PARSERS
+from nanovllm.utils.checks import check_choice, check_int, check_real
+
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -26,6 +29,8 @@ class ServerSettings:
     max_connections: maximum number of open connections; further ones are answered with 503.
     drain_seconds: after SIGTERM or Ctrl-C, how long requests that are running may go on.
     access_log: print a line for each request.
+
+    Raises ValueError or TypeError with the value and the bound.
     """
 
     host: str = "127.0.0.1"
@@ -42,6 +47,15 @@ class ServerSettings:
     max_connections: int = 4096
     drain_seconds: int = 30
     access_log: bool = False
+
+    def __post_init__(self) -> None:
+        check_int("port", self.port, low=0, high=65535)
+        check_choice("tool_call_parser", self.tool_call_parser, ("auto", *PARSERS))
+        for name in ("max_body_bytes", "max_answers", "max_connections"):
+            check_int(name, getattr(self, name), low=1)
+        for name in ("request_timeout", "body_timeout"):
+            check_real(name, getattr(self, name), low=0.001, high=1e6)
+        check_int("drain_seconds", self.drain_seconds, low=0)
 
     def hosts(self) -> tuple[str, ...] | None:
         """The allowed values of a Host header without its port; None is any."""
