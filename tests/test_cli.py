@@ -111,8 +111,8 @@ def test_bench_is_the_script_of_the_repository(monkeypatch, capsys, tmp_path):
 
 
 def test_serve_needs_its_extra(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "nanovllm.serve.api_server", None)
-    monkeypatch.delattr("nanovllm.serve.api_server", raising=False)
+    monkeypatch.setitem(sys.modules, "nanovllm.serve.server", None)
+    monkeypatch.delattr("nanovllm.serve.server", raising=False)
     with pytest.raises(SystemExit) as end:
         cli.main(["serve", "tiny-qwen3"])
     assert end.value.code == 2 and "pip install 'nano-vllm[serve]'" in capsys.readouterr().err

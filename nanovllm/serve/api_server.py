@@ -1,18 +1,15 @@
-"""The HTTP API: `create_app` makes the application, `run_server` serves it."""
+"""The application behind the HTTP API: its routes, and how each of them uses the engine."""
 
 import asyncio
 import importlib
 import importlib.util
 import logging
-import signal
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from time import time
 from typing import Any, NamedTuple
 
-import uvicorn
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -26,7 +23,7 @@ from nanovllm.serve.async_llm import AsyncLLM, EngineDeadError
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.completions import CompletionAnswer, Echo
 from nanovllm.serve.errors import ApiError, RequestTimeoutError, api_error, validation_error
-from nanovllm.serve.guard import BoundedProtocol, Guard
+from nanovllm.serve.guard import Guard
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.protocol import (
     ChatBody,
@@ -43,17 +40,18 @@ from nanovllm.serve.structured import structured_outputs
 from nanovllm.serve.tool_parsers import parser_for
 
 logger = logging.getLogger("nanovllm")
-BACKLOG = 2048  # connections that the system accepts before the server does
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 
 
-def create_app(llm: AsyncLLM, settings: ServerSettings, model: str) -> FastAPI:
-    """model: as it was given on the command line."""
+def create_app(
+    llm: AsyncLLM, settings: ServerSettings, model: str, is_closing: Callable[[], bool] = lambda: False
+) -> FastAPI:
+    """model: as it was given on the command line. `is_closing` tells the page's endless streams to end."""
     app = FastAPI(title="nano-vllm", docs_url=None, redoc_url=None, openapi_url=None)
     api = Api(llm, settings, settings.served_model_name or (Path(model).name,))
     app.include_router(api.router())
     if importlib.util.find_spec("nanovllm.serve.view") is not None:
-        app.include_router(importlib.import_module("nanovllm.serve.view").view_router(llm))
+        app.include_router(importlib.import_module("nanovllm.serve.view").view_router(llm, is_closing=is_closing))
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_error)
@@ -263,54 +261,3 @@ class Api:
 
     async def metrics_text(self) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-# -- the server --------------------------------------------------------------------------------------------------------
-
-
-def listening_socket(settings: ServerSettings) -> socket.socket:
-    """Reserves the address before the model is loaded. OSError if it is in use, or not an address of this machine."""
-    family, *_, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
-    reserved = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(address)
-    except BaseException:
-        reserved.close()
-        raise
-    return reserved
-
-
-def make_server(llm: AsyncLLM, settings: ServerSettings, model: str) -> uvicorn.Server:
-    """A server that ends when the engine fails."""
-    config = uvicorn.Config(
-        create_app(llm, settings, model),
-        http=BoundedProtocol,
-        ws="none",
-        lifespan="off",
-        log_level="info" if settings.access_log else "warning",
-        access_log=settings.access_log,
-        server_header=False,
-        backlog=BACKLOG,
-        limit_concurrency=settings.max_connections,
-        timeout_graceful_shutdown=settings.drain_seconds,
-    )
-    server = uvicorn.Server(config)
-    llm.on_failure.append(lambda error: setattr(server, "should_exit", True))
-    return server
-
-
-def run_server(llm: AsyncLLM, settings: ServerSettings, model: str, listener: socket.socket) -> int:
-    """Serve until SIGTERM, Ctrl-C or a failure of the engine; the exit status of the process."""
-    server = make_server(llm, settings, model)
-    # uvicorn drains the connections after a signal, and then raises the signal again
-    handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
-    host, port = listener.getsockname()[:2]
-    listener.listen(BACKLOG)
-    print(f"{model} is served at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C ends it)", flush=True)
-    try:
-        server.run(sockets=[listener])
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    return 1 if llm.error is not None else 0

@@ -68,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def serve(options: argparse.Namespace) -> int:
     try:
-        from nanovllm.serve import api_server
+        from nanovllm.serve import server
     except ImportError as error:
         raise ImportError(f"{error.name} is not installed; pip install 'nano-vllm[serve]'") from error
     from nanovllm.config import Config
@@ -76,11 +76,11 @@ def serve(options: argparse.Namespace) -> int:
 
     settings = ServerSettings(**given(options, ServerSettings))
     engine_settings = {name: value for name, value in given(options, Config).items() if name != "model"}
-    with api_server.listening_socket(settings) as listener:  # an address that is in use is an error at once
+    with server.listening_socket(settings) as listener:  # an address that is in use is an error at once
         sys.setswitchinterval(SWITCH_INTERVAL)
         llm = AsyncLLM(options.model, max_queued_requests=options.max_queued_requests, **engine_settings)
         try:
-            return api_server.run_server(llm, settings, options.model, listener)
+            return server.run_server(llm, settings, options.model, listener)
         finally:
             llm.exit()
 
