@@ -70,7 +70,7 @@ def validation_error(errors: Sequence[dict]) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON")
     if param is None or param.isdigit():
-        return ApiError(400, "the body must be a JSON object, with content-type application/json")
+        return ApiError(400, "the body must be a JSON object")
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{'.'.join(path)}: this field is unknown or not supported", param, "unknown_parameter")
     texts = dict.fromkeys(error["msg"] for error in errors if param in error["loc"])

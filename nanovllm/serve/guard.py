@@ -37,6 +37,8 @@ class Guard:
                 self._check_host(headers.get(b"host", b""))
                 if scope["path"] not in OPEN_PATHS:
                     self._check_key(headers.get(b"authorization", b""))
+                if scope["method"] == "POST":
+                    self._check_type(headers.get(b"content-type", b""))
                 receive = await self._with_body(headers, receive)
             except ApiError as error:
                 # the rest of a body is not read, so the connection can't be used again
@@ -57,6 +59,12 @@ class Guard:
         matches = [hmac.compare_digest(given.strip(), key) for key in self._keys]
         if self._keys and not (scheme.lower() == b"bearer" and any(matches)):
             raise ApiError(401, "a valid API key is needed, as `Authorization: Bearer KEY`", code="invalid_api_key")
+
+    @staticmethod
+    def _check_type(content_type: bytes) -> None:
+        """A web page of another origin can send any other type without asking first (a CORS preflight)."""
+        if content_type.partition(b";")[0].strip().lower() != b"application/json":
+            raise ApiError(400, "the content-type of the body must be application/json")
 
     async def _with_body(self, headers: dict[bytes, bytes], receive):
         """A `receive` that gives the whole body first. ApiError with 413 or 408 if it is too long or too slow."""

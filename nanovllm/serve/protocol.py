@@ -1,12 +1,14 @@
 """The bodies of requests to the HTTP API: OpenAI's fields, and vLLM's in addition. Any other field is an error."""
 
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from nanovllm.sampling_params import SamplingParams
 
+MAX_STOPS = 64  # strings that are looked for at every token
+MAX_LOGPROBS = 20  # of a token, as OpenAI has it; the engine's own bound applies as well
 # fields of a body that are passed on to SamplingParams as they are
 SAMPLING_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids", "max_tokens", "min_tokens"),
@@ -51,7 +53,7 @@ class GenerationBody(Body):
     min_p: float | None = None
     n: int | None = Field(None, ge=1)
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: list[int] | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -88,7 +90,7 @@ class GenerationBody(Body):
 
 class CompletionBody(GenerationBody):
     prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
     best_of: int | None = None
     suffix: None = None
@@ -148,7 +150,7 @@ class ChatFields(BaseModel):
 class ChatBody(ChatFields, GenerationBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
 

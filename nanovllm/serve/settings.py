@@ -40,7 +40,7 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] | None = None
     served_model_name: tuple[str, ...] | None = None
     tool_call_parser: str = "auto"
-    max_body_bytes: int = 4 * 2**20
+    max_body_bytes: int = 2 * 2**20
     max_answers: int = 128
     request_timeout: float = 600.0
     body_timeout: float = 30.0
