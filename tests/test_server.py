@@ -2,10 +2,14 @@
 
 import asyncio
 import json
+import shlex
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +19,7 @@ httpx = pytest.importorskip("httpx")
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.sampling_params import SamplingParams as Params
-from nanovllm.serve import AsyncLLM, guard
+from nanovllm.serve import AsyncLLM, guard, responses
 from nanovllm.serve.server import listening_socket, make_server
 from nanovllm.serve.settings import ServerSettings
 
@@ -676,6 +680,45 @@ def test_draining():
         server.thread.join(5)
         assert not server.thread.is_alive()
         server.wait_until_free()
+
+
+def test_many_connections_and_clients_that_do_not_read(monkeypatch):
+    monkeypatch.setattr(responses, "WRITE_SECONDS", 0.2)
+    with running(max_connections=8, request_timeout=1.0) as server:
+        body = dict(prompt=PROMPT, max_tokens=1900, ignore_eos=True, stream=True, n=8, logprobs=20)
+        content = json.dumps(body).encode()
+        idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(4)]
+        deaf = socket.socket()
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", server.port))
+        deaf.sendall(head("/v1/completions", f"content-length: {len(content)}") + content)
+        server.wait_until_running()
+        assert httpx.get(f"{server.url}/health").status_code == 200  # nobody else waits for it
+        more = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(4)]
+        assert b" 503 " in server.send(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        server.wait_until_free()
+        end = time.perf_counter() + 3
+        while server.server.server_state.tasks and time.perf_counter() < end:
+            time.sleep(0.01)
+        assert not server.server.server_state.tasks  # the stream has ended, read or not
+        for connection in (*idle, *more, deaf):
+            connection.close()
+
+
+# -- the documentation -------------------------------------------------------------------------------------------------
+
+
+def test_commands_of_the_readme(server):
+    """The lines with `curl` work as they stand there."""
+    if shutil.which("curl") is None:
+        pytest.skip("needs curl")
+    text = (Path(guard.__file__).parent / "README.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("curl ")]
+    assert len(lines) == 6
+    for line in lines:
+        command = shlex.split(line.replace("http://127.0.0.1:8000", server.url))
+        answer = subprocess.run([*command, "--silent", "--fail"], capture_output=True, text=True, timeout=20)
+        assert answer.returncode == 0 and len(answer.stdout) > 10, (line, answer)
 
 
 # -- another client ----------------------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ SIMPLE_SAMPLING = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "skip_special_tokens"),
 )
 BENCH = Path(__file__).parents[2] / "bench.py"
-# the host's threads hand the interpreter to each other that often, in seconds; see README.md
-SWITCH_INTERVAL = 0.0005
+# seconds after which a thread lets another one that waits for the interpreter run (Python has 0.005): the engine's
+# thread must not wait for the event loop while the device is idle
+SWITCH_INTERVAL = 0.001
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
