@@ -249,6 +249,7 @@ def test_a_failed_step_reaches_every_caller(make_async_llm, monkeypatch, caplog)
         assert not llm.num_unfinished
 
     asyncio.run(main())
+    llm.exit()
     assert [type(error) for error in failures] == [MemoryError] and llm.engine.model_runner is None
 
 

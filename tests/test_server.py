@@ -22,6 +22,7 @@ from nanovllm.sampling_params import SamplingParams as Params
 from nanovllm.serve import AsyncLLM, guard, responses
 from nanovllm.serve.server import listening_socket, make_server
 from nanovllm.serve.settings import ServerSettings
+from nanovllm.utils.hub import BUNDLED
 
 ENGINE = dict(dtype="float32", device="cpu", kvcache_block_size=16, num_kvcache_blocks=256)
 MODEL = "tiny-qwen3"
@@ -42,7 +43,7 @@ class RunningServer:
         listener = listening_socket(self.settings)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.server = make_server(self.llm, self.settings, f"/some/where/{MODEL}")
+        self.server = make_server(self.llm, self.settings, str(BUNDLED / MODEL))
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
         self.thread.start()
         while not self.server.started:
@@ -368,6 +369,14 @@ def test_response_format(client):
         else:
             text = answer.choices[0].message.content
         assert json.loads(text)["x"] in (1, 2)
+    for extra, param in [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}}, "response_format"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "response_format"),
+    ]:
+        with pytest.raises(openai.BadRequestError) as found:
+            client.chat.completions.create(messages=QUESTION, extra_body=extra, **GREEDY)
+        assert found.value.param == param
     extra = {"structured_outputs": {"choice": ["yes", "no"]}}
     answer = client.chat.completions.create(messages=QUESTION, extra_body=extra, **GREEDY)
     assert answer.choices[0].message.content in ("yes", "no")

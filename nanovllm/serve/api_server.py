@@ -36,7 +36,7 @@ from nanovllm.serve.protocol import (
 )
 from nanovllm.serve.responses import ClientGoneError, EventStream, error_response, json_response, while_connected
 from nanovllm.serve.settings import ServerSettings
-from nanovllm.serve.structured import structured_outputs
+from nanovllm.serve.structured import structured_outputs, with_own_field
 from nanovllm.serve.tool_parsers import parser_for
 
 logger = logging.getLogger("nanovllm")
@@ -48,7 +48,8 @@ def create_app(
 ) -> FastAPI:
     """model: as it was given on the command line. `is_closing` tells the page's endless streams to end."""
     app = FastAPI(title="nano-vllm", docs_url=None, redoc_url=None, openapi_url=None)
-    api = Api(llm, settings, settings.served_model_name or (Path(model).name,))
+    own_name = Path(model).absolute().name if Path(model).expanduser().is_dir() else model  # a hub id has a `/`
+    api = Api(llm, settings, settings.served_model_name or (own_name,))
     app.include_router(api.router())
     if importlib.util.find_spec("nanovllm.serve.view") is not None:
         app.include_router(importlib.import_module("nanovllm.serve.view").view_router(llm, is_closing=is_closing))
@@ -165,7 +166,7 @@ class Api:
             self._discard(requests)
             if not isinstance(error, Exception):
                 raise
-            return error_response(api_error(error, fields))
+            return error_response(with_own_field(api_error(error, fields), body))
         end = self._limit_time(requests)
         if body.stream:
             return EventStream(answer.chunks(), end, self.settings.request_timeout)

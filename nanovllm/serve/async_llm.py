@@ -62,6 +62,7 @@ class AsyncLLM:
         self._numbers = itertools.count()
         self._token_bytes = TokenBytes(self.engine.tokenizer, skip_special_tokens=False)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="nanovllm-tokenizer")
+        self._grammar_pool = ThreadPoolExecutor(2, thread_name_prefix="nanovllm-grammar")  # compiling may take seconds
         # one for callers that read every piece, one for those that wait for the complete answer
         self._inboxes = [Inbox(OutputKind.EVENTS), Inbox(OutputKind.TOKENS)]
         self._commands: deque[Callable[[], None]] = deque()  # for the engine's thread, between two steps
@@ -150,7 +151,9 @@ class AsyncLLM:
                 template_arguments=chat_template_kwargs,
                 priority=priority,
             )
-            request = AsyncRequest(await asyncio.get_running_loop().run_in_executor(self._pool, make), name)
+            has_grammar = getattr(sampling_params, "structured_outputs", None) is not None
+            pool = self._grammar_pool if has_grammar else self._pool
+            request = AsyncRequest(await asyncio.get_running_loop().run_in_executor(pool, make), name)
             self.check_open()
         except BaseException:
             self._num_live -= num_answers
@@ -256,8 +259,8 @@ class AsyncLLM:
                 report(error)
         finally:
             self._is_closing = True
+            self._call_in_loop(self._fail_all)  # before the device is asked for anything: it may hang
             self.engine.exit()
-            self._call_in_loop(self._fail_all)
 
     def _call_in_loop(self, call: Callable[[], None]) -> None:
         try:
@@ -279,7 +282,8 @@ class AsyncLLM:
         self._is_closing = True
         self._wake.set()
         self._thread.join()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._grammar_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
         atexit.unregister(self.exit)
 
     async def __aenter__(self):

@@ -48,8 +48,12 @@ def make_server(llm: AsyncLLM, settings: ServerSettings, model: str) -> uvicorn.
 def run_server(llm: AsyncLLM, settings: ServerSettings, model: str, listener: socket.socket) -> int:
     """Serve until SIGTERM, Ctrl-C or a failure of the engine; the exit status of the process."""
     server = make_server(llm, settings, model)
-    # uvicorn drains the connections after a signal, and then raises the signal again
-    handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def end(*_) -> None:
+        """Before uvicorn has its own handlers; and again afterwards, as it drains and then raises the signal again."""
+        server.should_exit = True
+
+    handlers = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     host, port = listener.getsockname()[:2]
     listener.listen(BACKLOG)
     print(f"{model} is served at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C ends it)", flush=True)

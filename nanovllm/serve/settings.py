@@ -19,7 +19,8 @@ class ServerSettings:
     allowed_origins: web pages of these origins may call the server from a browser; None is no other page than its own.
     allowed_hosts: the names that a request's Host header may have; None is any, or those of this machine if `host` is
         one of them, so that no web page can reach the server through a name of its own (DNS rebinding).
-    served_model_name: the names of the model in the API; None is the last part of MODEL.
+    served_model_name: the names of the model in the API; None is MODEL, without the path
+        if it is a folder.
     tool_call_parser: the format of tool calls: "hermes" (Qwen), "llama3_json", "none", or "auto", which looks at the
         chat template.
     max_body_bytes: maximum size of a request's body.

@@ -8,18 +8,28 @@ from nanovllm.serve.protocol import ChatBody, GenerationBody, NamedToolChoice, T
 
 def structured_outputs(body: GenerationBody) -> dict[str, Any] | None:
     """None if any text will do. ApiError for a request that states two structures, or one in an incomplete way."""
-    found = [
-        (name, value)
-        for name, value in [
-            ("structured_outputs", body.structured_outputs),
-            ("response_format", _of_response_format(body)),
-            ("tool_choice", _of_tool_choice(body) if isinstance(body, ChatBody) else None),
-        ]
-        if value is not None
-    ]
+    found = _structures(body)
     if len(found) > 1:
-        raise ApiError(400, f"{found[1][0]}: can't be combined with {found[0][0]}", found[1][0])
-    return found[0][1] if found else None
+        first, second, *_ = found
+        raise ApiError(400, f"{second}: can't be combined with {first}", second)
+    return next(iter(found.values()), None)
+
+
+def with_own_field(error: ApiError, body: GenerationBody) -> ApiError:
+    """An error of `structured_outputs` is one of the field that stated the structure."""
+    if error.param == "structured_outputs" and (found := _structures(body)):
+        error.param = next(iter(found))
+    return error
+
+
+def _structures(body: GenerationBody) -> dict[str, dict[str, Any]]:
+    """By the name of the field that states it."""
+    found = {
+        "structured_outputs": body.structured_outputs,
+        "response_format": _of_response_format(body),
+        "tool_choice": _of_tool_choice(body) if isinstance(body, ChatBody) else None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _of_response_format(body: GenerationBody) -> dict[str, Any] | None:
