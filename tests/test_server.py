@@ -20,6 +20,7 @@ httpx = pytest.importorskip("httpx")
 from nanovllm import LLM, SamplingParams
 from nanovllm.sampling_params import SamplingParams as Params
 from nanovllm.serve import AsyncLLM, guard, responses
+from nanovllm.serve.completions import CompletionAnswer
 from nanovllm.serve.server import listening_socket, make_server
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.utils.hub import BUNDLED
@@ -519,6 +520,17 @@ def test_unexpected_errors_say_nothing(server, post, monkeypatch, caplog):
         answer = post(path, body)
         assert answer.status_code == 500 and answer.json()["error"]["message"] == "internal error"
     assert "/secret/path" in caplog.text
+    monkeypatch.undo()
+
+    def own_mistake(*_):
+        raise ValueError("/secret/path")
+
+    monkeypatch.setattr(CompletionAnswer, "_choice", own_mistake)
+    body = dict(prompt=PROMPT, max_tokens=2)
+    assert post("/v1/completions", body).status_code == 500
+    answer = post("/v1/completions", body | {"stream": True})
+    assert answer.status_code == 200 and "internal error" in answer.text and "secret" not in answer.text
+    server.wait_until_free()
 
 
 # -- attacks -----------------------------------------------------------------------------------------------------------

@@ -157,7 +157,6 @@ class Api:
         make_answer: Callable[[Sequence[AsyncRequest]], Answer],
     ) -> Response:
         """Check and queue the requests for all prompts, then answer at the end or piece by piece."""
-        fields = type(body).model_fields
         requests: list[AsyncRequest] = []
         try:
             await self._submit(body, prepare(), requests)
@@ -166,16 +165,16 @@ class Api:
             self._discard(requests)
             if not isinstance(error, Exception):
                 raise
-            return error_response(with_own_field(api_error(error, fields), body))
+            return error_response(with_own_field(api_error(error, type(body).model_fields), body))
         end = self._limit_time(requests)
         if body.stream:
             return EventStream(answer.chunks(), end, self.settings.request_timeout)
         try:
             return json_response(await while_connected(request.receive, answer.complete()))
         except ClientGoneError:
-            return Response(status_code=499)  # there is no one who reads it
+            return Response(status_code=499)  # nothing reads it any more
         except Exception as error:
-            return error_response(api_error(error, fields))
+            return error_response(api_error(error))
         finally:
             end()
 

@@ -205,7 +205,7 @@ class AsyncLLM:
     def _use_running_loop(self) -> None:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            if self._loop is not None and not self._loop.is_closed() and self._live:
+            if self._loop is not None and not self._loop.is_closed() and self._num_live:
                 raise RuntimeError("requests of another event loop are running: an AsyncLLM serves one loop at a time")
             for request in [*self._live.values()]:  # whose loop was closed
                 self.discard(request)
@@ -259,7 +259,7 @@ class AsyncLLM:
                 report(error)
         finally:
             self._is_closing = True
-            self._call_in_loop(self._fail_all)  # before the device is asked for anything: it may hang
+            self._call_in_loop(self._fail_all)  # before work with the device, which may hang
             self.engine.exit()
 
     def _call_in_loop(self, call: Callable[[], None]) -> None:

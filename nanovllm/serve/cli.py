@@ -1,6 +1,7 @@
 """The command line: `nanovllm serve`, `nanovllm generate`, `nanovllm bench`."""
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -76,6 +77,7 @@ def serve(options: argparse.Namespace) -> int:
     from nanovllm.serve.async_llm import AsyncLLM
 
     settings = ServerSettings(**given(options, ServerSettings))
+    show_log()
     engine_settings = {name: value for name, value in given(options, Config).items() if name != "model"}
     with server.listening_socket(settings) as listener:  # an address that is in use is an error at once
         sys.setswitchinterval(SWITCH_INTERVAL)
@@ -84,6 +86,14 @@ def serve(options: argparse.Namespace) -> int:
             return server.run_server(llm, settings, options.model, listener)
         finally:
             llm.exit()
+
+
+def show_log() -> None:
+    """Print what the package logs: the engine's settings at the start, and errors."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.getLogger("nanovllm").addHandler(handler)
+    logging.getLogger("nanovllm").setLevel(logging.INFO)
 
 
 def generate(options: argparse.Namespace) -> int:

@@ -34,10 +34,11 @@ class RequestTimeoutError(Exception):
     """The request took longer than the server allows."""
 
 
-def api_error(error: BaseException, fields: Container[str] = ()) -> ApiError:
+def api_error(error: BaseException, fields: Container[str] | None = None) -> ApiError:
     """What a client may know of an error; anything unexpected is logged, and the client is told no more than that.
 
-    fields: of the request; an error of the engine that begins with one of these names is about that field.
+    fields: of a request that is being checked, so that ValueError and TypeError are the client's; an error that begins
+        with one of these names is about that field. None: the request is fine, and any such error is our own.
     """
     if isinstance(error, ApiError):
         return error
@@ -47,7 +48,7 @@ def api_error(error: BaseException, fields: Container[str] = ()) -> ApiError:
         return ApiError(503, "the engine is not running", code="engine_dead")
     if isinstance(error, RequestTimeoutError):
         return ApiError(504, "the request took longer than this server allows", code="timeout")
-    if isinstance(error, (ValueError, TypeError)):
+    if isinstance(error, (ValueError, TypeError)) and fields is not None:
         return _bad_request(str(error), fields)
     logger.error("a request failed", exc_info=error)
     return ApiError(500, "internal error")

@@ -13,7 +13,7 @@ from nanovllm.serve.responses import error_response
 from nanovllm.serve.settings import ServerSettings
 
 logger = logging.getLogger("nanovllm")
-OPEN_PATHS = ("/", "/health")  # need no key: the page asks for one, and health is for whoever runs the server
+OPEN_PATHS = ("/", "/health")  # need no key: the page asks for one, and monitors of the server have none
 HEADER_SECONDS = 10.0  # within which the headers of a request must have arrived
 MAX_HEADER_BYTES = 32 * 2**10
 

@@ -22,7 +22,7 @@ HISTOGRAMS = {
 
 
 class Metrics:
-    """Histograms are filled once for each request that ends. All else is read from the engine when it is asked for."""
+    """Histograms are filled once for each request that ends. All else is read from the engine when `text` is called."""
 
     def __init__(self, llm: AsyncLLM, model: str):
         self._llm, self._model = llm, model

@@ -39,7 +39,7 @@ class EventStream(Response):
         try:
             await while_connected(receive, self._send_all(send), self._seconds + WRITE_SECONDS)
         except ClientGoneError:
-            pass  # there is no one to answer
+            pass  # nothing reads the rest
         finally:
             self._end()
 

@@ -15,7 +15,7 @@ class ServerSettings:
     host: the address to listen on; the default can't be reached from other machines.
     port: the port to listen on; 0 is any free one.
     api_key: clients must send one of these keys as `Authorization: Bearer KEY`; the environment variable
-        NANOVLLM_API_KEY is one more, and is not visible in the list of processes. None lets everybody in.
+        NANOVLLM_API_KEY is one more, and is not visible in the list of processes. None: no key is needed.
     allowed_origins: web pages of these origins may call the server from a browser; None is no other page than its own.
     allowed_hosts: the names that a request's Host header may have; None is any, or those of this machine if `host` is
         one of them, so that no web page can reach the server through a name of its own (DNS rebinding).
