@@ -24,7 +24,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from nanovllm import LLM, SamplingParams
 
-ENGINE = dict(device="cpu", dtype="float32", kvcache_block_size=16, num_kvcache_blocks=1024, max_num_seqs=256)
+ENGINE = dict(device="cpu", dtype="float32", kvcache_block_size=16, num_kvcache_blocks=512, max_num_seqs=256)
 NUM_CASES = 192  # different requests
 BAD_BODIES = [
     (b"{", 400),

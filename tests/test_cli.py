@@ -6,7 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import urllib.error
 import urllib.request
 
 import pytest
@@ -140,3 +142,31 @@ def test_process_drains_after_sigterm():
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_dead_engine_is_an_exit_status(monkeypatch):
+    pytest.importorskip("fastapi")
+    from nanovllm.serve import AsyncLLM
+    from nanovllm.serve.server import listening_socket, run_server
+
+    settings = ServerSettings(port=0)
+    llm = AsyncLLM("tiny-qwen3", device="cpu", dtype="float32", num_kvcache_blocks=8)
+
+    def broken(**_):
+        raise MemoryError("no memory is left")
+
+    def ask() -> None:
+        request = urllib.request.Request(url, b'{"prompt": "x"}', {"content-type": "application/json"})
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(request, timeout=20)
+
+    monkeypatch.setattr(llm.engine.scheduler, "schedule", broken)
+    with listening_socket(settings) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
+        listener.listen()
+        client = threading.Thread(target=ask)
+        client.start()
+        assert run_server(llm, settings, "tiny-qwen3", listener) == 1
+        client.join(20)
+    llm.exit()
+    assert not client.is_alive() and llm.engine.model_runner is None

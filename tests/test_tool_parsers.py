@@ -11,6 +11,7 @@ pytest.importorskip("pydantic")
 from nanovllm.engine.outputs import StreamEvent
 from nanovllm.serve.chat import ChatAnswer, make_tool_parser
 from nanovllm.serve.protocol import ChatBody
+from nanovllm.serve.reasoning import ReasoningParser
 from nanovllm.serve.tool_parsers import HermesParser, JsonListParser, Llama3Parser, NamedParser, ToolCall, parser_for
 
 F, G = '{"name": "f", "arguments": {"a": "</x> \\u00e9"}}', '{"name": "g", "arguments": {}}'
@@ -63,6 +64,31 @@ def test_text_is_held_back_no_longer_than_needed():
     assert Llama3Parser().feed("Hello") == ("Hello", [])
 
 
+@pytest.mark.parametrize(
+    "text, is_inside, reasoning, rest",
+    [
+        ("<think>\nHm, a < b </thin\n</think>\n\nYes. </think>", False, "\nHm, a < b </thin\n", "Yes. </think>"),
+        ("Hm</think>Yes", True, "Hm", "Yes"),
+        ("Hm, no end </thi", True, "Hm, no end </thi", ""),
+        ("\n<think></think>\n\nYes", False, "", "Yes"),
+        ("Yes <think>", False, "", "Yes <think>"),
+        ("<thing>", False, "", "<thing>"),
+        ("<thin", False, "", "<thin"),
+        ("", False, "", ""),
+    ],
+)
+def test_reasoning(text, is_inside, reasoning, rest):
+    assert ReasoningParser(is_inside).feed(text, is_last=True) == (reasoning, rest)
+    rng = random.Random(0)
+    for _ in range(50):
+        parser, found, start = ReasoningParser(is_inside), ("", ""), 0
+        while start < len(text):
+            end = start + rng.choice([1, 2, 3, 8, 30])
+            found = tuple(map("".join, zip(found, parser.feed(text[start:end]))))
+            start = end
+        assert tuple(map("".join, zip(found, parser.feed("", is_last=True)))) == (reasoning, rest)
+
+
 def test_format_from_the_chat_template():
     assert parser_for("... return <tool_call>{...}</tool_call>") == "hermes"
     assert parser_for('Respond in the format {"name": function name, "parameters": ...}') == "llama3_json"
@@ -73,15 +99,16 @@ def test_chat_chunks():
     """Of a streamed answer with two calls: their numbers, their ids, and the finish reason."""
     tool = {"type": "function", "function": {"name": "f"}}
     body = ChatBody(messages=[{"role": "user", "content": "x"}], tools=[tool])
-    request = SimpleNamespace(prompt_token_ids=[1], num_cached_tokens=0)
-    answer = ChatAnswer(body, "m", [request], make_tool_parser(body, "hermes"))
-    pieces = ["Hi", f"<tool_call>{F}", "</tool_call>", f"<tool_call>{G}</tool_call>", ""]
+    request = SimpleNamespace(prompt_token_ids=[1], num_cached_tokens=0, request=SimpleNamespace(prompt="<think>\n"))
+    answer = ChatAnswer(body, "m", [request], make_tool_parser(body, "hermes"), finds_reasoning=True)
+    pieces = ["Well", "</think>", "\n\nHi", f"<tool_call>{F}", "</tool_call>", f"<tool_call>{G}</tool_call>", ""]
     choices = []
     for i, piece in enumerate(pieces):
         reason = "stop" if i == len(pieces) - 1 else None
         choices += answer.chunk_choices(0, StreamEvent(0, 0, 7, piece, [5], reason, None, None))
     deltas = [choice["delta"] for choice in choices]
-    assert deltas[0] == {"role": "assistant", "content": ""} and deltas[1] == {"content": "Hi"} and deltas[-1] == {}
+    assert deltas[0] == {"role": "assistant", "content": ""} and deltas[-1] == {}
+    assert deltas[1:3] == [{"reasoning_content": "Well"}, {"content": "Hi"}]
     calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
     assert [call["index"] for call in calls] == [0, 1] and len({call["id"] for call in calls}) == 2
     assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"a": "</x> é"}, {}]

@@ -145,7 +145,8 @@ class Api:
 
         def make_answer(requests: Sequence[AsyncRequest]) -> Answer:
             make_parser = chat.make_tool_parser(body, self.tool_call_parser)
-            return chat.ChatAnswer(body, self._model_name(body.model), requests, make_parser)
+            finds_reasoning = self.settings.reasoning_parser == "think"
+            return chat.ChatAnswer(body, self._model_name(body.model), requests, make_parser, finds_reasoning)
 
         return await self._respond(body, request, prepare, make_answer)
 

@@ -11,6 +11,7 @@ from nanovllm.serve.answers import Answer, logprob_value
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.protocol import ChatBody, ChatFields, Message, NamedToolChoice
+from nanovllm.serve.reasoning import ReasoningParser, begins_inside
 from nanovllm.serve.tool_parsers import PARSERS, JsonListParser, NamedParser, ToolCall, ToolParser
 
 
@@ -44,50 +45,73 @@ def make_tool_parser(body: ChatBody, name: str) -> Callable[[], ToolParser]:
     return JsonListParser if choice == "required" else PARSERS[name]
 
 
+class AnswerParser:
+    """Takes the text of one answer, in pieces or at once, and makes entries of its message."""
+
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser):
+        self._reasoning, self._tools = reasoning, tools
+        self.num_calls = 0
+
+    def feed(self, text: str, is_last: bool) -> dict[str, Any]:
+        """Those of "reasoning_content", "content" and "tool_calls" for which there is something new."""
+        reasoning = ""
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.feed(text, is_last)
+        content, calls = self._tools.feed(text, is_last)
+        self.num_calls += len(calls)
+        found = {"reasoning_content": reasoning, "content": content, "tool_calls": [_call_entry(x) for x in calls]}
+        return {name: value for name, value in found.items() if value}
+
+
 class ChatAnswer(Answer):
     id_prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
     body: ChatBody
 
     def __init__(
-        self, body: ChatBody, model: str, requests: Sequence[AsyncRequest], make_parser: Callable[[], ToolParser]
+        self,
+        body: ChatBody,
+        model: str,
+        requests: Sequence[AsyncRequest],
+        make_tool_parser: Callable[[], ToolParser],
+        finds_reasoning: bool = False,
     ):
         super().__init__(body, model, requests)
-        self._make_parser = make_parser
-        self._parsers: dict[int, ToolParser] = {}  # of answers that are streamed
-        self._num_calls: dict[int, int] = {}
+        self._make_tool_parser, self._finds_reasoning = make_tool_parser, finds_reasoning
+        self._streams: dict[int, AnswerParser] = {}  # by answer
 
     def choices(self, prompt_index: int, output: RequestOutput) -> list[dict[str, Any]]:
         return [self._choice(answer) for answer in output.outputs]
 
+    def _make_parser(self) -> "AnswerParser":
+        prompt = self.requests[0].request.prompt
+        reasoning = ReasoningParser(begins_inside(prompt)) if self._finds_reasoning else None
+        return AnswerParser(reasoning, self._make_tool_parser())
+
     def _choice(self, answer: CompletionOutput) -> dict[str, Any]:
-        content, calls = self._make_parser().feed(answer.text, is_last=True)
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if calls:
-            message |= {"content": content or None, "tool_calls": [_call_entry(call) for call in calls]}
+        message = {"role": "assistant", "content": "", **self._make_parser().feed(answer.text, is_last=True)}
+        if has_calls := "tool_calls" in message:
+            message["content"] = message["content"] or None
         return {
             "index": answer.index,
             "message": message,
             "logprobs": self._logprobs(answer.token_ids, answer.logprobs),
-            "finish_reason": _finish_reason(answer.finish_reason, bool(calls)),
+            "finish_reason": _finish_reason(answer.finish_reason, has_calls),
             "stop_reason": answer.stop_reason,
         }
 
     def chunk_choices(self, prompt_index: int, event: StreamEvent) -> list[dict[str, Any]]:
-        index, chunks = event.output_index, []
-        if (parser := self._parsers.get(index)) is None:
-            parser = self._parsers[index] = self._make_parser()
-            self._num_calls[index] = 0
+        index, is_last, chunks = event.output_index, event.finish_reason is not None, []
+        if (parser := self._streams.get(index)) is None:
+            parser = self._streams[index] = self._make_parser()
             chunks.append({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
-        content, calls = parser.feed(event.text, is_last=event.finish_reason is not None)
-        delta: dict[str, Any] = {"content": content} if content else {}
-        if calls:
-            first = self._num_calls[index]
-            delta["tool_calls"] = [{"index": i} | _call_entry(call) for i, call in enumerate(calls, first)]
-            self._num_calls[index] += len(calls)
-        if delta or event.finish_reason is not None or event.logprobs is not None:
+        delta = parser.feed(event.text, is_last)
+        if calls := delta.get("tool_calls"):
+            first = parser.num_calls - len(calls)
+            delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls, first)]
+        if delta or is_last or event.logprobs is not None:
             choice = {"index": index, "delta": delta, "logprobs": self._logprobs(event.token_ids, event.logprobs)}
-            choice["finish_reason"] = _finish_reason(event.finish_reason, self._num_calls[index] > 0)
-            if event.finish_reason is not None:
+            choice["finish_reason"] = _finish_reason(event.finish_reason, parser.num_calls > 0)
+            if is_last:
                 choice["stop_reason"] = event.stop_reason
             chunks.append(choice)
         return chunks

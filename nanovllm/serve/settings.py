@@ -23,6 +23,8 @@ class ServerSettings:
         if it is a folder.
     tool_call_parser: the format of tool calls: "hermes" (Qwen), "llama3_json", "none", or "auto", which looks at the
         chat template.
+    reasoning_parser: "think" puts the text between <think> and </think> into `reasoning_content`; with "none" it stays
+        in the content.
     max_body_bytes: maximum size of a request's body.
     max_answers: maximum number of answers of one request: prompts times `n`.
     request_timeout: seconds after which a request that is still running is ended.
@@ -41,6 +43,7 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] | None = None
     served_model_name: tuple[str, ...] | None = None
     tool_call_parser: str = "auto"
+    reasoning_parser: str = "none"
     max_body_bytes: int = 2 * 2**20
     max_answers: int = 128
     request_timeout: float = 600.0
@@ -52,6 +55,7 @@ class ServerSettings:
     def __post_init__(self) -> None:
         check_int("port", self.port, low=0, high=65535)
         check_choice("tool_call_parser", self.tool_call_parser, ("auto", *PARSERS))
+        check_choice("reasoning_parser", self.reasoning_parser, ("none", "think"))
         for name in ("max_body_bytes", "max_answers", "max_connections"):
             check_int(name, getattr(self, name), low=1)
         for name in ("request_timeout", "body_timeout"):

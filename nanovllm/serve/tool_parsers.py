@@ -39,7 +39,7 @@ class HermesParser(ToolParser):
         while self._held:
             begin = self._held.find(self.BEGIN)
             if begin < 0:
-                num_kept = 0 if is_last else _overlap(self._held, self.BEGIN)
+                num_kept = 0 if is_last else overlap(self._held, self.BEGIN)
                 content.append(self._take(len(self._held) - num_kept))
                 break
             content.append(self._take(begin))
@@ -154,6 +154,6 @@ def _call_of(value: Any, key: str) -> ToolCall | None:
     return ToolCall(value["name"], json.dumps(value[key], ensure_ascii=False))
 
 
-def _overlap(text: str, tag: str) -> int:
+def overlap(text: str, tag: str) -> int:
     """The length of the longest end of `text` that is the beginning of `tag`."""
     return next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:n])), 0)
