@@ -71,6 +71,7 @@ def test_wrong_command_lines(capsys):
     for arguments, message in [
         (["serve", "tiny-qwen3", "--max-num-seqs=0", *CPU], "max_num_seqs=0: must be at least 1"),
         (["serve", "tiny-qwen3", "--tool-call-parser=x", *CPU], "tool_call_parser='x': must be one of 'auto'"),
+        (["serve", "tiny-qwen3", "--api-key="], "api_key='': must have at least 1"),
         (["serve", "/no/such/folder"], "no such folder"),
         (["generate", "tiny-qwen3", "x", "--temperature=-1", *CPU], "temperature=-1.0: must be at least 0"),
         (["serve", "tiny-qwen3", "--port=99999"], "port=99999: must be at most 65535"),

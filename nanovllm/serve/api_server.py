@@ -47,7 +47,7 @@ def create_app(
     llm: AsyncLLM, settings: ServerSettings, model: str, is_closing: Callable[[], bool] = lambda: False
 ) -> FastAPI:
     """model: as it was given on the command line. `is_closing` tells the page's endless streams to end."""
-    app = FastAPI(title="nano-vllm", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="nano-vllm", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     own_name = Path(model).absolute().name if Path(model).expanduser().is_dir() else model  # a hub id has a `/`
     api = Api(llm, settings, settings.served_model_name or (own_name,))
     app.include_router(api.router())

@@ -29,6 +29,11 @@ class Guard:
         keys = [*(settings.api_key or ()), os.environ.get("NANOVLLM_API_KEY", "")]
         self._keys = [key.encode() for key in keys if key]
         self._hosts = settings.hosts()
+        if not self._keys and not settings.is_local:
+            logger.warning(
+                "host=%r: every machine that reaches this address can use the server; --api-key sets a key",
+                settings.host,
+            )
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] == "http":

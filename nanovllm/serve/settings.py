@@ -53,6 +53,8 @@ class ServerSettings:
     access_log: bool = False
 
     def __post_init__(self) -> None:
+        if "" in (self.api_key or ()):  # an unset variable of a shell must not open the server
+            raise ValueError("api_key='': must have at least 1 character")
         check_int("port", self.port, low=0, high=65535)
         check_choice("tool_call_parser", self.tool_call_parser, ("auto", *PARSERS))
         check_choice("reasoning_parser", self.reasoning_parser, ("none", "think"))
@@ -62,8 +64,13 @@ class ServerSettings:
             check_real(name, getattr(self, name), low=0.001, high=1e6)
         check_int("drain_seconds", self.drain_seconds, low=0)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the server."""
+        return self.host in ("localhost", "127.0.0.1", "::1")
+
     def hosts(self) -> tuple[str, ...] | None:
         """The allowed values of a Host header without its port; None is any."""
-        if self.allowed_hosts is None and self.host in ("localhost", "127.0.0.1", "::1"):
+        if self.allowed_hosts is None and self.is_local:
             return LOOPBACK_HOSTS
         return self.allowed_hosts
