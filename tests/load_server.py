@@ -130,18 +130,20 @@ class Load:
 class Server:
     """The process, and what it uses."""
 
-    def __init__(self):
+    def __init__(self, model: str, settings: dict):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items()]
-        command = [sys.executable, "-m", "nanovllm", "serve", "tiny-qwen3", f"--port={self.port}", *flags]
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+        command = [sys.executable, "-m", "nanovllm", "serve", model, f"--port={self.port}", *flags]
         self.process = subprocess.Popen(command)
         while True:
             try:
                 socket.create_connection(("127.0.0.1", self.port)).close()
                 return
             except ConnectionError:
+                if self.process.poll() is not None:
+                    raise
                 sleep(0.1)
 
     def memory_mb(self) -> float:
@@ -180,7 +182,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     cases = make_cases(random.Random(options.seed))
-    server = Server()
+    server = Server("tiny-qwen3", ENGINE)
     try:
         load = Load(server.port, cases, options.seed)
         asyncio.run(load.run(options.clients, min(20.0, options.minutes * 15)))  # pools and buffers get their size

@@ -108,7 +108,7 @@ class ChatAnswer(Answer):
         if calls := delta.get("tool_calls"):
             first = parser.num_calls - len(calls)
             delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls, first)]
-        if delta or is_last or event.logprobs is not None:
+        if delta or is_last or event.logprobs is not None or self.body.includes_usage_everywhere:
             choice = {"index": index, "delta": delta, "logprobs": self._logprobs(event.token_ids, event.logprobs)}
             choice["finish_reason"] = _finish_reason(event.finish_reason, parser.num_calls > 0)
             if is_last:

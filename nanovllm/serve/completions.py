@@ -46,7 +46,8 @@ class CompletionAnswer(Answer):
         offset = self._num_characters.get(number, len(text) - len(event.text))
         self._num_characters[number] = offset + len(event.text)
         found = None if event.logprobs is None else self._logprobs(event.token_ids, event.logprobs, offset)
-        if not text and found is None and event.finish_reason is None:
+        is_empty = not text and found is None and event.finish_reason is None
+        if is_empty and not self.body.includes_usage_everywhere:
             return []
         return [self._choice(prompt_index, event, text, found)]
 
