@@ -86,7 +86,7 @@ def main() -> None:
         results = {}
         if not args.without_engine:
             results["engine alone"] = bench.run_in_process(bench.step_nanovllm, args.model, settings, workloads)
-            for name, result in results["engine alone"].items():
+            for result in results["engine alone"].values():
                 result.num_tokens = sum(map(len, result.token_times))
         results["through HTTP"] = through_http(args.model, settings, workloads)
     for panel in panels:
