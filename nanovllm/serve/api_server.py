@@ -79,7 +79,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 class Prepared(NamedTuple):
-    """What a body asks of the engine."""
+    """What a body says, in the terms of the engine."""
 
     prompts: list
     params: SamplingParams
