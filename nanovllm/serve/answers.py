@@ -1,0 +1,108 @@
+"""What answers to both kinds of generation requests have in common."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Sequence
+from time import time
+from typing import Any
+from uuid import uuid4
+
+from nanovllm.engine.outputs import Logprob, RequestOutput, StreamEvent
+from nanovllm.serve.async_request import AsyncRequest
+from nanovllm.serve.protocol import GenerationBody
+
+MIN_LOGPROB = -9999.0  # JSON has no infinity
+DONE = b"data: [DONE]\n\n"
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def dump_json(content: Any) -> bytes:
+    """Half of a surrogate pair, which only a client can have sent, becomes a question mark."""
+    return _encode(content).encode("utf-8", "replace")
+
+
+def server_sent_event(content: Any) -> bytes:
+    return b"data: " + dump_json(content) + b"\n\n"
+
+
+class Answer:
+    """The answer to one request of a client, complete or as chunks, for one prompt or several."""
+
+    id_prefix: str
+    object_name: str
+    chunk_name: str
+
+    def __init__(self, body: GenerationBody, model: str, requests: Sequence[AsyncRequest]):
+        self.body, self.requests = body, requests
+        self.id = f"{self.id_prefix}-{uuid4().hex}"
+        self._head = {"id": self.id, "created": int(time()), "model": model}
+        self._num_completion_tokens = 0  # that were streamed
+
+    async def complete(self) -> dict[str, Any]:
+        """The whole answer as one object."""
+        outputs = [await request.result() for request in self.requests]
+        choices = [choice for i, output in enumerate(outputs) for choice in self.choices(i, output)]
+        num_tokens = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+        return {"object": self.object_name, **self._head, "choices": choices, "usage": self._usage(num_tokens)}
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events: chunks of the answer, the usage if the client wants it, and the end."""
+        async for i, events in interleaved(self.requests):
+            chunks = []
+            for event in events:
+                self._num_completion_tokens += len(event.token_ids)
+                chunks += [server_sent_event(self._chunk([choice])) for choice in self.chunk_choices(i, event)]
+            if chunks:
+                yield b"".join(chunks)
+        if self.body.includes_usage:
+            yield server_sent_event(self._chunk([]) | {"usage": self._usage(self._num_completion_tokens)})
+        yield DONE
+
+    def choices(self, prompt_index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """The entries of `choices` for all answers to one prompt."""
+        raise NotImplementedError
+
+    def chunk_choices(self, prompt_index: int, event: StreamEvent) -> list[dict[str, Any]]:
+        """The entry of `choices` in each chunk that an event makes; there may be none."""
+        raise NotImplementedError
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {"object": self.chunk_name, **self._head, "choices": choices}
+        if self.body.includes_usage_everywhere:
+            chunk["usage"] = self._usage(self._num_completion_tokens)
+        elif self.body.includes_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _usage(self, num_completion_tokens: int) -> dict[str, Any]:
+        num_prompt_tokens = sum(len(request.prompt_token_ids) for request in self.requests)
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_completion_tokens,
+            "total_tokens": num_prompt_tokens + num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(request.num_cached_tokens for request in self.requests)},
+        }
+
+
+async def interleaved(requests: Sequence[AsyncRequest]) -> AsyncGenerator[tuple[int, list[StreamEvent]], None]:
+    """(index of a request, its new events) in the order in which they arrive."""
+    if len(requests) == 1:
+        while events := await requests[0].next_events():
+            yield 0, events
+        return
+    waiting = {asyncio.ensure_future(request.next_events()): i for i, request in enumerate(requests)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                i = waiting.pop(task)
+                if events := task.result():
+                    waiting[asyncio.ensure_future(requests[i].next_events())] = i
+                    yield i, events
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+def logprob_value(found: Logprob) -> float:
+    return max(found.logprob, MIN_LOGPROB)

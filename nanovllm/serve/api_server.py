@@ -1,0 +1,264 @@
+"""The application behind the HTTP API: its routes, and how each of them uses the engine."""
+
+import asyncio
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from time import time
+from typing import Any, NamedTuple
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve import chat
+from nanovllm.serve.answers import Answer
+from nanovllm.serve.async_llm import AsyncLLM, EngineDeadError
+from nanovllm.serve.async_request import AsyncRequest
+from nanovllm.serve.completions import CompletionAnswer, Echo
+from nanovllm.serve.errors import ApiError, RequestTimeoutError, api_error, validation_error
+from nanovllm.serve.guard import Guard
+from nanovllm.serve.metrics import Metrics
+from nanovllm.serve.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+    TokenizeChatBody,
+    sampling_params,
+)
+from nanovllm.serve.responses import ClientGoneError, EventStream, error_response, json_response, while_connected
+from nanovllm.serve.settings import ServerSettings
+from nanovllm.serve.structured import structured_outputs, with_own_field
+from nanovllm.serve.tool_parsers import parser_for
+
+logger = logging.getLogger("nanovllm")
+COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
+
+
+def create_app(
+    llm: AsyncLLM, settings: ServerSettings, model: str, is_closing: Callable[[], bool] = lambda: False
+) -> FastAPI:
+    """model: as it was given on the command line. `is_closing` tells the page's endless streams to end."""
+    app = FastAPI(title="nano-vllm", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    own_name = Path(model).absolute().name if Path(model).expanduser().is_dir() else model  # a hub id has a `/`
+    api = Api(llm, settings, settings.served_model_name or (own_name,))
+    app.include_router(api.router())
+    if importlib.util.find_spec("nanovllm.serve.view") is not None:
+        app.include_router(importlib.import_module("nanovllm.serve.view").view_router(llm, is_closing=is_closing))
+    app.add_exception_handler(RequestValidationError, _on_invalid_body)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_error)
+    app.add_middleware(Guard, settings=settings)
+    if settings.allowed_origins:
+        origins = [*settings.allowed_origins]
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    return app
+
+
+async def _on_invalid_body(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return error_response(validation_error(error.errors()))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Of the framework: an unknown path, a wrong method, a body that it can't read."""
+    assert isinstance(error, HTTPException)
+    return error_response(ApiError(error.status_code, str(error.detail)))
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return error_response(api_error(error))
+
+
+class Prepared(NamedTuple):
+    """What a body says, in the terms of the engine."""
+
+    prompts: list
+    params: SamplingParams
+    template_arguments: dict[str, Any] | None
+
+
+class Api:
+    """The routes, and what they share."""
+
+    def __init__(self, llm: AsyncLLM, settings: ServerSettings, model_names: Sequence[str]):
+        self.llm, self.settings, self.model_names = llm, settings, model_names
+        self.metrics = Metrics(llm, model_names[0])
+        parser = settings.tool_call_parser
+        template = getattr(llm.engine.tokenizer, "chat_template", None)
+        self.tool_call_parser = parser_for(template) if parser == "auto" else parser
+        # what the model recommends; the length of an answer is the API's own
+        own, recommended = asdict(SamplingParams()), asdict(llm.engine.get_default_sampling_params())
+        changed = {name: value for name, value in recommended.items() if value != own[name]}
+        self.defaults = {name: value for name, value in changed.items() if name != "max_tokens"}
+        self.started = int(time())
+
+    def router(self) -> APIRouter:
+        router, options = APIRouter(), dict[str, Any](response_model=None)
+        router.post("/v1/completions", **options)(self.completions)
+        router.post("/v1/chat/completions", **options)(self.chat_completions)
+        router.post("/tokenize", **options)(self.tokenize)
+        router.post("/detokenize", **options)(self.detokenize)
+        router.get("/v1/models", **options)(self.models)
+        router.get("/v1/models/{name:path}", **options)(self.model)
+        router.get("/health", **options)(self.health)
+        router.get("/metrics", **options)(self.metrics_text)
+        return router
+
+    # -- generation ----------------------------------------------------------------------------------------------------
+
+    async def completions(self, body: CompletionBody, request: Request) -> Response:
+        def prepare() -> Prepared:
+            if body.best_of not in (None, body.n or 1):
+                raise ApiError(400, f"best_of={body.best_of}: must be {body.n or 1}, as `n`", "best_of")
+            if body.echo and body.stream and body.logprobs is not None:
+                raise ApiError(400, "echo: can't be streamed together with logprobs", "echo")
+            special = {"logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
+            if body.max_tokens is None:
+                special["max_tokens"] = COMPLETION_TOKENS
+            params = sampling_params(body, self.defaults, structured_outputs(body), **special)
+            return Prepared(body.prompts(), params, None)
+
+        def make_answer(requests: Sequence[AsyncRequest]) -> Answer:
+            echoes = [self._echo(own) if body.echo else Echo() for own in requests]
+            return CompletionAnswer(body, self._model_name(body.model), requests, echoes)
+
+        return await self._respond(body, request, prepare, make_answer)
+
+    async def chat_completions(self, body: ChatBody, request: Request) -> Response:
+        def prepare() -> Prepared:
+            if body.top_logprobs is not None and not body.logprobs:
+                raise ApiError(400, "top_logprobs: needs logprobs=true", "top_logprobs")
+            max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+            logprobs = (body.top_logprobs or 0) if body.logprobs else None
+            special = {"max_tokens": max_tokens, "logprobs": logprobs}
+            params = sampling_params(body, self.defaults, structured_outputs(body), **special)
+            return Prepared([chat.conversation(body)], params, chat.template_arguments(body))
+
+        def make_answer(requests: Sequence[AsyncRequest]) -> Answer:
+            make_parser = chat.make_tool_parser(body, self.tool_call_parser)
+            finds_reasoning = self.settings.reasoning_parser == "think"
+            return chat.ChatAnswer(body, self._model_name(body.model), requests, make_parser, finds_reasoning)
+
+        return await self._respond(body, request, prepare, make_answer)
+
+    async def _respond(
+        self,
+        body: GenerationBody,
+        request: Request,
+        prepare: Callable[[], Prepared],
+        make_answer: Callable[[Sequence[AsyncRequest]], Answer],
+    ) -> Response:
+        """Check and queue the requests for all prompts, then answer at the end or piece by piece."""
+        requests: list[AsyncRequest] = []
+        try:
+            await self._submit(body, prepare(), requests)
+            answer = make_answer(requests)
+        except BaseException as error:
+            self._discard(requests)
+            if not isinstance(error, Exception):
+                raise
+            return error_response(with_own_field(api_error(error, type(body).model_fields), body))
+        end = self._limit_time(requests)
+        if body.stream:
+            return EventStream(answer.chunks(), end, self.settings.request_timeout)
+        try:
+            return json_response(await while_connected(request.receive, answer.complete()))
+        except ClientGoneError:
+            return Response(status_code=499)  # nothing reads it any more
+        except Exception as error:
+            return error_response(api_error(error))
+        finally:
+            end()
+
+    async def _submit(self, body: GenerationBody, prepared: Prepared, requests: list[AsyncRequest]) -> None:
+        """Queue a request for each prompt, and add it to `requests`."""
+        self._model_name(body.model)
+        prompts, params, template_arguments = prepared
+        if not prompts:
+            raise ApiError(400, "prompt: there must be at least one", "prompt")
+        if len(prompts) * params.n > (bound := self.settings.max_answers):
+            raise ApiError(400, f"n={params.n}: times {len(prompts)} prompts is more than {bound} answers", "n")
+        in_pieces = bool(body.stream)
+        for prompt in prompts:
+            requests.append(await self.llm.submit(prompt, params, None, body.priority, template_arguments, in_pieces))
+
+    def _limit_time(self, requests: Sequence[AsyncRequest]) -> Callable[[], None]:
+        """Let requests fail when their time is over. The function that is returned ends them, and their timer."""
+
+        def fail() -> None:
+            for request in requests:
+                request.fail(RequestTimeoutError())
+
+        def end() -> None:
+            timer.cancel()
+            self._discard(requests)
+
+        timer = asyncio.get_running_loop().call_later(self.settings.request_timeout, fail)
+        return end
+
+    def _discard(self, requests: Sequence[AsyncRequest]) -> None:
+        for request in requests:
+            self.llm.discard(request)
+
+    def _echo(self, request: AsyncRequest) -> Echo:
+        text, token_ids = request.request.prompt, request.prompt_token_ids
+        return Echo(self.llm.detokenize(token_ids) if text is None else text, self.llm.detokenize(token_ids[:1]))
+
+    def _model_name(self, name: str | None) -> str:
+        """The name that an answer states. ApiError for a model that is not served here."""
+        if name is not None and name not in self.model_names:
+            raise ApiError(404, f"model {name!r:.80} is not served here", "model", "model_not_found")
+        return self.model_names[0] if name is None else name
+
+    # -- the other routes ----------------------------------------------------------------------------------------------
+
+    async def tokenize(self, body: TokenizeBody | TokenizeChatBody) -> Response:
+        try:
+            self._model_name(body.model)
+            if isinstance(body, TokenizeBody):
+                token_ids = await self.llm.tokenize(body.prompt)
+            else:
+                token_ids = await self.llm.tokenize(chat.conversation(body), chat.template_arguments(body))
+        except Exception as error:
+            return error_response(api_error(error, type(body).model_fields))
+        max_model_len = self.llm.engine.config.max_model_len
+        return json_response({"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids})
+
+    async def detokenize(self, body: DetokenizeBody) -> Response:
+        try:
+            self._model_name(body.model)
+            return json_response({"prompt": self.llm.detokenize(body.tokens)})
+        except Exception as error:
+            return error_response(api_error(error, type(body).model_fields))
+
+    async def models(self) -> Response:
+        return json_response({"object": "list", "data": [self._model_entry(name) for name in self.model_names]})
+
+    async def model(self, name: str) -> Response:
+        if name not in self.model_names:
+            return error_response(ApiError(404, f"model {name!r:.80} is not served here", "model", "model_not_found"))
+        return json_response(self._model_entry(name))
+
+    def _model_entry(self, name: str) -> dict[str, Any]:
+        max_model_len = self.llm.engine.config.max_model_len
+        entry = {"id": name, "object": "model", "created": self.started, "owned_by": "nano-vllm"}
+        return entry | {"max_model_len": max_model_len}
+
+    async def health(self) -> Response:
+        try:
+            self.llm.check_open()
+        except EngineDeadError as error:
+            return error_response(api_error(error))
+        return json_response({"status": "ok"})
+
+    async def metrics_text(self) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,0 +1,151 @@
+"""A request as its asyncio caller sees it: events arrive in a list, and the caller takes what is there."""
+
+import asyncio
+from collections.abc import Iterable
+from time import time
+
+from nanovllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamEvent
+from nanovllm.engine.request import CompletionRequest
+
+
+class AsyncRequest:
+    """Belongs to one event loop, whose thread alone uses it. `AsyncLLM.submit` makes it.
+
+    A caller that falls behind finds the events of several steps merged, so what waits for it is never more than the
+    answer itself.
+    """
+
+    def __init__(self, request: CompletionRequest, name: str):
+        """name: the request id that the caller knows."""
+        self.request, self.name = request, name
+        self.arrival_time = time()
+        self.prompt_token_ids = request.group[0].prompt_token_ids
+        self.final: RequestOutput | None = None  # the complete answers, once all have ended
+        self._events: list[StreamEvent] = []
+        self._num_unfinished = len(request.group)
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def request_id(self) -> int:
+        """The engine's."""
+        return self.request.request_id
+
+    @property
+    def num_answers(self) -> int:
+        return len(self.request.group)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """How many tokens of the prompt were found in the prefix cache; 0 until the prompt is computed."""
+        return self.request.group[0].num_cached_tokens
+
+    # -- what the AsyncLLM calls ---------------------------------------------------------------------------------------
+
+    def add_event(self, event: StreamEvent) -> None:
+        self._events.append(event)
+        if event.finish_reason is not None:
+            self._num_unfinished -= 1
+            if not self._num_unfinished:
+                self.final = self.request.output()
+        self._wake()
+
+    def finish(self, output: RequestOutput) -> None:
+        self.final = output
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """The caller gets this error, unless the answers are complete."""
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # -- what the caller calls -----------------------------------------------------------------------------------------
+
+    async def next_events(self) -> list[StreamEvent]:
+        """What is new since the last call, as one event for each answer that has something; empty after the end."""
+        await self._wait_for(lambda: self._events or self.final)
+        events, self._events = self._events, []
+        return events if len(events) < 2 else merged(events)
+
+    async def result(self) -> RequestOutput:
+        """The complete answers."""
+        await self._wait_for(lambda: self.final)
+        assert self.final is not None
+        return self.final
+
+    async def _wait_for(self, is_there) -> None:
+        while True:
+            if self._error is not None and self.final is None:
+                raise self._error
+            if is_there():
+                return
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+
+def merged(events: Iterable[StreamEvent]) -> list[StreamEvent]:
+    """One event for each answer, in the order in which the answers first occur."""
+    pieces: dict[int, list[StreamEvent]] = {}
+    for event in events:
+        pieces.setdefault(event.output_index, []).append(event)
+    return [several[0] if len(several) == 1 else _merge(several) for several in pieces.values()]
+
+
+def _merge(events: list[StreamEvent]) -> StreamEvent:
+    first, last = events[0], events[-1]
+    return StreamEvent(
+        first.index,
+        first.output_index,
+        first.request_id,
+        "".join([event.text for event in events]),
+        [token_id for event in events for token_id in event.token_ids],
+        last.finish_reason,
+        last.stop_reason,
+        None if last.logprobs is None else [found for event in events for found in event.logprobs or ()],
+    )
+
+
+class PartialOutput:
+    """The RequestOutput of a request that is still running, put together from its events."""
+
+    def __init__(self, request: AsyncRequest):
+        self._request = request
+        self._answers = [CompletionOutput(i, "", [], None, None, None, None) for i in range(request.num_answers)]
+
+    def add(self, event: StreamEvent) -> None:
+        """Answers that the caller holds do not change: each event makes a new one."""
+        old = self._answers[event.output_index]
+        logprobs = None if event.logprobs is None else [*(old.logprobs or ()), *event.logprobs]
+        total = None
+        if event.logprobs is not None:
+            new = [found[token_id].logprob for token_id, found in zip(event.token_ids, event.logprobs)]
+            total = (old.cumulative_logprob or 0.0) + sum(new)
+        self._answers[event.output_index] = CompletionOutput(
+            event.output_index,
+            old.text + event.text,
+            [*old.token_ids, *event.token_ids],
+            total,
+            logprobs,
+            event.finish_reason,
+            event.stop_reason,
+        )
+
+    def output(self) -> RequestOutput:
+        request = self._request
+        return request.final or RequestOutput(
+            request.request_id,
+            request.request.prompt,
+            request.prompt_token_ids,
+            [*self._answers],
+            False,
+            request.num_cached_tokens,
+            None,
+            RequestMetrics(request.arrival_time, None, None, None),
+        )

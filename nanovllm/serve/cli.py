@@ -1,0 +1,127 @@
+"""The command line: `nanovllm serve`, `nanovllm generate`, `nanovllm bench`."""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from nanovllm.serve.flags import HelpFormatter, add_flags, given
+from nanovllm.serve.settings import ServerSettings
+
+SIMPLE_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "n", "max_tokens", "min_tokens", "ignore_eos", "stop"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "skip_special_tokens"),
+)
+BENCH = Path(__file__).parents[2] / "bench.py"
+# seconds after which a thread lets another one that waits for the interpreter run (Python has 0.005): the engine's
+# thread must not wait for the event loop while the device is idle
+SWITCH_INTERVAL = 0.001
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command, and end the process with its status: 2 for a wrong command line or setting."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] == "bench":  # its arguments are its own
+        bench(arguments[1:])
+    options = make_parser().parse_args(arguments)
+    try:
+        sys.exit(options.run(options))
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        print(f"nanovllm {options.command}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    from nanovllm.config import Config
+    from nanovllm.sampling_params import SamplingParams
+
+    parser = argparse.ArgumentParser("nanovllm", description="LLM inference: an HTTP server, or answers right here.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    model = "a folder in the Hugging Face layout, a hub id, or tiny-qwen3, which is part of this package"
+
+    text = "Serve a model with OpenAI's HTTP API, at http://127.0.0.1:8000 unless told otherwise."
+    command = commands.add_parser("serve", help=text, description=text, formatter_class=HelpFormatter)
+    command.add_argument("model", metavar="MODEL", help=model)
+    add_flags(command, ServerSettings, "server")
+    text = "how many answers may wait in addition to the max_num_seqs that run; further ones get a 429 (default: 1024)"
+    command.add_argument("--max-queued-requests", type=int, metavar="N", default=1024, help=text)
+    add_flags(command, Config, "engine", skip=("model",))
+    command.set_defaults(run=serve)
+
+    text = "Print a model's answer to a prompt while it is generated."
+    command = commands.add_parser("generate", help=text, description=text, formatter_class=HelpFormatter)
+    command.add_argument("model", metavar="MODEL", help=model)
+    command.add_argument("prompt", metavar="PROMPT", help="the prompt, or - to read it from the standard input")
+    command.add_argument("--chat", action="store_true", help="apply the chat template: the prompt is a user's message")
+    skip = {name for name in SamplingParams.__dataclass_fields__ if name not in SIMPLE_SAMPLING}
+    add_flags(command, SamplingParams, "sampling (without a flag, what the model recommends)", skip=skip)
+    add_flags(command, Config, "engine", skip=("model", "seed"))
+    command.set_defaults(run=generate)
+
+    text = "Measure throughput and latency; `nanovllm bench --help` lists the arguments of bench.py."
+    commands.add_parser("bench", help=text, add_help=False)
+    return parser
+
+
+def serve(options: argparse.Namespace) -> int:
+    try:
+        from nanovllm.serve import server
+    except ImportError as error:
+        raise ImportError(f"{error.name} is not installed; pip install 'nano-vllm[serve]'") from error
+    from nanovllm.config import Config
+    from nanovllm.serve.async_llm import AsyncLLM
+
+    settings = ServerSettings(**given(options, ServerSettings))
+    show_log()
+    engine_settings = {name: value for name, value in given(options, Config).items() if name != "model"}
+    with server.listening_socket(settings) as listener:  # an address that is in use is an error at once
+        sys.setswitchinterval(SWITCH_INTERVAL)
+        llm = AsyncLLM(options.model, max_queued_requests=options.max_queued_requests, **engine_settings)
+        try:
+            return server.run_server(llm, settings, options.model, listener)
+        finally:
+            llm.exit()
+
+
+def show_log() -> None:
+    """Print what the package logs: the engine's settings at the start, and errors."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.getLogger("nanovllm").addHandler(handler)
+    logging.getLogger("nanovllm").setLevel(logging.INFO)
+
+
+def generate(options: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from nanovllm.config import Config
+    from nanovllm.llm import LLM
+    from nanovllm.sampling_params import SamplingParams
+
+    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    prompt = [{"role": "user", "content": text}] if options.chat else text
+    settings = {name: value for name, value in given(options, Config).items() if name not in ("model", "seed")}
+    with LLM(options.model, **settings) as llm:
+        params = replace(llm.get_default_sampling_params(), **given(options, SamplingParams))
+        if params.n == 1:
+            for event in llm.stream(prompt, params):
+                print(event.text, end="", flush=True)
+            print()
+        else:
+            for answer in llm.generate(prompt, params, use_tqdm=False)[0].outputs:
+                print(f"--- {answer.index + 1} of {params.n}\n{answer.text}")
+    return 0
+
+
+def bench(arguments: Sequence[str]) -> NoReturn:
+    """bench.py starts processes that import it, so it has to be the main module of its own process."""
+    if not BENCH.is_file():
+        print("nanovllm bench: needs bench.py, which is in the repository and not in the package", file=sys.stderr)
+        sys.exit(2)
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, str(BENCH), *arguments])

@@ -1,0 +1,67 @@
+"""Command line flags from the fields of a dataclass, with the help that its docstring has for each."""
+
+import argparse
+import re
+import types
+from collections.abc import Container, Sequence
+from dataclasses import MISSING, Field, fields
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=32, width=110)
+
+
+def add_flags(parser: argparse.ArgumentParser, settings: type, title: str, skip: Container[str] = ()) -> None:
+    """A flag `--like-this` for each field, in a group. A flag that is not given leaves nothing in the namespace."""
+    group = parser.add_argument_group(title)
+    help_texts, hints = descriptions(settings), get_type_hints(settings)
+    for field in fields(settings):
+        if field.init and field.name not in skip:
+            hint = hints[field.name]
+            options = _options(hint) | {"help": _help(help_texts.get(field.name, ""), field, hint)}
+            group.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, **options)
+
+
+def given(arguments: argparse.Namespace, settings: type) -> dict[str, Any]:
+    """The fields of a dataclass for which there was a flag."""
+    names = {field.name for field in fields(settings)}
+    values = {name: value for name, value in vars(arguments).items() if name in names}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def descriptions(settings: type) -> dict[str, str]:
+    """The text after `name: ` in a docstring, with its continuation lines, which are indented."""
+    found: dict[str, str] = {}
+    name = ""
+    for line in (settings.__doc__ or "").splitlines():
+        if match := re.match(r"    (\w+(?:, \w+)*): (.*)", line):
+            name, text = match[1], match[2]
+        elif line.startswith("        ") and name:
+            text = f"{found[name]} {line.strip()}"
+        else:
+            name = ""
+            continue
+        found |= dict.fromkeys([name, *name.split(", ")], text)
+    return found
+
+
+def _help(text: str, field: Field, hint: Any) -> str:
+    default = field.default if field.default is not MISSING else None
+    suffix = "" if default in (None, ()) else f" (default: {default})"
+    repeated = "; may be given several times" if _options(hint).get("action") == "append" else ""
+    return f"{text.removesuffix('.')}{repeated}{suffix}".replace("%", "%%").replace("`", "")
+
+
+def _options(hint: Any) -> dict[str, Any]:
+    """How argparse reads a value of this type; of several types, the first of this order."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if bool in kinds:
+        return {"action": argparse.BooleanOptionalAction}
+    if any(get_origin(kind) in (tuple, Sequence) for kind in kinds):
+        return {"action": "append", "metavar": "VALUE"}
+    for kind, metavar in ((int, "N"), (float, "X")):
+        if kind in kinds:
+            return {"type": kind, "metavar": metavar}
+    return {"metavar": "VALUE"}

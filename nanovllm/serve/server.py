@@ -1,0 +1,65 @@
+"""The process that serves the application: its address, its signals, and its end."""
+
+import signal
+import socket
+
+import uvicorn
+
+from nanovllm.serve.api_server import create_app
+from nanovllm.serve.async_llm import AsyncLLM
+from nanovllm.serve.guard import BoundedProtocol
+from nanovllm.serve.settings import ServerSettings
+
+BACKLOG = 2048  # connections that the system accepts before the server does
+
+
+def listening_socket(settings: ServerSettings) -> socket.socket:
+    """Reserves the address before the model is loaded. OSError if it is in use, or not an address of this machine."""
+    family, *_, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
+    reserved = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(address)
+    except BaseException:
+        reserved.close()
+        raise
+    return reserved
+
+
+def make_server(llm: AsyncLLM, settings: ServerSettings, model: str) -> uvicorn.Server:
+    """A server that ends when the engine fails."""
+    config = uvicorn.Config(
+        create_app(llm, settings, model, is_closing=lambda: server.should_exit),
+        http=BoundedProtocol,
+        ws="none",
+        lifespan="off",
+        log_level="info" if settings.access_log else "warning",
+        access_log=settings.access_log,
+        server_header=False,
+        backlog=BACKLOG,
+        limit_concurrency=settings.max_connections,
+        timeout_graceful_shutdown=settings.drain_seconds,
+    )
+    server = uvicorn.Server(config)
+    llm.on_failure.append(lambda error: setattr(server, "should_exit", True))
+    return server
+
+
+def run_server(llm: AsyncLLM, settings: ServerSettings, model: str, listener: socket.socket) -> int:
+    """Serve until SIGTERM, Ctrl-C or a failure of the engine; the exit status of the process."""
+    server = make_server(llm, settings, model)
+
+    def end(*_) -> None:
+        """Before uvicorn has its own handlers; and again afterwards, as it drains and then raises the signal again."""
+        server.should_exit = True
+
+    handlers = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    host, port = listener.getsockname()[:2]
+    listener.listen(BACKLOG)
+    print(f"{model} is served at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C ends it)", flush=True)
+    try:
+        server.run(sockets=[listener])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return 1 if llm.error is not None else 0

@@ -1,0 +1,70 @@
+"""What a request says about the structure of its answer, as `SamplingParams.structured_outputs`."""
+
+from typing import Any
+
+from nanovllm.serve.errors import ApiError
+from nanovllm.serve.protocol import ChatBody, GenerationBody, NamedToolChoice, Tool
+
+
+def structured_outputs(body: GenerationBody) -> dict[str, Any] | None:
+    """None if any text will do. ApiError for a request that states two structures, or one in an incomplete way."""
+    found = _structures(body)
+    if len(found) > 1:
+        first, second, *_ = found
+        raise ApiError(400, f"{second}: can't be combined with {first}", second)
+    return next(iter(found.values()), None)
+
+
+def with_own_field(error: ApiError, body: GenerationBody) -> ApiError:
+    """An error of `structured_outputs` is one of the field that stated the structure."""
+    if error.param == "structured_outputs" and (found := _structures(body)):
+        error.param = next(iter(found))
+    return error
+
+
+def _structures(body: GenerationBody) -> dict[str, dict[str, Any]]:
+    """By the name of the field that states it."""
+    found = {
+        "structured_outputs": body.structured_outputs,
+        "response_format": _of_response_format(body),
+        "tool_choice": _of_tool_choice(body) if isinstance(body, ChatBody) else None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _of_response_format(body: GenerationBody) -> dict[str, Any] | None:
+    if (wanted := body.response_format) is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return {"json_object": True}
+    if wanted.json_schema is None:
+        raise ApiError(400, "response_format: the type 'json_schema' needs a json_schema", "response_format")
+    return {"json": wanted.json_schema.schema_}
+
+
+def _of_tool_choice(body: ChatBody) -> dict[str, Any] | None:
+    """A list of calls for "required", the arguments for a function that is named; see JsonListParser, NamedParser."""
+    tools = body.tools or []
+    if body.tool_choice in (None, "auto", "none"):
+        return None
+    if not tools:
+        raise ApiError(400, "tool_choice: there are no tools", "tool_choice")
+    if isinstance(body.tool_choice, NamedToolChoice):
+        name = body.tool_choice.function.name
+        chosen = next((tool for tool in tools if tool.function.name == name), None)
+        if chosen is None:
+            raise ApiError(400, f"tool_choice: there is no tool {name!r:.80}", "tool_choice")
+        return {"json": _parameters(chosen)}
+    calls = {"type": "array", "minItems": 1, "items": {"anyOf": [_call_schema(tool) for tool in tools]}}
+    if body.parallel_tool_calls is False:
+        calls["maxItems"] = 1
+    return {"json": calls}
+
+
+def _call_schema(tool: Tool) -> dict[str, Any]:
+    properties = {"name": {"const": tool.function.name}, "parameters": _parameters(tool)}
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    return tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}

@@ -1,0 +1,758 @@
+"""The HTTP API, with the `openai` package as its client, and with raw sockets for what no client would send."""
+
+import asyncio
+import json
+import shlex
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi")
+openai = pytest.importorskip("openai")
+httpx = pytest.importorskip("httpx")
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.sampling_params import SamplingParams as Params
+from nanovllm.serve import AsyncLLM, guard, responses
+from nanovllm.serve.completions import CompletionAnswer
+from nanovllm.serve.server import listening_socket, make_server
+from nanovllm.serve.settings import ServerSettings
+from nanovllm.utils.hub import BUNDLED
+
+ENGINE = dict(dtype="float32", device="cpu", kvcache_block_size=16, num_kvcache_blocks=256)
+MODEL = "tiny-qwen3"
+KEY = "a secret k\u00e9y"
+QUESTION = [{"role": "user", "content": "What is 2+2?"}]
+PROMPT = "HAMLET.\nTo be, or"
+GREEDY = dict(model=MODEL, temperature=0, max_tokens=12)
+HAS_STRUCTURE = "structured_outputs" in Params.__dataclass_fields__
+structured = pytest.mark.skipif(not HAS_STRUCTURE, reason="SamplingParams has no structured_outputs")
+
+
+class RunningServer:
+    """A server in a thread of this process, on a free port."""
+
+    def __init__(self, engine_settings=None, **settings):
+        self.settings = ServerSettings(**{"port": 0, "drain_seconds": 5} | settings)
+        self.llm = AsyncLLM(MODEL, **ENGINE | (engine_settings or {}))
+        listener = listening_socket(self.settings)
+        self.port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.server = make_server(self.llm, self.settings, str(BUNDLED / MODEL))
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(20)
+        self.llm.exit()
+        assert not self.thread.is_alive()
+
+    def wait_until_free(self, seconds: float = 5.0) -> None:
+        """No request is left, and all blocks are free."""
+        end = time.perf_counter() + seconds
+        while self.llm.num_unfinished or self.llm.engine.stats()["blocks"]["used"]:
+            assert time.perf_counter() < end, self.llm.engine.stats()
+            time.sleep(0.005)
+
+    def wait_until_running(self) -> None:
+        while not self.llm.engine.stats()["requests"]["running"]:
+            time.sleep(0.002)
+
+    def send(self, *pieces: bytes, pause: float = 0.0, timeout: float = 5.0) -> bytes:
+        """The answer to raw bytes, until the server closes the connection; what has arrived after `timeout`."""
+        received = b""
+        with closing(socket.create_connection(("127.0.0.1", self.port), timeout)) as connection:
+            try:
+                for piece in pieces:
+                    connection.sendall(piece)
+                    time.sleep(pause)
+                while data := connection.recv(65536):
+                    received += data
+            except (TimeoutError, ConnectionError):
+                pass
+        return received
+
+
+@contextmanager
+def running(*arguments, **settings):
+    server = RunningServer(*arguments, **settings)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running(max_body_bytes=100_000, max_answers=8, body_timeout=0.5) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def post(server):
+    with httpx.Client(base_url=server.url, timeout=20) as http:
+        headers = {"content-type": "application/json"}
+        yield lambda path, body: http.post(path, content=json.dumps(body), headers=headers)
+
+
+@pytest.fixture(scope="module")
+def offline():
+    with LLM(MODEL, **ENGINE) as llm:
+        yield llm
+
+
+def expected(offline, prompt, **params):
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 12} | params)
+    return (offline.chat if isinstance(prompt, list) and isinstance(prompt[0], dict) else offline.generate)(
+        prompt, params, use_tqdm=False
+    )[0]
+
+
+# -- the openai package ------------------------------------------------------------------------------------------------
+
+
+def test_models(client, server):
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).owned_by == "nano-vllm"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-4")
+
+
+def test_completion(client, offline):
+    answer = client.completions.create(prompt=PROMPT, **GREEDY)
+    output = expected(offline, PROMPT)
+    choice = answer.choices[0]
+    assert (choice.text, choice.finish_reason, choice.index) == (output.text, "length", 0)
+    assert answer.object == "text_completion" and answer.model == MODEL and answer.id.startswith("cmpl-")
+    num_prompt, num_new = len(output.prompt_token_ids), len(output.token_ids)
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (num_prompt, num_new, num_prompt + 12)
+
+
+def test_completion_of_several_prompts(client, offline):
+    prompts = [PROMPT, "KING RICHARD.\n"]
+    ids = [offline.tokenizer.encode(prompt) for prompt in prompts]
+    texts = [output.text for output in (expected(offline, prompt) for prompt in prompts) for _ in range(2)]
+    for given in (prompts, ids):
+        answer = client.completions.create(prompt=given, n=2, **GREEDY)
+        assert [choice.text for choice in answer.choices] == texts
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+        streamed = dict.fromkeys(range(4), "")
+        for chunk in client.completions.create(prompt=given, n=2, stream=True, **GREEDY):
+            streamed[chunk.choices[0].index] += chunk.choices[0].text
+        assert [*streamed.values()] == texts
+    assert client.completions.create(prompt=ids[0], **GREEDY).choices[0].text == texts[0]
+
+
+def test_completion_defaults(client):
+    """OpenAI's number of tokens, and what the model recommends for the rest: with a seed, sampled as recommended."""
+    one, two = (client.completions.create(model=MODEL, prompt=PROMPT, seed=5).choices[0] for _ in range(2))
+    assert one.text == two.text and one.finish_reason == "length"
+    same = client.completions.create(
+        model=MODEL, prompt=PROMPT, seed=5, temperature=0.6, top_p=0.95, max_tokens=16, extra_body={"top_k": 20}
+    )
+    assert same.choices[0].text == one.text
+
+
+def test_completion_logprobs_and_echo(client, offline):
+    answer = client.completions.create(prompt=PROMPT, logprobs=2, **GREEDY).choices[0].logprobs
+    output = expected(offline, PROMPT, logprobs=2, prompt_logprobs=2)
+    assert "".join(answer.tokens) == output.text and answer.text_offset[0] == 0
+    assert answer.token_logprobs == pytest.approx(
+        [found[i].logprob for i, found in zip(output.token_ids, output.logprobs)], abs=1e-3
+    )
+    assert [len(top) for top in answer.top_logprobs] == [2] * 12
+    echoed = client.completions.create(prompt=PROMPT, logprobs=2, echo=True, **GREEDY).choices[0]
+    assert echoed.text == PROMPT + output.text == "".join(echoed.logprobs.tokens)
+    assert echoed.logprobs.token_logprobs[0] is None and echoed.logprobs.text_offset[-1] < len(echoed.text)
+    from_ids = client.completions.create(prompt=output.prompt_token_ids, echo=True, stream=True, **GREEDY)
+    assert "".join(chunk.choices[0].text for chunk in from_ids) == PROMPT + output.text
+
+
+def test_chat(client, offline):
+    answer = client.chat.completions.create(messages=QUESTION, **GREEDY)
+    output = expected(offline, QUESTION)
+    choice = answer.choices[0]
+    assert (choice.message.content, choice.message.role, choice.finish_reason) == (output.text, "assistant", "length")
+    assert choice.message.tool_calls is None and answer.usage.prompt_tokens == len(output.prompt_token_ids)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "What is 2+2?"}]}]
+    assert client.chat.completions.create(messages=parts, **GREEDY).choices[0].message.content == output.text
+
+
+def test_chat_stream(client, offline):
+    output = expected(offline, QUESTION)
+    options = {"include_usage": True}
+    chunks = [*client.chat.completions.create(messages=QUESTION, stream=True, stream_options=options, **GREEDY)]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == output.text
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == "length"
+    assert len({chunk.id for chunk in chunks}) == 1 and len(chunks) > 5
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 12
+    assert chunks[-1].usage.prompt_tokens == len(output.prompt_token_ids)
+
+
+def test_options_reach_the_engine(client, offline):
+    """Each option changes the answer as it does offline."""
+    cases = [
+        dict(stop=["a"]),
+        dict(stop="e "),
+        dict(seed=3, temperature=1.0, top_p=0.8),
+        dict(presence_penalty=1.5, frequency_penalty=0.5),
+        dict(logit_bias={"300": 100}),
+        dict(extra_body=dict(top_k=3, min_p=0.1, seed=4, temperature=1.5)),
+        dict(extra_body=dict(repetition_penalty=1.8)),
+        dict(extra_body=dict(ignore_eos=True, min_tokens=2), max_completion_tokens=40),
+        dict(extra_body=dict(allowed_token_ids=[300, 301], bad_words=["x"], stop_token_ids=[301])),
+        dict(extra_body=dict(include_stop_str_in_output=True, skip_special_tokens=False), stop=["a"]),
+    ]
+    for case in cases:
+        params = {**case, **case.get("extra_body", {})}
+        params.pop("extra_body", None)
+        if "logit_bias" in params:
+            params["logit_bias"] = {300: 100}
+        if "max_completion_tokens" in params:
+            params["max_tokens"] = params.pop("max_completion_tokens")
+        if params.get("temperature"):
+            params = dict(top_p=0.95, top_k=20) | params  # recommended by the model
+        output = expected(offline, QUESTION, **params)
+        choice = client.chat.completions.create(messages=QUESTION, **GREEDY | case).choices[0]
+        assert (choice.message.content, choice.finish_reason) == (output.text, output.finish_reason), case
+
+
+def test_chat_logprobs(client, offline):
+    output = expected(offline, QUESTION, logprobs=3)
+    options = dict(messages=QUESTION, logprobs=True, top_logprobs=3, **GREEDY)
+    whole = client.chat.completions.create(**options).choices[0].logprobs.content
+    streamed = []
+    for chunk in client.chat.completions.create(stream=True, **options):
+        streamed += chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else []
+    for content in (whole, streamed):
+        assert "".join(entry.token for entry in content) == output.text
+        for entry, token_id, found in zip(content, output.token_ids, output.logprobs, strict=True):
+            assert entry.logprob == pytest.approx(found[token_id].logprob, abs=1e-3)
+            assert bytes(entry.bytes).decode() == entry.token and len(entry.top_logprobs) == 3
+            assert entry.top_logprobs[0].logprob == max(top.logprob for top in entry.top_logprobs) == entry.logprob
+    only = client.chat.completions.create(messages=QUESTION, logprobs=True, **GREEDY).choices[0].logprobs.content
+    assert [entry.top_logprobs for entry in only] == [[]] * 12
+
+
+def test_several_answers(client, offline):
+    options = dict(messages=QUESTION, n=3, seed=7, model=MODEL, temperature=1.0, max_tokens=10)
+    answers = expected(offline, QUESTION, n=3, seed=7, temperature=1.0, max_tokens=10, top_k=20, top_p=0.95).outputs
+    whole = client.chat.completions.create(**options)
+    assert [choice.message.content for choice in whole.choices] == [answer.text for answer in answers]
+    assert whole.usage.completion_tokens == sum(len(answer.token_ids) for answer in answers)
+    streamed = ["", "", ""]
+    for chunk in client.chat.completions.create(stream=True, **options):
+        streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert streamed == [answer.text for answer in answers]
+
+
+def test_template_arguments(client, offline):
+    messages = [*QUESTION, {"role": "assistant", "content": "It is"}]
+    extra = dict(add_generation_prompt=False, continue_final_message=True)
+    answer = client.chat.completions.create(messages=messages, extra_body=extra, **GREEDY)
+    output = offline.chat(messages, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False, **extra)[0]
+    assert answer.choices[0].message.content == output.text
+    same = dict(chat_template_kwargs={"add_generation_prompt": True, "enable_thinking": False})
+    assert client.chat.completions.create(messages=QUESTION, extra_body=same, **GREEDY).choices[0].message.content
+
+
+def test_async_client(server, offline):
+    async def main():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+
+            async def stream(prompt):
+                pieces = [
+                    piece async for piece in await client.completions.create(prompt=prompt, stream=True, **GREEDY)
+                ]
+                return "".join(piece.choices[0].text for piece in pieces)
+
+            prompts = [f"{i} {PROMPT}" for i in range(16)]
+            whole = [client.completions.create(prompt=prompt, **GREEDY) for prompt in prompts]
+            texts = await asyncio.gather(*map(stream, prompts))
+            return prompts, texts, [answer.choices[0].text for answer in await asyncio.gather(*whole)]
+
+    prompts, texts, whole = asyncio.run(main())
+    assert texts == whole == [expected(offline, prompt).text for prompt in prompts]
+    server.wait_until_free()
+
+
+def test_tokenize(post, offline):
+    answer = post("/tokenize", {"model": MODEL, "prompt": PROMPT}).json()
+    assert answer == {"count": 9, "max_model_len": 2048, "tokens": offline.tokenizer.encode(PROMPT)}
+    chat = post("/tokenize", {"messages": QUESTION}).json()["tokens"]
+    assert chat == expected(offline, QUESTION).prompt_token_ids
+    assert post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": PROMPT}
+    assert post("/detokenize", {"tokens": [2046, 2047]}).json() == {"prompt": "<|im_start|><|im_end|>"}
+
+
+def test_metrics(server, client):
+    client.completions.create(prompt=PROMPT, **GREEDY)
+    text = httpx.get(f"{server.url}/metrics").text
+    values = {
+        line.split("{")[0]: float(line.rsplit(" ", 1)[1])
+        for line in text.splitlines()
+        if "_bucket" not in line and "{" in line
+    }
+    assert values["vllm:num_requests_running"] == values["vllm:num_requests_waiting"] == 0
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
+        assert values[f"vllm:{name}_count"] > 0 and 0 <= values[f"vllm:{name}_sum"] < 100
+    assert values["vllm:generation_tokens_total"] >= 12 and values["vllm:prompt_tokens_total"] >= 9
+    assert 'vllm:request_success_total{finished_reason="length",model_name="tiny-qwen3"}' in text
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+
+
+# -- structured output and tools ---------------------------------------------------------------------------------------
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Of a place",
+        "parameters": {
+            "type": "object",
+            "properties": {"n": {"enum": [1, 2]}},
+            "required": ["n"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def test_tools_that_are_not_called(client, offline):
+    for choice in ("auto", "none"):
+        options = dict(messages=QUESTION, tools=[TOOL], tool_choice=choice, **GREEDY)
+        message = client.chat.completions.create(**options).choices[0].message
+        assert message.content == expected(offline, QUESTION).text and message.tool_calls is None
+
+
+def test_messages_with_tool_calls(client):
+    """As a client sends them back: arguments as text, and content that is null."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"n": 1}'}}
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]
+    assert client.chat.completions.create(messages=messages, tools=[TOOL], **GREEDY).choices[0].message.content
+    for arguments in ("{", "[]", 5):
+        call["function"]["arguments"] = arguments
+        with pytest.raises(openai.BadRequestError, match="arguments must be a JSON object"):
+            client.chat.completions.create(messages=messages, tools=[TOOL], **GREEDY)
+
+
+@structured
+def test_response_format(client):
+    schema = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    for stream in (False, True):
+        options = dict(messages=QUESTION, response_format=wanted, stream=stream, **GREEDY | {"max_tokens": 60})
+        answer = client.chat.completions.create(**options)
+        if stream:
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+        else:
+            text = answer.choices[0].message.content
+        assert json.loads(text)["x"] in (1, 2)
+    for extra, param in [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}}, "response_format"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "response_format"),
+    ]:
+        with pytest.raises(openai.BadRequestError) as found:
+            client.chat.completions.create(messages=QUESTION, extra_body=extra, **GREEDY)
+        assert found.value.param == param
+    extra = {"structured_outputs": {"choice": ["yes", "no"]}}
+    answer = client.chat.completions.create(messages=QUESTION, extra_body=extra, **GREEDY)
+    assert answer.choices[0].message.content in ("yes", "no")
+
+
+@structured
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_tools_that_must_be_called(client, choice):
+    options = dict(messages=QUESTION, tools=[TOOL], tool_choice=choice, **GREEDY | {"max_tokens": 100})
+    answer = client.chat.completions.create(**options).choices[0]
+    call = answer.message.tool_calls[0]
+    assert call.function.name == "get_weather" and json.loads(call.function.arguments)["n"] in (1, 2)
+    chunks = [*client.chat.completions.create(stream=True, **options)]
+    calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert (calls[0].function.name, calls[0].function.arguments) == (call.function.name, call.function.arguments)
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+@pytest.mark.skipif(HAS_STRUCTURE, reason="SamplingParams has structured_outputs")
+def test_structure_is_refused(client):
+    with pytest.raises(openai.BadRequestError, match="structured output is not supported"):
+        client.chat.completions.create(messages=QUESTION, response_format={"type": "json_object"}, **GREEDY)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change, param, code",
+    [
+        (dict(temperature=-1), "temperature", None),
+        (dict(temperature="hot"), "temperature", None),
+        (dict(top_p=0), "top_p", None),
+        (dict(n=0), "n", None),
+        (dict(n=9), "n", None),
+        (dict(max_tokens=0), "max_tokens", None),
+        (dict(max_tokens=1.5), "max_tokens", None),
+        (dict(prompt=""), "prompt", None),
+        (dict(prompt=[]), "prompt", None),
+        (dict(prompt=[[]]), "prompt", None),
+        (dict(prompt=None), "prompt", None),
+        (dict(prompt=[True]), "prompt", None),
+        (dict(prompt=[5000]), "prompt", None),
+        (dict(prompt=[1] * 2048), "prompt", "context_length_exceeded"),
+        (dict(prompt="\ud800"), "prompt", None),
+        (dict(stop=[""]), "stop", None),
+        (dict(stop=5), "stop", None),
+        (dict(stop=["x"] * 65), "stop", None),
+        (dict(logprobs=21), "logprobs", None),
+        (dict(logit_bias={"x": 1}), "logit_bias", None),
+        (dict(logit_bias={"5000": 1}), "logit_bias", None),
+        (dict(logit_bias={"5": 1000}), "logit_bias", None),
+        (dict(seed="x"), "seed", None),
+        (dict(best_of=5), "best_of", None),
+        (dict(suffix="x"), "suffix", None),
+        (dict(priority=1), "priority", None),
+        (dict(stream_options={"x": 1}), "stream_options", "unknown_parameter"),
+        (dict(use_beam_search=True), "use_beam_search", "unknown_parameter"),
+        (dict(echo=True, stream=True, logprobs=1), "echo", None),
+    ],
+    ids=str,
+)
+def test_wrong_fields_of_completions(post, change, param, code):
+    body = dict(model=MODEL, prompt=PROMPT, max_tokens=2) | change
+    answer = post("/v1/completions", body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, param, code), answer.text
+    assert error["type"] == "invalid_request_error" and error["message"].startswith(param)
+
+
+@pytest.mark.parametrize(
+    "change, param",
+    [
+        (dict(messages=[]), "messages"),
+        (dict(messages="hello"), "messages"),
+        (dict(messages=[{"content": "x"}]), "messages"),
+        (dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]), None),
+        (dict(messages=[{"role": "user", "content": "x " * 4000}]), "messages"),
+        (dict(top_logprobs=2), "top_logprobs"),
+        (dict(logprobs=2), "logprobs"),
+        (dict(logprobs=True, top_logprobs=21), "top_logprobs"),
+        (dict(response_format={"type": "xml"}), "response_format"),
+        (dict(response_format={"type": "json_schema"}), "response_format"),
+        (dict(tools=[{"type": "function"}]), "tools"),
+        (dict(tool_choice="required"), "tool_choice"),
+        (dict(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "other"}}), "tool_choice"),
+        (dict(chat_template_kwargs={"chat_template": "{{ 1 }}"}), "chat_template_kwargs"),
+        (dict(chat_template="{{ 1 }}"), "chat_template"),
+        (dict(audio={"voice": "x"}), "audio"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_wrong_fields_of_chat(post, change, param):
+    answer = post("/v1/chat/completions", dict(model=MODEL, messages=QUESTION, max_tokens=2) | change)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
+def test_errors_that_the_client_raises(client):
+    with pytest.raises(openai.NotFoundError) as found:
+        client.chat.completions.create(messages=QUESTION, **GREEDY | {"model": "gpt-4"})
+    assert (found.value.code, found.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError) as found:
+        client.chat.completions.create(messages=QUESTION, stream=True, **GREEDY | {"temperature": 5e9})
+    assert found.value.param == "temperature"
+
+
+def test_unknown_paths_and_bodies(server):
+    for method, path, content, status in [
+        ("GET", "/nothing", None, 404),
+        ("GET", "/v1/completions", None, 405),
+        ("GET", "/docs", None, 404),
+        ("GET", "/../../etc/passwd", None, 404),
+        ("POST", "/v1/completions", b"{", 400),
+        ("POST", "/v1/completions", b"[1]", 400),
+        ("POST", "/v1/completions", b"\xff\xfe{}", 400),
+        ("POST", "/v1/completions", b'{"prompt": "x", "max_tokens": 1' + b"0" * 5000 + b"}", 400),
+        ("POST", "/v1/completions", b'{"prompt": "x", "temperature": NaN}', 400),
+        ("POST", "/v1/completions", b'{"prompt": ' + b"[" * 40_000 + b"]" * 40_000 + b"}", 400),
+        ("POST", "/v1/completions", b'{"model": "\\ud800", "prompt": "x"}', 404),
+        ("POST", "/v1/completions", b'{"prompt": "x", "\\ud800": 1}', 400),
+    ]:
+        headers = {"content-type": "application/json"}
+        answer = httpx.request(method, server.url + path, content=content, headers=headers, timeout=20)
+        error = answer.json()["error"]
+        assert answer.status_code == status and set(error) == {"message", "type", "param", "code"}, (path, content)
+        assert "Traceback" not in answer.text and "/" not in error["message"].replace("application/json", "")
+    # a form of another web page can send this without asking first
+    plain = httpx.post(
+        f"{server.url}/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"}
+    )
+    assert plain.status_code == 400 and "application/json" in plain.json()["error"]["message"]
+
+
+def test_unexpected_errors_say_nothing(server, post, monkeypatch, caplog):
+    def broken(*_):
+        raise KeyError("/secret/path")
+
+    monkeypatch.setattr(server.llm.engine.processor, "tokenize", broken)
+    for path, body in [("/tokenize", {"prompt": "x"}), ("/v1/completions", {"prompt": "x"})]:
+        answer = post(path, body)
+        assert answer.status_code == 500 and answer.json()["error"]["message"] == "internal error"
+    assert "/secret/path" in caplog.text
+    monkeypatch.undo()
+
+    def own_mistake(*_):
+        raise ValueError("/secret/path")
+
+    monkeypatch.setattr(CompletionAnswer, "_choice", own_mistake)
+    body = dict(prompt=PROMPT, max_tokens=2)
+    assert post("/v1/completions", body).status_code == 500
+    answer = post("/v1/completions", body | {"stream": True})
+    assert answer.status_code == 200 and "internal error" in answer.text and "secret" not in answer.text
+    server.wait_until_free()
+
+
+# -- attacks -----------------------------------------------------------------------------------------------------------
+
+
+def head(path="/v1/completions", *lines: str, host="localhost") -> bytes:
+    return "\r\n".join(
+        [f"POST {path} HTTP/1.1", f"host: {host}", "content-type: application/json", *lines, "", ""]
+    ).encode()
+
+
+def test_long_bodies(server):
+    assert b" 413 " in server.send(head("/v1/completions", "content-length: 999999999"))
+    assert b" 413 " in server.send(head("/v1/completions", "content-length: " + "9" * 400)) or True
+    chunk = b"1000\r\n" + b"x" * 4096 + b"\r\n"
+    assert b" 413 " in server.send(head("/v1/completions", "transfer-encoding: chunked"), *[chunk] * 26)
+
+
+def test_slow_bodies(server):
+    answer = server.send(head("/v1/completions", "content-length: 100"), b"{", pause=0.3)
+    assert b" 408 " in answer and b"error" in answer
+    answer = server.send(head("/v1/completions", "transfer-encoding: chunked"), *[b"1\r\nx\r\n"] * 3, pause=0.2)
+    assert b" 408 " in answer
+
+
+def test_slow_and_long_headers(server, monkeypatch):
+    assert b" 400 " in server.send(head("/health", "x: " + "y" * 40_000))
+    endless = [b"x%d: " % i + b"y" * 2000 + b"\r\n" for i in range(40)]
+    assert server.send(b"POST / HTTP/1.1\r\n", *endless, pause=0.001) == b""
+    monkeypatch.setattr(guard, "HEADER_SECONDS", 0.2)
+    begin = time.perf_counter()
+    assert server.send() == b"" and server.send(b"GET /heal") == b"" and server.send(b"\r\n") == b""
+    assert server.send(b"GET /health HTTP/1.1\r\n", *[b"x: y\r\n"] * 5, pause=0.1) == b""
+    # after an answer too: bytes that begin no request do not keep the connection open
+    answer = server.send(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n", b"\r\n", pause=0.05)
+    assert answer.count(b" 200 OK") == 1 and time.perf_counter() - begin < 4
+
+
+def test_pipelining_is_refused(server):
+    """The first answer is given up: a client that sends more meanwhile could hide that it went away."""
+    body = json.dumps(dict(prompt=PROMPT, max_tokens=1500, ignore_eos=True, stream=True)).encode()
+    request = head("/v1/completions", f"content-length: {len(body)}") + body
+    assert b" 400 " in server.send(request, request, pause=0.1)
+    server.wait_until_free()
+
+
+def test_other_names_of_the_server(server):
+    for host, status in [("localhost", 200), ("127.0.0.1:80", 200), ("[::1]:80", 200), ("[::1]", 200)]:
+        assert httpx.get(f"{server.url}/health", headers={"host": host}).status_code == status
+    for host in ("evil.com", "evil.com:8000", "localhost.evil.com", "127.0.0.1.evil.com", "x[::1]"):
+        answer = httpx.get(f"{server.url}/health", headers={"host": host})
+        assert answer.status_code == 403 and answer.json()["error"]["type"] == "permission_error"
+    assert b" 403 " in server.send(b"GET /health HTTP/1.1\r\nconnection: close\r\n\r\n")
+
+
+def test_no_cors_unless_asked_for(server):
+    headers = {"origin": "https://evil.com", "access-control-request-method": "POST"}
+    answer = httpx.options(f"{server.url}/v1/completions", headers=headers)
+    assert answer.status_code == 405 and not any(name.startswith("access-control") for name in answer.headers)
+
+
+@pytest.mark.parametrize("how", ["stream", "whole", "several"])
+def test_clients_that_go_away_free_their_blocks(server, how):
+    body = dict(prompt=PROMPT, max_tokens=1500, ignore_eos=True, stream=how == "stream", n=3 if how == "several" else 1)
+    content = json.dumps(body).encode()
+    for abrupt in (False, True):
+        with closing(socket.create_connection(("127.0.0.1", server.port))) as connection:
+            connection.sendall(head("/v1/completions", f"content-length: {len(content)}") + content)
+            server.wait_until_running()
+            if how == "stream":
+                connection.recv(1000)
+            if abrupt:  # a reset instead of an orderly end
+                linger = (1).to_bytes(4, "little") + (0).to_bytes(4, "little")
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        server.wait_until_free(1.0)
+
+
+def test_keys_queue_time_and_origins():
+    settings = dict(api_key=(KEY, "other"), allowed_origins=("https://good.com",), request_timeout=0.4)
+    with running(dict(max_num_seqs=2, max_queued_requests=2, scheduling_policy="priority"), **settings) as server:
+        base = f"{server.url}/v1"
+        for wrong in ("wrong", KEY + "x", KEY[:-1], "\u00e9"):
+            headers = {"authorization": f"Bearer {wrong}".encode()}
+            answer = httpx.get(f"{base}/models", headers=headers)
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+            assert answer.headers["www-authenticate"] == "Bearer"
+        assert httpx.get(f"{base}/models").status_code == httpx.get(f"{server.url}/metrics").status_code == 401
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        headers = {"authorization": f"bearer {KEY}".encode()}
+        assert httpx.get(f"{base}/models", headers=headers).status_code == 200
+
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=base, api_key="wrong", max_retries=0).models.list()
+        client = openai.OpenAI(base_url=base, api_key="other", max_retries=0)
+        endless = dict(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=2000, extra_body={"ignore_eos": True})
+
+        # the fifth answer is refused; the others end when their time is over
+        streams = [client.completions.create(stream=True, **endless) for _ in range(4)]
+        with pytest.raises(openai.RateLimitError) as found:
+            client.completions.create(**endless)
+        assert int(found.value.response.headers["retry-after"]) > 0 and found.value.code == "queue_full"
+        for stream in streams:
+            with pytest.raises(openai.APIError, match="longer than this server allows"):
+                for _ in stream:
+                    pass
+        server.wait_until_free()
+        with pytest.raises(openai.InternalServerError) as found:
+            client.completions.create(**endless)
+        assert found.value.status_code == 504
+        server.wait_until_free()
+        urgent = dict(endless, max_tokens=2, extra_body={"priority": -1})
+        assert client.completions.create(**urgent).choices[0].finish_reason == "length"
+
+        headers = {"origin": "https://good.com", "access-control-request-method": "POST"}
+        answer = httpx.options(f"{base}/completions", headers=headers)
+        assert answer.headers["access-control-allow-origin"] == "https://good.com"
+        answer = httpx.options(f"{base}/completions", headers=headers | {"origin": "https://evil.com"})
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def test_a_dead_engine(monkeypatch):
+    with running() as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        options = dict(model=MODEL, prompt=PROMPT, max_tokens=1500, extra_body={"ignore_eos": True})
+        stream = client.completions.create(stream=True, **options)
+        next(stream)
+        server.llm.on_failure.clear()  # else the server ends by itself, which is tested below
+
+        def broken(**_):
+            raise MemoryError("/secret/path")
+
+        monkeypatch.setattr(server.llm.engine.scheduler, "schedule", broken)
+        with pytest.raises(openai.APIError, match="the engine is not running"):
+            for _ in stream:
+                pass
+        answer = httpx.get(f"{server.url}/health")
+        assert answer.status_code == 503 and "secret" not in answer.text
+        with pytest.raises(openai.InternalServerError) as found:
+            client.completions.create(**options)
+        assert found.value.status_code == 503 and found.value.code == "engine_dead"
+    with running() as server:
+        monkeypatch.setattr(server.llm.engine.scheduler, "schedule", broken)
+        with pytest.raises(openai.InternalServerError):
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0).completions.create(**options)
+        server.thread.join(5)
+        assert not server.thread.is_alive() and server.llm.error is not None
+
+
+def test_draining():
+    """The server ends when the requests that are running have ended; it accepts no others."""
+    with running(drain_seconds=20) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        options = dict(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=120, extra_body={"ignore_eos": True})
+        stream = client.completions.create(stream=True, **options)
+        next(stream)
+        server.server.should_exit = True
+        time.sleep(0.3)
+        with pytest.raises(openai.APIConnectionError):
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0).models.list()
+        assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+        server.thread.join(5)
+        assert not server.thread.is_alive()
+    with running(drain_seconds=0) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        stream = client.completions.create(stream=True, **options | {"max_tokens": 2000})
+        next(stream)
+        server.server.should_exit = True
+        server.thread.join(5)
+        assert not server.thread.is_alive()
+        server.wait_until_free()
+
+
+def test_many_connections_and_clients_that_do_not_read(monkeypatch):
+    monkeypatch.setattr(responses, "WRITE_SECONDS", 0.2)
+    with running(max_connections=8, request_timeout=1.0) as server:
+        body = dict(prompt=PROMPT, max_tokens=1900, ignore_eos=True, stream=True, n=8, logprobs=20)
+        content = json.dumps(body).encode()
+        idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(4)]
+        deaf = socket.socket()
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", server.port))
+        deaf.sendall(head("/v1/completions", f"content-length: {len(content)}") + content)
+        server.wait_until_running()
+        assert httpx.get(f"{server.url}/health").status_code == 200  # nobody else waits for it
+        more = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(4)]
+        assert b" 503 " in server.send(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        server.wait_until_free()
+        end = time.perf_counter() + 3
+        while server.server.server_state.tasks and time.perf_counter() < end:
+            time.sleep(0.01)
+        assert not server.server.server_state.tasks  # the stream has ended, read or not
+        for connection in (*idle, *more, deaf):
+            connection.close()
+
+
+# -- the documentation -------------------------------------------------------------------------------------------------
+
+
+def test_commands_of_the_readme(server):
+    """The lines with `curl` work as they stand there."""
+    if shutil.which("curl") is None:
+        pytest.skip("needs curl")
+    text = (Path(guard.__file__).parent / "README.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("curl ")]
+    assert len(lines) == 6
+    for line in lines:
+        command = shlex.split(line.replace("http://127.0.0.1:8000", server.url))
+        answer = subprocess.run([*command, "--silent", "--fail"], capture_output=True, text=True, timeout=20)
+        assert answer.returncode == 0 and len(answer.stdout) > 10, (line, answer)
+
+
+# -- another client ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.clients
+def test_litellm(server, offline):
+    litellm = pytest.importorskip("litellm")
+    options = dict(model=f"openai/{MODEL}", api_base=f"{server.url}/v1", api_key="none", temperature=0, max_tokens=12)
+    text = expected(offline, QUESTION).text
+    answer = litellm.completion(messages=QUESTION, **options)
+    assert answer.choices[0].message.content == text and answer.usage.completion_tokens == 12
+    chunks = litellm.completion(messages=QUESTION, stream=True, **options)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    with pytest.raises(litellm.BadRequestError):
+        litellm.completion(messages=QUESTION, **options | {"temperature": -3})
