@@ -11,7 +11,7 @@ Each of several ranks computes the logits of its own range of the vocabulary. Co
 that edit or filter logits. In all rows each rank draws from its own range, and the best draw of all ranks is taken.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -42,6 +42,13 @@ def mask_width(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
+def mask_of(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
+    """[mask_width] int32: the bits of these token ids are set."""
+    bits = np.zeros(32 * mask_width(vocab_size), np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view("<i4")
+
+
 class SamplingRows(NamedTuple):
     """What the logits of S rows are edited by: one row for each sequence that is to get a token.
 
@@ -66,16 +73,17 @@ class SamplingRows(NamedTuple):
 class NewRequests(Protocol):
     """The part of a Batch that `RequestTable.write` copies; all are int32.
 
-    `*_slots` are indices into a table whose first two dimensions are flattened.
+    `*_slots` are indices into a table whose first two dimensions are flattened. Steps without chunks of prompts have
+    nothing but masks.
     """
 
     new_req_indices: torch.Tensor  # [R]
-    params: torch.Tensor  # [R, WIDTH]
+    params: torch.Tensor  # [R, WIDTH]; None without chunks
     bias_slots: torch.Tensor  # [N]
     bias_ids: torch.Tensor  # [N]
     bias_bits: torch.Tensor  # [N], float32 numbers as their bits
-    allowed_indices: torch.Tensor  # [M], request indices
-    allowed_masks: torch.Tensor  # [M, ceil(vocabulary / 32)]
+    mask_indices: torch.Tensor  # [M], request indices
+    masks: torch.Tensor  # [M, ceil(vocabulary / 32)]
     bad_word_slots: torch.Tensor  # [K]
     bad_words: torch.Tensor  # [K, MAX_BAD_WORD_TOKENS]
 
@@ -99,11 +107,13 @@ class RequestTable:
         self.num_finished_programs = torch.zeros(num_requests, dtype=torch.int32, device=device)
 
     def write(self, new: NewRequests) -> None:
+        if len(new.mask_indices):
+            self.allowed_masks[new.mask_indices] = new.masks
+        if new.params is None or not len(new.params):
+            return
         self.params[new.new_req_indices] = new.params
         self.bias_ids.view(-1)[new.bias_slots] = new.bias_ids
         self.biases.view(-1)[new.bias_slots] = new.bias_bits.view(torch.float32)
-        if len(new.allowed_indices):
-            self.allowed_masks[new.allowed_indices] = new.allowed_masks
         if len(new.bad_word_slots):
             self.bad_words.flatten(0, 1)[new.bad_word_slots] = new.bad_words
 
