@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from functools import cache
 from typing import Any
+from weakref import proxy
 
 import numpy as np
 
@@ -25,7 +26,7 @@ class Constraint:
 
     def __init__(self, seq: Sequence, matcher: Matcher, vocab_size: int, eos_token_ids: frozenset[int]):
         """`matcher` is at its start, and belongs to this constraint alone."""
-        self._seq, self._matcher = seq, matcher
+        self._seq, self._matcher = proxy(seq), matcher  # a cycle would keep both until the garbage collector runs
         self._num_consumed: int | None = 0  # generated tokens that the matcher has; None during an update
         self._num_masked = -1  # those that `_mask` is for
         self._mask = mask_of((), vocab_size)

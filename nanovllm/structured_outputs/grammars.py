@@ -62,7 +62,7 @@ class Grammars:
         error = _trial(grammar) if kind == "grammar" or (kind == "json" and '"multipleOf"' in content) else ""
         matcher = None if error else LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher is None or (error := matcher.get_error()):
-            raise ValueError(f"structured_outputs[{kind!r}]={content!r:.80}: {error.strip()[:400]}")
+            raise ValueError(f"structured_outputs[{kind!r}]={content!r:.80}: {' '.join(error.split())[:400]}")
         with self._lock:
             self._matchers[grammar] = matcher
             while len(self._matchers) > MAX_CACHED_GRAMMARS:
