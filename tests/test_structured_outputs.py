@@ -29,7 +29,7 @@ jsonschema = pytest.importorskip("jsonschema")
 
 BOTH_WAYS = pytest.mark.parametrize("async_scheduling", [False, True])
 EOS, ALSO_EOS = 2047, 2045  # of the bundled model
-SMALL_CACHE = dict(kvcache_block_size=16, num_kvcache_blocks=16, max_num_seqs=12)
+SMALL_CACHE = dict(kvcache_block_size=16, num_kvcache_blocks=20, max_num_seqs=12)
 
 
 def params(kind: str, content, **others) -> SamplingParams:
@@ -105,7 +105,7 @@ def random_request(rng: random.Random, seed: int) -> tuple[SamplingParams, Calla
     return params("choice", choices, **others), lambda text: text in choices or pytest.fail(text)
 
 
-def test_random_schemas(make_llm, pytestconfig, record_property):
+def test_random_schemas(make_llm, monkeypatch, pytestconfig, record_property):
     """Every answer that ends by itself is valid; and it is the same in any batch, preempted, and asynchronously.
 
     `pytest --schemas 2000` takes so many.
@@ -133,6 +133,14 @@ def test_random_schemas(make_llm, pytestconfig, record_property):
     requests = [(prompt, own) for prompt, (own, _) in zip(prompts, asks)]
     requests[::12] = [("Hello", free)] * len(requests[::12])
     llm = make_llm(async_scheduling=True, **SMALL_CACHE)
+    schedule, running = llm.scheduler.schedule, llm.scheduler.running
+
+    def preempting_schedule(**options):
+        if running and rng.random() < 0.2:
+            llm.scheduler.preempt(rng.choice([*running.values()]))
+        return schedule(**options)
+
+    monkeypatch.setattr(llm.scheduler, "schedule", preempting_schedule)
     outputs = generate_by_steps(llm, requests)
     for (_, own), output, other in zip(requests, outputs, expected):
         assert output.token_ids == (expected_free if own is free else other.token_ids), own
@@ -217,24 +225,24 @@ def test_an_interrupted_update_is_repeated(make_llm):
     llm = make_llm()
     (request,) = llm.processor.requests("Hello", params("regex", "[ab]{3}c*"), Inbox(OutputKind.FINAL))
     (seq,) = request.group
-    allowed = lambda: [i for i in range(2048) if seq.constraint.mask[i // 32] >> (i % 32) & 1]
+    allowed = lambda seq: [i for i in range(2048) if seq.constraint.mask[i // 32] >> (i % 32) & 1]
     single = lambda text: llm.tokenizer.encode(text)[0]
-    first = allowed()
+    first = allowed(seq)
     assert {single("a"), single("b")} <= {*first} and single("c") not in first
     seq.append_token(single("a"))
     seq.constraint._num_consumed = None
-    after_one = allowed()
+    after_one = allowed(seq)
     assert single("a") in after_one and single("c") not in after_one and seq.token_limit == len(seq.token_ids) + 1
     seq.append_token(single("b"))
     seq.append_token(single("b"))
     seq.constraint._matcher.consume_tokens([single("b")])
     seq.constraint._num_consumed = None
-    assert {single("c"), EOS, ALSO_EOS} <= {*allowed()} and single("a") not in allowed()
+    assert {single("c"), EOS, ALSO_EOS} <= {*allowed(seq)} and single("a") not in allowed(seq)
     constraint, own = weakref.ref(seq.constraint), weakref.ref(seq)
     gc.disable()
     try:
         request.group.clear()
-        del seq, request, allowed
+        del seq, request
         assert constraint() is None and own() is None, "it would live until the garbage collector runs"
     finally:
         gc.enable()
@@ -329,7 +337,7 @@ def test_min_tokens(llm):
 
 def test_stop_ids_are_like_eos(llm):
     """They are allowed where the grammar may end, and only there."""
-    (a, b, stop) = (llm.tokenizer.encode(text)[0] for text in "ab!")
+    stop = llm.tokenizer.encode("!")[0]
     output = answer(llm, params("regex", "[ab!]{3}b*", stop_token_ids=[stop], logit_bias={stop: 90}))
     assert re.fullmatch("[ab]{3}", output.text) and output.stop_reason == stop and output.token_ids[-1] == stop
     output = answer(llm, params("regex", "[ab]{3}", stop_token_ids=[stop], min_tokens=2, logit_bias={stop: 90}))
