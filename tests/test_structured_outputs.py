@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import generate_by_steps
+from test_scheduler import SETTINGS, Simulation, random_requests
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.engine.batch import Batch, decode_shape, largest_decode
@@ -197,6 +198,38 @@ def test_a_prompt_does_not_hold_up_rows_that_wait(make_llm, monkeypatch):
         llm.step()
     assert {sum(row.end - row.start for row in step.chunks) for step in steps if step} <= {*range(24, 33)}
     assert {step.num_decodes for step in steps if step} == {0, 1}
+
+
+class ConstrainedSimulation(Simulation):
+    """The simulated engine of test_scheduler.py; every other request is constrained."""
+
+    def __init__(self, *arguments, **settings):
+        super().__init__(*arguments, **settings)
+        for seq in self.seqs:
+            if seq.request_id % 2:
+                seq.constraint, seq.token_limit = "", len(seq.token_ids) + 1
+
+    def compute(self, step):
+        assert step.constrained == [seq for seq in step.sampled_seqs if seq.constraint is not None]
+        assert all(len(seq.token_ids) == seq.num_tokens - 1 for seq in step.constrained), "its last token is unknown"
+        self.seen["constrained"] += len(step.constrained)
+        waiting = [seq for seq in self.scheduler.running.values() if seq.num_tokens == seq.token_limit]
+        self.seen["waiting"] += len({*waiting} - {*step.sampled_seqs})
+        return super().compute(step)
+
+    def postprocess(self, step, token_ids):
+        super().postprocess(step, token_ids)
+        for seq in step.constrained:
+            seq.token_limit = min(len(seq.token_ids) + 1, seq.max_num_tokens)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_random_schedules(name, asynchronous):
+    """Answers, blocks and queues are right, whatever settings, preemptions and aborts do to sequences that wait."""
+    simulation = ConstrainedSimulation(random_requests(7, 40, max_n=3), asynchronous, **SETTINGS[name]).run()
+    assert simulation.seen["constrained"] > 100 and (simulation.seen["waiting"] > 0) == asynchronous
+    assert not simulation.scheduler.constrained
 
 
 @BOTH_WAYS
