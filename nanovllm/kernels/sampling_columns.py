@@ -15,7 +15,7 @@ class Column(NamedTuple):
     name: str
     dtype: type  # float (float32, stored as its bits) or int
     value: Callable[[Any], float]  # of an engine.batch.NewRequest
-    edits_logits: bool = False  # `penalize` has work to do where the value is not 0
+    edits_logits: bool = False  # `penalize` has work to do, besides masks, where the value is not 0
 
 
 def param(name: str, dtype: type) -> Column:
@@ -49,7 +49,7 @@ COLUMNS = [
     Column("min_len", int, lambda request: request.num_prompt_tokens + request.params.min_tokens),
     Column("num_biases", int, lambda request: len(request.params.logit_bias or ()), edits_logits=True),
     Column("num_stops", int, lambda request: request.num_stops, edits_logits=True),  # token ids banned below min_len
-    Column("has_allowed_ids", int, _has_allowed_ids, edits_logits=True),
+    Column("has_allowed_ids", int, _has_allowed_ids),
     Column("num_bad_words", int, lambda request: request.num_bad_words, edits_logits=True),
 ]
 WIDTH = -(-(len(COLUMNS) + MAX_CUSTOM_COLUMNS + 2) // 4) * 4

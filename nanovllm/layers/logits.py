@@ -164,12 +164,17 @@ def penalize(logits: torch.Tensor, rows: SamplingRows) -> None:
         ops.penalize(logits, rows)
         return
     edits = torch.stack([rows.params[:, i] for i, known in enumerate(COLUMNS) if known.edits_logits], 1)
-    for row in edits.any(1).nonzero().flatten().tolist():
+    for row in edits.any(1).nonzero().flatten().tolist() if edits.any() else ():
         _penalize_row(logits[row], rows, row)
+    if (has_mask := column(rows.params, "has_allowed_ids")).any():
+        masked = has_mask.nonzero().flatten()
+        masks = rows.allowed_masks[rows.req_indices[masked]].view(torch.uint8).unsqueeze(-1)
+        is_allowed = (masks & (1 << torch.arange(8, device=masks.device)).to(torch.uint8)).flatten(1).bool()
+        logits[masked] = logits[masked].where(is_allowed[:, : logits.shape[1]], -torch.inf)
 
 
 def _penalize_row(logits: torch.Tensor, rows: SamplingRows, row: int) -> None:
-    """`penalize` for the logits [vocabulary] of one row."""
+    """`penalize` for the logits [vocabulary] of one row, without the mask of allowed ids."""
     param = lambda name: column(rows.params, name)[row].item()
     req_index, num_tokens = rows.req_indices[row], int(rows.positions[row]) + 1
     token_ids = rows.token_ids[rows.block_tables[row]].flatten()[:num_tokens]
@@ -185,10 +190,6 @@ def _penalize_row(logits: torch.Tensor, rows: SamplingRows, row: int) -> None:
         counts = output_ids.bincount(minlength=len(x)).float()
         x = x.where(~is_seen, torch.where(x > 0, x / repetition, x * repetition))
         logits[:] = x - param("frequency_penalty") * counts - param("presence_penalty") * (counts > 0).float()
-
-    if param("has_allowed_ids"):
-        bits = rows.allowed_masks[req_index].unsqueeze(1) >> torch.arange(32, device=logits.device) & 1
-        logits[bits.flatten()[: len(logits)] == 0] = -torch.inf
 
     if num_bad_words := param("num_bad_words"):
         words = rows.bad_words[req_index, :num_bad_words]
