@@ -64,8 +64,8 @@ class Constraint:
         else:
             self._mask = self._with_bans(mask)
             self.error = None if self._mask.any() else "structured_outputs: the parameters allow no token"
-        self._num_masked = self._seq.num_completion_tokens
         self._seq.token_limit = min(len(self._seq.token_ids) + 1, self._seq.max_num_tokens)
+        self._num_masked = self._seq.num_completion_tokens
 
     def _with_bans(self, mask: np.ndarray) -> np.ndarray:
         seq = self._seq
