@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from time import perf_counter
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from nanovllm.engine.inbox import Inbox, OutputKind
 from nanovllm.engine.step_result import StepBuffers
 from nanovllm.layers.logits import mask_of
 from nanovllm.structured_outputs import constraint as constraints
-from nanovllm.structured_outputs import grammars
+from nanovllm.structured_outputs import grammars, trial
 from nanovllm.structured_outputs.spec import MAX_BYTES
 from nanovllm.utils.double_buffer import DoubleBuffer
 
@@ -532,13 +533,22 @@ def test_what_the_library_refuses(llm, kind, content, words):
     "kind, content",
     [
         ("json", {"allOf": [{"type": "integer", "multipleOf": k} for k in (97, 89, 83)]}),
+        ("json", {"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(1, 30)]}),
         ("grammar", "start: A\nA: B & C & D\nB: /(.*a.{15}b)*/\nC: /(.*c.{12}d)*/\nD: ~(/.*e.{13}f.*/)"),
     ],
 )
-def test_grammars_that_would_take_minutes(llm, monkeypatch, kind, content):
-    monkeypatch.setattr(grammars, "MAX_TRIAL_SECONDS", 0.5)
-    with pytest.raises(ValueError, match="takes more than 0 seconds to compile"):
-        llm.generate("Hello", params(kind, content), use_tqdm=False)
+def test_grammars_that_would_take_minutes(monkeypatch, kind, content):
+    monkeypatch.setattr(trial, "MAX_SECONDS", 0.5)
+    process = trial.TrialProcess()
+    assert process.error_of("{") != "" == process.error_of('{"grammars": [{"lark_grammar": "start: /a+/"}]}')
+    (own,) = params(kind, content).structured_outputs.items()
+    begin = perf_counter()
+    assert process.error_of(grammars._grammar_of(*own)) == "takes more than 0.5 s, or too much memory, to compile"
+    assert perf_counter() - begin < 5
+    assert process.error_of('{"grammars": [{"lark_grammar": "start: nothing"}]}').startswith("at 1(8): unknown name")
+    child = process._process
+    del process
+    assert child.returncode is not None
 
 
 def test_grammars_are_compiled_once(llm, monkeypatch):

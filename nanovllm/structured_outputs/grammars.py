@@ -1,8 +1,6 @@
 """Compiles what `SamplingParams.structured_outputs` has, with llguidance, when a request is made."""
 
 import json
-import subprocess
-import sys
 import threading
 from collections import OrderedDict
 from copy import copy
@@ -11,26 +9,11 @@ from weakref import WeakKeyDictionary
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.structured_outputs.constraint import Constraint, Matcher, update
+from nanovllm.structured_outputs.trial import TrialProcess
 
 MAX_CACHED_GRAMMARS = 128
-MAX_TRIAL_SECONDS = 5.0
 # one space between two parts of JSON at most: some models, once they may write spaces and newlines, never stop
 JSON_OPTIONS = {"whitespace_pattern": " "}
-# compiles a grammar from stdin for a vocabulary of bytes, and writes the error
-TRIAL = """
-import resource, sys
-sys.path[:] = sys.argv[1:]
-resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))
-from llguidance import LLMatcher, LLTokenizer
-
-class Bytes:
-    is_tokenizer_wrapper = True
-    eos_token_id, bos_token_id, special_token_ids = 256, None, [256]
-    tokens = [*(bytes([i]) for i in range(256)), b"<end>"]
-    __call__ = list
-
-sys.stdout.write(LLMatcher(LLTokenizer(Bytes()), sys.stdin.read(), log_level=0).get_error())
-"""
 
 
 class Grammars:
@@ -46,6 +29,7 @@ class Grammars:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
+        self._trial = TrialProcess()
         self._matchers: OrderedDict[str, Matcher] = OrderedDict()  # at their start; the last used comes last
         self._lock = threading.Lock()
 
@@ -59,7 +43,7 @@ class Grammars:
             if (found := self._matchers.get(grammar)) is not None:
                 self._matchers.move_to_end(grammar)
                 return found.deep_copy()
-        error = _trial(grammar) if kind == "grammar" or (kind == "json" and '"multipleOf"' in content) else ""
+        error = self._trial.error_of(grammar)
         matcher = None if error else LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher is None or (error := matcher.get_error()):
             raise ValueError(f"structured_outputs[{kind!r}]={content!r:.80}: {' '.join(error.split())[:400]}")
@@ -82,18 +66,6 @@ def _grammar_of(kind: str, content: Any) -> str:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, content)))
     schema = '{"type": "object"}' if kind == "json_object" else content
     return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
-
-
-def _trial(grammar: str) -> str:
-    """Compile a grammar in a process that can be ended, as llguidance bounds neither the time for the intersections and
-    complements of a Lark grammar nor that for `multipleOf`; returns the error, or nothing.
-    """
-    try:
-        command = [sys.executable, "-c", TRIAL, *sys.path]
-        trial = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=MAX_TRIAL_SECONDS)
-    except subprocess.TimeoutExpired:
-        return f"takes more than {MAX_TRIAL_SECONDS:.0f} seconds to compile"
-    return trial.stdout.decode() or ("" if trial.returncode == 0 else "takes too much memory to compile")
 
 
 _grammars: WeakKeyDictionary[Any, Grammars] = WeakKeyDictionary()  # by the InputProcessor of an engine
