@@ -1,8 +1,8 @@
 """What sampling parameters do to logits, as vLLM defines it.
 
-The order is: logit biases, and stop ids that min_tokens bans; penalties; allowed ids and bad words; the filters of
-`register_filter`; temperature; min-p; top-k; top-p. Then layers/sampler.py draws a token. Log-probabilities are those
-of the model's own logits, before all of this.
+The order is: logit biases, and stop ids that min_tokens bans; penalties; allowed ids (of a request, or of a structured
+output after its last token) and bad words; the filters of `register_filter`; temperature; min-p; top-k; top-p. Then
+layers/sampler.py draws a token. Log-probabilities are those of the model's own logits, before all of this.
 
 The functions here are the definitions in plain PyTorch; on CUDA, `penalize` and `logit_cutoffs` call Triton kernels.
 kernels/sampling_columns.py declares the parameters.

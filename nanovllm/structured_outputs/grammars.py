@@ -13,7 +13,7 @@ from nanovllm.structured_outputs.trial import TrialProcess
 
 MAX_CACHED_GRAMMARS = 128
 # one space between two parts of JSON at most: some models, once they may write spaces and newlines, never stop
-JSON_OPTIONS = {"whitespace_pattern": " "}
+JSON_OPTIONS: Any = {"whitespace_pattern": " "}
 
 
 class Grammars:
@@ -28,7 +28,12 @@ class Grammars:
             raise ValueError(message) from error
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
+        try:
+            self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
+        except ValueError as error:
+            raise ValueError(
+                f"structured_outputs: llguidance can't use the tokenizer of this model ({error})"
+            ) from error
         self._trial = TrialProcess()
         self._matchers: OrderedDict[str, Matcher] = OrderedDict()  # at their start; the last used comes last
         self._lock = threading.Lock()
@@ -46,7 +51,8 @@ class Grammars:
         error = self._trial.error_of(grammar)
         matcher = None if error else LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher is None or (error := matcher.get_error()):
-            raise ValueError(f"structured_outputs[{kind!r}]={content!r:.80}: {' '.join(error.split())[:400]}")
+            reason = " ".join(error.partition("<backtrace>")[0].split())[:400]
+            raise ValueError(f"structured_outputs[{kind!r}]={content!r:.80}: {reason}")
         with self._lock:
             self._matchers[grammar] = matcher
             while len(self._matchers) > MAX_CACHED_GRAMMARS:
@@ -78,6 +84,7 @@ def constrain(group: list[Sequence], processor: Any) -> None:
     ValueError if llguidance is missing or refuses the grammar, or if the other parameters leave no first token.
     """
     params, model = group[0].params, processor.config.model_config
+    assert params.structured_outputs is not None
     with _lock:
         if (grammars := _grammars.get(processor)) is None:
             with processor.tokenizer_lock:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from contextlib import suppress
 
 MAX_SECONDS = 5.0
 MAX_MEMORY = 2**32  # bytes of the process's address space
@@ -39,39 +40,43 @@ for line in sys.stdin:
 class TrialProcess:
     """The process, which starts with the first grammar and ends with this object. Any thread may call it."""
 
-    def __init__(self):
-        self._process: subprocess.Popen | None = None
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
     def error_of(self, grammar: str) -> str:
         """Why a grammar can't be compiled; empty if it can."""
         with self._lock:
-            if self._process is None:
-                self._start()
+            if self._process is None or self._process.poll() is not None:
+                self._process = self._start()
             try:
-                self._process.stdin.write(json.dumps(grammar).encode() + b"\n")
-                self._process.stdin.flush()
-                answer = self._process.stdout.readline()
-            except BrokenPipeError:
-                answer = b""
-            except BaseException:  # its answer would be taken for that to the next grammar
-                self._end()
+                answer = _ask(self._process, json.dumps(grammar))
+            except BaseException:  # this answer would be taken for that to the next grammar
+                _end(self._process)
                 raise
-            if not answer:
-                self._end()
         return json.loads(answer) if answer else f"takes more than {MAX_SECONDS:g} s, or too much memory, to compile"
 
-    def _start(self) -> None:
+    def _start(self) -> subprocess.Popen[bytes]:
         settings = json.dumps([MAX_SECONDS, MAX_MEMORY, *sys.path])
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        self._process = subprocess.Popen([sys.executable, "-c", PROGRAM, settings], **pipes)
-        self._end_process = weakref.finalize(self, _end, self._process)
-
-    def _end(self) -> None:
-        self._end_process()
-        self._process = None
+        command, pipe = [sys.executable, "-c", PROGRAM, settings], subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        weakref.finalize(self, _end, process)
+        return process
 
 
-def _end(process: subprocess.Popen) -> None:
+def _ask(process: subprocess.Popen[bytes], line: str) -> bytes:
+    """The answer; empty if the process has ended instead."""
+    assert process.stdin is not None and process.stdout is not None
+    with suppress(BrokenPipeError):
+        process.stdin.write(line.encode() + b"\n")
+        process.stdin.flush()
+        if answer := process.stdout.readline():
+            return answer
+    _end(process)
+    return b""
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    process.communicate()  # closes the pipes, and waits
+    with suppress(BrokenPipeError, ValueError):  # a line that was not sent; pipes that are closed already
+        process.communicate()  # closes the pipes, and waits
