@@ -343,6 +343,22 @@ def test_masks_of_graphs(make_llm):
     assert graphs.num_replays > 10
 
 
+@pytest.mark.gpu
+def test_on_a_gpu(make_llm):
+    """With graphs and without, asynchronous or not, alone and beside free rows."""
+    asks = [params("regex", "[a-d ]{30}", seed=i, temperature=i % 2, top_k=i % 3) for i in range(9)]
+    asks += [params("json", {"type": "array", "items": {"type": "integer"}, "maxItems": 9}, n=3)]
+    asks += [SamplingParams(seed=i, max_tokens=40, ignore_eos=True, logprobs=1) for i in range(9)]
+    asks += [SamplingParams(seed=3, allowed_token_ids=[*range(500, 600)])]
+    requests = [("Hello"[: 1 + i % 5], own) for i, own in enumerate(asks)]
+    found = []
+    for settings in ({}, {"async_scheduling": False}, {"enforce_eager": True}):
+        outputs = generate_by_steps(make_llm(device="cuda", gpu_memory_utilization=0.1, **settings), requests)
+        found.append([[x.token_ids for x in output.outputs] for output in outputs])
+        assert all(re.fullmatch("[a-d ]{30}", output.text) for output in outputs[:9])
+    assert found == [found[0]] * 3
+
+
 def test_two_ranks(make_llm):
     """The masks of a step reach every rank that samples."""
     asks = [params("regex", "[a-d]{12}", seed=i, temperature=i * 0.7) for i in range(3)]

@@ -1,5 +1,6 @@
 """Which tokens may come next in an answer of a given form: a mask for each token, and an end if there are none."""
 
+import os
 from collections.abc import Collection
 from functools import cache
 from typing import Any
@@ -94,7 +95,8 @@ def first_line(text: str) -> str:
 
 
 @cache
-def _executor() -> Any:
+def _executor(pid: int) -> Any:
+    """A pool of threads, which a forked process does not inherit."""
     from llguidance import LLExecutor
 
     return LLExecutor()
@@ -107,7 +109,7 @@ def update(constraints: Collection[Constraint]) -> None:
         return
     masks = np.empty((len(ready), len(ready[0]._mask)), np.int32)
     matchers = [(constraint._matcher, i) for i, constraint in enumerate(ready)]
-    _executor().unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
+    _executor(os.getpid()).unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
     for constraint, mask in zip(ready, masks):
         constraint.set_mask(mask)
 
