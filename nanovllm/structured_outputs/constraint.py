@@ -11,6 +11,7 @@ import numpy as np
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.logits import mask_of
+from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS
 
 Matcher = Any  # llguidance.LLMatcher, which is imported only where it is used
 
@@ -61,7 +62,7 @@ class Constraint:
         """`mask` is the grammar's own, without the bans of other parameters; None if its state is an error."""
         if mask is None or self._matcher.is_error():
             self._mask[:] = 0
-            self.error = f"structured_outputs: {first_line(self._matcher.get_error()) or 'no token is allowed'}"
+            self.error = f"structured_outputs: {_first_line(self._matcher.get_error()) or 'no token is allowed'}"
         else:
             self._mask = self._with_bans(mask)
             self.error = None if self._mask.any() else "structured_outputs: the parameters allow no token"
@@ -76,8 +77,9 @@ class Constraint:
             _set_bits(mask, self._ends, False)
         if self._allowed is not None:
             mask &= self._allowed
+        recent = seq.completion_token_ids[-MAX_BAD_WORD_TOKENS:] if seq.bad_words else []
         for *start, last in seq.bad_words:
-            if not start or seq.completion_token_ids[-len(start) :] == start:
+            if not start or recent[-len(start) :] == start:
                 _set_bits(mask, np.array([last]), False)
         return mask
 
@@ -90,7 +92,7 @@ def _set_bits(mask: np.ndarray, token_ids: np.ndarray, value: bool) -> None:
         np.bitwise_and.at(words, token_ids // 32, ~bits)
 
 
-def first_line(text: str) -> str:
+def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0][:200]
 
 
