@@ -54,6 +54,10 @@ class SamplingParams:
     frequency_penalty: the same, times how often each was generated.
     repetition_penalty: for tokens in the prompt or the answer, positive logits are divided by it, others multiplied.
     logit_bias: added to the logits of at most 300 token ids.
+    structured_outputs: the form of the answer: a dict with one key, which is "json" (a JSON schema, as a dict or text),
+        "json_object" (True), "regex" (of the whole answer, in the syntax of Rust's regex crate), "choice" (a list of
+        strings) or "grammar" (llguidance's variant of Lark). An answer that ends by itself has this form. Needs
+        llguidance: `pip install 'nano-vllm[serve]'`. structured_outputs/README.md has the rest.
     logprobs: return the log-probability of each generated token and of this many of the most likely ones (-1 is all).
         They are the model's own: temperature, penalties and filters do not change them.
     prompt_logprobs: the same for the tokens of the prompt; such a request does not read the prefix cache.
@@ -82,6 +86,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
+    structured_outputs: dict[str, object] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -108,6 +113,10 @@ class SamplingParams:
             raise TypeError(f"logit_bias={biases!r:.80}: must map token ids to numbers")
         values = [check_real(f"logit_bias[{token_id!r}]", bias, -100, 100) for token_id, bias in biases.items()]
         _set(self, "logit_bias", dict(zip(_token_ids("logit_bias", [*biases], 0, 300), values)) or None)
+        if self.structured_outputs is not None:
+            from nanovllm.structured_outputs.spec import check_spec  # a room of its own, which few requests need
+
+            _set(self, "structured_outputs", check_spec(self.structured_outputs, self.ignore_eos))
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,8 @@ def pytest_addoption(parser):
         "--interrupts", type=int, default=10, help="number of moments at which each test of interrupts raises one"
     )
 
+    parser.addoption("--schemas", type=int, default=24, help="number of random schemas of structured outputs")
+
 
 @pytest.fixture(scope="session")
 def stress_seconds(pytestconfig) -> float:

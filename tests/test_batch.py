@@ -72,7 +72,7 @@ def test_chunks():
     assert batch.logits_indices.tolist() == [3, 3, 4] and batch.sampled_rows.tolist() == [0, 0, 1]
     assert batch.req_indices.tolist() == [5, 2, 4]
     assert batch.block_copies.tolist() == [[4], [6]]
-    assert batch.allowed_indices.tolist() == [2] and batch.allowed_masks.tolist() == [[1, 2]]
+    assert batch.mask_indices.tolist() == [2] and batch.masks.tolist() == [[1, 2]]
     assert batch.shape.max_seqlen_q == 5 and batch.logprob_requests.size == 0
     assert batch.shape.num_decodes == 0 and batch.new_req_indices.tolist() == [5, 2, 4]
 

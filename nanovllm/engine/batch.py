@@ -19,7 +19,7 @@ from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_result import LogprobRequest, logprob_requests
 from nanovllm.kernels.sampling_columns import WIDTH
-from nanovllm.layers.logits import mask_width
+from nanovllm.layers.logits import mask_of, mask_width
 from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, SamplingParams, early_stops
 
 MAX_CHUNKS = 32  # of a step that a CUDA graph computes
@@ -46,8 +46,8 @@ class BatchShape(NamedTuple):
     num_biases: int = 0  # entries, over all new requests
     num_block_copies: int = 0  # cache blocks that sequences no longer share, copied before the forward pass
     num_logprobs: int = 0  # tokens whose log-probabilities are requested
-    num_masks: int = 0  # new requests that have allowed_token_ids
-    mask_width: int = 0  # words of the mask of such a request
+    num_masks: int = 0  # sampled sequences whose masks of allowed token ids are new
+    mask_width: int = 0  # words of a mask
     num_bad_words: int = 0  # over all new requests
 
     @property
@@ -98,11 +98,11 @@ class Batch(Generic[Array]):
     bias_slots: Array = _view(lambda s: (s.num_biases,), chunks_only=True)  # in the flattened table of all requests
     bias_ids: Array = _view(lambda s: (s.num_biases,), chunks_only=True)
     bias_bits: Array = _view(lambda s: (s.num_biases,), chunks_only=True)  # of float32 numbers
-    allowed_indices: Array = _view(lambda s: (s.num_masks,), chunks_only=True)  # the requests that have a mask
-    allowed_masks: Array = _view(lambda s: (s.num_masks, s.mask_width), chunks_only=True)  # a bit for each token id
     bad_word_slots: Array = _view(lambda s: (s.num_bad_words,), chunks_only=True)
     bad_words: Array = _view(lambda s: (s.num_bad_words, MAX_BAD_WORD_TOKENS), chunks_only=True)  # -1 fills the front
 
+    mask_indices: Array = _view(lambda s: (s.num_masks,))  # rows of the table of masks on the device
+    masks: Array = _view(lambda s: (s.num_masks, s.mask_width))  # a bit for each token id
     block_copies: Array = _view(lambda s: (2, s.num_block_copies))  # cache blocks to copy from, and to copy to
     logprob_requests: Array = _view(lambda s: (s.num_logprobs, len(LogprobRequest._fields)))
 
@@ -146,7 +146,7 @@ def _layout(shape: BatchShape) -> tuple[list[tuple[str, int, int, Dims]], int]:
 def largest_batch(config: Config) -> int:
     """Words in the buffer of the largest possible step."""
     B, T, W = config.max_num_seqs, config.max_num_batched_tokens, config.max_blocks_per_seq
-    largest = BatchShape(
+    return BatchShape(
         num_tokens=max(T, B),
         num_seqs=B + MAX_CHUNKS,
         num_decodes=0,
@@ -162,14 +162,11 @@ def largest_batch(config: Config) -> int:
         num_masks=B,
         mask_width=mask_width(config.model_config.vocab_size),
         num_bad_words=B * MAX_BAD_WORDS,
-    )
-    return largest.size
+    ).size
 
 
-def decode_shape(
-    num_seqs: int, max_blocks_per_seq: int, num_block_copies: int = 0, num_logprobs: int = 0
-) -> BatchShape:
-    """Of a step that only decodes."""
+def decode_shape(num_seqs: int, max_blocks_per_seq: int, **extras: int) -> BatchShape:
+    """Of a step that only decodes; `extras` are the sizes of arrays that are empty in most steps."""
     return BatchShape(
         num_tokens=num_seqs,
         num_seqs=num_seqs,
@@ -177,13 +174,13 @@ def decode_shape(
         num_samples=num_seqs,
         max_blocks_per_seq=max_blocks_per_seq,
         num_sampled=num_seqs,
-        num_block_copies=num_block_copies,
-        num_logprobs=num_logprobs,
+        **extras,
     )
 
 
-def largest_decode(max_num_seqs: int, max_blocks_per_seq: int) -> BatchShape:
-    return decode_shape(max_num_seqs, max_blocks_per_seq, num_block_copies=max_num_seqs, num_logprobs=max_num_seqs)
+def largest_decode(max_num_seqs: int, max_blocks_per_seq: int, vocab_size: int) -> BatchShape:
+    extras = dict.fromkeys(("num_block_copies", "num_logprobs", "num_masks"), max_num_seqs)
+    return decode_shape(max_num_seqs, max_blocks_per_seq, **extras, mask_width=mask_width(vocab_size))
 
 
 def prepare_decode(
@@ -193,8 +190,8 @@ def prepare_decode(
     nothing, and whose samples are dropped.
     """
     n = len(step.rows)
-    logprobs = logprob_requests(step)
-    shape = decode_shape(num_rows, max_blocks_per_seq, len(step.copies), len(logprobs))
+    logprobs, masks = logprob_requests(step), {seq.req_index: seq.constraint.mask for seq in step.constrained}
+    shape = decode_shape(num_rows, max_blocks_per_seq, **_sizes_of_extras(step, logprobs, masks))
     batch = Batch.from_buffer(shape, buffer)
     _fill_rows(batch, step.rows)
     batch.positions[:n] = batch.context_lens[:n] - 1
@@ -203,7 +200,7 @@ def prepare_decode(
     batch.slot_mapping[n:] = -1
     batch.req_indices[:n] = [seq.req_index for seq in step.sampled_seqs]
     batch.req_indices[n:] = pad_req_index
-    _fill_extras(batch, step, logprobs)
+    _fill_extras(batch, step, logprobs, masks)
     return batch
 
 
@@ -225,6 +222,8 @@ def prepare_mixed(
     B, T, S = len(rows), int(ends[-1]), len(step.sampled_seqs)
     logprobs = logprob_requests(step)
     new = step.sampled_seqs[n:]  # every decode is sampled, and comes first
+    masks = {s.req_index: mask_of(ids, vocab_size) for s in new if (ids := s.params.allowed_token_ids) is not None}
+    masks |= {seq.req_index: seq.constraint.mask for seq in step.constrained}
     stop_ids = [sorted(early_stops(seq.params, eos_token_ids)) for seq in new]
     if bounds is None:
         max_blocks_per_seq = max(len(row.seq.block_table) for row in rows)
@@ -233,11 +232,8 @@ def prepare_mixed(
         num_sampled=S,
         num_new_requests=len(new),
         num_biases=sum(len(seq.params.logit_bias or ()) for seq in new) + sum(map(len, stop_ids)),
-        num_block_copies=len(step.copies),
-        num_logprobs=len(logprobs),
-        num_masks=sum(seq.params.allowed_token_ids is not None for seq in new),
-        mask_width=mask_width(vocab_size),
         num_bad_words=sum(len(seq.bad_words) for seq in new),
+        **_sizes_of_extras(step, logprobs, masks),
     )
     batch = Batch.from_buffer(shape, buffer)
     batch.num_decodes[:] = n
@@ -255,7 +251,7 @@ def prepare_mixed(
     batch.sampled_rows[:S], batch.sampled_rows[S:] = step.sampled_rows, 0
     batch.logits_indices[:S], batch.logits_indices[S:] = ends[step.sampled_rows] - 1, 0
     fill_new_requests(batch, new, stop_ids)
-    _fill_extras(batch, step, logprobs)
+    _fill_extras(batch, step, logprobs, masks)
     return batch
 
 
@@ -287,8 +283,16 @@ def _fill_rows(batch: HostBatch, rows: list[ScheduledSequence]) -> None:
         table[: len(seq.block_table)] = seq.block_table
 
 
-def _fill_extras(batch: HostBatch, step: ScheduledStep, logprobs: list[LogprobRequest]) -> None:
-    """Arrays that are empty in most steps."""
+def _sizes_of_extras(step: ScheduledStep, logprobs: list[LogprobRequest], masks: dict[int, np.ndarray]) -> dict:
+    sizes = dict(num_block_copies=len(step.copies), num_logprobs=len(logprobs), num_masks=len(masks))
+    return sizes | {"mask_width": max(map(len, masks.values()), default=0)}
+
+
+def _fill_extras(batch: HostBatch, step: ScheduledStep, logprobs: list, masks: dict[int, np.ndarray]) -> None:
+    """Arrays that are empty in most steps; `masks` are by request index."""
+    if masks:
+        batch.mask_indices[:] = [*masks]
+        np.stack([*masks.values()], out=batch.masks)
     if step.copies:
         batch.block_copies[:] = np.array(step.copies, np.int32).T
     if logprobs:

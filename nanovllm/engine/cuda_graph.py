@@ -36,22 +36,18 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self,
-        max_num_seqs: int,
-        max_blocks_per_seq: int,
-        buffer: torch.Tensor,
-        forward: Callable[[DeviceBatch], ForwardOutput],
-        pool: Any,
+        self, config: Config, buffer: torch.Tensor, forward: Callable[[DeviceBatch], ForwardOutput], pool: Any
     ):
         """`forward` runs a decode batch that lies in `buffer`, without waiting for the device. `pool` is the graphs'
         memory pool, which all graphs of a rank can share, as they run one after the other.
         """
         from nanovllm.kernels import ops
 
+        max_num_seqs, max_blocks_per_seq = config.max_num_seqs, config.max_blocks_per_seq
         self.graph_bs = capture_sizes(max_num_seqs)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.outputs: dict[int, ForwardOutput] = {}  # tensors that each replay overwrites
-        batch_size = largest_decode(max_num_seqs, max_blocks_per_seq).size
+        batch_size = largest_decode(max_num_seqs, max_blocks_per_seq, config.model_config.vocab_size).size
         # zeros: rows without a context, which write to a slot of a cache that is still empty
         batches = torch.zeros(2, batch_size, dtype=torch.int32, device="cpu", pin_memory=True)
         token_ids = torch.zeros(2, max_num_seqs, dtype=torch.int32, device="cpu", pin_memory=True)

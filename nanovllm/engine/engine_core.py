@@ -43,8 +43,7 @@ class EngineCore:
         block_manager = BlockManager(config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching)
         mixed = TokenBudget(config.max_num_mixed_tokens, config.model_config.context_of_equal_cost)
         budgets = TokenBudget(config.max_num_batched_tokens), mixed
-        eos_token_ids = config.model_config.eos_token_ids
-        self.scheduler = Scheduler(block_manager, config.max_num_seqs, *budgets, eos_token_ids)
+        self.scheduler = Scheduler(block_manager, config.max_num_seqs, *budgets, config.model_config.eos_token_ids)
         self.requests: dict[int, Request] = {}  # by id, those that have not ended
         self.inboxes: set[Inbox] = set()  # of those requests
         self.leadership = Leadership(self._recover)
@@ -144,6 +143,10 @@ class EngineCore:
         num_decoded = sum(seq.finish_reason is None for seq in step.sampled_seqs[: step.num_decodes])
         inboxes, changed = [*self.inboxes], {}
         self.scheduler.postprocess(step, *result)
+        if step.constrained:
+            from nanovllm.structured_outputs.constraint import advance  # a room of its own, which few requests need
+
+            advance(step.constrained, self.scheduler)
         for seq in live:
             request = self.requests[seq.request_id]
             if not request.only_final:

@@ -35,7 +35,7 @@ class InputProcessor:
         self.policy = policy
         self.token_bytes = TokenBytes(tokenizer, skip_special_tokens=True)
         self._all_token_bytes = TokenBytes(tokenizer, skip_special_tokens=False)
-        self._lock = threading.RLock()  # the tokenizer is not thread-safe
+        self.tokenizer_lock = threading.RLock()  # it is not thread-safe
         # an iterator, as `next` is atomic: a signal handler may interrupt a thread here, and add a request itself
         self._unused_ids = iter(range(MAX_REQUESTS))
 
@@ -92,7 +92,7 @@ class InputProcessor:
             raise TypeError(f"sampling_params={params!r}: must be a SamplingParams")
         text, token_ids = self.tokenize(prompt, template_arguments)
         model = self.config.model_config
-        with self._lock:
+        with self.tokenizer_lock:
             bad_words = bad_word_token_ids(self.tokenizer, params.bad_words or (), model.vocab_size)
         check_request(params, model.vocab_size, model.eos_token_ids, self.config.max_logprobs, bad_words)
         request_id = self.next_request_id()
@@ -104,6 +104,10 @@ class InputProcessor:
         ]
         for seq in group:
             seq.group, seq.bad_words = group, bad_words
+        if params.structured_outputs is not None:
+            from nanovllm.structured_outputs.grammars import constrain  # a room of its own, which few requests need
+
+            constrain(group, self)
         self.set_order(*group)
         token_bytes = self.token_bytes if params.skip_special_tokens else self._all_token_bytes
         return CompletionRequest(group, text, inbox, token_bytes, self._all_token_bytes, index)
@@ -138,7 +142,7 @@ class InputProcessor:
         if not isinstance(arguments, Mapping):
             raise TypeError(f"chat_template_kwargs={arguments!r:.80}: must be a dict")
         if is_conversation(prompt):
-            with self._lock:
+            with self.tokenizer_lock:
                 chat = render_chat(self.tokenizer, prompt, arguments)
             return chat, self._check_token_ids(prompt, self._encode(chat, add_special_tokens=False))
         text: Any = prompt if isinstance(prompt, str) else None
@@ -175,7 +179,7 @@ class InputProcessor:
             raise ValueError(
                 f"prompt={text!r:.80}: character {error.start} is a lone surrogate, which is not a character"
             ) from None
-        with self._lock:
+        with self.tokenizer_lock:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _noise_seed(self, params: SamplingParams, request_id: int) -> int:

@@ -110,6 +110,8 @@ class ModelRunner:
             if batch.shape.num_block_copies:
                 self._copy_blocks(batch.block_copies)
             if self.graphs and not batch.shape.has_chunks:
+                if batch.shape.num_masks:  # the graph reads them in the table
+                    self.requests.write(batch.to(self._device_buffer))
                 token_ids, output = self.graphs.replay(batch.shape.num_seqs)
             else:
                 token_ids = self._host_buffers.advance().token_ids[: batch.shape.num_sampled]
@@ -141,19 +143,14 @@ class ModelRunner:
         """Copy a batch to the device and run it there."""
         device_batch = batch.to(self._device_buffer)
         if self.mixed_graphs and batch.shape.bounds in self.mixed_graphs.models:
-            return self.mixed_graphs.replay(batch.shape, lambda: self._write_requests(device_batch))
+            return self.mixed_graphs.replay(batch.shape, lambda: self.requests.write(device_batch))
         return self._forward(device_batch)
 
     def _forward(self, batch: DeviceBatch) -> ForwardOutput:
         """A whole step on the device. CUDA graphs capture this for decode batches, so it never waits for the device."""
         hidden_states, sampler_input = self._run_model(batch)
-        self._write_requests(batch)
+        self.requests.write(batch)
         return ForwardOutput(self._sample(sampler_input), hidden_states, sampler_input.hidden_states)
-
-    def _write_requests(self, batch: DeviceBatch) -> None:
-        """Keep what the later steps of new requests need."""
-        if batch.shape.num_new_requests:
-            self.requests.write(batch)
 
     def _run_model(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
         """Hidden states [T, hidden_size], and those to be sampled; keys, values and token ids are in the cache then."""
@@ -290,7 +287,7 @@ class ModelRunner:
         from nanovllm.engine.cuda_graph import DecodeGraphs, MixedGraphs, mixed_bounds  # not on a CPU
 
         config, pool, buffer = self.config, torch.cuda.graph_pool_handle(), self._device_buffer
-        self.graphs = DecodeGraphs(config.max_num_seqs, config.max_blocks_per_seq, buffer, self._forward, pool)
+        self.graphs = DecodeGraphs(config, buffer, self._forward, pool)
         if self.backend.captures_chunks:
             shapes, parts = mixed_bounds(config, self.query_tile_size), (self._run_model, self._sample)
             self.mixed_graphs = MixedGraphs(shapes, config.max_num_seqs, buffer, self.pad_req_index, *parts, pool)

@@ -20,20 +20,17 @@ class NewRequest(NamedTuple):
 
 
 def fill_new_requests(batch: Any, seqs: list[Sequence], stop_ids: list[list[int]]) -> None:
-    """Fill a host Batch's arrays of parameters, biases, masks and bad words.
+    """Fill a host Batch's arrays of parameters, biases and bad words.
 
     stop_ids: of each sequence, the token ids that must not end it before it has min_tokens.
     """
     _fill_params(batch, seqs, stop_ids)
     _fill_biases(batch, seqs, stop_ids)
-    _fill_bans(batch, seqs)
+    _fill_bad_words(batch, seqs)
 
 
 def _fill_params(batch: Any, seqs: list[Sequence], stop_ids: list[list[int]]) -> None:
-    new = [
-        NewRequest(seq.params, seq.num_prompt_tokens, len(seq.bad_words), len(stops))
-        for seq, stops in zip(seqs, stop_ids)
-    ]
+    new = [NewRequest(s.params, s.num_prompt_tokens, len(s.bad_words), len(ids)) for s, ids in zip(seqs, stop_ids)]
     batch.params[:] = 0
     for name, _, value, _ in COLUMNS:
         column(batch.params, name)[:] = [value(request) for request in new]
@@ -50,14 +47,7 @@ def _fill_biases(batch: Any, seqs: list[Sequence], stop_ids: list[list[int]]) ->
         batch.bias_slots[:], batch.bias_ids[:], batch.bias_bits.view(np.float32)[:] = zip(*biases)
 
 
-def _fill_bans(batch: Any, seqs: list[Sequence]) -> None:
-    """Masks of allowed token ids, and bad words."""
-    allowed = [(seq.req_index, ids) for seq in seqs if (ids := seq.params.allowed_token_ids) is not None]
-    for i, (req_index, token_ids) in enumerate(allowed):
-        bits = np.zeros(32 * batch.shape.mask_width, np.uint8)
-        bits[list(token_ids)] = 1
-        batch.allowed_indices[i] = req_index
-        batch.allowed_masks[i] = np.packbits(bits, bitorder="little").view("<i4")
+def _fill_bad_words(batch: Any, seqs: list[Sequence]) -> None:
     bad_words = [(seq.req_index * MAX_BAD_WORDS + i, word) for seq in seqs for i, word in enumerate(seq.bad_words)]
     batch.bad_words[:] = -1
     for i, (slot, word) in enumerate(bad_words):

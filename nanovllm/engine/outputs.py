@@ -52,9 +52,9 @@ class CompletionOutput(Record):
     cumulative_logprob: the sum of the log-probabilities of `token_ids`; None unless the request has `logprobs`.
     logprobs: for each token a dict from token id to Logprob: the token itself first, then the most likely ones. None
         unless the request has `logprobs`.
-    finish_reason: "stop", "length" or "abort".
-    stop_reason: the stop string or id that ended the answer. None for another `finish_reason` than "stop", and for the
-        tokenizer's end-of-sequence id; other end-of-sequence ids of the model are given.
+    finish_reason: "stop", "length", "abort", or "error" if `structured_outputs` allows no next token.
+    stop_reason: the stop string or id that ended the answer, or the message of an "error". None for "length", "abort",
+        and the tokenizer's end-of-sequence id; other end-of-sequence ids of the model are given.
     """
 
     index: int

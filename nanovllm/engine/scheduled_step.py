@@ -22,6 +22,7 @@ class ScheduledStep:
     num_decodes: how many rows decode.
     sampled_seqs: the sequences that get a token from this step.
     sampled_rows: the row from which each of them gets it, in ascending order; answers to one prompt share a row.
+    constrained: those of `sampled_seqs` that have a constraint, and with it a mask of the tokens that may come next.
     copies: (from, to) of cache blocks that are copied before the step's keys and values are stored.
     scheduled_at: when its scheduling began, in seconds of `time.perf_counter`.
     """
@@ -30,6 +31,7 @@ class ScheduledStep:
     num_decodes: int = 0
     sampled_seqs: list[Sequence] = field(default_factory=list)
     sampled_rows: list[int] = field(default_factory=list)
+    constrained: list[Sequence] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     scheduled_at: float = field(default_factory=perf_counter, compare=False)
 

@@ -19,13 +19,11 @@ class Scheduler:
     """Continuous batching with mixed steps: each running sequence decodes a token, and chunks of prompts ride along.
 
     The most urgent prompts come first, in their `Sequence.order`, as far as the step's TokenBudget goes. A full engine
-    admits new sequences in groups: see GroupAdmission.
-
-    `schedule` may be called again before the last step's tokens have reached `postprocess`, but only once.
+    admits new sequences in groups: see GroupAdmission. `schedule` may be called again before the last step's tokens
+    have reached `postprocess`, but only once; constrained sequences then wait for their tokens.
 
     The answers to one prompt (`Sequence.group`) are queued together. The first is admitted when all of them fit, or
-    nothing else runs. Once its prompt is computed, the others share its blocks and are sampled in the same step, as far
-    as they fit. The rest stay in the queue, and find their prompt in the prefix cache.
+    nothing else runs. Those that fit are sampled in the step that computes the prompt, the rest find it in the cache.
     """
 
     def __init__(
@@ -47,6 +45,7 @@ class Scheduler:
         self.waiting = WaitingQueue()  # these hold no blocks
         self.prefilling: dict[tuple[int, int], Sequence] = {}  # these hold blocks, and their prompt is being computed
         self.running: dict[tuple[int, int], Sequence] = {}  # these decode, or are beams that pause
+        self.constrained: set[Sequence] = set()  # of the live ones
         self.admission = GroupAdmission()
         self.free_req_indices = list(range(max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
@@ -56,6 +55,7 @@ class Scheduler:
         """Queue the answers to one prompt."""
         if not self.waiting:  # the last one that did not fit was admitted or aborted
             self.admission.open()
+        self.constrained.update(seq for seq in group if seq.constraint is not None)
         for seq in group:
             self.live.setdefault(seq.request_id, {})[seq.index] = seq
             self.waiting.push(seq)
@@ -66,7 +66,7 @@ class Scheduler:
     def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:
         """The next step, or None if all running sequences wait for tokens that are still in flight.
 
-        prompts_first: do not decode while prompts can be computed, as that takes less time in all, if nobody minds.
+        prompts_first: do not decode while prompts can be computed, as that takes less time in all.
         """
         # blocks that this step's forks share are copied in the next one, when their contents are complete
         copies, self.block_manager.copies = self.block_manager.copies, {}
@@ -77,13 +77,14 @@ class Scheduler:
                 self._schedule_decodes(step)
         else:
             self._schedule_decodes(step)
-            self._schedule_chunks(step)
+            self._schedule_chunks(step, is_mixed=bool(step.num_decodes or (self.constrained and self.running)))
         while not step.rows and self.waiting and (paused := [s for s in self.running.values() if s.is_paused]):
             self.preempt(paused[-1])  # a paused beam waits for other beams of its search, and those need its blocks
             self._schedule_chunks(step)
         if not step.rows:
             self.block_manager.copies = copies
             return None
+        step.constrained = [seq for seq in step.sampled_seqs if seq.constraint is not None] if self.constrained else []
         step.copies = [(source, target) for target, source in copies.items()]
         kind = "decode" if not step.has_chunks else "mixed" if step.num_decodes else "prefill"
         self.counts[f"{kind}_steps"] += 1
@@ -103,17 +104,17 @@ class Scheduler:
 
     def _make_room(self) -> list[Sequence]:
         """The sequences that decode, after the least urgent of all were preempted until the others have blocks."""
-        seqs = [seq for seq in self.running.values() if seq.num_tokens < seq.max_num_tokens and not seq.is_beam]
+        seqs = [seq for seq in self.running.values() if seq.num_tokens < seq.token_limit and not seq.is_beam]
         while self.block_manager.num_blocks_to_append(seqs) > len(self.block_manager.free_block_ids):
             last = max((*self.running.values(), *self.prefilling.values()), key=attrgetter("order"))
             self.preempt(last)
             seqs = [seq for seq in seqs if seq is not last]
         return seqs
 
-    def _schedule_chunks(self, step: ScheduledStep) -> None:
+    def _schedule_chunks(self, step: ScheduledStep, is_mixed: bool = False) -> None:
         """Chunks of the prompts that are being computed, and of those that can be admitted, the most urgent first."""
         budget = self.budget
-        if step.num_decodes:
+        if is_mixed:
             seqs = (*self.prefilling.values(), *islice(self.waiting, MAX_COUNTED_PROMPTS))
             num_left = sum(seq.num_tokens - seq.num_computed_tokens for seq in seqs)
             budget = self.mixed_budget.beside(step.num_decodes, num_left)
@@ -167,8 +168,7 @@ class Scheduler:
     def _admit(self, seq: Sequence) -> bool:
         """Give the first of the queue its blocks, if it is time for that and they are there."""
         num_running = len(self.running) + len(self.prefilling)
-        is_preempted_now = len(seq.token_ids) < seq.num_tokens  # its last token is still in flight
-        if not self.admission.is_open(num_running) or is_preempted_now:
+        if not self.admission.is_open(num_running) or len(seq.token_ids) < seq.num_tokens:  # its token is in flight
             return False
         is_new_group = num_running and seq is seq.group[0] and not seq.has_sampled
         num_others = num_running + (len(seq.group) - 1 if is_new_group else 0)
@@ -275,6 +275,7 @@ class Scheduler:
         if seq.status is SequenceStatus.FINISHED:
             return
         self.waiting.discard(seq)
+        self.constrained.discard(seq)
         if seq.status is SequenceStatus.RUNNING:
             self._release(seq)
         seq.status = SequenceStatus.FINISHED
@@ -295,8 +296,7 @@ class Scheduler:
         """Rebuild all state after an error: live sequences are recomputed from the tokens they have."""
         seqs = [seq for group in self.live.values() for seq in group.values()]
         self.block_manager.reset()
-        self.free_req_indices = list(range(self.max_num_seqs - 1, -1, -1))
-        self.admission = GroupAdmission()
+        self.admission, self.free_req_indices = GroupAdmission(), [*reversed(range(self.max_num_seqs))]
         self.live, self.waiting, self.prefilling, self.running = {}, WaitingQueue(), {}, {}
         for seq in sorted(seqs, key=attrgetter("request_id", "index")):
             seq.block_table, seq.block_hashes, seq.req_index = [], [], -1
@@ -309,6 +309,7 @@ class Scheduler:
                 self.live.setdefault(seq.request_id, {})[seq.index] = seq
                 if not seq.is_paused:
                     self.waiting.push(seq)
+        self.constrained = {seq for seq in seqs if seq.constraint is not None and not seq.finish_reason}
 
     def _release(self, seq: Sequence) -> None:
         """Take the blocks and the request index from a running sequence."""

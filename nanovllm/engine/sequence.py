@@ -43,11 +43,13 @@ class Sequence:
         self.set_order(0)
         self.params = params
         self.bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of `params.bad_words`
+        self.constraint: Any = None  # of `params.structured_outputs`: a structured_outputs.constraint.Constraint
         self.noise_seed = noise_seed  # 64 bits, from which every random number of this sequence is made
         self.token_ids = token_ids
         self.num_prompt_tokens = len(token_ids)
         self.num_tokens = len(token_ids)
         self.max_num_tokens = max_len if params.max_tokens is None else min(len(token_ids) + params.max_tokens, max_len)
+        self.token_limit = self.max_num_tokens  # decode steps go no further; a constraint raises it token by token
         self.num_computed_tokens = 0  # their keys and values are in the cache, or in a step that was scheduled
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
         self.block_table: list[int] = []

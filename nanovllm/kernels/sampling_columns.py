@@ -15,7 +15,7 @@ class Column(NamedTuple):
     name: str
     dtype: type  # float (float32, stored as its bits) or int
     value: Callable[[Any], float]  # of an engine.batch.NewRequest
-    edits_logits: bool = False  # `penalize` has work to do where the value is not 0
+    edits_logits: bool = False  # `penalize` has work to do, besides masks, where the value is not 0
 
 
 def param(name: str, dtype: type) -> Column:
@@ -32,6 +32,10 @@ def _is_penalized(request: Any) -> bool:
     return (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1)
 
 
+def _has_allowed_ids(request: Any) -> bool:
+    return request.params.allowed_token_ids is not None or request.params.structured_outputs is not None
+
+
 COLUMNS = [
     Column("temperature", float, _temperature),
     param("top_p", float),
@@ -45,7 +49,7 @@ COLUMNS = [
     Column("min_len", int, lambda request: request.num_prompt_tokens + request.params.min_tokens),
     Column("num_biases", int, lambda request: len(request.params.logit_bias or ()), edits_logits=True),
     Column("num_stops", int, lambda request: request.num_stops, edits_logits=True),  # token ids banned below min_len
-    Column("has_allowed_ids", int, lambda request: request.params.allowed_token_ids is not None, edits_logits=True),
+    Column("has_allowed_ids", int, _has_allowed_ids),
     Column("num_bad_words", int, lambda request: request.num_bad_words, edits_logits=True),
 ]
 WIDTH = -(-(len(COLUMNS) + MAX_CUSTOM_COLUMNS + 2) // 4) * 4

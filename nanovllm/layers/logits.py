@@ -1,8 +1,8 @@
 """What sampling parameters do to logits, as vLLM defines it.
 
-The order is: logit biases, and stop ids that min_tokens bans; penalties; allowed ids and bad words; the filters of
-`register_filter`; temperature; min-p; top-k; top-p. Then layers/sampler.py draws a token. Log-probabilities are those
-of the model's own logits, before all of this.
+The order is: logit biases, and stop ids that min_tokens bans; penalties; allowed ids (of a request, or of a structured
+output after its last token) and bad words; the filters of `register_filter`; temperature; min-p; top-k; top-p. Then
+layers/sampler.py draws a token. Log-probabilities are those of the model's own logits, before all of this.
 
 The functions here are the definitions in plain PyTorch; on CUDA, `penalize` and `logit_cutoffs` call Triton kernels.
 kernels/sampling_columns.py declares the parameters.
@@ -11,7 +11,7 @@ Each of several ranks computes the logits of its own range of the vocabulary. Co
 that edit or filter logits. In all rows each rank draws from its own range, and the best draw of all ranks is taken.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -42,6 +42,13 @@ def mask_width(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
+def mask_of(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
+    """[mask_width] int32: the bits of these token ids are set."""
+    bits = np.zeros(32 * mask_width(vocab_size), np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view("<i4")
+
+
 class SamplingRows(NamedTuple):
     """What the logits of S rows are edited by: one row for each sequence that is to get a token.
 
@@ -66,16 +73,17 @@ class SamplingRows(NamedTuple):
 class NewRequests(Protocol):
     """The part of a Batch that `RequestTable.write` copies; all are int32.
 
-    `*_slots` are indices into a table whose first two dimensions are flattened.
+    `*_slots` are indices into a table whose first two dimensions are flattened. Steps without chunks of prompts have
+    nothing but masks.
     """
 
     new_req_indices: torch.Tensor  # [R]
-    params: torch.Tensor  # [R, WIDTH]
+    params: torch.Tensor  # [R, WIDTH]; None without chunks
     bias_slots: torch.Tensor  # [N]
     bias_ids: torch.Tensor  # [N]
     bias_bits: torch.Tensor  # [N], float32 numbers as their bits
-    allowed_indices: torch.Tensor  # [M], request indices
-    allowed_masks: torch.Tensor  # [M, ceil(vocabulary / 32)]
+    mask_indices: torch.Tensor  # [M], request indices
+    masks: torch.Tensor  # [M, ceil(vocabulary / 32)]
     bad_word_slots: torch.Tensor  # [K]
     bad_words: torch.Tensor  # [K, MAX_BAD_WORD_TOKENS]
 
@@ -99,11 +107,13 @@ class RequestTable:
         self.num_finished_programs = torch.zeros(num_requests, dtype=torch.int32, device=device)
 
     def write(self, new: NewRequests) -> None:
+        if len(new.mask_indices):
+            self.allowed_masks[new.mask_indices] = new.masks
+        if new.params is None or not len(new.params):
+            return
         self.params[new.new_req_indices] = new.params
         self.bias_ids.view(-1)[new.bias_slots] = new.bias_ids
         self.biases.view(-1)[new.bias_slots] = new.bias_bits.view(torch.float32)
-        if len(new.allowed_indices):
-            self.allowed_masks[new.allowed_indices] = new.allowed_masks
         if len(new.bad_word_slots):
             self.bad_words.flatten(0, 1)[new.bad_word_slots] = new.bad_words
 
@@ -154,12 +164,17 @@ def penalize(logits: torch.Tensor, rows: SamplingRows) -> None:
         ops.penalize(logits, rows)
         return
     edits = torch.stack([rows.params[:, i] for i, known in enumerate(COLUMNS) if known.edits_logits], 1)
-    for row in edits.any(1).nonzero().flatten().tolist():
+    for row in edits.any(1).nonzero().flatten().tolist() if edits.any() else ():
         _penalize_row(logits[row], rows, row)
+    if (has_mask := column(rows.params, "has_allowed_ids")).any():
+        masked = has_mask.nonzero().flatten()
+        masks = rows.allowed_masks[rows.req_indices[masked]].view(torch.uint8).unsqueeze(-1)
+        is_allowed = (masks & (1 << torch.arange(8, device=masks.device)).to(torch.uint8)).flatten(1).bool()
+        logits[masked] = logits[masked].where(is_allowed[:, : logits.shape[1]], -torch.inf)
 
 
 def _penalize_row(logits: torch.Tensor, rows: SamplingRows, row: int) -> None:
-    """`penalize` for the logits [vocabulary] of one row."""
+    """`penalize` for the logits [vocabulary] of one row, without the mask of allowed ids."""
     param = lambda name: column(rows.params, name)[row].item()
     req_index, num_tokens = rows.req_indices[row], int(rows.positions[row]) + 1
     token_ids = rows.token_ids[rows.block_tables[row]].flatten()[:num_tokens]
@@ -175,10 +190,6 @@ def _penalize_row(logits: torch.Tensor, rows: SamplingRows, row: int) -> None:
         counts = output_ids.bincount(minlength=len(x)).float()
         x = x.where(~is_seen, torch.where(x > 0, x / repetition, x * repetition))
         logits[:] = x - param("frequency_penalty") * counts - param("presence_penalty") * (counts > 0).float()
-
-    if param("has_allowed_ids"):
-        bits = rows.allowed_masks[req_index].unsqueeze(1) >> torch.arange(32, device=logits.device) & 1
-        logits[bits.flatten()[: len(logits)] == 0] = -torch.inf
 
     if num_bad_words := param("num_bad_words"):
         words = rows.bad_words[req_index, :num_bad_words]

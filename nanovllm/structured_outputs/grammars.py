@@ -1,0 +1,98 @@
+"""Compiles what `SamplingParams.structured_outputs` has, with llguidance, when a request is made."""
+
+import json
+import threading
+from collections import OrderedDict
+from copy import copy
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from nanovllm.engine.sequence import Sequence
+from nanovllm.structured_outputs.constraint import Constraint, Matcher, update
+from nanovllm.structured_outputs.trial import TrialProcess
+
+MAX_CACHED_GRAMMARS = 128
+# one space between two parts of JSON at most: some models, once they may write spaces and newlines, never stop
+JSON_OPTIONS: Any = {"whitespace_pattern": " "}
+
+
+class Grammars:
+    """The grammars of an engine that were compiled last. Any thread may call it at any time."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]):
+        """`tokenizer` is one of the tokenizers library, which belongs to this object alone."""
+        try:
+            from llguidance import LLTokenizer
+        except ImportError as error:
+            message = f"structured_outputs: llguidance is not installed ({error}): pip install 'nano-vllm[serve]'"
+            raise ValueError(message) from error
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        try:
+            self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
+        except ValueError as error:
+            raise ValueError(
+                f"structured_outputs: llguidance can't use the tokenizer of this model ({error})"
+            ) from error
+        self._trial = TrialProcess()
+        self._matchers: OrderedDict[str, Matcher] = OrderedDict()  # at their start; the last used comes last
+        self._lock = threading.Lock()
+
+    def matcher(self, spec: dict[str, Any]) -> Matcher:
+        """One of its own, at the start. ValueError for what is no schema, expression or grammar of llguidance."""
+        from llguidance import LLMatcher
+
+        ((kind, content),) = spec.items()
+        grammar = _grammar_of(kind, content)
+        with self._lock:
+            if (found := self._matchers.get(grammar)) is not None:
+                self._matchers.move_to_end(grammar)
+                return found.deep_copy()
+        error = self._trial.error_of(grammar)
+        matcher = None if error else LLMatcher(self._tokenizer, grammar, log_level=0)
+        if matcher is None or (error := matcher.get_error()):
+            reason = " ".join(error.partition("<backtrace>")[0].split())[:400]
+            raise ValueError(f"structured_outputs[{kind!r}]={content!r:.80}: {reason}")
+        with self._lock:
+            self._matchers[grammar] = matcher
+            while len(self._matchers) > MAX_CACHED_GRAMMARS:
+                self._matchers.popitem(last=False)
+        return matcher.deep_copy()
+
+
+def _grammar_of(kind: str, content: Any) -> str:
+    """In the form in which llguidance takes all kinds."""
+    from llguidance import LLMatcher
+
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(content)
+    if kind == "grammar":
+        return LLMatcher.grammar_from_lark(content)
+    if kind == "choice":
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, content)))
+    schema = '{"type": "object"}' if kind == "json_object" else content
+    return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
+
+
+_grammars: WeakKeyDictionary[Any, Grammars] = WeakKeyDictionary()  # by the InputProcessor of an engine
+_lock = threading.Lock()  # held for seconds when an engine gets its first request of this kind
+
+
+def constrain(group: list[Sequence], processor: Any) -> None:
+    """Give each answer to a request its constraint. `processor` is the engine's InputProcessor.
+
+    ValueError if llguidance is missing or refuses the grammar, or if the other parameters leave no first token.
+    """
+    params, model = group[0].params, processor.config.model_config
+    assert params.structured_outputs is not None
+    with _lock:
+        if (grammars := _grammars.get(processor)) is None:
+            with processor.tokenizer_lock:
+                tokenizer = copy(processor.tokenizer.backend_tokenizer)
+            grammars = _grammars[processor] = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
+    for seq in group:
+        matcher = grammars.matcher(params.structured_outputs)
+        seq.constraint = Constraint(seq, matcher, model.vocab_size, model.eos_token_ids)
+    update([seq.constraint for seq in group])
+    if (error := group[0].constraint.error) is not None:
+        raise ValueError(f"{error}, not even a first one")

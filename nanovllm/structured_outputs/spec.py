@@ -1,0 +1,74 @@
+"""The value of `SamplingParams.structured_outputs`: what can be checked without a model, and without llguidance."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+MAX_BYTES = 2**16  # of a schema, an expression, a grammar or a choice; this bounds the time to compile most of them
+
+
+def check_spec(value: Any, ignore_eos: bool) -> dict[str, Any]:
+    """The value with a JSON schema as text and choices as a tuple. ValueError or TypeError names what is wrong."""
+    if not isinstance(value, dict):
+        raise TypeError(f"structured_outputs={value!r:.80}: must be a dict")
+    if len(value) != 1 or not CHECKS.keys() >= value.keys():
+        raise ValueError(f"structured_outputs: has the keys {[*value]!r:.80}; must have one of {', '.join(CHECKS)}")
+    if ignore_eos:
+        raise ValueError("ignore_eos=True: must be False with structured_outputs, which end at an end-of-sequence id")
+    ((kind, content),) = value.items()
+    content = CHECKS[kind](f"structured_outputs[{kind!r}]", content)
+    try:
+        num_bytes = sum(len(text.encode()) for text in (content if kind == "choice" else [str(content)]))
+    except UnicodeEncodeError:
+        raise ValueError(f"structured_outputs[{kind!r}]: has half of a surrogate pair, which is no character") from None
+    if num_bytes > MAX_BYTES:
+        raise ValueError(f"structured_outputs[{kind!r}]: has {num_bytes} bytes; must be at most {MAX_BYTES}")
+    return {kind: content}
+
+
+def _schema(name: str, value: Any) -> str:
+    """A JSON schema as text; the order of its properties is that of the answer."""
+    if not isinstance(value, (str, dict, bool)):
+        raise TypeError(f"{name}={value!r:.80}: must be a JSON schema, as a dict or as text")
+    try:
+        schema = json.loads(value, parse_constant=_refuse_constant) if isinstance(value, str) else value
+        text = json.dumps(schema, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{name}={value!r:.80}: is not JSON ({error})") from error
+    if not isinstance(schema, (dict, bool)):
+        raise ValueError(f"{name}={value!r:.80}: must be an object, as every JSON schema is")
+    return text
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name}={value!r:.80}: must be a string")
+    return value
+
+
+def _choices(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(choice, str) for choice in value):
+        raise TypeError(f"{name}={value!r:.80}: must be a list of strings")
+    if not value:
+        raise ValueError(f"{name}={value!r}: must have at least 1 choice")
+    return tuple(value)
+
+
+def _true(name: str, value: Any) -> bool:
+    if value is not True:
+        raise ValueError(f"{name}={value!r:.80}: must be True")
+    return True
+
+
+# each returns the checked content, or raises an error that begins with the name
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "json": _schema,
+    "json_object": _true,
+    "regex": _text,
+    "choice": _choices,
+    "grammar": _text,
+}

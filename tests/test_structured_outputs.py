@@ -1,0 +1,598 @@
+"""Answers of a given form: random schemas, and every other way in which an answer can be constrained or can end."""
+
+import contextlib
+import gc
+import json
+import random
+import re
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from time import perf_counter
+
+import numpy as np
+import pytest
+import torch
+from conftest import generate_by_steps
+from test_callers import Interrupt
+from test_scheduler import SETTINGS, Simulation, random_requests
+
+from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.engine.batch import Batch, decode_shape, largest_decode
+from nanovllm.engine.inbox import Inbox, OutputKind
+from nanovllm.engine.step_result import StepBuffers
+from nanovllm.layers.logits import mask_of
+from nanovllm.structured_outputs import constraint as constraints
+from nanovllm.structured_outputs import grammars, trial
+from nanovllm.structured_outputs.spec import MAX_BYTES
+from nanovllm.utils.double_buffer import DoubleBuffer
+
+pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
+
+FORMATS = jsonschema.FormatChecker(["uuid", "ipv4", "date"])  # that of "time" refuses long fractions, which are valid
+BOTH_WAYS = pytest.mark.parametrize("async_scheduling", [False, True])
+EOS, ALSO_EOS = 2047, 2045  # of the bundled model
+SMALL_CACHE = dict(kvcache_block_size=16, num_kvcache_blocks=40, max_num_seqs=12)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("tiny-qwen3", dtype="float32", device="cpu") as engine:
+        yield engine
+
+
+def params(kind: str, content, **others) -> SamplingParams:
+    return SamplingParams(structured_outputs={kind: content}, **{"max_tokens": 120, "seed": 1} | others)
+
+
+def answer(llm: LLM, own: SamplingParams, prompt: str = "Hello"):
+    (output,) = llm.generate([prompt], own, use_tqdm=False)
+    return output
+
+
+# -- random schemas --------------------------------------------------------------------------------------------------
+
+
+def random_leaf(rng: random.Random) -> dict:
+    low = rng.randint(-1000, 1000)
+    return rng.choice(
+        [
+            {"type": "string", "minLength": (n := rng.randint(0, 3)), "maxLength": n + rng.randint(0, 6)},
+            {"type": "string", "pattern": rng.choice(["^[a-f]{2,4}$", "^(yes|no)-[0-9]+$", "^[A-Z][a-z]*!?$"])},
+            {"type": "string", "format": rng.choice(["date", "time", "uuid", "ipv4"])},
+            {"enum": rng.sample([0, -1.5, "a", "bc", 'd "e"', "\u00e9\u4e16", True, None, [1], {"k": "v"}], 3)},
+            {"const": rng.choice(["fixed", 42, None])},
+            {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 500)},
+            {"type": "integer", "multipleOf": 7} if rng.random() < 0.2 else {"type": "integer", "maximum": 9},
+            {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+            {"type": ["boolean", "null"]},
+        ]
+    )
+
+
+def random_schema(rng: random.Random, depth: int, is_root: bool = True) -> dict:
+    kind = rng.choice(["object", "object", "array", "anyOf", "leaf"]) if depth else "leaf"
+    inner = lambda: random_schema(rng, depth - 1, is_root=False)
+    if kind == "object":
+        names = rng.sample(["a", "name", "x y", "\u00fc", 'quote"d', "nested", "list"], rng.randint(0, 3))
+        required = [name for name in names if rng.random() < 0.7]
+        more = rng.choice([False, False, False, {"type": "boolean"}])
+        properties = {name: inner() for name in names}
+        return {"type": "object", "properties": properties, "required": required, "additionalProperties": more}
+    if kind == "array" and rng.random() < 0.3:
+        return {"type": "array", "prefixItems": [inner(), random_leaf(rng)], "items": False, "minItems": 2}
+    if kind == "array":
+        least = rng.randint(0, 2)
+        return {"type": "array", "items": inner(), "minItems": least, "maxItems": least + rng.randint(0, 2)}
+    if kind == "anyOf" and is_root:
+        return {"$defs": {"tree": inner()}, "anyOf": [{"$ref": "#/$defs/tree"}, {"type": "null"}]}
+    return {"anyOf": [inner(), random_leaf(rng)]} if kind == "anyOf" else random_leaf(rng)
+
+
+def random_request(rng: random.Random, seed: int) -> tuple[SamplingParams, Callable[[str], None]]:
+    """Parameters, and a check of the text of an answer that ends by itself."""
+    others = dict(seed=seed, temperature=rng.choice([0.0, 0.7, 1.0, 2.0]), max_tokens=60, top_k=rng.choice([0, 0, 5]))
+    kind = rng.random()
+    if kind < 0.8:
+        schema = random_schema(rng, depth=rng.choice([1, 2, 2, 3]))
+
+        def check(text: str) -> None:
+            jsonschema.Draft202012Validator(schema, format_checker=FORMATS).validate(json.loads(text))
+
+        return params("json", schema if seed % 2 else json.dumps(schema), **others), check
+    if kind < 0.9:
+        pattern = rng.choice([r"[a-f]{3}-\d{1,3}", r"(foo|bar)+baz?", r"[^\n]{2,5}\n", r"\S+@\S+\.(com|de)"])
+        return params("regex", pattern, **others), lambda text: re.fullmatch(pattern, text) or pytest.fail(text)
+    choices = rng.sample(["yes", "no", 'a "quoted" one', "new\nline", "\u00e9t\u00e9", "\U0001f600", "\x7f", "a/b"], 3)
+    return params("choice", choices, **others), lambda text: text in choices or pytest.fail(text)
+
+
+def test_random_schemas(make_llm, monkeypatch, pytestconfig, record_property):
+    """Every answer that ends by itself is valid; and it is the same in any batch, preempted, and asynchronously.
+
+    `pytest --schemas 2000` takes so many.
+    """
+    rng = random.Random(pytestconfig.getoption("--schemas"))
+    asks = [random_request(rng, seed) for seed in range(pytestconfig.getoption("--schemas"))]
+    free = SamplingParams(max_tokens=50, seed=5, ignore_eos=True)
+    prompts = ["Hello"[: 1 + i % 5] for i in range(len(asks))]
+    reference = make_llm(max_num_seqs=64)
+    expected = reference.generate(prompts, [own for own, _ in asks], use_tqdm=False)
+    expected_free = answer(reference, free).token_ids
+    reference.exit()
+    reasons = [output.finish_reason for output in expected]
+    for (own, check), output in zip(asks, expected):
+        assert output.finish_reason in ("stop", "length"), (output.stop_reason, own)
+        if output.finish_reason == "stop":
+            assert output.token_ids[-1] in (EOS, ALSO_EOS)
+            try:
+                check(output.text)
+            except Exception as error:
+                raise AssertionError(f"{output.text!r} is no answer to {own.structured_outputs}") from error
+    record_property("finish reasons", {reason: reasons.count(reason) for reason in {*reasons}})
+    assert reasons.count("stop") > 0.7 * len(asks)
+
+    requests = [(prompt, own) for prompt, (own, _) in zip(prompts, asks)]
+    requests[::12] = [("Hello", free)] * len(requests[::12])
+    llm = make_llm(async_scheduling=True, **SMALL_CACHE)
+    schedule, running = llm.scheduler.schedule, llm.scheduler.running
+
+    def preempting_schedule(**options):
+        if running and rng.random() < 0.1:
+            llm.scheduler.preempt(rng.choice([*running.values()]))
+        return schedule(**options)
+
+    monkeypatch.setattr(llm.scheduler, "schedule", preempting_schedule)
+    outputs = generate_by_steps(llm, requests)
+    for (_, own), output, other in zip(requests, outputs, expected):
+        assert output.token_ids == (expected_free if own is free else other.token_ids), own
+    assert llm.stats()["preemptions"] > len(asks) // 20 and not llm.scheduler.constrained
+    assert llm.stats()["blocks"]["used"] == 0
+
+
+# -- how constrained rows are scheduled ------------------------------------------------------------------------------
+
+
+def scheduled_rows(llm: LLM, monkeypatch) -> list[list[int]]:
+    """The ids of the requests that each step samples; it grows with the steps."""
+    rows, schedule = [], llm.scheduler.schedule
+
+    def recorded(**options):
+        step = schedule(**options)
+        rows.append([seq.request_id for seq in step.sampled_seqs] if step else [])
+        assert not step or all(len(seq.token_ids) == seq.num_tokens - 1 for seq in step.constrained)
+        return step
+
+    monkeypatch.setattr(llm.scheduler, "schedule", recorded)
+    return rows
+
+
+def test_only_constrained_rows_wait(make_llm, monkeypatch):
+    llm = make_llm(async_scheduling=True)
+    rows = scheduled_rows(llm, monkeypatch)
+    free = SamplingParams(max_tokens=12, ignore_eos=True)
+    outputs = generate_by_steps(llm, [("Hello", free), ("Hello", params("regex", "a{6}")), ("Hello", free)])
+    assert [output.text == "aaaaaa" for output in outputs] == [False, True, False]
+    num_tokens = len(outputs[1].token_ids)
+    assert 3 <= num_tokens <= 7
+    assert all({0, 2} <= {*ids} for ids in rows[:12]), rows
+    assert [1 in ids for ids in rows[: 2 * num_tokens]] == [True, False] * num_tokens, "in every other step"
+
+
+def test_nothing_waits_without_async_scheduling(make_llm, monkeypatch):
+    llm = make_llm(async_scheduling=False)
+    rows = scheduled_rows(llm, monkeypatch)
+    output = generate_by_steps(llm, [("Hello", params("regex", "a{6}"))])[0]
+    assert rows == [[0]] * len(output.token_ids)
+
+
+def test_a_prompt_does_not_hold_up_rows_that_wait(make_llm, monkeypatch):
+    """While a constrained row waits for its token, chunks have the budget of a step with decodes."""
+    llm = make_llm(async_scheduling=True, max_num_mixed_tokens=32, max_num_batched_tokens=512)
+    llm.add_request("Hello", params("regex", "a{9}b{9}"))
+    for _ in range(3):
+        llm.step()
+    llm.add_request([5] * 300, SamplingParams(max_tokens=2))
+    steps, schedule = [], llm.scheduler.schedule
+    monkeypatch.setattr(llm.scheduler, "schedule", lambda **options: steps.append(schedule(**options)) or steps[-1])
+    for _ in range(5):
+        llm.step()
+    assert {sum(row.end - row.start for row in step.chunks) for step in steps if step} <= {*range(24, 33)}
+    assert {step.num_decodes for step in steps if step} == {0, 1}
+
+
+class ConstrainedSimulation(Simulation):
+    """The simulated engine of test_scheduler.py; every other request is constrained."""
+
+    def __init__(self, *arguments, **settings):
+        super().__init__(*arguments, **settings)
+        for seq in self.seqs:
+            if seq.request_id % 2:
+                seq.constraint, seq.token_limit = "", len(seq.token_ids) + 1
+
+    def compute(self, step):
+        assert step.constrained == [seq for seq in step.sampled_seqs if seq.constraint is not None]
+        assert all(len(seq.token_ids) == seq.num_tokens - 1 for seq in step.constrained), "its last token is unknown"
+        self.seen["constrained"] += len(step.constrained)
+        waiting = [seq for seq in self.scheduler.running.values() if seq.num_tokens == seq.token_limit]
+        self.seen["waiting"] += len({*waiting} - {*step.sampled_seqs})
+        return super().compute(step)
+
+    def postprocess(self, step, token_ids):
+        super().postprocess(step, token_ids)
+        for seq in step.constrained:
+            seq.token_limit = min(len(seq.token_ids) + 1, seq.max_num_tokens)
+
+
+@pytest.mark.parametrize("name, asynchronous", [("few at a time", False), *((name, True) for name in SETTINGS)])
+def test_random_schedules(name, asynchronous):
+    """Answers, blocks and queues are right, whatever settings, preemptions and aborts do to sequences that wait."""
+    simulation = ConstrainedSimulation(random_requests(7, 24, max_n=3), asynchronous, **SETTINGS[name]).run()
+    assert simulation.seen["constrained"] > 100 and (simulation.seen["waiting"] > 0) == asynchronous
+    assert not simulation.scheduler.constrained
+
+
+@BOTH_WAYS
+def test_several_answers_and_restarts(make_llm, async_scheduling):
+    """n answers share a prompt but no state; an engine that restarts in between comes to the same answers."""
+    schema = {"type": "array", "items": {"type": "string", "maxLength": 5}, "minItems": 2, "maxItems": 3}
+    own = params("json", schema, n=4, temperature=1.5)
+    expected = [output.token_ids for output in answer(make_llm(), own).outputs]
+    assert len({*map(tuple, expected)}) > 1
+    llm = make_llm(async_scheduling=async_scheduling, **SMALL_CACHE)
+    llm.add_request("Hello", own)
+    outputs, num_steps = [], 0
+    while not llm.is_finished():
+        outputs += llm.step().finished
+        num_steps += 1
+        if num_steps in (1, 4, 5, 11):
+            llm.core._restart()
+    assert [output.token_ids for output in outputs[0].outputs] == expected
+    events = list(llm.stream("Hello", own))
+    texts = ["".join(event.text for event in events if event.output_index == i) for i in range(4)]
+    assert texts == [output.text for output in outputs[0].outputs]
+
+
+def test_an_interrupted_update_is_repeated(llm):
+    """A matcher whose state is unknown starts again, and a mask that is too old is made again before it is used."""
+    (request,) = llm.processor.requests("Hello", params("regex", "[ab]{3}c*"), Inbox(OutputKind.FINAL))
+    (seq,) = request.group
+    allowed = lambda seq: [i for i in range(2048) if seq.constraint.mask[i // 32] >> (i % 32) & 1]
+    single = lambda text: llm.tokenizer.encode(text)[0]
+    first = allowed(seq)
+    assert {single("a"), single("b")} <= {*first} and single("c") not in first
+    seq.append_token(single("a"))
+    seq.constraint._num_consumed = None
+    after_one = allowed(seq)
+    assert single("a") in after_one and single("c") not in after_one and seq.token_limit == len(seq.token_ids) + 1
+    seq.append_token(single("b"))
+    seq.append_token(single("b"))
+    seq.constraint._matcher.consume_tokens([single("b")])
+    seq.constraint._num_consumed = None
+    assert {single("c"), EOS, ALSO_EOS} <= {*allowed(seq)} and single("a") not in allowed(seq)
+    constraint, own = weakref.ref(seq.constraint), weakref.ref(seq)
+    gc.disable()
+    try:
+        request.group.clear()
+        del seq, request
+        assert constraint() is None and own() is None, "it would live until the garbage collector runs"
+    finally:
+        gc.enable()
+
+
+def test_interrupts_of_an_update(llm):
+    """At any bytecode: the mask is that of the tokens that the sequence has."""
+    own = params("regex", "[abc]{9}", bad_words=["ab"], allowed_token_ids=[*range(2048)], stop_token_ids=[5])
+    make = lambda: llm.processor.requests("Hello", own, Inbox(OutputKind.FINAL))[0].group[0]
+    tokens = llm.tokenizer.encode("b") + llm.tokenizer.encode("a")
+    expected = make()
+    expected.token_ids += tokens
+    whole = Interrupt(0)
+    whole.files = ("structured_outputs/constraint.py",)
+    with whole:
+        constraints.update([expected.constraint])
+    assert whole.count > 200
+    for at in range(1, whole.count, 7):
+        seq = make()
+        seq.token_ids += tokens
+        interrupt = Interrupt(at)
+        interrupt.files = whole.files
+        with contextlib.suppress(KeyboardInterrupt), interrupt:
+            constraints.update([seq.constraint])
+        assert np.array_equal(seq.constraint.mask, expected.constraint.mask), interrupt.where
+        assert seq.token_limit == len(seq.token_ids) + 1 and seq.constraint.error is None
+
+
+class RerunDecodes:
+    """In place of DecodeGraphs: runs a decode step from the part of the host's buffer that a graph fetches."""
+
+    def __init__(self, runner, config):
+        self.runner, self.width, self.num_replays = runner, config.max_blocks_per_seq, 0
+        size = largest_decode(config.max_num_seqs, self.width, config.model_config.vocab_size).size
+        make = lambda: StepBuffers(torch.full((size,), -7).int(), torch.zeros(config.max_num_seqs).int())
+        self.host_buffers = DoubleBuffer(make(), make())
+
+    def size_for(self, num_seqs: int) -> int:
+        return num_seqs
+
+    @torch.inference_mode()
+    def replay(self, size: int):
+        batch = Batch.from_buffer(decode_shape(size, self.width), self.runner._device_buffer)
+        batch.buffer.copy_(self.host_buffers.current.batch[: len(batch.buffer)])
+        output = self.runner._forward(batch)
+        token_ids = self.host_buffers.advance().token_ids[:size]
+        token_ids.copy_(output.token_ids)
+        self.num_replays += 1
+        return token_ids, output
+
+    def reset(self) -> None:
+        self.host_buffers.reset()
+
+
+def test_masks_of_graphs(make_llm):
+    """What a decode graph does not fetch, the masks, is on the device before it runs."""
+    asks = [params("regex", "[a-d]{20}", seed=i) for i in range(3)] + [SamplingParams(max_tokens=15, seed=3)]
+    asks.append(SamplingParams(max_tokens=15, seed=3, allowed_token_ids=[*range(500, 600)]))
+    requests = [("Hello", own) for own in asks]
+    expected = [output.token_ids for output in generate_by_steps(make_llm(), requests)]
+    llm = make_llm(async_scheduling=True, max_num_seqs=4)
+    graphs = llm.model_runner.graphs = RerunDecodes(llm.model_runner, llm.config)
+    assert [output.token_ids for output in generate_by_steps(llm, requests)] == expected
+    assert graphs.num_replays > 10
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(make_llm):
+    """With graphs and without, asynchronous or not, alone and beside free rows."""
+    asks = [params("regex", "[a-d ]{30}", seed=i, temperature=i % 2, top_k=i % 3) for i in range(9)]
+    asks += [params("json", {"type": "array", "items": {"type": "integer"}, "maxItems": 9}, n=3)]
+    asks += [SamplingParams(seed=i, max_tokens=40, ignore_eos=True, logprobs=1) for i in range(9)]
+    asks += [SamplingParams(seed=3, allowed_token_ids=[*range(500, 600)])]
+    requests = [("Hello"[: 1 + i % 5], own) for i, own in enumerate(asks)]
+    found = []
+    for settings in ({}, {"async_scheduling": False}, {"enforce_eager": True}):
+        outputs = generate_by_steps(make_llm(device="cuda", gpu_memory_utilization=0.1, **settings), requests)
+        found.append([[x.token_ids for x in output.outputs] for output in outputs])
+        assert all(re.fullmatch("[a-d ]{30}", output.text) for output in outputs[:9])
+    assert found == [found[0]] * 3
+
+
+def test_two_ranks(make_llm):
+    """The masks of a step reach every rank that samples."""
+    asks = [params("regex", "[a-d]{12}", seed=i, temperature=i * 0.7) for i in range(3)]
+    asks += [params("json", {"type": "array", "items": {"type": "integer"}, "maxItems": 5}), SamplingParams(seed=2)]
+    requests = [("Hello", own) for own in asks]
+    expected = [output.token_ids for output in generate_by_steps(make_llm(), requests)]
+    llm = make_llm(tensor_parallel_size=2, async_scheduling=True)
+    assert [output.token_ids for output in generate_by_steps(llm, requests)] == expected
+
+
+# -- other parameters ------------------------------------------------------------------------------------------------
+
+
+def test_json_object(llm):
+    for seed in range(5):
+        output = answer(llm, params("json_object", True, seed=seed, temperature=1.5))
+        if output.finish_reason == "stop":
+            assert isinstance(json.loads(output.text), dict)
+
+
+def test_grammar(llm):
+    lark = 'start: "begin" step+ "end"\nstep: "(" /[0-9]{1,3}/ ")"'
+    output = answer(llm, params("grammar", lark, temperature=1.0, logit_bias={llm.tokenizer.encode("end")[0]: 20}))
+    assert output.finish_reason == "stop" and re.fullmatch(r"begin(\([0-9]{1,3}\))+end", output.text)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_eos_ends_an_answer_where_the_grammar_may_end(llm, temperature):
+    for eos in (EOS, ALSO_EOS):
+        bias = {EOS: -100, ALSO_EOS: -100} | {eos: 100}
+        output = answer(llm, params("regex", "[a-z]{9}[a-z]*", logit_bias=bias, temperature=temperature))
+        assert output.token_ids[-1] == eos and output.finish_reason == "stop"
+        assert len(output.text) >= 9 > len(llm.tokenizer.decode(output.token_ids[:-2]))
+        assert output.stop_reason == (None if eos == llm.tokenizer.eos_token_id else eos)
+
+
+def test_logprobs_are_the_model_s_own(llm):
+    """Of the logits before the mask, as with every other filter: a token that is forced may be unlikely."""
+    output = answer(llm, params("choice", ["zq"], logprobs=2))
+    assert output.text == "zq" and output.cumulative_logprob < -5
+    assert output.logprobs[0][output.token_ids[0]].rank > 2 and len(output.logprobs[0]) == 3
+
+
+def test_min_tokens(llm):
+    """The end is banned before; where nothing else is allowed, the answer ends with an error."""
+    eager = {EOS: 100, ALSO_EOS: 100}
+    output = answer(llm, params("regex", "a*", min_tokens=9, logit_bias=eager))
+    assert len(output.token_ids) == 10 and output.finish_reason == "stop" and {*output.text} == {"a"}
+    output = answer(llm, params("regex", "aaa", min_tokens=9, logit_bias=eager))
+    assert output.text == "aaa" and output.finish_reason == "error"
+    assert output.stop_reason == "structured_outputs: the parameters allow no token"
+
+
+def test_stop_ids_are_like_eos(llm):
+    """They are allowed where the grammar may end, and only there."""
+    stop = llm.tokenizer.encode("!")[0]
+    output = answer(llm, params("regex", "[ab!]{3}b*", stop_token_ids=[stop], logit_bias={stop: 90}))
+    assert re.fullmatch("[ab]{3}", output.text) and output.stop_reason == stop and output.token_ids[-1] == stop
+    output = answer(llm, params("regex", "[ab]{3}", stop_token_ids=[stop], min_tokens=2, logit_bias={stop: 90}))
+    assert re.fullmatch("[ab]{3}", output.text) and output.stop_reason == stop
+    with pytest.raises(ValueError, match="the parameters allow no token, not even a first one"):
+        answer(llm, params("regex", "!{3}", stop_token_ids=[stop], allowed_token_ids=[stop, EOS]))
+
+
+def test_stop_strings_cut_an_answer(llm):
+    output = answer(llm, params("regex", "[ab]{5}XY", stop="X"))
+    assert re.fullmatch("[ab]{5}", output.text) and (output.finish_reason, output.stop_reason) == ("stop", "X")
+    output = answer(llm, params("regex", "[ab]{5}XY", stop="X", include_stop_str_in_output=True))
+    assert re.fullmatch("[ab]{5}X", output.text)
+
+
+def test_allowed_ids_and_bad_words(llm):
+    single = [llm.tokenizer.encode(text)[0] for text in "abc"]
+    output = answer(llm, params("regex", "[a-z]{8}", allowed_token_ids=[*single, EOS]))
+    assert re.fullmatch("[abc]{8}", output.text) and output.finish_reason == "stop"
+    output = answer(llm, params("regex", "[a-z]{8}", allowed_token_ids=single))
+    assert re.fullmatch("[abc]{8}", output.text) and output.finish_reason == "error", "the end is not allowed"
+    output = answer(llm, params("choice", ["ab", "ac"], bad_words=["b", "ab"], temperature=5.0))
+    assert output.text == "ac" and output.finish_reason == "stop"
+    output = answer(llm, params("regex", "[ab]b[cd]", allowed_token_ids=single, bad_words=["bc"]))
+    assert output.text == "ab" and output.finish_reason == "error"
+
+
+def test_penalties_and_filters(llm):
+    others = dict(temperature=1.3, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.3, presence_penalty=0.5)
+    for seed in range(4):
+        output = answer(llm, params("regex", "([a-z]{2,6} ){3}[a-z]+", seed=seed, max_tokens=60, **others))
+        assert output.finish_reason == "length" or re.fullmatch("([a-z]{2,6} ){3}[a-z]+", output.text)
+
+
+def test_a_length_ends_an_answer(llm):
+    output = answer(llm, params("regex", "a{50}", max_tokens=3))
+    assert output.finish_reason == "length" and len(output.token_ids) == 3 and {*output.text} == {"a"}
+
+
+@BOTH_WAYS
+def test_limits_of_the_library_end_an_answer(make_llm, monkeypatch, async_scheduling):
+    """An error in the middle ends this answer, and no other."""
+    llm = make_llm(async_scheduling=async_scheduling)
+    consume, count = constraints.Constraint.consume, []
+
+    def fails_later(self):
+        count.append(1)
+        if len(count) == 5:
+            self._matcher.consume_tokens([3])  # not allowed
+        return consume(self)
+
+    monkeypatch.setattr(constraints.Constraint, "consume", fails_later)
+    outputs = generate_by_steps(
+        llm, [("Hello", params("regex", "[ab]{9}c{9}")), ("Hello", params("choice", ["qqqqqqqqqq"]))]
+    )
+    reasons = sorted((output.finish_reason, output.stop_reason) for output in outputs)
+    assert [reason for reason, _ in reasons] == ["error", "stop"]
+    assert reasons[0][1].startswith("structured_outputs: Parser Error") and "\n" not in reasons[0][1]
+    assert llm.stats()["blocks"]["used"] == 0 and not llm.scheduler.constrained
+
+
+# -- errors at the door ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value, error, words",
+    [
+        ("json", TypeError, "structured_outputs='json': must be a dict"),
+        ({}, ValueError, r"structured_outputs: has the keys \[\]; must have one of json, json_object, regex"),
+        ({"regex": "a", "json": {}}, ValueError, r"has the keys \['regex', 'json'\]; must have one of"),
+        ({"xml": "a"}, ValueError, r"has the keys \['xml'\]; must have one of"),
+        ({1: "a"}, ValueError, r"has the keys \[1\]"),
+        ({"json": 5}, TypeError, r"structured_outputs\['json'\]=5: must be a JSON schema"),
+        ({"json": "{"}, ValueError, r"structured_outputs\['json'\]='{': is not JSON"),
+        ({"json": "[1]"}, ValueError, "must be an object"),
+        ({"json": '{"const": NaN}'}, ValueError, "is not JSON .NaN is not a number of JSON"),
+        ({"json": {"const": float("inf")}}, ValueError, "is not JSON"),
+        ({"json": {"const": object}}, ValueError, "is not JSON"),
+        ({"json": "[" * 10**5}, ValueError, "is not JSON"),
+        ({"json_object": False}, ValueError, r"structured_outputs\['json_object'\]=False: must be True"),
+        ({"regex": b"a"}, TypeError, r"structured_outputs\['regex'\]=b'a': must be a string"),
+        ({"regex": "a" * (MAX_BYTES + 1)}, ValueError, "has 65537 bytes; must be at most 65536"),
+        ({"regex": "\ud800"}, ValueError, r"structured_outputs\['regex'\]: has half of a surrogate pair"),
+        ({"choice": "yes"}, TypeError, r"structured_outputs\['choice'\]='yes': must be a list of strings"),
+        ({"choice": []}, ValueError, "must have at least 1 choice"),
+        ({"choice": ["a", 1]}, TypeError, "must be a list of strings"),
+        ({"choice": ["a", "\udfff"]}, ValueError, "has half of a surrogate pair"),
+        ({"grammar": None}, TypeError, "must be a string"),
+    ],
+)
+def test_what_is_no_specification(value, error, words):
+    with pytest.raises(error, match=words):
+        SamplingParams(structured_outputs=value)
+
+
+def test_specifications_are_checked_and_kept():
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    assert SamplingParams(structured_outputs={"json": schema}) == SamplingParams(
+        structured_outputs={"json": json.dumps(schema)}
+    )
+    assert SamplingParams(structured_outputs={"choice": ["a", ""]}).structured_outputs == {"choice": ("a", "")}
+    own = params("regex", "a")
+    assert replace(own, seed=2).structured_outputs == {"regex": "a"}
+    with pytest.raises(ValueError, match="ignore_eos=True: must be False with structured_outputs"):
+        params("regex", "a", ignore_eos=True)
+    with pytest.raises(TypeError, match="structured_outputs"):
+        BeamSearchParams(beam_width=2, max_tokens=3, structured_outputs={"regex": "a"})
+
+
+@pytest.mark.parametrize(
+    "kind, content, words",
+    [
+        ("json", {"type": "strin"}, "Invalid type: strin"),
+        ("json", {"type": "array", "uniqueItems": True}, "Unimplemented keys: ..uniqueItems"),
+        ("json", {"$ref": "#/nowhere"}, "does not exist"),
+        ("json", {"type": "string", "pattern": "(?=a)b"}, "look-ahead"),
+        ("json", '{"type": "integer", "minimum": 1, "maximum": 0}', "minimum"),
+        ("regex", "(a", "unclosed group"),
+        ("regex", r"(a)\1", "backreferences are not supported"),
+        ("grammar", "start: nothing", 'unknown name: "nothing"'),
+        ("grammar", "no grammar (", "Expected token"),
+    ],
+)
+def test_what_the_library_refuses(llm, kind, content, words):
+    with pytest.raises(ValueError, match=rf"structured_outputs\['{kind}'\]=.*{words}") as found:
+        llm.add_request("Hello", params(kind, content))
+    assert len(str(found.value)) < 600
+    assert llm.is_finished() and not llm.scheduler.live
+
+
+@pytest.mark.parametrize(
+    "kind, content",
+    [
+        ("json", {"allOf": [{"type": "integer", "multipleOf": k} for k in (97, 89, 83)]}),
+        ("json", {"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(1, 30)]}),
+        ("grammar", "start: A\nA: B & C & D\nB: /(.*a.{15}b)*/\nC: /(.*c.{12}d)*/\nD: ~(/.*e.{13}f.*/)"),
+    ],
+)
+def test_grammars_that_would_take_minutes(monkeypatch, kind, content):
+    monkeypatch.setattr(trial, "MAX_SECONDS", 0.5)
+    process = trial.TrialProcess()
+    assert process.error_of("{") != "" == process.error_of('{"grammars": [{"lark_grammar": "start: /a+/"}]}')
+    (own,) = params(kind, content).structured_outputs.items()
+    begin = perf_counter()
+    assert process.error_of(grammars._grammar_of(*own)) == "takes more than 0.5 s, or too much memory, to compile"
+    assert perf_counter() - begin < 5
+    assert process.error_of('{"grammars": [{"lark_grammar": "start: nothing"}]}').startswith("at 1(8): unknown name")
+    child = process._process
+    del process
+    assert child.returncode is not None
+
+
+def test_grammars_are_compiled_once(llm, monkeypatch):
+    import llguidance
+
+    compiled, matcher = [], llguidance.LLMatcher
+    fake = lambda *arguments, **options: compiled.append(arguments[1]) or matcher(*arguments, **options)
+    for name in ("grammar_from_regex", "grammar_from_lark", "grammar_from_json_schema"):
+        setattr(fake, name, getattr(matcher, name))
+    monkeypatch.setattr(llguidance, "LLMatcher", fake)
+    monkeypatch.setattr(grammars, "MAX_CACHED_GRAMMARS", 2)
+    for pattern in ("x1", "x2", "x1", "x3", "x1", "x2"):
+        assert answer(llm, params("regex", pattern, n=2)).text == pattern
+    assert len(compiled) == 4
+
+
+def test_without_the_library(make_llm, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    llm = make_llm()
+    with pytest.raises(ValueError, match="llguidance is not installed .* pip install 'nano-vllm.serve.'"):
+        llm.generate("Hello", params("choice", ["a"]), use_tqdm=False)
+    assert len(answer(llm, SamplingParams(max_tokens=3, ignore_eos=True)).token_ids) == 3
+
+
+def test_bits_of_masks():
+    mask = mask_of((0, 31, 32, 69), vocab_size=70)
+    assert mask.tolist() == [-(2**31) + 1, 1, 1 << 5] and mask.dtype == np.int32
+    constraints._set_bits(mask, np.array([31, 33, 69, 33]), False)
+    assert mask.tolist() == [1, 1, 0]
+    constraints._set_bits(mask, np.array([31, 33, 31]), True)
+    assert mask.tolist() == [-(2**31) + 1, 3, 0]
