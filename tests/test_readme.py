@@ -47,8 +47,9 @@ def test_experiment(code, capsys):
     run(code, "", capsys)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_top_1_gives_one_answer_in_every_dtype(dtype, capsys):
+    """As in bfloat16, in which the experiment itself runs."""
     run(TOP_K, f", dtype={dtype!r}", capsys)
 
 

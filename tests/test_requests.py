@@ -20,7 +20,17 @@ WORLDS = {
 }
 EOS = 2047
 
-each_world = pytest.mark.parametrize("world", WORLDS)
+# both ways to schedule where blocks run out, and one of them elsewhere
+each_world = pytest.mark.parametrize(
+    "world, async_scheduling",
+    [
+        ("defaults", True),
+        ("chunks", False),
+        ("few blocks", False),
+        ("few blocks", True),
+        ("few blocks and prefixes", True),
+    ],
+)
 both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 
 
@@ -72,7 +82,6 @@ def watch(llm) -> dict:
     return seen
 
 
-@both_ways
 @each_world
 def test_logprobs(make_llm, model, prompts, world, async_scheduling):
     """Of greedy answers and of prompts; a request that did not ask gets none."""
@@ -164,7 +173,6 @@ def penalized(model, tokenizer, prompts, asks) -> list[list[int]]:
     return answers
 
 
-@both_ways
 @each_world
 def test_penalties_and_biases(make_llm, prompts, asks, penalized, world, async_scheduling):
     llm = make_llm(**WORLDS[world], async_scheduling=async_scheduling)

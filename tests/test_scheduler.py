@@ -338,12 +338,11 @@ def test_random_requests_reach_rare_corners():
     assert seen["ended while preempted"] and seen["shared within a step"]
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_random_requests_for_several_answers(name, asynchronous, seed):
+def test_random_requests_for_several_answers(name, asynchronous):
     """Up to more answers than may run at a time; every one is what it would be alone, and each gets in."""
-    seen = Simulation(random_requests(seed, 40, max_n=9), asynchronous, **SETTINGS[name]).run().seen
+    seen = Simulation(random_requests(int(asynchronous), 40, max_n=9), asynchronous, **SETTINGS[name]).run().seen
     assert seen["forks"] > 10 and seen["aborted"] > 0
     assert (seen["left behind"] > 0) == (name != "all at once")  # to be computed again, as not all fit
 
