@@ -68,7 +68,15 @@ def requests(chat, tokenizer) -> list[tuple[list[int], int]]:
 
 
 @pytest.fixture(scope="module")
-def reference(requests) -> list[tuple[list[int], list[float]]]:
+def offline(requests) -> tuple[list[dict], dict]:
+    """The answers to one call of `generate`, and the engine's statistics."""
+    with LLM("tiny-qwen3", dtype="float32", device="cpu", max_num_seqs=50, async_scheduling=True) as llm:
+        prompts = [prompt for prompt, _ in requests]
+        return llm.generate(prompts, params_of(requests), use_tqdm=False), llm.stats()
+
+
+@pytest.fixture(scope="module")
+def reference(requests, offline) -> list[tuple[list[int], list[float]]]:
     """transformers' greedy ids for each request, and by how much each of them led.
 
     An engine's answer serves as a draft: transformers computes its logits in one forward, and whatever is not its own
@@ -77,8 +85,7 @@ def reference(requests) -> list[tuple[list[int], list[float]]]:
     from transformers import Qwen3ForCausalLM
 
     model = Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
-    with LLM("tiny-qwen3", dtype="float32", device="cpu") as llm:
-        drafts = [answer["token_ids"] for answer in generate_offline(llm, requests)]
+    drafts = [answer["token_ids"] for answer in offline[0]]
     answers = []
     for (prompt, max_tokens), draft in zip(requests, drafts):
         logits = model(torch.tensor([prompt + draft])).logits[0, len(prompt) - 1 : -1]
@@ -133,10 +140,6 @@ def params_of(requests) -> list[SamplingParams]:
     return [SamplingParams(temperature=0.0, max_tokens=max_tokens) for _, max_tokens in requests]
 
 
-def generate_offline(llm, requests) -> list[dict]:
-    return llm.generate([prompt for prompt, _ in requests], params_of(requests), use_tqdm=False)
-
-
 def generate(llm, requests) -> list[dict]:
     return generate_by_steps(llm, [(prompt, params) for (prompt, _), params in zip(requests, params_of(requests))])
 
@@ -163,10 +166,10 @@ def test_worlds(make_llm, requests, same_as_reference, settings):
     same_as_reference(generate(make_llm(**settings), requests))
 
 
-def test_offline(make_llm, requests, same_as_reference):
-    llm = make_llm(max_num_seqs=50, async_scheduling=True)
-    same_as_reference(generate_offline(llm, requests))
-    assert llm.stats()["steps"]["mixed"] == 0
+def test_offline(offline, same_as_reference):
+    answers, stats = offline
+    same_as_reference(answers)
+    assert stats["steps"]["mixed"] == 0
 
 
 @both_ways
