@@ -102,11 +102,10 @@ def generate_by_steps(llm: LLM, requests: Iterable[tuple]) -> list:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--stress-seconds", type=float, default=2.0, help="duration of each stress test of callers")
+    parser.addoption("--stress-seconds", type=float, default=1.0, help="duration of each stress test of callers")
     parser.addoption(
-        "--interrupts", type=int, default=10, help="number of moments at which each test of interrupts raises one"
+        "--interrupts", type=int, default=6, help="number of moments at which each test of interrupts raises one"
     )
-
     parser.addoption("--schemas", type=int, default=24, help="number of random schemas of structured outputs")
 
 
