@@ -176,7 +176,7 @@ def random_model(request, tmp_path_factory) -> str:
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("backend", ["sdpa", "triton"])
 @pytest.mark.parametrize(
-    "name", ["llama-3.1", "llama-3.2", "llama-biases", "qwen2", "mistral", "qwen3", "qwen3-moe", "qwen3-moe-step"]
+    "name", ["llama", "llama-3.2", "llama-biases", "qwen2", "mistral", "qwen3", "qwen3-moe", "qwen3-moe-step"]
 )
 def test_families(make_llm, tmp_path, name, backend, enforce_eager):
     """With and without q and k norms, biases and experts: chunks, decodes of a few sequences, and at the end of one."""
