@@ -298,18 +298,14 @@ class Scheduler:
         self.block_manager.reset()
         self.admission, self.free_req_indices = GroupAdmission(), [*reversed(range(self.max_num_seqs))]
         self.live, self.waiting, self.prefilling, self.running = {}, WaitingQueue(), {}, {}
+        self.constrained = set()
         for seq in sorted(seqs, key=attrgetter("request_id", "index")):
-            seq.block_table, seq.block_hashes, seq.req_index = [], [], -1
-            seq.num_computed_tokens, seq.num_tokens = 0, len(seq.token_ids)
-            del seq.logprobs[seq.num_completion_tokens :]
+            seq.restart()
             if not seq.finish_reason and seq.has_sampled and not seq.is_beam:
                 seq.finish_reason, seq.stop_reason = self._finish_reasons(seq) or (None, None)
             seq.status = SequenceStatus.FINISHED if seq.finish_reason else SequenceStatus.WAITING
             if not seq.finish_reason:
-                self.live.setdefault(seq.request_id, {})[seq.index] = seq
-                if not seq.is_paused:
-                    self.waiting.push(seq)
-        self.constrained = {seq for seq in seqs if seq.constraint is not None and not seq.finish_reason}
+                self.add(seq)
 
     def _release(self, seq: Sequence) -> None:
         """Take the blocks and the request index from a running sequence."""

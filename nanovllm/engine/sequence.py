@@ -118,6 +118,16 @@ class Sequence:
         """A token has reached the host; `num_tokens` has counted it already."""
         self.token_ids.append(token_id)
 
+    def restart(self) -> None:
+        """Forget what is on the device and in flight: all tokens that have reached the host are to be computed again."""
+        self.block_table = []
+        self.block_hashes = []
+        self.req_index = -1
+        self.num_computed_tokens = 0
+        self.num_tokens = len(self.token_ids)
+        self.candidates = None  # also of a paused beam, as its search may not have seen that all beams have paused
+        del self.logprobs[self.num_completion_tokens :]
+
     def fork(self, index: int, token_id: int) -> "Sequence":
         """Another beam with the tokens of this one and `token_id` after them; it has no blocks yet."""
         other = Sequence(
