@@ -254,7 +254,9 @@ class StepRecorder:
             frame["waiting"] = self._waiting = waiting
         self._outside.update(first)
         for seq in self._outside.difference(first):
-            if seq.is_finished or not seq.is_paused:  # a paused beam waits without being in the queue
+            # a paused beam waits without being in the queue; an error drops sequences that have not finished
+            is_paused = seq.is_paused and not seq.is_finished and seq.request_id in self._scheduler.live
+            if not is_paused:
                 self._outside.remove(seq)
                 frame["released"].append([self._names.pop(seq), seq.finish_reason or "hidden"])
 
