@@ -90,9 +90,9 @@ def constrain(group: list[Sequence], processor: Any) -> None:
             with processor.tokenizer_lock:
                 tokenizer = copy(processor.tokenizer.backend_tokenizer)
             grammars = _grammars[processor] = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
-    matcher = grammars.matcher(params.structured_outputs)
     for seq in group:
-        seq.constraint = Constraint(seq, matcher.deep_copy(), model.vocab_size, model.eos_token_ids)
+        matcher = grammars.matcher(params.structured_outputs)
+        seq.constraint = Constraint(seq, matcher, model.vocab_size, model.eos_token_ids)
     update([seq.constraint for seq in group])
     if (error := group[0].constraint.error) is not None:
         raise ValueError(f"{error}, not even a first one")
