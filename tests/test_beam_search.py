@@ -1,10 +1,14 @@
 """Beam search against transformers' own, on the tiny model in float32."""
 
+from itertools import count
+
 import pytest
 import torch
 from conftest import TINY
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.engine.beam_search import BeamRequest, beam_requests
+from nanovllm.engine.inbox import Inbox, OutputKind
 
 QUESTIONS = ["What is 17 + 25?", "Sort: 9, 3, 71, 20", "introduce yourself", "Who wrote it?"]
 VERSE = "HAMLET.\nTo be, or not to be"
@@ -124,3 +128,26 @@ def test_bounds(make_llm, prompts):
         with pytest.raises(ValueError, match=f"{next(iter(bad))}="):
             BeamSearchParams(**{"beam_width": 2, "max_tokens": 4} | bad)
     assert llm.is_finished()
+
+
+def test_a_search_goes_on_after_an_interrupt(make_llm, monkeypatch):
+    """Raised by a signal handler when all beams have paused, and before the search chooses among them."""
+    llm = make_llm(kvcache_block_size=16)
+    params = BeamSearchParams(beam_width=3, max_tokens=8)
+    expected = [beam.token_ids for beam in llm.beam_search(VERSE, params)[0].outputs]
+    advance, num_calls = BeamRequest.advance, count(1)
+
+    def interrupted(self, scheduler):
+        if next(num_calls) == 3:
+            raise SystemExit
+        advance(self, scheduler)
+
+    monkeypatch.setattr(BeamRequest, "advance", interrupted)
+    inbox, outputs = Inbox(OutputKind.FINAL), []
+    llm.core.submit(beam_requests(llm.processor, VERSE, params, inbox))
+    with pytest.raises(SystemExit):
+        for _ in range(30):
+            llm.core.next_output([inbox])
+    for _ in range(30):
+        outputs += llm.core.next_output([inbox]).finished
+    assert [[beam.token_ids for beam in output.outputs] for output in outputs] == [expected]

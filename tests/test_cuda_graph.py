@@ -1,6 +1,7 @@
 """Padded steps, as CUDA graphs compute them. Here a graph runs its Python code again instead of kernels."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,10 @@ def test_padding_changes_nothing(make_llm, one_layer, monkeypatch):
         SamplingParams(temperature=0.7, max_tokens=8, ignore_eos=True, seed=3, logit_bias={17: 5.0}, top_k=5),
         SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True, bad_words=["a"]),
     ]
+    if find_spec("llguidance"):
+        prompts.append([50, 51, 52, 53, 54])
+        grammar = {"regex": "[a-d]{20}"}
+        params.append(SamplingParams(temperature=0.8, max_tokens=6, seed=4, structured_outputs=grammar))
     llm = make_llm(
         one_layer,
         load_format="dummy",

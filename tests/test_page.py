@@ -186,6 +186,25 @@ def test_readers_have_their_own_pace():
     assert "key" in recorder.frames_since(now)[0][0]  # another recording
 
 
+def test_beams_that_an_error_drops_are_no_longer_shown():
+    engine = Clockwork(num_seqs=0, num_blocks=20)
+    scheduler = engine.scheduler
+    recorder = StepRecorder(engine)
+    recorder.start()
+    beam = Sequence(0, [5] * 20, SamplingParams(max_tokens=5), 0, 100, is_beam=True)
+    scheduler.add(beam)
+    engine.step()
+    beam.candidates = {6: (-1.0, 1)}
+    scheduler.preempt(beam)
+    recorder.refresh()
+    frames, last = recorder.frames_since(0)
+    assert frames[-1]["released"] == [["0.0", "preempted"]]
+    scheduler.live.clear()
+    scheduler.reset()
+    recorder.refresh()
+    assert recorder.frames_since(last)[0][-1]["released"] == [["0.0", "hidden"]]
+
+
 def test_hook_errors():
     """A hook's error is one of the step; a recorder's own ends the recording, and no request."""
     params = SamplingParams(max_tokens=3, ignore_eos=True)

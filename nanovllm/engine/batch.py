@@ -190,16 +190,14 @@ def prepare_decode(
     nothing, and whose samples are dropped.
     """
     n = len(step.rows)
-    logprobs, masks = logprob_requests(step), {seq.req_index: seq.constraint.mask for seq in step.constrained}
+    logprobs = logprob_requests(step)
+    masks = {seq.req_index: seq.constraint.mask for seq in step.constrained}
     shape = decode_shape(num_rows, max_blocks_per_seq, **_sizes_of_extras(step, logprobs, masks))
     batch = Batch.from_buffer(shape, buffer)
     _fill_rows(batch, step.rows)
-    batch.positions[:n] = batch.context_lens[:n] - 1
-    batch.positions[n:] = 0
+    _fill(batch.positions, batch.context_lens[:n] - 1, padding=0)
     _fill_slots(batch, np.arange(n), block_size)
-    batch.slot_mapping[n:] = -1
-    batch.req_indices[:n] = [seq.req_index for seq in step.sampled_seqs]
-    batch.req_indices[n:] = pad_req_index
+    _fill(batch.req_indices, [seq.req_index for seq in step.sampled_seqs], pad_req_index)
     _fill_extras(batch, step, logprobs, masks)
     return batch
 
@@ -215,15 +213,17 @@ def prepare_mixed(
     pad_req_index: int = 0,
 ) -> HostBatch:
     """A step with chunks of prompts, which may also decode; padded to `bounds` if they are given."""
-    rows, n = step.rows, step.num_decodes
+    rows = step.rows
+    n = step.num_decodes
     lengths = np.array([row.end - row.start for row in rows])
     ends = np.cumsum(lengths)  # [B], into the flat tokens of the step
     tiles = query_tiles(lengths, n, query_tile_size)
     B, T, S = len(rows), int(ends[-1]), len(step.sampled_seqs)
     logprobs = logprob_requests(step)
     new = step.sampled_seqs[n:]  # every decode is sampled, and comes first
-    masks = {s.req_index: mask_of(ids, vocab_size) for s in new if (ids := s.params.allowed_token_ids) is not None}
-    masks |= {seq.req_index: seq.constraint.mask for seq in step.constrained}
+    limited = [seq for seq in new if seq.params.allowed_token_ids is not None]
+    masks = {seq.req_index: mask_of(seq.params.allowed_token_ids, vocab_size) for seq in limited}
+    masks |= {seq.req_index: seq.constraint.mask for seq in step.constrained}  # which allow these ids only, too
     stop_ids = [sorted(early_stops(seq.params, eos_token_ids)) for seq in new]
     if bounds is None:
         max_blocks_per_seq = max(len(row.seq.block_table) for row in rows)
@@ -237,19 +237,18 @@ def prepare_mixed(
     )
     batch = Batch.from_buffer(shape, buffer)
     batch.num_decodes[:] = n
-    batch.cu_seqlens_q[0], batch.cu_seqlens_q[1 : B + 1], batch.cu_seqlens_q[B + 1 :] = 0, ends, T
-    batch.query_tiles[: len(tiles)], batch.query_tiles[len(tiles) :] = tiles, -1
+    batch.cu_seqlens_q[0] = 0
+    _fill(batch.cu_seqlens_q[1:], ends, padding=T)
+    _fill(batch.query_tiles, tiles, padding=-1)
     _fill_rows(batch, rows)
     batch.input_ids[:n] = batch.input_ids[T:] = 0
     for (seq, start, end), last in zip(step.chunks, ends[n:].tolist()):
         batch.input_ids[last - (end - start) : last] = seq.token_ids[start:end]
-    batch.positions[:T] = np.arange(T) + np.repeat(batch.context_lens[:B] - ends, lengths)
-    batch.positions[T:] = 0
+    _fill(batch.positions, np.arange(T) + np.repeat(batch.context_lens[:B] - ends, lengths), padding=0)
     _fill_slots(batch, np.repeat(np.arange(B), lengths), block_size)
-    batch.slot_mapping[T:] = -1
-    batch.req_indices[:S], batch.req_indices[S:] = [seq.req_index for seq in step.sampled_seqs], pad_req_index
-    batch.sampled_rows[:S], batch.sampled_rows[S:] = step.sampled_rows, 0
-    batch.logits_indices[:S], batch.logits_indices[S:] = ends[step.sampled_rows] - 1, 0
+    _fill(batch.req_indices, [seq.req_index for seq in step.sampled_seqs], pad_req_index)
+    _fill(batch.sampled_rows, step.sampled_rows, padding=0)
+    _fill(batch.logits_indices, ends[step.sampled_rows] - 1, padding=0)
     fill_new_requests(batch, new, stop_ids)
     _fill_extras(batch, step, logprobs, masks)
     return batch
@@ -267,25 +266,33 @@ def query_tiles(lengths: np.ndarray, num_decodes: int, size: int) -> np.ndarray:
     return np.stack((rows, size * (np.repeat(last, counts) - np.arange(len(rows)))), 1)
 
 
+def _fill(array: np.ndarray, values: Any, padding: int) -> None:
+    """`values` at the beginning of an array, and `padding` after them."""
+    array[: len(values)] = values
+    array[len(values) :] = padding
+
+
 def _fill_slots(batch: HostBatch, rows: np.ndarray, block_size: int) -> None:
     """Cache slots of the first tokens, which belong to `rows` of the block tables."""
     positions = batch.positions[: len(rows)]
     blocks = batch.block_tables[rows, positions // block_size]
-    batch.slot_mapping[: len(rows)] = blocks * block_size + positions % block_size
+    _fill(batch.slot_mapping, blocks * block_size + positions % block_size, padding=-1)
 
 
 def _fill_rows(batch: HostBatch, rows: list[ScheduledSequence]) -> None:
-    n = len(rows)
-    batch.context_lens[:n] = [row.end for row in rows]
-    batch.context_lens[n:] = 0
+    _fill(batch.context_lens, [row.end for row in rows], padding=0)
     batch.block_tables[:] = 0
     for table, (seq, _, _) in zip(batch.block_tables, rows):
         table[: len(seq.block_table)] = seq.block_table
 
 
 def _sizes_of_extras(step: ScheduledStep, logprobs: list[LogprobRequest], masks: dict[int, np.ndarray]) -> dict:
-    sizes = dict(num_block_copies=len(step.copies), num_logprobs=len(logprobs), num_masks=len(masks))
-    return sizes | {"mask_width": max(map(len, masks.values()), default=0)}
+    return dict(
+        num_block_copies=len(step.copies),
+        num_logprobs=len(logprobs),
+        num_masks=len(masks),
+        mask_width=max(map(len, masks.values()), default=0),
+    )
 
 
 def _fill_extras(batch: HostBatch, step: ScheduledStep, logprobs: list, masks: dict[int, np.ndarray]) -> None:

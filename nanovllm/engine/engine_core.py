@@ -42,8 +42,9 @@ class EngineCore:
         assert config.num_kvcache_blocks and config.max_num_mixed_tokens, "the model runner has set them"
         block_manager = BlockManager(config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching)
         mixed = TokenBudget(config.max_num_mixed_tokens, config.model_config.context_of_equal_cost)
-        budgets = TokenBudget(config.max_num_batched_tokens), mixed
-        self.scheduler = Scheduler(block_manager, config.max_num_seqs, *budgets, config.model_config.eos_token_ids)
+        budget = TokenBudget(config.max_num_batched_tokens)
+        eos_token_ids = config.model_config.eos_token_ids
+        self.scheduler = Scheduler(block_manager, config.max_num_seqs, budget, mixed, eos_token_ids)
         self.requests: dict[int, Request] = {}  # by id, those that have not ended
         self.inboxes: set[Inbox] = set()  # of those requests
         self.leadership = Leadership(self._recover)
@@ -127,11 +128,12 @@ class EngineCore:
         if self.config.async_scheduling:
             launched, self._in_flight = self._in_flight, launched
         if launched:
-            result = launched[1].wait()
+            step, pending = launched
+            result = pending.wait()
             with interrupts_held():
-                self._process_result(launched[0], result)
+                self._process_result(step, result)
                 for hook in [*self.on_step]:
-                    hook(launched[0], result)
+                    hook(step, result)
 
     def _is_offline(self) -> bool:
         """Whether a single call waits for all answers at once, so that no one sees when a token arrives."""
@@ -141,12 +143,14 @@ class EngineCore:
     def _process_result(self, step: ScheduledStep, result: StepResult) -> None:
         live = [seq for seq in step.sampled_seqs if seq.finish_reason is None]
         num_decoded = sum(seq.finish_reason is None for seq in step.sampled_seqs[: step.num_decodes])
-        inboxes, changed = [*self.inboxes], {}
+        inboxes = [*self.inboxes]
+        changed: dict[int, Request] = {}
         self.scheduler.postprocess(step, *result)
         if step.constrained:
-            from nanovllm.structured_outputs.constraint import advance  # a room of its own, which few requests need
+            # a room of its own, which few requests need
+            from nanovllm.structured_outputs.constraint import advance_constraints
 
-            advance(step.constrained, self.scheduler)
+            advance_constraints(step.constrained, self.scheduler)
         for seq in live:
             request = self.requests[seq.request_id]
             if not request.only_final:
@@ -168,8 +172,10 @@ class EngineCore:
     def _abort(self, request_id: int, deliver: bool = True) -> None:
         if (request := self.requests.get(request_id)) is not None:
             self.scheduler.abort(request_id)
-            end = self._finish_now if deliver else self._forget
-            end(request)
+            if deliver:
+                self._finish_now(request)
+            else:
+                self._forget(request)
 
     def _discard(self, request_ids: list[int]) -> None:
         for request_id in request_ids:
@@ -239,7 +245,8 @@ class EngineCore:
 
     def close_after(self, error: BaseException) -> None:
         """Close the engine. If another rank's failure has caused `error`, raise that instead."""
-        cause, has_runner = self.workers.cause_of(error), self.model_runner is not None
+        cause = self.workers.cause_of(error)
+        has_runner = self.model_runner is not None
         self._close()
         if not has_runner:  # whose exit would have done this
             self.workers.tp.close()

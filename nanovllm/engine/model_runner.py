@@ -91,7 +91,6 @@ class ModelRunner:
         startup.lap("graphs")
 
     def run(self, step: ScheduledStep) -> PendingStep:
-        """Prepare and launch a step."""
         return self.launch(self.prepare(step), step)
 
     def host_buffer(self, has_chunks: bool) -> np.ndarray:
@@ -122,18 +121,22 @@ class ModelRunner:
             return PendingStep(step, token_ids, requests, logprobs, self.device.type == "cuda", self.tp)
 
     def prepare_mixed(self, step: ScheduledStep, buffer: np.ndarray) -> HostBatch:
-        model, block_size, bounds = self.config.model_config, self.config.kvcache_block_size, None
+        model = self.config.model_config
+        bounds = None
         if self.mixed_graphs:
-            n, chunks = step.num_decodes, step.chunks
-            num_tokens = n + sum(row.end - row.start for row in chunks)
-            bounds = self.mixed_graphs.bounds_for(n, num_tokens, len(chunks), len(step.sampled_seqs))
-        constants = block_size, self.query_tile_size, model.eos_token_ids, model.vocab_size
+            chunks = step.chunks
+            num_tokens = step.num_decodes + sum(row.end - row.start for row in chunks)
+            bounds = self.mixed_graphs.bounds_for(step.num_decodes, num_tokens, len(chunks), len(step.sampled_seqs))
+        constants = self.config.kvcache_block_size, self.query_tile_size, model.eos_token_ids, model.vocab_size
         return batches.prepare_mixed(step, buffer, *constants, bounds, self.pad_req_index)
 
     def prepare_decode(self, step: ScheduledStep, buffer: np.ndarray) -> HostBatch:
-        num_rows, max_blocks_per_seq = len(step.rows), max(len(row.seq.block_table) for row in step.rows)
+        num_rows = len(step.rows)
         if self.graphs:
-            num_rows, max_blocks_per_seq = self.graphs.size_for(num_rows), self.config.max_blocks_per_seq
+            num_rows = self.graphs.size_for(num_rows)
+            max_blocks_per_seq = self.config.max_blocks_per_seq
+        else:
+            max_blocks_per_seq = max(len(row.seq.block_table) for row in step.rows)
         return batches.prepare_decode(
             step, buffer, self.config.kvcache_block_size, num_rows, max_blocks_per_seq, self.pad_req_index
         )

@@ -40,6 +40,13 @@ class ScheduledStep:
         return len(self.rows) > self.num_decodes
 
     @property
+    def kind(self) -> str:
+        """What is computed: "decode" (of running sequences alone), "prefill" (chunks of prompts alone) or "mixed"."""
+        if not self.has_chunks:
+            return "decode"
+        return "mixed" if self.num_decodes else "prefill"
+
+    @property
     def chunks(self) -> list[ScheduledSequence]:
         """The rows that compute a prompt, or a part of one. A preempted sequence's generated tokens are among them."""
         return self.rows[self.num_decodes :]

@@ -41,15 +41,18 @@ class Scheduler:
         self.mixed_budget = mixed_budget._replace(num_tokens=min(mixed_budget.num_tokens, budget.num_tokens))
         self.eos_token_ids = eos_token_ids
         self.eos_token_id: int | None = None  # the tokenizer's own, which is not reported as a stop reason
+        self.num_preemptions = 0
+        self.counts: Counter[str] = Counter()
+        self._forget_all_sequences()
+
+    def _forget_all_sequences(self) -> None:
         self.live: dict[int, dict[int, Sequence]] = {}  # by request id and index: all that have not ended
         self.waiting = WaitingQueue()  # these hold no blocks
         self.prefilling: dict[tuple[int, int], Sequence] = {}  # these hold blocks, and their prompt is being computed
         self.running: dict[tuple[int, int], Sequence] = {}  # these decode, or are beams that pause
         self.constrained: set[Sequence] = set()  # of the live ones
         self.admission = GroupAdmission()
-        self.free_req_indices = list(range(max_num_seqs - 1, -1, -1))
-        self.num_preemptions = 0
-        self.counts: Counter[str] = Counter()
+        self.free_req_indices = [*reversed(range(self.max_num_seqs))]
 
     def add(self, *group: Sequence) -> None:
         """Queue the answers to one prompt."""
@@ -69,7 +72,8 @@ class Scheduler:
         prompts_first: do not decode while prompts can be computed, as that takes less time in all.
         """
         # blocks that this step's forks share are copied in the next one, when their contents are complete
-        copies, self.block_manager.copies = self.block_manager.copies, {}
+        copies = self.block_manager.copies
+        self.block_manager.copies = {}
         step = ScheduledStep()
         if prompts_first:
             self._schedule_chunks(step)
@@ -78,16 +82,19 @@ class Scheduler:
         else:
             self._schedule_decodes(step)
             self._schedule_chunks(step, is_mixed=bool(step.num_decodes or (self.constrained and self.running)))
-        while not step.rows and self.waiting and (paused := [s for s in self.running.values() if s.is_paused]):
-            self.preempt(paused[-1])  # a paused beam waits for other beams of its search, and those need its blocks
+        while not step.rows and self.waiting:
+            paused = [seq for seq in self.running.values() if seq.is_paused]
+            if not paused:
+                break
+            self.preempt(paused[-1])  # it waits for other beams of its search, and those need its blocks
             self._schedule_chunks(step)
         if not step.rows:
             self.block_manager.copies = copies
             return None
-        step.constrained = [seq for seq in step.sampled_seqs if seq.constraint is not None] if self.constrained else []
+        if self.constrained:
+            step.constrained = [seq for seq in step.sampled_seqs if seq.constraint is not None]
         step.copies = [(source, target) for target, source in copies.items()]
-        kind = "decode" if not step.has_chunks else "mixed" if step.num_decodes else "prefill"
-        self.counts[f"{kind}_steps"] += 1
+        self.counts[f"{step.kind}_steps"] += 1
         return step
 
     def _schedule_decodes(self, step: ScheduledStep) -> None:
@@ -141,10 +148,10 @@ class Scheduler:
         seq.num_computed_tokens = end
         self.block_manager.publish(seq)
         if end == seq.num_tokens:
-            num_reserved, is_first_token = len(self.running), not seq.has_sampled
+            is_first_token = not seq.has_sampled
             self._sample(seq, step)
             if is_first_token and seq.params.n > 1:
-                self._fork_group(seq, step, num_reserved)
+                self._fork_group(seq, step)
 
     def _sample(self, seq: Sequence, step: ScheduledStep) -> None:
         """The prompt of `seq` is computed: it gets a token from the last row of the step, and decodes from now on."""
@@ -153,8 +160,9 @@ class Scheduler:
         step.sample(seq)
         seq.num_tokens += 1
 
-    def _fork_group(self, seq: Sequence, step: ScheduledStep, num_reserved: int) -> None:
+    def _fork_group(self, seq: Sequence, step: ScheduledStep) -> None:
         """Start the other answers to the prompt of `seq`, as far as they fit."""
+        num_reserved = len(self.running) - 1  # a block for each sequence but `seq`, as in `_admit`
         for other in seq.group:
             if other.status is not SequenceStatus.WAITING or other.has_sampled:
                 continue
@@ -189,7 +197,8 @@ class Scheduler:
 
     def _set_running(self, seq: Sequence) -> None:
         seq.req_index = self.free_req_indices.pop()
-        seq.status, seq.was_admitted = SequenceStatus.RUNNING, True
+        seq.status = SequenceStatus.RUNNING
+        seq.was_admitted = True
         seq.record_time("scheduled")
 
     def preempt(self, seq: Sequence) -> None:
@@ -215,7 +224,8 @@ class Scheduler:
                 self.block_manager.fork(seq, other)
                 self._set_running(other)
         seq.append_token(own_token_id)
-        seq.num_tokens, seq.candidates = len(seq.token_ids), None
+        seq.num_tokens = len(seq.token_ids)
+        seq.candidates = None
         self.running.pop(seq.key, None)
         if seq.block_table and self.block_manager.can_append(seq):
             self.block_manager.may_append(seq)
@@ -236,7 +246,8 @@ class Scheduler:
         for (seq, start, _), row_logprobs in zip(step.chunks, prompt_logprobs):
             if row_logprobs:
                 seq.prompt_logprobs[start + 1 : start + 1 + len(row_logprobs)] = row_logprobs
-        finished, logprobs = [], logprobs or [None] * len(token_ids)
+        logprobs = logprobs or [None] * len(token_ids)
+        finished = []
         for seq, token_id, values in zip(step.sampled_seqs, token_ids, logprobs, strict=True):
             if seq.status is SequenceStatus.FINISHED:
                 continue  # it ended while this token was in flight, which is not part of the answer
@@ -250,24 +261,17 @@ class Scheduler:
             if len(seq.token_ids) == seq.num_prompt_tokens + 1:
                 seq.record_time("first_token")
             self.block_manager.publish(seq)
-            if reasons := self._finish_reasons(seq):
+            if reasons := seq.finish_reasons(self.eos_token_ids, self.eos_token_id):
                 self.finish(seq, *reasons)
                 finished.append(seq)
         return finished
 
     def _pause(self, seq: Sequence, candidates: Logprobs | None) -> None:
-        seq.candidates, seq.num_tokens = candidates, len(seq.token_ids)
+        seq.candidates = candidates
+        seq.num_tokens = len(seq.token_ids)
         self.waiting.discard(seq)  # if it was preempted while the step was in flight
         self.counts["output_tokens"] += 1
         seq.record_time("first_token")
-
-    def _finish_reasons(self, seq: Sequence) -> tuple[str, int | None] | None:
-        """(finish reason, stop reason) if the last token of `seq` ends it."""
-        token_id, params = seq.last_token, seq.params
-        is_eos = token_id in self.eos_token_ids and not params.ignore_eos
-        if (is_eos or token_id in (params.stop_token_ids or ())) and seq.num_completion_tokens > params.min_tokens:
-            return "stop", None if is_eos and token_id == self.eos_token_id else token_id
-        return ("length", None) if len(seq.token_ids) == seq.max_num_tokens else None
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence in any state. If it has ended already, only its reasons change."""
@@ -296,20 +300,16 @@ class Scheduler:
         """Rebuild all state after an error: live sequences are recomputed from the tokens they have."""
         seqs = [seq for group in self.live.values() for seq in group.values()]
         self.block_manager.reset()
-        self.admission, self.free_req_indices = GroupAdmission(), [*reversed(range(self.max_num_seqs))]
-        self.live, self.waiting, self.prefilling, self.running = {}, WaitingQueue(), {}, {}
+        self._forget_all_sequences()
         for seq in sorted(seqs, key=attrgetter("request_id", "index")):
-            seq.block_table, seq.block_hashes, seq.req_index = [], [], -1
-            seq.num_computed_tokens, seq.num_tokens = 0, len(seq.token_ids)
-            del seq.logprobs[seq.num_completion_tokens :]
+            seq.restart()
             if not seq.finish_reason and seq.has_sampled and not seq.is_beam:
-                seq.finish_reason, seq.stop_reason = self._finish_reasons(seq) or (None, None)
-            seq.status = SequenceStatus.FINISHED if seq.finish_reason else SequenceStatus.WAITING
-            if not seq.finish_reason:
-                self.live.setdefault(seq.request_id, {})[seq.index] = seq
-                if not seq.is_paused:
-                    self.waiting.push(seq)
-        self.constrained = {seq for seq in seqs if seq.constraint is not None and not seq.finish_reason}
+                reasons = seq.finish_reasons(self.eos_token_ids, self.eos_token_id)
+                seq.finish_reason, seq.stop_reason = reasons or (None, None)
+            if seq.finish_reason:
+                seq.status = SequenceStatus.FINISHED
+            else:
+                self.add(seq)
 
     def _release(self, seq: Sequence) -> None:
         """Take the blocks and the request index from a running sequence."""

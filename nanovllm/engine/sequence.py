@@ -1,5 +1,6 @@
 """One answer on its way through the engine: counts and token ids, no tensors and no text."""
 
+from collections.abc import Collection
 from enum import Enum, auto
 from time import perf_counter
 from typing import Any
@@ -117,6 +118,28 @@ class Sequence:
     def append_token(self, token_id: int) -> None:
         """A token has reached the host; `num_tokens` has counted it already."""
         self.token_ids.append(token_id)
+
+    def finish_reasons(self, eos_token_ids: Collection[int], eos_token_id: int | None) -> tuple[str, int | None] | None:
+        """(finish reason, stop reason) if the last token ends this sequence; `eos_token_id` is the tokenizer's own."""
+        params = self.params
+        is_eos = self.last_token in eos_token_ids and not params.ignore_eos
+        is_stop = is_eos or self.last_token in (params.stop_token_ids or ())
+        if is_stop and self.num_completion_tokens > params.min_tokens:
+            return "stop", None if is_eos and self.last_token == eos_token_id else self.last_token
+        if len(self.token_ids) == self.max_num_tokens:
+            return "length", None
+        return None
+
+    def restart(self) -> None:
+        """Forget what is on the device or in flight: it waits, and all tokens it has are to be computed again."""
+        self.status = SequenceStatus.WAITING
+        self.block_table = []
+        self.block_hashes = []
+        self.req_index = -1
+        self.num_computed_tokens = 0
+        self.num_tokens = len(self.token_ids)
+        self.candidates = None  # also of a paused beam, as its search may not have seen that all beams have paused
+        del self.logprobs[self.num_completion_tokens :]
 
     def fork(self, index: int, token_id: int) -> "Sequence":
         """Another beam with the tokens of this one and `token_id` after them; it has no blocks yet."""

@@ -7,8 +7,9 @@ layers/sampler.py draws a token. Log-probabilities are those of the model's own 
 The functions here are the definitions in plain PyTorch; on CUDA, `penalize` and `logit_cutoffs` call Triton kernels.
 kernels/sampling_columns.py declares the parameters.
 
-Each of several ranks computes the logits of its own range of the vocabulary. Complete rows are needed only by requests
-that edit or filter logits. In all rows each rank draws from its own range, and the best draw of all ranks is taken.
+Each of several ranks computes the logits of its own range of the vocabulary. Only requests with min-p, top-k or top-p
+need complete rows; all other edits are of single tokens, so each rank makes them in its own range. Each rank draws from
+its own range, and the best draw of all ranks is taken.
 """
 
 from collections.abc import Callable, Iterable

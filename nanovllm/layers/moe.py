@@ -47,7 +47,9 @@ class Experts(nn.Module):
     ):
         super().__init__()
         self.num_experts, self.hidden_size, self.size = num_experts, hidden_size, size
-        self.expert_tp, self.size_tp = (tp, TensorParallel()) if expert_parallel else (TensorParallel(), tp)
+        # of the two dimensions that could be divided, one is divided over the ranks, and the other over a single one
+        self.expert_tp = tp if expert_parallel else TensorParallel()
+        self.size_tp = TensorParallel() if expert_parallel else tp
         self.num_local = self.expert_tp.shard_size("experts", num_experts)
         self.first_expert = self.expert_tp.rank * self.num_local
         self.local_size = self.size_tp.shard_size("inner size of the experts", size)
@@ -121,7 +123,10 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """The norm before it, a router, and the sum of the `top_k` experts that the router chooses for each token."""
+    """A router, and the weighted sum of the `top_k` experts that it chooses for each token.
+
+    The norm before the router is computed here too, as a kernel may do both.
+    """
 
     def __init__(
         self,
@@ -155,7 +160,9 @@ class MoE(nn.Module):
         self, ops: ModuleType, x: PartialSum, residual: torch.Tensor | None, norm: RMSNorm
     ) -> tuple[PartialSum, torch.Tensor]:
         """By matrix-vector products."""
-        gate, experts, norm_weight = self.gate.weight, self.experts, None
+        gate = self.gate.weight
+        experts = self.experts
+        norm_weight = None  # of a norm that `moe_gemv` has to compute
         if len(x) == 1 and (row := x.tensor) is not None:  # the kernels that read a single row also normalize it
             logits = torch.empty((1, 1, len(gate)), dtype=torch.float32, device=row.device)
             _, residual = ops.gemv(row, gate, norm.weight, norm.eps, residual, out=logits[0])
@@ -163,7 +170,6 @@ class MoE(nn.Module):
         else:
             rows, residual = norm.add_rms_norm(x, residual)
             logits = ops.router_logits(rows, gate)
-
         routing = self._route(ops, logits)
 
         def compute(out: torch.Tensor | None) -> torch.Tensor:

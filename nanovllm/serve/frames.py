@@ -1,9 +1,9 @@
-"""What a viewer is told after each step, and the state that the frames so far add up to.
+"""Frames, which tell viewers what each step has changed, and View, the state that the frames so far add up to.
 
 A frame is a dict for JSON, and holds differences to the frame before. Fields that would be empty are left out:
 
 - `step`: how many steps were recorded; `time`: seconds since the recording began; `ms`: what the step took. A frame
-  without `ms` belongs to no step: it tells of requests that were added or aborted since the last one.
+  without `ms` belongs to no step: it has the requests that were added or aborted since the last one.
 - `decodes`: names of the rows that decode one token; left out if they are those of the frame before.
 - `chunks`: [name, start, end] of the rows that compute the tokens `start:end` of a prompt.
 - `sampled`: names of the sequences that got a token, those of `decodes` left out.

@@ -58,7 +58,8 @@ class StepRecorder:
     """
 
     def __init__(self, llm: LLM, max_frames: int = 512):
-        self._core, self._scheduler = llm.core, llm.core.scheduler
+        self._core = llm.core
+        self._scheduler = llm.core.scheduler
         config = llm.config
         self._engine = {
             "model": Path(config.model).name,
@@ -76,9 +77,9 @@ class StepRecorder:
         self._reset()
 
     def _reset(self) -> None:
-        # what the last frame has told; block tables are lists that only grow while a sequence holds them
+        # what viewers know from the last frame; block tables are lists that only grow while a sequence holds them
         self._tables: dict[Sequence, list[int]] = {}
-        self._num_told: dict[Sequence, int] = {}  # entries of the table
+        self._num_shown: dict[Sequence, int] = {}  # entries of the table
         self._names: dict[Sequence, str] = {}
         self._cached: set[int] = set()  # free blocks whose contents can be found
         self._outside: set[Sequence] = set()  # shown, and hold no blocks
@@ -87,7 +88,9 @@ class StepRecorder:
         self._decodes: list[str] = []
         self._waiting: list = [0]
         self._counts: list[int] = []
-        self._num_steps, self._began, self._last_end = 0, perf_counter(), 0.0
+        self._num_steps = 0
+        self._began = perf_counter()
+        self._last_end = 0.0  # of a step, in seconds of `perf_counter`
         # frames are numbered, across recordings too; those before `_first`, and the state at the start, are in `_base`
         self._base = View(self._engine)
         self._first += len(self._frames) + 1
@@ -211,7 +214,7 @@ class StepRecorder:
         unused: set[int] = set()
         for seq in chain(prefilling.values(), running.values()):
             table, known = seq.block_table, self._tables.get(seq)
-            num_kept = self._num_told[seq] if known is table else 0
+            num_kept = self._num_shown[seq] if known is table else 0
             if num_kept == len(table):
                 continue
             if known is None:
@@ -221,7 +224,8 @@ class StepRecorder:
                 unused.update(known)
             frame["tables"].append([self._names[seq], num_kept, *table[num_kept:]])
             self._cached.difference_update(table[num_kept:])
-            self._tables[seq], self._num_told[seq] = table, len(table)
+            self._tables[seq] = table
+            self._num_shown[seq] = len(table)
         if len(self._tables) > len(prefilling) + len(running):
             holding = {*prefilling.values(), *running.values()}
             for seq in [seq for seq in self._tables if seq not in holding]:
@@ -236,7 +240,7 @@ class StepRecorder:
         else:
             self._outside.add(seq)
         self._just_released.add(seq)
-        del self._num_told[seq]
+        del self._num_shown[seq]
         return self._tables.pop(seq)
 
     def _update_cached(self, frame: Frame, blocks: Iterable[Block]) -> None:
@@ -254,7 +258,9 @@ class StepRecorder:
             frame["waiting"] = self._waiting = waiting
         self._outside.update(first)
         for seq in self._outside.difference(first):
-            if seq.is_finished or not seq.is_paused:  # a paused beam waits without being in the queue
+            # a paused beam waits without being in the queue; an error drops sequences that have not finished
+            is_paused = seq.is_paused and not seq.is_finished and seq.request_id in self._scheduler.live
+            if not is_paused:
                 self._outside.remove(seq)
                 frame["released"].append([self._names.pop(seq), seq.finish_reason or "hidden"])
 

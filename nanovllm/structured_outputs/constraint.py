@@ -41,7 +41,7 @@ class Constraint:
     @property
     def mask(self) -> np.ndarray:
         """[ceil(vocabulary / 32)] int32: the bits of the token ids that may follow the sequence's own."""
-        if self._num_masked != self._seq.num_completion_tokens:  # `advance` was interrupted
+        if self._num_masked != self._seq.num_completion_tokens:  # `advance_constraints` was interrupted
             update([self])
         return self._mask
 
@@ -116,7 +116,7 @@ def update(constraints: Collection[Constraint]) -> None:
         constraint.set_mask(mask)
 
 
-def advance(seqs: list[Sequence], scheduler: Scheduler) -> None:
+def advance_constraints(seqs: list[Sequence], scheduler: Scheduler) -> None:
     """Make the masks of sequences that have got a token. Those whose mask is empty end with an "error"."""
     live = [seq for seq in seqs if seq.finish_reason is None]
     update([seq.constraint for seq in live])
