@@ -268,6 +268,17 @@ def test_exit_reaches_every_caller(make_async_llm):
     assert not [thread for thread in threading.enumerate() if thread.name == "nanovllm-engine" and not thread.daemon]
 
 
+def test_exit_ends_the_process_that_compiles_grammars(make_async_llm):
+    pytest.importorskip("llguidance")
+    llm = make_async_llm()
+    params = SamplingParams(structured_outputs={"choice": ["yes"]})
+    assert asyncio.run(last_output(llm, "x", params)).text == "yes"
+    child = llm.engine.processor.grammars._trial._process
+    assert child.poll() is None
+    llm.exit()
+    assert child.returncode is not None
+
+
 def test_one_event_loop_after_another(make_async_llm, offline):
     """A loop that ends in the middle of a request leaves nothing behind."""
     llm = make_async_llm()
