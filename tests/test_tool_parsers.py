@@ -113,6 +113,14 @@ def test_chat_chunks():
     assert [call["index"] for call in calls] == [0, 1] and len({call["id"] for call in calls}) == 2
     assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"a": "</x> é"}, {}]
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
+    one = body.model_copy(update={"parallel_tool_calls": False})
+    answer = ChatAnswer(one, "m", [request], make_tool_parser(one, "hermes"))
+    choices = [
+        choice
+        for piece in (f"<tool_call>{F}</tool_call>", f"<tool_call>{G}</tool_call>")
+        for choice in answer.chunk_choices(0, StreamEvent(0, 0, 7, piece, [5], None, None, None))
+    ]
+    assert [len(choice["delta"].get("tool_calls", ())) for choice in choices] == [0, 1]
     for choice, name in [("none", "ToolParser"), ("required", "JsonListParser"), ("auto", "Llama3Parser")]:
         parser = make_tool_parser(body.model_copy(update={"tool_choice": choice}), "llama3_json")()
         assert type(parser).__name__ == name

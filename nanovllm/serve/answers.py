@@ -12,6 +12,7 @@ from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.protocol import GenerationBody
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity
+MANY_LOGPROBS = 32  # tokens of an event: those of several steps, for a client that reads slowly
 DONE = b"data: [DONE]\n\n"
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
@@ -26,7 +27,10 @@ def server_sent_event(content: Any) -> bytes:
 
 
 class Answer:
-    """The answer to one request of a client, complete or as chunks, for one prompt or several."""
+    """The answer to one request of a client, complete or as chunks, for one prompt or several.
+
+    Log-probabilities of many tokens take long to encode. A thread does that, so that no other client waits.
+    """
 
     id_prefix: str
     object_name: str
@@ -34,29 +38,37 @@ class Answer:
 
     def __init__(self, body: GenerationBody, model: str, requests: Sequence[AsyncRequest]):
         self.body, self.requests = body, requests
+        self._has_logprobs = body.logprobs is not None and body.logprobs is not False
         self.id = f"{self.id_prefix}-{uuid4().hex}"
         self._head = {"id": self.id, "created": int(time()), "model": model}
         self._num_completion_tokens = 0  # that were streamed
 
-    async def complete(self) -> dict[str, Any]:
-        """The whole answer as one object."""
+    async def complete(self) -> bytes:
+        """The whole answer, as JSON."""
         outputs = [await request.result() for request in self.requests]
+        return await asyncio.to_thread(self._whole, outputs) if self._has_logprobs else self._whole(outputs)
+
+    def _whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         choices = [choice for i, output in enumerate(outputs) for choice in self.choices(i, output)]
-        num_tokens = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
-        return {"object": self.object_name, **self._head, "choices": choices, "usage": self._usage(num_tokens)}
+        usage = self._usage(sum(len(answer.token_ids) for output in outputs for answer in output.outputs))
+        return dump_json({"object": self.object_name, **self._head, "choices": choices, "usage": usage})
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events: chunks of the answer, the usage if the client wants it, and the end."""
         async for i, events in interleaved(self.requests):
-            chunks = []
-            for event in events:
-                self._num_completion_tokens += len(event.token_ids)
-                chunks += [server_sent_event(self._chunk([choice])) for choice in self.chunk_choices(i, event)]
-            if chunks:
-                yield b"".join(chunks)
+            is_long = self._has_logprobs and any(len(event.token_ids) > MANY_LOGPROBS for event in events)
+            if data := await asyncio.to_thread(self._events, i, events) if is_long else self._events(i, events):
+                yield data
         if self.body.includes_usage:
             yield server_sent_event(self._chunk([]) | {"usage": self._usage(self._num_completion_tokens)})
         yield DONE
+
+    def _events(self, prompt_index: int, events: Sequence[StreamEvent]) -> bytes:
+        chunks = []
+        for event in events:
+            self._num_completion_tokens += len(event.token_ids)
+            chunks += [server_sent_event(self._chunk([choice])) for choice in self.chunk_choices(prompt_index, event)]
+        return b"".join(chunks)
 
     def choices(self, prompt_index: int, output: RequestOutput) -> list[dict[str, Any]]:
         """The entries of `choices` for all answers to one prompt."""

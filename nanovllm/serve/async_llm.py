@@ -60,7 +60,7 @@ class AsyncLLM:
         self._names: dict[str, AsyncRequest | None] = {}  # by the caller's id; None while the prompt is tokenized
         self._num_live = 0  # answers
         self._numbers = itertools.count()
-        self._token_bytes = TokenBytes(self.engine.tokenizer, skip_special_tokens=False)
+        self.token_bytes = TokenBytes(self.engine.tokenizer, skip_special_tokens=False)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="nanovllm-tokenizer")
         self._grammar_pool = ThreadPoolExecutor(2, thread_name_prefix="nanovllm-grammar")  # compiling may take seconds
         # one for callers that read every piece, one for those that wait for the complete answer
@@ -183,12 +183,17 @@ class AsyncLLM:
         call = partial(self.engine.processor.tokenize, prompt, chat_template_kwargs)
         return (await asyncio.get_running_loop().run_in_executor(self._pool, call))[1]
 
-    def detokenize(self, token_ids: list[int]) -> str:
+    async def detokenize(self, token_ids: list[int]) -> str:
         """The text of tokens, special ones included. ValueError for an id outside of the vocabulary."""
+        self.check_open()
         vocab_size = self.engine.config.model_config.vocab_size
-        for token_id in token_ids:
-            check_int("tokens: token id", token_id, low=0, high=vocab_size - 1)
-        return Detokenizer(token_ids, 0, SamplingParams(), self._token_bytes).decode(is_last=True)
+
+        def decode() -> str:
+            for token_id in token_ids:
+                check_int("tokens: token id", token_id, low=0, high=vocab_size - 1)
+            return Detokenizer(token_ids, 0, SamplingParams(), self.token_bytes).decode(is_last=True)
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool, decode)
 
     @property
     def num_unfinished(self) -> int:

@@ -60,16 +60,17 @@ class TrialProcess:
     def error_of(self, grammar: str) -> str:
         """Why a grammar can't be compiled; empty if it can. RuntimeError after `close`."""
         with self._lock:
-            if not self._is_closed and (self._process is None or self._process.poll() is not None):
-                self._process = self._start()
-            if self._is_closed:
-                if self._process is not None:
-                    _end(self._process)
+            process = self._process
+            if not self._is_closed and (process is None or process.poll() is not None):
+                self._process = process = self._start()
+            if process is None or self._is_closed:
+                if process is not None:
+                    _end(process)
                 raise RuntimeError("this engine was closed by exit()")
             try:
-                answer = _ask(self._process, json.dumps(grammar))
+                answer = _ask(process, json.dumps(grammar))
             except BaseException:  # this answer would be taken for that to the next grammar
-                _end(self._process)
+                _end(process)
                 raise
         if not answer and self._is_closed:
             raise RuntimeError("this engine was closed by exit()")
