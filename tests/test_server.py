@@ -19,7 +19,7 @@ openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.serve import AsyncLLM, guard, responses
+from nanovllm.serve import AsyncLLM, answers, guard, responses
 from nanovllm.serve.completions import CompletionAnswer
 from nanovllm.serve.protocol import ChatBody, CompletionBody, DetokenizeBody
 from nanovllm.serve.server import listening_socket, make_server
@@ -252,6 +252,17 @@ def test_chat_logprobs(client, offline):
         assert [entry.top_logprobs for entry in only] == [[]] * 12
     plain = client.chat.completions.create(messages=QUESTION, logprobs=False, top_logprobs=0, **GREEDY)
     assert plain.choices[0].logprobs is None
+
+
+def test_log_probabilities_of_a_slow_reader(client, offline, monkeypatch):
+    """The events of many steps are one, which a thread encodes."""
+    output = expected(offline, QUESTION, logprobs=3)
+    monkeypatch.setattr(answers, "MANY_LOGPROBS", 0)
+    options = dict(messages=QUESTION, logprobs=True, top_logprobs=3, stream=True, **GREEDY)
+    found = [x for chunk in client.chat.completions.create(**options) for x in chunk.choices]
+    entries = [entry for choice in found if choice.logprobs for entry in choice.logprobs.content]
+    assert "".join(choice.delta.content or "" for choice in found) == output.text
+    assert [entry.token for entry in entries] == [x[i].decoded_token for i, x in zip(output.token_ids, output.logprobs)]
 
 
 def test_logprobs_of_a_part_of_a_character(client, offline):

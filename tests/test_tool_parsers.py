@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("pydantic")
 
 from nanovllm.engine.outputs import StreamEvent
+from nanovllm.serve.answers import dump_json
 from nanovllm.serve.chat import ChatAnswer, make_tool_parser
 from nanovllm.serve.protocol import ChatBody
 from nanovllm.serve.reasoning import ReasoningParser
@@ -93,6 +94,13 @@ def test_format_from_the_chat_template():
     assert parser_for("... return <tool_call>{...}</tool_call>") == "hermes"
     assert parser_for('Respond in the format {"name": function name, "parameters": ...}') == "llama3_json"
     assert parser_for("{{ messages }}") == parser_for(None) == "none"
+
+
+def test_json_in_pieces():
+    content = {"a\u00e9": [1.5, None, {"x": [True, {}], "\ud800": [[], '"b\n']}], "c": {}, "d": []}
+    for num_levels in range(6):
+        assert dump_json(content, num_levels) == dump_json(content)
+    assert json.loads(dump_json(content))["a\u00e9"][0] == 1.5
 
 
 def test_chat_chunks():
