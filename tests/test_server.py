@@ -457,6 +457,7 @@ def test_tools_that_must_be_called(client, choice):
         (dict(suffix="x"), "suffix", None),
         (dict(priority=1), "priority", None),
         (dict(stream_options={"x": 1}), "stream_options", "unknown_parameter"),
+        ({"k" * 90_000: 1}, "k" * 80, "unknown_parameter"),
         (dict(use_beam_search=True), "use_beam_search", "unknown_parameter"),
         (dict(echo=True, stream=True, logprobs=1), "echo", None),
     ],
@@ -828,6 +829,27 @@ def test_many_connections_and_clients_that_do_not_read(monkeypatch):
         assert not server.server.server_state.tasks  # the stream has ended, read or not
         for connection in (*idle, *more, deaf):
             connection.close()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="needs an option of Linux")
+def test_clients_that_never_read_lose_their_connection(monkeypatch):
+    monkeypatch.setattr(guard, "UNREAD_SECONDS", 0.3)
+    with running() as server:
+
+        async def long_text(token_ids):
+            return "x" * 8_000_000
+
+        monkeypatch.setattr(server.llm, "detokenize", long_text)
+        content = b'{"tokens": []}'
+        request = head("/detokenize", f"content-length: {len(content)}") + content
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect(("127.0.0.1", server.port))
+            deaf.sendall(request)
+            end = time.perf_counter() + 10
+            while not server.server.server_state.total_requests or server.server.server_state.connections:
+                assert time.perf_counter() < end
+                time.sleep(0.01)
 
 
 # -- the documentation -------------------------------------------------------------------------------------------------
