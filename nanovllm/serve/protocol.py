@@ -37,7 +37,8 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_more_than_one_unknown_field(cls, body: Any) -> Any:
+    def _keep_one_unknown_field(cls, body: Any) -> Any:
+        """Each would be an error, and one is enough to refuse the body."""
         known = cls.model_fields.keys()
         if not isinstance(body, dict) or body.keys() <= known:
             return body
