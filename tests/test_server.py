@@ -179,6 +179,13 @@ def test_completion_logprobs_and_echo(client, offline):
     echoed = client.completions.create(prompt=PROMPT, logprobs=2, echo=True, **GREEDY).choices[0]
     assert echoed.text == PROMPT + output.text == "".join(echoed.logprobs.tokens)
     assert echoed.logprobs.token_logprobs[0] is None and echoed.logprobs.text_offset[-1] < len(echoed.text)
+    scored = client.completions.create(prompt=PROMPT, logprobs=1, echo=True, **GREEDY | {"max_tokens": 0})
+    assert (scored.choices[0].text, scored.choices[0].finish_reason) == (PROMPT, "length")
+    assert scored.choices[0].logprobs.tokens == echoed.logprobs.tokens[: len(output.prompt_token_ids)]
+    assert scored.usage.completion_tokens == 0 and scored.usage.prompt_tokens == len(output.prompt_token_ids)
+    chunks = client.completions.create(prompt=PROMPT, echo=True, stream=True, **GREEDY | {"max_tokens": 0})
+    assert [(chunk.choices[0].text, chunk.choices[0].finish_reason) for chunk in chunks] == [(PROMPT, "length")]
+    assert client.completions.create(prompt=PROMPT, echo=None, **GREEDY).choices[0].text == output.text
     from_ids = client.completions.create(prompt=output.prompt_token_ids, echo=True, stream=True, **GREEDY)
     assert "".join(chunk.choices[0].text for chunk in from_ids) == PROMPT + output.text
 

@@ -122,6 +122,8 @@ class Api:
             special = {"logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
             if body.max_tokens is None:
                 special["max_tokens"] = COMPLETION_TOKENS
+            elif body.max_tokens == 0 and body.echo:
+                special["max_tokens"] = 1  # of which CompletionAnswer shows nothing
             params = sampling_params(body, self.defaults, structured_outputs(body), **special)
             return Prepared(body.prompts(), params, None)
 
