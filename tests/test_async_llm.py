@@ -268,6 +268,43 @@ def test_exit_reaches_every_caller(make_async_llm):
     assert not [thread for thread in threading.enumerate() if thread.name == "nanovllm-engine" and not thread.daemon]
 
 
+def test_exit_reaches_callers_whose_prompts_wait(make_async_llm, monkeypatch):
+    """An engine that is closed is not a task that is cancelled."""
+    llm = make_async_llm()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(*_):
+        begun.set()
+        assert go_on.wait(10)
+        raise RuntimeError("closed")
+
+    monkeypatch.setattr(llm.engine.processor, "tokenize", slow)
+
+    async def main():
+        tasks = [asyncio.create_task(last_output(llm, "x", GREEDY)) for _ in range(4)]
+        tasks.append(asyncio.create_task(llm.tokenize("x")))
+        assert await asyncio.to_thread(begun.wait, 10)
+        await asyncio.get_running_loop().run_in_executor(None, llm.exit)
+        go_on.set()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(result) for result in results] == [EngineDeadError] * 5 and not llm.num_unfinished
+        with pytest.raises(EngineDeadError):
+            await llm.detokenize([1])
+
+    asyncio.run(main())
+
+
+def test_exit_ends_the_process_that_compiles_grammars(make_async_llm):
+    pytest.importorskip("llguidance")
+    llm = make_async_llm()
+    params = SamplingParams(structured_outputs={"choice": ["yes"]})
+    assert asyncio.run(last_output(llm, "x", params)).text == "yes"
+    child = llm.engine.processor.grammars._trial._process
+    assert child.poll() is None
+    llm.exit()
+    assert child.returncode is not None
+
+
 def test_one_event_loop_after_another(make_async_llm, offline):
     """A loop that ends in the middle of a request leaves nothing behind."""
     llm = make_async_llm()

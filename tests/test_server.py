@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("fastapi")
+pydantic = pytest.importorskip("pydantic")
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.sampling_params import SamplingParams as Params
-from nanovllm.serve import AsyncLLM, guard, responses
+from nanovllm.serve import AsyncLLM, answers, guard, responses
 from nanovllm.serve.completions import CompletionAnswer
+from nanovllm.serve.protocol import ChatBody, CompletionBody, DetokenizeBody
 from nanovllm.serve.server import listening_socket, make_server
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.utils.hub import BUNDLED
@@ -31,8 +32,6 @@ KEY = "a secret k\u00e9y"
 QUESTION = [{"role": "user", "content": "What is 2+2?"}]
 PROMPT = "HAMLET.\nTo be, or"
 GREEDY = dict(model=MODEL, temperature=0, max_tokens=12)
-HAS_STRUCTURE = "structured_outputs" in Params.__dataclass_fields__
-structured = pytest.mark.skipif(not HAS_STRUCTURE, reason="SamplingParams has no structured_outputs")
 
 
 class RunningServer:
@@ -180,6 +179,13 @@ def test_completion_logprobs_and_echo(client, offline):
     echoed = client.completions.create(prompt=PROMPT, logprobs=2, echo=True, **GREEDY).choices[0]
     assert echoed.text == PROMPT + output.text == "".join(echoed.logprobs.tokens)
     assert echoed.logprobs.token_logprobs[0] is None and echoed.logprobs.text_offset[-1] < len(echoed.text)
+    scored = client.completions.create(prompt=PROMPT, logprobs=1, echo=True, **GREEDY | {"max_tokens": 0})
+    assert (scored.choices[0].text, scored.choices[0].finish_reason) == (PROMPT, "length")
+    assert scored.choices[0].logprobs.tokens == echoed.logprobs.tokens[: len(output.prompt_token_ids)]
+    assert scored.usage.completion_tokens == 0 and scored.usage.prompt_tokens == len(output.prompt_token_ids)
+    chunks = client.completions.create(prompt=PROMPT, echo=True, stream=True, **GREEDY | {"max_tokens": 0})
+    assert [(chunk.choices[0].text, chunk.choices[0].finish_reason) for chunk in chunks] == [(PROMPT, "length")]
+    assert client.completions.create(prompt=PROMPT, echo=None, **GREEDY).choices[0].text == output.text
     from_ids = client.completions.create(prompt=output.prompt_token_ids, echo=True, stream=True, **GREEDY)
     assert "".join(chunk.choices[0].text for chunk in from_ids) == PROMPT + output.text
 
@@ -247,8 +253,34 @@ def test_chat_logprobs(client, offline):
             assert entry.logprob == pytest.approx(found[token_id].logprob, abs=1e-3)
             assert bytes(entry.bytes).decode() == entry.token and len(entry.top_logprobs) == 3
             assert entry.top_logprobs[0].logprob == max(top.logprob for top in entry.top_logprobs) == entry.logprob
-    only = client.chat.completions.create(messages=QUESTION, logprobs=True, **GREEDY).choices[0].logprobs.content
-    assert [entry.top_logprobs for entry in only] == [[]] * 12
+    for extra in ({}, {"top_logprobs": 0}):
+        answer = client.chat.completions.create(messages=QUESTION, logprobs=True, **GREEDY, **extra)
+        only = answer.choices[0].logprobs.content
+        assert [entry.top_logprobs for entry in only] == [[]] * 12
+    plain = client.chat.completions.create(messages=QUESTION, logprobs=False, top_logprobs=0, **GREEDY)
+    assert plain.choices[0].logprobs is None
+
+
+def test_log_probabilities_of_a_slow_reader(client, offline, monkeypatch):
+    """The events of many steps are one, which a thread encodes."""
+    output = expected(offline, QUESTION, logprobs=3)
+    monkeypatch.setattr(answers, "MANY_LOGPROBS", 0)
+    options = dict(messages=QUESTION, logprobs=True, top_logprobs=3, stream=True, **GREEDY)
+    found = [x for chunk in client.chat.completions.create(**options) for x in chunk.choices]
+    entries = [entry for choice in found if choice.logprobs for entry in choice.logprobs.content]
+    assert "".join(choice.delta.content or "" for choice in found) == output.text
+    assert [entry.token for entry in entries] == [x[i].decoded_token for i, x in zip(output.token_ids, output.logprobs)]
+
+
+def test_logprobs_of_a_part_of_a_character(client, offline):
+    """`bytes` are those of the token, and `token` is text: together they are the characters, as OpenAI has it."""
+    ids = offline.tokenizer.encode("\u4e16", add_special_tokens=False)
+    assert len(ids) > 1
+    options = dict(messages=QUESTION, logprobs=True, top_logprobs=1, **GREEDY | {"max_tokens": 6})
+    answer = client.chat.completions.create(extra_body={"allowed_token_ids": ids}, **options).choices[0]
+    assert all(entry.bytes for entry in answer.logprobs.content)
+    data = b"".join(bytes(entry.bytes) for entry in answer.logprobs.content)
+    assert data.decode(errors="replace") == answer.message.content
 
 
 def test_several_answers(client, offline):
@@ -358,7 +390,6 @@ def test_messages_with_tool_calls(client):
             client.chat.completions.create(messages=messages, tools=[TOOL], **GREEDY)
 
 
-@structured
 def test_response_format(client):
     schema = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}
     wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
@@ -383,7 +414,6 @@ def test_response_format(client):
     assert answer.choices[0].message.content in ("yes", "no")
 
 
-@structured
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_tools_that_must_be_called(client, choice):
     options = dict(messages=QUESTION, tools=[TOOL], tool_choice=choice, **GREEDY | {"max_tokens": 100})
@@ -394,12 +424,6 @@ def test_tools_that_must_be_called(client, choice):
     calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
     assert (calls[0].function.name, calls[0].function.arguments) == (call.function.name, call.function.arguments)
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
-
-
-@pytest.mark.skipif(HAS_STRUCTURE, reason="SamplingParams has structured_outputs")
-def test_structure_is_refused(client):
-    with pytest.raises(openai.BadRequestError, match="structured output is not supported"):
-        client.chat.completions.create(messages=QUESTION, response_format={"type": "json_object"}, **GREEDY)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -426,6 +450,11 @@ def test_structure_is_refused(client):
         (dict(stop=[""]), "stop", None),
         (dict(stop=5), "stop", None),
         (dict(stop=["x"] * 65), "stop", None),
+        (dict(stop=["x" * 1025]), "stop", None),
+        (dict(bad_words=["x"] * 129), "bad_words", None),
+        (dict(logit_bias={str(i): 1 for i in range(301)}), "logit_bias", None),
+        (dict(logit_bias={"5": "x"}), "logit_bias", None),
+        (dict(stream_options={"include_usage": True}), "stream_options", None),
         (dict(logprobs=21), "logprobs", None),
         (dict(logit_bias={"x": 1}), "logit_bias", None),
         (dict(logit_bias={"5000": 1}), "logit_bias", None),
@@ -435,6 +464,7 @@ def test_structure_is_refused(client):
         (dict(suffix="x"), "suffix", None),
         (dict(priority=1), "priority", None),
         (dict(stream_options={"x": 1}), "stream_options", "unknown_parameter"),
+        ({"k" * 90_000: 1}, "k" * 80, "unknown_parameter"),
         (dict(use_beam_search=True), "use_beam_search", "unknown_parameter"),
         (dict(echo=True, stream=True, logprobs=1), "echo", None),
     ],
@@ -457,6 +487,8 @@ def test_wrong_fields_of_completions(post, change, param, code):
         (dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]), None),
         (dict(messages=[{"role": "user", "content": "x " * 4000}]), "messages"),
         (dict(top_logprobs=2), "top_logprobs"),
+        (dict(max_completion_tokens=0), "max_completion_tokens"),
+        (dict(tools=[TOOL] * 129), "tools"),
         (dict(logprobs=2), "logprobs"),
         (dict(logprobs=True, top_logprobs=21), "top_logprobs"),
         (dict(response_format={"type": "xml"}), "response_format"),
@@ -544,9 +576,78 @@ def head(path="/v1/completions", *lines: str, host="localhost") -> bytes:
 
 def test_long_bodies(server):
     assert b" 413 " in server.send(head("/v1/completions", "content-length: 999999999"))
-    assert b" 413 " in server.send(head("/v1/completions", "content-length: " + "9" * 400)) or True
+    assert server.send(head("/v1/completions", "content-length: " + "9" * 400)).startswith(b"HTTP/1.1 4")
     chunk = b"1000\r\n" + b"x" * 4096 + b"\r\n"
     assert b" 413 " in server.send(head("/v1/completions", "transfer-encoding: chunked"), *[chunk] * 26)
+
+
+@pytest.mark.parametrize(
+    "model, change",
+    [
+        (CompletionBody, dict(prompt=[1.5] * 50_000)),
+        (CompletionBody, dict(prompt=[[1.5]] * 50_000)),
+        (CompletionBody, dict(prompt="x", bad_words=[1] * 50_000)),
+        (CompletionBody, dict(prompt="x", logit_bias={f"k{i}": "x" for i in range(50_000)})),
+        (CompletionBody, dict(prompt="x", metadata={f"k{i}": 1 for i in range(50_000)}, stop=[1] * 50_000)),
+        (CompletionBody, {"prompt": "x"} | {f"k{i}": "x" for i in range(50_000)}),
+        (ChatBody, dict(messages=[1] * 50_000)),
+        (ChatBody, dict(messages=[{"role": "user"}] * 50_000)),
+        (ChatBody, dict(messages=[{"role": "user", "content": [1] * 50_000}])),
+        (ChatBody, dict(messages=[{"role": "user", "tool_calls": [1] * 50_000}])),
+        (ChatBody, dict(messages=QUESTION, tools=[{}] * 50_000)),
+        (DetokenizeBody, dict(tokens=["x"] * 50_000)),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_checks_end_with_the_first_wrong_item(model, change):
+    """They run in the event loop: with an error for each item, two megabytes would stop it for seconds."""
+    with pytest.raises(pydantic.ValidationError) as found:
+        model.model_validate(change)
+    assert len(found.value.errors()) < 10
+
+
+def test_long_bodies_are_the_same(post, offline):
+    """What a long body says is prepared in a thread."""
+    body = dict(prompt=PROMPT, temperature=0, max_tokens=4, allowed_token_ids=[300] * 15_000)
+    assert post("/v1/completions", body).json()["choices"][0]["text"] == offline.tokenizer.decode([300] * 4)
+    error = post("/v1/completions", body | {"temperature": -1}).json()["error"]
+    assert (error["param"], error["type"]) == ("temperature", "invalid_request_error")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_clients_that_go_away_before_their_prompt_is_tokenized(server, monkeypatch, path):
+    """They leave the queue at once, and their prompts are not tokenized any more."""
+    begun, go_on = [], threading.Event()
+    tokenize = server.llm.engine.processor.tokenize
+
+    def slow(*arguments):
+        begun.append(arguments)
+        assert go_on.wait(10)
+        return tokenize(*arguments)
+
+    monkeypatch.setattr(server.llm.engine.processor, "tokenize", slow)
+    content = json.dumps(dict(prompt=PROMPT) | ({"stream": True} if path != "/tokenize" else {})).encode()
+    connections = []
+    try:
+        for _ in range(5):
+            connections.append(socket.create_connection(("127.0.0.1", server.port)))
+            connections[-1].sendall(head(path, f"content-length: {len(content)}") + content)
+        end = time.perf_counter() + 5
+        while len(server.server.server_state.tasks) < 5 or len(begun) < 2:
+            assert time.perf_counter() < end
+            time.sleep(0.002)
+        for connection in connections:
+            connection.close()
+        while server.llm.num_unfinished or server.server.server_state.tasks:
+            assert time.perf_counter() < end
+            time.sleep(0.002)
+    finally:
+        go_on.set()
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    monkeypatch.undo()
+    assert httpx.post(f"{server.url}/tokenize", json={"prompt": PROMPT}).json()["count"] == 9
+    assert len(begun) == 2  # the threads of the pool
+    server.wait_until_free()
 
 
 def test_slow_bodies(server):
@@ -641,6 +742,17 @@ def test_keys_queue_time_and_origins():
             client.completions.create(**endless)
         assert found.value.status_code == 504
         server.wait_until_free()
+        # the time counts from the beginning, also where a prompt waits for a thread
+        go_on, request = threading.Event(), server.llm.engine.processor.request
+        server.llm.engine.processor.request = lambda *arguments, **options: (
+            go_on.wait(5) and request(*arguments, **options)
+        )
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError) as found:
+                client.completions.create(stream=stream, **endless)
+            assert found.value.status_code == 504 and not server.llm.num_unfinished
+        server.llm.engine.processor.request = request
+        go_on.set()
         urgent = dict(endless, max_tokens=2, extra_body={"priority": -1})
         assert client.completions.create(**urgent).choices[0].finish_reason == "length"
 
@@ -724,6 +836,27 @@ def test_many_connections_and_clients_that_do_not_read(monkeypatch):
         assert not server.server.server_state.tasks  # the stream has ended, read or not
         for connection in (*idle, *more, deaf):
             connection.close()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="needs an option of Linux")
+def test_clients_that_never_read_lose_their_connection(monkeypatch):
+    monkeypatch.setattr(guard, "UNREAD_SECONDS", 0.3)
+    with running() as server:
+
+        async def long_text(token_ids):
+            return "x" * 8_000_000
+
+        monkeypatch.setattr(server.llm, "detokenize", long_text)
+        content = b'{"tokens": []}'
+        request = head("/detokenize", f"content-length: {len(content)}") + content
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect(("127.0.0.1", server.port))
+            deaf.sendall(request)
+            end = time.perf_counter() + 10
+            while not server.server.server_state.total_requests or server.server.server_state.connections:
+                assert time.perf_counter() < end
+                time.sleep(0.01)
 
 
 # -- the documentation -------------------------------------------------------------------------------------------------

@@ -6,10 +6,11 @@ import json
 import random
 import re
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from time import perf_counter
+from time import perf_counter, sleep
 
 import numpy as np
 import pytest
@@ -565,6 +566,41 @@ def test_grammars_that_would_take_minutes(monkeypatch, kind, content):
     child = process._process
     del process
     assert child.returncode is not None
+
+
+def test_exit_ends_the_process(make_llm, monkeypatch):
+    llm = make_llm()
+    answer(llm, params("choice", ["a"]))
+    process = llm.processor.grammars._trial
+    first, slow = process._process, grammars._grammar_of("regex", "b" * 50)
+    assert first.poll() is None
+    # also while another thread waits for it, which is told why
+    monkeypatch.setattr(trial, "_ask", lambda process, line: process.stdout.readline())
+    errors = []
+
+    def compile_slowly() -> None:
+        try:
+            process.error_of(slow)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=compile_slowly)
+    thread.start()
+    while not process._lock.locked():
+        sleep(0.001)
+    llm.exit()
+    thread.join(5)
+    assert errors == ["this engine was closed by exit()"] and first.wait(5) < 0
+    with pytest.raises(RuntimeError, match="closed by exit"):
+        process.error_of(slow)
+    assert process._process.returncode is not None
+    llm.exit()  # again is fine
+    monkeypatch.undo()
+    llm = make_llm()
+    answer(llm, params("choice", ["a"]))
+    child = llm.processor.grammars._trial._process
+    llm.exit()
+    assert child.returncode is not None and child.stdin.closed and child.stdout.closed
 
 
 def test_grammars_are_compiled_once(llm, monkeypatch):

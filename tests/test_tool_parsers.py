@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("pydantic")
 
 from nanovllm.engine.outputs import StreamEvent
+from nanovllm.serve.answers import dump_json
 from nanovllm.serve.chat import ChatAnswer, make_tool_parser
 from nanovllm.serve.protocol import ChatBody
 from nanovllm.serve.reasoning import ReasoningParser
@@ -95,6 +96,13 @@ def test_format_from_the_chat_template():
     assert parser_for("{{ messages }}") == parser_for(None) == "none"
 
 
+def test_json_in_pieces():
+    content = {"a\u00e9": [1.5, None, {"x": [True, {}], "\ud800": [[], '"b\n']}], "c": {}, "d": []}
+    for num_levels in range(6):
+        assert dump_json(content, num_levels) == dump_json(content)
+    assert json.loads(dump_json(content))["a\u00e9"][0] == 1.5
+
+
 def test_chat_chunks():
     """Of a streamed answer with two calls: their numbers, their ids, and the finish reason."""
     tool = {"type": "function", "function": {"name": "f"}}
@@ -113,6 +121,14 @@ def test_chat_chunks():
     assert [call["index"] for call in calls] == [0, 1] and len({call["id"] for call in calls}) == 2
     assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"a": "</x> é"}, {}]
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
+    one = body.model_copy(update={"parallel_tool_calls": False})
+    answer = ChatAnswer(one, "m", [request], make_tool_parser(one, "hermes"))
+    choices = [
+        choice
+        for piece in (f"<tool_call>{F}</tool_call>", f"<tool_call>{G}</tool_call>")
+        for choice in answer.chunk_choices(0, StreamEvent(0, 0, 7, piece, [5], None, None, None))
+    ]
+    assert [len(choice["delta"].get("tool_calls", ())) for choice in choices] == [0, 1]
     for choice, name in [("none", "ToolParser"), ("required", "JsonListParser"), ("auto", "Llama3Parser")]:
         parser = make_tool_parser(body.model_copy(update={"tool_choice": choice}), "llama3_json")()
         assert type(parser).__name__ == name

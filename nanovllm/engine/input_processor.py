@@ -36,6 +36,7 @@ class InputProcessor:
         self.token_bytes = TokenBytes(tokenizer, skip_special_tokens=True)
         self._all_token_bytes = TokenBytes(tokenizer, skip_special_tokens=False)
         self.tokenizer_lock = threading.RLock()  # it is not thread-safe
+        self.grammars: Any = None  # made with the first request that has `structured_outputs`
         # an iterator, as `next` is atomic: a signal handler may interrupt a thread here, and add a request itself
         self._unused_ids = iter(range(MAX_REQUESTS))
 
@@ -46,6 +47,11 @@ class InputProcessor:
 
     def next_request_id(self) -> int:
         return next(self._unused_ids)
+
+    def close(self) -> None:
+        """End what requests with `structured_outputs` have started."""
+        if self.grammars is not None:
+            self.grammars.close()
 
     def default_sampling_params(self) -> SamplingParams:
         """What the model's `generation_config.json` recommends, and SamplingParams' own defaults for the rest."""

@@ -174,6 +174,7 @@ class LLMEngine:
     def exit(self) -> None:
         """Drop unfinished requests and free the device's memory; the engine can't be used again."""
         self.core.exit()
+        self.processor.close()
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start, and the current state.

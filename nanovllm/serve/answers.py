@@ -12,21 +12,39 @@ from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.protocol import GenerationBody
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity
+MANY_LOGPROBS = 32  # tokens of an event: those of several steps, for a client that reads slowly
+NUM_LEVELS = 5  # from an answer down to the log-probabilities of a token
 DONE = b"data: [DONE]\n\n"
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-def dump_json(content: Any) -> bytes:
-    """Half of a surrogate pair, which only a client can have sent, becomes a question mark."""
-    return _encode(content).encode("utf-8", "replace")
+def dump_json(content: Any, num_levels: int = 0) -> bytes:
+    """Half of a surrogate pair, which only a client can have sent, becomes a question mark.
+
+    num_levels: the items of so many outer levels are encoded one by one. Other threads can run in between.
+    """
+    text = _encode_in_pieces(content, num_levels) if num_levels else _encode(content)
+    return text.encode("utf-8", "replace")
 
 
-def server_sent_event(content: Any) -> bytes:
-    return b"data: " + dump_json(content) + b"\n\n"
+def _encode_in_pieces(content: Any, num_levels: int) -> str:
+    if num_levels and isinstance(content, dict):
+        entries = [f"{_encode(name)}:{_encode_in_pieces(value, num_levels - 1)}" for name, value in content.items()]
+        return f"{{{','.join(entries)}}}"
+    if num_levels and isinstance(content, list):
+        return f"[{','.join([_encode_in_pieces(item, num_levels - 1) for item in content])}]"
+    return _encode(content)
+
+
+def server_sent_event(content: Any, num_levels: int = 0) -> bytes:
+    return b"data: " + dump_json(content, num_levels) + b"\n\n"
 
 
 class Answer:
-    """The answer to one request of a client, complete or as chunks, for one prompt or several."""
+    """The answer to one request of a client, complete or as chunks, for one prompt or several.
+
+    Log-probabilities of many tokens take long to encode. A thread does that, in pieces, so that no other client waits.
+    """
 
     id_prefix: str
     object_name: str
@@ -34,29 +52,43 @@ class Answer:
 
     def __init__(self, body: GenerationBody, model: str, requests: Sequence[AsyncRequest]):
         self.body, self.requests = body, requests
+        self._has_logprobs = body.logprobs is not None and body.logprobs is not False
         self.id = f"{self.id_prefix}-{uuid4().hex}"
         self._head = {"id": self.id, "created": int(time()), "model": model}
         self._num_completion_tokens = 0  # that were streamed
 
-    async def complete(self) -> dict[str, Any]:
-        """The whole answer as one object."""
+    async def complete(self) -> bytes:
+        """The whole answer, as JSON."""
         outputs = [await request.result() for request in self.requests]
+        return await asyncio.to_thread(self._whole, outputs) if self._has_logprobs else self._whole(outputs)
+
+    def _whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         choices = [choice for i, output in enumerate(outputs) for choice in self.choices(i, output)]
-        num_tokens = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
-        return {"object": self.object_name, **self._head, "choices": choices, "usage": self._usage(num_tokens)}
+        usage = self._usage(sum(len(answer.token_ids) for output in outputs for answer in output.outputs))
+        content = {"object": self.object_name, **self._head, "choices": choices, "usage": usage}
+        return dump_json(content, NUM_LEVELS if self._has_logprobs else 0)
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events: chunks of the answer, the usage if the client wants it, and the end."""
         async for i, events in interleaved(self.requests):
-            chunks = []
-            for event in events:
-                self._num_completion_tokens += len(event.token_ids)
-                chunks += [server_sent_event(self._chunk([choice])) for choice in self.chunk_choices(i, event)]
-            if chunks:
-                yield b"".join(chunks)
+            is_long = self._has_logprobs and any(len(event.token_ids) > MANY_LOGPROBS for event in events)
+            if is_long:
+                data = await asyncio.to_thread(self._events, i, events, NUM_LEVELS)
+            else:
+                data = self._events(i, events)
+            if data:
+                yield data
         if self.body.includes_usage:
             yield server_sent_event(self._chunk([]) | {"usage": self._usage(self._num_completion_tokens)})
         yield DONE
+
+    def _events(self, prompt_index: int, events: Sequence[StreamEvent], num_levels: int = 0) -> bytes:
+        chunks = []
+        for event in events:
+            self._num_completion_tokens += len(event.token_ids)
+            for choice in self.chunk_choices(prompt_index, event):
+                chunks.append(server_sent_event(self._chunk([choice]), num_levels))
+        return b"".join(chunks)
 
     def choices(self, prompt_index: int, output: RequestOutput) -> list[dict[str, Any]]:
         """The entries of `choices` for all answers to one prompt."""

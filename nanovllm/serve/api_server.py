@@ -1,10 +1,7 @@
 """The application behind the HTTP API: its routes, and how each of them uses the engine."""
 
 import asyncio
-import importlib
-import importlib.util
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from time import time
@@ -26,6 +23,7 @@ from nanovllm.serve.errors import ApiError, RequestTimeoutError, api_error, vali
 from nanovllm.serve.guard import Guard
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.protocol import (
+    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -38,8 +36,9 @@ from nanovllm.serve.responses import ClientGoneError, EventStream, error_respons
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.structured import structured_outputs, with_own_field
 from nanovllm.serve.tool_parsers import parser_for
+from nanovllm.serve.view import view_router
 
-logger = logging.getLogger("nanovllm")
+MAX_BODY_IN_LOOP = 2**16  # bytes; a thread prepares what a longer body says, so that no other client waits
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 
 
@@ -51,8 +50,7 @@ def create_app(
     own_name = Path(model).absolute().name if Path(model).expanduser().is_dir() else model  # a hub id has a `/`
     api = Api(llm, settings, settings.served_model_name or (own_name,))
     app.include_router(api.router())
-    if importlib.util.find_spec("nanovllm.serve.view") is not None:
-        app.include_router(importlib.import_module("nanovllm.serve.view").view_router(llm, is_closing=is_closing))
+    app.include_router(view_router(llm, is_closing=is_closing))
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_error)
@@ -124,18 +122,20 @@ class Api:
             special = {"logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
             if body.max_tokens is None:
                 special["max_tokens"] = COMPLETION_TOKENS
+            elif body.max_tokens == 0 and body.echo:
+                special["max_tokens"] = 1  # of which CompletionAnswer shows nothing
             params = sampling_params(body, self.defaults, structured_outputs(body), **special)
             return Prepared(body.prompts(), params, None)
 
-        def make_answer(requests: Sequence[AsyncRequest]) -> Answer:
-            echoes = [self._echo(own) if body.echo else Echo() for own in requests]
+        async def make_answer(requests: Sequence[AsyncRequest]) -> Answer:
+            echoes = [await self._echo(own) if body.echo else Echo() for own in requests]
             return CompletionAnswer(body, self._model_name(body.model), requests, echoes)
 
         return await self._respond(body, request, prepare, make_answer)
 
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
         def prepare() -> Prepared:
-            if body.top_logprobs is not None and not body.logprobs:
+            if body.top_logprobs and not body.logprobs:
                 raise ApiError(400, "top_logprobs: needs logprobs=true", "top_logprobs")
             max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
             logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -143,10 +143,11 @@ class Api:
             params = sampling_params(body, self.defaults, structured_outputs(body), **special)
             return Prepared([chat.conversation(body)], params, chat.template_arguments(body))
 
-        def make_answer(requests: Sequence[AsyncRequest]) -> Answer:
+        async def make_answer(requests: Sequence[AsyncRequest]) -> Answer:
             make_parser = chat.make_tool_parser(body, self.tool_call_parser)
             finds_reasoning = self.settings.reasoning_parser == "think"
-            return chat.ChatAnswer(body, self._model_name(body.model), requests, make_parser, finds_reasoning)
+            name, token_bytes = self._model_name(body.model), self.llm.token_bytes
+            return chat.ChatAnswer(body, name, requests, make_parser, finds_reasoning, token_bytes)
 
         return await self._respond(body, request, prepare, make_answer)
 
@@ -155,33 +156,49 @@ class Api:
         body: GenerationBody,
         request: Request,
         prepare: Callable[[], Prepared],
-        make_answer: Callable[[Sequence[AsyncRequest]], Answer],
+        make_answer: Callable[[Sequence[AsyncRequest]], Awaitable[Answer]],
     ) -> Response:
         """Check and queue the requests for all prompts, then answer at the end or piece by piece."""
         requests: list[AsyncRequest] = []
+        seconds = self.settings.request_timeout
+        timer = asyncio.get_running_loop().call_later(seconds, self._fail, requests)
+
+        def end() -> None:
+            timer.cancel()
+            for own in requests:
+                self.llm.discard(own)
+
+        async def queue() -> Answer:
+            try:
+                is_long = len(await request.body()) > MAX_BODY_IN_LOOP
+                await self._submit(body, await asyncio.to_thread(prepare) if is_long else prepare(), requests)
+                return await make_answer(requests)
+            except Exception as error:
+                raise with_own_field(api_error(error, type(body).model_fields), body) from None
+
+        async def complete() -> Response:
+            return json_response(await (await queue()).complete())
+
+        stream = None
         try:
-            await self._submit(body, prepare(), requests)
-            answer = make_answer(requests)
-        except BaseException as error:
-            self._discard(requests)
-            if not isinstance(error, Exception):
-                raise
-            return error_response(with_own_field(api_error(error, type(body).model_fields), body))
-        end = self._limit_time(requests)
-        if body.stream:
-            return EventStream(answer.chunks(), end, self.settings.request_timeout)
-        try:
-            return json_response(await while_connected(request.receive, answer.complete()))
+            if not body.stream:
+                return await while_connected(request.receive, complete(), seconds)
+            answer = await while_connected(request.receive, queue(), seconds)
+            stream = EventStream(answer.chunks(), end, seconds)
+            return stream
         except ClientGoneError:
             return Response(status_code=499)  # nothing reads it any more
         except Exception as error:
             return error_response(api_error(error))
         finally:
-            end()
+            if stream is None:
+                end()
 
     async def _submit(self, body: GenerationBody, prepared: Prepared, requests: list[AsyncRequest]) -> None:
         """Queue a request for each prompt, and add it to `requests`."""
         self._model_name(body.model)
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "stream_options: needs stream=true", "stream_options")
         prompts, params, template_arguments = prepared
         if not prompts:
             raise ApiError(400, "prompt: there must be at least one", "prompt")
@@ -191,27 +208,16 @@ class Api:
         for prompt in prompts:
             requests.append(await self.llm.submit(prompt, params, None, body.priority, template_arguments, in_pieces))
 
-    def _limit_time(self, requests: Sequence[AsyncRequest]) -> Callable[[], None]:
-        """Let requests fail when their time is over. The function that is returned ends them, and their timer."""
-
-        def fail() -> None:
-            for request in requests:
-                request.fail(RequestTimeoutError())
-
-        def end() -> None:
-            timer.cancel()
-            self._discard(requests)
-
-        timer = asyncio.get_running_loop().call_later(self.settings.request_timeout, fail)
-        return end
-
-    def _discard(self, requests: Sequence[AsyncRequest]) -> None:
+    @staticmethod
+    def _fail(requests: Sequence[AsyncRequest]) -> None:
+        """Their time is over."""
         for request in requests:
-            self.llm.discard(request)
+            request.fail(RequestTimeoutError())
 
-    def _echo(self, request: AsyncRequest) -> Echo:
+    async def _echo(self, request: AsyncRequest) -> Echo:
         text, token_ids = request.request.prompt, request.prompt_token_ids
-        return Echo(self.llm.detokenize(token_ids) if text is None else text, self.llm.detokenize(token_ids[:1]))
+        whole = await self.llm.detokenize(token_ids) if text is None else text
+        return Echo(whole, await self.llm.detokenize(token_ids[:1]))
 
     def _model_name(self, name: str | None) -> str:
         """The name that an answer states. ApiError for a model that is not served here."""
@@ -221,22 +227,32 @@ class Api:
 
     # -- the other routes ----------------------------------------------------------------------------------------------
 
-    async def tokenize(self, body: TokenizeBody | TokenizeChatBody) -> Response:
-        try:
+    async def tokenize(self, body: TokenizeBody | TokenizeChatBody, request: Request) -> Response:
+        async def answer() -> dict[str, Any]:
             self._model_name(body.model)
             if isinstance(body, TokenizeBody):
                 token_ids = await self.llm.tokenize(body.prompt)
             else:
-                token_ids = await self.llm.tokenize(chat.conversation(body), chat.template_arguments(body))
-        except Exception as error:
-            return error_response(api_error(error, type(body).model_fields))
-        max_model_len = self.llm.engine.config.max_model_len
-        return json_response({"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids})
+                conversation = await asyncio.to_thread(chat.conversation, body)
+                token_ids = await self.llm.tokenize(conversation, chat.template_arguments(body))
+            max_model_len = self.llm.engine.config.max_model_len
+            return {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids}
 
-    async def detokenize(self, body: DetokenizeBody) -> Response:
-        try:
+        return await self._answer(body, request, answer())
+
+    async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
+        async def answer() -> dict[str, Any]:
             self._model_name(body.model)
-            return json_response({"prompt": self.llm.detokenize(body.tokens)})
+            return {"prompt": await self.llm.detokenize(body.tokens)}
+
+        return await self._answer(body, request, answer())
+
+    async def _answer(self, body: Body, request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
+        """What `work` returns. It is cancelled if the client goes away, and after the time that a request may take."""
+        try:
+            return json_response(await while_connected(request.receive, work, self.settings.request_timeout))
+        except ClientGoneError:
+            return Response(status_code=499)  # nothing reads it any more
         except Exception as error:
             return error_response(api_error(error, type(body).model_fields))
 

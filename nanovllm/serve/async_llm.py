@@ -60,7 +60,7 @@ class AsyncLLM:
         self._names: dict[str, AsyncRequest | None] = {}  # by the caller's id; None while the prompt is tokenized
         self._num_live = 0  # answers
         self._numbers = itertools.count()
-        self._token_bytes = TokenBytes(self.engine.tokenizer, skip_special_tokens=False)
+        self.token_bytes = TokenBytes(self.engine.tokenizer, skip_special_tokens=False)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="nanovllm-tokenizer")
         self._grammar_pool = ThreadPoolExecutor(2, thread_name_prefix="nanovllm-grammar")  # compiling may take seconds
         # one for callers that read every piece, one for those that wait for the complete answer
@@ -153,7 +153,7 @@ class AsyncLLM:
             )
             has_grammar = getattr(sampling_params, "structured_outputs", None) is not None
             pool = self._grammar_pool if has_grammar else self._pool
-            request = AsyncRequest(await asyncio.get_running_loop().run_in_executor(pool, make), name)
+            request = AsyncRequest(await self._in_thread(pool, make), name)
             self.check_open()
         except BaseException:
             self._num_live -= num_answers
@@ -181,14 +181,32 @@ class AsyncLLM:
         """The token ids of a prompt, with the errors of `generate`."""
         self.check_open()
         call = partial(self.engine.processor.tokenize, prompt, chat_template_kwargs)
-        return (await asyncio.get_running_loop().run_in_executor(self._pool, call))[1]
+        return (await self._in_thread(self._pool, call))[1]
 
-    def detokenize(self, token_ids: list[int]) -> str:
+    async def detokenize(self, token_ids: list[int]) -> str:
         """The text of tokens, special ones included. ValueError for an id outside of the vocabulary."""
+        self.check_open()
         vocab_size = self.engine.config.model_config.vocab_size
-        for token_id in token_ids:
-            check_int("tokens: token id", token_id, low=0, high=vocab_size - 1)
-        return Detokenizer(token_ids, 0, SamplingParams(), self._token_bytes).decode(is_last=True)
+
+        def decode() -> str:
+            for token_id in token_ids:
+                check_int("tokens: token id", token_id, low=0, high=vocab_size - 1)
+            return Detokenizer(token_ids, 0, SamplingParams(), self.token_bytes).decode(is_last=True)
+
+        return await self._in_thread(self._pool, decode)
+
+    async def _in_thread(self, pool: ThreadPoolExecutor, call: Callable[[], Any]) -> Any:
+        """What `call` returns in a thread of `pool`. EngineDeadError if the engine ends before that."""
+
+        def checked_call() -> Any:
+            self.check_open()
+            return call()
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(pool, checked_call)
+        except RuntimeError:
+            self.check_open()  # then that is why
+            raise
 
     @property
     def num_unfinished(self) -> int:
@@ -283,7 +301,7 @@ class AsyncLLM:
         self._wake.set()
         self._thread.join()
         for pool in (self._pool, self._grammar_pool):
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(wait=False)  # what waits there gets an EngineDeadError
         atexit.unregister(self.exit)
 
     async def __aenter__(self):

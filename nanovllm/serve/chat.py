@@ -48,8 +48,9 @@ def make_tool_parser(body: ChatBody, name: str) -> Callable[[], ToolParser]:
 class AnswerParser:
     """Takes the text of one answer, in pieces or at once, and makes entries of its message."""
 
-    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser):
-        self._reasoning, self._tools = reasoning, tools
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser, max_calls: int | None = None):
+        """max_calls: further calls are dropped; None is no bound."""
+        self._reasoning, self._tools, self._max_calls = reasoning, tools, max_calls
         self.num_calls = 0
 
     def feed(self, text: str, is_last: bool) -> dict[str, Any]:
@@ -58,6 +59,8 @@ class AnswerParser:
         if self._reasoning is not None:
             reasoning, text = self._reasoning.feed(text, is_last)
         content, calls = self._tools.feed(text, is_last)
+        if self._max_calls is not None:
+            calls = calls[: self._max_calls - self.num_calls]
         self.num_calls += len(calls)
         found = {"reasoning_content": reasoning, "content": content, "tool_calls": [_call_entry(x) for x in calls]}
         return {name: value for name, value in found.items() if value}
@@ -74,8 +77,11 @@ class ChatAnswer(Answer):
         requests: Sequence[AsyncRequest],
         make_tool_parser: Callable[[], ToolParser],
         finds_reasoning: bool = False,
+        token_bytes: Mapping[int, bytes] | None = None,
     ):
+        """token_bytes: of each token id, for log-probabilities; a token may end within a character."""
         super().__init__(body, model, requests)
+        self._token_bytes = {} if token_bytes is None else token_bytes
         self._make_tool_parser, self._finds_reasoning = make_tool_parser, finds_reasoning
         self._streams: dict[int, AnswerParser] = {}  # by answer
 
@@ -85,7 +91,7 @@ class ChatAnswer(Answer):
     def _make_parser(self) -> "AnswerParser":
         prompt = self.requests[0].request.prompt
         reasoning = ReasoningParser(begins_inside(prompt)) if self._finds_reasoning else None
-        return AnswerParser(reasoning, self._make_tool_parser())
+        return AnswerParser(reasoning, self._make_tool_parser(), 1 if self.body.parallel_tool_calls is False else None)
 
     def _choice(self, answer: CompletionOutput) -> dict[str, Any]:
         message = {"role": "assistant", "content": "", **self._make_parser().feed(answer.text, is_last=True)}
@@ -121,14 +127,14 @@ class ChatAnswer(Answer):
             return None
         num_top, content = self.body.top_logprobs or 0, []
         for token_id, found in zip(token_ids, logprobs):
-            most_likely = sorted(found.values(), key=lambda x: x.rank)[:num_top]
-            content.append(_logprob_entry(found[token_id]) | {"top_logprobs": [_logprob_entry(x) for x in most_likely]})
+            entries = {i: self._logprob_entry(i, x) for i, x in found.items()}
+            most_likely = sorted(found, key=lambda i: found[i].rank)[:num_top]
+            content.append(entries[token_id] | {"top_logprobs": [entries[i] for i in most_likely]})
         return {"content": content, "refusal": None}
 
-
-def _logprob_entry(found: Logprob) -> dict[str, Any]:
-    token = found.decoded_token or ""
-    return {"token": token, "logprob": logprob_value(found), "bytes": [*token.encode()]}
+    def _logprob_entry(self, token_id: int, found: Logprob) -> dict[str, Any]:
+        data = self._token_bytes[token_id]
+        return {"token": found.decoded_token or "", "logprob": logprob_value(found), "bytes": [*data]}
 
 
 def _call_entry(call: ToolCall) -> dict[str, Any]:

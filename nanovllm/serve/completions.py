@@ -1,6 +1,7 @@
 """Answers of /v1/completions."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nanovllm.engine.outputs import Logprob, RequestOutput, StreamEvent
@@ -27,6 +28,16 @@ class CompletionAnswer(Answer):
         super().__init__(body, model, requests)
         self._echoes = echoes
         self._num_characters: dict[int, int] = {}  # by choice, that were streamed
+
+    def _whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        if self.body.max_tokens == 0:
+            outputs = [replace(output, outputs=[_without_tokens(x) for x in output.outputs]) for output in outputs]
+        return super()._whole(outputs)
+
+    def _events(self, prompt_index: int, events: Sequence[StreamEvent], num_levels: int = 0) -> bytes:
+        if self.body.max_tokens == 0:
+            events = [_without_tokens(event) for event in events]
+        return super()._events(prompt_index, events, num_levels)
 
     def choices(self, prompt_index: int, output: RequestOutput) -> list[dict[str, Any]]:
         echo, choices = self._echoes[prompt_index], []
@@ -80,3 +91,10 @@ class CompletionAnswer(Answer):
             result["text_offset"].append(offset)
             offset += len(token)
         return result
+
+
+def _without_tokens(answer: Any) -> Any:
+    """For `max_tokens=0` with `echo`: the prompt alone. The engine has generated a token, as it always does."""
+    logprobs: list | None = None if answer.logprobs is None else []
+    reason = answer.finish_reason and "length"
+    return replace(answer, text="", token_ids=[], logprobs=logprobs, finish_reason=reason, stop_reason=None)

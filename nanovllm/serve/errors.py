@@ -73,7 +73,8 @@ def validation_error(errors: Sequence[dict]) -> ApiError:
     if param is None or param.isdigit():
         return ApiError(400, "the body must be a JSON object")
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{'.'.join(path)}: this field is unknown or not supported", param, "unknown_parameter")
+        message = f"{'.'.join(path)[:80]}: this field is unknown or not supported"
+        return ApiError(400, message, param[:80], "unknown_parameter")
     texts = dict.fromkeys(error["msg"] for error in errors if param in error["loc"])
     where = ".".join(path) if len(texts) == 1 else param
     return ApiError(400, f"{where}: {'; or '.join(texts)}"[:500], param)

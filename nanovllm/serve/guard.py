@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import logging
 import os
+import socket
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -16,6 +17,7 @@ logger = logging.getLogger("nanovllm")
 OPEN_PATHS = ("/", "/health")  # need no key: the page asks for one, and monitors of the server have none
 HEADER_SECONDS = 10.0  # within which the headers of a request must have arrived
 MAX_HEADER_BYTES = 32 * 2**10
+UNREAD_SECONDS = 120.0  # after which a connection is reset whose client takes nothing of what was sent
 
 
 class Guard:
@@ -116,6 +118,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; else closing waits for such a client without an end
+            milliseconds = int(1000 * UNREAD_SECONDS)
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         self._begin_headers()
 
     def data_received(self, data: bytes) -> None:

@@ -1,13 +1,21 @@
-"""The bodies of requests to the HTTP API: OpenAI's fields, and vLLM's in addition. Any other field is an error."""
+"""The bodies of requests to the HTTP API: OpenAI's fields, and vLLM's in addition. Any other field is an error.
 
-from dataclasses import fields
+Checks of a body run in the event loop, so their time is bounded: a list ends with its first wrong item, a dict of any
+size has no checks of its own, and only the first unknown field is reported. Without that, two megabytes of wrong items
+are a million errors, which take seconds.
+"""
+
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import MAX_BAD_WORDS, SamplingParams
 
 MAX_STOPS = 64  # strings that are looked for at every token
+MAX_STOP_CHARACTERS = 1024
+MAX_TOOLS = 128  # OpenAI's bound
+MAX_MESSAGES = 10_000  # of a conversation; also parts of a message
+MAX_LOGIT_BIASES = 300  # OpenAI's bound, and SamplingParams'
 MAX_LOGPROBS = 20  # of a token, as OpenAI has it; the engine's own bound applies as well
 # fields of a body that are passed on to SamplingParams as they are
 SAMPLING_FIELDS = (
@@ -17,10 +25,25 @@ SAMPLING_FIELDS = (
 )
 
 
+String = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
+Strings = Annotated[list[str], Field(fail_fast=True)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
     model: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_one_unknown_field(cls, body: Any) -> Any:
+        """Each would be an error, and one is enough to refuse the body."""
+        known = cls.model_fields.keys()
+        if not isinstance(body, dict) or body.keys() <= known:
+            return body
+        first = next(name for name in body if name not in known)
+        return {name: value for name, value in body.items() if name in known or name == first}
 
 
 class StreamOptions(BaseModel):
@@ -53,19 +76,20 @@ class GenerationBody(Body):
     min_p: float | None = None
     n: int | None = Field(None, ge=1)
     seed: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: String | Annotated[list[String], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    stop_token_ids: TokenIds | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    bad_words: Annotated[list[String], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=MAX_LOGIT_BIASES)] | None = None
+    logprobs: int | bool | None = None  # see the subclasses
     priority: int = 0
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -73,7 +97,7 @@ class GenerationBody(Body):
     structured_outputs: dict[str, Any] | None = None  # vLLM's
     # these change nothing here, and clients send them
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -89,9 +113,9 @@ class GenerationBody(Body):
 
 
 class CompletionBody(GenerationBody):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Strings | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    echo: bool = False
+    echo: bool | None = None
     best_of: int | None = None
     suffix: None = None
 
@@ -133,22 +157,22 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
 
 
 class ChatFields(BaseModel):
     """What makes the prompt of a conversation."""
 
-    messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] | None = None
+    messages: list[Message] = Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 class ChatBody(ChatFields, GenerationBody):
-    max_completion_tokens: int | None = None
+    max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
@@ -164,7 +188,7 @@ class TokenizeChatBody(ChatFields, Body):
 
 
 class DetokenizeBody(Body):
-    tokens: list[int]
+    tokens: TokenIds
 
 
 def sampling_params(
@@ -175,8 +199,6 @@ def sampling_params(
     if body.logit_bias:
         given["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
     if structured_outputs is not None:
-        if "structured_outputs" not in (field.name for field in fields(SamplingParams)):
-            raise ValueError("response_format: structured output is not supported")
         given["structured_outputs"] = structured_outputs
     return SamplingParams(**defaults | given | special)
 

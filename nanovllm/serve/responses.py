@@ -8,7 +8,7 @@ from typing import Any
 from starlette.responses import Response
 
 from nanovllm.serve.answers import dump_json, server_sent_event
-from nanovllm.serve.errors import ApiError, api_error
+from nanovllm.serve.errors import ApiError, RequestTimeoutError, api_error
 
 WRITE_SECONDS = 30.0  # in addition to the time of the request: for a client that reads slowly
 
@@ -18,7 +18,9 @@ class ClientGoneError(Exception):
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(dump_json(content), status, headers, media_type="application/json")
+    """content: bytes are JSON already."""
+    data = content if isinstance(content, bytes) else dump_json(content)
+    return Response(data, status, headers, media_type="application/json")
 
 
 def error_response(error: ApiError, close: bool = False) -> Response:
@@ -38,7 +40,7 @@ class EventStream(Response):
     async def __call__(self, scope, receive, send) -> None:
         try:
             await while_connected(receive, self._send_all(send), self._seconds + WRITE_SECONDS)
-        except ClientGoneError:
+        except (ClientGoneError, RequestTimeoutError):
             pass  # nothing reads the rest
         finally:
             self._end()
@@ -56,16 +58,17 @@ class EventStream(Response):
 
 
 async def while_connected(receive, work: Coroutine, seconds: float | None = None) -> Any:
-    """The result of `work`. It is cancelled, with a ClientGoneError, if the client goes away or after `seconds`.
+    """The result of `work`. It is cancelled if the client goes away (ClientGoneError), or after `seconds`
+    (RequestTimeoutError).
 
     receive: of ASGI, after the body was read.
     """
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnection(receive))
     try:
         await asyncio.wait((task, gone), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGoneError
-        return task.result()
+        if task.done():
+            return task.result()
+        raise ClientGoneError if gone.done() else RequestTimeoutError
     finally:
         task.cancel()
         gone.cancel()

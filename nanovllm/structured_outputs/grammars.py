@@ -5,7 +5,6 @@ import threading
 from collections import OrderedDict
 from copy import copy
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.structured_outputs.constraint import Constraint, Matcher, update
@@ -37,6 +36,10 @@ class Grammars:
         self._trial = TrialProcess()
         self._matchers: OrderedDict[str, Matcher] = OrderedDict()  # at their start; the last used comes last
         self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Compile no further grammar."""
+        self._trial.close()
 
     def matcher(self, spec: dict[str, Any]) -> Matcher:
         """One of its own, at the start. ValueError for what is no schema, expression or grammar of llguidance."""
@@ -74,7 +77,6 @@ def _grammar_of(kind: str, content: Any) -> str:
     return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
 
 
-_grammars: WeakKeyDictionary[Any, Grammars] = WeakKeyDictionary()  # by the InputProcessor of an engine
 _lock = threading.Lock()  # held for seconds when an engine gets its first request of this kind
 
 
@@ -86,12 +88,12 @@ def constrain(group: list[Sequence], processor: Any) -> None:
     params, model = group[0].params, processor.config.model_config
     assert params.structured_outputs is not None
     with _lock:
-        if (grammars := _grammars.get(processor)) is None:
+        if processor.grammars is None:
             with processor.tokenizer_lock:
                 tokenizer = copy(processor.tokenizer.backend_tokenizer)
-            grammars = _grammars[processor] = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
+            processor.grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
     for seq in group:
-        matcher = grammars.matcher(params.structured_outputs)
+        matcher = processor.grammars.matcher(params.structured_outputs)
         seq.constraint = Constraint(seq, matcher, model.vocab_size, model.eos_token_ids)
     update([seq.constraint for seq in group])
     if (error := group[0].constraint.error) is not None:

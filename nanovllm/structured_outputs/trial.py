@@ -38,22 +38,42 @@ for line in sys.stdin:
 
 
 class TrialProcess:
-    """The process, which starts with the first grammar and ends with this object. Any thread may call it."""
+    """The process, which starts with the first grammar and ends with `close` or this object. Any thread may call it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
+        self._is_closed = False
+
+    def close(self) -> None:
+        """End the process. It never waits for `error_of`, which a signal handler may have interrupted."""
+        self._is_closed = True  # before `_process` is read: `error_of` reads them in the other order
+        if (process := self._process) is None:
+            return
+        process.kill()
+        if self._lock.acquire(blocking=False):  # otherwise `error_of` is waiting for an answer, and does the rest
+            try:
+                _end(process)
+            finally:
+                self._lock.release()
 
     def error_of(self, grammar: str) -> str:
-        """Why a grammar can't be compiled; empty if it can."""
+        """Why a grammar can't be compiled; empty if it can. RuntimeError after `close`."""
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._process = self._start()
+            process = self._process
+            if not self._is_closed and (process is None or process.poll() is not None):
+                self._process = process = self._start()
+            if process is None or self._is_closed:
+                if process is not None:
+                    _end(process)
+                raise RuntimeError("this engine was closed by exit()")
             try:
-                answer = _ask(self._process, json.dumps(grammar))
+                answer = _ask(process, json.dumps(grammar))
             except BaseException:  # this answer would be taken for that to the next grammar
-                _end(self._process)
+                _end(process)
                 raise
+        if not answer and self._is_closed:
+            raise RuntimeError("this engine was closed by exit()")
         return json.loads(answer) if answer else f"takes more than {MAX_SECONDS:g} s, or too much memory, to compile"
 
     def _start(self) -> subprocess.Popen[bytes]:
