@@ -96,10 +96,10 @@ def test_generate(capsys):
         assert end.value.code == 0
         return capsys.readouterr().out
 
-    text = run("KING RICHARD.\n")
+    text = run("KING RICHARD.\n", "--no-chat")
     assert len(text) > 8
-    assert run("KING RICHARD.\n", "--n=2") == f"--- 1 of 2\n{text}--- 2 of 2\n{text}"
-    assert run("What is 2+2?", "--chat") != run("What is 2+2?")
+    assert run("KING RICHARD.\n", "--no-chat", "--n=2") == f"--- 1 of 2\n{text}--- 2 of 2\n{text}"
+    assert run("What is 17 + 25?") == "42\n" == run("What is 17 + 25?", "--chat")
 
 
 def test_bench_is_the_script_of_the_repository(monkeypatch, capsys, tmp_path):

@@ -57,7 +57,8 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("generate", help=text, description=text, formatter_class=HelpFormatter)
     command.add_argument("model", metavar="MODEL", help=model)
     command.add_argument("prompt", metavar="PROMPT", help="the prompt, or - to read it from the standard input")
-    command.add_argument("--chat", action="store_true", help="apply the chat template: the prompt is a user's message")
+    text = "the prompt is a user's message (default: if the model has a chat template)"
+    command.add_argument("--chat", action=argparse.BooleanOptionalAction, help=text)
     skip = {name for name in SamplingParams.__dataclass_fields__ if name not in SIMPLE_SAMPLING}
     add_flags(command, SamplingParams, "sampling (without a flag, what the model recommends)", skip=skip)
     add_flags(command, Config, "engine", skip=("model", "seed"))
@@ -104,9 +105,10 @@ def generate(options: argparse.Namespace) -> int:
     from nanovllm.sampling_params import SamplingParams
 
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
-    prompt = [{"role": "user", "content": text}] if options.chat else text
     settings = {name: value for name, value in given(options, Config).items() if name not in ("model", "seed")}
     with LLM(options.model, **settings) as llm:
+        is_chat = llm.tokenizer.chat_template is not None if options.chat is None else options.chat
+        prompt = [{"role": "user", "content": text}] if is_chat else text
         params = replace(llm.get_default_sampling_params(), **given(options, SamplingParams))
         if params.n == 1:
             for event in llm.stream(prompt, params):
