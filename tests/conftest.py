@@ -68,6 +68,10 @@ DTYPES = [torch.float32, torch.float16] + CUDA * [torch.bfloat16]  # the interpr
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 NAN = float("nan")
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+# of kernels that take the interpreter long: float16 also has the conversions that float32 does without
+each_dtype_or_half = pytest.mark.parametrize(
+    "dtype", DTYPES if CUDA else [torch.float16], ids=lambda dtype: str(dtype)[6:]
+)
 
 
 def randn(*shape: int, dtype=torch.float32) -> torch.Tensor:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CUDA, DEVICE, DTYPES, NAN, TOLERANCE, assert_close, each_dtype, randn
+from conftest import CUDA, DEVICE, DTYPES, NAN, TOLERANCE, assert_close, each_dtype, each_dtype_or_half, randn
 
 triton = pytest.importorskip("triton")
 import triton.language as tl
@@ -102,7 +102,7 @@ def check_prefill(num_new, num_before, heads, dtype, stale):
     assert_close(out, torch.cat(expected))
 
 
-@each_dtype
+@each_dtype_or_half
 @each_heads
 @each_stale
 def test_decode_of_a_mixed_batch(heads, dtype, stale):
@@ -130,7 +130,7 @@ def test_decode_looks_up_chunks_of_blocks(block_size, splits, lengths, dtype):
     check_decode(lengths, (3, 1, 32, block_size), dtype, NAN, splits)
 
 
-@each_dtype
+@each_dtype_or_half
 @pytest.mark.parametrize(
     "heads, splits, has_norm",
     [
@@ -206,7 +206,7 @@ def test_number_of_splits():
     assert few > many == 1
 
 
-@each_dtype
+@each_dtype_or_half
 @each_heads
 @each_stale
 def test_prefill_of_a_mixed_batch(heads, dtype, stale):
@@ -214,7 +214,7 @@ def test_prefill_of_a_mixed_batch(heads, dtype, stale):
     check_prefill([1, 63, 1, 0, 37, 65], [0, 0, 130, 40, 101, 22], heads, dtype, stale)
 
 
-@each_dtype
+@each_dtype_or_half
 @pytest.mark.parametrize("num_new, num_before", [(1, 4094), (77, 4018), (513, 3582), *CUDA * [(4095, 0)]])
 def test_prefill_up_to_4095_tokens(num_new, num_before, dtype):
     check_prefill([num_new], [num_before], (1, 1, 32, 256), dtype, NAN)
@@ -286,7 +286,7 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor, gated: bool = False,
     return y
 
 
-@each_dtype
+@each_dtype_or_half
 @pytest.mark.parametrize(  # below, above and at odds with tiles of 2048 inputs, gated of 1024
     "n, k",
     [(1, 1), (7, 1), (257, 7), (257, 33), (1, 1024), (7, 1500), (257, 1030), (7, 2048), (1, 2055), (7, 5120)],
@@ -564,7 +564,7 @@ class Ranks:
                 self.flags(other)[:, rank] = 0
 
 
-@each_dtype
+@each_dtype_or_half
 @pytest.mark.parametrize("num_rows, n, parts", [(1, 8, 1), (1, 136, 2), (3, 136, 1), (9, 1024, 2)])
 @pytest.mark.parametrize("size", [2, 4])
 def test_sum_rms_norm(size, num_rows, n, parts, dtype):

@@ -150,8 +150,7 @@ both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["syn
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"async_scheduling": False}, id="defaults-sync"),
-        pytest.param({"async_scheduling": True}, id="defaults-async"),
+        pytest.param({"async_scheduling": False}, id="defaults"),
         pytest.param({"kvcache_block_size": 256, "max_num_seqs": 7, "async_scheduling": True}, id="few-seqs"),
         pytest.param({"enable_prefix_caching": False, "async_scheduling": True}, id="no-prefix-cache"),
         pytest.param(
@@ -172,10 +171,9 @@ def test_offline(offline, same_as_reference):
     assert stats["steps"]["mixed"] == 0
 
 
-@both_ways
-def test_chunked_prefill(make_llm, requests, same_as_reference, async_scheduling):
+def test_chunked_prefill(make_llm, requests, same_as_reference):
     """With a budget of 64 tokens a step most prompts are computed in pieces."""
-    llm = make_llm(max_num_batched_tokens=64, kvcache_block_size=16, async_scheduling=async_scheduling)
+    llm = make_llm(max_num_batched_tokens=64, kvcache_block_size=16, async_scheduling=True)
     pieces = []
     schedule = llm.scheduler.schedule
     llm.scheduler.schedule = lambda **options: pieces.append(schedule(**options)) or pieces[-1]
