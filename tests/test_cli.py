@@ -85,8 +85,9 @@ def test_wrong_command_lines(capsys):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(SystemExit) as end:
-            cli.main(["serve", "tiny-qwen3", f"--port={taken.getsockname()[1]}"])
-        assert end.value.code == 2 and "in use" in capsys.readouterr().err
+            cli.main(["serve", "tiny-qwen3", f"--port={(port := taken.getsockname()[1])}"])
+        assert end.value.code == 2
+        assert f"host='127.0.0.1', port={port}: Address already in use" in capsys.readouterr().err
 
 
 def test_generate(capsys):

@@ -15,14 +15,16 @@ BACKLOG = 2048  # connections that the system accepts before the server does
 
 def listening_socket(settings: ServerSettings) -> socket.socket:
     """Reserves the address before the model is loaded. OSError if it is in use, or not an address of this machine."""
-    family, *_, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
-    reserved = socket.socket(family, socket.SOCK_STREAM)
+    reserved = None
     try:
+        family, *_, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
+        reserved = socket.socket(family, socket.SOCK_STREAM)
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(address)
-    except BaseException:
-        reserved.close()
-        raise
+    except OSError as error:
+        if reserved is not None:
+            reserved.close()
+        raise OSError(f"host={settings.host!r}, port={settings.port}: {error.strerror or error}") from error
     return reserved
 
 
