@@ -260,9 +260,10 @@ class Api:
         return json_response({"object": "list", "data": [self._model_entry(name) for name in self.model_names]})
 
     async def model(self, name: str) -> Response:
-        if name not in self.model_names:
-            return error_response(ApiError(404, f"model {name!r:.80} is not served here", "model", "model_not_found"))
-        return json_response(self._model_entry(name))
+        try:
+            return json_response(self._model_entry(self._model_name(name)))
+        except ApiError as error:
+            return error_response(error)
 
     def _model_entry(self, name: str) -> dict[str, Any]:
         max_model_len = self.llm.engine.config.max_model_len

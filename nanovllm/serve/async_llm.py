@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -89,15 +90,12 @@ class AsyncLLM:
         wait, EngineDeadError if the engine has failed or was closed. In all outputs but the last, `metrics` has nothing
         but the `arrival_time`.
         """
-        request = await self.submit(prompt, sampling_params, request_id, priority, chat_template_kwargs)
-        partial_output = PartialOutput(request)
-        try:
+        async with self._submitted(prompt, sampling_params, request_id, priority, chat_template_kwargs) as request:
+            partial_output = PartialOutput(request)
             while events := await request.next_events():
                 for event in events:
                     partial_output.add(event)
                 yield partial_output.output()
-        finally:
-            self.discard(request)
 
     async def stream(
         self,
@@ -108,11 +106,17 @@ class AsyncLLM:
         chat_template_kwargs: Mapping | None = None,
     ) -> AsyncIterator[StreamEvent]:
         """The answers piece by piece, as `LLM.stream` gives them; arguments and errors are those of `generate`."""
-        request = await self.submit(prompt, sampling_params, request_id, priority, chat_template_kwargs)
-        try:
+        async with self._submitted(prompt, sampling_params, request_id, priority, chat_template_kwargs) as request:
             while events := await request.next_events():
                 for event in events:
                     yield event
+
+    @asynccontextmanager
+    async def _submitted(self, *arguments: Any) -> AsyncIterator[AsyncRequest]:
+        """The request of `submit`, which is dropped when the block ends."""
+        request = await self.submit(*arguments)
+        try:
+            yield request
         finally:
             self.discard(request)
 

@@ -164,7 +164,7 @@ def _plain_call(call: dict[str, Any], path: str) -> dict[str, Any]:
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
-            raise ApiError(400, f"{path}: the arguments must be a JSON object", "messages") from None
+            arguments = None
     if not isinstance(arguments, dict):
         raise ApiError(400, f"{path}: the arguments must be a JSON object", "messages")
     return call | {"function": function | {"arguments": arguments}}
