@@ -42,7 +42,7 @@ class Grammars:
         self._trial.close()
 
     def matcher(self, spec: dict[str, Any]) -> Matcher:
-        """One of its own, at the start. ValueError for what is no schema, expression or grammar of llguidance."""
+        """A matcher at its start, for copies. ValueError for what is no schema, expression or grammar of llguidance."""
         from llguidance import LLMatcher
 
         ((kind, content),) = spec.items()
@@ -50,7 +50,7 @@ class Grammars:
         with self._lock:
             if (found := self._matchers.get(grammar)) is not None:
                 self._matchers.move_to_end(grammar)
-                return found.deep_copy()
+                return found
         error = self._trial.error_of(grammar)
         matcher = None if error else LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher is None or (error := matcher.get_error()):
@@ -60,7 +60,7 @@ class Grammars:
             self._matchers[grammar] = matcher
             while len(self._matchers) > MAX_CACHED_GRAMMARS:
                 self._matchers.popitem(last=False)
-        return matcher.deep_copy()
+        return matcher
 
 
 def _grammar_of(kind: str, content: Any) -> str:
@@ -92,9 +92,9 @@ def constrain(group: list[Sequence], processor: Any) -> None:
             with processor.tokenizer_lock:
                 tokenizer = copy(processor.tokenizer.backend_tokenizer)
             processor.grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
+    matcher = processor.grammars.matcher(params.structured_outputs)
     for seq in group:
-        matcher = processor.grammars.matcher(params.structured_outputs)
-        seq.constraint = Constraint(seq, matcher, model.vocab_size, model.eos_token_ids)
+        seq.constraint = Constraint(seq, matcher.deep_copy(), model.vocab_size, model.eos_token_ids)
     update([seq.constraint for seq in group])
     if (error := group[0].constraint.error) is not None:
         raise ValueError(f"{error}, not even a first one")
