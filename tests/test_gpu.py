@@ -1,6 +1,7 @@
 """On CUDA devices: every backend, with graphs and without, compared with known answers and with transformers."""
 
 import importlib.util
+import json
 import os
 import random
 import signal
@@ -10,11 +11,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TINY, generate_by_steps
+from conftest import generate_by_steps
 from test_callers import Caller, check_whole, requests, threads  # noqa: F401  (`requests` is a fixture)
 from test_models import SMALL, assert_same_as_transformers, make_checkpoint
 from test_models import requests as requests_of_models
 
+from bench import write_shape
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.sampling_params import bad_word_token_ids
 
@@ -121,54 +123,24 @@ def test_seeded_sampling_is_the_same_in_any_batch(make_llm):
     assert [a["token_ids"] for a in alone] == [a["token_ids"] for a in together[:8]]
 
 
-# real shapes; of the larger one only a few layers
-SHAPES = {
-    "qwen3-0.6b": dict(
-        family="Qwen3",
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        tie_word_embeddings=True,
-    ),
-    "qwen3-30b-a3b": dict(
-        family="Qwen3Moe",
-        hidden_size=2048,
-        moe_intermediate_size=768,
-        num_hidden_layers=3,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-    ),
-}
+NUM_LAYERS = {"qwen3-0.6b": 28, "qwen3-30b-a3b": 3}  # of bench.py's shapes; of the larger one only a few
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=NUM_LAYERS)
 def random_model(request, tmp_path_factory) -> str:
-    """A checkpoint with random weights, with the bundled tokenizer, which is not used."""
+    """A checkpoint with random weights, with a tokenizer that is not used."""
     import shutil
 
-    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = tmp_path_factory.mktemp(request.param)
-    family, shape = (entries := dict(SHAPES[request.param])).pop("family"), entries
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=151936,
-        head_dim=128,
-        max_position_embeddings=40960,
-        eos_token_id=151645,
-        dtype=torch.bfloat16,
-        **shape,
-    )
+    folder = tmp_path_factory.mktemp("random") / request.param
+    write_shape(request.param, folder)
+    entries = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(entries | {"num_hidden_layers": NUM_LAYERS[request.param]}))
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(f"{TINY}/{name}", folder)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    model.to(torch.bfloat16).save_pretrained(folder)
     yield str(folder)
     shutil.rmtree(folder)
 
