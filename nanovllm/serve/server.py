@@ -1,5 +1,6 @@
 """The process that serves the application: its address, its signals, and its end."""
 
+import gc
 import signal
 import socket
 
@@ -58,6 +59,8 @@ def run_server(llm: AsyncLLM, settings: ServerSettings, model: str, listener: so
     handlers = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     host, port = listener.getsockname()[:2]
     listener.listen(BACKLOG)
+    gc.collect()
+    gc.freeze()  # a collection that goes through the tokenizer and all modules halts every stream for 0.4 s
     print(f"{model} is served at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C ends it)", flush=True)
     try:
         server.run(sockets=[listener])
