@@ -85,7 +85,7 @@ def test_padding_changes_nothing(make_llm, one_layer, monkeypatch):
     shapes = mixed_bounds(llm.config, runner.query_tile_size)
     sizes = [(shape.num_decodes, shape.num_tokens) for shape in shapes]
     assert sizes == [(0, 4), (0, 8), (0, 12), (4, 4), (5, 8), (5, 12)]
-    settings = llm.config.max_num_seqs, runner._device_buffer, runner.pad_req_index, runner._run_model, runner._sample
+    settings = llm.config.max_num_seqs, runner._device_buffer, runner.pad_req_index, runner.run_model, runner.sample
     with torch.inference_mode():
         graphs = runner.mixed_graphs = MixedGraphs(shapes, *settings, pool=None)
     outputs = generate_by_steps(llm, zip(prompts, params))

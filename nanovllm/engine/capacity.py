@@ -7,8 +7,10 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import nn
 
-from nanovllm.engine.batch import dummy_prefill
+from nanovllm.engine.batch import Batch, decode_shape, dummy_prefill, largest_batch
+from nanovllm.engine.step_result import SamplerInput
 
 CPU_KV_CACHE_BYTES = 2**30  # the cache on a CPU, unless num_kvcache_blocks says otherwise
 CUDA_RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allocate without PyTorch's allocator
@@ -70,6 +72,43 @@ def _min_of_ranks(runner: Any, number: int) -> int:
     if runner.tp.size == 1:
         return number
     return -runner.tp.max_of_ranks(torch.tensor([-number], device=runner.device)).item()
+
+
+@torch.inference_mode()
+def compile_kernels(runner: Any) -> None:
+    """Compile the kernels of the steps that graphs will contain, all at the same time. No kernel runs.
+
+    Otherwise each would be compiled when it is first launched, one after the other.
+    """
+    from nanovllm.engine.cuda_graph import capture_sizes, mixed_bounds  # not on a CPU
+    from nanovllm.kernels.dependent_launch import compile_only
+
+    config, model = runner.config, runner.model.model
+    decodes = [decode_shape(size, config.max_blocks_per_seq) for size in capture_sizes(config.max_num_seqs)]
+    chunks = mixed_bounds(config, runner.query_tile_size) if runner.backend.captures_chunks else []
+    buffer = torch.zeros(largest_batch(config), dtype=torch.int32, device=runner.device)
+
+    def run_steps() -> None:
+        for shape in decodes + chunks:
+            _, x = runner.run_model(Batch.from_buffer(shape, buffer))
+            # the graphs of decodes have the same numbers of samples as those of chunks
+            runner.sample(SamplerInput(*(rows[:1] for rows in x)) if shape.has_chunks else x)
+            runner.last_token_ids.zero_()  # no kernel has written token ids
+
+    runner.allocate_kv_cache(16, num_layers=1)
+    layers, model.layers = model.layers, first_layers_of_each_kind(model.layers)
+    try:
+        compile_only(run_steps)
+    finally:
+        model.layers = layers
+        runner.allocate_kv_cache(0)
+
+
+def first_layers_of_each_kind(layers: nn.ModuleList) -> nn.ModuleList:
+    """As few layers, from the first on, as have every kind of layer after every kind that it follows."""
+    kinds = [type(layer.mlp) for layer in layers]
+    pairs = list(zip([None, *kinds], kinds))
+    return layers[: 1 + max(map(pairs.index, set(pairs)))]
 
 
 def warm_up_kernels(runner: Any) -> None:

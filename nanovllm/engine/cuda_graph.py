@@ -92,10 +92,10 @@ TOKEN_SIZES = (16, 32, 64, *range(128, 2048, 128), *range(2048, 4096, 512), *ran
 def mixed_bounds(config: Config, query_tile_size: int) -> list[BatchShape]:
     """The shapes of steps with chunks to capture: the first that holds a step is the smallest that does.
 
-    Without graphs the host would launch the kernels of so short a step for longer than the device computes it.
+    Without graphs the host would launch the kernels of so short a step for longer than the device computes it. As long
+    as `max_num_mixed_tokens` is not known, these are all shapes that may be captured.
     """
-    assert config.max_num_mixed_tokens is not None, "the model runner has set it"
-    largest = min(config.max_num_mixed_tokens, config.max_num_batched_tokens, TOKEN_SIZES[-1])
+    largest = min(config.max_num_mixed_tokens or TOKEN_SIZES[-1], config.max_num_batched_tokens, TOKEN_SIZES[-1])
     sizes = [*(size for size in TOKEN_SIZES if size < largest), largest]
     shapes: list[BatchShape] = []
     for max_decodes in (0, config.max_num_seqs):

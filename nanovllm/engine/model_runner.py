@@ -10,8 +10,8 @@ from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.engine import batch as batches
+from nanovllm.engine import capacity
 from nanovllm.engine.batch import DeviceBatch, HostBatch
-from nanovllm.engine.capacity import affordable_blocks, memory_in_use, num_tokens_within, warm_up_kernels
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.step_result import (
     ForwardOutput,
@@ -35,7 +35,7 @@ from nanovllm.layers.logits import (
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import model_class
 from nanovllm.utils.context import Context, attention_context
-from nanovllm.utils.device import becomes_idle, on_device
+from nanovllm.utils.device import becomes_idle, on_device, zeros_on
 from nanovllm.utils.double_buffer import DoubleBuffer
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.stopwatch import Stopwatch
@@ -64,7 +64,7 @@ class ModelRunner:
         if self.custom_filters and self.tp.size > 1:
             raise ValueError(f"tensor_parallel_size={self.tp.size}: must be 1 with filters of register_filter")
         self.backend = make_backend(config.attention_backend)
-        memory_before = memory_in_use(self.device)
+        memory_before = capacity.memory_in_use(self.device)
         self.model = self._load_model()
         startup.lap("weights")
         self.attention_layers = [module for module in self.model.modules() if isinstance(module, Attention)]
@@ -78,16 +78,20 @@ class ModelRunner:
         self._make_buffers()
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
+        has_graphs = self.device.type == "cuda" and self.backend.uses_cuda_graphs and not config.enforce_eager
+        if has_graphs:
+            capacity.compile_kernels(self)
+        startup.lap("kernels")
         if config.num_kvcache_blocks is None:
-            config.set_num_kvcache_blocks(affordable_blocks(self, memory_before))
+            config.set_num_kvcache_blocks(capacity.affordable_blocks(self, memory_before))
         self.allocate_kv_cache(config.num_kvcache_blocks)
         if config.max_num_mixed_tokens is None:
-            config.set_max_num_mixed_tokens(num_tokens_within(self, config.max_mixed_step_ms))
+            config.set_max_num_mixed_tokens(capacity.num_tokens_within(self, config.max_mixed_step_ms))
         startup.lap("warm-up")
-        if self.device.type == "cuda" and self.backend.uses_cuda_graphs and not config.enforce_eager:
+        if has_graphs:
             self.capture_cudagraph()
         if self.device.type == "cuda" and self.mixed_graphs is None:
-            warm_up_kernels(self)
+            capacity.warm_up_kernels(self)
         startup.lap("graphs")
 
     def run(self, step: ScheduledStep) -> PendingStep:
@@ -151,11 +155,11 @@ class ModelRunner:
 
     def _forward(self, batch: DeviceBatch) -> ForwardOutput:
         """A whole step on the device. CUDA graphs capture this for decode batches, so it never waits for the device."""
-        hidden_states, sampler_input = self._run_model(batch)
+        hidden_states, sampler_input = self.run_model(batch)
         self.requests.write(batch)
-        return ForwardOutput(self._sample(sampler_input), hidden_states, sampler_input.hidden_states)
+        return ForwardOutput(self.sample(sampler_input), hidden_states, sampler_input.hidden_states)
 
-    def _run_model(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
+    def run_model(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
         """Hidden states [T, hidden_size], and those to be sampled; keys, values and token ids are in the cache then."""
         input_ids = self._input_ids(batch)
         self.slot_token_ids[batch.slot_mapping] = input_ids  # a slot of -1 is the last, which belongs to no block
@@ -192,7 +196,7 @@ class ModelRunner:
             num_decodes_on_device=batch.num_decodes if shape.is_padded else None,
         )
 
-    def _sample(self, x: SamplerInput) -> torch.Tensor:
+    def sample(self, x: SamplerInput) -> torch.Tensor:
         """Token ids [S] int32."""
         rows = self.requests.rows(x.req_indices, self._cached_token_ids, x.block_tables, x.positions)
         logits = self.model.compute_logits(x.hidden_states, rows.params)  # [S, vocabulary]
@@ -251,17 +255,25 @@ class ModelRunner:
         length = min(config.max_num_batched_tokens // num_seqs, config.max_model_len - 1)
         step = batches.dummy_prefill(num_seqs, length, config.kvcache_block_size)
         num_blocks = sum(len(row.seq.block_table) for row in step.rows)
-        self._set_cache(self._zeros(self.cache_of(num_blocks, num_layers=1)))  # all layers share it
+        self.allocate_kv_cache(num_blocks, num_layers=1)
         torch.cuda.reset_peak_memory_stats(self.device)
         self.run(step).wait()
         peak = torch.cuda.max_memory_allocated(self.device) - self.kv_cache.nbytes
-        self._set_cache(self.cache_of(0))
+        self.allocate_kv_cache(0)
         torch.cuda.empty_cache()
         return peak
 
-    def allocate_kv_cache(self, num_blocks: int) -> None:
-        """One tensor [2, layers, blocks, block_size, kv_heads, head_dim], of which each layer gets its part."""
-        self._set_cache(self._zeros(self.cache_of(num_blocks)))
+    def allocate_kv_cache(self, num_blocks: int, num_layers: int | None = None) -> None:
+        """One tensor [2, layers, blocks, block_size, kv_heads, head_dim], of which each layer gets its part.
+
+        With `num_layers=1` all layers share one, which is for steps whose results do not matter.
+        """
+        # zeros: attention multiplies masked slots by 0, and a NaN in them would spread
+        cache = self.kv_cache = zeros_on(self.device, self.cache_of(num_blocks, num_layers))
+        # by cache slot; tokens that are not stored write to one slot more
+        self.slot_token_ids = torch.zeros(cache.shape[2] * cache.shape[3] + 1, dtype=torch.int32, device=self.device)
+        for i, layer in enumerate(self.attention_layers):
+            layer.k_cache, layer.v_cache = cache[:, i % cache.shape[1]]
 
     def cache_of(self, num_blocks: int, num_layers: int | None = None) -> torch.Tensor:
         """A cache on the meta device: it has a shape and a size in bytes, but no memory."""
@@ -269,20 +281,6 @@ class ModelRunner:
         layers = num_layers or len(self.attention_layers)
         shape = (2, layers, num_blocks, self.config.kvcache_block_size, layer.num_kv_heads, layer.head_dim)
         return torch.empty(shape, dtype=self.config.dtype, device="meta")
-
-    def _zeros(self, cache: torch.Tensor) -> torch.Tensor:
-        # not torch.empty: attention multiplies masked slots by 0, and a NaN in them would spread
-        if self.device.type == "cuda":
-            return torch.zeros_like(cache, device=self.device)
-        # the system maps pages of numpy's zeros on first use
-        return torch.from_numpy(np.zeros(cache.nbytes, np.uint8)).view(cache.dtype).view(cache.shape)
-
-    def _set_cache(self, cache: torch.Tensor) -> None:
-        self.kv_cache = cache
-        # by cache slot; tokens that are not stored write to one slot more
-        self.slot_token_ids = torch.zeros(cache.shape[2] * cache.shape[3] + 1, dtype=torch.int32, device=self.device)
-        for i, layer in enumerate(self.attention_layers):
-            layer.k_cache, layer.v_cache = cache[:, i % cache.shape[1]]
 
     @torch.inference_mode()
     def capture_cudagraph(self) -> None:
@@ -292,7 +290,7 @@ class ModelRunner:
         config, pool, buffer = self.config, torch.cuda.graph_pool_handle(), self._device_buffer
         self.graphs = DecodeGraphs(config, buffer, self._forward, pool)
         if self.backend.captures_chunks:
-            shapes, parts = mixed_bounds(config, self.query_tile_size), (self._run_model, self._sample)
+            shapes, parts = mixed_bounds(config, self.query_tile_size), (self.run_model, self.sample)
             self.mixed_graphs = MixedGraphs(shapes, config.max_num_seqs, buffer, self.pad_req_index, *parts, pool)
 
     def synchronize(self) -> None:
@@ -312,7 +310,7 @@ class ModelRunner:
         if self.tp.lost and not becomes_idle(self.device):
             return
         self.graphs = self.mixed_graphs = None
-        self._set_cache(self.cache_of(0))
+        self.allocate_kv_cache(0)
         self.model = self.last_token_ids = self.requests = self.slot_token_ids = self._device_buffer = None
         self.attention_layers = []
         self.tp.close()

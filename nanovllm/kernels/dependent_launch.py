@@ -18,7 +18,10 @@ PDL is a constexpr that is off before Hopper.
 """
 
 import ctypes
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar, copy_context
 from functools import cache, partial
 
 import torch
@@ -28,7 +31,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch_contract import check_early_reads
 
-__all__ = ["dependent_kernel", "gdc_launch_dependents", "gdc_wait", "has_tma", "launch", "num_sms", "prefetch_rows"]
+__all__ = [
+    "compile_only",
+    "dependent_kernel",
+    "gdc_launch_dependents",
+    "gdc_wait",
+    "has_tma",
+    "launch",
+    "launch_ordinary",
+    "num_sms",
+    "prefetch_rows",
+]
 
 
 class DependentKernel:
@@ -64,21 +77,48 @@ def has_tma(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
+_only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)  # this thread, in `compile_only`
+
+
+def compile_only(work: Callable[[], None]) -> None:
+    """Call `work`, and compile the kernels that it launches in other threads, all at the same time. None of them runs.
+
+    What a kernel would have written keeps arbitrary values. Returns when all are compiled; an error of the compiler is
+    raised then. The compiler spends nearly all of its time without Python's lock. Triton before 3.5 can't do this: then
+    nothing happens, and a kernel is compiled when it is first launched.
+    """
+    if not hasattr(triton, "AsyncCompileMode"):
+        return
+
+    def compile_in_threads() -> None:
+        _only_compiles.set(True)
+        with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool):
+            work()
+
+    copy_context().run(compile_in_threads)  # what the mode has set ends with the context
+
+
 def launch(kernel: DependentKernel, grid: tuple[int, ...], device: torch.device, shared: int | None = 100):
     """kernel[grid], dependent if the device can: `launch(kernel, grid, device)(*arguments, **constants)`.
 
     `shared` is the percentage of a multiprocessor's memory that is to be shared memory, the rest being cache; None
     leaves it to the driver. Kernels overlap only if they agree on it; those of small batches need little.
     """
+    run = launch_ordinary(kernel.jit, grid)
     if not has_tma(device):
-        return partial(kernel.jit[grid], PDL=False)
+        return partial(run, PDL=False)
 
     def dependent(*arguments, **constants) -> None:
-        compiled = kernel.jit[grid](*arguments, PDL=True, launch_pdl=True, **constants)
-        if shared is not None:
+        compiled = run(*arguments, PDL=True, launch_pdl=True, **constants)
+        if shared is not None and not _only_compiles.get():
             _prefer_shared_memory(compiled.function, shared)
 
     return dependent
+
+
+def launch_ordinary(jit, grid: tuple[int, ...]):
+    """jit[grid] for a kernel that is not dependent: it starts when everything before it is complete."""
+    return partial(jit.run, grid=grid, warmup=_only_compiles.get())
 
 
 @cache

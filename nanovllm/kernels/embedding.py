@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.dependent_launch import launch_ordinary
+
 
 @triton.jit
 def _embed_range_kernel(ids_ptr, weight_ptr, out_ptr, first_id, num_ids, N: tl.constexpr, BLOCK: tl.constexpr):
@@ -21,6 +23,6 @@ def embed_range(token_ids: torch.Tensor, weight: torch.Tensor, first_id: int, ou
     attention reads early (dependent_launch.py).
     """
     num_ids, n = weight.shape
-    _embed_range_kernel[(len(token_ids),)](
+    launch_ordinary(_embed_range_kernel, (len(token_ids),))(
         token_ids, weight, out, first_id, num_ids, N=n, BLOCK=triton.next_power_of_2(n)
     )

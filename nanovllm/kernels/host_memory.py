@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.dependent_launch import launch_ordinary
+
 
 @triton.jit(do_not_specialize=["size"])
 def _fetch_kernel(out_ptr, host_ptr, buffer_index_ptr, size, capacity, BLOCK: tl.constexpr):
@@ -29,9 +31,10 @@ def _deliver_kernel(x_ptr, host_ptr, buffer_index_ptr, size, capacity, BLOCK: tl
 def fetch(out: torch.Tensor, host: torch.Tensor, buffer_index: torch.Tensor) -> None:
     """Fill `out` [n] with the first n words of the device's buffer in `host`; int32."""
     block = 1024
-    _fetch_kernel[(triton.cdiv(len(out), block),)](out, host, buffer_index, len(out), host.shape[1], BLOCK=block)
+    grid = (triton.cdiv(len(out), block),)
+    launch_ordinary(_fetch_kernel, grid)(out, host, buffer_index, len(out), host.shape[1], BLOCK=block)
 
 
 def deliver(x: torch.Tensor, host: torch.Tensor, buffer_index: torch.Tensor) -> None:
     """Write `x` [n] to the device's buffer in `host`, and advance `buffer_index`; int32."""
-    _deliver_kernel[(1,)](x, host, buffer_index, len(x), host.shape[1], BLOCK=512)
+    launch_ordinary(_deliver_kernel, (1,))(x, host, buffer_index, len(x), host.shape[1], BLOCK=512)

@@ -9,7 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.dependent_launch import (
+    dependent_kernel,
+    gdc_launch_dependents,
+    gdc_wait,
+    launch,
+    launch_ordinary,
+)
 from nanovllm.kernels.sampling_params import is_filtered
 
 KEYS_PER_PROGRAM = 128
@@ -177,7 +183,7 @@ def max_of_ranks(keys: torch.Tensor, barrier: PeerBarrier) -> torch.Tensor:
     """The elementwise maximum of all ranks' keys [S] int64. S may be 0: the ranks wait for each other all the same."""
     addresses, offset, flags_offset, _, aborted, rank = barrier
     out = torch.empty_like(keys)
-    _max_kernel[(max(1, triton.cdiv(len(keys), KEYS_PER_PROGRAM)),)](
+    launch_ordinary(_max_kernel, (max(1, triton.cdiv(len(keys), KEYS_PER_PROGRAM)),))(
         keys,
         addresses,
         offset,

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.dependent_launch import launch_ordinary
 from nanovllm.kernels.token_order import logit_and_id
 
 
@@ -117,7 +118,7 @@ def sample(
     score = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     if num_rows:
-        _sample_split_kernel[(num_rows, splits)](
+        launch_ordinary(_sample_split_kernel, (num_rows, splits))(
             logits,
             temperatures,
             seeds,
@@ -138,5 +139,5 @@ def sample(
             FIRST_ID_MOD_4=first_id_mod_4,
         )
         block = triton.next_power_of_2(splits)
-        _sample_reduce_kernel[(num_rows,)](best, index, score, out, SPLITS=splits, BLOCK=block)
+        launch_ordinary(_sample_reduce_kernel, (num_rows,))(best, index, score, out, SPLITS=splits, BLOCK=block)
     return score, out

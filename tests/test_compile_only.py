@@ -1,0 +1,98 @@
+"""Kernels that are compiled before they run, for a GPU that is not there."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+PROGRAM = """
+import sys
+import threading
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from nanovllm.kernels import dependent_launch, gemv
+from nanovllm.kernels.dependent_launch import compile_only, launch_ordinary
+
+
+class Driver:
+    get_current_device = get_current_stream = lambda self, *device: 0
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+
+driver.set_active(Driver())
+dependent_launch.has_tma = lambda device: True
+
+
+@triton.jit
+def invalid(x_ptr):
+    tl.store(x_ptr, undefined)
+
+
+num_threads = []
+
+
+def kernels(jit):
+    return [kernel for cache, *_ in jit.device_caches.values() for kernel in cache.values()]
+
+
+def work():
+    x, weight = torch.randn(1, 64, dtype=torch.bfloat16), torch.randn(32, 64, dtype=torch.bfloat16)
+    for _ in range(2):
+        gemv.gemv(x, weight)
+    gemv.gemv(x, weight, gated=True)
+    num_threads.append(threading.active_count())
+
+compile_only(work)
+assert num_threads[0] > 1
+found = kernels(gemv._gemv_kernel.jit)
+assert len(found) == 2 and all(kernel.asm["cubin"] for kernel in found), found
+
+with_error = lambda: launch_ordinary(invalid, (1,))(torch.zeros(1))
+for _ in range(2):
+    try:
+        compile_only(with_error)
+    except triton.compiler.CompilationError as error:
+        assert "undefined" in str(error)
+    else:
+        sys.exit("an error was lost")
+compile_only(work)  # the error has left nothing behind
+assert kernels(gemv._gemv_kernel.jit) == found
+assert launch_ordinary(invalid, (1,)).keywords["warmup"] is False
+print("done")
+"""
+
+
+@pytest.mark.skipif(not hasattr(triton, "AsyncCompileMode"), reason="needs Triton 3.5")
+def test_kernels_are_compiled_side_by_side(tmp_path):
+    program = tmp_path / "program.py"  # Triton reads the source of kernels
+    program.write_text(PROGRAM)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    run = subprocess.run(
+        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0 and run.stdout.endswith("done\n"), run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    "kinds, count",
+    [("aaaa", 2), ("a", 1), ("abab", 3), ("aabbb", 4), ("abbabb", 4), ("aaab", 4)],
+)
+def test_first_layers_of_each_kind(kinds, count):
+    from torch import nn
+
+    from nanovllm.engine.capacity import first_layers_of_each_kind
+
+    mlps = {"a": nn.Linear, "b": nn.Bilinear}
+    layers = nn.ModuleList(nn.Module() for _ in kinds)
+    for layer, kind in zip(layers, kinds):
+        layer.mlp = mlps[kind](*[1] * (2 if kind == "a" else 3))
+    found = first_layers_of_each_kind(layers)
+    assert [*found] == [*layers][:count]
