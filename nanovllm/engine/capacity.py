@@ -78,7 +78,8 @@ def _min_of_ranks(runner: Any, number: int) -> int:
 def compile_kernels(runner: Any) -> None:
     """Compile the kernels of the steps that graphs will contain, all at the same time. No kernel runs.
 
-    Otherwise each would be compiled when it is first launched, one after the other.
+    Otherwise each would be compiled when it is first launched, one after the other. They change with powers of two of
+    the number of tokens; a kernel that these steps lack is compiled at its first launch.
     """
     from nanovllm.engine.cuda_graph import capture_sizes, mixed_bounds  # not on a CPU
     from nanovllm.kernels.dependent_launch import compile_only
@@ -86,10 +87,11 @@ def compile_kernels(runner: Any) -> None:
     config, model = runner.config, runner.model.model
     decodes = [decode_shape(size, config.max_blocks_per_seq) for size in capture_sizes(config.max_num_seqs)]
     chunks = mixed_bounds(config, runner.query_tile_size) if runner.backend.captures_chunks else []
+    shapes = [x for x in decodes + chunks if x.num_tokens.bit_count() == 1 or x.num_tokens == config.max_num_seqs]
     buffer = torch.zeros(largest_batch(config), dtype=torch.int32, device=runner.device)
 
     def run_steps() -> None:
-        for shape in decodes + chunks:
+        for shape in shapes:
             _, x = runner.run_model(Batch.from_buffer(shape, buffer))
             # the graphs of decodes have the same numbers of samples as those of chunks
             runner.sample(SamplerInput(*(rows[:1] for rows in x)) if shape.has_chunks else x)
