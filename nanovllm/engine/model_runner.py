@@ -1,5 +1,6 @@
 """One rank: its weights, its part of the KV cache, its CUDA graphs, and the execution of a step on its device."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,8 +22,9 @@ from nanovllm.engine.step_result import (
     StepBuffers,
     compute_logprobs,
 )
-from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention import Attention, cache_format
 from nanovllm.layers.attention_backends import make_backend
+from nanovllm.layers.kv_cache import zeros
 from nanovllm.layers.logits import (
     CUSTOM_FILTERS,
     RequestTable,
@@ -213,7 +215,8 @@ class ModelRunner:
     def _copy_blocks(self, copies: np.ndarray) -> None:
         """Copy cache blocks and their token ids; copies [2, C] int32 are the sources and the targets."""
         sources, targets = torch.from_numpy(copies).to(self.device, non_blocking=True).long()
-        for cache in (self._cached_token_ids, *self.kv_cache.flatten(0, 1)):  # layer by layer: a gather needs memory
+        layers = (layer for tensor in (self.kv_cache, *self.kv_scales) for layer in tensor.flatten(0, 1))
+        for cache in (self._cached_token_ids, *layers):  # layer by layer: a gather needs memory
             cache.index_copy_(0, targets, cache.index_select(0, sources))
 
     @torch.inference_mode()
@@ -251,38 +254,34 @@ class ModelRunner:
         length = min(config.max_num_batched_tokens // num_seqs, config.max_model_len - 1)
         step = batches.dummy_prefill(num_seqs, length, config.kvcache_block_size)
         num_blocks = sum(len(row.seq.block_table) for row in step.rows)
-        self._set_cache(self._zeros(self.cache_of(num_blocks, num_layers=1)))  # all layers share it
+        cache = self.cache_of(num_blocks, num_layers=1)  # all layers share it
+        self._set_cache([zeros(tensor, self.device) for tensor in cache])
         torch.cuda.reset_peak_memory_stats(self.device)
         self.run(step).wait()
-        peak = torch.cuda.max_memory_allocated(self.device) - self.kv_cache.nbytes
+        peak = torch.cuda.max_memory_allocated(self.device) - sum(tensor.nbytes for tensor in cache)
         self._set_cache(self.cache_of(0))
         torch.cuda.empty_cache()
         return peak
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """One tensor [2, layers, blocks, block_size, kv_heads, head_dim], of which each layer gets its part."""
-        self._set_cache(self._zeros(self.cache_of(num_blocks)))
+        """One tensor [2, layers, blocks, block_size, kv_heads, head_dim], and scales if the format has them."""
+        self._set_cache([zeros(tensor, self.device) for tensor in self.cache_of(num_blocks)])
 
-    def cache_of(self, num_blocks: int, num_layers: int | None = None) -> torch.Tensor:
-        """A cache on the meta device: it has a shape and a size in bytes, but no memory."""
+    def cache_of(self, num_blocks: int, num_layers: int | None = None) -> tuple[torch.Tensor, ...]:
+        """The tensors of a cache on the meta device: they have a shape and a size in bytes, but no memory."""
         layer = self.attention_layers[0]
         layers = num_layers or len(self.attention_layers)
         shape = (2, layers, num_blocks, self.config.kvcache_block_size, layer.num_kv_heads, layer.head_dim)
-        return torch.empty(shape, dtype=self.config.dtype, device="meta")
+        return cache_format(self.config.kv_cache_dtype).tensors(shape, self.config.dtype)
 
-    def _zeros(self, cache: torch.Tensor) -> torch.Tensor:
-        # not torch.empty: attention multiplies masked slots by 0, and a NaN in them would spread
-        if self.device.type == "cuda":
-            return torch.zeros_like(cache, device=self.device)
-        # the system maps pages of numpy's zeros on first use
-        return torch.from_numpy(np.zeros(cache.nbytes, np.uint8)).view(cache.dtype).view(cache.shape)
-
-    def _set_cache(self, cache: torch.Tensor) -> None:
-        self.kv_cache = cache
+    def _set_cache(self, cache: Sequence[torch.Tensor]) -> None:
+        self.kv_cache, *self.kv_scales = cache
+        _, num_layers, num_blocks, block_size = self.kv_cache.shape[:4]
+        make_cache = cache_format(self.config.kv_cache_dtype)
         # by cache slot; tokens that are not stored write to one slot more
-        self.slot_token_ids = torch.zeros(cache.shape[2] * cache.shape[3] + 1, dtype=torch.int32, device=self.device)
+        self.slot_token_ids = torch.zeros(num_blocks * block_size + 1, dtype=torch.int32, device=self.device)
         for i, layer in enumerate(self.attention_layers):
-            layer.k_cache, layer.v_cache = cache[:, i % cache.shape[1]]
+            layer.kv_cache = make_cache(*(tensor[:, i % num_layers] for tensor in cache))
 
     @torch.inference_mode()
     def capture_cudagraph(self) -> None:

@@ -60,3 +60,42 @@ def quantize_rows(x, dtype: tl.constexpr):
     exponent = tl.minimum(tl.maximum(exponent, MIN_EXPONENT), MAX_EXPONENT)
     y = encode_e4m3(x * power_of_two(254 - exponent)[:, None], dtype)
     return y, tl.where(largest < 0x7F800000, exponent, 255)
+
+
+@triton.jit
+def store_row(x, row_ptr, scale_ptr, slot):
+    """Quantize a row [1, D] and store it and its scale, unless slot is -1.
+
+    Returned is what can be read then: [1, D] float32, still to be scaled, and the biased exponent of the scale [1].
+    """
+    y, exponent = quantize_rows(x, row_ptr.dtype.element_ty)
+    i = tl.arange(0, 1)
+    tl.store(row_ptr, y, slot + 0 * tl.arange(0, x.shape[1])[None, :] >= 0)
+    tl.store(scale_ptr + i, exponent.to(tl.uint8), slot + i >= 0)
+    return decode_e4m3(y, tl.float32), exponent
+
+
+@triton.jit
+def load_scales(k_scale_ptr, v_scale_ptr, inside):
+    """Of the keys and values of a tile [N] with N pointers: scales of keys; exponents and inverse scales of values.
+
+    The scale of a value is a power of two, 2**e, so it needs no product: p * 2**e = 2 ** (score + e - m), where e is
+    added to the scores before their maximum m is taken. Then p lies between 0 and 1 however small the values are, and
+    p in float16 keeps its accuracy. The sum of the softmax takes p * 2**-e.
+    """
+    # loads without a mask can be vectorized: stale scales beyond the sequence's end are replaced here
+    k_exponent = tl.where(inside, tl.load(k_scale_ptr).to(tl.int32), 127)
+    v_exponent = tl.where(inside, tl.load(v_scale_ptr).to(tl.int32), 127)
+    return power_of_two(k_exponent), (v_exponent - 127).to(tl.float32), power_of_two(254 - v_exponent)
+
+
+@triton.jit
+def as_fp8_partner(x):
+    """The other operand of products with e4m3: float16 in place of bfloat16.
+
+    The hardware converts e4m3 to float16, and to bfloat16 by way of that and float32. A query is exact in both dtypes:
+    float16 has more digits, and its range is only exceeded far from what norms and projections give.
+    """
+    if x.dtype == tl.bfloat16:
+        x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+    return x
