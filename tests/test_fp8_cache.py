@@ -11,9 +11,9 @@ from nanovllm.quantization.fp8_cache import FP8KVCache, dequantize, quantize
 try:
     import triton
     import triton.language as tl
+    from test_kernels import attention_reference, int32
 
     from nanovllm.kernels import fp8, ops
-    from test_kernels import attention_reference, int32
 except ImportError:
     triton = None
 
@@ -27,15 +27,18 @@ E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()  #
 
 def test_a_row_is_rounded_to_e4m3_times_a_power_of_two():
     x = torch.randn(1000, 32) * torch.exp2(torch.randint(-20, 20, (1000, 1)).float())
-    data, exponents = quantize(x)
-    assert data.shape == x.shape and exponents.shape == (1000,) and data.dtype == exponents.dtype == torch.uint8
-    scales = torch.exp2(exponents.double() - 127)
+    data, scales = quantize(x)
+    assert data.shape == x.shape and data.dtype == torch.uint8 and scales.shape == (1000,)
+    assert torch.equal(scales.double().log2().frac(), torch.zeros(1000)), "powers of two"
+    scales = scales.double()
     largest = x.abs().amax(-1) / scales
     assert (largest <= 448).all() and (largest > 224).all(), "the scale is the least"
     expected = (x / scales[:, None]).float().to(torch.float8_e4m3fn).double() * scales[:, None]
-    assert torch.equal(dequantize(data, exponents).double(), expected)
+    assert torch.equal(dequantize(data, scales).double(), expected)
     relative = (expected - x).abs() / x.abs()
-    assert relative[x.abs() > largest.max() * 2.0**-14 * scales[:, None]].max() <= 2.0**-4  # half of the last of 4 digits
+    assert (
+        relative[x.abs() > largest.max() * 2.0**-14 * scales[:, None]].max() <= 2.0**-4
+    )  # half of the last of 4 digits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -50,9 +53,9 @@ def test_what_is_read_is_exact_in_the_dtype_that_was_stored(dtype):
 def test_extremes():
     rows = torch.zeros(7, 16)
     rows[1, 3], rows[2, 3], rows[3, 3], rows[4, 3], rows[5, 3], rows[6, 3] = 448, 449, 1e38, 1e-30, NAN, -torch.inf
-    data, exponents = quantize(rows)
-    assert exponents.tolist() == [95, 127, 128, 158, 95, 255, 255]
-    read = dequantize(data, exponents)
+    data, scales = quantize(rows)
+    assert scales.tolist() == [2.0**-32, 1, 2, 2.0**31, 2.0**-32, torch.inf, torch.inf]
+    read = dequantize(data, scales)
     assert read[:5, 3].tolist() == [0, 448, 448, 448 * 2.0**31, 0] and not read[:5, 4:].any()
     assert not read[5:, 3].isfinite().any()
 
@@ -102,20 +105,20 @@ each_native = pytest.mark.parametrize("native", [False] + [True] * has_native_e4
 def paged(lengths: list[int], heads: tuple, dtype: torch.dtype, native: bool = False):
     """What the cache holds of sequences, as float64, the cache with it in shuffled blocks, and the block tables.
 
-    All other slots are NaN with a scale of infinity. The numbers have sizes from 2**-12 to 2**12, values of each token.
+    All other slots are NaN with a scale of NaN. The numbers have sizes from 2**-12 to 2**12, values of each token.
     """
     _, kv_heads, head_dim, block_size = heads
     blocks = [-(-length // block_size) for length in lengths]
     order = (torch.randperm(sum(blocks)) + 1).split(blocks)  # block 0 belongs to nobody
     tables = torch.zeros(len(lengths), max(blocks) + 3, dtype=torch.int32)[:, :-1]
     shape = 2, 1, sum(blocks) + 1, block_size, kv_heads, head_dim
-    tensors = [torch.full_like(x[:, 0], 255, device="cpu") for x in FP8KVCache.tensors(shape, dtype)]
+    tensors = [torch.full_like(x[:, 0], -1, device="cpu") for x in FP8KVCache.tensors(shape, dtype)]
     cache, contents = FP8KVCache(*tensors), []
     for table, length, ids in zip(tables, lengths, order, strict=True):
         table[: len(ids)] = ids
         slots = (ids[:, None] * block_size + torch.arange(block_size)).flatten()[:length]
         k, v = (torch.randn(length, kv_heads, head_dim) for _ in "kv")
-        k, v = k.to(dtype), (v * torch.exp2(torch.randint(-12, 12, v.shape[:2] + (1,)).float())).to(dtype)
+        k, v = k.to(dtype), (v * torch.exp2(torch.randint(-12, 12, (*v.shape[:2], 1)).float())).to(dtype)
         if length:
             cache.store(slots, k, v)
         contents.append([dequantize(*quantize(x)).double().to(DEVICE) for x in (k, v)])
@@ -196,7 +199,7 @@ def test_store_by_norm_rope_store(heads, num_tokens, dtype, native):
     if is_stored.any():
         expected.store(slots[is_stored], k, v)
     assert torch.equal(ops.norm_rope_store(qkv, *new, cache.k, cache.v, cache.scales), q)
-    for ours, theirs in zip((cache.k, cache.v, *cache.scales), (expected.k, expected.v, *expected.scales)):
+    for ours, theirs in zip((cache.k, cache.v, cache.scales), (expected.k, expected.v, expected.scales)):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
@@ -217,7 +220,7 @@ def test_decode_of_qkv(heads, splits, dtype, native):
     qkv = randn(len(lengths) + 1, (group + 2) * kv_heads, head_dim, dtype=dtype)
     qkv[:, -kv_heads:] *= 100  # the new values count for more than those in the cache
     new = *[randn(head_dim, dtype=dtype) for _ in "qk"], 1e-6, rope(last.clamp(min=0), head_dim), int32(slots)
-    other = on_device([torch.stack((cache.k, cache.v)).view(torch.uint8), torch.stack(cache.scales)], native)
+    other = on_device([torch.stack((cache.k, cache.v)).view(torch.uint8), cache.scales[None]], native)
     q = ops.norm_rope_store(qkv, *new, other.k, other.v, other.scales)
     args = context_lens, tables, 100, splits
     expected = ops.decode_attention(q, other.k, other.v, *args, scales=other.scales)
@@ -225,6 +228,6 @@ def test_decode_of_qkv(heads, splits, dtype, native):
     assert out.isfinite().all()
     size = expected[:-1].abs().amax(-1, keepdim=True)
     assert_close(out[:-1] / size, (expected[:-1] / size).double())
-    for ours, theirs in zip((cache.k, cache.v, *cache.scales), (other.k, other.v, *other.scales)):
+    for ours, theirs in zip((cache.k, cache.v, cache.scales), (other.k, other.v, other.scales)):
         different = ours.view(torch.uint8) != theirs.view(torch.uint8)
         assert different.float().mean() <= TOLERANCE[dtype], "a number may be rounded to the other side"

@@ -12,7 +12,7 @@ from nanovllm.kernels.dependent_launch import (
     num_sms,
     prefetch_rows,
 )
-from nanovllm.kernels.fp8 import as_fp8_partner, decode_e4m3, load_scales, power_of_two, store_row
+from nanovllm.kernels.fp8 import as_fp8_partner, decode_e4m3, decode_e4m3_pairs, load_scales, power_of_two, store_row
 from nanovllm.kernels.norm_rope_store import NORM_ROPE_INPUTS, norm_rope
 from nanovllm.kernels.split_sequence import NO_KEYS, choose_num_splits, combine_splits, split_sequence
 
@@ -26,8 +26,7 @@ def _decode_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
-    k_scales_ptr,
-    v_scales_ptr,
+    scales_ptr,
     num_seqs_ptr,
     context_lens_ptr,
     block_tables_ptr,
@@ -95,14 +94,18 @@ def _decode_kernel(
         prefetch_rows(v_cache_ptr + rows, HEAD_DIM)
         if IS_FP8:
             scale_rows = (blocks * KV_HEADS + kv_head) * BLOCK_SIZE + tokens % BLOCK_SIZE
-            prefetch_rows(k_scales_ptr + scale_rows, 1)
-            prefetch_rows(v_scales_ptr + scale_rows, 1)
+            prefetch_rows(scales_ptr + scale_rows, 1)
         gdc_wait()
 
     first_row = seq * (KV_HEADS * GROUP) + kv_head * GROUP
     m_i = tl.full([GROUP_PAD], NO_KEYS, tl.float32)  # the running maximum of the scores, and
     l_i = tl.zeros([GROUP_PAD], tl.float32)  # the sum of their exponentials relative to it
     acc = tl.zeros([GROUP_PAD, HEAD_DIM], tl.float32)
+    if IS_FP8:  # values are read in pairs of adjacent numbers, the even ones and the odd ones of a row
+        acc_even = tl.zeros([GROUP_PAD, HEAD_DIM // 2], tl.float32)
+        acc_odd = tl.zeros([GROUP_PAD, HEAD_DIM // 2], tl.float32)
+        pair = tl.arange(0, HEAD_DIM // 2)
+        v_pair_ptr = v_cache_ptr.to(tl.pointer_type(tl.uint16))
     if IS_QKV:
         qkv = q_ptr + seq * ((GROUP + 2) * KV_HEADS * HEAD_DIM)
         q_row = qkv + (kv_head * GROUP + g)[:, None] * HEAD_DIM
@@ -118,11 +121,14 @@ def _decode_kernel(
             at = (slot * KV_HEADS + kv_head) * HEAD_DIM + d[None, :]
             if IS_FP8:  # it attends to what it stores, as later steps will
                 scale_at = (slot // BLOCK_SIZE * KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
-                k_fp8, k_exponent = store_row(k_new, k_cache_ptr + at, k_scales_ptr + scale_at, slot)
-                v_fp8, v_exponent = store_row(v_new, v_cache_ptr + at, v_scales_ptr + scale_at, slot)
+                pair_ptr = (scales_ptr + scale_at).to(tl.pointer_type(tl.int16))
+                k_fp8, k_exponent = store_row(k_new, k_cache_ptr + at, pair_ptr, slot)
+                v_fp8, v_exponent = store_row(v_new, v_cache_ptr + at, pair_ptr + 1, slot)
                 m_i = tl.sum(q.to(tl.float32) * k_fp8, 1) * (scale * power_of_two(k_exponent)) + (v_exponent - 127)
                 l_i += power_of_two(254 - v_exponent)
-                acc += v_fp8
+                v_even, v_odd = tl.split(v_fp8.reshape(1, HEAD_DIM // 2, 2))
+                acc_even += v_even
+                acc_odd += v_odd
             else:
                 tl.store(k_cache_ptr + at, k_new, at >= 0)  # negative for a slot of -1
                 tl.store(v_cache_ptr + at, v_new, at >= 0)
@@ -149,21 +155,26 @@ def _decode_kernel(
             scores = tl.dot(q, k, input_precision=PRECISION) * scale
             if IS_FP8:
                 scale_at = (block * KV_HEADS + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE + n
-                k_scale, v_exponent, v_inverse = load_scales(k_scales_ptr + scale_at, v_scales_ptr + scale_at, inside)
+                k_scale, v_exponent, v_inverse = load_scales(scales_ptr + scale_at, inside)
                 scores = scores * k_scale[None, :] + v_exponent[None, :]
             scores = tl.where(inside[None, :], scores, NO_KEYS)
             m_new = tl.maximum(m_i, tl.max(scores, 1))
             p = tl.exp2(scores - m_new[:, None])
             alpha = tl.exp2(m_i - m_new)
-            v = tl.load(v_cache_ptr + row[:, None] + d[None, :], inside[:, None], 0.0)
             if IS_FP8:
-                v = decode_e4m3(v, q.dtype)
-            acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-            if IS_FP8:
+                pairs = tl.load(v_pair_ptr + (row // 2)[:, None] + pair[None, :], inside[:, None], 0)
+                v_even, v_odd = decode_e4m3_pairs(pairs, v_cache_ptr.dtype.element_ty, q.dtype)
+                acc_even = acc_even * alpha[:, None] + tl.dot(p.to(q.dtype), v_even, input_precision=PRECISION)
+                acc_odd = acc_odd * alpha[:, None] + tl.dot(p.to(q.dtype), v_odd, input_precision=PRECISION)
                 p = p * v_inverse[None, :]
+            else:
+                v = tl.load(v_cache_ptr + row[:, None] + d[None, :], inside[:, None], 0.0)
+                acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
             l_i = l_i * alpha + tl.sum(p, 1)
             m_i = m_new
 
+    if IS_FP8:
+        acc = tl.interleave(acc_even, acc_odd)
     acc = acc / tl.maximum(l_i, 1e-30)[:, None]
     if IS_SPLIT:
         part = (first_row + g) * splits + split
@@ -193,7 +204,7 @@ def decode_attention(
     splits: int | None = None,
     num_seqs: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [B, heads, head_dim] attends to the context_lens[b] tokens behind block_tables[b]; zeros where there are none.
 
@@ -225,7 +236,7 @@ def decode_attention_of_qkv(
     block_tables: torch.Tensor,
     max_context_len: int,
     splits: int | None = None,
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`norm_rope_store` of qkv [B, heads + 2 kv_heads, head_dim] and `decode_attention` of its queries in one kernel.
 
@@ -248,7 +259,7 @@ def _decode(
     slot_mapping: torch.Tensor | None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    scales: tuple[torch.Tensor, torch.Tensor] | None,
+    scales: torch.Tensor | None,
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
     max_context_len: int,
@@ -270,7 +281,7 @@ def _decode(
         q,
         k_cache,
         v_cache,
-        *(scales or (None, None)),
+        scales,
         num_seqs,
         context_lens,
         block_tables,

@@ -28,6 +28,27 @@ def decode_e4m3(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def decode_e4m3_pairs(pairs, stored_dtype: tl.constexpr, dtype: tl.constexpr):
+    """Two numbers in each of `pairs`, uint16 -> the first ones and the second ones in `dtype`."""
+    if stored_dtype == tl.uint8 or dtype != tl.float16:
+        first = (pairs & 0xFF).to(tl.uint8).to(stored_dtype, bitcast=True)
+        second = (pairs >> 8).to(tl.uint8).to(stored_dtype, bitcast=True)
+        return decode_e4m3(first, dtype), decode_e4m3(second, dtype)
+    # one instruction brings the first numbers of two pairs together, and the second ones
+    asm: tl.constexpr = """
+    {
+        .reg .b32 both;
+        .reg .b16 firsts, seconds;
+        prmt.b32 both, $2, 0, 0x3120;
+        mov.b32 {firsts, seconds}, both;
+        cvt.rn.f16x2.e4m3x2 $0, firsts;
+        cvt.rn.f16x2.e4m3x2 $1, seconds;
+    }
+    """
+    return tl.inline_asm_elementwise(asm, "=r,=r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2)
+
+
+@triton.jit
 def encode_e4m3(x, dtype: tl.constexpr):
     """float32 -> e4m3, as dtype float8e4nv or its bits as uint8: the nearest, ties to even; beyond 448 it is 448."""
     if dtype == tl.uint8:
@@ -64,29 +85,28 @@ def quantize_rows(x, dtype: tl.constexpr):
 
 @triton.jit
 def store_row(x, row_ptr, scale_ptr, slot):
-    """Quantize a row [1, D] and store it and its scale, unless slot is -1.
+    """Quantize a row [1, D] and store it and its scale (bfloat16, as int16), unless slot is -1.
 
     Returned is what can be read then: [1, D] float32, still to be scaled, and the biased exponent of the scale [1].
     """
     y, exponent = quantize_rows(x, row_ptr.dtype.element_ty)
     i = tl.arange(0, 1)
     tl.store(row_ptr, y, slot + 0 * tl.arange(0, x.shape[1])[None, :] >= 0)
-    tl.store(scale_ptr + i, exponent.to(tl.uint8), slot + i >= 0)
+    tl.store(scale_ptr + i, (exponent << 7).to(tl.int16), slot + i >= 0)
     return decode_e4m3(y, tl.float32), exponent
 
 
 @triton.jit
-def load_scales(k_scale_ptr, v_scale_ptr, inside):
-    """Of the keys and values of a tile [N] with N pointers: scales of keys; exponents and inverse scales of values.
+def load_scales(scales_ptr, inside):
+    """Of keys and values, N pointers to pairs in bfloat16: scales of keys; exponents and inverse scales of values.
 
     The scale of a value is a power of two, 2**e, so it needs no product: p * 2**e = 2 ** (score + e - m), where e is
     added to the scores before their maximum m is taken. Then p lies between 0 and 1 however small the values are, and
     p in float16 keeps its accuracy. The sum of the softmax takes p * 2**-e.
     """
-    # loads without a mask can be vectorized: stale scales beyond the sequence's end are replaced here
-    k_exponent = tl.where(inside, tl.load(k_scale_ptr).to(tl.int32), 127)
-    v_exponent = tl.where(inside, tl.load(v_scale_ptr).to(tl.int32), 127)
-    return power_of_two(k_exponent), (v_exponent - 127).to(tl.float32), power_of_two(254 - v_exponent)
+    pair = tl.load(scales_ptr, inside, 0x3F803F80)  # ones
+    v_exponent = (pair >> 23) & 0xFF
+    return (pair << 16).to(tl.float32, bitcast=True), (v_exponent - 127).to(tl.float32), power_of_two(254 - v_exponent)
 
 
 @triton.jit

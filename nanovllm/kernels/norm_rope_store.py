@@ -38,8 +38,7 @@ def _norm_rope_store_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
-    k_scales_ptr,
-    v_scales_ptr,
+    scales_ptr,
     eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -80,11 +79,12 @@ def _norm_rope_store_kernel(
     tl.store(q_ptr + (token * HEADS + row) * HEAD_DIM + d, y, is_q)
     k, v = y, x
     if IS_FP8:
-        k, scale = quantize_rows(tl.where(is_v, x, y), k_cache_ptr.dtype.element_ty)
-        v, scale = k, scale[:, None].to(tl.uint8)
-        scale_at = (slot // BLOCK_SIZE * KV_HEADS + row - HEADS) * BLOCK_SIZE + slot % BLOCK_SIZE
-        tl.store(k_scales_ptr + scale_at, scale, is_k)
-        tl.store(v_scales_ptr + scale_at - KV_HEADS * BLOCK_SIZE, scale, is_v)
+        k, exponents = quantize_rows(tl.where(is_v, x, y), k_cache_ptr.dtype.element_ty)
+        v = k
+        kv_head = row - HEADS - tl.where(is_v, KV_HEADS, 0)
+        pair = (slot // BLOCK_SIZE * KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+        scale_ptr = scales_ptr.to(tl.pointer_type(tl.int16)) + 2 * pair + tl.where(is_v, 1, 0)
+        tl.store(scale_ptr, (exponents[:, None] << 7).to(tl.int16), is_k | is_v)
     tl.store(k_cache_ptr + (slot * KV_HEADS + row - HEADS) * HEAD_DIM + d, k, is_k)
     tl.store(v_cache_ptr + (slot * KV_HEADS + row - HEADS - KV_HEADS) * HEAD_DIM + d, v, is_v)
 
@@ -98,7 +98,7 @@ def norm_rope_store(
     slot_mapping: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the normed and rotated queries [T, heads, head_dim] of qkv [T, heads + 2 kv_heads, head_dim], contiguous;
     store the keys, normed and rotated too, and the values.
@@ -107,8 +107,8 @@ def norm_rope_store(
     these dimensions, flattened; -1: its key and value are not stored. The weights of the norms are [head_dim], or both
     None for no norm. cos_sin [T, 2, head_dim] float32 is RotaryEmbedding's. head_dim is a power of two.
 
-    Caches with `scales` are in FP8 (see fp8.py): a scale for each key and one for each value, as biased exponents
-    [blocks, kv_heads, block_size] uint8.
+    Caches with `scales` are in FP8 (see fp8.py): for each key and its value a pair of scales, bfloat16 in an int32,
+    [blocks, kv_heads, block_size].
     """
     num_tokens, num_rows, head_dim = qkv.shape
     block_size, kv_heads = k_cache.shape[1:3]
@@ -125,7 +125,7 @@ def norm_rope_store(
             q,
             k_cache,
             v_cache,
-            *(scales or (None, None)),
+            scales,
             eps,
             HEADS=heads,
             KV_HEADS=kv_heads,

@@ -20,8 +20,7 @@ def _attend_tiles(
     position,
     k_tiles,
     v_tiles,
-    k_scales_ptr,
-    v_scales_ptr,
+    scales_ptr,
     table_ptr,
     kv_head,
     scale,
@@ -47,7 +46,7 @@ def _attend_tiles(
             v = decode_e4m3(v, q.dtype)
             scale_at = (block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE + n
             inside = tile + n < length
-            k_scale, v_exponent, v_inverse = load_scales(k_scales_ptr + scale_at, v_scales_ptr + scale_at, inside)
+            k_scale, v_exponent, v_inverse = load_scales(scales_ptr + scale_at, inside)
             scores = scores * (k_scale * scale)[None, :] + v_exponent[None, :]
         if MASKED:
             scores = tl.where((tile + n)[None, :] <= position[:, None], scores, -1e30)
@@ -73,8 +72,7 @@ def _prefill_kernel(
     q_ptr,
     k_tiles,
     v_tiles,
-    k_scales_ptr,
-    v_scales_ptr,
+    scales_ptr,
     query_tiles_ptr,
     cu_seqlens_q_ptr,
     context_lens_ptr,
@@ -138,8 +136,7 @@ def _prefill_kernel(
         position,
         k_tiles,
         v_tiles,
-        k_scales_ptr,
-        v_scales_ptr,
+        scales_ptr,
         table_ptr,
         kv_head,
         scale,
@@ -162,8 +159,7 @@ def _prefill_kernel(
         position,
         k_tiles,
         v_tiles,
-        k_scales_ptr,
-        v_scales_ptr,
+        scales_ptr,
         table_ptr,
         kv_head,
         scale,
@@ -198,7 +194,7 @@ def prefill_attention(
     block_tables: torch.Tensor,
     query_tiles: torch.Tensor,
     out: torch.Tensor | None = None,
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [T, heads, head_dim], contiguous: the last tokens of B sequences, of which each begins at cu_seqlens_q [B + 1].
 
@@ -226,7 +222,7 @@ def prefill_attention(
         q,
         k_tiles,
         v_tiles,
-        *(scales or (None, None)),
+        scales,
         query_tiles,
         cu_seqlens_q,
         context_lens,

@@ -12,7 +12,7 @@ class KVCache:
     `k` and `v` are [blocks, block_size, kv_heads, head_dim]. `scales` is what kernels take besides.
     """
 
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    scales: torch.Tensor | None = None
 
     def __init__(self, data: torch.Tensor):
         """A layer's part of each tensor of `tensors`, without the dimension of the layers."""
@@ -20,7 +20,7 @@ class KVCache:
 
     @staticmethod
     def tensors(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """What a cache consists of, on the meta device; all tensors begin with 2, layers, blocks.
+        """What a cache consists of, on the meta device; in all tensors, dimensions 1 and 2 are the layers and blocks.
 
         shape is (2, layers, blocks, block_size, kv_heads, head_dim), that of the first tensor.
         """
