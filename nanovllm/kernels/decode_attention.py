@@ -12,7 +12,15 @@ from nanovllm.kernels.dependent_launch import (
     num_sms,
     prefetch_rows,
 )
-from nanovllm.kernels.fp8 import as_fp8_partner, decode_e4m3, decode_e4m3_pairs, load_scales, power_of_two, store_row
+from nanovllm.kernels.fp8 import (
+    ONES,
+    as_fp8_partner,
+    decode_e4m3,
+    decode_e4m3_pairs,
+    power_of_two,
+    store_row,
+    unpack_scales,
+)
 from nanovllm.kernels.norm_rope_store import NORM_ROPE_INPUTS, norm_rope
 from nanovllm.kernels.split_sequence import NO_KEYS, choose_num_splits, combine_splits, split_sequence
 
@@ -155,7 +163,7 @@ def _decode_kernel(
             scores = tl.dot(q, k, input_precision=PRECISION) * scale
             if IS_FP8:
                 scale_at = (block * KV_HEADS + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE + n
-                k_scale, v_exponent, v_inverse = load_scales(scales_ptr + scale_at, inside)
+                k_scale, v_exponent, v_inverse = unpack_scales(tl.load(scales_ptr + scale_at, inside, ONES))
                 scores = scores * k_scale[None, :] + v_exponent[None, :]
             scores = tl.where(inside[None, :], scores, NO_KEYS)
             m_new = tl.maximum(m_i, tl.max(scores, 1))

@@ -14,6 +14,7 @@ import triton.language as tl
 # the biased exponents of 2**-32 and 2**31: attention adds exponents to scores and raises 2 to the sum, in float32
 MIN_EXPONENT = tl.constexpr(95)
 MAX_EXPONENT = tl.constexpr(158)
+ONES = tl.constexpr(0x3F803F80)  # a pair of scales, bfloat16
 
 
 @triton.jit
@@ -97,16 +98,15 @@ def store_row(x, row_ptr, scale_ptr, slot):
 
 
 @triton.jit
-def load_scales(scales_ptr, inside):
-    """Of keys and values, N pointers to pairs in bfloat16: scales of keys; exponents and inverse scales of values.
+def unpack_scales(pairs):
+    """Pairs in bfloat16, int32 [N] -> scales of keys; exponents and inverse scales of values, all float32.
 
     The scale of a value is a power of two, 2**e, so it needs no product: p * 2**e = 2 ** (score + e - m), where e is
     added to the scores before their maximum m is taken. Then p lies between 0 and 1 however small the values are, and
     p in float16 keeps its accuracy. The sum of the softmax takes p * 2**-e.
     """
-    pair = tl.load(scales_ptr, inside, 0x3F803F80)  # ones
-    v_exponent = (pair >> 23) & 0xFF
-    return (pair << 16).to(tl.float32, bitcast=True), (v_exponent - 127).to(tl.float32), power_of_two(254 - v_exponent)
+    v_exponent = (pairs >> 23) & 0xFF
+    return (pairs << 16).to(tl.float32, bitcast=True), (v_exponent - 127).to(tl.float32), power_of_two(254 - v_exponent)
 
 
 @triton.jit

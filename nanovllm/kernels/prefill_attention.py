@@ -6,7 +6,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, has_tma, launch
-from nanovllm.kernels.fp8 import as_fp8_partner, decode_e4m3, load_scales
+from nanovllm.kernels.fp8 import ONES, as_fp8_partner, decode_e4m3, unpack_scales
 
 
 @triton.jit
@@ -45,8 +45,10 @@ def _attend_tiles(
         if IS_FP8:
             v = decode_e4m3(v, q.dtype)
             scale_at = (block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE + n
-            inside = tile + n < length
-            k_scale, v_exponent, v_inverse = load_scales(scales_ptr + scale_at, inside)
+            pairs = tl.load(scales_ptr + scale_at)  # without a mask, so that several are loaded at once
+            if MASKED:
+                pairs = tl.where(tile + n < length, pairs, ONES)
+            k_scale, v_exponent, v_inverse = unpack_scales(pairs)
             scores = scores * (k_scale * scale)[None, :] + v_exponent[None, :]
         if MASKED:
             scores = tl.where((tile + n)[None, :] <= position[:, None], scores, -1e30)
