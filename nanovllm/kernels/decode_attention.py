@@ -17,7 +17,6 @@ from nanovllm.kernels.fp8 import (
     as_fp8_partner,
     decode_e4m3,
     decode_e4m3_pairs,
-    power_of_two,
     store_row,
     unpack_scales,
 )
@@ -130,10 +129,10 @@ def _decode_kernel(
             if IS_FP8:  # it attends to what it stores, as later steps will
                 scale_at = (slot // BLOCK_SIZE * KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
                 pair_ptr = (scales_ptr + scale_at).to(tl.pointer_type(tl.int16))
-                k_fp8, k_exponent = store_row(k_new, k_cache_ptr + at, pair_ptr, slot)
-                v_fp8, v_exponent = store_row(v_new, v_cache_ptr + at, pair_ptr + 1, slot)
-                m_i = tl.sum(q.to(tl.float32) * k_fp8, 1) * (scale * power_of_two(k_exponent)) + (v_exponent - 127)
-                l_i += power_of_two(254 - v_exponent)
+                k_fp8, k_scale = store_row(k_new, k_cache_ptr + at, pair_ptr, slot)
+                v_fp8, v_scale = store_row(v_new, v_cache_ptr + at, pair_ptr + 1, slot)
+                m_i = tl.sum(q.to(tl.float32) * k_fp8, 1) * (scale * k_scale) + tl.log2(v_scale)
+                l_i += 1 / v_scale
                 v_even, v_odd = tl.split(v_fp8.reshape(1, HEAD_DIM // 2, 2))
                 acc_even += v_even
                 acc_odd += v_odd
@@ -163,18 +162,19 @@ def _decode_kernel(
             scores = tl.dot(q, k, input_precision=PRECISION) * scale
             if IS_FP8:
                 scale_at = (block * KV_HEADS + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE + n
-                k_scale, v_exponent, v_inverse = unpack_scales(tl.load(scales_ptr + scale_at, inside, ONES))
-                scores = scores * k_scale[None, :] + v_exponent[None, :]
+                pairs = tl.load(scales_ptr + scale_at, inside, ONES)
+                k_scale, v_log2_scale = unpack_scales(pairs, k_cache_ptr.dtype.element_ty)
+                scores = scores * k_scale[None, :] + v_log2_scale[None, :]
             scores = tl.where(inside[None, :], scores, NO_KEYS)
             m_new = tl.maximum(m_i, tl.max(scores, 1))
             p = tl.exp2(scores - m_new[:, None])
             alpha = tl.exp2(m_i - m_new)
             if IS_FP8:
-                pairs = tl.load(v_pair_ptr + (row // 2)[:, None] + pair[None, :], inside[:, None], 0)
-                v_even, v_odd = decode_e4m3_pairs(pairs, v_cache_ptr.dtype.element_ty, q.dtype)
+                v = tl.load(v_pair_ptr + (row // 2)[:, None] + pair[None, :], inside[:, None], 0)
+                v_even, v_odd = decode_e4m3_pairs(v, v_cache_ptr.dtype.element_ty, q.dtype)
                 acc_even = acc_even * alpha[:, None] + tl.dot(p.to(q.dtype), v_even, input_precision=PRECISION)
                 acc_odd = acc_odd * alpha[:, None] + tl.dot(p.to(q.dtype), v_odd, input_precision=PRECISION)
-                p = p * v_inverse[None, :]
+                p = p * tl.exp2(-v_log2_scale)[None, :]
             else:
                 v = tl.load(v_cache_ptr + row[:, None] + d[None, :], inside[:, None], 0.0)
                 acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)

@@ -39,6 +39,7 @@ def _attend_tiles(
         slot = block * BLOCK_SIZE + tile % BLOCK_SIZE
         k = k_tiles.load([slot, kv_head * HEAD_DIM])
         if IS_FP8:
+            stored_dtype: tl.constexpr = k.dtype
             k = decode_e4m3(k, q.dtype)
         scores = tl.dot(q, k.T, input_precision=PRECISION)
         v = v_tiles.load([slot, kv_head * HEAD_DIM])
@@ -48,8 +49,8 @@ def _attend_tiles(
             pairs = tl.load(scales_ptr + scale_at)  # without a mask, so that several are loaded at once
             if MASKED:
                 pairs = tl.where(tile + n < length, pairs, ONES)
-            k_scale, v_exponent, v_inverse = unpack_scales(pairs)
-            scores = scores * (k_scale * scale)[None, :] + v_exponent[None, :]
+            k_scale, v_log2_scale = unpack_scales(pairs, stored_dtype)
+            scores = scores * (k_scale * scale)[None, :] + v_log2_scale[None, :]
         if MASKED:
             scores = tl.where((tile + n)[None, :] <= position[:, None], scores, -1e30)
             v = tl.where((tile + n < length)[:, None], v, 0.0)
@@ -62,7 +63,7 @@ def _attend_tiles(
         alpha = tl.exp2(m_i - m_new)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
         if IS_FP8:
-            p = p * v_inverse[None, :]
+            p = p * tl.exp2(-v_log2_scale)[None, :]
         l_i = l_i * alpha + tl.sum(p, 1)
         m_i = m_new
     return acc, l_i, m_i

@@ -5,14 +5,14 @@ So there is no calibration, and what the cache holds for a token depends neither
 the chunks of a prompt, nor on the number of ranks. All attention reads it from there, that of the step which stores it
 too: an answer is the same after a prefix hit, a preemption, or a copy of blocks.
 
-A scale is a power of two (see `kernels/fp8.py`) in bfloat16. So a key and value of 128 numbers take 260 bytes, not 512.
+With two scales in bfloat16 (see `kernels/fp8.py`), a key and a value of 128 numbers take 260 bytes, not 512.
 """
 
 import torch
 
 from nanovllm.layers.kv_cache import KVCache, chunk_size, gather_chunks
 
-MIN_EXPONENT, MAX_EXPONENT = 95, 158  # of scales, biased by 127: as in kernels/fp8.py
+MIN_SCALE = 2.0**-32  # as in kernels/fp8.py
 
 
 class FP8KVCache(KVCache):
@@ -57,23 +57,17 @@ class FP8KVCache(KVCache):
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[..., head_dim] -> bits of e4m3 of the same shape, uint8, and a scale for each row [...], bfloat16.
 
-    A scale is the least power of two, within bounds, that brings its row to at most 448, the largest number in e4m3.
-    It is infinite if the row has NaN or infinity.
+    A scale is the row's largest magnitude / 448, the largest number in e4m3; infinite if there is NaN or infinity.
     """
     x = x.float()
-    largest = (x.view(torch.int32) & 0x7FFFFFFF).amax(-1)  # order as the magnitudes, and NaN is above them
-    # 448 is 1.75 * 2**8, and the sum carries into the exponent above a mantissa of 1.75
-    exponents = (((largest + 0x1FFFFF) >> 23) - 8).clamp_(MIN_EXPONENT, MAX_EXPONENT)
-    scaled = (x * ((254 - exponents) << 23).view(torch.float32).unsqueeze(-1)).clamp_(-448, 448)
-    exponents = exponents.masked_fill_(largest >= 0x7F800000, 255)
-    return scaled.to(torch.float8_e4m3fn).view(torch.uint8), (exponents << 23).view(torch.float32).bfloat16()
+    largest = x.abs().amax(-1)
+    scales = (largest * (1 / 448)).clamp_(min=MIN_SCALE).bfloat16().masked_fill_(~largest.isfinite(), torch.inf)
+    scaled = (x * scales.float().reciprocal_().unsqueeze(-1)).clamp_(-448, 448)
+    return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scales
 
 
 def dequantize(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What `quantize` has made -> [..., head_dim] float32, exact in the dtype that it was quantized from.
-
-    A row with NaN or infinity has only these.
-    """
+    """What `quantize` has made -> [..., head_dim] float32; nothing finite of a row that had NaN or infinity."""
     # A float16 with these bits has an exponent that is 8 too small. PyTorch converts float8 one number at a time.
     bits = data.view(torch.int8).short().bitwise_left_shift_(7).bitwise_and_(-0x4080)
-    return bits.view(torch.float16).float().mul_(scales.float().mul_(256).unsqueeze(-1))
+    return bits.view(torch.float16).float().mul_((scales.float() * 256).unsqueeze(-1))
