@@ -75,17 +75,9 @@ class TritonBackend(AttentionBackend):
             starts, tiles = context.cu_seqlens_q, context.query_tiles
             self.ops.prefill_attention(q, cache.k, cache.v, starts, lengths, tables, tiles, out, cache.scales)
         if n:
-            self.ops.decode_attention(
-                q[:n],
-                cache.k,
-                cache.v,
-                lengths[:n],
-                tables[:n],
-                context.max_context_len,
-                num_seqs=context.num_decodes_on_device,
-                out=out[:n],
-                scales=cache.scales,
-            )
+            args = q[:n], cache.k, cache.v, lengths[:n], tables[:n], context.max_context_len
+            count = context.num_decodes_on_device
+            self.ops.decode_attention(*args, num_seqs=count, out=out[:n], scales=cache.scales)
         return out
 
     def query_tile_size(self, group, head_dim, dtype):
