@@ -1,6 +1,5 @@
 """One rank: its weights, its part of the KV cache, its CUDA graphs, and the execution of a step on its device."""
 
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +23,6 @@ from nanovllm.engine.step_result import (
 )
 from nanovllm.layers.attention import Attention, cache_format
 from nanovllm.layers.attention_backends import make_backend
-from nanovllm.layers.kv_cache import zeros
 from nanovllm.layers.logits import (
     CUSTOM_FILTERS,
     RequestTable,
@@ -37,7 +35,7 @@ from nanovllm.layers.logits import (
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import model_class
 from nanovllm.utils.context import Context, attention_context
-from nanovllm.utils.device import becomes_idle, on_device
+from nanovllm.utils.device import becomes_idle, on_device, zeros_on
 from nanovllm.utils.double_buffer import DoubleBuffer
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.stopwatch import Stopwatch
@@ -254,18 +252,29 @@ class ModelRunner:
         length = min(config.max_num_batched_tokens // num_seqs, config.max_model_len - 1)
         step = batches.dummy_prefill(num_seqs, length, config.kvcache_block_size)
         num_blocks = sum(len(row.seq.block_table) for row in step.rows)
-        cache = self.cache_of(num_blocks, num_layers=1)  # all layers share it
-        self._set_cache([zeros(tensor, self.device) for tensor in cache])
+        self.allocate_kv_cache(num_blocks, num_layers=1)
         torch.cuda.reset_peak_memory_stats(self.device)
         self.run(step).wait()
-        peak = torch.cuda.max_memory_allocated(self.device) - sum(tensor.nbytes for tensor in cache)
-        self._set_cache(self.cache_of(0))
+        peak = torch.cuda.max_memory_allocated(self.device) - sum(x.nbytes for x in (self.kv_cache, *self.kv_scales))
+        self.allocate_kv_cache(0)
         torch.cuda.empty_cache()
         return peak
 
-    def allocate_kv_cache(self, num_blocks: int) -> None:
-        """One tensor [2, layers, blocks, block_size, kv_heads, head_dim], and scales if the format has them."""
-        self._set_cache([zeros(tensor, self.device) for tensor in self.cache_of(num_blocks)])
+    def allocate_kv_cache(self, num_blocks: int, num_layers: int | None = None) -> None:
+        """One tensor [2, layers, blocks, block_size, kv_heads, head_dim], of which each layer gets its part.
+
+        A format of the cache may have scales besides. With `num_layers=1` all layers share one part, which is for steps
+        whose results do not matter.
+        """
+        # zeros: attention multiplies masked slots by 0, and a NaN in them would spread
+        cache = [zeros_on(self.device, tensor) for tensor in self.cache_of(num_blocks, num_layers)]
+        self.kv_cache, *self.kv_scales = cache
+        num_layers, num_slots = self.kv_cache.shape[1], num_blocks * self.config.kvcache_block_size
+        # by cache slot; tokens that are not stored write to one slot more
+        self.slot_token_ids = torch.zeros(num_slots + 1, dtype=torch.int32, device=self.device)
+        make_cache = cache_format(self.config.kv_cache_dtype)
+        for i, layer in enumerate(self.attention_layers):
+            layer.kv_cache = make_cache(*(tensor[:, i % num_layers] for tensor in cache))
 
     def cache_of(self, num_blocks: int, num_layers: int | None = None) -> tuple[torch.Tensor, ...]:
         """The tensors of a cache on the meta device: they have a shape and a size in bytes, but no memory."""
@@ -273,15 +282,6 @@ class ModelRunner:
         layers = num_layers or len(self.attention_layers)
         shape = (2, layers, num_blocks, self.config.kvcache_block_size, layer.num_kv_heads, layer.head_dim)
         return cache_format(self.config.kv_cache_dtype).tensors(shape, self.config.dtype)
-
-    def _set_cache(self, cache: Sequence[torch.Tensor]) -> None:
-        self.kv_cache, *self.kv_scales = cache
-        _, num_layers, num_blocks, block_size = self.kv_cache.shape[:4]
-        make_cache = cache_format(self.config.kv_cache_dtype)
-        # by cache slot; tokens that are not stored write to one slot more
-        self.slot_token_ids = torch.zeros(num_blocks * block_size + 1, dtype=torch.int32, device=self.device)
-        for i, layer in enumerate(self.attention_layers):
-            layer.kv_cache = make_cache(*(tensor[:, i % num_layers] for tensor in cache))
 
     @torch.inference_mode()
     def capture_cudagraph(self) -> None:
@@ -311,7 +311,7 @@ class ModelRunner:
         if self.tp.lost and not becomes_idle(self.device):
             return
         self.graphs = self.mixed_graphs = None
-        self._set_cache(self.cache_of(0))
+        self.allocate_kv_cache(0)
         self.model = self.last_token_ids = self.requests = self.slot_token_ids = self._device_buffer = None
         self.attention_layers = []
         self.tp.close()

@@ -12,14 +12,7 @@ from nanovllm.kernels.dependent_launch import (
     num_sms,
     prefetch_rows,
 )
-from nanovllm.kernels.fp8 import (
-    ONES,
-    as_fp8_partner,
-    decode_e4m3,
-    decode_e4m3_pairs,
-    store_row,
-    unpack_scales,
-)
+from nanovllm.kernels.fp8 import ONES, as_fp8_partner, decode_e4m3, decode_e4m3_pairs, store_row, unpack_scales
 from nanovllm.kernels.norm_rope_store import NORM_ROPE_INPUTS, norm_rope
 from nanovllm.kernels.split_sequence import NO_KEYS, choose_num_splits, combine_splits, split_sequence
 

@@ -2,7 +2,6 @@
 
 from math import gcd
 
-import numpy as np
 import torch
 
 
@@ -45,14 +44,3 @@ def gather_chunks(cache: torch.Tensor, chunks: torch.Tensor) -> torch.Tensor:
     """-> [B, L, kv_heads, head_dim]"""
     rows = cache.view(-1, chunk_size(cache.shape[1]) * cache.shape[2] * cache.shape[3])
     return rows.index_select(0, chunks.flatten()).view(len(chunks), -1, *cache.shape[2:])
-
-
-def zeros(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of this shape and dtype in memory of the device.
-
-    Not torch.empty: attention multiplies masked slots by 0, and a NaN in them would spread.
-    """
-    if device.type == "cuda":
-        return torch.zeros_like(tensor, device=device)
-    # the system maps pages of numpy's zeros on first use
-    return torch.from_numpy(np.zeros(tensor.nbytes, np.uint8)).view(tensor.dtype).view(tensor.shape)
