@@ -401,6 +401,13 @@ def test_kernels_in_an_engine(make_llm, prompts, alone, monkeypatch):
     assert llm.stats()["steps"]["mixed"] > 0 and llm.stats()["steps"]["decode"] > 0
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [{}, dict(enforce_eager=True), dict(attention_backend="sdpa")], ids=str)
+def test_on_a_gpu(make_llm, prompts, alone, settings):
+    llm = make_llm(device="cuda", kv_cache_dtype="fp8", gpu_memory_utilization=0.1, **SMALL | settings)
+    assert_same(generate_by_steps(llm, [(prompt, GREEDY) for prompt in prompts]), alone)
+
+
 # --- settings and sizes
 
 
@@ -415,9 +422,10 @@ def test_the_bytes_of_a_cache(make_llm):
     assert "tokens in fp8," in repr(fp8) and "tokens," in repr(plain)
 
 
-def test_refused():
-    with pytest.raises(ValueError, match=r"kv_cache_dtype='int8': must be one of 'auto', 'fp8'"):
-        Config(TINY, kv_cache_dtype="int8")
+@pytest.mark.parametrize("value", ["int8", "fp8_e5m2", None, torch.float8_e4m3fn])
+def test_refused(value):
+    with pytest.raises(ValueError, match=r"kv_cache_dtype=.*: must be one of 'auto', 'fp8'"):
+        Config(TINY, kv_cache_dtype=value)
 
 
 def test_refused_by_flash(monkeypatch):
