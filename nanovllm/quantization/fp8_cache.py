@@ -1,4 +1,4 @@
-"""Keys and values in FP8 (e4m3): half the bytes of a cache in bfloat16, so twice the tokens, read twice as fast.
+"""Keys and values in FP8 (e4m3): half the bytes of a cache in bfloat16, so nearly twice the tokens in the same memory.
 
 The key and the value of a token and head have a scale each, computed from nothing but themselves when they are stored.
 So there is no calibration, and what the cache holds for a token depends neither on its neighbours in a block, nor on
