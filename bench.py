@@ -526,11 +526,11 @@ def run_transformers(model: str, settings: dict, workloads: Workloads) -> dict[s
 
 
 def vllm_settings(model: str, settings: dict) -> dict:
-    """Our bounds, dtype, and weights that are random if ours are; all else is vLLM's default."""
+    """Our bounds and dtypes, and weights that are random if ours are; all else is vLLM's default."""
     from nanovllm.config import Config
 
     config = Config.create(model, settings)
-    names = ["model", "max_model_len", "max_num_seqs", "tensor_parallel_size", "load_format"]
+    names = ["model", "max_model_len", "max_num_seqs", "tensor_parallel_size", "load_format", "kv_cache_dtype"]
     return {"dtype": str(config.dtype).removeprefix("torch."), **{name: getattr(config, name) for name in names}}
 
 
@@ -623,7 +623,8 @@ def limit_seconds(requests: list[Request], config, bytes_per_s: float, operation
     heads, kv_heads, head_dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
     all_layer_weights = shape.layer_operations // 2 * shape.num_hidden_layers  # each is multiplied and added
     head_weights = shape.hidden_size * shape.vocab_size
-    kv_bytes = 2 * shape.num_hidden_layers * kv_heads * head_dim * config.dtype.itemsize  # per token
+    head_bytes = head_dim + 2 if config.kv_cache_dtype == "fp8" else head_dim * config.dtype.itemsize  # 2 of a scale
+    kv_bytes = 2 * shape.num_hidden_layers * kv_heads * head_bytes  # per token
     lengths = [(len(r.prompt), r.max_tokens) for r in requests]
     num_read = sum(sum(range(prompt + 1, prompt + tokens)) for prompt, tokens in lengths)
     num_decoded = sum(tokens - 1 for _, tokens in lengths)
@@ -986,6 +987,7 @@ def make_parser() -> argparse.ArgumentParser:
     engine.add_argument("--dtype", default="auto")
     engine.add_argument("--device", default="auto")
     engine.add_argument("--attention-backend", default="auto")
+    engine.add_argument("--kv-cache-dtype", default="auto")
     engine.add_argument("--tensor-parallel-size", type=int, default=1)
     engine.add_argument("--max-num-seqs", type=int, default=512)
     engine.add_argument("--max-num-batched-tokens", type=int, default=16384)
@@ -1067,7 +1069,7 @@ def run_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     from nanovllm.config import Config
 
     names = ["dtype", "device", "attention_backend", "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens"]
-    names += ["max_model_len", "enforce_eager", "async_scheduling"]
+    names += ["max_model_len", "kv_cache_dtype", "enforce_eager", "async_scheduling"]
     settings = {name: getattr(args, name) for name in names} | ({"load_format": "dummy"} if args.shape else {})
     try:  # before any engine is started
         SamplingParams(temperature=TEMPERATURE, top_k=args.top_k, top_p=args.top_p)
@@ -1105,7 +1107,8 @@ def run_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     for request in (request for runs in workloads.values() for run in runs for request in run):
         request.top_k, request.top_p = args.top_k, args.top_p
     results = run_engines(["nanovllm", *args.compare], functions, args.model, settings, workloads)
-    print(f"{args.shape or args.model}, {config.dtype}, {config.device}, attention {config.attention_backend}")
+    dtypes = str(config.dtype) + ("" if config.kv_cache_dtype == "auto" else f", cache {config.kv_cache_dtype}")
+    print(f"{args.shape or args.model}, {dtypes}, {config.device}, attention {config.attention_backend}")
     if not is_sweep:
         print_throughput(config, workloads, results)
     else:
@@ -1122,7 +1125,7 @@ def run_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         draw_panels(args.plot, f"{setup}, {device}", panels, results)
     if args.save:
         by_workload = {name: {engine: result[name].rate for engine, result in results.items()} for name in workloads}
-        save_results(args.save, f"{config.device}, {config.dtype}", setup, by_workload)
+        save_results(args.save, f"{config.device}, {dtypes}", setup, by_workload)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,6 @@ VLLM_SETTINGS: dict[str, tuple | type] = {
     "enable_lora": (False,),
     "generation_config": ("auto",),
     "hf_overrides": (None,),
-    "kv_cache_dtype": ("auto",),
     "limit_mm_per_prompt": (None,),
     "max_seq_len_to_capture": int,  # a graph serves every length
     "pipeline_parallel_size": (1,),
@@ -87,6 +86,7 @@ class Config:
     kvcache_block_size: tokens of a cache block, a multiple of 16 (of 256 for the `flash` backend).
     num_kvcache_blocks: None is as many as fit into memory, and is replaced by that number once the engine has started.
         A given number also bounds `max_model_len`.
+    kv_cache_dtype: "auto" is `dtype`; "fp8" is e4m3 with a scale for each key and value, for "triton" and "sdpa".
     dtype: "auto" is the checkpoint's; or "float32" ("float"), "float16" ("half"), "bfloat16", or a torch.dtype.
     device: "auto" is "cuda" if there is a CUDA device, else "cpu".
     attention_backend: "auto" is "triton" on CUDA if Triton is installed, else "sdpa"; or "flash".
@@ -115,6 +115,7 @@ class Config:
     enforce_eager: bool = False
     kvcache_block_size: int = 256
     num_kvcache_blocks: int | None = None
+    kv_cache_dtype: str = "auto"
     dtype: str | torch.dtype = "auto"
     device: str = "auto"
     attention_backend: str = "auto"
@@ -134,6 +135,8 @@ class Config:
         block_size, multiple = self.kvcache_block_size, 256 if backend == "flash" else 16
         if block_size % multiple:
             raise ValueError(f"kvcache_block_size={block_size}: must be a multiple of {multiple} for {backend!r}")
+        if backend == "flash" and self.kv_cache_dtype != "auto":
+            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: must be 'auto' for attention_backend='flash'")
         folder = find_model(self.model, self.revision, with_weights=self.load_format != "dummy")
         model_config = replace(ModelConfig.read(folder), expert_parallel=self.expert_parallel)
         model_config.check_divides(TensorParallel(size=self.tensor_parallel_size))
@@ -211,6 +214,7 @@ class Config:
         check_bool("enforce_eager", self.enforce_eager)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_bool("async_scheduling", self.async_scheduling, optional=True)
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8"))
         check_choice("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         if not (self.revision is None or isinstance(self.revision, str)):
             raise TypeError(f"revision={self.revision!r}: must be a string or None")

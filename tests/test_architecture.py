@@ -40,7 +40,7 @@ HOUSE = """
 1 | engine/token_budget.py engine/group_admission.py engine/sequence.py <- engine/scheduled_step.py
   engine/block_manager.py engine/scheduling_policy.py <- engine/scheduler.py <- engine/stats.py
 1 | kernels/
-2 | layers/
+2 | layers/kv_cache.py <- quantization/__init__.py quantization/fp8_cache.py <- layers/
 3 | models/
 4 | engine/step_result.py engine/new_requests.py <- engine/batch.py <- engine/capacity.py engine/cuda_graph.py
   <- engine/model_runner.py
@@ -165,14 +165,18 @@ def test_ranks_do_without_transformers():
     assert "transformers" in reach("engine/llm_engine.py")
 
 
+ROOMS_BY_USE = ("distributed", "quantization", "beam search", "structured_outputs")
+
+
 def test_optional_rooms_are_imported_when_used():
-    """One rank needs nothing of `distributed/`, and only some calls and requests need beams and grammars."""
+    """One rank needs nothing of `distributed/`, and only some settings and requests need formats, beams, grammars."""
     loaded = reach("__init__.py", module_level=True)
-    rooms = [file for file in FILES if room_of(file) in ("distributed", "beam search", "structured_outputs")]
+    rooms = [file for file in FILES if room_of(file) in ROOMS_BY_USE]
     assert len(rooms) >= 8
     for file in rooms:
         assert file not in loaded and file in reach("__init__.py") | {
             "distributed/__init__.py",
+            "quantization/__init__.py",
             "structured_outputs/__init__.py",
         }
 
@@ -215,9 +219,10 @@ def code_lines(source: str) -> int:
 # lines of code: what a room may grow to before it is looked at again
 BUDGETS = {
     "core": 4100,
-    "kernels": 1900,
+    "kernels": 2000,
     "distributed": 550,
     "models": 250,
+    "quantization": 150,
     "CUDA graphs": 200,
     "beam search": 150,
     "mixture of experts": 750,
@@ -229,6 +234,7 @@ ROOM_FILES = {
     "__main__.py": "serve",
     "engine/beam_search.py": "beam search",
     "engine/cuda_graph.py": "CUDA graphs",
+    "kernels/fp8.py": "quantization",
     "kernels/moe_gemm.py": "mixture of experts",
     "kernels/moe_gemv.py": "mixture of experts",
     "kernels/moe_routing.py": "mixture of experts",

@@ -38,7 +38,7 @@ QWEN3_06B = ModelConfig(
     rope_scale=1.0,
     eos_token_ids=frozenset({151645}),
 )
-CONFIG = SimpleNamespace(model_config=QWEN3_06B, dtype=torch.bfloat16, max_num_seqs=512)
+CONFIG = SimpleNamespace(model_config=QWEN3_06B, dtype=torch.bfloat16, kv_cache_dtype="auto", max_num_seqs=512)
 
 
 def test_headline_is_the_published_one():
@@ -60,6 +60,9 @@ def test_limit():
     requests = bench.headline(256, 1024, 1024, seed=0, vocab_size=151936)
     rate = 133_966 / bench.limit_seconds(requests, CONFIG, 4.45e12, 790e12)
     assert rate == pytest.approx(37_556, rel=0.01)
+    fp8 = SimpleNamespace(**vars(CONFIG) | {"kv_cache_dtype": "fp8"})
+    one_step = bench.limit_seconds([bench.Request([0] * 9, 2)], fp8, 1.0, float("inf"))
+    assert one_step == weights + 10 * 28 * 8 * 260
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (2, 7), (100_000, 1), (1, 100_000)])
@@ -105,6 +108,7 @@ def main(monkeypatch, *arguments: str) -> None:
         (("--max-num-seqs", "0"), ("max_num_seqs", "0", "1")),
         (("--max-model-len", "1"), ("max_model_len", "1", "2")),
         (("--dtype", "int3"), ("dtype", "int3", "bfloat16")),
+        (("--kv-cache-dtype", "int8"), ("kv_cache_dtype", "int8", "fp8")),
         (("--profile", __file__), ("--profile", __file__, "folder")),
         (("--profile", f"{__file__}/traces"), ("--profile", __file__, "folder")),
         (("--save", __file__), ("--save", __file__, "results file")),
@@ -182,10 +186,11 @@ def test_the_model_of_a_shape(monkeypatch, capsys):
     )
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: SimpleNamespace())
     monkeypatch.setattr(bench, "run_in_process", lambda function, *arguments: function(*arguments))
-    lengths = ["--num-seqs", "2", "--max-input-len", "10", "--max-output-len", "4"]
-    main(monkeypatch, "--shape", "small", "--compare", "vllm", "--workload", "headline", "--device", "cpu", *lengths)
+    options = ["--num-seqs", "2", "--max-input-len", "10", "--max-output-len", "4", "--kv-cache-dtype", "fp8"]
+    main(monkeypatch, "--shape", "small", "--compare", "vllm", "--workload", "headline", "--device", "cpu", *options)
     out = capsys.readouterr().out
-    assert "small, torch.bfloat16, cpu" in out and "headline: 2 requests" in out
+    assert "small, torch.bfloat16, cache fp8, cpu" in out and "headline: 2 requests" in out
+    assert seen["kv_cache_dtype"] == "fp8"
     assert seen["load_format"] == "dummy" and Path(seen["model"]).name == "small" and not Path(seen["model"]).exists()
 
 

@@ -18,6 +18,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import SDPABackend, TritonBackend
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.fusion import norm_linear
+from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
@@ -367,7 +368,7 @@ def test_sdpa_attention(monkeypatch, block_size, group, num_decodes):
     layer = Attention(group * kv_heads, kv_heads, DIM, SDPABackend())
     # no two sequences share a block, and no block is where its number would put it
     tables = torch.randperm(len(LENGTHS) * width).view(len(LENGTHS), width).int()
-    layer.k_cache, layer.v_cache = torch.full((2, tables.numel(), block_size, kv_heads, DIM), 1e4).unbind()
+    layer.kv_cache = KVCache(torch.full((2, tables.numel(), block_size, kv_heads, DIM), 1e4))
     slots = (tables[:, :, None] * block_size + torch.arange(block_size, dtype=torch.int32)).flatten(1)
     keys, values = ([torch.randn(n, kv_heads, DIM) for n in LENGTHS] for _ in range(2))
     num_new = [1] * num_decodes + NEW[num_decodes:]
@@ -411,7 +412,7 @@ def test_attention_from_qkv(monkeypatch, path, has_norm):
         monkeypatch.setattr("nanovllm.layers.attention.triton_ops", lambda x: ops)
         layer.backend = TritonBackend()
         layer.backend.fuses_qk_norm_rope = lambda *_: path == "fused kernels"
-    layer.k_cache, layer.v_cache = torch.zeros(2, 4, block_size, kv_heads, DIM).unbind()
+    layer.kv_cache = KVCache(torch.zeros(2, 4, block_size, kv_heads, DIM))
     tables = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
     weights = (torch.rand(DIM) + 0.5, torch.rand(DIM) + 0.5) if has_norm else (None, None)
     rotary_emb = RotaryEmbedding(tuple(100.0 ** (-torch.arange(0, DIM, 2) / DIM)), 1.0, 32)

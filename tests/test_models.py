@@ -21,6 +21,7 @@ from nanovllm.config import Config
 from nanovllm.distributed.tensor_parallel import connect
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import SDPABackend
+from nanovllm.layers.kv_cache import KVCache
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import model_class
 from nanovllm.utils.context import Context, attention_context
@@ -150,7 +151,7 @@ def logits_of_rank(rank: int, size: int, folder: str, store: Path, prompt: list[
     load_model(model, Path(folder), torch.device("cpu"))
     for layer in model.modules():
         if isinstance(layer, Attention):
-            layer.k_cache, layer.v_cache = torch.zeros(2, 1, MAX_LEN, layer.num_kv_heads, layer.head_dim)
+            layer.kv_cache = KVCache(torch.zeros(2, 1, MAX_LEN, layer.num_kv_heads, layer.head_dim))
     positions = torch.arange(num_tokens, dtype=torch.int32)
     starts, table = torch.tensor([0, num_tokens], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     context = Context(0, positions, starts[1:], table, num_tokens, num_tokens, starts)

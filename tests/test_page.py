@@ -134,7 +134,7 @@ class Clockwork:
         )
         leadership = SimpleNamespace(run=lambda work, is_urgent: work())
         self.core = SimpleNamespace(scheduler=self.scheduler, on_step=[], leadership=leadership)
-        sizes = dict(kvcache_block_size=16, max_num_seqs=512, max_num_batched_tokens=16384)
+        sizes = dict(kvcache_block_size=16, kv_cache_dtype="auto", max_num_seqs=512, max_num_batched_tokens=16384)
         self.config = SimpleNamespace(model="clockwork", device="none", **sizes)
         for i in range(num_seqs):
             self.scheduler.add(Sequence(i, [i] * 60, SamplingParams(max_tokens=50, ignore_eos=True), 0, 2000))

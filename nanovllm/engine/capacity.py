@@ -28,7 +28,7 @@ def affordable_blocks(runner: Any, memory_before: int) -> int:
 
     `memory_before` is what was in use before the model was loaded.
     """
-    config, block_bytes = runner.config, runner.cache_of(num_blocks=1).nbytes
+    config, block_bytes = runner.config, sum(tensor.nbytes for tensor in runner.cache_of(num_blocks=1))
     if runner.device.type == "cuda":
         peak = runner.warmup_model()
         free, total = torch.cuda.mem_get_info(runner.device)

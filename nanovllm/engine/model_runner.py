@@ -21,7 +21,7 @@ from nanovllm.engine.step_result import (
     StepBuffers,
     compute_logprobs,
 )
-from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention import Attention, cache_format
 from nanovllm.layers.attention_backends import make_backend
 from nanovllm.layers.logits import (
     CUSTOM_FILTERS,
@@ -217,7 +217,8 @@ class ModelRunner:
     def _copy_blocks(self, copies: np.ndarray) -> None:
         """Copy cache blocks and their token ids; copies [2, C] int32 are the sources and the targets."""
         sources, targets = torch.from_numpy(copies).to(self.device, non_blocking=True).long()
-        for cache in (self._cached_token_ids, *self.kv_cache.flatten(0, 1)):  # layer by layer: a gather needs memory
+        layers = (layer for tensor in (self.kv_cache, *self.kv_scales) for layer in tensor.flatten(0, 1))
+        for cache in (self._cached_token_ids, *layers):  # layer by layer: a gather needs memory
             cache.index_copy_(0, targets, cache.index_select(0, sources))
 
     @torch.inference_mode()
@@ -258,7 +259,7 @@ class ModelRunner:
         self.allocate_kv_cache(num_blocks, num_layers=1)
         torch.cuda.reset_peak_memory_stats(self.device)
         self.run(step).wait()
-        peak = torch.cuda.max_memory_allocated(self.device) - self.kv_cache.nbytes
+        peak = torch.cuda.max_memory_allocated(self.device) - sum(x.nbytes for x in (self.kv_cache, *self.kv_scales))
         self.allocate_kv_cache(0)
         torch.cuda.empty_cache()
         return peak
@@ -266,21 +267,25 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int, num_layers: int | None = None) -> None:
         """One tensor [2, layers, blocks, block_size, kv_heads, head_dim], of which each layer gets its part.
 
-        With `num_layers=1` all layers share one, which is for steps whose results do not matter.
+        A format of the cache may have scales besides. With `num_layers=1` all layers share one part, which is for steps
+        whose results do not matter.
         """
         # zeros: attention multiplies masked slots by 0, and a NaN in them would spread
-        cache = self.kv_cache = zeros_on(self.device, self.cache_of(num_blocks, num_layers))
+        cache = [zeros_on(self.device, tensor) for tensor in self.cache_of(num_blocks, num_layers)]
+        self.kv_cache, *self.kv_scales = cache
+        num_layers, num_slots = self.kv_cache.shape[1], num_blocks * self.config.kvcache_block_size
         # by cache slot; tokens that are not stored write to one slot more
-        self.slot_token_ids = torch.zeros(cache.shape[2] * cache.shape[3] + 1, dtype=torch.int32, device=self.device)
+        self.slot_token_ids = torch.zeros(num_slots + 1, dtype=torch.int32, device=self.device)
+        make_cache = cache_format(self.config.kv_cache_dtype)
         for i, layer in enumerate(self.attention_layers):
-            layer.k_cache, layer.v_cache = cache[:, i % cache.shape[1]]
+            layer.kv_cache = make_cache(*(tensor[:, i % num_layers] for tensor in cache))
 
-    def cache_of(self, num_blocks: int, num_layers: int | None = None) -> torch.Tensor:
-        """A cache on the meta device: it has a shape and a size in bytes, but no memory."""
+    def cache_of(self, num_blocks: int, num_layers: int | None = None) -> tuple[torch.Tensor, ...]:
+        """The tensors of a cache on the meta device: they have a shape and a size in bytes, but no memory."""
         layer = self.attention_layers[0]
         layers = num_layers or len(self.attention_layers)
         shape = (2, layers, num_blocks, self.config.kvcache_block_size, layer.num_kv_heads, layer.head_dim)
-        return torch.empty(shape, dtype=self.config.dtype, device="meta")
+        return cache_format(self.config.kv_cache_dtype).tensors(shape, self.config.dtype)
 
     @torch.inference_mode()
     def capture_cudagraph(self) -> None:

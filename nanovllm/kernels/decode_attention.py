@@ -12,6 +12,7 @@ from nanovllm.kernels.dependent_launch import (
     num_sms,
     prefetch_rows,
 )
+from nanovllm.kernels.fp8 import ONES, as_fp8_partner, decode_e4m3, decode_e4m3_pairs, store_row, unpack_scales
 from nanovllm.kernels.norm_rope_store import NORM_ROPE_INPUTS, norm_rope
 from nanovllm.kernels.split_sequence import NO_KEYS, choose_num_splits, combine_splits, split_sequence
 
@@ -25,6 +26,7 @@ def _decode_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    scales_ptr,
     num_seqs_ptr,
     context_lens_ptr,
     block_tables_ptr,
@@ -51,6 +53,7 @@ def _decode_kernel(
     HAS_NORM: tl.constexpr,
     HAS_NUM_SEQS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    IS_FP8: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -89,12 +92,20 @@ def _decode_kernel(
         rows = ((blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
         prefetch_rows(k_cache_ptr + rows, HEAD_DIM)
         prefetch_rows(v_cache_ptr + rows, HEAD_DIM)
+        if IS_FP8:
+            scale_rows = (blocks * KV_HEADS + kv_head) * BLOCK_SIZE + tokens % BLOCK_SIZE
+            prefetch_rows(scales_ptr + scale_rows, 1)
         gdc_wait()
 
     first_row = seq * (KV_HEADS * GROUP) + kv_head * GROUP
     m_i = tl.full([GROUP_PAD], NO_KEYS, tl.float32)  # the running maximum of the scores, and
     l_i = tl.zeros([GROUP_PAD], tl.float32)  # the sum of their exponentials relative to it
     acc = tl.zeros([GROUP_PAD, HEAD_DIM], tl.float32)
+    if IS_FP8:  # values are read in pairs of adjacent numbers, the even ones and the odd ones of a row
+        acc_even = tl.zeros([GROUP_PAD, HEAD_DIM // 2], tl.float32)
+        acc_odd = tl.zeros([GROUP_PAD, HEAD_DIM // 2], tl.float32)
+        pair = tl.arange(0, HEAD_DIM // 2)
+        v_pair_ptr = v_cache_ptr.to(tl.pointer_type(tl.uint16))
     if IS_QKV:
         qkv = q_ptr + seq * ((GROUP + 2) * KV_HEADS * HEAD_DIM)
         q_row = qkv + (kv_head * GROUP + g)[:, None] * HEAD_DIM
@@ -108,13 +119,26 @@ def _decode_kernel(
         if split == 0:  # it adds the new token, whose key and value are here and need not be read from the cache
             k_new = norm_rope(k_new, k_swapped, k_cos[None, :], k_sin[None, :], eps, HAS_NORM)
             at = (slot * KV_HEADS + kv_head) * HEAD_DIM + d[None, :]
-            tl.store(k_cache_ptr + at, k_new, at >= 0)  # negative for a slot of -1
-            tl.store(v_cache_ptr + at, v_new, at >= 0)
-            m_i = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
-            l_i += 1.0
-            acc += v_new.to(tl.float32)
+            if IS_FP8:  # it attends to what it stores, as later steps will
+                scale_at = (slot // BLOCK_SIZE * KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+                pair_ptr = (scales_ptr + scale_at).to(tl.pointer_type(tl.int16))
+                k_fp8, k_scale = store_row(k_new, k_cache_ptr + at, pair_ptr, slot)
+                v_fp8, v_scale = store_row(v_new, v_cache_ptr + at, pair_ptr + 1, slot)
+                m_i = tl.sum(q.to(tl.float32) * k_fp8, 1) * (scale * k_scale) + tl.log2(v_scale)
+                l_i += 1 / v_scale
+                v_even, v_odd = tl.split(v_fp8.reshape(1, HEAD_DIM // 2, 2))
+                acc_even += v_even
+                acc_odd += v_odd
+            else:
+                tl.store(k_cache_ptr + at, k_new, at >= 0)  # negative for a slot of -1
+                tl.store(v_cache_ptr + at, v_new, at >= 0)
+                m_i = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
+                l_i += 1.0
+                acc += v_new.to(tl.float32)
     else:
         q = tl.load(q_ptr + (first_row + g)[:, None] * HEAD_DIM + d[None, :], in_group, 0.0)
+    if IS_FP8:
+        q = as_fp8_partner(q)
 
     b = tl.arange(0, CHUNK)
     for chunk in range(begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE), CHUNK):
@@ -126,16 +150,32 @@ def _decode_kernel(
             block = tl.sum(tl.where(b == tile // BLOCK_SIZE - chunk, block_ids, 0), 0).to(tl.int64)
             row = ((block * BLOCK_SIZE + tile % BLOCK_SIZE + n) * KV_HEADS + kv_head) * HEAD_DIM
             k = tl.load(k_cache_ptr + row[None, :] + d[:, None], inside[None, :], 0.0)
+            if IS_FP8:
+                k = decode_e4m3(k, q.dtype)
             scores = tl.dot(q, k, input_precision=PRECISION) * scale
+            if IS_FP8:
+                scale_at = (block * KV_HEADS + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE + n
+                pairs = tl.load(scales_ptr + scale_at, inside, ONES)
+                k_scale, v_log2_scale = unpack_scales(pairs, k_cache_ptr.dtype.element_ty)
+                scores = scores * k_scale[None, :] + v_log2_scale[None, :]
             scores = tl.where(inside[None, :], scores, NO_KEYS)
             m_new = tl.maximum(m_i, tl.max(scores, 1))
             p = tl.exp2(scores - m_new[:, None])
             alpha = tl.exp2(m_i - m_new)
-            v = tl.load(v_cache_ptr + row[:, None] + d[None, :], inside[:, None], 0.0)
-            acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+            if IS_FP8:
+                v = tl.load(v_pair_ptr + (row // 2)[:, None] + pair[None, :], inside[:, None], 0)
+                v_even, v_odd = decode_e4m3_pairs(v, v_cache_ptr.dtype.element_ty, q.dtype)
+                acc_even = acc_even * alpha[:, None] + tl.dot(p.to(q.dtype), v_even, input_precision=PRECISION)
+                acc_odd = acc_odd * alpha[:, None] + tl.dot(p.to(q.dtype), v_odd, input_precision=PRECISION)
+                p = p * tl.exp2(-v_log2_scale)[None, :]
+            else:
+                v = tl.load(v_cache_ptr + row[:, None] + d[None, :], inside[:, None], 0.0)
+                acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
             l_i = l_i * alpha + tl.sum(p, 1)
             m_i = m_new
 
+    if IS_FP8:
+        acc = tl.interleave(acc_even, acc_odd)
     acc = acc / tl.maximum(l_i, 1e-30)[:, None]
     if IS_SPLIT:
         part = (first_row + g) * splits + split
@@ -165,6 +205,7 @@ def decode_attention(
     splits: int | None = None,
     num_seqs: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [B, heads, head_dim] attends to the context_lens[b] tokens behind block_tables[b]; zeros where there are none.
 
@@ -174,11 +215,12 @@ def decode_attention(
     order of the rows, so the longest sequences should come first.
 
     `out` takes the result. With num_seqs [1] int32, at least 1, only the first so many rows are computed, and the other
-    rows of the result are left alone.
+    rows of the result are left alone. The caches are in FP8 if they have scales: see `norm_rope_store`.
     """
     out = torch.empty_like(q) if out is None else out
     no_norm_rope = None, None, 0.0, None, None
-    _decode(out, q, *no_norm_rope, k_cache, v_cache, context_lens, block_tables, max_context_len, splits, num_seqs)
+    caches = k_cache, v_cache, scales
+    _decode(out, q, *no_norm_rope, *caches, context_lens, block_tables, max_context_len, splits, num_seqs)
     return out
 
 
@@ -195,6 +237,7 @@ def decode_attention_of_qkv(
     block_tables: torch.Tensor,
     max_context_len: int,
     splits: int | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`norm_rope_store` of qkv [B, heads + 2 kv_heads, head_dim] and `decode_attention` of its queries in one kernel.
 
@@ -203,7 +246,7 @@ def decode_attention_of_qkv(
     batch_size, num_rows, head_dim = qkv.shape
     out = torch.empty((batch_size, num_rows - 2 * k_cache.shape[2], head_dim), dtype=qkv.dtype, device=qkv.device)
     inputs = q_weight, k_weight, eps, cos_sin, slot_mapping
-    _decode(out, qkv, *inputs, k_cache, v_cache, context_lens, block_tables, max_context_len, splits)
+    _decode(out, qkv, *inputs, k_cache, v_cache, scales, context_lens, block_tables, max_context_len, splits)
     return out
 
 
@@ -217,6 +260,7 @@ def _decode(
     slot_mapping: torch.Tensor | None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    scales: torch.Tensor | None,
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
     max_context_len: int,
@@ -238,6 +282,7 @@ def _decode(
         q,
         k_cache,
         v_cache,
+        scales,
         num_seqs,
         context_lens,
         block_tables,
@@ -259,11 +304,12 @@ def _decode(
         HEAD_DIM=head_dim,
         TILE=tile,
         CHUNK=CHUNK,
-        STAGES=3 if head_dim * q.element_size() <= 256 and not is_qkv else 2,
+        STAGES=3 if head_dim * k_cache.element_size() <= 256 and not is_qkv else 2,
         IS_QKV=is_qkv,
         HAS_NORM=q_weight is not None,
         HAS_NUM_SEQS=num_seqs is not None,
         IS_SPLIT=splits > 1,
+        IS_FP8=scales is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=2,
     )

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.fp8 import bfloat16_bits, quantize_rows
 
 # written before the qkv projection starts, so a dependent kernel may read it early (see dependent_launch.py)
 NORM_ROPE_INPUTS = ("q_weight_ptr", "k_weight_ptr", "cos_sin_ptr", "slot_mapping_ptr")
@@ -37,12 +38,15 @@ def _norm_rope_store_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    scales_ptr,
     eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    IS_FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program takes one token and ROWS of its rows in qkv: the query heads, then the key heads, then the value heads.
@@ -73,8 +77,16 @@ def _norm_rope_store_kernel(
     x_swapped = tl.load(x_ptr + d_swapped, is_q | is_k, 0.0)
     y = norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM)
     tl.store(q_ptr + (token * HEADS + row) * HEAD_DIM + d, y, is_q)
-    tl.store(k_cache_ptr + (slot * KV_HEADS + row - HEADS) * HEAD_DIM + d, y, is_k)
-    tl.store(v_cache_ptr + (slot * KV_HEADS + row - HEADS - KV_HEADS) * HEAD_DIM + d, x, is_v)
+    k, v = y, x
+    if IS_FP8:
+        k, scales = quantize_rows(tl.where(is_v, x, y), k_cache_ptr.dtype.element_ty)
+        v = k
+        kv_head = row - HEADS - tl.where(is_v, KV_HEADS, 0)
+        pair = (slot // BLOCK_SIZE * KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+        scale_ptr = scales_ptr.to(tl.pointer_type(tl.int16)) + 2 * pair + tl.where(is_v, 1, 0)
+        tl.store(scale_ptr, bfloat16_bits(scales)[:, None], is_k | is_v)
+    tl.store(k_cache_ptr + (slot * KV_HEADS + row - HEADS) * HEAD_DIM + d, k, is_k)
+    tl.store(v_cache_ptr + (slot * KV_HEADS + row - HEADS - KV_HEADS) * HEAD_DIM + d, v, is_v)
 
 
 def norm_rope_store(
@@ -86,6 +98,7 @@ def norm_rope_store(
     slot_mapping: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the normed and rotated queries [T, heads, head_dim] of qkv [T, heads + 2 kv_heads, head_dim], contiguous;
     store the keys, normed and rotated too, and the values.
@@ -93,9 +106,12 @@ def norm_rope_store(
     The caches are [blocks, block_size, kv_heads, head_dim]. slot_mapping [T] has each token's index in the first two of
     these dimensions, flattened; -1: its key and value are not stored. The weights of the norms are [head_dim], or both
     None for no norm. cos_sin [T, 2, head_dim] float32 is RotaryEmbedding's. head_dim is a power of two.
+
+    Caches with `scales` are in FP8 (see fp8.py): for each key and its value a pair of scales, bfloat16 in an int32,
+    [blocks, kv_heads, block_size].
     """
     num_tokens, num_rows, head_dim = qkv.shape
-    kv_heads = k_cache.shape[2]
+    block_size, kv_heads = k_cache.shape[1:3]
     heads = num_rows - 2 * kv_heads
     q = torch.empty((num_tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if num_tokens:
@@ -109,12 +125,15 @@ def norm_rope_store(
             q,
             k_cache,
             v_cache,
+            scales,
             eps,
             HEADS=heads,
             KV_HEADS=kv_heads,
             HEAD_DIM=head_dim,
+            BLOCK_SIZE=block_size,
             ROWS=rows_per_program,
             HAS_NORM=q_weight is not None,
+            IS_FP8=scales is not None,
             num_warps=4 if num_tokens < 1024 else 1,
         )
     return q

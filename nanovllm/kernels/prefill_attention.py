@@ -6,6 +6,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, has_tma, launch
+from nanovllm.kernels.fp8 import ONES, as_fp8_partner, decode_e4m3, unpack_scales
 
 
 @triton.jit
@@ -19,29 +20,50 @@ def _attend_tiles(
     position,
     k_tiles,
     v_tiles,
+    scales_ptr,
     table_ptr,
     kv_head,
     scale,
     length,
     BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     TILE_N: tl.constexpr,
     MASKED: tl.constexpr,
+    IS_FP8: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     n = tl.arange(0, TILE_N)
     for tile in tl.range(begin, end, TILE_N, num_stages=2):  # a tile lies in one block
-        slot = tl.load(table_ptr + tile // BLOCK_SIZE) * BLOCK_SIZE + tile % BLOCK_SIZE
+        block = tl.load(table_ptr + tile // BLOCK_SIZE)
+        slot = block * BLOCK_SIZE + tile % BLOCK_SIZE
         k = k_tiles.load([slot, kv_head * HEAD_DIM])
+        if IS_FP8:
+            stored_dtype: tl.constexpr = k.dtype
+            k = decode_e4m3(k, q.dtype)
         scores = tl.dot(q, k.T, input_precision=PRECISION)
         v = v_tiles.load([slot, kv_head * HEAD_DIM])
+        if IS_FP8:
+            v = decode_e4m3(v, q.dtype)
+            scale_at = (block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE + n
+            pairs = tl.load(scales_ptr + scale_at)  # without a mask, so that several are loaded at once
+            if MASKED:
+                pairs = tl.where(tile + n < length, pairs, ONES)
+            k_scale, v_log2_scale = unpack_scales(pairs, stored_dtype)
+            scores = scores * (k_scale * scale)[None, :] + v_log2_scale[None, :]
         if MASKED:
             scores = tl.where((tile + n)[None, :] <= position[:, None], scores, -1e30)
             v = tl.where((tile + n < length)[:, None], v, 0.0)
-        m_new = tl.maximum(m_i, tl.max(scores, 1) * scale)
-        p = tl.exp2(scores * scale - m_new[:, None])
+        if IS_FP8:
+            m_new = tl.maximum(m_i, tl.max(scores, 1))
+            p = tl.exp2(scores - m_new[:, None])
+        else:
+            m_new = tl.maximum(m_i, tl.max(scores, 1) * scale)
+            p = tl.exp2(scores * scale - m_new[:, None])
         alpha = tl.exp2(m_i - m_new)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        if IS_FP8:
+            p = p * tl.exp2(-v_log2_scale)[None, :]
         l_i = l_i * alpha + tl.sum(p, 1)
         m_i = m_new
     return acc, l_i, m_i
@@ -53,6 +75,7 @@ def _prefill_kernel(
     q_ptr,
     k_tiles,
     v_tiles,
+    scales_ptr,
     query_tiles_ptr,
     cu_seqlens_q_ptr,
     context_lens_ptr,
@@ -66,6 +89,7 @@ def _prefill_kernel(
     HEAD_DIM: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    IS_FP8: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -95,6 +119,8 @@ def _prefill_kernel(
     row = (first_row + token).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + m % GROUP
     at = row[:, None] * HEAD_DIM + d[None, :]
     q = tl.load(q_ptr + at, valid, 0.0)
+    if IS_FP8:
+        q = as_fp8_partner(q)
     num_cached = length - num_new  # tokens computed in earlier steps
     position = num_cached + token
 
@@ -113,14 +139,17 @@ def _prefill_kernel(
         position,
         k_tiles,
         v_tiles,
+        scales_ptr,
         table_ptr,
         kv_head,
         scale,
         length,
         BLOCK_SIZE,
+        KV_HEADS,
         HEAD_DIM,
         TILE_N,
         False,
+        IS_FP8,
         PRECISION,
     )
     acc, l_i, m_i = _attend_tiles(
@@ -133,14 +162,17 @@ def _prefill_kernel(
         position,
         k_tiles,
         v_tiles,
+        scales_ptr,
         table_ptr,
         kv_head,
         scale,
         length,
         BLOCK_SIZE,
+        KV_HEADS,
         HEAD_DIM,
         TILE_N,
         True,
+        IS_FP8,
         PRECISION,
     )
     tl.store(out_ptr + at, (acc / l_i[:, None]).to(out_ptr.dtype.element_ty), valid)
@@ -165,12 +197,13 @@ def prefill_attention(
     block_tables: torch.Tensor,
     query_tiles: torch.Tensor,
     out: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [T, heads, head_dim], contiguous: the last tokens of B sequences, of which each begins at cu_seqlens_q [B + 1].
 
     Every query attends to the tokens of its sequence up to and including its own. The caches already hold all of them:
     those of this step and, where context_lens[b] is greater than the number of queries, those of earlier steps. Shapes
-    as in `decode_attention`; at most 64 query heads to a key-value head.
+    and scales as in `decode_attention`; at most 64 query heads to a key-value head.
 
     query_tiles [N, 2] int32 are the tiles to compute, in the order in which their programs start: a sequence, and the
     first of at most `query_tile_size` of its queries; a sequence of -1 is no tile. `out` takes the result, and the rows
@@ -192,6 +225,7 @@ def prefill_attention(
         q,
         k_tiles,
         v_tiles,
+        scales,
         query_tiles,
         cu_seqlens_q,
         context_lens,
@@ -205,6 +239,7 @@ def prefill_attention(
         HEAD_DIM=head_dim,
         TILE_M=tile_m,
         TILE_N=tile_n,
+        IS_FP8=scales is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=4,
     )

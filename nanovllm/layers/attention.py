@@ -7,15 +7,24 @@ from torch import nn
 
 from nanovllm.kernels import triton_ops
 from nanovllm.layers.attention_backends import AttentionBackend
+from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.rotary_embedding import QKNormRope, norm_rope
 from nanovllm.utils.context import get_context
+
+
+def cache_format(kv_cache_dtype: str) -> type[KVCache]:
+    """What each layer's `kv_cache` is for this setting."""
+    if kv_cache_dtype == "auto":
+        return KVCache
+    from nanovllm.quantization.fp8_cache import FP8KVCache
+
+    return FP8KVCache
 
 
 class Attention(nn.Module):
     """Causal grouped-query attention of one layer, with its optional q and k norm, rotary embedding and cache.
 
-    `k_cache` and `v_cache` [blocks, block_size, kv_heads, head_dim] are this layer's part of the engine's cache;
-    the ModelRunner sets them once it knows their size.
+    `kv_cache` is this layer's part of the engine's cache; the ModelRunner sets it once it knows its size.
     """
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, backend: AttentionBackend):
@@ -25,7 +34,7 @@ class Attention(nn.Module):
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.backend = backend
-        self.k_cache = self.v_cache = torch.empty(0, dtype=torch.float32)
+        self.kv_cache = KVCache(torch.empty(2, 0))
 
     def forward(self, qkv: torch.Tensor, qk_norm_rope: QKNormRope) -> torch.Tensor:
         """qkv [T, (heads + 2 kv_heads) * head_dim] -> [T, heads * head_dim]."""
@@ -48,17 +57,16 @@ class Attention(nn.Module):
 
     def store_kvcache(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write this step's keys and values [T, kv_heads, head_dim] to their slots, none of which may be -1."""
-        slots = get_context().slot_mapping.long()
-        self.k_cache.flatten(0, 1).index_copy_(0, slots, k)
-        self.v_cache.flatten(0, 1).index_copy_(0, slots, v)
+        self.kv_cache.store(get_context().slot_mapping.long(), k, v)
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         """q [T, heads, head_dim] against all stored keys, those of this step included -> the same shape."""
-        return self.backend.attend(q, self.k_cache, self.v_cache, get_context())
+        return self.backend.attend(q, self.kv_cache, get_context())
 
     def _forward_by_kernels(self, ops: ModuleType, qkv: torch.Tensor, qk_norm_rope: QKNormRope) -> torch.Tensor:
         """Norm, rope and store in one kernel, which the backend may fuse with the attention of a decode step."""
-        context, backend = get_context(), self.backend
+        context, backend, cache = get_context(), self.backend, self.kv_cache
         if not context.has_chunks and backend.fuses_qk_norm_rope(len(qkv), self.num_kv_heads, qkv.device):
-            return backend.decode_qkv(qkv, qk_norm_rope, self.k_cache, self.v_cache, context)
-        return self.attend(ops.norm_rope_store(qkv, *qk_norm_rope, context.slot_mapping, self.k_cache, self.v_cache))
+            return backend.decode_qkv(qkv, qk_norm_rope, cache, context)
+        q = ops.norm_rope_store(qkv, *qk_norm_rope, context.slot_mapping, cache.k, cache.v, cache.scales)
+        return self.attend(q)

@@ -1,17 +1,17 @@
 """The ways to compute attention over the paged cache. A backend imports its library when it is constructed."""
 
-from math import gcd
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from nanovllm.layers.kv_cache import KVCache, chunk_size
 from nanovllm.layers.rotary_embedding import QKNormRope
 from nanovllm.utils.context import Context
 
 
 class AttentionBackend:
-    """Shapes: q [T, heads, head_dim]; caches [blocks, block_size, kv_heads, head_dim] with this step's tokens stored.
+    """Shapes: q [T, heads, head_dim]; the cache holds keys and values of this step's tokens too.
 
     heads is a multiple of kv_heads, and query head h reads key-value head h // (heads / kv_heads).
     """
@@ -23,21 +23,21 @@ class AttentionBackend:
         """Tokens of a tile in `Context.query_tiles`, if `group` query heads share a key-value head; 0: no tiles."""
         return 0
 
-    def attend(self, q, k_cache, v_cache, context: Context) -> torch.Tensor:
+    def attend(self, q, cache: KVCache, context: Context) -> torch.Tensor:
         """Each of a step's queries against the keys of its sequence up to its own -> [T, heads, head_dim]."""
         n = context.num_decodes
         if not context.has_chunks:
-            return self.decode(q, k_cache, v_cache, context)
-        out = self.prefill(q, k_cache, v_cache, context)
+            return self.decode(q, cache, context)
+        out = self.prefill(q, cache, context)
         if n:
-            out[:n] = self.decode(q[:n], k_cache, v_cache, context)
+            out[:n] = self.decode(q[:n], cache, context)
         return out
 
-    def prefill(self, q, k_cache, v_cache, context: Context) -> torch.Tensor:
+    def prefill(self, q, cache: KVCache, context: Context) -> torch.Tensor:
         """`attend` for the chunks of prompts; the rows of decodes, which come first, get any value."""
         raise NotImplementedError
 
-    def decode(self, q, k_cache, v_cache, context: Context) -> torch.Tensor:
+    def decode(self, q, cache: KVCache, context: Context) -> torch.Tensor:
         """One query for each sequence that decodes -> [num_decodes, heads, head_dim]; any value where no keys are."""
         raise NotImplementedError
 
@@ -45,7 +45,7 @@ class AttentionBackend:
         """Whether `decode_qkv` is the fastest way to decode so many sequences."""
         return False
 
-    def decode_qkv(self, qkv, qk_norm_rope: QKNormRope, k_cache, v_cache, context: Context) -> torch.Tensor:
+    def decode_qkv(self, qkv, qk_norm_rope: QKNormRope, cache: KVCache, context: Context) -> torch.Tensor:
         """Norm and rope of queries and keys, the store of keys and values, and `decode`, from the qkv product.
 
         qkv [B, heads + 2 kv_heads, head_dim] -> [B, heads, head_dim].
@@ -67,18 +67,17 @@ class TritonBackend(AttentionBackend):
 
         self.ops = ops
 
-    def attend(self, q, k_cache, v_cache, context):
+    def attend(self, q, cache, context):
         q = q.contiguous()  # as it is after our kernels, but not after plain PyTorch
         out, n = torch.empty_like(q), context.num_decodes
         lengths, tables = context.context_lens, context.block_tables
         if context.has_chunks:
             starts, tiles = context.cu_seqlens_q, context.query_tiles
-            self.ops.prefill_attention(q, k_cache, v_cache, starts, lengths, tables, tiles, out)
+            self.ops.prefill_attention(q, cache.k, cache.v, starts, lengths, tables, tiles, out, cache.scales)
         if n:
-            caches, count = (k_cache, v_cache), context.num_decodes_on_device
-            self.ops.decode_attention(
-                q[:n], *caches, lengths[:n], tables[:n], context.max_context_len, num_seqs=count, out=out[:n]
-            )
+            args = q[:n], cache.k, cache.v, lengths[:n], tables[:n], context.max_context_len
+            count = context.num_decodes_on_device
+            self.ops.decode_attention(*args, num_seqs=count, out=out[:n], scales=cache.scales)
         return out
 
     def query_tile_size(self, group, head_dim, dtype):
@@ -87,16 +86,17 @@ class TritonBackend(AttentionBackend):
     def fuses_qk_norm_rope(self, batch_size, kv_heads, device):
         return self.ops.fuses_qk_norm_rope(batch_size, kv_heads, device)
 
-    def decode_qkv(self, qkv, qk_norm_rope, k_cache, v_cache, context):
+    def decode_qkv(self, qkv, qk_norm_rope, cache, context):
         return self.ops.decode_attention_of_qkv(
             qkv,
             *qk_norm_rope,
             context.slot_mapping,
-            k_cache,
-            v_cache,
+            cache.k,
+            cache.v,
             context.context_lens,
             context.block_tables,
             context.max_context_len,
+            scales=cache.scales,
         )
 
 
@@ -108,14 +108,14 @@ class FlashBackend(AttentionBackend):
 
         self.flash_attn = flash_attn
 
-    def prefill(self, q, k_cache, v_cache, context):
+    def prefill(self, q, cache, context):
         n = context.num_decodes
         if context.prefill_plan is None:
             context.prefill_plan = F.pad(context.context_lens[n:].cumsum(0, dtype=torch.int32), (1, 0))  # cu_seqlens_k
         return self.flash_attn.flash_attn_varlen_func(
             q,
-            k_cache,
-            v_cache,
+            cache.k,
+            cache.v,
             context.cu_seqlens_q[n:],
             context.prefill_plan,
             context.max_seqlen_q,
@@ -124,12 +124,12 @@ class FlashBackend(AttentionBackend):
             causal=True,
         )
 
-    def decode(self, q, k_cache, v_cache, context):
+    def decode(self, q, cache, context):
         n = context.num_decodes
         return self.flash_attn.flash_attn_with_kvcache(
             q.unsqueeze(1),
-            k_cache,
-            v_cache,
+            cache.k,
+            cache.v,
             cache_seqlens=context.context_lens[:n],
             block_table=context.block_tables[:n],
             causal=True,
@@ -141,19 +141,19 @@ class SDPABackend(AttentionBackend):
 
     uses_cuda_graphs = False
 
-    def prefill(self, q, k_cache, v_cache, context):
+    def prefill(self, q, cache, context):
         out, n = torch.empty_like(q), context.num_decodes
         if context.max_seqlen_q == 1:  # beams compute one token each
             if context.prefill_plan is None:
-                context.prefill_plan = list(_plan_decode(context, slice(n, None), k_cache.shape[1], q.dtype))
-            out[n:] = _attend_one_token(q[n:], k_cache, v_cache, context.prefill_plan)
+                context.prefill_plan = list(_plan_decode(context, slice(n, None), cache.k.shape[1], q.dtype))
+            out[n:] = _attend_one_token(q[n:], cache, context.prefill_plan)
             return out
         if context.prefill_plan is None:
-            context.prefill_plan = list(_plan_prefill(context, k_cache.shape[1], q.dtype))
+            context.prefill_plan = list(_plan_prefill(context, cache.k.shape[1], q.dtype))
         for rows, chunks, mask in context.prefill_plan:
             # key-value heads are the batch dimension, and `expand` repeats them for the query heads without a copy
-            queries = q[rows].unflatten(1, (k_cache.shape[2], -1)).permute(1, 2, 0, 3)  # [kv_heads, group, M, head_dim]
-            k, v = (_gather(cache, chunks).permute(2, 0, 1, 3) for cache in (k_cache, v_cache))
+            queries = q[rows].unflatten(1, (cache.k.shape[2], -1)).permute(1, 2, 0, 3)  # [kv_heads, group, M, head_dim]
+            k, v = (x.permute(2, 0, 1, 3) for x in cache.gather(chunks, q.dtype))
             k, v = (x.expand(-1, queries.shape[1], -1, -1) for x in (k, v))  # [kv_heads, group, L, head_dim]
             num_rows = queries.shape[2]
             if mask is None:  # padding at the end is invisible to the queries of the prompt
@@ -162,11 +162,11 @@ class SDPABackend(AttentionBackend):
             out[rows] = attended[:, :, :num_rows].permute(2, 0, 1, 3).flatten(1, 2)
         return out
 
-    def decode(self, q, k_cache, v_cache, context):
+    def decode(self, q, cache, context):
         if context.decode_plan is None:
             rows = slice(0, context.num_decodes)
-            context.decode_plan = list(_plan_decode(context, rows, k_cache.shape[1], q.dtype))
-        return _attend_one_token(q, k_cache, v_cache, context.decode_plan)
+            context.decode_plan = list(_plan_decode(context, rows, cache.k.shape[1], q.dtype))
+        return _attend_one_token(q, cache, context.decode_plan)
 
 
 class _Group(NamedTuple):
@@ -211,12 +211,12 @@ def _plan_decode(context: Context, seqs: slice, block_size: int, dtype: torch.dt
         begin = end
 
 
-def _attend_one_token(q, k_cache, v_cache, plan: list[_Group]) -> torch.Tensor:
+def _attend_one_token(q, cache: KVCache, plan: list[_Group]) -> torch.Tensor:
     """One query for each sequence, q [B, heads, head_dim] -> the same shape."""
     outputs = []
     for rows, chunks, mask in plan:
-        queries = q[rows].unflatten(1, (k_cache.shape[2], -1))  # [n, kv_heads, group, head_dim]
-        k, v = (_gather(cache, chunks).transpose(1, 2) for cache in (k_cache, v_cache))
+        queries = q[rows].unflatten(1, (cache.k.shape[2], -1))  # [n, kv_heads, group, head_dim]
+        k, v = (x.transpose(1, 2) for x in cache.gather(chunks, q.dtype))
         outputs.append(F.scaled_dot_product_attention(queries, k, v, attn_mask=mask).flatten(1, 2))
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
@@ -227,19 +227,8 @@ def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _chunks(block_tables: torch.Tensor, length: int, block_size: int) -> tuple[torch.Tensor, int]:
     """The chunks [B, L / chunk size] that hold the first `length` tokens behind each table, and L."""
-    size = _chunk_size(block_size)
+    size = chunk_size(block_size)
     num_chunks, per_block = -(-length // size), block_size // size
     offsets = torch.arange(per_block, device=block_tables.device, dtype=torch.int32)
     tables = block_tables[:, : -(-length // block_size), None]
     return (tables * per_block + offsets).flatten(1)[:, :num_chunks], num_chunks * size
-
-
-def _chunk_size(block_size: int) -> int:
-    """Tokens that are gathered as one row: long rows are fast, and CPU kernels are compiled for fewer shapes."""
-    return gcd(block_size, 16)
-
-
-def _gather(cache: torch.Tensor, chunks: torch.Tensor) -> torch.Tensor:
-    """-> [B, L, kv_heads, head_dim]"""
-    rows = cache.view(-1, _chunk_size(cache.shape[1]) * cache.shape[2] * cache.shape[3])
-    return rows.index_select(0, chunks.flatten()).view(len(chunks), -1, *cache.shape[2:])

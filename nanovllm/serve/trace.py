@@ -66,6 +66,7 @@ class StepRecorder:
             "device": config.device,
             "num_blocks": len(self._scheduler.block_manager.blocks),
             "block_size": config.kvcache_block_size,
+            "kv_cache_dtype": config.kv_cache_dtype,
             "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": config.max_num_batched_tokens,
         }

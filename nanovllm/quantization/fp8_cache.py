@@ -1,0 +1,73 @@
+"""Keys and values in FP8 (e4m3): half the bytes of a cache in bfloat16, so nearly twice the tokens in the same memory.
+
+The key and the value of a token and head have a scale each, computed from nothing but themselves when they are stored.
+So there is no calibration, and what the cache holds for a token depends neither on its neighbours in a block, nor on
+the chunks of a prompt, nor on the number of ranks. All attention reads it from there, that of the step which stores it
+too: an answer is the same after a prefix hit, a preemption, or a copy of blocks.
+
+With two scales in bfloat16 (see `kernels/fp8.py`), a key and a value of 128 numbers take 260 bytes, not 512.
+"""
+
+import torch
+
+from nanovllm.layers.kv_cache import KVCache, chunk_size, gather_chunks
+
+MIN_SCALE = 2.0**-32  # as in kernels/fp8.py
+
+
+class FP8KVCache(KVCache):
+    """The keys and values of one layer in e4m3, `torch.float8_e4m3fn` or its bits as uint8, as the kernels take them.
+
+    `scales` [blocks, kv_heads, block_size] int32 has pairs of bfloat16, that of a key and that of its value. Those of a
+    head are adjacent, because a program of a kernel reads the tokens of one head; a pair is what it can load ahead.
+    """
+
+    def __init__(self, data: torch.Tensor, scales: torch.Tensor):
+        converts_e4m3 = data.is_cuda and torch.cuda.get_device_capability(data.device) >= (8, 9)
+        super().__init__(data.view(torch.float8_e4m3fn) if converts_e4m3 else data)
+        self.scales = scales[0]
+
+    @staticmethod
+    def tensors(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """The numbers as uint8: PyTorch can't copy rows of float8 on every device."""
+        _, layers, blocks, block_size, kv_heads, _ = shape
+        scales = torch.empty((1, layers, blocks, kv_heads, block_size), dtype=torch.int32, device="meta")
+        return torch.empty(shape, dtype=torch.uint8, device="meta"), scales
+
+    def store(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        data, scales = quantize(torch.stack((k, v)))
+        for cache, rows in zip((self.k, self.v), data):
+            cache.view(torch.uint8).flatten(0, 1).index_copy_(0, slots, rows)
+        pairs = torch.stack(tuple(scales), -1).view(torch.int32).squeeze(-1)  # [T, kv_heads]
+        block_size = self.k.shape[1]
+        self.scales[slots // block_size, :, slots % block_size] = pairs
+
+    def gather(self, chunks: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        size = chunk_size(self.k.shape[1])
+        chunks_per_block = self.k.shape[1] // size
+        pairs = self.scales.unflatten(2, (chunks_per_block, size))
+        pairs = pairs[chunks // chunks_per_block, :, chunks % chunks_per_block]  # [B, chunks, kv_heads, size]
+        pairs = pairs.transpose(2, 3).flatten(1, 2)  # [B, L, kv_heads]
+        scales = pairs.unsqueeze(-1).view(torch.bfloat16).unbind(-1)
+        data = (gather_chunks(cache.view(torch.uint8), chunks) for cache in (self.k, self.v))
+        k, v = (dequantize(*pair).to(dtype) for pair in zip(data, scales))
+        return k, v
+
+
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., head_dim] -> bits of e4m3 of the same shape, uint8, and a scale for each row [...], bfloat16.
+
+    A scale is the row's largest magnitude / 448, the largest number in e4m3; infinite if there is NaN or infinity.
+    """
+    x = x.float()
+    largest = x.abs().amax(-1)
+    scales = (largest * (1 / 448)).clamp_(min=MIN_SCALE).bfloat16().masked_fill_(~largest.isfinite(), torch.inf)
+    scaled = (x * scales.float().reciprocal_().unsqueeze(-1)).clamp_(-448, 448)
+    return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scales
+
+
+def dequantize(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What `quantize` has made -> [..., head_dim] float32; nothing finite of a row that had NaN or infinity."""
+    # A float16 with these bits has an exponent that is 8 too small. PyTorch converts float8 one number at a time.
+    bits = data.view(torch.int8).short().bitwise_left_shift_(7).bitwise_and_(-0x4080)
+    return bits.view(torch.float16).float().mul_((scales.float() * 256).unsqueeze(-1))
