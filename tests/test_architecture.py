@@ -218,7 +218,7 @@ def code_lines(source: str) -> int:
 
 # lines of code: what a room may grow to before it is looked at again
 BUDGETS = {
-    "core": 4100,
+    "core": 4200,
     "kernels": 2000,
     "distributed": 550,
     "models": 250,
