@@ -18,7 +18,7 @@ def connect() -> bool:
     """Join the cluster of RAY_ADDRESS, or start one on this machine. False if the process was connected before."""
     if ray.is_initialized():
         return False
-    ray.init(include_dashboard=None, logging_level="WARNING")
+    ray.init(include_dashboard=False, logging_level="WARNING")
     return True
 
 

@@ -76,7 +76,7 @@ class ReplicaGroup:
         try:
             await asyncio.gather(*[self._start(slot) for slot in self.slots])
         except BaseException:
-            self._kill()
+            self.kill()
             raise
         num_blocks = min(slot.facts["num_blocks"] for slot in self.slots)
         self._router = self._given_router or PrefixRouter(len(self.slots), self._block_size, num_blocks)
@@ -89,7 +89,8 @@ class ReplicaGroup:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._end(EngineDeadError("the engine was closed"))
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """End all replicas at once. No event loop is needed."""
         for slot in self.slots:
             slot.is_ready = False
             if slot.handle is not None:
@@ -257,7 +258,7 @@ class ReplicaGroup:
         """All is over: every request ends with this error."""
         if self.error is None:
             self.error = error
-            self._kill()
+            self.kill()
             for observe_failure in self.on_failure:
                 observe_failure(error)
         requests = [request for slot in self.slots for request in slot.requests.values()]

@@ -51,7 +51,8 @@ class Replica:
         self._errors: list[tuple[int, Exception]] = []
         self._failure: BaseException | None = None
         self._wake = threading.Event()  # there are requests
-        threading.Thread(target=self._run, name="nanovllm-engine", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
+        self._thread.start()
         config = self.engine.config
         return {"num_blocks": config.num_kvcache_blocks, "startup_seconds": self.engine.startup_seconds}
 
@@ -101,6 +102,10 @@ class Replica:
             yield encode_report(report)
 
     def exit(self) -> None:
+        """End the engine, and with it `reports`. Ray's actors do without: killing their process ends all that it has."""
+        self._fail(RuntimeError("it was closed"))
+        self._wake.set()
+        self._thread.join()
         self.engine.exit()
 
     def _make_request(self, new: NewRequest) -> CompletionRequest:
@@ -141,7 +146,7 @@ class Replica:
         """What the engine's thread does."""
         core, inboxes = self._core, [*self._inboxes.values()]
         try:
-            while True:
+            while self._failure is None:
                 if core.requests or any(inbox.is_ready for inbox in inboxes):
                     output = core.next_output(inboxes)
                     output.new_tokens.clear()
@@ -154,6 +159,9 @@ class Replica:
                     self._wake.clear()
         except BaseException as error:
             logger.exception("the engine has failed")
-            with self._changed:
-                self._failure = error
-                self._changed.notify()
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._failure = error
+            self._changed.notify()
