@@ -75,7 +75,7 @@ class LocalHandle:
 class Front:
     """Makes requests and waits for them, as RayLLM and the server do."""
 
-    def __init__(self, group: ReplicaGroup, seed: int | None = 5):
+    def __init__(self, group: ReplicaGroup, seed: int | None = 3):
         self.group, self.processor = group, make_processor("tiny-qwen3", SETTINGS | {"seed": seed})
         self.ended: list[ReplicaRequest] = []
 
@@ -106,7 +106,7 @@ async def started(num_replicas: int = 2, handles: list | None = None, **settings
 def one_engine():
     """A function that does on one engine what Front does on many."""
 
-    def generate(prompts, params=PARAMS, seed=5):
+    def generate(prompts, params=PARAMS, seed=3):
         with LLM(TINY, **SETTINGS, seed=seed) as llm:
             return llm.generate(prompts, params, use_tqdm=False)
 
