@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 from conftest import TINY
+from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.inbox import Inbox, OutputKind
 from nanovllm.serve.replicas.front import make_processor
 from nanovllm.serve.replicas.group import MAX_FAILURES, ReplicaGroup
 from nanovllm.serve.replicas.messages import Ended, Piece, Report, decode_report, decode_requests, encode_report
+from nanovllm.serve.replicas.ray_data import NanoVLLM
 from nanovllm.serve.replicas.replica import Replica
 from nanovllm.serve.replicas.replica_request import ReplicaRequest
 from nanovllm.serve.replicas.routing import RoundRobin
-
-from transformers import AutoTokenizer
 
 assert AutoTokenizer  # imported here, as two threads that import it at the same time get in each other's way
 SETTINGS = dict(
@@ -115,7 +115,9 @@ def one_engine():
 
 def facts(outputs) -> list:
     answers = [answer for output in outputs for answer in output.outputs]
-    return [(a.index, a.text, a.token_ids, a.finish_reason, a.stop_reason, a.logprobs and len(a.logprobs)) for a in answers]
+    return [
+        (a.index, a.text, a.token_ids, a.finish_reason, a.stop_reason, a.logprobs and len(a.logprobs)) for a in answers
+    ]
 
 
 async def streamed(request: ReplicaRequest, on_first=None):
@@ -323,7 +325,9 @@ def test_one_message_for_many_requests():
         async with started(1) as (front, handles):
             calls = []
             call = handles[0].call
-            handles[0].call = lambda method, *arguments: (calls.append((method, arguments)), call(method, *arguments))[1]
+            handles[0].call = lambda method, *arguments: (calls.append((method, arguments)), call(method, *arguments))[
+                1
+            ]
             outputs = [await request.result() for request in front.submit(PROMPTS)]
             assert [method for method, _ in calls] == ["submit"]
             assert len([*decode_requests(calls[0][1][0])]) == len(PROMPTS)
@@ -345,7 +349,9 @@ def test_messages():
     assert isinstance(report.errors[0][1], RuntimeError) and "why" in str(report.errors[0][1])
 
 
-@pytest.mark.parametrize("num_replicas, router, low, high", [(1, None, 0.7, 1), (2, None, 0.7, 1), (2, RoundRobin(), 0, 0.68)])
+@pytest.mark.parametrize(
+    "num_replicas, router, low, high", [(1, None, 0.7, 1), (2, None, 0.7, 1), (2, RoundRobin(), 0, 0.68)]
+)
 def test_hit_rate_of_real_caches(num_replicas, router, low, high):
     """Conversations of 6 turns: the router knows what the block managers hold."""
 
@@ -368,3 +374,20 @@ def test_hit_rate_of_real_caches(num_replicas, router, low, high):
             return found / sum(own["tokens"]["in"] for own in stats)
 
     assert low <= asyncio.run(run()) <= high
+
+
+def test_stage_of_ray_data(one_engine):
+    """The class that `ray.data` calls is a function of columns; an invalid row concerns no other."""
+    stage = NanoVLLM("tiny-qwen3", dict(temperature=0.8, max_tokens=20), **SETTINGS, seed=3)
+    try:
+        long, conversation = "word " * 300, [{"role": "user", "content": "Hello", "name": None}]
+        batch = {"prompt": [*PROMPTS, long, conversation], "id": [*range(14)]}
+        result = stage(batch)
+        assert stage({"prompt": [long]})["finish_reason"] == ["error"]
+    finally:
+        stage.llm.exit()
+    expected = one_engine(PROMPTS)
+    assert result["generated_text"][:12] == [output.text for output in expected]
+    assert result["num_output_tokens"][:12] == [len(output.token_ids) for output in expected]
+    assert result["finish_reason"][12] == "error" and "max_model_len" in result["generated_text"][12]
+    assert result["finish_reason"][13] in ("stop", "length") and result["id"] == [*range(14)]

@@ -1,10 +1,8 @@
 """Replicas on Ray: two nodes on this machine, of which one is killed while requests are computed."""
 
-import asyncio
 import http.client
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,12 +18,12 @@ ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.serve.replicas import RayLLM
+from nanovllm.serve.replicas import NanoVLLM, RayLLM
 from nanovllm.serve.replicas.async_replicas import AsyncReplicas
 from nanovllm.serve.server import listening_socket, make_server
 from nanovllm.serve.settings import ServerSettings
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(200), pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(200)]
 SETTINGS = dict(
     dtype="float32", device="cpu", kvcache_block_size=16, num_kvcache_blocks=512, max_model_len=256, max_num_seqs=8
 )
@@ -114,3 +112,156 @@ def test_offline_while_a_node_is_killed(cluster, expected):
         llm.generate("a")
     wait_until(lambda: ray.available_resources().get("CPU") == 2)
     cluster.add_node(**NODE, num_cpus=1)
+
+
+class ReplicaServer:
+    """`nanovllm serve --data-parallel-size 2` in a thread of this process."""
+
+    def __init__(self) -> None:
+        settings = ServerSettings(port=0, drain_seconds=1)
+        self.llm = AsyncReplicas("tiny-qwen3", num_replicas=2, actor_options=SPREAD, **SETTINGS, seed=1)
+        listener = listening_socket(settings)
+        self.port = listener.getsockname()[1]
+        self.server = make_server(self.llm, settings, "tiny-qwen3")
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
+        self.thread.start()
+        wait_until(lambda: self.server.started)
+
+    def exit(self) -> None:
+        self.server.should_exit = True
+        self.thread.join()
+        self.llm.exit()
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        return self._send("GET", path)
+
+    def post(self, path: str, **body) -> dict:
+        status, content = self._send("POST", path, body)
+        assert status == 200, content
+        return json.loads(content)
+
+    def _send(self, method: str, path: str, body=None) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request(method, path, body and json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        content = response.status, response.read()
+        connection.close()
+        return content
+
+    def metrics(self) -> dict[str, float]:
+        lines = self.get("/metrics")[1].decode().splitlines()
+        return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line[0] != "#"}
+
+
+@pytest.fixture
+def server(cluster):
+    server = ReplicaServer()
+    yield server
+    server.exit()
+
+
+def test_online_while_a_node_is_killed(cluster, expected, server):
+    """Streams that are open go on where they were, and the text is that of one engine."""
+    assert json.loads(server.get("/health")[1]) == {"status": "ok", "replicas": {"ready": 2, "total": 2}}
+    sampling = dict(temperature=0, max_tokens=150, ignore_eos=True, min_tokens=150)
+    with LLM("tiny-qwen3", **SETTINGS) as llm:
+        one = llm.generate(prompts(24), SamplingParams(**sampling), use_tqdm=False)
+    num_started = threading.Semaphore(0)
+
+    def stream(prompt: str) -> str:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        body = dict(prompt=prompt, stream=True, stream_options={"include_usage": True}, **sampling)
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        text, usage = "", None
+        for line in connection.getresponse():
+            if line.startswith(b"data: {"):
+                chunk = json.loads(line[6:])
+                if not text:
+                    num_started.release()
+                text += "".join(choice["text"] for choice in chunk["choices"])
+                usage = chunk["usage"]
+        connection.close()
+        assert usage["completion_tokens"] == 150
+        return text
+
+    with ThreadPoolExecutor(24) as pool:
+        texts = [pool.submit(stream, prompt) for prompt in prompts(24)]
+        for _ in range(4):
+            num_started.acquire(timeout=60)
+        kill_second_node(cluster)
+        assert [text.result() for text in texts] == [output.text for output in one]
+    wait_until(lambda: json.loads(server.get("/health")[1])["status"] == "ok")
+
+    before = server.metrics()
+    answer = server.post("/v1/completions", prompt=prompts(3), max_tokens=4, temperature=0)
+    assert [choice["text"] for choice in answer["choices"]]
+    after = server.metrics()
+    model = 'model_name="tiny-qwen3"'
+    total = 'vllm:prompt_tokens_total{model_name="tiny-qwen3"}'
+    each = [f'nanovllm:replica_prompt_tokens_total{{{model},replica="{i}"}}' for i in range(2)]
+    assert after[total] == before[total] + answer["usage"]["prompt_tokens"] == sum(after[name] for name in each)
+    assert server.get("/")[0] == 404  # the page shows one engine
+    with pytest.raises(AssertionError, match="max_model_len"):
+        server.post("/v1/completions", prompt=[5] * 300)
+    # a dead replica is not a dead service
+    cluster.add_node(**NODE, num_cpus=1)
+    server.llm.group.slots[0].handle.kill()
+    wait_until(lambda: b"degraded" in server.get("/health")[1], 20)
+    assert server.get("/health")[0] == 200
+    assert server.post("/v1/completions", prompt="still", max_tokens=2)["usage"]["completion_tokens"] == 2
+    lost = server.metrics()
+    assert lost[total] >= after[total]  # a counter never goes back
+
+
+SCRIPT = """
+from itertools import repeat
+
+from nanovllm import SamplingParams
+from nanovllm.serve.replicas import NanoVLLM, RayLLM
+
+settings = dict(device="cpu", dtype="float32", num_kvcache_blocks=16, max_num_seqs=4, tensor_parallel_size=2)
+with RayLLM("tiny-qwen3", actor_options={"num_cpus": 1}, **settings) as llm:
+    for _ in llm.generate_iter(repeat("a"), SamplingParams(max_tokens=8)):
+        print("answer", flush=True)
+"""
+
+
+def test_ctrl_c_leaves_nothing(cluster):
+    """Neither the actor nor the other rank of its engine."""
+    before = processes()
+    environment = os.environ | {"RAY_ADDRESS": cluster.address}
+    program = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, env=environment, text=True)
+    assert program.stdout.readline() == "answer\n"
+    ranks = {pid for pid, command in processes().items() if pid not in before and "nanovllm.distributed" in command}
+    assert len(ranks) == 1
+    program.send_signal(signal.SIGINT)
+    program.stdout.read()
+    assert program.wait(30) != 0
+    wait_until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources().get("CPU"), 20)
+    wait_until(lambda: not ranks & processes().keys(), 20)
+
+
+def processes() -> dict[int, str]:
+    """The command line of each process."""
+    lines = subprocess.run(
+        ["ps", "-ewwo", "pid=,args="], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    return {int(line.split(None, 1)[0]): line.split(None, 1)[-1] for line in lines}
+
+
+def test_ray_data(cluster, tmp_path):
+    """The README's example: JSON lines in, Parquet and JSON lines out."""
+    pytest.importorskip("pyarrow")
+    pytest.importorskip("pandas")
+    import ray.data
+
+    lines = [json.dumps({"id": i, "prompt": text}) for i, text in enumerate(prompts(40))]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    ds = ray.data.read_json(str(tmp_path / "in.jsonl"))
+    arguments = dict(model="tiny-qwen3", sampling_params={"temperature": 0, "max_tokens": 8}, **SETTINGS)
+    ds = ds.map_batches(NanoVLLM, fn_constructor_kwargs=arguments, concurrency=1, batch_size=16)
+    ds.write_parquet(str(tmp_path / "out"))
+    rows = {row["id"]: row for row in ray.data.read_parquet(str(tmp_path / "out")).take_all()}
+    with LLM("tiny-qwen3", **SETTINGS) as llm:
+        outputs = llm.generate(prompts(40), SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    assert [rows[i]["generated_text"] for i in range(40)] == [output.text for output in outputs]

@@ -61,6 +61,7 @@ class EngineClient(ABC):
 
     async def start(self) -> None:
         """Get ready, in the event loop that serves requests from then on."""
+        self.check_open()
 
     @abstractmethod
     def _start(self, request: CompletionRequest, name: str) -> AsyncRequest:

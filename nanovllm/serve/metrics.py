@@ -41,7 +41,7 @@ NOTHING = dict.fromkeys(("running", "waiting", "used_blocks", "blocks", *COUNTER
 
 
 class Metrics:
-    """Histograms are filled once for each request that ends. All else is read from the engines when `text` is called."""
+    """Histograms are filled once for each request that ends. All else is read from the engines by `text`."""
 
     def __init__(self, llm: EngineClient, model: str):
         self._llm, self._model = llm, model

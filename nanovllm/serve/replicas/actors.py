@@ -1,5 +1,6 @@
 """Replicas as actors of Ray: the one file that speaks to Ray."""
 
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,7 +19,7 @@ def connect() -> bool:
     """Join the cluster of RAY_ADDRESS, or start one on this machine. False if the process was connected before."""
     if ray.is_initialized():
         return False
-    ray.init(include_dashboard=False, logging_level="WARNING")
+    ray.init(include_dashboard=False, logging_level=logging.WARNING)
     return True
 
 
@@ -42,7 +43,7 @@ def resources(device: str, tensor_parallel_size: int) -> dict[str, float]:
 
 
 class ActorHandle:
-    """A `group.Handle`. Its actor's methods run one at a time, in the order of the calls; `reports` runs beside them."""
+    """A `group.Handle`. The actor's methods run one at a time, in the order of the calls, and `reports` beside them."""
 
     def __init__(self, replica_class: type, options: dict[str, Any], model: str, settings: dict[str, Any]):
         self._model, self._settings = model, settings
@@ -56,9 +57,7 @@ class ActorHandle:
 
     async def reports(self) -> AsyncIterator[bytes]:
         options = {"concurrency_group": "reports", "num_returns": "streaming"}
-        stream = self._actor.reports.options(
-            **options, _generator_backpressure_num_objects=MAX_UNREAD_REPORTS
-        ).remote()
+        stream = self._actor.reports.options(**options, _generator_backpressure_num_objects=MAX_UNREAD_REPORTS).remote()
         async for reference in stream:
             yield await reference
 

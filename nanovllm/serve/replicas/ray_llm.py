@@ -53,7 +53,6 @@ class RayLLM:
         """
         num_replicas = check_int("num_replicas", num_replicas, low=1)
         self.processor = make_processor(model, settings)
-        self.tokenizer = self.processor.tokenizer
         self._window = ANSWERS_PER_SEQ * self.processor.config.max_num_seqs * num_replicas
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="nanovllm-replicas", daemon=True)
@@ -68,11 +67,26 @@ class RayLLM:
             self.exit()
             raise
 
-    # these need only `processor`, `tokenizer` and `_run`
-    generate = LLM.generate
-    chat = LLM.chat
-    get_tokenizer = LLM.get_tokenizer
-    get_default_sampling_params = LLM.get_default_sampling_params
+    def generate(
+        self,
+        prompts: Prompt | list[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        priority: list[int] | None = None,
+    ) -> list[RequestOutput]:
+        """`LLM.generate`, with its errors. Ctrl-C and errors drop the requests of this call."""
+        inbox = Inbox(OutputKind.FINAL)
+        return self._run(self.processor.requests(prompts, sampling_params, inbox, None, priority), inbox, use_tqdm)
+
+    chat: Any = LLM.chat  # it needs only `processor` and `_run`
+
+    def get_tokenizer(self):
+        """The tokenizer of the model, as transformers loads it."""
+        return self.processor.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's `generation_config.json` recommends, and SamplingParams' own defaults for the rest."""
+        return self.processor.default_sampling_params()
 
     def generate_iter(
         self, prompts: Iterable[Prompt], sampling_params: SamplingParams | Iterable[SamplingParams] | None = None
@@ -84,8 +98,11 @@ class RayLLM:
         """
         outputs: dict[int, RequestOutput] = {}
         next_index = 0
-        max_ahead = REORDERED * self._window
-        for found in self._outputs(self._requests(prompts, sampling_params), lambda: next_index + max_ahead):
+
+        def end() -> int:
+            return next_index + REORDERED * self._window
+
+        for found in self._outputs(self._requests(prompts, sampling_params), end):
             outputs |= found
             while next_index in outputs:
                 yield outputs.pop(next_index)
@@ -158,14 +175,17 @@ class RayLLM:
         num_made, is_exhausted = 0, False
         try:
             while True:
-                while not is_exhausted and (count := self._num_to_make(len(live), num_made, end)):
+                while not is_exhausted and done.empty():
+                    count = min(CHUNK, self._window - len(live))
+                    if end is not None:
+                        count = min(count, end() - num_made)
+                    if count <= 0:
+                        break
                     made = [ReplicaRequest(request, done.put) for request in islice(requests, count)]
                     live |= {request.request_id: (num_made + i, request) for i, request in enumerate(made)}
                     num_made += len(made)
                     is_exhausted = len(made) < count
                     self._post(partial(self.group.submit, made))
-                    if not done.empty():
-                        break
                 if not live:
                     return
                 found = {}
@@ -174,12 +194,8 @@ class RayLLM:
                     found[index] = self._output(request)
                 yield found
         finally:
-            if live:
+            if live and self._is_open:
                 self._post(partial(self.group.discard, [request for _, request in live.values()]))
-
-    def _num_to_make(self, num_live: int, num_made: int, end: Callable[[], int] | None) -> int:
-        ahead = CHUNK if end is None else end() - num_made
-        return max(0, min(CHUNK, self._window - num_live, ahead))
 
     def _output(self, request: ReplicaRequest) -> RequestOutput:
         if request.final is not None:

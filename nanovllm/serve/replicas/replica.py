@@ -102,7 +102,7 @@ class Replica:
             yield encode_report(report)
 
     def exit(self) -> None:
-        """End the engine, and with it `reports`. Ray's actors do without: killing their process ends all that it has."""
+        """End the engine, and with it `reports`. Ray kills the actor's process instead, and with it all that it has."""
         self._fail(RuntimeError("it was closed"))
         self._wake.set()
         self._thread.join()
