@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -53,7 +54,7 @@ class ActorHandle:
         try:
             return await self._actor.start.remote(self._model, self._settings)
         except ray.exceptions.RayTaskError as error:
-            raise error.cause from None
+            raise error.cause or error from None
 
     async def reports(self) -> AsyncIterator[bytes]:
         options = {"concurrency_group": "reports", "num_returns": "streaming"}
@@ -67,7 +68,8 @@ class ActorHandle:
 
     def kill(self) -> None:
         """Its other ranks notice, and end by themselves."""
-        ray.kill(self._actor)
+        with suppress(ray.exceptions.RayError):  # the whole cluster may be gone
+            ray.kill(self._actor)
 
 
 def make_group(
@@ -80,13 +82,13 @@ def make_group(
     replica_class: type = Replica,
 ) -> ReplicaGroup:
     """A group that is not started yet. `settings` are those of each replica's LLM, and `config` is the front's."""
-    options = resources(settings.get("device", "auto"), settings.get("tensor_parallel_size", 1)) | (actor_options or {})
     own_settings = dict(settings)
     if settings.get("tokenizer") is not None:
         own_settings["tokenizer"] = for_other_hosts(settings["tokenizer"])
 
     def launch() -> ActorHandle:
-        return ActorHandle(replica_class, options, for_other_hosts(model), own_settings)
+        needs = resources(settings.get("device", "auto"), settings.get("tensor_parallel_size", 1))
+        return ActorHandle(replica_class, needs | (actor_options or {}), for_other_hosts(model), own_settings)
 
     max_answers = ANSWERS_PER_SEQ * config.max_num_seqs
     return ReplicaGroup(launch, num_replicas, max_answers, config.kvcache_block_size, router)

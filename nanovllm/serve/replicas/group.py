@@ -6,13 +6,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, Protocol
 
-from nanovllm.serve.async_llm import EngineDeadError
+from nanovllm.serve.engine_client import EngineDeadError
 from nanovllm.serve.replicas.messages import NewRequest, decode_report, encode_requests
 from nanovllm.serve.replicas.replica_request import ReplicaRequest
 from nanovllm.serve.replicas.routing import PrefixRouter, Router
 
 logger = logging.getLogger("nanovllm")
 MAX_FAILURES = 3  # in a row, of a replica or while a request is computed; see ReplicaGroup
+RESTART_SECONDS = 2.0  # before a replica is started again that was lost several times in a row
 
 
 class Handle(Protocol):
@@ -202,6 +203,7 @@ class ReplicaGroup:
         while True:
             try:
                 if slot.handle is None:
+                    await asyncio.sleep(RESTART_SECONDS * (slot.num_failures - 1))
                     await self._start(slot)
                     slot.num_restarts += 1
                     self._dispatch()
@@ -217,7 +219,7 @@ class ReplicaGroup:
                 self._move_requests(slot, error)
                 if slot.num_failures >= MAX_FAILURES:
                     if all(other.num_failures >= MAX_FAILURES for other in self.slots):
-                        self._end(error)
+                        self._end(_all_lost(error))
                     return
 
     def _take(self, slot: Slot, data: bytes) -> None:
@@ -268,6 +270,12 @@ class ReplicaGroup:
         self._waiting.clear()
         for request in requests:
             self._fail(request, error)
+
+
+def _all_lost(error: Exception) -> EngineDeadError:
+    dead = EngineDeadError(f"all replicas were lost {MAX_FAILURES} times in a row; the last one by {error!r:.2000}")
+    dead.__cause__ = error
+    return dead
 
 
 def _lost_with(request: ReplicaRequest, error: Exception) -> Exception:

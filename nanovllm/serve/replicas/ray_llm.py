@@ -53,15 +53,16 @@ class RayLLM:
         """
         num_replicas = check_int("num_replicas", num_replicas, low=1)
         self.processor = make_processor(model, settings)
-        self._window = ANSWERS_PER_SEQ * self.processor.config.max_num_seqs * num_replicas
+        config = self.processor.config
+        self.group = actors.make_group(model, settings, config, num_replicas, router, actor_options)
+        self._window = ANSWERS_PER_SEQ * config.max_num_seqs * num_replicas  # requests in flight
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="nanovllm-replicas", daemon=True)
-        self._is_open, self._owns_ray = True, actors.connect()
         self._thread.start()
+        self._is_open, self._owns_ray = True, False
         atexit.register(self.exit)
         try:
-            config = self.processor.config
-            self.group = actors.make_group(model, settings, config, num_replicas, router, actor_options)
+            self._owns_ray = actors.connect()
             self._run_in_loop(self.group.start())
         except BaseException:
             self.exit()
@@ -125,8 +126,7 @@ class RayLLM:
             return
         self._is_open = False
         atexit.unregister(self.exit)
-        if hasattr(self, "group"):
-            self._run_in_loop(self.group.close())
+        self._run_in_loop(self.group.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
