@@ -213,8 +213,9 @@ def test_families_are_named_in_models_only():
 def code_lines(source: str) -> int:
     """Lines that hold code: no blank ones, no comments, no docstrings."""
     docstrings = set()
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
             docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     spaces = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     lines = set()
@@ -235,7 +236,7 @@ BUDGETS = {
     "mixture of experts": 750,
     "structured_outputs": 300,
     "serve": 1850,
-    "replicas": 700,
+    "replicas": 900,
     "page": 400,
 }
 ROOM_FILES = {

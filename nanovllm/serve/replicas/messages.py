@@ -90,13 +90,7 @@ def decode_report(data: bytes) -> Report:
 
 def piece_of(number: int, event: StreamEvent) -> Piece:
     return Piece(
-        number,
-        event.output_index,
-        event.text,
-        event.token_ids,
-        event.finish_reason,
-        event.stop_reason,
-        event.logprobs,
+        number, event.output_index, event.text, event.token_ids, event.finish_reason, event.stop_reason, event.logprobs
     )
 
 
