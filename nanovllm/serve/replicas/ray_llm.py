@@ -126,7 +126,7 @@ class RayLLM:
             return
         self._is_open = False
         atexit.unregister(self.exit)
-        self._run_in_loop(self.group.close())
+        self._run_in_loop(self._finish())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -139,6 +139,14 @@ class RayLLM:
 
     def __exit__(self, *exception) -> None:
         self.exit()
+
+    async def _finish(self) -> None:
+        """End the group, and what Ray's streams have left in the event loop."""
+        await self.group.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _run_in_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
