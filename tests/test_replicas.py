@@ -27,27 +27,29 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(200)]
 SETTINGS = dict(
     dtype="float32", device="cpu", kvcache_block_size=16, num_kvcache_blocks=512, max_model_len=256, max_num_seqs=8
 )
-SPREAD = {"scheduling_strategy": "SPREAD"}
 PARAMS = SamplingParams(temperature=0.7, max_tokens=16)
 SHARED = ["To be, or not to be, that is the question:", "HAMLET.\nWhether it is nobler in the mind to suffer"]
-NODE = dict(object_store_memory=80 * 2**20, num_gpus=0, include_dashboard=False)
-# a killed node is noticed within a second or two
-SYSTEM = {"health_check_period_ms": 300, "health_check_timeout_ms": 300, "health_check_failure_threshold": 2}
+NODE = dict(num_cpus=1, object_store_memory=80 * 2**20, num_gpus=0, include_dashboard=False)
+# a killed node is noticed within three seconds, and one that is only slow is not taken for dead
+SYSTEM = {"health_check_period_ms": 500, "health_check_timeout_ms": 10_000, "health_check_failure_threshold": 5}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    cluster = Cluster(initialize_head=True, head_node_args=NODE | {"num_cpus": 2, "_system_config": SYSTEM})
-    cluster.add_node(**NODE, num_cpus=1)
+    """Each node has room for one replica."""
+    cluster = Cluster(initialize_head=True, head_node_args=NODE | {"_system_config": SYSTEM})
+    cluster.add_node(**NODE)
     ray.init(address=cluster.address, log_to_driver=False)
     yield cluster
     ray.shutdown()
     cluster.shutdown()
 
 
-def kill_second_node(cluster: Cluster) -> None:
+def replace_second_node(cluster: Cluster) -> None:
+    """Kill it, and start another one, on which the lost replica is started again."""
     (node,) = cluster.worker_nodes
     cluster.remove_node(node, allow_graceful=False)
+    cluster.add_node(**NODE)
 
 
 def wait_until(condition, seconds: float = 60.0) -> None:
@@ -73,22 +75,24 @@ def tokens(outputs) -> list[list[int]]:
 
 
 def test_offline_while_a_node_is_killed(cluster, expected):
-    """All 500 answers, in order, are those of one engine; the replica is started again on the other node."""
-    with RayLLM("tiny-qwen3", num_replicas=2, actor_options=SPREAD, **SETTINGS, seed=1) as llm:
+    """All 500 answers, in order, are those of one engine; the lost replica is started again on a new node."""
+    with RayLLM("tiny-qwen3", num_replicas=2, **SETTINGS, seed=1) as llm:
         outputs = []
         params = (PARAMS for _ in range(500))
         for output in llm.generate_iter(iter(prompts(500)), params):
             outputs.append(output)
             if len(outputs) == 100:
-                killer = threading.Thread(target=kill_second_node, args=(cluster,))
-                killer.start()
-        killer.join()
+                replace_second_node(cluster)
         assert tokens(outputs) == tokens(expected)
         assert [output.text for output in outputs] == [output.text for output in expected]
         wait_until(lambda: llm.group.num_ready == 2)
         assert [slot.num_restarts for slot in llm.group.slots] in ([0, 1], [1, 0])
 
-        # the rest of the interface, with two replicas on one node
+        # the rest of the interface
+        with pytest.raises(ValueError, match="num_replicas=30: need 1 CPUs each, and the cluster has 2"):
+            RayLLM("tiny-qwen3", num_replicas=30, **SETTINGS)
+        with pytest.raises(ValueError, match="device='cuda:1': must be .*Ray chooses"):
+            RayLLM("tiny-qwen3", **SETTINGS | {"device": "cuda:1"})
         with pytest.raises(ValueError, match="prompt: is empty"):
             llm.generate(["fine", []])
         with pytest.raises(TypeError, match=r"prompts\[1\]: prompt=3.5"):
@@ -111,7 +115,6 @@ def test_offline_while_a_node_is_killed(cluster, expected):
     with pytest.raises(RuntimeError, match="closed by exit"):
         llm.generate("a")
     wait_until(lambda: ray.available_resources().get("CPU") == 2)
-    cluster.add_node(**NODE, num_cpus=1)
 
 
 class ReplicaServer:
@@ -119,7 +122,7 @@ class ReplicaServer:
 
     def __init__(self) -> None:
         settings = ServerSettings(port=0, drain_seconds=1)
-        self.llm = AsyncReplicas("tiny-qwen3", num_replicas=2, actor_options=SPREAD, **SETTINGS, seed=1)
+        self.llm = AsyncReplicas("tiny-qwen3", num_replicas=2, **SETTINGS, seed=1)
         listener = listening_socket(settings)
         self.port = listener.getsockname()[1]
         self.server = make_server(self.llm, settings, "tiny-qwen3")
@@ -188,7 +191,7 @@ def test_online_while_a_node_is_killed(cluster, expected, server):
         texts = [pool.submit(stream, prompt) for prompt in prompts(24)]
         for _ in range(4):
             num_started.acquire(timeout=60)
-        kill_second_node(cluster)
+        replace_second_node(cluster)
         assert [text.result() for text in texts] == [output.text for output in one]
     wait_until(lambda: json.loads(server.get("/health")[1])["status"] == "ok")
 
@@ -204,7 +207,6 @@ def test_online_while_a_node_is_killed(cluster, expected, server):
     with pytest.raises(AssertionError, match="max_model_len"):
         server.post("/v1/completions", prompt=[5] * 300)
     # a dead replica is not a dead service
-    cluster.add_node(**NODE, num_cpus=1)
     server.llm.group.slots[0].handle.kill()
     wait_until(lambda: b"degraded" in server.get("/health")[1], 20)
     assert server.get("/health")[0] == 200

@@ -1,4 +1,4 @@
-"""What the server needs of an engine: requests are checked, tokenized and followed here, whoever computes them."""
+"""The interface between the server and an engine: requests are checked, tokenized and tracked here."""
 
 import asyncio
 import itertools
@@ -32,9 +32,9 @@ class EngineDeadError(RuntimeError):
 class EngineClient(ABC):
     """`async for output in llm.generate(prompt, params)`, for any number of tasks of one event loop at a time.
 
-    A small pool of threads renders chat templates and tokenizes; another one compiles grammars. What computes the
-    answers, an engine in this process or several elsewhere, is the subclass's business. It calls `_forget` when a
-    request has ended, and `_fail_all` when nothing can be computed any more.
+    A small pool of threads renders chat templates and tokenizes, and another one compiles grammars. A subclass computes
+    the answers: AsyncLLM with an engine in this process, AsyncReplicas with engines in other processes. It calls
+    `_forget` when a request has ended.
     """
 
     engine: LLM | None = None  # that runs in this process
@@ -65,11 +65,11 @@ class EngineClient(ABC):
 
     @abstractmethod
     def _start(self, request: CompletionRequest, name: str) -> AsyncRequest:
-        """Have a request computed, and return what its caller reads from."""
+        """Begin to compute a request, and return the object that its caller reads from."""
 
     @abstractmethod
     def _drop(self, request: AsyncRequest) -> None:
-        """Stop computing a request whose caller is gone."""
+        """Stop computing a request whose caller has stopped waiting."""
 
     @abstractmethod
     def _abort(self, request: AsyncRequest) -> None:
@@ -84,7 +84,7 @@ class EngineClient(ABC):
         """End the engine. Callers get an EngineDeadError. Any thread may call this."""
 
     def health(self) -> dict[str, Any]:
-        """What a client may know about it; EngineDeadError as in `check_open`."""
+        """The body of `/health`. EngineDeadError as in `check_open`."""
         self.check_open()
         return {"status": "ok"}
 

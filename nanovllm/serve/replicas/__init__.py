@@ -3,11 +3,11 @@
 from importlib import import_module
 from typing import Any
 
-HOMES = {"RayLLM": "ray_llm", "NanoVLLM": "ray_data", "PrefixRouter": "routing", "RoundRobin": "routing"}
+MODULES = {"RayLLM": "ray_llm", "NanoVLLM": "ray_data", "PrefixRouter": "routing", "RoundRobin": "routing"}
 
 
 def __getattr__(name: str) -> Any:
     """Import a class when it is used: RayLLM needs the extra `ray`, the others do not."""
-    if name not in HOMES:
+    if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)

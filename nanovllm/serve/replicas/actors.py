@@ -1,8 +1,9 @@
-"""Replicas as actors of Ray: the one file that speaks to Ray."""
+"""Replicas as actors of Ray: the only file that uses Ray."""
 
 import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import ray
@@ -13,7 +14,7 @@ from nanovllm.serve.replicas.group import ReplicaGroup
 from nanovllm.serve.replicas.replica import Replica
 from nanovllm.serve.replicas.routing import Router
 
-MAX_UNREAD_REPORTS = 4  # then the replica waits, and its next report is about more steps
+MAX_UNREAD_REPORTS = 4  # then the replica waits, and its next report covers more steps
 
 
 def connect() -> bool:
@@ -29,18 +30,27 @@ def disconnect() -> None:
     ray.shutdown()
 
 
-def resources(device: str, tensor_parallel_size: int) -> dict[str, float]:
-    """What a replica needs for itself: a GPU for each rank, or a CPU where the cluster has no GPUs.
+def needs_of(settings: dict[str, Any], actor_options: dict[str, Any], num_replicas: int) -> dict[str, Any]:
+    """The options of a replica's actor: a GPU for each rank, or a CPU where the cluster has no GPUs.
 
     The ranks are processes of the actor's own. Ray grants all that one actor needs on one node, so that no placement
-    group is needed to keep them together, and none can be left behind.
+    group is needed to keep them together, and none can be left behind. ValueError if the cluster is too small, as Ray
+    would wait for more nodes without an end.
     """
+    device, num_ranks = settings.get("device", "auto"), settings.get("tensor_parallel_size", 1)
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device={device!r}: must be 'auto', 'cpu' or 'cuda': Ray chooses the GPUs of each replica")
-    num_gpus = ray.cluster_resources().get("GPU", 0)
-    if device == "cpu" or (device == "auto" and not num_gpus):
-        return {"num_cpus": tensor_parallel_size}
-    return {"num_cpus": 1, "num_gpus": tensor_parallel_size}
+    total = ray.cluster_resources()
+    on_gpus = device == "cuda" or (device == "auto" and total.get("GPU", 0) > 0)
+    needs = {"num_cpus": 1, "num_gpus": num_ranks} if on_gpus else {"num_cpus": num_ranks}
+    needs |= actor_options
+    for option, resource in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
+        if num_replicas * needs.get(option, 0) > total.get(resource, 0):
+            raise ValueError(
+                f"num_replicas={num_replicas}: need {needs[option]} {resource}s each, and the cluster has "
+                f"{total.get(resource, 0):.0f}; see actor_options"
+            )
+    return needs
 
 
 class ActorHandle:
@@ -67,7 +77,7 @@ class ActorHandle:
         return getattr(self._actor, method).remote(*arguments)
 
     def kill(self) -> None:
-        """Its other ranks notice, and end by themselves."""
+        """The other ranks of its engine end when they lose their parent process."""
         with suppress(ray.exceptions.RayError):  # the whole cluster may be gone
             ray.kill(self._actor)
 
@@ -86,9 +96,12 @@ def make_group(
     if settings.get("tokenizer") is not None:
         own_settings["tokenizer"] = for_other_hosts(settings["tokenizer"])
 
+    @cache  # decided at the start: a replica that is started again may have to wait for a node
+    def needs() -> dict[str, Any]:
+        return needs_of(settings, actor_options or {}, num_replicas)
+
     def launch() -> ActorHandle:
-        needs = resources(settings.get("device", "auto"), settings.get("tensor_parallel_size", 1))
-        return ActorHandle(replica_class, needs | (actor_options or {}), for_other_hosts(model), own_settings)
+        return ActorHandle(replica_class, needs(), for_other_hosts(model), own_settings)
 
     max_answers = ANSWERS_PER_SEQ * config.max_num_seqs
     return ReplicaGroup(launch, num_replicas, max_answers, config.kvcache_block_size, router)

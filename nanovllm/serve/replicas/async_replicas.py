@@ -13,7 +13,7 @@ from nanovllm.utils.checks import check_int
 
 
 class AsyncReplicas(EngineClient):
-    """What AsyncLLM is on one engine, on many. The replicas run as long as the event loop that has called `start`."""
+    """An AsyncLLM with several engines. All of it belongs to the event loop that calls `start`, also the replicas."""
 
     def __init__(
         self,

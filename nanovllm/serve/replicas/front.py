@@ -1,4 +1,4 @@
-"""The part of an engine that checks and tokenizes, without the part that computes."""
+"""The part of an engine that checks and tokenizes requests, without a model."""
 
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,9 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.scheduling_policy import make_policy
 from nanovllm.utils.tokenizer import load_tokenizer
 
-# what concerns a replica's devices and weights, which it checks itself
+# settings of devices and weights, which each replica checks itself
 OF_REPLICAS = {"device": "cpu", "tensor_parallel_size": 1, "load_format": "dummy", "attention_backend": "auto"}
-ANSWERS_PER_SEQ = 2  # a replica has at most so many times `max_num_seqs` answers: one batch runs while the next waits
+ANSWERS_PER_SEQ = 2  # a replica gets at most this many times `max_num_seqs`: one batch runs while the next one waits
 
 
 def make_processor(model: str, settings: dict[str, Any]) -> InputProcessor:
@@ -20,5 +20,5 @@ def make_processor(model: str, settings: dict[str, Any]) -> InputProcessor:
 
 
 def for_other_hosts(path: str) -> str:
-    """A folder's path, from whichever working directory; anything else as it is."""
+    """A folder as an absolute path, as actors may have another working directory; a hub id as it is."""
     return str(Path(path).expanduser().absolute()) if Path(path).expanduser().is_dir() else path

@@ -1,4 +1,4 @@
-"""N replicas for one event loop: who computes what, and what happens when one of them is lost."""
+"""N replicas for one event loop: which of them computes what, and what happens when one is lost."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ class Handle(Protocol):
 
 
 class Slot:
-    """One of the N replicas, in whichever process it runs at the moment."""
+    """One of the N replicas. Its process changes when it is started again."""
 
     def __init__(self, index: int):
         self.index = index
@@ -41,15 +41,16 @@ class Slot:
 
 
 class ReplicaGroup:
-    """Requests go to a replica as the router says, and wait here while all have `max_answers` to compute.
+    """Sends each request to the replica that the router chooses. While all have `max_answers`, requests wait here.
 
-    All methods belong to the thread of one event loop. What is sent to a replica within one iteration of the loop is
-    one message; and what has happened to all its requests since it last reported is another one in return.
+    All methods belong to the thread of one event loop. All that is sent to a replica within one iteration of the loop
+    is one message, and so is all that a replica has to report.
 
     A replica that is lost (its process, its GPU, its host, or a step that failed) is started again, and its requests
     are computed by the others meanwhile. A request ends with an error of its own if it can't be queued, or if
     MAX_FAILURES replicas were lost while they computed it: it may be the reason. A replica that was lost MAX_FAILURES
-    times in a row, without one answer in between, is given up; when all are, every request ends with the last cause.
+    times in a row, without one answer in between, is not started again. When that is so for all replicas, every request
+    ends with an EngineDeadError that states the last cause.
     """
 
     def __init__(
@@ -116,12 +117,12 @@ class ReplicaGroup:
             if request.replica is not None:
                 numbers.setdefault(request.replica, []).append(request.request_id)
                 self._release(request)
-            elif not request.has_ended:
+            else:
                 waiting.add(request)
         if waiting:
             self._waiting = deque(request for request in self._waiting if request not in waiting)
         for replica, own in numbers.items():
-            self._send_all()  # what is to be discarded may not have been sent
+            self._send_all()  # a request may still be among those to be sent
             self._call(self.slots[replica], "discard", own)
         self._dispatch()
 
@@ -141,7 +142,7 @@ class ReplicaGroup:
         async def stats_of(slot: Slot) -> dict[str, Any] | None:
             try:
                 return await slot.handle.call("stats") if slot.is_ready and slot.handle else None
-            except Exception:  # it was just lost, which its own task sees too
+            except Exception:  # the replica was lost; its own task handles that
                 return None
 
         return [*await asyncio.gather(*map(stats_of, self.slots))]
@@ -175,11 +176,11 @@ class ReplicaGroup:
 
     @staticmethod
     def _call(slot: Slot, method: str, *arguments: Any) -> None:
-        if slot.handle is not None:  # otherwise its requests were moved already
+        if slot.handle is not None:  # else the replica was lost, and its requests were moved
             slot.handle.call(method, *arguments)
 
     def _release(self, request: ReplicaRequest) -> None:
-        """A request is no longer computed where it was."""
+        """A replica no longer computes this request."""
         assert request.replica is not None
         slot = self.slots[request.replica]
         del slot.requests[request.request_id]
@@ -206,6 +207,7 @@ class ReplicaGroup:
                     await asyncio.sleep(RESTART_SECONDS * (slot.num_failures - 1))
                     await self._start(slot)
                     slot.num_restarts += 1
+                    logger.info("replica %d runs again", slot.index)
                     self._dispatch()
                 assert slot.handle is not None
                 async for report in slot.handle.reports():
@@ -242,7 +244,7 @@ class ReplicaGroup:
         self._dispatch()
 
     def _move_requests(self, slot: Slot, error: Exception) -> None:
-        """The replica was lost: its requests are the next ones that others compute."""
+        """The replica was lost: its requests are the first that wait for another one."""
         if slot.handle is not None:
             slot.handle.kill()
         slot.handle, slot.is_ready, slot.to_send = None, False, []
@@ -257,7 +259,7 @@ class ReplicaGroup:
         self._dispatch()
 
     def _end(self, error: Exception) -> None:
-        """All is over: every request ends with this error."""
+        """Kill all replicas, and end every request with this error."""
         if self.error is None:
             self.error = error
             self.kill()

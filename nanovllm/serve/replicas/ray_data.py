@@ -12,9 +12,9 @@ class NanoVLLM:
     """`ds.map_batches(NanoVLLM, fn_constructor_kwargs={"model": ...}, concurrency=N, num_gpus=M, batch_size=1024)`
 
     Each of the N workers of `ray.data` has an engine with M GPUs, for `tensor_parallel_size=M`. A batch is one call of
-    `LLM.generate`, so that its size should be several times `max_num_seqs`. The columns of the input stay, and these
+    `LLM.generate`, so its size should be several times `max_num_seqs`. The columns of the input stay, and these
     are added: `generated_text`, `finish_reason`, `num_prompt_tokens`, `num_output_tokens`. A row whose prompt is
-    invalid has the finish reason "error", and the message of the error as its text; it concerns no other row.
+    invalid has the finish reason "error", and the message of the error as its text; other rows are not affected.
 
     This class needs no Ray itself: an instance is a function from a dict of columns to a dict of columns.
     """

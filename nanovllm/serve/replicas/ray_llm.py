@@ -1,4 +1,4 @@
-"""`RayLLM`: for offline generation, what LLM is on one engine, on many."""
+"""`RayLLM`: offline generation on several engines."""
 
 import asyncio
 import atexit
@@ -22,16 +22,16 @@ from nanovllm.serve.replicas.routing import Router
 from nanovllm.utils.checks import check_int
 
 CHUNK = 64  # requests that are made before they are sent
-REORDERED = 4  # times the requests in flight: how many outputs may wait for one before them
+REORDERED = 4  # times the requests in flight: how far ahead of the next output prompts are read
 
 
 class RayLLM:
     """`RayLLM(model, num_replicas=N, **settings).generate(prompts, sampling_params)`, with the answers of `LLM`.
 
-    Prompts are tokenized and checked in this process, with the errors of LLM, and their noise is decided here: with the
-    same `seed` setting, the same calls give the same tokens on one engine and on any number of replicas, up to
-    rounding. A request that can't be computed ends with `finish_reason="error"`, and its `stop_reason` says why;
-    see ReplicaGroup for the failures of replicas, which callers do not notice otherwise.
+    Prompts are checked and tokenized in this process, with the errors of LLM, and their noise is chosen here: with the
+    same `seed` setting, the same calls give the same tokens on one engine and on any number of replicas (up to
+    rounding). A request that can't be computed ends with `finish_reason="error"`, and its `stop_reason` has the
+    message. See ReplicaGroup for what happens when a replica is lost.
 
     Several threads may call the methods at the same time. A RayLLM is a context manager; `exit` ends the replicas.
     """
@@ -94,8 +94,9 @@ class RayLLM:
     ) -> Iterator[RequestOutput]:
         """The answers to any number of prompts, in their order, while the prompts are read.
 
-        Prompts, and parameters if they are iterable too, are read as there is something to do, so that memory does not
-        grow with their number. An invalid prompt is an error of `generate` with its index, where it would be read.
+        Prompts, and parameters if they are iterable too, are read only as far as replicas can take them, so that memory
+        does not grow with their number. An invalid prompt raises the error of `generate`, with its index, when it is
+        read.
         """
         outputs: dict[int, RequestOutput] = {}
         next_index = 0
@@ -121,7 +122,7 @@ class RayLLM:
         return self._run_in_loop(self.group.stats())
 
     def exit(self) -> None:
-        """End the replicas, and Ray if this object has started it. Unfinished calls get an error."""
+        """End the replicas, and Ray if this object has started it. Unfinished calls raise an EngineDeadError."""
         if not self._is_open:
             return
         self._is_open = False
@@ -225,7 +226,7 @@ class RayLLM:
 
 
 def _all_of(done: SimpleQueue) -> Iterator[ReplicaRequest]:
-    """Wait for something, and take all that there is."""
+    """Wait for a request, and take all that are there."""
     yield done.get()
     while True:
         try:

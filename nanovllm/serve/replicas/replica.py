@@ -1,4 +1,4 @@
-"""A replica: one engine, whose requests come and whose results leave in messages. Ray runs it as an actor."""
+"""A replica: one engine that receives requests and reports results as messages. Ray runs it as an actor."""
 
 import logging
 import sys
@@ -32,9 +32,9 @@ SWITCH_INTERVAL = 0.001
 class Replica:
     """Ray calls `start` once, then `reports`, and from then on the other methods, in the order of the front's calls.
 
-    One thread runs the steps. The thread in `reports` sends what has arrived since the last report: if that takes
-    longer than a step, the next report is about several steps, and the engine does not wait for it. This file does not
-    import Ray, so that a replica can be used without it.
+    One thread runs the steps. Another one, in `reports`, sends what is new since the last report. If sending takes
+    longer than a step, the next report covers several steps; the engine never waits for it. This file does not import
+    Ray, so that tests can run replicas without it.
     """
 
     def start(self, model: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class Replica:
         self._core = self.engine.core
         self._inboxes = {kind: Inbox(kind) for kind in OutputKind}
         self._requests: dict[int, CompletionRequest] = {}  # by the engine's id; `index` is the number at the front
-        self._num_unfinished: dict[int, int] = {}  # answers that still come in pieces, by the engine's id
+        self._num_unfinished: dict[int, int] = {}  # answers of each request that have not ended, by the engine's id
         self._ids: dict[int, int] = {}  # the engine's id by the front's number
         self._changed = threading.Condition()  # guards what follows
         self._outputs = StepOutput()
@@ -89,7 +89,7 @@ class Replica:
         return self.engine.stats()
 
     def reports(self) -> Iterator[bytes]:
-        """A message whenever something has happened; the front reads them as they come. Raises the engine's failure."""
+        """Yields an encoded Report whenever there is something to report. RuntimeError if the engine has failed."""
         while True:
             with self._changed:
                 while not (self._outputs.events or self._outputs.finished or self._errors or self._failure):
@@ -118,7 +118,7 @@ class Replica:
         return request
 
     def _read(self, outputs: StepOutput) -> tuple[list[Piece], list[Ended]]:
-        """The front's view of outputs: the events of several steps are one piece for each answer."""
+        """Outputs as messages; the events of several steps become one piece for each answer."""
         pieces, ended = [], []
         events: dict[int, list] = {}
         for event in outputs.events:

@@ -1,4 +1,4 @@
-"""A request as the front knows it: what its caller has got, and where it is computed."""
+"""A request as the front sees it: what its caller has received, and which replica computes it."""
 
 from collections.abc import Callable
 from time import time
@@ -11,11 +11,12 @@ from nanovllm.serve.replicas.messages import Ended, NewRequest, Piece
 
 
 class ReplicaRequest(AsyncRequest):
-    """The answers of a request that another process computes, which may be lost and computed again by a third one.
+    """A request that another process computes. If that process is lost, another replica takes the request over.
 
-    The caller never gets a piece twice. A replica that takes a request over goes on behind the tokens that the caller
-    has, or with log-probabilities or structured outputs starts anew; what it then sends again is left out here. As
-    the noise depends on the request alone, both give the tokens that one engine would have given, up to rounding.
+    The caller gets every piece once. The new replica continues after the tokens that the caller has; a request with
+    log-probabilities or structured outputs is computed again from the start. In both cases the replica sends the answer
+    from its beginning, and what the caller has is skipped here. As the noise depends on the request alone, the tokens
+    are those that one engine would have given, up to rounding.
     """
 
     num_cached_tokens = 0  # of the prompt, found in the prefix cache of the replica; 0 until the request has ended
@@ -29,7 +30,7 @@ class ReplicaRequest(AsyncRequest):
         self.error: Exception | None = None
         self._sent_time = self.arrival_time
         self._partial = PartialOutput(self)
-        self._num_to_skip = [(0, 0)] * self.num_answers  # tokens and characters that are going to come again
+        self._num_to_skip = [(0, 0)] * self.num_answers  # tokens and characters that will be received again
 
     @property
     def in_pieces(self) -> bool:
@@ -40,7 +41,7 @@ class ReplicaRequest(AsyncRequest):
         return self.final is not None or self.error is not None
 
     def message(self, replica: int) -> NewRequest:
-        """What the replica needs. From now on, its pieces are expected."""
+        """The message that makes a replica compute this request. Its pieces are expected from now on."""
         self.replica, self._sent_time = replica, time()
         answers, params = self._partial.answers, self.request.params
         starts_anew = params.logprobs is not None or params.structured_outputs is not None
@@ -55,7 +56,7 @@ class ReplicaRequest(AsyncRequest):
     def add_piece(self, piece: Piece) -> None:
         _, i, text, token_ids, finish_reason, stop_reason, logprobs = piece
         if self._partial.answers[i].finish_reason is not None:
-            return  # it had ended before the replica of that time was lost
+            return  # this answer had ended before another replica took the request over
         num_tokens, num_characters = self._num_to_skip[i]
         if num_tokens or num_characters:
             left = max(0, num_tokens - len(token_ids)), max(0, num_characters - len(text))
@@ -72,7 +73,7 @@ class ReplicaRequest(AsyncRequest):
         self._wake()
 
     def end(self, ended: Ended) -> None:
-        """The replica has sent all that there is."""
+        """The replica has computed the whole request."""
         self.num_cached_tokens = ended.num_cached_tokens
         moments = [None if seconds is None else self._sent_time + seconds for seconds in ended.seconds]
         self.finish(
@@ -94,5 +95,5 @@ class ReplicaRequest(AsyncRequest):
 
 
 def _generated(answer: CompletionOutput) -> list[int]:
-    """The tokens that need not be sampled again. Of an answer that has ended, a replica samples the last one."""
+    """The tokens that the next replica must not sample again. Of an answer that has ended, it samples the last one."""
     return answer.token_ids[: -1 if answer.finish_reason else None]

@@ -29,7 +29,7 @@ class Router(Protocol):
 
 
 class RoundRobin:
-    """One after the other, whatever they have cached."""
+    """Each replica in turn, regardless of what is cached."""
 
     def __init__(self) -> None:
         self._last = -1
@@ -49,12 +49,13 @@ class RoundRobin:
 class PrefixRouter:
     """The replica whose cache holds the longest prefix of the prompt, unless it has much more to do than another.
 
-    That is: more than `imbalance` times the answers of the least loaded replica, and `slack` more. Then, and if no
-    replica knows the prompt, the least loaded one gets it; of several, the one that has had the fewest requests.
+    "Much more" is a load of more than `imbalance * least + slack` answers, where `least` is the lowest load. Then, and
+    if no replica has a part of the prompt cached, the least loaded replica gets the request; of several with the same
+    load, the one that has had the fewest requests.
 
-    A replica's cache is known by the hashes that its block manager would compute: a chain over full blocks of
-    `block_size` tokens. Those of the prompts and answers of each replica are remembered, least recently used first to
-    go, up to `max_blocks`, the size of its cache. Memory: about 150 bytes a block.
+    The router does not ask a replica what it has cached. It computes the hashes of the block manager, a chain over full
+    blocks of `block_size` tokens, and remembers those of all prompts and answers of a replica in an LRU list of
+    `max_blocks`, the size of the replica's cache. Memory: about 150 bytes a block.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class PrefixRouter:
         if load[best] > self.imbalance * load[least] + self.slack:
             best = least
         self._num_chosen[best] += 1
-        self._remember(best, hashes)  # requests with the same prefix that come before it is computed follow
+        self._remember(best, hashes)  # before it is computed, so that requests that follow at once are routed by it
         return best
 
     def computed(self, replica: int, token_ids: list[int]) -> None:
@@ -95,7 +96,7 @@ class PrefixRouter:
 
     def _remember(self, replica: int, hashes: list[int]) -> None:
         cached = self._cached[replica]
-        for block_hash in reversed(hashes):  # the first block of a prefix is the last to be forgotten
+        for block_hash in reversed(hashes):  # the first block of a prefix is evicted last
             cached[block_hash] = None
             cached.move_to_end(block_hash)
         while len(cached) > self.max_blocks:
