@@ -235,8 +235,8 @@ BUDGETS = {
     "beam search": 150,
     "mixture of experts": 750,
     "structured_outputs": 300,
-    "serve": 1850,
-    "replicas": 900,
+    "serve": 1900,
+    "replicas": 950,
     "page": 400,
 }
 ROOM_FILES = {

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from nanovllm.serve.flags import HelpFormatter, add_flags, given
 from nanovllm.serve.settings import ServerSettings
 
+if TYPE_CHECKING:
+    from nanovllm.serve.engine_client import EngineClient
+
 SIMPLE_SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "n", "max_tokens", "min_tokens", "ignore_eos", "stop"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "skip_special_tokens"),
 )
-if TYPE_CHECKING:
-    from nanovllm.serve.engine_client import EngineClient
-
 BENCH = Path(__file__).parents[2] / "bench.py"
 # seconds after which a thread lets another one that waits for the interpreter run (Python has 0.005): the engine's
 # thread must not wait for the event loop while the device is idle

@@ -20,8 +20,6 @@ HISTOGRAMS = {
     "request_prompt_tokens": ("Tokens of a request's prompt", TOKENS),
     "request_generation_tokens": ("Tokens of all answers to a request", TOKENS),
 }
-
-
 GAUGES: dict[str, tuple[str, Callable[[dict[str, int]], float]]] = {
     "num_requests_running": ("Answers that hold cache blocks", lambda engine: engine["running"]),
     "num_requests_waiting": ("Answers that wait for cache blocks", lambda engine: engine["waiting"]),

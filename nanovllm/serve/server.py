@@ -1,6 +1,7 @@
 """The process that serves the application: its address, its signals, and its end."""
 
 import asyncio
+import gc
 import signal
 import socket
 from collections.abc import Callable
@@ -82,6 +83,8 @@ def run_server(llm: EngineClient, settings: ServerSettings, model: str, listener
 
     def listen() -> None:
         listener.listen(BACKLOG)
+        gc.collect()
+        gc.freeze()  # a collection that goes through the tokenizer and all modules halts every stream for 0.4 s
         print(f"{model} is served at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C ends it)", flush=True)
 
     server.on_start = listen

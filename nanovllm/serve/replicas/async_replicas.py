@@ -9,6 +9,7 @@ from nanovllm.serve.engine_client import EngineClient
 from nanovllm.serve.replicas import actors
 from nanovllm.serve.replicas.front import make_processor
 from nanovllm.serve.replicas.replica_request import ReplicaRequest
+from nanovllm.serve.replicas.routing import Router
 from nanovllm.utils.checks import check_int
 
 
@@ -21,7 +22,7 @@ class AsyncReplicas(EngineClient):
         *,
         num_replicas: int,
         max_queued_requests: int = 1024,
-        router=None,
+        router: Router | None = None,
         actor_options: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:

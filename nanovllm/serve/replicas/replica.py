@@ -1,5 +1,6 @@
 """A replica: one engine that receives requests and reports results as messages. Ray runs it as an actor."""
 
+import gc
 import logging
 import sys
 import threading
@@ -53,8 +54,10 @@ class Replica:
         self._wake = threading.Event()  # there are requests
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
         self._thread.start()
-        config = self.engine.config
-        return {"num_blocks": config.num_kvcache_blocks, "startup_seconds": self.engine.startup_seconds}
+        gc.collect()
+        gc.freeze()  # else a collection goes through the tokenizer and all modules, and halts the engine's thread
+        num_blocks = self.engine.config.num_kvcache_blocks
+        return {"num_blocks": num_blocks, "startup_seconds": self.engine.startup_seconds}
 
     def submit(self, data: bytes) -> None:
         """Queue requests that were checked by the front. An error of one is reported, and concerns no other."""

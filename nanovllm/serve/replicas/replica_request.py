@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from time import time
 
-from nanovllm.engine.inbox import OutputKind
 from nanovllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamEvent
 from nanovllm.engine.request import CompletionRequest
 from nanovllm.serve.async_request import AsyncRequest, PartialOutput
@@ -31,10 +30,6 @@ class ReplicaRequest(AsyncRequest):
         self._sent_time = self.arrival_time
         self._partial = PartialOutput(self)
         self._num_to_skip = [(0, 0)] * self.num_answers  # tokens and characters that will be received again
-
-    @property
-    def in_pieces(self) -> bool:
-        return self.request.inbox.kind is OutputKind.EVENTS
 
     @property
     def has_ended(self) -> bool:
@@ -74,7 +69,8 @@ class ReplicaRequest(AsyncRequest):
 
     def end(self, ended: Ended) -> None:
         """The replica has computed the whole request."""
-        self.num_cached_tokens = ended.num_cached_tokens
+        # a replica that took the request over may also have found generated tokens
+        self.num_cached_tokens = min(ended.num_cached_tokens, len(self.prompt_token_ids))
         moments = [None if seconds is None else self._sent_time + seconds for seconds in ended.seconds]
         self.finish(
             RequestOutput(
@@ -83,7 +79,7 @@ class ReplicaRequest(AsyncRequest):
                 self.prompt_token_ids,
                 [CompletionOutput(*fields) for fields in ended.answers] or self._partial.answers,
                 True,
-                ended.num_cached_tokens,
+                self.num_cached_tokens,
                 ended.prompt_logprobs,
                 RequestMetrics(self.arrival_time, *moments),
             )
