@@ -1,6 +1,8 @@
 """Replicas as actors of Ray: the only file that uses Ray."""
 
+import gc
 import logging
+import sys
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from functools import cache
@@ -14,6 +16,9 @@ from nanovllm.serve.replicas.group import ReplicaGroup
 from nanovllm.serve.replicas.replica import Replica
 from nanovllm.serve.replicas.routing import Router
 
+# seconds after which a thread lets another one that waits for the interpreter run (Python has 0.005): the engine's
+# thread must not wait for the one that sends reports
+SWITCH_INTERVAL = 0.001
 MAX_UNREAD_REPORTS = 4  # then the replica waits, and its next report covers more steps
 
 
@@ -53,6 +58,17 @@ def needs_of(settings: dict[str, Any], actor_options: dict[str, Any], num_replic
     return needs
 
 
+class ReplicaProcess(Replica):
+    """A Replica that has a process to itself."""
+
+    def start(self, model: str, settings: dict[str, Any]) -> dict[str, Any]:
+        sys.setswitchinterval(SWITCH_INTERVAL)
+        facts = super().start(model, settings)
+        gc.collect()
+        gc.freeze()  # else a collection goes through the tokenizer and all modules, and halts the engine's thread
+        return facts
+
+
 class ActorHandle:
     """A `group.Handle`. The actor's methods run one at a time, in the order of the calls, and `reports` beside them."""
 
@@ -89,7 +105,7 @@ def make_group(
     num_replicas: int,
     router: Router | None = None,
     actor_options: dict[str, Any] | None = None,
-    replica_class: type = Replica,
+    replica_class: type = ReplicaProcess,
 ) -> ReplicaGroup:
     """A group that is not started yet. `settings` are those of each replica's LLM, and `config` is the front's."""
     own_settings = dict(settings)

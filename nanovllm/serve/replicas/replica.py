@@ -1,8 +1,6 @@
 """A replica: one engine that receives requests and reports results as messages. Ray runs it as an actor."""
 
-import gc
 import logging
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -25,9 +23,6 @@ from nanovllm.serve.replicas.messages import (
 )
 
 logger = logging.getLogger("nanovllm")
-# seconds after which a thread lets another one that waits for the interpreter run (Python has 0.005): the engine's
-# thread must not wait for the one that sends reports
-SWITCH_INTERVAL = 0.001
 
 
 class Replica:
@@ -40,7 +35,6 @@ class Replica:
 
     def start(self, model: str, settings: dict[str, Any]) -> dict[str, Any]:
         """Load the model, with the errors of `LLM`. Returns the facts that the front needs."""
-        sys.setswitchinterval(SWITCH_INTERVAL)
         self.engine = LLM(model, **settings)
         self._core = self.engine.core
         self._inboxes = {kind: Inbox(kind) for kind in OutputKind}
@@ -54,8 +48,6 @@ class Replica:
         self._wake = threading.Event()  # there are requests
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
         self._thread.start()
-        gc.collect()
-        gc.freeze()  # else a collection goes through the tokenizer and all modules, and halts the engine's thread
         num_blocks = self.engine.config.num_kvcache_blocks
         return {"num_blocks": num_blocks, "startup_seconds": self.engine.startup_seconds}
 
