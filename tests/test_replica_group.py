@@ -1,6 +1,7 @@
 """Replicas without Ray: their engines run in threads of this process, and a test can lose any of them."""
 
 import asyncio
+import sys
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.inbox import Inbox, OutputKind
+from nanovllm.serve import replicas
 from nanovllm.serve.engine_client import EngineDeadError
 from nanovllm.serve.replicas import group as group_module
 from nanovllm.serve.replicas.front import make_processor
@@ -339,6 +341,19 @@ def test_one_message_for_many_requests():
             assert handles[0].num_reports < len(outputs) + 2
 
     asyncio.run(run())
+
+
+def test_ray_is_an_extra(monkeypatch):
+    """Without it, the rest of the folder works, and RayLLM says what to install."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for name in ("actors", "ray_llm"):  # which another test of this process may have imported
+        monkeypatch.delitem(sys.modules, f"nanovllm.serve.replicas.{name}", raising=False)
+        monkeypatch.delattr(replicas, name, raising=False)
+    assert replicas.PrefixRouter and replicas.NanoVLLM
+    with pytest.raises(ImportError, match="pip install 'nano-vllm.ray.'"):
+        _ = replicas.RayLLM
+    with pytest.raises(AttributeError, match="no attribute 'Surprise'"):
+        _ = replicas.Surprise
 
 
 def test_messages():

@@ -98,10 +98,8 @@ def make_client(model: str, num_replicas: int, max_queued: int, settings: dict[s
         from nanovllm.serve.async_llm import AsyncLLM
 
         return AsyncLLM(model, max_queued_requests=max_queued, **settings)
-    try:
-        from nanovllm.serve.replicas.async_replicas import AsyncReplicas
-    except ImportError as error:
-        raise ImportError(f"{error.name} is not installed; pip install 'nano-vllm[ray]'") from error
+    from nanovllm.serve.replicas.async_replicas import AsyncReplicas
+
     return AsyncReplicas(model, num_replicas=num_replicas, max_queued_requests=max_queued, **settings)
 
 

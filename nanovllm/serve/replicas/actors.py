@@ -8,7 +8,10 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-import ray
+try:
+    import ray
+except ImportError as error:
+    raise ImportError("ray is not installed; pip install 'nano-vllm[ray]'") from error
 
 from nanovllm.config import Config
 from nanovllm.serve.replicas.front import ANSWERS_PER_SEQ, for_other_hosts
