@@ -1,6 +1,7 @@
-"""What the front and a replica send each other: tuples of plain data, many in a message, pickled to bytes.
+"""What the front (the caller's process, or the server) and a replica send each other, pickled to bytes.
 
-Ray passes bytes on as they are. An object of any other kind would go through its own, slower serializer.
+A message has tuples of plain data, about many requests. Ray passes bytes on as they are; any other object would go
+through its own, slower serializer.
 """
 
 import pickle
