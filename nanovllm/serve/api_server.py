@@ -16,9 +16,9 @@ from starlette.responses import Response
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve import chat
 from nanovllm.serve.answers import Answer
-from nanovllm.serve.async_llm import AsyncLLM, EngineDeadError
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.completions import CompletionAnswer, Echo
+from nanovllm.serve.engine_client import EngineClient, EngineDeadError
 from nanovllm.serve.errors import ApiError, RequestTimeoutError, api_error, validation_error
 from nanovllm.serve.guard import Guard
 from nanovllm.serve.metrics import Metrics
@@ -43,14 +43,15 @@ COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 
 
 def create_app(
-    llm: AsyncLLM, settings: ServerSettings, model: str, is_closing: Callable[[], bool] = lambda: False
+    llm: EngineClient, settings: ServerSettings, model: str, is_closing: Callable[[], bool] = lambda: False
 ) -> FastAPI:
     """model: as it was given on the command line. `is_closing` tells the page's endless streams to end."""
     app = FastAPI(title="nano-vllm", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     own_name = Path(model).absolute().name if Path(model).expanduser().is_dir() else model  # a hub id has a `/`
     api = Api(llm, settings, settings.served_model_name or (own_name,))
     app.include_router(api.router())
-    app.include_router(view_router(llm, is_closing=is_closing))
+    if llm.engine is not None:  # the page shows the steps of one engine
+        app.include_router(view_router(llm, is_closing=is_closing))
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_error)
@@ -87,14 +88,14 @@ class Prepared(NamedTuple):
 class Api:
     """The routes, and what they share."""
 
-    def __init__(self, llm: AsyncLLM, settings: ServerSettings, model_names: Sequence[str]):
+    def __init__(self, llm: EngineClient, settings: ServerSettings, model_names: Sequence[str]):
         self.llm, self.settings, self.model_names = llm, settings, model_names
         self.metrics = Metrics(llm, model_names[0])
         parser = settings.tool_call_parser
-        template = getattr(llm.engine.tokenizer, "chat_template", None)
+        template = getattr(llm.processor.tokenizer, "chat_template", None)
         self.tool_call_parser = parser_for(template) if parser == "auto" else parser
         # what the model recommends; the length of an answer is the API's own
-        own, recommended = asdict(SamplingParams()), asdict(llm.engine.get_default_sampling_params())
+        own, recommended = asdict(SamplingParams()), asdict(llm.processor.default_sampling_params())
         changed = {name: value for name, value in recommended.items() if value != own[name]}
         self.defaults = {name: value for name, value in changed.items() if name != "max_tokens"}
         self.started = int(time())
@@ -235,7 +236,7 @@ class Api:
             else:
                 conversation = await asyncio.to_thread(chat.conversation, body)
                 token_ids = await self.llm.tokenize(conversation, chat.template_arguments(body))
-            max_model_len = self.llm.engine.config.max_model_len
+            max_model_len = self.llm.processor.config.max_model_len
             return {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids}
 
         return await self._answer(body, request, answer())
@@ -266,16 +267,15 @@ class Api:
             return error_response(error)
 
     def _model_entry(self, name: str) -> dict[str, Any]:
-        max_model_len = self.llm.engine.config.max_model_len
+        max_model_len = self.llm.processor.config.max_model_len
         entry = {"id": name, "object": "model", "created": self.started, "owned_by": "nano-vllm"}
         return entry | {"max_model_len": max_model_len}
 
     async def health(self) -> Response:
         try:
-            self.llm.check_open()
+            return json_response(self.llm.health())
         except EngineDeadError as error:
             return error_response(api_error(error))
-        return json_response({"status": "ok"})
 
     async def metrics_text(self) -> Response:
-        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

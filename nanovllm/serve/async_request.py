@@ -117,17 +117,17 @@ class PartialOutput:
 
     def __init__(self, request: AsyncRequest):
         self._request = request
-        self._answers = [CompletionOutput(i, "", [], None, None, None, None) for i in range(request.num_answers)]
+        self.answers = [CompletionOutput(i, "", [], None, None, None, None) for i in range(request.num_answers)]
 
     def add(self, event: StreamEvent) -> None:
         """Answers that the caller holds do not change: each event makes a new one."""
-        old = self._answers[event.output_index]
+        old = self.answers[event.output_index]
         logprobs = None if event.logprobs is None else [*(old.logprobs or ()), *event.logprobs]
         total = None
         if event.logprobs is not None:
             new = [found[token_id].logprob for token_id, found in zip(event.token_ids, event.logprobs)]
             total = (old.cumulative_logprob or 0.0) + sum(new)
-        self._answers[event.output_index] = CompletionOutput(
+        self.answers[event.output_index] = CompletionOutput(
             event.output_index,
             old.text + event.text,
             [*old.token_ids, *event.token_ids],
@@ -143,7 +143,7 @@ class PartialOutput:
             request.request_id,
             request.request.prompt,
             request.prompt_token_ids,
-            [*self._answers],
+            [*self.answers],
             False,
             request.num_cached_tokens,
             None,

@@ -6,10 +6,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nanovllm.serve.flags import HelpFormatter, add_flags, given
 from nanovllm.serve.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from nanovllm.serve.engine_client import EngineClient
 
 SIMPLE_SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "n", "max_tokens", "min_tokens", "ignore_eos", "stop"),
@@ -50,6 +53,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_flags(command, ServerSettings, "server")
     text = "how many answers may wait in addition to the max_num_seqs that run; further ones get a 429 (default: 1024)"
     command.add_argument("--max-queued-requests", type=int, metavar="N", default=1024, help=text)
+    text = "how many engines answer, each on GPUs of its own, as actors of Ray (default: 1, without Ray)"
+    command.add_argument("--data-parallel-size", type=int, metavar="N", default=1, help=text)
     add_flags(command, Config, "engine", skip=("model",))
     command.set_defaults(run=serve)
 
@@ -75,18 +80,27 @@ def serve(options: argparse.Namespace) -> int:
     except ImportError as error:
         raise ImportError(f"{error.name} is not installed; pip install 'nano-vllm[serve]'") from error
     from nanovllm.config import Config
-    from nanovllm.serve.async_llm import AsyncLLM
 
     settings = ServerSettings(**given(options, ServerSettings))
     show_log()
     engine_settings = {name: value for name, value in given(options, Config).items() if name != "model"}
     with server.listening_socket(settings) as listener:  # an address that is in use is an error at once
         sys.setswitchinterval(SWITCH_INTERVAL)
-        llm = AsyncLLM(options.model, max_queued_requests=options.max_queued_requests, **engine_settings)
+        llm = make_client(options.model, options.data_parallel_size, options.max_queued_requests, engine_settings)
         try:
             return server.run_server(llm, settings, options.model, listener)
         finally:
             llm.exit()
+
+
+def make_client(model: str, num_replicas: int, max_queued: int, settings: dict[str, Any]) -> "EngineClient":
+    if num_replicas == 1:
+        from nanovllm.serve.async_llm import AsyncLLM
+
+        return AsyncLLM(model, max_queued_requests=max_queued, **settings)
+    from nanovllm.serve.replicas.async_replicas import AsyncReplicas
+
+    return AsyncReplicas(model, num_replicas=num_replicas, max_queued_requests=max_queued, **settings)
 
 
 def show_log() -> None:

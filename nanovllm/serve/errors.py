@@ -4,7 +4,7 @@ import logging
 import re
 from collections.abc import Container, Sequence
 
-from nanovllm.serve.async_llm import EngineDeadError, QueueFullError
+from nanovllm.serve.engine_client import EngineDeadError, QueueFullError
 
 logger = logging.getLogger("nanovllm")
 RETRY_SECONDS = 1  # for clients that are refused because the queue is full

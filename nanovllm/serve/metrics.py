@@ -1,12 +1,13 @@
 """Metrics for Prometheus, with vLLM's names where they mean the same."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from nanovllm.serve.async_llm import AsyncLLM
 from nanovllm.serve.async_request import AsyncRequest
+from nanovllm.serve.engine_client import EngineClient
 
 SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
@@ -19,13 +20,32 @@ HISTOGRAMS = {
     "request_prompt_tokens": ("Tokens of a request's prompt", TOKENS),
     "request_generation_tokens": ("Tokens of all answers to a request", TOKENS),
 }
+GAUGES: dict[str, tuple[str, Callable[[dict[str, int]], float]]] = {
+    "num_requests_running": ("Answers that hold cache blocks", lambda engine: engine["running"]),
+    "num_requests_waiting": ("Answers that wait for cache blocks", lambda engine: engine["waiting"]),
+    "kv_cache_usage_perc": (
+        "Fraction of the cache blocks in use",
+        lambda engine: engine["used_blocks"] / max(1, engine["blocks"]),
+    ),
+}
+COUNTERS = {
+    "prompt_tokens": "Tokens of prompts",
+    "generation_tokens": "Generated tokens",
+    "prefix_cache_queries": "Tokens of prompts that were looked up",
+    "prefix_cache_hits": "Those that were found",
+    "num_preemptions": "Sequences that gave up their cache blocks",
+}
+NOTHING = dict.fromkeys(("running", "waiting", "used_blocks", "blocks", *COUNTERS), 0)
 
 
 class Metrics:
-    """Histograms are filled once for each request that ends. All else is read from the engine when `text` is called."""
+    """Histograms are filled once for each request that ends. All else is read from the engines by `text`."""
 
-    def __init__(self, llm: AsyncLLM, model: str):
+    def __init__(self, llm: EngineClient, model: str):
         self._llm, self._model = llm, model
+        self._stats: list[dict[str, Any] | None] = []  # of each engine, as they were read last
+        self._engines: list[dict[str, int]] = []  # the quantities that are shown
+        self._before_restart: list[dict[str, int]] = []  # how far the counters were when a replica was lost
         self._registry = CollectorRegistry()
         options: dict = {"labelnames": ("model_name",), "registry": self._registry}
         self._histograms = {
@@ -38,8 +58,9 @@ class Metrics:
         self._registry.register(self)  # type: ignore[arg-type]
         llm.on_end.append(self.observe)
 
-    def text(self) -> bytes:
+    async def text(self) -> bytes:
         """In the text format of Prometheus."""
+        self._stats = await self._llm.stats()
         return generate_latest(self._registry)
 
     def observe(self, request: AsyncRequest) -> None:
@@ -67,25 +88,52 @@ class Metrics:
                 self._histograms[name].observe(value)
 
     def collect(self) -> Iterator[Metric]:
-        """The state of the engine, for the registry."""
-        stats = self._llm.engine.stats()
-        requests, blocks, tokens = stats["requests"], stats["blocks"], stats["tokens"]
-        waiting = max(0, self._llm.num_unfinished - requests["running"])  # also those that are being tokenized
-        for name, text, value in [
-            ("num_requests_running", "Answers that hold cache blocks", requests["running"]),
-            ("num_requests_waiting", "Answers that wait for cache blocks", waiting),
-            ("kv_cache_usage_perc", "Fraction of the cache blocks in use", blocks["used"] / sum(blocks.values())),
-        ]:
-            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
-            gauge.add_metric([self._model], value)
-            yield gauge
-        for name, text, value in [
-            ("prompt_tokens", "Tokens of prompts", tokens["in"]),
-            ("generation_tokens", "Generated tokens", tokens["out"]),
-            ("prefix_cache_queries", "Tokens of prompts that were looked up", tokens["in"]),
-            ("prefix_cache_hits", "Those that were found", round(stats["prefix_hit_rate"] * tokens["in"])),
-            ("num_preemptions", "Sequences that gave up their cache blocks", stats["preemptions"]),
-        ]:
-            counter = CounterMetricFamily(f"vllm:{name}", text, labels=["model_name"])
-            counter.add_metric([self._model], value)
-            yield counter
+        """The state of the engine, for the registry: of several replicas the sums, and then each of them."""
+        self._count()
+        total = {name: sum(engine[name] for engine in self._engines) for name in NOTHING}
+        total["waiting"] = max(0, self._llm.num_unfinished - total["running"])  # also those that are being tokenized
+        yield from _families("vllm:", [total], ["model_name"], lambda i: [self._model])
+        if len(self._engines) > 1:
+            labels = ["model_name", "replica"]
+            yield from _families("nanovllm:replica_", self._engines, labels, lambda i: [self._model, str(i)])
+
+    def _count(self) -> None:
+        """Take over what the engines say. The counters of a replica that is down or was restarted never go back."""
+        for i, stats in enumerate(self._stats):
+            if i == len(self._engines):
+                self._engines.append(dict(NOTHING))
+                self._before_restart.append(dict(NOTHING))
+            engine, before = self._engines[i], self._before_restart[i]
+            now = NOTHING | {name: engine[name] - before[name] for name in COUNTERS} if stats is None else _flat(stats)
+            if any(now[name] < engine[name] - before[name] for name in COUNTERS):
+                before |= {name: engine[name] for name in COUNTERS}
+            engine |= now | {name: now[name] + before[name] for name in COUNTERS}
+
+
+def _flat(stats: dict[str, Any]) -> dict[str, int]:
+    requests, blocks, tokens = stats["requests"], stats["blocks"], stats["tokens"]
+    return requests | {
+        "used_blocks": blocks["used"],
+        "blocks": sum(blocks.values()),
+        "prompt_tokens": tokens["in"],
+        "generation_tokens": tokens["out"],
+        "prefix_cache_queries": tokens["in"],
+        "prefix_cache_hits": round(stats["prefix_hit_rate"] * tokens["in"]),
+        "num_preemptions": stats["preemptions"],
+    }
+
+
+def _families(
+    prefix: str, engines: list[dict[str, int]], labels: list[str], values_of: Callable[[int], list[str]]
+) -> Iterator[Metric]:
+    """A gauge or a counter for each quantity, with a value for each of `engines`; `values_of` are their labels'."""
+    for name, (text, value) in GAUGES.items():
+        gauge = GaugeMetricFamily(f"{prefix}{name}", text, labels=labels)
+        for i, engine in enumerate(engines):
+            gauge.add_metric(values_of(i), value(engine))
+        yield gauge
+    for name, text in COUNTERS.items():
+        counter = CounterMetricFamily(f"{prefix}{name}", text, labels=labels)
+        for i, engine in enumerate(engines):
+            counter.add_metric(values_of(i), engine[name])
+        yield counter

@@ -1,13 +1,15 @@
 """The process that serves the application: its address, its signals, and its end."""
 
+import asyncio
 import gc
 import signal
 import socket
+from collections.abc import Callable
 
 import uvicorn
 
 from nanovllm.serve.api_server import create_app
-from nanovllm.serve.async_llm import AsyncLLM
+from nanovllm.serve.engine_client import EngineClient
 from nanovllm.serve.guard import BoundedProtocol
 from nanovllm.serve.settings import ServerSettings
 
@@ -29,7 +31,27 @@ def listening_socket(settings: ServerSettings) -> socket.socket:
     return reserved
 
 
-def make_server(llm: AsyncLLM, settings: ServerSettings, model: str) -> uvicorn.Server:
+class Server(uvicorn.Server):
+    """Starts the engine in its own event loop, and listens when that is done."""
+
+    def __init__(self, config: uvicorn.Config, llm: EngineClient):
+        super().__init__(config)
+        self.llm = llm
+        self.on_start: Callable[[], None] = lambda: None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        starting = asyncio.ensure_future(self.llm.start())
+        while not starting.done():
+            await asyncio.wait([starting], timeout=0.1)
+            if self.should_exit:
+                starting.cancel()
+                return
+        starting.result()
+        self.on_start()
+        await super().serve(sockets)
+
+
+def make_server(llm: EngineClient, settings: ServerSettings, model: str) -> Server:
     """A server that ends when the engine fails."""
     config = uvicorn.Config(
         create_app(llm, settings, model, is_closing=lambda: server.should_exit),
@@ -43,12 +65,12 @@ def make_server(llm: AsyncLLM, settings: ServerSettings, model: str) -> uvicorn.
         limit_concurrency=settings.max_connections,
         timeout_graceful_shutdown=settings.drain_seconds,
     )
-    server = uvicorn.Server(config)
+    server = Server(config, llm)
     llm.on_failure.append(lambda error: setattr(server, "should_exit", True))
     return server
 
 
-def run_server(llm: AsyncLLM, settings: ServerSettings, model: str, listener: socket.socket) -> int:
+def run_server(llm: EngineClient, settings: ServerSettings, model: str, listener: socket.socket) -> int:
     """Serve until SIGTERM, Ctrl-C or a failure of the engine; the exit status of the process."""
     server = make_server(llm, settings, model)
 
@@ -58,10 +80,14 @@ def run_server(llm: AsyncLLM, settings: ServerSettings, model: str, listener: so
 
     handlers = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     host, port = listener.getsockname()[:2]
-    listener.listen(BACKLOG)
-    gc.collect()
-    gc.freeze()  # a collection that goes through the tokenizer and all modules halts every stream for 0.4 s
-    print(f"{model} is served at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C ends it)", flush=True)
+
+    def listen() -> None:
+        listener.listen(BACKLOG)
+        gc.collect()
+        gc.freeze()  # a collection that goes through the tokenizer and all modules halts every stream for 0.4 s
+        print(f"{model} is served at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C ends it)", flush=True)
+
+    server.on_start = listen
     try:
         server.run(sockets=[listener])
     finally:

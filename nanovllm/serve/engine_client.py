@@ -1,0 +1,276 @@
+"""The interface between the server and an engine: requests are checked, tokenized and tracked here."""
+
+import asyncio
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
+from nanovllm.engine.inbox import Inbox, OutputKind
+from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.outputs import RequestOutput, StreamEvent
+from nanovllm.engine.prompts import Prompt
+from nanovllm.engine.request import CompletionRequest
+from nanovllm.llm import LLM
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve.async_request import AsyncRequest, PartialOutput
+from nanovllm.utils.checks import check_int
+
+
+class QueueFullError(RuntimeError):
+    """As many requests as the engine accepts are waiting or running. Nothing was queued; try again later."""
+
+
+class EngineDeadError(RuntimeError):
+    """The engine was closed, or a step has failed. No further request is accepted."""
+
+
+class EngineClient(ABC):
+    """`async for output in llm.generate(prompt, params)`, for any number of tasks of one event loop at a time.
+
+    A small pool of threads renders chat templates and tokenizes, and another one compiles grammars. A subclass computes
+    the answers: AsyncLLM with an engine in this process, AsyncReplicas with engines in other processes. It calls
+    `_forget` when a request has ended.
+    """
+
+    engine: LLM | None = None  # that runs in this process
+    error: BaseException | None = None  # that ended the engine
+
+    def __init__(self, processor: InputProcessor, max_live: int):
+        """max_live: how many answers may run and wait. Each of `n` counts."""
+        self.processor, self.max_live = processor, max_live
+        self.on_failure: list[Callable[[BaseException], None]] = []  # called, by any thread, when the engine has failed
+        self.on_end: list[Callable[[AsyncRequest], None]] = []  # called by the event loop's when a request has ended
+        self.token_bytes = TokenBytes(processor.tokenizer, skip_special_tokens=False)
+        # one for callers that read every piece, one for those that wait for the complete answer
+        self._inboxes = [Inbox(OutputKind.EVENTS), Inbox(OutputKind.TOKENS)]
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the tasks that wait
+        self._live: dict[int, AsyncRequest] = {}  # by the engine's id; for the event loop's thread only
+        self._names: dict[str, AsyncRequest | None] = {}  # by the caller's id; None while the prompt is tokenized
+        self._num_live = 0  # answers
+        self._numbers = itertools.count()
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="nanovllm-tokenizer")
+        self._grammar_pool = ThreadPoolExecutor(2, thread_name_prefix="nanovllm-grammar")  # compiling may take seconds
+        self._is_closing = False
+
+    # -- what computes the requests ------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Get ready, in the event loop that serves requests from then on."""
+        self.check_open()
+
+    @abstractmethod
+    def _start(self, request: CompletionRequest, name: str) -> AsyncRequest:
+        """Begin to compute a request, and return the object that its caller reads from."""
+
+    @abstractmethod
+    def _drop(self, request: AsyncRequest) -> None:
+        """Stop computing a request whose caller has stopped waiting."""
+
+    @abstractmethod
+    def _abort(self, request: AsyncRequest) -> None:
+        """End a request with the tokens that it has."""
+
+    @abstractmethod
+    async def stats(self) -> list[dict[str, Any] | None]:
+        """`LLM.stats` of each engine; None for one that does not run at the moment."""
+
+    @abstractmethod
+    def exit(self) -> None:
+        """End the engine. Callers get an EngineDeadError. Any thread may call this."""
+
+    def health(self) -> dict[str, Any]:
+        """The body of `/health`. EngineDeadError as in `check_open`."""
+        self.check_open()
+        return {"status": "ok"}
+
+    # -- requests: all of this belongs to the event loop's thread ------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        chat_template_kwargs: Mapping | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """The answers to one prompt so far, whenever there is more of them; the last output is `finished`.
+
+        `prompt`, `sampling_params` and `priority` are those of `LLM.add_request`, with its errors, and
+        `chat_template_kwargs` are those of `LLM.chat`. `request_id` is for `abort`. QueueFullError if too many requests
+        wait, EngineDeadError if the engine has failed or was closed. In all outputs but the last, `metrics` has nothing
+        but the `arrival_time`.
+        """
+        async with self._submitted(prompt, sampling_params, request_id, priority, chat_template_kwargs) as request:
+            partial_output = PartialOutput(request)
+            while events := await request.next_events():
+                for event in events:
+                    partial_output.add(event)
+                yield partial_output.output()
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        chat_template_kwargs: Mapping | None = None,
+    ) -> AsyncIterator[StreamEvent]:
+        """The answers piece by piece, as `LLM.stream` gives them; arguments and errors are those of `generate`."""
+        async with self._submitted(prompt, sampling_params, request_id, priority, chat_template_kwargs) as request:
+            while events := await request.next_events():
+                for event in events:
+                    yield event
+
+    @asynccontextmanager
+    async def _submitted(self, *arguments: Any) -> AsyncIterator[AsyncRequest]:
+        """The request of `submit`, which is dropped when the block ends."""
+        request = await self.submit(*arguments)
+        try:
+            yield request
+        finally:
+            self.discard(request)
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        chat_template_kwargs: Mapping | None = None,
+        in_pieces: bool = True,
+    ) -> AsyncRequest:
+        """Queue a request, and return what `generate` and `stream` read from. The caller must `discard` it in the end.
+
+        With `in_pieces=False` there is only its `result`, which takes less of the host's time. Arguments and errors are
+        those of `generate`.
+        """
+        self.check_open()
+        self._use_running_loop()
+        name = f"request-{next(self._numbers)}" if request_id is None else request_id
+        if name in self._names:
+            raise ValueError(f"request_id={name!r:.80}: another request has this id")
+        num_answers = getattr(sampling_params, "n", 1)
+        if num_answers > self.max_live:
+            raise ValueError(f"n={num_answers}: must be at most {self.max_live}, the answers that may run and wait")
+        if self._num_live + num_answers > self.max_live:
+            raise QueueFullError(f"{self._num_live} answers of at most {self.max_live} are running or waiting")
+        self._num_live += num_answers
+        self._names[name] = None
+        try:
+            make = partial(
+                self.processor.request,
+                prompt,
+                sampling_params,
+                self._inboxes[0 if in_pieces else 1],
+                template_arguments=chat_template_kwargs,
+                priority=priority,
+            )
+            has_grammar = getattr(sampling_params, "structured_outputs", None) is not None
+            pool = self._grammar_pool if has_grammar else self._pool
+            made = await self._in_thread(pool, make)
+            self.check_open()
+        except BaseException:
+            self._num_live -= num_answers
+            del self._names[name]
+            raise
+        request = self._start(made, name)
+        self._live[request.request_id] = self._names[name] = request
+        return request
+
+    def discard(self, request: AsyncRequest) -> None:
+        """Drop a request that has not ended. Nothing happens if it has."""
+        if request.request_id in self._live:
+            self._forget(request)
+            self._drop(request)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request before the next step; its caller gets the tokens that were generated.
+
+        Nothing happens without such a request, or while its prompt is being tokenized.
+        """
+        if (request := self._names.get(request_id)) is not None:
+            self._abort(request)
+
+    async def tokenize(self, prompt: Prompt, chat_template_kwargs: Mapping | None = None) -> list[int]:
+        """The token ids of a prompt, with the errors of `generate`."""
+        self.check_open()
+        call = partial(self.processor.tokenize, prompt, chat_template_kwargs)
+        return (await self._in_thread(self._pool, call))[1]
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        """The text of tokens, special ones included. ValueError for an id outside of the vocabulary."""
+        self.check_open()
+        vocab_size = self.processor.config.model_config.vocab_size
+
+        def decode() -> str:
+            for token_id in token_ids:
+                check_int("tokens: token id", token_id, low=0, high=vocab_size - 1)
+            return Detokenizer(token_ids, 0, SamplingParams(), self.token_bytes).decode(is_last=True)
+
+        return await self._in_thread(self._pool, decode)
+
+    async def _in_thread(self, pool: ThreadPoolExecutor, call: Callable[[], Any]) -> Any:
+        """What `call` returns in a thread of `pool`. EngineDeadError if the engine ends before that."""
+
+        def checked_call() -> Any:
+            self.check_open()
+            return call()
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(pool, checked_call)
+        except RuntimeError:
+            self.check_open()  # then that is why
+            raise
+
+    @property
+    def num_unfinished(self) -> int:
+        """Answers that are running or waiting."""
+        return self._num_live
+
+    def check_open(self) -> None:
+        """EngineDeadError if no request can be accepted any more."""
+        if self.error is not None:
+            raise EngineDeadError(f"the engine has failed: {self.error!r}") from self.error
+        if self._is_closing:
+            raise EngineDeadError("the engine was closed")
+
+    def _use_running_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            if self._loop is not None and not self._loop.is_closed() and self._num_live:
+                raise RuntimeError("requests of another event loop are running: an AsyncLLM serves one loop at a time")
+            for request in [*self._live.values()]:  # whose loop was closed
+                self.discard(request)
+            self._loop = loop
+
+    def _forget(self, request: AsyncRequest) -> None:
+        del self._live[request.request_id], self._names[request.name]
+        self._num_live -= request.num_answers
+        for observe in self.on_end:
+            observe(request)
+
+    def _fail_all(self) -> None:
+        for request in [*self._live.values()]:
+            try:
+                self.check_open()
+            except EngineDeadError as error:
+                request.fail(error)
+            self._forget(request)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _close_pools(self) -> None:
+        for pool in (self._pool, self._grammar_pool):
+            pool.shutdown(wait=False)  # what waits there gets an EngineDeadError
+
+    async def __aenter__(self):
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exception) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self.exit)

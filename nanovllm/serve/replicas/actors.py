@@ -1,0 +1,126 @@
+"""Replicas as actors of Ray: the only file that uses Ray."""
+
+import gc
+import logging
+import sys
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+try:
+    import ray
+except ImportError as error:
+    raise ImportError("ray is not installed; pip install 'nano-vllm[ray]'") from error
+
+from nanovllm.config import Config
+from nanovllm.serve.replicas.front import ANSWERS_PER_SEQ, for_other_hosts
+from nanovllm.serve.replicas.group import ReplicaGroup
+from nanovllm.serve.replicas.replica import Replica
+from nanovllm.serve.replicas.routing import Router
+
+# seconds after which a thread lets another one that waits for the interpreter run (Python has 0.005): the engine's
+# thread must not wait for the one that sends reports
+SWITCH_INTERVAL = 0.001
+MAX_UNREAD_REPORTS = 4  # then the replica waits, and its next report covers more steps
+
+
+def connect() -> bool:
+    """Join the cluster of RAY_ADDRESS, or start one on this machine. False if the process was connected before."""
+    if ray.is_initialized():
+        return False
+    ray.init(include_dashboard=False, logging_level=logging.WARNING)
+    return True
+
+
+def disconnect() -> None:
+    """End the cluster that `connect` has started, or leave the one that it has joined."""
+    ray.shutdown()
+
+
+def needs_of(settings: dict[str, Any], actor_options: dict[str, Any], num_replicas: int) -> dict[str, Any]:
+    """The options of a replica's actor: a GPU for each rank, or a CPU where the cluster has no GPUs.
+
+    The ranks are processes of the actor's own. Ray grants all that one actor needs on one node, so that no placement
+    group is needed to keep them together, and none can be left behind. ValueError if the cluster is too small, as Ray
+    would wait for more nodes without an end.
+    """
+    device, num_ranks = settings.get("device", "auto"), settings.get("tensor_parallel_size", 1)
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device={device!r}: must be 'auto', 'cpu' or 'cuda': Ray chooses the GPUs of each replica")
+    total = ray.cluster_resources()
+    on_gpus = device == "cuda" or (device == "auto" and total.get("GPU", 0) > 0)
+    needs = {"num_cpus": 1, "num_gpus": num_ranks} if on_gpus else {"num_cpus": num_ranks}
+    needs |= actor_options
+    for option, resource in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
+        if num_replicas * needs.get(option, 0) > total.get(resource, 0):
+            raise ValueError(
+                f"num_replicas={num_replicas}: need {needs[option]} {resource}s each, and the cluster has "
+                f"{total.get(resource, 0):.0f}; see actor_options"
+            )
+    return needs
+
+
+class ReplicaProcess(Replica):
+    """A Replica that has a process to itself."""
+
+    def start(self, model: str, settings: dict[str, Any]) -> dict[str, Any]:
+        sys.setswitchinterval(SWITCH_INTERVAL)
+        facts = super().start(model, settings)
+        gc.collect()
+        gc.freeze()  # else a collection goes through the tokenizer and all modules, and halts the engine's thread
+        return facts
+
+
+class ActorHandle:
+    """A `group.Handle`. The actor's methods run one at a time, in the order of the calls, and `reports` beside them."""
+
+    def __init__(self, replica_class: type, options: dict[str, Any], model: str, settings: dict[str, Any]):
+        self._model, self._settings = model, settings
+        self._actor = ray.remote(concurrency_groups={"reports": 1}, **options)(replica_class).remote()
+
+    async def start(self) -> dict[str, Any]:
+        try:
+            return await self._actor.start.remote(self._model, self._settings)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause or error from None
+
+    async def reports(self) -> AsyncIterator[bytes]:
+        options = {"concurrency_group": "reports", "num_returns": "streaming"}
+        stream = self._actor.reports.options(**options, _generator_backpressure_num_objects=MAX_UNREAD_REPORTS).remote()
+        async for reference in stream:
+            yield await reference
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """An awaitable, which need not be awaited."""
+        return getattr(self._actor, method).remote(*arguments)
+
+    def kill(self) -> None:
+        """The other ranks of its engine end when they lose their parent process."""
+        with suppress(ray.exceptions.RayError):  # the whole cluster may be gone
+            ray.kill(self._actor)
+
+
+def make_group(
+    model: str,
+    settings: dict[str, Any],
+    config: Config,
+    num_replicas: int,
+    router: Router | None = None,
+    actor_options: dict[str, Any] | None = None,
+    replica_class: type = ReplicaProcess,
+) -> ReplicaGroup:
+    """A group that is not started yet. `settings` are those of each replica's LLM, and `config` is the front's."""
+    own_settings = dict(settings)
+    if settings.get("tokenizer") is not None:
+        own_settings["tokenizer"] = for_other_hosts(settings["tokenizer"])
+
+    @cache  # decided at the start: a replica that is started again may have to wait for a node
+    def needs() -> dict[str, Any]:
+        return needs_of(settings, actor_options or {}, num_replicas)
+
+    def launch() -> ActorHandle:
+        return ActorHandle(replica_class, needs(), for_other_hosts(model), own_settings)
+
+    max_answers = ANSWERS_PER_SEQ * config.max_num_seqs
+    return ReplicaGroup(launch, num_replicas, max_answers, config.kvcache_block_size, router)

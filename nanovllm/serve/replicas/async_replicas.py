@@ -1,0 +1,89 @@
+"""Replicas behind one HTTP address: the engine client of `nanovllm serve --data-parallel-size N`."""
+
+import asyncio
+from typing import Any
+
+from nanovllm.engine.request import CompletionRequest
+from nanovllm.serve.async_request import AsyncRequest
+from nanovllm.serve.engine_client import EngineClient
+from nanovllm.serve.replicas import actors
+from nanovllm.serve.replicas.front import make_processor
+from nanovllm.serve.replicas.replica_request import ReplicaRequest
+from nanovllm.serve.replicas.routing import Router
+from nanovllm.utils.checks import check_int
+
+
+class AsyncReplicas(EngineClient):
+    """An AsyncLLM with several engines. All of it belongs to the event loop that calls `start`, also the replicas."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        num_replicas: int,
+        max_queued_requests: int = 1024,
+        router: Router | None = None,
+        actor_options: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        """Arguments are those of RayLLM and AsyncLLM, with their errors. Nothing is loaded before `start`."""
+        num_replicas = check_int("num_replicas", num_replicas, low=1)
+        max_queued = check_int("max_queued_requests", max_queued_requests, low=0)
+        processor = make_processor(model, settings)
+        super().__init__(processor, num_replicas * processor.config.max_num_seqs + max_queued)
+        self._owns_ray = actors.connect()
+        self.group = actors.make_group(model, settings, processor.config, num_replicas, router, actor_options)
+        self.group.on_failure.append(self._on_failure)
+        self._group_loop: asyncio.AbstractEventLoop | None = None
+
+    async def start(self) -> None:
+        """Load the model in all replicas, side by side. Requests are accepted from then on."""
+        self._group_loop = asyncio.get_running_loop()
+        await self.group.start()
+
+    def health(self) -> dict[str, Any]:
+        self.check_open()
+        num_ready, num_replicas = self.group.num_ready, len(self.group.slots)
+        status = "ok" if num_ready == num_replicas else "degraded"
+        return {"status": status, "replicas": {"ready": num_ready, "total": num_replicas}}
+
+    async def stats(self) -> list[dict[str, Any] | None]:
+        return await self.group.stats()
+
+    def _start(self, request: CompletionRequest, name: str) -> AsyncRequest:
+        started = ReplicaRequest(request, self._on_end, name)
+        self.group.submit([started])
+        return started
+
+    def _drop(self, request: AsyncRequest) -> None:
+        assert isinstance(request, ReplicaRequest)
+        self.group.discard([request])
+
+    def _abort(self, request: AsyncRequest) -> None:
+        assert isinstance(request, ReplicaRequest)
+        self.group.abort(request)
+
+    def _on_end(self, request: ReplicaRequest) -> None:
+        if request.request_id in self._live:
+            self._forget(request)
+
+    def _on_failure(self, error: BaseException) -> None:
+        if not self._is_closing:
+            self.error = error
+            for report in self.on_failure:
+                report(error)
+
+    def exit(self) -> None:
+        """Kill the replicas, and end Ray if this object has started it. Not for the event loop's thread."""
+        if self._is_closing and self._group_loop is None:
+            return
+        self._is_closing = True
+        loop, self._group_loop = self._group_loop, None
+        if loop is not None and loop.is_running():
+            asyncio.run_coroutine_threadsafe(self.group.close(), loop).result()
+        else:
+            self.group.kill()
+        self._close_pools()
+        self.processor.close()
+        if self._owns_ray:
+            actors.disconnect()

@@ -1,0 +1,59 @@
+"""`NanoVLLM`: an engine as a stage of a pipeline of `ray.data`."""
+
+from typing import Any
+
+from nanovllm.engine.prompts import Prompt, TokensPrompt, is_conversation
+from nanovllm.llm import LLM
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve.replicas.front import for_other_hosts
+
+
+class NanoVLLM:
+    """`ds.map_batches(NanoVLLM, fn_constructor_kwargs={"model": ...}, concurrency=N, num_gpus=M, batch_size=1024)`
+
+    Each of the N workers of `ray.data` has an engine with M GPUs, for `tensor_parallel_size=M`. A batch is one call of
+    `LLM.generate`, so its size should be several times `max_num_seqs`. The columns of the input stay, and these
+    are added: `generated_text`, `finish_reason`, `num_prompt_tokens`, `num_output_tokens`. A row whose prompt is
+    invalid has the finish reason "error", and the message of the error as its text; other rows are not affected.
+
+    This class needs no Ray itself: an instance is a function from a dict of columns to a dict of columns.
+    """
+
+    def __init__(
+        self, model: str, sampling_params: dict[str, Any] | None = None, column: str = "prompt", **settings: Any
+    ) -> None:
+        """sampling_params: arguments of SamplingParams; None is what the model recommends.
+
+        column: has the prompts: strings, lists of token ids, or conversations (lists of dicts with `role` and
+            `content`). `settings` are those of `LLM`.
+        """
+        self.column = column
+        self.llm = LLM(for_other_hosts(model), **settings)
+        default = self.llm.get_default_sampling_params()
+        self.params = default if sampling_params is None else SamplingParams(**sampling_params)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        errors: dict[int, str] = {}
+        prompts: dict[int, Prompt] = {}
+        for i, prompt in enumerate(batch[self.column]):
+            try:
+                prompts[i] = TokensPrompt(prompt_token_ids=self.llm.processor.tokenize(_as_prompt(prompt))[1])
+            except (ValueError, TypeError) as error:
+                errors[i] = str(error)
+        found = self.llm.generate([*prompts.values()], self.params, use_tqdm=False) if prompts else []
+        outputs = dict(zip(prompts, found))
+        rows = range(len(batch[self.column]))
+        return batch | {
+            "generated_text": [outputs[i].text if i in outputs else errors[i] for i in rows],
+            "finish_reason": [outputs[i].finish_reason if i in outputs else "error" for i in rows],
+            "num_prompt_tokens": [len(outputs[i].prompt_token_ids) if i in outputs else 0 for i in rows],
+            "num_output_tokens": [len(outputs[i].token_ids) if i in outputs else 0 for i in rows],
+        }
+
+
+def _as_prompt(value: Any) -> Any:
+    """A cell of a column: arrays become lists."""
+    items = value.tolist() if hasattr(value, "tolist") else value
+    if is_conversation(items):  # keys that other rows have come as None
+        return [{key: entry for key, entry in message.items() if entry is not None} for message in items]
+    return items

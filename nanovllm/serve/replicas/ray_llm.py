@@ -1,0 +1,235 @@
+"""`RayLLM`: offline generation on several engines."""
+
+import asyncio
+import atexit
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from functools import partial
+from itertools import islice, repeat
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from nanovllm.engine.inbox import Inbox, OutputKind
+from nanovllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, StepOutput, progress_bar
+from nanovllm.engine.prompts import Prompt
+from nanovllm.engine.request import CompletionRequest
+from nanovllm.llm import LLM
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve.replicas import actors
+from nanovllm.serve.replicas.front import ANSWERS_PER_SEQ, make_processor
+from nanovllm.serve.replicas.replica_request import ReplicaRequest
+from nanovllm.serve.replicas.routing import Router
+from nanovllm.utils.checks import check_int
+
+CHUNK = 64  # requests that are made before they are sent
+REORDERED = 4  # times the requests in flight: how far ahead of the next output prompts are read
+
+
+class RayLLM:
+    """`RayLLM(model, num_replicas=N, **settings).generate(prompts, sampling_params)`, with the answers of `LLM`.
+
+    Prompts are checked and tokenized in this process, with the errors of LLM, and their noise is chosen here: with the
+    same `seed` setting, the same calls give the same tokens on one engine and on any number of replicas (up to
+    rounding). A request that can't be computed ends with `finish_reason="error"`, and its `stop_reason` has the
+    message. See ReplicaGroup for what happens when a replica is lost.
+
+    Several threads may call the methods at the same time. A RayLLM is a context manager; `exit` ends the replicas.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        num_replicas: int = 1,
+        router: Router | None = None,
+        actor_options: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        """`settings` are those of `LLM` for each replica, with its errors; Ray chooses the devices.
+
+        Connects to the cluster of RAY_ADDRESS, or starts Ray on this machine, unless `ray.init` was called before.
+        router: decides which replica gets a request; None is a PrefixRouter.
+        actor_options: options of Ray for each replica's actor, for example `{"num_cpus": 8}` for replicas on CPUs.
+        """
+        num_replicas = check_int("num_replicas", num_replicas, low=1)
+        self.processor = make_processor(model, settings)
+        config = self.processor.config
+        self.group = actors.make_group(model, settings, config, num_replicas, router, actor_options)
+        self._window = ANSWERS_PER_SEQ * config.max_num_seqs * num_replicas  # requests in flight
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="nanovllm-replicas", daemon=True)
+        self._thread.start()
+        self._is_open, self._owns_ray = True, False
+        atexit.register(self.exit)
+        try:
+            self._owns_ray = actors.connect()
+            self._run_in_loop(self.group.start())
+        except BaseException:
+            self.exit()
+            raise
+
+    def generate(
+        self,
+        prompts: Prompt | list[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        priority: list[int] | None = None,
+    ) -> list[RequestOutput]:
+        """`LLM.generate`, with its errors. Ctrl-C and errors drop the requests of this call."""
+        inbox = Inbox(OutputKind.FINAL)
+        return self._run(self.processor.requests(prompts, sampling_params, inbox, None, priority), inbox, use_tqdm)
+
+    chat: Any = LLM.chat  # it needs only `processor` and `_run`
+
+    def get_tokenizer(self):
+        """The tokenizer of the model, as transformers loads it."""
+        return self.processor.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's `generation_config.json` recommends, and SamplingParams' own defaults for the rest."""
+        return self.processor.default_sampling_params()
+
+    def generate_iter(
+        self, prompts: Iterable[Prompt], sampling_params: SamplingParams | Iterable[SamplingParams] | None = None
+    ) -> Iterator[RequestOutput]:
+        """The answers to any number of prompts, in their order, while the prompts are read.
+
+        Prompts, and parameters if they are iterable too, are read only as far as replicas can take them, so that memory
+        does not grow with their number. An invalid prompt raises the error of `generate`, with its index, when it is
+        read.
+        """
+        outputs: dict[int, RequestOutput] = {}
+        next_index = 0
+
+        def end() -> int:
+            return next_index + REORDERED * self._window
+
+        for found in self._outputs(self._requests(prompts, sampling_params), end):
+            outputs |= found
+            while next_index in outputs:
+                yield outputs.pop(next_index)
+                next_index += 1
+
+    def as_completed(
+        self, prompts: Iterable[Prompt], sampling_params: SamplingParams | Iterable[SamplingParams] | None = None
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Like `generate_iter`, with (index of the prompt, its answers) in the order in which they are complete."""
+        for found in self._outputs(self._requests(prompts, sampling_params)):
+            yield from found.items()
+
+    def stats(self) -> list[dict[str, Any] | None]:
+        """`LLM.stats` of each replica; None for one that does not run at the moment."""
+        return self._run_in_loop(self.group.stats())
+
+    def exit(self) -> None:
+        """End the replicas, and Ray if this object has started it. Unfinished calls raise an EngineDeadError."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        atexit.unregister(self.exit)
+        self._run_in_loop(self._finish())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self.processor.close()
+        if self._owns_ray:
+            actors.disconnect()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.exit()
+
+    async def _finish(self) -> None:
+        """End the group, and what Ray's streams have left in the event loop."""
+        await self.group.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _run_in_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _run(self, requests: list[CompletionRequest], inbox: Inbox, use_tqdm: bool) -> list[RequestOutput]:
+        """What `LLM.generate` and `LLM.chat` call."""
+        outputs: dict[int, RequestOutput] = {}
+        with progress_bar(len(requests), disable=not use_tqdm) as show:
+            for found in self._outputs(iter(requests)):
+                num_tokens = sum(len(answer.token_ids) for output in found.values() for answer in output.outputs)
+                show(StepOutput(finished=[*found.values()], num_decode_tokens=num_tokens))
+                outputs |= found
+        return [outputs[i] for i in range(len(requests))]
+
+    def _requests(self, prompts: Iterable[Prompt], sampling_params: Any) -> Iterator[CompletionRequest]:
+        is_single = sampling_params is None or isinstance(sampling_params, SamplingParams)
+        default = self.get_default_sampling_params()
+        inbox = Inbox(OutputKind.FINAL)
+        for i, (prompt, params) in enumerate(zip(prompts, repeat(sampling_params) if is_single else sampling_params)):
+            try:
+                yield self.processor.request(prompt, default if params is None else params, inbox, i)
+            except (ValueError, TypeError) as error:
+                raise type(error)(f"prompts[{i}]: {error}") from error
+
+    def _outputs(
+        self, requests: Iterator[CompletionRequest], end: Callable[[], int] | None = None
+    ) -> Iterator[dict[int, RequestOutput]]:
+        """The outputs of requests by their index, as they come. Requests are made and sent while others are computed.
+
+        end: the index of the first request that must not be made yet.
+        """
+        done: SimpleQueue[ReplicaRequest] = SimpleQueue()
+        live: dict[int, tuple[int, ReplicaRequest]] = {}  # (index, request) by its id
+        num_made, is_exhausted = 0, False
+        try:
+            while True:
+                while not is_exhausted and done.empty():
+                    count = min(CHUNK, self._window - len(live))
+                    if end is not None:
+                        count = min(count, end() - num_made)
+                    if count <= 0:
+                        break
+                    made = [ReplicaRequest(request, done.put) for request in islice(requests, count)]
+                    live |= {request.request_id: (num_made + i, request) for i, request in enumerate(made)}
+                    num_made += len(made)
+                    is_exhausted = len(made) < count
+                    self._post(partial(self.group.submit, made))
+                if not live:
+                    return
+                found = {}
+                for request in _all_of(done):
+                    index, _ = live.pop(request.request_id)
+                    found[index] = self._output(request)
+                yield found
+        finally:
+            if live and self._is_open:
+                self._post(partial(self.group.discard, [request for _, request in live.values()]))
+
+    def _output(self, request: ReplicaRequest) -> RequestOutput:
+        if request.final is not None:
+            return request.final
+        if self.group.error is not None:
+            raise self.group.error
+        failed = [
+            CompletionOutput(i, "", [], None, None, "error", str(request.error)) for i in range(request.num_answers)
+        ]
+        metrics = RequestMetrics(request.arrival_time, None, None, None)
+        prompt = request.request.prompt, request.prompt_token_ids
+        return RequestOutput(request.request_id, *prompt, failed, True, 0, None, metrics)
+
+    def _post(self, call: Callable[[], None]) -> None:
+        """RuntimeError after `exit`."""
+        if not self._is_open:
+            raise RuntimeError("this RayLLM was closed by exit()")
+        self._loop.call_soon_threadsafe(call)
+
+
+def _all_of(done: SimpleQueue) -> Iterator[ReplicaRequest]:
+    """Wait for a request, and take all that are there."""
+    yield done.get()
+    while True:
+        try:
+            yield done.get_nowait()
+        except Empty:
+            return

@@ -1,0 +1,162 @@
+"""A replica: one engine that receives requests and reports results as messages. Ray runs it as an actor."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from nanovllm.engine.inbox import Inbox, OutputKind
+from nanovllm.engine.outputs import StepOutput
+from nanovllm.engine.prompts import TokensPrompt
+from nanovllm.engine.request import CompletionRequest
+from nanovllm.llm import LLM
+from nanovllm.serve.async_request import merged
+from nanovllm.serve.replicas.messages import (
+    Ended,
+    NewRequest,
+    Piece,
+    Report,
+    decode_requests,
+    encode_report,
+    ended_of,
+    piece_of,
+)
+
+logger = logging.getLogger("nanovllm")
+
+
+class Replica:
+    """Ray calls `start` once, then `reports`, and from then on the other methods, in the order of the front's calls.
+
+    One thread runs the steps. Another one, in `reports`, sends what is new since the last report. If sending takes
+    longer than a step, the next report covers several steps; the engine never waits for it. This file does not import
+    Ray, so that tests can run replicas without it.
+    """
+
+    def start(self, model: str, settings: dict[str, Any]) -> dict[str, Any]:
+        """Load the model, with the errors of `LLM`. Returns the facts that the front needs."""
+        self.engine = LLM(model, **settings)
+        self._core = self.engine.core
+        self._inboxes = {kind: Inbox(kind) for kind in OutputKind}
+        self._requests: dict[int, CompletionRequest] = {}  # by the engine's id; `index` is the number at the front
+        self._num_unfinished: dict[int, int] = {}  # answers of each request that have not ended, by the engine's id
+        self._ids: dict[int, int] = {}  # the engine's id by the front's number
+        self._changed = threading.Condition()  # guards what follows
+        self._outputs = StepOutput()
+        self._errors: list[tuple[int, Exception]] = []
+        self._failure: BaseException | None = None
+        self._wake = threading.Event()  # there are requests
+        self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
+        self._thread.start()
+        num_blocks = self.engine.config.num_kvcache_blocks
+        return {"num_blocks": num_blocks, "startup_seconds": self.engine.startup_seconds}
+
+    def submit(self, data: bytes) -> None:
+        """Queue requests that were checked by the front. An error of one is reported, and concerns no other."""
+        requests = []
+        for new in decode_requests(data):
+            try:
+                requests.append(self._make_request(new))
+            except Exception as error:
+                with self._changed:
+                    self._errors.append((new.number, error))
+                    self._changed.notify()
+        with self._changed:
+            for request in requests:
+                self._requests[request.request_id] = request
+                self._ids[request.index] = request.request_id
+                self._num_unfinished[request.request_id] = len(request.group)
+        self._core.submit(requests)
+        self._wake.set()
+
+    def discard(self, numbers: list[int]) -> None:
+        """End requests without an output."""
+        with self._changed:
+            requests = [self._forget(self._ids[number]) for number in numbers if number in self._ids]
+        self._core.discard(requests)
+
+    def abort(self, number: int) -> None:
+        """End a request with the tokens that it has."""
+        if number in self._ids:
+            self._core.abort(self._ids[number])
+
+    def stats(self) -> dict[str, Any]:
+        return self.engine.stats()
+
+    def reports(self) -> Iterator[bytes]:
+        """Yields an encoded Report whenever there is something to report. RuntimeError if the engine has failed."""
+        while True:
+            with self._changed:
+                while not (self._outputs.events or self._outputs.finished or self._errors or self._failure):
+                    self._changed.wait()
+                if self._failure is not None:
+                    raise RuntimeError(f"the engine has failed: {self._failure!r}") from self._failure
+                outputs, self._outputs = self._outputs, StepOutput()
+                errors, self._errors = self._errors, []
+                report = Report(*self._read(outputs), errors)
+            yield encode_report(report)
+
+    def exit(self) -> None:
+        """End the engine, and with it `reports`. Ray kills the actor's process instead, and with it all that it has."""
+        self._fail(RuntimeError("it was closed"))
+        self._wake.set()
+        self._thread.join()
+        self.engine.exit()
+
+    def _make_request(self, new: NewRequest) -> CompletionRequest:
+        prompt, inbox = TokensPrompt(prompt_token_ids=new.token_ids), self._inboxes[new.kind]
+        request = self.engine.processor.request(prompt, new.params, inbox, new.number, priority=new.priority)
+        for seq, noise_seed, generated in zip(request.group, new.noise_seeds, new.generated):
+            seq.noise_seed = noise_seed
+            seq.token_ids += generated  # as after a preemption
+            seq.num_tokens = len(seq.token_ids)
+        return request
+
+    def _read(self, outputs: StepOutput) -> tuple[list[Piece], list[Ended]]:
+        """Outputs as messages; the events of several steps become one piece for each answer."""
+        pieces, ended = [], []
+        events: dict[int, list] = {}
+        for event in outputs.events:
+            events.setdefault(event.request_id, []).append(event)
+        for request_id, several in events.items():
+            if request_id in self._requests:
+                number = self._requests[request_id].index
+                pieces += [piece_of(number, event) for event in merged(several)]
+                self._num_unfinished[request_id] -= sum(event.finish_reason is not None for event in several)
+                if not self._num_unfinished[request_id]:
+                    request = self._forget(request_id)
+                    ended.append(ended_of(number, request.output(), in_pieces=True))
+        for output in outputs.finished:
+            if output.request_id in self._requests:
+                number = self._forget(output.request_id).index
+                ended.append(ended_of(number, output, in_pieces=False))
+        return pieces, ended
+
+    def _forget(self, request_id: int) -> CompletionRequest:
+        request = self._requests.pop(request_id)
+        del self._ids[request.index], self._num_unfinished[request_id]
+        return request
+
+    def _run(self) -> None:
+        """What the engine's thread does."""
+        core, inboxes = self._core, [*self._inboxes.values()]
+        try:
+            while self._failure is None:
+                if core.requests or any(inbox.is_ready for inbox in inboxes):
+                    output = core.next_output(inboxes)
+                    output.new_tokens.clear()
+                    if output.events or output.finished:
+                        with self._changed:
+                            self._outputs.add(output)
+                            self._changed.notify()
+                else:
+                    self._wake.wait()
+                    self._wake.clear()
+        except BaseException as error:
+            logger.exception("the engine has failed")
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._failure = error
+            self._changed.notify()

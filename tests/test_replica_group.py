@@ -1,0 +1,413 @@
+"""Replicas without Ray: their engines run in threads of this process, and a test can lose any of them."""
+
+import asyncio
+import sys
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+from conftest import TINY
+from transformers import AutoTokenizer
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.inbox import Inbox, OutputKind
+from nanovllm.serve import replicas
+from nanovllm.serve.engine_client import EngineDeadError
+from nanovllm.serve.replicas import group as group_module
+from nanovllm.serve.replicas.front import make_processor
+from nanovllm.serve.replicas.group import MAX_FAILURES, ReplicaGroup
+from nanovllm.serve.replicas.messages import Ended, Piece, Report, decode_report, decode_requests, encode_report
+from nanovllm.serve.replicas.ray_data import NanoVLLM
+from nanovllm.serve.replicas.replica import Replica
+from nanovllm.serve.replicas.replica_request import ReplicaRequest
+from nanovllm.serve.replicas.routing import RoundRobin
+
+assert AutoTokenizer  # imported here, as two threads that import it at the same time get in each other's way
+SETTINGS = dict(
+    dtype="float32", device="cpu", kvcache_block_size=16, num_kvcache_blocks=256, max_model_len=256, max_num_seqs=16
+)
+PROMPTS = [f"{'To be, or not to be' if i % 2 else 'Whether it is nobler'}, said number {i}:" for i in range(10)]
+PARAMS = SamplingParams(temperature=0.8, max_tokens=20)
+LONG = replace(PARAMS, max_tokens=70, ignore_eos=True)
+
+
+class LocalHandle:
+    """A group.Handle. `lose` makes it look like an actor whose process has ended."""
+
+    def __init__(self, fails_to_start: bool = False):
+        self.replica = Replica()
+        self.lost = asyncio.Event()
+        self.is_started, self.fails_to_start = False, fails_to_start
+        self.num_reports = 0
+
+    async def start(self):
+        if self.fails_to_start:
+            raise RuntimeError("no GPU")
+        facts = await asyncio.to_thread(self.replica.start, TINY, SETTINGS)
+        self.is_started = True
+        return facts
+
+    async def reports(self):
+        stream = self.replica.reports()
+        while True:
+            read = asyncio.ensure_future(asyncio.to_thread(next, stream, None))
+            lost = asyncio.ensure_future(self.lost.wait())
+            await asyncio.wait([read, lost], return_when=asyncio.FIRST_COMPLETED)
+            lost.cancel()
+            if self.lost.is_set():
+                read.add_done_callback(lambda task: task.exception())
+                raise RuntimeError("the process was killed")
+            self.num_reports += 1
+            yield await read
+
+    def call(self, method, *arguments):
+        result = None if self.lost.is_set() else getattr(self.replica, method)(*arguments)
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(result)
+        return done
+
+    def lose(self):
+        self.lost.set()
+
+    def kill(self):
+        self.lost.set()
+        if self.is_started:
+            self.is_started = False
+            self.replica.exit()
+
+
+class Front:
+    """Makes requests and waits for them, as RayLLM and the server do."""
+
+    def __init__(self, group: ReplicaGroup, seed: int | None = 3):
+        self.group, self.processor = group, make_processor("tiny-qwen3", SETTINGS | {"seed": seed})
+        self.ended: list[ReplicaRequest] = []
+
+    def submit(self, prompts, params=PARAMS, kind=OutputKind.FINAL) -> list[ReplicaRequest]:
+        made = self.processor.requests(prompts, params, Inbox(kind))
+        requests = [ReplicaRequest(request, self.ended.append) for request in made]
+        self.group.submit(requests)
+        return requests
+
+
+@asynccontextmanager
+async def started(num_replicas: int = 2, handles: list | None = None, **settings):
+    handles = [] if handles is None else handles
+
+    def launch() -> LocalHandle:
+        handles.append(LocalHandle())
+        return handles[-1]
+
+    group = ReplicaGroup(launch, num_replicas, settings.pop("max_answers", 32), 16, **settings)
+    await group.start()
+    try:
+        yield Front(group), handles
+    finally:
+        await group.close()
+
+
+@pytest.fixture(scope="module")
+def one_engine():
+    """A function that does on one engine what Front does on many."""
+
+    def generate(prompts, params=PARAMS, seed=3):
+        with LLM(TINY, **SETTINGS, seed=seed) as llm:
+            return llm.generate(prompts, params, use_tqdm=False)
+
+    return generate
+
+
+def facts(outputs) -> list:
+    answers = [answer for output in outputs for answer in output.outputs]
+    return [
+        (a.index, a.text, a.token_ids, a.finish_reason, a.stop_reason, a.logprobs and len(a.logprobs)) for a in answers
+    ]
+
+
+async def streamed(request: ReplicaRequest, on_first=None):
+    """All pieces of a request as one text and one list of token ids for each answer, and its output."""
+    texts, ids = [""] * request.num_answers, [[] for _ in range(request.num_answers)]
+    while events := await request.next_events():
+        for event in events:
+            texts[event.output_index] += event.text
+            ids[event.output_index] += event.token_ids
+        if on_first is not None and len(ids[0]) >= 3:
+            on_first()
+            on_first = None
+    output = await request.result()
+    assert texts == [answer.text for answer in output.outputs]
+    assert ids == [answer.token_ids for answer in output.outputs]
+    return output
+
+
+def test_same_tokens_as_one_engine(one_engine):
+    async def run():
+        async with started() as (front, _):
+            return [await request.result() for request in front.submit(PROMPTS)], front.ended
+
+    outputs, ended = asyncio.run(run())
+    expected = one_engine(PROMPTS)
+    assert facts(outputs) == facts(expected) and len(ended) == len(PROMPTS)
+    for output, other in zip(outputs, expected):
+        assert output.request_id == other.request_id and output.prompt == other.prompt
+        assert output.prompt_token_ids == other.prompt_token_ids and output.finished
+        times = output.metrics
+        assert times.arrival_time <= times.first_scheduled_time < times.first_token_time < times.finished_time
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        LONG,
+        replace(LONG, n=2, stop=("king", "love"), presence_penalty=0.7, repetition_penalty=1.1),
+        replace(LONG, logprobs=2, prompt_logprobs=1),
+        replace(LONG, structured_outputs={"regex": "[a-z ]{140,160}"}, ignore_eos=False),
+        replace(LONG, temperature=0.0, min_tokens=15, bad_words=("thou",)),
+    ],
+    ids=["plain", "several answers", "logprobs", "structured", "greedy"],
+)
+def test_streams_go_on_after_a_loss(one_engine, params):
+    """No piece comes twice and none is missing, whichever replica sends it."""
+
+    async def run():
+        async with started() as (front, handles):
+            requests = front.submit(PROMPTS[:6], params, OutputKind.EVENTS)
+            first = next(request for request in requests if request.replica == 0)
+            streams = [streamed(request, handles[0].lose if request is first else None) for request in requests]
+            outputs = await asyncio.gather(*streams)
+            assert any(request.num_failures for request in requests)
+            assert len(handles) == 3  # another one was started
+            return outputs
+
+    outputs = asyncio.run(run())
+    expected = one_engine(PROMPTS[:6], params)
+    assert facts(outputs) == facts(expected)
+    if params.logprobs is not None:
+        for output, other in zip(outputs, expected):
+            assert [*output.outputs[0].logprobs[4]] == [*other.outputs[0].logprobs[4]]
+            assert output.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
+            assert len(output.prompt_logprobs) == len(other.prompt_logprobs)
+
+
+def test_requests_without_a_seed_are_repeatable_too():
+    """Their noise is decided at the front."""
+
+    async def run():
+        async with started() as (front, handles):
+            front = Front(front.group, seed=None)
+            requests = front.submit(PROMPTS, LONG, OutputKind.EVENTS)
+            first = next(request for request in requests if request.replica == 0)
+            return await asyncio.gather(
+                *[streamed(request, handles[0].lose if request is first else None) for request in requests]
+            )
+
+    assert [len(output.token_ids) for output in asyncio.run(run())] == [70] * len(PROMPTS)
+
+
+def test_error_of_one_request():
+    """It concerns no other, and the replica goes on."""
+
+    async def run():
+        async with started() as (front, handles):
+            made = front.processor.requests(PROMPTS, PARAMS, Inbox(OutputKind.FINAL))
+            made[3].group[0].token_ids[0] = 10**6  # behind the front's check
+            requests = [ReplicaRequest(request, front.ended.append) for request in made]
+            requests[3].prompt_token_ids[0] = 10**6
+            front.group.submit(requests)
+            with pytest.raises(ValueError, match="token id 1000000 is outside"):
+                await requests[3].result()
+            assert all([await request.result() for request in requests if request is not requests[3]])
+            assert len(handles) == 2 and front.group.num_ready == 2
+
+    asyncio.run(run())
+
+
+def test_step_that_fails_is_a_loss(monkeypatch, one_engine):
+    """The replica is started again, and its requests are computed elsewhere."""
+
+    async def run():
+        async with started() as (front, handles):
+            core = handles[0].replica.engine.core
+            monkeypatch.setattr(core.scheduler, "postprocess", lambda *arguments: 1 / 0)
+            requests = front.submit(PROMPTS)
+            outputs = [await request.result() for request in requests]
+            while front.group.num_ready < 2:
+                await asyncio.sleep(0.01)
+            assert front.group.slots[0].num_restarts == 1
+            return outputs
+
+    assert facts(asyncio.run(run())) == facts(one_engine(PROMPTS))
+
+
+def test_request_that_kills_its_replicas(monkeypatch):
+    """After MAX_FAILURES of them it ends with its own error, and later requests are computed."""
+    make_request = Replica._make_request
+
+    def make_or_die(self, new):
+        if new.token_ids[0] == 7:
+            self._fail(RuntimeError("poison"))
+        return make_request(self, new)
+
+    monkeypatch.setattr(Replica, "_make_request", make_or_die)
+
+    async def run():
+        async with started() as (front, handles):
+            (poison,) = front.submit([[7, 8, 9]])
+            with pytest.raises(RuntimeError, match=f"{MAX_FAILURES} replicas were lost while they computed it.*poison"):
+                await poison.result()
+            outputs = [await request.result() for request in front.submit(PROMPTS)]
+            assert len(outputs) == len(PROMPTS) and len(handles) > MAX_FAILURES
+
+    asyncio.run(run())
+
+
+def test_replicas_that_do_not_start_again(monkeypatch):
+    """A replica is given up after MAX_FAILURES in a row; when all are, everything ends with the cause."""
+
+    monkeypatch.setattr(group_module, "RESTART_SECONDS", 0.01)
+
+    async def run():
+        handles = []
+        async with started(handles=handles) as (front, _):
+            group, failures = front.group, []
+            group.on_failure.append(failures.append)
+            group._launch = lambda: LocalHandle(fails_to_start=True)
+            handles[0].lose()
+            while group.num_ready == 2:
+                await asyncio.sleep(0.01)
+            outputs = [await request.result() for request in front.submit(PROMPTS)]  # by the other one
+            assert len(outputs) == len(PROMPTS) and group.num_ready == 1 and group.error is None
+            requests = front.submit(PROMPTS)
+            handles[1].lose()
+            for request in requests:
+                with pytest.raises(EngineDeadError, match="all replicas were lost.*no GPU"):
+                    await request.result()
+            assert len(failures) == 1 and isinstance(failures[0], EngineDeadError)
+            with pytest.raises(RuntimeError, match="no GPU"):
+                await front.submit(PROMPTS[:1])[0].result()
+
+    asyncio.run(run())
+
+
+def test_start_that_fails():
+    async def run():
+        handles = iter([LocalHandle(), LocalHandle(fails_to_start=True)])
+        group = ReplicaGroup(lambda: next(handles), 2, 32, 16)
+        with pytest.raises(RuntimeError, match="no GPU"):
+            await group.start()
+        assert all(slot.handle is None for slot in group.slots)
+
+    asyncio.run(run())
+
+
+def test_discard_abort_and_bounds():
+    async def run():
+        async with started(1, max_answers=4) as (front, handles):
+            replica = handles[0].replica
+            requests = front.submit(PROMPTS, replace(PARAMS, max_tokens=200, ignore_eos=True), OutputKind.EVENTS)
+            assert sum(request.replica is not None for request in requests) == 4
+            front.group.discard(requests[2:] + requests[2:])
+            await requests[0].next_events()
+            front.group.abort(requests[0])
+            output = await streamed_rest(requests[0])
+            assert output.finish_reason == "abort" and 0 < len(output.token_ids) < 200
+            front.group.discard(requests)
+            while replica._requests or replica.engine.core.requests:
+                await asyncio.sleep(0.01)
+            assert front.ended == [requests[0]] and front.group.slots[0].num_answers == 0
+            assert [stats["requests"] for stats in await front.group.stats()] == [{"waiting": 0, "running": 0}]
+
+    async def streamed_rest(request):
+        while await request.next_events():
+            pass
+        return await request.result()
+
+    asyncio.run(run())
+
+
+def test_one_message_for_many_requests():
+    """Requests of one iteration of the loop go out together, and reports are about many."""
+
+    async def run():
+        async with started(1) as (front, handles):
+            calls = []
+            call = handles[0].call
+            handles[0].call = lambda method, *arguments: (calls.append((method, arguments)), call(method, *arguments))[
+                1
+            ]
+            outputs = [await request.result() for request in front.submit(PROMPTS)]
+            assert [method for method, _ in calls] == ["submit"]
+            assert len([*decode_requests(calls[0][1][0])]) == len(PROMPTS)
+            assert handles[0].num_reports < len(outputs) + 2
+
+    asyncio.run(run())
+
+
+def test_ray_is_an_extra(monkeypatch):
+    """Without it, the rest of the folder works, and RayLLM says what to install."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for name in ("actors", "ray_llm"):  # which another test of this process may have imported
+        monkeypatch.delitem(sys.modules, f"nanovllm.serve.replicas.{name}", raising=False)
+        monkeypatch.delattr(replicas, name, raising=False)
+    assert replicas.PrefixRouter and replicas.NanoVLLM
+    with pytest.raises(ImportError, match="pip install 'nano-vllm.ray.'"):
+        _ = replicas.RayLLM
+    with pytest.raises(AttributeError, match="no attribute 'Surprise'"):
+        _ = replicas.Surprise
+
+
+def test_messages():
+    piece = Piece(3, 0, "text", [1, 2], None, None, None)
+    ended = Ended(3, [], 16, None, (0.1, 0.2, 0.3))
+    report = decode_report(encode_report(Report([piece], [ended], [])))
+    assert report.pieces == [piece] and report.ended == [ended] and report.errors == []
+
+    class Local(Exception):
+        """Can't be pickled, as it is no module's."""
+
+    report = decode_report(encode_report(Report([], [], [(1, Local("why"))])))
+    assert isinstance(report.errors[0][1], RuntimeError) and "why" in str(report.errors[0][1])
+
+
+@pytest.mark.parametrize(
+    "num_replicas, router, low, high", [(1, None, 0.7, 1), (2, None, 0.7, 1), (2, RoundRobin(), 0, 0.68)]
+)
+def test_hit_rate_of_real_caches(num_replicas, router, low, high):
+    """Conversations of 6 turns: the router knows what the block managers hold."""
+
+    async def converse(front, i: int):
+        history = [(i * 37 + j) % 500 + 10 for j in range(24)]
+        homes = set()
+        for turn in range(6):
+            (request,) = front.submit([history], replace(PARAMS, max_tokens=16, ignore_eos=True))
+            homes.add(request.replica)
+            output = await request.result()
+            history = history + output.token_ids + [i + 10, turn + 10]
+        return homes
+
+    async def run():
+        async with started(num_replicas, router=router) as (front, _):
+            homes = await asyncio.gather(*[converse(front, i) for i in range(5)])
+            assert router is not None or all(len(own) == 1 for own in homes)
+            stats = await front.group.stats()
+            found = sum(own["prefix_hit_rate"] * own["tokens"]["in"] for own in stats)
+            return found / sum(own["tokens"]["in"] for own in stats)
+
+    assert low <= asyncio.run(run()) <= high
+
+
+def test_stage_of_ray_data(one_engine):
+    """The class that `ray.data` calls is a function of columns; an invalid row concerns no other."""
+    stage = NanoVLLM("tiny-qwen3", dict(temperature=0.8, max_tokens=20), **SETTINGS, seed=3)
+    try:
+        long, conversation = "word " * 300, [{"role": "user", "content": "Hello", "name": None}]
+        batch = {"prompt": [*PROMPTS, long, conversation], "id": [*range(12)]}
+        result = stage(batch)
+        assert stage({"prompt": [long]})["finish_reason"] == ["error"]
+    finally:
+        stage.llm.exit()
+    expected = one_engine(PROMPTS)
+    assert result["generated_text"][:10] == [output.text for output in expected]
+    assert result["num_output_tokens"][:10] == [len(output.token_ids) for output in expected]
+    assert result["finish_reason"][10] == "error" and "max_model_len" in result["generated_text"][10]
+    assert result["finish_reason"][11] in ("stop", "length") and result["id"] == [*range(12)]
