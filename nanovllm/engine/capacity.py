@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, decode_shape, dummy_prefill, largest_batch
+from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.step_result import SamplerInput
 
 CPU_KV_CACHE_BYTES = 2**30  # the cache on a CPU, unless num_kvcache_blocks says otherwise
@@ -47,6 +49,13 @@ def affordable_blocks(runner: Any, memory_before: int) -> int:
             f"{available / 2**30:.2f} GiB; lower max_model_len, or set num_kvcache_blocks"
         )
     return num_blocks
+
+
+def largest_prefill(config: Config) -> ScheduledStep:
+    """A step of as many tokens and sequences as the settings allow."""
+    num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+    length = min(config.max_num_batched_tokens // num_seqs, config.max_model_len - 1)
+    return dummy_prefill(num_seqs, length, config.kvcache_block_size)
 
 
 def num_tokens_within(runner: Any, milliseconds: float) -> int:

@@ -251,10 +251,7 @@ class ModelRunner:
 
     def warmup_model(self) -> int:
         """Run the largest possible prefill; the peak of allocated memory without the cache, in bytes."""
-        config = self.config
-        num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-        length = min(config.max_num_batched_tokens // num_seqs, config.max_model_len - 1)
-        step = batches.dummy_prefill(num_seqs, length, config.kvcache_block_size)
+        step = capacity.largest_prefill(self.config)
         num_blocks = sum(len(row.seq.block_table) for row in step.rows)
         self.allocate_kv_cache(num_blocks, num_layers=1)
         torch.cuda.reset_peak_memory_stats(self.device)
