@@ -35,6 +35,7 @@ SCHEDULING = [
 HOUSE = """
 0 | utils/checks.py utils/context.py utils/device.py utils/double_buffer.py utils/hub.py utils/interrupts.py
   utils/stopwatch.py utils/tensor_parallel.py utils/tokenizer.py utils/__init__.py <- models/__init__.py utils/loader.py
+  quantization/__init__.py
   <- model_config.py structured_outputs/__init__.py <- structured_outputs/spec.py <- config.py sampling_params.py
 0 | engine/__init__.py
 1 | engine/token_budget.py engine/group_admission.py engine/sequence.py <- engine/scheduled_step.py
@@ -42,6 +43,8 @@ HOUSE = """
 1 | kernels/
 2 | layers/
 3 | models/
+3 | quantization/scaled.py <- quantization/scaled_linear.py quantization/scaled_experts.py <- quantization/plan.py
+  <- quantization/fp8.py quantization/int8.py <- quantization/compressed_tensors.py
 4 | engine/step_result.py engine/new_requests.py <- engine/batch.py <- engine/capacity.py engine/cuda_graph.py
   <- engine/model_runner.py
 5 | distributed/__init__.py <- distributed/peer_memory.py <- distributed/tensor_parallel.py distributed/step_channel.py
@@ -221,6 +224,7 @@ BUDGETS = {
     "CUDA graphs": 200,
     "beam search": 150,
     "mixture of experts": 750,
+    "quantization": 900,
     "structured_outputs": 300,
     "serve": 1800,
     "page": 400,
