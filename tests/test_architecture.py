@@ -43,7 +43,8 @@ HOUSE = """
 1 | kernels/
 2 | layers/
 3 | models/
-3 | quantization/scaled.py <- quantization/scaled_linear.py quantization/scaled_experts.py <- quantization/plan.py
+3 | quantization/scaled.py <- quantization/scaled_linear.py quantization/scaled_experts.py <- quantization/fp8_linear.py
+  <- quantization/plan.py
   <- quantization/fp8.py quantization/int8.py <- quantization/compressed_tensors.py
 4 | engine/step_result.py engine/new_requests.py <- engine/batch.py <- engine/capacity.py engine/cuda_graph.py
   <- engine/model_runner.py
@@ -236,6 +237,11 @@ ROOM_FILES = {
     "kernels/moe_gemm.py": "mixture of experts",
     "kernels/moe_gemv.py": "mixture of experts",
     "kernels/moe_routing.py": "mixture of experts",
+    "kernels/dequantize.py": "quantization",
+    "kernels/quantize_rows.py": "quantization",
+    "kernels/scaled_gemm.py": "quantization",
+    "kernels/scaled_gemv.py": "quantization",
+    "kernels/scaled_tiles.py": "quantization",
     "layers/moe.py": "mixture of experts",
     "serve/frames.py": "page",
     "serve/page.py": "page",

@@ -4,11 +4,13 @@ import json
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, generate_by_steps
+import torch.nn.functional as F
+from conftest import DEVICE, TINY, assert_close, each_dtype_or_half, generate_by_steps, randn
 from safetensors.torch import load_file, save_file
 from test_models import SMALL, assert_same_as_transformers, edit, logits_of_rank, make_checkpoint, reference_model
 from test_models import requests as model_requests
@@ -20,6 +22,7 @@ from nanovllm.quantization.fp8 import e4m3_scaling
 from nanovllm.quantization.int8 import plan_on_load as int8_plan
 from nanovllm.quantization.scaled import dequantize
 
+ops = pytest.importorskip("nanovllm.kernels.ops")
 E4M3 = torch.float8_e4m3fn
 BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
@@ -185,6 +188,51 @@ def test_engine_of_two_ranks(make_llm, tmp_path):
     folder, plain = write_quantized(make_checkpoint(tmp_path, "qwen3-moe"), tmp_path, "block")
     outputs = generate_by_steps(make_llm(folder, tensor_parallel_size=2, **SMALL), model_requests())
     assert_same_as_transformers(plain, outputs)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")
+@pytest.mark.parametrize("name, format_name", [("llama-biases", "small-blocks")])
+def test_parity_on_kernels(monkeypatch, make_llm, tmp_path, name, format_name):
+    """Without FP8 units: chunks, several decodes, and a single one."""
+    for module in ("fusion", "layernorm", "linear", "partial_sum"):
+        monkeypatch.setattr(f"nanovllm.layers.{module}.triton_ops", lambda x: ops)
+    monkeypatch.setattr("nanovllm.quantization.scaled_linear.triton_ops", lambda x: ops)
+    monkeypatch.setattr("nanovllm.quantization.scaled_linear.MAX_GEMM_ROWS", 8)
+    folder, plain = write_quantized(make_checkpoint(tmp_path, name), tmp_path, format_name)
+    llm = make_llm(folder, num_kvcache_blocks=16, **SMALL)
+    assert_same_as_transformers(
+        plain, generate_by_steps(llm, [(p, replace(q, max_tokens=2)) for p, q in model_requests()[:3]])
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")
+@pytest.mark.parametrize("name, format_name", [("llama-biases", "block"), ("qwen3", "ct-channel")])
+def test_fp8_units(monkeypatch, make_llm, tmp_path, name, format_name):
+    """Activations are quantized: by the norm and the activation in chunks, by the product in decodes of several."""
+    for module in ("fusion", "layernorm", "linear", "partial_sum", "activation"):
+        monkeypatch.setattr(f"nanovllm.layers.{module}.triton_ops", lambda x: ops)
+    for module in ("scaled_linear", "fp8_linear", "plan"):
+        monkeypatch.setattr(f"nanovllm.quantization.{module}.triton_ops", lambda x: ops)
+    monkeypatch.setattr(ops, "has_fp8_units", lambda device: True)
+    monkeypatch.setattr("nanovllm.quantization.fp8_linear.MAX_GEMM_ROWS", 8)
+    monkeypatch.setattr("nanovllm.quantization.fp8_linear.MAX_SPLIT_K_ROWS", 12)
+    called = set()
+    for kernel in ("scaled_gemv", "scaled_gemm", "quantize_rows", "rms_norm_quantize", "silu_and_mul_quantize"):
+        call = getattr(ops, kernel)
+        monkeypatch.setattr(ops, kernel, lambda *a, kernel=kernel, call=call, **k: called.add(kernel) or call(*a, **k))
+    folder, plain = write_quantized(make_checkpoint(tmp_path, name), tmp_path, format_name)
+    llm = make_llm(folder, num_kvcache_blocks=16, **SMALL)
+    lengths = [4, 2, 2, 2]
+    requests = [(p, replace(q, max_tokens=n)) for (p, q), n in zip(model_requests(), lengths)]
+    outputs = generate_by_steps(llm, requests)
+    assert called == {"scaled_gemv", "scaled_gemm", "quantize_rows", "rms_norm_quantize", "silu_and_mul_quantize"}
+    model = reference_model(plain)
+    for output in outputs:
+        (answer,), prompt = output.outputs, output.prompt_token_ids
+        logprobs = model(torch.tensor([prompt + answer.token_ids])).logits[0, :-1].log_softmax(-1)
+        for i, ours in enumerate(answer.logprobs, len(prompt) - 1):
+            for other, logprob in ours.items():
+                assert logprob.logprob == pytest.approx(logprobs[i, other].item(), abs=0.5)
 
 
 # -- on the fly --------------------------------------------------------------------------------------------------------
@@ -386,3 +434,129 @@ def test_config_is_data(tmp_path):
     edit(folder, quantization_config=CT)
     plan = ModelConfig.read(Path(folder)).quantization
     assert pickle.loads(pickle.dumps(plan)) == plan and json.loads(json.dumps(CT)) == CT
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+def scaled(n: int, k: int, rows: int, columns: int, kind=E4M3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random values [n, k] of 8 bits, and scales of blocks."""
+    scales = (torch.rand(n // rows, k // columns) + 0.5).to(DEVICE) / (16 if kind == E4M3 else 128)
+    values = randn(n, k) * 8
+    return values.round().clamp(-127, 127).to(torch.int8) if kind == torch.int8 else values.to(E4M3), scales
+
+
+SHAPES = [(24, 96, 8, 32), (40, 72, 1, 72), (36, 384, 4, 128), (6, 40, 2, 8), (70, 272, 1, 272)]
+each_kind = pytest.mark.parametrize("kind", [E4M3, torch.int8], ids=["fp8", "int8"])
+
+
+@each_dtype_or_half
+@each_kind
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "gated, has_norm, has_residual, has_bias", [(0, 0, 0, 0), (1, 1, 1, 1), (0, 1, 0, 1), (1, 1, 0, 0)]
+)
+def test_scaled_gemv(monkeypatch, fresh_memory_is_nan, dtype, kind, shape, gated, has_norm, has_residual, has_bias):
+    monkeypatch.setattr("nanovllm.kernels.scaled_gemv.MAX_TILE_K", 256)
+    n, k, rows, columns = shape
+    n *= 1 + gated  # a border of blocks between the halves
+    values, scales = scaled(n, k, rows, columns, kind)
+    weight = dequantize(values, scales, torch.float64)
+    x, residual = randn(1, k, dtype=dtype), randn(1, k, dtype=dtype) if has_residual else None
+    norm_weight, eps = randn(k, dtype=dtype) if has_norm else None, 0.5
+    bias = randn(n, dtype=dtype) if has_bias else None
+    total = x if residual is None else x + residual
+    normed = F.rms_norm(total.double(), (k,), norm_weight.double(), eps) if has_norm else total.double()
+    expected = F.linear(normed, weight, None if bias is None else bias.double())
+    if gated:
+        expected = F.silu(expected[:, : n // 2]) * expected[:, n // 2 :]
+    y, summed = ops.scaled_gemv(x, values, scales, norm_weight, eps, residual, bool(gated), bias)
+    assert torch.equal(summed, total)
+    assert_close(y, expected, 10 * max(1.0, expected.abs().max().item()))
+
+
+def quantized_groups(x: torch.Tensor, group: int) -> torch.Tensor:
+    """What e4m3 leaves of x, where `group` inputs of a row share a scale."""
+    scaling = e4m3_scaling(1, group)
+    return dequantized(*scaling.quantize(x.float()), scaling)
+
+
+WIDE = [shape for shape in SHAPES if shape[3] >= 32]
+
+
+@each_dtype_or_half
+@pytest.mark.parametrize("way", ["int8", "a16", "a8"])
+@pytest.mark.parametrize("shape", WIDE)
+@pytest.mark.parametrize("num_rows, split_k", [(2, 1), (17, 3), (70, 2)])
+def test_scaled_gemm(fresh_memory_is_nan, dtype, way, shape, num_rows, split_k):
+    n, k, rows, columns = shape
+    values, scales = scaled(n, k, rows, columns, torch.int8 if way == "int8" else E4M3)
+    x = randn(num_rows, k, dtype=dtype)
+    x[0, :5] = 0
+    seen = quantized_groups(x, min(128, columns & -columns if columns < k else 128)) if way == "a8" else x
+    expected = seen.double() @ dequantize(values, scales, torch.float64).T
+    parts = ops.scaled_gemm(x, values, scales, split_k, quantize=way == "a8")
+    assert parts.shape == (split_k, num_rows, n)
+    assert_close(parts.float().sum(0).to(dtype), expected, 10 * max(1.0, expected.abs().max().item()))
+
+
+def as_floats(rows) -> torch.Tensor:
+    """What quantized rows stand for, in float64."""
+    return dequantize(rows.values, rows.scales, torch.float64)[: len(rows)]
+
+
+@each_dtype_or_half
+@pytest.mark.parametrize("num_rows, n, group", [(1, 96, 32), (5, 384, 128), (19, 72, 72), (3, 2200, 2200)])
+def test_quantize_rows(fresh_memory_is_nan, dtype, num_rows, n, group):
+    x = randn(num_rows, n, dtype=dtype)
+    x[:1] = 0
+    rows = ops.quantize_rows(x, group)
+    assert len(rows) == num_rows and rows.dtype == dtype and len(rows.values) % 16 == 0
+    assert rows.scales.shape == (len(rows.values), n // group) and rows.scales.stride(0) == 1
+    assert len(ops.quantize_rows(x[:0], group)) == 0
+    assert_near(as_floats(rows), x.double(), group)
+
+    gated = randn(num_rows, 2 * n, dtype=dtype)
+    activated = F.silu(gated[:, :n].double()) * gated[:, n:].double()
+    assert_near(as_floats(ops.silu_and_mul_quantize(gated, group)), activated, group)
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor, group: int) -> None:
+    """Up to the rounding to e4m3, and a little for what rounds to another side."""
+    largest = expected.unflatten(1, (-1, group)).abs().amax(2, keepdim=True).expand(-1, -1, group).flatten(1)
+    assert ((actual - expected).abs() <= expected.abs() * (0.0625 + 0.002) + largest * (2**-19 + 0.0001)).all()
+
+
+@each_dtype_or_half
+@pytest.mark.parametrize("n, group", [(96, 32), (384, 128), (72, 72)])
+@pytest.mark.parametrize("split_k, has_residual", [(1, False), (1, True), (3, True)])
+def test_rms_norm_quantize(fresh_memory_is_nan, dtype, n, group, split_k, has_residual):
+    parts, weight = randn(split_k, 5, n, dtype=dtype), randn(n, dtype=dtype)
+    residual = randn(5, n, dtype=dtype) if has_residual else None
+    x = parts if split_k > 1 else parts[0]
+    expected_residual = None if residual is None else residual.clone()
+    normed = ops.rms_norm(x, weight, 0.5, expected_residual, split_k)
+    rows = ops.rms_norm_quantize(x, weight, 0.5, residual, split_k, group)
+    assert residual is None or torch.equal(residual, expected_residual)
+    assert_near(as_floats(rows), normed.double(), group)
+
+
+@each_kind
+@pytest.mark.parametrize("shape", SHAPES)
+def test_dequantize_kernel(fresh_memory_is_nan, kind, shape):
+    values, scales = scaled(*shape, kind)
+    for dtype in (torch.float16, torch.float32):
+        assert torch.equal(ops.dequantize(values, scales, dtype), dequantize(values, scales, dtype))
+
+
+@pytest.mark.parametrize("shape", WIDE)
+@pytest.mark.parametrize("group", ["block", "row"])
+def test_scaled_gemm_of_quantized_rows(fresh_memory_is_nan, shape, group):
+    n, k, rows, columns = shape
+    if group == "row":
+        columns = k
+    values, scales = scaled(n, k, rows, columns)
+    x = ops.quantize_rows(randn(20, k, dtype=torch.float16), columns)
+    expected = as_floats(x) @ dequantize(values, scales, torch.float64).T
+    y = ops.scaled_gemm(x, values, scales)[0]
+    assert_close(y, expected, 10 * max(1.0, expected.abs().max().item()))

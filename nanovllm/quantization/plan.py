@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.kernels import triton_ops
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.moe import Experts, MoE
+from nanovllm.quantization.fp8_linear import FP8Linear, FP8SiluAndMul
 from nanovllm.quantization.scaled import Scaling
 from nanovllm.quantization.scaled_experts import ScaledExperts
 from nanovllm.quantization.scaled_linear import ScaledLinear
@@ -35,6 +37,11 @@ class Plan:
     # scales of activations: each row is quantized by its own largest value, which is at least as accurate
     unused_tensors: tuple[str, ...] = (".input_scale", ".activation_scale")
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values of all groups."""
+        return self.groups[0][1].dtype
+
     def scaling_of(self, module: str) -> Scaling | None:
         """Of a module by its name in the checkpoint."""
         if any(_matches(pattern, module) for pattern in self.ignore):
@@ -43,6 +50,8 @@ class Plan:
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
         """Give each linear layer of `model` its format, and allocate its weights on `device`."""
+        ops = triton_ops(torch.empty(0, device=device))
+        has_units = ops is not None and ops.has_fp8_units(device)
         routers = {module.gate for module in model.modules() if isinstance(module, MoE)}
         for path, module in model.named_modules():
             if isinstance(module, Experts):
@@ -50,7 +59,11 @@ class Plan:
                 self._prepare(path, module, names, ScaledExperts, model.config.dtype, device)
             elif isinstance(module, LinearBase):
                 names = [] if module in routers else _checkpoint_names(path, model.packed_modules_mapping)
-                self._prepare(path, module, names, ScaledLinear, model.config.dtype, device)
+                make = FP8Linear if has_units and self.dtype == torch.float8_e4m3fn else ScaledLinear
+                self._prepare(path, module, names, make, model.config.dtype, device)
+        for module in model.modules():  # an activation quantizes many rows for the layer after it
+            if isinstance(getattr(getattr(module, "down_proj", None), "format", None), FP8Linear):
+                module.act_fn = FP8SiluAndMul(module.down_proj.format)
 
     def _prepare(
         self, path: str, module: Any, names: list[str], make: Callable, dtype: torch.dtype, device: torch.device

@@ -45,11 +45,10 @@ class Scaling:
         So ranks may cut a block of the checkpoint, whose scale then belongs to several smaller ones.
         """
         if self.block_columns is not None:
-            columns = math.gcd(self.block_columns, columns)
+            columns = _power_of_two(self.block_columns, columns)
         if self.block_rows is None:  # weights that share a layer have different scales
             return Block(1, columns)
-        sizes = [len(range(shard.shape[0])[shard.rows]) for shard in shards]
-        return Block(math.gcd(self.block_rows, *sizes), columns)
+        return Block(_power_of_two(self.block_rows, *(len(range(s.shape[0])[s.rows]) for s in shards)), columns)
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Values [N, K], and scales [N / rows, K / columns] rounded up; the last blocks may be smaller."""
@@ -69,6 +68,12 @@ class Scaling:
             values = values.round()
         limits = -self.max_value, self.max_value
         return values.clamp(*limits).to(self.dtype).flatten(2, 3).flatten(0, 1)[:n, :k], scales
+
+
+def _power_of_two(*sizes: int) -> int:
+    """The largest one that divides all."""
+    divisor = math.gcd(*sizes)
+    return divisor & -divisor
 
 
 def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
