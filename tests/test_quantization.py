@@ -560,3 +560,82 @@ def test_scaled_gemm_of_quantized_rows(fresh_memory_is_nan, shape, group):
     expected = as_floats(x) @ dequantize(values, scales, torch.float64).T
     y = ops.scaled_gemm(x, values, scales)[0]
     assert_close(y, expected, 10 * max(1.0, expected.abs().max().item()))
+
+
+def scaled_experts(num_experts: int, n: int, k: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    values, scales = scaled(num_experts * n, k, rows, columns)
+    return values.unflatten(0, (num_experts, n)), scales.unflatten(0, (num_experts, n // rows))
+
+
+def experts_reference(x, routing, gate_up, down) -> torch.Tensor:
+    """Every token through each of its experts, in float64."""
+    gate_up, down = (dequantize(*weight, torch.float64) for weight in (gate_up, down))
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for token, (weights, ids) in enumerate(zip(routing.weights.double(), routing.expert_ids)):
+        for weight, expert in zip(weights, ids.tolist()):
+            gate, up = (x[token : token + 1].double() @ gate_up[expert].T).chunk(2, -1)
+            out[token] += weight * ((F.silu(gate) * up) @ down[expert].T)[0]
+    return out
+
+
+# tokens, experts, top_k, hidden, size, and the block of both weights; None: a scale for each row
+EXPERT_SHAPES = [
+    (1, 3, 2, 64, 96, (32, 32)),
+    (3, 5, 3, 96, 64, None),
+    (4, 2, 1, 320, 32, (16, 64)),
+    (1, 4, 2, 128, 384, (4, 128)),
+]
+
+
+def expert_inputs(num_tokens, num_experts, top_k, hidden, size, block, dtype=torch.float16):
+    x = randn(num_tokens, hidden, dtype=dtype)
+    routing = ops.route(randn(1, num_tokens, num_experts), top_k, True)
+    gate_up = scaled_experts(num_experts, 2 * size, hidden, *(block or (1, hidden)))
+    down = scaled_experts(num_experts, hidden, size, *((block[0], min(block[1], 32)) if block else (1, size)))
+    return x, routing, (gate_up[0], gate_up[1] / 8), (down[0], down[1] / 8)
+
+
+@pytest.fixture
+def few_programs(monkeypatch, fresh_memory_is_nan):
+    """Larger tiles than on a GPU, as the interpreter takes long for each program."""
+    monkeypatch.setattr("nanovllm.kernels.scaled_moe_gemv.GATE_UP_TILE", (32, 128, 4))
+    monkeypatch.setattr("nanovllm.kernels.scaled_moe_gemv.DOWN_TILE", (32, 64, 1))
+
+
+@pytest.mark.parametrize("shape", EXPERT_SHAPES, ids=str)
+def test_scaled_moe_gemv(few_programs, shape):
+    x, routing, gate_up, down = expert_inputs(*shape)
+    expected = experts_reference(x, routing, gate_up, down)
+    out = torch.full_like(x, torch.nan)
+    assert ops.scaled_moe_gemv(x, routing, gate_up, down, out=out) is out
+    assert_close(out, expected, 10 * max(1.0, expected.abs().max().item()))
+    if len(x) == 1:
+        norm_weight, eps = randn(x.shape[1], dtype=x.dtype), 0.5
+        normed = F.rms_norm(x.double(), x.shape[1:], norm_weight.double(), eps)
+        expected = experts_reference(normed, routing, gate_up, down)
+        y = ops.scaled_moe_gemv(x, routing, gate_up, down, 0, norm_weight, eps)
+        assert_close(y, expected, 10 * max(1.0, expected.abs().max().item()))
+
+
+@pytest.mark.parametrize("quantize", [False, True], ids=["a16", "a8"])
+@pytest.mark.parametrize("num_tokens", [5, 30])
+@pytest.mark.parametrize("shape", EXPERT_SHAPES[:3], ids=str)
+def test_scaled_moe_gemm(fresh_memory_is_nan, shape, num_tokens, quantize):
+    x, routing, gate_up, down = expert_inputs(num_tokens, *shape[1:])
+    parts = ops.scaled_moe_gemm(x, routing, gate_up, down, 0, quantize)
+    expected = experts_reference(x, routing, gate_up, down)
+    assert parts.shape == (shape[2], *x.shape)
+    difference = (parts.double().sum(0) - expected).norm() / expected.norm()
+    assert difference < (0.06 if quantize else 0.003), difference
+
+
+def test_experts_of_other_ranks(few_programs):
+    """Experts 2 and 3 of four are here."""
+    x, routing, gate_up, down = expert_inputs(4, 4, 2, 64, 32, (32, 32))
+    local = [tuple(t[2:].contiguous() for t in weight) for weight in (gate_up, down)]
+    weights = torch.where(routing.expert_ids >= 2, routing.weights, 0.0)
+    expected = experts_reference(x, routing._replace(weights=weights), gate_up, down)
+    assert_close(ops.scaled_moe_gemv(x, routing, *local, 2), expected, 10 * max(1.0, expected.abs().max().item()))
+    parts = ops.scaled_moe_gemm(x, routing, *local, 2)
+    y = ops.sum_local_parts(parts, routing, 2, 2)
+    assert_close(y, expected, 10 * max(1.0, expected.abs().max().item()))

@@ -19,5 +19,7 @@ from nanovllm.kernels.quantize_rows import quantize_rows, rms_norm_quantize, sil
 from nanovllm.kernels.sampling import sample
 from nanovllm.kernels.scaled_gemm import MIN_BLOCK_K, QuantizedRows, choose_scaled_split_k, scaled_gemm
 from nanovllm.kernels.scaled_gemv import scaled_gemv
+from nanovllm.kernels.scaled_moe_gemm import scaled_moe_gemm
+from nanovllm.kernels.scaled_moe_gemv import scaled_moe_gemv
 from nanovllm.kernels.scaled_tiles import has_fp8_units
 from nanovllm.kernels.split_k_gemm import choose_split_k, split_k_gemm

@@ -15,7 +15,7 @@ FEW_WEIGHTS = 2**23  # take smaller tiles, for more programs
 
 
 @triton.jit
-def _multiply(w, x, scale_ptr, group, COLUMNS: tl.constexpr, HAS_SCALES: tl.constexpr):
+def _multiply(w, x, scale_ptr, group, num_groups, HAS_SCALES: tl.constexpr):
     """Sums [TILE_N, groups, parts] of a tile of weights times x [1, groups, parts, LANE].
 
     Each is over the weights that a thread has loaded at once, so that few registers and no other thread take part; and
@@ -23,7 +23,7 @@ def _multiply(w, x, scale_ptr, group, COLUMNS: tl.constexpr, HAS_SCALES: tl.cons
     """
     y = tl.sum(decode_e4m3(w, tl.float32) * x, 3)
     if HAS_SCALES:
-        y *= tl.load(scale_ptr + group, group < COLUMNS, 0.0)
+        y *= tl.load(scale_ptr + group, group < num_groups, 0.0)
     return y
 
 

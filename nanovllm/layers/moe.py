@@ -43,8 +43,7 @@ class ExpertsFormat:
 
     def gemv(self, ops: ModuleType, experts: "Experts", x: torch.Tensor, routing, **options) -> torch.Tensor:
         """`ops.moe_gemv` with these weights."""
-        weights = experts.gate_up_proj, experts.down_proj, experts.first_expert
-        return ops.moe_gemv(x, routing, *weights, **options)
+        return ops.moe_gemv(x, routing, experts.gate_up_proj, experts.down_proj, experts.first_expert, **options)
 
     def gemm(self, ops: ModuleType, experts: "Experts", x: torch.Tensor, routing) -> torch.Tensor:
         """`ops.moe_gemm` with these weights."""

@@ -13,7 +13,7 @@ from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.moe import Experts, MoE
 from nanovllm.quantization.fp8_linear import FP8Linear, FP8SiluAndMul
 from nanovllm.quantization.scaled import Scaling
-from nanovllm.quantization.scaled_experts import ScaledExperts
+from nanovllm.quantization.scaled_experts import FP8Experts, ScaledExperts
 from nanovllm.quantization.scaled_linear import ScaledLinear
 from nanovllm.utils.loader import parameter
 
@@ -51,15 +51,17 @@ class Plan:
     def prepare(self, model: nn.Module, device: torch.device) -> None:
         """Give each linear layer of `model` its format, and allocate its weights on `device`."""
         ops = triton_ops(torch.empty(0, device=device))
-        has_units = ops is not None and ops.has_fp8_units(device)
+        has_units = ops is not None and ops.has_fp8_units(device) and self.dtype == torch.float8_e4m3fn
         routers = {module.gate for module in model.modules() if isinstance(module, MoE)}
         for path, module in model.named_modules():
             if isinstance(module, Experts):
                 names = [f"{path}.{name.rsplit('.', 1)[0]}" for name in module.tensors_of_experts()]
-                self._prepare(path, module, names, ScaledExperts, model.config.dtype, device)
+                self._prepare(
+                    path, module, names, FP8Experts if has_units else ScaledExperts, model.config.dtype, device
+                )
             elif isinstance(module, LinearBase):
                 names = [] if module in routers else _checkpoint_names(path, model.packed_modules_mapping)
-                make = FP8Linear if has_units and self.dtype == torch.float8_e4m3fn else ScaledLinear
+                make = FP8Linear if has_units else ScaledLinear
                 self._prepare(path, module, names, make, model.config.dtype, device)
         for module in model.modules():  # an activation quantizes many rows for the layer after it
             if isinstance(getattr(getattr(module, "down_proj", None), "format", None), FP8Linear):

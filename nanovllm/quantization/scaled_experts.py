@@ -1,5 +1,7 @@
 """Mixtures of experts with 8-bit weights."""
 
+from types import ModuleType
+
 import torch
 
 from nanovllm.layers.linear import Shard
@@ -7,9 +9,13 @@ from nanovllm.layers.moe import DOWN, GATE, UP, Experts, ExpertsFormat
 from nanovllm.quantization.scaled import ScaledWeight, Scaling, dequantize
 from nanovllm.utils.loader import check_shape
 
+MIN_BLOCK_COLUMNS = 32  # the least that FP8 tensor cores multiply
+
 
 class ScaledExperts(ExpertsFormat):
     """Weights that are read as 8-bit values, and multiplied in the dtype of the activations (W8A16)."""
+
+    quantizes_activations = False
 
     def __init__(self, experts: Experts, scaling: Scaling):
         suffix = None if scaling.scale_name is None else scaling.scale_name.removeprefix("weight")
@@ -23,10 +29,31 @@ class ScaledExperts(ExpertsFormat):
             if suffix is not None:
                 setattr(experts, name + suffix, weight.scales)
             self.weights[name] = weight
+            if weight.values.is_cuda and block.columns < MIN_BLOCK_COLUMNS:
+                raise ValueError(
+                    f"{name}: its scales are for {block.columns} inputs each on this rank: on CUDA it must be at least "
+                    f"{MIN_BLOCK_COLUMNS}; expert_parallel=True divides no expert"
+                )
 
     def weight(self, experts: Experts, name: str, index: int, dtype: torch.dtype) -> torch.Tensor:
         weight = self.weights[name]
         return dequantize(weight.values[index], weight.scales[index], dtype)
+
+    def gemv(self, ops: ModuleType, experts: Experts, x: torch.Tensor, routing, **options) -> torch.Tensor:
+        return ops.scaled_moe_gemv(x, routing, *self._stacks(), experts.first_expert, **options)
+
+    def gemm(self, ops: ModuleType, experts: Experts, x: torch.Tensor, routing) -> torch.Tensor:
+        return ops.scaled_moe_gemm(x, routing, *self._stacks(), experts.first_expert, self.quantizes_activations)
+
+    def _stacks(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Values and scales of gate_up and down."""
+        return [(weight.values, weight.scales) for weight in self.weights.values()]
+
+
+class FP8Experts(ScaledExperts):
+    """On GPUs that multiply FP8: products of more than a few tokens quantize the activations too (W8A8)."""
+
+    quantizes_activations = True
 
 
 class StackedWeight(ScaledWeight):
