@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = ["README.md", "nanovllm/engine/README.md", "nanovllm/kernels/README.md", "tests/README.md"]
 DOCUMENTS += ["nanovllm/serve/README.md", "nanovllm/structured_outputs/README.md", ".github/CONTRIBUTING.md"]
+DOCUMENTS += ["nanovllm/quantization/README.md"]
 
 
 def section(title: str) -> str:

@@ -3,17 +3,16 @@
 Tensors of e4m3 are `torch.float8_e4m3fn` where the GPU converts it, from compute capability 8.9 on. Elsewhere kernels
 take its bits as uint8 and convert them here: Triton has no e4m3 for older GPUs, and its interpreter rounds it wrongly.
 
-A scale is a power of two, kept as its biased exponent (E8M0 of the OCP Microscaling formats). So multiplying by it is
-exact, in any float dtype, and it takes one byte. It costs no accuracy: e4m3 is a float format itself, whose relative
-error is the same for every scale that brings the values into its range.
+A row's scale is its largest magnitude / 448, the largest number in e4m3, rounded to bfloat16. So a row's largest number
+is all but exact, and the others have a relative error of up to 1/16.
 """
 
 import triton
 import triton.language as tl
 
-# the biased exponents of 2**-32 and 2**31: attention adds exponents to scores and raises 2 to the sum, in float32
-MIN_EXPONENT = tl.constexpr(95)
-MAX_EXPONENT = tl.constexpr(158)
+# attention takes the logarithm of scales, so none is 0
+MIN_SCALE = tl.constexpr(2.0**-32)
+ONES = tl.constexpr(0x3F803F80)  # a pair of scales, bfloat16
 
 
 @triton.jit
@@ -25,6 +24,27 @@ def decode_e4m3(x, dtype: tl.constexpr):
         y = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(tl.float16, bitcast=True) * 256.0
         return tl.where((bits & 0x7F) == 0x7F, float("nan"), y).to(dtype)
     return x.to(dtype)
+
+
+@triton.jit
+def decode_e4m3_pairs(pairs, stored_dtype: tl.constexpr, dtype: tl.constexpr):
+    """Two numbers in each of `pairs`, uint16 -> the first ones and the second ones in `dtype`."""
+    if stored_dtype == tl.uint8 or dtype != tl.float16:
+        first = (pairs & 0xFF).to(tl.uint8).to(stored_dtype, bitcast=True)
+        second = (pairs >> 8).to(tl.uint8).to(stored_dtype, bitcast=True)
+        return decode_e4m3(first, dtype), decode_e4m3(second, dtype)
+    # one instruction brings the first numbers of two pairs together, and the second ones
+    asm: tl.constexpr = """
+    {
+        .reg .b32 both;
+        .reg .b16 firsts, seconds;
+        prmt.b32 both, $2, 0, 0x3120;
+        mov.b32 {firsts, seconds}, both;
+        cvt.rn.f16x2.e4m3x2 $0, firsts;
+        cvt.rn.f16x2.e4m3x2 $1, seconds;
+    }
+    """
+    return tl.inline_asm_elementwise(asm, "=r,=r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2)
 
 
 @triton.jit
@@ -43,50 +63,52 @@ def encode_e4m3(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def power_of_two(exponent):
-    """The scale with this biased exponent, int32 -> float32; infinite for 255."""
-    return (exponent << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def quantize_rows(x, dtype: tl.constexpr):
-    """Rows [R, D] -> e4m3 [R, D] as dtype, and the biased exponents of their scales [R] int32.
+    """Rows [R, D] -> e4m3 [R, D] as `dtype`, and their scales [R] float32, each of which is exact in bfloat16.
 
-    A scale is the least that brings its row to at most 448, within bounds. It is 255 for a row with NaN or infinity.
+    The scale is infinite for a row with NaN or infinity, so that nothing finite is read from it.
     """
     x = x.to(tl.float32)
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # order as the magnitudes, and NaN is above them
-    exponent = ((largest + 0x1FFFFF) >> 23) - 8  # 448 is 1.75 * 2**8, and the sum carries above a mantissa of 1.75
-    exponent = tl.minimum(tl.maximum(exponent, MIN_EXPONENT), MAX_EXPONENT)
-    y = encode_e4m3(x * power_of_two(254 - exponent)[:, None], dtype)
-    return y, tl.where(largest < 0x7F800000, exponent, 255)
+    bits = tl.maximum(largest.to(tl.float32, bitcast=True) * (1 / 448), MIN_SCALE).to(tl.int32, bitcast=True)
+    scale = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)  # the nearest bfloat16
+    scale = tl.where(largest < 0x7F800000, scale, float("inf"))
+    return encode_e4m3(x * tl.div_rn(1.0, scale)[:, None], dtype), scale
+
+
+@triton.jit
+def bfloat16_bits(x):
+    """float32 that is exact in bfloat16 -> int16."""
+    return (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
 
 
 @triton.jit
 def store_row(x, row_ptr, scale_ptr, slot):
-    """Quantize a row [1, D] and store it and its scale, unless slot is -1.
+    """Quantize a row [1, D] and store it and its scale (bfloat16, as int16), unless slot is -1.
 
-    Returned is what can be read then: [1, D] float32, still to be scaled, and the biased exponent of the scale [1].
+    Returned is what can be read then: [1, D] float32, still to be scaled, and the scale [1].
     """
-    y, exponent = quantize_rows(x, row_ptr.dtype.element_ty)
+    y, scale = quantize_rows(x, row_ptr.dtype.element_ty)
     i = tl.arange(0, 1)
     tl.store(row_ptr, y, slot + 0 * tl.arange(0, x.shape[1])[None, :] >= 0)
-    tl.store(scale_ptr + i, exponent.to(tl.uint8), slot + i >= 0)
-    return decode_e4m3(y, tl.float32), exponent
+    tl.store(scale_ptr + i, bfloat16_bits(scale), slot + i >= 0)
+    return decode_e4m3(y, tl.float32), scale
 
 
 @triton.jit
-def load_scales(k_scale_ptr, v_scale_ptr, inside):
-    """Of the keys and values of a tile [N] with N pointers: scales of keys; exponents and inverse scales of values.
+def unpack_scales(pairs, stored_dtype: tl.constexpr):
+    """Pairs in bfloat16, int32 [N] -> scales of keys, and logarithms (base 2) of scales of values, float32.
 
-    The scale of a value is a power of two, 2**e, so it needs no product: p * 2**e = 2 ** (score + e - m), where e is
-    added to the scores before their maximum m is taken. Then p lies between 0 and 1 however small the values are, and
-    p in float16 keeps its accuracy. The sum of the softmax takes p * 2**-e.
+    Attention multiplies no value by its scale: p * scale = 2 ** (score + log2(scale) - m), where the logarithm is added
+    to the scores before their maximum m is taken. So p lies between 0 and 1 however small the values are, and keeps its
+    accuracy in float16. The sum of the softmax takes p / scale.
     """
-    # loads without a mask can be vectorized: stale scales beyond the sequence's end are replaced here
-    k_exponent = tl.where(inside, tl.load(k_scale_ptr).to(tl.int32), 127)
-    v_exponent = tl.where(inside, tl.load(v_scale_ptr).to(tl.int32), 127)
-    return power_of_two(k_exponent), (v_exponent - 127).to(tl.float32), power_of_two(254 - v_exponent)
+    k_scale = (pairs << 16).to(tl.float32, bitcast=True)
+    v_scale = (pairs & -0x10000).to(tl.float32, bitcast=True)
+    if stored_dtype == tl.uint8:
+        return k_scale, tl.log2(v_scale)
+    fast_log2: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"  # tl.log2 takes 15 instructions
+    return k_scale, tl.inline_asm_elementwise(fast_log2, "=f,f", [v_scale], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
