@@ -201,7 +201,7 @@ def test_parity_on_kernels(monkeypatch, make_llm, tmp_path, name, format_name):
     folder, plain = write_quantized(make_checkpoint(tmp_path, name), tmp_path, format_name)
     llm = make_llm(folder, num_kvcache_blocks=16, **SMALL)
     assert_same_as_transformers(
-        plain, generate_by_steps(llm, [(p, replace(q, max_tokens=2)) for p, q in model_requests()[:3]])
+        plain, generate_by_steps(llm, [(p[:20], replace(q, max_tokens=2)) for p, q in model_requests()[:3]])
     )
 
 
@@ -223,7 +223,7 @@ def test_fp8_units(monkeypatch, make_llm, tmp_path, name, format_name):
     folder, plain = write_quantized(make_checkpoint(tmp_path, name), tmp_path, format_name)
     llm = make_llm(folder, num_kvcache_blocks=16, **SMALL)
     lengths = [4, 2, 2, 2]
-    requests = [(p, replace(q, max_tokens=n)) for (p, q), n in zip(model_requests(), lengths)]
+    requests = [(p[:20], replace(q, max_tokens=n)) for (p, q), n in zip(model_requests(), lengths)]
     outputs = generate_by_steps(llm, requests)
     assert called == {"scaled_gemv", "scaled_gemm", "quantize_rows", "rms_norm_quantize", "silu_and_mul_quantize"}
     model = reference_model(plain)
@@ -497,7 +497,10 @@ def test_scaled_gemm(fresh_memory_is_nan, dtype, way, shape, num_rows, split_k):
     expected = seen.double() @ dequantize(values, scales, torch.float64).T
     parts = ops.scaled_gemm(x, values, scales, split_k, quantize=way == "a8")
     assert parts.shape == (split_k, num_rows, n)
-    assert_close(parts.float().sum(0).to(dtype), expected, 10 * max(1.0, expected.abs().max().item()))
+    if way == "a8":  # a number between two of e4m3 may round to the other one, and FP8 units add with fewer digits
+        assert (parts.double().sum(0) - expected).norm() < 0.005 * expected.norm()
+    else:
+        assert_close(parts.float().sum(0).to(dtype), expected, 10 * max(1.0, expected.abs().max().item()))
 
 
 def as_floats(rows) -> torch.Tensor:
@@ -559,7 +562,7 @@ def test_scaled_gemm_of_quantized_rows(fresh_memory_is_nan, shape, group):
     x = ops.quantize_rows(randn(20, k, dtype=torch.float16), columns)
     expected = as_floats(x) @ dequantize(values, scales, torch.float64).T
     y = ops.scaled_gemm(x, values, scales)[0]
-    assert_close(y, expected, 10 * max(1.0, expected.abs().max().item()))
+    assert (y - expected).norm() < 0.005 * expected.norm()
 
 
 def scaled_experts(num_experts: int, n: int, k: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -583,7 +586,7 @@ EXPERT_SHAPES = [
     (1, 3, 2, 64, 96, (32, 32)),
     (3, 5, 3, 96, 64, None),
     (4, 2, 1, 320, 32, (16, 64)),
-    (1, 4, 2, 128, 384, (4, 128)),
+    (1, 4, 2, 128, 384, (16, 128)),
 ]
 
 

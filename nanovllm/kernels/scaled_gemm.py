@@ -24,6 +24,7 @@ from nanovllm.kernels.moe_gemm import _load_tile
 from nanovllm.kernels.scaled_tiles import as_factor, as_loadable, quantize_tile, scales_of_rows
 
 MAX_TILE_M = 64
+STAGES = {16: 5, 32: 4, 64: 4}  # by TILE_M: at least two programs fit on a multiprocessor
 TILE_N = 64
 TILE_K = 128
 MIN_BLOCK_K = 32  # the least that FP8 tensor cores multiply
@@ -151,7 +152,7 @@ def scaled_gemm(
         TILE_M=tile_m,
         TILE_N=TILE_N,
         TILE_K=tile_k,
-        STAGES=5 if use_tma else 3,
+        STAGES=STAGES[tile_m] if use_tma else 3,
         QUANTIZE=quantize,
         TMA=use_tma,
         num_warps=4,

@@ -117,8 +117,12 @@ class LinearBase(nn.Module):
         self.bias = parameter((num_outputs,), self._load, dtype) if bias else None
         self.format = WeightFormat()
 
+    def shard_ids(self) -> list[tuple[int, ...]]:
+        """Of the checkpoint's weights that share this layer; one without an id if it has its own."""
+        return [()]
+
     def shard(self, *shard_id: int) -> Shard:
-        """Of the checkpoint's weight with this id, if several share this layer."""
+        """Of the checkpoint's weight with this id."""
         raise NotImplementedError
 
     def _load(self, target: torch.Tensor, weight, *shard_id: int) -> torch.Tensor:
@@ -147,6 +151,9 @@ class MergedColumnParallelLinear(LinearBase):
         self.input_size = input_size
         self.outputs = outputs
         self.local_sizes = local_sizes
+
+    def shard_ids(self) -> list[tuple[int, ...]]:
+        return [(i,) for i in range(len(self.outputs))]
 
     def shard(self, shard_id: int = 0) -> Shard:
         size, tp = self.outputs[shard_id]

@@ -86,6 +86,8 @@ def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
 class ScaledWeight:
     """Values [..., N, K] and scales [..., N / rows, K / columns] of a layer, as parameters that load themselves.
 
+    Scales that the checkpoint does not have are no parameter.
+
     `select` tells for the arguments of a `weight_loader` which shard of a checkpoint's weight it is given, and the
     index of the matrix that the shard belongs to, () if there is only one; None if it belongs to another rank.
     """
@@ -100,7 +102,11 @@ class ScaledWeight:
         *stack, n, k = shape
         self.scaling, self.block, self.select = scaling, block, select
         self.values = parameter(shape, self._load_values, scaling.dtype)
-        self.scales = parameter((*stack, n // block.rows, k // block.columns), self._load_scales, torch.float32)
+        shape = (*stack, n // block.rows, k // block.columns)
+        if scaling.scale_name is None:  # a loader would refer to its parameter, and the runner deletes those of a layer
+            self.scales = torch.empty(shape, dtype=torch.float32)
+        else:
+            self.scales = parameter(shape, self._load_scales, torch.float32)
 
     def _load_values(self, values: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
         """A shard of a checkpoint's values, or of a weight that is quantized now; returns what tells NaN."""

@@ -16,9 +16,8 @@ class ScaledLinear(WeightFormat):
     """8-bit values that are converted where they are read."""
 
     def __init__(self, layer: LinearBase, scaling: Scaling):
-        shard_ids = [(i,) for i in range(len(layer.outputs))] if hasattr(layer, "outputs") else [()]
         shape = tuple(layer.weight.shape)
-        self.block = scaling.local_block([layer.shard(*shard_id) for shard_id in shard_ids], shape[1])
+        self.block = scaling.local_block([layer.shard(*shard_id) for shard_id in layer.shard_ids()], shape[1])
         weight = ScaledWeight(shape, scaling, self.block, lambda *shard_id: (layer.shard(*shard_id), ()))
         layer.weight = weight.values
         if scaling.scale_name is not None:
