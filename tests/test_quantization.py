@@ -17,10 +17,14 @@ from test_models import requests as model_requests
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
+from nanovllm.layers.attention_backends import SDPABackend
 from nanovllm.model_config import ModelConfig
+from nanovllm.models import model_class
 from nanovllm.quantization.fp8 import e4m3_scaling
 from nanovllm.quantization.int8 import plan_on_load as int8_plan
 from nanovllm.quantization.scaled import dequantize
+from nanovllm.utils.loader import load_model
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 ops = pytest.importorskip("nanovllm.kernels.ops")
 E4M3 = torch.float8_e4m3fn
@@ -206,18 +210,24 @@ def test_parity_on_kernels(monkeypatch, make_llm, tmp_path, name, format_name):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")
-@pytest.mark.parametrize("name, format_name", [("llama-biases", "block"), ("qwen3", "ct-channel")])
+@pytest.mark.parametrize(
+    "name, format_name", [("llama-biases", "block"), ("qwen3", "ct-channel"), ("qwen3-moe", "ct-channel")]
+)
 def test_fp8_units(monkeypatch, make_llm, tmp_path, name, format_name):
     """Activations are quantized: by the norm and the activation in chunks, by the product in decodes of several."""
-    for module in ("fusion", "layernorm", "linear", "partial_sum", "activation"):
+    for module in ("fusion", "layernorm", "linear", "partial_sum", "activation", "moe"):
         monkeypatch.setattr(f"nanovllm.layers.{module}.triton_ops", lambda x: ops)
     for module in ("scaled_linear", "fp8_linear", "plan"):
         monkeypatch.setattr(f"nanovllm.quantization.{module}.triton_ops", lambda x: ops)
     monkeypatch.setattr(ops, "has_fp8_units", lambda device: True)
     monkeypatch.setattr("nanovllm.quantization.fp8_linear.MAX_GEMM_ROWS", 8)
     monkeypatch.setattr("nanovllm.quantization.fp8_linear.MAX_SPLIT_K_ROWS", 12)
+    monkeypatch.setattr("nanovllm.kernels.scaled_moe_gemv.GATE_UP_TILE", (32, 64, 4))
+    monkeypatch.setattr("nanovllm.kernels.scaled_moe_gemv.DOWN_TILE", (32, 64, 1))
     called = set()
-    for kernel in ("scaled_gemv", "scaled_gemm", "quantize_rows", "rms_norm_quantize", "silu_and_mul_quantize"):
+    kernels = {"scaled_gemv", "scaled_gemm", "quantize_rows", "rms_norm_quantize"}
+    kernels |= {"scaled_moe_gemv", "scaled_moe_gemm"} if name == "qwen3-moe" else {"silu_and_mul_quantize"}
+    for kernel in kernels:
         call = getattr(ops, kernel)
         monkeypatch.setattr(ops, kernel, lambda *a, kernel=kernel, call=call, **k: called.add(kernel) or call(*a, **k))
     folder, plain = write_quantized(make_checkpoint(tmp_path, name), tmp_path, format_name)
@@ -225,14 +235,34 @@ def test_fp8_units(monkeypatch, make_llm, tmp_path, name, format_name):
     lengths = [4, 2, 2, 2]
     requests = [(p[:20], replace(q, max_tokens=n)) for (p, q), n in zip(model_requests(), lengths)]
     outputs = generate_by_steps(llm, requests)
-    assert called == {"scaled_gemv", "scaled_gemm", "quantize_rows", "rms_norm_quantize", "silu_and_mul_quantize"}
+    assert called == kernels
+    assert_near_transformers(plain, outputs)
+
+
+def assert_near_transformers(plain: str, outputs: list, tolerance: float = 0.5) -> None:
+    """Log-probabilities of the answers, up to what quantized activations cost."""
     model = reference_model(plain)
     for output in outputs:
         (answer,), prompt = output.outputs, output.prompt_token_ids
         logprobs = model(torch.tensor([prompt + answer.token_ids])).logits[0, :-1].log_softmax(-1)
         for i, ours in enumerate(answer.logprobs, len(prompt) - 1):
             for other, logprob in ours.items():
-                assert logprob.logprob == pytest.approx(logprobs[i, other].item(), abs=0.5)
+                assert logprob.logprob == pytest.approx(logprobs[i, other].item(), abs=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "name, format_name",
+    [("qwen3", "block"), ("llama-biases", "block"), ("mistral", "ct-channel"), ("qwen3-moe", "ct-channel")],
+)
+def test_on_gpu(make_llm, tmp_path, name, format_name, dtype, enforce_eager):
+    """Chunks, decodes of a few sequences, and at the end of one."""
+    folder, plain = write_quantized(make_checkpoint(tmp_path, name), tmp_path, format_name)
+    settings = SMALL | dict(dtype=dtype, enforce_eager=enforce_eager, gpu_memory_utilization=0.1)
+    outputs = generate_by_steps(make_llm(folder, device="cuda", **settings), model_requests())
+    assert_near_transformers(plain, outputs, 0.7)
 
 
 # -- on the fly --------------------------------------------------------------------------------------------------------
@@ -256,11 +286,6 @@ def test_on_load_is_what_a_prepared_checkpoint_gives(make_llm, tmp_path, name):
 
 def weights_of(folder: str, size: int, quantization: str) -> list[dict]:
     """Values and scales of each rank, by layer."""
-    from nanovllm.layers.attention_backends import SDPABackend
-    from nanovllm.models import model_class
-    from nanovllm.utils.loader import load_model
-    from nanovllm.utils.tensor_parallel import TensorParallel
-
     ranks = []
     for rank in range(size):
         config = ModelConfig.read(Path(folder), quantization)
@@ -284,6 +309,16 @@ def test_on_load_is_the_same_on_any_number_of_ranks(tmp_path):
             assert sorted(torch.cat([p.scales for p in parts]).flatten().tolist()) == sorted(
                 one.scales.flatten().tolist()
             )
+
+
+def test_layers_take_no_memory_before_their_format(tmp_path):
+    """So the device never holds the model in its own dtype."""
+    config = ModelConfig.read(Path(make_checkpoint(tmp_path, "qwen3-moe")), "fp8")
+    model = model_class(config.model_type)(config, 64, SDPABackend(), TensorParallel())
+    for name, p in model.named_parameters():
+        assert p.is_meta == ("proj" in name or ".mlp.gate." in name), name
+    load_model(model, tmp_path, torch.device("cpu"))
+    assert not any(p.is_meta for p in model.parameters())
 
 
 def test_int8_on_load(make_llm, tmp_path):
