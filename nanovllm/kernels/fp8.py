@@ -22,7 +22,7 @@ def decode_e4m3(x, dtype: tl.constexpr):
         bits = x.to(tl.int16)
         # a float16 with these bits has an exponent that is 8 too small
         y = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(tl.float16, bitcast=True) * 256.0
-        return tl.where((bits & 0x7F) == 0x7F, float("nan"), y).to(dtype)
+        x = tl.where((bits & 0x7F) == 0x7F, float("nan"), y)
     return x.to(dtype)
 
 
@@ -32,19 +32,21 @@ def decode_e4m3_pairs(pairs, stored_dtype: tl.constexpr, dtype: tl.constexpr):
     if stored_dtype == tl.uint8 or dtype != tl.float16:
         first = (pairs & 0xFF).to(tl.uint8).to(stored_dtype, bitcast=True)
         second = (pairs >> 8).to(tl.uint8).to(stored_dtype, bitcast=True)
-        return decode_e4m3(first, dtype), decode_e4m3(second, dtype)
-    # one instruction brings the first numbers of two pairs together, and the second ones
-    asm: tl.constexpr = """
-    {
-        .reg .b32 both;
-        .reg .b16 firsts, seconds;
-        prmt.b32 both, $2, 0, 0x3120;
-        mov.b32 {firsts, seconds}, both;
-        cvt.rn.f16x2.e4m3x2 $0, firsts;
-        cvt.rn.f16x2.e4m3x2 $1, seconds;
-    }
-    """
-    return tl.inline_asm_elementwise(asm, "=r,=r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2)
+        first, second = decode_e4m3(first, dtype), decode_e4m3(second, dtype)
+    else:  # one instruction brings the first numbers of two pairs together, and the second ones
+        asm: tl.constexpr = """
+        {
+            .reg .b32 both;
+            .reg .b16 firsts, seconds;
+            prmt.b32 both, $2, 0, 0x3120;
+            mov.b32 {firsts, seconds}, both;
+            cvt.rn.f16x2.e4m3x2 $0, firsts;
+            cvt.rn.f16x2.e4m3x2 $1, seconds;
+        }
+        """
+        dtypes: tl.constexpr = (tl.float16, tl.float16)
+        first, second = tl.inline_asm_elementwise(asm, "=r,=r,r", [pairs], dtypes, is_pure=True, pack=2)
+    return first, second
 
 
 @triton.jit
@@ -58,8 +60,10 @@ def encode_e4m3(x, dtype: tl.constexpr):
         # the spacing of float32 at 2**14 is the spacing of subnormal numbers of e4m3, 2**-9
         subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
         y = tl.where(magnitude < 0.015625, subnormal, normal)
-        return (sign | tl.where(x == x, y, 0x7F)).to(tl.uint8)
-    return x.to(dtype)
+        encoded = (sign | tl.where(x == x, y, 0x7F)).to(tl.uint8)
+    else:
+        encoded = x.to(dtype)
+    return encoded
 
 
 @triton.jit
@@ -106,9 +110,11 @@ def unpack_scales(pairs, stored_dtype: tl.constexpr):
     k_scale = (pairs << 16).to(tl.float32, bitcast=True)
     v_scale = (pairs & -0x10000).to(tl.float32, bitcast=True)
     if stored_dtype == tl.uint8:
-        return k_scale, tl.log2(v_scale)
-    fast_log2: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"  # tl.log2 takes 15 instructions
-    return k_scale, tl.inline_asm_elementwise(fast_log2, "=f,f", [v_scale], tl.float32, is_pure=True, pack=1)
+        v_log2_scale = tl.log2(v_scale)
+    else:
+        asm: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"  # tl.log2 takes 15 instructions
+        v_log2_scale = tl.inline_asm_elementwise(asm, "=f,f", [v_scale], tl.float32, is_pure=True, pack=1)
+    return k_scale, v_log2_scale
 
 
 @triton.jit

@@ -20,13 +20,17 @@ from nanovllm.kernels.dependent_launch import (
     num_sms,
 )
 from nanovllm.kernels.fp8 import decode_e4m3
-from nanovllm.kernels.moe_gemm import _load_tile
+from nanovllm.kernels.moe_gemm import Tiles, _load_tile
 from nanovllm.kernels.scaled_tiles import as_factor, as_loadable, quantize_tile, scales_of_rows
 
-MAX_TILE_M = 64
-STAGES = {16: 5, 32: 4, 64: 4}  # by TILE_M: at least two programs fit on a multiprocessor
-TILE_N = 64
 TILE_K = 128
+# by TILE_M; up to 64, where a product also quantizes x, two programs or more fit on a multiprocessor
+TILES = {
+    16: Tiles(64, TILE_K, 5, 4),
+    32: Tiles(64, TILE_K, 4, 4),
+    64: Tiles(64, TILE_K, 4, 4),
+    128: Tiles(128, TILE_K, 4, 8),
+}
 MIN_BLOCK_K = 32  # the least that FP8 tensor cores multiply
 
 
@@ -105,7 +109,7 @@ def _scaled_gemm_kernel(
 
 def choose_scaled_split_k(num_rows: int, num_outputs: int, device: torch.device, max_split_k: int) -> int:
     """Into how many partial sums, of at most `max_split_k`, `scaled_gemm` had best split a product."""
-    num_tiles = triton.cdiv(num_outputs, TILE_N) * triton.cdiv(num_rows, MAX_TILE_M)
+    num_tiles = triton.cdiv(num_outputs, TILES[64].tile_n) * triton.cdiv(num_rows, 64)
     return max(1, min(max_split_k, 2 * num_sms(device) // num_tiles))
 
 
@@ -129,16 +133,17 @@ def scaled_gemm(
         rows, x_scales, group, quantize = as_loadable(x.values), x.scales, k // x.scales.shape[1], False
     out = torch.empty((split_k, m, n), dtype=dtype, device=values.device) if out is None else out
     values = as_loadable(values)
-    tile_m = min(MAX_TILE_M, max(16, triton.next_power_of_2(m)))
-    tile_k = TILE_K if block_k == k else min(TILE_K, block_k & -block_k)
+    tile_m = min(64 if x_scales is None else 128, max(16, triton.next_power_of_2(m)))
+    tile_n, tile_k, stages, num_warps = TILES[tile_m]
+    tile_k = tile_k if block_k == k else min(tile_k, block_k & -block_k)
     use_tma = has_tma(values.device) and k % 16 == 0 and dtype != torch.float32
-    grid = triton.cdiv(m, tile_m), triton.cdiv(n, TILE_N), split_k
+    grid = triton.cdiv(m, tile_m), triton.cdiv(n, tile_n), split_k
     launch(_scaled_gemm_kernel, grid, values.device, shared=50 if tile_m == 16 else 100)(
         rows,
         TensorDescriptor.from_tensor(rows, [tile_m, tile_k]) if use_tma else None,
         x_scales,
         values,
-        TensorDescriptor.from_tensor(values, [TILE_N, tile_k]) if use_tma else None,
+        TensorDescriptor.from_tensor(values, [tile_n, tile_k]) if use_tma else None,
         scales,
         out,
         m,
@@ -150,12 +155,12 @@ def scaled_gemm(
         BLOCK_K=block_k,
         X_GROUP=group,
         TILE_M=tile_m,
-        TILE_N=TILE_N,
+        TILE_N=tile_n,
         TILE_K=tile_k,
-        STAGES=STAGES[tile_m] if use_tma else 3,
+        STAGES=stages if use_tma else min(3, stages),
         QUANTIZE=quantize,
         TMA=use_tma,
-        num_warps=4,
+        num_warps=num_warps,
         PRECISION="ieee" if dtype == torch.float32 else "tf32",
     )
     return out

@@ -56,9 +56,11 @@ def _factor_of_rows(x, dtype: tl.constexpr, QUANTIZE: tl.constexpr):
 def _scaled_dot(w, x, acc, scale, PRECISION: tl.constexpr, QUANTIZE: tl.constexpr):
     """acc plus the product of values w [N, C] and x [C, M], times a scale that broadcasts to [N, M]."""
     if QUANTIZE:
-        return acc + tl.dot(as_factor(w), x) * scale
-    # by way of float32: there is no conversion of e4m3 to bfloat16 for compute capability 8.9
-    return acc + tl.dot(decode_e4m3(w, tl.float32).to(x.dtype), x, input_precision=PRECISION) * scale
+        product = tl.dot(as_factor(w), x)
+    else:
+        # by way of float32: there is no conversion of e4m3 to bfloat16 for compute capability 8.9
+        product = tl.dot(decode_e4m3(w, tl.float32).to(x.dtype), x, input_precision=PRECISION)
+    return acc + product * scale
 
 
 @dependent_kernel()
