@@ -368,6 +368,7 @@ def test_nothing_changes_without_the_setting(make_llm, tmp_path):
         ("block", "modules_to_not_convert", ["down_proj"], r"down_proj"),
         ("ct-channel", "ignore", ["lm_head", "re:.*layers.1.self_attn.[qkv]_proj"], r"\.1\.self_attn\.[qkv]_proj"),
         ("ct-tensor", "ignore", ["re:.*mlp.*"], r"\.mlp\."),
+        ("small-blocks", "modules_to_not_convert", ["model.layers.1"], r"layers\.1\."),
     ],
 )
 def test_ignored_layers(make_llm, tmp_path, format_name, key, ignore, skipped):

@@ -31,7 +31,6 @@ TILES = {
     64: Tiles(64, TILE_K, 4, 4),
     128: Tiles(128, TILE_K, 4, 8),
 }
-MIN_BLOCK_K = 32  # the least that FP8 tensor cores multiply
 
 
 @dataclass(frozen=True, slots=True)

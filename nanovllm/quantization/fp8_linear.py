@@ -5,7 +5,6 @@ are quantized by the norm or the activation before the product, if there is one,
 """
 
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,11 +18,13 @@ from nanovllm.quantization.scaled import Scaling
 from nanovllm.quantization.scaled_linear import ScaledLinear
 
 BLOCK = (128, 128)  # of weights that the library multiplies, beside those of whole rows
-MAX_GEMM_ROWS = 64
-MAX_SPLIT_K_ROWS = 128  # of products with too few output tiles to fill the GPU
+MAX_GEMM_ROWS = 64  # are quantized by the product
+MAX_SPLIT_K_ROWS = 128  # also, if the product is split as it has too few output tiles to fill the GPU
 
 
 class FP8Linear(ScaledLinear):
+    """Rows come as a tensor, or quantized: from the norm more than 64, from the activation more than 128."""
+
     def __init__(self, layer: LinearBase, scaling: Scaling):
         super().__init__(layer, scaling)
         n, k = self.values.shape
@@ -37,19 +38,15 @@ class FP8Linear(ScaledLinear):
 
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
         ops = triton_ops(self.values)
-        is_quantized = ops is not None and isinstance(x, ops.QuantizedRows)
-        if ops is None or (not is_quantized and (len(x) == 1 or self.block.columns < ops.MIN_BLOCK_K)):
+        if ops is None or len(x) == 1 or not self.suits_gemm:
             return super().linear(layer, x, bias, split_k, out)
-        if not is_quantized:
-            if self._quantizes_in_product(ops, len(x), split_k):
+        if not isinstance(x, ops.QuantizedRows):
+            if len(x) <= MAX_GEMM_ROWS or split_k > 1:
                 return self._gemm(ops, x, bias, split_k, out, quantize=True)
             x = ops.quantize_rows(x, self.group)
         if not self.library_multiplies or x.dtype != torch.bfloat16:
             return self._gemm(ops, x, bias, 1, out)
         return self._scaled_mm(x, bias, out)
-
-    def _quantizes_in_product(self, ops: ModuleType, num_rows: int, split_k: int) -> bool:
-        return num_rows <= MAX_GEMM_ROWS or (split_k > 1 and num_rows <= MAX_SPLIT_K_ROWS)
 
     def _scaled_mm(self, x, bias: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
         y = torch._scaled_mm(
@@ -66,21 +63,14 @@ class FP8Linear(ScaledLinear):
 
     def choose_split_k(self, layer: LinearBase, x: Any, bias, max_split_k: int) -> int:
         ops = triton_ops(self.values)
-        if (
-            ops is None
-            or bias is not None
-            or not 1 < len(x) <= MAX_SPLIT_K_ROWS
-            or self.block.columns < ops.MIN_BLOCK_K
-        ):
-            return 1
-        if isinstance(x, ops.QuantizedRows):
+        if ops is None or bias is not None or not (self.suits_gemm and 1 < len(x) <= MAX_SPLIT_K_ROWS):
             return 1
         return ops.choose_scaled_split_k(len(x), len(self.values), self.values.device, max_split_k)
 
     def add_rms_norm(self, norm: RMSNorm, x: PartialSum, residual: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
         """The norm of many rows quantizes them, unless it also adds up the parts of several ranks."""
         ops = triton_ops(self.values)
-        if ops is None or len(x) <= MAX_GEMM_ROWS or type(x) is not PartialSum or self.block.columns < ops.MIN_BLOCK_K:
+        if ops is None or len(x) <= MAX_GEMM_ROWS or type(x) is not PartialSum or not self.suits_gemm:
             return norm.add_rms_norm(x, residual)
         parts, split_k = (x.parts, x.split_k) if residual is not None else (x.reduce(), 1)
         rows = ops.rms_norm_quantize(parts, norm.weight, norm.eps, residual, split_k, self.group)
@@ -95,10 +85,10 @@ class FP8SiluAndMul(SiluAndMul):
         self.consumer = consumer
 
     def forward(self, x: torch.Tensor) -> Any:
-        ops, group = triton_ops(x), self.consumer.group
-        if ops is None or len(x) <= MAX_SPLIT_K_ROWS or self.consumer.block.columns < ops.MIN_BLOCK_K:
+        ops = triton_ops(x)
+        if ops is None or len(x) <= MAX_SPLIT_K_ROWS or not self.consumer.suits_gemm:
             return super().forward(x)
-        return ops.silu_and_mul_quantize(x, group)
+        return ops.silu_and_mul_quantize(x, self.consumer.group)
 
 
 @cache

@@ -26,8 +26,9 @@ class Plan:
 
     groups: (patterns of names, scaling): a layer has the scaling of the first group with a pattern that matches.
     ignore: patterns of names of layers that are not quantized.
-    A pattern is "Linear", a module's name in the checkpoint, the last part of one, or "re:" and a regular expression
-    that matches the beginning of one. Embeddings, the output head and routers are never quantized.
+    A pattern is "Linear"; a module's name in the checkpoint, or its end, or that of a module around it; or "re:" and a
+    regular expression that matches the beginning of a name. Embeddings, the output head and routers are never
+    quantized.
     """
 
     name: str  # as the setting `quantization` says it
@@ -52,17 +53,15 @@ class Plan:
         """Give each linear layer of `model` its format, and allocate its weights on `device`."""
         ops = triton_ops(torch.empty(0, device=device))
         has_units = ops is not None and ops.has_fp8_units(device) and self.dtype == torch.float8_e4m3fn
+        make_linear, make_experts = (FP8Linear, FP8Experts) if has_units else (ScaledLinear, ScaledExperts)
         routers = {module.gate for module in model.modules() if isinstance(module, MoE)}
         for path, module in model.named_modules():
             if isinstance(module, Experts):
                 names = [f"{path}.{name.rsplit('.', 1)[0]}" for name in module.tensors_of_experts()]
-                self._prepare(
-                    path, module, names, FP8Experts if has_units else ScaledExperts, model.config.dtype, device
-                )
+                self._prepare(path, module, names, make_experts, model.config.dtype, device)
             elif isinstance(module, LinearBase):
                 names = [] if module in routers else _checkpoint_names(path, model.packed_modules_mapping)
-                make = FP8Linear if has_units else ScaledLinear
-                self._prepare(path, module, names, make, model.config.dtype, device)
+                self._prepare(path, module, names, make_linear, model.config.dtype, device)
         for module in model.modules():  # an activation quantizes many rows for the layer after it
             if isinstance(getattr(getattr(module, "down_proj", None), "format", None), FP8Linear):
                 module.act_fn = FP8SiluAndMul(module.down_proj.format)
@@ -91,4 +90,4 @@ def _checkpoint_names(path: str, packed_modules_mapping: dict) -> list[str]:
 def _matches(pattern: str, module: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
-    return pattern == ALL or module == pattern or module.endswith("." + pattern)
+    return pattern == ALL or f".{module}".endswith(f".{pattern}") or module.startswith(f"{pattern}.")

@@ -14,6 +14,7 @@ from torch import nn
 from nanovllm.layers.linear import Shard
 from nanovllm.utils.loader import check_shape, parameter
 
+MIN_BLOCK_COLUMNS = 32  # the least that tensor cores multiply in FP8, and so do our matrix products
 CHUNK_ROWS = 2048  # are quantized at a time, as float32 takes four times the memory of the result
 SAFETENSORS_NAMES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}
 

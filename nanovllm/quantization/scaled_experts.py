@@ -6,10 +6,8 @@ import torch
 
 from nanovllm.layers.linear import Shard
 from nanovllm.layers.moe import DOWN, GATE, UP, Experts, ExpertsFormat
-from nanovllm.quantization.scaled import ScaledWeight, Scaling, dequantize
+from nanovllm.quantization.scaled import MIN_BLOCK_COLUMNS, Block, ScaledWeight, Scaling, dequantize
 from nanovllm.utils.loader import check_shape
-
-MIN_BLOCK_COLUMNS = 32  # the least that FP8 tensor cores multiply
 
 
 class ScaledExperts(ExpertsFormat):
@@ -25,10 +23,10 @@ class ScaledExperts(ExpertsFormat):
             shape = tuple(getattr(experts, name).shape)
             block = scaling.local_block([experts.shard(shard_id) for shard_id in shard_ids], shape[2])
             weight = StackedWeight(shape, scaling, block, experts, shard_ids)
+            self.weights[name] = weight
             setattr(experts, name, weight.values)
             if suffix is not None:
                 setattr(experts, name + suffix, weight.scales)
-            self.weights[name] = weight
             if weight.values.is_cuda and block.columns < MIN_BLOCK_COLUMNS:
                 raise ValueError(
                     f"{name}: its scales are for {block.columns} inputs each on this rank: on CUDA it must be at least "
@@ -59,12 +57,9 @@ class FP8Experts(ScaledExperts):
 class StackedWeight(ScaledWeight):
     """One of the two weights of all experts of a rank."""
 
-    def __init__(self, shape: tuple[int, ...], scaling: Scaling, block, experts: Experts, shard_ids: tuple[int, ...]):
-        self.first_expert, self.num_local, self.num_experts = (
-            experts.first_expert,
-            experts.num_local,
-            experts.num_experts,
-        )
+    def __init__(self, shape: tuple[int, ...], scaling: Scaling, block: Block, experts: Experts, shard_ids: tuple):
+        self.first_expert, self.num_local = experts.first_expert, experts.num_local
+        self.num_experts = experts.num_experts
         self.shards = {shard_id: experts.shard(shard_id) for shard_id in shard_ids}
         super().__init__(shape, scaling, block, self._select)
 

@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.kernels import triton_ops
 from nanovllm.layers.linear import LinearBase, WeightFormat, linear
-from nanovllm.quantization.scaled import ScaledWeight, Scaling, dequantize
+from nanovllm.quantization.scaled import MIN_BLOCK_COLUMNS, ScaledWeight, Scaling, dequantize
 
 MAX_GEMM_ROWS = 64  # with more rows, weights are converted once, for a product of the library
 
@@ -23,13 +23,14 @@ class ScaledLinear(WeightFormat):
         if scaling.scale_name is not None:
             setattr(layer, scaling.scale_name, weight.scales)
         self.values, self.scales = weight.values.data, weight.scales.data
+        self.suits_gemm = self.block.columns >= MIN_BLOCK_COLUMNS
 
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
         if (ops := triton_ops(self.values)) is None:
             return linear(x, dequantize(self.values, self.scales, x.dtype), bias, 1, out)
         if len(x) == 1:
             return ops.scaled_gemv(x, self.values, self.scales, bias=bias, out=None if out is None else out[0])[0]
-        if len(x) <= MAX_GEMM_ROWS and self.block.columns >= ops.MIN_BLOCK_K:
+        if len(x) <= MAX_GEMM_ROWS and self.suits_gemm:
             return self._gemm(ops, x, bias, split_k, out)
         return linear(x, ops.dequantize(self.values, self.scales, x.dtype), bias, 1, out)
 
@@ -42,7 +43,7 @@ class ScaledLinear(WeightFormat):
 
     def choose_split_k(self, layer: LinearBase, x: Any, bias, max_split_k: int) -> int:
         ops = triton_ops(self.values)
-        if ops is None or bias is not None or not 1 < len(x) <= MAX_GEMM_ROWS or self.block.columns < ops.MIN_BLOCK_K:
+        if ops is None or bias is not None or not (self.suits_gemm and 1 < len(x) <= MAX_GEMM_ROWS):
             return 1
         return ops.choose_scaled_split_k(len(x), len(self.values), self.values.device, max_split_k)
 
