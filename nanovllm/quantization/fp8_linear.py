@@ -97,8 +97,8 @@ def _has_scaled_mm(device: torch.device, is_row: bool) -> bool:
     if device.type != "cuda":
         return False
     size = 512
-    x = torch.zeros(16, size, device=device, dtype=torch.float8_e4m3fn)
-    w = torch.zeros(size, size, device=device, dtype=torch.float8_e4m3fn)
+    x = torch.zeros(16, size, device=device, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    w = torch.zeros(size, size, device=device, dtype=torch.uint8).view(torch.float8_e4m3fn)
     x_scales = torch.ones(1 if is_row else size // 128, 16, device=device).t()
     w_scales = torch.ones(size if is_row else size // 128, 1 if is_row else size // 128, device=device)
     try:

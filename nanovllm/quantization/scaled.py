@@ -56,7 +56,7 @@ class Scaling:
         rows, columns = self.block_of(tuple(weight.shape))
         parts = [self._quantize(chunk, rows, columns) for chunk in weight.split(-(-CHUNK_ROWS // rows) * rows)]
         values, scales = zip(*parts)
-        return torch.cat(values), torch.cat(scales)
+        return torch.cat([chunk.view(torch.int8) for chunk in values]).view(self.dtype), torch.cat(scales)
 
     def _quantize(self, weight: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         n, k = weight.shape
