@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from nanovllm.models import find_model_type, model_class
-from nanovllm.quantization import find_quantization
 from nanovllm.utils.checks import check_choice, check_int
 from nanovllm.utils.hub import read_json
 from nanovllm.utils.tensor_parallel import TensorParallel
@@ -60,6 +59,8 @@ class ModelConfig:
         """With the setting `quantization`.
 
         ValueError or TypeError with the file's name if it is invalid, or describes a model that is not supported."""
+        from nanovllm.quantization import find_quantization
+
         file = folder / "config.json"
         raw = read_json(file)
         model_type = find_model_type(raw, file)

@@ -181,6 +181,14 @@ def test_optional_rooms_are_imported_when_used():
         }
 
 
+def test_formats_of_weights_are_imported_when_used():
+    """The registry knows the others by name only."""
+    loaded = reach("__init__.py", module_level=True)
+    assert not any(file.startswith("quantization/") for file in loaded)
+    assert "quantization/__init__.py" in reach("__init__.py")
+    assert not [target for target in imports("quantization/__init__.py") if target in FILES]
+
+
 def test_serving_is_an_extra():
     """Nothing else knows of it, and its packages are installed with it only; `nanovllm.serve` itself needs none."""
     packages = {"fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "httptools", "llguidance"}
