@@ -114,6 +114,17 @@ EXTRA_ENTRIES: dict[str, dict] = {
     "qwen3-30b-a3b": EXPERTS | {"moe_intermediate_size": 768, "mlp_only_layers": []},
     "qwen3-235b-a22b": EXPERTS | {"moe_intermediate_size": 1536, "mlp_only_layers": []},
 }
+# shapes that are also published with FP8 weights, of which blocks share a scale
+FP8_CONFIG = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head"],
+}
+for _name in [name for name in SHAPES if name.startswith("qwen3-")]:
+    SHAPES[f"{_name}-fp8"] = SHAPES[_name]
+    EXTRA_ENTRIES[f"{_name}-fp8"] = EXTRA_ENTRIES.get(_name, {}) | {"quantization_config": FP8_CONFIG}
 # statistics that have no style here are in tables only
 LINE_STYLES = {"": "-", "p50": "-", "p99": "--", "median": "-", "1 sequence": "-", "8 sequences": "--"}
 LINE_COLORS = {"nanovllm": "#1a7f5a", "vllm": "#7b8a97", "transformers": "#c08a3e"}
@@ -530,7 +541,8 @@ def vllm_settings(model: str, settings: dict) -> dict:
     from nanovllm.config import Config
 
     config = Config.create(model, settings)
-    names = ["model", "max_model_len", "max_num_seqs", "tensor_parallel_size", "load_format", "kv_cache_dtype"]
+    names = ["model", "max_model_len", "max_num_seqs", "tensor_parallel_size", "load_format", "quantization"]
+    names += ["kv_cache_dtype"]
     return {"dtype": str(config.dtype).removeprefix("torch."), **{name: getattr(config, name) for name in names}}
 
 
@@ -633,10 +645,13 @@ def limit_seconds(requests: list[Request], config, bytes_per_s: float, operation
     is_read = 1 - (1 - shape.num_experts_per_tok / max(1, shape.num_experts)) ** batch_size
     num_more_experts = shape.num_experts * is_read - shape.num_experts_per_tok  # than a single token chooses
     expert_weights = 3 * shape.hidden_size * shape.moe_intermediate_size * len(shape.moe_layers)
-    num_weights = all_layer_weights + head_weights + max(0, num_more_experts) * expert_weights
-    num_bytes = num_read * kv_bytes + num_steps * num_weights * config.dtype.itemsize
+    num_weights = all_layer_weights + max(0, num_more_experts) * expert_weights
+    weight_bytes = num_weights * (1 if shape.quantization else config.dtype.itemsize)
+    num_bytes = num_read * kv_bytes + num_steps * (weight_bytes + head_weights * config.dtype.itemsize)
     attention = sum(2 * prompt**2 * heads * head_dim * shape.num_hidden_layers for prompt, _ in lengths)
-    linear = sum(2 * prompt * all_layer_weights + 2 * head_weights for prompt, _ in lengths)
+    # FP8 units multiply twice as fast
+    speed_up = 2 if shape.quantization and shape.quantization.dtype.is_floating_point else 1
+    linear = sum(2 * prompt * all_layer_weights / speed_up + 2 * head_weights for prompt, _ in lengths)
     return num_bytes / bytes_per_s + (linear + attention) / operations_per_s
 
 
@@ -985,6 +1000,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     engine = parser.add_argument_group("engine settings, as of LLM(...)")
     engine.add_argument("--dtype", default="auto")
+    engine.add_argument("--quantization", help="fp8 or int8: quantize the weights while they are loaded")
     engine.add_argument("--device", default="auto")
     engine.add_argument("--attention-backend", default="auto")
     engine.add_argument("--kv-cache-dtype", default="auto")
@@ -1069,7 +1085,7 @@ def run_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     from nanovllm.config import Config
 
     names = ["dtype", "device", "attention_backend", "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens"]
-    names += ["max_model_len", "kv_cache_dtype", "enforce_eager", "async_scheduling"]
+    names += ["max_model_len", "quantization", "kv_cache_dtype", "enforce_eager", "async_scheduling"]
     settings = {name: getattr(args, name) for name in names} | ({"load_format": "dummy"} if args.shape else {})
     try:  # before any engine is started
         SamplingParams(temperature=TEMPERATURE, top_k=args.top_k, top_p=args.top_p)

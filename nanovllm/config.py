@@ -47,7 +47,6 @@ VLLM_SETTINGS: dict[str, tuple | type] = {
     "limit_mm_per_prompt": (None,),
     "max_seq_len_to_capture": int,  # a graph serves every length
     "pipeline_parallel_size": (1,),
-    "quantization": (None,),
     "runner": ("auto", "generate"),
     "skip_tokenizer_init": (False,),
     "speculative_config": (None,),
@@ -95,6 +94,8 @@ class Config:
     seed: makes requests without a seed of their own repeatable; with None every run differs.
     tokenizer: where the tokenizer's files are, in the form of `model`; None is the model's folder.
     revision: branch, tag or commit of a hub id in `model`; None is the hub's default.
+    quantization: None is the checkpoint's own; "fp8" or "int8" quantize the weights of linear layers while they are
+        loaded, see quantization/.
     load_format: "auto" and "safetensors" read the weights; "dummy" makes random ones and needs no weight files.
     max_logprobs: the bound of a request's `logprobs` and `prompt_logprobs`; -1 is the size of the vocabulary.
 
@@ -124,6 +125,7 @@ class Config:
     seed: int | None = None
     tokenizer: str | None = None
     revision: str | None = None
+    quantization: str | None = None
     load_format: str = "auto"
     max_logprobs: int = 100
     model_config: ModelConfig = field(init=False, repr=False)  # with our `dtype`, not the checkpoint's
@@ -138,7 +140,7 @@ class Config:
         if backend == "flash" and self.kv_cache_dtype != "auto":
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: must be 'auto' for attention_backend='flash'")
         folder = find_model(self.model, self.revision, with_weights=self.load_format != "dummy")
-        model_config = replace(ModelConfig.read(folder), expert_parallel=self.expert_parallel)
+        model_config = replace(ModelConfig.read(folder, self.quantization), expert_parallel=self.expert_parallel)
         model_config.check_divides(TensorParallel(size=self.tensor_parallel_size))
         _check_head_dim(model_config.head_dim, device, backend)
         dtype = _resolve_dtype(self.dtype, model_config.dtype)

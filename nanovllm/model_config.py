@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,16 +52,19 @@ class ModelConfig:
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
     expert_parallel: bool = False  # each rank has whole experts; our setting, not the checkpoint's
+    quantization: Any = None  # the formats of the linear layers' weights, see quantization/
 
     @classmethod
-    def read(cls, folder: Path) -> "ModelConfig":
-        """ValueError or TypeError with the file's name if it is invalid, or describes a model that is not supported."""
+    def read(cls, folder: Path, quantization: str | None = None) -> "ModelConfig":
+        """With the setting `quantization`.
+
+        ValueError or TypeError with the file's name if it is invalid, or describes a model that is not supported."""
+        from nanovllm.quantization import find_quantization
+
         file = folder / "config.json"
         raw = read_json(file)
         model_type = find_model_type(raw, file)
         check_choice(f"{file}: hidden_act", raw.get("hidden_act", "silu"), ("silu",))
-        if raw.get("quantization_config"):
-            raise ValueError(f"{file}: quantized checkpoints are not supported (quantization_config is set)")
         if raw.get("use_sliding_window"):
             raise ValueError(f"{file}: sliding-window attention is not supported (use_sliding_window is set)")
         for kind in raw.get("layer_types") or ():
@@ -90,8 +94,14 @@ class ModelConfig:
             rope_inv_freq=inv_freq,
             rope_scale=rope_scale,
             eos_token_ids=eos_token_ids,
+            quantization=find_quantization(raw.get("quantization_config"), file, quantization),
             **model_class(model_type).read_config(raw, file),
         )
+
+    @property
+    def linear_dtype(self) -> torch.dtype | None:
+        """The dtype of the weights of linear layers; None: they have another format, which allocates them."""
+        return None if self.quantization else self.dtype
 
     @property
     def layer_operations(self) -> int:

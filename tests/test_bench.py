@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
@@ -175,6 +176,21 @@ def test_shapes(name, tmp_path):
     with torch.device("meta"):
         model = model_class(config.model_type)(config, 2, SDPABackend(), TensorParallel())
     assert sum(parameter.numel() for parameter in model.parameters()) == NUM_PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b"])
+def test_fp8_shapes(name, tmp_path):
+    """They differ from the others in the format of their weights alone, and are bound by fewer bytes and operations."""
+    configs = []
+    for shape in (name, f"{name}-fp8"):
+        bench.write_shape(shape, tmp_path / shape)
+        configs.append(Config(str(tmp_path / shape), device="cpu", load_format="dummy"))
+    plain, fp8 = configs
+    assert replace(fp8.model_config, quantization=None) == plain.model_config
+    assert fp8.model_config.quantization.scaling_of("model.layers.3.self_attn.q_proj").block_rows == 128
+    requests = [bench.Request([1] * 100, 100)]
+    ratio = bench.limit_seconds(requests, fp8, 4e12, 7e14) / bench.limit_seconds(requests, plain, 4e12, 7e14)
+    assert 0.5 < ratio < 0.6
 
 
 def test_the_model_of_a_shape(monkeypatch, capsys):

@@ -139,7 +139,6 @@ def test_misspelt_setting(name, meant):
 def test_values_of_vllm_that_change_nothing(make_llm):
     harmless = dict(
         trust_remote_code=False,
-        quantization=None,
         swap_space=4,
         disable_log_stats=True,
         tokenizer_mode="auto",
@@ -174,7 +173,6 @@ def test_values_of_vllm_that_change_nothing(make_llm):
     [
         ("trust_remote_code", True, "False"),
         ("trust_remote_code", 0, "False"),
-        ("quantization", "awq", "None"),
         ("tokenizer_mode", "slow", "'auto'"),
         ("pipeline_parallel_size", 2, "1"),
         ("pipeline_parallel_size", True, "1"),

@@ -400,7 +400,7 @@ def test_wrong_shape(checkpoint, make_llm, tensors, name, shape, needed):
 @pytest.mark.parametrize(
     "entries, message",
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         (
             {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
             "config.json: model_type='gpt2' .*'GPT2LMHeadModel'.*'llama', .*'qwen3'.*models/__init__.py",

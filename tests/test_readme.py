@@ -16,7 +16,7 @@ from nanovllm.config import Config
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = ["README.md", "nanovllm/engine/README.md", "nanovllm/kernels/README.md", "tests/README.md"]
-DOCUMENTS += ["nanovllm/serve/README.md", "nanovllm/serve/replicas/README.md"]
+DOCUMENTS += ["nanovllm/serve/README.md", "nanovllm/serve/replicas/README.md", "nanovllm/quantization/README.md"]
 DOCUMENTS += ["nanovllm/structured_outputs/README.md", ".github/CONTRIBUTING.md"]
 
 

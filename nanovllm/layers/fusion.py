@@ -21,7 +21,7 @@ def norm_linear(
     """act(proj(norm(x + residual))), and x + residual, which may overwrite the residual."""
     if len(x) == 1 and (ops := triton_ops(proj.weight)) is not None:
         return _norm_linear_of_one_row(ops, norm, proj, x, residual, act)
-    normed, residual = norm.add_rms_norm(x, residual)
+    normed, residual = proj.format.add_rms_norm(norm, x, residual)
     y = proj(normed)
     return y if act is None else act(y), residual
 
@@ -34,8 +34,8 @@ def _norm_linear_of_one_row(
     residual: torch.Tensor | None,
     act: SiluAndMul | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    gated, bias = act is not None, proj.bias
+    gemv, gated = proj.format.gemv, act is not None
     if (summed := x.tensor) is not None:
-        return ops.gemv(summed, proj.weight, norm.weight, norm.eps, residual, gated, bias)
+        return gemv(ops, proj, summed, norm.weight, norm.eps, residual, gated)
     normed, residual = norm.add_rms_norm(x, residual)
-    return ops.gemv(normed, proj.weight, gated=gated, bias=bias)[0], residual
+    return gemv(ops, proj, normed, gated=gated)[0], residual

@@ -1,15 +1,16 @@
 """Linear layers divided over the ranks: column-parallel (by outputs), also several in one product, and row-parallel."""
 
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels import triton_ops
+from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.partial_sum import PartialSum
-from nanovllm.utils.loader import copy_shard, parameter
+from nanovllm.utils.loader import check_shape, parameter
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 
@@ -70,35 +71,66 @@ def choose_split_k(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     return max(1, ops.choose_split_k(x, weight, max_split_k)) if ops is not None else 1
 
 
-class LinearBase(nn.Module):
-    """This rank's weight [outputs, inputs] and bias [outputs]."""
+class WeightFormat:
+    """How a layer stores and multiplies its weight: here in the dtype of the activations; quantization/ has others."""
 
-    def __init__(self, num_outputs: int, num_inputs: int, bias: bool, dtype: torch.dtype):
+    def linear(self, layer: "LinearBase", x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
+        """The function `linear` with this layer's weight; x is [T, inputs], or what `add_rms_norm` returns."""
+        return linear(x, layer.weight, bias, split_k, out)
+
+    def choose_split_k(self, layer: "LinearBase", x: torch.Tensor, bias, max_split_k: int) -> int:
+        return choose_split_k(x, layer.weight, bias, max_split_k)
+
+    def gemv(self, ops: ModuleType, layer: "LinearBase", x, norm_weight=None, eps=0.0, residual=None, gated=False):
+        """`ops.gemv` with this layer's weight and bias."""
+        return ops.gemv(x, layer.weight, norm_weight, eps, residual, gated, layer.bias)
+
+    def add_rms_norm(self, norm: RMSNorm, x: PartialSum, residual: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
+        """The norm of x + residual in the form that `linear` takes, and x + residual."""
+        return norm.add_rms_norm(x, residual)
+
+
+class Shard(NamedTuple):
+    """The part of a checkpoint's weight that a rank has, and where."""
+
+    shape: tuple[int, int]  # of the whole weight
+    rows: slice = slice(None)  # of the whole weight
+    columns: slice = slice(None)
+    first_row: int = 0  # in the rank's own weight
+
+    def copy(self, target: torch.Tensor, weight) -> torch.Tensor:
+        """Copy this part of a weight or bias, which `check_shape` takes, to `target`; returns what was filled."""
+        weight = check_shape(weight, self.shape[: target.dim()])
+        weight = weight[self.rows, self.columns] if target.dim() == 2 else weight[self.rows]
+        return target.narrow(0, self.first_row, len(weight)).copy_(weight)
+
+
+class LinearBase(nn.Module):
+    """This rank's weight [outputs, inputs] in some format, and bias [outputs].
+
+    Without a dtype they take no memory before a weight format allocates them.
+    """
+
+    def __init__(self, num_outputs: int, num_inputs: int, bias: bool, dtype: torch.dtype | None):
         super().__init__()
         self.weight = parameter((num_outputs, num_inputs), self._load, dtype)
         self.bias = parameter((num_outputs,), self._load, dtype) if bias else None
+        self.format = WeightFormat()
+
+    def shard_ids(self) -> list[tuple[int, ...]]:
+        """Of the checkpoint's weights that share this layer; one without an id if it has its own."""
+        return [()]
+
+    def shard(self, *shard_id: int) -> Shard:
+        """Of the checkpoint's weight with this id."""
+        raise NotImplementedError
 
     def _load(self, target: torch.Tensor, weight, *shard_id: int) -> torch.Tensor:
-        """Copy this rank's shard of a checkpoint's weight or bias to `target`; returns what was filled."""
-        raise NotImplementedError
+        return self.shard(*shard_id).copy(target, weight)
 
     def forward(self, x: torch.Tensor) -> Any:
         """y = x W^T + b."""
-        return linear(x, self.weight, self.bias)
-
-
-class ColumnParallelLinear(LinearBase):
-    """Each rank computes an equal range of the outputs."""
-
-    def __init__(
-        self, input_size: int, output_size: int, bias: bool, tp: TensorParallel, dtype: torch.dtype = torch.float32
-    ):
-        super().__init__(tp.shard_size("outputs of a layer", output_size), input_size, bias, dtype)
-        self.output_size = output_size
-        self.tp = tp
-
-    def _load(self, target: torch.Tensor, weight) -> torch.Tensor:
-        return copy_shard(target, weight, (self.output_size, *target.shape[1:]), 0, self.tp)
+        return self.format.linear(self, x, self.bias)
 
 
 class MergedColumnParallelLinear(LinearBase):
@@ -116,13 +148,25 @@ class MergedColumnParallelLinear(LinearBase):
     ):
         local_sizes = [tp.shard_size("outputs of a layer", size) for size, tp in outputs]
         super().__init__(sum(local_sizes), input_size, bias, dtype)
+        self.input_size = input_size
         self.outputs = outputs
         self.local_sizes = local_sizes
 
-    def _load(self, target: torch.Tensor, weight, shard_id: int) -> torch.Tensor:
+    def shard_ids(self) -> list[tuple[int, ...]]:
+        return [(i,) for i in range(len(self.outputs))]
+
+    def shard(self, shard_id: int = 0) -> Shard:
         size, tp = self.outputs[shard_id]
-        shard = target.narrow(0, sum(self.local_sizes[:shard_id]), self.local_sizes[shard_id])
-        return copy_shard(shard, weight, (size, *target.shape[1:]), 0, tp)
+        return Shard((size, self.input_size), tp.own_range(size), first_row=sum(self.local_sizes[:shard_id]))
+
+
+class ColumnParallelLinear(MergedColumnParallelLinear):
+    """Each rank computes an equal range of the outputs."""
+
+    def __init__(
+        self, input_size: int, output_size: int, bias: bool, tp: TensorParallel, dtype: torch.dtype = torch.float32
+    ):
+        super().__init__(input_size, [(output_size, tp)], bias, dtype)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -159,24 +203,23 @@ class RowParallelLinear(LinearBase):
     ):
         super().__init__(output_size, tp.shard_size("inputs of a layer", input_size), bias, dtype)
         self.input_size = input_size
+        self.output_size = output_size
         self.tp = tp
 
-    def _load(self, target: torch.Tensor, weight) -> torch.Tensor:
-        if target.dim() == 1:  # the bias, which is not divided
-            return copy_shard(target, weight, tuple(target.shape))
-        return copy_shard(target, weight, (len(target), self.input_size), 1, self.tp)
+    def shard(self) -> Shard:
+        return Shard((self.output_size, self.input_size), columns=self.tp.own_range(self.input_size))
 
     def forward(self, x: torch.Tensor) -> PartialSum:
         bias = self.bias if self.tp.rank == 0 else None  # the sum over ranks must contain it once
         if self.tp.has_peers:
             return self._forward_to_peers(x, bias)
-        split_k = choose_split_k(x, self.weight, bias, 4 if self.tp.size == 1 else 1)
-        return PartialSum(self.tp.all_reduce(linear(x, self.weight, bias, split_k)), split_k)
+        split_k = self.format.choose_split_k(self, x, bias, 4 if self.tp.size == 1 else 1)
+        return PartialSum(self.tp.all_reduce(self.format.linear(self, x, bias, split_k)), split_k)
 
     def _forward_to_peers(self, x: torch.Tensor, bias: torch.Tensor | None) -> PartialSum:
         """Write this rank's parts where the other ranks read them."""
         max_split_k = 2 if len(x) <= 32 else 1  # every rank reads the parts of all
-        split_k = choose_split_k(x, self.weight, self.bias, max_split_k)
-        y = self.tp.peer_sum(split_k, len(x), len(self.weight), x.dtype)
-        linear(x, self.weight, bias, split_k, y.parts)
+        split_k = self.format.choose_split_k(self, x, self.bias, max_split_k)
+        y = self.tp.peer_sum(split_k, len(x), self.output_size, x.dtype)
+        self.format.linear(self, x, bias, split_k, y.parts)
         return y

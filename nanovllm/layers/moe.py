@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -9,10 +10,10 @@ from torch import nn
 from nanovllm.kernels import triton_ops
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import ColumnParallelLinear, linear
+from nanovllm.layers.linear import ColumnParallelLinear, Shard, linear
 from nanovllm.layers.partial_sum import PartialSum
 from nanovllm.utils.context import get_context
-from nanovllm.utils.loader import check_shape, copy_shard, parameter
+from nanovllm.utils.loader import check_shape, parameter
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 GATE, UP, DOWN = 0, 1, 2  # the shard ids of an expert's weights
@@ -30,6 +31,25 @@ def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Te
     return weights / weights.sum(-1, keepdim=True) if renormalize else weights, expert_ids
 
 
+class ExpertsFormat:
+    """How `Experts` store and multiply their weights: in the dtype of the activations; see WeightFormat."""
+
+    # the end of a checkpoint's name for a tensor of one expert, and of the stacked parameter that holds it
+    suffixes: ClassVar = {"weight": ""}
+
+    def weight(self, experts: "Experts", name: str, index: int, dtype: torch.dtype) -> torch.Tensor:
+        """One expert's weight as a matrix of this dtype."""
+        return getattr(experts, name)[index]
+
+    def gemv(self, ops: ModuleType, experts: "Experts", x: torch.Tensor, routing, **options) -> torch.Tensor:
+        """`ops.moe_gemv` with these weights."""
+        return ops.moe_gemv(x, routing, experts.gate_up_proj, experts.down_proj, experts.first_expert, **options)
+
+    def gemm(self, ops: ModuleType, experts: "Experts", x: torch.Tensor, routing) -> torch.Tensor:
+        """`ops.moe_gemm` with these weights."""
+        return ops.moe_gemm(x, routing, experts.gate_up_proj, experts.down_proj, experts.first_expert)
+
+
 class Experts(nn.Module):
     """This rank's part of the experts' weights, stacked: each expert is a SwiGLU network, divided over the ranks.
 
@@ -43,7 +63,7 @@ class Experts(nn.Module):
         size: int,
         tp: TensorParallel,
         expert_parallel: bool = False,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = torch.float32,
     ):
         super().__init__()
         self.num_experts, self.hidden_size, self.size = num_experts, hidden_size, size
@@ -56,6 +76,7 @@ class Experts(nn.Module):
         self.gate_up_proj = parameter((self.num_local, 2 * self.local_size, hidden_size), self._load_gate_up, dtype)
         self.down_proj = parameter((self.num_local, hidden_size, self.local_size), self._load_down, dtype)
         self.act_fn = SiluAndMul()
+        self.format = ExpertsFormat()
 
     def tensors_of_experts(self) -> dict[str, tuple[nn.Parameter, tuple[int, int]]]:
         """The tensors of a checkpoint that has one for each expert and projection, by their names below this module.
@@ -63,12 +84,20 @@ class Experts(nn.Module):
         Each belongs to a parameter, whose `weight_loader` takes it with (expert, shard id). The other kind of
         checkpoint has the two stacked parameters under their own names.
         """
-        projections = ("gate_proj", self.gate_up_proj), ("up_proj", self.gate_up_proj), ("down_proj", self.down_proj)
+        projections = ("gate_proj", "gate_up_proj"), ("up_proj", "gate_up_proj"), ("down_proj", "down_proj")
         return {
-            f"{expert}.{name}.weight": (stacked, (expert, shard_id))
+            f"{expert}.{name}.{kind}": (getattr(self, stacked + suffix), (expert, shard_id))
             for expert in range(self.num_experts)
             for shard_id, (name, stacked) in enumerate(projections)
+            for kind, suffix in self.format.suffixes.items()
         }
+
+    def shard(self, shard_id: int) -> Shard:
+        """Of one expert's gate or up [size, hidden], or down [hidden, size]."""
+        if shard_id == DOWN:
+            return Shard((self.hidden_size, self.size), columns=self.size_tp.own_range(self.size))
+        first_row = shard_id * self.local_size
+        return Shard((self.size, self.hidden_size), self.size_tp.own_range(self.size), first_row=first_row)
 
     def _load_gate_up(self, target: torch.Tensor, weight, *expert_and_shard_id: int) -> torch.Tensor | None:
         """All experts' gate and up [experts, 2 * size, hidden], or what `_load_one` takes."""
@@ -92,17 +121,9 @@ class Experts(nn.Module):
         return target.copy_(weight[experts, :, begin : begin + self.local_size])
 
     def _load_one(self, stacked: torch.Tensor, weight, expert: int, shard_id: int) -> torch.Tensor | None:
-        """One expert's gate or up [size, hidden], or down [hidden, size].
-
-        Returns the part of the stacked weights that was filled: None if another rank has the expert.
-        """
+        """The part of the stacked weights that is filled with one expert's weight; None if another rank has it."""
         index = expert - self.first_expert
-        if not 0 <= index < self.num_local:
-            return None
-        if shard_id == DOWN:
-            return copy_shard(stacked[index], weight, (self.hidden_size, self.size), 1, self.size_tp)
-        shard = stacked[index].narrow(0, shard_id * self.local_size, self.local_size)
-        return copy_shard(shard, weight, (self.size, self.hidden_size), 0, self.size_tp)
+        return self.shard(shard_id).copy(stacked[index], weight) if 0 <= index < self.num_local else None
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
         """The weighted sum [T, hidden] of the outputs of this rank's experts, for x [T, hidden] and its routing.
@@ -116,8 +137,9 @@ class Experts(nn.Module):
             index = expert - self.first_expert
             if len(pairs) and 0 <= index < self.num_local:
                 token = pairs // expert_ids.shape[1]
-                h = self.act_fn(linear(x[token], self.gate_up_proj[index]))
-                y = linear(h, self.down_proj[index]).float() * weights.flatten()[pairs, None]
+                h = self.act_fn(linear(x[token], self.format.weight(self, "gate_up_proj", index, x.dtype)))
+                y = linear(h, self.format.weight(self, "down_proj", index, x.dtype)).float()
+                y *= weights.flatten()[pairs, None]
                 out.index_add_(0, token, y)
         return out.to(x.dtype)
 
@@ -137,7 +159,7 @@ class MoE(nn.Module):
         renormalize: bool,
         tp: TensorParallel,
         expert_parallel: bool = False,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = torch.float32,
     ):
         super().__init__()
         # every rank has the whole router
@@ -173,8 +195,7 @@ class MoE(nn.Module):
         routing = self._route(ops, logits)
 
         def compute(out: torch.Tensor | None) -> torch.Tensor:
-            weights = experts.gate_up_proj, experts.down_proj, experts.first_expert
-            return ops.moe_gemv(rows, routing, *weights, norm_weight, norm.eps, out)
+            return experts.format.gemv(ops, experts, rows, routing, norm_weight=norm_weight, eps=norm.eps, out=out)
 
         return self._sum_over_ranks(compute, rows), residual
 
@@ -185,7 +206,7 @@ class MoE(nn.Module):
         experts = self.experts
         normed, residual = norm.add_rms_norm(x, residual)
         routing = self._route(ops, ops.router_logits(normed, self.gate.weight))
-        parts = ops.moe_gemm(normed, routing, experts.gate_up_proj, experts.down_proj, experts.first_expert)
+        parts = experts.format.gemm(ops, experts, normed, routing)
         if self.tp.size == 1:
             return PartialSum(parts.squeeze(0), self.top_k), residual
 

@@ -9,6 +9,9 @@ AttentionBackend, TensorParallel). CONTRIBUTING.md shows how to add one. It has:
 - `config`, and `lm_head`, a ParallelLMHead
 - `forward(token_ids, positions)`: [T] each -> hidden states [T, hidden_size]
 - `compute_logits(hidden_states, sampling_params)`: `lm_head` of hidden states
+
+Linear layers and experts take `config.linear_dtype`, so that their weights may have another format (quantization/).
+All else takes `config.dtype`.
 """
 
 from importlib import import_module

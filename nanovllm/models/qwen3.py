@@ -28,9 +28,11 @@ class Qwen3Attention(nn.Module):
         super().__init__()
         head_dim, num_heads, num_kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, head_dim, num_heads, num_kv_heads, config.qkv_bias, tp, config.dtype
+            config.hidden_size, head_dim, num_heads, num_kv_heads, config.qkv_bias, tp, config.linear_dtype
         )
-        self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, config.o_bias, tp, config.dtype)
+        self.o_proj = RowParallelLinear(
+            num_heads * head_dim, config.hidden_size, config.o_bias, tp, config.linear_dtype
+        )
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, config.dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, config.dtype) if config.qk_norm else None
         self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim, backend)
@@ -47,10 +49,10 @@ class Qwen3Attention(nn.Module):
 class Qwen3MLP(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel):
         super().__init__()
-        hidden_size, size, bias, dtype = config.hidden_size, config.intermediate_size, config.mlp_bias, config.dtype
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [(size, tp), (size, tp)], bias, dtype)
+        hidden_size, size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [(size, tp), (size, tp)], bias, config.linear_dtype)
         self.act_fn = SiluAndMul()
-        self.down_proj = RowParallelLinear(size, hidden_size, bias, tp, dtype)
+        self.down_proj = RowParallelLinear(size, hidden_size, bias, tp, config.linear_dtype)
 
     def forward(self, x: PartialSum, residual: torch.Tensor, norm: RMSNorm):
         x, residual = norm_linear(norm, self.gate_up_proj, x, residual, self.act_fn)

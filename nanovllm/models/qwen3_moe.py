@@ -24,7 +24,7 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
             config.norm_topk_prob,
             tp,
             config.expert_parallel,
-            config.dtype,
+            config.linear_dtype,
         )
 
     @staticmethod

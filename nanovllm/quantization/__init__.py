@@ -1,1 +1,47 @@
-"""Number formats other than the model's dtype, for weights and for the cache. Each is imported when it is used."""
+"""Weights of 8 bits: which formats there are. A module is imported when its format is used. README.md tells more.
+
+The cache of 8 bits is in fp8_cache.py, which layers/attention.py chooses.
+
+A module of CHECKPOINTS has `read_config(raw, file)`: the `quantization_config` of a config.json -> a `Plan` (plan.py),
+or ValueError that names `file`. A module of ON_LOAD has `plan_on_load()` -> the Plan of a checkpoint that is quantized
+while it is loaded.
+"""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+# `quant_method` of a checkpoint's quantization_config -> module
+CHECKPOINTS = {
+    "fp8": "nanovllm.quantization.fp8",
+    "compressed-tensors": "nanovllm.quantization.compressed_tensors",
+}
+# the setting `quantization` -> module
+ON_LOAD = {
+    "fp8": "nanovllm.quantization.fp8",
+    "int8": "nanovllm.quantization.int8",
+}
+
+
+def find_quantization(raw: dict | None, file: Path, setting: str | None) -> Any:
+    """The Plan for the `quantization_config` in a config.json and for the setting `quantization`; None without both.
+
+    ValueError for a format that is not supported, and for a setting that differs from the checkpoint's.
+    """
+    if not raw:
+        if setting is not None:
+            _check("quantization", setting, ON_LOAD)
+        return import_module(ON_LOAD[setting]).plan_on_load() if setting else None
+    _check(f"{file}: quantization_config: quant_method", raw.get("quant_method"), CHECKPOINTS)
+    plan = import_module(CHECKPOINTS[raw["quant_method"]]).read_config(raw, file)
+    if setting not in (None, plan.name):
+        raise ValueError(f"quantization={setting!r}: must be {plan.name!r}, the checkpoint's, or left out")
+    return plan
+
+
+def _check(name: str, value: Any, known: dict) -> None:
+    if value not in known:
+        names = ", ".join(map(repr, known))
+        raise ValueError(
+            f"{name}={value!r}: must be one of {names}; nanovllm/quantization/__init__.py is where another is added"
+        )

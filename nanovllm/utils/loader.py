@@ -19,9 +19,13 @@ BAR_DELAY = 1  # seconds until the progress bar is shown
 DUMMY_BOUND = 0.035  # a uniform distribution up to it has standard deviation 0.02, the usual initializer_range
 
 
-def parameter(shape: tuple[int, ...], load: Callable, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter with a `weight_loader(weight, ...)`: `load(parameter, weight, ...)`, which returns what it filled."""
-    empty = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+def parameter(shape: tuple[int, ...], load: Callable, dtype: torch.dtype | None) -> nn.Parameter:
+    """A parameter with a `weight_loader(weight, ...)`: `load(parameter, weight, ...)`, which returns what it filled.
+
+    Without a dtype it has a shape and no memory: a weight format will replace it.
+    """
+    empty = torch.empty(shape, dtype=dtype, device=None if dtype else "meta")
+    empty = nn.Parameter(empty, requires_grad=False)
     empty.weight_loader = partial(load, empty)
     return empty
 
@@ -43,8 +47,7 @@ def copy_shard(
     `weight` is what `check_shape` takes; of a safetensors slice only the shard is read.
     """
     weight = check_shape(weight, shape)
-    size = tp.shard_size("checkpoint tensor", shape[dim])
-    shard = slice(tp.rank * size, (tp.rank + 1) * size)
+    shard = tp.own_range(shape[dim])
     return target.copy_(weight[shard] if dim == 0 else weight[:, shard])
 
 
@@ -60,15 +63,18 @@ def load_model(
     Raises ValueError that names the tensor if one is missing, surplus, in two files, of another shape, not floating
     point, NaN or infinite; ValueError or FileNotFoundError that names the file if one is broken or missing.
     """
+    if quantization := model.config.quantization:
+        quantization.prepare(model, device)
     if load_format == "dummy":
         _load_dummy(model)
         return
-    files = find_tensors(folder)
+    files = find_tensors(folder, FLOAT_DTYPES + (quantization.dtypes if quantization else ()))
     loaders = _weight_loaders(model, files)
     if model.config.tie_word_embeddings:
         files.pop("lm_head.weight", None)  # a tied checkpoint may carry the embedding twice
     # old checkpoints of Llama store the frequencies of the rotary embedding, which config.json defines
-    files = {name: file for name, file in files.items() if not name.endswith(".rotary_emb.inv_freq")}
+    unused = (".rotary_emb.inv_freq", *(quantization.unused_tensors if quantization else ()))
+    files = {name: file for name, file in files.items() if not name.endswith(unused)}
     if missing := sorted(loaders.keys() - files.keys()):
         raise ValueError(f"{folder}: {len(missing)} tensors are missing: {_first_names(missing)}")
     if surplus := sorted(files.keys() - loaders.keys()):
@@ -107,7 +113,7 @@ def _progress(files: list[Path], show: bool) -> Iterator[Path]:
             bar.close()
 
 
-def find_tensors(folder: Path) -> dict[str, Path]:
+def find_tensors(folder: Path, dtypes: tuple[str, ...] = FLOAT_DTYPES) -> dict[str, Path]:
     """The file of every tensor of the checkpoint in `folder`, whose headers are checked.
 
     As in transformers: `model.safetensors`, else the files that the index names, each with the tensors that it should
@@ -132,8 +138,8 @@ def find_tensors(folder: Path) -> dict[str, Path]:
                     raise ValueError(f"{file}: lacks {name}, which {index.name} says is there")
                 if name in found:
                     raise ValueError(f"{folder}: {name} is in both {found[name].name} and {file.name}")
-                if (dtype := tensors.get_slice(name).get_dtype()) not in FLOAT_DTYPES:
-                    raise ValueError(f"{file}: {name} has dtype {dtype}: must be one of {', '.join(FLOAT_DTYPES)}")
+                if (dtype := tensors.get_slice(name).get_dtype()) not in dtypes:
+                    raise ValueError(f"{file}: {name} has dtype {dtype}: must be one of {', '.join(dtypes)}")
                 found[name] = file
     return found
 

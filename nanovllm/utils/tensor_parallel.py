@@ -30,6 +30,11 @@ class TensorParallel:
             raise ValueError(f"tensor_parallel_size={self.size}: does not divide the {what} ({total})")
         return total // self.size
 
+    def own_range(self, total: int) -> slice:
+        """This rank's equal share of `total` elements, which the number of ranks divides."""
+        size = self.shard_size("checkpoint tensor", total)
+        return slice(self.rank * size, (self.rank + 1) * size)
+
     def for_heads(self, num_kv_heads: int) -> "TensorParallel":
         """How key-value heads are divided: if there are fewer heads than ranks, several ranks hold the same head."""
         if num_kv_heads >= self.size:

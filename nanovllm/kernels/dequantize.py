@@ -1,0 +1,52 @@
+"""8-bit weights to the dtype of activations, for products of many rows where 8-bit ones are not possible."""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.fp8 import decode_e4m3
+from nanovllm.kernels.scaled_tiles import as_loadable
+
+BLOCK = 2048
+
+
+@dependent_kernel()
+@triton.jit
+def _dequantize_kernel(
+    w_ptr,
+    scale_ptr,
+    out_ptr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = row.to(tl.int64) * K + col
+    w = decode_e4m3(tl.load(w_ptr + at, col < K, 0.0), tl.float32)
+    scale = tl.load(scale_ptr + row // BLOCK_N * (K // BLOCK_K) + col // BLOCK_K, col < K, 0.0)
+    tl.store(out_ptr + at, (w * scale).to(out_ptr.dtype.element_ty), col < K)
+
+
+def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Values [N, K] times scales [N / block rows, K / block columns] -> [N, K] in `dtype`."""
+    n, k = values.shape
+    out = torch.empty((n, k), dtype=dtype, device=values.device)
+    block = min(BLOCK, triton.next_power_of_2(k))
+    launch(_dequantize_kernel, (n, triton.cdiv(k, block)), values.device)(
+        as_loadable(values),
+        scales,
+        out,
+        K=k,
+        BLOCK_N=n // scales.shape[0],
+        BLOCK_K=k // scales.shape[1],
+        BLOCK=block,
+        num_warps=4,
+    )
+    return out

@@ -1,0 +1,165 @@
+"""y = x W^T for several rows of x, where W is 8-bit values times scales of blocks; also split along K, for few rows.
+
+With FP8 units, x is quantized too: 128 inputs of a row share a scale, which is found when a tile is loaded, so that
+nothing has to be launched before the product. Otherwise W is converted to the dtype of x.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nanovllm.kernels.dependent_launch import (
+    dependent_kernel,
+    gdc_launch_dependents,
+    gdc_wait,
+    has_tma,
+    launch,
+    num_sms,
+)
+from nanovllm.kernels.fp8 import decode_e4m3
+from nanovllm.kernels.moe_gemm import Tiles, _load_tile
+from nanovllm.kernels.scaled_tiles import as_factor, as_loadable, quantize_tile, scales_of_rows
+
+TILE_K = 128
+# by TILE_M; up to 64, where a product also quantizes x, two programs or more fit on a multiprocessor
+TILES = {
+    16: Tiles(64, TILE_K, 5, 4),
+    32: Tiles(64, TILE_K, 4, 4),
+    64: Tiles(64, TILE_K, 4, 4),
+    128: Tiles(128, TILE_K, 4, 8),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """Activations [T, K] as e4m3 times scales. Rows from T to the next multiple of 16 are not initialized."""
+
+    values: torch.Tensor  # [T rounded up, K] float8_e4m3fn
+    scales: torch.Tensor  # [T rounded up, K / group] float32, the scales of a group of inputs next to each other
+    num_rows: int
+    dtype: torch.dtype  # of the activations before, and of products
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+
+@dependent_kernel()
+@triton.jit(do_not_specialize=["M"])
+def _scaled_gemm_kernel(
+    x_ptr,
+    x_tiles,
+    x_scale_ptr,
+    w_ptr,
+    w_tiles,
+    scale_ptr,
+    out_ptr,
+    M,
+    N,
+    x_scale_stride,
+    K: tl.constexpr,
+    K_PER_SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    TMA: tl.constexpr,
+    PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    COLUMNS: tl.constexpr = K // BLOCK_K
+    first_m = tl.program_id(0) * TILE_M
+    first_n = tl.program_id(1) * TILE_N
+    split = tl.program_id(2)
+    m = first_m + tl.arange(0, TILE_M)
+    n = first_n + tl.arange(0, TILE_N)
+    # transposed, as in split_k_gemm.py
+    acc = tl.zeros([TILE_N, TILE_M], tl.float32)
+    first_k = split * K_PER_SPLIT
+    for begin in tl.range(first_k, tl.minimum(first_k + K_PER_SPLIT, K), TILE_K, num_stages=STAGES):
+        w = _load_tile(w_tiles, w_ptr, first_n, begin, n < N, K, TILE_N, TILE_K, TMA)
+        x = _load_tile(x_tiles, x_ptr, first_m, begin, m < M, K, TILE_M, TILE_K, TMA)
+        if QUANTIZE:
+            x, x_scale = quantize_tile(x, w.dtype)
+            product = tl.dot(as_factor(w), as_factor(x).T) * x_scale[None, :]
+        elif x_scale_ptr is not None:
+            x_scale = tl.load(x_scale_ptr + begin // X_GROUP * x_scale_stride + m, m < M, 0.0)
+            product = tl.dot(as_factor(w), as_factor(x).T) * x_scale[None, :]
+        else:
+            # by way of float32: there is no conversion of e4m3 to bfloat16 for compute capability 8.9
+            product = tl.dot(decode_e4m3(w, tl.float32).to(x.dtype), x.T, input_precision=PRECISION)
+        if COLUMNS > 1:
+            product *= scales_of_rows(scale_ptr + begin // BLOCK_K, first_n, N, COLUMNS, BLOCK_N, TILE_N)
+        acc += product
+    if COLUMNS == 1:
+        acc *= scales_of_rows(scale_ptr, first_n, N, COLUMNS, BLOCK_N, TILE_N)
+    out = out_ptr + (split * M + m[:, None]) * N + n[None, :]
+    tl.store(out, acc.T.to(out_ptr.dtype.element_ty), (m < M)[:, None] & (n < N)[None, :])
+
+
+def choose_scaled_split_k(num_rows: int, num_outputs: int, device: torch.device, max_split_k: int) -> int:
+    """Into how many partial sums, of at most `max_split_k`, `scaled_gemm` had best split a product."""
+    num_tiles = triton.cdiv(num_outputs, TILES[64].tile_n) * triton.cdiv(num_rows, 64)
+    return max(1, min(max_split_k, 2 * num_sms(device) // num_tiles))
+
+
+def scaled_gemm(
+    x: torch.Tensor | QuantizedRows,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    split_k: int = 1,
+    out: torch.Tensor | None = None,
+    quantize: bool = False,
+) -> torch.Tensor:
+    """x [M, K] times W transposed, split along K: [split_k, M, N], whose sum is the product.
+
+    W is values [N, K] times scales [N / block rows, K / block columns], of at least 32 columns. With `quantize`, the
+    products are those of e4m3, also if x is not quantized yet. All contiguous. `out` takes the result.
+    """
+    (m, n), k = (len(x), len(values)), values.shape[1]
+    block_n, block_k = n // scales.shape[0], k // scales.shape[1]
+    rows, x_scales, group, dtype = x, None, k, x.dtype
+    if isinstance(x, QuantizedRows):
+        rows, x_scales, group, quantize = as_loadable(x.values), x.scales, k // x.scales.shape[1], False
+    out = torch.empty((split_k, m, n), dtype=dtype, device=values.device) if out is None else out
+    values = as_loadable(values)
+    tile_m = min(64 if x_scales is None else 128, max(16, triton.next_power_of_2(m)))
+    tile_n, tile_k, stages, num_warps = TILES[tile_m]
+    tile_k = tile_k if block_k == k else min(tile_k, block_k & -block_k)
+    use_tma = has_tma(values.device) and k % 16 == 0 and dtype != torch.float32
+    grid = triton.cdiv(m, tile_m), triton.cdiv(n, tile_n), split_k
+    launch(_scaled_gemm_kernel, grid, values.device, shared=50 if tile_m == 16 else 100)(
+        rows,
+        TensorDescriptor.from_tensor(rows, [tile_m, tile_k]) if use_tma else None,
+        x_scales,
+        values,
+        TensorDescriptor.from_tensor(values, [tile_n, tile_k]) if use_tma else None,
+        scales,
+        out,
+        m,
+        n,
+        0 if x_scales is None else x_scales.stride(1),
+        K=k,
+        K_PER_SPLIT=triton.cdiv(triton.cdiv(k, split_k), tile_k) * tile_k,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        X_GROUP=group,
+        TILE_M=tile_m,
+        TILE_N=tile_n,
+        TILE_K=tile_k,
+        STAGES=stages if use_tma else min(3, stages),
+        QUANTIZE=quantize,
+        TMA=use_tma,
+        num_warps=num_warps,
+        PRECISION="ieee" if dtype == torch.float32 else "tf32",
+    )
+    return out

@@ -1,0 +1,267 @@
+"""Mixture of experts for many tokens, with weights of 8-bit values times scales; as moe_gemm.py for other weights.
+
+As in scaled_gemm.py, the products are those of e4m3 where there are FP8 units: 128 inputs of a row then share a scale,
+which is found when a tile is loaded. Elsewhere weights are converted to the dtype of x.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, has_tma, launch
+from nanovllm.kernels.fp8 import decode_e4m3
+from nanovllm.kernels.moe_gemm import (
+    GROUP_M,
+    Tiles,
+    _descriptor,
+    _load_row_tile,
+    _load_tile,
+    _tile_of_program,
+    choose_tile_m,
+)
+from nanovllm.kernels.moe_routing import ExpertRows, Routing, sort_by_expert
+from nanovllm.kernels.scaled_tiles import as_factor, as_loadable, quantize_tile, scales_of_rows
+
+TILE_K = 128
+# by TILE_M; in GATE_UP, tile_n outputs need twice as many rows of weights
+GATE_UP = {
+    16: Tiles(64, TILE_K, 4, 4),
+    32: Tiles(64, TILE_K, 4, 4),
+    64: Tiles(64, TILE_K, 3, 4),
+    128: Tiles(64, TILE_K, 3, 8),
+}
+DOWN = {
+    16: Tiles(128, TILE_K, 4, 4),
+    32: Tiles(128, TILE_K, 4, 4),
+    64: Tiles(64, TILE_K, 3, 4),
+    128: Tiles(64, TILE_K, 3, 8),
+}
+
+
+@triton.jit
+def _factor_of_rows(x, dtype: tl.constexpr, QUANTIZE: tl.constexpr):
+    """A tile of activations [R, C] as the other factor for weights of this dtype, transposed; the rows' scales or 1."""
+    if QUANTIZE:
+        x, scale = quantize_tile(x, dtype)
+        x = as_factor(x).T
+    else:
+        scale = tl.full([x.shape[0]], 1.0, tl.float32)
+        x = x.T
+    return x, scale
+
+
+@triton.jit
+def _scaled_dot(w, x, acc, scale, PRECISION: tl.constexpr, QUANTIZE: tl.constexpr):
+    """acc plus the product of values w [N, C] and x [C, M], times a scale that broadcasts to [N, M]."""
+    if QUANTIZE:
+        product = tl.dot(as_factor(w), x)
+    else:
+        # by way of float32: there is no conversion of e4m3 to bfloat16 for compute capability 8.9
+        product = tl.dot(decode_e4m3(w, tl.float32).to(x.dtype), x, input_precision=PRECISION)
+    return acc + product * scale
+
+
+@dependent_kernel()
+@triton.jit(do_not_specialize=["num_tiles"])
+def _scaled_gate_up_kernel(
+    x_ptr,
+    w_ptr,
+    w_tiles,
+    scale_ptr,
+    pairs_ptr,
+    table_ptr,
+    out_ptr,
+    num_tiles,
+    N,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    TMA: tl.constexpr,
+    PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    tile, first_n = _tile_of_program(num_tiles, N, TILE_N, GROUP_M)
+    expert, first_row, end_row = _load_row_tile(table_ptr, tile)
+    if expert < 0:
+        return
+    COLUMNS: tl.constexpr = K // BLOCK_K
+    row = first_row + tl.arange(0, TILE_M)
+    is_used = row < end_row
+    token = tl.load(pairs_ptr + row, is_used, 0) // TOP_K
+    k = tl.arange(0, TILE_K)
+    x = x_ptr + token.to(tl.int64)[:, None] * K + k[None, :]
+    gate_row = expert * 2 * N + first_n
+    up_row = gate_row + N
+    end_gate = expert * 2 * N + N
+    end_up = end_gate + N
+    n = first_n + tl.arange(0, TILE_N)
+    gate = tl.zeros([TILE_N, TILE_M], tl.float32)
+    up = tl.zeros([TILE_N, TILE_M], tl.float32)
+    for begin in tl.range(0, K, TILE_K, num_stages=STAGES):
+        # weights first: they do not wait for `token`
+        gate_w = _load_tile(w_tiles, w_ptr, gate_row, begin, n < N, K, TILE_N, TILE_K, TMA)
+        up_w = _load_tile(w_tiles, w_ptr, up_row, begin, n < N, K, TILE_N, TILE_K, TMA)
+        x_tile = tl.load(x + begin, is_used[:, None] & (begin + k < K)[None, :], 0.0)
+        x_tile, x_scale = _factor_of_rows(x_tile, w_ptr.dtype.element_ty, QUANTIZE)
+        gate_scale = x_scale[None, :]
+        up_scale = x_scale[None, :]
+        if COLUMNS > 1:
+            column_ptr = scale_ptr + begin // BLOCK_K
+            gate_scale *= scales_of_rows(column_ptr, gate_row, end_gate, COLUMNS, BLOCK_N, TILE_N)
+            up_scale *= scales_of_rows(column_ptr, up_row, end_up, COLUMNS, BLOCK_N, TILE_N)
+        gate = _scaled_dot(gate_w, x_tile, gate, gate_scale, PRECISION, QUANTIZE)
+        up = _scaled_dot(up_w, x_tile, up, up_scale, PRECISION, QUANTIZE)
+    if COLUMNS == 1:
+        gate *= scales_of_rows(scale_ptr, gate_row, end_gate, COLUMNS, BLOCK_N, TILE_N)
+        up *= scales_of_rows(scale_ptr, up_row, end_up, COLUMNS, BLOCK_N, TILE_N)
+    y = (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * N + n[None, :], y.T, is_used[:, None] & (n < N)[None, :])
+
+
+@dependent_kernel()
+@triton.jit(do_not_specialize=["num_tiles", "num_tokens"])
+def _scaled_down_kernel(
+    h_ptr,
+    h_tiles,
+    w_ptr,
+    w_tiles,
+    scale_ptr,
+    weights_ptr,
+    pairs_ptr,
+    table_ptr,
+    out_ptr,
+    num_tiles,
+    num_tokens,
+    N,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    TMA: tl.constexpr,
+    PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    tile, first_n = _tile_of_program(num_tiles, N, TILE_N, GROUP_M)
+    expert, first_row, end_row = _load_row_tile(table_ptr, tile)
+    if expert < 0:
+        return
+    COLUMNS: tl.constexpr = K // BLOCK_K
+    row = first_row + tl.arange(0, TILE_M)
+    is_used = row < end_row
+    # loaded before the products and needed after them
+    pair = tl.load(pairs_ptr + row, is_used, 0)
+    weight = tl.load(weights_ptr + pair, is_used, 0.0)
+    n = first_n + tl.arange(0, TILE_N)
+    w_row = expert * N + first_n
+    end_w = expert * N + N
+    acc = tl.zeros([TILE_N, TILE_M], tl.float32)
+    for begin in tl.range(0, K, TILE_K, num_stages=STAGES):
+        h = _load_tile(h_tiles, h_ptr, first_row, begin, is_used, K, TILE_M, TILE_K, TMA)
+        w = _load_tile(w_tiles, w_ptr, w_row, begin, n < N, K, TILE_N, TILE_K, TMA)
+        h, h_scale = _factor_of_rows(h, w_ptr.dtype.element_ty, QUANTIZE)
+        scale = h_scale[None, :]
+        if COLUMNS > 1:
+            scale *= scales_of_rows(scale_ptr + begin // BLOCK_K, w_row, end_w, COLUMNS, BLOCK_N, TILE_N)
+        acc = _scaled_dot(w, h, acc, scale, PRECISION, QUANTIZE)
+    if COLUMNS == 1:
+        acc *= scales_of_rows(scale_ptr, w_row, end_w, COLUMNS, BLOCK_N, TILE_N)
+    y = (acc * weight[None, :]).to(out_ptr.dtype.element_ty)
+    out_row = (pair % TOP_K).to(tl.int64) * num_tokens + pair // TOP_K
+    tl.store(out_ptr + out_row[:, None] * N + n[None, :], y.T, is_used[:, None] & (n < N)[None, :])
+
+
+def _options(
+    tiles: Tiles, rows: ExpertRows, x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, quantize: bool
+) -> dict[str, Any]:
+    """The launch options that both products share."""
+    (n, k), (row_blocks, column_blocks) = values.shape[1:], scales.shape[1:]
+    block_k = k // column_blocks
+    use_tma = has_tma(x.device) and k % 16 == 0 and x.dtype != torch.float32
+    return dict(
+        K=k,
+        BLOCK_N=n // row_blocks,
+        BLOCK_K=block_k,
+        TILE_M=rows.tile_m,
+        TILE_N=tiles.tile_n,
+        TILE_K=tiles.tile_k if column_blocks == 1 else min(tiles.tile_k, block_k & -block_k),
+        STAGES=tiles.stages if use_tma else 2,  # other GPUs may have 99 KB of shared memory
+        GROUP_M=GROUP_M,
+        QUANTIZE=quantize,
+        TMA=use_tma,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=tiles.warps,
+    )
+
+
+def scaled_moe_gemm(
+    x: torch.Tensor,
+    routing: Routing,
+    gate_up: tuple[torch.Tensor, torch.Tensor],
+    down: tuple[torch.Tensor, torch.Tensor],
+    first_expert: int = 0,
+    quantize: bool = False,
+) -> torch.Tensor:
+    """`moe_gemm` with weights of values [experts, N, K] and scales [experts, N / block rows, K / block columns].
+
+    Blocks have at least 32 columns. With `quantize`, the products are those of e4m3.
+    """
+    (num_tokens, top_k), (num_local, hidden, size) = routing.weights.shape, down[0].shape
+    tile_m = choose_tile_m(routing.expert_ids.numel(), routing.num_experts)
+    rows = sort_by_expert(routing.expert_ids, first_expert, num_local, tile_m)
+    values = as_loadable(gate_up[0])
+    options = _options(GATE_UP[tile_m], rows, x, values, gate_up[1], quantize)
+    h = torch.empty((len(rows.pairs), size), dtype=x.dtype, device=x.device)
+    launch(_scaled_gate_up_kernel, (len(rows.table) * triton.cdiv(size, options["TILE_N"]),), x.device)(
+        x,
+        values,
+        _descriptor(values.flatten(0, 1), options["TILE_N"], options),
+        gate_up[1],
+        rows.pairs,
+        rows.table,
+        h,
+        len(rows.table),
+        size,
+        TOP_K=top_k,
+        **options,
+    )
+    values = as_loadable(down[0])
+    options = _options(DOWN[tile_m], rows, h, values, down[1], quantize)
+    out = torch.empty((top_k, num_tokens, hidden), dtype=h.dtype, device=h.device)
+    launch(_scaled_down_kernel, (len(rows.table) * triton.cdiv(hidden, options["TILE_N"]),), h.device)(
+        h,
+        _descriptor(h, tile_m, options),
+        values,
+        _descriptor(values.flatten(0, 1), options["TILE_N"], options),
+        down[1],
+        routing.weights,
+        rows.pairs,
+        rows.table,
+        out,
+        len(rows.table),
+        num_tokens,
+        hidden,
+        TOP_K=top_k,
+        **options,
+    )
+    return out

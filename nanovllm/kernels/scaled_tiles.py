@@ -1,0 +1,53 @@
+"""What kernels share that read 8-bit values with scales."""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.fp8 import decode_e4m3, encode_e4m3
+
+
+@cache
+def has_fp8_units(device: torch.device) -> bool:
+    """Whether the device converts and multiplies e4m3: GPUs from compute capability 8.9 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def as_loadable(values: torch.Tensor) -> torch.Tensor:
+    """What kernels take for 8-bit values: the bits of e4m3 as uint8 where Triton can't load it (see fp8.py)."""
+    if values.dtype == torch.float8_e4m3fn and not has_fp8_units(values.device):
+        return values.view(torch.uint8)
+    return values
+
+
+@triton.jit
+def scale_of(largest):
+    """The scale of groups with these largest magnitudes, which become 448, and its inverse; zeros get one too."""
+    largest = tl.maximum(largest, 1e-12)
+    return largest / 448.0, 448.0 / largest
+
+
+@triton.jit
+def quantize_tile(x, dtype: tl.constexpr):
+    """Rows [R, C] -> e4m3 [R, C] in the form dtype, float8e4nv or uint8, and the scale of each row [R] float32."""
+    x = x.to(tl.float32)
+    scale, inverse = scale_of(tl.max(tl.abs(x), 1))
+    return encode_e4m3(x * inverse[:, None], dtype), scale
+
+
+@triton.jit
+def as_factor(x):
+    """e4m3 for `tl.dot`: as it is, or where there are no FP8 units as float16, with the same products."""
+    if x.dtype == tl.uint8:
+        x = decode_e4m3(x, tl.float16)
+    return x
+
+
+@triton.jit
+def scales_of_rows(scale_ptr, first_n, N, STRIDE: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
+    """The scales of ROWS rows of a weight, of which BLOCK_N share one: [1, 1] where all do, else [ROWS, 1]."""
+    SIZE: tl.constexpr = 1 if BLOCK_N % ROWS == 0 else ROWS
+    row = first_n + tl.arange(0, SIZE)
+    return tl.load(scale_ptr + row // BLOCK_N * STRIDE, row < N, 0.0)[:, None]

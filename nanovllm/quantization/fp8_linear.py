@@ -1,0 +1,108 @@
+"""Linear layers with FP8 weights on GPUs that multiply FP8: the activations are quantized too (W8A8).
+
+One row is bound by reading the weights, and stays as it is. A few rows are quantized by the product itself. Many rows
+are quantized by the norm or the activation before the product, if there is one, else by a kernel of their own.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from nanovllm.kernels import triton_ops
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.partial_sum import PartialSum
+from nanovllm.quantization.scaled import Scaling
+from nanovllm.quantization.scaled_linear import ScaledLinear
+
+BLOCK = (128, 128)  # of weights that the library multiplies, beside those of whole rows
+MAX_GEMM_ROWS = 64  # are quantized by the product
+MAX_SPLIT_K_ROWS = 128  # also, if the product is split as it has too few output tiles to fill the GPU
+
+
+class FP8Linear(ScaledLinear):
+    """Rows come as a tensor, or quantized: from the norm more than 64, from the activation more than 128."""
+
+    def __init__(self, layer: LinearBase, scaling: Scaling):
+        super().__init__(layer, scaling)
+        n, k = self.values.shape
+        is_row = self.block.columns == k
+        self.group = k if is_row else self.block.columns  # inputs of a row of activations that share a scale
+        # what the library takes: scales of whole rows, or of blocks, which it reads four at a time
+        has_library_scales = self.block.rows == 1 if is_row else self.block == BLOCK and k // 128 % 4 == 0
+        self.library_multiplies = (
+            has_library_scales and n % 16 == k % 16 == 0 and _has_scaled_mm(self.values.device, is_row)
+        )
+
+    def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
+        ops = triton_ops(self.values)
+        if ops is None or len(x) == 1 or not self.suits_gemm:
+            return super().linear(layer, x, bias, split_k, out)
+        if not isinstance(x, ops.QuantizedRows):
+            if len(x) <= MAX_GEMM_ROWS or split_k > 1:
+                return self._gemm(ops, x, bias, split_k, out, quantize=True)
+            x = ops.quantize_rows(x, self.group)
+        if not self.library_multiplies or x.dtype != torch.bfloat16:
+            return self._gemm(ops, x, bias, 1, out)
+        return self._scaled_mm(x, bias, out)
+
+    def _scaled_mm(self, x, bias: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
+        y = torch._scaled_mm(
+            x.values,
+            self.values.t(),
+            scale_a=x.scales,
+            scale_b=self.scales.t(),
+            out_dtype=x.dtype,
+            use_fast_accum=self.block.rows == 1,  # blocks are added up in float32
+        )[: len(x)]
+        if bias is not None:
+            y += bias
+        return y if out is None else out[0].copy_(y)
+
+    def choose_split_k(self, layer: LinearBase, x: Any, bias, max_split_k: int) -> int:
+        ops = triton_ops(self.values)
+        if ops is None or bias is not None or not (self.suits_gemm and 1 < len(x) <= MAX_SPLIT_K_ROWS):
+            return 1
+        return ops.choose_scaled_split_k(len(x), len(self.values), self.values.device, max_split_k)
+
+    def add_rms_norm(self, norm: RMSNorm, x: PartialSum, residual: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
+        """The norm of many rows quantizes them, unless it also adds up the parts of several ranks."""
+        ops = triton_ops(self.values)
+        if ops is None or len(x) <= MAX_GEMM_ROWS or type(x) is not PartialSum or not self.suits_gemm:
+            return norm.add_rms_norm(x, residual)
+        parts, split_k = (x.parts, x.split_k) if residual is not None else (x.reduce(), 1)
+        rows = ops.rms_norm_quantize(parts, norm.weight, norm.eps, residual, split_k, self.group)
+        return rows, parts if residual is None else residual
+
+
+class FP8SiluAndMul(SiluAndMul):
+    """The activation before a layer with FP8 weights, for which it quantizes many rows."""
+
+    def __init__(self, consumer: FP8Linear):
+        super().__init__()
+        self.consumer = consumer
+
+    def forward(self, x: torch.Tensor) -> Any:
+        ops = triton_ops(x)
+        if ops is None or len(x) <= MAX_SPLIT_K_ROWS or not self.consumer.suits_gemm:
+            return super().forward(x)
+        return ops.silu_and_mul_quantize(x, self.consumer.group)
+
+
+@cache
+def _has_scaled_mm(device: torch.device, is_row: bool) -> bool:
+    """Whether the library multiplies e4m3 with a scale for each row, or each block: it depends on its CUDA version."""
+    if device.type != "cuda":
+        return False
+    size = 512
+    x = torch.zeros(16, size, device=device, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    w = torch.zeros(size, size, device=device, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    x_scales = torch.ones(1 if is_row else size // 128, 16, device=device).t()
+    w_scales = torch.ones(size if is_row else size // 128, 1 if is_row else size // 128, device=device)
+    try:
+        torch._scaled_mm(x, w.t(), scale_a=x_scales, scale_b=w_scales.t(), out_dtype=torch.bfloat16)
+    except (RuntimeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,93 @@
+"""Which layers of a model are quantized, and how: from the names that a checkpoint gives them."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.kernels import triton_ops
+from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.moe import Experts, MoE
+from nanovllm.quantization.fp8_linear import FP8Linear, FP8SiluAndMul
+from nanovllm.quantization.scaled import Scaling
+from nanovllm.quantization.scaled_experts import FP8Experts, ScaledExperts
+from nanovllm.quantization.scaled_linear import ScaledLinear
+from nanovllm.utils.loader import parameter
+
+ALL = "Linear"  # a target: every linear layer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What quantizes the linear layers of a model.
+
+    groups: (patterns of names, scaling): a layer has the scaling of the first group with a pattern that matches.
+    ignore: patterns of names of layers that are not quantized.
+    A pattern is "Linear"; a module's name in the checkpoint, or its end, or that of a module around it; or "re:" and a
+    regular expression that matches the beginning of a name. Embeddings, the output head and routers are never
+    quantized.
+    """
+
+    name: str  # as the setting `quantization` says it
+    groups: tuple[tuple[tuple[str, ...], Scaling], ...]
+    ignore: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()  # of the checkpoint's tensors, as safetensors names them
+    # scales of activations: each row is quantized by its own largest value, which is at least as accurate
+    unused_tensors: tuple[str, ...] = (".input_scale", ".activation_scale")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values of all groups."""
+        return self.groups[0][1].dtype
+
+    def scaling_of(self, module: str) -> Scaling | None:
+        """Of a module by its name in the checkpoint."""
+        if any(_matches(pattern, module) for pattern in self.ignore):
+            return None
+        return next((s for targets, s in self.groups if any(_matches(p, module) for p in targets)), None)
+
+    def prepare(self, model: nn.Module, device: torch.device) -> None:
+        """Give each linear layer of `model` its format, and allocate its weights on `device`."""
+        ops = triton_ops(torch.empty(0, device=device))
+        has_units = ops is not None and ops.has_fp8_units(device) and self.dtype == torch.float8_e4m3fn
+        make_linear, make_experts = (FP8Linear, FP8Experts) if has_units else (ScaledLinear, ScaledExperts)
+        routers = {module.gate for module in model.modules() if isinstance(module, MoE)}
+        for path, module in model.named_modules():
+            if isinstance(module, Experts):
+                names = [f"{path}.{name.rsplit('.', 1)[0]}" for name in module.tensors_of_experts()]
+                self._prepare(path, module, names, make_experts, model.config.dtype, device)
+            elif isinstance(module, LinearBase):
+                names = [] if module in routers else _checkpoint_names(path, model.packed_modules_mapping)
+                self._prepare(path, module, names, make_linear, model.config.dtype, device)
+        for module in model.modules():  # an activation quantizes many rows for the layer after it
+            if isinstance(getattr(getattr(module, "down_proj", None), "format", None), FP8Linear):
+                module.act_fn = FP8SiluAndMul(module.down_proj.format)
+
+    def _prepare(
+        self, path: str, module: Any, names: list[str], make: Callable, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        scalings = {self.scaling_of(name) for name in names} or {None}
+        if len(scalings) > 1:
+            raise ValueError(f"{path}: its parts {', '.join(names[:3])}, ... are quantized in different ways")
+        with torch.device(device):
+            if (scaling := scalings.pop()) is not None:
+                module.format = make(module, scaling)
+            for name, p in [*module.named_parameters(recurse=False)]:
+                if p.is_meta:  # a bias, or a weight that is not quantized
+                    setattr(module, name, parameter(tuple(p.shape), p.weight_loader.func, dtype))
+
+
+def _checkpoint_names(path: str, packed_modules_mapping: dict) -> list[str]:
+    """The checkpoint's modules that the model's module at `path` holds."""
+    parent, _, own = path.rpartition(".")
+    parts = [name for name, (merged, _) in packed_modules_mapping.items() if merged == own] or [own]
+    return [f"{parent}.{name}" for name in parts]
+
+
+def _matches(pattern: str, module: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    return pattern == ALL or f".{module}".endswith(f".{pattern}") or module.startswith(f"{pattern}.")

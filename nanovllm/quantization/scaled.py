@@ -1,0 +1,153 @@
+"""Weights as 8-bit values times scales that blocks of them share: how they are stored, loaded and made.
+
+A matrix [N, K] has values [N, K] and float32 scales [N / rows, K / columns], each for a block of rows x columns.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from nanovllm.layers.linear import Shard
+from nanovllm.utils.loader import check_shape, parameter
+
+MIN_BLOCK_COLUMNS = 32  # the least that tensor cores multiply in FP8, and so do our matrix products
+CHUNK_ROWS = 2048  # are quantized at a time, as float32 takes four times the memory of the result
+SAFETENSORS_NAMES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}
+
+
+class Block(NamedTuple):
+    """The part of a matrix that shares a scale."""
+
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A format of a checkpoint's weights, or one that they are given while they are loaded."""
+
+    dtype: torch.dtype  # of the values: float8_e4m3fn or int8
+    max_value: float  # what the largest value of a block becomes
+    block_rows: int | None  # that share a scale in the checkpoint; None: all
+    block_columns: int | None
+    scale_name: str | None = None  # the end of the name of the checkpoint's scales; None: it is not quantized yet
+
+    def block_of(self, shape: tuple[int, int]) -> Block:
+        """The block of a whole weight of the checkpoint."""
+        return Block(self.block_rows or shape[0], self.block_columns or shape[1])
+
+    def local_block(self, shards: list[Shard], columns: int) -> Block:
+        """The largest block, of powers of two, that no border of a shard cuts, for this rank's part of some weights.
+
+        So ranks may cut a block of the checkpoint, whose scale then belongs to several smaller ones.
+        """
+        if self.block_columns is not None:
+            columns = _power_of_two(self.block_columns, columns)
+        if self.block_rows is None:  # weights that share a layer have different scales
+            return Block(1, columns)
+        return Block(_power_of_two(self.block_rows, *(len(range(s.shape[0])[s.rows]) for s in shards)), columns)
+
+    def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values [N, K], and scales [N / rows, K / columns] rounded up; the last blocks may be smaller."""
+        rows, columns = self.block_of(tuple(weight.shape))
+        parts = [self._quantize(chunk, rows, columns) for chunk in weight.split(-(-CHUNK_ROWS // rows) * rows)]
+        values, scales = zip(*parts)
+        return torch.cat([chunk.view(torch.int8) for chunk in values]).view(self.dtype), torch.cat(scales)
+
+    def _quantize(self, weight: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        n, k = weight.shape
+        padded = nn.functional.pad(weight.float(), (0, -k % columns, 0, -n % rows))
+        blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # [n / rows, rows, k / columns, columns]
+        scales = blocks.abs().amax((1, 3)) / self.max_value
+        # zeros need no scale; and a scale must not be so small that its inverse is infinite
+        values = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None, :, None]
+        if not self.dtype.is_floating_point:
+            values = values.round()
+        limits = -self.max_value, self.max_value
+        return values.clamp(*limits).to(self.dtype).flatten(2, 3).flatten(0, 1)[:n, :k], scales
+
+
+def _power_of_two(*sizes: int) -> int:
+    """The largest one that divides all."""
+    divisor = math.gcd(*sizes)
+    return divisor & -divisor
+
+
+def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[..., N, K] in `dtype`, of values [..., N, K] and scales [..., N / rows, K / columns]."""
+    rows, columns = (a // b for a, b in zip(values.shape[-2:], scales.shape[-2:]))
+    blocks = values.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows)).float()
+    return (blocks * scales[..., :, None, :, None]).to(dtype).flatten(-2, -1).flatten(-3, -2)
+
+
+class ScaledWeight:
+    """Values [..., N, K] and scales [..., N / rows, K / columns] of a layer, as parameters that load themselves.
+
+    Scales that the checkpoint does not have are no parameter.
+
+    `select` tells for the arguments of a `weight_loader` which shard of a checkpoint's weight it is given, and the
+    index of the matrix that the shard belongs to, () if there is only one; None if it belongs to another rank.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        scaling: Scaling,
+        block: Block,
+        select: Callable[..., tuple[Shard, tuple[int, ...]] | None],
+    ):
+        *stack, n, k = shape
+        self.scaling, self.block, self.select = scaling, block, select
+        self.values = parameter(shape, self._load_values, scaling.dtype)
+        shape = (*stack, n // block.rows, k // block.columns)
+        if scaling.scale_name is None:  # a loader would refer to its parameter, and the runner deletes those of a layer
+            self.scales = torch.empty(shape, dtype=torch.float32)
+        else:
+            self.scales = parameter(shape, self._load_scales, torch.float32)
+
+    def _load_values(self, values: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
+        """A shard of a checkpoint's values, or of a weight that is quantized now; returns what tells NaN."""
+        if (selected := self.select(*arguments)) is None:
+            return None
+        shard, index = selected
+        if callable(weight) or self.scaling.scale_name is None:
+            return self.quantize_shard(check_shape(weight, shard.shape)[...], shard, index)
+        found, needed = weight.get_dtype(), SAFETENSORS_NAMES[self.scaling.dtype]
+        if found != needed:
+            raise ValueError(f"the checkpoint has dtype {found}, its quantization_config needs {needed}")
+        return _nan_of(shard.copy(values[index], weight))
+
+    def quantize_shard(self, weight: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:
+        """Of a whole weight, as blocks may be larger than a rank's part; returns the scales."""
+        values, scales = self.scaling.quantize(weight)
+        shard.copy(self.values[index], values)
+        return self._copy_scales(scales, shard, index)
+
+    def _load_scales(self, scales: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
+        if callable(weight) or (selected := self.select(*arguments)) is None:
+            return None  # random weights are quantized, which makes their scales
+        return self._copy_scales(weight[...], *selected)
+
+    def _copy_scales(self, scales: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:
+        """From the scales of a whole weight [N / rows, K / columns] of the checkpoint's blocks."""
+        (n, k), block = shard.shape, self.scaling.block_of(shard.shape)
+        needed = -(-n // block.rows), -(-k // block.columns)
+        if scales.numel() != needed[0] * needed[1]:
+            raise ValueError(f"the checkpoint has scales of shape {list(scales.shape)}, the model needs {list(needed)}")
+        own_rows, own_columns = range(n)[shard.rows], range(k)[shard.columns]
+        rows = [row // block.rows for row in own_rows[:: self.block.rows]]
+        columns = [column // block.columns for column in own_columns[:: self.block.columns]]
+        target = self.scales[index].narrow(0, shard.first_row // self.block.rows, len(rows))
+        return target.copy_(scales.reshape(needed)[rows][:, columns])
+
+
+def _nan_of(values: torch.Tensor) -> torch.Tensor:
+    """A tensor with one element, which is NaN if a value is; PyTorch has no `aminmax` of float8."""
+    if values.dtype == torch.int8:
+        return torch.zeros(1, device=values.device)
+    has_nan = (values.view(torch.uint8) & 0x7F).amax() == 0x7F
+    return torch.where(has_nan, torch.nan, 0.0).reshape(1)

@@ -1,0 +1,82 @@
+"""Mixtures of experts with 8-bit weights."""
+
+from types import ModuleType
+
+import torch
+
+from nanovllm.layers.linear import Shard
+from nanovllm.layers.moe import DOWN, GATE, UP, Experts, ExpertsFormat
+from nanovllm.quantization.scaled import MIN_BLOCK_COLUMNS, Block, ScaledWeight, Scaling, dequantize
+from nanovllm.utils.loader import check_shape
+
+
+class ScaledExperts(ExpertsFormat):
+    """Weights that are read as 8-bit values, and multiplied in the dtype of the activations (W8A16)."""
+
+    quantizes_activations = False
+
+    def __init__(self, experts: Experts, scaling: Scaling):
+        suffix = None if scaling.scale_name is None else scaling.scale_name.removeprefix("weight")
+        self.suffixes = {"weight": ""} if suffix is None else {"weight": "", scaling.scale_name: suffix}
+        self.weights: dict[str, ScaledWeight] = {}
+        for name, shard_ids in (("gate_up_proj", (GATE, UP)), ("down_proj", (DOWN,))):
+            shape = tuple(getattr(experts, name).shape)
+            block = scaling.local_block([experts.shard(shard_id) for shard_id in shard_ids], shape[2])
+            weight = StackedWeight(shape, scaling, block, experts, shard_ids)
+            self.weights[name] = weight
+            setattr(experts, name, weight.values)
+            if suffix is not None:
+                setattr(experts, name + suffix, weight.scales)
+            if weight.values.is_cuda and block.columns < MIN_BLOCK_COLUMNS:
+                raise ValueError(
+                    f"{name}: its scales are for {block.columns} inputs each on this rank: on CUDA it must be at least "
+                    f"{MIN_BLOCK_COLUMNS}; expert_parallel=True divides no expert"
+                )
+
+    def weight(self, experts: Experts, name: str, index: int, dtype: torch.dtype) -> torch.Tensor:
+        weight = self.weights[name]
+        return dequantize(weight.values[index], weight.scales[index], dtype)
+
+    def gemv(self, ops: ModuleType, experts: Experts, x: torch.Tensor, routing, **options) -> torch.Tensor:
+        return ops.scaled_moe_gemv(x, routing, *self._stacks(), experts.first_expert, **options)
+
+    def gemm(self, ops: ModuleType, experts: Experts, x: torch.Tensor, routing) -> torch.Tensor:
+        return ops.scaled_moe_gemm(x, routing, *self._stacks(), experts.first_expert, self.quantizes_activations)
+
+    def _stacks(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Values and scales of gate_up and down."""
+        return [(weight.values, weight.scales) for weight in self.weights.values()]
+
+
+class FP8Experts(ScaledExperts):
+    """On GPUs that multiply FP8: products of more than a few tokens quantize the activations too (W8A8)."""
+
+    quantizes_activations = True
+
+
+class StackedWeight(ScaledWeight):
+    """One of the two weights of all experts of a rank."""
+
+    def __init__(self, shape: tuple[int, ...], scaling: Scaling, block: Block, experts: Experts, shard_ids: tuple):
+        self.first_expert, self.num_local = experts.first_expert, experts.num_local
+        self.num_experts = experts.num_experts
+        self.shards = {shard_id: experts.shard(shard_id) for shard_id in shard_ids}
+        super().__init__(shape, scaling, block, self._select)
+
+    def _select(self, expert: int, shard_id: int) -> tuple[Shard, tuple[int, ...]] | None:
+        index = expert - self.first_expert
+        return (self.shards[shard_id], (index,)) if 0 <= index < self.num_local else None
+
+    def _load_values(self, values: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
+        """One expert's, or with no arguments those of all experts, which are not quantized yet."""
+        if arguments:
+            return super()._load_values(values, weight, *arguments)
+        if not callable(weight) and self.scaling.scale_name is not None:
+            raise ValueError("quantized experts in one tensor are not supported: each needs tensors of its own")
+        sizes = [shard.shape[0] for shard in self.shards.values()]
+        weight = check_shape(weight, (self.num_experts, sum(sizes), next(iter(self.shards.values())).shape[1]))
+        for index in range(self.num_local):
+            of_expert = weight[self.first_expert + index]
+            for shard, part in zip(self.shards.values(), of_expert.split(sizes)):
+                self.quantize_shard(part, shard, (index,))
+        return self.scales.data

@@ -1,0 +1,680 @@
+"""Weights of 8 bits: the same answers as transformers with the dequantized weights, and what is refused."""
+
+import json
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import DEVICE, TINY, assert_close, each_dtype_or_half, generate_by_steps, randn
+from safetensors.torch import load_file, save_file
+from test_models import SMALL, assert_same_as_transformers, edit, logits_of_rank, make_checkpoint, reference_model
+from test_models import requests as model_requests
+
+from nanovllm import SamplingParams
+from nanovllm.config import Config
+from nanovllm.layers.attention_backends import SDPABackend
+from nanovllm.model_config import ModelConfig
+from nanovllm.models import model_class
+from nanovllm.quantization.fp8 import e4m3_scaling
+from nanovllm.quantization.int8 import plan_on_load as int8_plan
+from nanovllm.quantization.scaled import dequantize
+from nanovllm.utils.loader import load_model
+from nanovllm.utils.tensor_parallel import TensorParallel
+
+ops = pytest.importorskip("nanovllm.kernels.ops")
+E4M3 = torch.float8_e4m3fn
+BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def compressed_tensors(strategy: str, dynamic: bool = True, **entries) -> dict:
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": strategy}
+    inputs = weights | {"dynamic": dynamic, "strategy": "token" if dynamic else "tensor"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    config = {"quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed"}
+    return config | {"config_groups": {"group_0": group}, "ignore": ["lm_head"]} | entries
+
+
+# what is written in config.json, and what quantizes a weight: rows and columns of a block, and the name of its scales
+FORMATS = {
+    "block": (BLOCK, (128, 128, "weight_scale_inv")),
+    "small-blocks": (BLOCK | {"weight_block_size": [32, 16]}, (32, 16, "weight_scale_inv")),
+    "tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, (None, None, "weight_scale")),
+    "ct-channel": (compressed_tensors("channel"), (1, None, "weight_scale")),
+    "ct-tensor": (compressed_tensors("tensor", dynamic=False), (None, None, "weight_scale")),
+}
+
+
+def is_linear(name: str) -> bool:
+    return name.endswith("_proj.weight")
+
+
+def write_quantized(source: str, folder: Path, format_name: str, skip=lambda name: False, **entries) -> tuple[str, str]:
+    """Folders with the checkpoint in `source` quantized, and with the dequantized weights in float32."""
+    config, scaling = FORMATS[format_name]
+    scaling = e4m3_scaling(*scaling)
+    quantized, plain = {}, {}
+    tensors = load_file(Path(source) / "model.safetensors")
+    for name, weight in split_experts(tensors).items():
+        if not is_linear(name) or skip(name):
+            quantized[name] = plain[name] = weight.float().contiguous()
+            continue
+        values, scales = scaling.quantize(weight.float())
+        assert values.dtype == E4M3 and values.shape == weight.shape
+        quantized[name] = values
+        shape = scales.shape if scaling.block_rows else ()
+        quantized[name.replace("weight", scaling.scale_name)] = scales.reshape(shape).clone()
+        if config.get("activation_scheme") == "static" or "static" in format_name:
+            quantized[name.replace("weight", "input_scale")] = torch.tensor(0.5)
+        plain[name] = dequantized(values, scales, scaling)
+    folders = []
+    for kind, content in ("quantized", quantized), ("plain", plain):
+        (target := folder / kind).mkdir(parents=True)
+        for file in Path(source).glob("*.json"):
+            shutil.copy(file, target)
+        save_file(content, target / "model.safetensors", metadata={"format": "pt"})
+        folders.append(str(target))
+    edit(folders[0], quantization_config=config | entries)
+    return tuple(folders)
+
+
+def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With a tensor for each expert and projection, as published checkpoints have them."""
+    each = {}
+    for name, tensor in tensors.items():
+        path, _, kind = name.rpartition(".")
+        if kind not in ("gate_up_proj", "down_proj"):
+            each[name] = tensor
+            continue
+        for i, expert in enumerate(tensor):
+            parts = zip(("gate", "up"), expert.chunk(2)) if kind == "gate_up_proj" else [("down", expert)]
+            each |= {f"{path}.{i}.{part}_proj.weight": weight.clone() for part, weight in parts}
+    return each
+
+
+def dequantized(values: torch.Tensor, scales: torch.Tensor, scaling) -> torch.Tensor:
+    """Independent of the shapes' divisibility."""
+    block = scaling.block_of(tuple(values.shape))
+    n, k = values.shape
+    grown = scales.repeat_interleave(block.rows, 0)[:n].repeat_interleave(block.columns, 1)[:, :k]
+    return (values.float() * grown).contiguous()
+
+
+# -- the numbers themselves --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (300, 200), (1, 5), (2500, 40)])
+@pytest.mark.parametrize("block", [(128, 128), (1, None), (None, None), (3, 7)])
+@pytest.mark.parametrize("make", [e4m3_scaling, lambda *block: int8_plan().groups[0][1]], ids=["fp8", "int8"])
+def test_quantize(shape, block, make):
+    torch.manual_seed(0)
+    weight = torch.randn(shape) * torch.rand(shape[0], 1)
+    weight[0, : shape[1] // 2] = 0
+    scaling = make(*block)
+    values, scales = scaling.quantize(weight)
+    error = (dequantized(values, scales, scaling) - weight).abs()
+    largest = scales.repeat_interleave(scaling.block_of(shape).rows, 0)[: shape[0]].amax(1, keepdim=True)
+    if scaling.dtype == torch.int8:
+        assert (error <= largest * 0.5001).all()
+    else:  # three bits after the first, and 2^-9 as the smallest number
+        assert (error <= weight.abs() / 16 * 1.0001 + largest * 2**-10 * 1.0001).all()
+    assert not values[0, : shape[1] // 2].float().any()
+
+
+def test_dequantize():
+    values, scales = torch.randn(3, 8, 12).to(E4M3), torch.rand(3, 4, 2)
+    expected = values.float() * scales.repeat_interleave(2, 1).repeat_interleave(6, 2)
+    assert torch.equal(dequantize(values, scales, torch.float32), expected)
+    assert torch.equal(dequantize(values[1], scales[1], torch.float16), expected[1].half())
+
+
+# -- whole models ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, format_name",
+    [
+        ("qwen3", "block"),
+        ("llama-biases", "small-blocks"),
+        ("qwen2", "ct-channel"),
+        ("mistral", "ct-tensor"),
+        ("qwen3-biases", "tensor"),
+        ("qwen3-moe", "block"),
+        ("qwen3-moe-dense-layer", "ct-channel"),
+        ("qwen3-moe-step", "small-blocks"),
+    ],
+)
+def test_parity(make_llm, tmp_path, name, format_name):
+    folder, plain = write_quantized(make_checkpoint(tmp_path, name), tmp_path, format_name)
+    llm = make_llm(folder, **SMALL)
+    formats = {type(module.format).__name__ for module in llm.model_runner.model.modules() if hasattr(module, "format")}
+    moe = name.startswith("qwen3-moe")
+    assert (
+        formats >= {"ScaledExperts"} if moe else {type(m).__name__ for m in formats} and "WeightFormat" not in formats
+    )
+    assert_same_as_transformers(plain, generate_by_steps(llm, model_requests()))
+
+
+def test_parity_of_the_bundled_model(make_llm, tmp_path):
+    """Blocks of 128 x 128, of which a weight has several."""
+    folder, plain = write_quantized(TINY, tmp_path, "block")
+    assert_same_as_transformers(plain, generate_by_steps(make_llm(folder, max_num_batched_tokens=64), model_requests()))
+
+
+@pytest.mark.parametrize(
+    "name, format_name, size, settings",
+    [
+        ("qwen3", "block", 2, {}),
+        ("llama-3.1", "small-blocks", 4, {}),
+        ("llama-3.2", "ct-channel", 4, {}),
+        ("mistral", "ct-tensor", 2, {}),
+        ("qwen3-moe", "block", 2, {}),
+        ("qwen3-moe", "ct-channel", 4, {}),
+        ("qwen3-moe", "block", 4, {"expert_parallel": True}),
+    ],
+)
+def test_ranks(tmp_path, name, format_name, size, settings):
+    """Borders of ranks cut blocks; each rank has the scales of its own part."""
+    folder, plain = write_quantized(make_checkpoint(tmp_path, name), tmp_path, format_name)
+    (prompt, _), *_ = model_requests()
+    expected = reference_model(plain)(torch.tensor([prompt])).logits[0]
+    with ThreadPoolExecutor(size) as pool:
+        arguments = size, folder, tmp_path, prompt
+        for logits in pool.map(lambda rank: logits_of_rank(rank, *arguments, **settings), range(size)):
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_engine_of_two_ranks(make_llm, tmp_path):
+    folder, plain = write_quantized(make_checkpoint(tmp_path, "qwen3-moe"), tmp_path, "block")
+    outputs = generate_by_steps(make_llm(folder, tensor_parallel_size=2, **SMALL), model_requests())
+    assert_same_as_transformers(plain, outputs)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")
+@pytest.mark.parametrize("name, format_name", [("llama-biases", "small-blocks")])
+def test_parity_on_kernels(monkeypatch, make_llm, tmp_path, name, format_name):
+    """Without FP8 units: chunks, several decodes, and a single one."""
+    for module in ("fusion", "layernorm", "linear", "partial_sum"):
+        monkeypatch.setattr(f"nanovllm.layers.{module}.triton_ops", lambda x: ops)
+    monkeypatch.setattr("nanovllm.quantization.scaled_linear.triton_ops", lambda x: ops)
+    monkeypatch.setattr("nanovllm.quantization.scaled_linear.MAX_GEMM_ROWS", 8)
+    folder, plain = write_quantized(make_checkpoint(tmp_path, name), tmp_path, format_name)
+    llm = make_llm(folder, num_kvcache_blocks=16, **SMALL)
+    assert_same_as_transformers(
+        plain, generate_by_steps(llm, [(p[:20], replace(q, max_tokens=2)) for p, q in model_requests()[:3]])
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")
+@pytest.mark.parametrize(
+    "name, format_name", [("llama-biases", "block"), ("qwen3", "ct-channel"), ("qwen3-moe", "ct-channel")]
+)
+def test_fp8_units(monkeypatch, make_llm, tmp_path, name, format_name):
+    """Activations are quantized: by the norm and the activation in chunks, by the product in decodes of several."""
+    for module in ("fusion", "layernorm", "linear", "partial_sum", "activation", "moe"):
+        monkeypatch.setattr(f"nanovllm.layers.{module}.triton_ops", lambda x: ops)
+    for module in ("scaled_linear", "fp8_linear", "plan"):
+        monkeypatch.setattr(f"nanovllm.quantization.{module}.triton_ops", lambda x: ops)
+    monkeypatch.setattr(ops, "has_fp8_units", lambda device: True)
+    monkeypatch.setattr("nanovllm.quantization.fp8_linear.MAX_GEMM_ROWS", 8)
+    monkeypatch.setattr("nanovllm.quantization.fp8_linear.MAX_SPLIT_K_ROWS", 12)
+    monkeypatch.setattr("nanovllm.kernels.scaled_moe_gemv.GATE_UP_TILE", (32, 64, 4))
+    monkeypatch.setattr("nanovllm.kernels.scaled_moe_gemv.DOWN_TILE", (32, 64, 1))
+    called = set()
+    kernels = {"scaled_gemv", "scaled_gemm", "quantize_rows", "rms_norm_quantize"}
+    kernels |= {"scaled_moe_gemv", "scaled_moe_gemm"} if name == "qwen3-moe" else {"silu_and_mul_quantize"}
+    for kernel in kernels:
+        call = getattr(ops, kernel)
+        monkeypatch.setattr(ops, kernel, lambda *a, kernel=kernel, call=call, **k: called.add(kernel) or call(*a, **k))
+    folder, plain = write_quantized(make_checkpoint(tmp_path, name), tmp_path, format_name)
+    llm = make_llm(folder, num_kvcache_blocks=16, **SMALL)
+    lengths = [4, 2, 2, 2]
+    requests = [(p[:20], replace(q, max_tokens=n)) for (p, q), n in zip(model_requests(), lengths)]
+    outputs = generate_by_steps(llm, requests)
+    assert called == kernels
+    assert_near_transformers(plain, outputs)
+
+
+def assert_near_transformers(plain: str, outputs: list, tolerance: float = 0.5) -> None:
+    """Log-probabilities of the answers, up to what quantized activations cost."""
+    model = reference_model(plain)
+    for output in outputs:
+        (answer,), prompt = output.outputs, output.prompt_token_ids
+        logprobs = model(torch.tensor([prompt + answer.token_ids])).logits[0, :-1].log_softmax(-1)
+        for i, ours in enumerate(answer.logprobs, len(prompt) - 1):
+            for other, logprob in ours.items():
+                assert logprob.logprob == pytest.approx(logprobs[i, other].item(), abs=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "name, format_name",
+    [("qwen3", "block"), ("llama-biases", "block"), ("mistral", "ct-channel"), ("qwen3-moe", "ct-channel")],
+)
+def test_on_gpu(make_llm, tmp_path, name, format_name, dtype, enforce_eager):
+    """Chunks, decodes of a few sequences, and at the end of one."""
+    folder, plain = write_quantized(make_checkpoint(tmp_path, name), tmp_path, format_name)
+    settings = SMALL | dict(dtype=dtype, enforce_eager=enforce_eager, gpu_memory_utilization=0.1)
+    outputs = generate_by_steps(make_llm(folder, device="cuda", **settings), model_requests())
+    assert_near_transformers(plain, outputs, 0.7)
+
+
+# -- on the fly --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+def test_on_load_is_what_a_prepared_checkpoint_gives(make_llm, tmp_path, name):
+    source = make_checkpoint(tmp_path, name)
+    folder, plain = write_quantized(source, tmp_path, "ct-channel")
+    prepared = generate_by_steps(make_llm(folder, **SMALL), model_requests())
+    (tmp_path / "each").mkdir()
+    shutil.copy(tmp_path / "config.json", tmp_path / "each")
+    shutil.copytree(source, tmp_path / "each", dirs_exist_ok=True, ignore=lambda *_: ["quantized", "plain", "each"])
+    save_file(split_experts(load_file(Path(source) / "model.safetensors")), tmp_path / "each" / "model.safetensors")
+    for model in (source, str(tmp_path / "each")):
+        on_load = generate_by_steps(make_llm(model, quantization="fp8", **SMALL), model_requests())
+        assert_same_as_transformers(plain, on_load)
+        for a, b in zip(prepared, on_load):
+            assert a["token_ids"] == b["token_ids"]
+
+
+def weights_of(folder: str, size: int, quantization: str) -> list[dict]:
+    """Values and scales of each rank, by layer."""
+    ranks = []
+    for rank in range(size):
+        config = ModelConfig.read(Path(folder), quantization)
+        model = model_class(config.model_type)(config, 64, SDPABackend(), TensorParallel(rank, size))
+        load_model(model, Path(folder), torch.device("cpu"))
+        ranks.append({name: m.format for name, m in model.named_modules() if name.endswith("_proj")})
+    return ranks
+
+
+def test_on_load_is_the_same_on_any_number_of_ranks(tmp_path):
+    """The scale of an output is that of its whole row, of which a rank of a row-parallel layer has a part."""
+    folder = make_checkpoint(tmp_path, "llama")
+    (whole,) = weights_of(folder, 1, "fp8")
+    halves = weights_of(folder, 2, "fp8")
+    for name, one in whole.items():
+        parts = [half[name] for half in halves]
+        if name.endswith(("o_proj", "down_proj")):
+            assert torch.equal(one.values.view(torch.int8), torch.cat([p.values.view(torch.int8) for p in parts], 1))
+            assert all(torch.equal(part.scales, one.scales) for part in parts), name
+        else:
+            assert sorted(torch.cat([p.scales for p in parts]).flatten().tolist()) == sorted(
+                one.scales.flatten().tolist()
+            )
+
+
+def test_layers_take_no_memory_before_their_format(tmp_path):
+    """So the device never holds the model in its own dtype."""
+    config = ModelConfig.read(Path(make_checkpoint(tmp_path, "qwen3-moe")), "fp8")
+    model = model_class(config.model_type)(config, 64, SDPABackend(), TensorParallel())
+    for name, p in model.named_parameters():
+        assert p.is_meta == ("proj" in name or ".mlp.gate." in name), name
+    load_model(model, tmp_path, torch.device("cpu"))
+    assert not any(p.is_meta for p in model.parameters())
+
+
+def test_int8_on_load(make_llm, tmp_path):
+    source = make_checkpoint(tmp_path, "qwen3-moe")
+    (tmp_path / "plain").mkdir()
+    shutil.copytree(source, tmp_path / "plain", dirs_exist_ok=True, ignore=lambda *_: ["plain"])
+    scaling = int8_plan().groups[0][1]
+    tensors = split_experts(load_file(Path(source) / "model.safetensors"))
+    linear = {name: dequantized(*scaling.quantize(w), scaling) for name, w in tensors.items() if is_linear(name)}
+    save_file(tensors | linear, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    llm = make_llm(source, quantization="int8", **SMALL)
+    assert_same_as_transformers(str(tmp_path / "plain"), generate_by_steps(llm, model_requests()))
+
+
+@pytest.mark.parametrize("settings", [{}, {"quantization": "fp8"}, {"quantization": "int8"}])
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3-moe"])
+def test_dummy_weights(make_llm, tmp_path, name, settings):
+    """Of a quantized shape, without any weight file."""
+    folder = make_checkpoint(tmp_path, name)
+    (Path(folder) / "model.safetensors").unlink()
+    if not settings:
+        edit(folder, quantization_config=BLOCK)
+    llm = make_llm(folder, load_format="dummy", **settings)
+    linear = [
+        module for module in llm.model_runner.model.modules() if hasattr(getattr(module, "format", None), "scales")
+    ]
+    assert linear and all(1e-6 < layer.format.scales.min() <= layer.format.scales.max() < 1e-2 for layer in linear)
+    (answer,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+    assert len(answer["token_ids"]) == 4
+
+
+def test_nothing_changes_without_the_setting(make_llm, tmp_path):
+    llm = make_llm(make_checkpoint(tmp_path, "qwen3-moe"))
+    model = llm.model_runner.model
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    formats = {type(module.format).__name__ for module in model.modules() if hasattr(module, "format")}
+    assert formats == {"WeightFormat", "ExpertsFormat"} and model.config.quantization is None
+
+
+# -- which layers, and what is refused ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "format_name, key, ignore, skipped",
+    [
+        ("block", "modules_to_not_convert", ["model.layers.0.self_attn.o_proj", "lm_head"], r"\.0\.self_attn\.o_proj"),
+        ("block", "modules_to_not_convert", ["down_proj"], r"down_proj"),
+        ("ct-channel", "ignore", ["lm_head", "re:.*layers.1.self_attn.[qkv]_proj"], r"\.1\.self_attn\.[qkv]_proj"),
+        ("ct-tensor", "ignore", ["re:.*mlp.*"], r"\.mlp\."),
+        ("small-blocks", "modules_to_not_convert", ["model.layers.1"], r"layers\.1\."),
+    ],
+)
+def test_ignored_layers(make_llm, tmp_path, format_name, key, ignore, skipped):
+    source = make_checkpoint(tmp_path, "qwen3")
+    skip = lambda name: re.search(skipped, name) is not None
+    folder, plain = write_quantized(source, tmp_path, format_name, skip, **{key: ignore})
+    llm = make_llm(folder, **SMALL)
+    dtypes = {name: p.dtype for name, p in llm.model_runner.model.named_parameters() if name.endswith("proj.weight")}
+    assert set(dtypes.values()) == {torch.float32, E4M3}
+    assert_same_as_transformers(plain, generate_by_steps(llm, model_requests()))
+
+
+def test_groups_of_compressed_tensors(make_llm, tmp_path):
+    """The first group whose targets match decides."""
+    config = compressed_tensors("channel")
+    other = compressed_tensors("tensor")["config_groups"]["group_0"] | {"targets": ["re:.*self_attn.*"]}
+    config["config_groups"] = {"attention": other, **config["config_groups"]}
+    folder = make_checkpoint(tmp_path, "qwen3")
+    edit(folder, quantization_config=config)
+    plan = ModelConfig.read(Path(folder)).quantization
+    assert plan.scaling_of("model.layers.0.self_attn.q_proj").block_rows is None
+    assert plan.scaling_of("model.layers.0.mlp.up_proj").block_rows == 1
+    assert plan.scaling_of("lm_head") is None
+
+
+def test_parts_of_a_layer_in_different_formats(make_llm, tmp_path):
+    folder = make_checkpoint(tmp_path, "qwen3")
+    edit(folder, quantization_config=BLOCK | {"modules_to_not_convert": ["q_proj"]})
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.qkv_proj: its parts .*q_proj.* in different ways"):
+        make_llm(folder)
+
+
+CT = compressed_tensors("channel")
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"quant_method": "gptq"}, "quant_method='gptq': must be one of 'fp8', .*quantization/__init__.py"),
+        ({"bits": 4}, "quant_method=None: must be one of"),
+        (BLOCK | {"fmt": "e5m2"}, "fmt='e5m2'"),
+        (BLOCK | {"scale_fmt": "ue8m0"}, "scale_fmt='ue8m0'"),
+        (BLOCK | {"weight_block_size": [128]}, r"weight_block_size=\[128\]: must be two positive"),
+        (BLOCK | {"activation_scheme": "none"}, "activation_scheme='none'"),
+        (CT | {"format": "pack-quantized"}, "format='pack-quantized'"),
+        (CT | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        (CT | {"config_groups": {}}, "has no config_groups"),
+        (compressed_tensors("group"), "strategy='group': must be one of 'tensor', 'channel', 'block'"),
+    ],
+)
+def test_refused_formats(tmp_path, config, message):
+    folder = make_checkpoint(tmp_path, "qwen3")
+    edit(folder, quantization_config=config)
+    with pytest.raises(ValueError, match=message) as error:
+        Config(folder, device="cpu")
+    assert "config.json: quantization_config" in str(error.value)
+
+
+def test_settings(tmp_path):
+    folder = make_checkpoint(tmp_path, "qwen3")
+    with pytest.raises(ValueError, match="quantization='awq': must be one of 'fp8', 'int8'; "):
+        Config(folder, device="cpu", quantization="awq")
+    assert Config(folder, device="cpu", quantization="int8").model_config.quantization.name == "int8"
+    edit(folder, quantization_config=BLOCK)
+    assert Config(folder, device="cpu") == Config(folder, device="cpu")
+    same = Config(folder, device="cpu", quantization="fp8").model_config
+    assert same == Config(folder, device="cpu").model_config
+    with pytest.raises(ValueError, match="quantization='int8': must be 'fp8', the checkpoint's, or left out"):
+        Config(folder, device="cpu", quantization="int8")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda t, n: t | {n: t[n].float()}, "has dtype F32, its quantization_config needs F8_E4M3"),
+        (lambda t, n: t | {n + "_scale_inv": torch.ones(3, 1)}, r"scales of shape \[3, 1\], the model needs \[1, 1\]"),
+        (lambda t, n: {k: v for k, v in t.items() if k != n + "_scale_inv"}, "1 tensors are missing: .*_scale_inv"),
+        (lambda t, n: t | {n: torch.full_like(t[n], torch.nan)}, "NaN or infinite .*: .*o_proj.weight$"),
+        (
+            lambda t, n: t | {n + "_scale_inv": torch.full((1, 1), torch.inf)},
+            "NaN or infinite .*o_proj.weight_scale_inv$",
+        ),
+        (lambda t, n: t | {n: t[n][:5].clone()}, r"has shape \[5, 128\], the model needs \[64, 128\]"),
+    ],
+)
+def test_broken_checkpoints(make_llm, tmp_path, change, message):
+    folder, _ = write_quantized(make_checkpoint(tmp_path, "qwen3"), tmp_path, "block")
+    file = Path(folder) / "model.safetensors"
+    save_file(change(load_file(file), "model.layers.1.self_attn.o_proj.weight"), file)
+    with pytest.raises(ValueError, match=message):
+        make_llm(folder)
+
+
+def test_config_is_data(tmp_path):
+    """It goes to the other ranks."""
+    import pickle
+
+    folder = make_checkpoint(tmp_path, "qwen3")
+    edit(folder, quantization_config=CT)
+    plan = ModelConfig.read(Path(folder)).quantization
+    assert pickle.loads(pickle.dumps(plan)) == plan and json.loads(json.dumps(CT)) == CT
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+def scaled(n: int, k: int, rows: int, columns: int, kind=E4M3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random values [n, k] of 8 bits, and scales of blocks."""
+    scales = (torch.rand(n // rows, k // columns) + 0.5).to(DEVICE) / (16 if kind == E4M3 else 128)
+    values = randn(n, k) * 8
+    return values.round().clamp(-127, 127).to(torch.int8) if kind == torch.int8 else values.to(E4M3), scales
+
+
+SHAPES = [(24, 96, 8, 32), (40, 72, 1, 72), (36, 384, 4, 128), (6, 40, 2, 8), (70, 272, 1, 272)]
+each_kind = pytest.mark.parametrize("kind", [E4M3, torch.int8], ids=["fp8", "int8"])
+
+
+@each_dtype_or_half
+@each_kind
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "gated, has_norm, has_residual, has_bias", [(0, 0, 0, 0), (1, 1, 1, 1), (0, 1, 0, 1), (1, 1, 0, 0)]
+)
+def test_scaled_gemv(monkeypatch, fresh_memory_is_nan, dtype, kind, shape, gated, has_norm, has_residual, has_bias):
+    monkeypatch.setattr("nanovllm.kernels.scaled_gemv.MAX_TILE_K", 256)
+    n, k, rows, columns = shape
+    n *= 1 + gated  # a border of blocks between the halves
+    values, scales = scaled(n, k, rows, columns, kind)
+    weight = dequantize(values, scales, torch.float64)
+    x, residual = randn(1, k, dtype=dtype), randn(1, k, dtype=dtype) if has_residual else None
+    norm_weight, eps = randn(k, dtype=dtype) if has_norm else None, 0.5
+    bias = randn(n, dtype=dtype) if has_bias else None
+    total = x if residual is None else x + residual
+    normed = F.rms_norm(total.double(), (k,), norm_weight.double(), eps) if has_norm else total.double()
+    expected = F.linear(normed, weight, None if bias is None else bias.double())
+    if gated:
+        expected = F.silu(expected[:, : n // 2]) * expected[:, n // 2 :]
+    y, summed = ops.scaled_gemv(x, values, scales, norm_weight, eps, residual, bool(gated), bias)
+    assert torch.equal(summed, total)
+    assert_close(y, expected, 10 * max(1.0, expected.abs().max().item()))
+
+
+def quantized_groups(x: torch.Tensor, group: int) -> torch.Tensor:
+    """What e4m3 leaves of x, where `group` inputs of a row share a scale."""
+    scaling = e4m3_scaling(1, group)
+    return dequantized(*scaling.quantize(x.float()), scaling)
+
+
+WIDE = [shape for shape in SHAPES if shape[3] >= 32]
+
+
+@each_dtype_or_half
+@pytest.mark.parametrize("way", ["int8", "a16", "a8"])
+@pytest.mark.parametrize("shape", WIDE)
+@pytest.mark.parametrize("num_rows, split_k", [(2, 1), (17, 3), (70, 2)])
+def test_scaled_gemm(fresh_memory_is_nan, dtype, way, shape, num_rows, split_k):
+    n, k, rows, columns = shape
+    values, scales = scaled(n, k, rows, columns, torch.int8 if way == "int8" else E4M3)
+    x = randn(num_rows, k, dtype=dtype)
+    x[0, :5] = 0
+    seen = quantized_groups(x, min(128, columns & -columns if columns < k else 128)) if way == "a8" else x
+    expected = seen.double() @ dequantize(values, scales, torch.float64).T
+    parts = ops.scaled_gemm(x, values, scales, split_k, quantize=way == "a8")
+    assert parts.shape == (split_k, num_rows, n)
+    if way == "a8":  # a number between two of e4m3 may round to the other one, and FP8 units add with fewer digits
+        assert (parts.double().sum(0) - expected).norm() < 0.005 * expected.norm()
+    else:
+        assert_close(parts.float().sum(0).to(dtype), expected, 10 * max(1.0, expected.abs().max().item()))
+
+
+def as_floats(rows) -> torch.Tensor:
+    """What quantized rows stand for, in float64."""
+    return dequantize(rows.values, rows.scales, torch.float64)[: len(rows)]
+
+
+@each_dtype_or_half
+@pytest.mark.parametrize("num_rows, n, group", [(1, 96, 32), (5, 384, 128), (19, 72, 72), (3, 2200, 2200)])
+def test_quantize_rows(fresh_memory_is_nan, dtype, num_rows, n, group):
+    x = randn(num_rows, n, dtype=dtype)
+    x[:1] = 0
+    rows = ops.quantize_rows(x, group)
+    assert len(rows) == num_rows and rows.dtype == dtype and len(rows.values) % 16 == 0
+    assert rows.scales.shape == (len(rows.values), n // group) and rows.scales.stride(0) == 1
+    assert len(ops.quantize_rows(x[:0], group)) == 0
+    assert_near(as_floats(rows), x.double(), group)
+
+    gated = randn(num_rows, 2 * n, dtype=dtype)
+    activated = F.silu(gated[:, :n].double()) * gated[:, n:].double()
+    assert_near(as_floats(ops.silu_and_mul_quantize(gated, group)), activated, group)
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor, group: int) -> None:
+    """Up to the rounding to e4m3, and a little for what rounds to another side."""
+    largest = expected.unflatten(1, (-1, group)).abs().amax(2, keepdim=True).expand(-1, -1, group).flatten(1)
+    assert ((actual - expected).abs() <= expected.abs() * (0.0625 + 0.002) + largest * (2**-19 + 0.0001)).all()
+
+
+@each_dtype_or_half
+@pytest.mark.parametrize("n, group", [(96, 32), (384, 128), (72, 72)])
+@pytest.mark.parametrize("split_k, has_residual", [(1, False), (1, True), (3, True)])
+def test_rms_norm_quantize(fresh_memory_is_nan, dtype, n, group, split_k, has_residual):
+    parts, weight = randn(split_k, 5, n, dtype=dtype), randn(n, dtype=dtype)
+    residual = randn(5, n, dtype=dtype) if has_residual else None
+    x = parts if split_k > 1 else parts[0]
+    expected_residual = None if residual is None else residual.clone()
+    normed = ops.rms_norm(x, weight, 0.5, expected_residual, split_k)
+    rows = ops.rms_norm_quantize(x, weight, 0.5, residual, split_k, group)
+    assert residual is None or torch.equal(residual, expected_residual)
+    assert_near(as_floats(rows), normed.double(), group)
+
+
+@each_kind
+@pytest.mark.parametrize("shape", SHAPES)
+def test_dequantize_kernel(fresh_memory_is_nan, kind, shape):
+    values, scales = scaled(*shape, kind)
+    for dtype in (torch.float16, torch.float32):
+        assert torch.equal(ops.dequantize(values, scales, dtype), dequantize(values, scales, dtype))
+
+
+@pytest.mark.parametrize("shape", WIDE)
+@pytest.mark.parametrize("group", ["block", "row"])
+def test_scaled_gemm_of_quantized_rows(fresh_memory_is_nan, shape, group):
+    n, k, rows, columns = shape
+    if group == "row":
+        columns = k
+    values, scales = scaled(n, k, rows, columns)
+    x = ops.quantize_rows(randn(20, k, dtype=torch.float16), columns)
+    expected = as_floats(x) @ dequantize(values, scales, torch.float64).T
+    y = ops.scaled_gemm(x, values, scales)[0]
+    assert (y - expected).norm() < 0.005 * expected.norm()
+
+
+def scaled_experts(num_experts: int, n: int, k: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    values, scales = scaled(num_experts * n, k, rows, columns)
+    return values.unflatten(0, (num_experts, n)), scales.unflatten(0, (num_experts, n // rows))
+
+
+def experts_reference(x, routing, gate_up, down) -> torch.Tensor:
+    """Every token through each of its experts, in float64."""
+    gate_up, down = (dequantize(*weight, torch.float64) for weight in (gate_up, down))
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for token, (weights, ids) in enumerate(zip(routing.weights.double(), routing.expert_ids)):
+        for weight, expert in zip(weights, ids.tolist()):
+            gate, up = (x[token : token + 1].double() @ gate_up[expert].T).chunk(2, -1)
+            out[token] += weight * ((F.silu(gate) * up) @ down[expert].T)[0]
+    return out
+
+
+# tokens, experts, top_k, hidden, size, and the block of both weights; None: a scale for each row
+EXPERT_SHAPES = [
+    (1, 3, 2, 64, 96, (32, 32)),
+    (3, 5, 3, 96, 64, None),
+    (4, 2, 1, 320, 32, (16, 64)),
+    (1, 4, 2, 128, 384, (16, 128)),
+]
+
+
+def expert_inputs(num_tokens, num_experts, top_k, hidden, size, block, dtype=torch.float16):
+    x = randn(num_tokens, hidden, dtype=dtype)
+    routing = ops.route(randn(1, num_tokens, num_experts), top_k, True)
+    gate_up = scaled_experts(num_experts, 2 * size, hidden, *(block or (1, hidden)))
+    down = scaled_experts(num_experts, hidden, size, *((block[0], min(block[1], 32)) if block else (1, size)))
+    return x, routing, (gate_up[0], gate_up[1] / 8), (down[0], down[1] / 8)
+
+
+@pytest.fixture
+def few_programs(monkeypatch, fresh_memory_is_nan):
+    """Larger tiles than on a GPU, as the interpreter takes long for each program."""
+    monkeypatch.setattr("nanovllm.kernels.scaled_moe_gemv.GATE_UP_TILE", (32, 128, 4))
+    monkeypatch.setattr("nanovllm.kernels.scaled_moe_gemv.DOWN_TILE", (32, 64, 1))
+
+
+@pytest.mark.parametrize("shape", EXPERT_SHAPES, ids=str)
+def test_scaled_moe_gemv(few_programs, shape):
+    x, routing, gate_up, down = expert_inputs(*shape)
+    expected = experts_reference(x, routing, gate_up, down)
+    out = torch.full_like(x, torch.nan)
+    assert ops.scaled_moe_gemv(x, routing, gate_up, down, out=out) is out
+    assert_close(out, expected, 10 * max(1.0, expected.abs().max().item()))
+    if len(x) == 1:
+        norm_weight, eps = randn(x.shape[1], dtype=x.dtype), 0.5
+        normed = F.rms_norm(x.double(), x.shape[1:], norm_weight.double(), eps)
+        expected = experts_reference(normed, routing, gate_up, down)
+        y = ops.scaled_moe_gemv(x, routing, gate_up, down, 0, norm_weight, eps)
+        assert_close(y, expected, 10 * max(1.0, expected.abs().max().item()))
+
+
+@pytest.mark.parametrize("quantize", [False, True], ids=["a16", "a8"])
+@pytest.mark.parametrize("num_tokens", [5, 30])
+@pytest.mark.parametrize("shape", EXPERT_SHAPES[:3], ids=str)
+def test_scaled_moe_gemm(fresh_memory_is_nan, shape, num_tokens, quantize):
+    x, routing, gate_up, down = expert_inputs(num_tokens, *shape[1:])
+    parts = ops.scaled_moe_gemm(x, routing, gate_up, down, 0, quantize)
+    expected = experts_reference(x, routing, gate_up, down)
+    assert parts.shape == (shape[2], *x.shape)
+    difference = (parts.double().sum(0) - expected).norm() / expected.norm()
+    assert difference < (0.06 if quantize else 0.003), difference
+
+
+def test_experts_of_other_ranks(few_programs):
+    """Experts 2 and 3 of four are here."""
+    x, routing, gate_up, down = expert_inputs(4, 4, 2, 64, 32, (32, 32))
+    local = [tuple(t[2:].contiguous() for t in weight) for weight in (gate_up, down)]
+    weights = torch.where(routing.expert_ids >= 2, routing.weights, 0.0)
+    expected = experts_reference(x, routing._replace(weights=weights), gate_up, down)
+    assert_close(ops.scaled_moe_gemv(x, routing, *local, 2), expected, 10 * max(1.0, expected.abs().max().item()))
+    parts = ops.scaled_moe_gemm(x, routing, *local, 2)
+    y = ops.sum_local_parts(parts, routing, 2, 2)
+    assert_close(y, expected, 10 * max(1.0, expected.abs().max().item()))
