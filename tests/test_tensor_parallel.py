@@ -49,19 +49,22 @@ PARAMS = [
 SMALL = dict(kvcache_block_size=16, num_kvcache_blocks=8, max_num_batched_tokens=16, max_num_seqs=4)
 LONG = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
 SOON = 10.0  # seconds
+THREADS_BEFORE: list[threading.Thread] = []  # before the test: fixtures of other files may still be open
 
 
 @pytest.fixture(autouse=True)
 def folder_of_the_test(tmp_path, monkeypatch):
     """The ranks connect in a folder of temporary files: none of theirs is left at the end."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    THREADS_BEFORE[:] = threading.enumerate()
     yield
     assert not leftovers(tmp_path)
 
 
 def leftovers(folder: Path) -> list:
     """Ranks, threads, and what has a name in the folder of temporary files or in /dev/shm."""
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith("nanovllm")]
+    new = [thread for thread in threading.enumerate() if thread not in THREADS_BEFORE]
+    threads = [thread for thread in new if thread.name.startswith("nanovllm")]
     return [*ranks_of(os.getpid()), *threads, *folder.glob("nanovllm-*"), *names_of_shared_memory("self")]
 
 
