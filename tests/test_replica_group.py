@@ -14,6 +14,8 @@ from nanovllm.engine.inbox import Inbox, OutputKind
 from nanovllm.serve import replicas
 from nanovllm.serve.engine_client import EngineDeadError
 from nanovllm.serve.replicas import group as group_module
+from nanovllm.serve.replicas import replica as replica_module
+from nanovllm.serve.replicas import slot as slot_module
 from nanovllm.serve.replicas.front import make_processor
 from nanovllm.serve.replicas.group import MAX_FAILURES, ReplicaGroup
 from nanovllm.serve.replicas.messages import Ended, Piece, Report, decode_report, decode_requests, encode_report
@@ -61,9 +63,13 @@ class LocalHandle:
             yield await read
 
     def call(self, method, *arguments):
-        result = None if self.lost.is_set() else getattr(self.replica, method)(*arguments)
+        """As with Ray, an error is that of the awaitable, which need not be awaited."""
         done = asyncio.get_running_loop().create_future()
-        done.set_result(result)
+        try:
+            done.set_result(None if self.lost.is_set() else getattr(self.replica, method)(*arguments))
+        except Exception as error:
+            done.set_exception(error)
+            done.exception()
         return done
 
     def lose(self):
@@ -74,6 +80,11 @@ class LocalHandle:
         if self.is_started:
             self.is_started = False
             self.replica.exit()
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(group_module, "RESTART_SECONDS", 0.01)
 
 
 class Front:
@@ -261,10 +272,8 @@ def test_request_that_kills_its_replicas(monkeypatch):
     asyncio.run(run())
 
 
-def test_replicas_that_do_not_start_again(monkeypatch):
+def test_replicas_that_do_not_start_again():
     """A replica is given up after MAX_FAILURES in a row; when all are, everything ends with the cause."""
-
-    monkeypatch.setattr(group_module, "RESTART_SECONDS", 0.01)
 
     async def run():
         handles = []
@@ -285,6 +294,153 @@ def test_replicas_that_do_not_start_again(monkeypatch):
             assert len(failures) == 1 and isinstance(failures[0], EngineDeadError)
             with pytest.raises(RuntimeError, match="no GPU"):
                 await front.submit(PROMPTS[:1])[0].result()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_innocents_of_a_request_that_kills_its_replicas(monkeypatch, one_engine, num_replicas):
+    """What was computed beside it is computed in the end, also by a single replica, and no replica is given up."""
+    process = replica_module.Replica._submit
+
+    def process_or_die(self, messages):
+        messages = [*messages]
+        if any(new.token_ids[0] == 7 for new in messages):
+            raise RuntimeError("poison")
+        process(self, messages)
+
+    monkeypatch.setattr(replica_module.Replica, "_submit", process_or_die)
+
+    async def run():
+        async with started(num_replicas) as (front, _):
+            requests = front.submit([*PROMPTS[:5], [7, 8, 9], *PROMPTS[5:]])
+            poison = requests.pop(5)
+            with pytest.raises(RuntimeError, match="replicas were lost while they computed it.*poison"):
+                await poison.result()
+            outputs = [await request.result() for request in requests]
+            assert len(outputs) == 10 and front.group.error is None
+            assert all(output.finish_reason in ("stop", "length") for output in outputs)
+            return [len(output.prompt_token_ids) for output in outputs]
+
+    assert asyncio.run(run()) == [len(output.prompt_token_ids) for output in one_engine(PROMPTS)]
+
+
+def test_replica_that_fails_while_it_is_idle(monkeypatch):
+    """A rank that dies then is noticed without a request, and an error of `submit` is a loss."""
+    monkeypatch.setattr(replica_module, "IDLE_CHECK_SECONDS", 0.02)
+
+    def dead():
+        raise RuntimeError("rank 1 has died")
+
+    async def run():
+        async with started() as (front, handles):
+            monkeypatch.setattr(handles[0].replica.engine.core.workers, "check", dead)
+            while front.group.slots[0].num_restarts == 0:
+                await asyncio.sleep(0.01)
+            monkeypatch.setattr(handles[1].replica, "_submit", lambda messages: dead())
+            outputs = [await request.result() for request in front.submit(PROMPTS)]
+            assert len(outputs) == 10 and len(handles) == 4
+
+    asyncio.run(run())
+
+
+def test_parameters_of_other_classes():
+    """A class that a replica can't import is no obstacle; what can't be pickled ends its own request alone."""
+
+    class MyParams(SamplingParams):
+        """Local, so that pickle can't find it."""
+
+    class MyText(str):
+        """The same."""
+
+    async def run():
+        async with started() as (front, handles):
+            own = MyParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+            bad = SamplingParams(temperature=0.0, max_tokens=4, stop=[MyText("none")])
+            requests = front.submit(PROMPTS[:3], [own, bad, PARAMS])
+            assert len((await requests[0].result()).token_ids) == 4
+            with pytest.raises(Exception, match="MyText"):
+                await requests[1].result()
+            assert await requests[2].result() and len(front.ended) == 3
+            assert len(handles) == 2 and not any(slot.num_answers for slot in front.group.slots)
+
+    asyncio.run(run())
+
+
+class BadRouter(RoundRobin):
+    def choose(self, token_ids, loads):
+        return 1 / 0 if token_ids[0] % 2 else 17
+
+    def computed(self, replica, token_ids):
+        raise RuntimeError("computed")
+
+    def forget(self, replica):
+        raise RuntimeError("forget")
+
+
+def test_router_that_fails():
+    """The least loaded replica is chosen instead, and every request has its answer."""
+
+    async def run():
+        async with started(router=BadRouter()) as (front, handles):
+            requests = front.submit([[i + 1, 2, 3] for i in range(8)])
+            assert [slot.num_answers for slot in front.group.slots] == [4, 4]
+            handles[0].lose()
+            assert len([await request.result() for request in requests]) == len(front.ended) == 8
+
+    asyncio.run(run())
+
+
+def test_restart_that_takes_too_long(monkeypatch, caplog):
+    """It counts as a failure, and the log says what the replica waits for."""
+    monkeypatch.setattr(group_module, "START_LOG_SECONDS", 0.01)
+
+    async def never(self):
+        await asyncio.sleep(100)
+
+    async def run():
+        async with started(1, restart_timeout=0.05) as (front, handles):
+            monkeypatch.setattr(LocalHandle, "start", never)
+            handles[0].lose()
+            with pytest.raises(EngineDeadError, match="did not start within 0 s"):
+                await front.submit(PROMPTS[:1])[0].result()
+
+    asyncio.run(run())
+    assert "replica 0 is not ready yet" in caplog.text
+
+
+def test_losses_that_are_far_apart(monkeypatch):
+    """A replica that has run for some minutes starts with a clean record."""
+    monkeypatch.setattr(slot_module, "STABLE_SECONDS", 0.0)
+
+    async def run():
+        async with started(1) as (front, handles):
+            for i in range(MAX_FAILURES + 1):
+                handles[-1].lose()
+                while front.group.slots[0].num_restarts == i:
+                    await asyncio.sleep(0.01)
+            assert front.group.error is None and front.group.slots[0].num_failures == 1
+
+    asyncio.run(run())
+
+
+def test_abort_while_no_replica_computes():
+    """A request that waits ends at once, and one whose replica is lost ends with what its caller has."""
+
+    async def run():
+        async with started(1, max_answers=1) as (front, handles):
+            first, second, third = front.submit(PROMPTS[:3], LONG, OutputKind.EVENTS)
+            front.group.abort(second)
+            output = await second.result()
+            assert output.finish_reason == "abort" and output.token_ids == []
+            assert [event.finish_reason for event in await second.next_events()] == ["abort"]
+            while not (events := await first.next_events()):
+                pass
+            handles[0].lost.set()  # before the replica hears of it
+            front.group.abort(first)
+            assert (await first.result()).finish_reason == "abort"
+            assert (await first.result()).token_ids[: len(events[0].token_ids)] == events[0].token_ids
+            assert (await third.result()).finish_reason == "length" and len(front.ended) == 3
 
     asyncio.run(run())
 

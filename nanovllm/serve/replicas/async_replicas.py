@@ -8,6 +8,7 @@ from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.engine_client import EngineClient
 from nanovllm.serve.replicas import actors
 from nanovllm.serve.replicas.front import make_processor
+from nanovllm.serve.replicas.group import RESTART_TIMEOUT
 from nanovllm.serve.replicas.replica_request import ReplicaRequest
 from nanovllm.serve.replicas.routing import Router
 from nanovllm.utils.checks import check_int
@@ -24,6 +25,7 @@ class AsyncReplicas(EngineClient):
         max_queued_requests: int = 1024,
         router: Router | None = None,
         actor_options: dict[str, Any] | None = None,
+        restart_timeout: float = RESTART_TIMEOUT,
         **settings: Any,
     ) -> None:
         """Arguments are those of RayLLM and AsyncLLM, with their errors. Nothing is loaded before `start`."""
@@ -32,7 +34,9 @@ class AsyncReplicas(EngineClient):
         processor = make_processor(model, settings)
         super().__init__(processor, num_replicas * processor.config.max_num_seqs + max_queued)
         self._owns_ray = actors.connect()
-        self.group = actors.make_group(model, settings, processor.config, num_replicas, router, actor_options)
+        self.group = actors.make_group(
+            model, settings, processor.config, num_replicas, router, actor_options, restart_timeout=restart_timeout
+        )
         self.group.on_failure.append(self._on_failure)
         self._group_loop: asyncio.AbstractEventLoop | None = None
 
@@ -44,7 +48,7 @@ class AsyncReplicas(EngineClient):
     def health(self) -> dict[str, Any]:
         self.check_open()
         num_ready, num_replicas = self.group.num_ready, len(self.group.slots)
-        status = "ok" if num_ready == num_replicas else "degraded"
+        status = "unavailable" if not num_ready else "ok" if num_ready == num_replicas else "degraded"
         return {"status": status, "replicas": {"ready": num_ready, "total": num_replicas}}
 
     async def stats(self) -> list[dict[str, Any] | None]:

@@ -17,6 +17,7 @@ from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.replicas import actors
 from nanovllm.serve.replicas.front import ANSWERS_PER_SEQ, make_processor
+from nanovllm.serve.replicas.group import RESTART_TIMEOUT
 from nanovllm.serve.replicas.replica_request import ReplicaRequest
 from nanovllm.serve.replicas.routing import Router
 from nanovllm.utils.checks import check_int
@@ -43,6 +44,7 @@ class RayLLM:
         num_replicas: int = 1,
         router: Router | None = None,
         actor_options: dict[str, Any] | None = None,
+        restart_timeout: float = RESTART_TIMEOUT,
         **settings: Any,
     ) -> None:
         """`settings` are those of `LLM` for each replica, with its errors; Ray chooses the devices.
@@ -50,11 +52,14 @@ class RayLLM:
         Connects to the cluster of RAY_ADDRESS, or starts Ray on this machine, unless `ray.init` was called before.
         router: decides which replica gets a request; None is a PrefixRouter.
         actor_options: options of Ray for each replica's actor, for example `{"num_cpus": 8}` for replicas on CPUs.
+        restart_timeout: seconds that a lost replica may take to run again, also to wait for a GPU or a host.
         """
         num_replicas = check_int("num_replicas", num_replicas, low=1)
         self.processor = make_processor(model, settings)
         config = self.processor.config
-        self.group = actors.make_group(model, settings, config, num_replicas, router, actor_options)
+        self.group = actors.make_group(
+            model, settings, config, num_replicas, router, actor_options, restart_timeout=restart_timeout
+        )
         self._window = ANSWERS_PER_SEQ * config.max_num_seqs * num_replicas  # requests in flight
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="nanovllm-replicas", daemon=True)

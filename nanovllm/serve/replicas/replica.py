@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from nanovllm.engine.inbox import Inbox, OutputKind
@@ -23,6 +23,7 @@ from nanovllm.serve.replicas.messages import (
 )
 
 logger = logging.getLogger("nanovllm")
+IDLE_CHECK_SECONDS = 1.0
 
 
 class Replica:
@@ -34,7 +35,7 @@ class Replica:
     """
 
     def start(self, model: str, settings: dict[str, Any]) -> dict[str, Any]:
-        """Load the model, with the errors of `LLM`. Returns the facts that the front needs."""
+        """Load the model, with the errors of `LLM`. Returns what the front needs to know of the engine."""
         self.engine = LLM(model, **settings)
         self._core = self.engine.core
         self._inboxes = {kind: Inbox(kind) for kind in OutputKind}
@@ -53,8 +54,15 @@ class Replica:
 
     def submit(self, data: bytes) -> None:
         """Queue requests that were checked by the front. An error of one is reported, and concerns no other."""
+        try:
+            self._submit(decode_requests(data))
+        except Exception as error:  # the front reads no result of this call: it learns this from `reports`
+            self._fail(error)
+            raise
+
+    def _submit(self, messages: Iterable[NewRequest]) -> None:
         requests = []
-        for new in decode_requests(data):
+        for new in messages:
             try:
                 requests.append(self._make_request(new))
             except Exception as error:
@@ -150,8 +158,9 @@ class Replica:
                             self._outputs.add(output)
                             self._changed.notify()
                 else:
-                    self._wake.wait()
+                    self._wake.wait(IDLE_CHECK_SECONDS)
                     self._wake.clear()
+                    core.check_open()  # a rank may have died meanwhile
         except BaseException as error:
             logger.exception("the engine has failed")
             self._fail(error)

@@ -5,6 +5,7 @@ from time import time
 
 from nanovllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamEvent
 from nanovllm.engine.request import CompletionRequest
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.async_request import AsyncRequest, PartialOutput
 from nanovllm.serve.replicas.messages import Ended, NewRequest, Piece
 
@@ -26,6 +27,7 @@ class ReplicaRequest(AsyncRequest):
         self.on_end = on_end
         self.replica: int | None = None  # that computes it
         self.num_failures = 0  # replicas that were lost while they computed it
+        self.is_aborted = False  # its replica was told to end it
         self.error: Exception | None = None
         self._sent_time = self.arrival_time
         self._partial = PartialOutput(self)
@@ -39,6 +41,8 @@ class ReplicaRequest(AsyncRequest):
         """The message that makes a replica compute this request. Its pieces are expected from now on."""
         self.replica, self._sent_time = replica, time()
         answers, params = self._partial.answers, self.request.params
+        if type(params) is not SamplingParams:  # a class of the caller's, which a replica may not be able to import
+            params = SamplingParams(**{name: getattr(params, name) for name in SamplingParams.__dataclass_fields__})
         starts_anew = params.logprobs is not None or params.structured_outputs is not None
         generated = [[] if starts_anew else _generated(answer) for answer in answers]
         self._num_to_skip = [(len(answer.token_ids), len(answer.text)) for answer in answers]
@@ -63,6 +67,9 @@ class ReplicaRequest(AsyncRequest):
         event = StreamEvent(
             self.request.index, i, self.request_id, text, token_ids, finish_reason, stop_reason, logprobs
         )
+        self._add(event)
+
+    def _add(self, event: StreamEvent) -> None:
         self._partial.add(event)
         self._events.append(event)
         self._wake()
@@ -84,6 +91,13 @@ class ReplicaRequest(AsyncRequest):
                 RequestMetrics(self.arrival_time, *moments),
             )
         )
+
+    def end_aborted(self) -> None:
+        """End it here, with the tokens that the caller has, as no replica computes it."""
+        for answer in [*self._partial.answers]:
+            if answer.finish_reason is None:
+                self._add(StreamEvent(self.request.index, answer.index, self.request_id, "", [], "abort", None, None))
+        self.end(Ended(self.request_id, [], 0, None, (None, None, time() - self._sent_time)))
 
     def fail(self, error: Exception) -> None:
         self.error = error

@@ -1,11 +1,13 @@
 """Which replica computes a request: plain counts and hashes, without Ray and without torch."""
 
+import logging
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from nanovllm.engine.block_manager import BlockManager
 
+logger = logging.getLogger("nanovllm")
 IMBALANCE, SLACK = 1.5, 8
 
 
@@ -26,6 +28,42 @@ class Router(Protocol):
     def forget(self, replica: int) -> None:
         """The replica was lost: its cache is empty."""
         ...
+
+
+class GuardedRouter:
+    """Another router whose errors cost no request: where it fails to choose, the least loaded replica is chosen."""
+
+    def __init__(self, router: Router):
+        self._router = router
+        self._has_failed = False  # which is logged once, as there may be thousands of requests a second
+
+    def choose(self, token_ids: list[int], loads: Sequence[int | None]) -> int:
+        chosen = self._call(self._router.choose, token_ids, loads)
+        least = min((load, i) for i, load in enumerate(loads) if load is not None)[1]
+        if chosen is None:
+            return least
+        if not isinstance(chosen, int) or not 0 <= chosen < len(loads) or loads[chosen] is None:
+            self._log("router: chose %r, which takes no request; loads=%r", chosen, loads)
+            return least
+        return chosen
+
+    def computed(self, replica: int, token_ids: list[int]) -> None:
+        self._call(self._router.computed, replica, token_ids)
+
+    def forget(self, replica: int) -> None:
+        self._call(self._router.forget, replica)
+
+    def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return method(*arguments)
+        except Exception as error:
+            self._log("router: %r", error)
+            return None
+
+    def _log(self, text: str, *arguments: Any) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            logger.warning(text + " (logged once; the least loaded replica is chosen instead)", *arguments)
 
 
 class RoundRobin:
