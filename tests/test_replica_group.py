@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -198,6 +199,70 @@ def test_streams_go_on_after_a_loss(one_engine, params):
             assert [*output.outputs[0].logprobs[4]] == [*other.outputs[0].logprobs[4]]
             assert output.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
             assert len(output.prompt_logprobs) == len(other.prompt_logprobs)
+
+
+def test_stop_strings_do_not_count_before_min_tokens_after_a_loss(one_engine):
+    """What was generated before the loss stays protected, and a stop string may begin in it."""
+
+    async def run(stop, **fields):
+        params = replace(LONG, stop=stop, **fields)
+        async with started(1) as (front, handles):
+            (request,) = front.submit(PROMPTS[:1], params, OutputKind.EVENTS)
+            output = await streamed(request, handles[0].lose)
+            assert request.num_failures == 1
+        return facts([output]), facts(one_engine(PROMPTS[:1], params))
+
+    (plain,) = one_engine(PROMPTS[:1], LONG)
+    early = plain.text[1:4]  # completed by the first tokens
+    got, expected = asyncio.run(run((early,), min_tokens=60))
+    assert got == expected and got[0][3] == "length"
+    late = plain.text[2:-20]  # begins before the loss, and ends after it
+    got, expected = asyncio.run(run((late,)))
+    assert got == expected and got[0][3] == "stop"
+
+
+def test_other_tokens_after_a_loss_are_an_error():
+    """With log-probabilities an answer is computed again: two different runs are not spliced."""
+    processor = make_processor("tiny-qwen3", SETTINGS)
+    ended = []
+    params = replace(PARAMS, logprobs=1)
+    (made,) = processor.requests(PROMPTS[:1], params, Inbox(OutputKind.EVENTS))
+    request = ReplicaRequest(made, ended.append)
+    assert request.message(0).generated == [[]]
+    request.add_piece(Piece(0, 0, "ab", [1, 2], None, None, [{1: None}, {2: None}]))
+    request.message(1)
+    request.add_piece(Piece(0, 0, "a", [1], None, None, [{1: None}]))
+    with pytest.raises(RuntimeError, match="another one has sampled other tokens"):
+        request.add_piece(Piece(0, 0, "xc", [9, 3], None, None, [{9: None}, {3: None}]))
+
+
+def test_grammars_are_compiled_beside_other_requests(monkeypatch):
+    """Plain requests do not wait; a discard and an abort that come meanwhile take effect."""
+    make_request, compiled = Replica._make_request, threading.Event()
+
+    def make_slowly(self, new):
+        if new.params.structured_outputs is not None:
+            compiled.wait(20)
+        return make_request(self, new)
+
+    monkeypatch.setattr(Replica, "_make_request", make_slowly)
+    structured = replace(LONG, structured_outputs={"regex": "[a-z ]{140,160}"}, ignore_eos=False)
+
+    async def run():
+        async with started(1) as (front, handles):
+            kept, aborted, discarded = front.submit(PROMPTS[:3], structured)
+            plain = front.submit(PROMPTS[3:])
+            await asyncio.sleep(0)
+            front.group.abort(aborted)
+            front.group.discard([discarded])
+            assert all([await request.result() for request in plain])
+            assert kept.final is None
+            compiled.set()
+            assert (await aborted.result()).finish_reason == "abort"
+            assert (await kept.result()).finish_reason in ("stop", "length")
+            assert not handles[0].replica._requests and not handles[0].replica._in_grammar_thread
+
+    asyncio.run(run())
 
 
 def test_requests_without_a_seed_are_repeatable_too():
@@ -512,6 +577,13 @@ def test_ray_is_an_extra(monkeypatch):
         _ = replicas.Surprise
 
 
+class TwoArguments(Exception):
+    """Can be pickled, but not unpickled."""
+
+    def __init__(self, text, number):
+        super().__init__(text)
+
+
 def test_messages():
     piece = Piece(3, 0, "text", [1, 2], None, None, None)
     ended = Ended(3, [], 16, None, (0.1, 0.2, 0.3))
@@ -520,6 +592,10 @@ def test_messages():
 
     class Local(Exception):
         """Can't be pickled, as it is no module's."""
+
+    report = decode_report(encode_report(Report([], [], [(1, TwoArguments("why", 3)), (2, ValueError("so"))])))
+    assert isinstance(report.errors[0][1], RuntimeError) and "why" in str(report.errors[0][1])
+    assert isinstance(report.errors[1][1], ValueError) and report.errors[1][0] == 2
 
     report = decode_report(encode_report(Report([], [], [(1, Local("why"))])))
     assert isinstance(report.errors[0][1], RuntimeError) and "why" in str(report.errors[0][1])

@@ -245,7 +245,11 @@ class ReplicaGroup:
         report = decode_report(data)
         for piece in report.pieces:
             if (request := slot.requests.get(piece.number)) is not None:
-                request.add_piece(piece)
+                try:
+                    request.add_piece(piece)
+                except RuntimeError as error:
+                    self.discard([request])
+                    self._fail(request, error)
         for ended in report.ended:
             if (request := slot.requests.get(ended.number)) is not None:
                 slot.release(request)
@@ -275,9 +279,10 @@ class ReplicaGroup:
             request.num_failures += 1
             if request.is_aborted:
                 request.end_aborted()
-                request.on_end(request)
             elif request.num_failures >= MAX_FAILURES:
-                self._fail(request, _lost_with(request, error))
+                request.fail_after_losses(error)
+            if request.has_ended:
+                request.on_end(request)
         left = [request for request in requests if not request.has_ended]
         self._suspects += [request for request in left if request.num_failures == MAX_FAILURES - 1]
         self._waiting.extendleft(request for request in reversed(left) if request.num_failures < MAX_FAILURES - 1)
@@ -308,10 +313,3 @@ def _all_lost(error: Exception) -> EngineDeadError:
     dead = EngineDeadError(f"all replicas were lost {MAX_FAILURES} times in a row; the last one by {error!r:.2000}")
     dead.__cause__ = error
     return dead
-
-
-def _lost_with(request: ReplicaRequest, error: Exception) -> Exception:
-    return RuntimeError(
-        f"request {request.request_id}: {request.num_failures} replicas were lost while they computed it; the last "
-        f"one by {error!r:.500}"
-    )

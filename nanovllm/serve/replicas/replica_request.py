@@ -3,20 +3,68 @@
 from collections.abc import Callable
 from time import time
 
-from nanovllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamEvent
+from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamEvent
 from nanovllm.engine.request import CompletionRequest
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.async_request import AsyncRequest, PartialOutput
+from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.replicas.messages import Ended, NewRequest, Piece
+
+
+class Answer:
+    """One answer as far as the front has it. Lists grow in place: what a caller gets of them is made at the end."""
+
+    def __init__(self, index: int):
+        self.index = index
+        self.texts: list[str] = []
+        self.num_characters = 0
+        self.token_ids: list[int] = []
+        self.logprobs: list[dict[int, Logprob]] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        # what a replica that has taken the request over has still to send again
+        self.num_tokens_again = self.num_characters_again = 0
+
+    def skip(self, piece: Piece) -> Piece:
+        """The part of a piece that is new. RuntimeError if the new replica has sampled other tokens."""
+        num_tokens = min(self.num_tokens_again, len(piece.token_ids))
+        num_characters = min(self.num_characters_again, len(piece.text))
+        if not (num_tokens or num_characters):
+            return piece
+        start = len(self.token_ids) - self.num_tokens_again
+        if piece.token_ids[:num_tokens] != self.token_ids[start : start + num_tokens]:
+            raise RuntimeError("its replica was lost, and another one has sampled other tokens than those delivered")
+        self.num_tokens_again -= num_tokens
+        self.num_characters_again -= num_characters
+        return piece._replace(
+            text=piece.text[num_characters:],
+            token_ids=piece.token_ids[num_tokens:],
+            logprobs=None if piece.logprobs is None else piece.logprobs[num_tokens:],
+        )
+
+    def add(self, piece: Piece) -> None:
+        self.texts.append(piece.text)
+        self.num_characters += len(piece.text)
+        self.token_ids += piece.token_ids
+        self.logprobs += piece.logprobs or ()
+        self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+
+    def output(self, has_logprobs: bool) -> CompletionOutput:
+        logprobs, total = None, None
+        if has_logprobs:
+            logprobs = self.logprobs
+            total = sum(found[token_id].logprob for token_id, found in zip(self.token_ids, logprobs))
+        text = "".join(self.texts)
+        return CompletionOutput(self.index, text, self.token_ids, total, logprobs, self.finish_reason, self.stop_reason)
 
 
 class ReplicaRequest(AsyncRequest):
     """A request that another process computes. If that process is lost, another replica takes the request over.
 
     The caller gets every piece once. The new replica continues after the tokens that the caller has; a request with
-    log-probabilities or structured outputs is computed again from the start. In both cases the replica sends the answer
-    from its beginning, and what the caller has is skipped here. As the noise depends on the request alone, the tokens
-    are those that one engine would have given, up to rounding.
+    log-probabilities is computed again from the start. In both cases the replica sends the answer from its beginning,
+    and what the caller has is skipped here. As the noise depends on the request alone, the tokens are those that one
+    engine would have given, up to rounding. If rounding has led to other tokens than those delivered, which only
+    log-probabilities make possible, the request ends with an error.
     """
 
     num_cached_tokens = 0  # of the prompt, found in the prefix cache of the replica; 0 until the request has ended
@@ -30,8 +78,8 @@ class ReplicaRequest(AsyncRequest):
         self.is_aborted = False  # its replica was told to end it
         self.error: Exception | None = None
         self._sent_time = self.arrival_time
-        self._partial = PartialOutput(self)
-        self._num_to_skip = [(0, 0)] * self.num_answers  # tokens and characters that will be received again
+        self._first_piece_time: float | None = None
+        self._answers = [Answer(i) for i in range(self.num_answers)]
 
     @property
     def has_ended(self) -> bool:
@@ -40,12 +88,12 @@ class ReplicaRequest(AsyncRequest):
     def message(self, replica: int) -> NewRequest:
         """The message that makes a replica compute this request. Its pieces are expected from now on."""
         self.replica, self._sent_time = replica, time()
-        answers, params = self._partial.answers, self.request.params
+        params = self.request.params
         if type(params) is not SamplingParams:  # a class of the caller's, which a replica may not be able to import
             params = SamplingParams(**{name: getattr(params, name) for name in SamplingParams.__dataclass_fields__})
-        starts_anew = params.logprobs is not None or params.structured_outputs is not None
-        generated = [[] if starts_anew else _generated(answer) for answer in answers]
-        self._num_to_skip = [(len(answer.token_ids), len(answer.text)) for answer in answers]
+        generated = [[] if params.logprobs is not None else _generated(answer) for answer in self._answers]
+        for answer in self._answers:
+            answer.num_tokens_again, answer.num_characters_again = len(answer.token_ids), answer.num_characters
         group = self.request.group
         seeds = [seq.noise_seed for seq in group]
         return NewRequest(
@@ -53,57 +101,67 @@ class ReplicaRequest(AsyncRequest):
         )
 
     def add_piece(self, piece: Piece) -> None:
-        _, i, text, token_ids, finish_reason, stop_reason, logprobs = piece
-        if self._partial.answers[i].finish_reason is not None:
+        """RuntimeError as in `Answer.skip`."""
+        answer = self._answers[piece.output_index]
+        if answer.finish_reason is not None:
             return  # this answer had ended before another replica took the request over
-        num_tokens, num_characters = self._num_to_skip[i]
-        if num_tokens or num_characters:
-            left = max(0, num_tokens - len(token_ids)), max(0, num_characters - len(text))
-            self._num_to_skip[i] = left
-            token_ids, text = token_ids[num_tokens:], text[num_characters:]
-            logprobs = None if logprobs is None else logprobs[num_tokens:]
-            if not (token_ids or text or finish_reason):
-                return
-        event = StreamEvent(
-            self.request.index, i, self.request_id, text, token_ids, finish_reason, stop_reason, logprobs
-        )
-        self._add(event)
+        new = answer.skip(piece)
+        if new.token_ids or new.text or new.finish_reason:
+            self._add(answer, new)
 
-    def _add(self, event: StreamEvent) -> None:
-        self._partial.add(event)
-        self._events.append(event)
+    def _add(self, answer: Answer, piece: Piece) -> None:
+        if self._first_piece_time is None:
+            self._first_piece_time = time()
+        answer.add(piece)
+        _, i, *fields = piece
+        self._events.append(StreamEvent(self.request.index, i, self.request_id, *fields))
         self._wake()
 
     def end(self, ended: Ended) -> None:
         """The replica has computed the whole request."""
         # a replica that took the request over may also have found generated tokens
         self.num_cached_tokens = min(ended.num_cached_tokens, len(self.prompt_token_ids))
-        moments = [None if seconds is None else self._sent_time + seconds for seconds in ended.seconds]
+        scheduled, first_token, finished = (
+            None if seconds is None else self._sent_time + seconds for seconds in ended.seconds
+        )
+        if self.num_failures and self._first_piece_time is not None:  # another replica had sampled the first token
+            first_token = self._first_piece_time
         self.finish(
             RequestOutput(
                 self.request_id,
                 self.request.prompt,
                 self.prompt_token_ids,
-                [CompletionOutput(*fields) for fields in ended.answers] or self._partial.answers,
+                [CompletionOutput(*fields) for fields in ended.answers] or self._outputs(),
                 True,
                 self.num_cached_tokens,
                 ended.prompt_logprobs,
-                RequestMetrics(self.arrival_time, *moments),
+                RequestMetrics(self.arrival_time, scheduled, first_token, finished),
             )
         )
 
     def end_aborted(self) -> None:
         """End it here, with the tokens that the caller has, as no replica computes it."""
-        for answer in [*self._partial.answers]:
+        for answer in self._answers:
             if answer.finish_reason is None:
-                self._add(StreamEvent(self.request.index, answer.index, self.request_id, "", [], "abort", None, None))
+                self._add(answer, Piece(self.request_id, answer.index, "", [], "abort", None, None))
         self.end(Ended(self.request_id, [], 0, None, (None, None, time() - self._sent_time)))
+
+    def _outputs(self) -> list[CompletionOutput]:
+        return [answer.output(self.request.params.logprobs is not None) for answer in self._answers]
+
+    def fail_after_losses(self, cause: Exception) -> None:
+        self.fail(
+            RuntimeError(
+                f"request {self.request_id}: {self.num_failures} replicas were lost while they computed it; the last "
+                f"one by {cause!r:.500}"
+            )
+        )
 
     def fail(self, error: Exception) -> None:
         self.error = error
         super().fail(error)
 
 
-def _generated(answer: CompletionOutput) -> list[int]:
+def _generated(answer: Answer) -> list[int]:
     """The tokens that the next replica must not sample again. Of an answer that has ended, it samples the last one."""
     return answer.token_ids[: -1 if answer.finish_reason else None]
