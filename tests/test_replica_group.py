@@ -5,6 +5,7 @@ import sys
 import threading
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from conftest import TINY
@@ -13,7 +14,9 @@ from transformers import AutoTokenizer
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.inbox import Inbox, OutputKind
 from nanovllm.serve import replicas
+from nanovllm.serve.api_server import Api
 from nanovllm.serve.engine_client import EngineDeadError
+from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.replicas import group as group_module
 from nanovllm.serve.replicas import replica as replica_module
 from nanovllm.serve.replicas import slot as slot_module
@@ -506,6 +509,73 @@ def test_abort_while_no_replica_computes():
             assert (await first.result()).finish_reason == "abort"
             assert (await first.result()).token_ids[: len(events[0].token_ids)] == events[0].token_ids
             assert (await third.result()).finish_reason == "length" and len(front.ended) == 3
+
+    asyncio.run(run())
+
+
+def test_counters_of_replicas():
+    """They never go back: when a replica is down, was restarted, or when an older reading comes later."""
+
+    def reading(tokens: int, restarts: int = 0) -> dict:
+        requests, blocks = {"waiting": 0, "running": 1}, {"used": 1, "cached": 0, "free": 1}
+        counts = {"tokens": {"in": tokens, "out": tokens}, "prefix_hit_rate": 0.5, "preemptions": 0}
+        return dict(requests=requests, blocks=blocks, restarts=restarts) | counts
+
+    def count(stats) -> tuple[int, int]:
+        metrics._stats = [stats]
+        metrics._count()
+        return metrics._engines[0]["prompt_tokens"], metrics._engines[0]["running"]
+
+    metrics = Metrics(SimpleNamespace(on_end=[], num_unfinished=0), "tiny-qwen3")
+    assert count(reading(10)) == (10, 1)
+    assert count(None) == (10, 0)
+    assert count(reading(30, restarts=1)) == (40, 1)  # more than before the restart, which is seen all the same
+    assert count(reading(20, restarts=1)) == (40, 1)
+    assert count(reading(12)) == (40, 1)
+    assert count(reading(32, restarts=1)) == (42, 1)
+
+
+def test_health_without_a_replica():
+    """One dead replica is not a dead service, and a service without replicas can't be used."""
+    pytest.importorskip("ray")
+    from nanovllm.serve.replicas.async_replicas import AsyncReplicas
+
+    client = object.__new__(AsyncReplicas)
+    client._is_closing, client.group = False, ReplicaGroup(LocalHandle, 2, 32, 16)
+    codes = []
+    for num_ready in (2, 1, 0):
+        for slot in client.group.slots:
+            slot.is_ready = slot.index < num_ready
+        codes.append((client.health()["status"], asyncio.run(Api.health(SimpleNamespace(llm=client))).status_code))
+    assert codes == [("ok", 200), ("degraded", 200), ("unavailable", 503)]
+
+
+def test_submit_before_start():
+    group = ReplicaGroup(LocalHandle, 1, 32, 16)
+    with pytest.raises(RuntimeError, match="not started"):
+        Front(group).submit(PROMPTS[:1])
+
+
+def test_close_while_replicas_start():
+    """Nothing is started after it, and nothing is left."""
+
+    async def run():
+        handles = []
+
+        def launch():
+            handles.append(LocalHandle())
+            return handles[-1]
+
+        group = ReplicaGroup(launch, 2, 32, 16)
+        start = asyncio.ensure_future(group.start())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await group.close()
+        with pytest.raises(EngineDeadError, match="closed"):
+            await start
+        assert len(handles) == 2 and all(handle.lost.is_set() for handle in handles) and not group._tasks
+        for handle in handles:
+            handle.kill()
 
     asyncio.run(run())
 

@@ -1,6 +1,7 @@
 """Replicas behind one HTTP address: the engine client of `nanovllm serve --data-parallel-size N`."""
 
 import asyncio
+import threading
 from typing import Any
 
 from nanovllm.engine.request import CompletionRequest
@@ -42,7 +43,7 @@ class AsyncReplicas(EngineClient):
 
     async def start(self) -> None:
         """Load the model in all replicas, side by side. Requests are accepted from then on."""
-        self._group_loop = asyncio.get_running_loop()
+        self._group_loop, self._group_thread = asyncio.get_running_loop(), threading.get_ident()
         await self.group.start()
 
     def health(self) -> dict[str, Any]:
@@ -78,11 +79,13 @@ class AsyncReplicas(EngineClient):
                 report(error)
 
     def exit(self) -> None:
-        """Kill the replicas, and end Ray if this object has started it. Not for the event loop's thread."""
+        """Kill the replicas, and end Ray if this object has started it. RuntimeError in the event loop's thread."""
         if self._is_closing and self._group_loop is None:
             return
-        self._is_closing = True
-        loop, self._group_loop = self._group_loop, None
+        loop = self._group_loop
+        if loop is not None and loop.is_running() and threading.get_ident() == self._group_thread:
+            raise RuntimeError("exit waits for the event loop: call it in another thread, or use `async with`")
+        self._is_closing, self._group_loop = True, None
         if loop is not None and loop.is_running():
             asyncio.run_coroutine_threadsafe(self.group.close(), loop).result()
         else:

@@ -18,6 +18,7 @@ MAX_FAILURES = 3  # in a row, of a replica or while a request is computed; see R
 RESTART_SECONDS = 2.0
 START_LOG_SECONDS = 60.0  # between two lines of the log about a replica that has not started yet
 RESTART_TIMEOUT = 1800.0
+STATS_TIMEOUT = 5.0
 
 
 class ReplicaGroup:
@@ -143,13 +144,17 @@ class ReplicaGroup:
         return sum(slot.is_ready for slot in self.slots)
 
     async def stats(self) -> list[dict[str, Any] | None]:
-        """`LLM.stats` of each replica; None for one that does not run."""
+        """`LLM.stats` of each replica, and its number of `restarts`; None for one that does not answer in time."""
 
         async def stats_of(slot: Slot) -> dict[str, Any] | None:
-            try:
-                return await slot.handle.call("stats") if slot.is_ready and slot.handle else None
-            except Exception:  # the replica was lost; its own task handles that
+            if not slot.is_ready or slot.handle is None:
                 return None
+            restarts = slot.num_restarts
+            try:
+                found = await asyncio.wait_for(slot.handle.call("stats"), STATS_TIMEOUT)
+            except Exception:  # if the replica was lost, its own task handles that
+                return None
+            return found | {"restarts": restarts}
 
         return [*await asyncio.gather(*map(stats_of, self.slots))]
 

@@ -53,7 +53,8 @@ class Replica:
         self._wake = threading.Event()  # there are requests
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
         self._thread.start()
-        num_blocks = self.engine.config.num_kvcache_blocks
+        config = self.engine.config
+        num_blocks = config.num_kvcache_blocks if config.enable_prefix_caching else 0  # that can hold prefixes
         return {"num_blocks": num_blocks, "startup_seconds": self.engine.startup_seconds}
 
     def submit(self, data: bytes) -> None:

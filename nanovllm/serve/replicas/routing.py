@@ -123,6 +123,8 @@ class PrefixRouter:
 
     def _hashes(self, token_ids: list[int]) -> list[int]:
         hashes: list[int] = []
+        if not self.max_blocks:  # replicas have no prefix cache
+            return hashes
         for start in range(0, len(token_ids) - self.block_size + 1, self.block_size):
             block = token_ids[start : start + self.block_size]
             hashes.append(BlockManager.compute_hash(block, hashes[-1] if hashes else 0))
