@@ -241,7 +241,7 @@ BUDGETS = {
     "mixture of experts": 750,
     "structured_outputs": 300,
     "serve": 1900,
-    "replicas": 950,
+    "replicas": 1050,
     "page": 400,
 }
 ROOM_FILES = {

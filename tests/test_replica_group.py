@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.inbox import Inbox, OutputKind
+from nanovllm.engine.outputs import Logprob
 from nanovllm.serve import replicas
 from nanovllm.serve.api_server import Api
 from nanovllm.serve.engine_client import EngineDeadError
@@ -232,11 +233,11 @@ def test_other_tokens_after_a_loss_are_an_error():
     (made,) = processor.requests(PROMPTS[:1], params, Inbox(OutputKind.EVENTS))
     request = ReplicaRequest(made, ended.append)
     assert request.message(0).generated == [[]]
-    request.add_piece(Piece(0, 0, "ab", [1, 2], None, None, [{1: None}, {2: None}]))
+    request.add_piece(Piece(0, 0, "ab", [1, 2], None, None, [{1: Logprob(-1.0, 1, "a")}, {2: Logprob(-1.0, 1, "b")}]))
     request.message(1)
-    request.add_piece(Piece(0, 0, "a", [1], None, None, [{1: None}]))
+    request.add_piece(Piece(0, 0, "a", [1], None, None, None))
     with pytest.raises(RuntimeError, match="another one has sampled other tokens"):
-        request.add_piece(Piece(0, 0, "xc", [9, 3], None, None, [{9: None}, {3: None}]))
+        request.add_piece(Piece(0, 0, "xc", [9, 3], None, None, None))
 
 
 def test_grammars_are_compiled_beside_other_requests(monkeypatch):

@@ -78,30 +78,21 @@ def decode_requests(data: bytes) -> Iterable[NewRequest]:
 
 def encode_report(report: Report) -> bytes:
     pieces, ended = [tuple(piece) for piece in report.pieces], [tuple(one) for one in report.ended]
-    errors = [(number, _encode_error(error), repr(error)) for number, error in report.errors]
+    errors = [(number, _portable(error)) for number, error in report.errors]
     return pickle.dumps((pieces, ended, errors), protocol=5)
 
 
 def decode_report(data: bytes) -> Report:
     pieces, ended, errors = pickle.loads(data)
-    found = [(number, _decode_error(encoded, text)) for number, encoded, text in errors]
-    return Report([*map(Piece._make, pieces)], [*map(Ended._make, ended)], found)
+    return Report([*map(Piece._make, pieces)], [*map(Ended._make, ended)], errors)
 
 
-def _encode_error(error: Exception) -> bytes:
-    """Nothing for one that can't be pickled."""
+def _portable(error: Exception) -> Exception:
+    """The error, or a RuntimeError with its text if pickle can't copy it, as its class is of a user."""
     try:
-        return pickle.dumps(error, protocol=5)
+        return pickle.loads(pickle.dumps(error))
     except Exception:
-        return b""
-
-
-def _decode_error(data: bytes, text: str) -> Exception:
-    """A RuntimeError with this text for one that can't be unpickled, as its class or its constructor is of a user."""
-    try:
-        return pickle.loads(data)
-    except Exception:
-        return RuntimeError(text)
+        return RuntimeError(repr(error))
 
 
 def piece_of(number: int, event: StreamEvent) -> Piece:

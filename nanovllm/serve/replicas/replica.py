@@ -97,25 +97,17 @@ class Replica:
             self._fail(error)
         self._wake.set()
 
-    def discard(self, numbers: list[int]) -> None:
+    def discard(self, numbers: Iterable[int]) -> None:
         """End requests without an output."""
-        if late := [number for number in numbers if number in self._in_grammar_thread]:
-            self._grammar_thread.submit(self._discard, late)  # after it has made them
-        self._discard(numbers)
-
-    def _discard(self, numbers: list[int]) -> None:
-        requests = [request for number in numbers if (request := self._forget(number)) is not None]
-        self._core.discard(requests)
+        if late := self._in_grammar_thread.intersection(numbers):
+            self._grammar_thread.submit(self.discard, late)  # when it has made them
+        self._core.discard([request for number in numbers if (request := self._forget(number)) is not None])
 
     def abort(self, number: int) -> None:
         """End a request with the tokens that it has."""
         if number in self._in_grammar_thread:
-            self._grammar_thread.submit(self._abort, number)
-        else:
-            self._abort(number)
-
-    def _abort(self, number: int) -> None:
-        if (request_id := self._ids.get(number)) is not None:
+            self._grammar_thread.submit(self.abort, number)
+        elif (request_id := self._ids.get(number)) is not None:
             self._core.abort(request_id)
 
     def stats(self) -> dict[str, Any]:

@@ -3,26 +3,17 @@
 from collections.abc import Callable
 from time import time
 
-from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamEvent
+from nanovllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamEvent
 from nanovllm.engine.request import CompletionRequest
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.async_request import AsyncRequest
+from nanovllm.serve.async_request import AsyncRequest, PartialAnswer
 from nanovllm.serve.replicas.messages import Ended, NewRequest, Piece
 
 
-class Answer:
-    """One answer as far as the front has it. Lists grow in place: what a caller gets of them is made at the end."""
+class Answer(PartialAnswer):
+    """What the caller has of an answer. A replica that takes the request over sends that again, and it is skipped."""
 
-    def __init__(self, index: int):
-        self.index = index
-        self.texts: list[str] = []
-        self.num_characters = 0
-        self.token_ids: list[int] = []
-        self.logprobs: list[dict[int, Logprob]] = []
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        # what a replica that has taken the request over has still to send again
-        self.num_tokens_again = self.num_characters_again = 0
+    num_tokens_again = num_characters_again = 0  # that are still to be skipped
 
     def skip(self, piece: Piece) -> Piece:
         """The part of a piece that is new. RuntimeError if the new replica has sampled other tokens."""
@@ -35,26 +26,9 @@ class Answer:
             raise RuntimeError("its replica was lost, and another one has sampled other tokens than those delivered")
         self.num_tokens_again -= num_tokens
         self.num_characters_again -= num_characters
-        return piece._replace(
-            text=piece.text[num_characters:],
-            token_ids=piece.token_ids[num_tokens:],
-            logprobs=None if piece.logprobs is None else piece.logprobs[num_tokens:],
-        )
-
-    def add(self, piece: Piece) -> None:
-        self.texts.append(piece.text)
-        self.num_characters += len(piece.text)
-        self.token_ids += piece.token_ids
-        self.logprobs += piece.logprobs or ()
-        self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
-
-    def output(self, has_logprobs: bool) -> CompletionOutput:
-        logprobs, total = None, None
-        if has_logprobs:
-            logprobs = self.logprobs
-            total = sum(found[token_id].logprob for token_id, found in zip(self.token_ids, logprobs))
-        text = "".join(self.texts)
-        return CompletionOutput(self.index, text, self.token_ids, total, logprobs, self.finish_reason, self.stop_reason)
+        logprobs = None if piece.logprobs is None else piece.logprobs[num_tokens:]
+        text, token_ids = piece.text[num_characters:], piece.token_ids[num_tokens:]
+        return piece._replace(text=text, token_ids=token_ids, logprobs=logprobs)
 
 
 class ReplicaRequest(AsyncRequest):
@@ -93,7 +67,7 @@ class ReplicaRequest(AsyncRequest):
             params = SamplingParams(**{name: getattr(params, name) for name in SamplingParams.__dataclass_fields__})
         generated = [[] if params.logprobs is not None else _generated(answer) for answer in self._answers]
         for answer in self._answers:
-            answer.num_tokens_again, answer.num_characters_again = len(answer.token_ids), answer.num_characters
+            answer.num_tokens_again, answer.num_characters_again = len(answer.token_ids), sum(map(len, answer.texts))
         group = self.request.group
         seeds = [seq.noise_seed for seq in group]
         return NewRequest(
@@ -112,9 +86,10 @@ class ReplicaRequest(AsyncRequest):
     def _add(self, answer: Answer, piece: Piece) -> None:
         if self._first_piece_time is None:
             self._first_piece_time = time()
-        answer.add(piece)
         _, i, *fields = piece
-        self._events.append(StreamEvent(self.request.index, i, self.request_id, *fields))
+        event = StreamEvent(self.request.index, i, self.request_id, *fields)
+        answer.add(event)
+        self._events.append(event)
         self._wake()
 
     def end(self, ended: Ended) -> None:
@@ -131,7 +106,8 @@ class ReplicaRequest(AsyncRequest):
                 self.request_id,
                 self.request.prompt,
                 self.prompt_token_ids,
-                [CompletionOutput(*fields) for fields in ended.answers] or self._outputs(),
+                [CompletionOutput(*fields) for fields in ended.answers]
+                or [answer.output() for answer in self._answers],
                 True,
                 self.num_cached_tokens,
                 ended.prompt_logprobs,
@@ -145,9 +121,6 @@ class ReplicaRequest(AsyncRequest):
             if answer.finish_reason is None:
                 self._add(answer, Piece(self.request_id, answer.index, "", [], "abort", None, None))
         self.end(Ended(self.request_id, [], 0, None, (None, None, time() - self._sent_time)))
-
-    def _outputs(self) -> list[CompletionOutput]:
-        return [answer.output(self.request.params.logprobs is not None) for answer in self._answers]
 
     def fail_after_losses(self, cause: Exception) -> None:
         self.fail(

@@ -2,7 +2,7 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from nanovllm.engine.block_manager import BlockManager
@@ -35,35 +35,25 @@ class GuardedRouter:
 
     def __init__(self, router: Router):
         self._router = router
-        self._has_failed = False  # which is logged once, as there may be thousands of requests a second
 
     def choose(self, token_ids: list[int], loads: Sequence[int | None]) -> int:
-        chosen = self._call(self._router.choose, token_ids, loads)
-        least = min((load, i) for i, load in enumerate(loads) if load is not None)[1]
-        if chosen is None:
-            return least
-        if not isinstance(chosen, int) or not 0 <= chosen < len(loads) or loads[chosen] is None:
-            self._log("router: chose %r, which takes no request; loads=%r", chosen, loads)
-            return least
-        return chosen
+        chosen = self._call("choose", token_ids, loads)
+        if chosen in range(len(loads)) and loads[chosen] is not None:
+            return chosen
+        logger.warning("router: chose %r of replicas with the loads %r; the least loaded one is taken", chosen, loads)
+        return min((load, i) for i, load in enumerate(loads) if load is not None)[1]
 
     def computed(self, replica: int, token_ids: list[int]) -> None:
-        self._call(self._router.computed, replica, token_ids)
+        self._call("computed", replica, token_ids)
 
     def forget(self, replica: int) -> None:
-        self._call(self._router.forget, replica)
+        self._call("forget", replica)
 
-    def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+    def _call(self, method: str, *arguments: Any) -> Any:
         try:
-            return method(*arguments)
+            return getattr(self._router, method)(*arguments)
         except Exception as error:
-            self._log("router: %r", error)
-            return None
-
-    def _log(self, text: str, *arguments: Any) -> None:
-        if not self._has_failed:
-            self._has_failed = True
-            logger.warning(text + " (logged once; the least loaded replica is chosen instead)", *arguments)
+            logger.warning("router: %s has raised %r", method, error)
 
 
 class RoundRobin:
