@@ -18,7 +18,6 @@ MAX_FAILURES = 3  # in a row, of a replica or while a request is computed; see R
 RESTART_SECONDS = 2.0
 START_LOG_SECONDS = 60.0  # between two lines of the log about a replica that has not started yet
 RESTART_TIMEOUT = 1800.0
-STATS_TIMEOUT = 5.0
 
 
 class ReplicaGroup:
@@ -124,8 +123,9 @@ class ReplicaGroup:
         """End a request with the tokens that it has."""
         if request.replica is not None:
             request.is_aborted = True  # if the replica is lost before it has ended the request, the front does that
+            slot = self.slots[request.replica]
             self._send_all()
-            self.slots[request.replica].call("abort", request.request_id)
+            slot.call("abort", request.request_id)
         elif not request.has_ended:
             self._stop_waiting({request})
             request.end_aborted()
@@ -145,18 +145,7 @@ class ReplicaGroup:
 
     async def stats(self) -> list[dict[str, Any] | None]:
         """`LLM.stats` of each replica, and its number of `restarts`; None for one that does not answer in time."""
-
-        async def stats_of(slot: Slot) -> dict[str, Any] | None:
-            if not slot.is_ready or slot.handle is None:
-                return None
-            restarts = slot.num_restarts
-            try:
-                found = await asyncio.wait_for(slot.handle.call("stats"), STATS_TIMEOUT)
-            except Exception:  # if the replica was lost, its own task handles that
-                return None
-            return found | {"restarts": restarts}
-
-        return [*await asyncio.gather(*map(stats_of, self.slots))]
+        return [*await asyncio.gather(*[slot.stats() for slot in self.slots])]
 
     # -- where requests are computed -----------------------------------------------------------------------------------
 
@@ -189,9 +178,13 @@ class ReplicaGroup:
         self._is_flushing = False
         for slot in self.slots:
             if slot.to_send:
-                for request, error in slot.send():
-                    slot.release(request)
-                    self._fail(request, error)
+                self._fail_some(slot, slot.send())
+
+    def _fail_some(self, slot: Slot, errors: list[tuple[int, Exception]]) -> None:
+        for number, error in errors:
+            if (request := slot.requests.get(number)) is not None:  # else it was discarded
+                slot.release(request)
+                self._fail(request, error)
 
     @staticmethod
     def _fail(request: ReplicaRequest, error: Exception) -> None:
@@ -208,10 +201,11 @@ class ReplicaGroup:
     async def _start_again(self, slot: Slot) -> None:
         """RuntimeError after `restart_timeout` seconds."""
         await asyncio.sleep(RESTART_SECONDS * max(1, slot.num_failures))
-        deadline = asyncio.get_running_loop().time() + self._restart_timeout
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._restart_timeout
         start = asyncio.ensure_future(self._start(slot))
         try:
-            while (left := deadline - asyncio.get_running_loop().time()) > 0:
+            while (left := deadline - clock()) > 0:
                 await asyncio.wait([start], timeout=min(left, START_LOG_SECONDS))
                 if start.done():
                     return await start
@@ -263,10 +257,7 @@ class ReplicaGroup:
                 request.on_end(request)
                 assert request.final is not None
                 self._router.computed(slot.index, request.prompt_token_ids + request.final.token_ids)
-        for number, error in report.errors:
-            if (request := slot.requests.get(number)) is not None:
-                slot.release(request)
-                self._fail(request, error)
+        self._fail_some(slot, report.errors)
         self._dispatch()
 
     def _move_requests(self, slot: Slot, error: Exception) -> None:

@@ -203,7 +203,7 @@ class RayLLM:
         num_made, is_exhausted = 0, False
         try:
             while True:
-                found = {}
+                found: dict[int, RequestOutput] = {}
                 while not is_exhausted:
                     count = min(CHUNK, self._window - len(live))
                     if end is not None:
@@ -211,12 +211,12 @@ class RayLLM:
                     if count <= 0:
                         break
                     made = [*islice(requests, count)]
-                    started = {}
-                    for i, request in enumerate(made, num_made):
-                        if isinstance(request, RequestOutput):
-                            found[i] = request
+                    started: dict[int, ReplicaRequest] = {}
+                    for i, new in enumerate(made, num_made):
+                        if isinstance(new, RequestOutput):
+                            found[i] = new
                         else:
-                            started[i] = ReplicaRequest(request, done.put)
+                            started[i] = ReplicaRequest(new, done.put)
                     live |= {request.request_id: (i, request) for i, request in started.items()}
                     num_made += len(made)
                     is_exhausted = len(made) < count

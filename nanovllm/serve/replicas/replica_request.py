@@ -86,8 +86,10 @@ class ReplicaRequest(AsyncRequest):
     def _add(self, answer: Answer, piece: Piece) -> None:
         if self._first_piece_time is None:
             self._first_piece_time = time()
-        _, i, *fields = piece
-        event = StreamEvent(self.request.index, i, self.request_id, *fields)
+        _, i, text, token_ids, finish_reason, stop_reason, logprobs = piece
+        event = StreamEvent(
+            self.request.index, i, self.request_id, text, token_ids, finish_reason, stop_reason, logprobs
+        )
         answer.add(event)
         self._events.append(event)
         self._wake()

@@ -1,5 +1,6 @@
 """One of the N replicas of a ReplicaGroup: its process, and the requests that it computes."""
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
@@ -8,6 +9,7 @@ from nanovllm.serve.replicas.messages import NewRequest, encode_requests
 from nanovllm.serve.replicas.replica_request import ReplicaRequest
 
 logger = logging.getLogger("nanovllm")
+STATS_TIMEOUT = 5.0
 STABLE_SECONDS = 300.0  # of running, after which earlier losses of a replica are forgotten
 
 
@@ -54,8 +56,8 @@ class Slot:
             self.suspect = None
         request.replica = None
 
-    def send(self) -> list[tuple[ReplicaRequest, Exception]]:
-        """Send what was added, as one message. Returns the requests that can't be pickled, each with its error."""
+    def send(self) -> list[tuple[int, Exception]]:
+        """Send what was added, as one message. Returns the numbers of requests that can't be pickled, with errors."""
         messages, self.to_send = self.to_send, []
         failed = []
         try:
@@ -67,7 +69,7 @@ class Slot:
                     encode_requests([message])
                     sound.append(message)
                 except Exception as error:
-                    failed.append((self.requests[message.number], error))
+                    failed.append((message.number, error))
             data, messages = encode_requests(sound), sound
         if messages:
             self.call("submit", data)
@@ -82,6 +84,16 @@ class Slot:
         except Exception:
             logger.exception("replica %d can't be called", self.index)
             self.handle.kill()
+
+    async def stats(self) -> dict[str, Any] | None:
+        if not self.is_ready or self.handle is None:
+            return None
+        restarts = self.num_restarts
+        try:
+            found = await asyncio.wait_for(self.handle.call("stats"), STATS_TIMEOUT)
+        except Exception:  # if the replica was lost, the end of its reports says so
+            return None
+        return found | {"restarts": restarts}
 
     def count_failure(self, now: float) -> None:
         """The replica was lost. If it had one suspect alone, that request is the reason."""
