@@ -2,8 +2,10 @@
 
 import asyncio
 import sys
+import threading
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from conftest import TINY
@@ -11,9 +13,14 @@ from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.inbox import Inbox, OutputKind
+from nanovllm.engine.outputs import Logprob
 from nanovllm.serve import replicas
+from nanovllm.serve.api_server import Api
 from nanovllm.serve.engine_client import EngineDeadError
+from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.replicas import group as group_module
+from nanovllm.serve.replicas import replica as replica_module
+from nanovllm.serve.replicas import slot as slot_module
 from nanovllm.serve.replicas.front import make_processor
 from nanovllm.serve.replicas.group import MAX_FAILURES, ReplicaGroup
 from nanovllm.serve.replicas.messages import Ended, Piece, Report, decode_report, decode_requests, encode_report
@@ -61,9 +68,13 @@ class LocalHandle:
             yield await read
 
     def call(self, method, *arguments):
-        result = None if self.lost.is_set() else getattr(self.replica, method)(*arguments)
+        """As with Ray, an error is that of the awaitable, which need not be awaited."""
         done = asyncio.get_running_loop().create_future()
-        done.set_result(result)
+        try:
+            done.set_result(None if self.lost.is_set() else getattr(self.replica, method)(*arguments))
+        except Exception as error:
+            done.set_exception(error)
+            done.exception()
         return done
 
     def lose(self):
@@ -74,6 +85,11 @@ class LocalHandle:
         if self.is_started:
             self.is_started = False
             self.replica.exit()
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(group_module, "RESTART_SECONDS", 0.01)
 
 
 class Front:
@@ -189,6 +205,70 @@ def test_streams_go_on_after_a_loss(one_engine, params):
             assert len(output.prompt_logprobs) == len(other.prompt_logprobs)
 
 
+def test_stop_strings_do_not_count_before_min_tokens_after_a_loss(one_engine):
+    """What was generated before the loss stays protected, and a stop string may begin in it."""
+
+    async def run(stop, **fields):
+        params = replace(LONG, stop=stop, **fields)
+        async with started(1) as (front, handles):
+            (request,) = front.submit(PROMPTS[:1], params, OutputKind.EVENTS)
+            output = await streamed(request, handles[0].lose)
+            assert request.num_failures == 1
+        return facts([output]), facts(one_engine(PROMPTS[:1], params))
+
+    (plain,) = one_engine(PROMPTS[:1], LONG)
+    early = plain.text[1:4]  # completed by the first tokens
+    got, expected = asyncio.run(run((early,), min_tokens=60))
+    assert got == expected and got[0][3] == "length"
+    late = plain.text[2:-20]  # begins before the loss, and ends after it
+    got, expected = asyncio.run(run((late,)))
+    assert got == expected and got[0][3] == "stop"
+
+
+def test_other_tokens_after_a_loss_are_an_error():
+    """With log-probabilities an answer is computed again: two different runs are not spliced."""
+    processor = make_processor("tiny-qwen3", SETTINGS)
+    ended = []
+    params = replace(PARAMS, logprobs=1)
+    (made,) = processor.requests(PROMPTS[:1], params, Inbox(OutputKind.EVENTS))
+    request = ReplicaRequest(made, ended.append)
+    assert request.message(0).generated == [[]]
+    request.add_piece(Piece(0, 0, "ab", [1, 2], None, None, [{1: Logprob(-1.0, 1, "a")}, {2: Logprob(-1.0, 1, "b")}]))
+    request.message(1)
+    request.add_piece(Piece(0, 0, "a", [1], None, None, None))
+    with pytest.raises(RuntimeError, match="another one has sampled other tokens"):
+        request.add_piece(Piece(0, 0, "xc", [9, 3], None, None, None))
+
+
+def test_grammars_are_compiled_beside_other_requests(monkeypatch):
+    """Plain requests do not wait; a discard and an abort that come meanwhile take effect."""
+    make_request, compiled = Replica._make_request, threading.Event()
+
+    def make_slowly(self, new):
+        if new.params.structured_outputs is not None:
+            compiled.wait(20)
+        return make_request(self, new)
+
+    monkeypatch.setattr(Replica, "_make_request", make_slowly)
+    structured = replace(LONG, structured_outputs={"regex": "[a-z ]{140,160}"}, ignore_eos=False)
+
+    async def run():
+        async with started(1) as (front, handles):
+            kept, aborted, discarded = front.submit(PROMPTS[:3], structured)
+            plain = front.submit(PROMPTS[3:])
+            await asyncio.sleep(0)
+            front.group.abort(aborted)
+            front.group.discard([discarded])
+            assert all([await request.result() for request in plain])
+            assert kept.final is None
+            compiled.set()
+            assert (await aborted.result()).finish_reason == "abort"
+            assert (await kept.result()).finish_reason in ("stop", "length")
+            assert not handles[0].replica._requests and not handles[0].replica._in_grammar_thread
+
+    asyncio.run(run())
+
+
 def test_requests_without_a_seed_are_repeatable_too():
     """Their noise is decided at the front."""
 
@@ -261,10 +341,8 @@ def test_request_that_kills_its_replicas(monkeypatch):
     asyncio.run(run())
 
 
-def test_replicas_that_do_not_start_again(monkeypatch):
+def test_replicas_that_do_not_start_again():
     """A replica is given up after MAX_FAILURES in a row; when all are, everything ends with the cause."""
-
-    monkeypatch.setattr(group_module, "RESTART_SECONDS", 0.01)
 
     async def run():
         handles = []
@@ -285,6 +363,220 @@ def test_replicas_that_do_not_start_again(monkeypatch):
             assert len(failures) == 1 and isinstance(failures[0], EngineDeadError)
             with pytest.raises(RuntimeError, match="no GPU"):
                 await front.submit(PROMPTS[:1])[0].result()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_innocents_of_a_request_that_kills_its_replicas(monkeypatch, one_engine, num_replicas):
+    """What was computed beside it is computed in the end, also by a single replica, and no replica is given up."""
+    process = replica_module.Replica._submit
+
+    def process_or_die(self, messages):
+        messages = [*messages]
+        if any(new.token_ids[0] == 7 for new in messages):
+            raise RuntimeError("poison")
+        process(self, messages)
+
+    monkeypatch.setattr(replica_module.Replica, "_submit", process_or_die)
+
+    async def run():
+        async with started(num_replicas) as (front, _):
+            requests = front.submit([*PROMPTS[:5], [7, 8, 9], *PROMPTS[5:]])
+            poison = requests.pop(5)
+            with pytest.raises(RuntimeError, match="replicas were lost while they computed it.*poison"):
+                await poison.result()
+            outputs = [await request.result() for request in requests]
+            assert len(outputs) == 10 and front.group.error is None
+            assert all(output.finish_reason in ("stop", "length") for output in outputs)
+            return [len(output.prompt_token_ids) for output in outputs]
+
+    assert asyncio.run(run()) == [len(output.prompt_token_ids) for output in one_engine(PROMPTS)]
+
+
+def test_replica_that_fails_while_it_is_idle(monkeypatch):
+    """A rank that dies then is noticed without a request, and an error of `submit` is a loss."""
+    monkeypatch.setattr(replica_module, "IDLE_CHECK_SECONDS", 0.02)
+
+    def dead():
+        raise RuntimeError("rank 1 has died")
+
+    async def run():
+        async with started() as (front, handles):
+            monkeypatch.setattr(handles[0].replica.engine.core.workers, "check", dead)
+            while front.group.slots[0].num_restarts == 0:
+                await asyncio.sleep(0.01)
+            monkeypatch.setattr(handles[1].replica, "_submit", lambda messages: dead())
+            outputs = [await request.result() for request in front.submit(PROMPTS)]
+            assert len(outputs) == 10 and len(handles) == 4
+
+    asyncio.run(run())
+
+
+def test_parameters_of_other_classes():
+    """A class that a replica can't import is no obstacle; what can't be pickled ends its own request alone."""
+
+    class MyParams(SamplingParams):
+        """Local, so that pickle can't find it."""
+
+    class MyText(str):
+        """The same."""
+
+    async def run():
+        async with started() as (front, handles):
+            own = MyParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+            bad = SamplingParams(temperature=0.0, max_tokens=4, stop=[MyText("none")])
+            requests = front.submit(PROMPTS[:3], [own, bad, PARAMS])
+            assert len((await requests[0].result()).token_ids) == 4
+            with pytest.raises(Exception, match="MyText"):
+                await requests[1].result()
+            assert await requests[2].result() and len(front.ended) == 3
+            assert len(handles) == 2 and not any(slot.num_answers for slot in front.group.slots)
+
+    asyncio.run(run())
+
+
+class BadRouter(RoundRobin):
+    def choose(self, token_ids, loads):
+        return 1 / 0 if token_ids[0] % 2 else 17
+
+    def computed(self, replica, token_ids):
+        raise RuntimeError("computed")
+
+    def forget(self, replica):
+        raise RuntimeError("forget")
+
+
+def test_router_that_fails():
+    """The least loaded replica is chosen instead, and every request has its answer."""
+
+    async def run():
+        async with started(router=BadRouter()) as (front, handles):
+            requests = front.submit([[i + 1, 2, 3] for i in range(8)])
+            assert [slot.num_answers for slot in front.group.slots] == [4, 4]
+            handles[0].lose()
+            assert len([await request.result() for request in requests]) == len(front.ended) == 8
+
+    asyncio.run(run())
+
+
+def test_restart_that_takes_too_long(monkeypatch, caplog):
+    """It counts as a failure, and the log says what the replica waits for."""
+    monkeypatch.setattr(group_module, "START_LOG_SECONDS", 0.01)
+
+    async def never(self):
+        await asyncio.sleep(100)
+
+    async def run():
+        async with started(1, restart_timeout=0.05) as (front, handles):
+            monkeypatch.setattr(LocalHandle, "start", never)
+            handles[0].lose()
+            with pytest.raises(EngineDeadError, match="did not start within 0 s"):
+                await front.submit(PROMPTS[:1])[0].result()
+
+    asyncio.run(run())
+    assert "replica 0 is not ready yet" in caplog.text
+
+
+def test_losses_that_are_far_apart(monkeypatch):
+    """A replica that has run for some minutes starts with a clean record."""
+    monkeypatch.setattr(slot_module, "STABLE_SECONDS", 0.0)
+
+    async def run():
+        async with started(1) as (front, handles):
+            for i in range(MAX_FAILURES + 1):
+                handles[-1].lose()
+                while front.group.slots[0].num_restarts == i:
+                    await asyncio.sleep(0.01)
+            assert front.group.error is None and front.group.slots[0].num_failures == 1
+
+    asyncio.run(run())
+
+
+def test_abort_while_no_replica_computes():
+    """A request that waits ends at once, and one whose replica is lost ends with what its caller has."""
+
+    async def run():
+        async with started(1, max_answers=1) as (front, handles):
+            first, second, third = front.submit(PROMPTS[:3], LONG, OutputKind.EVENTS)
+            front.group.abort(second)
+            output = await second.result()
+            assert output.finish_reason == "abort" and output.token_ids == []
+            assert [event.finish_reason for event in await second.next_events()] == ["abort"]
+            while not (events := await first.next_events()):
+                pass
+            handles[0].lost.set()  # before the replica hears of it
+            front.group.abort(first)
+            assert (await first.result()).finish_reason == "abort"
+            assert (await first.result()).token_ids[: len(events[0].token_ids)] == events[0].token_ids
+            assert (await third.result()).finish_reason == "length" and len(front.ended) == 3
+
+    asyncio.run(run())
+
+
+def test_counters_of_replicas():
+    """They never go back: when a replica is down, was restarted, or when an older reading comes later."""
+
+    def reading(tokens: int, restarts: int = 0) -> dict:
+        requests, blocks = {"waiting": 0, "running": 1}, {"used": 1, "cached": 0, "free": 1}
+        counts = {"tokens": {"in": tokens, "out": tokens}, "prefix_hit_rate": 0.5, "preemptions": 0}
+        return dict(requests=requests, blocks=blocks, restarts=restarts) | counts
+
+    def count(stats) -> tuple[int, int]:
+        metrics._stats = [stats]
+        metrics._count()
+        return metrics._engines[0]["prompt_tokens"], metrics._engines[0]["running"]
+
+    metrics = Metrics(SimpleNamespace(on_end=[], num_unfinished=0), "tiny-qwen3")
+    assert count(reading(10)) == (10, 1)
+    assert count(None) == (10, 0)
+    assert count(reading(30, restarts=1)) == (40, 1)  # more than before the restart, which is seen all the same
+    assert count(reading(20, restarts=1)) == (40, 1)
+    assert count(reading(12)) == (40, 1)
+    assert count(reading(32, restarts=1)) == (42, 1)
+
+
+def test_health_without_a_replica():
+    """One dead replica is not a dead service, and a service without replicas can't be used."""
+    pytest.importorskip("ray")
+    from nanovllm.serve.replicas.async_replicas import AsyncReplicas
+
+    client = object.__new__(AsyncReplicas)
+    client._is_closing, client.group = False, ReplicaGroup(LocalHandle, 2, 32, 16)
+    codes = []
+    for num_ready in (2, 1, 0):
+        for slot in client.group.slots:
+            slot.is_ready = slot.index < num_ready
+        codes.append((client.health()["status"], asyncio.run(Api.health(SimpleNamespace(llm=client))).status_code))
+    assert codes == [("ok", 200), ("degraded", 200), ("unavailable", 503)]
+
+
+def test_submit_before_start():
+    group = ReplicaGroup(LocalHandle, 1, 32, 16)
+    with pytest.raises(RuntimeError, match="not started"):
+        Front(group).submit(PROMPTS[:1])
+
+
+def test_close_while_replicas_start():
+    """Nothing is started after it, and nothing is left."""
+
+    async def run():
+        handles = []
+
+        def launch():
+            handles.append(LocalHandle())
+            return handles[-1]
+
+        group = ReplicaGroup(launch, 2, 32, 16)
+        start = asyncio.ensure_future(group.start())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await group.close()
+        with pytest.raises(EngineDeadError, match="closed"):
+            await start
+        assert len(handles) == 2 and all(handle.lost.is_set() for handle in handles) and not group._tasks
+        for handle in handles:
+            handle.kill()
 
     asyncio.run(run())
 
@@ -356,6 +648,13 @@ def test_ray_is_an_extra(monkeypatch):
         _ = replicas.Surprise
 
 
+class TwoArguments(Exception):
+    """Can be pickled, but not unpickled."""
+
+    def __init__(self, text, number):
+        super().__init__(text)
+
+
 def test_messages():
     piece = Piece(3, 0, "text", [1, 2], None, None, None)
     ended = Ended(3, [], 16, None, (0.1, 0.2, 0.3))
@@ -364,6 +663,10 @@ def test_messages():
 
     class Local(Exception):
         """Can't be pickled, as it is no module's."""
+
+    report = decode_report(encode_report(Report([], [], [(1, TwoArguments("why", 3)), (2, ValueError("so"))])))
+    assert isinstance(report.errors[0][1], RuntimeError) and "why" in str(report.errors[0][1])
+    assert isinstance(report.errors[1][1], ValueError) and report.errors[1][0] == 2
 
     report = decode_report(encode_report(Report([], [], [(1, Local("why"))])))
     assert isinstance(report.errors[0][1], RuntimeError) and "why" in str(report.errors[0][1])

@@ -95,8 +95,18 @@ def test_offline_while_a_node_is_killed(cluster, expected):
             RayLLM("tiny-qwen3", **SETTINGS | {"device": "cuda:1"})
         with pytest.raises(ValueError, match="prompt: is empty"):
             llm.generate(["fine", []])
-        with pytest.raises(TypeError, match=r"prompts\[1\]: prompt=3.5"):
-            list(llm.generate_iter(["fine", 3.5]))
+        few = SamplingParams(max_tokens=2)
+        refused = list(llm.generate_iter(["fine", 3.5, [], "fine"], few))
+        assert [output.finish_reason == "error" for output in refused] == [False, True, True, False]
+        assert "prompts[1]: prompt=3.5" in refused[1].outputs[0].stop_reason
+        with pytest.raises(ValueError, match="2 sampling_params for more prompts"):
+            list(llm.generate_iter(["a", "b", "c"], [few, few]))
+        with pytest.raises(TypeError, match="prompts='abc': must be an iterable of prompts"):
+            list(llm.generate_iter("abc"))
+        with pytest.raises(ValueError, match="actor_options: max_concurrency can't be set"):
+            RayLLM("tiny-qwen3", actor_options={"max_concurrency": 2}, **SETTINGS)
+        with pytest.raises(ValueError, match="num_replicas=1: need .* on one node, and the nodes can hold 0 of them"):
+            RayLLM("tiny-qwen3", actor_options={"num_cpus": 2}, **SETTINGS)
         conversation = [{"role": "user", "content": "What is 2 + 3?"}]
         greedy = SamplingParams(temperature=0, max_tokens=8)
         answers = llm.chat([conversation] * 3, greedy, use_tqdm=False)
@@ -114,6 +124,8 @@ def test_offline_while_a_node_is_killed(cluster, expected):
         wait_until(lambda: not any(slot.requests for slot in llm.group.slots))
     with pytest.raises(RuntimeError, match="closed by exit"):
         llm.generate("a")
+    with pytest.raises(RuntimeError, match="closed by exit"):
+        llm.stats()
     wait_until(lambda: ray.available_resources().get("CPU") == 2)
 
 

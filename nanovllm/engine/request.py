@@ -71,7 +71,7 @@ class CompletionRequest(Request):
 
     def process_token(self, seq: Sequence, scheduler: Scheduler) -> None:
         may_hold_stop_string = seq.finish_reason != "stop" or self.params.include_stop_str_in_output
-        stop = self._detokenizer(seq).cut_at_stop() if self.params.stop and may_hold_stop_string else None
+        stop = self.detokenizer(seq).cut_at_stop() if self.params.stop and may_hold_stop_string else None
         if stop is not None:
             scheduler.finish(seq, "stop", stop)
         self.deliver(seq)
@@ -87,7 +87,7 @@ class CompletionRequest(Request):
         if self.inbox.kind is OutputKind.TOKENS:
             self.inbox.collected.new_tokens += [(self.request_id, token_id) for token_id in token_ids]
         elif self.inbox.kind is OutputKind.EVENTS:
-            text = self._detokenizer(seq).take_text(self._num_hidden(seq), is_last) if self.params.detokenize else ""
+            text = self.detokenizer(seq).take_text(self._num_hidden(seq), is_last) if self.params.detokenize else ""
             logprobs = self._with_text(seq.logprobs[start:], self._token_texts[seq.index]) if seq.logprobs else None
             event = StreamEvent(
                 self.index, seq.index, self.request_id, text, token_ids, seq.finish_reason, seq.stop_reason, logprobs
@@ -95,11 +95,7 @@ class CompletionRequest(Request):
             self.inbox.collected.events.append(event)
 
     def output(self) -> RequestOutput:
-        first, prompt_logprobs = self.group[0], None
-        if self.params.prompt_logprobs is not None:
-            texts = TokenTexts(self._all_token_bytes)
-            texts.decode(first.token_ids[0])
-            prompt_logprobs = [None, *self._with_text(first.prompt_logprobs[1:], texts)]
+        first = self.group[0]
         return RequestOutput(
             self.request_id,
             self.prompt,
@@ -107,14 +103,21 @@ class CompletionRequest(Request):
             [self._completion(seq) for seq in self.group],
             self.is_finished,
             first.num_cached_tokens,
-            prompt_logprobs,
-            self._metrics(),
+            self.prompt_logprobs(),
+            self.metrics(),
         )
+
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        if self.params.prompt_logprobs is None:
+            return None
+        texts = TokenTexts(self._all_token_bytes)
+        texts.decode(self.group[0].token_ids[0])
+        return [None, *self._with_text(self.group[0].prompt_logprobs[1:], texts)]
 
     def _completion(self, seq: Sequence) -> CompletionOutput:
         token_ids, text, logprobs, cumulative_logprob = seq.completion_token_ids, "", None, None
         if self.params.detokenize and token_ids:
-            detokenizer = self._detokenizer(seq)
+            detokenizer = self.detokenizer(seq)
             detokenizer.decode(self._num_hidden(seq), seq.finish_reason is not None)
             text = detokenizer.text
         if self.params.logprobs is not None:
@@ -124,7 +127,7 @@ class CompletionRequest(Request):
             seq.index, text, token_ids, cumulative_logprob, logprobs, seq.finish_reason, seq.stop_reason
         )
 
-    def _detokenizer(self, seq: Sequence) -> Detokenizer:
+    def detokenizer(self, seq: Sequence) -> Detokenizer:
         if (found := self._detokenizers.get(seq.index)) is None:
             found = Detokenizer(seq.token_ids, seq.num_prompt_tokens, seq.params, self._token_bytes)
             self._detokenizers[seq.index] = found
@@ -147,7 +150,7 @@ class CompletionRequest(Request):
             result.append({i: Logprob(*value, text_of.get(i)) for i, value in found.items()})
         return result
 
-    def _metrics(self) -> RequestMetrics:
+    def metrics(self) -> RequestMetrics:
         """Of several answers, the first to be scheduled and to have a token, and the last to finish."""
         arrival = time() - (perf_counter() - self.group[0].arrival)
         moments = []

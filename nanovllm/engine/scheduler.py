@@ -190,7 +190,7 @@ class Scheduler:
         if not seq.was_admitted:  # else it was preempted, and is counted already
             seq.num_cached_tokens = seq.num_computed_tokens
             self.counts["prompt_tokens"] += seq.num_prompt_tokens
-            self.counts["cached_tokens"] += seq.num_cached_tokens
+            self.counts["cached_tokens"] += min(seq.num_cached_tokens, seq.num_prompt_tokens)
         self._set_running(seq)
         self.prefilling[seq.key] = seq
         return True

@@ -273,7 +273,8 @@ class Api:
 
     async def health(self) -> Response:
         try:
-            return json_response(self.llm.health())
+            health = self.llm.health()
+            return json_response(health, 503 if health["status"] == "unavailable" else 200)
         except EngineDeadError as error:
             return error_response(api_error(error))
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterable
 from time import time
 
-from nanovllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamEvent
+from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamEvent
 from nanovllm.engine.request import CompletionRequest
 
 
@@ -112,30 +112,53 @@ def _merge(events: list[StreamEvent]) -> StreamEvent:
     )
 
 
+class PartialAnswer:
+    """An answer as far as its events have arrived. The lists grow in place."""
+
+    def __init__(self, index: int):
+        self.index = index
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[dict[int, Logprob]] | None = None
+        self.cumulative_logprob: float | None = None
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+    def add(self, event: StreamEvent) -> None:
+        self.texts.append(event.text)
+        self.token_ids += event.token_ids
+        if event.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs += event.logprobs
+            new = [found[token_id].logprob for token_id, found in zip(event.token_ids, event.logprobs)]
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(new)
+        self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
+
+    def output(self) -> CompletionOutput:
+        """Has lists of its own, so it does not change when more arrives."""
+        self.texts = ["".join(self.texts)]
+        return CompletionOutput(
+            self.index,
+            self.texts[0],
+            [*self.token_ids],
+            self.cumulative_logprob,
+            None if self.logprobs is None else [*self.logprobs],
+            self.finish_reason,
+            self.stop_reason,
+        )
+
+
 class PartialOutput:
     """The RequestOutput of a request that is still running, put together from its events."""
 
     def __init__(self, request: AsyncRequest):
         self._request = request
-        self.answers = [CompletionOutput(i, "", [], None, None, None, None) for i in range(request.num_answers)]
+        self._answers = [PartialAnswer(i) for i in range(request.num_answers)]
+        self._outputs = [answer.output() for answer in self._answers]
 
     def add(self, event: StreamEvent) -> None:
-        """Answers that the caller holds do not change: each event makes a new one."""
-        old = self.answers[event.output_index]
-        logprobs = None if event.logprobs is None else [*(old.logprobs or ()), *event.logprobs]
-        total = None
-        if event.logprobs is not None:
-            new = [found[token_id].logprob for token_id, found in zip(event.token_ids, event.logprobs)]
-            total = (old.cumulative_logprob or 0.0) + sum(new)
-        self.answers[event.output_index] = CompletionOutput(
-            event.output_index,
-            old.text + event.text,
-            [*old.token_ids, *event.token_ids],
-            total,
-            logprobs,
-            event.finish_reason,
-            event.stop_reason,
-        )
+        self._answers[event.output_index].add(event)
+        self._outputs[event.output_index] = self._answers[event.output_index].output()
 
     def output(self) -> RequestOutput:
         request = self._request
@@ -143,7 +166,7 @@ class PartialOutput:
             request.request_id,
             request.request.prompt,
             request.prompt_token_ids,
-            [*self.answers],
+            [*self._outputs],
             False,
             request.num_cached_tokens,
             None,

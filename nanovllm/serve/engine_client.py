@@ -44,7 +44,9 @@ class EngineClient(ABC):
         """max_live: how many answers may run and wait. Each of `n` counts."""
         self.processor, self.max_live = processor, max_live
         self.on_failure: list[Callable[[BaseException], None]] = []  # called, by any thread, when the engine has failed
-        self.on_end: list[Callable[[AsyncRequest], None]] = []  # called by the event loop's when a request has ended
+        self.on_end: list[
+            Callable[[AsyncRequest], None]
+        ] = []  # called by the event loop's thread when a request has ended
         self.token_bytes = TokenBytes(processor.tokenizer, skip_special_tokens=False)
         # one for callers that read every piece, one for those that wait for the complete answer
         self._inboxes = [Inbox(OutputKind.EVENTS), Inbox(OutputKind.TOKENS)]
@@ -84,7 +86,7 @@ class EngineClient(ABC):
         """End the engine. Callers get an EngineDeadError. Any thread may call this."""
 
     def health(self) -> dict[str, Any]:
-        """The body of `/health`. EngineDeadError as in `check_open`."""
+        """The body of `/health`; with `status` "unavailable" its code is 503. EngineDeadError as in `check_open`."""
         self.check_open()
         return {"status": "ok"}
 
@@ -174,11 +176,11 @@ class EngineClient(ABC):
             pool = self._grammar_pool if has_grammar else self._pool
             made = await self._in_thread(pool, make)
             self.check_open()
+            request = self._start(made, name)
         except BaseException:
             self._num_live -= num_answers
             del self._names[name]
             raise
-        request = self._start(made, name)
         self._live[request.request_id] = self._names[name] = request
         return request
 

@@ -35,7 +35,7 @@ COUNTERS = {
     "prefix_cache_hits": "Those that were found",
     "num_preemptions": "Sequences that gave up their cache blocks",
 }
-NOTHING = dict.fromkeys(("running", "waiting", "used_blocks", "blocks", *COUNTERS), 0)
+ZEROS = dict.fromkeys(("running", "waiting", "used_blocks", "blocks", *COUNTERS), 0)
 
 
 class Metrics:
@@ -46,6 +46,7 @@ class Metrics:
         self._stats: list[dict[str, Any] | None] = []  # of each engine, as they were read last
         self._engines: list[dict[str, int]] = []  # the quantities that are shown
         self._before_restart: list[dict[str, int]] = []  # how far the counters were when a replica was lost
+        self._restarts: list[int] = []  # of each replica
         self._registry = CollectorRegistry()
         options: dict = {"labelnames": ("model_name",), "registry": self._registry}
         self._histograms = {
@@ -90,7 +91,7 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """The state of the engine, for the registry: of several replicas the sums, and then each of them."""
         self._count()
-        total = {name: sum(engine[name] for engine in self._engines) for name in NOTHING}
+        total = {name: sum(engine[name] for engine in self._engines) for name in ZEROS}
         total["waiting"] = max(0, self._llm.num_unfinished - total["running"])  # also those that are being tokenized
         yield from _families("vllm:", [total], ["model_name"], lambda i: [self._model])
         if len(self._engines) > 1:
@@ -98,16 +99,23 @@ class Metrics:
             yield from _families("nanovllm:replica_", self._engines, labels, lambda i: [self._model, str(i)])
 
     def _count(self) -> None:
-        """Take over what the engines say. The counters of a replica that is down or was restarted never go back."""
+        """Take over what the engines say. Counters never go back: not after a restart, nor when a reading is late."""
         for i, stats in enumerate(self._stats):
             if i == len(self._engines):
-                self._engines.append(dict(NOTHING))
-                self._before_restart.append(dict(NOTHING))
+                self._engines.append(dict(ZEROS))
+                self._before_restart.append(dict(ZEROS))
+                self._restarts.append(0)
             engine, before = self._engines[i], self._before_restart[i]
-            now = NOTHING | {name: engine[name] - before[name] for name in COUNTERS} if stats is None else _flat(stats)
-            if any(now[name] < engine[name] - before[name] for name in COUNTERS):
+            if stats is None:
+                engine |= {name: 0 for name in ZEROS if name not in COUNTERS}
+                continue
+            now, restarts = _flat(stats), stats.get("restarts", 0)
+            if restarts < self._restarts[i]:  # read before the replica was lost
+                continue
+            if restarts > self._restarts[i]:
+                self._restarts[i] = restarts
                 before |= {name: engine[name] for name in COUNTERS}
-            engine |= now | {name: now[name] + before[name] for name in COUNTERS}
+            engine |= now | {name: max(engine[name], now[name] + before[name]) for name in COUNTERS}
 
 
 def _flat(stats: dict[str, Any]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -14,14 +15,16 @@ except ImportError as error:
     raise ImportError("ray is not installed; pip install 'nano-vllm[ray]'") from error
 
 from nanovllm.config import Config
-from nanovllm.serve.replicas.front import ANSWERS_PER_SEQ, for_other_hosts
-from nanovllm.serve.replicas.group import ReplicaGroup
+from nanovllm.serve.replicas.front import ANSWERS_PER_SEQ, absolute_path
+from nanovllm.serve.replicas.group import RESTART_TIMEOUT, ReplicaGroup
 from nanovllm.serve.replicas.replica import Replica
 from nanovllm.serve.replicas.routing import Router
 
 # seconds after which a thread lets another one that waits for the interpreter run (Python has 0.005): the engine's
 # thread must not wait for the one that sends reports
 SWITCH_INTERVAL = 0.001
+# of an actor: a replica's calls must keep their order, and it is started again here, not by Ray
+RESERVED_OPTIONS = {"concurrency_groups", "lifetime", "max_concurrency", "max_restarts", "max_task_retries", "name"}
 MAX_UNREAD_REPORTS = 4  # then the replica waits, and its next report covers more steps
 
 
@@ -29,7 +32,9 @@ def connect() -> bool:
     """Join the cluster of RAY_ADDRESS, or start one on this machine. False if the process was connected before."""
     if ray.is_initialized():
         return False
-    ray.init(include_dashboard=False, logging_level=logging.WARNING)
+    # "local": without an address, Ray joins the latest cluster that someone has started on this machine
+    address = os.environ.get("RAY_ADDRESS") or "local"
+    ray.init(address=address, include_dashboard=False, logging_level=logging.WARNING)
     return True
 
 
@@ -51,13 +56,26 @@ def needs_of(settings: dict[str, Any], actor_options: dict[str, Any], num_replic
     total = ray.cluster_resources()
     on_gpus = device == "cuda" or (device == "auto" and total.get("GPU", 0) > 0)
     needs = {"num_cpus": 1, "num_gpus": num_ranks} if on_gpus else {"num_cpus": num_ranks}
+    if refused := RESERVED_OPTIONS & actor_options.keys():
+        raise ValueError(f"actor_options: {', '.join(sorted(refused))} can't be set, as the replicas rely on them")
     needs |= actor_options
-    for option, resource in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
-        if num_replicas * needs.get(option, 0) > total.get(resource, 0):
+    resources = {"CPU": needs.get("num_cpus", 0), "GPU": needs.get("num_gpus", 0)} | needs.get("resources", {})
+    needed = {resource: count for resource, count in resources.items() if count}
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    for resource, count in needed.items():
+        if num_replicas * count > total.get(resource, 0):
             raise ValueError(
-                f"num_replicas={num_replicas}: need {needs[option]} {resource}s each, and the cluster has "
+                f"num_replicas={num_replicas}: need {count} {resource}s each, and the cluster has "
                 f"{total.get(resource, 0):.0f}; see actor_options"
             )
+    capacity = sum(
+        min((int(node.get(resource, 0) // count) for resource, count in needed.items()), default=num_replicas)
+        for node in nodes
+    )
+    if capacity < num_replicas:
+        raise ValueError(
+            f"num_replicas={num_replicas}: need {needed} each on one node, and the nodes can hold {capacity} of them"
+        )
     return needs
 
 
@@ -66,18 +84,21 @@ class ReplicaProcess(Replica):
 
     def start(self, model: str, settings: dict[str, Any]) -> dict[str, Any]:
         sys.setswitchinterval(SWITCH_INTERVAL)
-        facts = super().start(model, settings)
+        start_info = super().start(model, settings)
         gc.collect()
         gc.freeze()  # else a collection goes through the tokenizer and all modules, and halts the engine's thread
-        return facts
+        return start_info
 
 
 class ActorHandle:
     """A `group.Handle`. The actor's methods run one at a time, in the order of the calls, and `reports` beside them."""
 
     def __init__(self, replica_class: type, options: dict[str, Any], model: str, settings: dict[str, Any]):
-        self._model, self._settings = model, settings
+        self._options, self._model, self._settings = options, model, settings
         self._actor = ray.remote(concurrency_groups={"reports": 1}, **options)(replica_class).remote()
+
+    def __str__(self) -> str:
+        return f"an actor of Ray that needs {self._options}"
 
     async def start(self) -> dict[str, Any]:
         try:
@@ -109,18 +130,19 @@ def make_group(
     router: Router | None = None,
     actor_options: dict[str, Any] | None = None,
     replica_class: type = ReplicaProcess,
+    restart_timeout: float = RESTART_TIMEOUT,
 ) -> ReplicaGroup:
     """A group that is not started yet. `settings` are those of each replica's LLM, and `config` is the front's."""
     own_settings = dict(settings)
     if settings.get("tokenizer") is not None:
-        own_settings["tokenizer"] = for_other_hosts(settings["tokenizer"])
+        own_settings["tokenizer"] = absolute_path(settings["tokenizer"])
 
     @cache  # decided at the start: a replica that is started again may have to wait for a node
     def needs() -> dict[str, Any]:
         return needs_of(settings, actor_options or {}, num_replicas)
 
     def launch() -> ActorHandle:
-        return ActorHandle(replica_class, needs(), for_other_hosts(model), own_settings)
+        return ActorHandle(replica_class, needs(), absolute_path(model), own_settings)
 
     max_answers = ANSWERS_PER_SEQ * config.max_num_seqs
-    return ReplicaGroup(launch, num_replicas, max_answers, config.kvcache_block_size, router)
+    return ReplicaGroup(launch, num_replicas, max_answers, config.kvcache_block_size, router, restart_timeout)

@@ -1,6 +1,7 @@
 """Replicas behind one HTTP address: the engine client of `nanovllm serve --data-parallel-size N`."""
 
 import asyncio
+import threading
 from typing import Any
 
 from nanovllm.engine.request import CompletionRequest
@@ -8,6 +9,7 @@ from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.engine_client import EngineClient
 from nanovllm.serve.replicas import actors
 from nanovllm.serve.replicas.front import make_processor
+from nanovllm.serve.replicas.group import RESTART_TIMEOUT
 from nanovllm.serve.replicas.replica_request import ReplicaRequest
 from nanovllm.serve.replicas.routing import Router
 from nanovllm.utils.checks import check_int
@@ -24,6 +26,7 @@ class AsyncReplicas(EngineClient):
         max_queued_requests: int = 1024,
         router: Router | None = None,
         actor_options: dict[str, Any] | None = None,
+        restart_timeout: float = RESTART_TIMEOUT,
         **settings: Any,
     ) -> None:
         """Arguments are those of RayLLM and AsyncLLM, with their errors. Nothing is loaded before `start`."""
@@ -32,19 +35,21 @@ class AsyncReplicas(EngineClient):
         processor = make_processor(model, settings)
         super().__init__(processor, num_replicas * processor.config.max_num_seqs + max_queued)
         self._owns_ray = actors.connect()
-        self.group = actors.make_group(model, settings, processor.config, num_replicas, router, actor_options)
+        self.group = actors.make_group(
+            model, settings, processor.config, num_replicas, router, actor_options, restart_timeout=restart_timeout
+        )
         self.group.on_failure.append(self._on_failure)
         self._group_loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
         """Load the model in all replicas, side by side. Requests are accepted from then on."""
-        self._group_loop = asyncio.get_running_loop()
+        self._group_loop, self._group_thread = asyncio.get_running_loop(), threading.get_ident()
         await self.group.start()
 
     def health(self) -> dict[str, Any]:
         self.check_open()
         num_ready, num_replicas = self.group.num_ready, len(self.group.slots)
-        status = "ok" if num_ready == num_replicas else "degraded"
+        status = "unavailable" if not num_ready else "ok" if num_ready == num_replicas else "degraded"
         return {"status": status, "replicas": {"ready": num_ready, "total": num_replicas}}
 
     async def stats(self) -> list[dict[str, Any] | None]:
@@ -74,11 +79,13 @@ class AsyncReplicas(EngineClient):
                 report(error)
 
     def exit(self) -> None:
-        """Kill the replicas, and end Ray if this object has started it. Not for the event loop's thread."""
+        """Kill the replicas, and end Ray if this object has started it. RuntimeError in the event loop's thread."""
         if self._is_closing and self._group_loop is None:
             return
-        self._is_closing = True
-        loop, self._group_loop = self._group_loop, None
+        loop = self._group_loop
+        if loop is not None and loop.is_running() and threading.get_ident() == self._group_thread:
+            raise RuntimeError("exit waits for the event loop: call it in another thread, or use `async with`")
+        self._is_closing, self._group_loop = True, None
         if loop is not None and loop.is_running():
             asyncio.run_coroutine_threadsafe(self.group.close(), loop).result()
         else:

@@ -8,17 +8,17 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.scheduling_policy import make_policy
 from nanovllm.utils.tokenizer import load_tokenizer
 
-# settings of devices and weights, which each replica checks itself
-OF_REPLICAS = {"device": "cpu", "tensor_parallel_size": 1, "load_format": "dummy", "attention_backend": "auto"}
+# settings of devices and weights, which each replica checks itself, have values here that need neither
+FRONT_OVERRIDES = {"device": "cpu", "tensor_parallel_size": 1, "load_format": "dummy", "attention_backend": "auto"}
 ANSWERS_PER_SEQ = 2  # a replica gets at most this many times `max_num_seqs`: one batch runs while the next one waits
 
 
 def make_processor(model: str, settings: dict[str, Any]) -> InputProcessor:
     """An InputProcessor like that of `LLM(model, **settings)`, with its errors. Needs no GPU and reads no weights."""
-    config = Config.create(model, settings | OF_REPLICAS)
+    config = Config.create(model, settings | FRONT_OVERRIDES)
     return InputProcessor(config, load_tokenizer(str(config.tokenizer)), make_policy(config.scheduling_policy))
 
 
-def for_other_hosts(path: str) -> str:
+def absolute_path(path: str) -> str:
     """A folder as an absolute path, as actors may have another working directory; a hub id as it is."""
     return str(Path(path).expanduser().absolute()) if Path(path).expanduser().is_dir() else path

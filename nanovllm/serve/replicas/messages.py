@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from nanovllm.engine.inbox import OutputKind
-from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestOutput, StreamEvent
+from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamEvent
+from nanovllm.engine.request import CompletionRequest
 from nanovllm.sampling_params import SamplingParams
 
 TokenLogprobs = list[dict[int, Logprob]]
@@ -77,16 +78,21 @@ def decode_requests(data: bytes) -> Iterable[NewRequest]:
 
 def encode_report(report: Report) -> bytes:
     pieces, ended = [tuple(piece) for piece in report.pieces], [tuple(one) for one in report.ended]
-    try:
-        return pickle.dumps((pieces, ended, report.errors), protocol=5)
-    except Exception:  # an error of a user's own class may not allow it
-        errors = [(number, RuntimeError(repr(error))) for number, error in report.errors]
-        return pickle.dumps((pieces, ended, errors), protocol=5)
+    errors = [(number, _portable(error)) for number, error in report.errors]
+    return pickle.dumps((pieces, ended, errors), protocol=5)
 
 
 def decode_report(data: bytes) -> Report:
     pieces, ended, errors = pickle.loads(data)
     return Report([*map(Piece._make, pieces)], [*map(Ended._make, ended)], errors)
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or a RuntimeError with its text if pickle can't copy it, as its class is of a user."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(repr(error))
 
 
 def piece_of(number: int, event: StreamEvent) -> Piece:
@@ -95,12 +101,21 @@ def piece_of(number: int, event: StreamEvent) -> Piece:
     )
 
 
-def ended_of(number: int, output: RequestOutput, in_pieces: bool) -> Ended:
-    times = output.metrics
-    moments = (times.first_scheduled_time, times.first_token_time, times.finished_time)
-    seconds = tuple(None if moment is None else moment - times.arrival_time for moment in moments)
-    answers = [] if in_pieces else [_answer_fields(answer) for answer in output.outputs]
-    return Ended(number, answers, output.num_cached_tokens, output.prompt_logprobs, seconds)  # type: ignore[arg-type]
+def ended_of(number: int, output: RequestOutput) -> Ended:
+    answers = [_answer_fields(answer) for answer in output.outputs]
+    return Ended(number, answers, output.num_cached_tokens, output.prompt_logprobs, _seconds(output.metrics))
+
+
+def ended_in_pieces(number: int, request: CompletionRequest) -> Ended:
+    """The same without the answers, which were sent."""
+    num_cached_tokens = request.group[0].num_cached_tokens
+    return Ended(number, [], num_cached_tokens, request.prompt_logprobs(), _seconds(request.metrics()))
+
+
+def _seconds(times: RequestMetrics) -> tuple[float | None, float | None, float | None]:
+    start = times.arrival_time
+    scheduled, first, finished = times.first_scheduled_time, times.first_token_time, times.finished_time
+    return scheduled and scheduled - start, first and first - start, finished and finished - start
 
 
 def _answer_fields(answer: CompletionOutput) -> tuple:

@@ -5,7 +5,6 @@ from typing import Any
 from nanovllm.engine.prompts import Prompt, TokensPrompt, is_conversation
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.replicas.front import for_other_hosts
 
 
 class NanoVLLM:
@@ -28,7 +27,7 @@ class NanoVLLM:
             `content`). `settings` are those of `LLM`.
         """
         self.column = column
-        self.llm = LLM(for_other_hosts(model), **settings)
+        self.llm = LLM(model, **settings)
         default = self.llm.get_default_sampling_params()
         self.params = default if sampling_params is None else SamplingParams(**sampling_params)
 

@@ -3,10 +3,11 @@
 import asyncio
 import atexit
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice, repeat
 from queue import Empty, SimpleQueue
+from time import time
 from typing import Any
 
 from nanovllm.engine.inbox import Inbox, OutputKind
@@ -17,6 +18,7 @@ from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.replicas import actors
 from nanovllm.serve.replicas.front import ANSWERS_PER_SEQ, make_processor
+from nanovllm.serve.replicas.group import RESTART_TIMEOUT
 from nanovllm.serve.replicas.replica_request import ReplicaRequest
 from nanovllm.serve.replicas.routing import Router
 from nanovllm.utils.checks import check_int
@@ -43,18 +45,22 @@ class RayLLM:
         num_replicas: int = 1,
         router: Router | None = None,
         actor_options: dict[str, Any] | None = None,
+        restart_timeout: float = RESTART_TIMEOUT,
         **settings: Any,
     ) -> None:
         """`settings` are those of `LLM` for each replica, with its errors; Ray chooses the devices.
 
-        Connects to the cluster of RAY_ADDRESS, or starts Ray on this machine, unless `ray.init` was called before.
+        Joins the cluster of RAY_ADDRESS, or starts Ray on this machine, unless the process has called `ray.init`.
         router: decides which replica gets a request; None is a PrefixRouter.
         actor_options: options of Ray for each replica's actor, for example `{"num_cpus": 8}` for replicas on CPUs.
+        restart_timeout: seconds that a lost replica may take to run again, also to wait for a GPU or a host.
         """
         num_replicas = check_int("num_replicas", num_replicas, low=1)
         self.processor = make_processor(model, settings)
         config = self.processor.config
-        self.group = actors.make_group(model, settings, config, num_replicas, router, actor_options)
+        self.group = actors.make_group(
+            model, settings, config, num_replicas, router, actor_options, restart_timeout=restart_timeout
+        )
         self._window = ANSWERS_PER_SEQ * config.max_num_seqs * num_replicas  # requests in flight
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="nanovllm-replicas", daemon=True)
@@ -95,8 +101,9 @@ class RayLLM:
         """The answers to any number of prompts, in their order, while the prompts are read.
 
         Prompts, and parameters if they are iterable too, are read only as far as replicas can take them, so that memory
-        does not grow with their number. An invalid prompt raises the error of `generate`, with its index, when it is
-        read.
+        does not grow with their number. A prompt or parameters that `generate` would refuse have an output too: its
+        `finish_reason` is "error", and its `stop_reason` has the index and the message. ValueError if the parameters
+        end before the prompts.
         """
         outputs: dict[int, RequestOutput] = {}
         next_index = 0
@@ -118,7 +125,8 @@ class RayLLM:
             yield from found.items()
 
     def stats(self) -> list[dict[str, Any] | None]:
-        """`LLM.stats` of each replica; None for one that does not run at the moment."""
+        """`LLM.stats` of each replica; None for one that does not run at the moment. RuntimeError after `exit`."""
+        self._check_open()
         return self._run_in_loop(self.group.stats())
 
     def exit(self) -> None:
@@ -162,20 +170,31 @@ class RayLLM:
                 outputs |= found
         return [outputs[i] for i in range(len(requests))]
 
-    def _requests(self, prompts: Iterable[Prompt], sampling_params: Any) -> Iterator[CompletionRequest]:
+    def _requests(self, prompts: Iterable[Prompt], sampling_params: Any) -> Iterator[CompletionRequest | RequestOutput]:
+        """A request for each prompt, or the output that says why there is none."""
+        if isinstance(prompts, (str, Mapping)):
+            raise TypeError(f"prompts={prompts!r:.80}: must be an iterable of prompts")
         is_single = sampling_params is None or isinstance(sampling_params, SamplingParams)
         default = self.get_default_sampling_params()
         inbox = Inbox(OutputKind.FINAL)
-        for i, (prompt, params) in enumerate(zip(prompts, repeat(sampling_params) if is_single else sampling_params)):
+        all_params = repeat(sampling_params) if is_single else iter(sampling_params)
+        for i, prompt in enumerate(prompts):
+            try:
+                params = next(all_params)
+            except StopIteration:
+                raise ValueError(f"{i} sampling_params for more prompts: pass one, or one for each") from None
             try:
                 yield self.processor.request(prompt, default if params is None else params, inbox, i)
             except (ValueError, TypeError) as error:
-                raise type(error)(f"prompts[{i}]: {error}") from error
+                yield _refused(prompt, f"prompts[{i}]: {error}")
 
     def _outputs(
-        self, requests: Iterator[CompletionRequest], end: Callable[[], int] | None = None
+        self, requests: Iterator[CompletionRequest | RequestOutput], end: Callable[[], int] | None = None
     ) -> Iterator[dict[int, RequestOutput]]:
         """The outputs of requests by their index, as they come. Requests are made and sent while others are computed.
+
+        More are sent after every few outputs, also while others wait to be taken: replicas must not run out of work
+        because the caller is slow.
 
         end: the index of the first request that must not be made yet.
         """
@@ -184,21 +203,29 @@ class RayLLM:
         num_made, is_exhausted = 0, False
         try:
             while True:
-                while not is_exhausted and done.empty():
+                found: dict[int, RequestOutput] = {}
+                while not is_exhausted:
                     count = min(CHUNK, self._window - len(live))
                     if end is not None:
                         count = min(count, end() - num_made)
                     if count <= 0:
                         break
-                    made = [ReplicaRequest(request, done.put) for request in islice(requests, count)]
-                    live |= {request.request_id: (num_made + i, request) for i, request in enumerate(made)}
+                    made = [*islice(requests, count)]
+                    started: dict[int, ReplicaRequest] = {}
+                    for i, new in enumerate(made, num_made):
+                        if isinstance(new, RequestOutput):
+                            found[i] = new
+                        else:
+                            started[i] = ReplicaRequest(new, done.put)
+                    live |= {request.request_id: (i, request) for i, request in started.items()}
                     num_made += len(made)
                     is_exhausted = len(made) < count
-                    self._post(partial(self.group.submit, made))
-                if not live:
+                    self._post(partial(self.group.submit, [*started.values()]))
+                    if found:
+                        break
+                if not live and not found:
                     return
-                found = {}
-                for request in _all_of(done):
+                for request in [] if found else _some_of(done):
                     index, _ = live.pop(request.request_id)
                     found[index] = self._output(request)
                 yield found
@@ -220,15 +247,25 @@ class RayLLM:
 
     def _post(self, call: Callable[[], None]) -> None:
         """RuntimeError after `exit`."""
-        if not self._is_open:
-            raise RuntimeError("this RayLLM was closed by exit()")
+        self._check_open()
         self._loop.call_soon_threadsafe(call)
 
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise RuntimeError("this RayLLM was closed by exit()")
 
-def _all_of(done: SimpleQueue) -> Iterator[ReplicaRequest]:
-    """Wait for a request, and take all that are there."""
+
+def _refused(prompt: Prompt, message: str) -> RequestOutput:
+    """The output for a request that was not made; it has no number."""
+    answer = CompletionOutput(0, "", [], None, None, "error", message)
+    text = prompt if isinstance(prompt, str) else None
+    return RequestOutput(-1, text, [], [answer], True, 0, None, RequestMetrics(time(), None, None, None))
+
+
+def _some_of(done: SimpleQueue) -> Iterator[ReplicaRequest]:
+    """Wait for a request, and take a few of those that are there."""
     yield done.get()
-    while True:
+    for _ in range(CHUNK // 4 - 1):
         try:
             yield done.get_nowait()
         except Empty:

@@ -2,7 +2,8 @@
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from nanovllm.engine.inbox import Inbox, OutputKind
@@ -18,11 +19,13 @@ from nanovllm.serve.replicas.messages import (
     Report,
     decode_requests,
     encode_report,
+    ended_in_pieces,
     ended_of,
     piece_of,
 )
 
 logger = logging.getLogger("nanovllm")
+IDLE_CHECK_SECONDS = 1.0
 
 
 class Replica:
@@ -34,7 +37,7 @@ class Replica:
     """
 
     def start(self, model: str, settings: dict[str, Any]) -> dict[str, Any]:
-        """Load the model, with the errors of `LLM`. Returns the facts that the front needs."""
+        """Load the model, with the errors of `LLM`. Returns what the front needs to know of the engine."""
         self.engine = LLM(model, **settings)
         self._core = self.engine.core
         self._inboxes = {kind: Inbox(kind) for kind in OutputKind}
@@ -45,16 +48,37 @@ class Replica:
         self._outputs = StepOutput()
         self._errors: list[tuple[int, Exception]] = []
         self._failure: BaseException | None = None
+        self._in_grammar_thread: set[int] = set()  # numbers of requests that are not made yet
+        self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-grammar")
         self._wake = threading.Event()  # there are requests
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
         self._thread.start()
-        num_blocks = self.engine.config.num_kvcache_blocks
+        config = self.engine.config
+        num_blocks = config.num_kvcache_blocks if config.enable_prefix_caching else 0  # that can hold prefixes
         return {"num_blocks": num_blocks, "startup_seconds": self.engine.startup_seconds}
 
     def submit(self, data: bytes) -> None:
         """Queue requests that were checked by the front. An error of one is reported, and concerns no other."""
+        try:
+            self._submit(decode_requests(data))
+        except Exception as error:  # the front reads no result of this call: it learns this from `reports`
+            self._fail(error)
+            raise
+
+    def _submit(self, messages: Iterable[NewRequest]) -> None:
+        """Grammars take long to compile, so requests with `structured_outputs` are made by another thread."""
+        plain = []
+        for new in messages:
+            if new.params.structured_outputs is None:
+                plain.append(new)
+            else:
+                self._in_grammar_thread.add(new.number)
+                self._grammar_thread.submit(self._queue, [new])
+        self._queue(plain)
+
+    def _queue(self, messages: list[NewRequest]) -> None:
         requests = []
-        for new in decode_requests(data):
+        for new in messages:
             try:
                 requests.append(self._make_request(new))
             except Exception as error:
@@ -66,19 +90,25 @@ class Replica:
                 self._requests[request.request_id] = request
                 self._ids[request.index] = request.request_id
                 self._num_unfinished[request.request_id] = len(request.group)
-        self._core.submit(requests)
+        self._in_grammar_thread.difference_update([new.number for new in messages])
+        try:
+            self._core.submit(requests)
+        except Exception as error:
+            self._fail(error)
         self._wake.set()
 
-    def discard(self, numbers: list[int]) -> None:
+    def discard(self, numbers: Iterable[int]) -> None:
         """End requests without an output."""
-        with self._changed:
-            requests = [self._forget(self._ids[number]) for number in numbers if number in self._ids]
-        self._core.discard(requests)
+        if late := self._in_grammar_thread.intersection(numbers):
+            self._grammar_thread.submit(self.discard, late)  # when it has made them
+        self._core.discard([request for number in numbers if (request := self._forget(number)) is not None])
 
     def abort(self, number: int) -> None:
         """End a request with the tokens that it has."""
-        if number in self._ids:
-            self._core.abort(self._ids[number])
+        if number in self._in_grammar_thread:
+            self._grammar_thread.submit(self.abort, number)
+        elif (request_id := self._ids.get(number)) is not None:
+            self._core.abort(request_id)
 
     def stats(self) -> dict[str, Any]:
         return self.engine.stats()
@@ -93,14 +123,15 @@ class Replica:
                     raise RuntimeError(f"the engine has failed: {self._failure!r}") from self._failure
                 outputs, self._outputs = self._outputs, StepOutput()
                 errors, self._errors = self._errors, []
-                report = Report(*self._read(outputs), errors)
-            yield encode_report(report)
+            # without the lock, for which the engine's thread would have to wait
+            yield encode_report(Report(*self._read(outputs), errors))
 
     def exit(self) -> None:
         """End the engine, and with it `reports`. Ray kills the actor's process instead, and with it all that it has."""
         self._fail(RuntimeError("it was closed"))
         self._wake.set()
         self._thread.join()
+        self._grammar_thread.shutdown(wait=False)
         self.engine.exit()
 
     def _make_request(self, new: NewRequest) -> CompletionRequest:
@@ -108,7 +139,10 @@ class Replica:
         request = self.engine.processor.request(prompt, new.params, inbox, new.number, priority=new.priority)
         for seq, noise_seed, generated in zip(request.group, new.noise_seeds, new.generated):
             seq.noise_seed = noise_seed
-            seq.token_ids += generated  # as after a preemption
+            for token_id in generated:  # as after a preemption
+                seq.token_ids.append(token_id)
+                if new.params.stop:  # each by itself, as stop strings do not count before `min_tokens`
+                    request.detokenizer(seq).cut_at_stop()
             seq.num_tokens = len(seq.token_ids)
         return request
 
@@ -119,23 +153,32 @@ class Replica:
         for event in outputs.events:
             events.setdefault(event.request_id, []).append(event)
         for request_id, several in events.items():
-            if request_id in self._requests:
-                number = self._requests[request_id].index
+            if (request := self._requests.get(request_id)) is not None:
+                number = request.index
                 pieces += [piece_of(number, event) for event in merged(several)]
-                self._num_unfinished[request_id] -= sum(event.finish_reason is not None for event in several)
-                if not self._num_unfinished[request_id]:
-                    request = self._forget(request_id)
-                    ended.append(ended_of(number, request.output(), in_pieces=True))
+                if self._end_answers(request, sum(event.finish_reason is not None for event in several)):
+                    ended.append(ended_in_pieces(number, request))
         for output in outputs.finished:
-            if output.request_id in self._requests:
-                number = self._forget(output.request_id).index
-                ended.append(ended_of(number, output, in_pieces=False))
+            if (request := self._requests.get(output.request_id)) is not None:
+                self._forget(request.index)
+                ended.append(ended_of(request.index, output))
         return pieces, ended
 
-    def _forget(self, request_id: int) -> CompletionRequest:
-        request = self._requests.pop(request_id)
-        del self._ids[request.index], self._num_unfinished[request_id]
-        return request
+    def _end_answers(self, request: CompletionRequest, count: int) -> bool:
+        """So many of its answers have ended. True if they were the last ones; it is forgotten then."""
+        with self._changed:
+            if request.request_id not in self._num_unfinished:  # discarded meanwhile
+                return False
+            self._num_unfinished[request.request_id] -= count
+            return not self._num_unfinished[request.request_id] and self._forget(request.index) is not None
+
+    def _forget(self, number: int) -> CompletionRequest | None:
+        """None if it has ended, or was discarded, before."""
+        with self._changed:
+            if (request_id := self._ids.pop(number, None)) is None:
+                return None
+            del self._num_unfinished[request_id]
+            return self._requests.pop(request_id)
 
     def _run(self) -> None:
         """What the engine's thread does."""
@@ -150,8 +193,9 @@ class Replica:
                             self._outputs.add(output)
                             self._changed.notify()
                 else:
-                    self._wake.wait()
+                    self._wake.wait(IDLE_CHECK_SECONDS)
                     self._wake.clear()
+                    core.check_open()  # a rank may have died meanwhile
         except BaseException as error:
             logger.exception("the engine has failed")
             self._fail(error)

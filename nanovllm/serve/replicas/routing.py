@@ -1,11 +1,13 @@
 """Which replica computes a request: plain counts and hashes, without Ray and without torch."""
 
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from nanovllm.engine.block_manager import BlockManager
 
+logger = logging.getLogger("nanovllm")
 IMBALANCE, SLACK = 1.5, 8
 
 
@@ -26,6 +28,32 @@ class Router(Protocol):
     def forget(self, replica: int) -> None:
         """The replica was lost: its cache is empty."""
         ...
+
+
+class GuardedRouter:
+    """Another router whose errors cost no request: where it fails to choose, the least loaded replica is chosen."""
+
+    def __init__(self, router: Router):
+        self._router = router
+
+    def choose(self, token_ids: list[int], loads: Sequence[int | None]) -> int:
+        chosen = self._call("choose", token_ids, loads)
+        if chosen in range(len(loads)) and loads[chosen] is not None:
+            return chosen
+        logger.warning("router: chose %r of replicas with the loads %r; the least loaded one is taken", chosen, loads)
+        return min((load, i) for i, load in enumerate(loads) if load is not None)[1]
+
+    def computed(self, replica: int, token_ids: list[int]) -> None:
+        self._call("computed", replica, token_ids)
+
+    def forget(self, replica: int) -> None:
+        self._call("forget", replica)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._router, method)(*arguments)
+        except Exception as error:
+            logger.warning("router: %s has raised %r", method, error)
 
 
 class RoundRobin:
@@ -85,6 +113,8 @@ class PrefixRouter:
 
     def _hashes(self, token_ids: list[int]) -> list[int]:
         hashes: list[int] = []
+        if not self.max_blocks:  # replicas have no prefix cache
+            return hashes
         for start in range(0, len(token_ids) - self.block_size + 1, self.block_size):
             block = token_ids[start : start + self.block_size]
             hashes.append(BlockManager.compute_hash(block, hashes[-1] if hashes else 0))

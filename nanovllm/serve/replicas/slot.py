@@ -1,0 +1,103 @@
+"""One of the N replicas of a ReplicaGroup: its process, and the requests that it computes."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from nanovllm.serve.replicas.messages import NewRequest, encode_requests
+from nanovllm.serve.replicas.replica_request import ReplicaRequest
+
+logger = logging.getLogger("nanovllm")
+STATS_TIMEOUT = 5.0
+STABLE_SECONDS = 300.0  # of running, after which earlier losses of a replica are forgotten
+
+
+class Handle(Protocol):
+    """A replica in another process. Any method may raise if it was lost."""
+
+    async def start(self) -> dict[str, Any]: ...
+    def reports(self) -> AsyncIterator[bytes]: ...
+    def call(self, method: str, *arguments: Any) -> Any: ...
+    def kill(self) -> None: ...
+
+
+class Slot:
+    """Stays the same when its process is started again."""
+
+    def __init__(self, index: int):
+        self.index = index
+        self.handle: Handle | None = None
+        self.is_ready = False  # it takes requests
+        self.ready_time = 0.0  # of the event loop's clock
+        self.start_info: dict[str, Any] = {}  # that its start returned
+        self.requests: dict[int, ReplicaRequest] = {}  # that it has not ended, by number
+        self.num_answers = 0  # of those requests
+        self.suspect: ReplicaRequest | None = None  # that will have, or has, the replica to itself
+        self.to_send: list[NewRequest] = []
+        self.num_failures = 0  # in a row
+        self.num_restarts = 0
+
+    def load(self, max_answers: int) -> int | None:
+        """The answers that it has to compute; None if it takes no request now."""
+        takes_more = self.is_ready and self.suspect is None and self.num_answers < max_answers
+        return self.num_answers if takes_more else None
+
+    def add(self, request: ReplicaRequest) -> None:
+        self.requests[request.request_id] = request
+        self.num_answers += request.num_answers
+        self.to_send.append(request.message(self.index))
+
+    def release(self, request: ReplicaRequest) -> None:
+        """The replica no longer computes this request."""
+        del self.requests[request.request_id]
+        self.num_answers -= request.num_answers
+        if self.suspect is request:
+            self.suspect = None
+        request.replica = None
+
+    def send(self) -> list[tuple[int, Exception]]:
+        """Send what was added, as one message. Returns the numbers of requests that can't be pickled, with errors."""
+        messages, self.to_send = self.to_send, []
+        failed = []
+        try:
+            data = encode_requests(messages)
+        except Exception:
+            sound = []
+            for message in messages:
+                try:
+                    encode_requests([message])
+                    sound.append(message)
+                except Exception as error:
+                    failed.append((message.number, error))
+            data, messages = encode_requests(sound), sound
+        if messages:
+            self.call("submit", data)
+        return failed
+
+    def call(self, method: str, *arguments: Any) -> None:
+        """Call a method of the replica. If that fails, its reports end with the error."""
+        if self.handle is None:  # the replica was lost, and its requests were moved
+            return
+        try:
+            self.handle.call(method, *arguments)
+        except Exception:
+            logger.exception("replica %d can't be called", self.index)
+            self.handle.kill()
+
+    async def stats(self) -> dict[str, Any] | None:
+        if not self.is_ready or self.handle is None:
+            return None
+        restarts = self.num_restarts
+        try:
+            found = await asyncio.wait_for(self.handle.call("stats"), STATS_TIMEOUT)
+        except Exception:  # if the replica was lost, the end of its reports says so
+            return None
+        return found | {"restarts": restarts}
+
+    def count_failure(self, now: float) -> None:
+        """The replica was lost. If it had one suspect alone, that request is the reason."""
+        if self.is_ready and now - self.ready_time > STABLE_SECONDS:
+            self.num_failures = 0
+        if self.suspect is None or self.suspect.replica is None:
+            self.num_failures += 1
