@@ -253,7 +253,7 @@ BUDGETS = {
     "8-bit kernels": 1100,
     "structured_outputs": 300,
     "serve": 1900,
-    "replicas": 1050,
+    "replicas": 1200,
     "page": 400,
 }
 ROOM_FILES = {
