@@ -58,7 +58,8 @@ class ModelConfig:
     def read(cls, folder: Path, quantization: str | None = None) -> "ModelConfig":
         """With the setting `quantization`.
 
-        ValueError or TypeError with the file's name if it is invalid, or describes a model that is not supported."""
+        ValueError or TypeError with the file's name if it is invalid, or describes a model that is not supported.
+        """
         from nanovllm.quantization import find_quantization
 
         file = folder / "config.json"

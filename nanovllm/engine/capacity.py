@@ -117,7 +117,7 @@ def compile_kernels(runner: Any) -> None:
 
 def first_layers_of_each_kind(layers: nn.ModuleList) -> nn.ModuleList:
     """As few layers, from the first on, as have every kind of layer after every kind that it follows."""
-    kinds = [type(layer.mlp) for layer in layers]
+    kinds = [tuple(map(type, layer.modules())) for layer in layers]
     pairs = list(zip([None, *kinds], kinds))
     return layers[: 1 + max(map(pairs.index, set(pairs)))]
 

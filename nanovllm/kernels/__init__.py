@@ -14,5 +14,11 @@ def triton_ops(x: torch.Tensor) -> ModuleType | None:
 
 
 @cache
+def has_fp8_units(device: torch.device) -> bool:
+    """Whether the device converts and multiplies e4m3: GPUs from compute capability 8.9 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@cache
 def _ops() -> ModuleType | None:
     return importlib.import_module("nanovllm.kernels.ops") if importlib.util.find_spec("triton") else None

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.fp8 import decode_e4m3
-from nanovllm.kernels.scaled_tiles import as_loadable
+from nanovllm.kernels.scaled_tiles import as_loadable, block_shape
 
 BLOCK = 2048
 
@@ -36,7 +36,7 @@ def _dequantize_kernel(
 
 def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Values [N, K] times scales [N / block rows, K / block columns] -> [N, K] in `dtype`."""
-    n, k = values.shape
+    (n, k), (block_n, block_k) = values.shape, block_shape(values, scales)
     out = torch.empty((n, k), dtype=dtype, device=values.device)
     block = min(BLOCK, triton.next_power_of_2(k))
     launch(_dequantize_kernel, (n, triton.cdiv(k, block)), values.device)(
@@ -44,8 +44,8 @@ def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
         scales,
         out,
         K=k,
-        BLOCK_N=n // scales.shape[0],
-        BLOCK_K=k // scales.shape[1],
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
         BLOCK=block,
         num_warps=4,
     )

@@ -67,7 +67,7 @@ def encode_e4m3(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def quantize_rows(x, dtype: tl.constexpr):
+def encode_rows(x, dtype: tl.constexpr):
     """Rows [R, D] -> e4m3 [R, D] as `dtype`, and their scales [R] float32, each of which is exact in bfloat16.
 
     The scale is infinite for a row with NaN or infinity, so that nothing finite is read from it.
@@ -92,7 +92,7 @@ def store_row(x, row_ptr, scale_ptr, slot):
 
     Returned is what can be read then: [1, D] float32, still to be scaled, and the scale [1].
     """
-    y, scale = quantize_rows(x, row_ptr.dtype.element_ty)
+    y, scale = encode_rows(x, row_ptr.dtype.element_ty)
     i = tl.arange(0, 1)
     tl.store(row_ptr, y, slot + 0 * tl.arange(0, x.shape[1])[None, :] >= 0)
     tl.store(scale_ptr + i, bfloat16_bits(scale), slot + i >= 0)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
-from nanovllm.kernels.fp8 import bfloat16_bits, quantize_rows
+from nanovllm.kernels.fp8 import bfloat16_bits, encode_rows
 
 # written before the qkv projection starts, so a dependent kernel may read it early (see dependent_launch.py)
 NORM_ROPE_INPUTS = ("q_weight_ptr", "k_weight_ptr", "cos_sin_ptr", "slot_mapping_ptr")
@@ -79,7 +79,7 @@ def _norm_rope_store_kernel(
     tl.store(q_ptr + (token * HEADS + row) * HEAD_DIM + d, y, is_q)
     k, v = y, x
     if IS_FP8:
-        k, scales = quantize_rows(tl.where(is_v, x, y), k_cache_ptr.dtype.element_ty)
+        k, scales = encode_rows(tl.where(is_v, x, y), k_cache_ptr.dtype.element_ty)
         v = k
         kv_head = row - HEADS - tl.where(is_v, KV_HEADS, 0)
         pair = (slot // BLOCK_SIZE * KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE

@@ -1,5 +1,6 @@
 """The kernels by name; importing this needs Triton."""
 
+from nanovllm.kernels import has_fp8_units
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.decode_attention import decode_attention, decode_attention_of_qkv, fuses_qk_norm_rope
 from nanovllm.kernels.dequantize import dequantize
@@ -21,5 +22,4 @@ from nanovllm.kernels.scaled_gemm import QuantizedRows, choose_scaled_split_k, s
 from nanovllm.kernels.scaled_gemv import scaled_gemv
 from nanovllm.kernels.scaled_moe_gemm import scaled_moe_gemm
 from nanovllm.kernels.scaled_moe_gemv import scaled_moe_gemv
-from nanovllm.kernels.scaled_tiles import has_fp8_units
 from nanovllm.kernels.split_k_gemm import choose_split_k, split_k_gemm

@@ -19,9 +19,8 @@ from nanovllm.kernels.dependent_launch import (
     launch,
     num_sms,
 )
-from nanovllm.kernels.fp8 import decode_e4m3
 from nanovllm.kernels.moe_gemm import Tiles, _load_tile
-from nanovllm.kernels.scaled_tiles import as_factor, as_loadable, quantize_tile, scales_of_rows
+from nanovllm.kernels.scaled_tiles import as_loadable, block_shape, dot_values, quantize_tile, scales_of_rows
 
 TILE_K = 128
 # by TILE_M; up to 64, where a product also quantizes x, two programs or more fit on a multiprocessor
@@ -90,13 +89,11 @@ def _scaled_gemm_kernel(
         x = _load_tile(x_tiles, x_ptr, first_m, begin, m < M, K, TILE_M, TILE_K, TMA)
         if QUANTIZE:
             x, x_scale = quantize_tile(x, w.dtype)
-            product = tl.dot(as_factor(w), as_factor(x).T) * x_scale[None, :]
         elif x_scale_ptr is not None:
             x_scale = tl.load(x_scale_ptr + begin // X_GROUP * x_scale_stride + m, m < M, 0.0)
-            product = tl.dot(as_factor(w), as_factor(x).T) * x_scale[None, :]
-        else:
-            # by way of float32: there is no conversion of e4m3 to bfloat16 for compute capability 8.9
-            product = tl.dot(decode_e4m3(w, tl.float32).to(x.dtype), x.T, input_precision=PRECISION)
+        product = dot_values(w, x.T, PRECISION)
+        if QUANTIZE or x_scale_ptr is not None:
+            product *= x_scale[None, :]
         if COLUMNS > 1:
             product *= scales_of_rows(scale_ptr + begin // BLOCK_K, first_n, N, COLUMNS, BLOCK_N, TILE_N)
         acc += product
@@ -126,7 +123,7 @@ def scaled_gemm(
     products are those of e4m3, also if x is not quantized yet. All contiguous. `out` takes the result.
     """
     (m, n), k = (len(x), len(values)), values.shape[1]
-    block_n, block_k = n // scales.shape[0], k // scales.shape[1]
+    block_n, block_k = block_shape(values, scales)
     rows, x_scales, group, dtype = x, None, k, x.dtype
     if isinstance(x, QuantizedRows):
         rows, x_scales, group, quantize = as_loadable(x.values), x.scales, k // x.scales.shape[1], False

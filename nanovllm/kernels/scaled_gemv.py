@@ -7,7 +7,7 @@ import triton.language as tl
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.fp8 import decode_e4m3
 from nanovllm.kernels.gemv import _load_input
-from nanovllm.kernels.scaled_tiles import as_loadable
+from nanovllm.kernels.scaled_tiles import as_loadable, block_shape
 
 TILE_SIZE = 16384  # weights that a program multiplies at a time, half of them from each half of a gated product
 MAX_TILE_K = 4096
@@ -135,7 +135,7 @@ def scaled_gemv(
     """
     assert norm_weight is not None or residual is None
     n, k = values.shape[0] // (2 if gated else 1), values.shape[1]
-    block_n, block_k = values.shape[0] // scales.shape[0], k // scales.shape[1]
+    block_n, block_k = block_shape(values, scales)
     out = torch.empty((1, n), dtype=x.dtype, device=x.device) if out is None else out
     summed = x if residual is None else torch.empty_like(x)
     tile_size = TILE_SIZE // (2 if gated else 1) // (2 if values.numel() <= FEW_WEIGHTS else 1)

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, has_tma, launch
-from nanovllm.kernels.fp8 import decode_e4m3
 from nanovllm.kernels.moe_gemm import (
     GROUP_M,
     Tiles,
@@ -22,7 +21,7 @@ from nanovllm.kernels.moe_gemm import (
     choose_tile_m,
 )
 from nanovllm.kernels.moe_routing import ExpertRows, Routing, sort_by_expert
-from nanovllm.kernels.scaled_tiles import as_factor, as_loadable, quantize_tile, scales_of_rows
+from nanovllm.kernels.scaled_tiles import as_loadable, block_shape, dot_values, quantize_tile, scales_of_rows
 
 TILE_K = 128
 # by TILE_M; in GATE_UP, tile_n outputs need twice as many rows of weights
@@ -45,22 +44,9 @@ def _factor_of_rows(x, dtype: tl.constexpr, QUANTIZE: tl.constexpr):
     """A tile of activations [R, C] as the other factor for weights of this dtype, transposed; the rows' scales or 1."""
     if QUANTIZE:
         x, scale = quantize_tile(x, dtype)
-        x = as_factor(x).T
     else:
         scale = tl.full([x.shape[0]], 1.0, tl.float32)
-        x = x.T
-    return x, scale
-
-
-@triton.jit
-def _scaled_dot(w, x, acc, scale, PRECISION: tl.constexpr, QUANTIZE: tl.constexpr):
-    """acc plus the product of values w [N, C] and x [C, M], times a scale that broadcasts to [N, M]."""
-    if QUANTIZE:
-        product = tl.dot(as_factor(w), x)
-    else:
-        # by way of float32: there is no conversion of e4m3 to bfloat16 for compute capability 8.9
-        product = tl.dot(decode_e4m3(w, tl.float32).to(x.dtype), x, input_precision=PRECISION)
-    return acc + product * scale
+    return x.T, scale
 
 
 @dependent_kernel()
@@ -121,8 +107,8 @@ def _scaled_gate_up_kernel(
             column_ptr = scale_ptr + begin // BLOCK_K
             gate_scale *= scales_of_rows(column_ptr, gate_row, end_gate, COLUMNS, BLOCK_N, TILE_N)
             up_scale *= scales_of_rows(column_ptr, up_row, end_up, COLUMNS, BLOCK_N, TILE_N)
-        gate = _scaled_dot(gate_w, x_tile, gate, gate_scale, PRECISION, QUANTIZE)
-        up = _scaled_dot(up_w, x_tile, up, up_scale, PRECISION, QUANTIZE)
+        gate += dot_values(gate_w, x_tile, PRECISION) * gate_scale
+        up += dot_values(up_w, x_tile, PRECISION) * up_scale
     if COLUMNS == 1:
         gate *= scales_of_rows(scale_ptr, gate_row, end_gate, COLUMNS, BLOCK_N, TILE_N)
         up *= scales_of_rows(scale_ptr, up_row, end_up, COLUMNS, BLOCK_N, TILE_N)
@@ -183,7 +169,7 @@ def _scaled_down_kernel(
         scale = h_scale[None, :]
         if COLUMNS > 1:
             scale *= scales_of_rows(scale_ptr + begin // BLOCK_K, w_row, end_w, COLUMNS, BLOCK_N, TILE_N)
-        acc = _scaled_dot(w, h, acc, scale, PRECISION, QUANTIZE)
+        acc += dot_values(w, h, PRECISION) * scale
     if COLUMNS == 1:
         acc *= scales_of_rows(scale_ptr, w_row, end_w, COLUMNS, BLOCK_N, TILE_N)
     y = (acc * weight[None, :]).to(out_ptr.dtype.element_ty)
@@ -195,16 +181,15 @@ def _options(
     tiles: Tiles, rows: ExpertRows, x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, quantize: bool
 ) -> dict[str, Any]:
     """The launch options that both products share."""
-    (n, k), (row_blocks, column_blocks) = values.shape[1:], scales.shape[1:]
-    block_k = k // column_blocks
+    k, (block_n, block_k) = values.shape[-1], block_shape(values, scales)
     use_tma = has_tma(x.device) and k % 16 == 0 and x.dtype != torch.float32
     return dict(
         K=k,
-        BLOCK_N=n // row_blocks,
+        BLOCK_N=block_n,
         BLOCK_K=block_k,
         TILE_M=rows.tile_m,
         TILE_N=tiles.tile_n,
-        TILE_K=tiles.tile_k if column_blocks == 1 else min(tiles.tile_k, block_k & -block_k),
+        TILE_K=tiles.tile_k if block_k == k else min(tiles.tile_k, block_k & -block_k),
         STAGES=tiles.stages if use_tma else 2,  # other GPUs may have 99 KB of shared memory
         GROUP_M=GROUP_M,
         QUANTIZE=quantize,

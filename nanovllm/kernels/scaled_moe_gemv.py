@@ -7,7 +7,7 @@ import triton.language as tl
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.moe_routing import Routing
 from nanovllm.kernels.scaled_gemv import _multiply
-from nanovllm.kernels.scaled_tiles import as_loadable
+from nanovllm.kernels.scaled_tiles import as_loadable, block_shape
 
 GATE_UP_TILE = 4, 2048, 4  # TILE_N, TILE_K and warps
 DOWN_TILE = 2, 256, 1  # a warp alone has no barriers, and all its loads are in flight
@@ -146,11 +146,6 @@ def _scaled_down_gemv_kernel(
     tl.store(out_ptr + token * N + n, tl.sum(tl.sum(acc, 2), 1).to(out_ptr.dtype.element_ty), n < N)
 
 
-def _block(values: torch.Tensor, scales: torch.Tensor) -> dict[str, int]:
-    rows, columns = (a // b for a, b in zip(values.shape[-2:], scales.shape[-2:]))
-    return dict(BLOCK_N=rows, BLOCK_K=columns)
-
-
 def scaled_moe_gemv(
     x: torch.Tensor,
     routing: Routing,
@@ -167,9 +162,9 @@ def scaled_moe_gemv(
     out = torch.empty_like(x) if out is None else out
     constants = dict(LOCAL_E=num_local, TOP_K=top_k)
     tile_n, tile_k, num_warps = GATE_UP_TILE
-    blocks = _block(*gate_up)
-    tile_k = max(min(tile_k, triton.next_power_of_2(hidden)), blocks["BLOCK_K"] if blocks["BLOCK_K"] < hidden else 1)
-    tile_n = min(tile_n, blocks["BLOCK_N"]) if blocks["BLOCK_K"] < hidden else tile_n
+    block_n, block_k = block_shape(*gate_up)
+    tile_k = max(min(tile_k, triton.next_power_of_2(hidden)), block_k if block_k < hidden else 1)
+    tile_n = min(tile_n, block_n) if block_k < hidden else tile_n
     launch(_scaled_gate_up_gemv_kernel, (triton.cdiv(size, tile_n), num_tokens * top_k), x.device, shared=50)(
         x,
         norm_weight,
@@ -181,16 +176,17 @@ def scaled_moe_gemv(
         eps,
         size,
         K=hidden,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
         HAS_NORM=norm_weight is not None,
         TILE_N=tile_n,
         TILE_K=tile_k,
         num_warps=num_warps,
-        **blocks,
         **constants,
     )
     tile_n, tile_k, num_warps = DOWN_TILE
-    blocks = _block(*down)
-    tile_n = min(tile_n, blocks["BLOCK_N"]) if blocks["BLOCK_K"] < size else tile_n
+    block_n, block_k = block_shape(*down)
+    tile_n = min(tile_n, block_n) if block_k < size else tile_n
     launch(_scaled_down_gemv_kernel, (triton.cdiv(hidden, tile_n), num_tokens), x.device, shared=50)(
         h,
         as_loadable(down[0]),
@@ -201,10 +197,11 @@ def scaled_moe_gemv(
         first_expert,
         hidden,
         K=size,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
         TILE_N=tile_n,
         TILE_K=tile_k,
         num_warps=num_warps,
-        **blocks,
         **constants,
     )
     return out

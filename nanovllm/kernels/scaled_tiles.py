@@ -1,18 +1,11 @@
 """What kernels share that read 8-bit values with scales."""
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels import has_fp8_units
 from nanovllm.kernels.fp8 import decode_e4m3, encode_e4m3
-
-
-@cache
-def has_fp8_units(device: torch.device) -> bool:
-    """Whether the device converts and multiplies e4m3: GPUs from compute capability 8.9 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def as_loadable(values: torch.Tensor) -> torch.Tensor:
@@ -20,6 +13,11 @@ def as_loadable(values: torch.Tensor) -> torch.Tensor:
     if values.dtype == torch.float8_e4m3fn and not has_fp8_units(values.device):
         return values.view(torch.uint8)
     return values
+
+
+def block_shape(values: torch.Tensor, scales: torch.Tensor) -> tuple[int, int]:
+    """Rows and columns of a weight [.., N, K] that share a scale."""
+    return values.shape[-2] // scales.shape[-2], values.shape[-1] // scales.shape[-1]
 
 
 @triton.jit
@@ -43,6 +41,17 @@ def as_factor(x):
     if x.dtype == tl.uint8:
         x = decode_e4m3(x, tl.float16)
     return x
+
+
+@triton.jit
+def dot_values(w, x, PRECISION: tl.constexpr):
+    """The product of values w [N, C] and x [C, M]: of e4m3 if x is quantized too, else in the dtype of x."""
+    if x.dtype == w.dtype:
+        y = tl.dot(as_factor(w), as_factor(x))
+    else:
+        # by way of float32: there is no conversion of e4m3 to bfloat16 for compute capability 8.9
+        y = tl.dot(decode_e4m3(w, tl.float32).to(x.dtype), x, input_precision=PRECISION)
+    return y
 
 
 @triton.jit

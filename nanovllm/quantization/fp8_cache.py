@@ -10,6 +10,7 @@ With two scales in bfloat16 (see `kernels/fp8.py`), a key and a value of 128 num
 
 import torch
 
+from nanovllm.kernels import has_fp8_units
 from nanovllm.layers.kv_cache import KVCache, chunk_size, gather_chunks
 
 MIN_SCALE = 2.0**-32  # as in kernels/fp8.py
@@ -23,8 +24,7 @@ class FP8KVCache(KVCache):
     """
 
     def __init__(self, data: torch.Tensor, scales: torch.Tensor):
-        converts_e4m3 = data.is_cuda and torch.cuda.get_device_capability(data.device) >= (8, 9)
-        super().__init__(data.view(torch.float8_e4m3fn) if converts_e4m3 else data)
+        super().__init__(data.view(torch.float8_e4m3fn) if has_fp8_units(data.device) else data)
         self.scales = scales[0]
 
     @staticmethod
