@@ -49,7 +49,7 @@ def choose_tile_m(num_pairs: int, num_experts: int) -> int:
 
 
 @triton.jit
-def _tile_of_program(num_tiles, N, TILE_N: tl.constexpr, GROUP_M: tl.constexpr):
+def tile_of_program(num_tiles, N, TILE_N: tl.constexpr, GROUP_M: tl.constexpr):
     """This program's tile of rows and first output: GROUP_M tiles of rows take a tile of outputs after each other."""
     tiles_per_group = GROUP_M * tl.cdiv(N, TILE_N)
     first_tile = tl.program_id(0) // tiles_per_group * GROUP_M
@@ -59,14 +59,14 @@ def _tile_of_program(num_tiles, N, TILE_N: tl.constexpr, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def _load_row_tile(table_ptr, tile):
+def load_row_tile(table_ptr, tile):
     """A tile's expert, or -1; its first row, and the row after its last."""
     field = table_ptr + tile * TILE_FIELDS
     return tl.load(field), tl.load(field + 1), tl.load(field + 2)
 
 
 @triton.jit
-def _load_tile(
+def load_tile(
     tiles, ptr, first_row, begin, is_row, K: tl.constexpr, ROWS: tl.constexpr, TILE_K: tl.constexpr, TMA: tl.constexpr
 ):
     """A tile [ROWS, TILE_K] of a matrix with K columns, from its descriptor, or its pointer on GPUs without TMA.
@@ -107,8 +107,8 @@ def _grouped_gate_up_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    tile, first_n = _tile_of_program(num_tiles, N, TILE_N, GROUP_M)
-    expert, first_row, end_row = _load_row_tile(table_ptr, tile)
+    tile, first_n = tile_of_program(num_tiles, N, TILE_N, GROUP_M)
+    expert, first_row, end_row = load_row_tile(table_ptr, tile)
     if expert < 0:
         return
     row = first_row + tl.arange(0, TILE_M)
@@ -123,8 +123,8 @@ def _grouped_gate_up_kernel(
     up = tl.zeros([TILE_N, TILE_M], tl.float32)
     for begin in tl.range(0, K, TILE_K, num_stages=STAGES):
         # weights first: they do not wait for `token`
-        gate_w = _load_tile(w_tiles, w_ptr, gate_row, begin, n < N, K, TILE_N, TILE_K, TMA)
-        up_w = _load_tile(w_tiles, w_ptr, gate_row + N, begin, n < N, K, TILE_N, TILE_K, TMA)
+        gate_w = load_tile(w_tiles, w_ptr, gate_row, begin, n < N, K, TILE_N, TILE_K, TMA)
+        up_w = load_tile(w_tiles, w_ptr, gate_row + N, begin, n < N, K, TILE_N, TILE_K, TMA)
         x_tile = tl.load(x + begin, is_used[:, None] & (begin + k < K)[None, :], 0.0).T
         gate = tl.dot(gate_w, x_tile, gate, input_precision=PRECISION)
         up = tl.dot(up_w, x_tile, up, input_precision=PRECISION)
@@ -160,8 +160,8 @@ def _grouped_down_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    tile, first_n = _tile_of_program(num_tiles, N, TILE_N, GROUP_M)
-    expert, first_row, end_row = _load_row_tile(table_ptr, tile)
+    tile, first_n = tile_of_program(num_tiles, N, TILE_N, GROUP_M)
+    expert, first_row, end_row = load_row_tile(table_ptr, tile)
     if expert < 0:
         return
     row = first_row + tl.arange(0, TILE_M)
@@ -172,15 +172,15 @@ def _grouped_down_kernel(
     n = first_n + tl.arange(0, TILE_N)
     acc = tl.zeros([TILE_N, TILE_M], tl.float32)
     for begin in tl.range(0, K, TILE_K, num_stages=STAGES):
-        h = _load_tile(h_tiles, h_ptr, first_row, begin, is_used, K, TILE_M, TILE_K, TMA).T
-        w = _load_tile(w_tiles, w_ptr, expert * N + first_n, begin, n < N, K, TILE_N, TILE_K, TMA)
+        h = load_tile(h_tiles, h_ptr, first_row, begin, is_used, K, TILE_M, TILE_K, TMA).T
+        w = load_tile(w_tiles, w_ptr, expert * N + first_n, begin, n < N, K, TILE_N, TILE_K, TMA)
         acc = tl.dot(w, h, acc, input_precision=PRECISION)
     y = (acc * weight[None, :]).to(out_ptr.dtype.element_ty)
     out_row = (pair % TOP_K).to(tl.int64) * num_tokens + pair // TOP_K
     tl.store(out_ptr + out_row[:, None] * N + n[None, :], y.T, is_used[:, None] & (n < N)[None, :])
 
 
-def _descriptor(matrix: torch.Tensor, num_rows: int, options: dict[str, Any]) -> TensorDescriptor | None:
+def tile_descriptor(matrix: torch.Tensor, num_rows: int, options: dict[str, Any]) -> TensorDescriptor | None:
     """Of tiles of `num_rows` rows, for TMA."""
     return TensorDescriptor.from_tensor(matrix, [num_rows, options["TILE_K"]]) if options["TMA"] else None
 
@@ -211,7 +211,7 @@ def grouped_gate_up(
     launch(_grouped_gate_up_kernel, (num_tiles * triton.cdiv(size, options["TILE_N"]),), x.device)(
         x,
         weight,
-        _descriptor(weight.flatten(0, 1), options["TILE_N"], options),
+        tile_descriptor(weight.flatten(0, 1), options["TILE_N"], options),
         rows.pairs,
         rows.table,
         out,
@@ -236,9 +236,9 @@ def grouped_down(
     out = torch.empty((top_k, num_tokens, hidden), dtype=h.dtype, device=h.device)
     launch(_grouped_down_kernel, (num_tiles * triton.cdiv(hidden, options["TILE_N"]),), h.device)(
         h,
-        _descriptor(h, rows.tile_m, options),
+        tile_descriptor(h, rows.tile_m, options),
         weight,
-        _descriptor(weight.flatten(0, 1), options["TILE_N"], options),
+        tile_descriptor(weight.flatten(0, 1), options["TILE_N"], options),
         routing.weights,
         rows.pairs,
         rows.table,

@@ -19,7 +19,7 @@ from nanovllm.kernels.dependent_launch import (
     launch,
     num_sms,
 )
-from nanovllm.kernels.moe_gemm import Tiles, _load_tile
+from nanovllm.kernels.moe_gemm import Tiles, load_tile
 from nanovllm.kernels.scaled_tiles import as_loadable, block_shape, dot_values, quantize_tile, scales_of_rows
 
 TILE_K = 128
@@ -85,8 +85,8 @@ def _scaled_gemm_kernel(
     acc = tl.zeros([TILE_N, TILE_M], tl.float32)
     first_k = split * K_PER_SPLIT
     for begin in tl.range(first_k, tl.minimum(first_k + K_PER_SPLIT, K), TILE_K, num_stages=STAGES):
-        w = _load_tile(w_tiles, w_ptr, first_n, begin, n < N, K, TILE_N, TILE_K, TMA)
-        x = _load_tile(x_tiles, x_ptr, first_m, begin, m < M, K, TILE_M, TILE_K, TMA)
+        w = load_tile(w_tiles, w_ptr, first_n, begin, n < N, K, TILE_N, TILE_K, TMA)
+        x = load_tile(x_tiles, x_ptr, first_m, begin, m < M, K, TILE_M, TILE_K, TMA)
         if QUANTIZE:
             x, x_scale = quantize_tile(x, w.dtype)
         elif x_scale_ptr is not None:

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.fp8 import decode_e4m3
-from nanovllm.kernels.gemv import _load_input
+from nanovllm.kernels.gemv import load_input
 from nanovllm.kernels.scaled_tiles import as_loadable, block_shape
 
 TILE_SIZE = 16384  # weights that a program multiplies at a time, half of them from each half of a gated product
@@ -15,7 +15,15 @@ FEW_WEIGHTS = 2**23  # take smaller tiles, for more programs
 
 
 @triton.jit
-def _multiply(w, x, scale_ptr, group, num_groups, HAS_SCALES: tl.constexpr):
+def columns_of_lanes(TILE_K: tl.constexpr, GROUP: tl.constexpr, LANE: tl.constexpr):
+    """The columns of a tile as [groups that share a scale, parts, LANE]; a thread loads the LANE of a part at once."""
+    group = tl.arange(0, TILE_K // GROUP)
+    part = tl.arange(0, GROUP // LANE)
+    return group[:, None, None] * GROUP + part[None, :, None] * LANE + tl.arange(0, LANE)[None, None, :]
+
+
+@triton.jit
+def multiply_groups(w, x, scale_ptr, group, num_groups, HAS_SCALES: tl.constexpr):
     """Sums [TILE_N, groups, parts] of a tile of weights times x [1, groups, parts, LANE].
 
     Each is over the weights that a thread has loaded at once, so that few registers and no other thread take part; and
@@ -62,8 +70,7 @@ def _scaled_gemv_kernel(
     first_n = tl.program_id(0) * TILE_N
     n = first_n + tl.arange(0, TILE_N)
     group = tl.arange(0, TILE_K // GROUP)
-    part = tl.arange(0, GROUP // LANE)
-    k = group[:, None, None] * GROUP + part[None, :, None] * LANE + tl.arange(0, LANE)[None, None, :]
+    k = columns_of_lanes(TILE_K, GROUP, LANE)
     group = group[None, :, None]
     is_row = (n < N)[:, None, None, None]
     w = w_ptr + n[:, None, None, None].to(tl.int64) * K + k[None, :]
@@ -93,15 +100,15 @@ def _scaled_gemv_kernel(
     for begin in tl.static_range(0, K, TILE_K):  # unrolled: the loads of several tiles are in flight
         at, at_group = begin + k, begin // GROUP + group
         inside = at < K
-        x, more = _load_input(x_ptr, residual_ptr, sum_ptr, norm_weight_ptr, at, inside, HAS_NORM, HAS_RESIDUAL)
+        x, more = load_input(x_ptr, residual_ptr, sum_ptr, norm_weight_ptr, at, inside, HAS_NORM, HAS_RESIDUAL)
         squares += tl.sum(more, 2)
         if begin > 0:
             tile = tl.load(w + begin, is_row & inside[None, :], 0.0)
             if GATED:
                 up_tile = tl.load(up + begin, is_row & inside[None, :], 0.0)
-        acc += _multiply(tile, x, row_scales, at_group, COLUMNS, BY_GROUP)
+        acc += multiply_groups(tile, x, row_scales, at_group, COLUMNS, BY_GROUP)
         if GATED:
-            up_acc += _multiply(up_tile, x, up_row_scales, at_group, COLUMNS, BY_GROUP)
+            up_acc += multiply_groups(up_tile, x, up_row_scales, at_group, COLUMNS, BY_GROUP)
     scale = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / K + eps) if HAS_NORM else 1.0
     y = tl.sum(tl.sum(acc, 2), 1) * scale
     if not BY_GROUP:

@@ -14,11 +14,11 @@ from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_depen
 from nanovllm.kernels.moe_gemm import (
     GROUP_M,
     Tiles,
-    _descriptor,
-    _load_row_tile,
-    _load_tile,
-    _tile_of_program,
     choose_tile_m,
+    load_row_tile,
+    load_tile,
+    tile_descriptor,
+    tile_of_program,
 )
 from nanovllm.kernels.moe_routing import ExpertRows, Routing, sort_by_expert
 from nanovllm.kernels.scaled_tiles import as_loadable, block_shape, dot_values, quantize_tile, scales_of_rows
@@ -78,8 +78,8 @@ def _scaled_gate_up_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    tile, first_n = _tile_of_program(num_tiles, N, TILE_N, GROUP_M)
-    expert, first_row, end_row = _load_row_tile(table_ptr, tile)
+    tile, first_n = tile_of_program(num_tiles, N, TILE_N, GROUP_M)
+    expert, first_row, end_row = load_row_tile(table_ptr, tile)
     if expert < 0:
         return
     COLUMNS: tl.constexpr = K // BLOCK_K
@@ -97,8 +97,8 @@ def _scaled_gate_up_kernel(
     up = tl.zeros([TILE_N, TILE_M], tl.float32)
     for begin in tl.range(0, K, TILE_K, num_stages=STAGES):
         # weights first: they do not wait for `token`
-        gate_w = _load_tile(w_tiles, w_ptr, gate_row, begin, n < N, K, TILE_N, TILE_K, TMA)
-        up_w = _load_tile(w_tiles, w_ptr, up_row, begin, n < N, K, TILE_N, TILE_K, TMA)
+        gate_w = load_tile(w_tiles, w_ptr, gate_row, begin, n < N, K, TILE_N, TILE_K, TMA)
+        up_w = load_tile(w_tiles, w_ptr, up_row, begin, n < N, K, TILE_N, TILE_K, TMA)
         x_tile = tl.load(x + begin, is_used[:, None] & (begin + k < K)[None, :], 0.0)
         x_tile, x_scale = _factor_of_rows(x_tile, w_ptr.dtype.element_ty, QUANTIZE)
         gate_scale = x_scale[None, :]
@@ -148,8 +148,8 @@ def _scaled_down_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    tile, first_n = _tile_of_program(num_tiles, N, TILE_N, GROUP_M)
-    expert, first_row, end_row = _load_row_tile(table_ptr, tile)
+    tile, first_n = tile_of_program(num_tiles, N, TILE_N, GROUP_M)
+    expert, first_row, end_row = load_row_tile(table_ptr, tile)
     if expert < 0:
         return
     COLUMNS: tl.constexpr = K // BLOCK_K
@@ -163,8 +163,8 @@ def _scaled_down_kernel(
     end_w = expert * N + N
     acc = tl.zeros([TILE_N, TILE_M], tl.float32)
     for begin in tl.range(0, K, TILE_K, num_stages=STAGES):
-        h = _load_tile(h_tiles, h_ptr, first_row, begin, is_used, K, TILE_M, TILE_K, TMA)
-        w = _load_tile(w_tiles, w_ptr, w_row, begin, n < N, K, TILE_N, TILE_K, TMA)
+        h = load_tile(h_tiles, h_ptr, first_row, begin, is_used, K, TILE_M, TILE_K, TMA)
+        w = load_tile(w_tiles, w_ptr, w_row, begin, n < N, K, TILE_N, TILE_K, TMA)
         h, h_scale = _factor_of_rows(h, w_ptr.dtype.element_ty, QUANTIZE)
         scale = h_scale[None, :]
         if COLUMNS > 1:
@@ -220,7 +220,7 @@ def scaled_moe_gemm(
     launch(_scaled_gate_up_kernel, (len(rows.table) * triton.cdiv(size, options["TILE_N"]),), x.device)(
         x,
         values,
-        _descriptor(values.flatten(0, 1), options["TILE_N"], options),
+        tile_descriptor(values.flatten(0, 1), options["TILE_N"], options),
         gate_up[1],
         rows.pairs,
         rows.table,
@@ -235,9 +235,9 @@ def scaled_moe_gemm(
     out = torch.empty((top_k, num_tokens, hidden), dtype=h.dtype, device=h.device)
     launch(_scaled_down_kernel, (len(rows.table) * triton.cdiv(hidden, options["TILE_N"]),), h.device)(
         h,
-        _descriptor(h, tile_m, options),
+        tile_descriptor(h, tile_m, options),
         values,
-        _descriptor(values.flatten(0, 1), options["TILE_N"], options),
+        tile_descriptor(values.flatten(0, 1), options["TILE_N"], options),
         down[1],
         routing.weights,
         rows.pairs,

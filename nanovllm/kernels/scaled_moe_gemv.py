@@ -6,7 +6,7 @@ import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.moe_routing import Routing
-from nanovllm.kernels.scaled_gemv import _multiply
+from nanovllm.kernels.scaled_gemv import columns_of_lanes, multiply_groups
 from nanovllm.kernels.scaled_tiles import as_loadable, block_shape
 
 GATE_UP_TILE = 4, 2048, 4  # TILE_N, TILE_K and warps
@@ -50,8 +50,7 @@ def _scaled_gate_up_gemv_kernel(
     first_n = tl.program_id(0) * TILE_N
     n = first_n + tl.arange(0, TILE_N)
     group = tl.arange(0, TILE_K // GROUP)
-    part = tl.arange(0, GROUP // LANE)
-    k = group[:, None, None] * GROUP + part[None, :, None] * LANE + tl.arange(0, LANE)[None, None, :]
+    k = columns_of_lanes(TILE_K, GROUP, LANE)
     group = group[None, :, None]
     is_row = (n < N)[:, None, None, None]
     first_row = expert.to(tl.int64) * 2 * N
@@ -72,8 +71,8 @@ def _scaled_gate_up_gemv_kernel(
         x = x[None, :]
         gate_tile = tl.load(gate_w + begin, is_row & inside[None, :], 0.0)
         up_tile = tl.load(up_w + begin, is_row & inside[None, :], 0.0)
-        gate += _multiply(gate_tile, x, gate_scales, at_group, COLUMNS, BY_GROUP)
-        up += _multiply(up_tile, x, up_scales, at_group, COLUMNS, BY_GROUP)
+        gate += multiply_groups(gate_tile, x, gate_scales, at_group, COLUMNS, BY_GROUP)
+        up += multiply_groups(up_tile, x, up_scales, at_group, COLUMNS, BY_GROUP)
     scale = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / K + eps) if HAS_NORM else 1.0
     y = tl.sum(tl.sum(gate, 2), 1) * scale
     up_y = tl.sum(tl.sum(up, 2), 1) * scale
@@ -117,8 +116,7 @@ def _scaled_down_gemv_kernel(
         gdc_launch_dependents()
         gdc_wait()
     group = tl.arange(0, TILE_K // GROUP)
-    part = tl.arange(0, GROUP // LANE)
-    k = group[:, None, None] * GROUP + part[None, :, None] * LANE + tl.arange(0, LANE)[None, None, :]
+    k = columns_of_lanes(TILE_K, GROUP, LANE)
     is_row = (n < N)[:, None, None, None]
     acc = tl.zeros([TILE_N, TILE_K // GROUP, GROUP // LANE], tl.float32)
     for slot in tl.static_range(TOP_K):  # unrolled: the loads of several experts are in flight
@@ -139,7 +137,7 @@ def _scaled_down_gemv_kernel(
             h = (tl.load(h_ptr + pair * K + at, inside, 0.0).to(tl.float32) * weight)[None, :]
             tile = tl.load(w + begin, is_row & inside[None, :], 0.0)
             columns = tl.where(is_local, COLUMNS, 0)
-            y = _multiply(tile, h, row_scales, at_group, columns, BY_GROUP)
+            y = multiply_groups(tile, h, row_scales, at_group, columns, BY_GROUP)
             if not BY_GROUP:
                 y *= scales
             acc += y
