@@ -8,13 +8,13 @@ from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_depen
 
 
 @dependent_kernel(early=("weight_ptr",))
-@triton.jit(do_not_specialize=["size"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
     out_ptr,
-    size,
+    num_rows,
     eps,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -25,13 +25,15 @@ def _rms_norm_kernel(
     if PDL:
         gdc_launch_dependents()
     col = tl.arange(0, BLOCK)
-    at = tl.program_id(0).to(tl.int64) * N + col
+    row = tl.program_id(0).to(tl.int64)
+    at = row * N + col
     weight = tl.load(weight_ptr + col, col < N, 0.0).to(tl.float32)
     if PDL:
         gdc_wait()
     x = tl.load(x_ptr + at, col < N, 0.0).to(tl.float32)
     for part in tl.static_range(1, SPLIT_K):
-        x += tl.load(x_ptr + part * size + at, col < N, 0.0).to(tl.float32)
+        # a multiple of N, so that the compiler knows the address to be aligned
+        x += tl.load(x_ptr + (part * num_rows + row) * N + col, col < N, 0.0).to(tl.float32)
     if HAS_RESIDUAL:
         total = (x + tl.load(residual_ptr + at, col < N, 0.0).to(tl.float32)).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + at, total, col < N)
@@ -55,7 +57,7 @@ def rms_norm(
             residual,
             weight,
             out,
-            num_rows * n,
+            num_rows,
             eps,
             N=n,
             BLOCK=block,
