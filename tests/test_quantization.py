@@ -214,7 +214,7 @@ def test_parity_on_kernels(monkeypatch, make_llm, tmp_path, name, format_name):
     "name, format_name", [("llama-biases", "block"), ("qwen3", "ct-channel"), ("qwen3-moe", "ct-channel")]
 )
 def test_fp8_units(monkeypatch, make_llm, tmp_path, name, format_name):
-    """Activations are quantized: by the norm and the activation in chunks, by the product in decodes of several."""
+    """Activations of several rows are quantized: by the norm, the activation, or a kernel of their own."""
     for module in ("fusion", "layernorm", "linear", "partial_sum", "activation", "moe"):
         monkeypatch.setattr(f"nanovllm.layers.{module}.triton_ops", lambda x: ops)
     for module in ("scaled_linear", "fp8_linear", "plan"):
@@ -511,12 +511,6 @@ def test_scaled_gemv(monkeypatch, fresh_memory_is_nan, dtype, kind, shape, gated
     assert_close(y, expected, 10 * max(1.0, expected.abs().max().item()))
 
 
-def quantized_groups(x: torch.Tensor, group: int) -> torch.Tensor:
-    """What e4m3 leaves of x, where `group` inputs of a row share a scale."""
-    scaling = e4m3_scaling(1, group)
-    return dequantized(*scaling.quantize(x.float()), scaling)
-
-
 WIDE = [shape for shape in SHAPES if shape[3] >= 32]
 
 
@@ -529,11 +523,11 @@ def test_scaled_gemm(fresh_memory_is_nan, dtype, way, shape, num_rows, split_k):
     values, scales = scaled(n, k, rows, columns, torch.int8 if way == "int8" else E4M3)
     x = randn(num_rows, k, dtype=dtype)
     x[0, :5] = 0
-    seen = quantized_groups(x, min(128, columns & -columns if columns < k else 128)) if way == "a8" else x
-    expected = seen.double() @ dequantize(values, scales, torch.float64).T
-    parts = ops.scaled_gemm(x, values, scales, split_k, quantize=way == "a8")
+    rows = ops.quantize_rows(x, columns) if way == "a8" else x
+    expected = (as_floats(rows) if way == "a8" else x.double()) @ dequantize(values, scales, torch.float64).T
+    parts = ops.scaled_gemm(rows, values, scales, split_k)
     assert parts.shape == (split_k, num_rows, n)
-    if way == "a8":  # a number between two of e4m3 may round to the other one, and FP8 units add with fewer digits
+    if way == "a8":  # FP8 units add with fewer digits
         assert (parts.double().sum(0) - expected).norm() < 0.005 * expected.norm()
     else:
         assert_close(parts.float().sum(0).to(dtype), expected, 10 * max(1.0, expected.abs().max().item()))

@@ -1,4 +1,4 @@
-"""Activations to e4m3 for products of many rows: alone, or in the pass of the norm or activation that makes them.
+"""Activations to e4m3 for products of several rows: alone, or in the pass of the norm or activation that makes them.
 
 A group of inputs of a row shares a scale: 128 of them for weights in blocks, else all.
 """
@@ -13,6 +13,7 @@ from nanovllm.kernels.scaled_gemm import QuantizedRows
 from nanovllm.kernels.scaled_tiles import as_loadable, scale_of
 
 ROW_MULTIPLE = 16  # the library's products want numbers of rows that it divides
+SLOW_ROWS = range(129, 256)  # take the library as long as 256 rows, or longer
 
 
 @triton.jit
@@ -63,14 +64,14 @@ def _quantize_kernel(
 
 
 @dependent_kernel(early=("weight_ptr",))
-@triton.jit(do_not_specialize=["size", "scale_stride"])
+@triton.jit(do_not_specialize=["num_rows", "scale_stride"])
 def _rms_norm_quantize_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
     out_ptr,
     scale_ptr,
-    size,
+    num_rows,
     eps,
     scale_stride,
     N: tl.constexpr,
@@ -94,7 +95,7 @@ def _rms_norm_quantize_kernel(
         gdc_wait()
     x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32)
     for part in tl.static_range(1, SPLIT_K):
-        x += tl.load(x_ptr + part * size + at, inside, 0.0).to(tl.float32)
+        x += tl.load(x_ptr + (part * num_rows + row) * N + col, inside, 0.0).to(tl.float32)
     if HAS_RESIDUAL:
         total = (x + tl.load(residual_ptr + at, inside, 0.0).to(tl.float32)).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + at, total, inside)
@@ -104,7 +105,7 @@ def _rms_norm_quantize_kernel(
 
 
 def _empty(num_rows: int, n: int, group: int, like: torch.Tensor) -> QuantizedRows:
-    rows = triton.cdiv(num_rows, ROW_MULTIPLE) * ROW_MULTIPLE
+    rows = triton.cdiv(num_rows, ROW_MULTIPLE) * ROW_MULTIPLE if num_rows not in SLOW_ROWS else SLOW_ROWS.stop
     values = torch.empty((rows, n), dtype=torch.float8_e4m3fn, device=like.device)
     scales = torch.empty((n // group, rows), dtype=torch.float32, device=like.device).t()
     return QuantizedRows(values, scales, num_rows, like.dtype)
@@ -154,7 +155,7 @@ def rms_norm_quantize(
             weight,
             as_loadable(rows.values),
             rows.scales,
-            num_rows * n,
+            num_rows,
             eps,
             rows.scales.stride(1),
             N=n,

@@ -1,7 +1,6 @@
 """y = x W^T for several rows of x, where W is 8-bit values times scales of blocks; also split along K, for few rows.
 
-With FP8 units, x is quantized too: 128 inputs of a row share a scale, which is found when a tile is loaded, so that
-nothing has to be launched before the product. Otherwise W is converted to the dtype of x.
+x may be quantized too, to e4m3, for GPUs with FP8 units. Otherwise W is converted to the dtype of x.
 """
 
 from dataclasses import dataclass
@@ -20,15 +19,15 @@ from nanovllm.kernels.dependent_launch import (
     num_sms,
 )
 from nanovllm.kernels.moe_gemm import Tiles, load_tile
-from nanovllm.kernels.scaled_tiles import as_loadable, block_shape, dot_values, quantize_tile, scales_of_rows
+from nanovllm.kernels.scaled_tiles import as_loadable, block_shape, dot_values, scales_of_rows
 
 TILE_K = 128
-# by TILE_M; up to 64, where a product also quantizes x, two programs or more fit on a multiprocessor
+# by TILE_M; two programs or more fit on a multiprocessor
 TILES = {
-    16: Tiles(64, TILE_K, 5, 4),
-    32: Tiles(64, TILE_K, 4, 4),
+    16: Tiles(64, TILE_K, 6, 4),
+    32: Tiles(64, TILE_K, 6, 4),
     64: Tiles(64, TILE_K, 4, 4),
-    128: Tiles(128, TILE_K, 4, 8),
+    128: Tiles(64, TILE_K, 4, 4),
 }
 
 
@@ -62,12 +61,11 @@ def _scaled_gemm_kernel(
     K_PER_SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    X_GROUP: tl.constexpr,
+    X_GROUPS: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     STAGES: tl.constexpr,
-    QUANTIZE: tl.constexpr,
     TMA: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -87,16 +85,15 @@ def _scaled_gemm_kernel(
     for begin in tl.range(first_k, tl.minimum(first_k + K_PER_SPLIT, K), TILE_K, num_stages=STAGES):
         w = load_tile(w_tiles, w_ptr, first_n, begin, n < N, K, TILE_N, TILE_K, TMA)
         x = load_tile(x_tiles, x_ptr, first_m, begin, m < M, K, TILE_M, TILE_K, TMA)
-        if QUANTIZE:
-            x, x_scale = quantize_tile(x, w.dtype)
-        elif x_scale_ptr is not None:
-            x_scale = tl.load(x_scale_ptr + begin // X_GROUP * x_scale_stride + m, m < M, 0.0)
         product = dot_values(w, x.T, PRECISION)
-        if QUANTIZE or x_scale_ptr is not None:
+        if X_GROUPS > 1:
+            x_scale = tl.load(x_scale_ptr + begin // (K // X_GROUPS) * x_scale_stride + m, m < M, 0.0)
             product *= x_scale[None, :]
         if COLUMNS > 1:
             product *= scales_of_rows(scale_ptr + begin // BLOCK_K, first_n, N, COLUMNS, BLOCK_N, TILE_N)
         acc += product
+    if X_GROUPS == 1:
+        acc *= tl.load(x_scale_ptr + m, m < M, 0.0)[None, :]
     if COLUMNS == 1:
         acc *= scales_of_rows(scale_ptr, first_n, N, COLUMNS, BLOCK_N, TILE_N)
     out = out_ptr + (split * M + m[:, None]) * N + n[None, :]
@@ -105,8 +102,13 @@ def _scaled_gemm_kernel(
 
 def choose_scaled_split_k(num_rows: int, num_outputs: int, device: torch.device, max_split_k: int) -> int:
     """Into how many partial sums, of at most `max_split_k`, `scaled_gemm` had best split a product."""
-    num_tiles = triton.cdiv(num_outputs, TILES[64].tile_n) * triton.cdiv(num_rows, 64)
+    tile_m = _tile_m(num_rows)
+    num_tiles = triton.cdiv(num_outputs, TILES[tile_m].tile_n) * triton.cdiv(num_rows, tile_m)
     return max(1, min(max_split_k, 2 * num_sms(device) // num_tiles))
+
+
+def _tile_m(num_rows: int) -> int:
+    return min(128, max(16, triton.next_power_of_2(num_rows)))
 
 
 def scaled_gemm(
@@ -115,21 +117,20 @@ def scaled_gemm(
     scales: torch.Tensor,
     split_k: int = 1,
     out: torch.Tensor | None = None,
-    quantize: bool = False,
 ) -> torch.Tensor:
     """x [M, K] times W transposed, split along K: [split_k, M, N], whose sum is the product.
 
-    W is values [N, K] times scales [N / block rows, K / block columns], of at least 32 columns. With `quantize`, the
-    products are those of e4m3, also if x is not quantized yet. All contiguous. `out` takes the result.
+    W is values [N, K] times scales [N / block rows, K / block columns], of at least 32 columns. All contiguous. `out`
+    takes the result.
     """
     (m, n), k = (len(x), len(values)), values.shape[1]
     block_n, block_k = block_shape(values, scales)
-    rows, x_scales, group, dtype = x, None, k, x.dtype
+    rows, x_scales, groups, dtype = x, None, 0, x.dtype
     if isinstance(x, QuantizedRows):
-        rows, x_scales, group, quantize = as_loadable(x.values), x.scales, k // x.scales.shape[1], False
+        rows, x_scales, groups = as_loadable(x.values), x.scales, x.scales.shape[1]
     out = torch.empty((split_k, m, n), dtype=dtype, device=values.device) if out is None else out
     values = as_loadable(values)
-    tile_m = min(64 if x_scales is None else 128, max(16, triton.next_power_of_2(m)))
+    tile_m = _tile_m(m)
     tile_n, tile_k, stages, num_warps = TILES[tile_m]
     tile_k = tile_k if block_k == k else min(tile_k, block_k & -block_k)
     use_tma = has_tma(values.device) and k % 16 == 0 and dtype != torch.float32
@@ -149,12 +150,11 @@ def scaled_gemm(
         K_PER_SPLIT=triton.cdiv(triton.cdiv(k, split_k), tile_k) * tile_k,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        X_GROUP=group,
+        X_GROUPS=groups,
         TILE_M=tile_m,
         TILE_N=tile_n,
         TILE_K=tile_k,
         STAGES=stages if use_tma else min(3, stages),
-        QUANTIZE=quantize,
         TMA=use_tma,
         num_warps=num_warps,
         PRECISION="ieee" if dtype == torch.float32 else "tf32",

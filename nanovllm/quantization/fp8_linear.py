@@ -1,7 +1,7 @@
 """Linear layers with FP8 weights on GPUs that multiply FP8: the activations are quantized too (W8A8).
 
-One row is bound by reading the weights, and stays as it is. A few rows are quantized by the product itself. Many rows
-are quantized by the norm or the activation before the product, if there is one, else by a kernel of their own.
+One row is bound by reading the weights, and stays as it is. Several rows are quantized by the norm or the activation
+before the product, if there is one, else by a kernel of their own.
 """
 
 from functools import cache
@@ -18,12 +18,13 @@ from nanovllm.quantization.scaled import Scaling
 from nanovllm.quantization.scaled_linear import ScaledLinear
 
 BLOCK = (128, 128)  # of weights that the library multiplies, beside those of whole rows
-MAX_GEMM_ROWS = 64  # are quantized by the product
-MAX_SPLIT_K_ROWS = 128  # also, if the product is split as it has too few output tiles to fill the GPU
+# with more rows, the library multiplies
+MAX_GEMM_ROWS = 64
+MAX_SPLIT_K_ROWS = 128  # if the product is split, as it has too few output tiles to fill the GPU
 
 
 class FP8Linear(ScaledLinear):
-    """Rows come as a tensor, or quantized: from the norm more than 64, from the activation more than 128."""
+    """Rows come as a tensor, or quantized by the norm or the activation before."""
 
     def __init__(self, layer: LinearBase, scaling: Scaling):
         super().__init__(layer, scaling)
@@ -41,11 +42,10 @@ class FP8Linear(ScaledLinear):
         if ops is None or len(x) == 1 or not self.suits_gemm:
             return super().linear(layer, x, bias, split_k, out)
         if not isinstance(x, ops.QuantizedRows):
-            if len(x) <= MAX_GEMM_ROWS or split_k > 1:
-                return self._gemm(ops, x, bias, split_k, out, quantize=True)
             x = ops.quantize_rows(x, self.group)
-        if not self.library_multiplies or x.dtype != torch.bfloat16:
-            return self._gemm(ops, x, bias, 1, out)
+        is_few = split_k > 1 or len(x) <= MAX_GEMM_ROWS
+        if is_few or not self.library_multiplies or x.dtype != torch.bfloat16:
+            return self._gemm(ops, x, bias, split_k, out)
         return self._scaled_mm(x, bias, out)
 
     def _scaled_mm(self, x, bias: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
@@ -68,9 +68,9 @@ class FP8Linear(ScaledLinear):
         return ops.choose_scaled_split_k(len(x), len(self.values), self.values.device, max_split_k)
 
     def add_rms_norm(self, norm: RMSNorm, x: PartialSum, residual: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
-        """The norm of many rows quantizes them, unless it also adds up the parts of several ranks."""
+        """The norm quantizes the rows, unless it also adds up the parts of several ranks."""
         ops = triton_ops(self.values)
-        if ops is None or len(x) <= MAX_GEMM_ROWS or type(x) is not PartialSum or not self.suits_gemm:
+        if ops is None or len(x) == 1 or type(x) is not PartialSum or not self.suits_gemm:
             return norm.add_rms_norm(x, residual)
         parts, split_k = (x.parts, x.split_k) if residual is not None else (x.reduce(), 1)
         rows = ops.rms_norm_quantize(parts, norm.weight, norm.eps, residual, split_k, self.group)
@@ -78,7 +78,7 @@ class FP8Linear(ScaledLinear):
 
 
 class FP8SiluAndMul(SiluAndMul):
-    """The activation before a layer with FP8 weights, for which it quantizes many rows."""
+    """The activation before a layer with FP8 weights, for which it quantizes the rows."""
 
     def __init__(self, consumer: FP8Linear):
         super().__init__()
@@ -86,7 +86,7 @@ class FP8SiluAndMul(SiluAndMul):
 
     def forward(self, x: torch.Tensor) -> Any:
         ops = triton_ops(x)
-        if ops is None or len(x) <= MAX_SPLIT_K_ROWS or not self.consumer.suits_gemm:
+        if ops is None or len(x) == 1 or not self.consumer.suits_gemm:
             return super().forward(x)
         return ops.silu_and_mul_quantize(x, self.consumer.group)
 

@@ -34,9 +34,9 @@ class ScaledLinear(WeightFormat):
             return self._gemm(ops, x, bias, split_k, out)
         return linear(x, ops.dequantize(self.values, self.scales, x.dtype), bias, 1, out)
 
-    def _gemm(self, ops: ModuleType, x: Any, bias, split_k: int, out, quantize: bool = False) -> torch.Tensor:
+    def _gemm(self, ops: ModuleType, x: Any, bias, split_k: int, out) -> torch.Tensor:
         """By our own kernel: [split_k, T, outputs], or [T, outputs] if split_k is 1."""
-        y = ops.scaled_gemm(x, self.values, self.scales, split_k, out, quantize)
+        y = ops.scaled_gemm(x, self.values, self.scales, split_k, out)
         if bias is not None:
             y += bias
         return y if split_k > 1 else y[0]
