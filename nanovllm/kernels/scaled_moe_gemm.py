@@ -1,7 +1,7 @@
 """Mixture of experts for many tokens, with weights of 8-bit values times scales; as moe_gemm.py for other weights.
 
-As in scaled_gemm.py, the products are those of e4m3 where there are FP8 units: 128 inputs of a row then share a scale,
-which is found when a tile is loaded. Elsewhere weights are converted to the dtype of x.
+As in scaled_gemm.py, the products are those of e4m3 where there are FP8 units, for which the inputs of both products
+are quantized before. Elsewhere weights are converted to the dtype of x.
 """
 
 from typing import Any
@@ -21,7 +21,9 @@ from nanovllm.kernels.moe_gemm import (
     tile_of_program,
 )
 from nanovllm.kernels.moe_routing import ExpertRows, Routing, sort_by_expert
-from nanovllm.kernels.scaled_tiles import as_loadable, block_shape, dot_values, quantize_tile, scales_of_rows
+from nanovllm.kernels.quantize_rows import quantize_rows
+from nanovllm.kernels.scaled_gemm import QuantizedRows
+from nanovllm.kernels.scaled_tiles import as_loadable, block_shape, dot_values, scales_of_rows
 
 TILE_K = 128
 # by TILE_M; in GATE_UP, tile_n outputs need twice as many rows of weights
@@ -40,19 +42,20 @@ DOWN = {
 
 
 @triton.jit
-def _factor_of_rows(x, dtype: tl.constexpr, QUANTIZE: tl.constexpr):
-    """A tile of activations [R, C] as the other factor for weights of this dtype, transposed; the rows' scales or 1."""
-    if QUANTIZE:
-        x, scale = quantize_tile(x, dtype)
+def _scales_of_x(x_scale_ptr, begin, row, is_row, stride, GROUP: tl.constexpr):
+    """The scales of rows [TILE_M] of quantized activations, for the GROUP of inputs from `begin` on; 1 without any."""
+    if x_scale_ptr is None:
+        scales = tl.full([row.shape[0]], 1.0, tl.float32)
     else:
-        scale = tl.full([x.shape[0]], 1.0, tl.float32)
-    return x.T, scale
+        scales = tl.load(x_scale_ptr + begin // GROUP * stride + row, is_row, 0.0)
+    return scales[None, :]
 
 
 @dependent_kernel()
-@triton.jit(do_not_specialize=["num_tiles"])
+@triton.jit(do_not_specialize=["num_tiles", "x_scale_stride"])
 def _scaled_gate_up_kernel(
     x_ptr,
+    x_scale_ptr,
     w_ptr,
     w_tiles,
     scale_ptr,
@@ -60,17 +63,18 @@ def _scaled_gate_up_kernel(
     table_ptr,
     out_ptr,
     num_tiles,
+    x_scale_stride,
     N,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    X_GROUP: tl.constexpr,
     TOP_K: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     STAGES: tl.constexpr,
     GROUP_M: tl.constexpr,
-    QUANTIZE: tl.constexpr,
     TMA: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -100,15 +104,22 @@ def _scaled_gate_up_kernel(
         gate_w = load_tile(w_tiles, w_ptr, gate_row, begin, n < N, K, TILE_N, TILE_K, TMA)
         up_w = load_tile(w_tiles, w_ptr, up_row, begin, n < N, K, TILE_N, TILE_K, TMA)
         x_tile = tl.load(x + begin, is_used[:, None] & (begin + k < K)[None, :], 0.0)
-        x_tile, x_scale = _factor_of_rows(x_tile, w_ptr.dtype.element_ty, QUANTIZE)
-        gate_scale = x_scale[None, :]
-        up_scale = x_scale[None, :]
+        gate_product = dot_values(gate_w, x_tile.T, PRECISION)
+        up_product = dot_values(up_w, x_tile.T, PRECISION)
+        if X_GROUP < K:
+            x_scale = _scales_of_x(x_scale_ptr, begin, token, is_used, x_scale_stride, X_GROUP)
+            gate_product *= x_scale
+            up_product *= x_scale
         if COLUMNS > 1:
             column_ptr = scale_ptr + begin // BLOCK_K
-            gate_scale *= scales_of_rows(column_ptr, gate_row, end_gate, COLUMNS, BLOCK_N, TILE_N)
-            up_scale *= scales_of_rows(column_ptr, up_row, end_up, COLUMNS, BLOCK_N, TILE_N)
-        gate += dot_values(gate_w, x_tile, PRECISION) * gate_scale
-        up += dot_values(up_w, x_tile, PRECISION) * up_scale
+            gate_product *= scales_of_rows(column_ptr, gate_row, end_gate, COLUMNS, BLOCK_N, TILE_N)
+            up_product *= scales_of_rows(column_ptr, up_row, end_up, COLUMNS, BLOCK_N, TILE_N)
+        gate += gate_product
+        up += up_product
+    if X_GROUP == K:
+        x_scale = _scales_of_x(x_scale_ptr, 0, token, is_used, x_scale_stride, X_GROUP)
+        gate *= x_scale
+        up *= x_scale
     if COLUMNS == 1:
         gate *= scales_of_rows(scale_ptr, gate_row, end_gate, COLUMNS, BLOCK_N, TILE_N)
         up *= scales_of_rows(scale_ptr, up_row, end_up, COLUMNS, BLOCK_N, TILE_N)
@@ -117,10 +128,11 @@ def _scaled_gate_up_kernel(
 
 
 @dependent_kernel()
-@triton.jit(do_not_specialize=["num_tiles", "num_tokens"])
+@triton.jit(do_not_specialize=["num_tiles", "num_tokens", "h_scale_stride"])
 def _scaled_down_kernel(
     h_ptr,
     h_tiles,
+    h_scale_ptr,
     w_ptr,
     w_tiles,
     scale_ptr,
@@ -130,17 +142,18 @@ def _scaled_down_kernel(
     out_ptr,
     num_tiles,
     num_tokens,
+    h_scale_stride,
     N,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    X_GROUP: tl.constexpr,
     TOP_K: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     STAGES: tl.constexpr,
     GROUP_M: tl.constexpr,
-    QUANTIZE: tl.constexpr,
     TMA: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -165,11 +178,14 @@ def _scaled_down_kernel(
     for begin in tl.range(0, K, TILE_K, num_stages=STAGES):
         h = load_tile(h_tiles, h_ptr, first_row, begin, is_used, K, TILE_M, TILE_K, TMA)
         w = load_tile(w_tiles, w_ptr, w_row, begin, n < N, K, TILE_N, TILE_K, TMA)
-        h, h_scale = _factor_of_rows(h, w_ptr.dtype.element_ty, QUANTIZE)
-        scale = h_scale[None, :]
+        product = dot_values(w, h.T, PRECISION)
+        if X_GROUP < K:
+            product *= _scales_of_x(h_scale_ptr, begin, row, is_used, h_scale_stride, X_GROUP)
         if COLUMNS > 1:
-            scale *= scales_of_rows(scale_ptr + begin // BLOCK_K, w_row, end_w, COLUMNS, BLOCK_N, TILE_N)
-        acc += dot_values(w, h, PRECISION) * scale
+            product *= scales_of_rows(scale_ptr + begin // BLOCK_K, w_row, end_w, COLUMNS, BLOCK_N, TILE_N)
+        acc += product
+    if X_GROUP == K:
+        acc *= _scales_of_x(h_scale_ptr, 0, row, is_used, h_scale_stride, X_GROUP)
     if COLUMNS == 1:
         acc *= scales_of_rows(scale_ptr, w_row, end_w, COLUMNS, BLOCK_N, TILE_N)
     y = (acc * weight[None, :]).to(out_ptr.dtype.element_ty)
@@ -178,25 +194,32 @@ def _scaled_down_kernel(
 
 
 def _options(
-    tiles: Tiles, rows: ExpertRows, x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, quantize: bool
+    tiles: Tiles, rows: ExpertRows, x: torch.Tensor | QuantizedRows, values: torch.Tensor, scales: torch.Tensor
 ) -> dict[str, Any]:
     """The launch options that both products share."""
     k, (block_n, block_k) = values.shape[-1], block_shape(values, scales)
-    use_tma = has_tma(x.device) and k % 16 == 0 and x.dtype != torch.float32
+    use_tma = has_tma(values.device) and k % 16 == 0 and x.dtype != torch.float32
     return dict(
         K=k,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
+        X_GROUP=k // x.scales.shape[1] if isinstance(x, QuantizedRows) else k,
         TILE_M=rows.tile_m,
         TILE_N=tiles.tile_n,
         TILE_K=tiles.tile_k if block_k == k else min(tiles.tile_k, block_k & -block_k),
         STAGES=tiles.stages if use_tma else 2,  # other GPUs may have 99 KB of shared memory
         GROUP_M=GROUP_M,
-        QUANTIZE=quantize,
         TMA=use_tma,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps,
     )
+
+
+def _tensors_of(x: torch.Tensor | QuantizedRows) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """What a kernel takes for activations: their elements, scales, and the stride from one group's to the next."""
+    if isinstance(x, QuantizedRows):
+        return as_loadable(x.values), x.scales, x.scales.stride(1)
+    return x, None, 0
 
 
 def scaled_moe_gemm(
@@ -214,11 +237,16 @@ def scaled_moe_gemm(
     (num_tokens, top_k), (num_local, hidden, size) = routing.weights.shape, down[0].shape
     tile_m = choose_tile_m(routing.expert_ids.numel(), routing.num_experts)
     rows = sort_by_expert(routing.expert_ids, first_expert, num_local, tile_m)
-    values = as_loadable(gate_up[0])
-    options = _options(GATE_UP[tile_m], rows, x, values, gate_up[1], quantize)
     h = torch.empty((len(rows.pairs), size), dtype=x.dtype, device=x.device)
+    out = torch.empty((top_k, num_tokens, hidden), dtype=x.dtype, device=x.device)
+
+    values = as_loadable(gate_up[0])
+    inputs = quantize_rows(x, block_shape(*gate_up)[1]) if quantize else x
+    options = _options(GATE_UP[tile_m], rows, inputs, values, gate_up[1])
+    elements, x_scales, stride = _tensors_of(inputs)
     launch(_scaled_gate_up_kernel, (len(rows.table) * triton.cdiv(size, options["TILE_N"]),), x.device)(
-        x,
+        elements,
+        x_scales,
         values,
         tile_descriptor(values.flatten(0, 1), options["TILE_N"], options),
         gate_up[1],
@@ -226,16 +254,19 @@ def scaled_moe_gemm(
         rows.table,
         h,
         len(rows.table),
+        stride,
         size,
         TOP_K=top_k,
         **options,
     )
     values = as_loadable(down[0])
-    options = _options(DOWN[tile_m], rows, h, values, down[1], quantize)
-    out = torch.empty((top_k, num_tokens, hidden), dtype=h.dtype, device=h.device)
-    launch(_scaled_down_kernel, (len(rows.table) * triton.cdiv(hidden, options["TILE_N"]),), h.device)(
-        h,
-        tile_descriptor(h, tile_m, options),
+    inputs = quantize_rows(h, block_shape(*down)[1]) if quantize else h
+    options = _options(DOWN[tile_m], rows, inputs, values, down[1])
+    elements, h_scales, stride = _tensors_of(inputs)
+    launch(_scaled_down_kernel, (len(rows.table) * triton.cdiv(hidden, options["TILE_N"]),), x.device)(
+        elements,
+        tile_descriptor(elements, tile_m, options),
+        h_scales,
         values,
         tile_descriptor(values.flatten(0, 1), options["TILE_N"], options),
         down[1],
@@ -245,6 +276,7 @@ def scaled_moe_gemm(
         out,
         len(rows.table),
         num_tokens,
+        stride,
         hidden,
         TOP_K=top_k,
         **options,

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels import has_fp8_units
-from nanovllm.kernels.fp8 import decode_e4m3, encode_e4m3
+from nanovllm.kernels.fp8 import decode_e4m3
 
 
 def as_loadable(values: torch.Tensor) -> torch.Tensor:
@@ -25,14 +25,6 @@ def scale_of(largest):
     """The scale of groups with these largest magnitudes, which become 448, and its inverse; zeros get one too."""
     largest = tl.maximum(largest, 1e-12)
     return largest / 448.0, 448.0 / largest
-
-
-@triton.jit
-def quantize_tile(x, dtype: tl.constexpr):
-    """Rows [R, C] -> e4m3 [R, C] in the form dtype, float8e4nv or uint8, and the scale of each row [R] float32."""
-    x = x.to(tl.float32)
-    scale, inverse = scale_of(tl.max(tl.abs(x), 1))
-    return encode_e4m3(x * inverse[:, None], dtype), scale
 
 
 @triton.jit
@@ -60,3 +52,46 @@ def scales_of_rows(scale_ptr, first_n, N, STRIDE: tl.constexpr, BLOCK_N: tl.cons
     SIZE: tl.constexpr = 1 if BLOCK_N % ROWS == 0 else ROWS
     row = first_n + tl.arange(0, SIZE)
     return tl.load(scale_ptr + row // BLOCK_N * STRIDE, row < N, 0.0)[:, None]
+
+
+@triton.jit
+def columns_of_parts(TILE_K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The columns of a tile of a matrix-vector product as [parts, LANE], where a block's border cuts no part.
+
+    A thread loads a part at once, both of the weights and of x, whose values thus need not change threads.
+    """
+    LANE: tl.constexpr = BLOCK_K if BLOCK_K < 8 else 8
+    return tl.arange(0, TILE_K // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
+
+
+@triton.jit
+def scales_of_parts(scale_ptr, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The scales [parts] that a row of blocks from scale_ptr on has for columns k [parts, LANE]; 1 with one block."""
+    if BLOCK_K < K:
+        first = tl.min(k, 1)
+        scales = tl.load(scale_ptr + first // BLOCK_K, first < K, 0.0)
+    else:
+        scales = tl.full([k.shape[0]], 1.0, tl.float32)
+    return scales
+
+
+@triton.jit
+def load_parts(ptr, k, is_row, K: tl.constexpr, TILE_K: tl.constexpr):
+    """Weights at pointers [rows, parts, LANE] to the columns k [parts, LANE] of rows, 0 outside; is_row is [rows]."""
+    inside = is_row[:, None, None]
+    if K % TILE_K > 0:
+        inside &= (k < K)[None]
+    return tl.load(ptr, inside, 0.0)
+
+
+@triton.jit
+def load_parts_of_x(x_ptr, k, K: tl.constexpr, TILE_K: tl.constexpr):
+    """The elements at k [parts, LANE] of a row of K as float32 [1, parts, LANE], 0 outside."""
+    x = tl.load(x_ptr + k) if K % TILE_K == 0 else tl.load(x_ptr + k, k < K, 0.0)
+    return x.to(tl.float32)[None]
+
+
+@triton.jit
+def multiply_parts(w, x, scales):
+    """Sums [rows, parts] of weights [rows, parts, LANE] times x [1, parts, LANE], and times scales [parts]."""
+    return tl.sum(decode_e4m3(w, tl.float32) * x, 2) * scales[None, :]

@@ -37,8 +37,12 @@ class ScaledExperts(ExpertsFormat):
         weight = self.weights[name]
         return dequantize(weight.values[index], weight.scales[index], dtype)
 
-    def gemv(self, ops: ModuleType, experts: Experts, x: torch.Tensor, routing, **options) -> torch.Tensor:
-        return ops.scaled_moe_gemv(x, routing, *self._stacks(), experts.first_expert, **options)
+    def gemv(
+        self, ops: ModuleType, experts: Experts, x: torch.Tensor, routing, norm_weight=None, eps=0.0, out=None
+    ) -> torch.Tensor:
+        if norm_weight is not None:
+            x = ops.rms_norm(x, norm_weight, eps)
+        return ops.scaled_moe_gemv(x, routing, *self._stacks(), experts.first_expert, out)
 
     def gemm(self, ops: ModuleType, experts: Experts, x: torch.Tensor, routing) -> torch.Tensor:
         return ops.scaled_moe_gemm(x, routing, *self._stacks(), experts.first_expert, self.quantizes_activations)

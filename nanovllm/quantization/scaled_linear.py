@@ -29,7 +29,7 @@ class ScaledLinear(WeightFormat):
         if (ops := triton_ops(self.values)) is None:
             return linear(x, dequantize(self.values, self.scales, x.dtype), bias, 1, out)
         if len(x) == 1:
-            return ops.scaled_gemv(x, self.values, self.scales, bias=bias, out=None if out is None else out[0])[0]
+            return ops.scaled_gemv(x, self.values, self.scales, False, bias, None if out is None else out[0])
         if len(x) <= MAX_GEMM_ROWS and self.suits_gemm:
             return self._gemm(ops, x, bias, split_k, out)
         return linear(x, ops.dequantize(self.values, self.scales, x.dtype), bias, 1, out)
@@ -48,4 +48,7 @@ class ScaledLinear(WeightFormat):
         return ops.choose_scaled_split_k(len(x), len(self.values), self.values.device, max_split_k)
 
     def gemv(self, ops: ModuleType, layer: LinearBase, x, norm_weight=None, eps=0.0, residual=None, gated=False):
-        return ops.scaled_gemv(x, self.values, self.scales, norm_weight, eps, residual, gated, layer.bias)
+        summed = x if residual is None else residual  # which the norm makes the sum
+        if norm_weight is not None:
+            x = ops.rms_norm(x, norm_weight, eps, residual)
+        return ops.scaled_gemv(x, self.values, self.scales, gated, layer.bias), summed
