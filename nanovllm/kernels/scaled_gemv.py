@@ -58,10 +58,10 @@ def _scaled_gemv_kernel(
     up_scales_at = scale_ptr + (N + first_n) // BLOCK_N * COLUMNS
     # load the first tiles of W while the kernel before still runs
     tile = load_parts(w, k, is_row, K, TILE_K)
-    scales = scales_of_parts(scales_at, k, K, BLOCK_K)
+    scales = scales_of_parts(scales_at, 0, K, BLOCK_K, TILE_K)
     if GATED:
         up_tile = load_parts(up, k, is_row, K, TILE_K)
-        up_scales = scales_of_parts(up_scales_at, k, K, BLOCK_K)
+        up_scales = scales_of_parts(up_scales_at, 0, K, BLOCK_K, TILE_K)
     if COLUMNS == 1:
         row_scales = tl.load(scale_ptr + n // BLOCK_N, is_row, 0.0)
         if GATED:
@@ -78,10 +78,10 @@ def _scaled_gemv_kernel(
         x = load_parts_of_x(x_ptr, begin + k, K, TILE_K)
         if begin > 0:
             tile = load_parts(w + begin, begin + k, is_row, K, TILE_K)
-            scales = scales_of_parts(scales_at, begin + k, K, BLOCK_K)
+            scales = scales_of_parts(scales_at, begin, K, BLOCK_K, TILE_K)
             if GATED:
                 up_tile = load_parts(up + begin, begin + k, is_row, K, TILE_K)
-                up_scales = scales_of_parts(up_scales_at, begin + k, K, BLOCK_K)
+                up_scales = scales_of_parts(up_scales_at, begin, K, BLOCK_K, TILE_K)
         acc += multiply_parts(tile, x, scales)
         if GATED:
             up_acc += multiply_parts(up_tile, x, up_scales)

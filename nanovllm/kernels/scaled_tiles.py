@@ -65,13 +65,15 @@ def columns_of_parts(TILE_K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def scales_of_parts(scale_ptr, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The scales [parts] that a row of blocks from scale_ptr on has for columns k [parts, LANE]; 1 with one block."""
+def scales_of_parts(scale_ptr, begin, K: tl.constexpr, BLOCK_K: tl.constexpr, TILE_K: tl.constexpr):
+    """The scales [parts] in a row of blocks from scale_ptr on, of the tile from column `begin` on; 1 with one block."""
+    LANE: tl.constexpr = BLOCK_K if BLOCK_K < 8 else 8
+    part = tl.arange(0, TILE_K // LANE)
     if BLOCK_K < K:
-        first = tl.min(k, 1)
-        scales = tl.load(scale_ptr + first // BLOCK_K, first < K, 0.0)
+        column = begin + part * LANE
+        scales = tl.load(scale_ptr + column // BLOCK_K, column < K, 0.0)
     else:
-        scales = tl.full([k.shape[0]], 1.0, tl.float32)
+        scales = tl.full([part.shape[0]], 1.0, tl.float32)
     return scales
 
 
