@@ -116,7 +116,10 @@ def expected() -> tuple[list, list]:
 
 @pytest.mark.parametrize("size, async_scheduling", [(2, False), (2, True), (4, True)])
 def test_the_answers_of_one_rank(make_llm, expected, size, async_scheduling):
-    """Greedy and seeded sampling with all kinds of parameters, preemption, chunks and prefix hits."""
+    """Greedy and seeded sampling with all kinds of parameters, preemption, chunks and prefix hits.
+
+    At the end one of four ranks is killed.
+    """
     llm = make_llm(tensor_parallel_size=size, async_scheduling=async_scheduling, **SMALL)
     assert_same(answers(llm), expected)
     assert llm.scheduler.num_preemptions > 0
@@ -124,6 +127,8 @@ def test_the_answers_of_one_rank(make_llm, expected, size, async_scheduling):
     first, again = (llm.generate(prompt, PARAMS[1], use_tqdm=False)[0] for _ in range(2))
     assert (first["num_cached_tokens"], again["num_cached_tokens"]) == (0, 32)
     assert first["token_ids"] == again["token_ids"]
+    if size == 4:
+        check_kill_in_a_step(llm, rank=2)
 
 
 def test_fewer_key_value_heads_than_ranks(make_llm, tmp_path_factory):
@@ -256,18 +261,16 @@ def assert_closed(llm: LLM, begin: float) -> None:
         llm.generate("x")
 
 
-@pytest.mark.parametrize("size, async_scheduling", [(2, False), (4, True)])
-def test_a_rank_is_killed_in_a_step(make_llm, size, async_scheduling):
-    llm = make_llm(tensor_parallel_size=size, async_scheduling=async_scheduling, max_model_len=2048)
-    begin, rank = time.monotonic(), size // 2
+def check_kill_in_a_step(llm: LLM, rank: int) -> None:
+    begin = time.monotonic()
     later(0.5, os.kill, pid_of(rank), signal.SIGKILL)
     with pytest.raises(RuntimeError, match=rf"rank {rank} was killed \(SIGKILL\)"):
-        llm.generate(PROMPTS, LONG, use_tqdm=False)
+        while time.monotonic() - begin < SOON:
+            llm.generate(PROMPTS, LONG, use_tqdm=False)
     assert_closed(llm, begin)
 
 
-def test_a_rank_is_killed_between_steps(make_llm):
-    llm = make_llm(tensor_parallel_size=2)
+def check_kill_between_steps(llm: LLM) -> None:
     os.kill(pid_of(1), signal.SIGKILL)
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=r"rank 1 was killed \(SIGKILL\)"):
@@ -337,8 +340,8 @@ def test_an_error_of_all_ranks_is_rank_0s(tmp_path):
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_ctrl_c(make_llm, expected, async_scheduling):
-    """It comes at once, and the engine goes on to work."""
+def test_ctrl_c_and_killed_ranks(make_llm, expected, async_scheduling):
+    """Ctrl-C comes at once, and the engine goes on to work, until one of its ranks is killed."""
     llm = make_llm(tensor_parallel_size=2, async_scheduling=async_scheduling, max_model_len=2048)
     for pause in (0.2, 0.25, 0.31):
         timer = later(pause, os.kill, os.getpid(), signal.SIGINT)
@@ -349,6 +352,10 @@ def test_ctrl_c(make_llm, expected, async_scheduling):
         assert time.monotonic() - begin < 2.0
         assert llm.is_finished()
     assert_same(answers(llm), expected)
+    if async_scheduling:
+        check_kill_between_steps(llm)
+    else:
+        check_kill_in_a_step(llm, rank=1)
 
 
 def test_ctrl_c_waits_for_the_end_of_a_step():
