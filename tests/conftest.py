@@ -1,9 +1,11 @@
 """Shared fixtures. The test model is the bundled one; the reference is transformers' Qwen3 with the same weights."""
 
+import gc
 import inspect
 import os
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 
 # also for the processes that tests start: OpenMP threads that wait for each other are very slow when a core is busy
@@ -26,11 +28,12 @@ torch.set_grad_enabled(False)
 
 def speed_up_interpreter() -> None:
     """For each call of a device function, Triton's interpreter replaces all members of triton.language, which a running
-    kernel has replaced already; and for each operation it makes a table of dtypes. Half of its time goes there.
+    kernel has replaced already; for each operation it makes a table of dtypes; for each tensor it makes its shape anew;
+    and it computes whether integers overflow, which it reports in debug mode alone. Most of its time goes there.
     """
     from triton.runtime import interpreter
 
-    tl, patch_lang = interpreter.tl, interpreter._patch_lang
+    tl, patch_lang, builder = interpreter.tl, interpreter._patch_lang, interpreter.interpreter_builder
     originals = {tl: tl.load, tl.core: tl.core.load}
     builtins = cache(lambda package: [x for x in inspect.getmembers(package) if tl.core.is_builtin(x[1])])
     modules_of = cache(lambda fn: [lang for lang in originals if any(x is lang for x in fn.__globals__.values())])
@@ -51,13 +54,39 @@ def speed_up_interpreter() -> None:
             return patch_lang(fn)
         return None  # nobody asks for the scope of a device function
 
+    init_block_type, init_tensor = tl.block_type.__init__, tl.tensor.__init__
+    block_types, tensors = {}, {}  # of each shape, what the first one has
+
+    def init_block_type_once(self, element_ty, shape) -> None:
+        key = tuple(x.value if isinstance(x, tl.constexpr) else x for x in shape)
+        if (first := block_types.get(key)) is None:
+            init_block_type(self, element_ty, shape)
+            block_types[key] = {**vars(self)}, f"{self.shape}"
+        else:
+            facts, shape_name = first
+            vars(self).update(facts, element_ty=element_ty, name=f"<{shape_name}, {element_ty}>")
+
+    def init_tensor_once(self, handle, type) -> None:
+        key = tuple(type.shape) if type.is_block() else ()
+        if (first := tensors.get(key)) is None:
+            init_tensor(self, handle, type)
+            tensors[key] = self.shape, self.numel
+        else:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = first
+
+    if not builder.options.debug:
+        builder.options = replace(builder.options, sanitize_overflow=False)
+    tl.block_type.__init__ = init_block_type_once
+    tl.tensor.__init__ = init_tensor_once
     interpreter._patch_builtin = patch_builtin
     interpreter._patch_lang = patch_lang_once
     interpreter._get_np_dtype = np_dtype
 
 
-with suppress(ImportError):  # without Triton
-    speed_up_interpreter()
+if not torch.cuda.is_available():
+    with suppress(ImportError):  # without Triton
+        speed_up_interpreter()
 
 TINY = str(BUNDLED / "tiny-qwen3")
 
@@ -121,6 +150,16 @@ def stress_seconds(pytestconfig) -> float:
 @pytest.fixture(scope="session")
 def interrupts(pytestconfig) -> int:
     return pytestconfig.getoption("--interrupts")
+
+
+def pytest_collection_finish():
+    """So that no garbage collection during a test goes through all modules and tests."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # else libraries report at the exit that their objects are left
 
 
 def pytest_collection_modifyitems(items):

@@ -342,14 +342,22 @@ def test_two_engines(make_llm, prompts, alone):
 # -- errors in the middle ----------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def several_blocks(prompts) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts of several blocks of 16 each, and their answers."""
+    long = [prompt * 4 for prompt in prompts]
+    with LLM("tiny-qwen3", dtype="float32", device="cpu") as llm:
+        return long, run(llm, long)
+
+
 @BOTH_WAYS
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("failing_step", [1, 2, 5])
 @pytest.mark.parametrize("after", [False, True], ids=["before the forward", "after the forward"])
-def test_engine_survives_an_error(make_llm, monkeypatch, prompts, async_scheduling, error, failing_step, after):
+def test_engine_survives_an_error(make_llm, monkeypatch, several_blocks, async_scheduling, error, failing_step, after):
     """Nobody gets half an answer, nothing stays queued, and what the failed step left in the cache is not used."""
     llm = make_llm(async_scheduling=async_scheduling, kvcache_block_size=16, num_kvcache_blocks=40)
-    requests = [prompt * 4 for prompt in prompts]  # several blocks each, published when they are scheduled
+    requests, expected = several_blocks  # blocks are published when they are scheduled
     execute, calls = llm.model_runner.execute, []
 
     def faulty(batch):
@@ -369,7 +377,7 @@ def test_engine_survives_an_error(make_llm, monkeypatch, prompts, async_scheduli
     assert len(blocks.free_block_ids) == 40 and len(llm.scheduler.free_req_indices) == llm.config.max_num_seqs
     answers = llm.generate(requests, GREEDY, use_tqdm=False)
     assert [answer["num_cached_tokens"] for answer in answers] == [0] * len(requests)
-    assert [answer["token_ids"] for answer in answers] == run(make_llm(), requests)
+    assert [answer["token_ids"] for answer in answers] == expected
     assert llm.generate(requests[0], GREEDY, use_tqdm=False)[0]["num_cached_tokens"] > 0  # the cache is back
 
 

@@ -78,14 +78,14 @@ def alone(prompts) -> tuple[list[list[list[int]]], list[list[int]]]:
         return beams, [x.token_ids for x in llm.generate(prompts[:2], greedy, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize(
-    "settings",
+    "settings, async_scheduling",
     [
-        dict(num_kvcache_blocks=14),
-        dict(num_kvcache_blocks=14, enable_prefix_caching=False),
-        dict(max_num_seqs=3),
-        dict(max_num_batched_tokens=7),
+        (dict(num_kvcache_blocks=14), False),
+        (dict(num_kvcache_blocks=14), True),
+        (dict(num_kvcache_blocks=14, enable_prefix_caching=False), True),
+        (dict(max_num_seqs=3), False),
+        (dict(max_num_batched_tokens=7), True),
     ],
     ids=str,
 )

@@ -32,7 +32,9 @@ VOCAB_SIZE = 512
 MAX_LEN = 192
 V5 = int(transformers.__version__.split(".")[0]) >= 5
 # a step has room for 32 tokens, so prompts are computed in chunks, beside decodes; four sequences run at a time
-SMALL = dict(kvcache_block_size=16, max_num_batched_tokens=32, max_num_seqs=4, max_model_len=MAX_LEN)
+SMALL = dict(
+    kvcache_block_size=16, num_kvcache_blocks=64, max_num_batched_tokens=32, max_num_seqs=4, max_model_len=MAX_LEN
+)
 
 LINEAR = {"rope_type": "linear", "factor": 3.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 48}
@@ -200,7 +202,7 @@ def test_parity_on_kernels(monkeypatch, make_llm, tmp_path, modules):
     for module in modules:
         monkeypatch.setattr(f"nanovllm.layers.{module}.triton_ops", lambda x: ops)
     folder = make_checkpoint(tmp_path, "llama-biases")
-    llm = make_llm(folder, attention_backend="triton", num_kvcache_blocks=16, **SMALL)
+    llm = make_llm(folder, attention_backend="triton", **SMALL)
     assert_same_as_transformers(
         folder, generate_by_steps(llm, [(p, replace(q, max_tokens=2)) for p, q in requests()[:3]])
     )

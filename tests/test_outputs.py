@@ -137,8 +137,7 @@ def test_stream_is_generate_in_pieces(make_llm, verses, async_scheduling):
     check_empty(llm)
 
 
-@BOTH_WAYS
-@pytest.mark.parametrize("when", [1, 5, 30])
+@pytest.mark.parametrize("when, async_scheduling", [(1, True), (5, False), (30, True), (30, False)])
 def test_leaving_a_stream_aborts_what_is_left(make_llm, verses, async_scheduling, when):
     llm = make_llm(async_scheduling=async_scheduling, max_num_seqs=2)
     for i, _ in enumerate(llm.stream(VERSES, GREEDY), 1):
@@ -277,17 +276,17 @@ def test_answer_with_several_outputs(llm, alone):
     ] * 2
 
 
-@BOTH_WAYS
 @pytest.mark.parametrize(
-    "settings",
+    "settings, async_scheduling",
     [
-        dict(),
-        dict(kvcache_block_size=16),
-        dict(kvcache_block_size=16, max_num_seqs=3),
-        dict(kvcache_block_size=16, num_kvcache_blocks=9),
-        dict(kvcache_block_size=16, num_kvcache_blocks=7, enable_prefix_caching=False),
-        dict(kvcache_block_size=16, max_num_batched_tokens=5),
-        dict(kvcache_block_size=16, num_kvcache_blocks=6, max_num_seqs=4, max_num_batched_tokens=7),
+        (dict(), True),
+        (dict(kvcache_block_size=16), False),
+        (dict(kvcache_block_size=16, max_num_seqs=3), True),
+        (dict(kvcache_block_size=16, num_kvcache_blocks=9), False),
+        (dict(kvcache_block_size=16, num_kvcache_blocks=9), True),
+        (dict(kvcache_block_size=16, num_kvcache_blocks=7, enable_prefix_caching=False), True),
+        (dict(kvcache_block_size=16, max_num_batched_tokens=5), False),
+        (dict(kvcache_block_size=16, num_kvcache_blocks=6, max_num_seqs=4, max_num_batched_tokens=7), True),
     ],
 )
 def test_several_answers_are_the_same_everywhere(make_llm, alone, settings, async_scheduling):
@@ -356,14 +355,13 @@ def check_logprobs(llm: LLM, dicts: list[dict], ids: list[int], expected: torch.
             assert logprob.decoded_token == llm.tokenizer.decode([i])
 
 
-@BOTH_WAYS
 @pytest.mark.parametrize(
-    "settings",
+    "settings, async_scheduling",
     [
-        dict(),
-        dict(max_num_batched_tokens=6),
-        dict(num_kvcache_blocks=9),
-        dict(num_kvcache_blocks=9, max_num_batched_tokens=6),
+        (dict(), True),
+        (dict(max_num_batched_tokens=6), False),
+        (dict(num_kvcache_blocks=9), False),
+        (dict(num_kvcache_blocks=9, max_num_batched_tokens=6), True),
     ],
     ids=str,
 )

@@ -203,7 +203,7 @@ def test_parity_on_kernels(monkeypatch, make_llm, tmp_path, name, format_name):
     monkeypatch.setattr("nanovllm.quantization.scaled_linear.triton_ops", lambda x: ops)
     monkeypatch.setattr("nanovllm.quantization.scaled_linear.MAX_GEMM_ROWS", 8)
     folder, plain = write_quantized(make_checkpoint(tmp_path, name), tmp_path, format_name)
-    llm = make_llm(folder, num_kvcache_blocks=16, **SMALL)
+    llm = make_llm(folder, **SMALL)
     assert_same_as_transformers(
         plain, generate_by_steps(llm, [(p[:20], replace(q, max_tokens=2)) for p, q in model_requests()[:3]])
     )
@@ -231,7 +231,7 @@ def test_fp8_units(monkeypatch, make_llm, tmp_path, name, format_name):
         call = getattr(ops, kernel)
         monkeypatch.setattr(ops, kernel, lambda *a, kernel=kernel, call=call, **k: called.add(kernel) or call(*a, **k))
     folder, plain = write_quantized(make_checkpoint(tmp_path, name), tmp_path, format_name)
-    llm = make_llm(folder, num_kvcache_blocks=16, **SMALL)
+    llm = make_llm(folder, **SMALL)
     lengths = [4, 2, 2, 2]
     requests = [(p[:20], replace(q, max_tokens=n)) for (p, q), n in zip(model_requests(), lengths)]
     outputs = generate_by_steps(llm, requests)

@@ -185,8 +185,9 @@ def test_penalties_and_biases(make_llm, prompts, asks, penalized, world, async_s
     assert len(penalized[4]) == 21 and len(penalized[6]) == 13  # min_tokens, and the end that they wished for
     assert {*penalized[8]} <= {*asks[8]["allowed_token_ids"]} and len({*penalized[8]}) > 5
     assert not any(word in answers[9]["text"] for word in ("dumb", "morning", " the ", "ing"))
-    plain = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=40), use_tqdm=False)
-    assert all((answer["token_ids"] == mine) == (not ask) for answer, mine, ask in zip(plain, penalized, asks))
+    if world == "defaults":  # each of the parameters changes the answer
+        plain = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=40), use_tqdm=False)
+        assert all((answer["token_ids"] == mine) == (not ask) for answer, mine, ask in zip(plain, penalized, asks))
 
 
 def test_a_seed_is_a_seed(make_llm):
