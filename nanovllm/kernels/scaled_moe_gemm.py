@@ -26,19 +26,11 @@ from nanovllm.kernels.scaled_gemm import QuantizedRows
 from nanovllm.kernels.scaled_tiles import as_loadable, block_shape, dot_values, scales_of_rows
 
 TILE_K = 128
-# by TILE_M; in GATE_UP, tile_n outputs need twice as many rows of weights
-GATE_UP = {
-    16: Tiles(64, TILE_K, 4, 4),
-    32: Tiles(64, TILE_K, 4, 4),
-    64: Tiles(64, TILE_K, 3, 4),
-    128: Tiles(64, TILE_K, 3, 8),
-}
-DOWN = {
-    16: Tiles(128, TILE_K, 4, 4),
-    32: Tiles(128, TILE_K, 4, 4),
-    64: Tiles(64, TILE_K, 3, 4),
-    128: Tiles(64, TILE_K, 3, 8),
-}
+# by TILE_M; in GATE_UP, tile_n outputs need twice as many rows of weights. While scales multiply the product of TILE_K
+# inputs, no tensor core works: so two programs or more fit on a multiprocessor. More rows would exceed the registers.
+MAX_TILE_M = 64
+GATE_UP = {16: Tiles(64, TILE_K, 4, 4), 32: Tiles(64, TILE_K, 3, 4), 64: Tiles(64, TILE_K, 4, 4)}
+DOWN = {16: Tiles(128, TILE_K, 4, 4), 32: Tiles(128, TILE_K, 3, 4), 64: Tiles(128, TILE_K, 3, 4)}
 
 
 @triton.jit
@@ -235,7 +227,7 @@ def scaled_moe_gemm(
     Blocks have at least 32 columns. With `quantize`, the products are those of e4m3.
     """
     (num_tokens, top_k), (num_local, hidden, size) = routing.weights.shape, down[0].shape
-    tile_m = choose_tile_m(routing.expert_ids.numel(), routing.num_experts)
+    tile_m = min(MAX_TILE_M, choose_tile_m(routing.expert_ids.numel(), routing.num_experts))
     rows = sort_by_expert(routing.expert_ids, first_expert, num_local, tile_m)
     h = torch.empty((len(rows.pairs), size), dtype=x.dtype, device=x.device)
     out = torch.empty((top_k, num_tokens, hidden), dtype=x.dtype, device=x.device)
