@@ -175,15 +175,16 @@ def server(cluster):
     server.exit()
 
 
-def test_online_while_a_node_is_killed(cluster, expected, server):
-    """Streams that are open go on where they were, and the text is that of one engine."""
+def test_online_while_a_node_is_killed(cluster, server):
+    """500 streams, 64 at a time: those that are open go on where they were, and all texts are those of one engine."""
     assert json.loads(server.get("/health")[1]) == {"status": "ok", "replicas": {"ready": 2, "total": 2}}
-    sampling = dict(temperature=0, max_tokens=150, ignore_eos=True, min_tokens=150)
-    with LLM("tiny-qwen3", **SETTINGS) as llm:
-        one = llm.generate(prompts(24), SamplingParams(**sampling), use_tqdm=False)
+    lengths = [150] * 24 + [16] * 476
+    samplings = [dict(temperature=0, max_tokens=n, ignore_eos=True, min_tokens=n) for n in lengths]
+    with LLM("tiny-qwen3", **SETTINGS | {"max_num_seqs": 64}) as llm:
+        one = llm.generate(prompts(500), [SamplingParams(**sampling) for sampling in samplings], use_tqdm=False)
     num_started = threading.Semaphore(0)
 
-    def stream(prompt: str) -> str:
+    def stream(prompt: str, sampling: dict) -> str:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         body = dict(prompt=prompt, stream=True, stream_options={"include_usage": True}, **sampling)
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
@@ -196,11 +197,11 @@ def test_online_while_a_node_is_killed(cluster, expected, server):
                 text += "".join(choice["text"] for choice in chunk["choices"])
                 usage = chunk["usage"]
         connection.close()
-        assert usage["completion_tokens"] == 150
+        assert usage["completion_tokens"] == sampling["max_tokens"]
         return text
 
-    with ThreadPoolExecutor(24) as pool:
-        texts = [pool.submit(stream, prompt) for prompt in prompts(24)]
+    with ThreadPoolExecutor(64) as pool:
+        texts = [pool.submit(stream, *request) for request in zip(prompts(500), samplings, strict=True)]
         for _ in range(4):
             num_started.acquire(timeout=60)
         replace_second_node(cluster)
