@@ -27,6 +27,8 @@ ROWS: dict[str, dict] = {
     "int8 weights": {"quantization": "int8"},
     "FP8 weights, a scale for each output": {"quantization": "fp8"},
     "FP8 weights, blocks of 128 x 128": {"model": "block"},
+    "FP8 cache": {"kv_cache_dtype": "fp8"},
+    "FP8 weights (a scale for each output) and cache": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
 }
 OPENINGS = ["ROMEO.\n", "KING RICHARD.\n", "HAMLET.\n", "What is", "The ", "QUEEN.\nMy lord,", "Enter ", "I "]
 

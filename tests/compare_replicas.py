@@ -18,29 +18,33 @@ from time import perf_counter
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 
+import torch
+
 import bench
 from nanovllm import LLM
+from nanovllm.config import Config
 
 KINDS = {"one": "one engine", "replicas": "replicas", "ranks": "one engine on all"}
 BATCHES = (16, 64, 256)
-VOCABULARY = 2_000  # of the bundled model, so that all models get the same requests
 
 
-def workloads(num_engines: int, on_cpu: bool) -> Iterator[tuple[str, list[bench.Request]]]:
+def workloads(num_engines: int, on_cpu: bool, vocab_size: int) -> Iterator[tuple[str, list[bench.Request]]]:
+    """On a CPU requests are a sixteenth as many and as long."""
     divisor = 16 if on_cpu else 1
-    requests = bench.headline(256 // divisor, 1024 // divisor, 1024 // divisor, 0, VOCABULARY)
-    yield "headline", [copy for i in range(num_engines) for copy in shifted(requests, i)]
-    for size in BATCHES:
+    requests = bench.headline(256 // divisor, 1024 // divisor, 1024 // divisor, 0, vocab_size)
+    yield "headline", [copy for i in range(num_engines) for copy in shifted(requests, i, vocab_size)]
+    for size in (size // divisor for size in BATCHES):
         name = f"{size} sequences"
-        yield name, bench.same_lengths(size // divisor, 512 // divisor, 256 // divisor, name, VOCABULARY)
+        yield name, bench.same_lengths(size, 512 // divisor, 256 // divisor, name, vocab_size)
 
 
-def shifted(requests: list[bench.Request], by: int) -> list[bench.Request]:
+def shifted(requests: list[bench.Request], by: int, vocab_size: int) -> list[bench.Request]:
     """The same lengths with other ids."""
-    return [replace(r, prompt=[(token + by) % VOCABULARY for token in r.prompt]) for r in requests]
+    return [replace(r, prompt=[(token + by) % vocab_size for token in r.prompt]) for r in requests]
 
 
 def run(kind: str, model: str, num_gpus: int, settings: dict) -> None:
+    vocab_size = Config.create(model, dict(settings)).model_config.vocab_size
     begin = perf_counter()
     if kind == "replicas":
         from nanovllm.serve.replicas import RayLLM
@@ -49,8 +53,8 @@ def run(kind: str, model: str, num_gpus: int, settings: dict) -> None:
     else:
         llm = LLM(model, tensor_parallel_size=num_gpus if kind == "ranks" else 1, **settings)
     cells = [f"{perf_counter() - begin:.1f} s"]
-    for _, requests in workloads(num_gpus if kind == "replicas" else 1, settings["device"] == "cpu"):
-        for batch in (shifted(requests, 99), requests):  # the first one to warm up
+    for _, requests in workloads(num_gpus if kind == "replicas" else 1, settings["device"] == "cpu", vocab_size):
+        for batch in (shifted(requests, 99, vocab_size), requests):  # the first one to warm up
             params = [bench.nanovllm_params(request) for request in batch]
             begin = perf_counter()
             outputs = llm.generate([request.prompt for request in batch], params, use_tqdm=False)
@@ -66,7 +70,7 @@ def main() -> None:
     model.add_argument("--model", default="tiny-qwen3")
     model.add_argument("--shape", choices=bench.SHAPES)
     parser.add_argument("--num-gpus", type=int, default=2)
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kind", choices=KINDS, help="only this one")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +82,7 @@ def main() -> None:
         if args.kind:
             run(args.kind, args.model, args.num_gpus, settings)
             return
-        names = ["start", *(name for name, _ in workloads(1, on_cpu=True))]
+        names = ["start", *(name for name, _ in workloads(1, args.device == "cpu", 2_000))]
         print(" | ".join([f"{args.num_gpus} GPUs, tok/s".rjust(17), *(name.rjust(13) for name in names)]), flush=True)
         for kind in KINDS:
             options = ["--num-gpus", str(args.num_gpus), "--device", args.device, "--kind", kind]

@@ -250,6 +250,7 @@ def assert_near_transformers(plain: str, outputs: list, tolerance: float, share:
             differences.append(max(abs(logprob.logprob - logprobs[i, other]) for other, logprob in ours.items()))
     differences = torch.stack(differences).sort().values
     assert (differences <= tolerance).double().mean() >= share, differences
+    assert differences.isfinite().all() and differences[-1] < 4 * tolerance, differences
 
 
 @pytest.mark.gpu
@@ -534,7 +535,9 @@ def as_floats(rows) -> torch.Tensor:
 
 
 @each_dtype_or_half
-@pytest.mark.parametrize("num_rows, n, group", [(1, 96, 32), (5, 384, 128), (19, 72, 72), (3, 2200, 2200)])
+@pytest.mark.parametrize(
+    "num_rows, n, group", [(1, 96, 32), (5, 384, 128), (19, 72, 72), (3, 2200, 2200), (130, 96, 32)]
+)
 def test_quantize_rows(fresh_memory_is_nan, dtype, num_rows, n, group):
     x = randn(num_rows, n, dtype=dtype)
     x[:1] = 0
@@ -640,7 +643,7 @@ def test_scaled_moe_gemv(few_programs, shape):
 
 
 @pytest.mark.parametrize("quantize", [False, True], ids=["a16", "a8"])
-@pytest.mark.parametrize("num_tokens", [5, 30])
+@pytest.mark.parametrize("num_tokens", [5, 30, 120])
 @pytest.mark.parametrize("shape", EXPERT_SHAPES[:3], ids=str)
 def test_scaled_moe_gemm(fresh_memory_is_nan, shape, num_tokens, quantize):
     x, routing, gate_up, down = expert_inputs(num_tokens, *shape[1:])
@@ -651,13 +654,15 @@ def test_scaled_moe_gemm(fresh_memory_is_nan, shape, num_tokens, quantize):
     assert difference < (0.06 if quantize else 0.003), difference
 
 
-def test_experts_of_other_ranks(few_programs):
+@pytest.mark.parametrize("quantize", [False, True], ids=["a16", "a8"])
+def test_experts_of_other_ranks(few_programs, quantize):
     """Experts 2 and 3 of four are here."""
     x, routing, gate_up, down = expert_inputs(4, 4, 2, 64, 32, (32, 32))
     local = [tuple(t[2:].contiguous() for t in weight) for weight in (gate_up, down)]
     weights = torch.where(routing.expert_ids >= 2, routing.weights, 0.0)
     expected = experts_reference(x, routing._replace(weights=weights), gate_up, down)
     assert_close(ops.scaled_moe_gemv(x, routing, *local, 2), expected, 10 * max(1.0, expected.abs().max().item()))
-    parts = ops.scaled_moe_gemm(x, routing, *local, 2)
+    parts = ops.scaled_moe_gemm(x, routing, *local, 2, quantize)
     y = ops.sum_local_parts(parts, routing, 2, 2)
-    assert_close(y, expected, 10 * max(1.0, expected.abs().max().item()))
+    difference = (y.double() - expected).norm() / expected.norm()
+    assert difference < (0.06 if quantize else 0.003), difference

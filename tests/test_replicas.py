@@ -229,7 +229,10 @@ def test_online_while_a_node_is_killed(cluster, server):
 
 
 SCRIPT = """
+import signal
 from itertools import repeat
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever shell started us
 
 from nanovllm import SamplingParams
 from nanovllm.serve.replicas import NanoVLLM, RayLLM

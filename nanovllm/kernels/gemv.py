@@ -8,7 +8,7 @@ from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_depen
 
 
 @triton.jit
-def load_input(
+def _load_input(
     x_ptr, residual_ptr, sum_ptr, norm_weight_ptr, k, inside, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr
 ):
     """A tile of the row that is multiplied, not yet divided by its root mean square, and the squares for that."""
@@ -63,13 +63,13 @@ def _gemv_kernel(
             up_bias = tl.load(bias_ptr + N + n, n < N, 0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-    x, squares = load_input(x_ptr, residual_ptr, sum_ptr, norm_weight_ptr, k, k < K, HAS_NORM, HAS_RESIDUAL)
+    x, squares = _load_input(x_ptr, residual_ptr, sum_ptr, norm_weight_ptr, k, k < K, HAS_NORM, HAS_RESIDUAL)
     acc = w_tile * x
     if GATED:
         up_acc = up_tile * x
     for begin in tl.range(TILE_K, K, TILE_K, num_stages=3):
         at = begin + k
-        x, more = load_input(x_ptr, residual_ptr, sum_ptr, norm_weight_ptr, at, at < K, HAS_NORM, HAS_RESIDUAL)
+        x, more = _load_input(x_ptr, residual_ptr, sum_ptr, norm_weight_ptr, at, at < K, HAS_NORM, HAS_RESIDUAL)
         squares += more
         acc += tl.load(w + begin, rows & (at < K)[None, :], 0.0).to(tl.float32) * x
         if GATED:

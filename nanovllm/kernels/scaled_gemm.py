@@ -33,10 +33,10 @@ TILES = {
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """Activations [T, K] as e4m3 times scales. Rows from T to the next multiple of 16 are not initialized."""
+    """Activations [T, K] as e4m3 times scales. Rows after those are padding, which is not initialized."""
 
-    values: torch.Tensor  # [T rounded up, K] float8_e4m3fn
-    scales: torch.Tensor  # [T rounded up, K / group] float32, the scales of a group of inputs next to each other
+    values: torch.Tensor  # [T and padding, K] float8_e4m3fn
+    scales: torch.Tensor  # [T and padding, K / group] float32, the scales of a group of inputs next to each other
     num_rows: int
     dtype: torch.dtype  # of the activations before, and of products
 

@@ -19,9 +19,8 @@ from nanovllm.kernels.scaled_tiles import (
     scales_of_parts,
 )
 
-# of a program, which needs as many of them to be in flight as a GPU with few programs can have
-NUM_WEIGHTS = 16384
-NUM_WEIGHTS_OF_SMALL = 8192
+NUM_WEIGHTS = 16384  # of a program; with more of them in flight, fewer programs would fit on a multiprocessor
+NUM_WEIGHTS_OF_SMALL = 8192  # for small matrices, to get more programs
 SMALL = 2**23  # weights of a matrix
 MAX_TILE_K = 4096
 
@@ -58,10 +57,10 @@ def _scaled_gemv_kernel(
     up_scales_at = scale_ptr + (N + first_n) // BLOCK_N * COLUMNS
     # load the first tiles of W while the kernel before still runs
     tile = load_parts(w, k, is_row, K, TILE_K)
-    scales = scales_of_parts(scales_at, 0, K, BLOCK_K, TILE_K)
+    scales = scales_of_parts(scales_at, 0, k, K, BLOCK_K)
     if GATED:
         up_tile = load_parts(up, k, is_row, K, TILE_K)
-        up_scales = scales_of_parts(up_scales_at, 0, K, BLOCK_K, TILE_K)
+        up_scales = scales_of_parts(up_scales_at, 0, k, K, BLOCK_K)
     if COLUMNS == 1:
         row_scales = tl.load(scale_ptr + n // BLOCK_N, is_row, 0.0)
         if GATED:
@@ -78,10 +77,10 @@ def _scaled_gemv_kernel(
         x = load_parts_of_x(x_ptr, begin + k, K, TILE_K)
         if begin > 0:
             tile = load_parts(w + begin, begin + k, is_row, K, TILE_K)
-            scales = scales_of_parts(scales_at, begin, K, BLOCK_K, TILE_K)
+            scales = scales_of_parts(scales_at, begin, k, K, BLOCK_K)
             if GATED:
                 up_tile = load_parts(up + begin, begin + k, is_row, K, TILE_K)
-                up_scales = scales_of_parts(up_scales_at, begin, K, BLOCK_K, TILE_K)
+                up_scales = scales_of_parts(up_scales_at, begin, k, K, BLOCK_K)
         acc += multiply_parts(tile, x, scales)
         if GATED:
             up_acc += multiply_parts(up_tile, x, up_scales)

@@ -26,8 +26,8 @@ from nanovllm.kernels.scaled_gemm import QuantizedRows
 from nanovllm.kernels.scaled_tiles import as_loadable, block_shape, dot_values, scales_of_rows
 
 TILE_K = 128
-# by TILE_M; in GATE_UP, tile_n outputs need twice as many rows of weights. While scales multiply the product of TILE_K
-# inputs, no tensor core works: so two programs or more fit on a multiprocessor. More rows would exceed the registers.
+# by TILE_M; in GATE_UP, tile_n outputs need twice as many rows of weights. While a program multiplies its products by
+# scales, it leaves the tensor cores to others on the same multiprocessor. With a larger TILE_M registers would spill.
 MAX_TILE_M = 64
 GATE_UP = {16: Tiles(64, TILE_K, 4, 4), 32: Tiles(64, TILE_K, 3, 4), 64: Tiles(64, TILE_K, 4, 4)}
 DOWN = {16: Tiles(128, TILE_K, 4, 4), 32: Tiles(128, TILE_K, 3, 4), 64: Tiles(128, TILE_K, 3, 4)}

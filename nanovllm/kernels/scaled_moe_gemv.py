@@ -63,8 +63,8 @@ def _scaled_gate_up_gemv_kernel(
         at = begin + k
         gate_tile = load_parts(gate_w + begin, at, is_row, K, TILE_K)
         up_tile = load_parts(up_w + begin, at, is_row, K, TILE_K)
-        gate_scales = scales_of_parts(gate_scales_at, begin, K, BLOCK_K, TILE_K)
-        up_scales = scales_of_parts(up_scales_at, begin, K, BLOCK_K, TILE_K)
+        gate_scales = scales_of_parts(gate_scales_at, begin, k, K, BLOCK_K)
+        up_scales = scales_of_parts(up_scales_at, begin, k, K, BLOCK_K)
         x = load_parts_of_x(x_row, at, K, TILE_K)
         gate += multiply_parts(gate_tile, x, gate_scales)
         up += multiply_parts(up_tile, x, up_scales)
@@ -121,7 +121,7 @@ def _scaled_down_gemv_kernel(
             at = begin + k
             tile = load_parts(w + begin, at, is_row, K, TILE_K)
             h = load_parts_of_x(h_ptr + pair * K, at, K, TILE_K)
-            y += multiply_parts(tile, h, scales_of_parts(scales_at, begin, K, BLOCK_K, TILE_K))
+            y += multiply_parts(tile, h, scales_of_parts(scales_at, begin, k, K, BLOCK_K))
         y *= weight
         if COLUMNS == 1:
             y *= tl.load(scale_ptr + (first_row + n) // BLOCK_N, is_row, 0.0)[:, None]

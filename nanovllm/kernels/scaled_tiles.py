@@ -65,15 +65,17 @@ def columns_of_parts(TILE_K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def scales_of_parts(scale_ptr, begin, K: tl.constexpr, BLOCK_K: tl.constexpr, TILE_K: tl.constexpr):
-    """The scales [parts] in a row of blocks from scale_ptr on, of the tile from column `begin` on; 1 with one block."""
-    LANE: tl.constexpr = BLOCK_K if BLOCK_K < 8 else 8
-    part = tl.arange(0, TILE_K // LANE)
+def scales_of_parts(scale_ptr, begin, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The scales [parts] that columns begin + k have in the row of blocks from scale_ptr on, 1 if it is a single block.
+
+    k are those of `columns_of_parts`.
+    """
+    part = tl.arange(0, k.shape[0])
     if BLOCK_K < K:
-        column = begin + part * LANE
+        column = begin + part * k.shape[1]
         scales = tl.load(scale_ptr + column // BLOCK_K, column < K, 0.0)
     else:
-        scales = tl.full([part.shape[0]], 1.0, tl.float32)
+        scales = tl.full([k.shape[0]], 1.0, tl.float32)
     return scales
 
 

@@ -1,4 +1,4 @@
-"""Norm, projection and activation, which follow each other in every block: a single row takes one kernel."""
+"""Norm, projection and activation, which follow each other in every block: a single row takes one or two kernels."""
 
 from types import ModuleType
 

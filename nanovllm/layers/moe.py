@@ -184,8 +184,8 @@ class MoE(nn.Module):
         """By matrix-vector products."""
         gate = self.gate.weight
         experts = self.experts
-        norm_weight = None  # of a norm that `moe_gemv` has to compute
-        if len(x) == 1 and (row := x.tensor) is not None:  # the kernels that read a single row also normalize it
+        norm_weight = None  # of a norm that is left to the experts
+        if len(x) == 1 and (row := x.tensor) is not None:  # a kernel that reads a single row normalizes it as well
             logits = torch.empty((1, 1, len(gate)), dtype=torch.float32, device=row.device)
             _, residual = ops.gemv(row, gate, norm.weight, norm.eps, residual, out=logits[0])
             rows, norm_weight = residual, norm.weight

@@ -62,7 +62,7 @@ class Plan:
             elif isinstance(module, LinearBase):
                 names = [] if module in routers else _checkpoint_names(path, model.packed_modules_mapping)
                 self._prepare(path, module, names, make_linear, model.config.dtype, device)
-        for module in model.modules():  # an activation quantizes many rows for the layer after it
+        for module in model.modules():  # an activation quantizes several rows for the layer after it
             if isinstance(getattr(getattr(module, "down_proj", None), "format", None), FP8Linear):
                 module.act_fn = FP8SiluAndMul(module.down_proj.format)
 
