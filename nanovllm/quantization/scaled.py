@@ -142,7 +142,13 @@ class ScaledWeight:
         rows = [row // block.rows for row in own_rows[:: self.block.rows]]
         columns = [column // block.columns for column in own_columns[:: self.block.columns]]
         target = self.scales[index].narrow(0, shard.first_row // self.block.rows, len(rows))
-        return target.copy_(scales.reshape(needed)[rows][:, columns])
+        return target.copy_(scales.reshape(needed)[_slice_of(rows)][:, _slice_of(columns)])
+
+
+def _slice_of(indices: list[int]) -> slice | list[int]:
+    """A slice if they follow each other: a list is copied to the device, which has to be waited for."""
+    begin, end = indices[0], indices[-1] + 1
+    return slice(begin, end) if indices == list(range(begin, end)) else indices
 
 
 def _nan_of(values: torch.Tensor) -> torch.Tensor:
