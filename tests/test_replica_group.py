@@ -617,6 +617,23 @@ def test_discard_abort_and_bounds():
     asyncio.run(run())
 
 
+def test_order_of_requests_that_wait(monkeypatch):
+    """That of the scheduling policy, also after a loss."""
+    monkeypatch.setitem(SETTINGS, "scheduling_policy", "priority")
+
+    async def run():
+        async with started(1, max_answers=1) as (front, handles):
+            made = front.processor.requests(PROMPTS[:5], PARAMS, Inbox(OutputKind.FINAL), None, [2, 5, 1, 5, -3])
+            requests = [ReplicaRequest(request, front.ended.append) for request in made]
+            front.group.submit(requests)
+            assert [request.replica for request in requests] == [None, None, None, None, 0]
+            handles[0].lose()
+            await asyncio.gather(*[request.result() for request in requests])
+            assert [requests.index(request) for request in front.ended] == [4, 2, 0, 1, 3]
+
+    asyncio.run(run())
+
+
 def test_one_message_for_many_requests():
     """Requests of one iteration of the loop go out together, and reports are about many."""
 

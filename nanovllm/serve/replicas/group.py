@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 from nanovllm.serve.engine_client import EngineDeadError
@@ -55,7 +56,7 @@ class ReplicaGroup:
         self._launch, self._max_answers = launch, max_answers
         self._block_size, self._given_router = block_size, router
         self._restart_timeout = restart_timeout
-        self._waiting: deque[ReplicaRequest] = deque()
+        self._waiting: list[tuple[tuple, ReplicaRequest]] = []  # a heap, in the order of the scheduling policy
         self._suspects: deque[ReplicaRequest] = deque()  # that wait until one of them can have a replica to itself
         self._is_flushing = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -100,7 +101,7 @@ class ReplicaGroup:
             return
         if not self._tasks:
             raise RuntimeError("the replicas are not started yet")
-        self._waiting += requests
+        self._wait(requests)
         self._dispatch()
 
     def discard(self, requests: Iterable[ReplicaRequest]) -> None:
@@ -131,9 +132,14 @@ class ReplicaGroup:
             request.end_aborted()
             request.on_end(request)
 
+    def _wait(self, requests: Iterable[ReplicaRequest]) -> None:
+        for request in requests:
+            heappush(self._waiting, (request.order, request))
+
     def _stop_waiting(self, requests: set[ReplicaRequest]) -> None:
         if requests:
-            self._waiting = deque(request for request in self._waiting if request not in requests)
+            self._waiting = [entry for entry in self._waiting if entry[1] not in requests]
+            heapify(self._waiting)
             self._suspects = deque(request for request in self._suspects if request not in requests)
             for slot in self.slots:
                 if slot.suspect in requests:
@@ -156,7 +162,7 @@ class ReplicaGroup:
             loads = [slot.load(self._max_answers) for slot in self.slots]
             if all(load is None for load in loads):
                 return
-            request = self._waiting.popleft()
+            _, request = heappop(self._waiting)
             self._assign(request, self.slots[self._router.choose(request.prompt_token_ids, loads)])
 
     def _dispatch_suspects(self) -> None:
@@ -261,7 +267,7 @@ class ReplicaGroup:
         self._dispatch()
 
     def _move_requests(self, slot: Slot, error: Exception) -> None:
-        """The replica was lost: its requests are the first that wait for another one."""
+        """The replica was lost: its requests wait for another one, before those that were submitted after them."""
         if slot.handle is not None:
             slot.handle.kill()
         slot.handle, slot.is_ready, slot.to_send = None, False, []
@@ -281,7 +287,7 @@ class ReplicaGroup:
                 request.on_end(request)
         left = [request for request in requests if not request.has_ended]
         self._suspects += [request for request in left if request.num_failures == MAX_FAILURES - 1]
-        self._waiting.extendleft(request for request in reversed(left) if request.num_failures < MAX_FAILURES - 1)
+        self._wait(request for request in left if request.num_failures < MAX_FAILURES - 1)
         self._dispatch()
 
     def _fail_group(self, error: Exception) -> None:
@@ -291,7 +297,7 @@ class ReplicaGroup:
             self.kill()
             for observe_failure in self.on_failure:
                 observe_failure(error)
-        requests = [*self._suspects, *self._waiting]
+        requests = [*self._suspects, *(request for _, request in sorted(self._waiting))]
         for slot in self.slots:
             if slot.suspect is not None and slot.suspect.replica is None:
                 requests.append(slot.suspect)

@@ -56,6 +56,11 @@ class ReplicaRequest(AsyncRequest):
         self._answers = [Answer(i) for i in range(self.num_answers)]
 
     @property
+    def order(self) -> tuple:
+        """The scheduling policy's; unique, and the least is the most urgent."""
+        return self.request.group[0].order
+
+    @property
     def has_ended(self) -> bool:
         return self.final is not None or self.error is not None
 
