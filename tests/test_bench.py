@@ -441,8 +441,9 @@ def test_vllm_steps(monkeypatch):
 
 
 def table(out: str, title: str) -> list[list[str]]:
-    """The cells of the table below `title`; those of the header may have a space in them."""
-    return [line.split() for line in out.split(f"\n{title}\n")[1].split("\n\n")[0].splitlines()]
+    """The cells of the table below `title`, without commas in numbers; those of the header may have a space in them."""
+    rows = out.split(f"\n{title}\n")[1].split("\n\n")[0].splitlines()
+    return [row.replace(",", "").split() for row in rows]
 
 
 def test_online(monkeypatch, capsys):
@@ -470,7 +471,7 @@ def test_latency(monkeypatch, capsys):
     assert length == 16 and 0 < least <= middle <= p99
     header, row = table(out, "decode, tokens per second")
     assert " ".join(header) == "context tokens nanovllm 1 sequence nanovllm 8 sequences"
-    assert row[0] == "20" and all(float(rate.replace(",", "")) > 0 for rate in row[1:])
+    assert row[0] == "20" and all(float(rate) > 0 for rate in row[1:])
 
 
 def test_latency_lengths_fit():
@@ -494,7 +495,7 @@ def test_batches(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "batch of 5: 5 requests, 40 tokens in, 20 out" in out
     rows = table(out, "output tokens per second (8 in, 4 out)")
-    assert [row[0] for row in rows] == ["requests", "2", "5"] and all(float(rate.replace(",", "")) > 0 for _, rate in rows[1:])
+    assert [row[0] for row in rows] == ["requests", "2", "5"] and all(float(rate) > 0 for _, rate in rows[1:])
 
 
 @pytest.mark.parametrize("workload", ["online", "latency", "batches"])
