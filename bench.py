@@ -243,9 +243,9 @@ def fit(input_len: int, output_len: int, max_model_len: int) -> list[int]:
     return [max(1, length * max_model_len // scale) for length in (input_len, output_len)]
 
 
-def other_ids(requests: list[Request], vocab_size: int) -> list[Request]:
+def other_ids(requests: list[Request], vocab_size: int, by: int = 1) -> list[Request]:
     """The same lengths with other ids, so that the second run finds nothing in the prefix cache."""
-    return [replace(request, prompt=[(i + 1) % vocab_size for i in request.prompt]) for request in requests]
+    return [replace(request, prompt=[(i + by) % vocab_size for i in request.prompt]) for request in requests]
 
 
 # -- engines: functions of (model, settings, workloads) ----------------------------------------------------------------

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -32,15 +31,10 @@ def workloads(num_engines: int, on_cpu: bool, vocab_size: int) -> Iterator[tuple
     """On a CPU requests are a sixteenth as many and as long."""
     divisor = 16 if on_cpu else 1
     requests = bench.headline(256 // divisor, 1024 // divisor, 1024 // divisor, 0, vocab_size)
-    yield "headline", [copy for i in range(num_engines) for copy in shifted(requests, i, vocab_size)]
+    yield "headline", [copy for i in range(num_engines) for copy in bench.other_ids(requests, vocab_size, by=i)]
     for size in (size // divisor for size in BATCHES):
         name = f"{size} sequences"
         yield name, bench.same_lengths(size, 512 // divisor, 256 // divisor, name, vocab_size)
-
-
-def shifted(requests: list[bench.Request], by: int, vocab_size: int) -> list[bench.Request]:
-    """The same lengths with other ids."""
-    return [replace(r, prompt=[(token + by) % vocab_size for token in r.prompt]) for r in requests]
 
 
 def run(kind: str, model: str, num_gpus: int, settings: dict) -> None:
@@ -54,7 +48,7 @@ def run(kind: str, model: str, num_gpus: int, settings: dict) -> None:
         llm = LLM(model, tensor_parallel_size=num_gpus if kind == "ranks" else 1, **settings)
     cells = [f"{perf_counter() - begin:.1f} s"]
     for _, requests in workloads(num_gpus if kind == "replicas" else 1, settings["device"] == "cpu", vocab_size):
-        for batch in (shifted(requests, 99, vocab_size), requests):  # the first one to warm up
+        for batch in (bench.other_ids(requests, vocab_size, by=99), requests):  # the first one to warm up
             params = [bench.nanovllm_params(request) for request in batch]
             begin = perf_counter()
             outputs = llm.generate([request.prompt for request in batch], params, use_tqdm=False)

@@ -202,6 +202,7 @@ def test_parity_on_kernels(monkeypatch, make_llm, tmp_path, name, format_name):
         monkeypatch.setattr(f"nanovllm.layers.{module}.triton_ops", lambda x: ops)
     monkeypatch.setattr("nanovllm.quantization.scaled_linear.triton_ops", lambda x: ops)
     monkeypatch.setattr("nanovllm.quantization.scaled_linear.MAX_GEMM_ROWS", 8)
+    monkeypatch.setattr("nanovllm.quantization.scaled_linear.ScaledLinear.max_split_k_rows", 8)
     folder, plain = write_quantized(make_checkpoint(tmp_path, name), tmp_path, format_name)
     llm = make_llm(folder, **SMALL)
     assert_same_as_transformers(
@@ -221,7 +222,7 @@ def test_fp8_units(monkeypatch, make_llm, tmp_path, name, format_name):
         monkeypatch.setattr(f"nanovllm.quantization.{module}.triton_ops", lambda x: ops)
     monkeypatch.setattr(ops, "has_fp8_units", lambda device: True)
     monkeypatch.setattr("nanovllm.quantization.fp8_linear.MAX_GEMM_ROWS", 8)
-    monkeypatch.setattr("nanovllm.quantization.fp8_linear.MAX_SPLIT_K_ROWS", 12)
+    monkeypatch.setattr("nanovllm.quantization.fp8_linear.FP8Linear.max_split_k_rows", 12)
     monkeypatch.setattr("nanovllm.kernels.scaled_moe_gemv.GATE_UP_TILE", (32, 64, 4))
     monkeypatch.setattr("nanovllm.kernels.scaled_moe_gemv.DOWN_TILE", (32, 64, 1))
     called = set()

@@ -19,7 +19,7 @@ from nanovllm.kernels.dependent_launch import (
     num_sms,
 )
 from nanovllm.kernels.moe_gemm import Tiles, load_tile
-from nanovllm.kernels.scaled_tiles import as_loadable, block_shape, dot_values, scales_of_rows
+from nanovllm.kernels.scaled_tiles import as_loadable, block_shape, dot_values, scales_of_rows, scales_of_x
 
 TILE_K = 128
 # by TILE_M; two programs or more fit on a multiprocessor
@@ -44,6 +44,18 @@ class QuantizedRows:
         return self.num_rows
 
 
+def tensors_of(x: torch.Tensor | QuantizedRows) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """What a kernel takes for activations: their elements, scales, and the stride from one group's to the next."""
+    if isinstance(x, QuantizedRows):
+        return as_loadable(x.values), x.scales, x.scales.stride(1)
+    return x, None, 0
+
+
+def group_size(x: torch.Tensor | QuantizedRows, num_inputs: int) -> int:
+    """How many inputs of a row share a scale; all where there are no scales."""
+    return num_inputs // x.scales.shape[1] if isinstance(x, QuantizedRows) else num_inputs
+
+
 @dependent_kernel()
 @triton.jit(do_not_specialize=["M"])
 def _scaled_gemm_kernel(
@@ -61,7 +73,7 @@ def _scaled_gemm_kernel(
     K_PER_SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    X_GROUPS: tl.constexpr,
+    X_GROUP: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -86,14 +98,13 @@ def _scaled_gemm_kernel(
         w = load_tile(w_tiles, w_ptr, first_n, begin, n < N, K, TILE_N, TILE_K, TMA)
         x = load_tile(x_tiles, x_ptr, first_m, begin, m < M, K, TILE_M, TILE_K, TMA)
         product = dot_values(w, x.T, PRECISION)
-        if X_GROUPS > 1:
-            x_scale = tl.load(x_scale_ptr + begin // (K // X_GROUPS) * x_scale_stride + m, m < M, 0.0)
-            product *= x_scale[None, :]
+        if X_GROUP < K:
+            product *= scales_of_x(x_scale_ptr, begin, m, m < M, x_scale_stride, X_GROUP)
         if COLUMNS > 1:
             product *= scales_of_rows(scale_ptr + begin // BLOCK_K, first_n, N, COLUMNS, BLOCK_N, TILE_N)
         acc += product
-    if X_GROUPS == 1:
-        acc *= tl.load(x_scale_ptr + m, m < M, 0.0)[None, :]
+    if X_GROUP == K:
+        acc *= scales_of_x(x_scale_ptr, 0, m, m < M, x_scale_stride, X_GROUP)
     if COLUMNS == 1:
         acc *= scales_of_rows(scale_ptr, first_n, N, COLUMNS, BLOCK_N, TILE_N)
     out = out_ptr + (split * M + m[:, None]) * N + n[None, :]
@@ -125,15 +136,13 @@ def scaled_gemm(
     """
     (m, n), k = (len(x), len(values)), values.shape[1]
     block_n, block_k = block_shape(values, scales)
-    rows, x_scales, groups, dtype = x, None, 0, x.dtype
-    if isinstance(x, QuantizedRows):
-        rows, x_scales, groups = as_loadable(x.values), x.scales, x.scales.shape[1]
-    out = torch.empty((split_k, m, n), dtype=dtype, device=values.device) if out is None else out
+    rows, x_scales, x_scale_stride = tensors_of(x)
+    out = torch.empty((split_k, m, n), dtype=x.dtype, device=values.device) if out is None else out
     values = as_loadable(values)
     tile_m = _tile_m(m)
     tile_n, tile_k, stages, num_warps = TILES[tile_m]
     tile_k = tile_k if block_k == k else min(tile_k, block_k & -block_k)
-    use_tma = has_tma(values.device) and k % 16 == 0 and dtype != torch.float32
+    use_tma = has_tma(values.device) and k % 16 == 0 and x.dtype != torch.float32
     grid = triton.cdiv(m, tile_m), triton.cdiv(n, tile_n), split_k
     launch(_scaled_gemm_kernel, grid, values.device, shared=50 if tile_m == 16 else 100)(
         rows,
@@ -145,18 +154,18 @@ def scaled_gemm(
         out,
         m,
         n,
-        0 if x_scales is None else x_scales.stride(1),
+        x_scale_stride,
         K=k,
         K_PER_SPLIT=triton.cdiv(triton.cdiv(k, split_k), tile_k) * tile_k,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        X_GROUPS=groups,
+        X_GROUP=group_size(x, k),
         TILE_M=tile_m,
         TILE_N=tile_n,
         TILE_K=tile_k,
         STAGES=stages if use_tma else min(3, stages),
         TMA=use_tma,
         num_warps=num_warps,
-        PRECISION="ieee" if dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
     )
     return out

@@ -22,8 +22,8 @@ from nanovllm.kernels.moe_gemm import (
 )
 from nanovllm.kernels.moe_routing import ExpertRows, Routing, sort_by_expert
 from nanovllm.kernels.quantize_rows import quantize_rows
-from nanovllm.kernels.scaled_gemm import QuantizedRows
-from nanovllm.kernels.scaled_tiles import as_loadable, block_shape, dot_values, scales_of_rows
+from nanovllm.kernels.scaled_gemm import QuantizedRows, group_size, tensors_of
+from nanovllm.kernels.scaled_tiles import as_loadable, block_shape, dot_values, scales_of_rows, scales_of_x
 
 TILE_K = 128
 # by TILE_M; in GATE_UP, tile_n outputs need twice as many rows of weights. While a program multiplies its products by
@@ -31,16 +31,6 @@ TILE_K = 128
 MAX_TILE_M = 64
 GATE_UP = {16: Tiles(64, TILE_K, 4, 4), 32: Tiles(64, TILE_K, 3, 4), 64: Tiles(64, TILE_K, 4, 4)}
 DOWN = {16: Tiles(128, TILE_K, 4, 4), 32: Tiles(128, TILE_K, 3, 4), 64: Tiles(128, TILE_K, 3, 4)}
-
-
-@triton.jit
-def _scales_of_x(x_scale_ptr, begin, row, is_row, stride, GROUP: tl.constexpr):
-    """The scales of rows [TILE_M] of quantized activations, for the GROUP of inputs from `begin` on; 1 without any."""
-    if x_scale_ptr is None:
-        scales = tl.full([row.shape[0]], 1.0, tl.float32)
-    else:
-        scales = tl.load(x_scale_ptr + begin // GROUP * stride + row, is_row, 0.0)
-    return scales[None, :]
 
 
 @dependent_kernel()
@@ -99,7 +89,7 @@ def _scaled_gate_up_kernel(
         gate_product = dot_values(gate_w, x_tile.T, PRECISION)
         up_product = dot_values(up_w, x_tile.T, PRECISION)
         if X_GROUP < K:
-            x_scale = _scales_of_x(x_scale_ptr, begin, token, is_used, x_scale_stride, X_GROUP)
+            x_scale = scales_of_x(x_scale_ptr, begin, token, is_used, x_scale_stride, X_GROUP)
             gate_product *= x_scale
             up_product *= x_scale
         if COLUMNS > 1:
@@ -109,7 +99,7 @@ def _scaled_gate_up_kernel(
         gate += gate_product
         up += up_product
     if X_GROUP == K:
-        x_scale = _scales_of_x(x_scale_ptr, 0, token, is_used, x_scale_stride, X_GROUP)
+        x_scale = scales_of_x(x_scale_ptr, 0, token, is_used, x_scale_stride, X_GROUP)
         gate *= x_scale
         up *= x_scale
     if COLUMNS == 1:
@@ -172,12 +162,12 @@ def _scaled_down_kernel(
         w = load_tile(w_tiles, w_ptr, w_row, begin, n < N, K, TILE_N, TILE_K, TMA)
         product = dot_values(w, h.T, PRECISION)
         if X_GROUP < K:
-            product *= _scales_of_x(h_scale_ptr, begin, row, is_used, h_scale_stride, X_GROUP)
+            product *= scales_of_x(h_scale_ptr, begin, row, is_used, h_scale_stride, X_GROUP)
         if COLUMNS > 1:
             product *= scales_of_rows(scale_ptr + begin // BLOCK_K, w_row, end_w, COLUMNS, BLOCK_N, TILE_N)
         acc += product
     if X_GROUP == K:
-        acc *= _scales_of_x(h_scale_ptr, 0, row, is_used, h_scale_stride, X_GROUP)
+        acc *= scales_of_x(h_scale_ptr, 0, row, is_used, h_scale_stride, X_GROUP)
     if COLUMNS == 1:
         acc *= scales_of_rows(scale_ptr, w_row, end_w, COLUMNS, BLOCK_N, TILE_N)
     y = (acc * weight[None, :]).to(out_ptr.dtype.element_ty)
@@ -195,7 +185,7 @@ def _options(
         K=k,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        X_GROUP=k // x.scales.shape[1] if isinstance(x, QuantizedRows) else k,
+        X_GROUP=group_size(x, k),
         TILE_M=rows.tile_m,
         TILE_N=tiles.tile_n,
         TILE_K=tiles.tile_k if block_k == k else min(tiles.tile_k, block_k & -block_k),
@@ -205,13 +195,6 @@ def _options(
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps,
     )
-
-
-def _tensors_of(x: torch.Tensor | QuantizedRows) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """What a kernel takes for activations: their elements, scales, and the stride from one group's to the next."""
-    if isinstance(x, QuantizedRows):
-        return as_loadable(x.values), x.scales, x.scales.stride(1)
-    return x, None, 0
 
 
 def scaled_moe_gemm(
@@ -235,7 +218,7 @@ def scaled_moe_gemm(
     values = as_loadable(gate_up[0])
     inputs = quantize_rows(x, block_shape(*gate_up)[1]) if quantize else x
     options = _options(GATE_UP[tile_m], rows, inputs, values, gate_up[1])
-    elements, x_scales, stride = _tensors_of(inputs)
+    elements, x_scales, stride = tensors_of(inputs)
     launch(_scaled_gate_up_kernel, (len(rows.table) * triton.cdiv(size, options["TILE_N"]),), x.device)(
         elements,
         x_scales,
@@ -254,7 +237,7 @@ def scaled_moe_gemm(
     values = as_loadable(down[0])
     inputs = quantize_rows(h, block_shape(*down)[1]) if quantize else h
     options = _options(DOWN[tile_m], rows, inputs, values, down[1])
-    elements, h_scales, stride = _tensors_of(inputs)
+    elements, h_scales, stride = tensors_of(inputs)
     launch(_scaled_down_kernel, (len(rows.table) * triton.cdiv(hidden, options["TILE_N"]),), x.device)(
         elements,
         tile_descriptor(elements, tile_m, options),

@@ -55,6 +55,16 @@ def scales_of_rows(scale_ptr, first_n, N, STRIDE: tl.constexpr, BLOCK_N: tl.cons
 
 
 @triton.jit
+def scales_of_x(x_scale_ptr, begin, row, is_row, stride, GROUP: tl.constexpr):
+    """The scales of rows [TILE_M] of quantized activations, for the GROUP of inputs from `begin` on; 1 without any."""
+    if x_scale_ptr is None:
+        scales = tl.full([row.shape[0]], 1.0, tl.float32)
+    else:
+        scales = tl.load(x_scale_ptr + begin // GROUP * stride + row, is_row, 0.0)
+    return scales[None, :]
+
+
+@triton.jit
 def columns_of_parts(TILE_K: tl.constexpr, BLOCK_K: tl.constexpr):
     """The columns of a tile of a matrix-vector product as [parts, LANE], where a block's border cuts no part.
 

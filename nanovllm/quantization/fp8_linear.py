@@ -18,13 +18,13 @@ from nanovllm.quantization.scaled import Scaling
 from nanovllm.quantization.scaled_linear import ScaledLinear
 
 BLOCK = (128, 128)  # of weights that the library multiplies, beside those of whole rows
-# with more rows, the library multiplies
-MAX_GEMM_ROWS = 64
-MAX_SPLIT_K_ROWS = 128  # if the product is split, as it has too few output tiles to fill the GPU
+MAX_GEMM_ROWS = 64  # with more rows, the library multiplies
 
 
 class FP8Linear(ScaledLinear):
     """Rows come as a tensor, or quantized by the norm or the activation before."""
+
+    max_split_k_rows = 128  # a product with few output tiles is faster split than by the library
 
     def __init__(self, layer: LinearBase, scaling: Scaling):
         super().__init__(layer, scaling)
@@ -60,12 +60,6 @@ class FP8Linear(ScaledLinear):
         if bias is not None:
             y += bias
         return y if out is None else out[0].copy_(y)
-
-    def choose_split_k(self, layer: LinearBase, x: Any, bias, max_split_k: int) -> int:
-        ops = triton_ops(self.values)
-        if ops is None or bias is not None or not (self.suits_gemm and 1 < len(x) <= MAX_SPLIT_K_ROWS):
-            return 1
-        return ops.choose_scaled_split_k(len(x), len(self.values), self.values.device, max_split_k)
 
     def add_rms_norm(self, norm: RMSNorm, x: PartialSum, residual: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
         """The norm quantizes the rows, unless it also adds up the parts of several ranks."""

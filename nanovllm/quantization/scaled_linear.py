@@ -15,6 +15,8 @@ MAX_GEMM_ROWS = 64  # with more rows, weights are converted once, for a product 
 class ScaledLinear(WeightFormat):
     """8-bit values that are converted where they are read."""
 
+    max_split_k_rows = MAX_GEMM_ROWS
+
     def __init__(self, layer: LinearBase, scaling: Scaling):
         shape = tuple(layer.weight.shape)
         self.block = scaling.local_block([layer.shard(*shard_id) for shard_id in layer.shard_ids()], shape[1])
@@ -43,7 +45,7 @@ class ScaledLinear(WeightFormat):
 
     def choose_split_k(self, layer: LinearBase, x: Any, bias, max_split_k: int) -> int:
         ops = triton_ops(self.values)
-        if ops is None or bias is not None or not (self.suits_gemm and 1 < len(x) <= MAX_GEMM_ROWS):
+        if ops is None or bias is not None or not (self.suits_gemm and 1 < len(x) <= self.max_split_k_rows):
             return 1
         return ops.choose_scaled_split_k(len(x), len(self.values), self.values.device, max_split_k)
 
