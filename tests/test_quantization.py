@@ -221,6 +221,7 @@ def test_fp8_units(monkeypatch, make_llm, tmp_path, name, format_name):
     for module in ("scaled_linear", "fp8_linear", "plan"):
         monkeypatch.setattr(f"nanovllm.quantization.{module}.triton_ops", lambda x: ops)
     monkeypatch.setattr(ops, "has_fp8_units", lambda device: True)
+    monkeypatch.setattr("nanovllm.kernels.scaled_gemv.MAX_K_PER_SPLIT", 64)
     monkeypatch.setattr("nanovllm.quantization.fp8_linear.MAX_GEMM_ROWS", 8)
     monkeypatch.setattr("nanovllm.quantization.fp8_linear.FP8Linear.max_split_k_rows", 12)
     monkeypatch.setattr("nanovllm.kernels.scaled_moe_gemv.GATE_UP_TILE", (32, 64, 4))
@@ -494,9 +495,8 @@ each_kind = pytest.mark.parametrize("kind", [E4M3, torch.int8], ids=["fp8", "int
 @each_dtype_or_half
 @each_kind
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("gated, has_bias", [(0, 0), (1, 1), (0, 1)])
-def test_scaled_gemv(monkeypatch, fresh_memory_is_nan, dtype, kind, shape, gated, has_bias):
-    monkeypatch.setattr("nanovllm.kernels.scaled_gemv.MAX_TILE_K", 256)
+@pytest.mark.parametrize("gated, has_bias, split_k", [(0, 0, 1), (1, 1, 1), (0, 1, 1), (0, 0, 3)])
+def test_scaled_gemv(fresh_memory_is_nan, dtype, kind, shape, gated, has_bias, split_k):
     n, k, rows, columns = shape
     n *= 1 + gated  # a border of blocks between the halves
     values, scales = scaled(n, k, rows, columns, kind)
@@ -504,7 +504,10 @@ def test_scaled_gemv(monkeypatch, fresh_memory_is_nan, dtype, kind, shape, gated
     expected = F.linear(x.double(), dequantize(values, scales, torch.float64), None if bias is None else bias.double())
     if gated:
         expected = F.silu(expected[:, : n // 2]) * expected[:, n // 2 :]
-    y = ops.scaled_gemv(x, values, scales, bool(gated), bias)
+    y = ops.scaled_gemv(x, values, scales, bool(gated), bias, split_k)
+    if split_k > 1:
+        assert y.shape == (split_k, 1, n)
+        y = y.float().sum(0).to(dtype)
     assert_close(y, expected, 10 * max(1.0, expected.abs().max().item()))
 
 

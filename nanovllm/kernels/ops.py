@@ -19,7 +19,7 @@ from nanovllm.kernels.prefill_attention import prefill_attention, query_tile_siz
 from nanovllm.kernels.quantize_rows import quantize_rows, rms_norm_quantize, silu_and_mul_quantize
 from nanovllm.kernels.sampling import sample
 from nanovllm.kernels.scaled_gemm import QuantizedRows, choose_scaled_split_k, scaled_gemm
-from nanovllm.kernels.scaled_gemv import scaled_gemv
+from nanovllm.kernels.scaled_gemv import choose_gemv_split_k, scaled_gemv
 from nanovllm.kernels.scaled_moe_gemm import scaled_moe_gemm
 from nanovllm.kernels.scaled_moe_gemv import scaled_moe_gemv
 from nanovllm.kernels.split_k_gemm import choose_split_k, split_k_gemm

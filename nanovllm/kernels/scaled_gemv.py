@@ -9,20 +9,40 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
-from nanovllm.kernels.scaled_tiles import (
-    as_loadable,
-    block_shape,
-    columns_of_parts,
-    load_parts,
-    load_parts_of_x,
-    multiply_parts,
-    scales_of_parts,
-)
+from nanovllm.kernels.fp8 import decode_e4m3
+from nanovllm.kernels.scaled_tiles import as_loadable, block_shape, columns_of_parts
 
-NUM_WEIGHTS = 16384  # of a program; with more of them in flight, fewer programs would fit on a multiprocessor
-NUM_WEIGHTS_OF_SMALL = 8192  # for small matrices, to get more programs
-SMALL = 2**23  # weights of a matrix
-MAX_TILE_K = 4096
+TILE_SIZE = 4096  # weights of a tile, or pairs of them if gated
+NUM_TILES = 2  # of a program, which loads both before it waits; with more, the compiler loads the others too late
+MAX_K_PER_SPLIT = 4096
+K_MULTIPLE = 128  # of inputs of a part: blocks are not cut, and loads are aligned
+
+
+@triton.jit
+def _load_tile(
+    w_ptr,
+    scale_ptr,
+    bias_ptr,
+    first_n,
+    k,
+    is_column,
+    N,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    MATRICES: tl.constexpr,
+    HAS_ROW_SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """Rows from first_n on: weights [ROWS, MATRICES, parts, LANE], and factors and bias [ROWS, MATRICES] of results."""
+    n = tl.minimum(first_n + tl.arange(0, ROWS), N - 1)  # a mask would take registers, and time
+    row = n[:, None] + tl.arange(0, MATRICES)[None, :] * N
+    w = w_ptr + row.to(tl.int64)[:, :, None, None] * K + k[None, None]
+    # weights are read once, and should not displace x in the cache
+    tile = tl.load(w, is_column[None, None], 0.0, eviction_policy="evict_first")
+    factors = tl.load(scale_ptr + row // BLOCK_N) if HAS_ROW_SCALES else 1.0
+    bias = tl.load(bias_ptr + row).to(tl.float32) if HAS_BIAS else 0.0
+    return tile, factors, bias
 
 
 @dependent_kernel(early=("w_ptr", "scale_ptr", "bias_ptr"))
@@ -35,68 +55,74 @@ def _scaled_gemv_kernel(
     out_ptr,
     N,
     K: tl.constexpr,
+    K_PER_SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    MATRICES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    GATED: tl.constexpr,
+    LANE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
     COLUMNS: tl.constexpr = K // BLOCK_K
-    first_n = tl.program_id(0) * TILE_N
-    n = first_n + tl.arange(0, TILE_N)
-    is_row = n < N
-    k = columns_of_parts(TILE_K, BLOCK_K)
-    w = w_ptr + n[:, None, None].to(tl.int64) * K + k[None]
-    up = w + N * K
-    # all rows of the tile are in the same row of blocks, or there is one column of blocks, whose scales come last
-    scales_at = scale_ptr + first_n // BLOCK_N * COLUMNS
-    up_scales_at = scale_ptr + (N + first_n) // BLOCK_N * COLUMNS
+    HAS_ROW_SCALES: tl.constexpr = COLUMNS == 1
+    first_n = tl.program_id(0) * (TILE_N * NUM_TILES)
+    split = tl.program_id(1)
+    part_k = columns_of_parts(TILE_K, BLOCK_K, LANE)
+    k = split * K_PER_SPLIT + part_k
+    is_column = part_k < K_PER_SPLIT
+    if K % K_PER_SPLIT > 0:
+        is_column = is_column & (k < K)
     # load the first tiles of W while the kernel before still runs
-    tile = load_parts(w, k, is_row, K, TILE_K)
-    scales = scales_of_parts(scales_at, 0, k, K, BLOCK_K)
-    if GATED:
-        up_tile = load_parts(up, k, is_row, K, TILE_K)
-        up_scales = scales_of_parts(up_scales_at, 0, k, K, BLOCK_K)
-    if COLUMNS == 1:
-        row_scales = tl.load(scale_ptr + n // BLOCK_N, is_row, 0.0)
-        if GATED:
-            up_row_scales = tl.load(scale_ptr + (N + n) // BLOCK_N, is_row, 0.0)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + n, is_row, 0.0).to(tl.float32)
-        if GATED:
-            up_bias = tl.load(bias_ptr + N + n, is_row, 0.0).to(tl.float32)
+    tile, factors, bias = _load_tile(
+        w_ptr, scale_ptr, bias_ptr, first_n, k, is_column, N, K, BLOCK_N, TILE_N, MATRICES, HAS_ROW_SCALES, HAS_BIAS
+    )
+    if NUM_TILES == 2:
+        next_tile, next_factors, next_bias = _load_tile(
+            w_ptr,
+            scale_ptr,
+            bias_ptr,
+            first_n + TILE_N,
+            k,
+            is_column,
+            N,
+            K,
+            BLOCK_N,
+            TILE_N,
+            MATRICES,
+            HAS_ROW_SCALES,
+            HAS_BIAS,
+        )
+    if COLUMNS > 1:  # all rows of the program are in the same row of blocks
+        block_row = (first_n + tl.arange(0, MATRICES) * N) // BLOCK_N
+        column = split * K_PER_SPLIT + tl.arange(0, k.shape[0]) * k.shape[1]
+        scales_at = scale_ptr + block_row[:, None] * COLUMNS + (column // BLOCK_K)[None, :]
+        scales = tl.load(scales_at, (column < K)[None, :], 0.0)[None]
+    else:
+        scales = tl.full([1, 1, k.shape[0]], 1.0, tl.float32)
     if PDL:
         gdc_wait()
-    acc = tl.zeros([TILE_N, k.shape[0]], tl.float32)
-    up_acc = tl.zeros([TILE_N, k.shape[0]], tl.float32)
-    for begin in tl.static_range(0, K, TILE_K):  # unrolled: the loads of several tiles are in flight
-        x = load_parts_of_x(x_ptr, begin + k, K, TILE_K)
-        if begin > 0:
-            tile = load_parts(w + begin, begin + k, is_row, K, TILE_K)
-            scales = scales_of_parts(scales_at, begin, k, K, BLOCK_K)
-            if GATED:
-                up_tile = load_parts(up + begin, begin + k, is_row, K, TILE_K)
-                up_scales = scales_of_parts(up_scales_at, begin, k, K, BLOCK_K)
-        acc += multiply_parts(tile, x, scales)
-        if GATED:
-            up_acc += multiply_parts(up_tile, x, up_scales)
-    y = tl.sum(acc, 1)
-    if COLUMNS == 1:
-        y *= row_scales
-    if HAS_BIAS:
-        y += bias
-    if GATED:
-        up_y = tl.sum(up_acc, 1)
-        if COLUMNS == 1:
-            up_y *= up_row_scales
-        if HAS_BIAS:
-            up_y += up_bias
-        y = y / (1.0 + tl.exp(-y)) * up_y
-    tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), is_row)
+    x = tl.load(x_ptr + k, is_column, 0.0).to(tl.float32)[None, None]
+    for i in tl.static_range(NUM_TILES):
+        y = tl.sum(tl.sum(decode_e4m3(tile, tl.float32) * x, 3) * scales, 2) * factors + bias  # [TILE_N, MATRICES]
+        if MATRICES == 2:
+            gate, up = tl.split(y)
+            y = gate / (1.0 + tl.exp(-gate)) * up
+        else:
+            y = tl.reshape(y, [TILE_N])
+        n = first_n + i * TILE_N + tl.arange(0, TILE_N)
+        tl.store(out_ptr + split * N + n, y.to(out_ptr.dtype.element_ty), n < N)
+        if i + 1 < NUM_TILES:
+            tile, factors, bias = next_tile, next_factors, next_bias
+
+
+def choose_gemv_split_k(k: int, max_split_k: int) -> int:
+    """Into how many partial sums, of at most `max_split_k`, `scaled_gemv` had best split a product with K inputs."""
+    return max(1, min(max_split_k, triton.cdiv(k, MAX_K_PER_SPLIT)))
 
 
 def scaled_gemv(
@@ -105,25 +131,30 @@ def scaled_gemv(
     scales: torch.Tensor,
     gated: bool = False,
     bias: torch.Tensor | None = None,
+    split_k: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [1, K] times W transposed + bias [N] -> [1, N], with W = values [N, K] times scales [N / rows, K / columns].
 
     If `gated`, W is [2N, K], bias [2N], and the result is silu of the first half of the outputs times the second half;
-    a border of blocks lies between them. Blocks that divide K have powers of two as sizes. All contiguous. `out` takes
-    the result.
+    a border of blocks lies between them. Blocks that divide K have powers of two as sizes. All contiguous.
+
+    With split_k > 1, neither gated nor with a bias, the result is [split_k, 1, N], whose sum is the product. `out`
+    takes the result.
     """
-    n, k = values.shape[0] // (2 if gated else 1), values.shape[1]
+    matrices = 2 if gated else 1
+    n, k = values.shape[0] // matrices, values.shape[1]
     block_n, block_k = block_shape(values, scales)
-    out = torch.empty((1, n), dtype=x.dtype, device=x.device) if out is None else out
-    num_weights = (NUM_WEIGHTS_OF_SMALL if values.numel() <= SMALL else NUM_WEIGHTS) // (2 if gated else 1)
-    padded_k = triton.next_power_of_2(k)
-    tile_n = max(1, num_weights // padded_k)
-    if block_k < k:
+    if out is None:
+        out = torch.empty((1, n) if split_k == 1 else (split_k, 1, n), dtype=x.dtype, device=x.device)
+    k_per_split = k if split_k == 1 else triton.cdiv(k, split_k * K_MULTIPLE) * K_MULTIPLE
+    tile_k = triton.next_power_of_2(k_per_split)
+    tile_n = max(1, TILE_SIZE // tile_k)
+    num_tiles = NUM_TILES
+    if block_k < k:  # all rows of a program are in the same row of blocks
         tile_n = min(tile_n, block_n)
-    # as for gemv: short products gain from overlapping kernels
-    is_short = values.numel() <= 2**24
-    launch(_scaled_gemv_kernel, (triton.cdiv(n, tile_n),), x.device, shared=50 if is_short else None)(
+        num_tiles = min(num_tiles, block_n // tile_n)
+    launch(_scaled_gemv_kernel, (triton.cdiv(n, tile_n * num_tiles), split_k), x.device, shared=None)(
         x,
         as_loadable(values),
         scales,
@@ -131,12 +162,15 @@ def scaled_gemv(
         out,
         n,
         K=k,
+        K_PER_SPLIT=k_per_split,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         TILE_N=tile_n,
-        TILE_K=min(MAX_TILE_K // (2 if is_short else 1), padded_k),
+        TILE_K=tile_k,
+        NUM_TILES=num_tiles,
+        MATRICES=matrices,
         HAS_BIAS=bias is not None,
-        GATED=gated,
-        num_warps=4,
+        LANE=16 if gated else 8,
+        num_warps=min(16, max(1, tile_n * tile_k // 2048)),
     )
     return out

@@ -50,7 +50,7 @@ def _scaled_gate_up_gemv_kernel(
     first_n = tl.program_id(0) * TILE_N
     n = first_n + tl.arange(0, TILE_N)
     is_row = n < N
-    k = columns_of_parts(TILE_K, BLOCK_K)
+    k = columns_of_parts(TILE_K, BLOCK_K, 8)
     x_row = x_ptr + pair // TOP_K * K
     first_row = expert.to(tl.int64) * 2 * N
     gate_w = w_ptr + (first_row + n)[:, None, None] * K + k[None]
@@ -105,7 +105,7 @@ def _scaled_down_gemv_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    k = columns_of_parts(TILE_K, BLOCK_K)
+    k = columns_of_parts(TILE_K, BLOCK_K, 8)
     acc = tl.zeros([TILE_N, k.shape[0]], tl.float32)
     for slot in tl.static_range(TOP_K):  # unrolled: the loads of several experts are in flight
         pair = token * TOP_K + slot

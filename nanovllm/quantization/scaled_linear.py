@@ -31,7 +31,7 @@ class ScaledLinear(WeightFormat):
         if (ops := triton_ops(self.values)) is None:
             return linear(x, dequantize(self.values, self.scales, x.dtype), bias, 1, out)
         if len(x) == 1:
-            return ops.scaled_gemv(x, self.values, self.scales, False, bias, None if out is None else out[0])
+            return ops.scaled_gemv(x, self.values, self.scales, False, bias, split_k, out)
         if len(x) <= MAX_GEMM_ROWS and self.suits_gemm:
             return self._gemm(ops, x, bias, split_k, out)
         return linear(x, ops.dequantize(self.values, self.scales, x.dtype), bias, 1, out)
@@ -45,7 +45,11 @@ class ScaledLinear(WeightFormat):
 
     def choose_split_k(self, layer: LinearBase, x: Any, bias, max_split_k: int) -> int:
         ops = triton_ops(self.values)
-        if ops is None or bias is not None or not (self.suits_gemm and 1 < len(x) <= self.max_split_k_rows):
+        if ops is None or bias is not None:
+            return 1
+        if len(x) == 1:
+            return ops.choose_gemv_split_k(self.values.shape[1], max_split_k)
+        if not (self.suits_gemm and len(x) <= self.max_split_k_rows):
             return 1
         return ops.choose_scaled_split_k(len(x), len(self.values), self.values.device, max_split_k)
 
