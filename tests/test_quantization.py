@@ -488,7 +488,7 @@ def scaled(n: int, k: int, rows: int, columns: int, kind=E4M3) -> tuple[torch.Te
     return values.round().clamp(-127, 127).to(torch.int8) if kind == torch.int8 else values.to(E4M3), scales
 
 
-SHAPES = [(24, 96, 8, 32), (40, 72, 1, 72), (36, 384, 4, 128), (6, 40, 2, 8), (70, 272, 1, 272)]
+SHAPES = [(24, 96, 8, 32), (32, 256, 8, 128), (40, 72, 1, 72), (36, 384, 4, 128), (6, 40, 2, 8), (70, 272, 1, 272)]
 each_kind = pytest.mark.parametrize("kind", [E4M3, torch.int8], ids=["fp8", "int8"])
 
 

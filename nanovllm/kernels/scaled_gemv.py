@@ -55,6 +55,7 @@ def _scaled_gemv_kernel(
     out_ptr,
     N,
     K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     K_PER_SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -75,7 +76,7 @@ def _scaled_gemv_kernel(
     part_k = columns_of_parts(TILE_K, BLOCK_K, LANE)
     k = split * K_PER_SPLIT + part_k
     is_column = part_k < K_PER_SPLIT
-    if K % K_PER_SPLIT > 0:
+    if SPLIT_K * K_PER_SPLIT > K:
         is_column = is_column & (k < K)
     # load the first tiles of W while the kernel before still runs
     tile, factors, bias = _load_tile(
@@ -162,6 +163,7 @@ def scaled_gemv(
         out,
         n,
         K=k,
+        SPLIT_K=split_k,
         K_PER_SPLIT=k_per_split,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
