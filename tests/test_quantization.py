@@ -221,7 +221,7 @@ def test_fp8_units(monkeypatch, make_llm, tmp_path, name, format_name):
     for module in ("scaled_linear", "fp8_linear", "plan"):
         monkeypatch.setattr(f"nanovllm.quantization.{module}.triton_ops", lambda x: ops)
     monkeypatch.setattr(ops, "has_fp8_units", lambda device: True)
-    monkeypatch.setattr("nanovllm.kernels.scaled_gemv.MAX_K_PER_SPLIT", 64)
+    monkeypatch.setattr("nanovllm.kernels.scaled_gemv.MAX_TILE_K", 64)
     monkeypatch.setattr("nanovllm.quantization.fp8_linear.MAX_GEMM_ROWS", 8)
     monkeypatch.setattr("nanovllm.quantization.fp8_linear.FP8Linear.max_split_k_rows", 12)
     monkeypatch.setattr("nanovllm.kernels.scaled_moe_gemv.GATE_UP_TILE", (32, 64, 4))
@@ -509,6 +509,14 @@ def test_scaled_gemv(fresh_memory_is_nan, dtype, kind, shape, gated, has_bias, s
         assert y.shape == (split_k, 1, n)
         y = y.float().sum(0).to(dtype)
     assert_close(y, expected, 10 * max(1.0, expected.abs().max().item()))
+
+
+@pytest.mark.parametrize(
+    "k, max_split_k, split_k", [(4096, 4, 1), (8192, 4, 1), (12288, 4, 2), (12288, 1, 1), (9728, 4, 3), (25600, 4, 4)]
+)
+def test_split_k_of_one_row(k, max_split_k, split_k):
+    """The fewest parts that fill their tiles, of a power of two, to three quarters."""
+    assert ops.choose_gemv_split_k(k, max_split_k) == split_k
 
 
 WIDE = [shape for shape in SHAPES if shape[3] >= 32]

@@ -14,8 +14,9 @@ from nanovllm.kernels.scaled_tiles import as_loadable, block_shape, columns_of_p
 
 TILE_SIZE = 4096  # weights of a tile, or pairs of them if gated
 NUM_TILES = 2  # of a program, which loads both before it waits; with more, the compiler loads the others too late
-MAX_K_PER_SPLIT = 4096
-K_MULTIPLE = 128  # of inputs of a part: blocks are not cut, and loads are aligned
+MAX_TILE_K = 8192  # where a product may be split
+MIN_FILL = 0.75  # of a tile with inputs: their number is no power of two
+SHORT = 2**24  # weights of a matrix
 
 
 @triton.jit
@@ -123,7 +124,20 @@ def _scaled_gemv_kernel(
 
 def choose_gemv_split_k(k: int, max_split_k: int) -> int:
     """Into how many partial sums, of at most `max_split_k`, `scaled_gemv` had best split a product with K inputs."""
-    return max(1, min(max_split_k, triton.cdiv(k, MAX_K_PER_SPLIT)))
+
+    def fill(split_k: int) -> float:
+        k_per_split = _k_per_split(k, split_k)
+        return k_per_split / triton.next_power_of_2(k_per_split)
+
+    min_split_k = min(max_split_k, triton.cdiv(k, MAX_TILE_K))
+    if min_split_k == 1:
+        return 1
+    return max(range(min_split_k, max_split_k + 1), key=lambda split_k: min(fill(split_k), MIN_FILL))  # the first
+
+
+def _k_per_split(k: int, split_k: int) -> int:
+    """A multiple of 128, so that no block is cut and loads are aligned."""
+    return k if split_k == 1 else triton.cdiv(k, 128 * split_k) * 128
 
 
 def scaled_gemv(
@@ -148,14 +162,16 @@ def scaled_gemv(
     block_n, block_k = block_shape(values, scales)
     if out is None:
         out = torch.empty((1, n) if split_k == 1 else (split_k, 1, n), dtype=x.dtype, device=x.device)
-    k_per_split = k if split_k == 1 else triton.cdiv(k, split_k * K_MULTIPLE) * K_MULTIPLE
+    k_per_split = _k_per_split(k, split_k)
     tile_k = triton.next_power_of_2(k_per_split)
     tile_n = max(1, TILE_SIZE // tile_k)
     num_tiles = NUM_TILES
     if block_k < k:  # all rows of a program are in the same row of blocks
         tile_n = min(tile_n, block_n)
         num_tiles = min(num_tiles, block_n // tile_n)
-    launch(_scaled_gemv_kernel, (triton.cdiv(n, tile_n * num_tiles), split_k), x.device, shared=None)(
+    # as for gemv: short products gain from overlapping kernels
+    shared = 50 if values.numel() <= SHORT else None
+    launch(_scaled_gemv_kernel, (triton.cdiv(n, tile_n * num_tiles), split_k), x.device, shared)(
         x,
         as_loadable(values),
         scales,
