@@ -9,6 +9,7 @@ import pytest
 triton = pytest.importorskip("triton")
 
 PROGRAM = """
+import gc
 import sys
 import threading
 
@@ -48,9 +49,11 @@ def work():
         gemv.gemv(x, weight)
     gemv.gemv(x, weight, gated=True)
     num_threads.append(threading.active_count())
+    assert not gc.isenabled()
 
 compile_only(work)
 assert num_threads[0] > 1
+assert gc.isenabled()
 found = kernels(gemv._gemv_kernel.jit)
 assert len(found) == 2 and all(kernel.asm["cubin"] for kernel in found), found
 
@@ -62,6 +65,7 @@ for _ in range(2):
         assert "undefined" in str(error)
     else:
         sys.exit("an error was lost")
+    assert gc.isenabled()
 compile_only(work)  # the error has left nothing behind
 assert kernels(gemv._gemv_kernel.jit) == found
 assert launch_ordinary(invalid, (1,)).keywords["warmup"] is False

@@ -18,6 +18,7 @@ PDL is a constexpr that is off before Hopper.
 """
 
 import ctypes
+import gc
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -95,7 +96,15 @@ def compile_only(work: Callable[[], None]) -> None:
         with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool):
             work()
 
-    copy_context().run(compile_in_threads)  # what the mode has set ends with the context
+    # Before CPython 3.11.8 and 3.12.2, ast.parse fails at random if a thread collects garbage while another one parses
+    # (python/cpython#106905).
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        copy_context().run(compile_in_threads)  # what the mode has set ends with the context
+    finally:
+        if collects:
+            gc.enable()
 
 
 def launch(kernel: DependentKernel, grid: tuple[int, ...], device: torch.device, shared: int | None = 100):
