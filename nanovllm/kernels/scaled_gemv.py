@@ -30,10 +30,9 @@ def _load_tile(
     N,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
     MATRICES: tl.constexpr,
-    HAS_ROW_SCALES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
 ):
     """Rows from first_n on: weights [ROWS, MATRICES, parts, LANE], and factors and bias [ROWS, MATRICES] of results."""
     n = tl.minimum(first_n + tl.arange(0, ROWS), N - 1)  # a mask would take registers, and time
@@ -41,8 +40,8 @@ def _load_tile(
     w = w_ptr + row.to(tl.int64)[:, :, None, None] * K + k[None, None]
     # weights are read once, and should not displace x in the cache
     tile = tl.load(w, is_column[None, None], 0.0, eviction_policy="evict_first")
-    factors = tl.load(scale_ptr + row // BLOCK_N) if HAS_ROW_SCALES else 1.0
-    bias = tl.load(bias_ptr + row).to(tl.float32) if HAS_BIAS else 0.0
+    factors = tl.load(scale_ptr + row // BLOCK_N) if BLOCK_K == K else 1.0
+    bias = tl.load(bias_ptr + row).to(tl.float32) if bias_ptr is not None else 0.0
     return tile, factors, bias
 
 
@@ -64,14 +63,12 @@ def _scaled_gemv_kernel(
     TILE_K: tl.constexpr,
     NUM_TILES: tl.constexpr,
     MATRICES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     LANE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
     COLUMNS: tl.constexpr = K // BLOCK_K
-    HAS_ROW_SCALES: tl.constexpr = COLUMNS == 1
     first_n = tl.program_id(0) * (TILE_N * NUM_TILES)
     split = tl.program_id(1)
     part_k = columns_of_parts(TILE_K, BLOCK_K, LANE)
@@ -81,23 +78,11 @@ def _scaled_gemv_kernel(
         is_column = is_column & (k < K)
     # load the first tiles of W while the kernel before still runs
     tile, factors, bias = _load_tile(
-        w_ptr, scale_ptr, bias_ptr, first_n, k, is_column, N, K, BLOCK_N, TILE_N, MATRICES, HAS_ROW_SCALES, HAS_BIAS
+        w_ptr, scale_ptr, bias_ptr, first_n, k, is_column, N, K, BLOCK_N, BLOCK_K, TILE_N, MATRICES
     )
     if NUM_TILES == 2:
         next_tile, next_factors, next_bias = _load_tile(
-            w_ptr,
-            scale_ptr,
-            bias_ptr,
-            first_n + TILE_N,
-            k,
-            is_column,
-            N,
-            K,
-            BLOCK_N,
-            TILE_N,
-            MATRICES,
-            HAS_ROW_SCALES,
-            HAS_BIAS,
+            w_ptr, scale_ptr, bias_ptr, first_n + TILE_N, k, is_column, N, K, BLOCK_N, BLOCK_K, TILE_N, MATRICES
         )
     if COLUMNS > 1:  # all rows of the program are in the same row of blocks
         block_row = (first_n + tl.arange(0, MATRICES) * N) // BLOCK_N
@@ -187,8 +172,7 @@ def scaled_gemv(
         TILE_K=tile_k,
         NUM_TILES=num_tiles,
         MATRICES=matrices,
-        HAS_BIAS=bias is not None,
-        LANE=16 if gated else 8,
+        LANE=16 if gated else 8,  # weights that a thread loads at once
         num_warps=min(16, max(1, tile_n * tile_k // 2048)),
     )
     return out

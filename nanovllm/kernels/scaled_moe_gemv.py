@@ -5,19 +5,50 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.fp8 import decode_e4m3
 from nanovllm.kernels.moe_routing import Routing
-from nanovllm.kernels.scaled_tiles import (
-    as_loadable,
-    block_shape,
-    columns_of_parts,
-    load_parts,
-    load_parts_of_x,
-    multiply_parts,
-    scales_of_parts,
-)
+from nanovllm.kernels.scaled_tiles import as_loadable, block_shape, columns_of_parts
 
 GATE_UP_TILE = 4, 2048, 4  # TILE_N, TILE_K and warps
 DOWN_TILE = 2, 256, 1  # a warp alone has no barriers, and all its loads are in flight
+LANE = tl.constexpr(8)  # weights that a thread loads at once
+
+
+@triton.jit
+def _scales_of_parts(scale_ptr, begin, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The scales [parts] that columns begin + k have in the row of blocks from scale_ptr on, 1 if it is a single block.
+
+    k are those of `columns_of_parts`.
+    """
+    part = tl.arange(0, k.shape[0])
+    if BLOCK_K < K:
+        column = begin + part * k.shape[1]
+        scales = tl.load(scale_ptr + column // BLOCK_K, column < K, 0.0)
+    else:
+        scales = tl.full([k.shape[0]], 1.0, tl.float32)
+    return scales
+
+
+@triton.jit
+def _load_parts(ptr, k, is_row, K: tl.constexpr, TILE_K: tl.constexpr):
+    """Weights at pointers [rows, parts, LANE] to the columns k [parts, LANE] of rows, 0 outside; is_row is [rows]."""
+    inside = is_row[:, None, None]
+    if K % TILE_K > 0:
+        inside &= (k < K)[None]
+    return tl.load(ptr, inside, 0.0)
+
+
+@triton.jit
+def _load_parts_of_x(x_ptr, k, K: tl.constexpr, TILE_K: tl.constexpr):
+    """The elements at k [parts, LANE] of a row of K as float32 [1, parts, LANE], 0 outside."""
+    x = tl.load(x_ptr + k) if K % TILE_K == 0 else tl.load(x_ptr + k, k < K, 0.0)
+    return x.to(tl.float32)[None]
+
+
+@triton.jit
+def _multiply_parts(w, x, scales):
+    """Sums [rows, parts] of weights [rows, parts, LANE] times x [1, parts, LANE], and times scales [parts]."""
+    return tl.sum(decode_e4m3(w, tl.float32) * x, 2) * scales[None, :]
 
 
 @dependent_kernel()
@@ -50,7 +81,7 @@ def _scaled_gate_up_gemv_kernel(
     first_n = tl.program_id(0) * TILE_N
     n = first_n + tl.arange(0, TILE_N)
     is_row = n < N
-    k = columns_of_parts(TILE_K, BLOCK_K, 8)
+    k = columns_of_parts(TILE_K, BLOCK_K, LANE)
     x_row = x_ptr + pair // TOP_K * K
     first_row = expert.to(tl.int64) * 2 * N
     gate_w = w_ptr + (first_row + n)[:, None, None] * K + k[None]
@@ -61,13 +92,13 @@ def _scaled_gate_up_gemv_kernel(
     up = tl.zeros([TILE_N, k.shape[0]], tl.float32)
     for begin in tl.static_range(0, K, TILE_K):  # unrolled: several loads are in flight
         at = begin + k
-        gate_tile = load_parts(gate_w + begin, at, is_row, K, TILE_K)
-        up_tile = load_parts(up_w + begin, at, is_row, K, TILE_K)
-        gate_scales = scales_of_parts(gate_scales_at, begin, k, K, BLOCK_K)
-        up_scales = scales_of_parts(up_scales_at, begin, k, K, BLOCK_K)
-        x = load_parts_of_x(x_row, at, K, TILE_K)
-        gate += multiply_parts(gate_tile, x, gate_scales)
-        up += multiply_parts(up_tile, x, up_scales)
+        gate_tile = _load_parts(gate_w + begin, at, is_row, K, TILE_K)
+        up_tile = _load_parts(up_w + begin, at, is_row, K, TILE_K)
+        gate_scales = _scales_of_parts(gate_scales_at, begin, k, K, BLOCK_K)
+        up_scales = _scales_of_parts(up_scales_at, begin, k, K, BLOCK_K)
+        x = _load_parts_of_x(x_row, at, K, TILE_K)
+        gate += _multiply_parts(gate_tile, x, gate_scales)
+        up += _multiply_parts(up_tile, x, up_scales)
     y = tl.sum(gate, 1)
     up_y = tl.sum(up, 1)
     if COLUMNS == 1:
@@ -105,7 +136,7 @@ def _scaled_down_gemv_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    k = columns_of_parts(TILE_K, BLOCK_K, 8)
+    k = columns_of_parts(TILE_K, BLOCK_K, LANE)
     acc = tl.zeros([TILE_N, k.shape[0]], tl.float32)
     for slot in tl.static_range(TOP_K):  # unrolled: the loads of several experts are in flight
         pair = token * TOP_K + slot
@@ -119,9 +150,9 @@ def _scaled_down_gemv_kernel(
         y = tl.zeros([TILE_N, k.shape[0]], tl.float32)
         for begin in tl.static_range(0, K, TILE_K):
             at = begin + k
-            tile = load_parts(w + begin, at, is_row, K, TILE_K)
-            h = load_parts_of_x(h_ptr + pair * K, at, K, TILE_K)
-            y += multiply_parts(tile, h, scales_of_parts(scales_at, begin, k, K, BLOCK_K))
+            tile = _load_parts(w + begin, at, is_row, K, TILE_K)
+            h = _load_parts_of_x(h_ptr + pair * K, at, K, TILE_K)
+            y += _multiply_parts(tile, h, _scales_of_parts(scales_at, begin, k, K, BLOCK_K))
         y *= weight
         if COLUMNS == 1:
             y *= tl.load(scale_ptr + (first_row + n) // BLOCK_N, is_row, 0.0)[:, None]

@@ -66,46 +66,10 @@ def scales_of_x(x_scale_ptr, begin, row, is_row, stride, GROUP: tl.constexpr):
 
 @triton.jit
 def columns_of_parts(TILE_K: tl.constexpr, BLOCK_K: tl.constexpr, MAX_LANE: tl.constexpr):
-    """The columns of a tile of a matrix-vector product as [parts, LANE], where a block's border cuts no part.
+    """The columns of a tile of a matrix-vector product as [parts, LANE], with up to MAX_LANE adjacent ones in a part, which
+    no border of blocks cuts.
 
     A thread loads a part at once, both of the weights and of x, whose values thus need not change threads.
     """
     LANE: tl.constexpr = BLOCK_K if BLOCK_K < MAX_LANE else MAX_LANE
     return tl.arange(0, TILE_K // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
-
-
-@triton.jit
-def scales_of_parts(scale_ptr, begin, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The scales [parts] that columns begin + k have in the row of blocks from scale_ptr on, 1 if it is a single block.
-
-    k are those of `columns_of_parts`.
-    """
-    part = tl.arange(0, k.shape[0])
-    if BLOCK_K < K:
-        column = begin + part * k.shape[1]
-        scales = tl.load(scale_ptr + column // BLOCK_K, column < K, 0.0)
-    else:
-        scales = tl.full([k.shape[0]], 1.0, tl.float32)
-    return scales
-
-
-@triton.jit
-def load_parts(ptr, k, is_row, K: tl.constexpr, TILE_K: tl.constexpr):
-    """Weights at pointers [rows, parts, LANE] to the columns k [parts, LANE] of rows, 0 outside; is_row is [rows]."""
-    inside = is_row[:, None, None]
-    if K % TILE_K > 0:
-        inside &= (k < K)[None]
-    return tl.load(ptr, inside, 0.0)
-
-
-@triton.jit
-def load_parts_of_x(x_ptr, k, K: tl.constexpr, TILE_K: tl.constexpr):
-    """The elements at k [parts, LANE] of a row of K as float32 [1, parts, LANE], 0 outside."""
-    x = tl.load(x_ptr + k) if K % TILE_K == 0 else tl.load(x_ptr + k, k < K, 0.0)
-    return x.to(tl.float32)[None]
-
-
-@triton.jit
-def multiply_parts(w, x, scales):
-    """Sums [rows, parts] of weights [rows, parts, LANE] times x [1, parts, LANE], and times scales [parts]."""
-    return tl.sum(decode_e4m3(w, tl.float32) * x, 2) * scales[None, :]
