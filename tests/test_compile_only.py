@@ -69,6 +69,9 @@ for _ in range(2):
 compile_only(work)  # the error has left nothing behind
 assert kernels(gemv._gemv_kernel.jit) == found
 assert launch_ordinary(invalid, (1,)).keywords["warmup"] is False
+gc.disable()
+compile_only(work)
+assert not gc.isenabled()
 print("done")
 """
 

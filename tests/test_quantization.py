@@ -18,11 +18,14 @@ from test_models import requests as model_requests
 from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.layers.attention_backends import SDPABackend
+from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.layers.partial_sum import PartialSum
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import model_class
 from nanovllm.quantization.fp8 import e4m3_scaling
 from nanovllm.quantization.int8 import plan_on_load as int8_plan
 from nanovllm.quantization.scaled import dequantize
+from nanovllm.quantization.scaled_linear import ScaledLinear
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.tensor_parallel import TensorParallel
 
@@ -222,10 +225,14 @@ def test_fp8_units(monkeypatch, make_llm, tmp_path, name, format_name):
         monkeypatch.setattr(f"nanovllm.quantization.{module}.triton_ops", lambda x: ops)
     monkeypatch.setattr(ops, "has_fp8_units", lambda device: True)
     monkeypatch.setattr("nanovllm.kernels.scaled_gemv.MAX_TILE_K", 64)
+    monkeypatch.setattr("nanovllm.kernels.scaled_gemv.K_MULTIPLE", 32)
     monkeypatch.setattr("nanovllm.quantization.fp8_linear.MAX_GEMM_ROWS", 8)
     monkeypatch.setattr("nanovllm.quantization.fp8_linear.FP8Linear.max_split_k_rows", 12)
     monkeypatch.setattr("nanovllm.kernels.scaled_moe_gemv.GATE_UP_TILE", (32, 64, 4))
     monkeypatch.setattr("nanovllm.kernels.scaled_moe_gemv.DOWN_TILE", (32, 64, 1))
+    splits = []
+    gemv = ops.scaled_gemv
+    monkeypatch.setattr(ops, "scaled_gemv", lambda *a: splits.append(a[5] if len(a) > 5 else 1) or gemv(*a))
     called = set()
     kernels = {"scaled_gemv", "scaled_gemm", "quantize_rows", "rms_norm_quantize"}
     kernels |= {"scaled_moe_gemv", "scaled_moe_gemm"} if name == "qwen3-moe" else {"silu_and_mul_quantize"}
@@ -238,6 +245,7 @@ def test_fp8_units(monkeypatch, make_llm, tmp_path, name, format_name):
     requests = [(p[:20], replace(q, max_tokens=n)) for (p, q), n in zip(model_requests(), lengths)]
     outputs = generate_by_steps(llm, requests)
     assert called == kernels
+    assert max(splits) == (1 if name == "llama-biases" else 2)
     assert_near_transformers(plain, outputs, 0.5)
 
 
@@ -488,7 +496,7 @@ def scaled(n: int, k: int, rows: int, columns: int, kind=E4M3) -> tuple[torch.Te
     return values.round().clamp(-127, 127).to(torch.int8) if kind == torch.int8 else values.to(E4M3), scales
 
 
-SHAPES = [(24, 96, 8, 32), (32, 256, 8, 128), (40, 72, 1, 72), (36, 384, 4, 128), (6, 40, 2, 8), (70, 272, 1, 272)]
+SHAPES = [(24, 96, 8, 32), (24, 1152, 8, 128), (40, 72, 1, 72), (36, 384, 4, 128), (6, 40, 2, 8), (70, 272, 1, 272)]
 each_kind = pytest.mark.parametrize("kind", [E4M3, torch.int8], ids=["fp8", "int8"])
 
 
@@ -511,11 +519,50 @@ def test_scaled_gemv(fresh_memory_is_nan, dtype, kind, shape, gated, has_bias, s
     assert_close(y, expected, 10 * max(1.0, expected.abs().max().item()))
 
 
+class Peers(TensorParallel):
+    """A rank that writes its part of a sum to memory of others."""
+
+    has_peers = True
+
+    def peer_sum(self, split_k, num_rows, width, dtype):
+        self.parts = torch.full((split_k, num_rows, width), torch.nan, dtype=dtype, device=DEVICE)
+        return PartialSum(self.parts, split_k)
+
+
+@pytest.mark.parametrize("k, has_bias, split_k", [(128, False, 1), (256, True, 1), (256, False, 2)])
+def test_one_row_to_peers(monkeypatch, k, has_bias, split_k):
+    monkeypatch.setattr("nanovllm.quantization.scaled_linear.triton_ops", lambda x: ops)
+    monkeypatch.setattr("nanovllm.kernels.scaled_gemv.MAX_TILE_K", 128)
+    tp = Peers()
+    with torch.device(DEVICE):
+        layer = RowParallelLinear(k, 24, has_bias, tp)
+        layer.format = ScaledLinear(layer, e4m3_scaling(8, 128))
+    layer.weight.weight_loader(randn(24, k))
+    if has_bias:
+        layer.bias.copy_(randn(24))
+    x = randn(1, k)
+    y = layer(x)
+    weight = dequantize(layer.format.values, layer.format.scales, torch.float64)
+    assert y.parts is tp.parts and y.parts.shape == (split_k, 1, 24)
+    expected = F.linear(x.double(), weight, layer.bias.double() if has_bias else None)
+    assert_close(y.parts.sum(0), expected, 10 * max(1.0, expected.abs().max().item()))
+
+
 @pytest.mark.parametrize(
-    "k, max_split_k, split_k", [(4096, 4, 1), (8192, 4, 1), (12288, 4, 2), (12288, 1, 1), (9728, 4, 3), (25600, 4, 4)]
+    "k, max_split_k, split_k",
+    [
+        (4096, 4, 1),
+        (8192, 4, 1),
+        (12288, 4, 2),
+        (12288, 1, 1),
+        (9728, 4, 3),
+        (25600, 4, 4),
+        (25600, 2, 2),
+        (8320, 4, 3),  # the best, and below three quarters
+    ],
 )
 def test_split_k_of_one_row(k, max_split_k, split_k):
-    """The fewest parts that fill their tiles, of a power of two, to three quarters."""
+    """The fewest parts that fill at least three quarters of a tile, whose width is a power of two."""
     assert ops.choose_gemv_split_k(k, max_split_k) == split_k
 
 

@@ -14,7 +14,7 @@ In a forward the last ordinary launch before attention is the embedding, or a la
 may be read early: the rope lookup (cos_sin), slot mapping, block tables and lengths. `@dependent_kernel(early=...)`
 declares what a kernel reads early, and refuses a kernel that does not keep to this: launch_contract.py.
 
-PDL is a constexpr that is off before Hopper.
+PDL is a constexpr that is off before Hopper, and with Triton 3.4, whose own gdc functions it can't compile.
 """
 
 import ctypes
@@ -43,6 +43,9 @@ __all__ = [
     "num_sms",
     "prefetch_rows",
 ]
+
+
+IS_TRITON_3_4 = not hasattr(triton, "AsyncCompileMode")
 
 
 class DependentKernel:
@@ -86,9 +89,9 @@ def compile_only(work: Callable[[], None]) -> None:
 
     What a kernel would have written keeps arbitrary values. Returns when all are compiled; an error of the compiler is
     raised then. The compiler spends nearly all of its time without Python's lock. Triton before 3.5 can't do this: then
-    nothing happens, and a kernel is compiled when it is first launched.
+    nothing happens, and a kernel is compiled when it is first launched. No garbage is collected meanwhile.
     """
-    if not hasattr(triton, "AsyncCompileMode"):
+    if IS_TRITON_3_4:
         return
 
     def compile_in_threads() -> None:
@@ -96,7 +99,7 @@ def compile_only(work: Callable[[], None]) -> None:
         with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool):
             work()
 
-    # Before CPython 3.11.8 and 3.12.2, ast.parse fails at random if a thread collects garbage while another one parses
+    # In CPython 3.11 before 3.11.8, ast.parse fails if garbage is collected while several threads parse
     # (python/cpython#106905).
     collects = gc.isenabled()
     gc.disable()
@@ -114,7 +117,7 @@ def launch(kernel: DependentKernel, grid: tuple[int, ...], device: torch.device,
     leaves it to the driver. Kernels overlap only if they agree on it; those of small batches need little.
     """
     run = launch_ordinary(kernel.jit, grid)
-    if not has_tma(device):
+    if not has_tma(device) or IS_TRITON_3_4:
         return partial(run, PDL=False)
 
     def dependent(*arguments, **constants) -> None:

@@ -14,9 +14,10 @@ from nanovllm.kernels.scaled_tiles import as_loadable, block_shape, columns_of_p
 
 TILE_SIZE = 4096  # weights of a tile, or pairs of them if gated
 NUM_TILES = 2  # of a program, which loads both before it waits; with more, the compiler loads the others too late
-MAX_TILE_K = 8192  # where a product may be split
-MIN_FILL = 0.75  # of a tile with inputs: their number is no power of two
-SHORT = 2**24  # weights of a matrix
+MAX_TILE_K = 8192  # inputs of a tile; products that may not be split, or not so often, have more
+MIN_FILL = 0.75  # of a tile that inputs should fill; its width is a power of two, and their number need not be
+K_MULTIPLE = 128  # inputs of a split: loads are aligned, and no border of blocks cuts what a thread loads at once
+SHORT = 2**24  # products with at most so many weights are short
 
 
 @triton.jit
@@ -34,7 +35,11 @@ def _load_tile(
     ROWS: tl.constexpr,
     MATRICES: tl.constexpr,
 ):
-    """Rows from first_n on: weights [ROWS, MATRICES, parts, LANE], and factors and bias [ROWS, MATRICES] of results."""
+    """The weights of ROWS rows from first_n on [ROWS, MATRICES, parts, lane], 0 where not is_column, and what their
+    products are multiplied by and what is added [ROWS, MATRICES]: 1 and 0 without scales of rows and without a bias.
+
+    k and is_column are [parts, lane].
+    """
     n = tl.minimum(first_n + tl.arange(0, ROWS), N - 1)  # a mask would take registers, and time
     row = n[:, None] + tl.arange(0, MATRICES)[None, :] * N
     w = w_ptr + row.to(tl.int64)[:, :, None, None] * K + k[None, None]
@@ -63,7 +68,7 @@ def _scaled_gemv_kernel(
     TILE_K: tl.constexpr,
     NUM_TILES: tl.constexpr,
     MATRICES: tl.constexpr,
-    LANE: tl.constexpr,
+    MAX_LANE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -71,7 +76,7 @@ def _scaled_gemv_kernel(
     COLUMNS: tl.constexpr = K // BLOCK_K
     first_n = tl.program_id(0) * (TILE_N * NUM_TILES)
     split = tl.program_id(1)
-    part_k = columns_of_parts(TILE_K, BLOCK_K, LANE)
+    part_k = columns_of_parts(TILE_K, BLOCK_K, MAX_LANE)
     k = split * K_PER_SPLIT + part_k
     is_column = part_k < K_PER_SPLIT
     if SPLIT_K * K_PER_SPLIT > K:
@@ -117,12 +122,13 @@ def choose_gemv_split_k(k: int, max_split_k: int) -> int:
     min_split_k = min(max_split_k, triton.cdiv(k, MAX_TILE_K))
     if min_split_k == 1:
         return 1
-    return max(range(min_split_k, max_split_k + 1), key=lambda split_k: min(fill(split_k), MIN_FILL))  # the first
+    # of splits that are as good, max returns the first
+    return max(range(min_split_k, max_split_k + 1), key=lambda split_k: min(fill(split_k), MIN_FILL))
 
 
 def _k_per_split(k: int, split_k: int) -> int:
-    """A multiple of 128, so that no block is cut and loads are aligned."""
-    return k if split_k == 1 else triton.cdiv(k, 128 * split_k) * 128
+    """Inputs of a split."""
+    return k if split_k == 1 else triton.cdiv(k, K_MULTIPLE * split_k) * K_MULTIPLE
 
 
 def scaled_gemv(
@@ -140,13 +146,13 @@ def scaled_gemv(
     a border of blocks lies between them. Blocks that divide K have powers of two as sizes. All contiguous.
 
     With split_k > 1, neither gated nor with a bias, the result is [split_k, 1, N], whose sum is the product. `out`
-    takes the result.
+    [split_k, 1, N] takes the result.
     """
+    assert split_k == 1 or (not gated and bias is None)
     matrices = 2 if gated else 1
     n, k = values.shape[0] // matrices, values.shape[1]
     block_n, block_k = block_shape(values, scales)
-    if out is None:
-        out = torch.empty((1, n) if split_k == 1 else (split_k, 1, n), dtype=x.dtype, device=x.device)
+    out = torch.empty((split_k, 1, n), dtype=x.dtype, device=x.device) if out is None else out
     k_per_split = _k_per_split(k, split_k)
     tile_k = triton.next_power_of_2(k_per_split)
     tile_n = max(1, TILE_SIZE // tile_k)
@@ -172,7 +178,7 @@ def scaled_gemv(
         TILE_K=tile_k,
         NUM_TILES=num_tiles,
         MATRICES=matrices,
-        LANE=16 if gated else 8,  # weights that a thread loads at once
+        MAX_LANE=16 if gated else 8,  # weights that a thread loads at once; measured
         num_warps=min(16, max(1, tile_n * tile_k // 2048)),
     )
-    return out
+    return out if split_k > 1 else out[0]

@@ -68,8 +68,8 @@ def scales_of_x(x_scale_ptr, begin, row, is_row, stride, GROUP: tl.constexpr):
 def columns_of_parts(TILE_K: tl.constexpr, BLOCK_K: tl.constexpr, MAX_LANE: tl.constexpr):
     """The columns of a tile of a matrix-vector product as [parts, LANE], where a block's border cuts no part.
 
-    LANE is MAX_LANE, or less if blocks are narrower. A thread loads a part at once, both of the weights and of x, whose
-    values thus need not change threads.
+    LANE is MAX_LANE, or less if blocks are narrower. A thread has a part both of the weights and of x, so that few
+    values change threads.
     """
     LANE: tl.constexpr = BLOCK_K if BLOCK_K < MAX_LANE else MAX_LANE
     return tl.arange(0, TILE_K // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]

@@ -194,8 +194,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 class RowParallelLinear(LinearBase):
     """x and W are divided along the inputs: each rank has its range of x, and y is the sum over the ranks.
 
-    A single rank with a small batch may split W so as well: if there are too few output tiles to fill the GPU, the
-    product is computed as several partial sums (split-K). The next norm adds up all that is still in parts.
+    A rank with a small batch may split its own product so as well, where several partial sums are faster (split-K). The
+    next norm adds up all that is still in parts.
     """
 
     def __init__(
