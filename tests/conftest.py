@@ -21,7 +21,9 @@ if not torch.cuda.is_available():
 from nanovllm import LLM
 from nanovllm.kernels.sampling_columns import COLUMNS
 from nanovllm.layers.logits import CUSTOM_FILTERS
+from nanovllm.layers.partial_sum import PartialSum
 from nanovllm.utils.hub import BUNDLED
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 torch.set_grad_enabled(False)
 
@@ -101,6 +103,16 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtyp
 each_dtype_or_half = pytest.mark.parametrize(
     "dtype", DTYPES if CUDA else [torch.float16], ids=lambda dtype: str(dtype)[6:]
 )
+
+
+class Peers(TensorParallel):
+    """A rank that writes its part of a sum to memory of others."""
+
+    has_peers = True
+
+    def peer_sum(self, split_k, num_rows, width, dtype):
+        self.parts = torch.full((split_k, num_rows, width), NAN, dtype=dtype, device=DEVICE)
+        return PartialSum(self.parts, split_k)
 
 
 def randn(*shape: int, dtype=torch.float32) -> torch.Tensor:

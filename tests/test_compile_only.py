@@ -88,6 +88,22 @@ def test_kernels_are_compiled_side_by_side(tmp_path):
     assert run.returncode == 0 and run.stdout.endswith("done\n"), run.stdout + run.stderr
 
 
+@pytest.mark.parametrize("is_triton_3_4", [False, True])
+def test_triton_3_4_launches_no_dependent_kernels(monkeypatch, is_triton_3_4):
+    import torch
+
+    from nanovllm.kernels import dependent_launch
+    from nanovllm.kernels.gemv import _gemv_kernel
+
+    launched = []
+    run = lambda *arguments, **constants: launched.append(constants["PDL"])
+    monkeypatch.setattr(dependent_launch, "launch_ordinary", lambda jit, grid: run)
+    monkeypatch.setattr(dependent_launch, "has_tma", lambda device: True)
+    monkeypatch.setattr(dependent_launch, "IS_TRITON_3_4", is_triton_3_4)
+    dependent_launch.launch(_gemv_kernel, (1,), torch.device("cpu"), shared=None)()
+    assert launched == [not is_triton_3_4]
+
+
 @pytest.mark.parametrize(
     "kinds, count",
     [("aaaa", 2), ("a", 1), ("abab", 3), ("aabbb", 4), ("abbabb", 4), ("aaab", 4)],

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CUDA, DEVICE, DTYPES, NAN, assert_close, each_dtype, randn
+from conftest import CUDA, DEVICE, DTYPES, NAN, Peers, assert_close, each_dtype, randn
 
 triton = pytest.importorskip("triton")
 
@@ -288,17 +288,6 @@ def test_a_row_does_not_depend_on_the_others(few_programs, num_tokens):
 
 class Shard(TensorParallel):
     """One of several ranks, whose sums stay its own part."""
-
-
-class Peers(TensorParallel):
-    """A rank that writes its part of a sum to memory of others."""
-
-    has_peers = True
-
-    def peer_sum(self, split_k, num_rows, width, dtype):
-        y = PartialSum(torch.full((split_k, num_rows, width), NAN, dtype=dtype, device=DEVICE))
-        self.parts = y.parts
-        return y
 
 
 def make_layer(num_experts, top_k, hidden, size, tp=TensorParallel(), expert_parallel=False, renormalize=True):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, TINY, assert_close, each_dtype_or_half, generate_by_steps, randn
+from conftest import DEVICE, TINY, Peers, assert_close, each_dtype_or_half, generate_by_steps, randn
 from safetensors.torch import load_file, save_file
 from test_models import SMALL, assert_same_as_transformers, edit, logits_of_rank, make_checkpoint, reference_model
 from test_models import requests as model_requests
@@ -19,7 +19,6 @@ from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.layers.attention_backends import SDPABackend
 from nanovllm.layers.linear import RowParallelLinear
-from nanovllm.layers.partial_sum import PartialSum
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import model_class
 from nanovllm.quantization.fp8 import e4m3_scaling
@@ -230,22 +229,22 @@ def test_fp8_units(monkeypatch, make_llm, tmp_path, name, format_name):
     monkeypatch.setattr("nanovllm.quantization.fp8_linear.FP8Linear.max_split_k_rows", 12)
     monkeypatch.setattr("nanovllm.kernels.scaled_moe_gemv.GATE_UP_TILE", (32, 64, 4))
     monkeypatch.setattr("nanovllm.kernels.scaled_moe_gemv.DOWN_TILE", (32, 64, 1))
-    splits = []
-    gemv = ops.scaled_gemv
-    monkeypatch.setattr(ops, "scaled_gemv", lambda *a: splits.append(a[5] if len(a) > 5 else 1) or gemv(*a))
-    called = set()
+    calls = []
     kernels = {"scaled_gemv", "scaled_gemm", "quantize_rows", "rms_norm_quantize"}
     kernels |= {"scaled_moe_gemv", "scaled_moe_gemm"} if name == "qwen3-moe" else {"silu_and_mul_quantize"}
     for kernel in kernels:
         call = getattr(ops, kernel)
-        monkeypatch.setattr(ops, kernel, lambda *a, kernel=kernel, call=call, **k: called.add(kernel) or call(*a, **k))
+        monkeypatch.setattr(
+            ops, kernel, lambda *a, kernel=kernel, call=call, **k: calls.append((kernel, a)) or call(*a, **k)
+        )
     folder, plain = write_quantized(make_checkpoint(tmp_path, name), tmp_path, format_name)
     llm = make_llm(folder, **SMALL)
     lengths = [4, 2, 2, 2]
     requests = [(p[:20], replace(q, max_tokens=n)) for (p, q), n in zip(model_requests(), lengths)]
     outputs = generate_by_steps(llm, requests)
-    assert called == kernels
-    assert max(splits) == (1 if name == "llama-biases" else 2)
+    assert {kernel for kernel, _ in calls} == kernels
+    split_ks = [a[5] for kernel, a in calls if kernel == "scaled_gemv" and len(a) > 5]
+    assert max(split_ks) == (1 if name == "llama-biases" else 2)
     assert_near_transformers(plain, outputs, 0.5)
 
 
@@ -517,16 +516,6 @@ def test_scaled_gemv(fresh_memory_is_nan, dtype, kind, shape, gated, has_bias, s
         assert y.shape == (split_k, 1, n)
         y = y.float().sum(0).to(dtype)
     assert_close(y, expected, 10 * max(1.0, expected.abs().max().item()))
-
-
-class Peers(TensorParallel):
-    """A rank that writes its part of a sum to memory of others."""
-
-    has_peers = True
-
-    def peer_sum(self, split_k, num_rows, width, dtype):
-        self.parts = torch.full((split_k, num_rows, width), torch.nan, dtype=dtype, device=DEVICE)
-        return PartialSum(self.parts, split_k)
 
 
 @pytest.mark.parametrize("k, has_bias, split_k", [(128, False, 1), (256, True, 1), (256, False, 2)])

@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 
-IS_TRITON_3_4 = not hasattr(triton, "AsyncCompileMode")
+IS_TRITON_3_4 = not hasattr(triton, "AsyncCompileMode")  # the oldest that is supported
 
 
 class DependentKernel:

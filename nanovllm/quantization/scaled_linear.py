@@ -49,7 +49,7 @@ class ScaledLinear(WeightFormat):
             return 1
         if len(x) == 1:
             return ops.choose_gemv_split_k(self.values.shape[1], max_split_k)
-        if not (self.suits_gemm and len(x) <= self.max_split_k_rows):
+        if not (self.suits_gemm and 1 < len(x) <= self.max_split_k_rows):
             return 1
         return ops.choose_scaled_split_k(len(x), len(self.values), self.values.device, max_split_k)
 
