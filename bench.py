@@ -6,6 +6,7 @@
     python bench.py --model MODEL --workload online --request-rate 8,16,24      latency while requests keep arriving
     python bench.py --model MODEL --workload latency --max-model-len 32768      one prompt; decode behind a context
     python bench.py --model MODEL --workload batches --batch-sizes 2,8,32       throughput by batch size
+    python bench.py --model MODEL --workload all,batches --compare vllm         both in one run
     python bench.py --model MODEL --profile FOLDER    traces of decode steps, and the time of each kernel in them
     python bench.py --streaming                       the headline workload by generate() and by stream()
     python bench.py --beams 4                         beam search, compared with that of transformers
@@ -24,15 +25,19 @@ Workloads, all with random token ids, temperature 0.6 and no end-of-sequence tok
                 the lengths
     batches     for each batch size, requests with 512 input and 256 output tokens
 
-Before what is reported, each workload runs once with other ids (online with a quarter of its requests). When engines
-are compared, each of them runs in its own process. --plot FILE.svg draws the last three workloads.
+Before what is reported, each workload runs once with other ids (online with a quarter of its requests). Of headline,
+single, prefill and batches, --rounds runs follow, each with ids of its own, and the fastest is reported: vLLM's FP8
+compiles kernels whenever a step has a new number of tokens, also after the first run. When engines are compared, each
+of them runs in its own process, and vLLM with its own defaults: of our settings it gets the model, its dtypes,
+max_model_len and the number of GPUs, and another bound only if the command line states it. The output names the
+versions, and the VLLM_* variables of the environment. --plot FILE.svg draws the last three workloads.
 
 Online is an open loop: a request is submitted when it is due, however busy the engine is, and its times count from when
 it was due. TTFT is the time to its first token. The time per output token is the time from its first token to its last,
 divided by the number of tokens after the first. ITL are all gaps between two tokens of a request, and the longest of
 them is reported as well. Decode speed counts the tokens that arrive while all sequences of a batch decode. Percentiles
 are interpolated between the two nearest values, so that p50 is the median. For online and latency, one loop steps both
-engines, and vLLM has the defaults of its `LLMEngine`; the other workloads are calls of `LLM.generate`.
+engines, and vLLM has the defaults of its server; the other workloads are calls of `LLM.generate`.
 
 On CUDA the table has a column "of limit": the time that the hardware needs at least, divided by the measured time. The
 least time is the bytes of weights, keys and values that decode steps read, divided by the memory bandwidth, plus the
@@ -41,16 +46,18 @@ count as several times the rates of one.
 """
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import logging
 import multiprocessing
+import os
 import random
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -145,11 +152,13 @@ class Request:
 class Result:
     """One engine on one workload.
 
+    num_runs: how many runs of the workload it is the sum of.
     token_times: for each request, when its tokens arrived, in seconds from the request's arrival.
     """
 
     seconds: float = 0.0
     num_tokens: int = 0
+    num_runs: int = 1
     token_times: list[list[float]] = field(default_factory=list)
     note: str = ""
 
@@ -243,6 +252,11 @@ def fit(input_len: int, output_len: int, max_model_len: int) -> list[int]:
     return [max(1, length * max_model_len // scale) for length in (input_len, output_len)]
 
 
+def in_rounds(requests: list[Request], rounds: int, vocab_size: int) -> list[list[Request]]:
+    """A warm-up, and so many rounds; the last one has the ids of `requests`."""
+    return [other_ids(requests, vocab_size, by) for by in range(rounds, -1, -1)]
+
+
 def other_ids(requests: list[Request], vocab_size: int, by: int = 1) -> list[Request]:
     """The same lengths with other ids, so that the second run finds nothing in the prefix cache."""
     return [replace(request, prompt=[(i + by) % vocab_size for i in request.prompt]) for request in requests]
@@ -267,13 +281,22 @@ def measure(engine: str, run: Callable[[list], Result], workloads: Workloads) ->
     return results
 
 
-def after_warm_up(run: Callable[[list[Request]], Result]) -> Callable[[list[list[Request]]], Result]:
+def fastest_run(run: Callable[[list[Request]], Result]) -> Callable[[list[list[Request]]], Result]:
+    """A function that does all runs of a workload, and returns the best result of all but the first."""
+
+    def run_all(runs: list[list[Request]]) -> Result:
+        return min([run(requests) for requests in runs][1:], key=lambda result: result.seconds)
+
+    return run_all
+
+
+def joined_runs(run: Callable[[list[Request]], Result]) -> Callable[[list[list[Request]]], Result]:
     """A function that does all runs of a workload, and joins the results of all but the first."""
 
     def run_all(runs: list[list[Request]]) -> Result:
         results = [run(requests) for requests in runs][1:]
         times = [times for result in results for times in result.token_times]
-        return Result(sum(result.seconds for result in results), token_times=times)
+        return Result(sum(result.seconds for result in results), num_runs=len(results), token_times=times)
 
     return run_all
 
@@ -356,13 +379,13 @@ def run_nanovllm(model: str, settings: dict, workloads: Workloads) -> dict[str, 
         return Result(seconds, token_times=[[m.first_token_time - m.arrival_time] for m in metrics])
 
     with started_nanovllm(model, settings) as llm:
-        return measure("nanovllm", after_warm_up(run), workloads)
+        return measure("nanovllm", fastest_run(run), workloads)
 
 
 def step_nanovllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
     """`LLM.step` of this package."""
     with started_nanovllm(model, settings) as llm:
-        return measure("nanovllm", after_warm_up(partial(serve, NanoVllmSteps(llm))), workloads)
+        return measure("nanovllm", joined_runs(partial(serve, NanoVllmSteps(llm))), workloads)
 
 
 def time_alternately(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -407,7 +430,7 @@ def compare_beam_search(model: str, settings: dict, width: int, max_tokens: int,
     prompt = list(range(300, 320))
     with LLM(model, **settings) as llm:
         config = llm.config
-        other = AutoModelForCausalLM.from_pretrained(config.model, dtype=config.dtype).to(config.device).eval()
+        other = AutoModelForCausalLM.from_pretrained(config.model, torch_dtype=config.dtype).to(config.device).eval()
         ids = torch.tensor([prompt], device=config.device)
         plain = dict(do_sample=False, temperature=None, top_p=None, top_k=None, eos_token_id=None, pad_token_id=0)
         calls = {
@@ -482,14 +505,16 @@ def write_shape(name: str, folder: Path) -> None:
 
 
 def run_transformers(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
-    """Padded batches, one after the other; the fastest of a few batch sizes is reported."""
+    """Padded batches, one after the other; the fastest of a few batch sizes is reported, and on a CPU of two dtypes."""
     import torch
     from transformers import AutoModelForCausalLM, StoppingCriteria
 
     from nanovllm.config import Config
 
     config = Config.create(model, settings)
-    llm = AutoModelForCausalLM.from_pretrained(config.model, dtype=config.dtype).to(config.device).eval()
+    any_dtype = config.device == "cpu" and settings.get("dtype", "auto") == "auto"
+    dtypes = [torch.float32, torch.bfloat16] if any_dtype else [config.dtype]
+    llm = AutoModelForCausalLM.from_pretrained(config.model).to(config.device).eval()
     llm.generation_config.eos_token_id = None
 
     class Clock(StoppingCriteria):
@@ -505,7 +530,7 @@ def run_transformers(model: str, settings: dict, workloads: Workloads) -> dict[s
             return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     def run(requests: list[Request], batch_size: int) -> Result:
-        result = Result(note=f"batches of {batch_size}")
+        result = Result(note=f"batches of {batch_size}, {str(llm.dtype).removeprefix('torch.')}")
         begin = perf_counter()
         for i in range(0, len(requests), batch_size):
             batch = requests[i : i + batch_size]
@@ -530,19 +555,25 @@ def run_transformers(model: str, settings: dict, workloads: Workloads) -> dict[s
 
     def best(runs: list[list[Request]]) -> Result:
         sizes = sorted({min(size, len(runs[0])) for size in (16, 64, 256)})
-        results = [[run(requests, size) for requests in runs][-1] for size in sizes]
+        results = []
+        for dtype in dtypes:
+            llm.to(dtype)
+            results += [fastest_run(partial(run, batch_size=size))(runs) for size in sizes]
         return min(results, key=lambda result: result.seconds)
 
     return measure("transformers", best, workloads)
 
 
 def vllm_settings(model: str, settings: dict) -> dict:
-    """Our bounds and dtypes, and weights that are random if ours are; all else is vLLM's default."""
+    """Our model, dtypes and max_model_len, and weights that are random if ours are; all else is vLLM's default.
+
+    `settings` may state two further bounds: what is not in it is not passed on.
+    """
     from nanovllm.config import Config
 
     config = Config.create(model, settings)
-    names = ["model", "max_model_len", "max_num_seqs", "tensor_parallel_size", "load_format", "quantization"]
-    names += ["kv_cache_dtype"]
+    names = ["model", "max_model_len", "tensor_parallel_size", "load_format", "quantization", "kv_cache_dtype"]
+    names += [name for name in ("max_num_seqs", "max_num_batched_tokens") if name in settings]
     return {"dtype": str(config.dtype).removeprefix("torch."), **{name: getattr(config, name) for name in names}}
 
 
@@ -558,7 +589,7 @@ def run_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Resu
         llm.generate([{"prompt_token_ids": r.prompt} for r in requests], params, use_tqdm=False)
         return Result(perf_counter() - begin)
 
-    return measure("vllm", after_warm_up(run), workloads)
+    return measure("vllm", fastest_run(run), workloads)
 
 
 class VllmSteps:
@@ -588,16 +619,29 @@ class VllmSteps:
 
 
 def step_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
-    """vLLM's `LLMEngine`, whose model runs in a process of its own."""
+    """vLLM's `LLMEngine` with the defaults of its server; its model runs in a process of its own."""
     from vllm import EngineArgs, LLMEngine
+    from vllm.usage.usage_lib import UsageContext
 
     arguments = EngineArgs(**vllm_settings(model, settings), disable_log_stats=True)
-    engine = VllmSteps(LLMEngine.from_engine_args(arguments))
-    return measure("vllm", after_warm_up(partial(serve, engine)), workloads)
+    # without a context, an engine has other bounds: on an H200 2,048 tokens a step instead of the server's 8,192
+    engine = VllmSteps(LLMEngine.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER))
+    return measure("vllm", joined_runs(partial(serve, engine)), workloads)
 
 
 ENGINES = {"nanovllm": run_nanovllm, "transformers": run_transformers, "vllm": run_vllm}
 STEPPED_ENGINES = {"nanovllm": step_nanovllm, "vllm": step_vllm}  # for workloads that need the times of tokens
+
+
+def versions(engines: Iterable[str]) -> str:
+    """Those of the engines and of what they run on, and the environment variables that change what vLLM does."""
+    found = []
+    for package in (*engines, "torch", "triton"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            name = {"nanovllm": "nano-vllm"}.get(package, package)
+            found.append(f"{package} {importlib.metadata.version(name)}")
+    found += [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("VLLM_")]
+    return ", ".join(found)
 
 
 # -- the limit of the hardware ----------------------------------------------------------------------------------------
@@ -709,7 +753,7 @@ def draw_figure(file: Path) -> None:
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel(f"speed relative to {LABELS[baseline]}; labels are tokens per second\n{saved['notes']}")
-    axes.legend(loc="center right", frameon=False)
+    figure.legend(loc="outside upper center", ncols=len(engines), frameon=False)
     figure.savefig(file, metadata={"Date": None})
 
 
@@ -859,12 +903,13 @@ def batches_sweep(args: argparse.Namespace, config) -> tuple[Workloads, list[Pan
     workloads = {}
     for size, name in names.items():
         requests = same_lengths(size, *lengths, f"{name} {args.seed}", vocab_size)
-        workloads[name] = [other_ids(requests, vocab_size), requests]
+        workloads[name] = in_rounds(requests, args.rounds, vocab_size)
     title = f"output tokens per second ({lengths[0]} in, {lengths[1]} out)"
     return workloads, [Panel(title, "requests", {"": (names, lambda result: result.rate)}, log="xy", digits=0)]
 
 
 SWEEPS = {"online": online_sweep, "latency": latency_sweep, "batches": batches_sweep}
+STEPPED = ("online", "latency")  # need the times of tokens, and engines that are stepped
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
@@ -910,6 +955,18 @@ def each(parse: Callable[[str], float]) -> Callable[[str], list]:
         return sorted(set(map(parse, parts)))
 
     return parse_all
+
+
+def workload_names(text: str) -> list[str]:
+    """An argparse type: comma-separated names of workloads, where "all" stands for the first three."""
+    names = dict.fromkeys(name for part in text.split(",") for name in (WORKLOADS if part == "all" else [part]))
+    for name in names:
+        if name not in (*WORKLOADS, *SWEEPS):
+            choices = ", ".join(["all", *WORKLOADS, *SWEEPS])
+            raise argparse.ArgumentTypeError(f"{name!r}: must be one of {choices}, or several with commas")
+        if name in STEPPED and len(names) > 1:
+            raise argparse.ArgumentTypeError(f"{name!r}: must be the only workload of a run")
+    return list(names)
 
 
 def other_engines(text: str) -> list[str]:
@@ -970,7 +1027,7 @@ def make_parser() -> argparse.ArgumentParser:
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", default="tiny-qwen3", help="a folder, a hub id, or the bundled tiny-qwen3")
     model.add_argument("--shape", choices=SHAPES, help="a model with random weights, which needs no download")
-    parser.add_argument("--workload", choices=["all", *WORKLOADS, *SWEEPS], default="all")
+    parser.add_argument("--workload", type=workload_names, default="all", help="one, or several with commas between")
     parser.add_argument("--num-seqs", type=size, help="requests, see above (256; on a CPU 64; of latency 20 and 5)")
     parser.add_argument("--max-input-len", type=size, help="longest prompt (1024; on a CPU 256; of batches 512)")
     parser.add_argument(
@@ -981,6 +1038,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--median-input-len", type=size, default=500, help="online: median prompt length")
     parser.add_argument("--median-output-len", type=size, default=160, help="online: median output length")
     parser.add_argument("--batch-sizes", type=each(size), default="2,8,32,128,512", help="batches: numbers of requests")
+    parser.add_argument("--rounds", type=size, help="runs of which the fastest is reported (2; on a CPU 1)")
     parser.add_argument("--seed", type=integer(0), default=0, help="seed of the random requests")
     parser.add_argument(
         "--compare", type=other_engines, default=[], help="transformers, vllm, or both with a comma between them"
@@ -1005,8 +1063,8 @@ def make_parser() -> argparse.ArgumentParser:
     engine.add_argument("--attention-backend", default="auto")
     engine.add_argument("--kv-cache-dtype", default="auto")
     engine.add_argument("--tensor-parallel-size", type=int, default=1)
-    engine.add_argument("--max-num-seqs", type=int, default=512)
-    engine.add_argument("--max-num-batched-tokens", type=int, default=16384)
+    engine.add_argument("--max-num-seqs", type=int)
+    engine.add_argument("--max-num-batched-tokens", type=int)
     engine.add_argument("--max-model-len", type=int)
     engine.add_argument("--enforce-eager", action="store_true")
     engine.add_argument("--async-scheduling", action=argparse.BooleanOptionalAction)
@@ -1027,10 +1085,10 @@ def run_engines(
         begin = perf_counter()
         results[engine] = run(model, settings, workloads)
         report(f"{engine}: ends after {perf_counter() - begin:.1f} s")
-        for name, (_, *runs) in workloads.items():
-            results[engine][name].num_tokens = sum(
-                len(r.prompt) if name == "prefill" else r.max_tokens for requests in runs for r in requests
-            )
+        for name, runs in workloads.items():
+            result = results[engine][name]
+            counted = [request for requests in runs[-result.num_runs :] for request in requests]
+            result.num_tokens = sum(len(r.prompt) if name == "prefill" else r.max_tokens for r in counted)
     return results
 
 
@@ -1038,7 +1096,7 @@ def print_throughput(config, workloads: Workloads, results: Results) -> None:
     rates = None if config.device == "cpu" else run_in_process(measured_rates, config.device)
     if rates:
         print(f"this device reads {rates[0] / 1e12:.2f} TB/s and multiplies at {rates[1] / 1e12:.0f} TFLOP/s")
-    for name, (_, requests) in workloads.items():
+    for name, (*_, requests) in workloads.items():
         others = [result[name] for engine, result in results.items() if engine != "nanovllm"]
         baseline = max(others or [results["nanovllm"][name]], key=lambda result: result.rate)
         limit = limit_seconds(requests, config, *(config.tensor_parallel_size * x for x in rates)) if rates else None
@@ -1069,14 +1127,16 @@ def run_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     if args.figure:
         draw_figure(args.figure)
         return
-    is_sweep = args.workload in SWEEPS
-    functions = STEPPED_ENGINES if args.workload in ("online", "latency") else ENGINES
+    sweeps, chosen = ([name for name in args.workload if name in names] for names in (SWEEPS, WORKLOADS))
+    functions = STEPPED_ENGINES if sweeps and sweeps[0] in STEPPED else ENGINES
     if missing := [engine for engine in args.compare if engine not in functions]:
-        parser.error(f"--compare {missing[0]}: --workload {args.workload} compares with vllm only")
-    if args.plot and not is_sweep:
-        parser.error(f"--plot: --workload {args.workload} must be one of {', '.join(SWEEPS)}")
-    if args.save and is_sweep:
-        parser.error(f"--save: --workload {args.workload} must be one of all, {', '.join(WORKLOADS)}")
+        parser.error(f"--compare {missing[0]}: --workload {sweeps[0]} compares with vllm only")
+    if args.rounds and functions is STEPPED_ENGINES:
+        parser.error(f"--rounds: --workload {sweeps[0]} has runs of its own")
+    if args.plot and not sweeps:
+        parser.error(f"--plot: --workload {','.join(chosen)} must be one of {', '.join(SWEEPS)}")
+    if args.save and not chosen:
+        parser.error(f"--save: --workload {sweeps[0]} must be one of all, {', '.join(WORKLOADS)}")
     if args.shape and (args.beams or "transformers" in args.compare):
         option = "--beams" if args.beams else "--compare transformers"
         parser.error(f"{option}: transformers reads weights from files, and --shape has none; use --model instead")
@@ -1086,7 +1146,8 @@ def run_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
 
     names = ["dtype", "device", "attention_backend", "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens"]
     names += ["max_model_len", "quantization", "kv_cache_dtype", "enforce_eager", "async_scheduling"]
-    settings = {name: getattr(args, name) for name in names} | ({"load_format": "dummy"} if args.shape else {})
+    settings = {name: value for name in names if (value := getattr(args, name)) is not None}
+    settings |= {"load_format": "dummy"} if args.shape else {}
     try:  # before any engine is started
         SamplingParams(temperature=TEMPERATURE, top_k=args.top_k, top_p=args.top_p)
         config = Config.create(args.model, settings)
@@ -1094,6 +1155,7 @@ def run_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         parser.error(str(error))
     vocab_size = config.model_config.vocab_size
     small = config.device == "cpu"
+    args.rounds = args.rounds or (1 if small else 2)
     num_seqs = args.num_seqs or (64 if small else 256)
     longest = 256 if small else 1024
     lengths = fit(args.max_input_len or longest, args.max_output_len or longest, config.max_model_len)
@@ -1108,9 +1170,8 @@ def run_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         compare_streaming(args.model, settings, headline(num_seqs, *lengths, args.seed, vocab_size))
         return
 
-    if is_sweep:
-        workloads, panels = SWEEPS[args.workload](args, config)
-    else:
+    workloads, panels = {}, []
+    if chosen:
         prefill_len = min(args.prefill_len or (1024 if small else 3900), config.max_model_len - 1)
         single_lens = [max(1, lengths[0] // 8), max(1, lengths[1] // 2)]
         requests = {
@@ -1118,20 +1179,24 @@ def run_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
             "single": same_lengths(1, *single_lens, args.seed, vocab_size),
             "prefill": same_lengths(max(1, num_seqs // 8), prefill_len, 1, f"prefill {args.seed}", vocab_size),
         }
-        chosen = list(WORKLOADS) if args.workload == "all" else [args.workload]
-        workloads = {name: [other_ids(requests[name], vocab_size), requests[name]] for name in chosen}
+        workloads = {name: in_rounds(requests[name], args.rounds, vocab_size) for name in chosen}
+    for name in sweeps:
+        more_workloads, panels = SWEEPS[name](args, config)
+        workloads |= more_workloads
     for request in (request for runs in workloads.values() for run in runs for request in run):
         request.top_k, request.top_p = args.top_k, args.top_p
     results = run_engines(["nanovllm", *args.compare], functions, args.model, settings, workloads)
     dtypes = str(config.dtype) + ("" if config.kv_cache_dtype == "auto" else f", cache {config.kv_cache_dtype}")
     print(f"{args.shape or args.model}, {dtypes}, {config.device}, attention {config.attention_backend}")
-    if not is_sweep:
-        print_throughput(config, workloads, results)
-    else:
-        for name, (_, *runs) in workloads.items():
-            print(describe(name, [request for run in runs for request in run]))
-        for panel in panels:
-            panel.print(results)
+    print(versions(results))
+    if chosen:
+        print_throughput(config, {name: workloads[name] for name in chosen}, results)
+    for name, runs in workloads.items():
+        if name not in chosen:
+            num_runs = next(iter(results.values()))[name].num_runs
+            print(describe(name, [request for run in runs[-num_runs:] for request in run]))
+    for panel in panels:
+        panel.print(results)
     num_ranks = config.tensor_parallel_size
     setup = Path(args.model).name + (f" on {num_ranks} GPUs" if num_ranks > 1 else "")
     if args.plot:
@@ -1140,8 +1205,8 @@ def run_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         device = "CPU" if config.device == "cpu" else torch.cuda.get_device_name(config.device)
         draw_panels(args.plot, f"{setup}, {device}", panels, results)
     if args.save:
-        by_workload = {name: {engine: result[name].rate for engine, result in results.items()} for name in workloads}
-        save_results(args.save, f"{config.device}, {dtypes}", setup, by_workload)
+        by_workload = {name: {engine: result[name].rate for engine, result in results.items()} for name in chosen}
+        save_results(args.save, f"{config.device}, {dtypes}, {versions(results)}", setup, by_workload)
 
 
 if __name__ == "__main__":

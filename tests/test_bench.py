@@ -42,6 +42,12 @@ QWEN3_06B = ModelConfig(
 CONFIG = SimpleNamespace(model_config=QWEN3_06B, dtype=torch.bfloat16, kv_cache_dtype="auto", max_num_seqs=512)
 
 
+@pytest.fixture(autouse=True)
+def cpu_with_bfloat16(monkeypatch):
+    """Then "auto" is the checkpoint's dtype on every machine."""
+    monkeypatch.setattr("nanovllm.config.cpu_multiplies", lambda dtype: True)
+
+
 def test_headline_is_the_published_one():
     requests = bench.headline(256, 1024, 1024, seed=0, vocab_size=151936)
     assert sum(request.max_tokens for request in requests) == 133_966
@@ -116,6 +122,8 @@ def main(monkeypatch, *arguments: str) -> None:
         (("--figure", "no_such_file.svg"), ("--figure", "no_such_file.svg", ".json")),
         (("--figure", __file__), ("--figure", __file__, ".svg")),
         (("--workload", "offline"), ("--workload", "'offline'", "online")),
+        (("--workload", "all,online"), ("--workload", "'online'", "only workload")),
+        (("--workload", "online,online", "--rounds", "3"), ("--rounds", "online", "runs of its own")),
         (("--request-rate", "8,0"), ("--request-rate", "0", "greater than 0")),
         (("--request-rate=-2.5",), ("--request-rate", "-2.5", "greater than 0")),
         (("--request-rate", "8,inf"), ("--request-rate", "inf", "finite")),
@@ -269,18 +277,51 @@ def test_save_merges_results(monkeypatch, tmp_path):
     monkeypatch.setitem(bench.ENGINES, "nanovllm", lambda model, settings, workloads: fake(workloads))
     main(monkeypatch, "--workload", "single", "--max-output-len", "24", "--device", "cpu", "--save", str(file))
     assert json.loads(file.read_text()) == {
-        "notes": "cpu, torch.bfloat16",
+        "notes": (notes := f"cpu, torch.bfloat16, {bench.versions(['nanovllm'])}"),
         "results": {"tiny-qwen3": {"single": {"nanovllm": 12}}},
     }
+    assert f"torch {torch.__version__.split('+')[0]}" in notes
     bench.save_results(file, "", "tiny-qwen3", {"single": {"vllm": 10.4}, "prefill": {"nanovllm": 7.0}})
     bench.save_results(file, "", "tiny-qwen3 on 2 GPUs", {"single": {"nanovllm": 20.6}})
     assert json.loads(file.read_text()) == {
-        "notes": "cpu, torch.bfloat16",
+        "notes": notes,
         "results": {
             "tiny-qwen3": {"single": {"nanovllm": 12, "vllm": 10}, "prefill": {"nanovllm": 7}},
             "tiny-qwen3 on 2 GPUs": {"single": {"nanovllm": 21}},
         },
     }
+
+
+def test_rounds():
+    """The fastest counts, the warm-up does not, and none finds another's prompts in the prefix cache."""
+    requests = [bench.Request([5, 6], 3)]
+    warm_up, _, last = runs = bench.in_rounds(requests, 2, 100)
+    assert [run[0].prompt for run in runs] == [[7, 8], [6, 7], [5, 6]]
+    seconds = {7: 0.1, 6: 1.0, 5: 2.0}
+    run_all = bench.fastest_run(lambda requests: bench.Result(seconds[requests[0].prompt[0]]))
+    assert run_all(runs).seconds == 1.0 and run_all([warm_up, last]).seconds == 2.0
+
+
+def test_versions(monkeypatch):
+    """Whoever reads a comparison sees what ran, and which switches of vLLM were set."""
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "0")
+    found = bench.versions(["nanovllm", "vllm-that-is-not-installed"]).split(", ")
+    assert found[0] == "nanovllm 0.1.0" and found[1].startswith(f"torch {torch.__version__.split('+')[0]}")
+    assert found[-1] == "VLLM_USE_DEEP_GEMM=0" and not any("not-installed" in part for part in found)
+
+
+def test_several_workloads_in_one_run(monkeypatch, capsys):
+    """Each engine starts once for all of them."""
+    calls = []
+    for engine in ("nanovllm", "vllm"):
+        monkeypatch.setitem(bench.ENGINES, engine, lambda *arguments: calls.append(1) or fake(arguments[2]))
+    monkeypatch.setattr(bench, "run_in_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: True)
+    main(monkeypatch, "--workload", "all,batches", "--batch-sizes", "2,3", "--compare", "vllm", "--device", "cpu")
+    out = capsys.readouterr().out
+    assert len(calls) == 2 and all(f"\n{name}: " in out for name in ("headline", "single", "prefill", "batch of 3"))
+    sizes = [row[0] for row in table(out, "output tokens per second (512 in, 256 out)")[1:]]
+    assert sizes == ["2", "3"]
 
 
 def test_figure_is_drawn(monkeypatch, tmp_path):
@@ -398,7 +439,8 @@ def test_vllm_steps(monkeypatch):
 
     class LLMEngine:
         @classmethod
-        def from_engine_args(cls, arguments):
+        def from_engine_args(cls, arguments, usage_context):
+            assert usage_context == "server"
             seen.append(arguments)
             return cls()
 
@@ -426,6 +468,9 @@ def test_vllm_steps(monkeypatch):
             return bool(self.queue)
 
     vllm, sampling_params = ModuleType("vllm"), ModuleType("vllm.sampling_params")
+    usage_lib = SimpleNamespace(UsageContext=SimpleNamespace(OPENAI_API_SERVER="server"))
+    monkeypatch.setitem(sys.modules, "vllm.usage", ModuleType("vllm.usage"))
+    monkeypatch.setitem(sys.modules, "vllm.usage.usage_lib", usage_lib)
     vllm.LLMEngine, vllm.EngineArgs, sampling_params.SamplingParams = LLMEngine, dict, dict
     sampling_params.RequestOutputKind = SimpleNamespace(DELTA="delta")
     monkeypatch.setitem(sys.modules, "vllm", vllm)
@@ -435,6 +480,8 @@ def test_vllm_steps(monkeypatch):
     arguments, *ids = seen
     assert arguments["max_num_seqs"] == 7 and arguments["max_model_len"] == 2048 and arguments["dtype"] == "bfloat16"
     assert ids == ["0", "1", "2", "3", "4", "5"]
+    own = bench.vllm_settings("tiny-qwen3", {"device": "cpu"})
+    assert own.keys() == arguments.keys() - {"max_num_seqs", "disable_log_stats"}  # vLLM has its own defaults
     times = results["a workload"].token_times  # of the second and the third run
     assert [len(of_request) for of_request in times] == [3, 2, 3, 2]
     assert times[0][0] == times[0][1] < times[0][2] and times[1][0] == times[1][1]
