@@ -6,14 +6,14 @@ import os
 from collections.abc import Callable
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from difflib import get_close_matches
-from numbers import Real
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 import torch
 
 from nanovllm.model_config import DTYPES, ModelConfig
 from nanovllm.utils.checks import check_bool, check_choice, check_int, check_real
+from nanovllm.utils.device import cpu_memory, cpu_multiplies
 from nanovllm.utils.hub import find_model, find_tokenizer
 from nanovllm.utils.tensor_parallel import TensorParallel
 
@@ -28,38 +28,6 @@ INTEGERS = {
     "max_num_mixed_tokens": (1, None, True),
     "max_logprobs": (-1, None, False),
     "seed": (0, 2**64 - 1, True),
-}
-
-# settings that only vLLM has, and the values (or their type) that are accepted because they would change nothing here
-VLLM_SETTINGS: dict[str, tuple | type] = {
-    "compilation_config": (None,),
-    "cpu_offload_gb": (0, 0.0),
-    "data_parallel_size": (1,),
-    "disable_custom_all_reduce": (False,),
-    "disable_log_requests": bool,
-    "disable_log_stats": bool,
-    "distributed_executor_backend": (None, "mp"),
-    "download_dir": (None,),
-    "enable_chunked_prefill": (True, None),
-    "enable_lora": (False,),
-    "generation_config": ("auto",),
-    "hf_overrides": (None,),
-    "limit_mm_per_prompt": (None,),
-    "max_seq_len_to_capture": int,  # a graph serves every length
-    "pipeline_parallel_size": (1,),
-    "runner": ("auto", "generate"),
-    "skip_tokenizer_init": (False,),
-    "speculative_config": (None,),
-    "swap_space": Real,  # preempted sequences are recomputed, not swapped out
-    "task": ("auto", "generate"),
-    "tokenizer_mode": ("auto",),
-    "tokenizer_revision": (None,),
-    "trust_remote_code": (False,),
-}
-VLLM_NAMES = {
-    "block_size": "kvcache_block_size",
-    "num_gpu_blocks_override": "num_kvcache_blocks",
-    "enable_expert_parallel": "expert_parallel",
 }
 
 
@@ -86,7 +54,8 @@ class Config:
     num_kvcache_blocks: None is as many as fit into memory, and is replaced by that number once the engine has started.
         A given number also bounds `max_model_len`.
     kv_cache_dtype: "auto" is `dtype`; "fp8" is e4m3 with a scale for each key and value, for "triton" and "sdpa".
-    dtype: "auto" is the checkpoint's; or "float32" ("float"), "float16" ("half"), "bfloat16", or a torch.dtype.
+    dtype: "auto" is the checkpoint's, or float32 on a CPU that would emulate it, if such weights take at most half of
+        the memory; or "float32" ("float"), "float16" ("half"), "bfloat16", or a torch.dtype.
     device: "auto" is "cuda" if there is a CUDA device, else "cpu".
     attention_backend: "auto" is "triton" on CUDA if Triton is installed, else "sdpa"; or "flash".
     enable_prefix_caching: reuse the cache blocks of earlier requests that begin with the same tokens.
@@ -128,6 +97,7 @@ class Config:
     quantization: str | None = None
     load_format: str = "auto"
     max_logprobs: int = 100
+    dtype_reason: str = field(init=False, repr=False)  # why "auto" has become this dtype
     model_config: ModelConfig = field(init=False, repr=False)  # with our `dtype`, not the checkpoint's
 
     def __post_init__(self) -> None:
@@ -143,7 +113,7 @@ class Config:
         model_config = replace(ModelConfig.read(folder, self.quantization), expert_parallel=self.expert_parallel)
         model_config.check_divides(TensorParallel(size=self.tensor_parallel_size))
         _check_head_dim(model_config.head_dim, device, backend)
-        dtype = _resolve_dtype(self.dtype, model_config.dtype)
+        dtype, dtype_reason = self._resolve_dtype(model_config.dtype, device, folder)
         self._set(
             model=str(folder),
             tokenizer=str(find_tokenizer(self.tokenizer, folder)),
@@ -151,6 +121,7 @@ class Config:
             device=device,
             attention_backend=backend,
             dtype=dtype,
+            dtype_reason=dtype_reason,
             max_mixed_step_ms=self.max_mixed_step_ms or (250.0 if device == "cpu" else 50.0),
             max_model_len=self._resolve_max_model_len(model_config),
             async_scheduling=device != "cpu" if self.async_scheduling is None else self.async_scheduling,
@@ -176,19 +147,16 @@ class Config:
 
     @classmethod
     def create(cls, model: str, settings: dict) -> "Config":
-        """A Config of keyword settings, of which those in VLLM_SETTINGS are checked and left out.
+        """A Config of keyword settings, which may have vLLM's names and values where `compat.settings` accepts them.
 
-        ValueError for a value that is not accepted there; TypeError for an unknown name, with a list of the known ones.
+        TypeError for an unknown name, with a list of the known ones.
         """
-        known = [f.name for f in fields(cls) if f.init]
-        for name, value in settings.items():
-            if name in VLLM_SETTINGS:
-                _check_vllm_setting(name, value)
-            elif name not in known:
-                close = [VLLM_NAMES[name]] if name in VLLM_NAMES else get_close_matches(name, known, n=1)
-                hint = f" (did you mean {close[0]!r}?)" if close else ""
-                raise TypeError(f"unknown setting {name!r}{hint}: must be one of {', '.join(known[1:])}")
-        return cls(model, **{name: value for name, value in settings.items() if name in known})
+        known = [f.name for f in fields(cls) if f.init][1:]
+        if None in settings.values() or not settings.keys() <= {*known}:
+            from nanovllm.compat.settings import translate  # a room of its own, which few engines need
+
+            settings = translate(settings, known)
+        return cls(model, **settings)
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -208,18 +176,29 @@ class Config:
         for name, (low, high, optional) in INTEGERS.items():
             self._set(**{name: check_int(name, getattr(self, name), low, high, optional=optional)})
         check_choice("tensor_parallel_size", self.tensor_parallel_size, (1, 2, 4, 8))
-        fraction = check_real("gpu_memory_utilization", self.gpu_memory_utilization, low=0.01, high=1.0)
-        self._set(gpu_memory_utilization=fraction)
+        self._set(gpu_memory_utilization=check_real("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0))
         if self.max_mixed_step_ms is not None:
             self._set(max_mixed_step_ms=check_real("max_mixed_step_ms", self.max_mixed_step_ms, low=0.1, high=1e6))
-        check_bool("expert_parallel", self.expert_parallel)
-        check_bool("enforce_eager", self.enforce_eager)
-        check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        for name in ("expert_parallel", "enforce_eager", "enable_prefix_caching"):
+            check_bool(name, getattr(self, name))
         check_bool("async_scheduling", self.async_scheduling, optional=True)
         check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8"))
         check_choice("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         if not (self.revision is None or isinstance(self.revision, str)):
             raise TypeError(f"revision={self.revision!r}: must be a string or None")
+
+    def _resolve_dtype(self, checkpoint: torch.dtype, device: str, folder: Path) -> tuple[torch.dtype, str]:
+        """The dtype, and for "auto" the reason why."""
+        if self.dtype != "auto":
+            dtype = str(self.dtype).removeprefix("torch.")
+            check_choice("dtype", dtype, ("auto", *DTYPES))
+            return DTYPES[dtype], ""
+        if device != "cpu" or checkpoint == torch.float32 or cpu_multiplies(checkpoint):
+            return checkpoint, "the checkpoint's"
+        num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        if 2 * num_bytes > (memory := cpu_memory()) / 2:
+            return checkpoint, f"slow on this CPU, but float32 would take more than half of {memory / 2**30:.1f} GiB"
+        return torch.float32, f"this CPU has no instructions for {str(checkpoint).removeprefix('torch.')}"
 
     def _resolve_max_model_len(self, model: ModelConfig) -> int:
         model_len = model.max_position_embeddings
@@ -248,17 +227,6 @@ def takes_settings_of(settings: Callable[P, object]) -> Callable[[Callable[..., 
         return init
 
     return decorate
-
-
-def _check_vllm_setting(name: str, value) -> None:
-    accepted = VLLM_SETTINGS[name]
-    if isinstance(accepted, type):
-        is_accepted, bound = isinstance(value, accepted), f"of type {accepted.__name__}"
-    else:
-        is_accepted = any(type(value) is type(x) and value == x for x in accepted)
-        bound = " or ".join(map(repr, accepted))
-    if not is_accepted:
-        raise ValueError(f"{name}={value!r}: is not supported; it must be {bound}, or left out")
 
 
 def _resolve_device(name: str, num_ranks: int) -> str:
@@ -294,11 +262,3 @@ def _check_head_dim(head_dim: int, device: str, backend: str) -> None:
     runs_kernels = backend == "triton" or (device != "cpu" and importlib.util.find_spec("triton") is not None)
     if runs_kernels and (head_dim < 16 or head_dim & (head_dim - 1)):
         raise ValueError(f"head_dim={head_dim} of the model: must be a power of two from 16 on, unless device='cpu'")
-
-
-def _resolve_dtype(dtype: str | torch.dtype, checkpoint: torch.dtype) -> torch.dtype:
-    if dtype == "auto":
-        return checkpoint
-    dtype = str(dtype).removeprefix("torch.")
-    check_choice("dtype", dtype, ("auto", *DTYPES))
-    return DTYPES[dtype]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nanovllm.models import find_model_type, model_class
-from nanovllm.utils.checks import check_choice, check_int
+from nanovllm.utils.checks import check_choice, check_int, check_real
 from nanovllm.utils.hub import read_json
 from nanovllm.utils.tensor_parallel import TensorParallel
 
@@ -19,6 +19,8 @@ DTYPES = {
     "half": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+ROPE_NUMBERS = {"rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+ROPE_NUMBERS |= {"attention_factor", "beta_fast", "beta_slow"}  # of yarn
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class ModelConfig:
             plain = {name: check_int(f"{file}: {name}", raw[name], low=1) for name in names.split()}
             head_dim = check_int(f"{file}: head_dim", raw.get("head_dim") or raw["hidden_size"] // heads, low=2)
             kv_heads = check_int(f"{file}: num_key_value_heads", raw.get("num_key_value_heads") or heads, low=1)
-            inv_freq, rope_scale = _rope_frequencies(raw | {"model_type": model_type}, head_dim)
+            inv_freq, rope_scale = _rope_frequencies(raw | {"model_type": model_type}, head_dim, file)
         except KeyError as error:  # transformers' rope initialisers raise it too
             raise ValueError(f"{file}: has no {error}") from error
         dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -134,12 +136,18 @@ class ModelConfig:
         tp.shard_size("vocabulary", self.vocab_size)
 
 
-def _rope_frequencies(raw: dict, head_dim: int) -> tuple[tuple[float, ...], float]:
+def _rope_frequencies(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...], float]:
     """Inverse frequencies and the scale of cos and sin, from `rope_parameters` or `rope_theta` and `rope_scaling`."""
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = rope.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise TypeError(f"{file}: rope_scaling={given!r:.80}: must be an object")
+    parts = {"rope_theta": raw.get("rope_theta")}, given
+    rope = {name: value for part in parts for name, value in part.items() if value is not None}
+    for name in ROPE_NUMBERS & rope.keys():
+        check_real(f"{file}: {name}", rope[name], low=1e-6, high=1e30)
+    theta = rope.pop("rope_theta", 10000.0)
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
-    check_choice("rope type", kind, ("default", "linear", "yarn", "llama3"))
+    check_choice(f"{file}: rope type", kind, ("default", "linear", "yarn", "llama3"))
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     inv_freq = 1.0 / theta**exponents
     if kind == "yarn":

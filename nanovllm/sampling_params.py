@@ -38,8 +38,9 @@ class SamplingParams:
     top_k: sample from the k most likely tokens only; of equally likely tokens the lower id comes first. 0 or -1: all.
     top_p: sample from the smallest set of most likely tokens that together have at least this probability.
     min_p: sample from tokens with at least this fraction of the most likely token's probability.
-    seed: with it the answer does not depend on the other requests of a batch. None or -1: derived from the engine's
-        `seed`, or random if there is none.
+    seed: with it the noise of a draw does not depend on the other requests of a batch. The logits do in their last bits
+        on a GPU, whose kernels differ by the number of rows, so that a token may differ where two are nearly equally
+        likely. None or -1: derived from the engine's `seed`, or random if there is none.
     n: the number of answers; the prompt is computed once.
     max_tokens: maximum number of tokens to generate; the engine's `max_model_len` is always a bound too.
     min_tokens: nothing but `max_tokens` ends the request before it has generated this many tokens.
@@ -164,7 +165,7 @@ def check_request(
         ids = getattr(params, name)
         for token_id in (min(ids), max(ids)) if ids else ():
             if not 0 <= token_id < vocab_size:
-                raise ValueError(f"{name}: token id {token_id} is outside of the vocabulary (0 to {vocab_size - 1})")
+                raise ValueError(f"{name}: token id {token_id} is out of vocabulary (vocab_size={vocab_size})")
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(params, name) or 0
         check_int(name, value, -1, vocab_size)
@@ -194,7 +195,7 @@ def bad_word_token_ids(tokenizer, words: Sequence[str], vocab_size: int) -> tupl
             ids = tuple(tokenizer.encode(text, add_special_tokens=False))
             check_int(f"bad_words: the number of tokens of {text!r:.80}", len(ids), 1, MAX_BAD_WORD_TOKENS)
             if max(ids) >= vocab_size:
-                raise ValueError(f"bad_words: token id {max(ids)} of {text!r:.80} is outside of the vocabulary")
+                raise ValueError(f"bad_words: token id {max(ids)} of {text!r:.80} is out of vocabulary")
             found[ids] = None
     check_int("bad_words: the number of words, with and without a space before them,", len(found), 0, MAX_BAD_WORDS)
     return tuple(found)

@@ -22,6 +22,7 @@ from nanovllm import LLM
 from nanovllm.kernels.sampling_columns import COLUMNS
 from nanovllm.layers.logits import CUSTOM_FILTERS
 from nanovllm.layers.partial_sum import PartialSum
+from nanovllm.layers.sampler import gumbel_noise
 from nanovllm.utils.hub import BUNDLED
 from nanovllm.utils.tensor_parallel import TensorParallel
 
@@ -33,6 +34,7 @@ def speed_up_interpreter() -> None:
     kernel has replaced already; for each operation it makes a table of dtypes; for each tensor it makes its shape anew;
     and it computes whether integers overflow, which it reports in debug mode alone. Most of its time goes there.
     """
+    import triton
     from triton.runtime import interpreter
 
     tl, patch_lang, builder = interpreter.tl, interpreter._patch_lang, interpreter.interpreter_builder
@@ -84,6 +86,8 @@ def speed_up_interpreter() -> None:
     interpreter._patch_builtin = patch_builtin
     interpreter._patch_lang = patch_lang_once
     interpreter._get_np_dtype = np_dtype
+    if triton.__version__.startswith("3.4."):  # takes strides of elements for bytes when it checks their alignment
+        interpreter.TensorDescHandle.validate = lambda descriptor: None
 
 
 if not torch.cuda.is_available():
@@ -113,6 +117,14 @@ class Peers(TensorParallel):
     def peer_sum(self, split_k, num_rows, width, dtype):
         self.parts = torch.full((split_k, num_rows, width), NAN, dtype=dtype, device=DEVICE)
         return PartialSum(self.parts, split_k)
+
+
+def noise_of_rows(seeds: torch.Tensor, positions: torch.Tensor, num_ids: int, first_id: int = 0) -> torch.Tensor:
+    """The sampler's noise [S, num_ids] of all ids from `first_id` on."""
+    quads = torch.arange(-(-(first_id + num_ids) // 4), device=seeds.device)
+    rows = torch.arange(len(seeds), device=seeds.device).repeat_interleave(len(quads))
+    noise = gumbel_noise(seeds[rows], positions[rows], quads.repeat(len(seeds)))
+    return noise.view(len(seeds), 4 * len(quads))[:, first_id : first_id + num_ids]
 
 
 def randn(*shape: int, dtype=torch.float32) -> torch.Tensor:

@@ -278,7 +278,7 @@ def test_exit_reaches_callers_whose_prompts_wait(make_async_llm, monkeypatch):
         assert go_on.wait(10)
         raise RuntimeError("closed")
 
-    monkeypatch.setattr(llm.engine.processor, "tokenize", slow)
+    monkeypatch.setattr(llm._lane, "tokenize", slow)
 
     async def main():
         tasks = [asyncio.create_task(last_output(llm, "x", GREEDY)) for _ in range(4)]
@@ -299,7 +299,7 @@ def test_exit_ends_the_process_that_compiles_grammars(make_async_llm):
     llm = make_async_llm()
     params = SamplingParams(structured_outputs={"choice": ["yes"]})
     assert asyncio.run(last_output(llm, "x", params)).text == "yes"
-    child = llm.engine.processor.grammars._trial._process
+    (child,) = llm.engine.processor.grammars._sandbox._processes
     assert child.poll() is None
     llm.exit()
     assert child.returncode is not None

@@ -23,7 +23,7 @@ def prompts(chat, tokenizer) -> list[list[int]]:
 def reference():
     from transformers import Qwen3ForCausalLM
 
-    model = Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+    model = Qwen3ForCausalLM.from_pretrained(TINY, torch_dtype=torch.float32).eval()
 
     def search(prompt: list[int], width: int, max_tokens: int, length_penalty: float) -> list[tuple[list[int], float]]:
         out = model.generate(

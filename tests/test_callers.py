@@ -438,6 +438,7 @@ class Interrupt:
         return self.trace
 
     def __enter__(self):
+        sys._getframe().f_trace_opcodes = True  # some versions of Python 3.12 look for it when the trace begins
         sys.settrace(self.trace)
         return self
 

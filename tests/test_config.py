@@ -15,7 +15,8 @@ import torch
 from conftest import TINY
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.config import VLLM_SETTINGS, Config, ModelConfig
+from nanovllm.config import Config, ModelConfig
+from nanovllm.utils.device import MEMORY_LIMITS, cpu_multiplies
 
 MODEL_LEN = 2048  # of the bundled model
 
@@ -65,7 +66,6 @@ def model_of_length(tmp_path):
         ("device", "tpu", "'cpu', 'cuda'"),
         ("device", "", "'cpu', 'cuda'"),
         ("attention_backend", "xformers", "'flash', 'triton', 'sdpa'"),
-        ("attention_backend", None, "'flash', 'triton', 'sdpa'"),
         ("seed", -1, "at least 0"),
         ("seed", 2**64, f"at most {2**64 - 1}"),
         ("max_logprobs", -2, "at least -1"),
@@ -95,14 +95,14 @@ def test_bad_value(name, value, bound):
         )
         for value in (16.0, "16", True, [16])
     ]
-    + [(name, None, "an integer") for name in ("max_num_batched_tokens", "max_num_seqs", "kvcache_block_size")]
+    + [(name, None, "an integer") for name in ("tensor_parallel_size", "kvcache_block_size", "max_logprobs")]
     + [("gpu_memory_utilization", value, "a number") for value in ("0.9", None, True, 1j)]
     + [
         (name, value, "True or False")
         for name in ("enforce_eager", "enable_prefix_caching", "async_scheduling")
         for value in (1, 0, "yes", 0.0)
     ]
-    + [("enforce_eager", None, "True or False"), ("enable_prefix_caching", None, "True or False")]
+    + [("enforce_eager", None, "True or False"), ("expert_parallel", None, "True or False")]
     + [("revision", 1, "a string or None"), ("tokenizer", 1, "a folder, a hub id")],
 )
 def test_bad_type(name, value, kind):
@@ -125,8 +125,6 @@ def test_unknown_setting(make, name):
         ("max_num_sequences", "max_num_seqs"),
         ("Dtype", "dtype"),
         ("enforce-eager", "enforce_eager"),
-        ("block_size", "kvcache_block_size"),
-        ("num_gpu_blocks_override", "num_kvcache_blocks"),
         ("zzz", None),
     ],
 )
@@ -134,60 +132,6 @@ def test_misspelt_setting(name, meant):
     with pytest.raises(TypeError) as error:
         config(**{name: 1})
     assert (f"'{name}' (did you mean '{meant}'?):" if meant else f"'{name}':") in str(error.value)
-
-
-def test_values_of_vllm_that_change_nothing(make_llm):
-    harmless = dict(
-        trust_remote_code=False,
-        swap_space=4,
-        disable_log_stats=True,
-        tokenizer_mode="auto",
-        skip_tokenizer_init=False,
-        enable_chunked_prefill=True,
-        pipeline_parallel_size=1,
-        data_parallel_size=1,
-        cpu_offload_gb=0,
-        enable_lora=False,
-        speculative_config=None,
-        download_dir=None,
-        distributed_executor_backend="mp",
-        disable_custom_all_reduce=False,
-        max_seq_len_to_capture=8192,
-        runner="auto",
-        compilation_config=None,
-        task="generate",
-        hf_overrides=None,
-        tokenizer_revision=None,
-        generation_config="auto",
-        limit_mm_per_prompt=None,
-        disable_log_requests=True,
-    )
-    assert set(harmless) == set(VLLM_SETTINGS)
-    assert config(**harmless) == config()
-    assert config(swap_space=0.5, distributed_executor_backend=None, enable_chunked_prefill=None) == config()
-    assert make_llm(**harmless).config.model == TINY
-
-
-@pytest.mark.parametrize(
-    "name, value, accepted",
-    [
-        ("trust_remote_code", True, "False"),
-        ("trust_remote_code", 0, "False"),
-        ("tokenizer_mode", "slow", "'auto'"),
-        ("pipeline_parallel_size", 2, "1"),
-        ("pipeline_parallel_size", True, "1"),
-        ("distributed_executor_backend", "ray", "None or 'mp'"),
-        ("cpu_offload_gb", 10, "0 or 0.0"),
-        ("swap_space", None, "of type Real"),
-        ("disable_log_stats", 1, "of type bool"),
-        ("compilation_config", {}, "None"),
-        ("enable_lora", True, "False"),
-    ],
-)
-def test_values_of_vllm_that_are_not_supported(name, value, accepted):
-    with pytest.raises(ValueError) as error:
-        config(**{name: value})
-    assert f"{name}={value!r}: is not supported; it must be {accepted}, or left out" == str(error.value)
 
 
 def test_numbers_are_pythons_own():
@@ -272,7 +216,6 @@ def test_defaults():
 
 
 def test_dtype():
-    assert config().dtype is torch.bfloat16  # the checkpoint's
     for dtype in ("float32", torch.float32, "torch.float32"):
         assert config(dtype=dtype).dtype is torch.float32
     assert config(dtype="float16").dtype is config(dtype="half").dtype is torch.float16
@@ -312,6 +255,60 @@ def test_frozen():
     for target, name in [(c, "max_num_seqs"), (c.model_config, "vocab_size"), (SamplingParams(), "temperature")]:
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(target, name, 1)
+
+
+@pytest.mark.parametrize("emulates", [False, True])
+def test_dtype_auto_on_a_cpu(monkeypatch, emulates):
+    """float32 where the CPU would emulate the checkpoint's bfloat16; what is asked for by name is obeyed."""
+    monkeypatch.setattr("nanovllm.config.cpu_multiplies", lambda dtype: dtype is not torch.bfloat16 or not emulates)
+    auto = config()
+    assert auto.dtype is auto.model_config.dtype is (torch.float32 if emulates else torch.bfloat16)
+    assert auto.dtype_reason == ("this CPU has no instructions for bfloat16" if emulates else "the checkpoint's")
+    named = config(dtype="bfloat16")
+    assert named.dtype is torch.bfloat16 and named.dtype_reason == ""
+
+
+@pytest.mark.parametrize("limit", ["machine", "container"])
+def test_dtype_auto_needs_memory_for_float32(monkeypatch, tmp_path, limit):
+    """Weights of 7 MB in bfloat16 would take more than half of 16 MiB in float32, also if these are a container's."""
+    monkeypatch.setattr("nanovllm.config.cpu_multiplies", lambda dtype: False)
+    assert [*map(str, MEMORY_LIMITS)] == [
+        "/sys/fs/cgroup/memory.max",
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+    ]
+    monkeypatch.setattr(
+        "nanovllm.utils.device.MEMORY_LIMITS", files := [tmp_path / "a", tmp_path / "b", tmp_path / "missing"]
+    )
+    monkeypatch.setattr("os.sysconf", lambda name: 4096 if limit == "machine" else 2**20)
+    files[0].write_text("max\n")
+    assert limit == "machine" or config().dtype is torch.float32
+    files[1].write_text(f"{2**24 if limit == 'container' else 2**62}\n")
+    auto = config()
+    assert auto.dtype is torch.bfloat16 and "more than half of 0.0 GiB" in auto.dtype_reason
+
+
+@pytest.mark.parametrize(
+    "is_x86, has_instructions, pytorch_uses, expected",
+    [
+        pytest.param(True, True, True, True, id="AVX512_BF16"),
+        pytest.param(True, False, True, False, id="AVX-512"),
+        pytest.param(True, False, False, False, id="AVX2"),
+        pytest.param(True, True, False, False, id="AVX512_BF16, turned off"),
+        pytest.param(False, False, True, True, id="ARM with bfloat16"),
+        pytest.param(False, False, False, False, id="ARM without"),
+    ],
+)
+def test_cpu_multiplies_bfloat16(monkeypatch, is_x86, has_instructions, pytorch_uses, expected):
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: is_x86)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_instructions)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: pytorch_uses, raising=False)
+    assert cpu_multiplies(torch.bfloat16) is expected
+
+
+def test_start_line_says_the_dtype_and_why(make_llm):
+    llm = make_llm(dtype="auto")
+    assert f"{str(llm.config.dtype)[6:]} ({llm.config.dtype_reason}), attention" in repr(llm)
+    assert "float32, attention" in repr(make_llm(dtype="float32"))
 
 
 def test_bundled_model_config():

@@ -369,7 +369,7 @@ def test_greedy_as_transformers_with_rounded_keys_and_values(prompts, alone, mon
         return update(self, rounded(keys), rounded(values), *args, **kwargs)
 
     monkeypatch.setattr(DynamicCache, "update", update_rounded)
-    model = Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+    model = Qwen3ForCausalLM.from_pretrained(TINY, torch_dtype=torch.float32).eval()
     outputs = []
     for prompt in prompts:
         ids, cache, answer = torch.tensor([prompt]), DynamicCache(), []

@@ -204,7 +204,7 @@ def test_logits_of_a_real_size(make_llm, random_model, capsys, backend, size):
         tensor_parallel_size=size,
     )
     exact, theirs = (
-        AutoModelForCausalLM.from_pretrained(random_model, dtype=dtype).to("cuda").eval()
+        AutoModelForCausalLM.from_pretrained(random_model, torch_dtype=dtype).to("cuda").eval()
         for dtype in (torch.float32, torch.bfloat16)
     )
     error = lambda x, exact: ((x - exact).norm() / exact.norm()).item()
@@ -255,7 +255,7 @@ def test_chosen_experts_of_a_real_size(make_llm, random_model, capsys):
         llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
 
     def chosen(dtype: torch.dtype) -> list[torch.Tensor]:
-        model = AutoModelForCausalLM.from_pretrained(random_model, dtype=dtype).to("cuda").eval()
+        model = AutoModelForCausalLM.from_pretrained(random_model, torch_dtype=dtype).to("cuda").eval()
         routers = model(torch.tensor([prompt], device="cuda"), output_router_logits=True).router_logits
         return [logits.float().topk(8).indices.sort().values for logits in routers]
 

@@ -4,7 +4,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CUDA, DEVICE, DTYPES, NAN, TOLERANCE, assert_close, each_dtype, each_dtype_or_half, randn
+from conftest import (
+    CUDA,
+    DEVICE,
+    DTYPES,
+    NAN,
+    TOLERANCE,
+    assert_close,
+    each_dtype,
+    each_dtype_or_half,
+    noise_of_rows,
+    randn,
+)
 
 triton = pytest.importorskip("triton")
 import triton.language as tl
@@ -20,7 +31,7 @@ from nanovllm.kernels.split_k_gemm import FEW_WEIGHTS, MAX_ROWS, TILE_K, TILE_N
 from nanovllm.kernels.split_sequence import MAX_SPLITS, choose_num_splits
 from nanovllm.layers.logits import column
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.layers.sampler import ROUNDS, gumbel_noise, philox
+from nanovllm.layers.sampler import ROUNDS, philox
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 
@@ -471,7 +482,7 @@ def test_gumbel_keeps_the_digits_of_both_tails():
 
 
 def sample_reference(logits, temperatures, seeds, positions):
-    noise = gumbel_noise(seeds, positions, logits.shape[-1])
+    noise = noise_of_rows(seeds, positions, logits.shape[-1])
     hot = temperatures[:, None] > 0
     return torch.where(hot, logits.float() / temperatures[:, None] + noise, logits.float()).argmax(-1).int()
 
@@ -658,11 +669,11 @@ def test_sample_from_a_part_of_the_vocabulary(first_id, dtype):
     logits = randn(16, 5001, dtype=dtype)
     temperatures, seeds, positions = sampling_inputs(16)
     score, ids = ops.sample(logits, temperatures, seeds, positions, ROUNDS, first_id)
-    noise = gumbel_noise(seeds, positions, 5001, first_id)
+    noise = noise_of_rows(seeds, positions, 5001, first_id)
     hot = temperatures[:, None] > 0
     scores = torch.where(hot, logits.float() / temperatures[:, None].clamp(min=1e-6) + noise, logits.float())
     best, index = scores.max(-1)
     assert torch.equal(ids, index.int() + first_id)
     torch.testing.assert_close(score, best, rtol=1e-5, atol=1e-4)
-    whole = gumbel_noise(seeds, positions, first_id + 5001)
+    whole = noise_of_rows(seeds, positions, first_id + 5001)
     torch.testing.assert_close(noise, whole[:, first_id:])

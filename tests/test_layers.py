@@ -1,6 +1,8 @@
 """Layers: the ranks' shards against the whole, and everything against transformers or a dense float64 reference."""
 
 import json
+import math
+import re
 from copy import deepcopy
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from conftest import assert_close
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
@@ -330,6 +333,37 @@ def test_ropes_differ(tmp_path):
     assert read_config(tmp_path).rope_inv_freq != configs[0].rope_inv_freq  # theta is 10000 where none is given
 
 
+@pytest.mark.parametrize("value", [0.0, -10000.0, "10000", True, math.nan, math.inf, [1e4]])
+@pytest.mark.parametrize(
+    "rope_type, name",
+    [
+        ("default", "rope_theta"),
+        ("linear", "factor"),
+        ("yarn", "factor"),
+        ("yarn", "attention_factor"),
+        ("llama3", "high_freq_factor"),
+        ("llama3", "original_max_position_embeddings"),
+    ],
+)
+@pytest.mark.parametrize("writer", ["v4 rope_type", "v5"])
+def test_ropes_that_make_no_sense_are_refused(tmp_path, rope_type, name, value, writer):
+    rope = {"rope_type": rope_type, **ROPES[next(key for key in ROPES if key.startswith(rope_type))]}
+    entries = WRITERS[writer](rope)
+    part = entries if name in entries else entries["rope_parameters" if writer == "v5" else "rope_scaling"]
+    part[name] = value
+    with pytest.raises((ValueError, TypeError), match=re.escape(f"{tmp_path}/config.json: {name}={value!r}: must be ")):
+        read_config(tmp_path, **entries)
+
+
+def test_rope_that_is_no_object(tmp_path):
+    with pytest.raises(TypeError, match="config.json: rope_scaling='linear': must be an object"):
+        read_config(tmp_path, rope_scaling="linear")
+    with pytest.raises(ValueError, match="config.json: rope_theta=0.0: must be at least"):
+        read_config(tmp_path, rope_theta=0)
+    unset = {"rope_theta": None, "rope_parameters": {"rope_theta": None, "rope_type": None}}
+    assert read_config(tmp_path, **unset).rope_inv_freq == read_config(tmp_path).rope_inv_freq
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "su"])
 @pytest.mark.parametrize("writer", ["v4 type", "v4 rope_type", "v5"])
 def test_unknown_ropes_are_refused(tmp_path, kind, writer):
@@ -397,6 +431,21 @@ def test_sdpa_attention(monkeypatch, block_size, group, num_decodes):
         for _ in range(2):  # the second layer finds the plan of the first
             torch.testing.assert_close(layer.attend(torch.cat(queries)), expected)
     assert padded_lengths and all(length % 16 == 0 for length in padded_lengths)
+
+
+@pytest.mark.parametrize("multiplies", [True, False])
+@pytest.mark.parametrize("group", [1, 2, 5])
+def test_sdpa_decodes_in_bfloat16(monkeypatch, group, multiplies):
+    """Where a CPU has instructions for it, a pair of heads is computed one by one: close to float64 either way."""
+    monkeypatch.setattr("nanovllm.layers.attention_backends.cpu_multiplies", lambda dtype: multiplies)
+    lengths, kv_heads = [40, 33, 1], 2
+    tables = torch.tensor([[4, 0, 2], [1, 5, 6], [3, 0, 0]], dtype=torch.int32)
+    cache = KVCache(torch.randn(2, 7, 16, kv_heads, DIM).bfloat16())
+    q = torch.randn(3, group * kv_heads, DIM).bfloat16()
+    context = Context(3, torch.zeros(3), torch.tensor(lengths, dtype=torch.int32), tables, max_context_len=48)
+    stored = [[x[table].flatten(0, 1)[:n] for x in (cache.k, cache.v)] for table, n in zip(tables, lengths)]
+    expected = torch.cat([dense(row[None], *pair) for row, pair in zip(q, stored)])
+    assert_close(SDPABackend().attend(q, cache, context), expected)
 
 
 @pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no norm"])

@@ -68,7 +68,7 @@ def theirs(folder: str, token_ids: list[int]) -> torch.Tensor:
     """transformers' logits for the tokens after PROMPT."""
     from transformers import Qwen3ForCausalLM
 
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = Qwen3ForCausalLM.from_pretrained(folder, torch_dtype=torch.float32).eval()
     return model(torch.tensor([PROMPT + token_ids])).logits[0, len(PROMPT) - 1 : -1]
 
 

@@ -21,7 +21,12 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("long")
     shape = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=16)
     config = Qwen3Config(
-        vocab_size=2048, num_key_value_heads=1, max_position_embeddings=MAX_LEN, initializer_range=0.3, **shape
+        vocab_size=2048,
+        num_key_value_heads=1,
+        max_position_embeddings=MAX_LEN,
+        initializer_range=0.3,
+        sliding_window=None,  # transformers 4.51 has a window of 4,096 tokens, also where it is not in use
+        **shape,
     )
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).float().save_pretrained(folder)
@@ -34,7 +39,7 @@ def check(folder: Path, prompt: list[int], token_ids: list[int]) -> None:
     """Each token is transformers' best one after those before it, or within rounding of it."""
     from transformers import Qwen3ForCausalLM
 
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = Qwen3ForCausalLM.from_pretrained(folder, torch_dtype=torch.float32).eval()
     logits = model(torch.tensor([prompt + token_ids]), logits_to_keep=len(token_ids) + 1).logits[0, :-1]
     chosen = logits.gather(1, torch.tensor(token_ids)[:, None])[:, 0]
     assert (logits.max(1).values - chosen).max() < 2e-4

@@ -116,7 +116,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 
 
 def reference_model(folder: str):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32).eval()
 
 
 def assert_same_as_transformers(folder: str, outputs: list) -> None:

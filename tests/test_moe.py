@@ -344,13 +344,19 @@ def test_layer_against_transformers(path, num_tokens, num_experts, top_k, renorm
     theirs = Qwen3MoeSparseMoeBlock(config).to(DEVICE)
     layer = make_layer(num_experts, top_k, hidden, size, renormalize=renormalize)
     weights = checkpoint(num_experts, hidden, size)
-    for parameter, weight in zip((theirs.gate.weight, *theirs.experts.parameters()), weights, strict=True):
-        parameter.copy_(weight)
+    if isinstance(theirs.experts, torch.nn.ModuleList):  # before transformers 5, each expert has weights of its own
+        theirs.gate.weight.copy_(weights[0])
+        for expert, gate_up, down in zip(theirs.experts, *weights[1:], strict=True):
+            for linear, weight in zip((expert.gate_proj, expert.up_proj, expert.down_proj), (*gate_up.chunk(2), down)):
+                linear.weight.copy_(weight)
+    else:
+        for parameter, weight in zip((theirs.gate.weight, *theirs.experts.parameters()), weights, strict=True):
+            parameter.copy_(weight)
     load_stacked(layer, *weights)
     x, residual, norm = randn(num_tokens, hidden), randn(num_tokens, hidden), make_norm(hidden)
     out, total = run(layer, x, residual, norm)
     assert torch.equal(total, x + residual)
-    expected = theirs(norm(total)[None])[0]
+    expected = theirs(norm(total)[None])[0].view_as(out)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 

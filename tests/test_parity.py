@@ -85,7 +85,7 @@ def reference(requests, offline) -> list[tuple[list[int], list[float]]]:
     """
     from transformers import Qwen3ForCausalLM
 
-    model = Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+    model = Qwen3ForCausalLM.from_pretrained(TINY, torch_dtype=torch.float32).eval()
     drafts = [answer["token_ids"] for answer in offline[0]]
     answers = []
     for (prompt, max_tokens), draft in zip(requests, drafts):

@@ -36,7 +36,7 @@ both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["syn
 
 @pytest.fixture(scope="module")
 def model():
-    return Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+    return Qwen3ForCausalLM.from_pretrained(TINY, torch_dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -306,9 +306,9 @@ def test_bad_params(params, error):
         ({"logprobs": 101}, "logprobs=101: must be at most max_logprobs=100"),
         ({"prompt_logprobs": -1}, "prompt_logprobs=-1: must be at most max_logprobs=100"),
         ({"logprobs": 2049}, "logprobs=2049: must be at most 2048"),
-        ({"stop_token_ids": [5, 2048]}, "stop_token_ids: token id 2048 is outside of the vocabulary"),
-        ({"allowed_token_ids": [5, 2048]}, "allowed_token_ids: token id 2048 is outside of the vocabulary"),
-        ({"logit_bias": {2048: 1.0}}, "logit_bias: token id 2048 is outside of the vocabulary"),
+        ({"stop_token_ids": [5, 2048]}, "stop_token_ids: token id 2048 is out of vocabulary"),
+        ({"allowed_token_ids": [5, 2048]}, "allowed_token_ids: token id 2048 is out of vocabulary"),
+        ({"logit_bias": {2048: 1.0}}, "logit_bias: token id 2048 is out of vocabulary"),
         ({"min_tokens": 1, "stop_token_ids": [7], "allowed_token_ids": [2047, 7]}, "must leave at least 1 of them"),
         ({"bad_words": ["a"], "allowed_token_ids": [64, 267]}, "must leave at least 1 of them"),
         ({"bad_words": [f"{i}#{i}" for i in range(65)]}, f"130: must be at most {MAX_BAD_WORDS}"),
@@ -336,5 +336,5 @@ def test_more_biases_than_there_is_room_for():
 def test_bad_words_are_tokenized_with_and_without_a_space(tokenizer):
     words = bad_word_token_ids(tokenizer, ("the", " the", "morning"), 2048)
     assert [tokenizer.decode(ids) for ids in words] == ["the", " the", "morning", " morning"]
-    with pytest.raises(ValueError, match="outside of the vocabulary"):
+    with pytest.raises(ValueError, match="out of vocabulary"):
         bad_word_token_ids(tokenizer, ("the",), 260)

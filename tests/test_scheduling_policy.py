@@ -611,4 +611,5 @@ with LLM("tiny-qwen3", scheduling_policy=ShortestFirst(), **settings) as llm:
     print([event.index for event in events if event.finish_reason])
 """)
     result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
-    assert (result.returncode, result.stdout.strip()) == (0, "[1, 2, 0]"), result.stderr
+    *_, last = result.stdout.splitlines() or [""]  # PyTorch 2.8's Gloo prints lines of its own
+    assert (result.returncode, last) == (0, "[1, 2, 0]"), result.stderr

@@ -120,6 +120,7 @@ def beam_requests(
     params: BeamSearchParams,
     inbox: Inbox,
     priority: list[int] | None = None,
+    kind: type[BeamRequest] = BeamRequest,
 ) -> list[BeamRequest]:
     """A search for each prompt. Errors are those of `InputProcessor.requests`."""
     if not isinstance(params, BeamSearchParams):
@@ -137,5 +138,5 @@ def beam_requests(
         root = Sequence(request_id, [*token_ids], sampling_params, noise_seed=0, max_len=max_len, is_beam=True)
         root.priority = processor.check_priority(own_priority)
         processor.set_order(root)
-        requests.append(BeamRequest(root, params, text, inbox, processor.token_bytes, eos_token_ids))
+        requests.append(kind(root, params, text, inbox, processor.token_bytes, eos_token_ids))
     return requests

@@ -153,7 +153,7 @@ class BlockManager:
 
     def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
         for i in range(len(seq.block_hashes), num_blocks):
-            prefix_hash = seq.block_hashes[-1] if i else 0
+            prefix_hash = seq.block_hashes[-1] if i else seq.cache_salt
             seq.block_hashes.append(self.compute_hash(self._block_token_ids(seq, i), prefix_hash))
 
     def _block_token_ids(self, seq: Sequence, i: int) -> list[int]:

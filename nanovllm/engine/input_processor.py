@@ -53,8 +53,8 @@ class InputProcessor:
         if self.grammars is not None:
             self.grammars.close()
 
-    def default_sampling_params(self) -> SamplingParams:
-        """What the model's `generation_config.json` recommends, and SamplingParams' own defaults for the rest."""
+    def default_sampling_params(self, kind: type[SamplingParams] = SamplingParams) -> SamplingParams:
+        """What the model's `generation_config.json` recommends, and the defaults of `kind` for the rest."""
         file = Path(self.config.model) / "generation_config.json"
         raw = read_json(file) if file.exists() else {}
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
@@ -62,7 +62,7 @@ class InputProcessor:
         if raw.get("do_sample") is False:
             given["temperature"] = 0.0
         try:
-            return SamplingParams(**given)
+            return kind(**given)
         except (ValueError, TypeError) as error:
             raise type(error)(f"{file}: {error}") from error
 
@@ -150,7 +150,7 @@ class InputProcessor:
         if is_conversation(prompt):
             with self.tokenizer_lock:
                 chat = render_chat(self.tokenizer, prompt, arguments)
-            return chat, self._check_token_ids(prompt, self._encode(chat, add_special_tokens=False))
+            return chat, self._check_token_ids(prompt, self.encode(chat, add_special_tokens=False))
         text: Any = prompt if isinstance(prompt, str) else None
         ids: Any = prompt
         if isinstance(prompt, Mapping):
@@ -161,7 +161,7 @@ class InputProcessor:
                     f"prompt={prompt!r:.80}: a dict must have 'prompt' (text) or 'prompt_token_ids', and no other key"
                 )
             ids = text if ids is None else ids
-        return text, self._check_token_ids(prompt, self._encode(ids) if isinstance(ids, str) else as_list(ids))
+        return text, self._check_token_ids(prompt, self.encode(ids) if isinstance(ids, str) else as_list(ids))
 
     def _check_token_ids(self, prompt: Prompt, ids: list | None) -> list[int]:
         """The ids as Python's integers."""
@@ -169,16 +169,17 @@ class InputProcessor:
         if ids is None or any(kind is bool or not issubclass(kind, Integral) for kind in kinds):
             raise TypeError(f"prompt={prompt!r:.80}: must be {KINDS}")
         if not ids:
-            raise ValueError("prompt: is empty; it must have at least 1 token")
+            raise ValueError("prompt: a decoder prompt cannot be empty; it must have at least 1 token")
         if len(ids) >= self.max_model_len:
-            raise ValueError(f"prompt: has {len(ids)} tokens; must be fewer than max_model_len={self.max_model_len}")
+            bound = f"max_model_len={self.max_model_len}: this model's maximum context length is so many tokens"
+            raise ValueError(f"prompt: has {len(ids)} tokens; must be fewer than {bound}")
         vocab_size = self.config.model_config.vocab_size
         for token_id in (min(ids), max(ids)):
             if not 0 <= token_id < vocab_size:
-                raise ValueError(f"prompt: token id {token_id} is outside of the vocabulary (0 to {vocab_size - 1})")
+                raise ValueError(f"prompt: token id {token_id} is out of vocabulary (0 to {vocab_size - 1})")
         return ids if kinds == {int} else [int(i) for i in ids]
 
-    def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:

@@ -210,12 +210,12 @@ class LLMEngine:
     def __repr__(self) -> str:
         config = self.config
         num_tokens = (config.num_kvcache_blocks or 0) * config.kvcache_block_size
+        dtype = str(config.dtype).removeprefix("torch.") + (f" ({config.dtype_reason})" if config.dtype_reason else "")
         cache = "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}"
         return (
-            f"LLM({config.model!r}: {config.device}, {str(config.dtype).removeprefix('torch.')}, "
-            f"attention by {config.attention_backend}, max_model_len {config.max_model_len:,}, "
-            f"{config.num_kvcache_blocks:,} blocks for {num_tokens:,} tokens{cache}, "
-            f"prefix caching {'on' if config.enable_prefix_caching else 'off'}, "
+            f"LLM({config.model!r}: {config.device}, {dtype}, attention by {config.attention_backend}, "
+            f"max_model_len {config.max_model_len:,}, {config.num_kvcache_blocks:,} blocks for {num_tokens:,} "
+            f"tokens{cache}, prefix caching {'on' if config.enable_prefix_caching else 'off'}, "
             f"{config.tensor_parallel_size} rank{'s' * (config.tensor_parallel_size > 1)})"
         )
 

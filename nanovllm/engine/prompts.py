@@ -65,5 +65,5 @@ def _as_text(content):
     ]
     for part, text in zip(content, texts):
         if not isinstance(text, str):
-            raise ValueError(f"content part {part!r:.80}: must be text, as {{'type': 'text', 'text': ...}}")
+            raise ValueError(f"messages: content part {part!r:.80}: must be text, as {{'type': 'text', 'text': ...}}")
     return "\n".join(texts)

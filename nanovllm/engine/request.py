@@ -33,6 +33,15 @@ class Request:
     def deliver(self, seq: Sequence) -> None:
         """Put what is new of `seq` into the inbox."""
 
+    def metrics(self) -> RequestMetrics:
+        """Of several answers, the first to be scheduled and to have a token, and the last to finish."""
+        arrival = time() - (perf_counter() - self.group[0].arrival)
+        moments = []
+        for event, pick in (("scheduled", min), ("first_token", min), ("finished", max)):
+            seconds = [seq.timing[event] for seq in self.group if event in seq.timing]
+            moments.append(arrival + pick(seconds) if seconds else None)
+        return RequestMetrics(arrival, *moments)
+
     def output(self) -> Any:
         """The final output, with the answers as far as they exist: a Record with a `request_id`."""
         raise NotImplementedError
@@ -149,12 +158,3 @@ class CompletionRequest(Request):
             text_of = texts.decode(next(iter(found)), found) if self.params.detokenize else {}
             result.append({i: Logprob(*value, text_of.get(i)) for i, value in found.items()})
         return result
-
-    def metrics(self) -> RequestMetrics:
-        """Of several answers, the first to be scheduled and to have a token, and the last to finish."""
-        arrival = time() - (perf_counter() - self.group[0].arrival)
-        moments = []
-        for event, pick in (("scheduled", min), ("first_token", min), ("finished", max)):
-            seconds = [seq.timing[event] for seq in self.group if event in seq.timing]
-            moments.append(arrival + pick(seconds) if seconds else None)
-        return RequestMetrics(arrival, *moments)

@@ -55,6 +55,7 @@ class Sequence:
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []  # of the full blocks of token_ids, computed when they are needed
+        self.cache_salt = 0  # its blocks are shared with sequences of the same salt alone; 64 bits
         self.req_index = -1  # its row in the device's per-request state while it runs
         self.status = SequenceStatus.WAITING
         self.was_admitted = False  # at least once

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from nanovllm.layers.kv_cache import KVCache, chunk_size
 from nanovllm.layers.rotary_embedding import QKNormRope
 from nanovllm.utils.context import Context
+from nanovllm.utils.device import cpu_multiplies
 
 
 class AttentionBackend:
@@ -214,10 +215,15 @@ def _plan_decode(context: Context, seqs: slice, block_size: int, dtype: torch.dt
 def _attend_one_token(q, cache: KVCache, plan: list[_Group]) -> torch.Tensor:
     """One query for each sequence, q [B, heads, head_dim] -> the same shape."""
     outputs = []
+    # Heads of the same keys are rows of one product, but for pairs of them on a CPU that multiplies bfloat16: it
+    # takes 0.4 to 0.7 of the time to compute these one by one.
+    group, kv_heads = q.shape[1] // cache.k.shape[2], cache.k.shape[2]
+    singly = group == 2 and q.is_cpu and q.dtype == torch.bfloat16 and cpu_multiplies(q.dtype)
     for rows, chunks, mask in plan:
-        queries = q[rows].unflatten(1, (cache.k.shape[2], -1))  # [n, kv_heads, group, head_dim]
-        k, v = (x.transpose(1, 2) for x in cache.gather(chunks, q.dtype))
-        outputs.append(F.scaled_dot_product_attention(queries, k, v, attn_mask=mask).flatten(1, 2))
+        queries = q[rows].unsqueeze(2) if singly else q[rows].unflatten(1, (kv_heads, group))
+        k, v = (x.transpose(1, 2) for x in cache.gather(chunks, q.dtype))  # [n, kv_heads, L, head_dim]
+        attended = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, enable_gqa=singly)
+        outputs.append(attended.flatten(1, 2))
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 

@@ -1,6 +1,7 @@
 """The next token of each row: greedy, or drawn by Gumbel-max with stateless noise."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels import triton_ops
@@ -32,27 +33,39 @@ def philox(counter: tuple, key: tuple, rounds: int = ROUNDS) -> tuple[torch.Tens
     return torch.broadcast_tensors(c0, c1 & _WORD, c2, c3 & _WORD)
 
 
-def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, num_ids: int, first_id: int = 0) -> torch.Tensor:
-    """Standard Gumbel noise [S, num_ids] float32 for the ids from `first_id` on.
+def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, quads: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise [N, 4] float32 for the ids 4 * quad to 4 * quad + 3 of each of `quads` [N].
 
     It depends on (seed, position, token id) alone: the seed is Philox's key, (token id // 4, position, 0, 0) its
     counter, and token id % 4 the index of the word of its output.
     """
-    low, high = (seeds.long() & _WORD).unsqueeze(-1).unbind(1)  # [S, 1] each
-    c0 = torch.arange(first_id // 4, -(-(first_id + num_ids) // 4), device=seeds.device).unsqueeze(0)
-    zero = torch.zeros_like(c0[:, :1])
-    words = philox((c0, positions.long().unsqueeze(1), zero, zero), (low, high))
-    bits = torch.stack(words, dim=-1).flatten(1)[:, first_id % 4 :][:, :num_ids]
+    zero = torch.zeros_like(quads)
+    words = philox((quads, positions.long(), zero, zero), (seeds.long() & _WORD).unbind(-1))
     # in (0, 1); small values, which become large noise, keep all their digits
-    uniform = bits.float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+    uniform = torch.stack(words, dim=-1).float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def add_noise(scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, first_id: int) -> torch.Tensor:
+    """scores [S, n] of the ids from `first_id` on, plus the noise of those that may become the best of their rows.
+
+    Noise is between -2.9 and 22.9, so most tokens are too far below the best one, and need none.
+    """
+    num_before = first_id % 4
+    padding = num_before, -(num_before + scores.shape[1]) % 4
+    noisy = F.pad(scores, padding, value=-torch.inf).unflatten(1, (-1, 4))  # [S, quads, 4]
+    may_win = noisy.amax(2) >= scores.amax(1, keepdim=True) - 26
+    rows, quads = may_win.nonzero().unbind(1)
+    noisy[rows, quads] += gumbel_noise(seeds[rows], positions[rows], quads + first_id // 4)
+    return noisy.flatten(1)[:, num_before : num_before + scores.shape[1]]
 
 
 class Sampler(nn.Module):
     """argmax(logits / temperature + Gumbel noise) is a draw from softmax(logits / temperature).
 
-    So a draw needs no sum over the vocabulary, no generator and no state, and does not depend on the batch. Temperature
-    0 is greedy. Where ranks share the vocabulary, each draws from its own shard, and then they compare their scores.
+    So a draw needs no sum over the vocabulary, no generator and no state, and its noise does not depend on the batch.
+    Temperature 0 is greedy. Where ranks share the vocabulary, each draws from its own shard, and then they compare
+    their scores.
     """
 
     def __init__(self, tp: TensorParallel = TensorParallel(), first_id: int = 0):
@@ -92,11 +105,8 @@ class Sampler(nn.Module):
             kept = kept.masked_fill(keys < cutoffs[filtered].unsqueeze(1), -torch.inf)
             scores = scores.index_copy(0, filtered, kept)
         rows = temperatures.nonzero().squeeze(-1)
-        if len(rows) == len(scores):
-            noise = gumbel_noise(seeds, positions, scores.shape[1], self.first_id)
-            scores = scores / temperatures.unsqueeze(1) + noise
-        elif len(rows):
-            noise = gumbel_noise(seeds[rows], positions[rows], scores.shape[1], self.first_id)
-            scores = scores.index_copy(0, rows, scores[rows] / temperatures[rows].unsqueeze(1) + noise)
+        if len(rows):
+            drawn = scores[rows] / temperatures[rows].unsqueeze(1)
+            scores = scores.index_copy(0, rows, add_noise(drawn, seeds[rows], positions[rows], self.first_id))
         best, index = scores.max(-1)
         return best, index.int() + self.first_id
