@@ -5,10 +5,12 @@ import gc
 import json
 import random
 import re
+import signal
 import sys
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from time import perf_counter, sleep
 
@@ -25,7 +27,7 @@ from nanovllm.engine.inbox import Inbox, OutputKind
 from nanovllm.engine.step_result import StepBuffers
 from nanovllm.layers.logits import mask_of
 from nanovllm.structured_outputs import constraint as constraints
-from nanovllm.structured_outputs import grammars, trial
+from nanovllm.structured_outputs import grammars, sandbox
 from nanovllm.structured_outputs.spec import MAX_BYTES
 from nanovllm.utils.double_buffer import DoubleBuffer
 
@@ -386,6 +388,48 @@ def test_grammar(llm):
     assert output.finish_reason == "stop" and re.fullmatch(r"begin(\([0-9]{1,3}\))+end", output.text)
 
 
+@pytest.mark.parametrize(
+    "lark, token_ids",
+    [
+        ('start: "a" <|im_start|> "b"', ["a", 2046, "b"]),
+        ('start: "a" <|endoftext|>', ["a", 2045]),
+        ("start: <[1234]> <[2046]> <[300]>", [1234, 2046, 300]),
+        ('start: <[1000-1003]> "c"', [range(1000, 1004), "c"]),
+    ],
+)
+def test_grammars_with_special_tokens_and_ids(llm, lark, token_ids):
+    output = answer(llm, params("grammar", lark, temperature=1.0))
+    wanted = [llm.tokenizer.encode(own)[0] if isinstance(own, str) else own for own in token_ids]
+    assert len(output.token_ids) >= len(wanted) and output.finish_reason == "stop"
+    for found, own in zip(output.token_ids, wanted):
+        assert found in own if isinstance(own, range) else found == own
+
+
+def test_special_tokens_may_have_the_lowest_ids():
+    """As in most vocabularies but Qwen's; bytes and names that are no ASCII may follow."""
+    box = sandbox.CompileSandbox(258, {0: "<unk>", 1: "<s>", 97: "<\u4f60>", 400: "<late>"})
+    for lark in ("start: <s> <unk> /[^a]+/", "start: <\u4f60>", "start: <late>", "start: <[257]>"):
+        assert box.error_of(grammars._grammar_of("grammar", lark)) == "", lark
+    assert "unknown special token" in box.error_of(grammars._grammar_of("grammar", "start: <pad>"))
+
+
+MANY_CHOICES = {
+    "2,001 numbers": [f"c{i}" for i in range(2001)],
+    "20,000 of three bytes": [chr(0x80 + i % 0x700) + chr(33 + i // 0x700) for i in range(20_000)],
+    "prefixes of each other": ["a" * i for i in range(1, 350)] + ["ab"],
+    "long ones": [f"{i:04}" + "xy" * 13 for i in range(2010)],
+    "an empty one": ["", "b", "bc", *map(str, range(9000))],
+}
+
+
+@pytest.mark.parametrize("name", MANY_CHOICES)
+def test_many_choices(llm, name):
+    choices = MANY_CHOICES[name]
+    for seed in range(3):
+        output = answer(llm, params("choice", choices, seed=seed, temperature=3.0, max_tokens=400))
+        assert output.text in choices and output.finish_reason == "stop", output
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_eos_ends_an_answer_where_the_grammar_may_end(llm, temperature):
     for eos in (EOS, ALSO_EOS):
@@ -488,9 +532,11 @@ def test_limits_of_the_library_end_an_answer(make_llm, monkeypatch, async_schedu
         ({"regex": "a", "json": {}}, ValueError, r"has the keys \['regex', 'json'\]; must have one of"),
         ({"xml": "a"}, ValueError, r"has the keys \['xml'\]; must have one of"),
         ({1: "a"}, ValueError, r"has the keys \[1\]"),
+        ({"json": True}, TypeError, r"structured_outputs\['json'\]=True: must be a JSON schema, as a dict or as text"),
+        ({"json": "true"}, ValueError, r"structured_outputs\['json'\]='true': must be a JSON schema that is an object"),
         ({"json": 5}, TypeError, r"structured_outputs\['json'\]=5: must be a JSON schema"),
         ({"json": "{"}, ValueError, r"structured_outputs\['json'\]='{': is not JSON"),
-        ({"json": "[1]"}, ValueError, "must be an object"),
+        ({"json": "[1]"}, ValueError, "must be a JSON schema that is an object"),
         ({"json": '{"const": NaN}'}, ValueError, "is not JSON .NaN is not a number of JSON"),
         ({"json": {"const": float("inf")}}, ValueError, "is not JSON"),
         ({"json": {"const": object}}, ValueError, "is not JSON"),
@@ -537,6 +583,9 @@ def test_specifications_are_checked_and_kept():
         ("regex", r"(a)\1", "backreferences are not supported"),
         ("grammar", "start: nothing", 'unknown name: "nothing"'),
         ("grammar", "no grammar (", "Expected token"),
+        ("grammar", "start: <[2048]>", "too large: 2048"),
+        ("grammar", "start: <[3000000]>", "too large: 3000000"),
+        ("grammar", "start: <|no_such_token|>", 'unknown special token: "<.no_such_token.>"'),
     ],
 )
 def test_what_the_library_refuses(llm, kind, content, words):
@@ -555,50 +604,145 @@ def test_what_the_library_refuses(llm, kind, content, words):
     ],
 )
 def test_grammars_that_would_take_minutes(monkeypatch, kind, content):
-    monkeypatch.setattr(trial, "MAX_SECONDS", 0.5)
-    process = trial.TrialProcess()
-    assert process.error_of("{") != "" == process.error_of('{"grammars": [{"lark_grammar": "start: /a+/"}]}')
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.5)
+    box = sandbox.CompileSandbox(300, {})
+    assert box.error_of("{") != "" == box.error_of('{"grammars": [{"lark_grammar": "start: /a+/"}]}')
+    (first,) = box._processes
     (own,) = params(kind, content).structured_outputs.items()
     begin = perf_counter()
-    assert process.error_of(grammars._grammar_of(*own)) == "takes more than 0.5 s, or too much memory, to compile"
-    assert perf_counter() - begin < 5
-    assert process.error_of('{"grammars": [{"lark_grammar": "start: nothing"}]}').startswith("at 1(8): unknown name")
-    child = process._process
-    del process
+    assert box.error_of(grammars._grammar_of(*own)) == "takes more than 0.5 s, or too much memory, to compile"
+    assert perf_counter() - begin < 5 and first.returncode is not None
+    assert box.error_of('{"grammars": [{"lark_grammar": "start: nothing"}]}').startswith("at 1(8): unknown name")
+    (child,) = box._processes
+    with monkeypatch.context() as patch:  # what is known needs no process
+        patch.setattr(sandbox, "_ask", None)
+        assert box.error_of(grammars._grammar_of(*own)).startswith("takes more than 0.5 s")
+    del box
     assert child.returncode is not None
+
+
+@pytest.fixture
+def trials(monkeypatch):
+    """The grammars in trial, which end as this test says: `trials[grammar].set()`."""
+    trials = {}
+
+    def wait(process, grammar: str) -> bytes:
+        trials[grammar] = threading.Event()
+        assert trials[grammar].wait(20)
+        return json.dumps(f"an error of {grammar}").encode()
+
+    monkeypatch.setattr(sandbox, "_ask", wait)
+    yield trials
+    for event in trials.values():
+        event.set()
+
+
+def wait_for(condition) -> None:
+    end = perf_counter() + 20
+    while not condition():
+        assert perf_counter() < end
+        sleep(0.001)
+
+
+def test_trials_at_a_time(trials):
+    """As many as there are processes, the same grammar once, and a slow one delays no other."""
+    box, asked = sandbox.CompileSandbox(300, {}), ["a", "a", "a", "b", "c", "d", "e", "e", "a"]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        errors = [pool.submit(box.error_of, grammar) for grammar in asked]
+        wait_for(lambda: len(trials) == sandbox.MAX_PROCESSES)
+        assert len(box._processes) == sandbox.MAX_PROCESSES
+        trials.pop(last := next(name for name in trials if name != "a")).set()
+        wait_for(lambda: len(trials) == sandbox.MAX_PROCESSES)
+        others = [error for error, grammar in zip(errors, asked) if grammar == last]
+        assert [error.result(20) for error in others] == [f"an error of {last}"] * len(others)
+        assert [error.done() for error in errors] == [grammar == last for grammar in asked]
+        for event in trials.values():
+            event.set()
+        assert [error.result(20) for error in errors] == [f"an error of {grammar}" for grammar in asked]
+    assert len(trials) == 4 and len(box._processes) == sandbox.MAX_PROCESSES and not box._in_trial
+    box.close()
+    assert all(process.returncode is not None for process in box._processes)
+
+
+def test_results_are_bounded_and_interrupts_leave_nothing(monkeypatch):
+    monkeypatch.setattr(sandbox, "MAX_RESULTS", 2)
+    answers, asked = [b'"%s"' % (b"x" * 9999), b'""', b'""', KeyboardInterrupt(), b'""'], []
+
+    def ask(process, grammar: str) -> bytes:
+        asked.append((grammar, process))
+        if isinstance(given := answers.pop(0), BaseException):
+            raise given
+        return given
+
+    monkeypatch.setattr(sandbox, "_ask", ask)
+    box = sandbox.CompileSandbox(300, {})
+    for grammar in ("a", "b", "a", "c", "a"):
+        assert len(box.error_of(grammar)) == (sandbox.MAX_ERROR_CHARACTERS if grammar == "a" else 0)
+    with pytest.raises(KeyboardInterrupt):
+        box.error_of("b")
+    assert box.error_of("b") == "" and not box._in_trial
+    names, processes = zip(*asked)
+    assert names == ("a", "b", "c", "b", "b"), "b was pushed out by c"
+    assert len({*processes}) == 2 and processes[3].returncode is not None and processes[4].poll() is None
+
+
+def test_exit_in_a_signal_handler(monkeypatch):
+    """`close` may interrupt `error_of` at any bytecode of the same thread: nothing hangs, and no process is left."""
+    monkeypatch.setattr(sandbox, "_ask", lambda process, grammar: b"" if process.poll() is not None else b'""')
+    monkeypatch.setattr(sandbox, "_send", lambda process, message: None)
+    previous = signal.signal(signal.SIGINT, lambda *_: box.close())
+    try:
+        at, num_closed = 1, 0
+        while True:
+            box, interrupt = sandbox.CompileSandbox(300, {}), Interrupt(at, by_signal=True)
+            interrupt.files = ("structured_outputs/sandbox.py",)
+            try:
+                with interrupt:
+                    assert box.error_of("a") == ""
+            except RuntimeError as error:
+                assert "closed by exit" in str(error)
+                num_closed += 1
+            assert not box._in_trial and all(process.returncode is not None for process in box._processes) == (
+                interrupt.where is not None
+            ), interrupt.where
+            if interrupt.where is None:
+                break
+            at += 11
+        assert at > 100 and num_closed > 5
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def test_exit_ends_the_process(make_llm, monkeypatch):
     llm = make_llm()
     answer(llm, params("choice", ["a"]))
-    process = llm.processor.grammars._trial
-    first, slow = process._process, grammars._grammar_of("regex", "b" * 50)
+    box, slow = llm.processor.grammars._sandbox, grammars._grammar_of("regex", "b" * 50)
+    (first,) = box._processes
     assert first.poll() is None
     # also while another thread waits for it, which is told why
-    monkeypatch.setattr(trial, "_ask", lambda process, line: process.stdout.readline())
+    monkeypatch.setattr(sandbox, "_ask", lambda process, grammar: process.stdout.readline())
     errors = []
 
     def compile_slowly() -> None:
         try:
-            process.error_of(slow)
+            box.error_of(slow)
         except RuntimeError as error:
             errors.append(str(error))
 
     thread = threading.Thread(target=compile_slowly)
     thread.start()
-    while not process._lock.locked():
-        sleep(0.001)
+    wait_for(lambda: box._in_trial)
     llm.exit()
     thread.join(5)
     assert errors == ["this engine was closed by exit()"] and first.wait(5) < 0
     with pytest.raises(RuntimeError, match="closed by exit"):
-        process.error_of(slow)
-    assert process._process.returncode is not None
+        box.error_of(slow)
+    assert first.returncode is not None and box._processes == {first}
     llm.exit()  # again is fine
     monkeypatch.undo()
     llm = make_llm()
     answer(llm, params("choice", ["a"]))
-    child = llm.processor.grammars._trial._process
+    (child,) = llm.processor.grammars._sandbox._processes
     llm.exit()
     assert child.returncode is not None and child.stdin.closed and child.stdout.closed
 

@@ -62,7 +62,9 @@ class Constraint:
         """`mask` is the grammar's own, without the bans of other parameters; None if its state is an error."""
         if mask is None or self._matcher.is_error():
             self._mask[:] = 0
-            self.error = f"structured_outputs: {_first_line(self._matcher.get_error()) or 'no token is allowed'}"
+            reason = _first_line(self._matcher.get_error())
+            says_nothing = reason in ("", "NoExtensionBias")  # the second is what llguidance calls it
+            self.error = f"structured_outputs: {'no token is allowed' if says_nothing else reason}"
         else:
             self._mask = self._with_bans(mask)
             self.error = None if self._mask.any() else "structured_outputs: the parameters allow no token"

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.structured_outputs.constraint import Constraint, Matcher, update
-from nanovllm.structured_outputs.trial import TrialProcess
+from nanovllm.structured_outputs.sandbox import CompileSandbox
 
 MAX_CACHED_GRAMMARS = 128
 # one space between two parts of JSON at most: some models, once they may write spaces and newlines, never stop
@@ -33,25 +33,30 @@ class Grammars:
             raise ValueError(
                 f"structured_outputs: llguidance can't use the tokenizer of this model ({error})"
             ) from error
-        self._trial = TrialProcess()
+        added, is_special = tokenizer.get_added_tokens_decoder(), self._tokenizer.is_special_token
+        special_tokens = {i: added[i].content for i in added if i < vocab_size and is_special(i)}
+        self._sandbox = CompileSandbox(vocab_size, special_tokens)
         self._matchers: OrderedDict[str, Matcher] = OrderedDict()  # at their start; the last used comes last
         self._lock = threading.Lock()
 
     def close(self) -> None:
         """Compile no further grammar."""
-        self._trial.close()
+        self._sandbox.close()
 
     def matcher(self, spec: dict[str, Any]) -> Matcher:
         """A matcher at its start, for copies. ValueError for what is no schema, expression or grammar of llguidance."""
         from llguidance import LLMatcher
 
         ((kind, content),) = spec.items()
-        grammar = _grammar_of(kind, content)
+        try:
+            grammar = _grammar_of(kind, content)
+        except ValueError as refusal:
+            raise ValueError(f"structured_outputs[{kind!r}]={content!r:.80}: {refusal}") from None
         with self._lock:
             if (found := self._matchers.get(grammar)) is not None:
                 self._matchers.move_to_end(grammar)
                 return found
-        error = self._trial.error_of(grammar)
+        error = self._sandbox.error_of(grammar)
         matcher = None if error else LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher is None or (error := matcher.get_error()):
             reason = " ".join(error.partition("<backtrace>")[0].split())[:400]
@@ -72,7 +77,8 @@ def _grammar_of(kind: str, content: Any) -> str:
     if kind == "grammar":
         return LLMatcher.grammar_from_lark(content)
     if kind == "choice":
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, content)))
+        # a terminal, which is one expression: of rules, llguidance takes at most 2,000 at a time
+        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, content)))
     schema = '{"type": "object"}' if kind == "json_object" else content
     return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
 

@@ -28,15 +28,15 @@ def check_spec(value: Any, ignore_eos: bool) -> dict[str, Any]:
 
 def _schema(name: str, value: Any) -> str:
     """A JSON schema as text; the order of its properties is that of the answer."""
-    if not isinstance(value, (str, dict, bool)):
+    if not isinstance(value, (str, dict)):
         raise TypeError(f"{name}={value!r:.80}: must be a JSON schema, as a dict or as text")
     try:
         schema = json.loads(value, parse_constant=_refuse_constant) if isinstance(value, str) else value
         text = json.dumps(schema, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{name}={value!r:.80}: is not JSON ({error})") from error
-    if not isinstance(schema, (dict, bool)):
-        raise ValueError(f"{name}={value!r:.80}: must be an object, as every JSON schema is")
+    if not isinstance(schema, dict):
+        raise ValueError(f"{name}={value!r:.80}: must be a JSON schema that is an object")
     return text
 
 

@@ -1,0 +1,160 @@
+"""Finds out in processes of their own which grammars can be compiled.
+
+llguidance bounds the time of each mask, but not the time to compile an intersection: a few patterns in one `allOf`, a
+large `multipleOf`, or `&` and `~` of a Lark grammar take minutes. A thread that compiles can't be ended; a process can.
+"""
+
+import json
+import subprocess
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from contextlib import suppress
+from hashlib import blake2b
+
+MAX_PROCESSES = 4
+MAX_SECONDS = 5.0  # of processor time for a grammar, so that a busy machine refuses no more; of the clock, twice that
+MAX_MEMORY = 2**32  # bytes of a process's address space
+MAX_RESULTS = 1024
+MAX_ERROR_CHARACTERS = 1000
+# Reads settings, then grammars, and writes their errors, as lines of JSON. The vocabulary has the model's special
+# tokens and the 256 bytes; the other ids have no text, which is enough to compile and costs little.
+PROGRAM = """
+import json, resource, signal, sys
+
+seconds, memory, vocab_size, special_tokens, sys.path[:] = json.loads(sys.stdin.readline())
+resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+from llguidance import LLMatcher, LLTokenizer
+
+texts = {token_id: name.encode() for token_id, name in special_tokens}
+free_ids = [i for i in range(256 + len(texts)) if i not in texts]
+texts |= {token_id: bytes([byte]) for byte, token_id in enumerate(free_ids[:256])}
+end = max(vocab_size, max(texts) + 1)
+
+class Vocabulary:
+    is_tokenizer_wrapper = True
+    eos_token_id, bos_token_id = end, None
+    special_token_ids = [end, *(token_id for token_id, _ in special_tokens)]
+    tokens = [*(texts.get(i, b"") for i in range(end)), b"<end>"]
+    __call__ = list
+
+tokenizer = LLTokenizer(Vocabulary())
+for line in sys.stdin:
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process, as does SIGALRM
+    signal.setitimer(signal.ITIMER_REAL, 2 * seconds)
+    error = LLMatcher(tokenizer, json.loads(line), log_level=0).get_error()
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    print(json.dumps(error), flush=True)
+"""
+Process = subprocess.Popen[bytes]
+
+
+class CompileSandbox:
+    """At most `MAX_PROCESSES` processes, which start when they are needed, and end with `close` or this object.
+
+    Any thread may call it. A grammar is tried once, also if several threads ask at the same time: the results of the
+    last `MAX_RESULTS` grammars are kept.
+    """
+
+    def __init__(self, vocab_size: int, special_tokens: dict[int, str]):
+        """special_tokens: names by id. A grammar may use them, and ids below vocab_size."""
+        self._vocabulary = [vocab_size, [*special_tokens.items()]]
+        self._processes: set[Process] = set()
+        self._in_trial: dict[bytes, Process] = {}  # by the hash of the grammar, as the errors
+        self._errors: OrderedDict[bytes, str] = OrderedDict()  # the last used comes last
+        self._changed = threading.Condition()  # of a reentrant lock: a signal handler may call `close` at any time
+        self._is_closed = False
+        weakref.finalize(self, _end_all, self._processes)
+
+    def close(self) -> None:
+        """End the processes. It does not wait for `error_of`, which a signal handler may have interrupted."""
+        self._is_closed = True  # before `_processes` is read: `error_of` uses them in the other order
+        with self._changed:
+            for process in [*self._processes]:
+                process.kill()  # if a thread waits for its answer, that thread does the rest
+            _end_all(self._processes.difference(self._in_trial.values()))
+            self._changed.notify_all()
+
+    def error_of(self, grammar: str) -> str:
+        """Why a grammar can't be compiled; empty if it can. RuntimeError after `close`."""
+        key, process = blake2b(grammar.encode(), digest_size=16).digest(), None
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or self._has_turn(key))
+                if not self._is_closed and key in self._errors:
+                    self._errors.move_to_end(key)
+                    return self._errors[key]
+                if not self._is_closed:
+                    process = self._in_trial[key] = self._idle_process()
+            answer = b"" if self._is_closed or process is None else _ask(process, grammar)
+            if not answer and self._is_closed:
+                raise RuntimeError("this engine was closed by exit()")
+            error = (
+                json.loads(answer) if answer else f"takes more than {MAX_SECONDS:g} s, or too much memory, to compile"
+            )
+            with self._changed:
+                self._errors[key] = error = error[:MAX_ERROR_CHARACTERS]
+                while len(self._errors) > MAX_RESULTS:
+                    self._errors.popitem(last=False)
+            return error
+        except BaseException:  # a late answer would be taken for that to the next grammar
+            if process is not None:
+                _end(process)
+            raise
+        finally:
+            with self._changed:
+                if process is not None:
+                    self._in_trial.pop(key, None)
+                    if self._is_closed:
+                        _end(process)
+                self._changed.notify_all()
+
+    def _has_turn(self, key: bytes) -> bool:
+        """Whether a thread knows the result, or may find it out now."""
+        return key in self._errors or (key not in self._in_trial and len(self._in_trial) < MAX_PROCESSES)
+
+    def _idle_process(self) -> Process:
+        for process in self._processes.difference(self._in_trial.values()):
+            if process.poll() is None:
+                return process
+            _end(process)
+            self._processes.discard(process)
+        return self._start()
+
+    def _start(self) -> Process:
+        pipe = subprocess.PIPE
+        process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        self._processes.add(process)
+        _send(process, [MAX_SECONDS, MAX_MEMORY, *self._vocabulary, sys.path])
+        return process
+
+
+def _send(process: Process, message: object) -> None:
+    """Nothing is sent if the process has ended."""
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):
+        process.stdin.write(json.dumps(message).encode() + b"\n")
+        process.stdin.flush()
+
+
+def _ask(process: Process, grammar: str) -> bytes:
+    """The answer; empty if the process has ended instead."""
+    assert process.stdout is not None
+    _send(process, grammar)
+    if not (answer := process.stdout.readline()):
+        _end(process)
+    return answer
+
+
+def _end(process: Process) -> None:
+    process.kill()
+    with suppress(BrokenPipeError, ValueError):  # a line that was not sent; pipes that are closed already
+        process.communicate()  # closes the pipes, and waits
+
+
+def _end_all(processes: set[Process]) -> None:
+    for process in [*processes]:
+        _end(process)
