@@ -1,0 +1,193 @@
+"""Our LLM with the methods of vLLM's."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import nanovllm
+from nanovllm.compat.params import RESTRICTIONS, BeamSearchParams, FlatLogprobs, SamplingParams, restricted_schema
+from nanovllm.compat.settings import check_accepted, select
+from nanovllm.engine import outputs
+from nanovllm.engine.prompts import as_list, as_prompts
+from nanovllm.utils.checks import check_bool, check_int
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids")
+UNUSED: dict[str, tuple] = {  # what only vLLM's methods and prompts have, and the values that mean nothing here
+    "cache_salt": (None,),
+    "chat_template_content_format": ("auto", "string"),
+    "lora_request": (None, [], [None]),
+    "mm_processor_kwargs": (None, {}),
+    "multi_modal_data": (None, {}),
+    "multi_modal_uuids": (None, {}),
+    "token_type_ids": (None,),
+}
+
+
+@dataclass
+class BeamSearchSequence:
+    """A beam. `tokens` and `text` begin with the prompt."""
+
+    tokens: list[int]
+    cum_logprob: float
+    text: str
+
+
+@dataclass
+class BeamSearchOutput:
+    """The beams of a prompt, the best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+class LLM(nanovllm.LLM):
+    """Our LLM with the methods of vLLM's. The default of `seed` is 0, as there."""
+
+    def __init__(
+        self, model: str, *, chat_template: str | None = None, skip_tokenizer_init: bool = False, **settings: Any
+    ):
+        """Errors are those of our LLM.
+
+        chat_template: for conversations without a template of their own.
+        skip_tokenizer_init: prompts are token ids, and answers have no text; the tokenizer's files are needed anyway.
+        """
+        check_bool("skip_tokenizer_init", skip_tokenizer_init)
+        self._restrictions = dict.fromkeys(RESTRICTIONS, False)
+        if isinstance(config := settings.get("structured_outputs_config"), dict):
+            self._restrictions = {name: config.get(name, False) for name in RESTRICTIONS}
+            settings["structured_outputs_config"] = {x: config[x] for x in config if x not in RESTRICTIONS}
+        for name, value in self._restrictions.items():
+            check_bool(name, value)
+        super().__init__(model, **{"seed": 0} | settings)
+        self.chat_template, self.skip_tokenizer_init = chat_template, skip_tokenizer_init
+
+    @property
+    def llm_engine(self) -> "LLM":
+        return self
+
+    @cached_property
+    def model_config(self) -> SimpleNamespace:
+        model, config = self.config.model_config, self.config
+        names = ("model", "tokenizer", "dtype", "max_model_len", "max_logprobs", "seed", "revision", "quantization")
+        values = {name: getattr(config, name) for name in names}
+        return SimpleNamespace(**values, get_vocab_size=lambda: model.vocab_size)
+
+    @cached_property
+    def vllm_config(self) -> SimpleNamespace:
+        parts = dict.fromkeys(("cache_config", "parallel_config", "scheduler_config"), self.config)
+        return SimpleNamespace(model_config=self.model_config, **parts)
+
+    def get_num_unfinished_requests(self) -> int:
+        return sum(self.stats()["requests"].values())
+
+    def has_unfinished_requests(self) -> bool:
+        return not self.is_finished()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's `generation_config.json` recommends, and vLLM's defaults for the rest."""
+        params = self.processor.default_sampling_params(SamplingParams)
+        assert isinstance(params, SamplingParams)
+        return params
+
+    def generate(  # type: ignore[override]
+        self,
+        prompts: Any,
+        sampling_params: Any = None,
+        *,
+        use_tqdm: Any = True,
+        priority: list[int] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        **unused: Any,
+    ) -> list[outputs.RequestOutput]:
+        """The complete answers, with the errors of our `generate`.
+
+        use_tqdm: show our progress bar; also in place of a function that makes one.
+        tokenization_kwargs: may have `add_special_tokens`, and `truncate_prompt_tokens`, how many of the last are kept.
+        """
+        select("argument", unused, (), UNUSED)
+        prompts = [self._prompt(prompt, **tokenization_kwargs or {}) for prompt in as_prompts(prompts)]
+        answers = super().generate(prompts, self._params(sampling_params), bool(use_tqdm), priority)
+        return _with_flat_logprobs(answers, sampling_params)
+
+    def chat(  # type: ignore[override]
+        self,
+        messages: Any,
+        sampling_params: Any = None,
+        use_tqdm: Any = True,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        **options: Any,
+    ) -> list[outputs.RequestOutput]:
+        """`options` are further ones of our `chat`."""
+        names = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs", "priority")
+        options = select("argument", options | {"lora_request": lora_request}, names, UNUSED)
+        template = chat_template or self.chat_template
+        answers = super().chat(messages, self._params(sampling_params), bool(use_tqdm), template, **options)
+        return _with_flat_logprobs(answers, sampling_params)
+
+    def beam_search(  # type: ignore[override]
+        self,
+        prompts: Any,
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """`concurrency_limit` is the number of prompts that are searched at a time; None is all."""
+        check_accepted("lora_request", lora_request, UNUSED["lora_request"])
+        prompts = [self._prompt(prompt) for prompt in as_prompts(prompts)]
+        limit = check_int("concurrency_limit", concurrency_limit, low=1, optional=True) or len(prompts) or 1
+        found: list[outputs.BeamSearchOutput] = []
+        for first in range(0, len(prompts), limit):
+            found += super().beam_search(prompts[first : first + limit], params, use_tqdm)
+        return [BeamSearchOutput([*self._beams(output)]) for output in found]
+
+    def _params(self, params: Any) -> Any:
+        """The parameters or the list of them, with what the settings add: no text, and restrictions of JSON schemas."""
+        if isinstance(params, (list, tuple)):
+            return [self._params(own) for own in params]
+        params = self.get_default_sampling_params() if params is None else params
+        params = replace(params, detokenize=False) if self.skip_tokenizer_init else params
+        if not any(self._restrictions.values()) or "json" not in (params.structured_outputs or {}):
+            return params
+        schema = restricted_schema(params.structured_outputs["json"], **self._restrictions)
+        return replace(params, structured_outputs={"json": schema})
+
+    def _beams(self, output: outputs.BeamSearchOutput) -> Iterator[BeamSearchSequence]:
+        for beam in output.outputs:
+            tokens = output.prompt_token_ids + beam.token_ids
+            yield BeamSearchSequence(tokens, beam.cumulative_logprob, self.tokenizer.decode(tokens))
+
+    def _prompt(self, prompt: Any, add_special_tokens: bool = True, truncate_prompt_tokens: int | None = None) -> Any:
+        """The prompt without what means nothing here, with its token ids if they are not the usual ones."""
+        if isinstance(prompt, dict):
+            prompt = select("key of a prompt", prompt, PROMPT_KEYS, UNUSED)
+        given_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
+        if self.skip_tokenizer_init and isinstance(given_ids, str | None):
+            raise ValueError(f"prompt={prompt!r:.80}: must have token ids, because of `skip_tokenizer_init=True`")
+        if add_special_tokens and truncate_prompt_tokens is None:
+            return prompt
+        parts = prompt if isinstance(prompt, dict) else {PROMPT_KEYS[not isinstance(prompt, str)]: prompt}
+        text, ids = map(parts.get, PROMPT_KEYS)
+        ids = self.processor.encode(text, add_special_tokens) if isinstance(text, str) and ids is None else as_list(ids)
+        limit = check_int("truncate_prompt_tokens", truncate_prompt_tokens, low=-1, optional=True)
+        if ids is not None and limit is not None:
+            limit = self.model_config.max_model_len - 1 if limit == -1 else limit
+            ids = ids[max(0, len(ids) - limit) :]
+        return {"prompt": text, "prompt_token_ids": ids}
+
+
+def _with_flat_logprobs(answers: list[outputs.RequestOutput], params: Any) -> list[outputs.RequestOutput]:
+    """The answers, with the log-probabilities of those that have `flat_logprobs` in their own type."""
+    each = params if isinstance(params, (list, tuple)) else [params] * len(answers)
+    return [_flat(answer) if getattr(own, "flat_logprobs", False) else answer for answer, own in zip(answers, each)]
+
+
+def _flat(answer: outputs.RequestOutput) -> outputs.RequestOutput:
+    answer = replace(answer, outputs=[_with_type(output, "logprobs") for output in answer.outputs])
+    return _with_type(answer, "prompt_logprobs")
+
+
+def _with_type(record: Any, name: str) -> Any:
+    return record if record[name] is None else replace(record, **{name: FlatLogprobs(record[name])})

@@ -1,0 +1,132 @@
+"""vLLM's parameters of a request, checked and kept as ours."""
+
+import json
+from dataclasses import fields
+from enum import Enum
+from numbers import Real
+from typing import Any
+
+import nanovllm.sampling_params as ours
+from nanovllm.compat.settings import select
+from nanovllm.structured_outputs.spec import check_spec
+from nanovllm.utils.checks import check_bool
+
+# what only vLLM's SamplingParams have, and the values and types of values that would change nothing here
+ACCEPTED: dict[str, tuple] = {
+    "best_of": (None,),
+    "early_stopping": (False,),
+    "extra_args": (None, {}),
+    "length_penalty": (1.0, 1),
+    "logits_processors": (None, []),
+    "logprob_token_ids": (None, []),
+    "output_kind": (Enum,),  # `generate` returns complete answers in any case
+    "repetition_detection": (None,),
+    "routed_experts_prompt_start": (0,),
+    "skip_clone": (bool,),
+    "skip_reading_prefix_cache": (None, False),
+    "spaces_between_special_tokens": (bool,),  # no tokenizer that is supported writes spaces there
+    "thinking_token_budget": (None,),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (False,),
+}
+BEAM_ACCEPTED: dict[str, tuple] = {
+    "include_stop_str_in_output": (bool,),
+    "structured_outputs": (None,),
+    "temperature": (Real,),  # beams are compared by the model's own log-probabilities
+}
+FORMS = ("json", "regex", "choice", "grammar", "json_object")  # of an answer
+RESTRICTIONS = ("disable_any_whitespace", "disable_additional_properties")  # of a JSON schema
+FORM_OPTIONS: dict[str, tuple] = {
+    "backend": (None, str),  # llguidance makes the masks in any case
+    "structural_tag": (None,),
+    "whitespace_pattern": (None,),
+    **dict.fromkeys(RESTRICTIONS, (bool,)),
+}
+
+
+def restricted_schema(schema: Any, disable_any_whitespace: bool, disable_additional_properties: bool) -> Any:
+    """A JSON schema that allows no space between the parts of the answer, or no properties that it does not name.
+
+    Errors are those of `SamplingParams`.
+    """
+    if not (disable_any_whitespace or disable_additional_properties):
+        return schema
+    schema = json.loads(check_spec({"json": schema}, ignore_eos=False)["json"])
+    schema = _closed(schema) if disable_additional_properties else schema
+    return {**schema, "x-guidance": {"whitespace_pattern": ""}} if disable_any_whitespace else schema
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {"additionalProperties": False} if schema.get("type") == "object" else {}
+    return closed | {name: _closed(part) for name, part in schema.items()}
+
+
+class RequestOutputKind(Enum):
+    """What a streamed output has: all of the answer so far, what is new, or nothing until the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class StructuredOutputsParams(dict):
+    """The form of an answer, as a value of `SamplingParams.structured_outputs` that has vLLM's attributes."""
+
+    def __init__(self, **options: Any):
+        """`json`, `regex`, `choice`, `grammar` or `json_object`, with vLLM's further options.
+
+        ValueError for an option that can't be honoured; TypeError for an unknown one. `SamplingParams` check the rest.
+        """
+        forms = select("option of structured outputs", options, FORMS, FORM_OPTIONS)
+        if forms.get("json") is not None:
+            forms["json"] = restricted_schema(forms["json"], *(options.get(name, False) for name in RESTRICTIONS))
+        super().__init__({name: form for name, form in forms.items() if form is not None})
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in FORMS:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return self.get(name)
+
+
+class FlatLogprobs(list):
+    """The log-probabilities of a request with `flat_logprobs`: a dict for each token, as without it."""
+
+
+class SamplingParams(ours.SamplingParams):
+    """Our SamplingParams with vLLM's names and its default of `max_tokens`. They can be changed, as vLLM's can."""
+
+    flat_logprobs = False
+
+    def __init__(self, **params: Any):
+        """ValueError for a value that would change something and is not supported; TypeError for an unknown name."""
+        if (form := params.pop("guided_decoding", None)) is not None:  # the name until vLLM 0.11
+            if params.get("structured_outputs") is not None:
+                raise TypeError(
+                    f"guided_decoding={form!r:.80}: is another name of 'structured_outputs', which is given too"
+                )
+            params["structured_outputs"] = form
+        if isinstance(seed := params.get("seed"), int) and -(2**63) <= seed < -1:
+            params["seed"] = seed % 2**64  # vLLM's seeds have a sign
+        check_bool("flat_logprobs", flat_logprobs := params.pop("flat_logprobs", False))
+        names = [field.name for field in fields(ours.SamplingParams)]
+        super().__init__(**{"max_tokens": 16} | select("parameter", params, names, ACCEPTED))
+        object.__setattr__(self, "flat_logprobs", flat_logprobs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        current = {known: getattr(self, known) for known in (*(field.name for field in fields(self)), "flat_logprobs")}
+        changed = type(self)(**current | {name: value})
+        for field in current:
+            object.__setattr__(self, field, getattr(changed, field))
+
+
+class BeamSearchParams(ours.BeamSearchParams):
+    """Our BeamSearchParams with vLLM's names."""
+
+    def __init__(self, beam_width: int, max_tokens: int, ignore_eos: bool = False, **params: Any):
+        """Errors are those of `SamplingParams`."""
+        params = select("parameter", params, ("length_penalty",), BEAM_ACCEPTED)
+        super().__init__(beam_width, max_tokens, ignore_eos=ignore_eos, **params)

@@ -1,0 +1,171 @@
+"""The settings of vLLM's engine (EngineArgs of vLLM 0.26 and some older ones) that this engine does not have."""
+
+from collections.abc import Collection
+from difflib import get_close_matches
+from numbers import Real
+from typing import Any
+
+# the settings that have another name here
+ALIASES = {
+    "block_size": "kvcache_block_size",
+    "num_gpu_blocks_override": "num_kvcache_blocks",
+    "enable_expert_parallel": "expert_parallel",
+}
+# the settings of both engines whose default is None in vLLM, and something else here
+NONE_IS_DEFAULT = ("attention_backend", "block_size", "enable_prefix_caching", "max_num_batched_tokens", "max_num_seqs")
+# A value is accepted if it would change nothing here: (values and types of values that are, the settings)
+GROUPS: tuple[tuple[tuple, str], ...] = (
+    # permissions that are never needed, what is printed, and hints to how vLLM computes: any value is as good
+    (
+        (bool,),
+        "aggregate_engine_logging allow_deprecated_quantization cudagraph_metrics disable_cascade_attn "
+        "disable_chunked_mm_input disable_custom_all_reduce disable_log_requests disable_log_stats "
+        "enable_log_requests enable_logging_iteration_details enable_mfu_metrics enable_mm_processor_stats "
+        "interleave_mm_strings jit_monitor_verbose kv_cache_metrics language_model_only scheduler_reserve_full_isl "
+        "skip_mm_profiling trust_remote_code use_fp64_gumbel use_tqdm_on_load",
+    ),
+    (
+        (bool, None),
+        "disable_hybrid_kv_cache_manager disable_nccl_for_dp_synchronization enable_bf16x3_router_gemm "
+        "enable_chunked_prefill enable_flashinfer_autotune",
+    ),
+    (
+        (Real,),
+        "dbo_decode_token_threshold dbo_prefill_token_threshold kv_cache_metrics_sample long_prefill_token_threshold "
+        "max_long_partial_prefills max_lora_rank max_loras max_num_partial_prefills max_seq_len_to_capture "
+        "mm_processor_cache_gb mm_shm_cache_max_object_size_mb optimization_level prefill_schedule_interval "
+        "renderer_num_workers safetensors_prefetch_block_size safetensors_prefetch_num_threads shutdown_timeout "
+        "stream_interval swap_space watermark",
+    ),
+    (
+        (Real, None),
+        "cpu_distributed_timeout_seconds distributed_timeout_seconds max_cpu_loras max_cudagraph_capture_size",
+    ),
+    ((int, dict, None), "compilation_config"),
+    ((dict, None), "structured_outputs_config"),
+    ((list, None), "cudagraph_capture_sizes"),
+    ((str,), "jit_monitor_mode mamba_backend performance_mode prefix_caching_hash_algo pt_load_map_location"),
+    ((str, None), "show_hidden_metrics_for_version"),
+    # what this engine has not: only the values that ask for nothing
+    (
+        (False,),
+        "calculate_kv_scales data_parallel_external_lb data_parallel_hybrid_lb data_parallel_multi_port_external_lb "
+        "disable_sliding_window enable_cumem_allocator enable_dbo enable_elastic_ep enable_ep_weight_filter "
+        "enable_eplb enable_layerwise_nvtx_tracing enable_lora enable_mamba_cache_stochastic_rounding "
+        "enable_mixed_moe_lora_format enable_mm_embeds enable_moe_shared_loras enable_prompt_embeds "
+        "enable_return_routed_experts enable_sleep_mode enable_tower_connector_lora fail_on_environ_validation "
+        "fully_sharded_loras kv_sharing_fast_prefill mm_encoder_only numa_bind ray_workers_use_nsight "
+        "skip_tokenizer_init specialize_active_lora tokens_only",
+    ),
+    (
+        (None,),
+        "allowed_media_domains code_revision collect_detailed_traces data_parallel_address data_parallel_rank "
+        "data_parallel_rpc_port data_parallel_size_local data_parallel_start_rank default_mm_loras device_ids "
+        "diffusion_config download_dir ec_transfer_config gdn_prefill_backend hf_config_path hf_token "
+        "io_processor_plugin kv_cache_memory_bytes kv_events_config kv_offloading_size kv_transfer_config "
+        "lora_target_modules mamba_block_size max_num_scheduled_tokens max_parallel_loading_workers "
+        "mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path "
+        "mm_processor_kwargs numa_bind_cpus numa_bind_nodes otlp_traces_endpoint override_attention_dtype "
+        "pooler_config prefix_match_unit quantization_config reasoning_config reasoning_parser_plugin "
+        "safetensors_load_strategy scheduler_cls served_model_name spec_method spec_model spec_tokens "
+        "speculative_config tokenizer_revision video_pruning_rate weight_transfer_config",
+    ),
+    (
+        (None, {}),
+        "additional_config attention_config eplb_config hf_overrides ir_op_priority kernel_config limit_mm_per_prompt "
+        "mamba_config media_io_kwargs model_class_overrides model_loader_extra_config override_generation_config "
+        "profiler_config",
+    ),
+    ((None, [], ()), "kv_cache_dtype_skip_layers logits_processors"),
+    ((None, set(), []), "cpu_offload_params offload_params"),
+    (
+        (0, 0.0),
+        "cpu_offload_gb mamba_cache_philox_rounds mm_ipc_gpu_memory_gb node_rank offload_group_size ubatch_size",
+    ),
+    (
+        (1,),
+        "cp_kv_cache_interleave_size data_parallel_size dcp_kv_cache_interleave_size decode_context_parallel_size "
+        "nnodes offload_num_in_group offload_prefetch_step pipeline_parallel_size prefill_context_parallel_size",
+    ),
+    (("",), "allowed_local_media_path model_weights reasoning_parser worker_extension_cls"),
+    (
+        ("auto",),
+        "config_format generation_config linear_backend lora_dtype mamba_cache_dtype mamba_ssm_cache_dtype model_impl "
+        "moe_backend offload_backend tokenizer_mode worker_cls",
+    ),
+    (("auto", "generate"), "runner task"),
+    (("auto", "none"), "convert"),
+    ((None, "mp", "uni"), "distributed_executor_backend"),
+    (("mp",), "data_parallel_backend"),
+    (("127.0.0.1",), "master_addr"),
+    ((29501,), "master_port"),
+    (("raw_logprobs",), "logprobs_mode"),
+    (("linear",), "expert_placement_strategy"),
+    (("ag_rs",), "dcp_comm_backend"),
+    (("allgather_reducescatter",), "all2all_backend"),
+    (("native",), "kv_offloading_backend"),
+    (("none",), "mamba_cache_mode"),
+    (("lru", None), "mm_processor_cache_type"),
+    (("weights",), "mm_encoder_tp_mode"),
+    (("direct_rpc",), "mm_tensor_ipc"),
+    ((1.5,), "mm_encoder_fp8_scale_save_margin"),
+    ((["original/**/*"], "original/**/*"), "ignore_patterns"),
+)
+VLLM_SETTINGS = {name: accepted for accepted, names in GROUPS for name in names.split()}
+STRUCTURED_OUTPUTS_CONFIG = {
+    "backend": (str,),  # llguidance makes the masks in any case
+    "disable_any_whitespace": (False,),  # compat.vllm's LLM takes these two, and changes schemas
+    "disable_additional_properties": (False,),
+    "enable_in_reasoning": (False,),
+    "reasoning_parser": ("",),
+    "reasoning_parser_plugin": ("",),
+}
+
+
+def translate(settings: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """The settings whose names are `known`, of settings that may be vLLM's.
+
+    ValueError for a value of vLLM's that would change something; TypeError for a name that neither engine has, with a
+    list of the known ones, and for a setting that is given under both of its names.
+    """
+    renamed: dict[str, Any] = {}
+    for given, value in settings.items():
+        name = ALIASES.get(given, given)
+        if name != given and name in settings:
+            raise TypeError(f"{given}={value!r}: is vLLM's name of {name!r}, which is given too")
+        if value is not None or given not in NONE_IS_DEFAULT:
+            renamed[name] = value
+    ours = select("setting", renamed, known, VLLM_SETTINGS)
+    config = renamed.get("structured_outputs_config") or {}
+    select("key of structured_outputs_config", config, (), STRUCTURED_OUTPUTS_CONFIG)
+    return ours
+
+
+def select(
+    kind: str, values: dict[str, Any], known: Collection[str], accepted: dict[str, tuple[Any, ...]]
+) -> dict[str, Any]:
+    """The values whose names are `known`. The others must be `accepted`, and are left out.
+
+    TypeError for a name that is neither, with a list of the known ones; ValueError for a value that is not accepted.
+    """
+    for name, value in values.items():
+        if name in known:
+            continue
+        if name not in accepted:
+            close = get_close_matches(name, known, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise TypeError(f"unknown {kind} {name!r}{hint}: must be one of {', '.join(known or accepted)}")
+        check_accepted(name, value, accepted[name])
+    return {name: value for name, value in values.items() if name in known}
+
+
+def check_accepted(name: str, value: Any, accepted: tuple[Any, ...]) -> None:
+    """ValueError unless `value` is one of `accepted`, of the same type, or of a type in it."""
+    for choice in accepted:
+        if isinstance(choice, type):
+            if isinstance(value, choice) and (choice is bool or not isinstance(value, bool)):
+                return
+        elif type(value) is type(choice) and value == choice:
+            return
+    bound = " or ".join(f"of type {x.__name__}" if isinstance(x, type) else repr(x) for x in accepted)
+    raise ValueError(f"{name}={value!r:.80}: is not supported; it must be {bound}, or left out")

@@ -1,0 +1,431 @@
+"""vLLM's vocabulary: what is accepted, what is refused, and programs that import vLLM."""
+
+import copy
+import dataclasses
+import json
+import math
+import os
+import pickle
+import subprocess
+import sys
+from enum import Enum
+from numbers import Real
+
+import pytest
+from conftest import TINY
+
+from nanovllm import LLM
+from nanovllm.compat import vllm
+from nanovllm.compat.params import ACCEPTED
+from nanovllm.compat.settings import STRUCTURED_OUTPUTS_CONFIG, VLLM_SETTINGS
+from nanovllm.config import Config
+
+GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+PROMPT = "HAMLET.\nTo be, or not to be"
+
+
+def config(**settings) -> Config:
+    return Config.create(TINY, {"device": "cpu"} | settings)
+
+
+def example(accepted: tuple):
+    """A value that is accepted."""
+    values = {bool: True, int: 3, Real: 0.5, str: "any", dict: {}, list: [1], Enum: vllm.RequestOutputKind.DELTA}
+    return values[accepted[0]] if isinstance(accepted[0], type) else accepted[0]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with vllm.LLM(TINY, block_size=16, max_num_seqs=None, enable_lora=False, max_lora_rank=16, max_logprobs=5) as llm:
+        yield llm
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def test_other_names():
+    resolved = config(block_size=32, num_gpu_blocks_override=7, enable_expert_parallel=True)
+    assert (resolved.kvcache_block_size, resolved.num_kvcache_blocks, resolved.expert_parallel) == (32, 7, True)
+    with pytest.raises(TypeError, match="block_size=16: is vLLM's name of 'kvcache_block_size', which is given too"):
+        config(block_size=16, kvcache_block_size=16)
+    with pytest.raises(ValueError, match="kvcache_block_size=8: must be at least 16"):
+        config(block_size=8)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention_backend",
+        "block_size",
+        "enable_prefix_caching",
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "max_model_len",
+        "num_gpu_blocks_override",
+        "quantization",
+        "structured_outputs_config",
+        "long_prefill_token_threshold",
+    ],
+)
+def test_defaults_that_are_none(name):
+    """In vLLM; of the last one it is 0."""
+    assert config(**{name: 0 if name.endswith("threshold") else None}) == config()
+
+
+def test_every_setting_has_a_value_that_changes_nothing(make_llm):
+    values = {name: example(accepted) for name, accepted in VLLM_SETTINGS.items()}
+    assert len(values) > 170 and config(**values) == config()
+    assert make_llm(**values).config.model == TINY
+
+
+def test_some_values_that_change_nothing():
+    config(
+        swap_space=4, compilation_config={"cudagraph_mode": "FULL"}, trust_remote_code=True, skip_tokenizer_init=False
+    )
+    config(structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": False}, hf_overrides={})
+    assert all(STRUCTURED_OUTPUTS_CONFIG.values())
+
+
+@pytest.mark.parametrize(
+    "name, value, accepted",
+    [
+        ("trust_remote_code", 0, "of type bool"),
+        ("tokenizer_mode", "slow", "'auto'"),
+        ("pipeline_parallel_size", 2, "1"),
+        ("pipeline_parallel_size", True, "1"),
+        ("distributed_executor_backend", "ray", "None or 'mp' or 'uni'"),
+        ("cpu_offload_gb", 10, "0 or 0.0"),
+        ("swap_space", None, "of type Real"),
+        ("swap_space", True, "of type Real"),
+        ("disable_log_stats", 1, "of type bool"),
+        ("compilation_config", "O3", "of type int or of type dict or None"),
+        ("enable_lora", True, "False"),
+        ("skip_tokenizer_init", True, "False"),
+        ("logprobs_mode", "raw_logits", "'raw_logprobs'"),
+    ],
+)
+def test_values_that_are_not_supported(name, value, accepted):
+    with pytest.raises(ValueError) as error:
+        config(**{name: value})
+    assert f"{name}={value!r}: is not supported; it must be {accepted}, or left out" == str(error.value)
+
+
+def test_structured_outputs_config():
+    for name in ("disable_any_whitespace", "disable_additional_properties"):  # an effect that only vllm.LLM has
+        with pytest.raises(ValueError, match=f"{name}=True: is not supported; it must be False"):
+            config(structured_outputs_config={name: True})
+        with pytest.raises(TypeError, match=f"{name}='yes': must be True or False"):
+            vllm.LLM(TINY, structured_outputs_config={name: "yes"})
+    with pytest.raises(
+        TypeError, match="unknown key of structured_outputs_config 'backends': must be one of backend, "
+    ):
+        config(structured_outputs_config={"backends": "auto"})
+    with pytest.raises(ValueError, match="structured_outputs_config='auto': is not supported; it must be of type dict"):
+        config(structured_outputs_config="auto")
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+
+
+def test_sampling_params():
+    """vLLM's default of max_tokens, and any of its own names with a value that changes nothing."""
+    assert vllm.SamplingParams().max_tokens == 16
+    values = {name: example(accepted) for name, accepted in ACCEPTED.items()}
+    assert vllm.SamplingParams(**values, guided_decoding=None) == vllm.SamplingParams()
+    assert vllm.SamplingParams(seed=-(2**63)).seed == 2**63 and vllm.SamplingParams(seed=-1).seed is None
+
+
+@pytest.mark.parametrize(
+    "params, kind, error",
+    [
+        ({"best_off": 2}, TypeError, "unknown parameter 'best_off': must be one of temperature, top_k, "),
+        ({"max_token": 2}, TypeError, "unknown parameter 'max_token' .did you mean 'max_tokens'..: must be one of"),
+        ({"guided_decoding": {}, "structured_outputs": {"regex": "a"}}, TypeError, "guided_decoding={}: is another"),
+        ({"seed": -(2**63) - 1}, ValueError, "seed=-9223372036854775809: must be at least"),
+        ({"flat_logprobs": 1}, TypeError, "flat_logprobs=1: must be True or False"),
+        ({"logprob_token_ids": [1]}, ValueError, r"logprob_token_ids=\[1\]: is not supported"),
+        ({"thinking_token_budget": 5}, ValueError, "thinking_token_budget=5: is not supported"),
+        ({"temperature": math.nan}, vllm.VLLMValidationError, "temperature=nan: must be finite"),
+    ],
+)
+def test_parameters_that_are_not_supported(params, kind, error):
+    with pytest.raises(kind, match=error):
+        vllm.SamplingParams(**params)
+
+
+def test_parameters_can_be_changed():
+    params = vllm.SamplingParams(stop=["a"])
+    params.max_tokens = 3
+    assert (params.max_tokens, params.stop) == (3, ("a",))
+    with pytest.raises(ValueError, match="temperature=-1"):
+        params.temperature = -1
+    with pytest.raises(TypeError, match="unknown parameter 'top_kk'"):
+        params.top_kk = 1
+    assert params == copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == dataclasses.replace(params)
+
+
+def test_structured_outputs_params():
+    for kind in (vllm.StructuredOutputsParams, vllm.GuidedDecodingParams):
+        form = kind(choice=["yes", "no"], regex=None, backend=None)
+        assert form.choice == ["yes", "no"] and form.json is None and form == pickle.loads(pickle.dumps(form))
+        assert vllm.SamplingParams(guided_decoding=form) == vllm.SamplingParams(structured_outputs=form)
+        assert vllm.SamplingParams(structured_outputs=form).structured_outputs == {"choice": ("yes", "no")}
+    schema = {"type": "object"}
+    for given in (schema, json.dumps(schema)):
+        compact = vllm.StructuredOutputsParams(json=given, disable_any_whitespace=True)
+        assert compact.json == {"type": "object", "x-guidance": {"whitespace_pattern": ""}}
+        closed = vllm.StructuredOutputsParams(json=given, disable_additional_properties=True)
+        assert closed.json == {"type": "object", "additionalProperties": False}
+    with pytest.raises(TypeError, match=r"structured_outputs\['json'\]=True: must be a JSON schema"):
+        vllm.StructuredOutputsParams(json=True, disable_any_whitespace=True)
+    with pytest.raises(ValueError, match=r"structured_outputs\['json'\]='{': is not JSON"):
+        vllm.StructuredOutputsParams(json="{", disable_any_whitespace=True)
+    with pytest.raises(ValueError, match="must have one of json"):
+        vllm.SamplingParams(structured_outputs=vllm.StructuredOutputsParams(regex="a", choice=["b"]))
+    with pytest.raises(ValueError, match="whitespace_pattern=' ': is not supported"):
+        vllm.StructuredOutputsParams(json={}, whitespace_pattern=" ")
+    with pytest.raises(TypeError, match="unknown option of structured outputs 'jso' .did you mean 'json'"):
+        vllm.StructuredOutputsParams(jso={})
+    with pytest.raises(AttributeError, match="no attribute 'yaml'"):
+        form.yaml  # noqa: B018
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------
+
+
+def test_engine(llm):
+    engine = llm.llm_engine
+    assert engine is llm and engine.model_config.max_model_len == llm.config.max_model_len == 2048
+    assert engine.model_config.get_vocab_size() == 2048 and engine.vllm_config.cache_config.enable_prefix_caching
+    assert engine.get_num_unfinished_requests() == 0 and not engine.has_unfinished_requests()
+    assert llm.config.kvcache_block_size == 16 and llm.config.seed == 0
+    default = llm.get_default_sampling_params()
+    assert (default.temperature, default.top_k, default.max_tokens) == (0.6, 20, 16)
+
+
+def test_generate(llm):
+    """The answers of our own engine, to every form of a prompt and with every argument."""
+    with LLM(TINY) as ours:
+        (expected,) = ours.generate(PROMPT, vllm.SamplingParams(**GREEDY), use_tqdm=False)
+    tokens = vllm.TokensPrompt(prompt_token_ids=expected.prompt_token_ids, multi_modal_data=None, cache_salt=None)
+    prompts = [PROMPT, vllm.TextPrompt(prompt=PROMPT), tokens]
+    for output in llm.generate(
+        prompts, vllm.SamplingParams(**GREEDY), use_tqdm=False, lora_request=None, mm_processor_kwargs=None
+    ):
+        assert isinstance(output, vllm.RequestOutput) and output.outputs == expected.outputs
+    assert len(llm.generate(prompts[0], use_tqdm=False, priority=[0])[0].token_ids) <= 16
+    with pytest.raises(ValueError, match="lora_request=LoRARequest.*is not supported"):
+        llm.generate(PROMPT, lora_request=vllm.LoRARequest("a", 1, "b"))
+    with pytest.raises(ValueError, match="cache_salt='x': is not supported"):
+        llm.generate({"prompt": PROMPT, "cache_salt": "x"})
+    with pytest.raises(TypeError, match="unknown argument 'lora'"):
+        llm.generate(PROMPT, lora=None)
+
+
+def test_without_a_tokenizer():
+    with vllm.LLM(TINY, skip_tokenizer_init=True) as llm:
+        for prompt in ("abc", {"prompt": "abc"}):
+            with pytest.raises(ValueError, match="must have token ids, because of `skip_tokenizer_init=True`"):
+                llm.generate(prompt)
+        with pytest.raises(ValueError, match="detokenize=False: must be True with stop="):
+            llm.generate([5, 6], vllm.SamplingParams(stop="x"))
+        for prompt in ([5, 6, 7], {"prompt_token_ids": [5, 6, 7]}):
+            (output,) = llm.generate(prompt, vllm.SamplingParams(**GREEDY, detokenize=True), use_tqdm=False)
+            assert output.text == "" and output.token_ids
+    with pytest.raises(TypeError, match="skip_tokenizer_init='yes': must be True or False"):
+        vllm.LLM(TINY, skip_tokenizer_init="yes")
+
+
+def test_flat_logprobs(llm):
+    params = [
+        vllm.SamplingParams(**GREEDY, logprobs=2, prompt_logprobs=1, flat_logprobs=flat) for flat in (True, False)
+    ]
+    flat, plain = llm.generate([PROMPT] * 2, params, use_tqdm=False)
+    assert type(flat.logprobs) is type(flat.prompt_logprobs) is vllm.FlatLogprobs and type(plain.logprobs) is list
+    assert flat == dataclasses.replace(plain, request_id=flat.request_id, metrics=flat.metrics)
+    params[1].flat_logprobs, params[1].prompt_logprobs = True, None
+    (flat,) = llm.chat([{"role": "user", "content": "a"}], params[1], False)
+    assert type(flat.logprobs) is vllm.FlatLogprobs and flat.prompt_logprobs is None
+
+
+def test_structured_outputs_config_of_an_engine():
+    """JSON without a space between its parts, and without properties that the schema does not name."""
+    inner = {"type": "object", "properties": {"type": {"enum": ["a", "b"]}}, "required": ["type"]}
+    schema = {
+        "type": "object",
+        "properties": {"x": inner, "y": {"type": "integer", "maximum": 99}},
+        "required": ["x", "y"],
+    }
+    params = vllm.SamplingParams(temperature=1.5, seed=0, max_tokens=60, structured_outputs={"json": schema})
+    config = {"backend": "guidance", "disable_any_whitespace": True, "disable_additional_properties": True}
+    with vllm.LLM(TINY, structured_outputs_config=config, max_model_len=128) as llm:
+        flat = vllm.SamplingParams(max_tokens=2, logprobs=1, flat_logprobs=True, structured_outputs={"json": schema})
+        assert type(llm.generate("a", flat, use_tqdm=False)[0].logprobs) is vllm.FlatLogprobs
+        for output in llm.generate(["a"] * 8, [params] * 8, use_tqdm=False):
+            answer = json.loads(output.text)
+            assert output.text == json.dumps(answer, separators=(",", ":"))
+            assert answer.keys() == {"x", "y"} and answer["x"].keys() == {"type"}
+
+
+def test_tokenization(llm):
+    def prompt_of(prompt, **options):
+        (output,) = llm.generate(prompt, vllm.SamplingParams(**GREEDY), use_tqdm=False, tokenization_kwargs=options)
+        return output.prompt_token_ids
+
+    ids = llm.get_tokenizer().encode(PROMPT)
+    for prompt in (PROMPT, {"prompt": PROMPT}, ids, {"prompt_token_ids": ids}):
+        assert prompt_of(prompt, truncate_prompt_tokens=3) == ids[-3:]
+        assert prompt_of(prompt, add_special_tokens=False) == ids
+    assert len(prompt_of(PROMPT * 500, truncate_prompt_tokens=-1)) == 2047
+    with pytest.raises(ValueError, match="truncate_prompt_tokens=-2: must be at least -1"):
+        prompt_of(PROMPT, truncate_prompt_tokens=-2)
+    with pytest.raises(ValueError, match="decoder prompt cannot be empty"):
+        prompt_of(PROMPT, truncate_prompt_tokens=0)
+    with pytest.raises(TypeError, match="padding"):
+        prompt_of(PROMPT, padding=True)
+
+
+def test_chat(llm):
+    conversation = [{"role": "user", "content": "What is 17 + 25?"}]
+    (plain,) = llm.chat(conversation, vllm.SamplingParams(**GREEDY), False, None, tools=None)
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (other,) = llm.chat([conversation], vllm.SamplingParams(**GREEDY), False, chat_template=template)
+    assert "user" in plain.prompt and other.prompt == "What is 17 + 25?"
+    with pytest.raises(ValueError, match="chat_template_content_format='openai'"):
+        llm.chat(conversation, chat_template_content_format="openai")
+
+
+def test_beam_search(llm):
+    params = vllm.BeamSearchParams(beam_width=2, max_tokens=4, temperature=0.0, length_penalty=1.0)
+    prompts = [{"prompt": PROMPT}, vllm.TokensPrompt(prompt_token_ids=[5, 6, 7]), PROMPT[:7]]
+    outputs = llm.beam_search(prompts, params, lora_request=None, concurrency_limit=2)
+    assert outputs == llm.beam_search(prompts, params) and len(outputs) == 3
+    for output, ids in zip(outputs, (llm.tokenizer.encode(PROMPT), [5, 6, 7], llm.tokenizer.encode(PROMPT[:7]))):
+        first, second = output.sequences
+        assert first.tokens[: len(ids)] == ids and first.text == llm.tokenizer.decode(first.tokens)
+        assert first.cum_logprob > second.cum_logprob
+    with pytest.raises(ValueError, match="concurrency_limit=-1: must be at least 1"):
+        llm.beam_search(prompts, params, concurrency_limit=-1)
+    with pytest.raises(ValueError, match="structured_outputs={'regex': 'a'}: is not supported"):
+        vllm.BeamSearchParams(2, 4, structured_outputs={"regex": "a"})
+
+
+# -- programs that import vLLM -----------------------------------------------------------------------------------------
+
+
+def test_tokenizer_of_a_revision():
+    with pytest.raises(ValueError, match="revision='v1': is not supported"):
+        vllm.get_tokenizer(TINY, revision="v1")
+
+
+PROGRAM = """
+from importlib.metadata import version
+from importlib.util import find_spec
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.lora.request import LoRARequest
+from vllm.renderers.hf import resolve_chat_template
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind, StructuredOutputsParams
+from vllm.tokenizers import get_tokenizer
+import vllm, vllm.inputs, vllm.outputs, sys
+
+assert find_spec("vllm") and version("vllm") == vllm.__version__
+model = sys.argv[1]
+arguments = dict(revision=None, dtype="auto", tokenizer=None, tokenizer_mode="auto", tokenizer_revision=None,
+    trust_remote_code=False, tensor_parallel_size=1, max_model_len=None, max_num_seqs=None, quantization=None,
+    seed=1234, enable_lora=False, max_lora_rank=16)
+llm = LLM(model=model, **arguments)
+tokenizer = get_tokenizer(model, tokenizer_mode="auto", trust_remote_code=False, revision=None, add_bos_token=False)
+template = resolve_chat_template(
+    tokenizer=tokenizer, chat_template=None, tools=None, model_config=llm.llm_engine.model_config)
+assert "im_start" in template
+score = SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=1, detokenize=False)
+answer = SamplingParams(max_tokens=4, stop=["\\n"], temperature=0.0, skip_special_tokens=False,
+    spaces_between_special_tokens=False)
+ids = tokenizer("HAMLET.", return_attention_mask=False).input_ids
+for params in (score, answer):
+    (output,) = llm.generate([TokensPrompt(prompt_token_ids=ids)], sampling_params=[params], use_tqdm=False,
+        lora_request=None)
+    print([*(output.prompt_logprobs or [])[1:]] != [], output.outputs[0].text == "")
+"""
+
+
+def test_program_that_imports_vllm(tmp_path):
+    """What lm-evaluation-harness's backend imports and calls."""
+    (tmp_path / "program.py").write_text("import sibling\n" + PROGRAM)
+    (tmp_path / "sibling.py").touch()
+    command = [sys.executable, "-m", "nanovllm.compat", str(tmp_path / "program.py"), TINY]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["True True", "False True"]
+    usage = subprocess.run(command[:3], capture_output=True, text=True, timeout=120)
+    assert usage.returncode == 1 and "usage: python -m nanovllm.compat" in usage.stderr
+
+
+ROWS = [
+    {"question": "What is 2 + 3?", "choices": ["5", "7", "9"], "answer": 0},
+    {"question": "HAMLET.\nTo be, or not to", "choices": ["be", "king", "lord"], "answer": 0},
+    {"question": "KING RICHARD.\nMy", "choices": ["the", "lord", "seven"], "answer": 1},
+]
+TASK = {
+    "dataset_path": "json",
+    "test_split": "test",
+    "doc_to_text": "{{question}}",
+}
+KINDS = {
+    "choice": {
+        "output_type": "multiple_choice",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "until": {
+        "output_type": "generate_until",
+        "doc_to_target": "{{choices[answer]}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 24, "do_sample": False, "temperature": 0.0},
+        "metric_list": [{"metric": "exact_match"}, {"metric": "bleu"}],
+    },
+}
+
+
+@pytest.mark.clients
+def test_lm_evaluation_harness(tmp_path):
+    """The answers and log-likelihoods are those of its backend for OpenAI's API."""
+    for package in ("lm_eval", "aiohttp", "fastapi"):
+        pytest.importorskip(package)
+    (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, ROWS)))
+    data = {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.json")}}}
+    for name, kind in KINDS.items():  # JSON is YAML
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({"task": name} | TASK | data | kind))
+
+    def evaluate(program: list[str], model: str, arguments: str) -> list:
+        """What the model answered to each request, and the metrics."""
+        out = tmp_path / model
+        options = f"--model {model} --model_args {arguments} --tasks choice,until --include_path {tmp_path}"
+        command = [sys.executable, "-m", *program, *options.split(), "--log_samples", "--output_path", str(out)]
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+        assert result.returncode == 0, result.stderr
+        samples = [json.loads(line) for file in sorted(out.rglob("samples_*")) for line in file.open()]
+        assert len(samples) == 2 * len(ROWS)
+        (metrics,) = [json.loads(file.read_text())["results"] for file in out.rglob("results_*")]
+        return [sample["resps"] for sample in samples], metrics
+
+    offline, metrics = evaluate(
+        ["nanovllm.compat", "lm_eval"], "vllm", f"pretrained={TINY},dtype=float32,max_length=512"
+    )
+    command = [sys.executable, "-m", "nanovllm", "serve", TINY, "--port=0", "--dtype=float32", "--device=cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            line = server.stdout.readline()
+            url = line[line.index("http://") :].split()[0]
+            name = f"model=tiny-qwen3,base_url={url}/v1/completions,tokenizer_backend=huggingface,tokenizer={TINY}"
+            online, online_metrics = evaluate(["lm_eval"], "local-completions", f"{name},max_length=512")
+        finally:
+            server.terminate()
+    assert metrics == online_metrics
+    for ours, theirs in zip(offline, online, strict=True):
+        for (answer,), (other,) in zip(ours, theirs, strict=True):
+            if isinstance(answer, str):
+                assert answer == other
+            else:  # (log-likelihood, whether it is greedy), as text
+                assert math.isclose(float(answer[0]), float(other[0]), abs_tol=1e-3) and answer[1] == other[1]
