@@ -1,5 +1,6 @@
 """The command line: flags from the settings, the commands, and the end of a server's process."""
 
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -22,7 +24,7 @@ CPU = ["--device=cpu", "--dtype=float32"]
 
 
 def parse(*arguments: str):
-    return cli.make_parser().parse_args(arguments)
+    return cli.parse(arguments)
 
 
 def test_every_setting_is_a_flag():
@@ -48,6 +50,124 @@ def test_every_setting_is_a_flag():
     assert given(parse("serve", "m"), Config) == {"model": "m"}
     options = parse("generate", "m", "p", "--temperature=0.5", "--stop=a", "--stop=b", "--seed=4", "--max-num-seqs=2")
     assert (options.temperature, options.stop, options.seed, options.max_num_seqs) == (0.5, ["a", "b"], 4, 2)
+
+
+VLLM_LINES = [
+    (
+        "Qwen/Qwen3-8B --tensor_parallel_size=2 --max_model_len 512 --enable_prefix_caching "
+        "--gpu_memory_utilization 0.5",
+        dict(tensor_parallel_size=2, max_model_len=512, enable_prefix_caching=True, gpu_memory_utilization=0.5),
+        {},
+    ),
+    (
+        "--trust-remote-code --model Qwen/Qwen3-8B -tp 2 -dp 1 -pp 1 --block-size 16 --num-gpu-blocks-override 9 -O3",
+        dict(tensor_parallel_size=2, kvcache_block_size=16, num_kvcache_blocks=9),
+        {},
+    ),
+    (
+        "--swap-space 4 --disable-log-requests --enable-chunked-prefill --no-enable-log-requests Qwen/Qwen3-8B",
+        {},
+        {},
+    ),
+    (
+        "Qwen/Qwen3-8B --enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser deepseek_r1 "
+        "--served-model-name a b --enable-prompt-tokens-details --enable-force-include-usage --uvicorn-log-level info",
+        {},
+        dict(
+            tool_call_parser="hermes",
+            reasoning_parser="think",
+            served_model_name=("a", "b"),
+            enable_force_include_usage=True,
+        ),
+    ),
+    (
+        '--allowed-origins ["*","https://x.org"] --allowed-methods ["*"] --root-path /v '
+        "--api-key a --api-key b Qwen/Qwen3-8B",
+        {},
+        dict(allowed_origins=("*", "https://x.org"), root_path="/v", api_key=("a", "b")),
+    ),
+    (
+        "--model=Qwen/Qwen3-8B --reasoning-parser qwen3 --tool-call-parser llama4_json --uds /tmp/x --no-enable-eplb",
+        {},
+        dict(reasoning_parser="think", tool_call_parser="llama3_json", uds="/tmp/x"),
+    ),
+]
+
+
+@pytest.mark.parametrize("line, engine, server", VLLM_LINES, ids=lambda value: str(value)[:30])
+def test_command_lines_of_vllm(monkeypatch, line, engine, server):
+    pytest.importorskip("fastapi")
+    from nanovllm.serve import server as serving
+
+    made = []
+    monkeypatch.setattr(serving, "listening_socket", lambda settings: contextlib.nullcontext(made.append(settings)))
+    monkeypatch.setattr(cli, "make_client", lambda *arguments: made.append(arguments) or MagicMock())
+    monkeypatch.setattr(serving, "run_server", lambda *arguments: 0)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["serve", *line.split()])
+    settings, (model, num_replicas, _, engine_settings) = made
+    assert (end.value.code, model, num_replicas, engine_settings) == (0, "Qwen/Qwen3-8B", 1, engine)
+    default = ServerSettings()
+    changed = {name: value for name, value in vars(settings).items() if value != getattr(default, name)}
+    assert changed == server
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--max-num", "3"], "unrecognized arguments"),  # no abbreviations: it could be another flag tomorrow
+        (["--enable-lora"], "enable_lora=True: is not supported"),
+        (["--pipeline-parallel-size", "2"], "pipeline_parallel_size=2: is not supported"),
+        (["--ssl-keyfile", "x"], "unrecognized arguments: --ssl-keyfile"),
+        (["--middleware", "x"], "unrecognized arguments: --middleware"),
+        (["--allow-credentials"], "allow_credentials=True: is not supported"),
+        (["--tool-call-parser", "qwen3_xml"], "tool_call_parser='qwen3_xml': must be one of"),
+        (["--reasoning-parser", "mistral"], "reasoning_parser='mistral': must be one of"),
+        (["--block-size", "16", "--kvcache-block-size", "16"], "block_size=16: is vLLM's name of"),
+        (["--chat-template", "/no/such/file"], "/no/such/file"),
+        (["--uds", "/no/such/folder/socket"], "uds='/no/such/folder/socket': No such file"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_flags_of_vllm_that_would_change_something(capsys, arguments, message):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["serve", "tiny-qwen3", *arguments])
+    assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_unix_socket_chat_template_and_forced_fields(tmp_path):
+    """The chat template of the server is a file here. No request asks for the usage or for ids instead of texts."""
+    httpx, openai = pytest.importorskip("httpx"), pytest.importorskip("openai")
+    pytest.importorskip("fastapi")
+    from nanovllm.serve import AsyncLLM
+    from nanovllm.serve.server import listening_socket, make_server
+
+    path, template = tmp_path / "socket", tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }} = ", "utf-8")
+    settings = ServerSettings(
+        uds=str(path), chat_template=str(template), enable_force_include_usage=True, return_tokens_as_token_ids=True
+    )
+    llm = AsyncLLM("tiny-qwen3", device="cpu", dtype="float32", num_kvcache_blocks=8)
+    server = make_server(llm, settings, "tiny-qwen3")
+    with listening_socket(settings) as listener:
+        listener.listen()
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        transport = httpx.HTTPTransport(uds=str(path))
+        with openai.OpenAI(
+            base_url="http://any.name/v1", api_key="x", http_client=httpx.Client(transport=transport)
+        ) as client:
+            messages = [{"role": "user", "content": "17 + 25"}]
+            ask = {"model": "tiny-qwen3", "messages": messages, "max_tokens": 2, "logprobs": 1}
+            chunks = [*client.chat.completions.create(**ask, stream=True)]
+        server.should_exit = True
+        thread.join(20)
+    llm.exit()
+    num_tokens = len(llm.engine.tokenizer.encode("17 + 25 = "))
+    assert [chunk.usage.prompt_tokens for chunk in chunks] == [num_tokens] * len(chunks)
+    logprobs = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs]
+    tokens = [entry.token for entries in logprobs for entry in entries.content]
+    assert tokens and all(token.startswith("token_id:") for token in tokens)
 
 
 @pytest.mark.parametrize("settings", [Config, ServerSettings])

@@ -15,8 +15,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.inbox import Inbox, OutputKind
 from nanovllm.engine.outputs import Logprob
 from nanovllm.serve import replicas
-from nanovllm.serve.api_server import Api
 from nanovllm.serve.engine_client import EngineDeadError
+from nanovllm.serve.info_api import info_router
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.replicas import group as group_module
 from nanovllm.serve.replicas import replica as replica_module
@@ -28,6 +28,7 @@ from nanovllm.serve.replicas.ray_data import NanoVLLM
 from nanovllm.serve.replicas.replica import Replica
 from nanovllm.serve.replicas.replica_request import ReplicaRequest
 from nanovllm.serve.replicas.routing import RoundRobin
+from nanovllm.serve.replicas.slot import ClusterDeadError
 
 assert AutoTokenizer  # imported here, as two threads that import it at the same time get in each other's way
 SETTINGS = dict(
@@ -294,7 +295,7 @@ def test_error_of_one_request():
             requests = [ReplicaRequest(request, front.ended.append) for request in made]
             requests[3].prompt_token_ids[0] = 10**6
             front.group.submit(requests)
-            with pytest.raises(ValueError, match="token id 1000000 is outside"):
+            with pytest.raises(ValueError, match="token id 1000000 is out of vocabulary"):
                 await requests[3].result()
             assert all([await request.result() for request in requests if request is not requests[3]])
             assert len(handles) == 2 and front.group.num_ready == 2
@@ -478,6 +479,25 @@ def test_restart_that_takes_too_long(monkeypatch, caplog):
     assert "replica 0 is not ready yet" in caplog.text
 
 
+def test_no_replica_can_be_started_any_more(monkeypatch):
+    """That ends all requests at once, also those that another replica computes: it has no Ray either."""
+
+    async def no_cluster(self):
+        raise ClusterDeadError("the cluster is gone")
+
+    async def run():
+        async with started(2) as (front, handles):
+            requests = front.submit(PROMPTS, SamplingParams(max_tokens=200, ignore_eos=True))
+            monkeypatch.setattr(LocalHandle, "start", no_cluster)
+            handles[0].lose()
+            for request in [*requests, *front.submit(PROMPTS)]:
+                with pytest.raises(ClusterDeadError, match="the cluster is gone"):
+                    await request.result()
+            assert isinstance(front.group.error, EngineDeadError)
+
+    asyncio.run(run())
+
+
 def test_losses_that_are_far_apart(monkeypatch):
     """A replica that has run for some minutes starts with a clean record."""
     monkeypatch.setattr(slot_module, "STABLE_SECONDS", 0.0)
@@ -525,9 +545,9 @@ def test_counters_of_replicas():
     def count(stats) -> tuple[int, int]:
         metrics._stats = [stats]
         metrics._count()
-        return metrics._engines[0]["prompt_tokens"], metrics._engines[0]["running"]
+        return metrics._engines[0]["prompt_tokens"], metrics._engines[0]["num_requests_running"]
 
-    metrics = Metrics(SimpleNamespace(on_end=[], num_unfinished=0), "tiny-qwen3")
+    metrics = Metrics(SimpleNamespace(on_end=[], num_unfinished=0, engine=None), "tiny-qwen3")
     assert count(reading(10)) == (10, 1)
     assert count(None) == (10, 0)
     assert count(reading(30, restarts=1)) == (40, 1)  # more than before the restart, which is seen all the same
@@ -542,12 +562,14 @@ def test_health_without_a_replica():
     from nanovllm.serve.replicas.async_replicas import AsyncReplicas
 
     client = object.__new__(AsyncReplicas)
-    client._is_closing, client.group = False, ReplicaGroup(LocalHandle, 2, 32, 16)
+    client._is_closing, client.group, client.on_end = False, ReplicaGroup(LocalHandle, 2, 32, 16), []
+    routes = info_router(SimpleNamespace(llm=client, model_names=["tiny-qwen3"])).routes
+    health = next(route.endpoint for route in routes if route.path == "/health")
     codes = []
     for num_ready in (2, 1, 0):
         for slot in client.group.slots:
             slot.is_ready = slot.index < num_ready
-        codes.append((client.health()["status"], asyncio.run(Api.health(SimpleNamespace(llm=client))).status_code))
+        codes.append((client.health()["status"], asyncio.run(health()).status_code))
     assert codes == [("ok", 200), ("degraded", 200), ("unavailable", 503)]
 
 

@@ -93,7 +93,7 @@ def test_offline_while_a_node_is_killed(cluster, expected):
             RayLLM("tiny-qwen3", num_replicas=30, **SETTINGS)
         with pytest.raises(ValueError, match="device='cuda:1': must be .*Ray chooses"):
             RayLLM("tiny-qwen3", **SETTINGS | {"device": "cuda:1"})
-        with pytest.raises(ValueError, match="prompt: is empty"):
+        with pytest.raises(ValueError, match="decoder prompt cannot be empty"):
             llm.generate(["fine", []])
         few = SamplingParams(max_tokens=2)
         refused = list(llm.generate_iter(["fine", 3.5, [], "fine"], few))
@@ -259,12 +259,61 @@ def test_ctrl_c_leaves_nothing(cluster):
     wait_until(lambda: not ranks & processes().keys(), 20)
 
 
+PRIVATE_RAY = """
+import threading
+
+from nanovllm import SamplingParams
+from nanovllm.serve.engine_client import EngineDeadError
+from nanovllm.serve.replicas import RayLLM
+
+settings = dict(device="cpu", dtype="float32", num_kvcache_blocks=16, max_num_seqs=4)
+with RayLLM("tiny-qwen3", actor_options={"num_cpus": 1}, **settings) as llm:
+    threading.Timer(0.5, print, ["running"], {"flush": True}).start()
+    for attempt in range(2):
+        try:
+            for _ in llm.as_completed(["a"] * 10_000, SamplingParams(max_tokens=1000, ignore_eos=True)):
+                pass
+        except EngineDeadError as error:
+            print(error, flush=True)
+"""
+
+
+def test_private_ray_is_killed():
+    """Calls that wait fail within a minute, later ones at once, and nothing is left."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    program = subprocess.Popen([sys.executable, "-c", PRIVATE_RAY], stdout=subprocess.PIPE, env=environment, text=True)
+    try:
+        assert program.stdout.readline() == "running\n"
+        own = children(program.pid)
+        raylet = next(pid for pid in own if processes().get(pid, "").partition(" ")[0].endswith("/raylet"))
+        os.kill(raylet, signal.SIGKILL)
+        start = monotonic()
+        message = "Ray has ended on this machine (its raylet is gone), so no replica can be started\n"
+        for seconds in (60, 61):
+            assert message in program.stdout and monotonic() - start < seconds  # Ray's own log is there too
+        assert program.wait(60) == 0
+        wait_until(lambda: not own & processes().keys(), 30)
+    finally:
+        program.kill()
+
+
 def processes() -> dict[int, str]:
     """The command line of each process."""
     lines = subprocess.run(
         ["ps", "-ewwo", "pid=,args="], capture_output=True, text=True, check=True
     ).stdout.splitlines()
     return {int(line.split(None, 1)[0]): line.split(None, 1)[-1] for line in lines}
+
+
+def children(pid: int) -> set[int]:
+    """The processes that a process has started, and those that they have started."""
+    lines = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout.splitlines()
+    parents = {int(child): int(parent) for child, parent in map(str.split, lines)}
+    found, new = set(), {pid}
+    while new:
+        new = {child for child, parent in parents.items() if parent in new}
+        found |= new
+    return found
 
 
 def test_ray_data(cluster, tmp_path):

@@ -38,6 +38,7 @@ CASES = [
     (JsonListParser, f"[{LLAMA_F}, {LLAMA_G}]", "", CALLS),
     (JsonListParser, f"[{LLAMA_F}", None, []),
     (lambda: NamedParser("g"), "{}", "", CALLS[1:]),
+    (lambda: NamedParser("g"), '{"a": "cut', None, []),
 ]
 
 
@@ -116,7 +117,7 @@ def test_chat_chunks():
         choices += answer.chunk_choices(0, StreamEvent(0, 0, 7, piece, [5], reason, None, None))
     deltas = [choice["delta"] for choice in choices]
     assert deltas[0] == {"role": "assistant", "content": ""} and deltas[-1] == {}
-    assert deltas[1:3] == [{"reasoning_content": "Well"}, {"content": "Hi"}]
+    assert deltas[1:3] == [{"reasoning": "Well", "reasoning_content": "Well"}, {"content": "Hi"}]
     calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
     assert [call["index"] for call in calls] == [0, 1] and len({call["id"] for call in calls}) == 2
     assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"a": "</x> é"}, {}]

@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from time import time
 from typing import Any, NamedTuple
 
 from fastapi import APIRouter, FastAPI, Request
@@ -12,33 +12,43 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Match
 
+from nanovllm import __version__
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve import chat
 from nanovllm.serve.answers import Answer
+from nanovllm.serve.anthropic_api import messages_router
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.completions import CompletionAnswer, Echo
 from nanovllm.serve.engine_client import EngineClient, EngineDeadError
-from nanovllm.serve.errors import ApiError, RequestTimeoutError, api_error, validation_error
+from nanovllm.serve.errors import ApiError, RequestTimeoutError, api_error, too_deep, unreadable_body, validation_error
 from nanovllm.serve.guard import Guard
-from nanovllm.serve.metrics import Metrics
+from nanovllm.serve.http_responses import ErrorResponse, EventStream, json_response, while_connected
+from nanovllm.serve.info_api import info_router
 from nanovllm.serve.protocol import (
     Body,
     ChatBody,
+    ChatFields,
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
+    StreamOptions,
     TokenizeBody,
     TokenizeChatBody,
+    beam_search_params,
     sampling_params,
 )
-from nanovllm.serve.responses import ClientGoneError, EventStream, error_response, json_response, while_connected
+from nanovllm.serve.responses_api import responses_router
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.structured import structured_outputs, with_own_field
+from nanovllm.serve.tokenized import tokenized
 from nanovllm.serve.tool_parsers import parser_for
 from nanovllm.serve.view import view_router
 
-MAX_BODY_IN_LOOP = 2**16  # bytes; a thread prepares what a longer body says, so that no other client waits
+# what is longer is prepared by a thread, so that no other client waits
+MAX_BODY_IN_LOOP = 2**16  # bytes
+MAX_MESSAGES_IN_LOOP = 256  # with those of previous responses
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 
 
@@ -46,15 +56,25 @@ def create_app(
     llm: EngineClient, settings: ServerSettings, model: str, is_closing: Callable[[], bool] = lambda: False
 ) -> FastAPI:
     """model: as it was given on the command line. `is_closing` tells the page's endless streams to end."""
-    app = FastAPI(title="nano-vllm", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="nano-vllm",
+        version=__version__,
+        openapi_url="/openapi.json" if settings.enable_openapi else None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     own_name = Path(model).absolute().name if Path(model).expanduser().is_dir() else model  # a hub id has a `/`
-    api = Api(llm, settings, settings.served_model_name or (own_name,))
+    api = Api(llm, settings, settings.served_model_name or (own_name,), own_name)
     app.include_router(api.router())
+    app.include_router(info_router(api))
+    app.include_router(messages_router(api))
+    app.include_router(responses_router(api.converse))
     if llm.engine is not None:  # the page shows the steps of one engine
         app.include_router(view_router(llm, is_closing=is_closing))
-    app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_error)
+    for kind in (RequestValidationError, ApiError, EngineDeadError, Exception):
+        app.add_exception_handler(kind, _on_error)
     app.add_middleware(Guard, settings=settings)
     if settings.allowed_origins:
         origins = [*settings.allowed_origins]
@@ -62,19 +82,27 @@ def create_app(
     return app
 
 
-async def _on_invalid_body(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return error_response(validation_error(error.errors()))
-
-
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """Of the framework: an unknown path, a wrong method, a body that it can't read."""
     assert isinstance(error, HTTPException)
-    return error_response(ApiError(error.status_code, str(error.detail)))
+    if isinstance(error.__cause__, (ValueError, RecursionError)):
+        return ErrorResponse(unreadable_body(error.__cause__))
+    headers = {"allow": ", ".join(_methods(request))} if error.status_code == 405 else {}
+    return ErrorResponse(ApiError(error.status_code, str(error.detail)), **headers)
+
+
+def _methods(request: Request) -> list[str]:
+    """What the path can be asked with."""
+    scopes = {method: {**request.scope, "method": method} for method in ("DELETE", "GET", "PATCH", "POST", "PUT")}
+    routes = request.app.routes
+    found = [name for name, scope in scopes.items() if any(x.matches(scope)[0] is Match.FULL for x in routes)]
+    return [*found, "HEAD"] if "GET" in found else found
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    return error_response(api_error(error))
+    if isinstance(error, RequestValidationError):
+        return ErrorResponse(validation_error(error.errors()))
+    return ErrorResponse(api_error(error))
 
 
 class Prepared(NamedTuple):
@@ -88,28 +116,25 @@ class Prepared(NamedTuple):
 class Api:
     """The routes, and what they share."""
 
-    def __init__(self, llm: EngineClient, settings: ServerSettings, model_names: Sequence[str]):
-        self.llm, self.settings, self.model_names = llm, settings, model_names
-        self.metrics = Metrics(llm, model_names[0])
+    def __init__(self, llm: EngineClient, settings: ServerSettings, model_names: Sequence[str], root: str):
+        """root: the model behind the names."""
+        self.llm, self.settings, self.model_names, self.root = llm, settings, model_names, root
         parser = settings.tool_call_parser
-        template = getattr(llm.processor.tokenizer, "chat_template", None)
-        self.tool_call_parser = parser_for(template) if parser == "auto" else parser
+        if settings.chat_template is not None:
+            llm.processor.tokenizer.chat_template = settings.chat_template
+        self.chat_template = getattr(llm.processor.tokenizer, "chat_template", None)
+        self.tool_call_parser = parser_for(self.chat_template) if parser == "auto" else parser
         # what the model recommends; the length of an answer is the API's own
         own, recommended = asdict(SamplingParams()), asdict(llm.processor.default_sampling_params())
         changed = {name: value for name, value in recommended.items() if value != own[name]}
         self.defaults = {name: value for name, value in changed.items() if name != "max_tokens"}
-        self.started = int(time())
 
     def router(self) -> APIRouter:
-        router, options = APIRouter(), dict[str, Any](response_model=None)
-        router.post("/v1/completions", **options)(self.completions)
-        router.post("/v1/chat/completions", **options)(self.chat_completions)
-        router.post("/tokenize", **options)(self.tokenize)
-        router.post("/detokenize", **options)(self.detokenize)
-        router.get("/v1/models", **options)(self.models)
-        router.get("/v1/models/{name:path}", **options)(self.model)
-        router.get("/health", **options)(self.health)
-        router.get("/metrics", **options)(self.metrics_text)
+        router = APIRouter()
+        router.post("/v1/completions")(self.completions)
+        router.post("/v1/chat/completions")(self.chat_completions)
+        router.post("/tokenize")(self.tokenize)
+        router.post("/detokenize")(self.detokenize)
         return router
 
     # -- generation ----------------------------------------------------------------------------------------------------
@@ -120,7 +145,9 @@ class Api:
                 raise ApiError(400, f"best_of={body.best_of}: must be {body.n or 1}, as `n`", "best_of")
             if body.echo and body.stream and body.logprobs is not None:
                 raise ApiError(400, "echo: can't be streamed together with logprobs", "echo")
-            special = {"logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
+            own = body.prompt_logprobs
+            prompt_logprobs = body.logprobs if own is None and body.echo else own
+            special = {"logprobs": body.logprobs, "prompt_logprobs": prompt_logprobs}
             if body.max_tokens is None:
                 special["max_tokens"] = COMPLETION_TOKENS
             elif body.max_tokens == 0 and body.echo:
@@ -130,25 +157,30 @@ class Api:
 
         async def make_answer(requests: Sequence[AsyncRequest]) -> Answer:
             echoes = [await self._echo(own) if body.echo else Echo() for own in requests]
-            return CompletionAnswer(body, self._model_name(body.model), requests, echoes)
+            return CompletionAnswer(body, self.model_name(body.model), requests, echoes)
 
         return await self._respond(body, request, prepare, make_answer)
 
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
+        return await self.converse(body, request, chat.ChatAnswer)
+
+    async def converse(self, body: ChatBody, request: Request, form: Callable[..., Answer]) -> Response:
+        """Answer a conversation. form: makes the answer, from the arguments of ChatAnswer."""
+
         def prepare() -> Prepared:
             if body.top_logprobs and not body.logprobs:
                 raise ApiError(400, "top_logprobs: needs logprobs=true", "top_logprobs")
             max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
             logprobs = (body.top_logprobs or 0) if body.logprobs else None
-            special = {"max_tokens": max_tokens, "logprobs": logprobs}
+            special = {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs}
             params = sampling_params(body, self.defaults, structured_outputs(body), **special)
-            return Prepared([chat.conversation(body)], params, chat.template_arguments(body))
+            return Prepared([chat.conversation(body)], params, self._template_arguments(body))
 
         async def make_answer(requests: Sequence[AsyncRequest]) -> Answer:
             make_parser = chat.make_tool_parser(body, self.tool_call_parser)
             finds_reasoning = self.settings.reasoning_parser == "think"
-            name, token_bytes = self._model_name(body.model), self.llm.token_bytes
-            return chat.ChatAnswer(body, name, requests, make_parser, finds_reasoning, token_bytes)
+            name, token_bytes = self.model_name(body.model), self.llm.token_bytes
+            return form(body, name, requests, make_parser, finds_reasoning, token_bytes)
 
         return await self._respond(body, request, prepare, make_answer)
 
@@ -160,6 +192,9 @@ class Api:
         make_answer: Callable[[Sequence[AsyncRequest]], Awaitable[Answer]],
     ) -> Response:
         """Check and queue the requests for all prompts, then answer at the end or piece by piece."""
+        if self.settings.enable_force_include_usage and body.stream:
+            body.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
+        body.return_tokens_as_token_ids = body.return_tokens_as_token_ids or self.settings.return_tokens_as_token_ids
         requests: list[AsyncRequest] = []
         seconds = self.settings.request_timeout
         timer = asyncio.get_running_loop().call_later(seconds, self._fail, requests)
@@ -171,10 +206,13 @@ class Api:
 
         async def queue() -> Answer:
             try:
-                is_long = len(await request.body()) > MAX_BODY_IN_LOOP
+                num_messages = len(getattr(body, "messages", ()))
+                is_long = len(await request.body()) > MAX_BODY_IN_LOOP or num_messages > MAX_MESSAGES_IN_LOOP
                 await self._submit(body, await asyncio.to_thread(prepare) if is_long else prepare(), requests)
                 return await make_answer(requests)
             except Exception as error:
+                if "recursion" in str(error) and not isinstance(error, ApiError):
+                    error = await asyncio.to_thread(too_deep, error, await request.body())
                 raise with_own_field(api_error(error, type(body).model_fields), body) from None
 
         async def complete() -> Response:
@@ -185,29 +223,36 @@ class Api:
             if not body.stream:
                 return await while_connected(request.receive, complete(), seconds)
             answer = await while_connected(request.receive, queue(), seconds)
-            stream = EventStream(answer.chunks(), end, seconds)
+            stream = EventStream(answer, end, seconds)
             return stream
-        except ClientGoneError:
-            return Response(status_code=499)  # nothing reads it any more
         except Exception as error:
-            return error_response(api_error(error))
+            return ErrorResponse(api_error(error))
         finally:
             if stream is None:
                 end()
 
     async def _submit(self, body: GenerationBody, prepared: Prepared, requests: list[AsyncRequest]) -> None:
         """Queue a request for each prompt, and add it to `requests`."""
-        self._model_name(body.model)
+        self.model_name(body.model)
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options: needs stream=true", "stream_options")
+        if body.stream and body.prompt_logprobs:
+            raise ApiError(400, "prompt_logprobs: can't be streamed", "prompt_logprobs")
         prompts, params, template_arguments = prepared
         if not prompts:
             raise ApiError(400, "prompt: there must be at least one", "prompt")
         if len(prompts) * params.n > (bound := self.settings.max_answers):
             raise ApiError(400, f"n={params.n}: times {len(prompts)} prompts is more than {bound} answers", "n")
-        in_pieces = bool(body.stream)
+        for name in ("use_beam_search", "cache_salt"):
+            if getattr(body, name) and self.llm.engine is None:
+                raise ApiError(400, f"{name}: is not supported with several replicas", name)
+        bound = self.llm.processor.max_model_len
+        own_params = beam_search_params(body, params, bound) if body.use_beam_search else params
         for prompt in prompts:
-            requests.append(await self.llm.submit(prompt, params, None, body.priority, template_arguments, in_pieces))
+            if body.add_special_tokens is not None or body.truncate_prompt_tokens is not None:
+                prompt = partial(tokenized, body, prompt, template_arguments, params.max_tokens)
+            arguments = prompt, own_params, None, body.priority, template_arguments, bool(body.stream), body.cache_salt
+            requests.append(await self.llm.submit(*arguments))
 
     @staticmethod
     def _fail(requests: Sequence[AsyncRequest]) -> None:
@@ -220,63 +265,44 @@ class Api:
         whole = await self.llm.detokenize(token_ids) if text is None else text
         return Echo(whole, await self.llm.detokenize(token_ids[:1]))
 
-    def _model_name(self, name: str | None) -> str:
+    def _template_arguments(self, body: ChatFields) -> dict[str, Any]:
+        return chat.template_arguments(body, self.chat_template, self.settings.trust_request_chat_template)
+
+    def model_name(self, name: str | None) -> str:
         """The name that an answer states. ApiError for a model that is not served here."""
         if name is not None and name not in self.model_names:
             raise ApiError(404, f"model {name!r:.80} is not served here", "model", "model_not_found")
         return self.model_names[0] if name is None else name
 
-    # -- the other routes ----------------------------------------------------------------------------------------------
+    # -- tokens --------------------------------------------------------------------------------------------------------
 
     async def tokenize(self, body: TokenizeBody | TokenizeChatBody, request: Request) -> Response:
         async def answer() -> dict[str, Any]:
-            self._model_name(body.model)
-            if isinstance(body, TokenizeBody):
-                token_ids = await self.llm.tokenize(body.prompt)
-            else:
-                conversation = await asyncio.to_thread(chat.conversation, body)
-                token_ids = await self.llm.tokenize(conversation, chat.template_arguments(body))
+            tokens = await self.prompt_token_ids(body)
             max_model_len = self.llm.processor.config.max_model_len
-            return {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids}
+            names = self.llm.processor.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+            return {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": names}
 
-        return await self._answer(body, request, answer())
+        return await self.answer(body, request, answer())
+
+    async def prompt_token_ids(self, body: ChatBody | TokenizeBody | TokenizeChatBody) -> list[int]:
+        """ApiError for a model that is not served here."""
+        self.model_name(body.model)
+        prompt, arguments = getattr(body, "prompt", None), None
+        if isinstance(body, ChatFields):
+            prompt, arguments = await asyncio.to_thread(chat.conversation, body), self._template_arguments(body)
+        return await self.llm.tokenize(partial(tokenized, body, prompt, arguments, None))
 
     async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
         async def answer() -> dict[str, Any]:
-            self._model_name(body.model)
+            self.model_name(body.model)
             return {"prompt": await self.llm.detokenize(body.tokens)}
 
-        return await self._answer(body, request, answer())
+        return await self.answer(body, request, answer())
 
-    async def _answer(self, body: Body, request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
+    async def answer(self, body: Body, request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
         """What `work` returns. It is cancelled if the client goes away, and after the time that a request may take."""
         try:
             return json_response(await while_connected(request.receive, work, self.settings.request_timeout))
-        except ClientGoneError:
-            return Response(status_code=499)  # nothing reads it any more
         except Exception as error:
-            return error_response(api_error(error, type(body).model_fields))
-
-    async def models(self) -> Response:
-        return json_response({"object": "list", "data": [self._model_entry(name) for name in self.model_names]})
-
-    async def model(self, name: str) -> Response:
-        try:
-            return json_response(self._model_entry(self._model_name(name)))
-        except ApiError as error:
-            return error_response(error)
-
-    def _model_entry(self, name: str) -> dict[str, Any]:
-        max_model_len = self.llm.processor.config.max_model_len
-        entry = {"id": name, "object": "model", "created": self.started, "owned_by": "nano-vllm"}
-        return entry | {"max_model_len": max_model_len}
-
-    async def health(self) -> Response:
-        try:
-            health = self.llm.health()
-            return json_response(health, 503 if health["status"] == "unavailable" else 200)
-        except EngineDeadError as error:
-            return error_response(api_error(error))
-
-    async def metrics_text(self) -> Response:
-        return Response(await self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+            return ErrorResponse(api_error(error, type(body).model_fields))

@@ -14,25 +14,37 @@ from nanovllm.serve.protocol import ChatBody, ChatFields, Message, NamedToolChoi
 from nanovllm.serve.reasoning import ReasoningParser, begins_inside
 from nanovllm.serve.tool_parsers import PARSERS, JsonListParser, NamedParser, ToolCall, ToolParser
 
+TEMPLATE_ROLES = {"developer": "system", "function": "tool"}  # OpenAI's newer and older names
+
 
 def conversation(body: ChatFields) -> list[prompts.Message]:
     """The messages, as chat templates read them."""
     return [_message(message, i) for i, message in enumerate(body.messages)]
 
 
-def template_arguments(body: ChatFields) -> dict[str, Any]:
-    """Arguments of the chat template, apart from the messages. ApiError for those that are none of the client's."""
+def template_arguments(body: ChatFields, template: str | None = None, is_trusting: bool = False) -> dict[str, Any]:
+    """Arguments of the chat template, apart from the messages. ApiError for those that are none of the client's.
+
+    template: the server's own. is_trusting: it renders those of its clients too, which are programs.
+    """
     own = body.chat_template_kwargs or {}
+    if body.chat_template not in (None, template) and not is_trusting:
+        message = "chat_template: is a program, which this server accepts only with --trust-request-chat-template"
+        raise ApiError(400, message, "chat_template")
     if reserved := own.keys() & {"chat_template", "tokenize", "tools", "messages", "conversation", "return_dict"}:
         raise ApiError(400, f"chat_template_kwargs: {min(reserved)!r} is not allowed here", "chat_template_kwargs")
     offers_tools = body.tools and getattr(body, "tool_choice", None) != "none"
     tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()] if offers_tools else None
-    return {
+    arguments: dict[str, Any] = {
         "add_generation_prompt": body.add_generation_prompt,
         "continue_final_message": body.continue_final_message,
         "tools": tools,
-        **own,
+        "documents": body.documents,
+        "chat_template": body.chat_template,
     }
+    if (effort := body.reasoning_effort) is not None:
+        arguments |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return arguments | own
 
 
 def make_tool_parser(body: ChatBody, name: str) -> Callable[[], ToolParser]:
@@ -54,7 +66,10 @@ class AnswerParser:
         self.num_calls = 0
 
     def feed(self, text: str, is_last: bool) -> dict[str, Any]:
-        """Those of "reasoning_content", "content" and "tool_calls" for which there is something new."""
+        """Those of "reasoning", "content" and "tool_calls" for which there is something new.
+
+        "reasoning_content" is an older name of "reasoning".
+        """
         reasoning = ""
         if self._reasoning is not None:
             reasoning, text = self._reasoning.feed(text, is_last)
@@ -62,12 +77,13 @@ class AnswerParser:
         if self._max_calls is not None:
             calls = calls[: self._max_calls - self.num_calls]
         self.num_calls += len(calls)
-        found = {"reasoning_content": reasoning, "content": content, "tool_calls": [_call_entry(x) for x in calls]}
+        found: dict[str, Any] = {"reasoning": reasoning, "reasoning_content": reasoning, "content": content}
+        found["tool_calls"] = [_call_entry(call) for call in calls]
         return {name: value for name, value in found.items() if value}
 
 
 class ChatAnswer(Answer):
-    id_prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    id_prefix, object_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     body: ChatBody
 
     def __init__(
@@ -83,7 +99,11 @@ class ChatAnswer(Answer):
         super().__init__(body, model, requests)
         self._token_bytes = {} if token_bytes is None else token_bytes
         self._make_tool_parser, self._finds_reasoning = make_tool_parser, finds_reasoning
+        self._hides_tokens = finds_reasoning and not body.include_reasoning  # those of the reasoning are among them
         self._streams: dict[int, AnswerParser] = {}  # by answer
+        last = body.messages[-1]
+        self._role = "assistant" if body.add_generation_prompt else last.role
+        self._echo = _text(last.content) if body.echo and last.role == self._role else ""
 
     def choices(self, prompt_index: int, output: RequestOutput) -> list[dict[str, Any]]:
         return [self._choice(answer) for answer in output.outputs]
@@ -94,36 +114,64 @@ class ChatAnswer(Answer):
         return AnswerParser(reasoning, self._make_tool_parser(), 1 if self.body.parallel_tool_calls is False else None)
 
     def _choice(self, answer: CompletionOutput) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "", **self._make_parser().feed(answer.text, is_last=True)}
-        if has_calls := "tool_calls" in message:
-            message["content"] = message["content"] or None
+        parser = self._make_parser()
+        message = {"role": self._role, "content": "", **self._entries(parser.feed(answer.text, is_last=True))}
+        is_called_freely = parser.num_calls and self.body.tool_choice in (None, "auto")
+        message["content"] = self._echo + message["content"] or (None if is_called_freely else "")
         return {
             "index": answer.index,
             "message": message,
             "logprobs": self._logprobs(answer.token_ids, answer.logprobs),
-            "finish_reason": _finish_reason(answer.finish_reason, has_calls),
+            "finish_reason": self._finish_reason(answer.finish_reason, parser.num_calls),
             "stop_reason": answer.stop_reason,
+            "token_ids": self._token_ids(answer.token_ids),
         }
+
+    def extras(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        return self.prompt_entries(outputs[0])
 
     def chunk_choices(self, prompt_index: int, event: StreamEvent) -> list[dict[str, Any]]:
         index, is_last, chunks = event.output_index, event.finish_reason is not None, []
         if (parser := self._streams.get(index)) is None:
             parser = self._streams[index] = self._make_parser()
-            chunks.append({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
-        delta = parser.feed(event.text, is_last)
+            chunks.append({"index": index, "delta": {"role": self._role, "content": self._echo}, "finish_reason": None})
+        delta = self._entries(parser.feed(event.text, is_last))
         if calls := delta.get("tool_calls"):
             first = parser.num_calls - len(calls)
             delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls, first)]
-        if delta or is_last or event.logprobs is not None or self.body.includes_usage_everywhere:
-            choice = {"index": index, "delta": delta, "logprobs": self._logprobs(event.token_ids, event.logprobs)}
-            choice["finish_reason"] = _finish_reason(event.finish_reason, parser.num_calls > 0)
+        logprobs, token_ids = self._logprobs(event.token_ids, event.logprobs), self._token_ids(event.token_ids)
+        if delta or is_last or logprobs is not None or token_ids or self.body.includes_usage_everywhere:
+            choice = {"index": index, "delta": delta, "logprobs": logprobs, "token_ids": token_ids}
+            choice["finish_reason"] = self._finish_reason(event.finish_reason, parser.num_calls)
             if is_last:
                 choice["stop_reason"] = event.stop_reason
             chunks.append(choice)
         return chunks
 
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
+        chunk = super()._chunk(choices, usage)
+        if self.body.return_token_ids and any("role" in choice["delta"] for choice in choices):
+            chunk["prompt_token_ids"] = self.requests[0].prompt_token_ids
+        return chunk
+
+    def _entries(self, found: dict[str, Any]) -> dict[str, Any]:
+        """What the parser has found, as far as the client wants it, and in the older form of `functions`."""
+        if not self.body.include_reasoning:
+            found = {name: value for name, value in found.items() if not name.startswith("reasoning")}
+        if self.body.functions is not None and "tool_calls" in found:
+            found["function_call"] = found.pop("tool_calls")[0]["function"]
+        return found
+
+    def _token_ids(self, token_ids: list[int]) -> list[int] | None:
+        return token_ids if self.body.return_token_ids and not self._hides_tokens else None
+
+    def _finish_reason(self, reason: str | None, num_calls: int) -> str | None:
+        if reason != "stop" or not num_calls:
+            return reason
+        return "tool_calls" if self.body.functions is None else "function_call"
+
     def _logprobs(self, token_ids: Iterable[int], logprobs: Iterable[Mapping[int, Logprob]] | None) -> dict | None:
-        if logprobs is None:
+        if logprobs is None or self._hides_tokens:
             return None
         num_top, content = self.body.top_logprobs or 0, []
         for token_id, found in zip(token_ids, logprobs):
@@ -134,25 +182,31 @@ class ChatAnswer(Answer):
 
     def _logprob_entry(self, token_id: int, found: Logprob) -> dict[str, Any]:
         data = self._token_bytes[token_id]
-        return {"token": found.decoded_token or "", "logprob": logprob_value(found), "bytes": [*data]}
+        token = self.token_text(token_id, found.decoded_token)
+        return {"token": token, "logprob": logprob_value(found), "bytes": [*data]}
 
 
 def _call_entry(call: ToolCall) -> dict[str, Any]:
     return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": call._asdict()}
 
 
-def _finish_reason(reason: str | None, has_calls: bool) -> str | None:
-    return "tool_calls" if has_calls and reason == "stop" else reason
-
-
 def _message(message: Message, index: int) -> dict[str, Any]:
-    """Arguments of calls as objects, which every template can write; "developer" is OpenAI's newer name of "system"."""
+    """Arguments of calls as objects, which every template can write, and all under the names that templates know."""
     plain = message.model_dump(exclude_unset=True) | {"content": message.content or ""}
-    if message.role == "developer":
-        plain["role"] = "system"
-    if message.tool_calls is not None:
-        plain["tool_calls"] = [_plain_call(call, f"messages[{index}].tool_calls") for call in message.tool_calls]
+    plain["role"] = TEMPLATE_ROLES.get(message.role, message.role)
+    if reasoning := message.reasoning or message.reasoning_content:
+        plain |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    calls, name = message.tool_calls, "tool_calls"
+    if calls is None and message.function_call is not None:
+        calls, name = [{"type": "function", "function": plain.pop("function_call")}], "function_call"
+    if calls is not None:
+        plain["tool_calls"] = [_plain_call(call, f"messages[{index}].{name}") for call in calls]
     return plain
+
+
+def _text(content: str | list[dict[str, Any]] | None) -> str:
+    """Of a message, whose parts the template has accepted."""
+    return "\n".join([part["text"] for part in content]) if isinstance(content, list) else content or ""
 
 
 def _plain_call(call: dict[str, Any], path: str) -> dict[str, Any]:

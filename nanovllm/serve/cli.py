@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nanovllm.serve.flags import HelpFormatter, add_flags, given
 from nanovllm.serve.settings import ServerSettings
+from nanovllm.serve.vllm_flags import translate_flags
 
 if TYPE_CHECKING:
     from nanovllm.serve.engine_client import EngineClient
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] == "bench":  # its arguments are its own
         bench(arguments[1:])
-    options = make_parser().parse_args(arguments)
+    options = parse(arguments)
     try:
         sys.exit(options.run(options))
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -37,6 +38,23 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of a command; `vllm_settings` of `serve` are those of vLLM's engine that are no flags here."""
+    from nanovllm.config import Config
+
+    parser = make_parser()
+    if not arguments or arguments[0] != "serve":
+        return parser.parse_args(arguments)
+    own = {"data_parallel_size", *Config.__dataclass_fields__, *ServerSettings.__dataclass_fields__}
+    try:
+        rest, settings = translate_flags(arguments[1:], own)
+    except ValueError as error:
+        parser.error(str(error))
+    options = parser.parse_args(["serve", *rest])
+    options.vllm_settings = settings
+    return options
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -48,9 +66,10 @@ def make_parser() -> argparse.ArgumentParser:
     model = "a folder in the Hugging Face layout, a hub id, or tiny-qwen3, which is part of this package"
 
     text = "Serve a model with OpenAI's HTTP API, at http://127.0.0.1:8000 unless told otherwise."
-    command = commands.add_parser("serve", help=text, description=text, formatter_class=HelpFormatter)
+    settings = dict[str, Any](formatter_class=HelpFormatter, allow_abbrev=False)
+    command = commands.add_parser("serve", help=text, description=text, **settings)
     command.add_argument("model", metavar="MODEL", help=model)
-    add_flags(command, ServerSettings, "server")
+    add_flags(command, ServerSettings, "server", several=("served_model_name",))
     text = "how many answers may wait in addition to the max_num_seqs that run; further ones get a 429 (default: 1024)"
     command.add_argument("--max-queued-requests", type=int, metavar="N", default=1024, help=text)
     text = "how many engines answer, each on GPUs of its own, as actors of Ray (default: 1, without Ray)"
@@ -59,7 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.set_defaults(run=serve)
 
     text = "Print a model's answer to a prompt while it is generated."
-    command = commands.add_parser("generate", help=text, description=text, formatter_class=HelpFormatter)
+    command = commands.add_parser("generate", help=text, description=text, **settings)
     command.add_argument("model", metavar="MODEL", help=model)
     command.add_argument("prompt", metavar="PROMPT", help="the prompt, or - to read it from the standard input")
     text = "the prompt is a user's message (default: if the model has a chat template)"
@@ -79,11 +98,13 @@ def serve(options: argparse.Namespace) -> int:
         from nanovllm.serve import server
     except ImportError as error:
         raise ImportError(f"{error.name} is not installed; pip install 'nano-vllm[serve]'") from error
+    from nanovllm.compat.settings import translate
     from nanovllm.config import Config
 
     settings = ServerSettings(**given(options, ServerSettings))
     show_log()
-    engine_settings = {name: value for name, value in given(options, Config).items() if name != "model"}
+    own = {name: value for name, value in given(options, Config).items() if name != "model"}
+    engine_settings = translate(own | options.vllm_settings, Config.__dataclass_fields__)
     with server.listening_socket(settings) as listener:  # an address that is in use is an error at once
         sys.setswitchinterval(SWITCH_INTERVAL)
         llm = make_client(options.model, options.data_parallel_size, options.max_queued_requests, engine_settings)

@@ -20,7 +20,7 @@ class Echo(NamedTuple):
 
 
 class CompletionAnswer(Answer):
-    id_prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
+    id_prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
     body: CompletionBody
 
     def __init__(self, body: CompletionBody, model: str, requests: Sequence[AsyncRequest], echoes: Sequence[Echo]):
@@ -43,24 +43,29 @@ class CompletionAnswer(Answer):
         echo, choices = self._echoes[prompt_index], []
         for answer in output.outputs:
             found = None
-            if answer.logprobs is not None and output.prompt_logprobs is not None:  # because of `echo`
+            if answer.logprobs is not None and self.body.echo and output.prompt_logprobs is not None:
                 token_ids = [*output.prompt_token_ids, *answer.token_ids]
                 found = self._logprobs(token_ids, [*output.prompt_logprobs, *answer.logprobs], 0, echo.first_token)
             elif answer.logprobs is not None:
                 found = self._logprobs(answer.token_ids, answer.logprobs, len(echo.text))
-            choices.append(self._choice(prompt_index, answer, echo.text + answer.text, found))
+            choice = self._choice(prompt_index, answer, echo.text + answer.text, found)
+            choices.append(choice | self.prompt_entries(output))
         return choices
 
     def chunk_choices(self, prompt_index: int, event: StreamEvent) -> list[dict[str, Any]]:
         number = self._number(prompt_index, event.output_index)
-        text = event.text if number in self._num_characters else self._echoes[prompt_index].text + event.text
+        is_first = number not in self._num_characters
+        text = self._echoes[prompt_index].text + event.text if is_first else event.text
         offset = self._num_characters.get(number, len(text) - len(event.text))
         self._num_characters[number] = offset + len(event.text)
         found = None if event.logprobs is None else self._logprobs(event.token_ids, event.logprobs, offset)
         is_empty = not text and found is None and event.finish_reason is None
-        if is_empty and not self.body.includes_usage_everywhere:
+        if is_empty and not (self.body.includes_usage_everywhere or self.body.return_token_ids):
             return []
-        return [self._choice(prompt_index, event, text, found)]
+        choice = self._choice(prompt_index, event, text, found)
+        if is_first and self.body.return_token_ids:
+            choice["prompt_token_ids"] = self.requests[prompt_index].prompt_token_ids
+        return [choice]
 
     def _choice(self, prompt_index: int, answer, text: str, logprobs: dict | None) -> dict[str, Any]:
         index = answer.output_index if isinstance(answer, StreamEvent) else answer.index
@@ -70,24 +75,25 @@ class CompletionAnswer(Answer):
             "logprobs": logprobs,
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
+            "token_ids": answer.token_ids if self.body.return_token_ids else None,
         }
 
     def _number(self, prompt_index: int, answer_index: int) -> int:
         """Of a choice: all answers to the first prompt come before those to the second."""
-        return prompt_index * self.requests[0].num_answers + answer_index
+        return prompt_index * (self.body.n or 1) + answer_index
 
-    @staticmethod
     def _logprobs(
-        token_ids: Sequence[int], logprobs: TokenLogprobs, offset: int, first_token: str = ""
+        self, token_ids: Sequence[int], logprobs: TokenLogprobs, offset: int, first_token: str = ""
     ) -> dict[str, list]:
         """offset: the number of characters before the first token. `first_token` is its text if it has no logprobs."""
         result: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, found in zip(token_ids, logprobs):
             token = (found[token_id].decoded_token or "") if found else first_token
-            result["tokens"].append(token)
+            result["tokens"].append(self.token_text(token_id, token))
             result["token_logprobs"].append(logprob_value(found[token_id]) if found else None)
-            top = {x.decoded_token or f"token_id:{i}": logprob_value(x) for i, x in found.items()} if found else None
-            result["top_logprobs"].append(top)
+            items = found.items() if found else ()
+            top = {self.token_text(i, x.decoded_token) or f"token_id:{i}": logprob_value(x) for i, x in items}
+            result["top_logprobs"].append(top or None)
             result["text_offset"].append(offset)
             offset += len(token)
         return result

@@ -6,19 +6,27 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from hashlib import blake2b
+from typing import Any, TypeVar
 
+from nanovllm.engine.beam_search import beam_requests
 from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
 from nanovllm.engine.inbox import Inbox, OutputKind
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.outputs import RequestOutput, StreamEvent
-from nanovllm.engine.prompts import Prompt
+from nanovllm.engine.prompts import Prompt, TokensPrompt
 from nanovllm.engine.request import CompletionRequest
 from nanovllm.llm import LLM
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.serve.async_request import AsyncRequest, PartialOutput
+from nanovllm.serve.beams import BeamCompletion
+from nanovllm.serve.prompt_lanes import LongTextError, PromptLane
+from nanovllm.serve.turns import ClientTurns
 from nanovllm.utils.checks import check_int
+
+T = TypeVar("T")
+PromptSource = Prompt | Callable[[PromptLane], Prompt]
 
 
 class QueueFullError(RuntimeError):
@@ -32,9 +40,9 @@ class EngineDeadError(RuntimeError):
 class EngineClient(ABC):
     """`async for output in llm.generate(prompt, params)`, for any number of tasks of one event loop at a time.
 
-    A small pool of threads renders chat templates and tokenizes, and another one compiles grammars. A subclass computes
-    the answers: AsyncLLM with an engine in this process, AsyncReplicas with engines in other processes. It calls
-    `_forget` when a request has ended.
+    A small pool of threads renders chat templates and tokenizes, one thread tokenizes what is long, and another pool
+    compiles grammars. A subclass computes the answers: AsyncLLM with an engine in this process, AsyncReplicas with
+    engines in other processes. It calls `_forget` when a request has ended.
     """
 
     engine: LLM | None = None  # that runs in this process
@@ -44,9 +52,8 @@ class EngineClient(ABC):
         """max_live: how many answers may run and wait. Each of `n` counts."""
         self.processor, self.max_live = processor, max_live
         self.on_failure: list[Callable[[BaseException], None]] = []  # called, by any thread, when the engine has failed
-        self.on_end: list[
-            Callable[[AsyncRequest], None]
-        ] = []  # called by the event loop's thread when a request has ended
+        # called by the event loop's thread when a request has ended
+        self.on_end: list[Callable[[AsyncRequest], None]] = []
         self.token_bytes = TokenBytes(processor.tokenizer, skip_special_tokens=False)
         # one for callers that read every piece, one for those that wait for the complete answer
         self._inboxes = [Inbox(OutputKind.EVENTS), Inbox(OutputKind.TOKENS)]
@@ -55,8 +62,11 @@ class EngineClient(ABC):
         self._names: dict[str, AsyncRequest | None] = {}  # by the caller's id; None while the prompt is tokenized
         self._num_live = 0  # answers
         self._numbers = itertools.count()
+        self._lane = PromptLane(processor, takes_long_texts=False)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="nanovllm-tokenizer")
-        self._grammar_pool = ThreadPoolExecutor(2, thread_name_prefix="nanovllm-grammar")  # compiling may take seconds
+        self._long_pool = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-long-texts")
+        self._grammar_pool = ThreadPoolExecutor(8, thread_name_prefix="nanovllm-grammar")  # compiling may take seconds
+        self._grammar_turns = ClientTurns(2)  # half of the processes that compile
         self._is_closing = False
 
     # -- what computes the requests ------------------------------------------------------------------------------------
@@ -139,17 +149,20 @@ class EngineClient(ABC):
 
     async def submit(
         self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        prompt: PromptSource,
+        sampling_params: SamplingParams | BeamSearchParams | None = None,
         request_id: str | None = None,
         priority: int = 0,
         chat_template_kwargs: Mapping | None = None,
         in_pieces: bool = True,
+        cache_salt: str | None = None,
     ) -> AsyncRequest:
         """Queue a request, and return what `generate` and `stream` read from. The caller must `discard` it in the end.
 
         With `in_pieces=False` there is only its `result`, which takes less of the host's time. Arguments and errors are
-        those of `generate`.
+        those of `generate`. A thread that tokenizes calls a `prompt` that is a function. Only requests of the same
+        `cache_salt` find each other's prompts in the prefix cache. Beam searches have only a `result`. There are
+        neither of these with replicas.
         """
         self.check_open()
         self._use_running_loop()
@@ -164,17 +177,24 @@ class EngineClient(ABC):
         self._num_live += num_answers
         self._names[name] = None
         try:
-            make = partial(
-                self.processor.request,
-                prompt,
-                sampling_params,
-                self._inboxes[0 if in_pieces else 1],
-                template_arguments=chat_template_kwargs,
-                priority=priority,
-            )
-            has_grammar = getattr(sampling_params, "structured_outputs", None) is not None
-            pool = self._grammar_pool if has_grammar else self._pool
-            made = await self._in_thread(pool, make)
+            inbox = self._inboxes[0 if in_pieces else 1]
+
+            def make(tokens: TokensPrompt) -> Any:
+                if isinstance(sampling_params, BeamSearchParams):
+                    return beam_requests(self.processor, tokens, sampling_params, inbox, [priority], BeamCompletion)[0]
+                request = self.processor.request(tokens, sampling_params, inbox, priority=priority)
+                if cache_salt is not None:
+                    salt = blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+                    for seq in request.group:
+                        seq.cache_salt = int.from_bytes(salt, "little")
+                return request
+
+            tokenize = partial(_tokenize, prompt, chat_template_kwargs)
+            if getattr(sampling_params, "structured_outputs", None) is None:
+                made = await self._in_lane(lambda lane: make(tokenize(lane)))
+            else:
+                compile_for = partial(make, await self._in_lane(tokenize))
+                made = await self._grammar_turns.run(lambda: self._in_thread(self._grammar_pool, compile_for))
             self.check_open()
             request = self._start(made, name)
         except BaseException:
@@ -198,11 +218,10 @@ class EngineClient(ABC):
         if (request := self._names.get(request_id)) is not None:
             self._abort(request)
 
-    async def tokenize(self, prompt: Prompt, chat_template_kwargs: Mapping | None = None) -> list[int]:
-        """The token ids of a prompt, with the errors of `generate`."""
+    async def tokenize(self, prompt: PromptSource, chat_template_kwargs: Mapping | None = None) -> list[int]:
+        """The token ids of a prompt, with the arguments and errors of `submit`."""
         self.check_open()
-        call = partial(self.processor.tokenize, prompt, chat_template_kwargs)
-        return (await self._in_thread(self._pool, call))[1]
+        return (await self._in_lane(partial(_tokenize, prompt, chat_template_kwargs)))["prompt_token_ids"]
 
     async def detokenize(self, token_ids: list[int]) -> str:
         """The text of tokens, special ones included. ValueError for an id outside of the vocabulary."""
@@ -216,10 +235,22 @@ class EngineClient(ABC):
 
         return await self._in_thread(self._pool, decode)
 
-    async def _in_thread(self, pool: ThreadPoolExecutor, call: Callable[[], Any]) -> Any:
+    async def _in_lane(self, call: Callable[[PromptLane], T]) -> T:
+        """What `call` returns, in a thread of the lane that the length of its text needs. It may be called twice."""
+        try:
+            return await self._in_thread(self._pool, partial(call, self._lane))
+        except LongTextError:
+            return await self._in_thread(self._long_pool, lambda: call(self._long_lane))
+
+    @cached_property
+    def _long_lane(self) -> PromptLane:
+        """Made by its own thread when a long text arrives, as a copy of a large tokenizer takes a second."""
+        return PromptLane(self.processor, takes_long_texts=True)
+
+    async def _in_thread(self, pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
         """What `call` returns in a thread of `pool`. EngineDeadError if the engine ends before that."""
 
-        def checked_call() -> Any:
+        def checked_call() -> T:
             self.check_open()
             return call()
 
@@ -228,6 +259,11 @@ class EngineClient(ABC):
         except RuntimeError:
             self.check_open()  # then that is why
             raise
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are running or waiting, each with one answer or several."""
+        return len(self._names)
 
     @property
     def num_unfinished(self) -> int:
@@ -267,7 +303,7 @@ class EngineClient(ABC):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _close_pools(self) -> None:
-        for pool in (self._pool, self._grammar_pool):
+        for pool in (self._pool, self._long_pool, self._grammar_pool):
             pool.shutdown(wait=False)  # what waits there gets an EngineDeadError
 
     async def __aenter__(self):
@@ -276,3 +312,8 @@ class EngineClient(ABC):
 
     async def __aexit__(self, *exception) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.exit)
+
+
+def _tokenize(prompt: PromptSource, chat_template_kwargs: Mapping | None, lane: PromptLane) -> TokensPrompt:
+    text, token_ids = lane.tokenize(prompt(lane) if callable(prompt) else prompt, chat_template_kwargs)
+    return {"prompt_token_ids": token_ids} if text is None else {"prompt_token_ids": token_ids, "prompt": text}

@@ -1,15 +1,23 @@
-"""Errors of the HTTP API, in the shape of OpenAI's: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors of the HTTP API, in the shape of OpenAI's: `{"error": {"message", "type", "param", "code"}}`.
 
+Those of `/v1/messages` have Anthropic's: `{"type": "error", "error": {"type", "message", "details": {"error_code"}}}`.
+"""
+
+import json
 import logging
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from nanovllm.serve.engine_client import EngineDeadError, QueueFullError
 
 logger = logging.getLogger("nanovllm")
+MAX_MESSAGE = 500  # characters; a message may quote what a client has sent
+MAX_LEVELS = 100  # of lists and objects within each other; the templates and the grammars fail beyond
 RETRY_SECONDS = 1  # for clients that are refused because the queue is full
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+MESSAGES_PATH = "/v1/messages"  # Anthropic's API
+MESSAGES_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error", 504: "timeout_error"}
 
 
 class ApiError(Exception):
@@ -19,15 +27,29 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """names: what the client calls a field, for fields of other names."""
+        if self.param is not None and (own := names.get(self.param)) is not None:
+            self.message, self.param = self.message.replace(self.param, own, 1), own
+
     @property
     def headers(self) -> dict[str, str]:
         if self.status == 401:
             return {"www-authenticate": "Bearer"}
         return {"retry-after": str(RETRY_SECONDS)} if self.status in (429, 503) else {}
 
-    def body(self) -> dict:
+    def body(self, path: str = "") -> dict:
+        """As a client of the API at this path reads it."""
         kind = TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")
+        if MESSAGES_PATH in path:
+            error = {"type": MESSAGES_TYPES.get(self.status, kind), "message": self.message}
+            details = {} if self.code is None else {"details": {"error_code": self.code}}
+            return {"type": "error", "error": error | details}
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class ClientGoneError(Exception):
+    """The client has closed its connection."""
 
 
 class RequestTimeoutError(Exception):
@@ -46,6 +68,8 @@ def api_error(error: BaseException, fields: Container[str] | None = None) -> Api
         return ApiError(429, f"the server is full: {error}", code="queue_full")
     if isinstance(error, EngineDeadError):
         return ApiError(503, "the engine is not running", code="engine_dead")
+    if isinstance(error, ClientGoneError):
+        return ApiError(499, "the client has closed its connection")  # nothing reads this any more
     if isinstance(error, RequestTimeoutError):
         return ApiError(504, "the request took longer than this server allows", code="timeout")
     if isinstance(error, (ValueError, TypeError)) and fields is not None:
@@ -59,7 +83,31 @@ def _bad_request(message: str, fields: Container[str]) -> ApiError:
     is_too_long = name == "prompt" and "max_model_len" in message
     if name == "prompt" and "messages" in fields:
         name = "messages"
-    return ApiError(400, message, name if name in fields else None, "context_length_exceeded" if is_too_long else None)
+    code = "context_length_exceeded" if is_too_long else None
+    return ApiError(400, message[:MAX_MESSAGE], name if name in fields else None, code)
+
+
+def unreadable_body(cause: BaseException | None) -> ApiError:
+    """Of a body that Python's JSON parser has given up."""
+    message = "the body is not valid JSON: a number has too many digits"
+    if isinstance(cause, UnicodeDecodeError):
+        byte = cause.object[cause.start]
+        message = f"the body is not valid {cause.encoding.upper()}: byte {byte:#x} at position {cause.start}"
+    elif isinstance(cause, RecursionError):
+        message = "the body is nested too deeply: lists and objects within each other, beyond some hundred levels"
+    return ApiError(400, message)
+
+
+def too_deep(error: Exception, body: bytes) -> Exception:
+    """The error of recursion names the field that is nested too deeply, if there is one."""
+    for name, value in json.loads(body).items():
+        level = [value]
+        for _ in range(MAX_LEVELS):
+            lists = [x.values() if isinstance(x, dict) else x for x in level if isinstance(x, (dict, list))]
+            level = [item for items in lists for item in items]
+        if level:
+            return ApiError(400, f"{name[:80]}: is nested in more than {MAX_LEVELS} levels", name[:80])
+    return error
 
 
 def validation_error(errors: Sequence[dict]) -> ApiError:
@@ -69,12 +117,9 @@ def validation_error(errors: Sequence[dict]) -> ApiError:
     path = [str(part) for part in first["loc"][1:] if not str(part).endswith("Body")]
     param = path[0] if path else None
     if first["type"] == "json_invalid":
-        return ApiError(400, "the body is not valid JSON")
+        return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']} at character {param}")
     if param is None or param.isdigit():
         return ApiError(400, "the body must be a JSON object")
-    if first["type"] == "extra_forbidden":
-        message = f"{'.'.join(path)[:80]}: this field is unknown or not supported"
-        return ApiError(400, message, param[:80], "unknown_parameter")
     texts = dict.fromkeys(error["msg"] for error in errors if param in error["loc"])
     where = ".".join(path) if len(texts) == 1 else param
-    return ApiError(400, f"{where}: {'; or '.join(texts)}"[:500], param)
+    return ApiError(400, f"{where}: {'; or '.join(texts)}"[:MAX_MESSAGE], param)

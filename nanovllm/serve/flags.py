@@ -1,6 +1,8 @@
 """Command line flags from the fields of a dataclass, with the help that its docstring has for each."""
 
 import argparse
+import inspect
+import json
 import re
 import types
 from collections.abc import Container, Sequence
@@ -13,14 +15,24 @@ class HelpFormatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=32, width=110)
 
 
-def add_flags(parser: argparse.ArgumentParser, settings: type, title: str, skip: Container[str] = ()) -> None:
-    """A flag `--like-this` for each field, in a group. A flag that is not given leaves nothing in the namespace."""
+def add_flags(
+    parser: argparse.ArgumentParser,
+    settings: type,
+    title: str,
+    skip: Container[str] = (),
+    several: Container[str] = (),
+) -> None:
+    """A flag `--like-this` for each field, in a group. A flag that is not given leaves nothing in the namespace.
+
+    Of the fields with several values, those in `several` take all that follow the flag; others have a flag for each.
+    """
     group = parser.add_argument_group(title)
     help_texts, hints = descriptions(settings), get_type_hints(settings)
     for field in fields(settings):
         if field.init and field.name not in skip:
             hint = hints[field.name]
             options = _options(hint) | {"help": _help(help_texts.get(field.name, ""), field, hint)}
+            options |= {"nargs": "+"} if field.name in several else {}
             group.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, **options)
 
 
@@ -28,17 +40,22 @@ def given(arguments: argparse.Namespace, settings: type) -> dict[str, Any]:
     """The fields of a dataclass for which there was a flag."""
     names = {field.name for field in fields(settings)}
     values = {name: value for name, value in vars(arguments).items() if name in names}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return {name: tuple(_items(value)) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _items(values: list[str]) -> list[str]:
+    """A value may be a JSON list of several."""
+    return [item for value in values for item in (json.loads(value) if value.startswith('["') else [value])]
 
 
 def descriptions(settings: type) -> dict[str, str]:
     """The text after `name: ` in a docstring, with its continuation lines, which are indented."""
     found: dict[str, str] = {}
     name = ""
-    for line in (settings.__doc__ or "").splitlines():
-        if match := re.match(r"    (\w+(?:, \w+)*): (.*)", line):
+    for line in inspect.cleandoc(settings.__doc__ or "").splitlines():  # Python 3.13 removes the indentation itself
+        if match := re.match(r"(\w+(?:, \w+)*): (.*)", line):
             name, text = match[1], match[2]
-        elif line.startswith("        ") and name:
+        elif line.startswith("    ") and name:
             text = f"{found[name]} {line.strip()}"
         else:
             name = ""
@@ -50,7 +67,7 @@ def descriptions(settings: type) -> dict[str, str]:
 def _help(text: str, field: Field, hint: Any) -> str:
     default = field.default if field.default is not MISSING else None
     suffix = "" if default in (None, ()) else f" (default: {default})"
-    repeated = "; may be given several times" if _options(hint).get("action") == "append" else ""
+    repeated = "; may be given several times" if _options(hint).get("action") == "extend" else ""
     return f"{text.removesuffix('.')}{repeated}{suffix}".replace("%", "%%").replace("`", "")
 
 
@@ -60,7 +77,7 @@ def _options(hint: Any) -> dict[str, Any]:
     if bool in kinds:
         return {"action": argparse.BooleanOptionalAction}
     if any(get_origin(kind) in (tuple, Sequence) for kind in kinds):
-        return {"action": "append", "metavar": "VALUE"}
+        return {"action": "extend", "nargs": 1, "metavar": "VALUE"}
     for kind, metavar in ((int, "N"), (float, "X")):
         if kind in kinds:
             return {"type": kind, "metavar": metavar}

@@ -5,18 +5,23 @@ import hmac
 import logging
 import os
 import socket
+from http import HTTPStatus
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nanovllm.serve.errors import ApiError
-from nanovllm.serve.responses import error_response
+from nanovllm.serve.http_responses import ErrorResponse, json_response
 from nanovllm.serve.settings import ServerSettings
+from nanovllm.serve.turns import CLIENT
 
 logger = logging.getLogger("nanovllm")
-OPEN_PATHS = ("/", "/health")  # need no key: the page asks for one, and monitors of the server have none
+OPEN_PATHS = ("/", "/health", "/ping")  # need no key: the page asks for one, and monitors of the server have none
+KEY_VARIABLES = ("NANOVLLM_API_KEY", "VLLM_API_KEY")  # of the environment
 HEADER_SECONDS = 10.0  # within which the headers of a request must have arrived
 MAX_HEADER_BYTES = 32 * 2**10
+LONG_HEADERS = f"the headers are longer than {MAX_HEADER_BYTES} bytes"
 UNREAD_SECONDS = 120.0  # after which a connection is reset whose client takes nothing of what was sent
 
 
@@ -27,8 +32,8 @@ class Guard:
     """
 
     def __init__(self, app: Any, settings: ServerSettings):
-        self.app, self.settings = app, settings
-        keys = [*(settings.api_key or ()), os.environ.get("NANOVLLM_API_KEY", "")]
+        self.app, self.settings, self._root_path = app, settings, settings.root_path.rstrip("/")
+        keys = [*(settings.api_key or ()), *(os.environ.get(name, "") for name in KEY_VARIABLES)]
         self._keys = [key.encode() for key in keys if key]
         self._hosts = settings.hosts()
         if not self._keys and not settings.is_local:
@@ -41,31 +46,43 @@ class Guard:
         if scope["type"] == "http":
             try:
                 headers = dict(scope["headers"])
-                self._check_host(headers.get(b"host", b""))
-                if scope["path"] not in OPEN_PATHS:
-                    self._check_key(headers.get(b"authorization", b""))
-                if scope["method"] == "POST":
+                self._check_host([value for name, value in scope["headers"] if name == b"host"])
+                if scope["path"].removeprefix(self._root_path) not in OPEN_PATHS:
+                    keys = self._checked_keys(headers)
+                    CLIENT.set((*keys, *(scope.get("client") or ())[:1]))  # with the address, without the port
+                has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+                if scope["method"] == "POST" and has_body:
                     self._check_type(headers.get(b"content-type", b""))
                 receive = await self._with_body(headers, receive)
             except ApiError as error:
                 # the rest of a body is not read, so the connection can't be used again
-                await error_response(error, close=True)(scope, receive, send)
+                await ErrorResponse(error, connection="close")(scope, receive, send)
                 return
+            # a proxy may have left out the path or not; the protocol leaves out the body of an answer to HEAD
+            method = "GET" if scope["method"] == "HEAD" else scope["method"]
+            scope = scope | {"root_path": self._root_path, "method": method}
         await self.app(scope, receive, send)
 
-    def _check_host(self, host: bytes) -> None:
-        name = host.decode("latin-1").lower()
+    def _check_host(self, hosts: list[bytes]) -> None:
+        if len(hosts) > 1:  # a proxy may have looked at the other one
+            raise ApiError(400, "there must be one Host header")
+        name = b"".join(hosts).decode("latin-1").lower()
         if not name.endswith("]"):  # an IPv6 address without a port
             name = name.rpartition(":")[0] or name
         if self._hosts is not None and name not in self._hosts:
             raise ApiError(403, "the Host header is none of the names that this server answers to")
 
-    def _check_key(self, authorization: bytes) -> None:
-        scheme, _, given = authorization.partition(b" ")
+    def _checked_keys(self, headers: dict[bytes, bytes]) -> list[bytes]:
+        """The server's keys that a client has sent; none is needed if it has none."""
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        # clients of Anthropic's API send the other header
+        given = (bearer.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b""))
         # all keys are compared, so that the time does not tell which one is close
-        matches = [hmac.compare_digest(given.strip(), key) for key in self._keys]
-        if self._keys and not (scheme.lower() == b"bearer" and any(matches)):
-            raise ApiError(401, "a valid API key is needed, as `Authorization: Bearer KEY`", code="invalid_api_key")
+        matches = [key for key in self._keys if any(hmac.compare_digest(value, key) for value in given)]
+        if self._keys and not matches:
+            message = "a valid API key is needed, as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+            raise ApiError(401, message, code="invalid_api_key")
+        return matches
 
     @staticmethod
     def _check_type(content_type: bytes) -> None:
@@ -110,40 +127,83 @@ class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1, with bounds on the size of headers and on the time that they take. No pipelining.
 
     Between requests uvicorn closes an idle connection after some seconds, but any byte ends that time; so does the
-    first byte of a connection. From then on it is `HEADER_SECONDS`.
+    first byte of a connection. From then on it is `HEADER_SECONDS`. A request to upgrade the protocol is ignored, as
+    HTTP allows. What is no request, and what is refused before a route is known, is answered as any other error.
     """
 
     _header_timer: asyncio.TimerHandle | None = None
     _num_header_bytes = 0
+    url = b""  # of the request that is being parsed
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; else closing waits for such a client without an end
             milliseconds = int(1000 * UNREAD_SECONDS)
-            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+            connection = transport.get_extra_info("socket")
+            if connection.family != socket.AF_UNIX:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         self._begin_headers()
 
     def data_received(self, data: bytes) -> None:
         if self._header_timer is None and (self.cycle is None or self.cycle.response_complete):
             self._begin_headers()
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except ApiError as error:
+            self._refuse(error)
+        except httptools.HttpParserError as error:
+            own = error.__context__  # of a callback
+            self._refuse(own if isinstance(own, ApiError) else ApiError(400, f"this is not valid HTTP/1.1: {error}"))
         if self._header_timer is not None:
             self._num_header_bytes += len(data)
             if self._num_header_bytes > MAX_HEADER_BYTES:
-                self.transport.close()
+                self._refuse(ApiError(400, LONG_HEADERS))
+
+    def _parse(self, data: bytes) -> None:
+        """The parser ends a request that asks for an upgrade before its body: begin it again without that header."""
+        while data:
+            try:
+                self.parser.feed_data(data)
+                data = b""
+            except httptools.HttpParserUpgrade as upgrade:
+                if b"upgrade" not in dict(self.headers):  # as with the method CONNECT
+                    raise ApiError(400, "this is not valid HTTP/1.1: it asks for another protocol") from None
+                version = self.parser.get_http_version().encode()
+                lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+                lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+                data = b"\r\n".join([*lines, b"", data[upgrade.args[0] :]])
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._end_headers()
-        # the parser answers 400 to an error in here, and closes the connection
         if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > MAX_HEADER_BYTES:
-            raise ValueError("the headers are too long")
-        if self.cycle is not None and not self.cycle.response_complete:
-            raise ValueError("a request before the answer to the previous one")  # which would hide its disconnection
+            raise ApiError(400, LONG_HEADERS)
+        if self.cycle is not None and not self.cycle.response_complete:  # which would hide its disconnection
+            raise ApiError(400, "a request before the answer to the previous one: pipelining is not supported")
+        if self.limit_concurrency and max(len(self.connections), len(self.tasks)) >= self.limit_concurrency:
+            raise ApiError(503, f"there are {self.limit_concurrency} connections, which is as many as may be open")
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_headers()
         super().connection_lost(exc)
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer without the application, and close the connection."""
+        self._end_headers()
+        if not self.transport.is_closing():
+            body = error.body(self.url.decode("latin-1"))
+            response = json_response(body, error.status, error.headers | {"connection": "close"})
+            lines = [b"HTTP/1.1 %d %s" % (error.status, HTTPStatus(error.status).phrase.encode())]
+            lines += [b"%s: %s" % header for header in response.raw_headers]
+            self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
+            self.transport.close()
 
     def _begin_headers(self) -> None:
         self._num_header_bytes = 0

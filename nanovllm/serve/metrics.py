@@ -1,32 +1,34 @@
 """Metrics for Prometheus, with vLLM's names where they mean the same."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.engine.step_result import StepResult
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.engine_client import EngineClient
+from nanovllm.serve.protocol import IGNORED
 
 SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+STEP_TOKENS = (1, 8, *(2**i for i in range(4, 15)))
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("From a request's arrival to its first token", SECONDS),
     "request_time_per_output_token_seconds": ("Mean time between two tokens of a request", TOKEN_SECONDS),
     "e2e_request_latency_seconds": ("From a request's arrival to its end", SECONDS),
     "request_queue_time_seconds": ("From a request's arrival to the first step that computes it", SECONDS),
     "request_prompt_tokens": ("Tokens of a request's prompt", TOKENS),
-    "request_generation_tokens": ("Tokens of all answers to a request", TOKENS),
+    "request_generation_tokens": ("Tokens of an answer", TOKENS),
+    "iteration_tokens_total": ("Tokens of prompts that a step computes, and tokens that it samples", STEP_TOKENS),
 }
-GAUGES: dict[str, tuple[str, Callable[[dict[str, int]], float]]] = {
-    "num_requests_running": ("Answers that hold cache blocks", lambda engine: engine["running"]),
-    "num_requests_waiting": ("Answers that wait for cache blocks", lambda engine: engine["waiting"]),
-    "kv_cache_usage_perc": (
-        "Fraction of the cache blocks in use",
-        lambda engine: engine["used_blocks"] / max(1, engine["blocks"]),
-    ),
+GAUGES = {
+    "num_requests_running": "Answers that hold cache blocks",
+    "num_requests_waiting": "Answers that wait for cache blocks",
+    "kv_cache_usage_perc": "Fraction of the cache blocks in use",
 }
 COUNTERS = {
     "prompt_tokens": "Tokens of prompts",
@@ -35,11 +37,14 @@ COUNTERS = {
     "prefix_cache_hits": "Those that were found",
     "num_preemptions": "Sequences that gave up their cache blocks",
 }
-ZEROS = dict.fromkeys(("running", "waiting", "used_blocks", "blocks", *COUNTERS), 0)
+ZEROS = dict.fromkeys(("num_requests_running", "num_requests_waiting", "used_blocks", "blocks", *COUNTERS), 0)
 
 
 class Metrics:
-    """Histograms are filled once for each request that ends. All else is read from the engines by `text`."""
+    """Histograms count answers that ended, each once, and steps. All else is read from the engines by `text`.
+
+    Steps are those of an engine in this process: replicas do not report each of theirs.
+    """
 
     def __init__(self, llm: EngineClient, model: str):
         self._llm, self._model = llm, model
@@ -56,8 +61,12 @@ class Metrics:
         self._ends = Counter(
             "vllm:request_success", "Answers that ended", ("model_name", "finished_reason"), registry=self._registry
         )
+        text = "Answers that were given up, mostly as their clients went away"
+        self._aborted = Counter("nanovllm:request_aborted", text, **options).labels(model)
         self._registry.register(self)  # type: ignore[arg-type]
         llm.on_end.append(self.observe)
+        if llm.engine is not None:
+            llm.engine.core.on_step.append(self._observe_step)
 
     async def text(self) -> bytes:
         """In the text format of Prometheus."""
@@ -66,37 +75,43 @@ class Metrics:
 
     def observe(self, request: AsyncRequest) -> None:
         """A request has ended. If it was dropped, its times say nothing about the engine."""
-        if (output := request.final) is None:
-            self._ends.labels(self._model, "abort").inc(request.num_answers)
+        times = request.final.metrics if request.final is not None else None
+        if times is None or times.first_token_time is None or times.finished_time is None:
+            self._aborted.inc(request.num_answers)
             return
-        for answer in output.outputs:
+        assert request.final is not None
+        for answer in request.final.outputs:
             self._ends.labels(self._model, str(answer.finish_reason)).inc()
-        num_tokens = sum(len(answer.token_ids) for answer in output.outputs)
-        times = output.metrics
-        values = {
-            "request_prompt_tokens": len(output.prompt_token_ids),
-            "request_generation_tokens": num_tokens,
-            "request_queue_time_seconds": times.time_in_queue,
-        }
-        if times.first_token_time is not None and times.finished_time is not None:
-            values["time_to_first_token_seconds"] = times.first_token_time - times.arrival_time
-            values["e2e_request_latency_seconds"] = times.finished_time - times.arrival_time
-            if (num_gaps := max(len(answer.token_ids) for answer in output.outputs) - 1) > 0:
+            values = {
+                "request_prompt_tokens": len(request.prompt_token_ids),
+                "request_generation_tokens": len(answer.token_ids),
+                "request_queue_time_seconds": times.time_in_queue,
+                "time_to_first_token_seconds": times.first_token_time - times.arrival_time,
+                "e2e_request_latency_seconds": times.finished_time - times.arrival_time,
+            }
+            if (num_gaps := len(answer.token_ids) - 1) > 0:
                 seconds = times.finished_time - times.first_token_time
                 values["request_time_per_output_token_seconds"] = seconds / num_gaps
-        for name, value in values.items():
-            if value is not None:
-                self._histograms[name].observe(value)
+            for name, value in values.items():
+                self._histograms[name].observe(value or 0.0)
+
+    def _observe_step(self, step: ScheduledStep, result: StepResult) -> None:
+        num_tokens = sum(end - start for _, start, end in step.chunks) + len(step.sampled_seqs)
+        self._histograms["iteration_tokens_total"].observe(num_tokens)
 
     def collect(self) -> Iterator[Metric]:
         """The state of the engine, for the registry: of several replicas the sums, and then each of them."""
         self._count()
         total = {name: sum(engine[name] for engine in self._engines) for name in ZEROS}
-        total["waiting"] = max(0, self._llm.num_unfinished - total["running"])  # also those that are being tokenized
-        yield from _families("vllm:", [total], ["model_name"], lambda i: [self._model])
+        waiting = self._llm.num_unfinished - total["num_requests_running"]  # also those that are being tokenized
+        total["num_requests_waiting"] = max(0, waiting)
+        yield from _families("vllm:", [total], ["model_name"], [[self._model]])
+        ignored = CounterMetricFamily("nanovllm:ignored_request_fields", "Unknown fields of requests")
+        ignored.add_metric([], IGNORED.count)
+        yield ignored
         if len(self._engines) > 1:
-            labels = ["model_name", "replica"]
-            yield from _families("nanovllm:replica_", self._engines, labels, lambda i: [self._model, str(i)])
+            values = [[self._model, str(i)] for i in range(len(self._engines))]
+            yield from _families("nanovllm:replica_", self._engines, ["model_name", "replica"], values)
 
     def _count(self) -> None:
         """Take over what the engines say. Counters never go back: not after a restart, nor when a reading is late."""
@@ -120,7 +135,9 @@ class Metrics:
 
 def _flat(stats: dict[str, Any]) -> dict[str, int]:
     requests, blocks, tokens = stats["requests"], stats["blocks"], stats["tokens"]
-    return requests | {
+    return {
+        "num_requests_running": requests["running"],
+        "num_requests_waiting": requests["waiting"],
         "used_blocks": blocks["used"],
         "blocks": sum(blocks.values()),
         "prompt_tokens": tokens["in"],
@@ -132,16 +149,13 @@ def _flat(stats: dict[str, Any]) -> dict[str, int]:
 
 
 def _families(
-    prefix: str, engines: list[dict[str, int]], labels: list[str], values_of: Callable[[int], list[str]]
+    prefix: str, engines: list[dict[str, int]], labels: list[str], values: list[list[str]]
 ) -> Iterator[Metric]:
-    """A gauge or a counter for each quantity, with a value for each of `engines`; `values_of` are their labels'."""
-    for name, (text, value) in GAUGES.items():
-        gauge = GaugeMetricFamily(f"{prefix}{name}", text, labels=labels)
-        for i, engine in enumerate(engines):
-            gauge.add_metric(values_of(i), value(engine))
-        yield gauge
-    for name, text in COUNTERS.items():
-        counter = CounterMetricFamily(f"{prefix}{name}", text, labels=labels)
-        for i, engine in enumerate(engines):
-            counter.add_metric(values_of(i), engine[name])
-        yield counter
+    """A gauge or a counter for each quantity, with an entry for each of `engines`; `values` are those of its labels."""
+    shown = [engine | {"kv_cache_usage_perc": engine["used_blocks"] / max(1, engine["blocks"])} for engine in engines]
+    for family, texts in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+        for name, text in texts.items():
+            found = family(f"{prefix}{name}", text, labels=labels)
+            for own, engine in zip(values, shown):
+                found.add_metric(own, engine[name])
+            yield found

@@ -1,15 +1,22 @@
-"""The bodies of requests to the HTTP API: OpenAI's fields, and vLLM's in addition. Any other field is an error.
+"""The bodies of requests to the HTTP API: OpenAI's fields, and vLLM's in addition. Any other field is ignored.
 
-Checks of a body run in the event loop, so their time is bounded: a list ends with its first wrong item, a dict of any
-size has no checks of its own, and only the first unknown field is reported. Without that, two megabytes of wrong items
-are a million errors, which take seconds.
+Checks of a body run in the event loop, so their time is bounded: a list ends with its first wrong item, and a dict of
+any size has no checks of its own. Without that, two megabytes of wrong items are a million errors, which take seconds.
 """
 
-from typing import Annotated, Any, Literal
+import logging
+import re
+from collections.abc import Callable, Collection, Mapping
+from itertools import islice
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
-from nanovllm.sampling_params import MAX_BAD_WORDS, SamplingParams
+from nanovllm.sampling_params import MAX_BAD_WORDS, BeamSearchParams, SamplingParams
+from nanovllm.serve.errors import ApiError, validation_error
+
+logger = logging.getLogger("nanovllm")
 
 MAX_STOPS = 64  # strings that are looked for at every token
 MAX_STOP_CHARACTERS = 1024
@@ -17,57 +24,92 @@ MAX_TOOLS = 128  # OpenAI's bound
 MAX_MESSAGES = 10_000  # of a conversation; also parts of a message
 MAX_LOGIT_BIASES = 300  # OpenAI's bound, and SamplingParams'
 MAX_LOGPROBS = 20  # of a token, as OpenAI has it; the engine's own bound applies as well
-# fields of a body that are passed on to SamplingParams as they are
-SAMPLING_FIELDS = (
-    *("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids", "max_tokens", "min_tokens"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos", "bad_words", "allowed_token_ids"),
-    *("include_stop_str_in_output", "skip_special_tokens"),
-)
-
+MAX_LOGGED_NAMES = 100  # of unknown fields
 
 String = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Dicts = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+ToolDicts = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)]
 
 
-class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+class IgnoredFields:
+    """Counts the unknown fields of all bodies of this process, and logs each name once, as far as there are few."""
+
+    def __init__(self) -> None:
+        self.count, self._logged = 0, set[str]()
+
+    def add(self, names: Collection[str]) -> None:
+        self.count += len(names)
+        if new := {name[:80] for name in islice(names, MAX_LOGGED_NAMES - len(self._logged))} - self._logged:
+            self._logged |= new
+            logger.warning("fields of requests that are unknown here, and are ignored: %s", sorted(new))
+
+
+IGNORED = IgnoredFields()
+
+
+def only(*allowed: Any) -> AfterValidator:
+    """For a field that can't have an effect here: it may have these values, which mean nothing, or be null."""
+
+    def check(value: Any) -> Any:
+        if value not in allowed:
+            values = " or ".join(["null", *map(repr, allowed)])
+            raise PydanticCustomError("unsupported", "is not supported here, and must be {values}", {"values": values})
+        return value
+
+    return AfterValidator(check)
+
+
+class Item(BaseModel):
+    """A part of a body. Its unknown fields are ignored too."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
+
+
+class Body(Item):
+    """A null is the default of its field."""
+
+    # names of fields at another endpoint, whose requests are translated into such a body
+    own_names: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = None
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _keep_one_unknown_field(cls, body: Any) -> Any:
-        """Each would be an error, and one is enough to refuse the body."""
-        known = cls.model_fields.keys()
-        if not isinstance(body, dict) or body.keys() <= known:
-            return body
-        first = next(name for name in body if name not in known)
-        return {name: value for name, value in body.items() if name in known or name == first}
+    def _ignore_unknown_fields(cls, body: Any, check: Callable[[Any], "Body"]) -> "Body":
+        if not isinstance(body, dict):
+            return check(body)
+        fields = cls.model_fields
+        checked = check({name: value for name, value in body.items() if value is not None and name in fields})
+        if unknown := body.keys() - fields.keys():
+            IGNORED.add(unknown)
+        return checked
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class StreamOptions(Item):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None  # OpenAI's padding against eavesdroppers; there is none here
 
 
-class JsonSchema(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)  # "name", "strict" and "description" change nothing
-
+class JsonSchema(Item):
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class ResponseFormat(Item):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class GenerationBody(Body):
+class TextBody(Body):
+    """How its text becomes tokens."""
+
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    truncation_side: Literal["left", "right"] = "left"
+
+
+class GenerationBody(TextBody):
     """What both ways to generate have in common. None is the model's or the engine's default."""
 
     temperature: float | None = None
@@ -75,7 +117,7 @@ class GenerationBody(Body):
     top_k: int | None = None
     min_p: float | None = None
     n: int | None = Field(None, ge=1)
-    seed: int | None = None
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: String | Annotated[list[String], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     stop_token_ids: TokenIds | None = None
     max_tokens: int | None = None
@@ -95,6 +137,17 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None  # vLLM's
+    guided_json: dict[str, Any] | str | None = None  # these four are vLLM's older names of its kinds
+    guided_regex: str | None = None
+    guided_choice: Strings | None = None
+    guided_grammar: str | None = None
+    prompt_logprobs: int | None = Field(None, ge=-1, le=MAX_LOGPROBS)
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None  # of a beam search
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)] | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     # these change nothing here, and clients send them
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -102,6 +155,11 @@ class GenerationBody(Body):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    spaces_between_special_tokens: bool | None = None  # text has none, whatever this says
+    # these would have to change something
+    thinking_token_budget: Annotated[Any, only(-1)] = None
+    logprob_token_ids: Annotated[Any, only([])] = None
 
     @property
     def includes_usage(self) -> bool:
@@ -109,7 +167,7 @@ class GenerationBody(Body):
 
     @property
     def includes_usage_everywhere(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        return bool(self.includes_usage and self.stream_options.continuous_usage_stats)  # type: ignore[union-attr]
 
 
 class CompletionBody(GenerationBody):
@@ -117,74 +175,104 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
     best_of: int | None = None
-    suffix: None = None
+    suffix: Annotated[Any, only("")] = None
 
     def prompts(self) -> list[str | list[int]]:
         is_single = isinstance(self.prompt, str) or (bool(self.prompt) and isinstance(self.prompt[0], int))
         return [self.prompt] if is_single else list(self.prompt)  # type: ignore[list-item, arg-type]
 
 
-class Function(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
+class Function(Item):
+    """A chat template may read further entries."""
+
+    model_config = ConfigDict(extra="allow")
 
     name: str = Field(pattern=r"^[\w.-]{1,64}$")
     parameters: dict[str, Any] | None = None
 
 
-class Tool(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class Tool(Item):
     type: Literal["function"]
     function: Function
 
 
-class ToolName(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
-
+class ToolName(Item):
     name: str
 
 
-class NamedToolChoice(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class NamedToolChoice(Item):
     type: Literal["function"]
     function: ToolName
 
 
-class Message(BaseModel):
+class Message(Item):
     """A chat template may read further entries."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
-    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    content: str | Dicts | None = None
+    tool_calls: ToolDicts | None = None
+    function_call: dict[str, Any] | None = None  # OpenAI's older form of a call
+    reasoning: str | None = None
+    reasoning_content: str | None = None  # its older name
 
 
 class ChatFields(BaseModel):
     """What makes the prompt of a conversation."""
 
     messages: list[Message] = Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
+    documents: Dicts | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class ChatBody(ChatFields, GenerationBody):
     max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
+    logprobs: bool | Literal[0, 1] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    functions: Annotated[list[Function], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)] | None = None
+    function_call: Literal["none", "auto"] | ToolName | None = None
+    echo: bool | None = None
+    include_reasoning: bool = True
+    verbosity: Literal["low", "medium", "high"] | None = None  # changes nothing here
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
+    audio: Annotated[Any, only()] = None
+
+    @model_validator(mode="after")
+    def _use_functions_as_tools(self) -> "ChatBody":
+        """They are OpenAI's older form of tools. ChatAnswer answers in the same form."""
+        if self.functions is not None:
+            tools = [Tool(type="function", function=function) for function in self.functions]
+            self.tools = [*(self.tools or ()), *tools]
+            call, self.parallel_tool_calls = self.function_call, False
+            self.tool_choice = NamedToolChoice(type="function", function=call) if isinstance(call, ToolName) else call
+        return self
 
 
-class TokenizeBody(Body):
+def translated(form: type[ChatBody], fields: dict[str, Any]) -> ChatBody:
+    """A body that was made from another endpoint's. ApiError as for a client's own, with the other endpoint's names."""
+    try:
+        return form.model_validate(fields)
+    except ValidationError as found:
+        error = validation_error([{**entry, "loc": ("body", *entry["loc"])} for entry in found.errors()])
+        error.rename(form.own_names)
+        raise error from None
+
+
+class TokenizeBody(TextBody):
     prompt: str
+    return_token_strs: bool | None = None
 
 
-class TokenizeChatBody(ChatFields, Body):
-    pass
+class TokenizeChatBody(ChatFields, TextBody):
+    return_token_strs: bool | None = None
 
 
 class DetokenizeBody(Body):
@@ -194,16 +282,28 @@ class DetokenizeBody(Body):
 def sampling_params(
     body: GenerationBody, defaults: dict[str, Any], structured_outputs: dict[str, Any] | None, **special: Any
 ) -> SamplingParams:
-    """The parameters of a request: `special`, else the body's own, else `defaults`. Errors are SamplingParams'."""
-    given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+    """The parameters of a request: `special`, else the body's fields of the same name, else `defaults`.
+
+    special: among others `logprobs`, which the endpoints define differently. Errors are SamplingParams'.
+    """
+    names = SamplingParams.__dataclass_fields__
+    given = {name: value for name in names if (value := getattr(body, name, None)) is not None}
     if body.logit_bias:
-        given["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
+        if wrong := [key for key in body.logit_bias if not re.fullmatch("[0-9]{1,19}", key)]:
+            raise ValueError(f"logit_bias: the keys {wrong!r:.160} must be token ids")
+        given["logit_bias"] = {int(key): bias for key, bias in body.logit_bias.items()}
+    if body.seed is not None and body.seed < -1:  # -1 is no seed, as in vLLM
+        given["seed"] = body.seed % 2**64
     if structured_outputs is not None:
         given["structured_outputs"] = structured_outputs
     return SamplingParams(**defaults | given | special)
 
 
-def _token_id(key: str) -> int:
-    if not (key.isascii() and key.isdigit() and len(key) < 20):
-        raise ValueError(f"logit_bias: key {key!r:.80} must be a token id")
-    return int(key)
+def beam_search_params(body: GenerationBody, params: SamplingParams, max_model_len: int) -> BeamSearchParams:
+    """A search for `n` beams. ApiError for a request that also wants what a search does not have."""
+    others = {name: getattr(params, name) for name in ("logprobs", "prompt_logprobs", "structured_outputs")}
+    others |= {"stream": body.stream or None, "stop": params.stop or None, "cache_salt": body.cache_salt}
+    if name := next((name for name, value in others.items() if value is not None), None):
+        raise ApiError(400, f"use_beam_search: can't be combined with {name}", "use_beam_search")
+    penalty = 1.0 if body.length_penalty is None else body.length_penalty
+    return BeamSearchParams(params.n, params.max_tokens or max_model_len, penalty, params.ignore_eos)

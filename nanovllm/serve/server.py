@@ -5,6 +5,7 @@ import gc
 import signal
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import uvicorn
 
@@ -19,6 +20,14 @@ BACKLOG = 2048  # connections that the system accepts before the server does
 def listening_socket(settings: ServerSettings) -> socket.socket:
     """Reserves the address before the model is loaded. OSError if it is in use, or not an address of this machine."""
     reserved = None
+    if settings.uds is not None:
+        reserved = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            reserved.bind(settings.uds)
+        except OSError as error:
+            reserved.close()
+            raise OSError(f"uds={settings.uds!r}: {error.strerror or error}") from error
+        return reserved
     try:
         family, *_, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
         reserved = socket.socket(family, socket.SOCK_STREAM)
@@ -79,13 +88,13 @@ def run_server(llm: EngineClient, settings: ServerSettings, model: str, listener
         server.should_exit = True
 
     handlers = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
-    host, port = listener.getsockname()[:2]
+    address = "unix:" + settings.uds if settings.uds else _url(*listener.getsockname()[:2])
 
     def listen() -> None:
         listener.listen(BACKLOG)
         gc.collect()
         gc.freeze()  # a collection that goes through the tokenizer and all modules halts every stream for 0.4 s
-        print(f"{model} is served at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C ends it)", flush=True)
+        print(f"{model} is served at {address} (Ctrl-C ends it)", flush=True)
 
     server.on_start = listen
     try:
@@ -93,4 +102,10 @@ def run_server(llm: EngineClient, settings: ServerSettings, model: str, listener
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        if settings.uds:
+            Path(settings.uds).unlink(missing_ok=True)
     return 1 if llm.error is not None else 0
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

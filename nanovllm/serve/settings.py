@@ -1,10 +1,16 @@
 """Settings of the HTTP server."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from nanovllm.serve.tool_parsers import PARSERS
 from nanovllm.utils.checks import check_choice, check_int, check_real
 
+# names of vLLM's parsers for the same formats
+ALIASES = {
+    "reasoning_parser": dict.fromkeys(("qwen3", "deepseek_r1", "deepseek_v3", "glm45"), "think"),
+    "tool_call_parser": dict.fromkeys(("qwen", "qwen25", "qwen3"), "hermes") | {"llama4_json": "llama3_json"},
+}
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -14,17 +20,21 @@ class ServerSettings:
 
     host: the address to listen on; the default can't be reached from other machines.
     port: the port to listen on; 0 is any free one.
-    api_key: clients must send one of these keys as `Authorization: Bearer KEY`; the environment variable
-        NANOVLLM_API_KEY is one more, and is not visible in the list of processes. None: no key is needed.
+    api_key: clients must send one of these keys as `Authorization: Bearer KEY` or `x-api-key: KEY`; the environment
+        variables NANOVLLM_API_KEY and VLLM_API_KEY are two more, and are not visible in the list of processes. None: no
+        key is needed.
     allowed_origins: web pages of these origins may call the server from a browser; None is no other page than its own.
     allowed_hosts: the names that a request's Host header may have; None is any, or those of this machine if `host` is
         one of them, so that no web page can reach the server through a name of its own (DNS rebinding).
     served_model_name: the names of the model in the API; None is MODEL, without the path
         if it is a folder.
-    tool_call_parser: the format of tool calls: "hermes" (Qwen), "llama3_json", "none", or "auto", which looks at the
-        chat template.
-    reasoning_parser: "think" puts the text between <think> and </think> into `reasoning_content`; with "none" it stays
-        in the content.
+    chat_template: the chat template, or the file that has it; None is the model's own.
+    tool_call_parser: the format of tool calls: "hermes" ("qwen", "qwen25", "qwen3"), "llama3_json" ("llama4_json"),
+        "none", or "auto", which looks at the chat template.
+    reasoning_parser: "think" ("qwen3", "deepseek_r1", "deepseek_v3", "glm45") puts the text between <think> and
+        </think> into `reasoning` and `reasoning_content`; with "none" it stays in the content.
+    trust_request_chat_template: a request may have a chat template of its own. Templates are programs: they run in
+        jinja2's sandbox, which bounds neither their time nor their memory.
     max_body_bytes: maximum size of a request's body.
     max_answers: maximum number of answers of one request: prompts times `n`.
     request_timeout: seconds after which a request that is still running is ended.
@@ -32,6 +42,11 @@ class ServerSettings:
     max_connections: maximum number of open connections; further ones are answered with 503.
     drain_seconds: after SIGTERM or Ctrl-C, how long requests that are running may go on.
     access_log: print a line for each request.
+    enable_openapi: describe the API at `/openapi.json`.
+    enable_force_include_usage: every chunk of a stream has the usage, whether its request asks for it or not.
+    return_tokens_as_token_ids: log-probabilities name every token as `token_id:ID`.
+    root_path: the path under which a proxy shows this server.
+    uds: the path of a Unix domain socket to listen on instead of `host` and `port`.
 
     Raises ValueError or TypeError with the value and the bound.
     """
@@ -42,8 +57,10 @@ class ServerSettings:
     allowed_origins: tuple[str, ...] | None = None
     allowed_hosts: tuple[str, ...] | None = None
     served_model_name: tuple[str, ...] | None = None
+    chat_template: str | None = None
     tool_call_parser: str = "auto"
     reasoning_parser: str = "none"
+    trust_request_chat_template: bool = False
     max_body_bytes: int = 2 * 2**20
     max_answers: int = 128
     request_timeout: float = 600.0
@@ -51,11 +68,21 @@ class ServerSettings:
     max_connections: int = 4096
     drain_seconds: int = 30
     access_log: bool = False
+    enable_openapi: bool = False
+    enable_force_include_usage: bool = False
+    return_tokens_as_token_ids: bool = False
+    root_path: str = ""
+    uds: str | None = None
 
     def __post_init__(self) -> None:
         if "" in (self.api_key or ()):  # an unset variable of a shell must not open the server
             raise ValueError("api_key='': must have at least 1 character")
         check_int("port", self.port, low=0, high=65535)
+        for name, names in ALIASES.items():
+            value = getattr(self, name)
+            object.__setattr__(self, name, names.get(value, value))
+        if self.chat_template is not None and "{" not in self.chat_template:  # no template, so a file
+            object.__setattr__(self, "chat_template", Path(self.chat_template).read_text("utf-8"))
         check_choice("tool_call_parser", self.tool_call_parser, ("auto", *PARSERS))
         check_choice("reasoning_parser", self.reasoning_parser, ("none", "think"))
         for name in ("max_body_bytes", "max_answers", "max_connections"):
@@ -67,10 +94,10 @@ class ServerSettings:
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach the server."""
-        return self.host in ("localhost", "127.0.0.1", "::1")
+        return self.uds is not None or self.host in ("localhost", "127.0.0.1", "::1")
 
     def hosts(self) -> tuple[str, ...] | None:
         """The allowed values of a Host header without its port; None is any."""
-        if self.allowed_hosts is None and self.is_local:
+        if self.allowed_hosts is None and self.is_local and self.uds is None:  # no web page reaches a Unix socket
             return LOOPBACK_HOSTS
         return self.allowed_hosts

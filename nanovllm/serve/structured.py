@@ -16,19 +16,23 @@ def structured_outputs(body: GenerationBody) -> dict[str, Any] | None:
 
 
 def with_own_field(error: ApiError, body: GenerationBody) -> ApiError:
-    """An error of `structured_outputs` is one of the field that stated the structure."""
+    """An error of `structured_outputs` is one of the field that stated the structure, by the name that it has there."""
     if error.param == "structured_outputs" and (found := _structures(body)):
-        error.param = next(iter(found))
+        field = next(iter(found))
+        error.rename({"structured_outputs": "tools" if field == "tool_choice" else field})
+    error.rename(body.own_names)
     return error
 
 
 def _structures(body: GenerationBody) -> dict[str, dict[str, Any]]:
     """By the name of the field that states it."""
-    found = {
-        "structured_outputs": body.structured_outputs,
-        "response_format": _of_response_format(body),
-        "tool_choice": _of_tool_choice(body) if isinstance(body, ChatBody) else None,
-    }
+    calls = _of_tool_choice(body) if isinstance(body, ChatBody) else None
+    found = {"structured_outputs": body.structured_outputs}
+    for kind in ("json", "regex", "choice", "grammar"):
+        if (value := getattr(body, f"guided_{kind}")) is not None:
+            found[f"guided_{kind}"] = {kind: value}
+    # if a call is required, there is no text to format
+    found |= {"response_format": _of_response_format(body) if calls is None else None, "tool_choice": calls}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -45,24 +49,30 @@ def _of_response_format(body: GenerationBody) -> dict[str, Any] | None:
 def _of_tool_choice(body: ChatBody) -> dict[str, Any] | None:
     """A list of calls for "required", the arguments for a function that is named; see JsonListParser, NamedParser."""
     tools = body.tools or []
-    if body.tool_choice in (None, "auto", "none"):
+    if body.tool_choice in (None, "none"):
         return None
     if not tools:
         raise ApiError(400, "tool_choice: there are no tools", "tool_choice")
+    if body.tool_choice == "auto":
+        return None
     if isinstance(body.tool_choice, NamedToolChoice):
         name = body.tool_choice.function.name
         chosen = next((tool for tool in tools if tool.function.name == name), None)
         if chosen is None:
             raise ApiError(400, f"tool_choice: there is no tool {name!r:.80}", "tool_choice")
         return {"json": _parameters(chosen)}
-    calls = {"type": "array", "minItems": 1, "items": {"anyOf": [_call_schema(tool) for tool in tools]}}
+    items = {"anyOf": [_call_schema(tool, f"https://tool.invalid/{i}") for i, tool in enumerate(tools)]}
+    calls = {"type": "array", "minItems": 1, "items": items}
     if body.parallel_tool_calls is False:
         calls["maxItems"] = 1
     return {"json": calls}
 
 
-def _call_schema(tool: Tool) -> dict[str, Any]:
-    properties = {"name": {"const": tool.function.name}, "parameters": _parameters(tool)}
+def _call_schema(tool: Tool, uri: str) -> dict[str, Any]:
+    """With `uri` as the `$id` of its parameters, a reference of theirs, such as `#/$defs/Item`, stays within them."""
+    # the whole schema has one draft, the newest: before 2019-09, a `$ref` hides the `$id` beside it
+    parameters = {name: value for name, value in _parameters(tool).items() if name != "$schema"} | {"$id": uri}
+    properties = {"name": {"const": tool.function.name}, "parameters": parameters}
     return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 

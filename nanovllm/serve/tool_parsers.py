@@ -103,8 +103,8 @@ class Llama3Parser(ToolParser):
         return held
 
 
-class JsonListParser(ToolParser):
-    """`[{"name": ..., "parameters": {...}}, ...]`: what structured output makes for `tool_choice="required"`."""
+class WholeParser(ToolParser):
+    """The whole answer is JSON that describes the calls, as structured output makes it. It is content if it was cut."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -113,21 +113,30 @@ class JsonListParser(ToolParser):
         self._held += text
         if not is_last:
             return "", []
-        values = _parsed(self._held)
-        found = [_call_of(value, "parameters") for value in values] if isinstance(values, list) else [None]
-        calls = [call for call in found if call is not None]
-        return ("", calls) if len(calls) == len(found) else (self._held, [])
+        calls = self._calls(_parsed(self._held))
+        return (self._held, []) if None in calls else ("", [call for call in calls if call is not None])
+
+    def _calls(self, value: Any) -> list[ToolCall | None]:
+        """None for what is no call."""
+        raise NotImplementedError
 
 
-class NamedParser(ToolParser):
-    """The arguments of one function alone: what structured output makes for a named `tool_choice`."""
+class JsonListParser(WholeParser):
+    """`[{"name": ..., "parameters": {...}}, ...]`: for `tool_choice="required"`."""
+
+    def _calls(self, value: Any) -> list[ToolCall | None]:
+        return [_call_of(item, "parameters") for item in value] if isinstance(value, list) else [None]
+
+
+class NamedParser(WholeParser):
+    """The arguments of one function alone: for a named `tool_choice`."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._held = name, ""
+        super().__init__()
+        self._name = name
 
-    def feed(self, text: str, is_last: bool = False) -> Found:
-        self._held += text
-        return ("", [ToolCall(self._name, self._held)]) if is_last else ("", [])
+    def _calls(self, value: Any) -> list[ToolCall | None]:
+        return [ToolCall(self._name, self._held) if isinstance(value, dict) else None]
 
 
 PARSERS: dict[str, type[ToolParser]] = {"hermes": HermesParser, "llama3_json": Llama3Parser, "none": ToolParser}

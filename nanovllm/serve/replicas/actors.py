@@ -1,5 +1,6 @@
 """Replicas as actors of Ray: the only file that uses Ray."""
 
+import asyncio
 import gc
 import logging
 import os
@@ -19,12 +20,14 @@ from nanovllm.serve.replicas.front import ANSWERS_PER_SEQ, absolute_path
 from nanovllm.serve.replicas.group import RESTART_TIMEOUT, ReplicaGroup
 from nanovllm.serve.replicas.replica import Replica
 from nanovllm.serve.replicas.routing import Router
+from nanovllm.serve.replicas.slot import ClusterDeadError
 
 # seconds after which a thread lets another one that waits for the interpreter run (Python has 0.005): the engine's
 # thread must not wait for the one that sends reports
 SWITCH_INTERVAL = 0.001
 # of an actor: a replica's calls must keep their order, and it is started again here, not by Ray
 RESERVED_OPTIONS = {"concurrency_groups", "lifetime", "max_concurrency", "max_restarts", "max_task_retries", "name"}
+NODE_CHECK_SECONDS = 10.0  # between two looks whether Ray still runs here, while a replica starts
 MAX_UNREAD_REPORTS = 4  # then the replica waits, and its next report covers more steps
 
 
@@ -41,6 +44,13 @@ def connect() -> bool:
 def disconnect() -> None:
     """End the cluster that `connect` has started, or leave the one that it has joined."""
     ray.shutdown()
+
+
+def check_node() -> None:
+    """ClusterDeadError if the raylet is gone, Ray's process on this machine that starts actors."""
+    node_id = ray.get_runtime_context().get_node_id()
+    if not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == node_id):
+        raise ClusterDeadError("Ray has ended on this machine (its raylet is gone), so no replica can be started")
 
 
 def needs_of(settings: dict[str, Any], actor_options: dict[str, Any], num_replicas: int) -> dict[str, Any]:
@@ -101,10 +111,17 @@ class ActorHandle:
         return f"an actor of Ray that needs {self._options}"
 
     async def start(self) -> dict[str, Any]:
+        """ClusterDeadError if Ray has ended on this machine: it would wait for a node without an end."""
+        start = asyncio.ensure_future(self._actor.start.remote(self._model, self._settings))
         try:
-            return await self._actor.start.remote(self._model, self._settings)
+            while not start.done():
+                await asyncio.wait([start], timeout=NODE_CHECK_SECONDS)
+                await asyncio.to_thread(check_node)
+            return await start
         except ray.exceptions.RayTaskError as error:
             raise error.cause or error from None
+        finally:
+            start.cancel()
 
     async def reports(self) -> AsyncIterator[bytes]:
         options = {"concurrency_group": "reports", "num_returns": "streaming"}

@@ -11,7 +11,7 @@ from nanovllm.serve.engine_client import EngineDeadError
 from nanovllm.serve.replicas.messages import decode_report
 from nanovllm.serve.replicas.replica_request import ReplicaRequest
 from nanovllm.serve.replicas.routing import GuardedRouter, PrefixRouter, Router
-from nanovllm.serve.replicas.slot import Handle, Slot
+from nanovllm.serve.replicas.slot import ClusterDeadError, Handle, Slot
 
 logger = logging.getLogger("nanovllm")
 MAX_FAILURES = 3  # in a row, of a replica or while a request is computed; see ReplicaGroup
@@ -235,6 +235,9 @@ class ReplicaGroup:
                 async for report in slot.handle.reports():
                     self._process_report(slot, report)
                 raise RuntimeError(f"replica {slot.index} has ended")
+            except ClusterDeadError as error:
+                self._fail_group(error)
+                return
             except Exception as error:
                 slot.count_failure(asyncio.get_running_loop().time())
                 logger.warning(

@@ -85,15 +85,13 @@ class RayLLM:
         inbox = Inbox(OutputKind.FINAL)
         return self._run(self.processor.requests(prompts, sampling_params, inbox, None, priority), inbox, use_tqdm)
 
-    chat: Any = LLM.chat  # it needs only `processor` and `_run`
+    # these need only `processor` and `_run`
+    chat: Any = LLM.chat
+    get_default_sampling_params: Any = LLM.get_default_sampling_params
 
     def get_tokenizer(self):
         """The tokenizer of the model, as transformers loads it."""
         return self.processor.tokenizer
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's `generation_config.json` recommends, and SamplingParams' own defaults for the rest."""
-        return self.processor.default_sampling_params()
 
     def generate_iter(
         self, prompts: Iterable[Prompt], sampling_params: SamplingParams | Iterable[SamplingParams] | None = None

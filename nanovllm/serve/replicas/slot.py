@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
+from nanovllm.serve.engine_client import EngineDeadError
 from nanovllm.serve.replicas.messages import NewRequest, encode_requests
 from nanovllm.serve.replicas.replica_request import ReplicaRequest
 
@@ -13,8 +14,12 @@ STATS_TIMEOUT = 5.0
 STABLE_SECONDS = 300.0  # of running, after which earlier losses of a replica are forgotten
 
 
+class ClusterDeadError(EngineDeadError):
+    """No replica can be started any more."""
+
+
 class Handle(Protocol):
-    """A replica in another process. Any method may raise if it was lost."""
+    """A replica in another process. Any method may raise if it was lost, and `start` a ClusterDeadError."""
 
     async def start(self) -> dict[str, Any]: ...
     def reports(self) -> AsyncIterator[bytes]: ...

@@ -1,20 +1,16 @@
 """Responses, and work on behalf of a client that ends when the client goes away."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import Response
 
-from nanovllm.serve.answers import dump_json, server_sent_event
-from nanovllm.serve.errors import ApiError, RequestTimeoutError, api_error
+from nanovllm.serve.answers import Answer, dump_json
+from nanovllm.serve.errors import ApiError, ClientGoneError, RequestTimeoutError, api_error
 
 WRITE_SECONDS = 30.0  # in addition to the time of the request: for a client that reads slowly
-
-
-class ClientGoneError(Exception):
-    """The client has closed its connection."""
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -23,19 +19,27 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
     return Response(data, status, headers, media_type="application/json")
 
 
-def error_response(error: ApiError, close: bool = False) -> Response:
-    """`close`: the connection can't be used again."""
-    return json_response(error.body(), error.status, error.headers | ({"connection": "close"} if close else {}))
+class ErrorResponse(Response):
+    """An error, in the form of the API whose path was called."""
+
+    def __init__(self, error: ApiError, **headers: str):
+        """headers: in addition to those of the error."""
+        super().__init__(status_code=error.status)
+        self._error, self._error_headers = error, error.headers | headers
+
+    async def __call__(self, scope, receive, send) -> None:
+        body = self._error.body(scope["path"])
+        await json_response(body, self.status_code, self._error_headers)(scope, receive, send)
 
 
 class EventStream(Response):
-    """Server-sent events. An error after the first event is one more event, with the body of an error."""
+    """Server-sent events. An error after the first event is one more event."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], end: Callable[[], None], seconds: float):
+    def __init__(self, answer: Answer, end: Callable[[], None], seconds: float):
         """end: called when no more events are needed. seconds: after which the events end by themselves."""
         self.status_code, self.background = 200, None
         self.init_headers({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
-        self._events, self._end, self._seconds = events, end, seconds
+        self._answer, self._end, self._seconds = answer, end, seconds
 
     async def __call__(self, scope, receive, send) -> None:
         try:
@@ -46,13 +50,13 @@ class EventStream(Response):
             self._end()
 
     async def _send_all(self, send) -> None:
-        async with aclosing(self._events) as events:
+        async with aclosing(self._answer.chunks()) as events:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
             except Exception as error:
-                body = server_sent_event(api_error(error).body())
+                body = self._answer.error_event(api_error(error))
                 await send({"type": "http.response.body", "body": body, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -1,0 +1,281 @@
+"""Anthropic's API, `/v1/messages`: its requests as requests to a chat, and the chat's answers in its own form.
+
+Content of other types than those of `Block`, such as images, is refused by name.
+"""
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BeforeValidator, Field
+from starlette.responses import Response
+from typing_extensions import NotRequired, TypedDict
+
+from nanovllm.engine.outputs import RequestOutput, StreamEvent
+from nanovllm.serve import chat
+from nanovllm.serve.answers import dump_json, server_sent_event
+from nanovllm.serve.errors import MESSAGES_PATH, ApiError
+from nanovllm.serve.protocol import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Body, ChatBody, Item, String, translated
+
+if TYPE_CHECKING:
+    from nanovllm.serve.api_server import Api
+
+BILLING_HEADER = "x-anthropic-billing-header"  # Claude Code's first system block: a hash that no two requests share
+SAME_FIELDS = {"model", "stream", "max_tokens", "temperature", "top_p", "top_k"}
+TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def _as_blocks(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+# Blocks are dicts, which are checked in a fifth of the time: a body has room for 100,000.
+
+
+class TextBlock(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(TypedDict):
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinkingBlock(TypedDict):
+    """Of another server's answer: nothing that can be read here."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(TypedDict):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(TypedDict):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: NotRequired[str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None]  # as a chat has it
+
+
+AnyBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+Blocks = list[Annotated[AnyBlock, Field(discriminator="type")]]
+
+
+class InputMessage(Item):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[Blocks, Field(fail_fast=True, max_length=MAX_MESSAGES), BeforeValidator(_as_blocks)]
+
+
+class InputTool(Item):
+    name: str = Field(pattern=r"^[\w.-]{1,64}$")
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+    def function(self) -> dict[str, Any]:
+        parameters = {"type": "object"} | self.input_schema
+        return {"name": self.name, "description": self.description or "", "parameters": parameters}
+
+
+class ToolChoice(Item):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class CountTokensBody(Body):
+    messages: list[InputMessage] = Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
+    system: Annotated[list[TextBlock], Field(fail_fast=True), BeforeValidator(_as_blocks)] | None = None
+    tools: Annotated[list[InputTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: dict[str, Any] | None = None
+    thread: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
+
+
+class MessagesBody(CountTokensBody):
+    max_tokens: int = Field(ge=1)
+    stop_sequences: Annotated[list[String], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    output_config: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None  # changes nothing here
+
+
+def chat_body(body: CountTokensBody) -> ChatBody:
+    """The same request to a chat."""
+    if body.thread:  # clients know this code, and send the whole conversation from then on
+        message = "thread: this server stores no conversations; send the whole one"
+        raise ApiError(400, message, "thread", "thread_unsupported_request")
+    messages = [message for given in body.messages for message in _chat_messages(given)]
+    if system := _system_text(body.system or []):
+        messages.insert(0, {"role": "system", "content": system})
+    fields = body.model_dump(include=SAME_FIELDS) | {"messages": messages}
+    if body.tools:
+        fields["tools"] = [{"type": "function", "function": tool.function()} for tool in body.tools]
+    if (choice := body.tool_choice) is not None:
+        named = {"type": "function", "function": {"name": choice.name or ""}}
+        fields["tool_choice"] = TOOL_CHOICES.get(choice.type, named)
+        fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    if messages and messages[-1]["role"] == "assistant" and messages[-1].get("content"):
+        fields |= {"add_generation_prompt": False, "continue_final_message": True}  # it is how the answer begins
+    thinks = {"enable_thinking": body.thinking.get("type") != "disabled"} if body.thinking else {}
+    fields["chat_template_kwargs"] = thinks | (body.chat_template_kwargs or {})
+    if isinstance(body, MessagesBody):
+        config = body.output_config or {}
+        fields |= {"stop": body.stop_sequences, "reasoning_effort": config.get("effort")}
+        if wanted := config.get("format"):
+            fields["response_format"] = {"type": "json_schema", "json_schema": wanted}
+    return translated(ChatBody, fields)
+
+
+def _chat_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
+    """Results of tools are messages of their own, before the rest."""
+    found: dict[str, list[Any]] = {}
+    for block in message.content:
+        found.setdefault(block["type"], []).append(block)
+    for result in found.get("tool_result", ()):
+        yield {"role": "tool", "tool_call_id": result["tool_use_id"], "content": result.get("content")}
+    entry: dict[str, Any] = {"role": message.role}
+    texts = found.get("text", [])
+    if message.role == "system":
+        entry |= {"content": text} if (text := _system_text(texts)) else {}
+    elif texts:
+        entry["content"] = texts if len(texts) > 1 else texts[0]["text"]
+    if "thinking" in found:
+        entry["reasoning"] = "".join([block["thinking"] for block in found["thinking"]])
+    if "tool_use" in found:
+        entry["tool_calls"] = [
+            {"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": block["input"]}}
+            for block in found["tool_use"]
+        ]
+    if len(entry) > 1 or message.role == "assistant":
+        yield entry
+
+
+def _system_text(blocks: Sequence[TextBlock]) -> str:
+    return "".join([block["text"] for block in blocks if not block["text"].startswith(BILLING_HEADER)])
+
+
+class MessagesAnswer(chat.ChatAnswer):
+    """The answer of a chat as a list of blocks: complete, or as the events that build it."""
+
+    id_prefix = "msg_"
+    _num_tokens = 0  # that were streamed
+    _num_blocks = 0  # that have begun
+    _open_type: str | None = None  # of the last of them, until it ends
+
+    def _whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        (choice,) = self.choices(0, outputs[0])
+        content = self._blocks(choice["message"]) or [{"type": "text", "text": ""}]
+        usage = self._tokens(len(outputs[0].outputs[0].token_ids))
+        return dump_json(self._message(content) | _stop(choice) | {"usage": usage})
+
+    def _begin(self) -> bytes:
+        num_tokens = len(self.requests[0].prompt_token_ids)  # it is not known yet how many of them are cached
+        start = {"stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": num_tokens, "output_tokens": 0}}
+        return _event("message_start", message=self._message([]) | start)
+
+    def _events(self, prompt_index: int, events: Sequence[StreamEvent], num_levels: int = 0) -> bytes:
+        found: list[bytes] = []
+        for event in events:
+            self._num_tokens += len(event.token_ids)
+            for choice in self.chunk_choices(prompt_index, event):
+                for block in self._blocks(choice["delta"]):
+                    found += self._add(block)
+                if choice["finish_reason"] is not None:
+                    if not self._num_blocks:
+                        found += self._next_block({"type": "text", "text": ""})
+                    found += self._next_block(None)
+                    found.append(_event("message_delta", delta=_stop(choice), usage=self._tokens(self._num_tokens)))
+        return b"".join(found)
+
+    def _end(self) -> bytes:
+        return _event("message_stop")
+
+    def error_event(self, error: ApiError) -> bytes:
+        return server_sent_event(error.body(MESSAGES_PATH), name="error")
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": self._head["model"]}
+        return head | {"content": content}
+
+    def _blocks(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """Of a message, or of a delta."""
+        blocks = []
+        if thinking := message.get("reasoning_content"):
+            # without a signature, clients do not send the block back
+            blocks.append({"type": "thinking", "thinking": thinking, "signature": self.id})
+        if text := message.get("content"):
+            blocks.append({"type": "text", "text": text})
+        for call in message.get("tool_calls", ()):
+            name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+            blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})
+        return blocks
+
+    def _add(self, block: dict[str, Any]) -> Iterator[bytes]:
+        """Events that make a call, or add to the open block if it has the same type."""
+        kind = block["type"]
+        if kind == "tool_use":
+            yield from self._next_block(block | {"input": {}})
+            yield self._delta(type="input_json_delta", partial_json=json.dumps(block["input"], ensure_ascii=False))
+            return
+        if kind != self._open_type:
+            yield from self._next_block({"type": kind, kind: ""})
+        yield self._delta(type=f"{kind}_delta", **{kind: block[kind]})
+
+    def _next_block(self, block: dict[str, Any] | None) -> Iterator[bytes]:
+        """Events that end the open block, if there is one, and begin this one."""
+        if self._open_type == "thinking":
+            yield self._delta(type="signature_delta", signature=self.id)
+        if self._open_type is not None:
+            yield _event("content_block_stop", index=self._num_blocks - 1)
+        self._open_type = None if block is None else block["type"]
+        if block is not None:
+            self._num_blocks += 1
+            yield _event("content_block_start", index=self._num_blocks - 1, content_block=block)
+
+    def _delta(self, **delta: str) -> bytes:
+        return _event("content_block_delta", index=self._num_blocks - 1, delta=delta)
+
+    def _tokens(self, num_output_tokens: int) -> dict[str, int]:
+        (request,) = self.requests
+        num_cached = request.num_cached_tokens
+        num_new = len(request.prompt_token_ids) - num_cached
+        return {"input_tokens": num_new, "cache_read_input_tokens": num_cached, "output_tokens": num_output_tokens}
+
+
+def _event(name: str, **content: Any) -> bytes:
+    return server_sent_event({"type": name, **content}, name=name)
+
+
+def _stop(choice: dict[str, Any]) -> dict[str, Any]:
+    reason, stop = choice["finish_reason"], choice["stop_reason"]
+    if reason == "stop" and isinstance(stop, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    return {"stop_reason": STOP_REASONS.get(reason, "end_turn"), "stop_sequence": None}
+
+
+def messages_router(api: "Api") -> APIRouter:
+    async def messages(body: MessagesBody, request: Request) -> Response:
+        return await api.converse(await asyncio.to_thread(chat_body, body), request, MessagesAnswer)
+
+    async def count_tokens(body: CountTokensBody, request: Request) -> Response:
+        async def answer() -> dict[str, int]:
+            conversation = await asyncio.to_thread(chat_body, body)
+            return {"input_tokens": len(await api.prompt_token_ids(conversation))}
+
+        return await api.answer(body, request, answer())
+
+    router = APIRouter()
+    router.post(MESSAGES_PATH)(messages)
+    router.post(f"{MESSAGES_PATH}/count_tokens")(count_tokens)
+    return router

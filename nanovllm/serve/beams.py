@@ -1,0 +1,21 @@
+"""Beam search as requests of the API have it: the beams are the answers to a prompt, the best first."""
+
+from dataclasses import replace
+from time import time
+
+from nanovllm.engine.beam_search import BeamRequest
+from nanovllm.engine.outputs import CompletionOutput, RequestOutput
+
+
+class BeamCompletion(BeamRequest):
+    """Its output is that of `n` answers. For the limits of a server, a search is one answer."""
+
+    def output(self) -> RequestOutput:  # type: ignore[override]
+        found = super().output()
+        answers = []
+        for i, beam in enumerate(found.outputs):
+            reason = "stop" if beam.token_ids[-1] in self._eos_token_ids else "length"
+            answers.append(CompletionOutput(i, beam.text, beam.token_ids, beam.cumulative_logprob, None, reason, None))
+        metrics, num_cached_tokens = replace(self.metrics(), finished_time=time()), self._root.num_cached_tokens
+        prompt, ids = found.prompt, found.prompt_token_ids
+        return RequestOutput(found.request_id, prompt, ids, answers, found.finished, num_cached_tokens, None, metrics)

@@ -1,0 +1,95 @@
+"""Prompts to token ids: what can't fit is refused before it is tokenized, and no short text waits for a long one."""
+
+import json
+import threading
+from copy import deepcopy
+from typing import Any
+
+from nanovllm.engine.input_processor import InputProcessor
+
+LONG_TEXT = 2**14  # characters; tokenizing them takes about 15 ms
+# normalizers and pre-tokenizers that leave no part of a text without a token, see `longest_token`
+_KEEPING = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend"}
+_KEEPING |= {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeScripts"}
+
+
+class LongTextError(Exception):
+    """The text belongs to the lane of long texts."""
+
+
+class PromptLane(InputProcessor):
+    """Tokenizes for one lane. The lane of long texts has a tokenizer and a lock of its own."""
+
+    def __init__(self, processor: InputProcessor, takes_long_texts: bool):
+        tokenizer = deepcopy(processor.tokenizer) if takes_long_texts else processor.tokenizer
+        super().__init__(processor.config, tokenizer, processor.policy)
+        self.tokenizer_lock = threading.RLock() if takes_long_texts else processor.tokenizer_lock
+        self.takes_long_texts, self._longest_token = takes_long_texts, longest_token(tokenizer)
+
+    def encode(self, text: str, add_special_tokens: bool = True, is_cut: bool = False) -> list[int]:
+        """LongTextError if the text belongs to the other lane.
+
+        ValueError if the text can't fit, whatever its tokens are, unless the caller cuts the tokens (`is_cut`).
+        """
+        is_elsewhere = len(text) > LONG_TEXT and not self.takes_long_texts
+        if self._longest_token is not None and not is_cut:
+            self._check_length(text, self._longest_token, is_elsewhere)
+        if is_elsewhere:
+            raise LongTextError
+        return super().encode(text, add_special_tokens)
+
+    def _check_length(self, text: str, longest_token: int, is_elsewhere: bool) -> None:
+        most = (self.max_model_len - 1) * longest_token
+        num_bytes = len(data := text.encode(errors="replace"))
+        if num_bytes > most and (normalizer := self.tokenizer.backend_tokenizer.normalizer) is not None:
+            if is_elsewhere:
+                raise LongTextError
+            num_bytes = len(normalizer.normalize_str(data.decode()).encode())  # which may be fewer
+        if num_bytes > most:
+            bound = f"max_model_len={self.max_model_len}: this model's maximum context length is so many tokens"
+            raise ValueError(
+                f"prompt: has at least {-(-num_bytes // longest_token)} tokens; must be fewer than {bound}"
+            )
+
+
+def longest_token(tokenizer: Any) -> int | None:
+    """How many bytes of normalized UTF-8 a token stands for at most; None if there may be any number of them.
+
+    There is a bound if the vocabulary has every byte, so that there is no token for something unknown; if normalizers
+    and pre-tokenizers remove nothing between tokens, and do the same to a whole text as to the parts between special
+    tokens; and if no special token takes the spaces around it as well.
+    """
+    backend, added = tokenizer.backend_tokenizer, tokenizer.added_tokens_decoder.values()
+    vocab = backend.get_vocab(with_added_tokens=False)
+    normalizer, steps = backend.normalizer, [*_steps(backend.normalizer), *_steps(backend.pre_tokenizer)]
+    is_byte_level = any(step["type"] == "ByteLevel" for step in steps)
+    if is_byte_level:  # each character of a token stands for a byte
+        from tokenizers.pre_tokenizers import ByteLevel
+
+        has_all_bytes = vocab.keys() >= {*ByteLevel.alphabet()}
+    else:
+        all_bytes = {f"<0x{byte:02X}>" for byte in range(256)}
+        has_all_bytes = getattr(backend.model, "byte_fallback", False) and vocab.keys() >= all_bytes
+    if not has_all_bytes or any(token.lstrip or token.rstrip for token in added) or not all(map(_keeps_all, steps)):
+        return None
+    contents = [token.content for token in added]
+    if normalizer is not None:
+        contents += [normalizer.normalize_str(content) for content in contents]
+    sizes = map(len, vocab) if is_byte_level else (len(token.encode()) for token in vocab)
+    return max([*sizes, *(len(content.encode()) for content in contents)])
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, as tokenizer.json describes them."""
+    return [] if part is None else _flat(json.loads(part.__getstate__()))
+
+
+def _flat(step: dict[str, Any]) -> list[dict[str, Any]]:
+    inner = step.get("normalizers", step.get("pretokenizers"))
+    return [step] if inner is None else [x for own in inner for x in _flat(own)]
+
+
+def _keeps_all(step: dict[str, Any]) -> bool:
+    if step["type"] == "Replace":  # a regular expression may find more in the parts of a text than in the whole
+        return "String" in step["pattern"]
+    return step["type"] in _KEEPING and step.get("behavior") != "Removed"

@@ -1,0 +1,201 @@
+"""Answers of /v1/responses: output items, and the typed events of a stream."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, count
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from nanovllm.engine.outputs import CompletionOutput, RequestOutput, StreamEvent
+from nanovllm.serve.answers import dump_json, server_sent_event
+from nanovllm.serve.chat import ChatAnswer
+from nanovllm.serve.errors import ApiError
+from nanovllm.serve.protocol import GenerationBody
+from nanovllm.serve.reasoning import END
+
+NUM_LEVELS = 8  # from an event down to the log-probabilities of a token
+# fields of the request that the response repeats
+REPEATED = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls"),
+    *("previous_response_id", "prompt_cache_key", "reasoning", "safety_identifier", "service_tier", "text"),
+    *("tool_choice", "tools", "top_logprobs", "truncation", "user"),
+)
+Event = dict[str, Any]
+
+
+class TextItem(NamedTuple):
+    """What is the same in all items of a kind that has text."""
+
+    id_prefix: str
+    item: dict[str, Any]
+    part: dict[str, Any]
+
+
+TEXT_ITEMS = {
+    "reasoning": TextItem("rs", {"summary": []}, {"type": "reasoning_text"}),
+    "message": TextItem("msg", {"role": "assistant"}, {"type": "output_text", "annotations": [], "logprobs": []}),
+}
+
+
+class ResponsesAnswer(ChatAnswer):
+    id_prefix = "resp_"
+
+    def __init__(self, request: GenerationBody, keep: Callable[[str, bytes], None], *arguments: Any):
+        """request: the body as the client sent it. keep: is called with the id and the JSON of the complete response.
+        arguments: those of ChatAnswer.
+        """
+        super().__init__(*arguments)
+        self._request, self._keep = request, keep
+        self._parser, self._numbers = self._make_parser(), count()
+        self._status = "in_progress"
+        self._output: list[dict[str, Any]] = []
+        self._open_kind: str | None = None  # of the last item, if its text is still arriving
+        self._texts: list[str] = []  # of the last item
+        self._text_logprobs: list[dict[str, Any]] = []  # of the last message
+        self._held_logprobs: list[dict[str, Any]] = []  # of tokens whose text has not arrived yet
+        self._generated: list[int] = []  # token ids
+        self._num_reasoning_tokens = 0
+        self._num_levels = NUM_LEVELS if self._has_logprobs else 0
+
+    def _whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        for _ in self._take(outputs[0].outputs[0]):
+            pass
+        return self._kept(self._response())
+
+    def _begin(self) -> bytes:
+        return self._encoded(self._event(name, response=self._response()) for name in ("created", "in_progress"))
+
+    def _events(self, prompt_index: int, events: Sequence[StreamEvent], num_levels: int = 0) -> bytes:
+        return self._encoded(made for event in events for made in self._take(event))
+
+    def _end(self) -> bytes:
+        response = self._response()
+        self._kept(response)
+        return self._encoded([self._event(self._status, response=response)])
+
+    def error_event(self, error: ApiError) -> bytes:
+        self._status = "failed"
+        response = self._response() | {"error": {"code": "server_error", "message": error.message}}
+        return self._encoded([self._event(self._status, response=response)])
+
+    def _kept(self, response: dict[str, Any]) -> bytes:
+        data = dump_json(response, self._num_levels)
+        self._keep(self.id, data)
+        return data
+
+    def _encoded(self, events: Iterable[Event]) -> bytes:
+        """Each is encoded before the next is made, which may change the same item."""
+        return b"".join([server_sent_event(event, self._num_levels, event["type"]) for event in events])
+
+    def _event(self, name: str, /, **fields: Any) -> Event:
+        return {"type": f"response.{name}", "sequence_number": next(self._numbers), **fields}
+
+    # -- items ---------------------------------------------------------------------------------------------------------
+
+    def _take(self, piece: CompletionOutput | StreamEvent) -> Iterator[Event]:
+        """Add a piece of the answer to the output."""
+        is_last = piece.finish_reason is not None
+        self._generated += piece.token_ids
+        self._held_logprobs += (self._logprobs(piece.token_ids, piece.logprobs) or {"content": []})["content"]
+        found = self._entries(self._parser.feed(piece.text, is_last))
+        yield from self._add_text("reasoning", found.get("reasoning", ""))
+        if not found.keys() <= {"reasoning", "reasoning_content"} and self._open_kind == "reasoning":
+            pieces = [self._token_bytes[token_id] for token_id in self._generated]
+            end = b"".join(pieces).find(END.encode()) + len(END)
+            self._num_reasoning_tokens = 1 + sum(length < end for length in accumulate(map(len, pieces)))
+            del self._held_logprobs[: self._num_reasoning_tokens]
+        yield from self._add_text("message", found.get("content") or "")
+        for call in found.get("tool_calls", ()):
+            yield from self._add_call(call)
+        if is_last:
+            self._status = "incomplete" if piece.finish_reason == "length" else "completed"
+            if self._open_kind == "reasoning":
+                self._num_reasoning_tokens = len(self._generated)
+            if not self._output:
+                yield from self._open("message")
+            yield from self._close(self._status)
+
+    def _place(self) -> dict[str, Any]:
+        """Of the last item."""
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+
+    def _item_event(self, name: str) -> Event:
+        return self._event(f"output_item.{name}", output_index=len(self._output) - 1, item=self._output[-1])
+
+    def _add_item(self, id_prefix: str, **fields: Any) -> Event:
+        self._output.append({"id": f"{id_prefix}_{uuid4().hex}", "status": "in_progress", **fields})
+        return self._item_event("added")
+
+    def _open(self, kind: str) -> Iterator[Event]:
+        yield from self._close()
+        self._open_kind, self._texts, self._text_logprobs = kind, [], []
+        shape = TEXT_ITEMS[kind]
+        yield self._add_item(shape.id_prefix, type=kind, content=[], **shape.item)
+        yield self._event("content_part.added", **self._place(), content_index=0, part={"text": "", **shape.part})
+
+    def _add_text(self, kind: str, text: str) -> Iterator[Event]:
+        if not text:
+            return
+        if self._open_kind != kind:
+            yield from self._open(kind)
+        self._texts.append(text)
+        name = f"{TEXT_ITEMS[kind].part['type']}.delta"
+        event = self._event(name, **self._place(), content_index=0, delta=text)
+        yield event | ({"logprobs": self._take_logprobs()} if kind == "message" else {})
+
+    def _take_logprobs(self) -> list[dict[str, Any]]:
+        taken, self._held_logprobs = self._held_logprobs, []
+        self._text_logprobs += taken
+        return taken
+
+    def _close(self, status: str = "completed") -> Iterator[Event]:
+        if (kind := self._open_kind) is None:
+            return
+        self._open_kind, text = None, dict[str, Any](text="".join(self._texts))
+        if kind == "message":
+            self._take_logprobs()  # of the token that ended the answer
+            text["logprobs"] = self._text_logprobs
+        part = TEXT_ITEMS[kind].part | text
+        self._output[-1] |= {"content": [part], "status": status}
+        yield self._event(f"{part['type']}.done", **self._place(), content_index=0, **text)
+        yield self._event("content_part.done", **self._place(), content_index=0, part=part)
+        yield self._item_event("done")
+
+    def _add_call(self, call: dict[str, Any]) -> Iterator[Event]:
+        yield from self._close()
+        function = call["function"]
+        yield self._add_item("fc", type="function_call", call_id=call["id"], name=function["name"], arguments="")
+        yield self._event("function_call_arguments.delta", **self._place(), delta=function["arguments"])
+        yield self._event("function_call_arguments.done", **self._place(), **function)
+        self._output[-1] |= {"arguments": function["arguments"], "status": "completed"}
+        yield self._item_event("done")
+
+    # -- the response --------------------------------------------------------------------------------------------------
+
+    def _response(self) -> dict[str, Any]:
+        """As far as it has arrived."""
+        params = self.requests[0].request.params
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._head["created"],
+            "status": self._status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
+            "model": self._head["model"],
+            "output": self._output,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "usage": None if self._status == "in_progress" else self._response_usage(),
+            **{name: getattr(self._request, name) for name in REPEATED},
+        }
+
+    def _response_usage(self) -> dict[str, Any]:
+        usage = self._usage(len(self._generated))
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
+            "total_tokens": usage["total_tokens"],
+        }

@@ -1,0 +1,210 @@
+"""/v1/responses: OpenAI's Responses API, translated into conversations. Responses are kept in a bounded store."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from nanovllm.serve.answers import Answer, dump_json
+from nanovllm.serve.errors import ApiError
+from nanovllm.serve.http_responses import json_response
+from nanovllm.serve.protocol import MAX_LOGPROBS, ChatBody, Dicts, GenerationBody, Strings, ToolDicts, only, translated
+from nanovllm.serve.responses_answer import ResponsesAnswer
+
+MAX_STORED = 1000  # responses
+MAX_STORED_BYTES = 64 * 2**20  # of their JSON, and of the conversations before them
+MAX_CONVERSATION_BYTES = 4 * 2**20  # of its JSON, together with previous responses; truncation would tokenize any
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
+ROLES = ("user", "assistant", "system", "developer")
+
+
+class ResponsesBody(GenerationBody):
+    input: str | Dicts
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool = True
+    max_output_tokens: int | None = Field(None, ge=1)
+    max_tool_calls: int | None = None  # of tools that a server runs; here is none
+    tools: ToolDicts = Field([])
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    text: dict[str, Any] = Field({"format": {"type": "text"}})
+    reasoning: dict[str, Any] = Field({})
+    include_reasoning: bool = True
+    include: Strings = Field([])
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+    truncation: Literal["auto", "disabled"] = "disabled"
+    chat_template_kwargs: dict[str, Any] | None = None
+    # without these, an answer would be another one
+    background: Annotated[Any, only(False)] = False
+    conversation: Annotated[Any, only()] = None
+    prompt: Annotated[Any, only()] = None
+    use_beam_search: Annotated[Any, only(False)] = None
+
+
+class Conversation(ChatBody):
+    """What a request to /v1/responses is translated into."""
+
+    own_names: ClassVar[Mapping[str, str]] = {
+        "messages": "input",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format": "text",
+        "reasoning_effort": "reasoning",
+    }
+
+
+class ResponseStore:
+    """(response, items of the conversation before it), both as JSON, by the response's id.
+
+    The least recently used go when there are too many or they are too long. Belongs to the event loop's thread.
+    """
+
+    def __init__(self, max_number: int = MAX_STORED, max_bytes: int = MAX_STORED_BYTES):
+        self._max_number, self._max_bytes = max_number, max_bytes
+        self._entries: dict[str, tuple[bytes, bytes]] = {}
+        self._num_bytes = 0
+
+    def add(self, name: str, response: bytes, items: bytes) -> None:
+        self._entries[name] = response, items
+        self._num_bytes += len(response) + len(items)
+        while len(self._entries) > self._max_number or self._num_bytes > self._max_bytes:
+            self.remove(next(iter(self._entries)))
+
+    def get(self, name: str) -> tuple[bytes, bytes]:
+        """ApiError with 404 if it is not there."""
+        if name not in self._entries:
+            raise ApiError(404, f"Response with id {name!r:.80} not found.")
+        self._entries[name] = self._entries.pop(name)
+        return self._entries[name]
+
+    def remove(self, name: str) -> None:
+        self._num_bytes -= sum(map(len, self._entries.pop(name)))
+
+
+def responses_router(converse: Callable[[ChatBody, Request, Callable[..., Answer]], Awaitable[Response]]) -> APIRouter:
+    """converse: that of `Api`."""
+    store, router = ResponseStore(), APIRouter(prefix="/v1/responses")
+
+    @router.post("")
+    async def create(body: ResponsesBody, request: Request) -> Response:
+        previous = None if body.previous_response_id is None else store.get(body.previous_response_id)
+        conversation, items = await asyncio.to_thread(_translate, body, previous)
+        loop = asyncio.get_running_loop()
+
+        def keep(name: str, response: bytes) -> None:
+            if body.store:
+                loop.call_soon_threadsafe(store.add, name, response, items)
+
+        return await converse(conversation, request, lambda *arguments: ResponsesAnswer(body, keep, *arguments))
+
+    @router.get("/{name}")
+    async def retrieve(name: str) -> Response:
+        return json_response(store.get(name)[0])
+
+    @router.post("/{name}/cancel")
+    async def cancel(name: str) -> Response:
+        store.get(name)
+        raise ApiError(400, "Cannot cancel a synchronous response.")
+
+    @router.delete("/{name}")
+    async def delete(name: str) -> Response:
+        store.get(name)
+        store.remove(name)
+        return json_response({"id": name, "object": "response", "deleted": True})
+
+    return router
+
+
+def _translate(body: ResponsesBody, previous: tuple[bytes, bytes] | None) -> tuple[ChatBody, bytes]:
+    """The conversation, and the JSON of its items: those of a previous response, its output, and the new ones.
+
+    The instructions are those of this request alone. ApiError for what is not supported.
+    """
+    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    if previous is not None:
+        items = json.loads(previous[1]) + json.loads(previous[0])["output"] + items
+    dumped = dump_json(items)
+    if previous is not None and len(dumped) > MAX_CONVERSATION_BYTES:
+        message = f"previous_response_id: the conversation has more than {MAX_CONVERSATION_BYTES} bytes"
+        raise ApiError(400, message, "previous_response_id")
+    instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    last = items[-1] if items else {}
+    is_cut = last.get("role") == "assistant" and last.get("status") in ("in_progress", "incomplete")
+    has_logprobs = INCLUDE_LOGPROBS in body.include
+    # whoever has the id of a stored response can read it, so it can be neither chosen nor guessed
+    names = body.model_fields_set & ChatBody.model_fields.keys() - {"request_id"}
+    common = {name: getattr(body, name) for name in names}
+    own = {
+        "messages": instructions + _messages(items),
+        "n": 1,
+        "max_completion_tokens": body.max_output_tokens,
+        "response_format": _response_format(body.text),
+        "logprobs": has_logprobs,
+        "top_logprobs": body.top_logprobs if has_logprobs else None,
+        "reasoning_effort": body.reasoning.get("effort"),
+        "truncate_prompt_tokens": -1 if body.truncation == "auto" else None,
+        "add_generation_prompt": not is_cut,
+        "continue_final_message": is_cut,
+    }
+    return translated(Conversation, common | own | _tools(body)), dumped
+
+
+def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Reasoning, text and calls of one answer are several items, and one message."""
+    messages: list[dict[str, Any]] = []
+    for i, item in enumerate(items):
+        kind, last = item.get("type") or "message", messages[-1] if messages else {}
+        if kind == "message" and item.get("role") in ROLES:
+            message = {"role": item["role"], "content": _text(item.get("content"), i)}
+        elif kind == "reasoning":
+            reasoning = _text(item.get("content") or item.get("summary"), i)
+            message = {"role": "assistant", "reasoning": reasoning}
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            message = {"role": "assistant", "tool_calls": [*last.get("tool_calls", ()), call]}
+        elif kind == "function_call_output":
+            message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"), i)}
+        else:
+            raise ApiError(
+                400, f"input[{i}]: neither a message with a role nor a supported type: {kind!r:.80}", "input"
+            )
+        is_after_reasoning = last.keys() == {"role", "reasoning"} and kind != "reasoning"
+        if message["role"] == last.get("role") == "assistant" and (is_after_reasoning or kind == "function_call"):
+            last.update(message)
+        else:
+            messages.append(message)
+    return messages
+
+
+def _text(content: Any, index: int) -> str:
+    """Of a string, or of parts that have text."""
+    parts = content if isinstance(content, list) else [] if content is None else [{"text": content}]
+    texts: list[Any] = [part.get("text", part.get("refusal")) if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise ApiError(400, f"input[{index}]: the content must be text, or parts that are text", "input")
+    return "".join(texts)
+
+
+def _response_format(text: dict[str, Any]) -> Any:
+    wanted = text.get("format")
+    if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": wanted}
+    return wanted
+
+
+def _tools(body: ResponsesBody) -> dict[str, Any]:
+    """The functions have one level less here; and a choice may name those that are allowed."""
+    tools, choice = body.tools, cast(Any, body.tool_choice)
+    if isinstance(choice, dict) and isinstance(allowed := choice.get("tools"), list):  # "allowed_tools"
+        names = [tool.get("name") for tool in allowed if isinstance(tool, dict)]
+        tools = [tool for tool in tools if tool.get("name") in names]
+        choice = choice.get("mode")
+    elif isinstance(choice, dict):
+        choice = {"type": choice.get("type"), "function": choice}
+    nested = [{"type": tool.pop("type", None), "function": tool} for tool in map(dict, tools)]
+    return {"tools": nested or None, "tool_choice": choice if tools or choice not in ("auto", "none") else None}

@@ -1,0 +1,81 @@
+"""Command lines of `vllm serve`, in the terms of this one."""
+
+import json
+from collections.abc import Container, Iterable
+from numbers import Real
+from typing import Any
+
+from nanovllm.compat.settings import ALIASES, VLLM_SETTINGS, check_accepted
+
+SHORT = {"-tp": "tensor-parallel-size", "-dp": "data-parallel-size", "-pp": "pipeline-parallel-size"}
+SHORT |= {"-q": "quantization", "-ep": "enable-expert-parallel", "-O": "optimization-level"}
+# A flag of vLLM's server is accepted if its value would change nothing here: (values and types of values, flags)
+GROUPS: tuple[tuple[tuple, str], ...] = (
+    (
+        (bool,),  # what is printed, or what this server does in any case
+        "disable_fastapi_docs disable_frontend_multiprocessing disable_uvicorn_access_log enable_auto_tool_choice "
+        "enable_log_deltas enable_log_outputs enable_prompt_tokens_details enable_reasoning "
+        "enable_server_load_tracking exclude_tools_when_tool_choice_none log_error_stack",
+    ),
+    (
+        (False,),
+        "allow_credentials enable_offline_docs enable_per_request_metrics enable_request_id_headers enable_ssl_refresh "
+        "enable_tokenizer_info_endpoint headless tokens_only",
+    ),
+    ((Real,), "h11_max_header_count h11_max_incomplete_event_size max_log_len"),
+    ((1,), "api_server_count"),
+    ((str,), "disable_access_log_for_endpoints fingerprint_mode guided_decoding_backend uvicorn_log_level"),
+    (("auto", "string"), "chat_template_content_format"),
+    (("assistant",), "response_role"),
+    ((["*"],), "allowed_headers allowed_methods"),
+)
+SERVER_FLAGS = {name: accepted for accepted, names in GROUPS for name in names.split()}
+
+
+def translate_flags(arguments: Iterable[str], known: Container[str]) -> tuple[list[str], dict[str, Any]]:
+    """The arguments for our own parser, and settings of vLLM's engine from the flags that it has besides.
+
+    `known` are the names of that parser's flags, which it gets, as well as flags that neither engine has. ValueError
+    for a flag of vLLM's server whose value would change something.
+    """
+    rest, own, model, settings = [*arguments], list[str](), list[str](), dict[str, Any]()
+    while rest:
+        flag, separator, value = _long(rest.pop(0)).partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        is_on = not name.startswith("no_")
+        name = name.removeprefix("no_")
+        accepted = SERVER_FLAGS.get(name, VLLM_SETTINGS.get(name))
+        if flag == "--model" and (separator or rest):
+            model = [value if separator else rest.pop(0)]
+        elif not flag.startswith("--") or name in known or (accepted is None and name not in ALIASES):
+            own.append(flag + separator + value)
+        else:
+            has_no_value = name.startswith("enable_") if accepted is None else any(_is_bool(x) for x in accepted)
+            if not has_no_value and not separator and rest:
+                value = rest.pop(0)
+            settings[name] = is_on if has_no_value and not separator else _value(value)
+            if name in SERVER_FLAGS:
+                check_accepted(name, settings.pop(name), SERVER_FLAGS[name])
+    return own + model, settings
+
+
+def _long(argument: str) -> str:
+    """`--like-this` for a flag in vLLM's other forms, `--like_this` and short; any other argument as it is."""
+    if argument.startswith("--"):
+        flag, separator, value = argument.partition("=")
+        return flag.replace("_", "-") + separator + value
+    if argument.startswith("-O") and argument[2:].isdigit():
+        return f"--optimization-level={argument[2:]}"
+    return f"--{SHORT[argument]}" if argument in SHORT else argument
+
+
+def _is_bool(accepted: Any) -> bool:
+    return accepted is bool or isinstance(accepted, bool)
+
+
+def _value(text: str) -> Any:
+    """JSON, or the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None if text in ("None", "none") else text
