@@ -7,6 +7,7 @@
     python bench.py --model MODEL --workload latency --max-model-len 32768      one prompt; decode behind a context
     python bench.py --model MODEL --workload batches --batch-sizes 2,8,32       throughput by batch size
     python bench.py --model MODEL --workload all,batches --compare vllm         both in one run
+    python bench.py --workload host                   what a step costs the host, on any machine
     python bench.py --model MODEL --profile FOLDER    traces of decode steps, and the time of each kernel in them
     python bench.py --streaming                       the headline workload by generate() and by stream()
     python bench.py --beams 4                         beam search, compared with that of transformers
@@ -24,6 +25,10 @@ Workloads, all with random token ids, temperature 0.6 and no end-of-sequence tok
                 decode behind contexts of 500 to 30,000 tokens, three times. --max-model-len and --max-input-len bound
                 the lengths
     batches     for each batch size, requests with 512 input and 256 output tokens
+    host        no model runs: the device is replaced by one that samples at once. For 1 to 1,024 sequences that decode,
+                the microseconds of a step's schedule, prepare and process; then those of a step of 512 sequences in the
+                whole process, until the caller of `generate` or `stream` has the text. The time of a loop of Python
+                says how fast the machine is
 
 Before what is reported, each workload runs once with other ids (online with a quarter of its requests). Of headline,
 single, prefill and batches, --rounds runs follow, each with ids of its own, and the fastest is reported: vLLM's FP8
@@ -64,7 +69,7 @@ from itertools import pairwise
 from math import inf, isnan, log, nan
 from pathlib import Path
 from statistics import median
-from time import perf_counter, sleep
+from time import perf_counter, process_time, sleep
 
 STARTED = perf_counter()
 TEMPERATURE = 0.6
@@ -72,6 +77,7 @@ WORKLOADS = {"headline": "headline", "single": "single stream", "prefill": "pref
 SIGMAS = (0.9, 0.7)  # of the log-normal lengths of prompts and outputs
 PROMPT_LENS = (16, 128, 512, 1024, 4000, 8000, 16000, 32000)
 CONTEXT_LENS = (500, 4000, 30000)
+HOST_SEQS = (1, 8, 64, 256, 512, 1024)
 DECODE_SEQS = {1: "1 sequence", 8: "8 sequences"}
 # names in results files -> names in the figure; `--compare` can't run "original"
 LABELS = {
@@ -912,6 +918,113 @@ SWEEPS = {"online": online_sweep, "latency": latency_sweep, "batches": batches_s
 STEPPED = ("online", "latency")  # need the times of tokens, and engines that are stepped
 
 
+# -- the host's part of a step ----------------------------------------------------------------------------------------
+
+
+class FakeDevice:
+    """Its `launch` takes the place of a ModelRunner's: every step is over at once, and samples random token ids.
+
+    decoding_since: the CPU time of the process when the first step that only decodes was launched.
+    """
+
+    def __init__(self, runner, num_seqs: int, vocab_size: int):
+        import torch
+
+        self.tp, self.token_ids = runner.tp, torch.randint(vocab_size, (num_seqs,), dtype=torch.int32)
+        self.decoding_since = nan
+
+    def launch(self, batch, step):
+        from nanovllm.engine.step_result import PendingStep
+
+        if step.kind == "decode" and isnan(self.decoding_since):
+            self.decoding_since = process_time()
+        return PendingStep(step, self.token_ids, [], (), False, self.tp)
+
+
+def measure_host(model: str, settings: dict) -> None:
+    """Print what a step costs the host, for numbers of sequences up to `max_num_seqs`."""
+    from nanovllm import LLM
+
+    settings = {"max_num_seqs": max(HOST_SEQS)} | settings | {"device": "cpu", "async_scheduling": False}
+    max_num_seqs = settings["max_num_seqs"]
+    # one step computes all prompts, and each sequence has a block in reserve
+    bounds = dict(max_num_batched_tokens=512 * max_num_seqs, num_kvcache_blocks=4 * max_num_seqs + 8)
+    with LLM(model, **settings | bounds) as llm:
+        vocab_size = llm.config.model_config.vocab_size
+        lengths = fit(512, 100, llm.config.max_model_len)
+        sizes = [n for n in HOST_SEQS if n <= max_num_seqs]
+        requests = [host_requests(n, *lengths, vocab_size) for n in sizes]
+        rows = [[f"{n:,}", *(f"{x:,.0f}" for x in host_step(llm, some))] for n, some in zip(sizes, requests)]
+        num_seqs = min(512, max_num_seqs)
+        calls = host_calls(llm, host_requests(num_seqs, *lengths, vocab_size))
+    print(f"a loop of 1,000,000 additions in Python takes {1000 * python_loop():.1f} ms on this machine")
+    title = "what a step costs the host, microseconds (median of the steps)"
+    print_table(title, ["sequences", "schedule", "prepare", "process", "sum"], rows)
+    title = f"CPU time of a step of {num_seqs} sequences until the caller has the text, microseconds"
+    print_table(title, ["call", "step"], [[name, f"{us:,.0f}"] for name, us in calls.items()])
+
+
+def host_requests(num_seqs: int, max_input_len: int, output_len: int, vocab_size: int) -> list[Request]:
+    """Prompts of random lengths, so that the sequences do not all need their next block in the same step."""
+    rng = random.Random(num_seqs)
+    lengths = [rng.randint(1, max_input_len) for _ in range(num_seqs)]
+    return [Request([rng.randrange(vocab_size) for _ in range(length)], output_len) for length in lengths]
+
+
+def host_step(llm, requests: list[Request]) -> list[float]:
+    """Microseconds of schedule, prepare and process, and of all three, in a step in which all sequences decode."""
+    from nanovllm.engine.sequence import Sequence
+
+    scheduler, runner, config = llm.scheduler, llm.model_runner, llm.config
+    device = FakeDevice(runner, len(requests), config.model_config.vocab_size)
+    for i, r in enumerate(requests):
+        scheduler.add(Sequence(i, r.prompt, nanovllm_params(r), noise_seed=i, max_len=config.max_model_len))
+    times = []
+    while not scheduler.is_finished():
+        begin = perf_counter()
+        step = scheduler.schedule(prompts_first=True)
+        scheduled = perf_counter()
+        batch = runner.prepare(step)
+        prepared = perf_counter()
+        pending = device.launch(batch, step)
+        launched = perf_counter()
+        scheduler.postprocess(step, *pending.wait())
+        if step.kind == "decode":
+            times.append((scheduled - begin, prepared - scheduled, perf_counter() - launched))
+    return [1e6 * median(column) for column in (*zip(*times), map(sum, times))]
+
+
+def host_calls(llm, requests: list[Request], rounds: int = 3) -> dict[str, float]:
+    """Microseconds of CPU time for a step of `generate` and `stream`; the least of `rounds`."""
+    prompts, params = [r.prompt for r in requests], list(map(nanovllm_params, requests))
+    with_stop = [replace(p, stop=["a string that never comes"]) for p in params]
+    calls = {
+        "generate": lambda: llm.generate(prompts, params, use_tqdm=False),
+        "stream": lambda: [event.text for event in llm.stream(prompts, params)],
+        "stream with a stop string": lambda: [event.text for event in llm.stream(prompts, with_stop)],
+    }
+    runner, num_steps = llm.model_runner, requests[0].max_tokens - 1
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for name in [*calls] * rounds:
+        device = FakeDevice(runner, len(requests), llm.config.model_config.vocab_size)
+        runner.launch = device.launch
+        calls[name]()
+        seconds[name].append(process_time() - device.decoding_since)
+    del runner.launch
+    return {name: 1e6 * min(times) / num_steps for name, times in seconds.items()}
+
+
+def python_loop() -> float:
+    """Seconds of a loop that is the same on every machine, the least of five."""
+    times = []
+    for _ in range(5):
+        begin, total = perf_counter(), 0
+        for i in range(1_000_000):
+            total += i
+        times.append(perf_counter() - begin)
+    return min(times)
+
+
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
@@ -961,10 +1074,10 @@ def workload_names(text: str) -> list[str]:
     """An argparse type: comma-separated names of workloads, where "all" stands for the first three."""
     names = dict.fromkeys(name for part in text.split(",") for name in (WORKLOADS if part == "all" else [part]))
     for name in names:
-        if name not in (*WORKLOADS, *SWEEPS):
-            choices = ", ".join(["all", *WORKLOADS, *SWEEPS])
+        if name not in (*WORKLOADS, *SWEEPS, "host"):
+            choices = ", ".join(["all", *WORKLOADS, *SWEEPS, "host"])
             raise argparse.ArgumentTypeError(f"{name!r}: must be one of {choices}, or several with commas")
-        if name in STEPPED and len(names) > 1:
+        if name in (*STEPPED, "host") and len(names) > 1:
             raise argparse.ArgumentTypeError(f"{name!r}: must be the only workload of a run")
     return list(names)
 
@@ -1131,12 +1244,14 @@ def run_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     functions = STEPPED_ENGINES if sweeps and sweeps[0] in STEPPED else ENGINES
     if missing := [engine for engine in args.compare if engine not in functions]:
         parser.error(f"--compare {missing[0]}: --workload {sweeps[0]} compares with vllm only")
+    if args.compare and args.workload == ["host"]:
+        parser.error("--compare: --workload host measures this package alone")
     if args.rounds and functions is STEPPED_ENGINES:
         parser.error(f"--rounds: --workload {sweeps[0]} has runs of its own")
     if args.plot and not sweeps:
-        parser.error(f"--plot: --workload {','.join(chosen)} must be one of {', '.join(SWEEPS)}")
+        parser.error(f"--plot: --workload {','.join(args.workload)} must be one of {', '.join(SWEEPS)}")
     if args.save and not chosen:
-        parser.error(f"--save: --workload {sweeps[0]} must be one of all, {', '.join(WORKLOADS)}")
+        parser.error(f"--save: --workload {','.join(args.workload)} must be one of all, {', '.join(WORKLOADS)}")
     if args.shape and (args.beams or "transformers" in args.compare):
         option = "--beams" if args.beams else "--compare transformers"
         parser.error(f"{option}: transformers reads weights from files, and --shape has none; use --model instead")
@@ -1162,6 +1277,9 @@ def run_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     if args.profile:
         batch_sizes = sorted({1, min(num_seqs, config.max_num_seqs)})
         profile_nanovllm(args.model, settings, batch_sizes, sum(lengths) // 4, args.profile)
+        return
+    if args.workload == ["host"]:
+        measure_host(args.model, settings)
         return
     if args.beams:
         compare_beam_search(args.model, settings, args.beams, args.max_output_len or 400)

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 import bench
+from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.layers.attention_backends import SDPABackend
 from nanovllm.model_config import ModelConfig
@@ -139,6 +140,9 @@ def main(monkeypatch, *arguments: str) -> None:
         (("--workload", "online", "--plot", f"{__file__}/a.svg"), ("--plot", __file__, "folder")),
         (("--workload", "online", "--compare", "transformers"), ("--compare", "transformers", "online", "vllm only")),
         (("--workload", "latency", "--save", "a.json"), ("--save", "latency", "headline")),
+        (("--workload", "host", "--save", "a.json"), ("--save", "host", "headline")),
+        (("--workload", "host", "--compare", "vllm"), ("--compare", "host", "alone")),
+        (("--workload", "single,host"), ("--workload", "'host'", "only workload")),
         (("--shape", "gpt-2"), ("--shape", "'gpt-2'", "llama-3.1-8b")),
         (("--shape", "qwen3-8b", "--model", "tiny-qwen3"), ("--shape", "--model", "not allowed")),
         (
@@ -543,6 +547,32 @@ def test_batches(monkeypatch, capsys):
     assert "batch of 5: 5 requests, 40 tokens in, 20 out" in out
     rows = table(out, "output tokens per second (8 in, 4 out)")
     assert [row[0] for row in rows] == ["requests", "2", "5"] and all(float(rate) > 0 for _, rate in rows[1:])
+
+
+def test_host(monkeypatch, capsys):
+    """Each part takes time, and the sum is theirs; it gets by without a forward pass."""
+    monkeypatch.setattr("nanovllm.engine.model_runner.ModelRunner.execute", lambda *_: pytest.fail("a forward pass"))
+    main(monkeypatch, "--workload", "host", "--max-num-seqs", "8")
+    out = capsys.readouterr().out
+    assert "a loop of 1,000,000 additions in Python takes" in out
+    header, *rows = table(out, "what a step costs the host, microseconds (median of the steps)")
+    assert header == ["sequences", "schedule", "prepare", "process", "sum"] and [row[0] for row in rows] == ["1", "8"]
+    for _, *parts, whole in rows:
+        assert all(int(part) > 0 for part in parts) and int(whole) >= sum(map(int, parts)) * 0.8
+    _, *rows = table(out, "CPU time of a step of 8 sequences until the caller has the text, microseconds")
+    assert [" ".join(name) for *name, _ in rows] == ["generate", "stream", "stream with a stop string"]
+    assert all(int(microseconds) > 0 for *_, microseconds in rows)
+
+
+def test_host_calls_leave_the_engine_as_it_was(make_llm):
+    """All tokens come from the device's replacement, which is gone afterwards."""
+    llm = make_llm(max_num_seqs=4)
+    before = llm.generate([[5, 6]], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+    requests = bench.host_requests(4, 20, 8, llm.config.model_config.vocab_size)
+    assert all(us > 0 for us in bench.host_calls(llm, requests, rounds=1).values())
+    assert llm.stats()["tokens"]["out"] == 3 + 3 * 4 * 8
+    after = llm.generate([[5, 6]], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+    assert after[0].token_ids == before[0].token_ids
 
 
 @pytest.mark.parametrize("workload", ["online", "latency", "batches"])
