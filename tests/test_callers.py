@@ -426,6 +426,7 @@ class Interrupt:
     def trace(self, frame, event, argument):
         if not frame.f_code.co_filename.endswith(self.files):
             return None
+        frame.f_trace = self.trace  # Python 3.13 ignores f_trace_opcodes in a frame that has no f_trace yet
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode":
             self.count += 1
