@@ -65,7 +65,7 @@ for _ in range(2):
         assert "undefined" in str(error)
     else:
         sys.exit("an error was lost")
-    assert gc.isenabled()
+    assert gc.isenabled() and not kernels(invalid)
 compile_only(work)  # the error has left nothing behind
 assert kernels(gemv._gemv_kernel.jit) == found
 assert launch_ordinary(invalid, (1,)).keywords["warmup"] is False

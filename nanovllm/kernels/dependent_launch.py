@@ -81,7 +81,7 @@ def has_tma(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-_only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)  # this thread, in `compile_only`
+_launched: ContextVar[list | None] = ContextVar("launched", default=None)  # by this thread, in `compile_only`
 
 
 def compile_only(work: Callable[[], None]) -> None:
@@ -95,9 +95,13 @@ def compile_only(work: Callable[[], None]) -> None:
         return
 
     def compile_in_threads() -> None:
-        _only_compiles.set(True)
-        with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool):
-            work()
+        _launched.set(launched := [])
+        try:
+            with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool):
+                work()
+        except BaseException:
+            _forget_unfinished(launched)
+            raise
 
     # In CPython 3.11 before 3.11.8, ast.parse fails if garbage is collected while several threads parse
     # (python/cpython#106905).
@@ -108,6 +112,14 @@ def compile_only(work: Callable[[], None]) -> None:
     finally:
         if collects:
             gc.enable()
+
+
+def _forget_unfinished(launched: list) -> None:
+    """Triton before 3.9 keeps the futures of kernels that failed, and would take them for compiled the next time."""
+    for jit in launched:
+        for kernels, *_ in jit.device_caches.values():
+            for key in [key for key, kernel in kernels.items() if hasattr(kernel, "result")]:
+                del kernels[key]
 
 
 def launch(kernel: DependentKernel, grid: tuple[int, ...], device: torch.device, shared: int | None = 100):
@@ -122,7 +134,7 @@ def launch(kernel: DependentKernel, grid: tuple[int, ...], device: torch.device,
 
     def dependent(*arguments, **constants) -> None:
         compiled = run(*arguments, PDL=True, launch_pdl=True, **constants)
-        if shared is not None and not _only_compiles.get():
+        if shared is not None and _launched.get() is None:
             _prefer_shared_memory(compiled.function, shared)
 
     return dependent
@@ -130,7 +142,9 @@ def launch(kernel: DependentKernel, grid: tuple[int, ...], device: torch.device,
 
 def launch_ordinary(jit, grid: tuple[int, ...]):
     """jit[grid] for a kernel that is not dependent: it starts when everything before it is complete."""
-    return partial(jit.run, grid=grid, warmup=_only_compiles.get())
+    if (launched := _launched.get()) is not None:
+        launched.append(jit)
+    return partial(jit.run, grid=grid, warmup=launched is not None)
 
 
 @cache
