@@ -159,8 +159,10 @@ def test_abort_by_id(llm):
             if len(outputs) == 3:
                 await llm.abort("mine")
                 await llm.abort("unknown")
+        num_tokens = llm.engine.stats()["tokens"]["out"]
         request = await llm.submit(PROMPTS[0], ENDLESS, request_id="mine", in_pieces=False)
-        await asyncio.sleep(0.05)
+        while llm.engine.stats()["tokens"]["out"] == num_tokens:
+            await asyncio.sleep(0.005)
         await llm.abort("mine")
         result = await request.result()
         await wait_until_free(llm)
