@@ -249,8 +249,9 @@ def test_ctrl_c_leaves_nothing(cluster):
     before = processes()
     environment = os.environ | {"RAY_ADDRESS": cluster.address}
     program = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, env=environment, text=True)
-    assert program.stdout.readline() == "answer\n"
-    ranks = {pid for pid, command in processes().items() if pid not in before and "nanovllm.distributed" in command}
+    assert "answer\n" in program.stdout  # not always its first line: Gloo of PyTorch 2.8 prints how ranks connect
+    found, own = processes(), children(os.getpid())  # the cluster is ours
+    ranks = {pid for pid in own - before.keys() if "nanovllm.distributed" in found.get(pid, "")}
     assert len(ranks) == 1
     program.send_signal(signal.SIGINT)
     program.stdout.read()
