@@ -6,6 +6,7 @@ import torch
 
 from nanovllm.engine import batch as batches
 from nanovllm.engine.batch import VIEWS, Batch, BatchShape, decode_shape, dummy_prefill
+from nanovllm.engine.decode_table import DecodeTable
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -51,12 +52,22 @@ def sequence(i: int, tokens: range, blocks: list[int], **params) -> Sequence:
     return seq
 
 
+def decodes(seqs: list[Sequence]) -> ScheduledStep:
+    table = DecodeTable(6, BLOCK_SIZE)
+    for seq in seqs:
+        table.add(seq)
+    rows = [seq.req_index for seq in seqs]
+    step = ScheduledStep(np.array(rows), np.array(list(map(len, seqs))), table.block_tables)
+    step.sampled_seqs, step.sampled_rows, step.visited = seqs, [*range(len(seqs))], [*range(len(seqs))]
+    return step
+
+
 def test_chunks():
     """Two whole prompts and a chunk of a third, which is not sampled yet; two answers share the first prompt."""
     seqs = [sequence(0, range(6), [7, 2]), sequence(1, range(10, 11), [0]), sequence(2, range(20, 32), [5, 1, 3])]
     step = ScheduledStep(copies=[(4, 6)])
     for seq, (start, end) in zip(seqs, [(2, 6), (0, 1), (4, 9)]):
-        step.rows.append(ScheduledSequence(seq, start, end))
+        step.chunks.append(ScheduledSequence(seq, start, end))
         if end == len(seq.token_ids):
             step.sample(seq)
     answer = sequence(3, range(6), [7, 6], allowed_token_ids=(0, 33))
@@ -81,9 +92,9 @@ def test_chunks_beside_decodes():
     """The token ids and parameters of what decodes are on the device; only the chunk's are in the batch."""
     seqs = [sequence(0, range(6), [7, 2], logit_bias={3: 1.0}), sequence(1, range(3), [3])]
     seqs += [sequence(2, range(20, 25), [5, 1]), sequence(3, range(30, 34), [0], logit_bias={5: 2.0})]
-    step = ScheduledStep(num_decodes=2)
-    for seq, (start, end) in zip(seqs, [(5, 6), (2, 3), (1, 4), (0, 4)]):
-        step.rows.append(ScheduledSequence(seq, start, end))
+    step = decodes(seqs[:2])
+    for seq, (start, end) in zip(seqs[2:], [(1, 4), (0, 4)]):
+        step.chunks.append(ScheduledSequence(seq, start, end))
         if end == len(seq.token_ids):
             step.sample(seq)
     batch = batches.prepare_mixed(step, np.full(9999, -7, np.int32), BLOCK_SIZE, 2, EOS, vocab_size=64)
@@ -109,10 +120,7 @@ def test_chunks_beside_decodes():
 
 
 def test_decode_with_padding():
-    step = ScheduledStep(num_decodes=2)
-    for seq in (sequence(0, range(6), [7, 2]), sequence(1, range(4), [3], logprobs=2)):
-        step.rows.append(ScheduledSequence(seq, len(seq.token_ids) - 1, len(seq.token_ids)))
-        step.sample(seq)
+    step = decodes([sequence(0, range(6), [7, 2]), sequence(1, range(4), [3], logprobs=2)])
     batch = batches.prepare_decode(step, np.full(99, -7, np.int32), BLOCK_SIZE, 4, 3, pad_req_index=8)
     assert batch.positions.tolist() == [5, 3, 0, 0]
     assert batch.slot_mapping.tolist() == [9, 15, -1, -1]

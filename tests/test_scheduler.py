@@ -271,6 +271,19 @@ class Simulation:
         for seq in live:
             assert len(set(seq.block_table)) == len(seq.block_table)
             self.check_published(seq)
+        self.check_decode_table()
+
+    def check_decode_table(self):
+        """It has the rows of the sequences that decode, with what these say of themselves, and no others."""
+        table, seqs = self.scheduler.decoding, [*self.scheduler.running.values()]
+        rows, width = [seq.req_index for seq in seqs], table.block_tables.shape[1]
+        assert table.seqs[rows].tolist() == seqs
+        assert table.numbers[rows, :3].tolist() == [[s.num_tokens, s.num_computed_tokens, s.token_limit] for s in seqs]
+        assert table.capacities[rows].tolist() == [len(seq.block_table) * self.manager.block_size for seq in seqs]
+        padded = [seq.block_table + [0] * (width - len(seq.block_table)) for seq in seqs]
+        assert table.block_tables[rows].tolist() == padded
+        others = sorted({*range(self.scheduler.max_num_seqs)} - {*rows})
+        assert not table.numbers[others].any() and not any(table.seqs[others])
 
     def check_findable(self):
         """Every block that has a hash is known by it, once."""
@@ -564,6 +577,35 @@ def test_generated_block_can_be_found_once_its_tokens_arrived():
     assert not published
     advance(scheduler)
     assert len(published) == 1
+
+
+def test_only_rows_where_something_happens_are_visited():
+    """A first token, the tokens around the end of a block, the last one, and all of those that are asked to be."""
+    scheduler = make_scheduler()
+    params = [SamplingParams(max_tokens=9, **p) for p in ({}, {"logprobs": 1}, {"stop_token_ids": [9]})]
+    seqs = [Sequence(i, prompt(5, first=100 * i), p, 0, MAX_LEN) for i, p in enumerate(params)]
+    for seq in seqs:
+        scheduler.add(seq)
+    visited = []
+    while not scheduler.is_finished():
+        step = scheduler.schedule()
+        num_tokens = len(seqs[0].token_ids) + 1
+        visited += [num_tokens] if seqs[0] in [step.sampled_seqs[i] for i in step.visited] else []
+        assert {step.sampled_seqs.index(seq) for seq in seqs[1:] if not seq.is_finished} <= {*step.visited}
+        values = [{7: (-1.0, 1)} if seq is seqs[1] else None for seq in step.sampled_seqs]
+        scheduler.postprocess(step, [9 if num_tokens == 10 else 7] * len(values), values)
+    assert visited == [6, 8, 9, 12, 13, 14]
+    assert [seq.num_completion_tokens for seq in seqs] == [9, 9, 5] and len(seqs[1].logprobs) == 9
+    assert [(seq.finish_reason, seq.stop_reason) for seq in seqs] == [("length", None)] * 2 + [("stop", 9)]
+
+
+def test_answers_longer_than_any_before():
+    """The arrays of block tables grow, and keep what they had."""
+    scheduler = make_scheduler(num_blocks=80, block_size=1)
+    simulation = Simulation([Request(prompt(3), 5), Request(prompt(2), 60, True), Request(prompt(9), 40, True)], True)
+    simulation.scheduler, simulation.manager = scheduler, scheduler.block_manager
+    assert scheduler.decoding.block_tables.shape[1] < 40
+    assert simulation.run().scheduler.decoding.block_tables.shape[1] >= 61
 
 
 @pytest.mark.parametrize("token_id", [EOS, ALSO_EOS])

@@ -189,15 +189,14 @@ def prepare_decode(
     """A step that only decodes, with `num_rows`. The rows past the step's own are padding: empty sequences that store
     nothing, and whose samples are dropped.
     """
-    n = len(step.rows)
     logprobs = logprob_requests(step)
     masks = {seq.req_index: seq.constraint.mask for seq in step.constrained}
     shape = decode_shape(num_rows, max_blocks_per_seq, **_sizes_of_extras(step, logprobs, masks))
     batch = Batch.from_buffer(shape, buffer)
-    _fill_rows(batch, step.rows)
-    _fill(batch.positions, batch.context_lens[:n] - 1, padding=0)
-    _fill_slots(batch, np.arange(n), block_size)
-    _fill(batch.req_indices, [seq.req_index for seq in step.sampled_seqs], pad_req_index)
+    _fill_rows(batch, step)
+    _fill(batch.positions, step.context_lens - 1, padding=0)
+    _fill_slots(batch, np.arange(step.num_decodes), block_size)
+    _fill(batch.req_indices, step.req_indices, pad_req_index)
     _fill_extras(batch, step, logprobs, masks)
     return batch
 
@@ -213,12 +212,11 @@ def prepare_mixed(
     pad_req_index: int = 0,
 ) -> HostBatch:
     """A step with chunks of prompts, which may also decode; padded to `bounds` if they are given."""
-    rows = step.rows
     n = step.num_decodes
-    lengths = np.array([row.end - row.start for row in rows])
+    lengths = np.array([1] * n + [end - start for _, start, end in step.chunks])
     ends = np.cumsum(lengths)  # [B], into the flat tokens of the step
     tiles = query_tiles(lengths, n, query_tile_size)
-    B, T, S = len(rows), int(ends[-1]), len(step.sampled_seqs)
+    B, T, S = step.num_rows, int(ends[-1]), len(step.sampled_seqs)
     logprobs = logprob_requests(step)
     new = step.sampled_seqs[n:]  # every decode is sampled, and comes first
     limited = [seq for seq in new if seq.params.allowed_token_ids is not None]
@@ -226,7 +224,7 @@ def prepare_mixed(
     masks |= {seq.req_index: seq.constraint.mask for seq in step.constrained}  # which allow these ids only, too
     stop_ids = [sorted(early_stops(seq.params, eos_token_ids)) for seq in new]
     if bounds is None:
-        max_blocks_per_seq = max(len(row.seq.block_table) for row in rows)
+        max_blocks_per_seq = max(len(row.seq.block_table) for row in step.rows)
         bounds = BatchShape(T, B, n, S, max_blocks_per_seq, int(lengths.max()), len(tiles))
     shape = bounds._replace(
         num_sampled=S,
@@ -240,13 +238,13 @@ def prepare_mixed(
     batch.cu_seqlens_q[0] = 0
     _fill(batch.cu_seqlens_q[1:], ends, padding=T)
     _fill(batch.query_tiles, tiles, padding=-1)
-    _fill_rows(batch, rows)
+    _fill_rows(batch, step)
     batch.input_ids[:n] = batch.input_ids[T:] = 0
     for (seq, start, end), last in zip(step.chunks, ends[n:].tolist()):
         batch.input_ids[last - (end - start) : last] = seq.token_ids[start:end]
     _fill(batch.positions, np.arange(T) + np.repeat(batch.context_lens[:B] - ends, lengths), padding=0)
     _fill_slots(batch, np.repeat(np.arange(B), lengths), block_size)
-    _fill(batch.req_indices, [seq.req_index for seq in step.sampled_seqs], pad_req_index)
+    _fill(batch.req_indices, [*step.req_indices, *(seq.req_index for seq in new)], pad_req_index)
     _fill(batch.sampled_rows, step.sampled_rows, padding=0)
     _fill(batch.logits_indices, ends[step.sampled_rows] - 1, padding=0)
     fill_new_requests(batch, new, stop_ids)
@@ -275,15 +273,18 @@ def _fill(array: np.ndarray, values: Any, padding: int) -> None:
 def _fill_slots(batch: HostBatch, rows: np.ndarray, block_size: int) -> None:
     """Cache slots of the first tokens, which belong to `rows` of the block tables."""
     positions = batch.positions[: len(rows)]
-    blocks = batch.block_tables[rows, positions // block_size]
-    _fill(batch.slot_mapping, blocks * block_size + positions % block_size, padding=-1)
+    indices, offsets = np.divmod(positions, block_size)
+    _fill(batch.slot_mapping, batch.block_tables[rows, indices] * block_size + offsets, padding=-1)
 
 
-def _fill_rows(batch: HostBatch, rows: list[ScheduledSequence]) -> None:
-    _fill(batch.context_lens, [row.end for row in rows], padding=0)
+def _fill_rows(batch: HostBatch, step: ScheduledStep) -> None:
+    n, width = step.num_decodes, min(batch.block_tables.shape[1], step.block_tables.shape[1])
+    _fill(batch.context_lens, step.context_lens, padding=0)
     batch.block_tables[:] = 0
-    for table, (seq, _, _) in zip(batch.block_tables, rows):
-        table[: len(seq.block_table)] = seq.block_table
+    batch.block_tables[:n, :width] = step.block_tables[step.req_indices, :width]
+    for i, (seq, _, end) in enumerate(step.chunks, n):
+        batch.context_lens[i] = end
+        batch.block_tables[i, : len(seq.block_table)] = seq.block_table
 
 
 def _sizes_of_extras(step: ScheduledStep, logprobs: list[LogprobRequest], masks: dict[int, np.ndarray]) -> dict:
@@ -314,6 +315,6 @@ def dummy_prefill(num_seqs: int, length: int, block_size: int) -> ScheduledStep:
         seq = Sequence(i, [0] * length, SamplingParams(), noise_seed=0, max_len=length + 1)
         seq.block_table = list(range(i * per_seq, (i + 1) * per_seq))
         seq.req_index = i
-        step.rows.append(ScheduledSequence(seq, 0, length))
+        step.chunks.append(ScheduledSequence(seq, 0, length))
         step.sample(seq)
     return step

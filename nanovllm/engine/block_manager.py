@@ -2,7 +2,6 @@
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
 
 import xxhash
 
@@ -78,10 +77,6 @@ class BlockManager:
         other.num_cached_tokens = seq.num_cached_tokens
         if len(seq.block_table) > num_full:
             self.copies[other.block_table[-1]] = seq.block_table[num_full]
-
-    def num_blocks_to_append(self, seqs: Iterable[Sequence]) -> int:
-        """How many blocks the last tokens of `seqs` need, beyond those that the sequences hold."""
-        return sum(len(seq.block_table) * self.block_size < seq.num_tokens for seq in seqs)
 
     def can_append(self, seq: Sequence) -> bool:
         """Whether the last token of `seq` has a slot in its blocks, or a block is free for it."""

@@ -103,8 +103,8 @@ class ModelRunner:
         return buffers.current.batch.numpy()
 
     def prepare(self, step: ScheduledStep) -> HostBatch:
-        prepare = self.prepare_mixed if step.has_chunks else self.prepare_decode
-        return prepare(step, self.host_buffer(step.has_chunks))
+        prepare = self.prepare_mixed if step.chunks else self.prepare_decode
+        return prepare(step, self.host_buffer(bool(step.chunks)))
 
     def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:
         """Queue a batch that lies in `host_buffer`; this returns while the step, or even the one before, still runs."""
@@ -135,15 +135,13 @@ class ModelRunner:
         return batches.prepare_mixed(step, buffer, *constants, bounds, self.pad_req_index)
 
     def prepare_decode(self, step: ScheduledStep, buffer: np.ndarray) -> HostBatch:
-        num_rows = len(step.rows)
+        num_rows, block_size = step.num_decodes, self.config.kvcache_block_size
         if self.graphs:
             num_rows = self.graphs.size_for(num_rows)
             max_blocks_per_seq = self.config.max_blocks_per_seq
         else:
-            max_blocks_per_seq = max(len(row.seq.block_table) for row in step.rows)
-        return batches.prepare_decode(
-            step, buffer, self.config.kvcache_block_size, num_rows, max_blocks_per_seq, self.pad_req_index
-        )
+            max_blocks_per_seq = -(-int(step.context_lens[0]) // block_size)  # the longest comes first
+        return batches.prepare_decode(step, buffer, block_size, num_rows, max_blocks_per_seq, self.pad_req_index)
 
     @torch.inference_mode()
     def execute(self, batch: HostBatch) -> ForwardOutput:
@@ -252,7 +250,7 @@ class ModelRunner:
     def warmup_model(self) -> int:
         """Run the largest possible prefill; the peak of allocated memory without the cache, in bytes."""
         step = capacity.largest_prefill(self.config)
-        num_blocks = sum(len(row.seq.block_table) for row in step.rows)
+        num_blocks = sum(len(row.seq.block_table) for row in step.chunks)
         self.allocate_kv_cache(num_blocks, num_layers=1)
         torch.cuda.reset_peak_memory_stats(self.device)
         self.run(step).wait()

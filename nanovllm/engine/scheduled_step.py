@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple
 
+import numpy as np
+
 from nanovllm.engine.sequence import Sequence
 
 
@@ -15,43 +17,57 @@ class ScheduledSequence(NamedTuple):
     end: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ScheduledStep:
     """One step: first the rows of sequences that decode one token, then chunks of prompts.
 
-    num_decodes: how many rows decode.
-    sampled_seqs: the sequences that get a token from this step.
+    req_indices [D]: of the sequences that decode.
+    context_lens [D]: their numbers of tokens, the one that is computed included.
+    block_tables [request indices, W]: of all sequences that decode; it belongs to the scheduler.
+    chunks: the rows that compute a prompt, or a part of one. A preempted sequence's generated tokens are among them.
+    sampled_seqs: the sequences that get a token from this step, those that decode first.
     sampled_rows: the row from which each of them gets it, in ascending order; answers to one prompt share a row.
+    visited: indices of `sampled_seqs`, in ascending order. The tokens of the others need no more than to be appended,
+        unless they are end-of-sequence ids.
     constrained: those of `sampled_seqs` that have a constraint, and with it a mask of the tokens that may come next.
     copies: (from, to) of cache blocks that are copied before the step's keys and values are stored.
     scheduled_at: when its scheduling began, in seconds of `time.perf_counter`.
     """
 
-    rows: list[ScheduledSequence] = field(default_factory=list)
-    num_decodes: int = 0
+    req_indices: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    context_lens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    block_tables: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int32))
+    chunks: list[ScheduledSequence] = field(default_factory=list)
     sampled_seqs: list[Sequence] = field(default_factory=list)
     sampled_rows: list[int] = field(default_factory=list)
+    visited: list[int] = field(default_factory=list)
     constrained: list[Sequence] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
-    scheduled_at: float = field(default_factory=perf_counter, compare=False)
+    scheduled_at: float = field(default_factory=perf_counter)
 
     @property
-    def has_chunks(self) -> bool:
-        return len(self.rows) > self.num_decodes
+    def num_decodes(self) -> int:
+        return len(self.req_indices)
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_decodes + len(self.chunks)
+
+    @property
+    def rows(self) -> list[ScheduledSequence]:
+        """All rows, for viewers and tests."""
+        decodes = zip(self.sampled_seqs, self.context_lens.tolist())
+        return [*(ScheduledSequence(seq, end - 1, end) for seq, end in decodes), *self.chunks]
 
     @property
     def kind(self) -> str:
         """What is computed: "decode" (of running sequences alone), "prefill" (chunks of prompts alone) or "mixed"."""
-        if not self.has_chunks:
+        if not self.chunks:
             return "decode"
         return "mixed" if self.num_decodes else "prefill"
 
-    @property
-    def chunks(self) -> list[ScheduledSequence]:
-        """The rows that compute a prompt, or a part of one. A preempted sequence's generated tokens are among them."""
-        return self.rows[self.num_decodes :]
-
     def sample(self, seq: Sequence) -> None:
-        """`seq` gets a token from the last row so far."""
+        """`seq` gets a token from the last chunk so far."""
+        self.visited.append(len(self.sampled_seqs))
         self.sampled_seqs.append(seq)
-        self.sampled_rows.append(len(self.rows) - 1)
+        self.sampled_rows.append(self.num_rows - 1)

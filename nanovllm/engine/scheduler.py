@@ -6,10 +6,11 @@ from itertools import islice
 from operator import attrgetter
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.decode_table import DecodeTable
 from nanovllm.engine.group_admission import GroupAdmission
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.scheduling_policy import WaitingQueue
-from nanovllm.engine.sequence import Logprobs, Sequence, SequenceStatus
+from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.token_budget import TokenBudget
 
 MAX_COUNTED_PROMPTS = 64  # of those that wait, when their tokens are counted
@@ -50,6 +51,7 @@ class Scheduler:
         self.waiting = WaitingQueue()  # these hold no blocks
         self.prefilling: dict[tuple[int, int], Sequence] = {}  # these hold blocks, and their prompt is being computed
         self.running: dict[tuple[int, int], Sequence] = {}  # these decode, or are beams that pause
+        self.decoding = DecodeTable(self.max_num_seqs, self.block_manager.block_size)  # the running ones but beams
         self.constrained: set[Sequence] = set()  # of the live ones
         self.admission = GroupAdmission()
         self.free_req_indices = [*reversed(range(self.max_num_seqs))]
@@ -77,46 +79,36 @@ class Scheduler:
         step = ScheduledStep()
         if prompts_first:
             self._schedule_chunks(step)
-            if not step.rows:
+            if not step.chunks:
                 self._schedule_decodes(step)
         else:
             self._schedule_decodes(step)
             self._schedule_chunks(step, is_mixed=bool(step.num_decodes or (self.constrained and self.running)))
-        while not step.rows and self.waiting:
+        while not step.num_rows and self.waiting:
             paused = [seq for seq in self.running.values() if seq.is_paused]
             if not paused:
                 break
             self.preempt(paused[-1])  # it waits for other beams of its search, and those need its blocks
             self._schedule_chunks(step)
-        if not step.rows:
+        if not step.num_rows:
             self.block_manager.copies = copies
             return None
-        if self.constrained:
-            step.constrained = [seq for seq in step.sampled_seqs if seq.constraint is not None]
+        visited = map(step.sampled_seqs.__getitem__, step.visited)
+        step.constrained = [seq for seq in visited if seq.constraint is not None]
         step.copies = [(source, target) for target, source in copies.items()]
         self.counts[f"{step.kind}_steps"] += 1
         return step
 
     def _schedule_decodes(self, step: ScheduledStep) -> None:
-        seqs = self._make_room()
-        # attention to the longest starts first, so that the shorter ones fill the gaps at the end
-        seqs.sort(key=attrgetter("num_tokens"), reverse=True)
+        """Decode all that can. The least urgent of all sequences are preempted until the others have blocks."""
+        rows = self.decoding.ready()
+        while len(seqs := self.decoding.without_slot(rows)) > len(self.block_manager.free_block_ids):
+            self.preempt(max((*self.running.values(), *self.prefilling.values()), key=attrgetter("order")))
+            rows = self.decoding.ready()
         for seq in seqs:
             self.block_manager.may_append(seq)
-            step.rows.append(ScheduledSequence(seq, seq.num_tokens - 1, seq.num_tokens))
-            step.sample(seq)
-            seq.num_computed_tokens = seq.num_tokens
-            seq.num_tokens += 1
-        step.num_decodes = len(seqs)
-
-    def _make_room(self) -> list[Sequence]:
-        """The sequences that decode, after the least urgent of all were preempted until the others have blocks."""
-        seqs = [seq for seq in self.running.values() if seq.num_tokens < seq.token_limit and not seq.is_beam]
-        while self.block_manager.num_blocks_to_append(seqs) > len(self.block_manager.free_block_ids):
-            last = max((*self.running.values(), *self.prefilling.values()), key=attrgetter("order"))
-            self.preempt(last)
-            seqs = [seq for seq in seqs if seq is not last]
-        return seqs
+            self.decoding.update_blocks(seq)
+        self.decoding.schedule(rows, step)
 
     def _schedule_chunks(self, step: ScheduledStep, is_mixed: bool = False) -> None:
         """Chunks of the prompts that are being computed, and of those that can be admitted, the most urgent first."""
@@ -144,7 +136,7 @@ class Scheduler:
             self._schedule_chunk(seq, end, step)
 
     def _schedule_chunk(self, seq: Sequence, end: int, step: ScheduledStep) -> None:
-        step.rows.append(ScheduledSequence(seq, seq.num_computed_tokens, end))
+        step.chunks.append(ScheduledSequence(seq, seq.num_computed_tokens, end))
         seq.num_computed_tokens = end
         self.block_manager.publish(seq)
         if end == seq.num_tokens:
@@ -159,6 +151,8 @@ class Scheduler:
         self.running[seq.key] = seq
         step.sample(seq)
         seq.num_tokens += 1
+        if not seq.is_beam:
+            self.decoding.add(seq)
 
     def _fork_group(self, seq: Sequence, step: ScheduledStep) -> None:
         """Start the other answers to the prompt of `seq`, as far as they fit."""
@@ -240,38 +234,39 @@ class Scheduler:
         return [seq, *branches]
 
     def postprocess(
-        self, step: ScheduledStep, token_ids: list[int], logprobs: Iterable = (), prompt_logprobs: Iterable = ()
+        self, step: ScheduledStep, token_ids: list[int], logprobs: list | tuple = (), prompt_logprobs: Iterable = ()
     ) -> list[Sequence]:
         """Apply the result of a step, in the form of `StepResult`; returns the sequences that it ended."""
         for (seq, start, _), row_logprobs in zip(step.chunks, prompt_logprobs):
             if row_logprobs:
                 seq.prompt_logprobs[start + 1 : start + 1 + len(row_logprobs)] = row_logprobs
-        logprobs = logprobs or [None] * len(token_ids)
+        num_late = 0
+        for seq, token_id in zip(step.sampled_seqs, token_ids, strict=True):
+            if seq.finish_reason is not None:
+                num_late += 1  # it ended while this token was in flight, which is not part of the answer
+            elif not seq.is_beam:
+                seq.token_ids.append(token_id)
+        self.counts["output_tokens"] += len(token_ids) - num_late
+        visited = step.visited
+        if not self.eos_token_ids.isdisjoint(token_ids):
+            ends = [i for i, token_id in enumerate(token_ids) if token_id in self.eos_token_ids]
+            visited = sorted({*visited, *ends})
         finished = []
-        for seq, token_id, values in zip(step.sampled_seqs, token_ids, logprobs, strict=True):
-            if seq.status is SequenceStatus.FINISHED:
-                continue  # it ended while this token was in flight, which is not part of the answer
+        for seq, values in ((step.sampled_seqs[i], logprobs[i] if logprobs else None) for i in visited):
+            if seq.is_finished:
+                continue
+            seq.record_time("first_token")
             if seq.is_beam:
-                self._pause(seq, values)
+                seq.candidates, seq.num_tokens = values, len(seq.token_ids)
+                self.waiting.discard(seq)  # if it was preempted while the step was in flight
                 continue
             if values is not None:
                 seq.logprobs.append(values)
-            seq.append_token(token_id)
-            self.counts["output_tokens"] += 1
-            if len(seq.token_ids) == seq.num_prompt_tokens + 1:
-                seq.record_time("first_token")
             self.block_manager.publish(seq)
             if reasons := seq.finish_reasons(self.eos_token_ids, self.eos_token_id):
                 self.finish(seq, *reasons)
                 finished.append(seq)
         return finished
-
-    def _pause(self, seq: Sequence, candidates: Logprobs | None) -> None:
-        seq.candidates = candidates
-        seq.num_tokens = len(seq.token_ids)
-        self.waiting.discard(seq)  # if it was preempted while the step was in flight
-        self.counts["output_tokens"] += 1
-        seq.record_time("first_token")
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence in any state. If it has ended already, only its reasons change."""
@@ -314,6 +309,7 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         """Take the blocks and the request index from a running sequence."""
         self.block_manager.deallocate(seq)
+        self.decoding.remove(seq)
         self.free_req_indices.append(seq.req_index)
         seq.req_index = -1
         self.prefilling.pop(seq.key, None)

@@ -16,6 +16,11 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+def _count(i: int) -> Any:
+    """A number of a Sequence, the i-th of its `counts`."""
+    return property(lambda seq: seq.counts[i], lambda seq, value: seq.counts.__setitem__(i, value))
+
+
 class Sequence:
     """A prompt and the tokens that were generated for it.
 
@@ -25,6 +30,10 @@ class Sequence:
     A beam of a beam search pauses after each step: the step brings `candidates` for its next token, and
     `Scheduler.branch` chooses among them.
     """
+
+    num_tokens = _count(0)
+    num_computed_tokens = _count(1)  # their keys and values are in the cache, or in a step that was scheduled
+    token_limit = _count(2)  # decode steps go no further; a constraint raises it token by token
 
     def __init__(
         self,
@@ -48,10 +57,8 @@ class Sequence:
         self.noise_seed = noise_seed  # 64 bits, from which every random number of this sequence is made
         self.token_ids = token_ids
         self.num_prompt_tokens = len(token_ids)
-        self.num_tokens = len(token_ids)
         self.max_num_tokens = max_len if params.max_tokens is None else min(len(token_ids) + params.max_tokens, max_len)
-        self.token_limit = self.max_num_tokens  # decode steps go no further; a constraint raises it token by token
-        self.num_computed_tokens = 0  # their keys and values are in the cache, or in a step that was scheduled
+        self.counts: Any = [len(token_ids), 0, self.max_num_tokens]  # while it decodes: its row of a DecodeTable
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []  # of the full blocks of token_ids, computed when they are needed
@@ -137,8 +144,7 @@ class Sequence:
         self.block_table = []
         self.block_hashes = []
         self.req_index = -1
-        self.num_computed_tokens = 0
-        self.num_tokens = len(self.token_ids)
+        self.counts = [len(self.token_ids), 0, self.token_limit]
         self.candidates = None  # also of a paused beam, as its search may not have seen that all beams have paused
         del self.logprobs[self.num_completion_tokens :]
 

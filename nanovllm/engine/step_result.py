@@ -47,7 +47,7 @@ class StepResult(NamedTuple):
     """The outcome of a step on the host. Log-probabilities are those of the model's own logits.
 
     token_ids: one for each of the step's `sampled_seqs`.
-    logprobs: for each of those tokens; None without a request for them.
+    logprobs: for each of those tokens, None without a request for them; empty if there is none with a request.
     prompt_logprobs: for each of the step's `chunks`, those of the prompt's tokens from start + 1 to end, as far as the
         prompt goes; None without a request, or where there are no such tokens. A chunk that is computed again after a
         preemption has them again.
@@ -79,8 +79,8 @@ def logprob_requests(step: ScheduledStep) -> list[LogprobRequest]:
             positions = range(start + 1, min(end + 1, seq.num_prompt_tokens))
             requests += [LogprobRequest(num_top, first + p - 1 - start, i, seq.token_ids[p]) for p in positions]
         first += end - start
-    for i, seq in enumerate(step.sampled_seqs):
-        if (num_top := seq.params.logprobs) is not None:
+    for i in step.visited:
+        if (num_top := step.sampled_seqs[i].params.logprobs) is not None:
             requests.append(LogprobRequest(ALL_TOKENS if num_top < 0 else num_top, i, i))
     return requests
 
@@ -164,6 +164,6 @@ class PendingStep:
         num_sampled = len(step.sampled_seqs)
         return StepResult(
             self._token_ids[:num_sampled].tolist(),
-            [logprobs.get(i) for i in range(num_sampled)],
+            [logprobs.get(i) for i in range(num_sampled)] if logprobs else [],
             [prompt_logprobs.get(i) for i in range(len(step.chunks))],
         )
