@@ -216,7 +216,7 @@ def prepare_mixed(
     lengths = np.array([1] * n + [end - start for _, start, end in step.chunks])
     ends = np.cumsum(lengths)  # [B], into the flat tokens of the step
     tiles = query_tiles(lengths, n, query_tile_size)
-    B, T, S = step.num_rows, int(ends[-1]), len(step.sampled_seqs)
+    B, T, S = len(lengths), int(ends[-1]), len(step.sampled_seqs)
     logprobs = logprob_requests(step)
     new = step.sampled_seqs[n:]  # every decode is sampled, and comes first
     limited = [seq for seq in new if seq.params.allowed_token_ids is not None]

@@ -28,10 +28,14 @@ class BlockManager:
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
-        self.block_size = block_size
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.reset()
+
+    def reset(self) -> None:
+        """Free all blocks, and forget their contents: at the start, and for a step that failed."""
+        self.blocks = [Block(block_id) for block_id in range(self.num_blocks)]
+        self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
         self.hash_to_block_id: dict[int, int] = {}
         self.duplicates: dict[int, set[int]] = {}  # by hash: further blocks of the same contents
         self.copies: dict[int, int] = {}  # block id -> id of the block to be copied into it before the next step
@@ -124,14 +128,6 @@ class BlockManager:
         self.duplicates.clear()
         for block in self.blocks:
             block.hash = None
-
-    def reset(self) -> None:
-        """Free all blocks, and forget their contents: for a step that failed."""
-        self.clear_prefix_cache()
-        self.copies.clear()
-        for block in self.blocks:
-            block.ref_count = 0
-        self.free_block_ids = OrderedDict.fromkeys(range(len(self.blocks)))
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         """Ids of the cached blocks that `seq` begins with; at least one of its tokens is always left to compute."""

@@ -34,9 +34,9 @@ class DecodeTable:
 
     def update_blocks(self, seq: Sequence) -> None:
         """Take over the block table of `seq`, which never gets shorter while it decodes."""
-        n, width = len(seq.block_table), self.block_tables.shape[1]
-        if n > width:
-            self.block_tables = np.pad(self.block_tables, ((0, 0), (0, max(n, 2 * width) - width)))
+        n = len(seq.block_table)
+        if n > self.block_tables.shape[1]:
+            self.block_tables = np.pad(self.block_tables, ((0, 0), (0, n)))  # more than twice as wide
         self.block_tables[seq.req_index, :n] = seq.block_table
         self.capacities[seq.req_index] = n * self.block_size
 

@@ -24,30 +24,19 @@ def fill_new_requests(batch: Any, seqs: list[Sequence], stop_ids: list[list[int]
 
     stop_ids: of each sequence, the token ids that must not end it before it has min_tokens.
     """
-    _fill_params(batch, seqs, stop_ids)
-    _fill_biases(batch, seqs, stop_ids)
-    _fill_bad_words(batch, seqs)
-
-
-def _fill_params(batch: Any, seqs: list[Sequence], stop_ids: list[list[int]]) -> None:
     new = [NewRequest(s.params, s.num_prompt_tokens, len(s.bad_words), len(ids)) for s, ids in zip(seqs, stop_ids)]
     batch.params[:] = 0
     for name, _, value, _ in COLUMNS:
         column(batch.params, name)[:] = [value(request) for request in new]
     seeds(batch.params)[:] = np.array([seq.noise_seed for seq in seqs], np.uint64).view(np.int32).reshape(-1, 2)
 
-
-def _fill_biases(batch: Any, seqs: list[Sequence], stop_ids: list[list[int]]) -> None:
-    """Each request's biases, followed by -inf for its stop ids."""
-    biases = []
+    biases = []  # of each request its own, and then -inf for its stop ids
     for seq, stops in zip(seqs, stop_ids):
         entries = [*(seq.params.logit_bias or {}).items(), *((token_id, -np.inf) for token_id in stops)]
         biases += [(seq.req_index * MAX_BIASES + i, *entry) for i, entry in enumerate(entries)]
     if biases:
         batch.bias_slots[:], batch.bias_ids[:], batch.bias_bits.view(np.float32)[:] = zip(*biases)
 
-
-def _fill_bad_words(batch: Any, seqs: list[Sequence]) -> None:
     bad_words = [(seq.req_index * MAX_BAD_WORDS + i, word) for seq in seqs for i, word in enumerate(seq.bad_words)]
     batch.bad_words[:] = -1
     for i, (slot, word) in enumerate(bad_words):

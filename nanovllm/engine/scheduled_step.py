@@ -50,10 +50,6 @@ class ScheduledStep:
         return len(self.req_indices)
 
     @property
-    def num_rows(self) -> int:
-        return self.num_decodes + len(self.chunks)
-
-    @property
     def rows(self) -> list[ScheduledSequence]:
         """All rows, for viewers and tests."""
         decodes = zip(self.sampled_seqs, self.context_lens.tolist())
@@ -70,4 +66,4 @@ class ScheduledStep:
         """`seq` gets a token from the last chunk so far."""
         self.visited.append(len(self.sampled_seqs))
         self.sampled_seqs.append(seq)
-        self.sampled_rows.append(self.num_rows - 1)
+        self.sampled_rows.append(self.num_decodes + len(self.chunks) - 1)

@@ -84,13 +84,13 @@ class Scheduler:
         else:
             self._schedule_decodes(step)
             self._schedule_chunks(step, is_mixed=bool(step.num_decodes or (self.constrained and self.running)))
-        while not step.num_rows and self.waiting:
+        while not (step.num_decodes or step.chunks) and self.waiting:
             paused = [seq for seq in self.running.values() if seq.is_paused]
             if not paused:
                 break
             self.preempt(paused[-1])  # it waits for other beams of its search, and those need its blocks
             self._schedule_chunks(step)
-        if not step.num_rows:
+        if not (step.num_decodes or step.chunks):
             self.block_manager.copies = copies
             return None
         visited = map(step.sampled_seqs.__getitem__, step.visited)
