@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 
-from nanovllm.engine.inbox import Inbox, OutputKind
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.outputs import BeamSearchOutput, RequestOutput
+from nanovllm.engine.outputs import BeamSearchOutput, OutputKind, RequestOutput
 from nanovllm.engine.prompts import Message, Prompt, is_conversation
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 
@@ -54,9 +53,9 @@ class LLM(LLMEngine):
             raise ValueError(
                 f"messages={messages!r:.80}: must be a list of dicts with 'role' and 'content', or a list of those"
             )
-        inbox = Inbox(OutputKind.FINAL)
-        requests = self.processor.requests(conversations, sampling_params, inbox, template_arguments, priority)
-        return self._run(requests, inbox, use_tqdm)
+        kind = OutputKind.FINAL_ONLY
+        requests = self.processor.requests(conversations, sampling_params, kind, template_arguments, priority)
+        return self._run(requests, use_tqdm)
 
     def beam_search(
         self,
@@ -68,5 +67,4 @@ class LLM(LLMEngine):
         """For each prompt the most likely answers that a beam search finds, the best first. Errors are `generate`'s."""
         from nanovllm.engine.beam_search import beam_requests  # nothing else needs that file
 
-        inbox = Inbox(OutputKind.FINAL)
-        return self._run(beam_requests(self.processor, prompts, params, inbox, priority), inbox, use_tqdm)
+        return self._run(beam_requests(self.processor, prompts, params, priority), use_tqdm)

@@ -4,7 +4,7 @@ import gc
 import inspect
 import os
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 
@@ -144,6 +144,14 @@ def fresh_memory_is_nan():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def step_error(kind: type[BaseException], match: str | None = None):
+    """As `pytest.raises`, for an error in a step: callers get a RuntimeError with it as the cause."""
+    with pytest.raises(RuntimeError, match=match) as raised:
+        yield
+    assert isinstance(raised.value.__cause__, kind)
 
 
 def generate_by_steps(llm: LLM, requests: Iterable[tuple]) -> list:

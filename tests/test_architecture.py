@@ -54,10 +54,10 @@ HOUSE = """
 5 | distributed/__init__.py <- distributed/peer_memory.py <- distributed/tensor_parallel.py distributed/step_channel.py
   <- distributed/worker.py
 5 | structured_outputs/constraint.py structured_outputs/sandbox.py <- structured_outputs/grammars.py
-6 | engine/detokenizer.py engine/outputs.py engine/prompts.py engine/single_rank.py <- engine/inbox.py
-  <- engine/request.py engine/leadership.py <- engine/input_processor.py engine/engine_core.py
-  <- engine/beam_search.py engine/llm_engine.py <- llm.py <- __init__.py <- compat/llm.py <- compat/vllm.py
-  <- compat/__main__.py
+6 | engine/detokenizer.py engine/outputs.py engine/prompts.py engine/single_rank.py <- engine/output_collector.py
+  <- engine/request.py <- engine/input_processor.py engine/output_processor.py <- engine/engine.py
+  <- engine/engine_thread.py <- engine/beam_search.py engine/llm_engine.py <- llm.py <- __init__.py
+  <- compat/llm.py <- compat/vllm.py <- compat/__main__.py
 7 | serve/ <- __main__.py
 """
 

@@ -53,11 +53,12 @@ async def last_output(llm, *arguments, **options):
 async def wait_until_free(llm, seconds: float = 5.0) -> None:
     """No request is left, and all blocks are free."""
     end = time.perf_counter() + seconds
-    while (llm.engine.core.requests or llm.engine.stats()["blocks"]["used"]) and time.perf_counter() < end:
+    requests = llm.engine.core.output_processor.requests
+    while (requests or llm.engine.stats()["blocks"]["used"]) and time.perf_counter() < end:
         await asyncio.sleep(0.005)
     stats = llm.engine.stats()
     assert stats["blocks"]["used"] == 0 and stats["requests"] == {"waiting": 0, "running": 0}
-    assert not (llm.engine.core.requests or llm._live or llm._names or llm.num_unfinished)
+    assert not (requests or llm._live or llm._names or llm.num_unfinished)
 
 
 def test_answers_are_those_of_generate(llm, offline):

@@ -7,8 +7,7 @@ import torch
 from conftest import TINY
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.engine.beam_search import BeamRequest, beam_requests
-from nanovllm.engine.inbox import Inbox, OutputKind
+from nanovllm.engine.beam_search import BeamRequest
 
 QUESTIONS = ["What is 17 + 25?", "Sort: 9, 3, 71, 20", "introduce yourself", "Who wrote it?"]
 VERSE = "HAMLET.\nTo be, or not to be"
@@ -130,8 +129,8 @@ def test_bounds(make_llm, prompts):
     assert llm.is_finished()
 
 
-def test_a_search_goes_on_after_an_interrupt(make_llm, monkeypatch):
-    """Raised by a signal handler when all beams have paused, and before the search chooses among them."""
+def test_search_after_an_error(make_llm, monkeypatch):
+    """Raised when all beams have paused, and before the search chooses among them: the next search is right."""
     llm = make_llm(kvcache_block_size=16)
     params = BeamSearchParams(beam_width=3, max_tokens=8)
     expected = [beam.token_ids for beam in llm.beam_search(VERSE, params)[0].outputs]
@@ -143,11 +142,7 @@ def test_a_search_goes_on_after_an_interrupt(make_llm, monkeypatch):
         advance(self, scheduler)
 
     monkeypatch.setattr(BeamRequest, "advance", interrupted)
-    inbox, outputs = Inbox(OutputKind.FINAL), []
-    llm.core.submit(beam_requests(llm.processor, VERSE, params, inbox))
-    with pytest.raises(SystemExit):
-        for _ in range(30):
-            llm.core.next_output([inbox])
-    for _ in range(30):
-        outputs += llm.core.next_output([inbox]).finished
-    assert [[beam.token_ids for beam in output.outputs] for output in outputs] == [expected]
+    with pytest.raises(RuntimeError) as raised:
+        llm.beam_search(VERSE, params)
+    assert isinstance(raised.value.__cause__, SystemExit)
+    assert [beam.token_ids for beam in llm.beam_search(VERSE, params)[0].outputs] == expected

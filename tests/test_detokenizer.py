@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
-from nanovllm.engine.inbox import Inbox, OutputKind
+from nanovllm.engine.output_collector import OutputCollector
+from nanovllm.engine.outputs import OutputKind, StepOutput
 from nanovllm.engine.request import CompletionRequest
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -177,11 +178,12 @@ def reference(ids: list[int], params: SamplingParams) -> tuple[int, str, str, st
     return len(ids), prefixes[-1].decode(errors="replace"), "length", None
 
 
-def run(params: SamplingParams, ids: list[int], kind: OutputKind) -> Inbox:
-    """What a caller gets of a request, one token a step; `inbox.output` has the form of `reference`."""
-    scheduler, inbox = make_scheduler(), Inbox(kind)
+def run(params: SamplingParams, ids: list[int], kind: OutputKind) -> tuple[tuple, StepOutput]:
+    """The answer to a request, one token a step, in the form of `reference`; and what its caller got on the way."""
+    scheduler = make_scheduler()
     seq = Sequence(0, [0], params, noise_seed=0, max_len=64)
-    request = CompletionRequest([seq], None, inbox, TOKENS, TOKENS)
+    request = CompletionRequest([seq], None, kind, TOKENS, TOKENS)
+    request.collector = OutputCollector(kind)
     scheduler.add(seq)
     for token_id in ids:
         advance(scheduler, token_id)
@@ -189,8 +191,8 @@ def run(params: SamplingParams, ids: list[int], kind: OutputKind) -> Inbox:
         if seq.finish_reason:
             break
     (answer,) = request.output().outputs
-    inbox.output = len(answer.token_ids), answer.text, answer.finish_reason or "length", answer.stop_reason
-    return inbox
+    reference_form = len(answer.token_ids), answer.text, answer.finish_reason or "length", answer.stop_reason
+    return reference_form, request.collector.new
 
 
 @pytest.mark.parametrize("include", [False, True])
@@ -210,22 +212,21 @@ def test_stop_strings(include):
         )
         expected = reference(ids, params)
         for kind in OutputKind:
-            inbox = run(params, ids, kind)
-            assert inbox.output == expected, (ids, params)
-            if kind is OutputKind.EVENTS:
-                assert "".join(event.text for event in inbox.collected.events) == expected[1]
-                assert [event.finish_reason for event in inbox.collected.events[-2:]] == [None, expected[2]][
-                    -len(inbox.collected.events) :
-                ]
+            answer, output = run(params, ids, kind)
+            assert answer == expected, (ids, params)
+            if kind is OutputKind.DELTA:
+                assert "".join(event.text for event in output.events) == expected[1]
+                reasons = [event.finish_reason for event in output.events[-2:]]
+                assert reasons == [None, expected[2]][-len(output.events) :]
             if kind is OutputKind.TOKENS:
-                assert [token_id for _, token_id in inbox.collected.new_tokens] == ids[: expected[0]]
+                assert [token_id for _, token_id in output.new_tokens] == ids[: expected[0]]
         seen.add((expected[2], type(expected[3])))
     assert len(seen) == 3
 
 
 def test_only_what_may_be_cut_is_held_back():
-    inbox = run(SamplingParams(stop="bba"), [2, 3, 3, 3, 7, 8, 3, 2, 3], OutputKind.EVENTS)
-    assert [event.text for event in inbox.collected.events] == ["a", "", "", "b", "", "bbé", "", "ba", ""]
+    _, output = run(SamplingParams(stop="bba"), [2, 3, 3, 3, 7, 8, 3, 2, 3], OutputKind.DELTA)
+    assert [event.text for event in output.events] == ["a", "", "", "b", "", "bbé", "", "ba", ""]
 
 
 @pytest.mark.parametrize("stop", [(), ("never to be found",)])

@@ -12,8 +12,7 @@ from conftest import TINY
 from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.inbox import Inbox, OutputKind
-from nanovllm.engine.outputs import Logprob
+from nanovllm.engine.outputs import Logprob, OutputKind
 from nanovllm.serve import replicas
 from nanovllm.serve.engine_client import EngineDeadError
 from nanovllm.serve.info_api import info_router
@@ -100,8 +99,8 @@ class Front:
         self.group, self.processor = group, make_processor("tiny-qwen3", SETTINGS | {"seed": seed})
         self.ended: list[ReplicaRequest] = []
 
-    def submit(self, prompts, params=PARAMS, kind=OutputKind.FINAL) -> list[ReplicaRequest]:
-        made = self.processor.requests(prompts, params, Inbox(kind))
+    def submit(self, prompts, params=PARAMS, kind=OutputKind.FINAL_ONLY) -> list[ReplicaRequest]:
+        made = self.processor.requests(prompts, params, kind)
         requests = [ReplicaRequest(request, self.ended.append) for request in made]
         self.group.submit(requests)
         return requests
@@ -188,7 +187,7 @@ def test_streams_go_on_after_a_loss(one_engine, params):
 
     async def run():
         async with started() as (front, handles):
-            requests = front.submit(PROMPTS[:4], params, OutputKind.EVENTS)
+            requests = front.submit(PROMPTS[:4], params, OutputKind.DELTA)
             first = next(request for request in requests if request.replica == 0)
             streams = [streamed(request, handles[0].lose if request is first else None) for request in requests]
             outputs = await asyncio.gather(*streams)
@@ -212,7 +211,7 @@ def test_stop_strings_do_not_count_before_min_tokens_after_a_loss(one_engine):
     async def run(stop, **fields):
         params = replace(LONG, stop=stop, **fields)
         async with started(1) as (front, handles):
-            (request,) = front.submit(PROMPTS[:1], params, OutputKind.EVENTS)
+            (request,) = front.submit(PROMPTS[:1], params, OutputKind.DELTA)
             output = await streamed(request, handles[0].lose)
             assert request.num_failures == 1
         return facts([output]), facts(one_engine(PROMPTS[:1], params))
@@ -231,7 +230,7 @@ def test_other_tokens_after_a_loss_are_an_error():
     processor = make_processor("tiny-qwen3", SETTINGS)
     ended = []
     params = replace(PARAMS, logprobs=1)
-    (made,) = processor.requests(PROMPTS[:1], params, Inbox(OutputKind.EVENTS))
+    (made,) = processor.requests(PROMPTS[:1], params, OutputKind.DELTA)
     request = ReplicaRequest(made, ended.append)
     assert request.message(0).generated == [[]]
     request.add_piece(Piece(0, 0, "ab", [1, 2], None, None, [{1: Logprob(-1.0, 1, "a")}, {2: Logprob(-1.0, 1, "b")}]))
@@ -276,7 +275,7 @@ def test_requests_without_a_seed_are_repeatable_too():
     async def run():
         async with started() as (front, handles):
             front = Front(front.group, seed=None)
-            requests = front.submit(PROMPTS, LONG, OutputKind.EVENTS)
+            requests = front.submit(PROMPTS, LONG, OutputKind.DELTA)
             first = next(request for request in requests if request.replica == 0)
             return await asyncio.gather(
                 *[streamed(request, handles[0].lose if request is first else None) for request in requests]
@@ -290,7 +289,7 @@ def test_error_of_one_request():
 
     async def run():
         async with started() as (front, handles):
-            made = front.processor.requests(PROMPTS, PARAMS, Inbox(OutputKind.FINAL))
+            made = front.processor.requests(PROMPTS, PARAMS, OutputKind.FINAL_ONLY)
             made[3].group[0].token_ids[0] = 10**6  # behind the front's check
             requests = [ReplicaRequest(request, front.ended.append) for request in made]
             requests[3].prompt_token_ids[0] = 10**6
@@ -518,7 +517,7 @@ def test_abort_while_no_replica_computes():
 
     async def run():
         async with started(1, max_answers=1) as (front, handles):
-            first, second, third = front.submit(PROMPTS[:3], LONG, OutputKind.EVENTS)
+            first, second, third = front.submit(PROMPTS[:3], LONG, OutputKind.DELTA)
             front.group.abort(second)
             output = await second.result()
             assert output.finish_reason == "abort" and output.token_ids == []
@@ -618,7 +617,7 @@ def test_discard_abort_and_bounds():
     async def run():
         async with started(1, max_answers=4) as (front, handles):
             replica = handles[0].replica
-            requests = front.submit(PROMPTS, replace(PARAMS, max_tokens=200, ignore_eos=True), OutputKind.EVENTS)
+            requests = front.submit(PROMPTS, replace(PARAMS, max_tokens=200, ignore_eos=True), OutputKind.DELTA)
             assert sum(request.replica is not None for request in requests) == 4
             front.group.discard(requests[2:] + requests[2:])
             await requests[0].next_events()
@@ -626,7 +625,7 @@ def test_discard_abort_and_bounds():
             output = await streamed_rest(requests[0])
             assert output.finish_reason == "abort" and 0 < len(output.token_ids) < 200
             front.group.discard(requests)
-            while replica._requests or replica.engine.core.requests:
+            while replica._requests or replica.engine.core.output_processor.requests:
                 await asyncio.sleep(0.01)
             assert front.ended == [requests[0]] and front.group.slots[0].num_answers == 0
             assert [stats["requests"] for stats in await front.group.stats()] == [{"waiting": 0, "running": 0}]
@@ -645,7 +644,7 @@ def test_order_of_requests_that_wait(monkeypatch):
 
     async def run():
         async with started(1, max_answers=1) as (front, handles):
-            made = front.processor.requests(PROMPTS[:5], PARAMS, Inbox(OutputKind.FINAL), None, [2, 5, 1, 5, -3])
+            made = front.processor.requests(PROMPTS[:5], PARAMS, OutputKind.FINAL_ONLY, None, [2, 5, 1, 5, -3])
             requests = [ReplicaRequest(request, front.ended.append) for request in made]
             front.group.submit(requests)
             assert [request.replica for request in requests] == [None, None, None, None, 0]

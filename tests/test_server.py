@@ -28,8 +28,8 @@ import tokenizers
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.inbox import Inbox, OutputKind
 from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.outputs import OutputKind
 from nanovllm.serve import AsyncLLM, answers, guard, http_responses
 from nanovllm.serve.completions import CompletionAnswer
 from nanovllm.serve.prompt_lanes import PromptLane, longest_token
@@ -570,7 +570,7 @@ def test_references_of_a_tool_stay_within_its_schema(offline, schema, good, bad)
     functions = [{"name": f"f{i}", "parameters": own} for i, own in enumerate([schema, other])]
     tools = [{"type": "function", "function": function} for function in functions]
     wanted = structured_outputs(ChatBody(messages=QUESTION, tools=tools, tool_choice="required"))
-    seq = offline.processor.requests("Hello", SamplingParams(structured_outputs=wanted), Inbox(OutputKind.FINAL))[0]
+    seq = offline.processor.requests("Hello", SamplingParams(structured_outputs=wanted), OutputKind.FINAL_ONLY)[0]
     for name, arguments, is_valid in [("f0", good, True), ("f0", bad, False), ("f1", {"a": True, "b": False}, True)]:
         matcher = seq.group[0].constraint._matcher.deep_copy()
         call = [{"name": name, "parameters": arguments}]

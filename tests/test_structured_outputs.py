@@ -23,7 +23,7 @@ from test_scheduler import SETTINGS, Simulation, random_requests
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.engine.batch import Batch, decode_shape, largest_decode
-from nanovllm.engine.inbox import Inbox, OutputKind
+from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.step_result import StepBuffers
 from nanovllm.layers.logits import mask_of
 from nanovllm.structured_outputs import constraint as constraints
@@ -238,8 +238,8 @@ def test_random_schedules(name, asynchronous):
 
 
 @BOTH_WAYS
-def test_several_answers_and_restarts(make_llm, async_scheduling):
-    """n answers share a prompt but no state; an engine that restarts in between comes to the same answers."""
+def test_several_answers_and_preemptions(make_llm, async_scheduling):
+    """n answers share a prompt but no state; all are computed again in between, and are the same."""
     schema = {"type": "array", "items": {"type": "string", "maxLength": 5}, "minItems": 2, "maxItems": 3}
     own = params("json", schema, n=4, temperature=1.5)
     expected = [output.token_ids for output in answer(make_llm(), own).outputs]
@@ -251,7 +251,7 @@ def test_several_answers_and_restarts(make_llm, async_scheduling):
         outputs += llm.step().finished
         num_steps += 1
         if num_steps in (1, 4, 5, 11):
-            llm.core._restart()
+            llm.engine_thread.call(lambda: [*map(llm.scheduler.preempt, [*llm.scheduler.running.values()])])
     assert [output.token_ids for output in outputs[0].outputs] == expected
     events = list(llm.stream("Hello", own))
     texts = ["".join(event.text for event in events if event.output_index == i) for i in range(4)]
@@ -260,7 +260,7 @@ def test_several_answers_and_restarts(make_llm, async_scheduling):
 
 def test_an_interrupted_update_is_repeated(llm):
     """A matcher whose state is unknown starts again, and a mask that is too old is made again before it is used."""
-    (request,) = llm.processor.requests("Hello", params("regex", "[ab]{3}c*"), Inbox(OutputKind.FINAL))
+    (request,) = llm.processor.requests("Hello", params("regex", "[ab]{3}c*"), OutputKind.FINAL_ONLY)
     (seq,) = request.group
     allowed = lambda seq: [i for i in range(2048) if seq.constraint.mask[i // 32] >> (i % 32) & 1]
     single = lambda text: llm.tokenizer.encode(text)[0]
@@ -288,7 +288,7 @@ def test_an_interrupted_update_is_repeated(llm):
 def test_interrupts_of_an_update(llm):
     """At any bytecode: the mask is that of the tokens that the sequence has."""
     own = params("regex", "[abc]{9}", bad_words=["ab"], allowed_token_ids=[*range(2048)], stop_token_ids=[5])
-    make = lambda: llm.processor.requests("Hello", own, Inbox(OutputKind.FINAL))[0].group[0]
+    make = lambda: llm.processor.requests("Hello", own, OutputKind.FINAL_ONLY)[0].group[0]
     tokens = llm.tokenizer.encode("b") + llm.tokenizer.encode("a")
     expected = make()
     expected.token_ids += tokens

@@ -5,9 +5,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
-from nanovllm.engine.inbox import Inbox
 from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.engine.outputs import BeamOutput, BeamSearchOutput
+from nanovllm.engine.outputs import BeamOutput, BeamSearchOutput, OutputKind
 from nanovllm.engine.prompts import Prompt, as_prompts
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
@@ -44,12 +43,12 @@ class BeamRequest(Request):
         root: Sequence,
         params: BeamSearchParams,
         prompt: str | None,
-        inbox: Inbox,
+        kind: OutputKind,
         token_bytes: TokenBytes,
         eos_token_ids: frozenset[int],
     ):
         """`root` is a sequence of the prompt with `is_beam` set, which becomes the first beam."""
-        super().__init__([root], prompt, inbox)
+        super().__init__([root], prompt, kind)
         self._root, self._params, self._token_bytes = root, params, token_bytes
         self._max_tokens = root.max_num_tokens - root.num_prompt_tokens
         self._eos_token_ids = eos_token_ids
@@ -118,9 +117,9 @@ def beam_requests(
     processor: InputProcessor,
     prompts: Prompt | list[Prompt],
     params: BeamSearchParams,
-    inbox: Inbox,
     priority: list[int] | None = None,
-    kind: type[BeamRequest] = BeamRequest,
+    kind: OutputKind = OutputKind.FINAL_ONLY,
+    request_class: type[BeamRequest] = BeamRequest,
 ) -> list[BeamRequest]:
     """A search for each prompt. Errors are those of `InputProcessor.requests`."""
     if not isinstance(params, BeamSearchParams):
@@ -138,5 +137,5 @@ def beam_requests(
         root = Sequence(request_id, [*token_ids], sampling_params, noise_seed=0, max_len=max_len, is_beam=True)
         root.priority = processor.check_priority(own_priority)
         processor.set_order(root)
-        requests.append(kind(root, params, text, inbox, processor.token_bytes, eos_token_ids))
+        requests.append(request_class(root, params, text, kind, processor.token_bytes, eos_token_ids))
     return requests

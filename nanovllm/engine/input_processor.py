@@ -13,7 +13,7 @@ import xxhash
 
 from nanovllm.config import Config
 from nanovllm.engine.detokenizer import TokenBytes
-from nanovllm.engine.inbox import Inbox
+from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.prompts import KINDS, Prompt, as_list, as_prompts, is_conversation, render_chat
 from nanovllm.engine.request import CompletionRequest
 from nanovllm.engine.scheduling_policy import FCFS, SchedulingPolicy
@@ -67,7 +67,7 @@ class InputProcessor:
             raise type(error)(f"{file}: {error}") from error
 
     def requests(
-        self, prompts, sampling_params, inbox: Inbox, template_arguments: Mapping | None = None, priority=None
+        self, prompts, sampling_params, kind: OutputKind, template_arguments: Mapping | None = None, priority=None
     ) -> list[CompletionRequest]:
         """A request for each prompt, with parameters for all of them or for each, and a list of priorities or None."""
         prompts = as_prompts(prompts)
@@ -78,7 +78,7 @@ class InputProcessor:
         default = self.default_sampling_params() if any(x is None for x in params) else None
         params = [default if own is None else own for own in params]
         return [
-            self.request(prompt, own, inbox, i, template_arguments, own_priority)
+            self.request(prompt, own, kind, i, template_arguments, own_priority)
             for i, (prompt, own, own_priority) in enumerate(zip(prompts, params, priorities))
         ]
 
@@ -86,7 +86,7 @@ class InputProcessor:
         self,
         prompt: Prompt,
         params: SamplingParams | None,
-        inbox: Inbox,
+        kind: OutputKind,
         index: int = 0,
         template_arguments: Mapping | None = None,
         priority: int = 0,
@@ -116,7 +116,7 @@ class InputProcessor:
             constrain(group, self)
         self.set_order(*group)
         token_bytes = self.token_bytes if params.skip_special_tokens else self._all_token_bytes
-        return CompletionRequest(group, text, inbox, token_bytes, self._all_token_bytes, index)
+        return CompletionRequest(group, text, kind, token_bytes, self._all_token_bytes, index)
 
     @staticmethod
     def priorities(priority: Any, num_prompts: int) -> list:

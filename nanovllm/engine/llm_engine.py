@@ -2,18 +2,23 @@
 
 import logging
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from math import inf
 from typing import Any
 
 from nanovllm.config import Config, takes_settings_of
-from nanovllm.engine.engine_core import EngineCore
-from nanovllm.engine.inbox import Inbox, OutputKind
+from nanovllm.engine.engine import Engine
+from nanovllm.engine.engine_thread import EngineThread, Submission
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.outputs import RequestOutput, StepOutput, StreamEvent, progress_bar
+from nanovllm.engine.output_collector import OutputCollector
+from nanovllm.engine.outputs import OutputKind, RequestOutput, StepOutput, StreamEvent, progress_bar
 from nanovllm.engine.prompts import Prompt
 from nanovllm.engine.request import CompletionRequest
+from nanovllm.engine.scheduling_policy import make_policy
 from nanovllm.engine.stats import scheduler_stats
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
@@ -21,6 +26,8 @@ from nanovllm.utils.stopwatch import Stopwatch
 from nanovllm.utils.tokenizer import load_tokenizer
 
 logger = logging.getLogger("nanovllm")
+MAX_STEPS_AHEAD = 16  # of the reader of a stream
+PROGRESS_SECONDS = 0.1  # between two updates of a progress bar
 
 
 class LLMEngine:
@@ -28,8 +35,8 @@ class LLMEngine:
 
     `generate` returns complete answers, and `stream` their pieces as they arrive. `add_request`, `step`, `abort` and
     `is_finished` are for callers that run the loop themselves. All methods may be called from several threads at the
-    same time, and each caller gets the outputs of its own requests. The engine has no thread of its own: one of the
-    callers runs the next step while the others wait for its outputs. Requests are added and aborted between two steps.
+    same time, and each caller gets the outputs of its own requests. The engine's own thread runs the steps; requests
+    are added and aborted between two of them.
 
     With `async_scheduling`, the tokens of a step reach the host while the next step runs. An engine is a context
     manager; `exit` frees its memory. `startup_seconds` has the time that each part of the start took.
@@ -46,10 +53,10 @@ class LLMEngine:
         startup.lap("settings")
         with ThreadPoolExecutor(1) as pool:  # importing transformers takes seconds; the model is loaded meanwhile
             tokenizer = pool.submit(load_tokenizer, str(self.config.tokenizer))
-            self.core = EngineCore(self.config, startup)
+            self.core = Engine(self.config, startup)
             try:
                 self.tokenizer = tokenizer.result()
-                self.processor = InputProcessor(self.config, self.tokenizer, self.core.policy)
+                self.processor = InputProcessor(self.config, self.tokenizer, make_policy(self.config.scheduling_policy))
             except BaseException as error:
                 self.core.close_after(error)
                 raise
@@ -57,8 +64,11 @@ class LLMEngine:
         self.startup_seconds = startup.seconds
         self.workers, self.scheduler = self.core.workers, self.core.scheduler
         self.scheduler.eos_token_id = self.tokenizer.eos_token_id
-        self._own = threading.local()  # `inbox`: that of the thread, if it has called `add_request`
-        self._thread_inboxes: set[Inbox] = set()  # those of all threads
+        self._collectors: dict[threading.Thread, OutputCollector] = {}  # of the threads that call `add_request`
+        self._step_callers: set[threading.Thread] = set()  # those of them that call `step` too
+        # the model is loaded by the caller's thread, so that Ctrl-C ends the loading at once
+        self.engine_thread = EngineThread(self.core)
+        weakref.finalize(self, self.engine_thread.exit)
         logger.info("%r", self)
 
     def generate(
@@ -78,22 +88,19 @@ class LLMEngine:
         drop the requests of this call, and the engine can be used again. RuntimeError if a step that another caller ran
         has failed, which drops all requests.
         """
-        inbox = Inbox(OutputKind.FINAL)
-        return self._run(self.processor.requests(prompts, sampling_params, inbox, None, priority), inbox, use_tqdm)
+        requests = self.processor.requests(prompts, sampling_params, OutputKind.FINAL_ONLY, None, priority)
+        return self._run(requests, use_tqdm)
 
-    def _run(self, requests: list[Any], inbox: Inbox, use_tqdm: bool) -> list[Any]:
+    def _run(self, requests: list[Any], use_tqdm: bool) -> list[Any]:
         """The final outputs of requests, in their order."""
         outputs: dict[int, Any] = {}
-        try:
-            self.core.submit(requests)
-            with progress_bar(len(requests), disable=not use_tqdm) as show:
-                while len(outputs) < len(requests):
-                    step_output = self.core.next_output([inbox])
-                    show(step_output)
-                    outputs |= {output.request_id: output for output in step_output.finished}
-        except BaseException:
-            self.core.discard(requests)
-            raise
+        collector = OutputCollector(OutputKind.FINAL_ONLY, max_seconds=PROGRESS_SECONDS if use_tqdm else inf)
+        submission = Submission(self.engine_thread, requests, collector)
+        with submission, progress_bar(len(requests), disable=not use_tqdm) as show:
+            while len(outputs) < len(requests):
+                output = self.engine_thread.take(collector)
+                show(output)
+                outputs |= {finished.request_id: finished for finished in output.finished}
         return [outputs[request.request_id] for request in requests]
 
     def stream(
@@ -107,23 +114,20 @@ class LLMEngine:
 
         Text that may still be cut off as a stop string is held back, and no character is split. `chat_template_kwargs`
         are for conversations. Errors are those of `generate`, and are raised by the call itself. Leaving the loop
-        aborts the requests that have not ended.
+        aborts the requests that have not ended. The engine runs ahead of the reader by 16 steps at most.
         """
-        self.core.check_open()
-        inbox = Inbox(OutputKind.EVENTS)
-        requests = self.processor.requests(prompts, sampling_params, inbox, chat_template_kwargs, priority)
-        return self._events(requests, inbox)
+        self.engine_thread.check_open()
+        requests = self.processor.requests(prompts, sampling_params, OutputKind.DELTA, chat_template_kwargs, priority)
+        return self._events(requests)
 
-    def _events(self, requests: list[CompletionRequest], inbox: Inbox) -> Iterator[StreamEvent]:
+    def _events(self, requests: list[CompletionRequest]) -> Iterator[StreamEvent]:
         num_unfinished = sum(len(request.group) for request in requests)
-        try:
-            self.core.submit(requests)
+        collector = OutputCollector(OutputKind.DELTA, MAX_STEPS_AHEAD)
+        with Submission(self.engine_thread, requests, collector):
             while num_unfinished:
-                for event in self.core.next_output([inbox]).events:
+                for event in self.engine_thread.take(collector).events:
                     num_unfinished -= event.finish_reason is not None
                     yield event
-        finally:
-            self.core.discard(requests)
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None, priority: int = 0) -> int:
         """Queue a request and return its id. `step`, called by the same thread, returns its output.
@@ -133,9 +137,9 @@ class LLMEngine:
         Before anything is queued: ValueError for a prompt that is empty or not shorter than `max_model_len`, or a token
         id outside of the vocabulary; TypeError for anything but a prompt; and any error of your own scheduling policy.
         """
-        self.core.check_open()
-        request = self.processor.request(prompt, sampling_params, self._own_inbox(), priority=priority)
-        self.core.submit([request])
+        self.engine_thread.check_open()
+        request = self.processor.request(prompt, sampling_params, OutputKind.TOKENS, priority=priority)
+        self.engine_thread.submit([request], self._own_collector())
         return request.request_id
 
     def abort(self, request_id: int) -> None:
@@ -146,7 +150,7 @@ class LLMEngine:
         """
         if not (num_requests := self.processor.num_requests):
             raise ValueError(f"request_id={request_id!r}: there has been no request yet")
-        self.core.abort(check_int("request_id", request_id, low=0, high=num_requests - 1))
+        self.engine_thread.abort(check_int("request_id", request_id, low=0, high=num_requests - 1))
 
     def step(self) -> StepOutput:
         """Launch the next step, and return what has arrived for the requests that this thread has added.
@@ -154,17 +158,26 @@ class LLMEngine:
         A thread that has added none, such as the loop of a server, gets the outputs of all threads that do not call
         `step` themselves.
 
-        An error drops all requests, and the engine can be used again; Ctrl-C drops none. With several ranks, any error
-        closes the engine, and the failure of another rank is a RuntimeError that names it.
+        An error drops all requests, and every caller that waits gets a RuntimeError with the error as its cause; then
+        the engine can be used again. Ctrl-C drops none. With several ranks, any error closes the engine, and the
+        failure of another rank is a RuntimeError that names it.
         """
-        inboxes = self._inboxes_to_read()
-        for inbox in inboxes:
-            inbox.has_reader |= inbox.thread is threading.current_thread()
-        return self.core.next_output(inboxes)
+        if (thread := threading.current_thread()) in self._collectors:
+            self._step_callers.add(thread)
+        collectors, output, failure = self._collectors_to_read(), StepOutput(), None
+        try:
+            self.engine_thread.step(collectors)
+        except RuntimeError as error:
+            failure = error  # what came before it is returned first
+        for collector in collectors:
+            output.add(collector.take(wait=False))
+        if failure is not None and not (output.finished or output.new_tokens):
+            raise failure
+        return output
 
     def is_finished(self) -> bool:
         """Whether `step` has nothing more to return to this thread."""
-        return not any(inbox.live or inbox.is_ready for inbox in self._inboxes_to_read())
+        return all(map(self.engine_thread.is_finished, self._collectors_to_read()))
 
     @property
     def model_runner(self) -> ModelRunner | None:
@@ -173,7 +186,7 @@ class LLMEngine:
 
     def exit(self) -> None:
         """Drop unfinished requests and free the device's memory; the engine can't be used again."""
-        self.core.exit()
+        self.engine_thread.exit()
         self.processor.close()
 
     def stats(self) -> dict[str, Any]:
@@ -183,29 +196,33 @@ class LLMEngine:
         prefix) and free. `prefix_hit_rate`: the fraction of the prompts' tokens that were found. `preemptions`.
         `tokens`: in and out. `steps`: of prompts alone (prefill), of decodes alone, and mixed.
         """
-        return scheduler_stats(self.scheduler)
+        read = partial(scheduler_stats, self.scheduler)
+        return read() if self.model_runner is None else self.engine_thread.call(read)
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. False, and nothing is done, while there are requests."""
-        return self.core.reset_prefix_cache()
+        return self.engine_thread.call(self.core.reset_prefix_cache)
 
-    def _own_inbox(self) -> Inbox:
-        """The inbox of the requests that this thread adds."""
-        if getattr(self._own, "inbox", None) is None:
-            self._own.inbox = Inbox(OutputKind.TOKENS)
-            with self.core.leadership.lock:
-                used = {
-                    inbox for inbox in self._thread_inboxes if inbox.live or inbox.is_ready or inbox.thread.is_alive()
-                }
-                self._thread_inboxes = used | {self._own.inbox}
-        return self._own.inbox
+    def _own_collector(self) -> OutputCollector:
+        """The collector of the requests that this thread adds."""
+        thread = threading.current_thread()
+        if thread not in self._collectors:
+            for other, collector in [*self._collectors.items()]:
+                if not other.is_alive() and self.engine_thread.is_finished(collector):
+                    self._collectors.pop(other, None)
+                    self._step_callers.discard(other)
+            self._collectors[thread] = OutputCollector(OutputKind.TOKENS, max_steps_ahead=0)
+        return self._collectors[thread]
 
-    def _inboxes_to_read(self) -> list[Inbox]:
-        """The inboxes whose outputs `step` returns to this thread."""
-        own = getattr(self._own, "inbox", None)
-        if own is not None:
+    def _collectors_to_read(self) -> list[OutputCollector]:
+        """The collectors whose outputs `step` returns to this thread."""
+        if (own := self._collectors.get(threading.current_thread())) is not None:
             return [own]
-        return [inbox for inbox in self._thread_inboxes if not (inbox.has_reader and inbox.thread.is_alive())]
+        return [
+            collector
+            for thread, collector in [*self._collectors.items()]
+            if not (thread in self._step_callers and thread.is_alive())
+        ]
 
     def __repr__(self) -> str:
         config = self.config

@@ -6,12 +6,21 @@ Records are frozen. Their lists belong to the caller: the engine neither changes
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from time import perf_counter
 from typing import ClassVar, NamedTuple
 
 from tqdm import tqdm
 
 from nanovllm.utils.interrupts import interrupts_held
+
+
+class OutputKind(Enum):
+    """What a caller gets of its requests."""
+
+    FINAL_ONLY = auto()  # one output when a request has ended
+    DELTA = auto()  # an event for every piece of an answer
+    TOKENS = auto()  # every token id, and one output when a request has ended
 
 
 class Record(Mapping):

@@ -5,20 +5,29 @@ from time import perf_counter, time
 from typing import Any
 
 from nanovllm.engine.detokenizer import Detokenizer, TokenBytes, TokenTexts
-from nanovllm.engine.inbox import Inbox, OutputKind
-from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamEvent
+from nanovllm.engine.output_collector import OutputCollector
+from nanovllm.engine.outputs import (
+    CompletionOutput,
+    Logprob,
+    OutputKind,
+    RequestMetrics,
+    RequestOutput,
+    StreamEvent,
+)
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 
 
 class Request:
-    """What the engine core works with: a prompt, the sequences computed for it, and the inbox of its caller."""
+    """A prompt, the sequences that are computed for it, and the collector of its caller."""
 
     only_final = True  # single tokens need no attention: nothing is streamed, and there are no stop strings
 
-    def __init__(self, group: list[Sequence], prompt: str | None, inbox: Inbox):
+    collector: OutputCollector  # set when it is submitted
+
+    def __init__(self, group: list[Sequence], prompt: str | None, kind: OutputKind):
         self.request_id = group[0].request_id
-        self.group, self.prompt, self.inbox = group, prompt, inbox
+        self.group, self.prompt, self.kind = group, prompt, kind
 
     @property
     def is_finished(self) -> bool:
@@ -31,7 +40,7 @@ class Request:
         """A step has ended or paused sequences of this request: decide how the others go on."""
 
     def deliver(self, seq: Sequence) -> None:
-        """Put what is new of `seq` into the inbox."""
+        """Put what is new of `seq` into the collector."""
 
     def metrics(self) -> RequestMetrics:
         """Of several answers, the first to be scheduled and to have a token, and the last to finish."""
@@ -54,7 +63,7 @@ class CompletionRequest(Request):
         self,
         group: list[Sequence],
         prompt: str | None,
-        inbox: Inbox,
+        kind: OutputKind,
         token_bytes: TokenBytes,
         all_token_bytes: TokenBytes,
         index: int = 0,
@@ -63,10 +72,10 @@ class CompletionRequest(Request):
 
         index: of the prompt in its call.
         """
-        super().__init__(group, prompt, inbox)
+        super().__init__(group, prompt, kind)
         self.index = index
         self.params = group[0].params
-        self.only_final = inbox.kind is OutputKind.FINAL and not self.params.stop
+        self.only_final = kind is OutputKind.FINAL_ONLY and not self.params.stop
         self._token_bytes, self._all_token_bytes = token_bytes, all_token_bytes
         # all by the sequence's index
         self._detokenizers: dict[int, Detokenizer] = {}
@@ -93,15 +102,15 @@ class CompletionRequest(Request):
             self._completed.add(seq.index)
         start, self._num_delivered[seq.index] = self._num_delivered[seq.index], seq.num_completion_tokens
         token_ids = seq.token_ids[seq.num_prompt_tokens + start :]
-        if self.inbox.kind is OutputKind.TOKENS:
-            self.inbox.collected.new_tokens += [(self.request_id, token_id) for token_id in token_ids]
-        elif self.inbox.kind is OutputKind.EVENTS:
+        if self.kind is OutputKind.TOKENS:
+            self.collector.new.new_tokens += [(self.request_id, token_id) for token_id in token_ids]
+        elif self.kind is OutputKind.DELTA:
             text = self.detokenizer(seq).take_text(self._num_hidden(seq), is_last) if self.params.detokenize else ""
             logprobs = self._with_text(seq.logprobs[start:], self._token_texts[seq.index]) if seq.logprobs else None
             event = StreamEvent(
                 self.index, seq.index, self.request_id, text, token_ids, seq.finish_reason, seq.stop_reason, logprobs
             )
-            self.inbox.collected.events.append(event)
+            self.collector.new.events.append(event)
 
     def output(self) -> RequestOutput:
         first = self.group[0]

@@ -1,18 +1,16 @@
-"""The engine for asyncio: any number of tasks ask for answers, and one thread runs the steps for all of them."""
+"""The engine for asyncio: any number of tasks ask for answers, and the engine's thread runs the steps for all."""
 
-import atexit
 import logging
-import threading
-from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from nanovllm.engine.outputs import StepOutput
+from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.request import CompletionRequest
+from nanovllm.engine.stats import scheduler_stats
 from nanovllm.llm import LLM
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.engine_client import EngineClient, EngineDeadError, QueueFullError
+from nanovllm.serve.notifying_collector import NotifyingCollector
 from nanovllm.utils.checks import check_int
 
 __all__ = ["AsyncLLM", "EngineDeadError", "QueueFullError"]
@@ -23,10 +21,10 @@ class AsyncLLM(EngineClient):
     """`async for output in llm.generate(prompt, params)`, for any number of tasks of one event loop at a time.
 
     Three kinds of threads share the work. The event loop only hands over requests and takes events. A small pool
-    renders chat templates and tokenizes. One thread owns the engine: between two steps it adds and ends requests, and
-    after each step it passes all new events to the event loop in one call. Token ids become text in that thread as
-    well: this takes a few microseconds a token, and with `async_scheduling` it happens while the device computes the
-    next step. README.md in this folder has the figures.
+    renders chat templates and tokenizes. The engine's thread runs the steps, and after each it tells the event loop
+    that there are new events. Token ids become text in that thread as well: this takes a few microseconds a token, and
+    with `async_scheduling` it happens while the device computes the next step. README.md in this folder has the
+    figures.
 
     A task that is cancelled, or leaves its loop, ends its request, whose blocks are free before the next step. An error
     in a request is raised to its own caller. An error in a step ends everything: all callers get an EngineDeadError.
@@ -42,83 +40,76 @@ class AsyncLLM(EngineClient):
         max_queued = check_int("max_queued_requests", max_queued_requests, low=0)
         self.engine = LLM(model, **settings)
         super().__init__(self.engine.processor, self.engine.config.max_num_seqs + max_queued)
-        self._commands: deque[Callable[[], None]] = deque()  # for the engine's thread, between two steps
-        self._wake = threading.Event()  # there are commands, or it is time to end
-        self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
-        self._thread.start()
-        atexit.register(self.exit)  # a thread that uses the device must not outlive the interpreter
+        self._thread = self.engine.engine_thread
+        kinds = (OutputKind.DELTA, OutputKind.TOKENS)
+        self._collectors = {kind: NotifyingCollector(kind, self._on_output, self._on_failure) for kind in kinds}
+        self._is_told = False  # the event loop, that there are outputs
 
     # -- the event loop's thread ---------------------------------------------------------------------------------------
 
     def _start(self, request: CompletionRequest, name: str) -> AsyncRequest:
-        self._post(partial(self.engine.core.submit, [request]))
+        try:
+            self._thread.submit([request], self._collectors[request.kind])
+        except RuntimeError as error:  # another rank is lost
+            self._on_failure(error)
+            self.check_open()
         return AsyncRequest(request, name)
 
     def _drop(self, request: AsyncRequest) -> None:
-        self._post(partial(self.engine.core.discard, [request.request]))
+        self._thread.discard([request.request_id])
 
     def _abort(self, request: AsyncRequest) -> None:
-        self._post(partial(self.engine.core.abort, request.request_id))
+        self._thread.abort(request.request_id)
 
     async def stats(self) -> list[dict[str, Any] | None]:
-        return [self.engine.stats()]
+        return [scheduler_stats(self.engine.scheduler)]
 
-    def _deliver(self, output: StepOutput) -> None:
-        """What a step has brought."""
-        for event in output.events:
-            if (request := self._live.get(event.request_id)) is not None:
-                request.add_event(event)
-                if request.final is not None:
+    def _deliver(self) -> None:
+        """What has arrived since the last call."""
+        self._is_told = False
+        if self.error is not None:
+            return  # `_fail_all` follows
+        for collector in self._collectors.values():
+            output = collector.take(wait=False)
+            for event in output.events:
+                if (request := self._live.get(event.request_id)) is not None:
+                    request.add_event(event)
+                    if request.final is not None:
+                        self._forget(request)
+            for final in output.finished:
+                if (request := self._live.get(final.request_id)) is not None:
+                    request.finish(final)
                     self._forget(request)
-        for final in output.finished:
-            if (request := self._live.get(final.request_id)) is not None:
-                request.finish(final)
-                self._forget(request)
 
     # -- the engine's thread -------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        core = self.engine.core
-        try:
-            while not self._is_closing:
-                while self._commands:
-                    self._commands.popleft()()
-                if core.requests or any(inbox.is_ready for inbox in self._inboxes):
-                    output = core.next_output(self._inboxes)
-                    if output.events or output.finished:
-                        self._call_in_loop(partial(self._deliver, output))
-                else:
-                    self._wake.wait()
-                    self._wake.clear()
-        except BaseException as error:
-            logger.exception("the engine has failed")
-            self.error = error
-            for report in self.on_failure:
-                report(error)
-        finally:
+    def _on_output(self) -> None:
+        if not self._is_told:
+            self._is_told = True
+            self._call_in_loop(self._deliver)
+
+    def _on_failure(self, error: RuntimeError) -> None:
+        if not self._is_closing:
             self._is_closing = True
-            self._call_in_loop(self._fail_all)  # before work with the device, which may hang
+            self.error = error.__cause__ or error
+            logger.error("the engine has failed", exc_info=self.error)
+            for report in self.on_failure:
+                report(self.error)
             self.engine.exit()
+        self._call_in_loop(self._fail_all)
 
     def _call_in_loop(self, call: Callable[[], None]) -> None:
         try:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(call)
         except RuntimeError:  # the loop was closed, and its tasks with it
-            if not self._is_closing:
-                abandoned = [request.request for request in [*self._live.values()]]
-                self._commands.append(partial(self.engine.core.discard, abandoned))
-
-    def _post(self, command: Callable[[], None]) -> None:
-        self._commands.append(command)
-        self._wake.set()
+            self._is_told = False
+            self._thread.discard([*self._live])
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def exit(self) -> None:
-        """End the thread after the current step, and free the device's memory. Callers get an EngineDeadError."""
+        """End the engine after the current step, and free the device's memory. Callers get an EngineDeadError."""
         self._is_closing = True
-        self._wake.set()
-        self._thread.join()
+        self.engine.exit()
         self._close_pools()
-        atexit.unregister(self.exit)

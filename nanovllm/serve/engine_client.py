@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 
 from nanovllm.engine.beam_search import beam_requests
 from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
-from nanovllm.engine.inbox import Inbox, OutputKind
 from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.engine.outputs import RequestOutput, StreamEvent
+from nanovllm.engine.outputs import OutputKind, RequestOutput, StreamEvent
 from nanovllm.engine.prompts import Prompt, TokensPrompt
 from nanovllm.engine.request import CompletionRequest
 from nanovllm.llm import LLM
@@ -55,8 +54,6 @@ class EngineClient(ABC):
         # called by the event loop's thread when a request has ended
         self.on_end: list[Callable[[AsyncRequest], None]] = []
         self.token_bytes = TokenBytes(processor.tokenizer, skip_special_tokens=False)
-        # one for callers that read every piece, one for those that wait for the complete answer
-        self._inboxes = [Inbox(OutputKind.EVENTS), Inbox(OutputKind.TOKENS)]
         self._loop: asyncio.AbstractEventLoop | None = None  # of the tasks that wait
         self._live: dict[int, AsyncRequest] = {}  # by the engine's id; for the event loop's thread only
         self._names: dict[str, AsyncRequest | None] = {}  # by the caller's id; None while the prompt is tokenized
@@ -177,12 +174,13 @@ class EngineClient(ABC):
         self._num_live += num_answers
         self._names[name] = None
         try:
-            inbox = self._inboxes[0 if in_pieces else 1]
+            # not FINAL_ONLY, as others may see when a token arrives
+            kind = OutputKind.DELTA if in_pieces else OutputKind.TOKENS
 
             def make(tokens: TokensPrompt) -> Any:
                 if isinstance(sampling_params, BeamSearchParams):
-                    return beam_requests(self.processor, tokens, sampling_params, inbox, [priority], BeamCompletion)[0]
-                request = self.processor.request(tokens, sampling_params, inbox, priority=priority)
+                    return beam_requests(self.processor, tokens, sampling_params, [priority], kind, BeamCompletion)[0]
+                request = self.processor.request(tokens, sampling_params, kind, priority=priority)
                 if cache_salt is not None:
                     salt = blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=8).digest()
                     for seq in request.group:

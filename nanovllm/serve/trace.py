@@ -23,7 +23,6 @@ from nanovllm.engine.step_result import StepResult
 from nanovllm.llm import LLM
 from nanovllm.serve.frames import Frame, View
 from nanovllm.serve.page import render_page
-from nanovllm.utils.interrupts import interrupts_held
 
 MAX_WAITING = 32  # sequences of the queue that are shown
 COUNTS = ("prompt_tokens", "cached_tokens", "output_tokens")  # of the scheduler
@@ -58,7 +57,7 @@ class StepRecorder:
     """
 
     def __init__(self, llm: LLM, max_frames: int = 512):
-        self._core = llm.core
+        self._thread, self._core = llm.engine_thread, llm.core
         self._scheduler = llm.core.scheduler
         config = llm.config
         self._engine = {
@@ -101,15 +100,15 @@ class StepRecorder:
 
     def start(self) -> None:
         """Begin to record, with the state as it is. Waits for the step that is running."""
-        self._core.leadership.run(self._start, is_urgent=True)
+        self._thread.call(self._start)
 
     def stop(self) -> None:
         """Record no further step; the frames can still be read."""
-        self._core.leadership.run(self._stop, is_urgent=True)
+        self._thread.call(self._stop)
 
     def refresh(self) -> None:
         """Add a frame if something has changed without a step, as when the last running request was aborted."""
-        self._core.leadership.run(self._refresh, is_urgent=True)
+        self._thread.call(self._refresh)
 
     @property
     def is_recording(self) -> bool:
@@ -141,18 +140,17 @@ class StepRecorder:
             self._encoded = (last, end, text)
         return text, end
 
-    # -- what the leader does ------------------------------------------------------------------------------------------
+    # -- what the engine's thread does ---------------------------------------------------------------------------------
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """An error within the block is a defect of this class. It ends the recording, and no request."""
-        with interrupts_held():
-            try:
-                yield
-            except Exception:
-                logger.exception("the recording of steps has failed, and ends")
-                if self.is_recording:
-                    self._core.on_step.remove(self._on_step)
+        try:
+            yield
+        except Exception:
+            logger.exception("the recording of steps has failed, and ends")
+            if self.is_recording:
+                self._core.on_step.remove(self._on_step)
 
     def _start(self) -> None:
         with self._guarded(), self._lock:

@@ -8,8 +8,7 @@ import pickle
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from nanovllm.engine.inbox import OutputKind
-from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamEvent
+from nanovllm.engine.outputs import CompletionOutput, Logprob, OutputKind, RequestMetrics, RequestOutput, StreamEvent
 from nanovllm.engine.request import CompletionRequest
 from nanovllm.sampling_params import SamplingParams
 

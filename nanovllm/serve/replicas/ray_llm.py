@@ -10,8 +10,14 @@ from queue import Empty, SimpleQueue
 from time import time
 from typing import Any
 
-from nanovllm.engine.inbox import Inbox, OutputKind
-from nanovllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, StepOutput, progress_bar
+from nanovllm.engine.outputs import (
+    CompletionOutput,
+    OutputKind,
+    RequestMetrics,
+    RequestOutput,
+    StepOutput,
+    progress_bar,
+)
 from nanovllm.engine.prompts import Prompt
 from nanovllm.engine.request import CompletionRequest
 from nanovllm.llm import LLM
@@ -82,8 +88,8 @@ class RayLLM:
         priority: list[int] | None = None,
     ) -> list[RequestOutput]:
         """`LLM.generate`, with its errors. Ctrl-C and errors drop the requests of this call."""
-        inbox = Inbox(OutputKind.FINAL)
-        return self._run(self.processor.requests(prompts, sampling_params, inbox, None, priority), inbox, use_tqdm)
+        requests = self.processor.requests(prompts, sampling_params, OutputKind.FINAL_ONLY, None, priority)
+        return self._run(requests, use_tqdm)
 
     # these need only `processor` and `_run`
     chat: Any = LLM.chat
@@ -158,7 +164,7 @@ class RayLLM:
     def _run_in_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    def _run(self, requests: list[CompletionRequest], inbox: Inbox, use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, requests: list[CompletionRequest], use_tqdm: bool) -> list[RequestOutput]:
         """What `LLM.generate` and `LLM.chat` call."""
         outputs: dict[int, RequestOutput] = {}
         with progress_bar(len(requests), disable=not use_tqdm) as show:
@@ -174,7 +180,6 @@ class RayLLM:
             raise TypeError(f"prompts={prompts!r:.80}: must be an iterable of prompts")
         is_single = sampling_params is None or isinstance(sampling_params, SamplingParams)
         default = self.get_default_sampling_params()
-        inbox = Inbox(OutputKind.FINAL)
         all_params = repeat(sampling_params) if is_single else iter(sampling_params)
         for i, prompt in enumerate(prompts):
             try:
@@ -182,7 +187,7 @@ class RayLLM:
             except StopIteration:
                 raise ValueError(f"{i} sampling_params for more prompts: pass one, or one for each") from None
             try:
-                yield self.processor.request(prompt, default if params is None else params, inbox, i)
+                yield self.processor.request(prompt, default if params is None else params, OutputKind.FINAL_ONLY, i)
             except (ValueError, TypeError) as error:
                 yield _refused(prompt, f"prompts[{i}]: {error}")
 

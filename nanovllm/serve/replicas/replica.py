@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from nanovllm.engine.inbox import Inbox, OutputKind
-from nanovllm.engine.outputs import StepOutput
+from nanovllm.engine.outputs import OutputKind, StepOutput
 from nanovllm.engine.prompts import TokensPrompt
 from nanovllm.engine.request import CompletionRequest
+from nanovllm.engine.stats import scheduler_stats
 from nanovllm.llm import LLM
 from nanovllm.serve.async_request import merged
+from nanovllm.serve.notifying_collector import NotifyingCollector
 from nanovllm.serve.replicas.messages import (
     Ended,
     NewRequest,
@@ -31,28 +32,24 @@ IDLE_CHECK_SECONDS = 1.0
 class Replica:
     """Ray calls `start` once, then `reports`, and from then on the other methods, in the order of the front's calls.
 
-    One thread runs the steps. Another one, in `reports`, sends what is new since the last report. If sending takes
-    longer than a step, the next report covers several steps; the engine never waits for it. This file does not import
-    Ray, so that tests can run replicas without it.
+    The engine's thread runs the steps. Another one, in `reports`, sends what is new since the last report. If sending
+    takes longer than a step, the next report covers several steps; the engine never waits for it. This file does not
+    import Ray, so that tests can run replicas without it.
     """
 
     def start(self, model: str, settings: dict[str, Any]) -> dict[str, Any]:
         """Load the model, with the errors of `LLM`. Returns what the front needs to know of the engine."""
         self.engine = LLM(model, **settings)
-        self._core = self.engine.core
-        self._inboxes = {kind: Inbox(kind) for kind in OutputKind}
+        self._thread = self.engine.engine_thread
+        self._collectors = {kind: NotifyingCollector(kind, self._notify, self._fail) for kind in OutputKind}
         self._requests: dict[int, CompletionRequest] = {}  # by the engine's id; `index` is the number at the front
         self._num_unfinished: dict[int, int] = {}  # answers of each request that have not ended, by the engine's id
         self._ids: dict[int, int] = {}  # the engine's id by the front's number
         self._changed = threading.Condition()  # guards what follows
-        self._outputs = StepOutput()
         self._errors: list[tuple[int, Exception]] = []
         self._failure: BaseException | None = None
         self._in_grammar_thread: set[int] = set()  # numbers of requests that are not made yet
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-grammar")
-        self._wake = threading.Event()  # there are requests
-        self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
-        self._thread.start()
         config = self.engine.config
         num_blocks = config.num_kvcache_blocks if config.enable_prefix_caching else 0  # that can hold prefixes
         return {"num_blocks": num_blocks, "startup_seconds": self.engine.startup_seconds}
@@ -92,51 +89,55 @@ class Replica:
                 self._num_unfinished[request.request_id] = len(request.group)
         self._in_grammar_thread.difference_update([new.number for new in messages])
         try:
-            self._core.submit(requests)
-        except Exception as error:
+            for request in requests:
+                self._thread.submit([request], self._collectors[request.kind])
+        except RuntimeError as error:
             self._fail(error)
-        self._wake.set()
 
     def discard(self, numbers: Iterable[int]) -> None:
         """End requests without an output."""
         if late := self._in_grammar_thread.intersection(numbers):
             self._grammar_thread.submit(self.discard, late)  # when it has made them
-        self._core.discard([request for number in numbers if (request := self._forget(number)) is not None])
+        found = [self._forget(number) for number in numbers]
+        self._thread.discard([request.request_id for request in found if request is not None])
 
     def abort(self, number: int) -> None:
         """End a request with the tokens that it has."""
         if number in self._in_grammar_thread:
             self._grammar_thread.submit(self.abort, number)
         elif (request_id := self._ids.get(number)) is not None:
-            self._core.abort(request_id)
+            self._thread.abort(request_id)
 
     def stats(self) -> dict[str, Any]:
-        return self.engine.stats()
+        return scheduler_stats(self.engine.scheduler)
 
     def reports(self) -> Iterator[bytes]:
         """Yields an encoded Report whenever there is something to report. RuntimeError if the engine has failed."""
         while True:
             with self._changed:
-                while not (self._outputs.events or self._outputs.finished or self._errors or self._failure):
-                    self._changed.wait()
+                while not (self._errors or self._failure or any(x.is_ready for x in self._collectors.values())):
+                    if not self._changed.wait(IDLE_CHECK_SECONDS):
+                        self._check_ranks()
                 if self._failure is not None:
                     raise RuntimeError(f"the engine has failed: {self._failure!r}") from self._failure
-                outputs, self._outputs = self._outputs, StepOutput()
                 errors, self._errors = self._errors, []
             # without the lock, for which the engine's thread would have to wait
+            outputs = StepOutput()
+            for collector in self._collectors.values():
+                outputs.add(collector.take(wait=False))
             yield encode_report(Report(*self._read(outputs), errors))
 
     def exit(self) -> None:
         """End the engine, and with it `reports`. Ray kills the actor's process instead, and with it all that it has."""
-        self._fail(RuntimeError("it was closed"))
-        self._wake.set()
-        self._thread.join()
+        with self._changed:
+            self._failure = self._failure or RuntimeError("it was closed")
+            self._changed.notify()
         self._grammar_thread.shutdown(wait=False)
         self.engine.exit()
 
     def _make_request(self, new: NewRequest) -> CompletionRequest:
-        prompt, inbox = TokensPrompt(prompt_token_ids=new.token_ids), self._inboxes[new.kind]
-        request = self.engine.processor.request(prompt, new.params, inbox, new.number, priority=new.priority)
+        prompt = TokensPrompt(prompt_token_ids=new.token_ids)
+        request = self.engine.processor.request(prompt, new.params, new.kind, new.number, priority=new.priority)
         for seq, noise_seed, generated in zip(request.group, new.noise_seeds, new.generated):
             seq.noise_seed = noise_seed
             for token_id in generated:  # as after a preemption
@@ -180,27 +181,20 @@ class Replica:
             del self._num_unfinished[request_id]
             return self._requests.pop(request_id)
 
-    def _run(self) -> None:
-        """What the engine's thread does."""
-        core, inboxes = self._core, [*self._inboxes.values()]
+    def _check_ranks(self) -> None:
+        """One may have died while there was nothing to do."""
         try:
-            while self._failure is None:
-                if core.requests or any(inbox.is_ready for inbox in inboxes):
-                    output = core.next_output(inboxes)
-                    output.new_tokens.clear()
-                    if output.events or output.finished:
-                        with self._changed:
-                            self._outputs.add(output)
-                            self._changed.notify()
-                else:
-                    self._wake.wait(IDLE_CHECK_SECONDS)
-                    self._wake.clear()
-                    core.check_open()  # a rank may have died meanwhile
-        except BaseException as error:
-            logger.exception("the engine has failed")
+            self._thread.check_open()
+        except RuntimeError as error:
             self._fail(error)
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify()
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
-            self._failure = error
+            if self._failure is None:
+                self._failure = error.__cause__ or error
+                logger.error("the engine has failed", exc_info=self._failure)
             self._changed.notify()

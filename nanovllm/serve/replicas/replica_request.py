@@ -76,7 +76,7 @@ class ReplicaRequest(AsyncRequest):
         group = self.request.group
         seeds = [seq.noise_seed for seq in group]
         return NewRequest(
-            self.request_id, self.prompt_token_ids, params, group[0].priority, self.request.inbox.kind, seeds, generated
+            self.request_id, self.prompt_token_ids, params, group[0].priority, self.request.kind, seeds, generated
         )
 
     def add_piece(self, piece: Piece) -> None:

@@ -1,0 +1,103 @@
+"""The engine: schedule a step, launch it, and process the result of the step before. One thread at a time uses it."""
+
+from collections.abc import Callable
+
+from nanovllm.config import Config
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.output_processor import OutputProcessor
+from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.single_rank import SingleRank
+from nanovllm.engine.step_result import PendingStep, StepResult
+from nanovllm.engine.token_budget import TokenBudget
+from nanovllm.utils.context import clear_context
+from nanovllm.utils.stopwatch import Stopwatch
+
+
+class Engine:
+    """Scheduler, model runner, ranks and output processor. `EngineThread` owns one, and calls its methods."""
+
+    def __init__(self, config: Config, startup: Stopwatch):
+        """RuntimeError if one of several ranks does not start."""
+        self.config = config
+        self.model_runner: ModelRunner | None = None
+        self.workers = _make_workers(config)
+        try:
+            tp = self.workers.connect()
+            startup.lap("ranks")
+            self.model_runner = ModelRunner(config, startup, tp)
+            self.workers.wait_until_started()
+        except BaseException as error:
+            self.close_after(error)
+            raise
+        assert config.num_kvcache_blocks and config.max_num_mixed_tokens, "the model runner has set them"
+        block_manager = BlockManager(config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching)
+        mixed = TokenBudget(config.max_num_mixed_tokens, config.model_config.context_of_equal_cost)
+        budget = TokenBudget(config.max_num_batched_tokens)
+        eos_token_ids = config.model_config.eos_token_ids
+        self.scheduler = Scheduler(block_manager, config.max_num_seqs, budget, mixed, eos_token_ids)
+        self.output_processor = OutputProcessor(self.scheduler)
+        # for viewers: each is called after a step whose result was processed; an error is one of that step
+        self.on_step: list[Callable[[ScheduledStep, StepResult], None]] = []
+        self._in_flight: tuple[ScheduledStep, PendingStep] | None = None
+
+    def step(self) -> None:
+        """Launch the next step, and process the result of this one or, with `async_scheduling`, of the one before."""
+        step = self.scheduler.schedule(prompts_first=self.output_processor.is_offline)
+        launched = (step, self.workers.launch(self.model_runner, step)) if step else None
+        if self.config.async_scheduling:
+            launched, self._in_flight = self._in_flight, launched
+        if launched:
+            step, pending = launched
+            result = pending.wait()
+            self.output_processor.process(step, result)
+            for hook in [*self.on_step]:
+                hook(step, result)
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache. False, and nothing is done, while there are requests."""
+        if self.scheduler.is_finished():
+            self.scheduler.block_manager.clear_prefix_cache()
+        return self.scheduler.is_finished()
+
+    def check_open(self) -> None:
+        """RuntimeError if the engine was closed or has failed."""
+        if self.model_runner is None:
+            raise RuntimeError("this engine was closed by exit()")
+        self.workers.check()
+
+    def drop_requests(self) -> None:
+        """Forget all requests, and rebuild the state: a step may have ended in the middle."""
+        clear_context()
+        if self.model_runner is not None:
+            self.model_runner.recover()  # steps that are queued still read the host's buffers
+        self._in_flight = None
+        self.output_processor.requests.clear()
+        self.scheduler.live.clear()
+        self.scheduler.reset()
+
+    def close_after(self, error: BaseException) -> None:
+        """Close the engine. If another rank's failure has caused `error`, raise that instead."""
+        cause = self.workers.cause_of(error)
+        has_runner = self.model_runner is not None
+        self.exit()
+        if not has_runner:  # whose exit would have done this
+            self.workers.tp.close()
+        if cause is not error:
+            raise cause from error
+
+    def exit(self) -> None:
+        """End the ranks, and free the device's memory."""
+        self.workers.exit()
+        if self.model_runner is not None:
+            self.model_runner.exit()
+            self.model_runner = None
+
+
+def _make_workers(config: Config):
+    if config.tensor_parallel_size == 1:
+        return SingleRank()
+    from nanovllm.distributed.worker import Workers  # only here: one rank alone does without processes and channels
+
+    return Workers(config)

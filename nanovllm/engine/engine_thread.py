@@ -1,0 +1,216 @@
+"""The thread that owns an engine: commands in, outputs out."""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Collection
+from functools import partial
+from queue import SimpleQueue
+from time import sleep
+from typing import Any, TypeVar
+
+from nanovllm.engine.engine import Engine
+from nanovllm.engine.output_collector import OutputCollector
+from nanovllm.engine.outputs import StepOutput
+from nanovllm.engine.request import Request
+
+T = TypeVar("T")
+CLOSED = "this engine was closed by exit()"
+
+
+class EngineThread:
+    """Runs the steps of an engine, which no other thread touches.
+
+    Callers in any number of threads submit requests, and wait for what arrives in their collectors. So Ctrl-C
+    interrupts a wait, and never a step. What callers ask for is queued as commands, which are carried out between two
+    steps. The thread makes steps while a collector wants them, and sleeps otherwise.
+
+    `submit`, `abort`, `discard` and `exit` may be called at any moment, also by signal handlers and finalizers: the
+    queues have no lock that the interrupted code could hold.
+    """
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self._outputs = engine.output_processor
+        # (command, who waits for it: a collector, or the queue of a `call`); the first stays until it is carried out
+        self._commands: deque[tuple[Callable[[], object], Any]] = deque()
+        self._bell: SimpleQueue[None] = SimpleQueue()  # wakes the thread
+        self._is_asleep = False
+        self._pid = os.getpid()
+        self._is_closing = False
+        self._has_ended = False
+        # a daemon, as the interpreter joins other threads before it runs the finalizers, which end this one
+        self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
+        self._thread.start()
+
+    # -- for all threads -----------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Collection[Request], collector: OutputCollector) -> None:
+        """Queue requests, whose outputs go to `collector`."""
+        self.check_open()
+        for request in requests:
+            request.collector = collector
+        self._post(partial(self._outputs.add, requests), collector)
+
+    def abort(self, request_id: int) -> None:
+        """End a request before the next step; its collector gets the tokens that were generated."""
+        self._post(partial(self._outputs.abort, request_id))
+
+    def discard(self, request_ids: Collection[int]) -> None:
+        """End requests before the next step, without an output."""
+        self._post(partial(self._outputs.discard, request_ids))
+
+    def is_finished(self, collector: OutputCollector) -> bool:
+        """Whether there is nothing to take, and nothing more will come."""
+        is_queued = any(waiter is collector for _, waiter in [*self._commands])
+        return self._is_closing or not (is_queued or collector.live or collector.is_ready)
+
+    def take(self, collector: OutputCollector) -> StepOutput:
+        """What has arrived for a caller who has submitted requests; waits for it. RuntimeError if a step has failed."""
+        self._check_may_wait()
+        output = collector.take()
+        self.wake()  # it may have been full
+        return output
+
+    def step(self, collectors: Collection[OutputCollector]) -> None:
+        """Make a step, unless there is something to take from the collectors already."""
+
+        def work() -> None:
+            if not any(collector.is_ready for collector in collectors):
+                self.engine.step()
+                for collector in collectors:
+                    collector.flush()
+
+        self._check_may_wait()
+        self.call(work)
+
+    def call(self, work: Callable[[], T]) -> T:
+        """What `work` returns, which is done between two steps. An error of it is treated as one of a step.
+
+        The thread itself, in a hook, does it at once.
+        """
+        if threading.current_thread() is self._thread:
+            return work()
+        self.check_open()
+        result: SimpleQueue[Any] = SimpleQueue()
+        self._post(lambda: result.put(work()), result)
+        self.check_open()  # once more: if it is not closing now, the queue will be read
+        if isinstance(value := result.get(), RuntimeError):
+            raise value
+        return value
+
+    def check_open(self) -> None:
+        """RuntimeError if the engine was closed, has failed, or belongs to another process."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"this process is a fork of {self._pid}, to which this engine belongs: start another engine here"
+            )
+        if self._is_closing:
+            raise RuntimeError(CLOSED)
+        self.engine.check_open()
+
+    def wake(self) -> None:
+        if self._is_asleep:
+            self._bell.put(None)
+
+    def exit(self) -> None:
+        """Drop all requests, free the device's memory, and end the thread. Callers that wait get a RuntimeError.
+
+        Called by the thread itself, in a finalizer, it takes effect after the step; in a forked child it does nothing.
+        """
+        if os.getpid() != self._pid:
+            return
+        self._is_closing = True
+        self.wake()
+        while not self._has_ended and threading.current_thread() is not self._thread:
+            sleep(0.001)  # before Python 3.13, a `join` that was interrupted takes the thread for ended
+
+    def _post(self, command: Callable[[], object], waiter: Any = None) -> None:
+        self._commands.append((command, waiter))
+        self.wake()
+
+    def _check_may_wait(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("this is the engine's own thread, in a hook or a finalizer: it can't wait for a step")
+        self.check_open()
+
+    # -- for the thread itself -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                try:
+                    self._run_until_closing()
+                except BaseException as error:
+                    self._recover(error)
+        finally:
+            self._fail_callers(CLOSED)
+            self.engine.exit()
+            self._has_ended = True
+
+    def _run_until_closing(self) -> None:
+        while not self._is_closing:
+            while self._commands:
+                command, _ = self._commands[0]
+                command()
+                self._commands.popleft()
+            if self._steps_are_wanted():
+                self.engine.check_open()
+                self.engine.step()
+            else:
+                self._sleep()
+
+    def _steps_are_wanted(self) -> bool:
+        return any(collector.wants_steps for collector in [*self._outputs.collectors])
+
+    def _sleep(self) -> None:
+        self._is_asleep = True
+        # only now: whoever changes this afterwards sees that the thread is asleep
+        if not (self._commands or self._steps_are_wanted() or self._is_closing):
+            self._bell.get()
+        self._is_asleep = False
+
+    def _recover(self, error: BaseException) -> None:
+        """Drop all requests after an error of a step. With several ranks, close the engine."""
+        self.engine.drop_requests()
+        if self.engine.workers.processes:
+            try:
+                self.engine.close_after(error)
+            except RuntimeError as cause:
+                error = cause
+        self._fail_callers(f"a step has failed, and all requests with it: {error!r}", error)
+
+    def _fail_callers(self, message: str, cause: BaseException | None = None) -> None:
+        waiters = {*self._outputs.collectors}
+        self._outputs.collectors.clear()
+        while self._commands:
+            waiters.add(self._commands.popleft()[1])
+        for waiter in waiters:
+            error = RuntimeError(message)
+            error.__cause__ = cause
+            if isinstance(waiter, OutputCollector):
+                waiter.fail(error)
+            elif waiter is not None:
+                waiter.put(error)
+
+
+class Submission:
+    """Requests that live as long as a `with` block: those that have not ended at its end are discarded.
+
+    An interrupt may keep the block's end from doing that; then the end of the last reference to this object does it.
+    """
+
+    _requests: Collection[Request] = ()
+
+    def __init__(self, thread: EngineThread, requests: Collection[Request], collector: OutputCollector):
+        self._thread, self._collector = thread, collector
+        self._requests = requests
+
+    def __enter__(self) -> None:
+        self._thread.submit(self._requests, self._collector)
+
+    def __exit__(self, *exception: object) -> None:
+        if self._requests and not self._thread.is_finished(self._collector):
+            self._thread.discard([request.request_id for request in self._requests])
+
+    __del__ = __exit__

@@ -1,0 +1,26 @@
+"""A collector whose caller does not wait for it in a thread."""
+
+from collections.abc import Callable
+
+from nanovllm.engine.output_collector import OutputCollector
+from nanovllm.engine.outputs import OutputKind
+
+
+class NotifyingCollector(OutputCollector):
+    """Calls functions in the engine's thread when there is something to take, and when its requests were dropped."""
+
+    def __init__(self, kind: OutputKind, on_output: Callable[[], None], on_failure: Callable[[RuntimeError], None]):
+        super().__init__(kind)
+        self._on_output, self._on_failure = on_output, on_failure
+
+    def put(self, num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:
+        self.new.new_tokens.clear()  # OutputKind.TOKENS is for callers who wait for complete answers beside others
+        super().put(num_prefill_tokens, num_decode_tokens)
+
+    def flush(self) -> None:
+        super().flush()
+        self._on_output()
+
+    def fail(self, error: RuntimeError) -> None:
+        super().fail(error)
+        self._on_failure(error)
