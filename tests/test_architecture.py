@@ -49,7 +49,7 @@ HOUSE = """
 3 | quantization/scaled.py <- quantization/scaled_linear.py quantization/scaled_experts.py <- quantization/fp8_linear.py
   <- quantization/plan.py
   <- quantization/fp8.py quantization/int8.py <- quantization/compressed_tensors.py
-4 | engine/step_result.py engine/new_requests.py <- engine/batch.py <- engine/capacity.py engine/cuda_graph.py
+4 | engine/step_result.py engine/new_requests.py <- engine/batch.py <- graphs/ <- startup/
   <- engine/model_runner.py
 5 | distributed/__init__.py <- distributed/peer_memory.py <- distributed/tensor_parallel.py distributed/step_channel.py
   <- distributed/worker.py
@@ -81,10 +81,12 @@ def may_import(file: str, other: str) -> bool:
 
 
 def nodes(node: ast.AST, module_level: bool):
-    """All below a node; at module level only what runs on import, so no bodies of functions."""
+    """All below a node; at module level only what runs on import: no bodies of functions, nothing for type checkers."""
     yield node
     for child in ast.iter_child_nodes(node):
-        if not (module_level and isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))):
+        is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
+        is_for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+        if not (module_level and (is_function or is_for_types)):
             yield from nodes(child, module_level)
 
 
@@ -173,17 +175,19 @@ def test_ranks_do_without_transformers():
     assert "transformers" in reach("engine/llm_engine.py")
 
 
-ROOMS_BY_USE = ("distributed", "beam search", "structured_outputs")
+ROOMS_BY_USE = ("distributed", "graphs", "startup", "beam search", "structured_outputs")
 
 
 def test_optional_rooms_are_imported_when_used():
-    """One rank needs nothing of `distributed/`, and only some settings and requests need formats, beams, grammars."""
+    """One rank needs nothing of `distributed/`, a CPU no graphs, and only some requests need beams and grammars."""
     loaded = reach("__init__.py", module_level=True)
     rooms = [file for file in FILES if room_of(file) in ROOMS_BY_USE]
     assert len(rooms) >= 8
     for file in rooms:
         assert file not in loaded and file in reach("__init__.py") | {
             "distributed/__init__.py",
+            "graphs/__init__.py",
+            "startup/__init__.py",
             "structured_outputs/__init__.py",
         }
 
@@ -259,7 +263,8 @@ BUDGETS = {
     "kernels": 2050,
     "distributed": 550,
     "models": 250,
-    "CUDA graphs": 200,
+    "graphs": 200,
+    "startup": 150,
     "beam search": 150,
     "mixture of experts": 750,
     "quantization": 600,
@@ -273,7 +278,6 @@ BUDGETS = {
 ROOM_FILES = {
     "__main__.py": "serve",
     "engine/beam_search.py": "beam search",
-    "engine/cuda_graph.py": "CUDA graphs",
     "kernels/moe_gemm.py": "mixture of experts",
     "kernels/moe_gemv.py": "mixture of experts",
     "kernels/moe_routing.py": "mixture of experts",

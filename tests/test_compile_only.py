@@ -111,7 +111,7 @@ def test_triton_3_4_launches_no_dependent_kernels(monkeypatch, is_triton_3_4):
 def test_first_layers_of_each_kind(kinds, count):
     from torch import nn
 
-    from nanovllm.engine.capacity import first_layers_of_each_kind
+    from nanovllm.startup.cuda import first_layers_of_each_kind
 
     mlps = {"a": nn.Linear, "b": nn.Bilinear}
     layers = nn.ModuleList(nn.Module() for _ in kinds)

@@ -9,8 +9,8 @@ import torch
 from conftest import TINY, generate_by_steps
 
 from nanovllm import SamplingParams
-from nanovllm.engine import cuda_graph
-from nanovllm.engine.cuda_graph import MixedGraphs, mixed_bounds
+from nanovllm.graphs import cuda_graph
+from nanovllm.graphs.cuda_graph import MixedGraphs, mixed_bounds
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")

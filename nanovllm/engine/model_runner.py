@@ -10,7 +10,6 @@ from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.engine import batch as batches
-from nanovllm.engine import capacity
 from nanovllm.engine.batch import DeviceBatch, HostBatch
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.step_result import (
@@ -42,11 +41,15 @@ from nanovllm.utils.stopwatch import Stopwatch
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
-    from nanovllm.engine.cuda_graph import DecodeGraphs, MixedGraphs
+    from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs
+
+CPU_KV_CACHE_BYTES = 2**30  # the cache on a CPU, unless num_kvcache_blocks says otherwise
+CPU_OPERATIONS_PER_MS = 2e8  # of matrix products, roughly
+MIN_MIXED_TOKENS = 64  # of a step that decodes and computes prompts, however slow the device is
 
 
 class ModelRunner:
-    """Loads the model, sizes and owns the cache, captures the graphs, and runs steps.
+    """Loads the model, owns the cache, and runs steps.
 
     The token ids that a step samples stay on the device in `last_token_ids`, by request index. The next decode step
     reads its input there, so it can be queued before the host knows them.
@@ -64,35 +67,55 @@ class ModelRunner:
         if self.custom_filters and self.tp.size > 1:
             raise ValueError(f"tensor_parallel_size={self.tp.size}: must be 1 with filters of register_filter")
         self.backend = make_backend(config.attention_backend)
-        memory_before = capacity.memory_in_use(self.device)
+        is_cuda = self.device.type == "cuda"
+        memory_before = torch.cuda.memory_allocated(self.device) if is_cuda else 0
         self.model = self._load_model()
         startup.lap("weights")
         self.attention_layers = [module for module in self.model.modules() if isinstance(module, Attention)]
         self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
         layer = self.attention_layers[0]
-        group = layer.num_heads // layer.num_kv_heads
-        self.query_tile_size = self.backend.query_tile_size(group, layer.head_dim, config.dtype)
+        group_size = layer.num_heads // layer.num_kv_heads
+        self.query_tile_size = self.backend.query_tile_size(group_size, layer.head_dim, config.dtype)
         self.pad_req_index = config.max_num_seqs
         self.last_token_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int32, device=self.device)
         self.requests = RequestTable(config.max_num_seqs, config.model_config.vocab_size, self.device)
         self._make_buffers()
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
-        has_graphs = self.device.type == "cuda" and self.backend.uses_cuda_graphs and not config.enforce_eager
-        if has_graphs:
-            capacity.compile_kernels(self)
-        startup.lap("kernels")
+        if is_cuda:
+            from nanovllm.startup.cuda import start_on_cuda  # a CPU needs nothing of it
+
+            start_on_cuda(self, startup, memory_before)
+            return
         if config.num_kvcache_blocks is None:
-            config.set_num_kvcache_blocks(capacity.affordable_blocks(self, memory_before))
+            self.size_kv_cache(CPU_KV_CACHE_BYTES, "the budget on a CPU is")
         self.allocate_kv_cache(config.num_kvcache_blocks)
         if config.max_num_mixed_tokens is None:
-            config.set_max_num_mixed_tokens(capacity.num_tokens_within(self, config.max_mixed_step_ms))
-        startup.lap("warm-up")
-        if has_graphs:
-            self.capture_cudagraph()
-        if self.device.type == "cuda" and self.mixed_graphs is None:
-            capacity.warm_up_kernels(self)
-        startup.lap("graphs")
+            operations = config.model_config.num_hidden_layers * config.model_config.layer_operations
+            self.size_mixed_steps(operations / CPU_OPERATIONS_PER_MS)
+        startup.lap("cache")
+
+    def size_kv_cache(self, available: int, limit: str) -> None:
+        """Set how many cache blocks fit into so many bytes. ValueError, which begins with `limit`, for too few."""
+        config, block_bytes = self.config, sum(tensor.nbytes for tensor in self.cache_of(num_blocks=1))
+        num_blocks = self._min_of_ranks(available // block_bytes)
+        if num_blocks < config.max_blocks_per_seq:
+            raise ValueError(
+                f"max_model_len={config.max_model_len}: one sequence needs "
+                f"{config.max_blocks_per_seq * block_bytes / 2**30:.2f} GiB of cache, and {limit} "
+                f"{available / 2**30:.2f} GiB; lower max_model_len, or set num_kvcache_blocks"
+            )
+        config.set_num_kvcache_blocks(num_blocks)
+
+    def size_mixed_steps(self, milliseconds_per_token: float) -> None:
+        """Set how many tokens of prompts are computed within `max_mixed_step_ms`."""
+        num_fitting = int(self.config.max_mixed_step_ms / milliseconds_per_token)
+        num_tokens = self._min_of_ranks(max(MIN_MIXED_TOKENS, num_fitting))  # all ranks capture the same graphs
+        # whole tiles of the matrix products, whose rows past the last token would be padding
+        self.config.set_max_num_mixed_tokens(num_tokens // 1024 * 1024 or num_tokens // 64 * 64)
+
+    def _min_of_ranks(self, number: int) -> int:
+        return -self.tp.max_of_ranks(torch.tensor([-number], device=self.device)).item()
 
     def run(self, step: ScheduledStep) -> PendingStep:
         return self.launch(self.prepare(step), step)
@@ -247,18 +270,6 @@ class ModelRunner:
         self._host_buffers = DoubleBuffer(make(), make())
         self._device_buffer = torch.empty(size, dtype=torch.int32, device=self.device)
 
-    def warmup_model(self) -> int:
-        """Run the largest possible prefill; the peak of allocated memory without the cache, in bytes."""
-        step = capacity.largest_prefill(self.config)
-        num_blocks = sum(len(row.seq.block_table) for row in step.chunks)
-        self.allocate_kv_cache(num_blocks, num_layers=1)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self.run(step).wait()
-        peak = torch.cuda.max_memory_allocated(self.device) - sum(x.nbytes for x in (self.kv_cache, *self.kv_scales))
-        self.allocate_kv_cache(0)
-        torch.cuda.empty_cache()
-        return peak
-
     def allocate_kv_cache(self, num_blocks: int, num_layers: int | None = None) -> None:
         """One tensor [2, layers, blocks, block_size, kv_heads, head_dim], of which each layer gets its part.
 
@@ -281,17 +292,6 @@ class ModelRunner:
         layers = num_layers or len(self.attention_layers)
         shape = (2, layers, num_blocks, self.config.kvcache_block_size, layer.num_kv_heads, layer.head_dim)
         return cache_format(self.config.kv_cache_dtype).tensors(shape, self.config.dtype)
-
-    @torch.inference_mode()
-    def capture_cudagraph(self) -> None:
-        """Capture decode steps of the batch sizes in `graphs.graph_bs`, and the shorter ones of those with chunks."""
-        from nanovllm.engine.cuda_graph import DecodeGraphs, MixedGraphs, mixed_bounds  # not on a CPU
-
-        config, pool, buffer = self.config, torch.cuda.graph_pool_handle(), self._device_buffer
-        self.graphs = DecodeGraphs(config, buffer, self._forward, pool)
-        if self.backend.captures_chunks:
-            shapes, parts = mixed_bounds(config, self.query_tile_size), (self.run_model, self.sample)
-            self.mixed_graphs = MixedGraphs(shapes, config.max_num_seqs, buffer, self.pad_req_index, *parts, pool)
 
     def synchronize(self) -> None:
         """Wait until the device has nothing left to do."""

@@ -1,0 +1,144 @@
+"""The start of a rank on CUDA: kernels are compiled ahead, memory and time are measured, and graphs are captured.
+
+`runner` is the ModelRunner, which calls `start_on_cuda` when its model is loaded.
+"""
+
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.config import Config
+from nanovllm.engine.batch import Batch, decode_shape, dummy_prefill, largest_batch
+from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.engine.step_result import SamplerInput
+from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs, capture_sizes, mixed_bounds
+from nanovllm.utils.stopwatch import Stopwatch
+
+RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allocate without PyTorch's allocator
+
+
+def start_on_cuda(runner: Any, startup: Stopwatch, memory_before: int) -> None:
+    """Size and allocate the cache, and capture the graphs.
+
+    `memory_before` is how many bytes were in use before the model was loaded.
+    """
+    config = runner.config
+    has_graphs = runner.backend.uses_cuda_graphs and not config.enforce_eager
+    if has_graphs:
+        compile_kernels(runner)
+    startup.lap("kernels")
+    if config.num_kvcache_blocks is None:
+        limit = f"gpu_memory_utilization={config.gpu_memory_utilization} of this GPU leaves"
+        runner.size_kv_cache(memory_left(runner, memory_before), limit)
+    runner.allocate_kv_cache(config.num_kvcache_blocks)
+    if config.max_num_mixed_tokens is None:
+        runner.size_mixed_steps(milliseconds_per_token(runner))
+    startup.lap("warm-up")
+    if has_graphs:
+        capture_cudagraph(runner)
+    if runner.mixed_graphs is None:
+        warm_up_kernels(runner)
+    startup.lap("graphs")
+
+
+def memory_left(runner: Any, memory_before: int) -> int:
+    """Bytes for the cache: our fraction of the device's memory, less what the largest step needs."""
+    config = runner.config
+    peak = warmup_model(runner)
+    free, total = torch.cuda.mem_get_info(runner.device)
+    ours = int(total * config.gpu_memory_utilization) - (peak - memory_before) - runner.tp.num_bytes
+    # other processes may use the rest
+    left = free - (peak - torch.cuda.memory_allocated(runner.device)) - RESERVE_BYTES
+    return max(0, min(ours, left))
+
+
+def warmup_model(runner: Any) -> int:
+    """Run the largest possible prefill; the peak of allocated memory without the cache, in bytes."""
+    step = largest_prefill(runner.config)
+    num_blocks = sum(len(row.seq.block_table) for row in step.chunks)
+    runner.allocate_kv_cache(num_blocks, num_layers=1)
+    torch.cuda.reset_peak_memory_stats(runner.device)
+    runner.run(step).wait()
+    cache = (runner.kv_cache, *runner.kv_scales)
+    peak = torch.cuda.max_memory_allocated(runner.device) - sum(tensor.nbytes for tensor in cache)
+    del cache
+    runner.allocate_kv_cache(0)
+    torch.cuda.empty_cache()
+    return peak
+
+
+def largest_prefill(config: Config) -> ScheduledStep:
+    """A step of as many tokens and sequences as the settings allow."""
+    num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+    length = min(config.max_num_batched_tokens // num_seqs, config.max_model_len - 1)
+    return dummy_prefill(num_seqs, length, config.kvcache_block_size)
+
+
+def milliseconds_per_token(runner: Any) -> float:
+    """Of prompts."""
+    config = runner.config
+    length = max(1, min(4096, config.max_num_batched_tokens // 2, config.max_model_len - 1))
+    num_fitting = config.num_kvcache_blocks // -(-length // config.kvcache_block_size)
+    num_seqs = min(2, num_fitting, config.max_num_seqs)
+    for _ in range(2):  # the first run warms up
+        begin = perf_counter()
+        runner.run(dummy_prefill(num_seqs, length, config.kvcache_block_size)).wait()
+    return 1e3 * (perf_counter() - begin) / (num_seqs * length)
+
+
+@torch.inference_mode()
+def compile_kernels(runner: Any) -> None:
+    """Compile the kernels of the steps that graphs will contain, all at the same time. No kernel runs.
+
+    Otherwise each would be compiled when it is first launched, one after the other. They change with powers of two of
+    the number of tokens; a kernel that these steps lack is compiled at its first launch.
+    """
+    from nanovllm.kernels.dependent_launch import compile_only
+
+    config, model = runner.config, runner.model.model
+    decodes = [decode_shape(size, config.max_blocks_per_seq) for size in capture_sizes(config.max_num_seqs)]
+    chunks = mixed_bounds(config, runner.query_tile_size) if runner.backend.captures_chunks else []
+    shapes = [x for x in decodes + chunks if x.num_tokens.bit_count() == 1 or x.num_tokens == config.max_num_seqs]
+    buffer = torch.zeros(largest_batch(config), dtype=torch.int32, device=runner.device)
+
+    def run_steps() -> None:
+        for shape in shapes:
+            _, x = runner.run_model(Batch.from_buffer(shape, buffer))
+            # the graphs of decodes have the same numbers of samples as those of chunks
+            runner.sample(SamplerInput(*(rows[:1] for rows in x)) if shape.has_chunks else x)
+            runner.last_token_ids.zero_()  # no kernel has written token ids
+
+    runner.allocate_kv_cache(16, num_layers=1)
+    layers, model.layers = model.layers, first_layers_of_each_kind(model.layers)
+    try:
+        compile_only(run_steps)
+    finally:
+        model.layers = layers
+        runner.allocate_kv_cache(0)
+
+
+def first_layers_of_each_kind(layers: nn.ModuleList) -> nn.ModuleList:
+    """As few layers, from the first on, as have every kind of layer after every kind that it follows."""
+    kinds = [tuple(map(type, layer.modules())) for layer in layers]
+    pairs = list(zip([None, *kinds], kinds))
+    return layers[: 1 + max(map(pairs.index, set(pairs)))]
+
+
+def warm_up_kernels(runner: Any) -> None:
+    """Compile and load the kernels of short prefills; otherwise the first requests would wait for that."""
+    config = runner.config
+    max_length = min(config.max_num_batched_tokens, config.max_model_len - 1)
+    for length in (1, 16, 32, 64, 128, 256, 512):
+        runner.run(dummy_prefill(1, min(length, max_length), config.kvcache_block_size)).wait()
+
+
+@torch.inference_mode()
+def capture_cudagraph(runner: Any) -> None:
+    """Capture decode steps of the batch sizes in `graphs.graph_bs`, and the shorter ones of those with chunks."""
+    config, pool, buffer = runner.config, torch.cuda.graph_pool_handle(), runner._device_buffer
+    runner.graphs = DecodeGraphs(config, buffer, runner._forward, pool)
+    if runner.backend.captures_chunks:
+        shapes, parts = mixed_bounds(config, runner.query_tile_size), (runner.run_model, runner.sample)
+        runner.mixed_graphs = MixedGraphs(shapes, config.max_num_seqs, buffer, runner.pad_req_index, *parts, pool)
