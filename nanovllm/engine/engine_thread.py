@@ -144,9 +144,13 @@ class EngineThread:
                 except BaseException as error:
                     self._recover(error)
         finally:
+            self._is_closing = True
             self._fail_callers(CLOSED)
-            self.engine.exit()
-            self._has_ended = True
+            try:
+                self.engine.drop_requests()
+                self.engine.exit()
+            finally:
+                self._has_ended = True
 
     def _run_until_closing(self) -> None:
         while not self._is_closing:
