@@ -309,8 +309,9 @@ class ModelRunner:
         """Free the device's memory, unless the device hangs because another rank is lost."""
         if self.tp.lost and not becomes_idle(self.device):
             return
-        self.graphs = self.mixed_graphs = None
-        self.allocate_kv_cache(0)
+        self.graphs = self.mixed_graphs = self.kv_cache = self.kv_scales = None
+        for layer in self.attention_layers:
+            layer.kv_cache = None
         self.model = self.last_token_ids = self.requests = self.slot_token_ids = self._device_buffer = None
         self.attention_layers = []
         self.tp.close()
