@@ -62,8 +62,6 @@ class ModelConfig:
 
         ValueError or TypeError with the file's name if it is invalid, or describes a model that is not supported.
         """
-        from nanovllm.quantization import find_quantization
-
         file = folder / "config.json"
         raw = read_json(file)
         model_type = find_model_type(raw, file)
@@ -86,6 +84,11 @@ class ModelConfig:
         eos_token_ids = _eos_token_ids(file, raw, plain["vocab_size"])
         if (generation := folder / "generation_config.json").exists():
             eos_token_ids = _eos_token_ids(generation, raw | read_json(generation), plain["vocab_size"])
+        formats = None
+        if (quantized := raw.get("quantization_config")) or quantization is not None:
+            from nanovllm.quantization import find_quantization  # a room of its own, which few models need
+
+            formats = find_quantization(quantized, file, quantization)
         return cls(
             model_type=model_type,
             **plain,
@@ -97,7 +100,7 @@ class ModelConfig:
             rope_inv_freq=inv_freq,
             rope_scale=rope_scale,
             eos_token_ids=eos_token_ids,
-            quantization=find_quantization(raw.get("quantization_config"), file, quantization),
+            quantization=formats,
             **model_class(model_type).read_config(raw, file),
         )
 

@@ -2,6 +2,11 @@
 
 import ast
 import io
+import json
+import os
+import shutil
+import subprocess
+import sys
 import tokenize
 from functools import cache
 from pathlib import Path
@@ -315,6 +320,35 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
         print(f"\nnanovllm, lines of code: {rooms}; {sum(sizes.values()):,} lines in all, in {len(sizes)} files")
     assert all(lines <= BUDGETS[room] for room, lines in code.items()), code
     assert max(sizes.values()) <= 320, {file: size for file, size in sizes.items() if size > 320}
+
+
+# what a plain generate imports: it only ever gets less
+CORE_LINES, CORE_FILES = 4254, 57
+ROOMS = ("compat", "distributed", "graphs", "quantization", "serve", "startup", "structured_outputs")
+PLAIN_GENERATE = """
+import json, sys
+from nanovllm import LLM, SamplingParams
+ways = [dict(temperature=0), dict(temperature=0.8), dict(top_k=20, top_p=0.9)]
+with LLM("tiny-qwen3", max_model_len=256, device="cpu") as llm:
+    outputs = llm.generate(["HAMLET"] * 3, [SamplingParams(max_tokens=8, **way) for way in ways], use_tqdm=False)
+assert all(output.token_ids for output in outputs)
+files = [getattr(module, "__file__", None) for name, module in sys.modules.items() if name.split(".")[0] == "nanovllm"]
+print(json.dumps(files))
+"""
+
+
+def test_generate_needs_no_room(tmp_path):
+    """Not one of the rooms; and what it imports is no more than it was."""
+    copy = tmp_path / "nanovllm"
+    shutil.copytree(ROOT, copy, ignore=lambda folder, names: {*ROOMS, "__pycache__"} if Path(folder) == ROOT else set())
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", PLAIN_GENERATE]
+    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    files = [Path(file) for file in json.loads(ended.stdout.splitlines()[-1])]
+    assert len(files) > 30 and all(file.is_relative_to(copy) for file in files)
+    sizes = [code_lines(file.read_text()) for file in files]
+    assert sum(sizes) <= CORE_LINES and len(files) <= CORE_FILES, (sum(sizes), len(files))
 
 
 def test_code_lines():
