@@ -199,7 +199,6 @@ def test_beams_that_an_error_drops_are_no_longer_shown():
     recorder.refresh()
     frames, last = recorder.frames_since(0)
     assert frames[-1]["released"] == [["0.0", "preempted"]]
-    scheduler.live.clear()
     scheduler.reset()
     recorder.refresh()
     assert recorder.frames_since(last)[0][-1]["released"] == [["0.0", "hidden"]]

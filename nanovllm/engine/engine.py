@@ -73,9 +73,7 @@ class Engine:
         if self.model_runner is not None:
             self.model_runner.recover()  # steps that are queued still read the host's buffers
         self._in_flight = None
-        self.output_processor.requests.clear()
-        self.scheduler.live.clear()
-        self.scheduler.reset()
+        self.output_processor.reset()
 
     def close_after(self, error: BaseException) -> None:
         """Close the engine. If another rank's failure has caused `error`, raise that instead."""

@@ -16,6 +16,7 @@ class OutputProcessor:
     def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
         self.requests: dict[int, Request] = {}  # by id, those that have not ended
+        self._watching: set[int] = set()  # ids of those that look at each token
         self.collectors: set[OutputCollector] = set()  # of those requests
 
     @property
@@ -27,23 +28,25 @@ class OutputProcessor:
     def add(self, requests: Collection[Request]) -> None:
         for request in requests:
             self.requests[request.request_id] = request
+            if not request.only_final:
+                self._watching.add(request.request_id)
             request.collector.live.add(request.request_id)
             self.collectors.add(request.collector)
             self.scheduler.add(*request.group)
 
     def process(self, step: ScheduledStep, result: StepResult) -> None:
-        """Apply the result of a step."""
-        live = [seq for seq in step.sampled_seqs if seq.finish_reason is None]
-        num_decoded = sum(seq.finish_reason is None for seq in step.sampled_seqs[: step.num_decodes])
+        """Apply the result of a step. Without a request that looks at each token, only a few sequences are visited."""
         changed: dict[int, Request] = {}
-        self.scheduler.postprocess(step, *result)
+        ended = self.scheduler.postprocess(step, *result)
         if step.constrained:
             # a room of its own, which few requests need
             from nanovllm.structured_outputs.constraint import advance_constraints
 
             advance_constraints(step.constrained, self.scheduler)
-        for seq in live:
-            request = self.requests[seq.request_id]
+        visited = step.sampled_seqs if self._watching else [*(step.sampled_seqs[i] for i in step.visited), *ended]
+        for seq in visited:
+            if (request := self.requests.get(seq.request_id)) is None:
+                continue  # it ended while this token was in flight
             if not request.only_final:
                 request.process_token(seq, self.scheduler)
             if seq.finish_reason is not None or seq.is_beam:
@@ -54,7 +57,7 @@ class OutputProcessor:
                 self._finish(request)
         num_prefilled = sum(end - start for _, start, end in step.chunks)
         for collector in [*self.collectors]:
-            self._hand_over(collector, num_prefilled, num_decoded)
+            self._hand_over(collector, num_prefilled, step.num_decodes)
 
     def abort(self, request_id: int) -> None:
         """End a request, if it has not ended, with the tokens that it has."""
@@ -68,16 +71,26 @@ class OutputProcessor:
     def discard(self, request_ids: Collection[int]) -> None:
         """End requests whose caller has stopped waiting: no output is made."""
         for request_id in request_ids:
-            if (request := self.requests.pop(request_id, None)) is not None:
+            if (request := self.requests.get(request_id)) is not None:
                 self.scheduler.abort(request_id)
-                request.collector.end(request_id)
+                self._forget(request)
                 self._hand_over(request.collector)
+
+    def reset(self) -> None:
+        """Forget all requests and sequences, without an output: a step has failed."""
+        self.requests.clear()
+        self._watching.clear()
+        self.scheduler.reset()
 
     def _finish(self, request: Request) -> None:
         """Its last sequence has ended."""
         if request.kind is not OutputKind.DELTA:
             request.collector.new.finished.append(request.output())
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
         del self.requests[request.request_id]
+        self._watching.discard(request.request_id)
         request.collector.end(request.request_id)
 
     def _hand_over(self, collector: OutputCollector, num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:

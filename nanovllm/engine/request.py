@@ -88,6 +88,8 @@ class CompletionRequest(Request):
         return all(seq.finish_reason for seq in self.group)
 
     def process_token(self, seq: Sequence, scheduler: Scheduler) -> None:
+        if seq.index in self._completed:
+            return  # it ended while this token was in flight
         may_hold_stop_string = seq.finish_reason != "stop" or self.params.include_stop_str_in_output
         stop = self.detokenizer(seq).cut_at_stop() if self.params.stop and may_hold_stop_string else None
         if stop is not None:

@@ -44,9 +44,11 @@ class Scheduler:
         self.eos_token_id: int | None = None  # the tokenizer's own, which is not reported as a stop reason
         self.num_preemptions = 0
         self.counts: Counter[str] = Counter()
-        self._forget_all_sequences()
+        self.reset()
 
-    def _forget_all_sequences(self) -> None:
+    def reset(self) -> None:
+        """Forget all sequences, and the contents of all blocks: at the start, and after an error."""
+        self.block_manager.reset()
         self.live: dict[int, dict[int, Sequence]] = {}  # by request id and index: all that have not ended
         self.waiting = WaitingQueue()  # these hold no blocks
         self.prefilling: dict[tuple[int, int], Sequence] = {}  # these hold blocks, and their prompt is being computed
@@ -290,21 +292,6 @@ class Scheduler:
         for seq in seqs:
             self.finish(seq, "abort")
         return seqs
-
-    def reset(self) -> None:
-        """Rebuild all state after an error: live sequences are recomputed from the tokens they have."""
-        seqs = [seq for group in self.live.values() for seq in group.values()]
-        self.block_manager.reset()
-        self._forget_all_sequences()
-        for seq in sorted(seqs, key=attrgetter("request_id", "index")):
-            seq.restart()
-            if not seq.finish_reason and seq.has_sampled and not seq.is_beam:
-                reasons = seq.finish_reasons(self.eos_token_ids, self.eos_token_id)
-                seq.finish_reason, seq.stop_reason = reasons or (None, None)
-            if seq.finish_reason:
-                seq.status = SequenceStatus.FINISHED
-            else:
-                self.add(seq)
 
     def _release(self, seq: Sequence) -> None:
         """Take the blocks and the request index from a running sequence."""

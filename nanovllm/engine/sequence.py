@@ -138,16 +138,6 @@ class Sequence:
             return "length", None
         return None
 
-    def restart(self) -> None:
-        """Forget what is on the device or in flight: it waits, and all tokens it has are to be computed again."""
-        self.status = SequenceStatus.WAITING
-        self.block_table = []
-        self.block_hashes = []
-        self.req_index = -1
-        self.counts = [len(self.token_ids), 0, self.token_limit]
-        self.candidates = None  # also of a paused beam, as its search may not have seen that all beams have paused
-        del self.logprobs[self.num_completion_tokens :]
-
     def fork(self, index: int, token_id: int) -> "Sequence":
         """Another beam with the tokens of this one and `token_id` after them; it has no blocks yet."""
         other = Sequence(
