@@ -362,7 +362,7 @@ def test_engine_runs_ahead_of_a_stream_by_a_bound(make_llm, requests, async_sche
     while count() < MAX_STEPS_AHEAD:
         time.sleep(0.001)
     time.sleep(0.1)
-    assert count() <= MAX_STEPS_AHEAD + 1  # one was read
+    assert count() <= 2 * MAX_STEPS_AHEAD  # the reader has taken some, and as many wait for it
     assert llm.generate(*requests[1], use_tqdm=False)  # others go on, and the stream with them
     assert len([*stream]) == 199
     check_whole(llm)
@@ -457,6 +457,9 @@ def test_nothing_is_left_of_an_engine_without_references(make_llm, requests):
     assert threading.active_count() == before + 1
     del llm, stream
     gc.collect()
+    give_up = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < give_up:
+        time.sleep(0.001)
     assert threading.active_count() == before
 
 

@@ -15,7 +15,6 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.group_admission import MAX_STEPS_WITHOUT_ADMISSION
 from nanovllm.engine.scheduler import ScheduledStep, Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.stats import scheduler_stats
 from nanovllm.engine.token_budget import MIN_SHARED_CHUNK, TokenBudget
 from nanovllm.sampling_params import SamplingParams
 
@@ -313,7 +312,7 @@ class Simulation:
                 assert seq.completion_token_ids == token_ids[: len(seq.completion_token_ids)] != token_ids
             else:
                 assert (seq.completion_token_ids, seq.finish_reason) == (token_ids, reason)
-        counts = scheduler_stats(self.scheduler)
+        counts = self.scheduler.stats()
         assert counts["blocks"]["used"] == 0 and sum(counts["blocks"].values()) == len(self.manager.blocks)
         assert counts["tokens"]["out"] == sum(len(seq.completion_token_ids) for seq in self.seqs)
         assert counts["requests"] == {"waiting": 0, "running": 0}
@@ -417,7 +416,7 @@ def test_chunks_ride_along_with_decodes():
     assert rows(step) == [(0, 7, 8), (1, 4, 6)] and step.num_decodes == 1 and step.sampled_seqs == [first, second]
     step = advance(scheduler)
     assert rows(step) == [(0, 8, 9), (1, 6, 7)] and step.num_decodes == 2 and not step.chunks
-    assert scheduler_stats(scheduler)["steps"] == {"prefill": 1, "decode": 2, "mixed": 2}
+    assert scheduler.stats()["steps"] == {"prefill": 1, "decode": 2, "mixed": 2}
 
 
 def test_prompts_first():

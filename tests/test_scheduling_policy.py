@@ -17,7 +17,6 @@ from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_policy import FCFS, Priority, WaitingQueue, make_policy
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.stats import scheduler_stats
 from nanovllm.engine.token_budget import MIN_SHARED_CHUNK, TokenBudget
 
 BLOCK_SIZE, MAX_LEN, EOS = 16, 100_000, 0
@@ -260,7 +259,7 @@ def test_no_running_sequence_misses_a_step(policy, context):
         cost = sum(TokenBudget(600, context).cost(start, end) for _, start, end in step.chunks)
         assert cost <= 600 + 3  # the last token may be one of up to three units
     assert engine.scheduler.num_preemptions == 0
-    assert scheduler_stats(engine.scheduler)["steps"] == {"prefill": 1, "decode": 0, "mixed": 300}
+    assert engine.scheduler.stats()["steps"] == {"prefill": 1, "decode": 0, "mixed": 300}
 
 
 def test_a_step_that_decodes_nothing_has_the_whole_budget():

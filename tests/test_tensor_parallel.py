@@ -23,7 +23,7 @@ from nanovllm.config import Config
 from nanovllm.distributed import tensor_parallel, worker
 from nanovllm.distributed.step_channel import HEADER, NUM_BUFFERS, StepChannel, StepReader
 from nanovllm.engine.batch import MAX_CHUNKS, BatchShape, decode_shape, largest_batch
-from nanovllm.engine.single_rank import SingleRank
+from nanovllm.engine.engine import SingleRank
 from nanovllm.sampling_params import MAX_BAD_WORDS, MAX_BIASES
 from nanovllm.utils.interrupts import interrupts_held
 

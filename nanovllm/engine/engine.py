@@ -8,11 +8,11 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.single_rank import SingleRank
 from nanovllm.engine.step_result import PendingStep, StepResult
 from nanovllm.engine.token_budget import TokenBudget
 from nanovllm.utils.context import clear_context
 from nanovllm.utils.stopwatch import Stopwatch
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 class Engine:
@@ -99,3 +99,29 @@ def _make_workers(config: Config):
     from nanovllm.distributed.worker import Workers  # only here: one rank alone does without processes and channels
 
     return Workers(config)
+
+
+class SingleRank:
+    """The interface of `distributed.worker.Workers` for one rank, which is this process and needs nothing else."""
+
+    def __init__(self):
+        self.tp = TensorParallel()
+        self.processes = ()
+
+    def connect(self) -> TensorParallel:
+        return self.tp
+
+    def wait_until_started(self) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+    def launch(self, runner: ModelRunner, step: ScheduledStep) -> PendingStep:
+        return runner.run(step)
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        return error
+
+    def exit(self) -> None:
+        pass

@@ -5,7 +5,6 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from math import inf
 from typing import Any
 
@@ -19,14 +18,13 @@ from nanovllm.engine.outputs import OutputKind, RequestOutput, StepOutput, Strea
 from nanovllm.engine.prompts import Prompt
 from nanovllm.engine.request import CompletionRequest
 from nanovllm.engine.scheduling_policy import make_policy
-from nanovllm.engine.stats import scheduler_stats
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.stopwatch import Stopwatch
 from nanovllm.utils.tokenizer import load_tokenizer
 
 logger = logging.getLogger("nanovllm")
-MAX_STEPS_AHEAD = 16  # of the reader of a stream
+MAX_STEPS_AHEAD = 16  # that wait for the reader of a stream, who may have taken as many before
 PROGRESS_SECONDS = 0.1  # between two updates of a progress bar
 
 
@@ -114,7 +112,7 @@ class LLMEngine:
 
         Text that may still be cut off as a stop string is held back, and no character is split. `chat_template_kwargs`
         are for conversations. Errors are those of `generate`, and are raised by the call itself. Leaving the loop
-        aborts the requests that have not ended. The engine runs ahead of the reader by 16 steps at most.
+        aborts the requests that have not ended. The engine runs ahead of the reader by 32 steps at most.
         """
         self.engine_thread.check_open()
         requests = self.processor.requests(prompts, sampling_params, OutputKind.DELTA, chat_template_kwargs, priority)
@@ -196,8 +194,7 @@ class LLMEngine:
         prefix) and free. `prefix_hit_rate`: the fraction of the prompts' tokens that were found. `preemptions`.
         `tokens`: in and out. `steps`: of prompts alone (prefill), of decodes alone, and mixed.
         """
-        read = partial(scheduler_stats, self.scheduler)
-        return read() if self.model_runner is None else self.engine_thread.call(read)
+        return self.scheduler.stats() if self.model_runner is None else self.engine_thread.call(self.scheduler.stats)
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. False, and nothing is done, while there are requests."""

@@ -70,6 +70,20 @@ class Scheduler:
     def is_finished(self) -> bool:
         return not self.live
 
+    def stats(self) -> dict:
+        """See `LLMEngine.stats`."""
+        counts, blocks = self.counts, self.block_manager
+        num_free = len(blocks.free_block_ids)
+        num_cached = sum(blocks.blocks[i].ref_count == 0 for i in [*blocks.hash_to_block_id.values()])
+        return {
+            "requests": {"waiting": len(self.waiting), "running": len(self.prefilling) + len(self.running)},
+            "blocks": {"used": len(blocks.blocks) - num_free, "cached": num_cached, "free": num_free - num_cached},
+            "prefix_hit_rate": counts["cached_tokens"] / max(1, counts["prompt_tokens"]),
+            "preemptions": self.num_preemptions,
+            "tokens": {"in": counts["prompt_tokens"], "out": counts["output_tokens"]},
+            "steps": {kind: counts[f"{kind}_steps"] for kind in ("prefill", "decode", "mixed")},
+        }
+
     def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:
         """The next step, or None if all running sequences wait for tokens that are still in flight.
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.request import CompletionRequest
-from nanovllm.engine.stats import scheduler_stats
 from nanovllm.llm import LLM
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.engine_client import EngineClient, EngineDeadError, QueueFullError
@@ -62,7 +61,7 @@ class AsyncLLM(EngineClient):
         self._thread.abort(request.request_id)
 
     async def stats(self) -> list[dict[str, Any] | None]:
-        return [scheduler_stats(self.engine.scheduler)]
+        return [self.engine.scheduler.stats()]
 
     def _deliver(self) -> None:
         """What has arrived since the last call."""

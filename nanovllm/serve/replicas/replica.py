@@ -9,7 +9,6 @@ from typing import Any
 from nanovllm.engine.outputs import OutputKind, StepOutput
 from nanovllm.engine.prompts import TokensPrompt
 from nanovllm.engine.request import CompletionRequest
-from nanovllm.engine.stats import scheduler_stats
 from nanovllm.llm import LLM
 from nanovllm.serve.async_request import merged
 from nanovllm.serve.notifying_collector import NotifyingCollector
@@ -109,7 +108,7 @@ class Replica:
             self._thread.abort(request_id)
 
     def stats(self) -> dict[str, Any]:
-        return scheduler_stats(self.engine.scheduler)
+        return self.engine.scheduler.stats()
 
     def reports(self) -> Iterator[bytes]:
         """Yields an encoded Report whenever there is something to report. RuntimeError if the engine has failed."""
