@@ -86,13 +86,15 @@ class Detokenizer:
     def __init__(self, token_ids: list[int], num_prompt_tokens: int, params: SamplingParams, token_bytes: TokenBytes):
         """`token_ids` is the sequence's own list, which grows: the prompt, then the tokens that are generated."""
         self._token_ids, self._token_bytes = token_ids, token_bytes
+        self._bytes_of = token_bytes.__getitem__
         self._stops, self._min_tokens = params.stop or (), params.min_tokens
         self._include_stop = params.include_stop_str_in_output
         self._num_prompt_tokens = self._num_decoded = num_prompt_tokens
         self._is_at_start = not any(token_bytes[i] for i in islice(token_ids, num_prompt_tokens))
         self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._is_split = False  # whether the decoder has the beginning of a character
         self._pieces: list[str] = []  # the whole text
-        self._pending: list[str] = []  # of which `take_text` has not returned this yet
+        self._pending = ""  # of which `take_text` has not returned this yet
         self._window = ""  # the last characters before the next token, in which a stop string may begin
         self._max_overlap = max(map(len, self._stops), default=1) - 1
 
@@ -107,15 +109,19 @@ class Detokenizer:
         """
         new = self._token_ids[self._num_decoded : len(self._token_ids) - num_hidden]
         self._num_decoded += len(new)
-        data = b"".join([self._token_bytes[i] for i in new])
+        data = b"".join(map(self._bytes_of, new))
         if self._is_at_start and data:  # tokens before the first one with text add nothing
             first = next(i for i in new if self._token_bytes[i])
             data = self._token_bytes.at_start(first) + data[len(self._token_bytes[first]) :]
             self._is_at_start = False
-        piece = self._decoder.decode(data, is_last)
+        if data.isascii() and not self._is_split:
+            piece = data.decode()
+        else:
+            piece = self._decoder.decode(data, is_last)
+            self._is_split = bool(self._decoder.getstate()[0])
         if piece:
             self._pieces.append(piece)
-            self._pending.append(piece)
+            self._pending += piece
         return piece
 
     def cut_at_stop(self) -> str | None:
@@ -134,30 +140,29 @@ class Detokenizer:
             return None
         end, begin, stop = min(found, key=itemgetter(0))
         num_cut = len(text) - (end if self._include_stop else begin)
-        self._pieces = _without_end(self._pieces, num_cut)
-        self._pending = _without_end(self._pending, num_cut)
+        self._pieces = [self.text[: len(self.text) - num_cut]]
+        self._pending = self._pending[: len(self._pending) - num_cut]
         self._decoder.reset()
+        self._is_split = False
         return stop
 
     def take_text(self, num_hidden: int = 0, is_last: bool = False) -> str:
         """The text since the last call, without an end that may be the beginning of a stop string."""
-        self.decode(num_hidden, is_last)
-        text = "".join(self._pending)
-        num_held_back = 0
-        if not is_last and not self._include_stop:
+        if is_last or self._num_decoded < len(self._token_ids):
+            self.decode(num_hidden, is_last)
+        text, num_held_back = self._pending, 0
+        if self._stops and not is_last and not self._include_stop:
             num_held_back = self._partial_stop(text)
-        self._pending = [text[len(text) - num_held_back :]]
+        self._pending = text[len(text) - num_held_back :]
         return text[: len(text) - num_held_back]
 
     def _partial_stop(self, text: str) -> int:
         """The length of the longest end of `text` that is the beginning of a stop string."""
-        for n in range(min(self._max_overlap, len(text)), 0, -1):
-            for stop in self._stops:
-                if len(stop) > n and stop[n - 1] == text[-1] and text.endswith(stop[:n]):
-                    return n
-        return 0
-
-
-def _without_end(pieces: list[str], num_characters: int) -> list[str]:
-    text = "".join(pieces)
-    return [text[: len(text) - num_characters]]
+        longest = 0
+        for stop in self._stops:
+            begin = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+            while begin >= 0 and not stop.startswith(text[begin:]):
+                begin = text.find(stop[0], begin + 1)
+            if begin >= 0:
+                longest = max(longest, len(text) - begin)
+        return longest

@@ -78,8 +78,8 @@ class CompletionRequest(Request):
         self.only_final = kind is OutputKind.FINAL_ONLY and not self.params.stop
         self._token_bytes, self._all_token_bytes = token_bytes, all_token_bytes
         # all by the sequence's index
-        self._detokenizers: dict[int, Detokenizer] = {}
-        self._num_delivered = [0] * len(group)  # tokens
+        self._detokenizers: list[Detokenizer | None] = [None] * len(group)
+        self._num_delivered = [seq.num_prompt_tokens for seq in group]  # tokens, those of the prompt included
         self._token_texts = [TokenTexts(all_token_bytes) for _ in group]  # of the delivered tokens
         self._completed: set[int] = set()  # the finish reason was delivered
 
@@ -102,13 +102,15 @@ class CompletionRequest(Request):
         is_last = seq.finish_reason is not None
         if is_last:
             self._completed.add(seq.index)
-        start, self._num_delivered[seq.index] = self._num_delivered[seq.index], seq.num_completion_tokens
-        token_ids = seq.token_ids[seq.num_prompt_tokens + start :]
+        start, self._num_delivered[seq.index] = self._num_delivered[seq.index], len(seq.token_ids)
+        token_ids = seq.token_ids[start:]
         if self.kind is OutputKind.TOKENS:
             self.collector.new.new_tokens += [(self.request_id, token_id) for token_id in token_ids]
         elif self.kind is OutputKind.DELTA:
-            text = self.detokenizer(seq).take_text(self._num_hidden(seq), is_last) if self.params.detokenize else ""
-            logprobs = self._with_text(seq.logprobs[start:], self._token_texts[seq.index]) if seq.logprobs else None
+            num_hidden = self._num_hidden(seq) if is_last else 0
+            text = self.detokenizer(seq).take_text(num_hidden, is_last) if self.params.detokenize else ""
+            new = seq.logprobs[start - seq.num_prompt_tokens :]
+            logprobs = self._with_text(new, self._token_texts[seq.index]) if seq.logprobs else None
             event = StreamEvent(
                 self.index, seq.index, self.request_id, text, token_ids, seq.finish_reason, seq.stop_reason, logprobs
             )
@@ -148,7 +150,7 @@ class CompletionRequest(Request):
         )
 
     def detokenizer(self, seq: Sequence) -> Detokenizer:
-        if (found := self._detokenizers.get(seq.index)) is None:
+        if (found := self._detokenizers[seq.index]) is None:
             found = Detokenizer(seq.token_ids, seq.num_prompt_tokens, seq.params, self._token_bytes)
             self._detokenizers[seq.index] = found
         return found
