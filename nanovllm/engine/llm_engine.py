@@ -67,7 +67,7 @@ class LLMEngine:
         # the model is loaded by the caller's thread, so that Ctrl-C ends the loading at once
         self.engine_thread = EngineThread(self.core)
         weakref.finalize(self, self.engine_thread.exit)
-        logger.info("%r", self)
+        logger.info("%s", repr(self))  # a record that is kept does not keep the engine
 
     def generate(
         self,
