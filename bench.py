@@ -938,7 +938,7 @@ class FakeDevice:
 
         if step.kind == "decode" and isnan(self.decoding_since):
             self.decoding_since = process_time()
-        return PendingStep(step, self.token_ids, [], (), False, self.tp)
+        return PendingStep(step, self.token_ids, None, False, self.tp)
 
 
 def measure_host(model: str, settings: dict) -> None:

@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from nanovllm.engine import batch as batches
-from nanovllm.engine.batch import VIEWS, Batch, BatchShape, decode_shape, dummy_prefill
+from nanovllm.engine.batch import VIEWS, Batch, BatchShape, decode_shape
 from nanovllm.engine.decode_table import DecodeTable
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.startup.cuda import dummy_prefill
 
 MIXED = BatchShape(7, 3, 1, 2, 5, 4, 6, 2, 1, 3, 1, 2, 1, 63, 3)
 DECODE = decode_shape(5, 3, num_block_copies=1, num_logprobs=2)

@@ -18,6 +18,7 @@ from transformers import (
 
 triton = pytest.importorskip("triton")
 
+from nanovllm.features.logprobs import log_probabilities
 from nanovllm.kernels import filters, ops, penalties
 from nanovllm.kernels.sampling_columns import COLUMNS, WIDTH
 from nanovllm.layers import logits as plain
@@ -291,7 +292,7 @@ def test_log_probabilities_are_in_order(most, dtype):
     logits[0, :300] = -torch.inf
     logits[1] = torch.where(torch.arange(400) % 3 > 0, -0.0, 0.0)
     chosen = torch.tensor([399, 0, 17, int(logits[3].float().argmax()), 2, 8])
-    ids, values, ranks = plain.log_probabilities(logits, chosen, most)
+    ids, values, ranks = log_probabilities(logits, chosen, most)
     for i, row in enumerate(logits.tolist()):
         order = sorted(range(400), key=lambda token_id: (-row[token_id], token_id))
         assert ids[i].tolist() == [chosen[i], *order[:most]]

@@ -22,9 +22,10 @@ from test_callers import Interrupt
 from test_scheduler import SETTINGS, Simulation, random_requests
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.engine.batch import Batch, decode_shape, largest_decode
+from nanovllm.engine.batch import Batch, decode_shape
 from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.step_result import StepBuffers
+from nanovllm.graphs.cuda_graph import largest_decode
 from nanovllm.layers.logits import mask_of
 from nanovllm.structured_outputs import constraint as constraints
 from nanovllm.structured_outputs import grammars, sandbox

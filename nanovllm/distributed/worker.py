@@ -25,7 +25,8 @@ from nanovllm.distributed.step_channel import NUM_BUFFERS, StepChannel, StepRead
 from nanovllm.engine.batch import Batch, largest_batch
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduled_step import ScheduledStep
-from nanovllm.engine.step_result import MAX_LOGPROB_ROWS, PendingStep
+from nanovllm.engine.step_result import PendingStep
+from nanovllm.features.logprobs import MAX_LOGPROB_ROWS
 from nanovllm.utils.interrupts import interrupts_held
 from nanovllm.utils.stopwatch import Stopwatch
 from nanovllm.utils.tensor_parallel import STEP_TIMEOUT, TensorParallel

@@ -15,12 +15,10 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.new_requests import fill_new_requests
-from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
-from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step_result import LogprobRequest, logprob_requests
+from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.kernels.sampling_columns import WIDTH
 from nanovllm.layers.logits import mask_of, mask_width
-from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, SamplingParams, early_stops
+from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, early_stops
 
 MAX_CHUNKS = 32  # of a step that a CUDA graph computes
 VIEW_ALIGNMENT = 4  # words, which are 16 bytes: Triton compiles another kernel for an address that is not aligned so
@@ -104,7 +102,7 @@ class Batch(Generic[Array]):
     mask_indices: Array = _view(lambda s: (s.num_masks,))  # rows of the table of masks on the device
     masks: Array = _view(lambda s: (s.num_masks, s.mask_width))  # a bit for each token id
     block_copies: Array = _view(lambda s: (2, s.num_block_copies))  # cache blocks to copy from, and to copy to
-    logprob_requests: Array = _view(lambda s: (s.num_logprobs, len(LogprobRequest._fields)))
+    logprob_requests: Array = _view(lambda s: (s.num_logprobs, 4))  # see features.logprobs.LogprobRequest
 
     @property
     def new_req_indices(self) -> Array:
@@ -178,18 +176,13 @@ def decode_shape(num_seqs: int, max_blocks_per_seq: int, **extras: int) -> Batch
     )
 
 
-def largest_decode(max_num_seqs: int, max_blocks_per_seq: int, vocab_size: int) -> BatchShape:
-    extras = dict.fromkeys(("num_block_copies", "num_logprobs", "num_masks"), max_num_seqs)
-    return decode_shape(max_num_seqs, max_blocks_per_seq, **extras, mask_width=mask_width(vocab_size))
-
-
 def prepare_decode(
     step: ScheduledStep, buffer: np.ndarray, block_size: int, num_rows: int, max_blocks_per_seq: int, pad_req_index: int
 ) -> HostBatch:
     """A step that only decodes, with `num_rows`. The rows past the step's own are padding: empty sequences that store
     nothing, and whose samples are dropped.
     """
-    logprobs = logprob_requests(step)
+    logprobs = _logprob_requests(step)
     masks = {seq.req_index: seq.constraint.mask for seq in step.constrained}
     shape = decode_shape(num_rows, max_blocks_per_seq, **_sizes_of_extras(step, logprobs, masks))
     batch = Batch.from_buffer(shape, buffer)
@@ -217,7 +210,7 @@ def prepare_mixed(
     ends = np.cumsum(lengths)  # [B], into the flat tokens of the step
     tiles = query_tiles(lengths, n, query_tile_size)
     B, T, S = len(lengths), int(ends[-1]), len(step.sampled_seqs)
-    logprobs = logprob_requests(step)
+    logprobs = _logprob_requests(step)
     new = step.sampled_seqs[n:]  # every decode is sampled, and comes first
     limited = [seq for seq in new if seq.params.allowed_token_ids is not None]
     masks = {seq.req_index: mask_of(seq.params.allowed_token_ids, vocab_size) for seq in limited}
@@ -287,7 +280,16 @@ def _fill_rows(batch: HostBatch, step: ScheduledStep) -> None:
         batch.block_tables[i, : len(seq.block_table)] = seq.block_table
 
 
-def _sizes_of_extras(step: ScheduledStep, logprobs: list[LogprobRequest], masks: dict[int, np.ndarray]) -> dict:
+def _logprob_requests(step: ScheduledStep) -> list:
+    seqs = [*(row.seq for row in step.chunks), *(step.sampled_seqs[i] for i in step.visited)]
+    if not any(seq.has_logprobs for seq in seqs):
+        return []
+    from nanovllm.features.logprobs import logprob_requests  # a feature, which few requests use
+
+    return logprob_requests(step)
+
+
+def _sizes_of_extras(step: ScheduledStep, logprobs: list, masks: dict[int, np.ndarray]) -> dict:
     return dict(
         num_block_copies=len(step.copies),
         num_logprobs=len(logprobs),
@@ -305,16 +307,3 @@ def _fill_extras(batch: HostBatch, step: ScheduledStep, logprobs: list, masks: d
         batch.block_copies[:] = np.array(step.copies, np.int32).T
     if logprobs:
         batch.logprob_requests[:] = np.array(logprobs, np.int32)
-
-
-def dummy_prefill(num_seqs: int, length: int, block_size: int) -> ScheduledStep:
-    """A prefill step of `num_seqs` prompts of `length` tokens that share no blocks, for warm-up and tests."""
-    per_seq = -(-length // block_size)
-    step = ScheduledStep()
-    for i in range(num_seqs):
-        seq = Sequence(i, [0] * length, SamplingParams(), noise_seed=0, max_len=length + 1)
-        seq.block_table = list(range(i * per_seq, (i + 1) * per_seq))
-        seq.req_index = i
-        step.chunks.append(ScheduledSequence(seq, 0, length))
-        step.sample(seq)
-    return step

@@ -6,7 +6,6 @@ SentencePiece (Llama 2, Mistral) writes spaces as U+2581, and may write a byte a
 
 import re
 from codecs import getincrementaldecoder
-from collections.abc import Iterable
 from itertools import islice
 from operator import itemgetter
 
@@ -57,22 +56,6 @@ def _byte_level_bytes(token: str) -> bytes:
 
 def _sentencepiece_bytes(token: str) -> bytes:
     return bytes([int(token[3:5], 16)]) if _BYTE_TOKEN.fullmatch(token) else token.replace(_SPACE, " ").encode()
-
-
-class TokenTexts:
-    """The text of single tokens of a sequence. A character of several tokens is the text of the last of them."""
-
-    def __init__(self, token_bytes: TokenBytes):
-        self._token_bytes = token_bytes
-        self._decoder = getincrementaldecoder("utf-8")("replace")
-
-    def decode(self, token_id: int, alternatives: Iterable[int] = ()) -> dict[int, str]:
-        """The text of the next token, and the text of each alternative to it."""
-        state, texts = self._decoder.getstate(), {}
-        for i in (*alternatives, token_id):
-            self._decoder.setstate(state)
-            texts[i] = self._decoder.decode(self._token_bytes[i])
-        return texts
 
 
 class Detokenizer:

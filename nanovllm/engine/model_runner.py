@@ -14,11 +14,9 @@ from nanovllm.engine.batch import DeviceBatch, HostBatch
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.step_result import (
     ForwardOutput,
-    LogprobRequest,
     PendingStep,
     SamplerInput,
     StepBuffers,
-    compute_logprobs,
 )
 from nanovllm.layers.attention import Attention, cache_format
 from nanovllm.layers.attention_backends import make_backend
@@ -143,9 +141,12 @@ class ModelRunner:
                 token_ids = self._host_buffers.advance().token_ids[: batch.shape.num_sampled]
                 output = self.execute(batch)
                 token_ids.copy_(output.token_ids[: batch.shape.num_sampled], non_blocking=True)
-            requests = [LogprobRequest(*row) for row in batch.logprob_requests.tolist()]
-            logprobs = self._logprobs(batch, requests, output) if requests else ()
-            return PendingStep(step, token_ids, requests, logprobs, self.device.type == "cuda", self.tp)
+            logprobs = None
+            if batch.shape.num_logprobs:
+                from nanovllm.features.logprobs import PendingLogprobs  # a feature, which few requests use
+
+                logprobs = PendingLogprobs(batch.logprob_requests, self.model.compute_logits, output, self.tp)
+            return PendingStep(step, token_ids, logprobs, self.device.type == "cuda", self.tp)
 
     def prepare_mixed(self, step: ScheduledStep, buffer: np.ndarray) -> HostBatch:
         model = self.config.model_config
@@ -241,16 +242,6 @@ class ModelRunner:
         layers = (layer for tensor in (self.kv_cache, *self.kv_scales) for layer in tensor.flatten(0, 1))
         for cache in (self._cached_token_ids, *layers):  # layer by layer: a gather needs memory
             cache.index_copy_(0, targets, cache.index_select(0, sources))
-
-    @torch.inference_mode()
-    def _logprobs(
-        self, batch: HostBatch, requests: list[LogprobRequest], output: ForwardOutput
-    ) -> tuple[torch.Tensor, ...]:
-        """What `log_probabilities` returns for `requests`. No graph contains it, so other steps lose no time."""
-        logprobs = compute_logprobs(requests, self.model.compute_logits, *output)
-        # a barrier, as at the end of a forward pass: no rank overwrites peer memory that another still reads
-        self.tp.max_of_ranks(torch.empty(0, dtype=torch.int64, device=self.device))
-        return logprobs
 
     def _load_model(self) -> nn.Module:
         config = self.config.model_config

@@ -1,10 +1,9 @@
 """Requests, between a caller and the scheduler: here token ids become text, and results become outputs."""
 
-from collections.abc import Iterable
 from time import perf_counter, time
 from typing import Any
 
-from nanovllm.engine.detokenizer import Detokenizer, TokenBytes, TokenTexts
+from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
 from nanovllm.engine.output_collector import OutputCollector
 from nanovllm.engine.outputs import (
     CompletionOutput,
@@ -80,7 +79,7 @@ class CompletionRequest(Request):
         # all by the sequence's index
         self._detokenizers: list[Detokenizer | None] = [None] * len(group)
         self._num_delivered = [seq.num_prompt_tokens for seq in group]  # tokens, those of the prompt included
-        self._token_texts = [TokenTexts(all_token_bytes) for _ in group]  # of the delivered tokens
+        self._logprob_texts: dict[int, Any] = {}  # of the delivered tokens
         self._completed: set[int] = set()  # the finish reason was delivered
 
     @property
@@ -109,8 +108,11 @@ class CompletionRequest(Request):
         elif self.kind is OutputKind.DELTA:
             num_hidden = self._num_hidden(seq) if is_last else 0
             text = self.detokenizer(seq).take_text(num_hidden, is_last) if self.params.detokenize else ""
-            new = seq.logprobs[start - seq.num_prompt_tokens :]
-            logprobs = self._with_text(new, self._token_texts[seq.index]) if seq.logprobs else None
+            logprobs = None
+            if seq.logprobs:
+                if seq.index not in self._logprob_texts:
+                    self._logprob_texts[seq.index] = self._new_logprob_texts()
+                logprobs = self._logprob_texts[seq.index].add(seq.logprobs[start - seq.num_prompt_tokens :])
             event = StreamEvent(
                 self.index, seq.index, self.request_id, text, token_ids, seq.finish_reason, seq.stop_reason, logprobs
             )
@@ -132,9 +134,9 @@ class CompletionRequest(Request):
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         if self.params.prompt_logprobs is None:
             return None
-        texts = TokenTexts(self._all_token_bytes)
+        texts = self._new_logprob_texts()
         texts.decode(self.group[0].token_ids[0])
-        return [None, *self._with_text(self.group[0].prompt_logprobs[1:], texts)]
+        return [None, *texts.add(self.group[0].prompt_logprobs[1:])]
 
     def _completion(self, seq: Sequence) -> CompletionOutput:
         token_ids, text, logprobs, cumulative_logprob = seq.completion_token_ids, "", None, None
@@ -143,7 +145,7 @@ class CompletionRequest(Request):
             detokenizer.decode(self._num_hidden(seq), seq.finish_reason is not None)
             text = detokenizer.text
         if self.params.logprobs is not None:
-            logprobs = self._with_text(seq.logprobs, TokenTexts(self._all_token_bytes))
+            logprobs = self._new_logprob_texts().add(seq.logprobs)
             cumulative_logprob = sum(found[token_id].logprob for token_id, found in zip(token_ids, logprobs))
         return CompletionOutput(
             seq.index, text, token_ids, cumulative_logprob, logprobs, seq.finish_reason, seq.stop_reason
@@ -161,13 +163,7 @@ class CompletionRequest(Request):
         ended_by_id = seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
         return int(ended_by_id and not seq.params.include_stop_str_in_output)
 
-    def _with_text(
-        self, logprobs: Iterable[dict[int, tuple[float, int]] | None], texts: TokenTexts
-    ) -> list[dict[int, Logprob]]:
-        """Add the tokens' text. The first entry of each dict is the token itself, the others are alternatives to it."""
-        result = []
-        for found in logprobs:
-            assert found, "a token without log-probabilities"
-            text_of = texts.decode(next(iter(found)), found) if self.params.detokenize else {}
-            result.append({i: Logprob(*value, text_of.get(i)) for i, value in found.items()})
-        return result
+    def _new_logprob_texts(self) -> Any:
+        from nanovllm.features.logprobs import LogprobTexts  # a feature, which few requests use
+
+        return LogprobTexts(self._all_token_bytes, self.params.detokenize)

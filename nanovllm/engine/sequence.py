@@ -7,7 +7,9 @@ from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
 
-Logprobs = dict[int, tuple[float, int]]  # (log-probability, rank) by token id, as in `engine.step_result`
+# (log-probability, rank) by token id: first the token of the text, then the most likely ones in descending order. The
+# most likely token has rank 1; of equally likely tokens the one with the lower id comes first.
+Logprobs = dict[int, tuple[float, int]]
 
 
 class SequenceStatus(Enum):
@@ -54,6 +56,7 @@ class Sequence:
         self.params = params
         self.bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of `params.bad_words`
         self.constraint: Any = None  # of `params.structured_outputs`: a structured_outputs.constraint.Constraint
+        self.has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
         self.noise_seed = noise_seed  # 64 bits, from which every random number of this sequence is made
         self.token_ids = token_ids
         self.num_prompt_tokens = len(token_ids)

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import MAX_CHUNKS, Batch, BatchShape, DeviceBatch, decode_shape, largest_decode
+from nanovllm.engine.batch import MAX_CHUNKS, Batch, BatchShape, DeviceBatch, decode_shape
 from nanovllm.engine.step_result import ForwardOutput, SamplerInput, StepBuffers
+from nanovllm.layers.logits import mask_width
 from nanovllm.utils.double_buffer import DoubleBuffer
 
 
@@ -16,6 +17,11 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes to capture, ascending: densest where steps are short, and always max_num_seqs itself."""
     sizes = [1, 2, 4, 8, *range(16, 256, 16), *range(256, max_num_seqs, 32)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def largest_decode(max_num_seqs: int, max_blocks_per_seq: int, vocab_size: int) -> BatchShape:
+    extras = dict.fromkeys(("num_block_copies", "num_logprobs", "num_masks"), max_num_seqs)
+    return decode_shape(max_num_seqs, max_blocks_per_seq, **extras, mask_width=mask_width(vocab_size))
 
 
 def _capture(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:

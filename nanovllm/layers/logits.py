@@ -241,17 +241,3 @@ def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     last = kept.sum(-1, keepdim=True).clamp(min=1) - 1  # the tokens that are kept come first
     out[filtered] = token_keys(ranked.gather(1, last), ids.gather(1, last)).squeeze(1)
     return out
-
-
-def log_probabilities(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
-    """Log-probabilities of `token_ids` [S] and of the `num_top` most likely tokens (all, if there are fewer).
-
-    Returns three tensors. Ids and log-probabilities [S, 1 + num_top]: first of `token_ids`, then of the top tokens in
-    descending order of `token_keys`. Ranks [S] of `token_ids` in that order; 1 is the most likely token.
-    """
-    logits, token_ids = logits.float(), token_ids.unsqueeze(1).long()
-    keys = token_keys(logits, torch.arange(logits.shape[1], device=logits.device))
-    ranks = (keys > keys.gather(1, token_ids)).sum(-1) + 1
-    top_ids = ~keys.topk(min(num_top, keys.shape[1])).values & 0xFFFFFFFF  # a key's low word is ~id
-    ids = torch.cat((token_ids, top_ids), 1)
-    return ids.int(), logits.log_softmax(-1).gather(1, ids), ranks.int()

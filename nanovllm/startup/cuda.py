@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch, decode_shape, dummy_prefill, largest_batch
-from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.engine.batch import Batch, decode_shape, largest_batch
+from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_result import SamplerInput
 from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs, capture_sizes, mixed_bounds
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.stopwatch import Stopwatch
 
 RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allocate without PyTorch's allocator
@@ -74,6 +76,19 @@ def largest_prefill(config: Config) -> ScheduledStep:
     num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
     length = min(config.max_num_batched_tokens // num_seqs, config.max_model_len - 1)
     return dummy_prefill(num_seqs, length, config.kvcache_block_size)
+
+
+def dummy_prefill(num_seqs: int, length: int, block_size: int) -> ScheduledStep:
+    """A prefill step of `num_seqs` prompts of `length` tokens that share no blocks, for warm-up and tests."""
+    per_seq = -(-length // block_size)
+    step = ScheduledStep()
+    for i in range(num_seqs):
+        seq = Sequence(i, [0] * length, SamplingParams(), noise_seed=0, max_len=length + 1)
+        seq.block_table = list(range(i * per_seq, (i + 1) * per_seq))
+        seq.req_index = i
+        step.chunks.append(ScheduledSequence(seq, 0, length))
+        step.sample(seq)
+    return step
 
 
 def milliseconds_per_token(runner: Any) -> float:

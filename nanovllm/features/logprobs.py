@@ -1,0 +1,162 @@
+"""Log-probabilities of generated tokens and of prompts: those of the model's own logits, before any edit of them.
+
+A request wants them by `SamplingParams.logprobs` or `prompt_logprobs`; a beam search wants them for its candidates. The
+batch carries which tokens (`logprob_requests`), every rank computes them after the step (`PendingLogprobs`), and they
+reach the host with its result. In outputs they have the tokens' text (`LogprobTexts`).
+"""
+
+from codecs import getincrementaldecoder
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm.engine.outputs import Logprob
+from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.engine.sequence import Logprobs
+from nanovllm.layers.logits import token_keys
+from nanovllm.utils.tensor_parallel import TensorParallel
+
+ALL_TOKENS = 2**30  # for `num_top`: more than any vocabulary has
+MAX_LOGPROB_ROWS = 64  # computed at a time, as log-probabilities take more memory than logits
+
+
+class LogprobRequest(NamedTuple):
+    """A token whose log-probability is wanted, together with those of the `num_top` most likely tokens at its position.
+
+    A token of a prompt has its id here; a sampled one has token_id -1, as the host does not know it yet.
+    """
+
+    num_top: int
+    row: int  # of the hidden states: all of the step's for a token of a prompt, else those that are sampled
+    result_index: int  # into StepResult.prompt_logprobs for a token of a prompt, else into StepResult.logprobs
+    token_id: int = -1
+
+
+def logprob_requests(step: ScheduledStep) -> list[LogprobRequest]:
+    """First those for tokens of prompts, then those for `sampled_seqs`."""
+    requests, first = [], step.num_decodes
+    for i, (seq, start, end) in enumerate(step.chunks):
+        if (num_top := seq.params.prompt_logprobs) is not None:
+            num_top = ALL_TOKENS if num_top < 0 else num_top
+            positions = range(start + 1, min(end + 1, seq.num_prompt_tokens))
+            requests += [LogprobRequest(num_top, first + p - 1 - start, i, seq.token_ids[p]) for p in positions]
+        first += end - start
+    for i in step.visited:
+        if (num_top := step.sampled_seqs[i].params.logprobs) is not None:
+            requests.append(LogprobRequest(ALL_TOKENS if num_top < 0 else num_top, i, i))
+    return requests
+
+
+class PendingLogprobs:
+    """The log-probabilities of a step on their way to host memory."""
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        requests: np.ndarray,
+        compute_logits: Callable,
+        output: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        tp: TensorParallel,
+    ):
+        """`requests` [n, 4] are LogprobRequests, `output` is the step's ForwardOutput.
+
+        No graph contains this, so other steps lose no time.
+        """
+        self._requests = [LogprobRequest(*row) for row in requests.tolist()]
+        on_device = self._compute(compute_logits, *output)
+        # a barrier, as at the end of a forward pass: no rank overwrites peer memory that another still reads
+        tp.max_of_ranks(torch.empty(0, dtype=torch.int64, device=output[0].device))
+        on_host = [torch.empty_like(x, device="cpu", pin_memory=x.is_cuda) for x in on_device]
+        self._on_host = [y.copy_(x, non_blocking=True) for x, y in zip(on_device, on_host)]
+
+    def _compute(
+        self,
+        compute_logits: Callable,
+        token_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        sampled_hidden_states: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """The tensors of `log_probabilities` for all requests.
+
+        Logits are computed again: in pieces for prompts, but for all sampled rows at once, as in the step itself. The
+        rounding of a matrix product depends on its number of rows; so a greedy token has rank 1 here too.
+        """
+        requests = self._requests
+        num_prompt = sum(request.token_id >= 0 for request in requests)
+        num_top = max(request.num_top for request in requests)
+        columns = torch.tensor([request[1:] for request in requests], device="cpu", pin_memory=hidden_states.is_cuda)
+        rows, indices, chosen = columns.to(hidden_states.device, non_blocking=True).unbind(1)
+        chosen = torch.cat((chosen[:num_prompt], token_ids[indices[num_prompt:]]))
+        pieces = []
+        for first in range(0, num_prompt, MAX_LOGPROB_ROWS):
+            piece = slice(first, min(first + MAX_LOGPROB_ROWS, num_prompt))
+            logits = compute_logits(hidden_states.index_select(0, rows[piece]))
+            pieces.append(log_probabilities(logits, chosen[piece], num_top))
+        if num_prompt < len(requests):
+            logits = compute_logits(sampled_hidden_states)
+        for first in range(num_prompt, len(requests), MAX_LOGPROB_ROWS):
+            piece = slice(first, first + MAX_LOGPROB_ROWS)
+            pieces.append(log_probabilities(logits.index_select(0, rows[piece]), chosen[piece], num_top))
+        return tuple(map(torch.cat, zip(*pieces)))
+
+    def results(self, step: ScheduledStep) -> tuple[list[Logprobs | None], list[list[Logprobs] | None]]:
+        """`logprobs` and `prompt_logprobs` of the StepResult, once the device has finished the step."""
+        prompt_logprobs, logprobs = defaultdict(list), {}
+        for request, ids, values, rank in zip(self._requests, *(x.tolist() for x in self._on_host)):
+            found = {ids[0]: (values[0], rank)}
+            found |= zip(ids[1 : request.num_top + 1], zip(values[1:], count(1)))
+            if request.token_id < 0:
+                logprobs[request.result_index] = found
+            else:
+                prompt_logprobs[request.result_index].append(found)
+        return (
+            [logprobs.get(i) for i in range(len(step.sampled_seqs))],
+            [prompt_logprobs.get(i) for i in range(len(step.chunks))],
+        )
+
+
+def log_probabilities(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
+    """Log-probabilities of `token_ids` [S] and of the `num_top` most likely tokens (all, if there are fewer).
+
+    Returns three tensors. Ids and log-probabilities [S, 1 + num_top]: first of `token_ids`, then of the top tokens in
+    descending order of `token_keys`. Ranks [S] of `token_ids` in that order; 1 is the most likely token.
+    """
+    logits, token_ids = logits.float(), token_ids.unsqueeze(1).long()
+    keys = token_keys(logits, torch.arange(logits.shape[1], device=logits.device))
+    ranks = (keys > keys.gather(1, token_ids)).sum(-1) + 1
+    top_ids = ~keys.topk(min(num_top, keys.shape[1])).values & 0xFFFFFFFF  # a key's low word is ~id
+    ids = torch.cat((token_ids, top_ids), 1)
+    return ids.int(), logits.log_softmax(-1).gather(1, ids), ranks.int()
+
+
+class LogprobTexts:
+    """Adds text to the log-probabilities of one answer, token by token.
+
+    A character of several tokens is the text of the last of them.
+    """
+
+    def __init__(self, token_bytes: Mapping[int, bytes], detokenize: bool):
+        """`token_bytes` have the special tokens, too; without `detokenize` the text is None."""
+        self._token_bytes, self._detokenize = token_bytes, detokenize
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+
+    def add(self, logprobs: Iterable[Logprobs | None]) -> list[dict[int, Logprob]]:
+        """The next tokens. The first entry of each dict is the token itself, the others are alternatives to it."""
+        result = []
+        for found in logprobs:
+            assert found, "a token without log-probabilities"
+            text_of = self.decode(next(iter(found)), found) if self._detokenize else {}
+            result.append({i: Logprob(*value, text_of.get(i)) for i, value in found.items()})
+        return result
+
+    def decode(self, token_id: int, alternatives: Iterable[int] = ()) -> dict[int, str]:
+        """The text of the next token, and the text of each alternative to it."""
+        state, texts = self._decoder.getstate(), {}
+        for i in (*alternatives, token_id):
+            self._decoder.setstate(state)
+            texts[i] = self._decoder.decode(self._token_bytes[i])
+        return texts
