@@ -433,11 +433,11 @@ def test_sdpa_attention(monkeypatch, block_size, group, num_decodes):
     assert padded_lengths and all(length % 16 == 0 for length in padded_lengths)
 
 
-@pytest.mark.parametrize("multiplies", [True, False])
+@pytest.mark.parametrize("has_amx", [True, False])
 @pytest.mark.parametrize("group", [1, 2, 5])
-def test_sdpa_decodes_in_bfloat16(monkeypatch, group, multiplies):
-    """Where a CPU has instructions for it, a pair of heads is computed one by one: close to float64 either way."""
-    monkeypatch.setattr("nanovllm.layers.attention_backends.cpu_multiplies", lambda dtype: multiplies)
+def test_sdpa_decodes_in_bfloat16(monkeypatch, group, has_amx):
+    """Where a CPU has AMX, a pair of heads is computed one by one: close to float64 either way."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
     lengths, kv_heads = [40, 33, 1], 2
     tables = torch.tensor([[4, 0, 2], [1, 5, 6], [3, 0, 0]], dtype=torch.int32)
     cache = KVCache(torch.randn(2, 7, 16, kv_heads, DIM).bfloat16())

@@ -26,7 +26,7 @@ def fill_new_requests(batch: Any, seqs: list[Sequence], stop_ids: list[list[int]
     """
     new = [NewRequest(s.params, s.num_prompt_tokens, len(s.bad_words), len(ids)) for s, ids in zip(seqs, stop_ids)]
     batch.params[:] = 0
-    for name, _, value, _ in COLUMNS:
+    for name, _, value in COLUMNS:
         column(batch.params, name)[:] = [value(request) for request in new]
     seeds(batch.params)[:] = np.array([seq.noise_seed for seq in seqs], np.uint64).view(np.int32).reshape(-1, 2)
 

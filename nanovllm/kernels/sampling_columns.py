@@ -15,7 +15,6 @@ class Column(NamedTuple):
     name: str
     dtype: type  # float (float32, stored as its bits) or int
     value: Callable[[Any], float]  # of an engine.batch.NewRequest
-    edits_logits: bool = False  # `penalize` has work to do, besides masks, where the value is not 0
 
 
 def param(name: str, dtype: type) -> Column:
@@ -44,16 +43,21 @@ COLUMNS = [
     param("presence_penalty", float),
     param("frequency_penalty", float),
     param("repetition_penalty", float),
-    Column("is_penalized", int, _is_penalized, edits_logits=True),
     Column("num_prompt_tokens", int, lambda request: request.num_prompt_tokens),
     Column("min_len", int, lambda request: request.num_prompt_tokens + request.params.min_tokens),
-    Column("num_biases", int, lambda request: len(request.params.logit_bias or ()), edits_logits=True),
-    Column("num_stops", int, lambda request: request.num_stops, edits_logits=True),  # token ids banned below min_len
     Column("has_allowed_ids", int, _has_allowed_ids),
-    Column("num_bad_words", int, lambda request: request.num_bad_words, edits_logits=True),
+    Column("is_penalized", int, _is_penalized),
+    Column("num_biases", int, lambda request: len(request.params.logit_bias or ())),
+    Column("num_stops", int, lambda request: request.num_stops),  # token ids that are banned below min_len
+    Column("num_bad_words", int, lambda request: request.num_bad_words),
 ]
 WIDTH = -(-(len(COLUMNS) + MAX_CUSTOM_COLUMNS + 2) // 4) * 4
 
 
 def column_index(name: str) -> int:
     return next(i for i, column in enumerate(COLUMNS) if column.name == name)
+
+
+FILTERS = slice(column_index("top_p"), column_index("top_k") + 1)
+# besides masks, `penalize` has work to do where one of these is not 0
+EDITS = slice(column_index("is_penalized"), column_index("num_bad_words") + 1)

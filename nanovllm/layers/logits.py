@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from nanovllm.kernels import triton_ops
-from nanovllm.kernels.sampling_columns import COLUMNS, MAX_CUSTOM_COLUMNS, WIDTH, Column, column_index
+from nanovllm.kernels.sampling_columns import COLUMNS, EDITS, FILTERS, MAX_CUSTOM_COLUMNS, WIDTH, Column, column_index
 from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES
 
 MAX_PENALTY_PROGRAMS = 128  # programs of the penalty kernel; each has a count for every token id in scratch memory
@@ -164,7 +164,7 @@ def penalize(logits: torch.Tensor, rows: SamplingRows) -> None:
     if (ops := triton_ops(logits)) is not None:
         ops.penalize(logits, rows)
         return
-    edits = torch.stack([rows.params[:, i] for i, known in enumerate(COLUMNS) if known.edits_logits], 1)
+    edits = rows.params[:, EDITS]
     for row in edits.any(1).nonzero().flatten().tolist() if edits.any() else ():
         _penalize_row(logits[row], rows, row)
     if (has_mask := column(rows.params, "has_allowed_ids")).any():
@@ -212,6 +212,7 @@ def token_keys(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 _LEAST_LIKELY = torch.tensor(-torch.inf, dtype=torch.float32, device="cpu"), torch.tensor(2**31 - 1, device="cpu")
+_NO_FILTERS = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float32, device="cpu").view(torch.int32)  # top_p, min_p, top_k
 KEEPS_ALL = token_keys(*_LEAST_LIKELY).item()  # a cutoff below which no token's key can be
 
 
@@ -224,11 +225,11 @@ def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """
     if (ops := triton_ops(logits)) is not None:
         return ops.logit_cutoffs(logits, rows)
-    temperature, top_k, top_p, min_p = (column(rows.params, x) for x in ("temperature", "top_k", "top_p", "min_p"))
     out = torch.full((len(logits),), KEEPS_ALL, dtype=torch.int64, device=logits.device)
-    filtered = ((temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))).nonzero().squeeze(-1)
-    if not len(filtered):
+    if not (rows.params[:, FILTERS] != _NO_FILTERS.to(logits.device)).any():
         return out
+    temperature, top_k, top_p, min_p = (column(rows.params, x) for x in ("temperature", "top_k", "top_p", "min_p"))
+    filtered = ((temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))).nonzero().squeeze(-1)
     temperature, top_k, top_p, min_p = (x[filtered].unsqueeze(1) for x in (temperature, top_k, top_p, min_p))
     ranked, ids = logits[filtered].float().sort(dim=-1, descending=True, stable=True)
     kept = ranked >= ranked[:, :1] + temperature * min_p.log()
