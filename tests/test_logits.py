@@ -19,7 +19,7 @@ from transformers import (
 triton = pytest.importorskip("triton")
 
 from nanovllm.features.logprobs import log_probabilities
-from nanovllm.kernels import filters, ops, penalties
+from nanovllm.kernels import filters, ops, penalties, sampling_columns
 from nanovllm.kernels.sampling_columns import COLUMNS, WIDTH
 from nanovllm.layers import logits as plain
 from nanovllm.layers.logits import KEEPS_ALL, NewRequests, RequestTable, SamplingRows, column, token_keys
@@ -105,6 +105,8 @@ def test_kernels_know_the_columns():
         assert len(constants) == number
         assert all(names.index(name.lower()) == i for name, i in constants.items())
     assert len({*names}) == len(names) <= WIDTH - 2
+    assert names[sampling_columns.FILTERS] == ["top_p", "min_p", "top_k"]
+    assert names[sampling_columns.EDITS] == ["is_penalized", "num_biases", "num_stops", "num_bad_words"]
 
 
 # -- filters -----------------------------------------------------------------------------------------------------------
