@@ -41,6 +41,10 @@ def chunk_size(block_size: int) -> int:
 
 
 def gather_chunks(cache: torch.Tensor, chunks: torch.Tensor) -> torch.Tensor:
-    """-> [B, L, kv_heads, head_dim]"""
+    """-> [B, L, kv_heads, head_dim]; on a CPU a view, if these are the chunks of one sequence and follow each other."""
     rows = cache.view(-1, chunk_size(cache.shape[1]) * cache.shape[2] * cache.shape[3])
+    if len(chunks) == 1 and cache.is_cpu:
+        first, end = (ids := chunks[0].tolist())[0], ids[-1] + 1
+        if ids == [*range(first, end)]:
+            return rows[first:end].view(1, -1, *cache.shape[2:])
     return rows.index_select(0, chunks.flatten()).view(len(chunks), -1, *cache.shape[2:])
