@@ -395,8 +395,8 @@ def test_error_in_step_drops_what_was_added(make_llm, monkeypatch, prompts, alon
     assert run(llm, prompts) == alone
 
 
-def test_interrupt_between_steps(make_llm, monkeypatch, prompts, alone):
-    """Ctrl-C may also arrive outside of a step."""
+def test_interrupt_in_the_progress_bar(make_llm, monkeypatch, prompts, alone):
+    """Ctrl-C while the bar is drawn."""
     llm = make_llm(async_scheduling=True)
 
     def interrupted(*_):

@@ -14,7 +14,8 @@ import pytest
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.engine.llm_engine import MAX_STEPS_AHEAD
-from nanovllm.engine.outputs import StepOutput
+from nanovllm.engine.output_collector import OutputCollector
+from nanovllm.engine.outputs import OutputKind, StepOutput
 from nanovllm.engine.request import CompletionRequest
 
 BOTH_WAYS = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
@@ -353,6 +354,20 @@ def test_collector_of_a_caller_that_never_steps(make_llm, requests):
     assert collector.take(wait=False) == StepOutput() and not collector.live
 
 
+def test_outputs_of_others_before_an_error(make_llm):
+    """A thread that reads the outputs of two others gets what one of them has, though the other has an error."""
+    llm = make_llm()
+    output, failed = OutputCollector(OutputKind.TOKENS), OutputCollector(OutputKind.TOKENS)
+    llm._collectors |= {threading.Thread(): output, threading.Thread(): failed}
+    output.new.new_tokens.append((0, 5))
+    output.flush()
+    failed.fail(RuntimeError("a step has failed"))
+    assert llm.step().new_tokens == [(0, 5)]
+    with pytest.raises(RuntimeError, match="a step has failed"):
+        failed.fail(RuntimeError("a step has failed"))
+        llm.step()
+
+
 @BOTH_WAYS
 def test_engine_runs_ahead_of_a_stream_by_a_bound(make_llm, requests, async_scheduling):
     llm = make_llm(async_scheduling=async_scheduling)
@@ -446,6 +461,28 @@ def test_the_engines_own_thread_can_not_wait(make_llm, requests):
     llm.core.on_step[:] = [lambda step, result: llm.exit()]
     with pytest.raises(RuntimeError, match="closed by exit"):
         llm.generate(requests[0][0], replace(GREEDY, max_tokens=1000), use_tqdm=False)
+
+
+def test_finalizer_in_the_thread_that_watches_the_ranks(make_llm, monkeypatch, requests):
+    """The engine's thread waits for that one when it ends the ranks, so that one must not wait for the engine's."""
+    llm, is_released = make_llm(), threading.Event()
+    postprocess = llm.scheduler.postprocess
+    slow = lambda *arguments: is_released.wait(20) and postprocess(*arguments)
+    monkeypatch.setattr(llm.scheduler, "postprocess", slow)
+    watcher = threading.Thread(target=llm.engine_thread.exit)
+    llm.workers.supervisor = watcher
+
+    def generate():
+        with pytest.raises(RuntimeError, match="closed by exit"):
+            llm.generate(*requests[0], use_tqdm=False)
+
+    with threads(generate):
+        while not llm.scheduler.live:
+            time.sleep(0.001)
+        watcher.start()
+        watcher.join(5)
+        assert not watcher.is_alive(), "waits for a step"
+        is_released.set()
 
 
 def test_nothing_is_left_of_an_engine_without_references(make_llm, requests):

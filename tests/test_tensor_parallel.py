@@ -358,7 +358,7 @@ def test_ctrl_c_and_killed_ranks(make_llm, expected, async_scheduling):
         check_kill_in_a_step(llm, rank=1)
 
 
-def test_ctrl_c_waits_for_the_end_of_a_step():
+def test_ctrl_c_waits_for_the_end_of_a_block():
     reached = 0
     with pytest.raises(KeyboardInterrupt), interrupts_held():
         with interrupts_held():
@@ -438,13 +438,14 @@ def test_an_exit_by_the_garbage_collector_in_the_ranks_own_thread(sleepers, monk
     describe_end = worker._describe_end
     monkeypatch.setattr(worker, "_describe_end", lambda *arguments: sleepers.exit() or describe_end(*arguments))
     os.kill(pid_of(1), signal.SIGKILL)
-    sleepers._supervisor.join(SOON)
+    sleepers.supervisor.join(SOON)
     assert not leftovers(tmp_path)
 
 
 def test_one_rank_has_the_same_interface(sleepers):
     names = [name for name in dir(SingleRank()) if not name.startswith("_")]
-    assert {"connect", "wait_until_started", "check", "launch", "cause_of", "exit", "tp", "processes"} == {*names}
+    public = ("connect", "wait_until_started", "check", "launch", "cause_of", "exit", "tp", "processes", "supervisor")
+    assert {*names} == {*public}
     assert all(hasattr(sleepers, name) for name in names)
 
 
@@ -470,16 +471,6 @@ def test_an_exit_while_another_thread_launches(sleepers):
     with pytest.raises(RuntimeError, match=r"closed by exit\(\)"):
         sleepers.launch(FakeRunner(), None)
     assert time.monotonic() - begin < SOON
-
-
-def test_a_signal_handler_that_raises_in_a_launch(sleepers, tmp_path):
-    """The ranks have got a step that rank 0 has not run: they can't go on."""
-    runner = FakeRunner()
-    runner.error = SystemExit()
-    with pytest.raises(SystemExit):
-        sleepers.launch(runner, None)
-    with pytest.raises(RuntimeError, match=r"interrupted while it was launched \(SystemExit"):
-        sleepers.launch(FakeRunner(), None)
 
 
 def test_ranks_that_cannot_be_started(monkeypatch, tmp_path):

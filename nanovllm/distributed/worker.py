@@ -58,7 +58,7 @@ class Workers:
         self.processes: list[subprocess.Popen] = []
         self._caller_pid = os.getpid()
         self._num_ready = [0] * (config.tensor_parallel_size - 1)  # messages READY of each rank, at most 2
-        self._supervisor: threading.Thread | None = None
+        self.supervisor: threading.Thread | None = None
         self._is_closing = False  # by `exit`, when nothing is queued that waits for a rank
         self._ended = threading.Event()  # of the supervisor; an interrupted `join` before Python 3.13 is no proof of it
         self._channel: StepChannel | None = None
@@ -67,9 +67,9 @@ class Workers:
     def connect(self) -> TensorParallel:
         """Start the processes, and connect rank 0 with them."""
         self._deadline = monotonic() + START_TIMEOUT
-        self._supervisor = threading.Thread(target=self._supervise, name="nanovllm ranks", daemon=True)
+        self.supervisor = threading.Thread(target=self._supervise, name="nanovllm ranks", daemon=True)
         with interrupts_held():  # a thread whose start was interrupted can't be joined
-            self._supervisor.start()
+            self.supervisor.start()
         self._wait_until(lambda: min(self._num_ready) >= 1)
         connection: Future[TensorParallel] = Future()
         threading.Thread(target=self._connect_rank_0, args=(connection,), daemon=True).start()
@@ -103,22 +103,16 @@ class Workers:
             raise RuntimeError(self.failure)
 
     def launch(self, runner: ModelRunner, step: ScheduledStep) -> PendingStep:
-        """Prepare a step and launch it on all ranks or on none; Ctrl-C is held meanwhile.
+        """Prepare a step and launch it on all ranks. RuntimeError as in `check`, and when another thread calls `exit`.
 
-        Any thread may call this, but one at a time. RuntimeError as in `check`, and when another thread calls `exit`.
+        The ranks can't go on after an error between the two.
         """
         channel = self._channel
         self.check()
         batch = runner.prepare(step)
-        with interrupts_held():
-            try:
-                channel.send(batch.shape, batch.buffer, STEP_TIMEOUT)
-                self.check()
-                return runner.launch(batch, step)
-            except BaseException as error:
-                if not isinstance(error, Exception):  # raised by a signal handler, and the caller may go on after it
-                    self._fail(f"a step was interrupted while it was launched ({error!r})")
-                raise
+        channel.send(batch.shape, batch.buffer, STEP_TIMEOUT)
+        self.check()
+        return runner.launch(batch, step)
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Kill all ranks after an error of rank 0. Returns the error to raise: `error`, or the failure that caused it.
@@ -222,7 +216,7 @@ class Workers:
         Any thread may call this, more than once, and while another thread is in `launch`, which then raises
         RuntimeError. An interrupt is raised when all is done.
         """
-        if self._supervisor is None or os.getpid() != self._caller_pid:
+        if self.supervisor is None or os.getpid() != self._caller_pid:
             return
         interrupts = []
         with interrupts_held():
@@ -230,12 +224,12 @@ class Workers:
                 try:
                     self._is_closing |= self.failure is None
                     self._fail("this engine was closed by exit()")
-                    if threading.current_thread() is self._supervisor:  # called by the garbage collector
+                    if threading.current_thread() is self.supervisor:  # called by the garbage collector
                         return
                     self._ended.wait()
                 except BaseException as interrupt:  # raised by a handler of another signal
                     interrupts.append(interrupt)
-            self._supervisor.join()
+            self.supervisor.join()
         if interrupts:
             raise interrupts[0]
 

@@ -1,7 +1,7 @@
 """Everything that one step needs, as one flat int32 buffer with named views.
 
 The host turns the scheduler's counts into arrays here. The buffer then crosses to the device in a single copy, and the
-same views are taken of the copy. Nothing after this point knows of sequences.
+same views are taken of the copy. What runs on the device knows of no sequences.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The engine: schedule a step, launch it, and process the result of the step before. One thread at a time uses it."""
+"""The engine: schedule a step, launch it, and process its result or, while it runs, that of the step before."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 class Engine:
-    """Scheduler, model runner, ranks and output processor. `EngineThread` owns one, and calls its methods."""
+    """Scheduler, model runner, ranks and output processor: `LLMEngine.core`. An `EngineThread` calls its methods."""
 
     def __init__(self, config: Config, startup: Stopwatch):
         """RuntimeError if one of several ranks does not start."""
@@ -47,7 +47,7 @@ class Engine:
         step = self.scheduler.schedule(prompts_first=self.output_processor.is_offline)
         launched = (step, self.workers.launch(self.model_runner, step)) if step else None
         if self.config.async_scheduling:
-            launched, self._in_flight = self._in_flight, launched
+            launched, self._in_flight = self._in_flight, launched  # from here on, that of the step before
         if launched:
             step, pending = launched
             result = pending.wait()
@@ -68,7 +68,7 @@ class Engine:
         self.workers.check()
 
     def drop_requests(self) -> None:
-        """Forget all requests, and rebuild the state: a step may have ended in the middle."""
+        """Forget all requests, and rebuild the state: after an error, in the middle of a step, and at the end."""
         clear_context()
         if self.model_runner is not None:
             self.model_runner.recover()  # steps that are queued still read the host's buffers
@@ -107,6 +107,7 @@ class SingleRank:
     def __init__(self):
         self.tp = TensorParallel()
         self.processes = ()
+        self.supervisor = None
 
     def connect(self) -> TensorParallel:
         return self.tp

@@ -19,7 +19,7 @@ CLOSED = "this engine was closed by exit()"
 
 
 class EngineThread:
-    """Runs the steps of an engine, which no other thread touches.
+    """Runs the steps of an engine, whose state no other thread changes.
 
     Callers in any number of threads submit requests, and wait for what arrives in their collectors. So Ctrl-C
     interrupts a wait, and never a step. What callers ask for is queued as commands, which are carried out between two
@@ -116,13 +116,15 @@ class EngineThread:
     def exit(self) -> None:
         """Drop all requests, free the device's memory, and end the thread. Callers that wait get a RuntimeError.
 
-        Called by the thread itself, in a finalizer, it takes effect after the step; in a forked child it does nothing.
+        In a finalizer that this thread runs, or the one that watches the ranks, it takes effect after the step; in a
+        forked child it does nothing.
         """
         if os.getpid() != self._pid:
             return
         self._is_closing = True
         self.wake()
-        while not self._has_ended and threading.current_thread() is not self._thread:
+        may_wait = threading.current_thread() not in (self._thread, self.engine.workers.supervisor)
+        while may_wait and not self._has_ended:
             sleep(0.001)  # before Python 3.13, a `join` that was interrupted takes the thread for ended
 
     def _post(self, command: Callable[[], object], waiter: Any = None) -> None:

@@ -82,9 +82,9 @@ class LLMEngine:
         `sampling_params` are for all prompts, or a list with one for each; None takes what the model recommends.
         `priority` has an integer for each prompt, as in `add_request`.
 
-        ValueError or TypeError, as in `add_request`, if any prompt is invalid; then none is queued. Ctrl-C and errors
-        drop the requests of this call, and the engine can be used again. RuntimeError if a step that another caller ran
-        has failed, which drops all requests.
+        ValueError or TypeError, as in `add_request`, if any prompt is invalid; then none is queued. Ctrl-C drops the
+        requests of this call. RuntimeError, with the error as its cause, if a step fails, which drops all requests. The
+        engine can be used again, but with several ranks an error closes it.
         """
         requests = self.processor.requests(prompts, sampling_params, OutputKind.FINAL_ONLY, None, priority)
         return self._run(requests, use_tqdm)
@@ -111,8 +111,9 @@ class LLMEngine:
         """The answers of `generate` piece by piece; the events of different prompts alternate.
 
         Text that may still be cut off as a stop string is held back, and no character is split. `chat_template_kwargs`
-        are for conversations. Errors are those of `generate`, and are raised by the call itself. Leaving the loop
-        aborts the requests that have not ended. The engine runs ahead of the reader by 32 steps at most.
+        are for conversations. Errors are those of `generate`; those of prompts are raised by the call itself. Requests
+        are queued when the first event is asked for, and leaving the loop drops those that have not ended. The engine
+        runs ahead of the reader by 32 steps at most.
         """
         self.engine_thread.check_open()
         requests = self.processor.requests(prompts, sampling_params, OutputKind.DELTA, chat_template_kwargs, priority)
@@ -151,7 +152,7 @@ class LLMEngine:
         self.engine_thread.abort(check_int("request_id", request_id, low=0, high=num_requests - 1))
 
     def step(self) -> StepOutput:
-        """Launch the next step, and return what has arrived for the requests that this thread has added.
+        """Make a step, unless something has arrived already, and return what has, for the requests of this thread.
 
         A thread that has added none, such as the loop of a server, gets the outputs of all threads that do not call
         `step` themselves.
@@ -168,7 +169,10 @@ class LLMEngine:
         except RuntimeError as error:
             failure = error  # what came before it is returned first
         for collector in collectors:
-            output.add(collector.take(wait=False))
+            try:
+                output.add(collector.take(wait=False))
+            except RuntimeError as error:
+                failure = error
         if failure is not None and not (output.finished or output.new_tokens):
             raise failure
         return output
@@ -179,7 +183,7 @@ class LLMEngine:
 
     @property
     def model_runner(self) -> ModelRunner | None:
-        """That of rank 0; None after `exit`."""
+        """That of rank 0; None after `exit`, and after an error with several ranks."""
         return self.core.model_runner
 
     def exit(self) -> None:
@@ -208,6 +212,7 @@ class LLMEngine:
                 if not other.is_alive() and self.engine_thread.is_finished(collector):
                     self._collectors.pop(other, None)
                     self._step_callers.discard(other)
+            # it never wants steps: its caller asks for each
             self._collectors[thread] = OutputCollector(OutputKind.TOKENS, max_steps_ahead=0)
         return self._collectors[thread]
 

@@ -290,7 +290,7 @@ class ModelRunner:
             torch.cuda.synchronize(self.device)
 
     def recover(self) -> None:
-        """Wait for the queued steps and drop their results. Never raises, as it is called after an error."""
+        """Wait for the queued steps and drop their results. Never raises, as it is called after errors."""
         with suppress(RuntimeError):
             self.synchronize()
             if self.graphs:

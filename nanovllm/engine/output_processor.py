@@ -77,7 +77,7 @@ class OutputProcessor:
                 self._hand_over(request.collector)
 
     def reset(self) -> None:
-        """Forget all requests and sequences, without an output: a step has failed."""
+        """Forget all requests and sequences, without an output. The EngineThread tells their collectors."""
         self.requests.clear()
         self._watching.clear()
         self.scheduler.reset()

@@ -187,7 +187,7 @@ class StreamEvent(Record):
 
 @dataclass(slots=True)
 class StepOutput:
-    """What arrived for one caller since it last asked: in one step, or in several if other callers ran steps too.
+    """What arrived for one caller since it last asked, in one step or in several.
 
     finished: the outputs of the requests that ended.
     new_tokens: (request id, token id) of every new token, in the order of arrival; only for callers of `step`.

@@ -47,7 +47,7 @@ class Scheduler:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all sequences, and the contents of all blocks: at the start, and after an error."""
+        """Forget all sequences, and the contents of all blocks: at the start, after an error, and at the end."""
         self.block_manager.reset()
         self.live: dict[int, dict[int, Sequence]] = {}  # by request id and index: all that have not ended
         self.waiting = WaitingQueue()  # these hold no blocks
@@ -85,7 +85,7 @@ class Scheduler:
         }
 
     def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:
-        """The next step, or None if all running sequences wait for tokens that are still in flight.
+        """The next step, or None if there is nothing to compute, or all that run wait for tokens in flight.
 
         prompts_first: do not decode while prompts can be computed, as that takes less time in all.
         """

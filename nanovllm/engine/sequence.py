@@ -27,7 +27,8 @@ class Sequence:
     """A prompt and the tokens that were generated for it.
 
     Counts run ahead of contents: `num_tokens`, and `len`, count a token from the moment that the step which samples it
-    is scheduled; `token_ids` has it when it has reached the host. Only the Scheduler changes a sequence.
+    is scheduled; `token_ids` has it when it has reached the host. Once a sequence is queued, only the Scheduler changes
+    it, with its block manager and its table; a constraint sets `token_limit`.
 
     A beam of a beam search pauses after each step: the step brings `candidates` for its next token, and
     `Scheduler.branch` chooses among them.

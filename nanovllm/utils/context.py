@@ -55,5 +55,5 @@ def attention_context(context: Context):
 
 
 def clear_context() -> None:
-    """Clear the context after an error: an interrupt may have kept `attention_context` from doing so."""
+    """Clear the context after an error, which may have come within `attention_context` itself."""
     _context.set(None)
