@@ -1,8 +1,10 @@
 """AsyncLLM: the answers are those of LLM, and nothing is left of a request that ended, was cancelled, or failed."""
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -331,3 +333,35 @@ def test_one_event_loop_after_another(make_async_llm, offline):
     answer = asyncio.run(last_output(llm, PROMPTS[0], GREEDY))
     assert answer.outputs == offline(PROMPTS[0]).outputs
     asyncio.run(wait_until_free(llm))
+
+
+def test_loop_that_never_takes_its_outputs(make_async_llm, offline):
+    """It was told of outputs, and stands still: the next loop is told all the same."""
+    llm, loop = make_async_llm(), asyncio.new_event_loop()
+
+    async def begin():
+        return asyncio.ensure_future(last_output(llm, PROMPTS[0], ENDLESS))
+
+    task = loop.run_until_complete(begin())
+    while llm._told is None:
+        loop.run_until_complete(asyncio.sleep(0.001))
+        time.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        loop.run_until_complete(task)
+    loop.close()
+    answer = asyncio.run(asyncio.wait_for(last_output(llm, PROMPTS[0], GREEDY), 30))
+    assert answer.outputs == offline(PROMPTS[0]).outputs
+
+
+def test_engine_without_references_ends():
+    """Also after requests: the thread of an idle engine keeps nothing of them."""
+    llm = AsyncLLM("tiny-qwen3", **SETTINGS)
+    asyncio.run(last_output(llm, PROMPTS[0], GREEDY))
+    thread, alive = llm.engine.engine_thread._thread, weakref.ref(llm)
+    del llm
+    give_up = time.monotonic() + 10
+    while (alive() is not None or thread.is_alive()) and time.monotonic() < give_up:
+        gc.collect()
+        time.sleep(0.01)
+    assert alive() is None and not thread.is_alive()

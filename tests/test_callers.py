@@ -348,10 +348,10 @@ def test_collector_of_a_caller_that_never_steps(make_llm, requests):
         pass
     (collector,) = llm._collectors.values()
     llm.generate(requests[1][0], replace(GREEDY, max_tokens=30), use_tqdm=False)
-    output = collector.take(wait=False)
+    collector.take_into(output := StepOutput())
     assert len(output.new_tokens) == 3 and len(output.finished) == 1 and not output.events
     assert output.num_prefill_tokens == len(requests[0][0]) and 2 <= output.num_decode_tokens <= 3
-    assert collector.take(wait=False) == StepOutput() and not collector.live
+    assert not (collector.is_ready or collector.live)
 
 
 def test_outputs_of_others_before_an_error(make_llm):
@@ -363,9 +363,10 @@ def test_outputs_of_others_before_an_error(make_llm):
     output.flush()
     failed.fail(RuntimeError("a step has failed"))
     assert llm.step().new_tokens == [(0, 5)]
+    output.fail(RuntimeError("a step has failed"))
     with pytest.raises(RuntimeError, match="a step has failed"):
-        failed.fail(RuntimeError("a step has failed"))
         llm.step()
+    assert llm.is_finished() and not llm.step().has_outputs  # one error, though both have it
 
 
 @BOTH_WAYS

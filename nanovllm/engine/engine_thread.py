@@ -4,6 +4,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from functools import partial
 from queue import SimpleQueue
 from time import sleep
@@ -51,6 +52,7 @@ class EngineThread:
         for request in requests:
             request.collector = collector
         self._post(partial(self._outputs.add, requests), collector)
+        self.check_open()  # once more: if it is not closing now, the command will be seen
 
     def abort(self, request_id: int) -> None:
         """End a request before the next step; its collector gets the tokens that were generated."""
@@ -147,18 +149,16 @@ class EngineThread:
                     self._recover(error)
         finally:
             self._is_closing = True
-            self._fail_callers(CLOSED)
-            try:
-                self.engine.drop_requests()
-                self.engine.exit()
-            finally:
-                self._has_ended = True
+            with ExitStack() as ends:  # all of them, also after an error of one; the last first
+                ends.callback(setattr, self, "_has_ended", True)
+                ends.callback(self.engine.exit)
+                ends.callback(self.engine.drop_requests)
+                ends.callback(self._fail_callers, CLOSED)
 
     def _run_until_closing(self) -> None:
         while not self._is_closing:
-            while self._commands:
-                command, _ = self._commands[0]
-                command()
+            for _ in range(len(self._commands)):
+                self._commands[0][0]()  # without a name, which would keep what it refers to
                 self._commands.popleft()
             if self._steps_are_wanted():
                 self.engine.check_open()
@@ -178,26 +178,27 @@ class EngineThread:
 
     def _recover(self, error: BaseException) -> None:
         """Drop all requests after an error of a step. With several ranks, close the engine."""
-        self.engine.drop_requests()
-        if self.engine.workers.processes:
-            try:
+        try:
+            self.engine.drop_requests()
+            if self.engine.workers.processes:
                 self.engine.close_after(error)
-            except RuntimeError as cause:
-                error = cause
-        self._fail_callers(f"a step has failed, and all requests with it: {error!r}", error)
+        except RuntimeError as cause:
+            error = cause
+        finally:
+            self._fail_callers(f"a step has failed, and all requests with it: {error!r}", error)
 
     def _fail_callers(self, message: str, cause: BaseException | None = None) -> None:
-        waiters = {*self._outputs.collectors}
-        self._outputs.collectors.clear()
-        while self._commands:
-            waiters.add(self._commands.popleft()[1])
-        for waiter in waiters:
+        commands = [*self._commands]
+        for waiter in {*self._outputs.collectors, *(waiter for _, waiter in commands)}:
             error = RuntimeError(message)
             error.__cause__ = cause
             if isinstance(waiter, OutputCollector):
                 waiter.fail(error)
             elif waiter is not None:
                 waiter.put(error)
+        self._outputs.collectors.clear()
+        for _ in commands:  # only now: until then, nobody takes these requests for finished
+            self._commands.popleft()
 
 
 class Submission:

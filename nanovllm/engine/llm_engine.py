@@ -20,6 +20,7 @@ from nanovllm.engine.request import CompletionRequest
 from nanovllm.engine.scheduling_policy import make_policy
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
+from nanovllm.utils.interrupts import interrupts_held
 from nanovllm.utils.stopwatch import Stopwatch
 from nanovllm.utils.tokenizer import load_tokenizer
 
@@ -65,8 +66,9 @@ class LLMEngine:
         self._collectors: dict[threading.Thread, OutputCollector] = {}  # of the threads that call `add_request`
         self._step_callers: set[threading.Thread] = set()  # those of them that call `step` too
         # the model is loaded by the caller's thread, so that Ctrl-C ends the loading at once
-        self.engine_thread = EngineThread(self.core)
-        weakref.finalize(self, self.engine_thread.exit)
+        with interrupts_held():  # what is started is ended, too
+            self.engine_thread = EngineThread(self.core)
+            weakref.finalize(self, self.engine_thread.exit)
         logger.info("%s", repr(self))  # a record that is kept does not keep the engine
 
     def generate(
@@ -113,7 +115,7 @@ class LLMEngine:
         Text that may still be cut off as a stop string is held back, and no character is split. `chat_template_kwargs`
         are for conversations. Errors are those of `generate`; those of prompts are raised by the call itself. Requests
         are queued when the first event is asked for, and leaving the loop drops those that have not ended. The engine
-        runs ahead of the reader by 32 steps at most.
+        runs ahead of the reader by 32 steps at most, unless other callers want more.
         """
         self.engine_thread.check_open()
         requests = self.processor.requests(prompts, sampling_params, OutputKind.DELTA, chat_template_kwargs, priority)
@@ -169,12 +171,12 @@ class LLMEngine:
         except RuntimeError as error:
             failure = error  # what came before it is returned first
         for collector in collectors:
-            try:
-                output.add(collector.take(wait=False))
-            except RuntimeError as error:
-                failure = error
-        if failure is not None and not (output.finished or output.new_tokens):
-            raise failure
+            collector.take_into(output)
+        if not output.has_outputs:
+            for collector in collectors:  # an error of one step may be in several
+                failure, collector.error = failure or collector.error, None
+            if failure is not None:
+                raise failure
         return output
 
     def is_finished(self) -> bool:

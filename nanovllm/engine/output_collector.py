@@ -1,7 +1,8 @@
 """What has arrived for one caller and has not been read yet."""
 
+from contextlib import suppress
 from math import inf
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from time import perf_counter
 
 from nanovllm.engine.outputs import OutputKind, StepOutput
@@ -24,13 +25,13 @@ class OutputCollector:
         self.new = StepOutput()  # of the current step; for the engine's thread only
         self._ended: set[int] = set()  # those of `live` that ended in it
         self._outputs: SimpleQueue[StepOutput | RuntimeError] = SimpleQueue()
-        self._error: RuntimeError | None = None  # taken from the queue, and not raised yet
+        self.error: RuntimeError | None = None  # taken from the queue, and not raised yet
         self._last_flush = 0.0
 
     @property
     def is_ready(self) -> bool:
         """Whether there is something to take."""
-        return self._error is not None or not self._outputs.empty()
+        return self.error is not None or not self._outputs.empty()
 
     # -- for the engine's thread ---------------------------------------------------------------------------------------
 
@@ -47,7 +48,7 @@ class OutputCollector:
         new = self.new
         new.num_prefill_tokens += num_prefill_tokens
         new.num_decode_tokens += num_decode_tokens
-        if new.finished or new.new_tokens or new.events or perf_counter() > self._last_flush + self.max_seconds:
+        if new.has_outputs or perf_counter() > self._last_flush + self.max_seconds:
             self.flush()
         # only now: a thread that sees no live request expects no further output
         self.live.difference_update(self._ended)
@@ -62,26 +63,31 @@ class OutputCollector:
     def fail(self, error: RuntimeError) -> None:
         """Its requests were dropped, which the caller learns by this error."""
         self.new = StepOutput()
+        self._outputs.put(error)
         self.live.clear()
         self._ended.clear()
-        self._outputs.put(error)
 
     # -- for the caller's thread ---------------------------------------------------------------------------------------
 
-    def take(self, wait: bool = True) -> StepOutput:
-        """All outputs since the last call; with `wait` there is at least one, or RuntimeError.
+    def take(self) -> StepOutput:
+        """All outputs since the last call; waits until there is at least one, or raises the error that came instead.
 
         After an error, first the outputs that came before it are returned.
         """
         taken = StepOutput()
-        while self._error is None and (wait or not self._outputs.empty()):
-            output = self._outputs.get()
-            wait = False
-            if isinstance(output, StepOutput):
-                taken.add(output)
-            else:
-                self._error = output
-        if self._error is not None and not (taken.finished or taken.new_tokens or taken.events):
-            error, self._error = self._error, None
+        self.take_into(taken, wait=True)
+        if self.error is not None and not taken.has_outputs:
+            error, self.error = self.error, None
             raise error
         return taken
+
+    def take_into(self, taken: StepOutput, wait: bool = False) -> None:
+        """Add all outputs since the last call, up to an error, which is kept in `error`."""
+        with suppress(Empty):
+            while self.error is None:
+                output = self._outputs.get(wait)
+                wait = False
+                if isinstance(output, StepOutput):
+                    taken.add(output)
+                else:
+                    self.error = output

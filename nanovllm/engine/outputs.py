@@ -201,6 +201,10 @@ class StepOutput:
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
 
+    @property
+    def has_outputs(self) -> bool:
+        return bool(self.finished or self.new_tokens or self.events)
+
     def add(self, other: "StepOutput") -> None:
         self.finished += other.finished
         self.new_tokens += other.new_tokens

@@ -1,10 +1,11 @@
 """The engine for asyncio: any number of tasks ask for answers, and the engine's thread runs the steps for all."""
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
 
-from nanovllm.engine.outputs import OutputKind
+from nanovllm.engine.outputs import OutputKind, StepOutput
 from nanovllm.engine.request import CompletionRequest
 from nanovllm.llm import LLM
 from nanovllm.serve.async_request import AsyncRequest
@@ -42,7 +43,7 @@ class AsyncLLM(EngineClient):
         self._thread = self.engine.engine_thread
         kinds = (OutputKind.DELTA, OutputKind.TOKENS)
         self._collectors = {kind: NotifyingCollector(kind, self._on_output, self._on_failure) for kind in kinds}
-        self._is_told = False  # the event loop, that there are outputs
+        self._told: asyncio.AbstractEventLoop | None = None  # the loop that knows that there are outputs
 
     # -- the event loop's thread ---------------------------------------------------------------------------------------
 
@@ -50,7 +51,7 @@ class AsyncLLM(EngineClient):
         try:
             self._thread.submit([request], self._collectors[request.kind])
         except RuntimeError as error:  # another rank is lost
-            self._on_failure(error)
+            self._end(error)
             self.check_open()
         return AsyncRequest(request, name)
 
@@ -65,11 +66,10 @@ class AsyncLLM(EngineClient):
 
     def _deliver(self) -> None:
         """What has arrived since the last call."""
-        self._is_told = False
-        if self.error is not None:
-            return  # `_fail_all` follows
+        self._told = None
         for collector in self._collectors.values():
-            output = collector.take(wait=False)
+            output = StepOutput()
+            collector.take_into(output)  # after an error `_fail_all` follows
             for event in output.events:
                 if (request := self._live.get(event.request_id)) is not None:
                     request.add_event(event)
@@ -83,27 +83,33 @@ class AsyncLLM(EngineClient):
     # -- the engine's thread -------------------------------------------------------------------------------------------
 
     def _on_output(self) -> None:
-        if not self._is_told:
-            self._is_told = True
+        if self._told is not (loop := self._loop):
+            self._told = loop
             self._call_in_loop(self._deliver)
 
     def _on_failure(self, error: RuntimeError) -> None:
-        if not self._is_closing:
+        if self._is_closing or error.__cause__ is None:  # by `exit`, or at the end of the interpreter
             self._is_closing = True
-            self.error = error.__cause__ or error
-            logger.error("the engine has failed", exc_info=self.error)
-            for report in self.on_failure:
-                report(self.error)
-            self.engine.exit()
+            self._call_in_loop(self._fail_all)
+        else:
+            self._end(error.__cause__)
+
+    def _end(self, error: BaseException) -> None:
+        self._is_closing, self.error = True, error
         self._call_in_loop(self._fail_all)
+        logger.error("the engine has failed", exc_info=error)
+        try:
+            for report in self.on_failure:
+                report(error)
+        finally:
+            self.engine.exit()
 
     def _call_in_loop(self, call: Callable[[], None]) -> None:
         try:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(call)
         except RuntimeError:  # the loop was closed, and its tasks with it
-            self._is_told = False
-            self._thread.discard([*self._live])
+            self._thread.discard([i for collector in self._collectors.values() for i in [*collector.live]])
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ large `multipleOf`, or `&` and `~` of a Lark grammar take minutes. A thread that
 """
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -67,15 +68,21 @@ class CompileSandbox:
         self._errors: OrderedDict[bytes, str] = OrderedDict()  # the last used comes last
         self._changed = threading.Condition()  # of a reentrant lock: a signal handler may call `close` at any time
         self._is_closed = False
-        weakref.finalize(self, _end_all, self._processes)
+        self._pid = os.getpid()
+        weakref.finalize(self, _end_all, self._processes, self._pid)
 
     def close(self) -> None:
-        """End the processes. It does not wait for `error_of`, which a signal handler may have interrupted."""
+        """End the processes. It does not wait for `error_of`, which a signal handler may have interrupted.
+
+        In a forked child, to which they do not belong, nothing happens.
+        """
+        if os.getpid() != self._pid:
+            return
         self._is_closed = True  # before `_processes` is read: `error_of` uses them in the other order
         with self._changed:
             for process in [*self._processes]:
                 process.kill()  # if a thread waits for its answer, that thread does the rest
-            _end_all(self._processes.difference(self._in_trial.values()))
+            _end_all(self._processes.difference(self._in_trial.values()), self._pid)
             self._changed.notify_all()
 
     def error_of(self, grammar: str) -> str:
@@ -155,6 +162,6 @@ def _end(process: Process) -> None:
         process.communicate()  # closes the pipes, and waits
 
 
-def _end_all(processes: set[Process]) -> None:
-    for process in [*processes]:
+def _end_all(processes: set[Process], pid: int) -> None:
+    for process in [*processes] if os.getpid() == pid else ():
         _end(process)

@@ -86,18 +86,19 @@ class Replica:
                 self._requests[request.request_id] = request
                 self._ids[request.index] = request.request_id
                 self._num_unfinished[request.request_id] = len(request.group)
-        self._in_grammar_thread.difference_update([new.number for new in messages])
         try:
             for request in requests:
                 self._thread.submit([request], self._collectors[request.kind])
         except RuntimeError as error:
             self._fail(error)
+        self._in_grammar_thread.difference_update([new.number for new in messages])
 
     def discard(self, numbers: Iterable[int]) -> None:
         """End requests without an output."""
+        numbers = [*numbers]
         if late := self._in_grammar_thread.intersection(numbers):
             self._grammar_thread.submit(self.discard, late)  # when it has made them
-        found = [self._forget(number) for number in numbers]
+        found = [self._forget(number) for number in numbers if number not in late]
         self._thread.discard([request.request_id for request in found if request is not None])
 
     def abort(self, number: int) -> None:
@@ -123,7 +124,7 @@ class Replica:
             # without the lock, for which the engine's thread would have to wait
             outputs = StepOutput()
             for collector in self._collectors.values():
-                outputs.add(collector.take(wait=False))
+                collector.take_into(outputs)
             yield encode_report(Report(*self._read(outputs), errors))
 
     def exit(self) -> None:
