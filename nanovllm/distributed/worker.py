@@ -94,11 +94,7 @@ class Workers:
             sleep(0.002)
 
     def check(self) -> None:
-        """RuntimeError if the ranks have failed, or this process is a fork of the one that they belong to."""
-        if os.getpid() != self._caller_pid:
-            raise RuntimeError(
-                f"this process is a fork of {self._caller_pid}, to which this engine belongs: start another engine here"
-            )
+        """RuntimeError if the ranks have failed."""
         if self.failure:
             raise RuntimeError(self.failure)
 

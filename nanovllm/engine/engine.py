@@ -14,6 +14,8 @@ from nanovllm.utils.context import clear_context
 from nanovllm.utils.stopwatch import Stopwatch
 from nanovllm.utils.tensor_parallel import TensorParallel
 
+CLOSED = "this engine was closed by exit()"
+
 
 class Engine:
     """Scheduler, model runner, ranks and output processor: `LLMEngine.core`. An `EngineThread` calls its methods."""
@@ -64,7 +66,7 @@ class Engine:
     def check_open(self) -> None:
         """RuntimeError if the engine was closed or has failed."""
         if self.model_runner is None:
-            raise RuntimeError("this engine was closed by exit()")
+            raise RuntimeError(CLOSED)
         self.workers.check()
 
     def drop_requests(self) -> None:

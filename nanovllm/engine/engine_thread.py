@@ -10,13 +10,12 @@ from queue import SimpleQueue
 from time import sleep
 from typing import Any, TypeVar
 
-from nanovllm.engine.engine import Engine
+from nanovllm.engine.engine import CLOSED, Engine
 from nanovllm.engine.output_collector import OutputCollector
 from nanovllm.engine.outputs import StepOutput
 from nanovllm.engine.request import Request
 
 T = TypeVar("T")
-CLOSED = "this engine was closed by exit()"
 
 
 class EngineThread:

@@ -50,8 +50,9 @@ class AsyncLLM(EngineClient):
     def _start(self, request: CompletionRequest, name: str) -> AsyncRequest:
         try:
             self._thread.submit([request], self._collectors[request.kind])
-        except RuntimeError as error:  # another rank is lost
-            self._end(error)
+        except RuntimeError as error:
+            if not self._is_closing:  # then another rank is lost
+                self._end(error)
             self.check_open()
         return AsyncRequest(request, name)
 
