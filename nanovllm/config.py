@@ -1,8 +1,6 @@
 """Settings of an engine: validated and resolved when they are made, and frozen from then on."""
 
-import importlib.util
 import inspect
-import os
 from collections.abc import Callable
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
@@ -103,16 +101,20 @@ class Config:
     def __post_init__(self) -> None:
         self._check_settings()
         device = _resolve_device(self.device, self.tensor_parallel_size)
-        backend = _resolve_backend(self.attention_backend, device)
-        block_size, multiple = self.kvcache_block_size, 256 if backend == "flash" else 16
-        if block_size % multiple:
-            raise ValueError(f"kvcache_block_size={block_size}: must be a multiple of {multiple} for {backend!r}")
-        if backend == "flash" and self.kv_cache_dtype != "auto":
-            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: must be 'auto' for attention_backend='flash'")
+        runs_plain_torch = device == "cpu" and self.attention_backend in ("auto", "sdpa")
+        if runs_plain_torch:
+            backend, block_multiple = "sdpa", 16
+        else:
+            from nanovllm.attention import check_head_dim, resolve_backend  # what kernels need
+
+            backend, block_multiple = resolve_backend(self.attention_backend, device, self.kv_cache_dtype)
+        if (block_size := self.kvcache_block_size) % block_multiple:
+            raise ValueError(f"kvcache_block_size={block_size}: must be a multiple of {block_multiple} for {backend!r}")
         folder = find_model(self.model, self.revision, with_weights=self.load_format != "dummy")
         model_config = replace(ModelConfig.read(folder, self.quantization), expert_parallel=self.expert_parallel)
         model_config.check_divides(TensorParallel(size=self.tensor_parallel_size))
-        _check_head_dim(model_config.head_dim, device, backend)
+        if not runs_plain_torch:
+            check_head_dim(model_config.head_dim, device, backend)
         dtype, dtype_reason = self._resolve_dtype(model_config.dtype, device, folder)
         self._set(
             model=str(folder),
@@ -242,23 +244,3 @@ def _resolve_device(name: str, num_ranks: int) -> str:
     if num_ranks > (left := count - int(number or 0)):
         raise ValueError(f"tensor_parallel_size={num_ranks}: must be at most {left}, the devices from {name!r} on")
     return str(name)
-
-
-def _resolve_backend(backend: str, device: str) -> str:
-    check_choice("attention_backend", backend, ("auto", "flash", "triton", "sdpa"))
-    if backend == "auto":
-        return "triton" if device != "cpu" and importlib.util.find_spec("triton") else "sdpa"
-    package = {"flash": "flash_attn", "triton": "triton"}.get(backend)
-    if package and importlib.util.find_spec(package) is None:
-        hint = "pip install 'nano-vllm[flash]'" if backend == "flash" else "pip install triton"
-        raise ValueError(f"attention_backend={backend!r}: the package {package} is not installed ({hint})")
-    if device == "cpu" and package and not (backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"):
-        raise ValueError(f"attention_backend={backend!r}: needs device='cuda'")
-    return backend
-
-
-def _check_head_dim(head_dim: int, device: str, backend: str) -> None:
-    """ValueError if our kernels would run, and can't: tiles of theirs have `head_dim` columns."""
-    runs_kernels = backend == "triton" or (device != "cpu" and importlib.util.find_spec("triton") is not None)
-    if runs_kernels and (head_dim < 16 or head_dim & (head_dim - 1)):
-        raise ValueError(f"head_dim={head_dim} of the model: must be a power of two from 16 on, unless device='cpu'")

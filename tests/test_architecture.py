@@ -42,14 +42,15 @@ HOUSE = """
 0 | utils/checks.py utils/context.py utils/device.py utils/double_buffer.py utils/hub.py utils/interrupts.py
   utils/stopwatch.py utils/tensor_parallel.py utils/tokenizer.py utils/__init__.py <- models/__init__.py utils/loader.py
   quantization/__init__.py
-  <- model_config.py structured_outputs/__init__.py compat/__init__.py <- structured_outputs/spec.py compat/settings.py
+  <- model_config.py attention/__init__.py structured_outputs/__init__.py compat/__init__.py
+  <- structured_outputs/spec.py compat/settings.py
   <- config.py sampling_params.py <- compat/params.py
 0 | engine/__init__.py
 1 | engine/token_budget.py engine/group_admission.py engine/sequence.py <- engine/scheduled_step.py
   engine/block_manager.py engine/scheduling_policy.py <- engine/decode_table.py <- engine/scheduler.py
 1 | engine/outputs.py
 1 | kernels/
-2 | layers/kv_cache.py <- quantization/fp8_cache.py <- layers/
+2 | layers/kv_cache.py <- quantization/fp8_cache.py <- layers/ <- attention/
 3 | models/
 3 | quantization/scaled.py <- quantization/scaled_linear.py quantization/scaled_experts.py <- quantization/fp8_linear.py
   <- quantization/plan.py
@@ -266,6 +267,7 @@ def code_lines(source: str) -> int:
 # lines of code: what a room may grow to before it is looked at again
 BUDGETS = {
     "core": 4200,
+    "attention": 150,
     "kernels": 2050,
     "distributed": 550,
     "models": 250,
@@ -325,8 +327,18 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 4202, 56
-ROOMS = ("compat", "distributed", "features", "graphs", "quantization", "serve", "startup", "structured_outputs")
+CORE_LINES, CORE_FILES = 4129, files
+ROOMS = (
+    "attention",
+    "compat",
+    "distributed",
+    "features",
+    "graphs",
+    "quantization",
+    "serve",
+    "startup",
+    "structured_outputs",
+)
 PLAIN_GENERATE = """
 import json, sys
 from nanovllm import LLM, SamplingParams

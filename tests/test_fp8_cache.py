@@ -1,5 +1,7 @@
 """The FP8 cache: its numbers, its kernels against plain PyTorch on what it holds, and engines that have it."""
 
+import importlib.util
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -427,9 +429,10 @@ def test_refused(value):
 
 
 def test_refused_by_flash(monkeypatch):
-    monkeypatch.setattr("nanovllm.config._resolve_backend", lambda *_: "flash")
-    with pytest.raises(ValueError, match="kv_cache_dtype='fp8'.*flash"):
-        Config(TINY, kv_cache_dtype="fp8")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    with pytest.raises(ValueError, match="kv_cache_dtype='fp8': must be 'auto' for attention_backend='flash'"):
+        Config(TINY, device="cuda", attention_backend="flash", kv_cache_dtype="fp8")
 
 
 def logits_of(llm, ids: list[int]) -> torch.Tensor:

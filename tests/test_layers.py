@@ -14,11 +14,12 @@ from conftest import assert_close
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
+from nanovllm.attention.triton import TritonBackend
 from nanovllm.config import ModelConfig
 from nanovllm.engine.batch import query_tiles
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.attention_backends import SDPABackend, TritonBackend
+from nanovllm.layers.attention_backends import SDPABackend
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.fusion import norm_linear
 from nanovllm.layers.kv_cache import KVCache

@@ -1,4 +1,4 @@
-"""The ways to compute attention over the paged cache. A backend imports its library when it is constructed."""
+"""How attention over the paged cache is computed: what a backend is, and the one of plain PyTorch."""
 
 from typing import NamedTuple
 
@@ -54,86 +54,12 @@ class AttentionBackend:
 
 
 def make_backend(name: str) -> AttentionBackend:
-    return {"sdpa": SDPABackend, "triton": TritonBackend, "flash": FlashBackend}[name]()
+    """The backend of a resolved setting `attention_backend`."""
+    if name == "sdpa":
+        return SDPABackend()
+    from nanovllm.attention import backend_class  # a room of its own, for GPUs
 
-
-class TritonBackend(AttentionBackend):
-    """Our own paged kernels."""
-
-    captures_chunks = True
-
-    def __init__(self):
-        from nanovllm.kernels import ops
-
-        self.ops = ops
-
-    def attend(self, q, cache, context):
-        q = q.contiguous()  # as it is after our kernels, but not after plain PyTorch
-        out, n = torch.empty_like(q), context.num_decodes
-        lengths, tables = context.context_lens, context.block_tables
-        if context.has_chunks:
-            starts, tiles = context.cu_seqlens_q, context.query_tiles
-            self.ops.prefill_attention(q, cache.k, cache.v, starts, lengths, tables, tiles, out, cache.scales)
-        if n:
-            args = q[:n], cache.k, cache.v, lengths[:n], tables[:n], context.max_context_len
-            count = context.num_decodes_on_device
-            self.ops.decode_attention(*args, num_seqs=count, out=out[:n], scales=cache.scales)
-        return out
-
-    def query_tile_size(self, group, head_dim, dtype):
-        return self.ops.query_tile_size(group, head_dim, dtype)
-
-    def fuses_qk_norm_rope(self, batch_size, kv_heads, device):
-        return self.ops.fuses_qk_norm_rope(batch_size, kv_heads, device)
-
-    def decode_qkv(self, qkv, qk_norm_rope, cache, context):
-        return self.ops.decode_attention_of_qkv(
-            qkv,
-            *qk_norm_rope,
-            context.slot_mapping,
-            cache.k,
-            cache.v,
-            context.context_lens,
-            context.block_tables,
-            context.max_context_len,
-            scales=cache.scales,
-        )
-
-
-class FlashBackend(AttentionBackend):
-    """The flash-attn package (arXiv:2307.08691)."""
-
-    def __init__(self):
-        import flash_attn
-
-        self.flash_attn = flash_attn
-
-    def prefill(self, q, cache, context):
-        n = context.num_decodes
-        if context.prefill_plan is None:
-            context.prefill_plan = F.pad(context.context_lens[n:].cumsum(0, dtype=torch.int32), (1, 0))  # cu_seqlens_k
-        return self.flash_attn.flash_attn_varlen_func(
-            q,
-            cache.k,
-            cache.v,
-            context.cu_seqlens_q[n:],
-            context.prefill_plan,
-            context.max_seqlen_q,
-            context.max_context_len,
-            block_table=context.block_tables[n:],
-            causal=True,
-        )
-
-    def decode(self, q, cache, context):
-        n = context.num_decodes
-        return self.flash_attn.flash_attn_with_kvcache(
-            q.unsqueeze(1),
-            cache.k,
-            cache.v,
-            cache_seqlens=context.context_lens[:n],
-            block_table=context.block_tables[:n],
-            causal=True,
-        ).squeeze(1)
+    return backend_class(name)()
 
 
 class SDPABackend(AttentionBackend):

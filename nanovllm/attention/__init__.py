@@ -1,0 +1,53 @@
+"""Attention backends besides the plain one: which there are. A module is imported when its backend is used.
+
+A class of BACKENDS is an AttentionBackend (layers/attention_backends.py) that tells besides:
+
+- `package`: what must be installed, and `install`: how
+- `runs_on_cpu()`: whether it needs no CUDA device
+- `block_multiple`: what `kvcache_block_size` must be a multiple of
+- `kv_cache_dtypes`: the formats of the cache that it reads
+"""
+
+import importlib.util
+from importlib import import_module
+from typing import Any
+
+from nanovllm.utils.checks import check_choice
+
+# the setting `attention_backend` -> module:class; "sdpa" is plain PyTorch, which layers/ has
+BACKENDS = {
+    "flash": "nanovllm.attention.flash:FlashBackend",
+    "triton": "nanovllm.attention.triton:TritonBackend",
+}
+
+
+def backend_class(name: str) -> Any:
+    module, class_name = BACKENDS[name].split(":")
+    return getattr(import_module(module), class_name)
+
+
+def resolve_backend(name: str, device: str, kv_cache_dtype: str) -> tuple[str, int]:
+    """The backend in use, and what `kvcache_block_size` must be a multiple of. ValueError if it can't run here."""
+    check_choice("attention_backend", name, ("auto", *BACKENDS, "sdpa"))
+    if name == "auto":
+        name = "triton" if device != "cpu" and importlib.util.find_spec("triton") else "sdpa"
+    if name == "sdpa":
+        return name, 16
+    backend = backend_class(name)
+    if importlib.util.find_spec(backend.package) is None:
+        raise ValueError(
+            f"attention_backend={name!r}: the package {backend.package} is not installed ({backend.install})"
+        )
+    if device == "cpu" and not backend.runs_on_cpu():
+        raise ValueError(f"attention_backend={name!r}: needs device='cuda'")
+    if kv_cache_dtype not in backend.kv_cache_dtypes:
+        accepted = " or ".join(map(repr, backend.kv_cache_dtypes))
+        raise ValueError(f"kv_cache_dtype={kv_cache_dtype!r}: must be {accepted} for attention_backend={name!r}")
+    return name, backend.block_multiple
+
+
+def check_head_dim(head_dim: int, device: str, backend: str) -> None:
+    """ValueError if our kernels would run, and can't: tiles of theirs have `head_dim` columns."""
+    runs_kernels = backend == "triton" or (device != "cpu" and importlib.util.find_spec("triton") is not None)
+    if runs_kernels and (head_dim < 16 or head_dim & (head_dim - 1)):
+        raise ValueError(f"head_dim={head_dim} of the model: must be a power of two from 16 on, unless device='cpu'")

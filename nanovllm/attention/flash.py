@@ -1,0 +1,50 @@
+"""Attention by the flash-attn package, which is imported when the backend is constructed."""
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.layers.attention_backends import AttentionBackend
+
+
+class FlashBackend(AttentionBackend):
+    """The flash-attn package (arXiv:2307.08691)."""
+
+    package, install = "flash_attn", "pip install 'nano-vllm[flash]'"
+    block_multiple = 256
+    kv_cache_dtypes = ("auto",)
+
+    def __init__(self):
+        import flash_attn
+
+        self.flash_attn = flash_attn
+
+    @staticmethod
+    def runs_on_cpu():
+        return False
+
+    def prefill(self, q, cache, context):
+        n = context.num_decodes
+        if context.prefill_plan is None:
+            context.prefill_plan = F.pad(context.context_lens[n:].cumsum(0, dtype=torch.int32), (1, 0))  # cu_seqlens_k
+        return self.flash_attn.flash_attn_varlen_func(
+            q,
+            cache.k,
+            cache.v,
+            context.cu_seqlens_q[n:],
+            context.prefill_plan,
+            context.max_seqlen_q,
+            context.max_context_len,
+            block_table=context.block_tables[n:],
+            causal=True,
+        )
+
+    def decode(self, q, cache, context):
+        n = context.num_decodes
+        return self.flash_attn.flash_attn_with_kvcache(
+            q.unsqueeze(1),
+            cache.k,
+            cache.v,
+            cache_seqlens=context.context_lens[:n],
+            block_table=context.block_tables[:n],
+            causal=True,
+        ).squeeze(1)
