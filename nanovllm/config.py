@@ -38,9 +38,9 @@ class Config:
     max_mixed_step_ms: about how long a step may take that computes chunks of prompts while other sequences decode; None
         is 50 on CUDA and 250 on a CPU.
     max_num_mixed_tokens: maximum number of tokens of such a step; None is as many as take that long, which is measured
-        on CUDA and estimated on a CPU. A step has half of them while few tokens wait; see `TokenBudget.beside`.
+        on CUDA and estimated on a CPU. A step has half of them while few tokens wait; see `TokenBudget.for_mixed_step`.
     scheduling_policy: "fcfs" (first come, first served), "priority" (see `add_request`), or an object with a method
-        `urgency` (see `SchedulingPolicy` in `engine/scheduling_policy.py`).
+        `priority_key` (see `SchedulingPolicy` in `engine/scheduling_policy.py`).
     max_num_seqs: maximum number of sequences that run at the same time.
     max_model_len: maximum number of tokens of a prompt and its completion; None is 4096, or if it is smaller the
         model's own bound or sliding window.

@@ -30,6 +30,7 @@ SCHEDULING = [
     "engine/decode_table.py",
     "engine/block_manager.py",
     "engine/scheduling_policy.py",
+    "engine/policies.py",
     "engine/token_budget.py",
     "engine/group_admission.py",
     "engine/scheduler.py",
@@ -47,7 +48,8 @@ HOUSE = """
   <- config.py sampling_params.py <- compat/params.py
 0 | engine/__init__.py
 1 | engine/token_budget.py engine/group_admission.py engine/sequence.py <- engine/scheduled_step.py
-  engine/block_manager.py engine/scheduling_policy.py <- engine/decode_table.py <- engine/scheduler.py
+  engine/block_manager.py engine/scheduling_policy.py engine/policies.py <- engine/decode_table.py
+  <- engine/scheduler.py
 1 | engine/outputs.py
 1 | kernels/
 2 | layers/kv_cache.py <- quantization/fp8_cache.py <- layers/ <- attention/
@@ -327,7 +329,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 4129, 56
+CORE_LINES, CORE_FILES = 4100, 56
 ROOMS = (
     "attention",
     "compat",

@@ -269,7 +269,7 @@ class Simulation:
                 assert seq.block_table == [] and seq.req_index == -1
         for seq in live:
             assert len(set(seq.block_table)) == len(seq.block_table)
-            self.check_published(seq)
+            self.check_cached(seq)
         self.check_decode_table()
 
     def check_decode_table(self):
@@ -292,7 +292,7 @@ class Simulation:
         assert sorted(known) == sorted((b.hash, b.block_id) for b in manager.blocks if b.hash is not None)
         assert manager.duplicates.keys() <= manager.hash_to_block_id.keys() and all(manager.duplicates.values())
 
-    def check_published(self, seq: Sequence):
+    def check_cached(self, seq: Sequence):
         """Only full blocks whose tokens are known and computed can be found, and by the right tokens."""
         size = self.manager.block_size
         for i, block in enumerate(self.manager.blocks[block_id] for block_id in seq.block_table):
@@ -479,7 +479,7 @@ def test_token_budget():
     assert budget.chunk_end(2000, 40_000, False) - 2000 < 500 < budget.chunk_end(0, 40_000, False)
     assert TokenBudget(0.5).chunk_end(3, 9, False) == 4
     assert TokenBudget(2 * MIN_SHARED_CHUNK - 1).chunk_end(0, 999, True) == 2 * MIN_SHARED_CHUNK - 1
-    assert TokenBudget(100).without(10, 50) == TokenBudget(60)
+    assert TokenBudget(100).minus(10, 50) == TokenBudget(60)
 
 
 def test_prompts_of_one_step_share_their_prefix():
@@ -562,20 +562,20 @@ def test_preempted_sequence_goes_on_from_what_it_has():
 def test_generated_block_can_be_found_once_its_tokens_arrived():
     """It is computed before the host knows its last token, and neither alone is enough."""
     scheduler = make_scheduler()
-    published = scheduler.block_manager.hash_to_block_id
+    cached = scheduler.block_manager.hash_to_block_id
     add(scheduler, Request(prompt(3)))
     steps = [scheduler.schedule(), scheduler.schedule()]
-    assert not published
+    assert not cached
     scheduler.postprocess(steps[0], [7])
-    assert len(published) == 1
+    assert len(cached) == 1
 
     scheduler = make_scheduler()
-    published = scheduler.block_manager.hash_to_block_id
+    cached = scheduler.block_manager.hash_to_block_id
     add(scheduler, Request(prompt(3)))
     advance(scheduler)
-    assert not published
+    assert not cached
     advance(scheduler)
-    assert len(published) == 1
+    assert len(cached) == 1
 
 
 def test_only_rows_where_something_happens_are_visited():

@@ -13,9 +13,10 @@ from conftest import generate_by_steps, step_error
 from nanovllm import BeamSearchParams, SamplingParams, SchedulingPolicy
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.group_admission import MAX_STEPS_WITHOUT_ADMISSION
+from nanovllm.engine.policies import Priority
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.scheduling_policy import FCFS, Priority, WaitingQueue, make_policy
+from nanovllm.engine.scheduling_policy import FCFS, WaitingQueue, make_policy
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.token_budget import MIN_SHARED_CHUNK, TokenBudget
 
@@ -23,7 +24,7 @@ BLOCK_SIZE, MAX_LEN, EOS = 16, 100_000, 0
 
 
 class ShortestFirst(SchedulingPolicy):
-    def urgency(self, seq):
+    def priority_key(self, seq):
         return seq.num_prompt_tokens
 
 
@@ -34,7 +35,7 @@ class Returns:
         self.keys = list(keys)
         self.num_calls = 0
 
-    def urgency(self, seq):
+    def priority_key(self, seq):
         self.num_calls += 1
         key = self.keys.pop(0)
         if isinstance(key, Exception):
@@ -64,7 +65,7 @@ class Engine:
         group = [Sequence(i, [i + 1] * length, params, 0, MAX_LEN, index, priority=priority) for index in range(n)]
         for seq in group:
             seq.group = group
-            seq.set_order(self.policy.urgency(group[0]))
+            seq.set_order(self.policy.priority_key(group[0]))
         self.scheduler.add(*group)
         return group[0]
 
@@ -170,7 +171,7 @@ class AtRandom:
     def __init__(self, seed: int):
         self.random = random.Random(seed).random
 
-    def urgency(self, seq):
+    def priority_key(self, seq):
         return self.random()
 
 
@@ -536,7 +537,7 @@ def test_fcfs_refuses_priorities(make_llm, policy):
     "policy, error, message",
     [
         ("lifo", ValueError, "scheduling_policy='lifo': must be one of fcfs, priority, or an object"),
-        (None, TypeError, "scheduling_policy=None: must be a name or an object with a method `urgency`"),
+        (None, TypeError, "scheduling_policy=None: must be a name or an object with a method `priority_key`"),
         (ShortestFirst, TypeError, "must be a name or an object"),  # the class and not an instance
         (Priority, TypeError, "must be a name or an object"),
     ],
@@ -558,7 +559,9 @@ def test_keys_without_an_order(make_llm, keys):
     params = SamplingParams(max_tokens=3, **GREEDY)
     for prompt in range(len(keys) - 1):
         llm.add_request([prompt + 5], params)
-    with pytest.raises(TypeError, match="scheduling_policy: urgency of Returns returned .*, which must be less than"):
+    with pytest.raises(
+        TypeError, match="scheduling_policy: priority_key of Returns returned .*, which must be less than"
+    ):
         llm.generate([7, 8], params, use_tqdm=False)
     assert llm.stats()["requests"] == {"waiting": len(keys) - 1, "running": 0}
     while not llm.is_finished():
@@ -600,7 +603,7 @@ def test_policy_of_a_script_with_two_ranks(tmp_path):
 from nanovllm import LLM, SamplingParams
 
 class ShortestFirst:
-    def urgency(self, seq):
+    def priority_key(self, seq):
         return seq.num_prompt_tokens
 
 settings = dict(dtype="float32", device="cpu", tensor_parallel_size=2, max_num_seqs=1)

@@ -91,10 +91,10 @@ class BlockManager:
         if len(seq.block_table) * self.block_size < seq.num_tokens:
             seq.block_table.append(self._allocate_block())
 
-    def publish(self, seq: Sequence) -> None:
+    def cache_full_blocks(self, seq: Sequence) -> None:
         """Put the full blocks of `seq` into the prefix cache, as far as their tokens are known and computed.
 
-        A prompt's blocks are published when the step that computes them is scheduled, so that other sequences of the
+        A prompt's blocks are cached when the step that computes them is scheduled, so that other sequences of the
         same step can share them. That is safe: each layer stores the keys and values of a step before it attends, and
         whatever reads the block belongs to this step or to a later one on the same stream.
         """
@@ -105,7 +105,7 @@ class BlockManager:
         for i in range(num_full - 1, -1, -1):
             block = self.blocks[seq.block_table[i]]
             if block.hash is not None:
-                break  # it was published before, and so were all blocks before it
+                break  # it is cached already, and so are all blocks before it
             block.hash = seq.block_hashes[i]
             block.token_ids = self._block_token_ids(seq, i)
             if self.hash_to_block_id.setdefault(block.hash, block.block_id) != block.block_id:
@@ -154,11 +154,11 @@ class BlockManager:
         block_id, _ = self.free_block_ids.popitem(last=False)
         block = self.blocks[block_id]
         if block.hash is not None:
-            self._unpublish(block, block.hash)
+            self.evict(block, block.hash)
         block.ref_count = 1
         return block_id
 
-    def _unpublish(self, block: Block, block_hash: int) -> None:
+    def evict(self, block: Block, block_hash: int) -> None:
         """Take the block out of the prefix cache; a duplicate takes its place."""
         duplicates = self.duplicates.get(block_hash, set())
         if self.hash_to_block_id[block_hash] != block.block_id:

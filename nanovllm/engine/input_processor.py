@@ -138,9 +138,9 @@ class InputProcessor:
 
     def set_order(self, *group: Sequence) -> None:
         """Call the scheduling policy for a request: here, so that its errors are raised before anything is queued."""
-        urgency = self.policy.urgency(group[0])
+        priority_key = self.policy.priority_key(group[0])
         for seq in group:
-            seq.set_order(urgency)
+            seq.set_order(priority_key)
 
     def tokenize(self, prompt: Prompt, template_arguments: Mapping | None = None) -> tuple[str | None, list[int]]:
         """The prompt's text, if it came as text or as a conversation, and its token ids."""

@@ -61,7 +61,7 @@ class Scheduler:
     def add(self, *group: Sequence) -> None:
         """Queue the answers to one prompt."""
         if not self.waiting:  # the last one that did not fit was admitted or aborted
-            self.admission.open()
+            self.admission.resume()
         self.constrained.update(seq for seq in group if seq.constraint is not None)
         for seq in group:
             self.live.setdefault(seq.request_id, {})[seq.index] = seq
@@ -132,7 +132,7 @@ class Scheduler:
         if is_mixed:
             seqs = (*self.prefilling.values(), *islice(self.waiting, MAX_COUNTED_PROMPTS))
             num_left = sum(seq.num_tokens - seq.num_computed_tokens for seq in seqs)
-            budget = self.mixed_budget.beside(step.num_decodes, num_left)
+            budget = self.mixed_budget.for_mixed_step(step.num_decodes, num_left)
         started = deque(sorted(self.prefilling.values(), key=attrgetter("order")))
         can_admit = True
         while budget.num_tokens >= 1:
@@ -148,13 +148,13 @@ class Scheduler:
                 continue
             others_wait = bool(started) or (can_admit and len(self.waiting) > 0)
             end = budget.chunk_end(seq.num_computed_tokens, seq.num_tokens, others_wait)
-            budget = budget.without(seq.num_computed_tokens, end)
+            budget = budget.minus(seq.num_computed_tokens, end)
             self._schedule_chunk(seq, end, step)
 
     def _schedule_chunk(self, seq: Sequence, end: int, step: ScheduledStep) -> None:
         step.chunks.append(ScheduledSequence(seq, seq.num_computed_tokens, end))
         seq.num_computed_tokens = end
-        self.block_manager.publish(seq)
+        self.block_manager.cache_full_blocks(seq)
         if end == seq.num_tokens:
             is_first_token = not seq.has_sampled
             self._sample(seq, step)
@@ -186,15 +186,15 @@ class Scheduler:
     def _admit(self, seq: Sequence) -> bool:
         """Give the first of the queue its blocks, if it is time for that and they are there."""
         num_running = len(self.running) + len(self.prefilling)
-        if not self.admission.is_open(num_running) or len(seq.token_ids) < seq.num_tokens:  # its token is in flight
+        if not self.admission.may_admit(num_running) or len(seq.token_ids) < seq.num_tokens:  # its token is in flight
             return False
         is_new_group = num_running and seq is seq.group[0] and not seq.has_sampled
         num_others = num_running + (len(seq.group) - 1 if is_new_group else 0)
         # with a block in reserve for each of the others, all can grow once before one has to be preempted
         if num_others >= self.max_num_seqs or not self.block_manager.can_allocate(seq, num_reserved=num_others):
-            self.admission.close(num_running)
+            self.admission.pause(num_running)
             return False
-        self.admission.open()
+        self.admission.resume()
         self.waiting.discard(seq)
         self.block_manager.allocate(seq)
         if not seq.was_admitted:  # else it was preempted, and is counted already
@@ -278,7 +278,7 @@ class Scheduler:
                 continue
             if values is not None:
                 seq.logprobs.append(values)
-            self.block_manager.publish(seq)
+            self.block_manager.cache_full_blocks(seq)
             if reasons := seq.finish_reasons(self.eos_token_ids, self.eos_token_id):
                 self.finish(seq, *reasons)
                 finished.append(seq)

@@ -15,7 +15,7 @@ class TokenBudget(NamedTuple):
     num_tokens: float
     context_of_equal_cost: float = inf
 
-    def beside(self, num_decodes: int, num_left: int) -> "TokenBudget":
+    def for_mixed_step(self, num_decodes: int, num_left: int) -> "TokenBudget":
         """The budget for prompts in a step in which `num_decodes` sequences decode. `num_left` tokens of prompts wait.
 
         Short steps keep the gaps between two tokens short, and long ones shorten the queue. So decodes and prompts have
@@ -29,7 +29,7 @@ class TokenBudget(NamedTuple):
         """The cost of a chunk with the tokens `start:end` of its sequence, in units of `num_tokens`."""
         return (end - start) * (1 + (start + end) / 2 / self.context_of_equal_cost)
 
-    def without(self, start: int, end: int) -> "TokenBudget":
+    def minus(self, start: int, end: int) -> "TokenBudget":
         """The budget that the chunk `start:end` leaves for others."""
         return self._replace(num_tokens=self.num_tokens - self.cost(start, end))
 

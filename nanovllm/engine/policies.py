@@ -1,0 +1,61 @@
+"""Other orders than first come, first served: by priority, and a user's own, whose keys are checked."""
+
+from contextlib import suppress
+from typing import Any
+
+from nanovllm.engine.scheduling_policy import FCFS, SchedulingPolicy
+from nanovllm.engine.sequence import Sequence
+
+
+class Priority(SchedulingPolicy):
+    """The lowest `priority` of a request first, as in vLLM."""
+
+    def priority_key(self, seq: Sequence) -> int:
+        return seq.priority
+
+
+POLICIES: dict[str, type[SchedulingPolicy]] = {"fcfs": FCFS, "priority": Priority}
+
+
+class CheckedPolicy(SchedulingPolicy):
+    """A user's policy, whose keys are checked."""
+
+    def __init__(self, policy: Any):
+        self._policy = policy
+        self._last_key: Any = None  # the last one that was accepted
+
+    def priority_key(self, seq: Sequence) -> Any:
+        """TypeError for a key that can't be ordered with those before it."""
+        key = self._policy.priority_key(seq)
+        other = key if self._last_key is None else self._last_key
+        if not _are_ordered(key, other):
+            name = type(self._policy).__name__
+            raise TypeError(
+                f"scheduling_policy: priority_key of {name} returned {key!r:.80}, which must be less than, "
+                f"equal to or greater than other keys, as {other!r:.80}"
+            )
+        self._last_key = key
+        return key
+
+
+def _are_ordered(a: Any, b: Any) -> bool:
+    """False for None, for NaN, for sets of which none contains the other, and for a number and a string."""
+    with suppress(Exception):  # the operators of a user's class may raise anything
+        return bool(a < b or b < a or a == b)
+    return False
+
+
+def other_policy(policy: Any) -> SchedulingPolicy:
+    """The policy of a name, or one that checks the keys of an object.
+
+    ValueError for a name that is unknown; TypeError for anything else without a method `priority_key`.
+    """
+    if isinstance(policy, str):
+        if policy not in POLICIES:
+            raise ValueError(f"scheduling_policy={policy!r}: must be one of {', '.join(POLICIES)}, or an object")
+        return POLICIES[policy]()
+    if type(policy) in POLICIES.values():
+        return policy
+    if isinstance(policy, type) or not callable(getattr(policy, "priority_key", None)):
+        raise TypeError(f"scheduling_policy={policy!r}: must be a name or an object with a method `priority_key`")
+    return CheckedPolicy(policy)
