@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.outputs import BeamSearchOutput, OutputKind, RequestOutput
-from nanovllm.engine.prompts import Message, Prompt, is_conversation
+from nanovllm.engine.prompts import Message, Prompt
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 
 
@@ -40,6 +40,8 @@ class LLM(LLMEngine):
         `chat_template_kwargs` are further arguments of the chat template, for example `{"enable_thinking": False}`.
         ValueError for a conversation that the template can't render.
         """
+        from nanovllm.engine.conversations import as_conversations  # nothing else needs that file
+
         if not isinstance(chat_template_kwargs, Mapping | None):
             raise TypeError(f"chat_template_kwargs={chat_template_kwargs!r:.80}: must be a dict")
         template_arguments = {
@@ -48,13 +50,8 @@ class LLM(LLMEngine):
             "continue_final_message": continue_final_message,
             "tools": tools,
         } | dict(chat_template_kwargs or {})
-        conversations = [messages] if is_conversation(messages) else messages
-        if not isinstance(conversations, (list, tuple)) or not all(map(is_conversation, conversations)):
-            raise ValueError(
-                f"messages={messages!r:.80}: must be a list of dicts with 'role' and 'content', or a list of those"
-            )
-        kind = OutputKind.FINAL_ONLY
-        requests = self.processor.requests(conversations, sampling_params, kind, template_arguments, priority)
+        prompts, kind = as_conversations(messages), OutputKind.FINAL_ONLY
+        requests = self.processor.requests(prompts, sampling_params, kind, template_arguments, priority)
         return self._run(requests, use_tqdm)
 
     def beam_search(

@@ -403,7 +403,7 @@ def test_interrupt_in_the_progress_bar(make_llm, monkeypatch, prompts, alone):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("nanovllm.engine.outputs.tqdm.update", interrupted)
+        patch.setattr("nanovllm.utils.progress.tqdm.update", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(prompts, GREEDY)
     assert llm.is_finished() and run(llm, prompts) == alone

@@ -41,8 +41,8 @@ SCHEDULING = [
 # each other.
 HOUSE = """
 0 | utils/checks.py utils/context.py utils/device.py utils/double_buffer.py utils/hub.py utils/interrupts.py
-  utils/stopwatch.py utils/tensor_parallel.py utils/tokenizer.py utils/__init__.py <- models/__init__.py utils/loader.py
-  quantization/__init__.py
+  utils/progress.py utils/stopwatch.py utils/tensor_parallel.py utils/tokenizer.py utils/__init__.py
+  <- models/__init__.py utils/loader.py quantization/__init__.py
   <- model_config.py attention/__init__.py structured_outputs/__init__.py compat/__init__.py
   <- structured_outputs/spec.py compat/settings.py
   <- config.py sampling_params.py <- compat/params.py
@@ -62,7 +62,7 @@ HOUSE = """
 5 | distributed/__init__.py <- distributed/peer_memory.py <- distributed/tensor_parallel.py distributed/step_channel.py
   <- distributed/worker.py
 5 | structured_outputs/constraint.py structured_outputs/sandbox.py <- structured_outputs/grammars.py
-6 | engine/detokenizer.py engine/prompts.py <- engine/output_collector.py
+6 | engine/detokenizer.py engine/prompts.py <- engine/conversations.py engine/output_collector.py
   <- engine/request.py <- engine/input_processor.py engine/output_processor.py <- engine/engine.py
   <- engine/engine_thread.py <- engine/beam_search.py engine/llm_engine.py <- llm.py <- __init__.py
   <- compat/llm.py <- compat/vllm.py <- compat/__main__.py
@@ -329,7 +329,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 4100, 56
+CORE_LINES, CORE_FILES = 4045, 56
 ROOMS = (
     "attention",
     "compat",

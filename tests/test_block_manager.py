@@ -81,7 +81,7 @@ def test_hash_collisions_are_no_hits(monkeypatch, collision):
     manager = BlockManager(16, BLOCK_SIZE)
     held = compute(manager, range(8))
     assert cached(manager, [*range(4), 0]) == (4 if collision(0) == 1 else 0)
-    for start in (10, 20):  # found neither the first time, nor after it was published under the same hash
+    for start in (10, 20):  # found neither the first time, nor after it was cached under the same hash
         other = compute(manager, range(start, start + 9))
         assert not set(other.block_table) & set(held.block_table)
         manager.deallocate(other)
@@ -106,10 +106,10 @@ def test_without_prefix_caching_nothing_is_found():
     assert cached(manager, range(9)) == 0
 
 
-# -- publishing ------------------------------------------------------------------------------------------------------
+# -- caching ---------------------------------------------------------------------------------------------------------
 
 
-def test_publishes_only_blocks_that_are_full_computed_and_known():
+def test_caches_only_blocks_that_are_full_computed_and_known():
     """A token in flight is counted before it is known, and is known before its keys and values are computed."""
     manager = BlockManager(8, BLOCK_SIZE)
     seq = sequence(range(6))

@@ -14,7 +14,7 @@ import xxhash
 from nanovllm.config import Config
 from nanovllm.engine.detokenizer import TokenBytes
 from nanovllm.engine.outputs import OutputKind
-from nanovllm.engine.prompts import KINDS, Prompt, as_list, as_prompts, is_conversation, render_chat
+from nanovllm.engine.prompts import KINDS, Prompt, as_list, as_prompts, is_conversation
 from nanovllm.engine.request import CompletionRequest
 from nanovllm.engine.scheduling_policy import FCFS, SchedulingPolicy
 from nanovllm.engine.sequence import Sequence
@@ -148,6 +148,8 @@ class InputProcessor:
         if not isinstance(arguments, Mapping):
             raise TypeError(f"chat_template_kwargs={arguments!r:.80}: must be a dict")
         if is_conversation(prompt):
+            from nanovllm.engine.conversations import render_chat  # only they need a chat template
+
             with self.tokenizer_lock:
                 chat = render_chat(self.tokenizer, prompt, arguments)
             return chat, self._check_token_ids(prompt, self.encode(chat, add_special_tokens=False))

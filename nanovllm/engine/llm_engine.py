@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from math import inf
 from typing import Any
 
@@ -14,7 +15,7 @@ from nanovllm.engine.engine_thread import EngineThread, Submission
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.output_collector import OutputCollector
-from nanovllm.engine.outputs import OutputKind, RequestOutput, StepOutput, StreamEvent, progress_bar
+from nanovllm.engine.outputs import OutputKind, RequestOutput, StepOutput, StreamEvent
 from nanovllm.engine.prompts import Prompt
 from nanovllm.engine.request import CompletionRequest
 from nanovllm.engine.scheduling_policy import make_policy
@@ -96,10 +97,17 @@ class LLMEngine:
         outputs: dict[int, Any] = {}
         collector = OutputCollector(OutputKind.FINAL_ONLY, max_seconds=PROGRESS_SECONDS if use_tqdm else inf)
         submission = Submission(self.engine_thread, requests, collector)
-        with submission, progress_bar(len(requests), disable=not use_tqdm) as show:
+        bar: Any = nullcontext()
+        if use_tqdm:
+            from nanovllm.utils.progress import progress_bar  # only here: servers and libraries show none
+
+            bar = progress_bar(len(requests), desc="Generating", dynamic_ncols=True)
+        with submission, bar as advance:
             while len(outputs) < len(requests):
                 output = self.engine_thread.take(collector)
-                show(output)
+                if advance is not None:
+                    num_tokens = dict(prefill=output.num_prefill_tokens, decode=output.num_decode_tokens)
+                    advance(len(output.finished), **num_tokens)
                 outputs |= {finished.request_id: finished for finished in output.finished}
         return [outputs[request.request_id] for request in requests]
 

@@ -1,18 +1,12 @@
-"""What callers get from the engine: records of requests and streams, the output of a step, and a progress bar.
+"""What callers get from the engine: records of requests and streams, and the output of a step.
 
 Records are frozen. Their lists belong to the caller: the engine neither changes nor reads them afterwards.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from time import perf_counter
 from typing import ClassVar, NamedTuple
-
-from tqdm import tqdm
-
-from nanovllm.utils.interrupts import interrupts_held
 
 
 class OutputKind(Enum):
@@ -211,35 +205,3 @@ class StepOutput:
         self.events += other.events
         self.num_prefill_tokens += other.num_prefill_tokens
         self.num_decode_tokens += other.num_decode_tokens
-
-
-@contextmanager
-def progress_bar(total: int, disable: bool) -> Iterator[Callable[[StepOutput], None]]:
-    """A tqdm bar of finished requests, as a function that adds a StepOutput and shows its rates in tokens per second.
-
-    Ctrl-C takes effect only after a function of tqdm returns: inside one, it could leave the lock that all bars of the
-    process share acquired forever.
-    """
-    if disable:
-        yield lambda output: None
-        return
-    rates, last_time = {}, perf_counter()
-
-    def show(output: StepOutput) -> None:
-        nonlocal last_time
-        now = perf_counter()
-        for kind, num_tokens in (("prefill", output.num_prefill_tokens), ("decode", output.num_decode_tokens)):
-            if num_tokens:
-                rates[kind] = f"{num_tokens / (now - last_time):.0f} tok/s"
-        last_time = now
-        with interrupts_held():
-            bar.set_postfix(rates, refresh=False)
-            bar.update(len(output.finished))
-
-    with interrupts_held():
-        bar = tqdm(total=total, desc="Generating", dynamic_ncols=True)
-    try:
-        yield show
-    finally:
-        with interrupts_held():
-            bar.close()

@@ -1,17 +1,15 @@
 """Weights from safetensors files into a model's parameters, by name; none may be missing or left over."""
 
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from tqdm import tqdm
 
 from nanovllm.utils.hub import read_json, refuse_lfs_pointer
-from nanovllm.utils.interrupts import interrupts_held
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
@@ -59,7 +57,7 @@ def load_model(
 
     `model.packed_modules_mapping` maps a checkpoint's module to the merged one that holds it, and its shard id there.
     Every parameter has a `weight_loader(weight)`, or `weight_loader(weight, shard_id)` if several tensors share it.
-    `show_progress` shows a bar of files, unless they are read at once.
+    `show_progress` shows a bar of files, if there are several and they are not read at once.
     Raises ValueError that names the tensor if one is missing, surplus, in two files, of another shape, not floating
     point, NaN or infinite; ValueError or FileNotFoundError that names the file if one is broken or missing.
     """
@@ -80,7 +78,12 @@ def load_model(
     if surplus := sorted(files.keys() - loaders.keys()):
         raise ValueError(f"{folder}: {len(surplus)} tensors belong to no parameter: {_first_names(surplus)}")
     bounds = {}
-    for file in _progress(sorted(set(files.values())), show_progress):
+    in_order = sorted(set(files.values()))
+    if show_progress and len(in_order) > 1:
+        from nanovllm.utils.progress import with_bar
+
+        in_order = with_bar(in_order, desc="Loading weights", unit=" files", delay=BAR_DELAY, leave=False)
+    for file in in_order:
         with open_safetensors(file, device) as tensors:
             for name in (name for name, holder in files.items() if holder == file):
                 load, shard_id = loaders[name]
@@ -95,22 +98,6 @@ def load_model(
         raise ValueError(
             f"{folder}: {len(broken)} tensors are NaN or infinite in {filled.dtype}: {_first_names(broken)}"
         )
-
-
-def _progress(files: list[Path], show: bool) -> Iterator[Path]:
-    """The files, with a bar of those that have been read. Ctrl-C must not take effect inside tqdm, which has a lock."""
-    with interrupts_held():
-        bar = tqdm(
-            total=len(files), desc="Loading weights", unit=" files", delay=BAR_DELAY, leave=False, disable=not show
-        )
-    try:
-        for file in files:
-            yield file
-            with interrupts_held():
-                bar.update()
-    finally:
-        with interrupts_held():
-            bar.close()
 
 
 def find_tensors(folder: Path, dtypes: tuple[str, ...] = FLOAT_DTYPES) -> dict[str, Path]:

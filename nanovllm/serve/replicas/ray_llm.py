@@ -10,14 +10,7 @@ from queue import Empty, SimpleQueue
 from time import time
 from typing import Any
 
-from nanovllm.engine.outputs import (
-    CompletionOutput,
-    OutputKind,
-    RequestMetrics,
-    RequestOutput,
-    StepOutput,
-    progress_bar,
-)
+from nanovllm.engine.outputs import CompletionOutput, OutputKind, RequestMetrics, RequestOutput
 from nanovllm.engine.prompts import Prompt
 from nanovllm.engine.request import CompletionRequest
 from nanovllm.llm import LLM
@@ -28,6 +21,7 @@ from nanovllm.serve.replicas.group import RESTART_TIMEOUT
 from nanovllm.serve.replicas.replica_request import ReplicaRequest
 from nanovllm.serve.replicas.routing import Router
 from nanovllm.utils.checks import check_int
+from nanovllm.utils.progress import progress_bar
 
 CHUNK = 64  # requests that are made before they are sent
 REORDERED = 4  # times the requests in flight: how far ahead of the next output prompts are read
@@ -167,10 +161,11 @@ class RayLLM:
     def _run(self, requests: list[CompletionRequest], use_tqdm: bool) -> list[RequestOutput]:
         """What `LLM.generate` and `LLM.chat` call."""
         outputs: dict[int, RequestOutput] = {}
-        with progress_bar(len(requests), disable=not use_tqdm) as show:
+        bar = progress_bar(len(requests), desc="Generating", dynamic_ncols=True, disable=not use_tqdm)
+        with bar as advance:
             for found in self._outputs(iter(requests)):
                 num_tokens = sum(len(answer.token_ids) for output in found.values() for answer in output.outputs)
-                show(StepOutput(finished=[*found.values()], num_decode_tokens=num_tokens))
+                advance(len(found), decode=num_tokens)
                 outputs |= found
         return [outputs[i] for i in range(len(requests))]
 

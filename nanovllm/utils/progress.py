@@ -1,0 +1,49 @@
+"""Progress bars. This file is imported when one is shown."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import TypeVar
+
+from tqdm import tqdm
+
+from nanovllm.utils.interrupts import interrupts_held
+
+T = TypeVar("T")
+
+
+@contextmanager
+def progress_bar(total: int, **options) -> Iterator[Callable[..., None]]:
+    """A tqdm bar with these options, as a function `advance(n, **num_tokens)`: n more items are done.
+
+    `num_tokens` are those since the last call, by their kind; the bar shows their rates. Ctrl-C takes effect only after
+    a function of tqdm returns: inside one, it could leave the lock that all bars of the process share acquired forever.
+    """
+    rates, last_time = {}, perf_counter()
+
+    def advance(n: int, **num_tokens: int) -> None:
+        nonlocal last_time
+        now = perf_counter()
+        for kind, count in num_tokens.items():
+            if count:
+                rates[kind] = f"{count / (now - last_time):.0f} tok/s"
+        last_time = now
+        with interrupts_held():
+            bar.set_postfix(rates, refresh=False)
+            bar.update(n)
+
+    with interrupts_held():
+        bar = tqdm(total=total, **options)
+    try:
+        yield advance
+    finally:
+        with interrupts_held():
+            bar.close()
+
+
+def with_bar(items: list[T], **options) -> Iterable[T]:
+    """The items, with a bar of those that are done."""
+    with progress_bar(len(items), **options) as advance:
+        for item in items:
+            yield item
+            advance(1)
