@@ -1,6 +1,5 @@
 """The shape of a model, read from its folder."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ DTYPES = {
     "half": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-ROPE_NUMBERS = {"rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-ROPE_NUMBERS |= {"attention_factor", "beta_fast", "beta_slow"}  # of yarn
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,43 +143,16 @@ def _rope_frequencies(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float
         raise TypeError(f"{file}: rope_scaling={given!r:.80}: must be an object")
     parts = {"rope_theta": raw.get("rope_theta")}, given
     rope = {name: value for part in parts for name, value in part.items() if value is not None}
-    for name in ROPE_NUMBERS & rope.keys():
-        check_real(f"{file}: {name}", rope[name], low=1e-6, high=1e30)
     theta = rope.pop("rope_theta", 10000.0)
+    check_real(f"{file}: rope_theta", theta, low=1e-6, high=1e30)
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
-    check_choice(f"{file}: rope type", kind, ("default", "linear", "yarn", "llama3"))
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-    inv_freq = 1.0 / theta**exponents
-    if kind == "yarn":
-        inv_freq, scale = _yarn_frequencies(raw, head_dim, theta, rope)
-        return tuple(inv_freq.float().tolist()), float(scale)
-    if kind == "linear":
-        inv_freq = inv_freq / rope["factor"]
-    elif kind == "llama3":
-        inv_freq = _llama3_frequencies(inv_freq, rope)
-    return tuple(inv_freq.tolist()), 1.0
+    inv_freq, scale = 1.0 / theta**exponents, 1.0
+    if kind != "default" or rope:
+        from nanovllm.utils.rope_scaling import scaled_frequencies
 
-
-def _llama3_frequencies(inv_freq: torch.Tensor, rope: dict) -> torch.Tensor:
-    """Those of Llama 3.1: slow pairs turn slower by a factor, and fast ones, which turn often in the length of the
-    training, as before; what is between is interpolated.
-    """
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    num_turns = rope["original_max_position_embeddings"] / (2 * math.pi / inv_freq)
-    weight = ((num_turns - low) / (high - low)).clamp(0, 1)  # of the original frequency
-    return (1 - weight) * inv_freq / rope["factor"] + weight * inv_freq
-
-
-def _yarn_frequencies(raw: dict, head_dim: int, theta: float, rope: dict) -> tuple[torch.Tensor, float]:
-    """By transformers, whose import takes seconds."""
-    from transformers import AutoConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    shape = {name: value for name, value in raw.items() if not name.startswith("rope_")}
-    scaling = {"rope_type": "yarn", **rope}
-    config = AutoConfig.for_model(**shape | {"head_dim": head_dim, "rope_theta": theta, "rope_scaling": scaling})
-    with torch.device("cpu"):
-        return ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+        inv_freq, scale = scaled_frequencies(kind, inv_freq, theta, rope, raw, head_dim, file)
+    return tuple(inv_freq.float().tolist()), float(scale)
 
 
 def _eos_token_ids(file: Path, raw: dict, vocab_size: int) -> frozenset[int]:

@@ -40,9 +40,10 @@ SCHEDULING = [
 # folder or a group. An indented line continues the one before. A floor may have several lines, which do not know of
 # each other.
 HOUSE = """
-0 | utils/checks.py utils/context.py utils/device.py utils/double_buffer.py utils/hub.py utils/interrupts.py
-  utils/progress.py utils/stopwatch.py utils/tensor_parallel.py utils/tokenizer.py utils/__init__.py
-  <- models/__init__.py utils/loader.py quantization/__init__.py
+0 | utils/checks.py utils/context.py utils/device.py utils/double_buffer.py utils/download.py utils/hub.py
+  utils/interrupts.py utils/progress.py utils/rope_scaling.py utils/stopwatch.py utils/tensor_parallel.py
+  utils/tokenizer.py utils/__init__.py
+  <- models/__init__.py utils/loader.py utils/dummy_weights.py quantization/__init__.py
   <- model_config.py attention/__init__.py structured_outputs/__init__.py compat/__init__.py
   <- structured_outputs/spec.py compat/settings.py
   <- config.py sampling_params.py <- compat/params.py
@@ -268,9 +269,9 @@ def code_lines(source: str) -> int:
 
 # lines of code: what a room may grow to before it is looked at again
 BUDGETS = {
-    "core": 4200,
+    "core": 4150,
     "attention": 150,
-    "kernels": 2050,
+    "kernels": 2070,
     "distributed": 550,
     "models": 250,
     "features": 150,
@@ -329,7 +330,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 4045, 56
+CORE_LINES, CORE_FILES = 3988, 56
 ROOMS = (
     "attention",
     "compat",

@@ -9,6 +9,7 @@ from nanovllm.kernels.filters import logit_cutoffs
 from nanovllm.kernels.gemv import gemv
 from nanovllm.kernels.host_memory import deliver, fetch
 from nanovllm.kernels.layernorm import rms_norm
+from nanovllm.kernels.linear import small_batch_linear
 from nanovllm.kernels.moe_gemm import moe_gemm, sum_local_parts
 from nanovllm.kernels.moe_gemv import MAX_GEMV_TOKENS, moe_gemv
 from nanovllm.kernels.moe_routing import route, router_logits

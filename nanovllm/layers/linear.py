@@ -27,7 +27,7 @@ def linear(
     T, outputs] takes the result.
     """
     if (ops := triton_ops(x)) is not None:
-        y = _small_batch_linear(ops, x, weight, bias, split_k, out)
+        y = ops.small_batch_linear(x, weight, bias, split_k, out)
         if y is not None:
             return y
     if out is not None:
@@ -43,26 +43,6 @@ def _padded_rows(num_rows: int) -> int:
     """The next size: every number up to 64, then eight sizes for each power of two, at most 256 apart."""
     step = 1 if num_rows <= 64 else min(256, 1 << ((num_rows - 1).bit_length() - 4))
     return -(-num_rows // step) * step
-
-
-def _small_batch_linear(
-    ops: ModuleType,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    split_k: int,
-    out: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """`linear` by our own kernels; None where the library is faster, or where only the library adds a bias."""
-    if len(x) == 1:
-        return ops.gemv(x, weight, bias=bias, out=None if out is None else out[0])[0]
-    if bias is not None:
-        return None
-    if split_k > 1:
-        return ops.split_k_gemm(x, weight, split_k, out)
-    if ops.choose_split_k(x, weight, 1):
-        return ops.split_k_gemm(x, weight, 1, out)[0]
-    return None
 
 
 def choose_split_k(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, max_split_k: int) -> int:

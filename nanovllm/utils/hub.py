@@ -6,8 +6,6 @@ from pathlib import Path
 
 BUNDLED = Path(__file__).parent.parent / "assets"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-PLAIN_FILES = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
-DUPLICATES = ["consolidated*"]  # Mistral's own format, beside the files that transformers reads
 TOKENIZER_FILES = (
     ("tokenizer.json",),
     ("vocab.json", "merges.txt"),
@@ -22,7 +20,7 @@ def find_model(model: str, revision: str | None = None, with_weights: bool = Tru
     `revision` is a branch, tag or commit on the hub. FileNotFoundError, with advice, if there is no such folder and it
     can't be downloaded.
     """
-    folder = _find("model", model, revision, PLAIN_FILES + ["*.safetensors"] * with_weights)
+    folder = _find("model", model, revision, with_weights)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"model={model!r}: the folder holds no config.json")
     return folder
@@ -30,7 +28,7 @@ def find_model(model: str, revision: str | None = None, with_weights: bool = Tru
 
 def find_tokenizer(tokenizer: str | None, model_folder: Path) -> Path:
     """The absolute folder of `tokenizer`, by default the model's. FileNotFoundError if it has no tokenizer."""
-    folder = model_folder if tokenizer is None else _find("tokenizer", tokenizer, None, PLAIN_FILES)
+    folder = model_folder if tokenizer is None else _find("tokenizer", tokenizer, None, with_weights=False)
     if not any(all((folder / name).is_file() for name in names) for names in TOKENIZER_FILES):
         wanted = ", or ".join(" and ".join(names) for names in TOKENIZER_FILES)
         raise FileNotFoundError(f"{folder}: holds no tokenizer ({wanted}); `tokenizer=` takes another folder or hub id")
@@ -56,7 +54,7 @@ def refuse_lfs_pointer(file: Path) -> None:
             raise ValueError(f"{file}: is a git-lfs pointer, not the file itself; `git lfs pull` fetches it")
 
 
-def _find(setting: str, name: str, revision: str | None, patterns: list[str]) -> Path:
+def _find(setting: str, name: str, revision: str | None, with_weights: bool) -> Path:
     if not isinstance(name, (str, Path)):
         raise TypeError(f"{setting}={name!r}: must be a folder, a hub id, or the name of a bundled model")
     name = str(name)
@@ -67,13 +65,6 @@ def _find(setting: str, name: str, revision: str | None, patterns: list[str]) ->
         return folder.absolute()  # the working directory may change, and other processes read it too
     if not HUB_ID.fullmatch(name):
         raise FileNotFoundError(f"{setting}={name!r}: no such folder")
-    from huggingface_hub import snapshot_download  # only here: a local model does without it
+    from nanovllm.utils.download import download  # a local model does without the hub's client
 
-    try:
-        options = dict(revision=revision, allow_patterns=patterns, ignore_patterns=DUPLICATES)
-        return Path(snapshot_download(name, **options)).absolute()
-    except Exception as error:  # offline, unknown name, no access: the client's errors have no common base
-        raise FileNotFoundError(
-            f"{setting}={name!r}: no such folder, and the hub did not give it ({type(error).__name__}: {error}). "
-            f"Without a network pass the folder of a downloaded checkpoint, or use the bundled 'tiny-qwen3'."
-        ) from error
+    return download(setting, name, revision, with_weights)

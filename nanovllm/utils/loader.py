@@ -1,6 +1,5 @@
 """Weights from safetensors files into a model's parameters, by name; none may be missing or left over."""
 
-import zlib
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 BAR_DELAY = 1  # seconds until the progress bar is shown
-DUMMY_BOUND = 0.035  # a uniform distribution up to it has standard deviation 0.02, the usual initializer_range
 
 
 def parameter(shape: tuple[int, ...], load: Callable, dtype: torch.dtype | None) -> nn.Parameter:
@@ -64,10 +62,12 @@ def load_model(
     if quantization := model.config.quantization:
         quantization.prepare(model, device)
     if load_format == "dummy":
-        _load_dummy(model)
+        from nanovllm.utils.dummy_weights import load_dummy
+
+        load_dummy(model)
         return
     files = find_tensors(folder, FLOAT_DTYPES + (quantization.dtypes if quantization else ()))
-    loaders = _weight_loaders(model, files)
+    loaders = weight_loaders(model, files)
     if model.config.tie_word_embeddings:
         files.pop("lm_head.weight", None)  # a tied checkpoint may carry the embedding twice
     # old checkpoints of Llama store the frequencies of the rotary embedding, which config.json defines
@@ -153,20 +153,7 @@ def open_safetensors(file: Path, device: torch.device | str = "cpu"):
         raise ValueError(f"{file}: is not a complete safetensors file ({error})") from error
 
 
-def _load_dummy(model: nn.Module) -> None:
-    """Small random numbers that depend on the tensor's name alone, so that all ranks hold shards of the same model."""
-
-    def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        generator = torch.Generator(like.device).manual_seed(zlib.crc32(name.encode()))
-        values = torch.empty(shape, dtype=like.dtype, device=like.device)
-        return values.uniform_(-DUMMY_BOUND, DUMMY_BOUND, generator=generator)
-
-    like = next(model.parameters())
-    for name, (load, shard_id) in _weight_loaders(model, stored=None).items():
-        load(partial(draw, name), *shard_id)
-
-
-def _weight_loaders(model: nn.Module, stored: Collection[str] | None) -> dict[str, tuple[Callable, list[int]]]:
+def weight_loaders(model: nn.Module, stored: Collection[str] | None) -> dict[str, tuple[Callable, list[int]]]:
     """The weight loader of every tensor by its name in a checkpoint, and its shard id if several share a parameter.
 
     `stored` are the names in the checkpoint, which may have a tensor for each expert, or all experts in one; None is

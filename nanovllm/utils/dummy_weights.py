@@ -1,0 +1,24 @@
+"""Random weights for the setting `load_format="dummy"`."""
+
+import zlib
+from functools import partial
+
+import torch
+from torch import nn
+
+from nanovllm.utils.loader import weight_loaders
+
+BOUND = 0.035  # a uniform distribution up to it has standard deviation 0.02, the usual initializer_range
+
+
+def load_dummy(model: nn.Module) -> None:
+    """Small random numbers that depend on the tensor's name alone, so that all ranks hold shards of the same model."""
+
+    def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        generator = torch.Generator(like.device).manual_seed(zlib.crc32(name.encode()))
+        values = torch.empty(shape, dtype=like.dtype, device=like.device)
+        return values.uniform_(-BOUND, BOUND, generator=generator)
+
+    like = next(model.parameters())
+    for name, (load, shard_id) in weight_loaders(model, stored=None).items():
+        load(partial(draw, name), *shard_id)
