@@ -13,7 +13,6 @@ from nanovllm.model_config import DTYPES, ModelConfig
 from nanovllm.utils.checks import check_bool, check_choice, check_int, check_real
 from nanovllm.utils.device import cpu_memory, cpu_multiplies
 from nanovllm.utils.hub import find_model, find_tokenizer
-from nanovllm.utils.tensor_parallel import TensorParallel
 
 # integer settings: (minimum, maximum, whether None is allowed)
 INTEGERS = {
@@ -112,7 +111,10 @@ class Config:
             raise ValueError(f"kvcache_block_size={block_size}: must be a multiple of {block_multiple} for {backend!r}")
         folder = find_model(self.model, self.revision, with_weights=self.load_format != "dummy")
         model_config = replace(ModelConfig.read(folder, self.quantization), expert_parallel=self.expert_parallel)
-        model_config.check_divides(TensorParallel(size=self.tensor_parallel_size))
+        if self.tensor_parallel_size > 1:
+            from nanovllm.distributed.division import check_divides
+
+            check_divides(model_config, self.tensor_parallel_size)
         if not runs_plain_torch:
             check_head_dim(model_config.head_dim, device, backend)
         dtype, dtype_reason = self._resolve_dtype(model_config.dtype, device, folder)

@@ -9,7 +9,6 @@ import torch
 from nanovllm.models import find_model_type, model_class
 from nanovllm.utils.checks import check_choice, check_int, check_real
 from nanovllm.utils.hub import read_json
-from nanovllm.utils.tensor_parallel import TensorParallel
 
 DTYPES = {
     "float32": torch.float32,
@@ -122,18 +121,6 @@ class ModelConfig:
         Attention reaches about two thirds of their rate.
         """
         return self.layer_operations / (4 * self.num_attention_heads * self.head_dim * 1.5)
-
-    def check_divides(self, tp: TensorParallel) -> None:
-        """ValueError if the model can't be divided equally among the ranks."""
-        tp.shard_size("query heads", self.num_attention_heads)
-        tp.for_heads(self.num_key_value_heads).shard_size("key-value heads", self.num_key_value_heads)
-        if len(self.moe_layers) < self.num_hidden_layers:
-            tp.shard_size("inner size of the feed-forward layers", self.intermediate_size)
-        if self.moe_layers and self.expert_parallel:
-            tp.shard_size("experts", self.num_experts)
-        elif self.moe_layers:
-            tp.shard_size("inner size of the experts", self.moe_intermediate_size)
-        tp.shard_size("vocabulary", self.vocab_size)
 
 
 def _rope_frequencies(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...], float]:

@@ -23,8 +23,8 @@ def linear(
 ) -> torch.Tensor:
     """x [T, inputs] times weight [outputs, inputs] transposed, plus the bias -> [T, outputs].
 
-    With split_k > 1, as `choose_split_k` returns it, the result is [split_k, T, outputs], to be summed. `out` [split_k,
-    T, outputs] takes the result.
+    With split_k > 1, as `WeightFormat.choose_split_k` returns it, the result is [split_k, T, outputs], to be summed.
+    `out` [split_k, T, outputs] takes the result.
     """
     if (ops := triton_ops(x)) is not None:
         y = ops.small_batch_linear(x, weight, bias, split_k, out)
@@ -45,12 +45,6 @@ def _padded_rows(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
-def choose_split_k(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, max_split_k: int) -> int:
-    """Into how many partial sums, of at most `max_split_k`, `linear` had best split the product along its inputs."""
-    ops = triton_ops(x) if bias is None and len(x) > 1 else None
-    return max(1, ops.choose_split_k(x, weight, max_split_k)) if ops is not None else 1
-
-
 class WeightFormat:
     """How a layer stores and multiplies its weight: here in the dtype of the activations; quantization/ has others."""
 
@@ -59,7 +53,9 @@ class WeightFormat:
         return linear(x, layer.weight, bias, split_k, out)
 
     def choose_split_k(self, layer: "LinearBase", x: torch.Tensor, bias, max_split_k: int) -> int:
-        return choose_split_k(x, layer.weight, bias, max_split_k)
+        """Into how many partial sums, at most `max_split_k`, `linear` had best split the product along its inputs."""
+        ops = triton_ops(x) if bias is None and len(x) > 1 else None
+        return max(1, ops.choose_split_k(x, layer.weight, max_split_k)) if ops is not None else 1
 
     def gemv(self, ops: ModuleType, layer: "LinearBase", x, norm_weight=None, eps=0.0, residual=None, gated=False):
         """`ops.gemv` with this layer's weight and bias."""

@@ -20,5 +20,5 @@ def load_dummy(model: nn.Module) -> None:
         return values.uniform_(-BOUND, BOUND, generator=generator)
 
     like = next(model.parameters())
-    for name, (load, shard_id) in weight_loaders(model, stored=None).items():
+    for name, (load, shard_id) in weight_loaders(model).items():
         load(partial(draw, name), *shard_id)

@@ -1,6 +1,6 @@
 """Weights from safetensors files into a model's parameters, by name; none may be missing or left over."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -67,7 +67,11 @@ def load_model(
         load_dummy(model)
         return
     files = find_tensors(folder, FLOAT_DTYPES + (quantization.dtypes if quantization else ()))
-    loaders = weight_loaders(model, files)
+    loaders = weight_loaders(model)
+    if model.config.moe_layers:
+        from nanovllm.utils.expert_weights import split_experts
+
+        split_experts(loaders, model, files)
     if model.config.tie_word_embeddings:
         files.pop("lm_head.weight", None)  # a tied checkpoint may carry the embedding twice
     # old checkpoints of Llama store the frequencies of the rotary embedding, which config.json defines
@@ -153,12 +157,8 @@ def open_safetensors(file: Path, device: torch.device | str = "cpu"):
         raise ValueError(f"{file}: is not a complete safetensors file ({error})") from error
 
 
-def weight_loaders(model: nn.Module, stored: Collection[str] | None) -> dict[str, tuple[Callable, list[int]]]:
-    """The weight loader of every tensor by its name in a checkpoint, and its shard id if several share a parameter.
-
-    `stored` are the names in the checkpoint, which may have a tensor for each expert, or all experts in one; None is
-    all in one.
-    """
+def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[int]]]:
+    """The weight loader of every tensor by its name in a checkpoint, and its shard id if several share a parameter."""
     shards_of: dict[str, list[tuple]] = {}
     for module, (merged, shard_id) in model.packed_modules_mapping.items():
         shards_of.setdefault(merged, []).append((module, shard_id))
@@ -167,17 +167,6 @@ def weight_loaders(model: nn.Module, stored: Collection[str] | None) -> dict[str
         *path, merged, kind = name.split(".")  # kind: weight or bias
         for module, *shard_id in shards_of.get(merged, [(merged,)]):
             loaders[".".join((*path, module, kind))] = parameter.weight_loader, shard_id
-    if stored is None:
-        return loaders
-    for path, experts in model.named_modules():
-        if not hasattr(experts, "tensors_of_experts"):
-            continue
-        stacked = [f"{path}.{name}" for name, _ in experts.named_parameters()]
-        if not any(name in stored for name in stacked):
-            for name in stacked:
-                del loaders[name]
-            of_experts = experts.tensors_of_experts().items()
-            loaders |= {f"{path}.{name}": (p.weight_loader, [*shard_id]) for name, (p, shard_id) in of_experts}
     return loaders
 
 
