@@ -938,7 +938,7 @@ class FakeDevice:
 
         if step.kind == "decode" and isnan(self.decoding_since):
             self.decoding_since = process_time()
-        return PendingStep(step, self.token_ids, None, False, self.tp)
+        return PendingStep(step, self.token_ids, {}, False, self.tp)
 
 
 def measure_host(model: str, settings: dict) -> None:
@@ -982,7 +982,7 @@ def host_step(llm, requests: list[Request], rounds: int = 3) -> list[float]:
 def host_round(llm, requests: list[Request]) -> list[float]:
     from nanovllm.engine.sequence import Sequence
 
-    scheduler, runner, config = llm.scheduler, llm.model_runner, llm.config
+    scheduler, outputs, runner, config = llm.scheduler, llm.core.output_processor, llm.model_runner, llm.config
     device = FakeDevice(runner, len(requests), config.model_config.vocab_size)
     for i, r in enumerate(requests):
         scheduler.add(Sequence(i, [*r.prompt], nanovllm_params(r), noise_seed=i, max_len=config.max_model_len))
@@ -995,7 +995,7 @@ def host_round(llm, requests: list[Request]) -> list[float]:
         prepared = perf_counter()
         pending = device.launch(batch, step)
         launched = perf_counter()
-        scheduler.postprocess(step, *pending.wait())
+        outputs.postprocess(step, pending.wait())
         if step.kind == "decode":
             times.append((scheduled - begin, prepared - scheduled, perf_counter() - launched))
     return [1e6 * median(column) for column in (*zip(*times), map(sum, times))]

@@ -62,6 +62,6 @@ class LLM(LLMEngine):
         priority: list[int] | None = None,
     ) -> list[BeamSearchOutput]:
         """For each prompt the most likely answers that a beam search finds, the best first. Errors are `generate`'s."""
-        from nanovllm.engine.beam_search import beam_requests  # nothing else needs that file
+        from nanovllm.features.beam_search import beam_requests  # nothing else needs that file
 
         return self._run(beam_requests(self.processor, prompts, params, priority), use_tqdm)

@@ -1,14 +1,10 @@
-"""The parameters of a request. They check themselves; functions here make the checks that depend on the model."""
+"""The parameters of a request, which check themselves."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
 from nanovllm.utils.checks import check_bool, check_int, check_real
-
-MAX_BIASES = 512  # of a request: ids of logit_bias, and stop ids that min_tokens bans
-MAX_BAD_WORDS = 128  # of a request, as token sequences: a word has one with and one without a space before it
-MAX_BAD_WORD_TOKENS = 16
 
 # name: (minimum, maximum)
 REALS = {
@@ -63,8 +59,8 @@ class SamplingParams:
         They are the model's own: temperature, penalties and filters do not change them.
     prompt_logprobs: the same for the tokens of the prompt; such a request does not read the prefix cache.
 
-    Raises ValueError (TypeError for a value of the wrong type) with the value and the bound. Checks that depend on the
-    model are in `check_request`.
+    Raises ValueError (TypeError for a value of the wrong type) with the value and the bound. What depends on the model
+    is checked when a request is made.
     """
 
     temperature: float = 1.0
@@ -143,62 +139,16 @@ class BeamSearchParams:
         _set(self, "length_penalty", check_real("length_penalty", self.length_penalty, low=-10, high=10))
 
 
-def early_stops(params: SamplingParams, eos_token_ids: frozenset[int]) -> set[int]:
-    """The ids that end a request, which are banned until it has generated `min_tokens` tokens; none without that."""
-    if not params.min_tokens:
-        return set()
-    return {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
-
-
-def check_request(
-    params: SamplingParams,
-    vocab_size: int,
-    eos_token_ids: frozenset[int],
-    max_logprobs: int,
-    bad_words: tuple[tuple[int, ...], ...] = (),
-) -> None:
-    """ValueError for parameters that this model does not allow. `bad_words` are from `bad_word_token_ids`.
-
-    `max_logprobs` bounds `logprobs` and `prompt_logprobs`; -1 is no bound.
-    """
-    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-        ids = getattr(params, name)
-        for token_id in (min(ids), max(ids)) if ids else ():
-            if not 0 <= token_id < vocab_size:
-                raise ValueError(f"{name}: token id {token_id} is out of vocabulary (vocab_size={vocab_size})")
-    for name in ("logprobs", "prompt_logprobs"):
-        value = getattr(params, name) or 0
-        check_int(name, value, -1, vocab_size)
-        if max_logprobs >= 0 and (vocab_size if value == -1 else value) > max_logprobs:
-            raise ValueError(f"{name}={value}: must be at most max_logprobs={max_logprobs} (-1 is all tokens)")
-    early_stop_ids = early_stops(params, eos_token_ids)
-    num_biases = "logit_bias, stop_token_ids and the model's eos ids with min_tokens: their number"
-    check_int(num_biases, len(params.logit_bias or ()) + len(early_stop_ids), 0, MAX_BIASES)
-    banned = early_stop_ids | {word[0] for word in bad_words if len(word) == 1}
-    if (ids := params.allowed_token_ids) and banned.issuperset(ids):
-        raise ValueError(f"allowed_token_ids={ids!r:.80}: bad_words and min_tokens must leave at least 1 of them")
-
-
 def check_beams(params: BeamSearchParams, vocab_size: int) -> None:
     """ValueError if the 2 * beam_width candidates of each beam would be more than the vocabulary has tokens."""
     check_int("beam_width", params.beam_width, 1, vocab_size // 2)
 
 
-def bad_word_token_ids(tokenizer, words: Sequence[str], vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """The token ids of each word without and with a space before it, without duplicates.
-
-    ValueError for more than MAX_BAD_WORDS of these sequences, or one with more than MAX_BAD_WORD_TOKENS tokens.
-    """
-    found: dict[tuple[int, ...], None] = {}  # an ordered set
-    for word in words:
-        for text in (word.lstrip(), f" {word.lstrip()}"):
-            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-            check_int(f"bad_words: the number of tokens of {text!r:.80}", len(ids), 1, MAX_BAD_WORD_TOKENS)
-            if max(ids) >= vocab_size:
-                raise ValueError(f"bad_words: token id {max(ids)} of {text!r:.80} is out of vocabulary")
-            found[ids] = None
-    check_int("bad_words: the number of words, with and without a space before them,", len(found), 0, MAX_BAD_WORDS)
-    return tuple(found)
+def check_token_ids(name: str, token_ids: Iterable[int] | None, vocab_size: int) -> None:
+    """ValueError for an id that is outside of the vocabulary."""
+    for token_id in token_ids or ():
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"{name}: token id {token_id} is out of vocabulary (vocab_size={vocab_size})")
 
 
 def _set(params, name: str, value) -> None:

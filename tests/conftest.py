@@ -19,8 +19,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined, so it is set before any import
 
 from nanovllm import LLM
+from nanovllm.engine.features import FEATURES
 from nanovllm.kernels.sampling_columns import COLUMNS
-from nanovllm.layers.logits import CUSTOM_FILTERS
 from nanovllm.layers.partial_sum import PartialSum
 from nanovllm.layers.sampler import gumbel_noise
 from nanovllm.utils.hub import BUNDLED
@@ -222,11 +222,12 @@ def chat(tokenizer):
 
 
 @pytest.fixture(autouse=True)
-def remove_custom_filters():
-    """Filters that a test registers apply to all engines of the process."""
-    num_columns = len(COLUMNS)
+def remove_registered_features():
+    """Features that a test registers apply to all engines of the process."""
+    num_columns, names = len(COLUMNS), {*FEATURES}
     yield
-    CUSTOM_FILTERS.clear()
+    for name in {*FEATURES} - names:
+        del FEATURES[name]
     del COLUMNS[num_columns:]
 
 

@@ -9,18 +9,20 @@ from nanovllm.engine.batch import VIEWS, Batch, BatchShape, decode_shape
 from nanovllm.engine.decode_table import DecodeTable
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.logits import column
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.startup.cuda import dummy_prefill
 
-MIXED = BatchShape(7, 3, 1, 2, 5, 4, 6, 2, 1, 3, 1, 2, 1, 63, 3)
-DECODE = decode_shape(5, 3, num_block_copies=1, num_logprobs=2)
+FEATURES = (("one", (("a", (3,)), ("b", (2, 5)))), ("two", (("a", (1, 7)),)))
+MIXED = BatchShape(7, 3, 1, 2, 5, 4, 6, False, 2, 1, 3, FEATURES)
+DECODE = decode_shape(5, 3, num_block_copies=1, features=FEATURES[1:])
 BLOCK_SIZE = 4
-EOS = frozenset({9})
 
 
 def views(batch: Batch) -> dict:
     found = {view.name: getattr(batch, view.name) for view in VIEWS}
-    return {name: x for name, x in found.items() if x is not None}
+    of_features = {(feature, name): x for feature, arrays in batch.features.items() for name, x in arrays.items()}
+    return {name: x for name, x in found.items() if x is not None} | of_features
 
 
 @pytest.mark.parametrize("shape", [MIXED, DECODE], ids=["mixed", "decode"])
@@ -39,6 +41,8 @@ def test_views_are_aligned_and_apart(shape):
     for ours, theirs in zip(views(device).values(), views(host).values()):
         assert np.array_equal(ours.numpy(), theirs)
         assert (ours.data_ptr() - device.buffer.data_ptr()) % 16 == 0
+    in_place = host.to(None)
+    assert all(np.shares_memory(x.numpy(), host.buffer) for x in views(in_place).values())
 
 
 def test_what_depends_on_prompts_is_absent_from_decode_steps():
@@ -71,10 +75,11 @@ def test_chunks():
         step.chunks.append(ScheduledSequence(seq, start, end))
         if end == len(seq.token_ids):
             step.sample(seq)
-    answer = sequence(3, range(6), [7, 6], allowed_token_ids=(0, 33))
+    answer = sequence(3, range(6), [7, 6])
+    answer.columns = {"min_len": 33}
     step.sampled_seqs.insert(1, answer)
     step.sampled_rows.insert(1, 0)
-    batch = batches.prepare_mixed(step, np.full(9999, -7, np.int32), BLOCK_SIZE, 2, EOS, vocab_size=64)
+    batch = batches.prepare_mixed(step, {}, np.full(9999, -7, np.int32), BLOCK_SIZE, 2)
     assert batch.input_ids.tolist() == [2, 3, 4, 5, 10, 24, 25, 26, 27, 28]
     assert batch.positions.tolist() == [2, 3, 4, 5, 0, 4, 5, 6, 7, 8]
     assert batch.slot_mapping.tolist() == [30, 31, 8, 9, 0, 4, 5, 6, 7, 12]
@@ -84,33 +89,34 @@ def test_chunks():
     assert batch.logits_indices.tolist() == [3, 3, 4] and batch.sampled_rows.tolist() == [0, 0, 1]
     assert batch.req_indices.tolist() == [5, 2, 4]
     assert batch.block_copies.tolist() == [[4], [6]]
-    assert batch.mask_indices.tolist() == [2] and batch.masks.tolist() == [[1, 2]]
-    assert batch.shape.max_seqlen_q == 5 and batch.logprob_requests.size == 0
+    assert batch.shape.max_seqlen_q == 5 and column(batch.params, "min_len").tolist() == [0, 33, 0]
     assert batch.shape.num_decodes == 0 and batch.new_req_indices.tolist() == [5, 2, 4]
 
 
 def test_chunks_beside_decodes():
     """The token ids and parameters of what decodes are on the device; only the chunk's are in the batch."""
-    seqs = [sequence(0, range(6), [7, 2], logit_bias={3: 1.0}), sequence(1, range(3), [3])]
-    seqs += [sequence(2, range(20, 25), [5, 1]), sequence(3, range(30, 34), [0], logit_bias={5: 2.0})]
+    seqs = [sequence(0, range(6), [7, 2]), sequence(1, range(3), [3])]
+    seqs += [sequence(2, range(20, 25), [5, 1]), sequence(3, range(30, 34), [0])]
     step = decodes(seqs[:2])
     for seq, (start, end) in zip(seqs[2:], [(1, 4), (0, 4)]):
         step.chunks.append(ScheduledSequence(seq, start, end))
         if end == len(seq.token_ids):
             step.sample(seq)
-    batch = batches.prepare_mixed(step, np.full(9999, -7, np.int32), BLOCK_SIZE, 2, EOS, vocab_size=64)
+    arrays = {"one": {"a": np.array([5]), "b": [np.arange(3, dtype=np.int32), np.arange(5, 8, dtype=np.int32)]}}
+    batch = batches.prepare_mixed(step, arrays, None, BLOCK_SIZE, 2)
     assert batch.input_ids[2:].tolist() == [21, 22, 23, 30, 31, 32, 33]
     assert batch.positions.tolist() == [5, 2, 1, 2, 3, 0, 1, 2, 3]
     assert batch.slot_mapping.tolist() == [9, 14, 21, 22, 23, 0, 1, 2, 3]
     assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 5, 9] and batch.context_lens.tolist() == [6, 3, 4, 4]
     assert batch.logits_indices.tolist() == [0, 1, 8] and batch.sampled_rows.tolist() == [0, 1, 3]
     assert batch.req_indices.tolist() == [5, 4, 2] and batch.new_req_indices.tolist() == [2]
-    assert batch.shape.num_decodes == 2 and len(batch.params) == 1 and batch.bias_ids.tolist() == [5]
+    assert batch.shape.num_decodes == 2 and len(batch.params) == 1
+    assert {name: x.tolist() for name, x in batch.features["one"].items()} == {"a": [5], "b": [[0, 1, 2], [5, 6, 7]]}
     assert batch.query_tiles.tolist() == [[2, 2], [2, 0], [3, 2], [3, 0]] and batch.num_decodes == 2
 
     bounds = BatchShape(20, 9, 5, 7, 3, 0, 8)
-    padded = batches.prepare_mixed(step, np.full(9999, -7, np.int32), BLOCK_SIZE, 2, EOS, 64, bounds, pad_req_index=8)
-    assert padded.shape.bounds == bounds.bounds and padded.shape.num_sampled == 3
+    padded = batches.prepare_mixed(step, {}, np.full(9999, -7, np.int32), BLOCK_SIZE, 2, bounds, pad_req_index=8)
+    assert padded.shape.graph_shape == bounds.graph_shape and padded.shape.num_sampled == 3
     for name, padding in [("positions", 0), ("slot_mapping", -1), ("context_lens", 0), ("req_indices", 8)]:
         ours, real = getattr(padded, name), getattr(batch, name)
         assert np.array_equal(ours[: len(real)], real) and (ours[len(real) :] == padding).all()
@@ -121,19 +127,20 @@ def test_chunks_beside_decodes():
 
 
 def test_decode_with_padding():
-    step = decodes([sequence(0, range(6), [7, 2]), sequence(1, range(4), [3], logprobs=2)])
-    batch = batches.prepare_decode(step, np.full(99, -7, np.int32), BLOCK_SIZE, 4, 3, pad_req_index=8)
+    step = decodes([sequence(0, range(6), [7, 2]), sequence(1, range(4), [3])])
+    batch = batches.prepare_decode(step, {}, np.full(99, -7, np.int32), BLOCK_SIZE, 4, 3, pad_req_index=8)
     assert batch.positions.tolist() == [5, 3, 0, 0]
     assert batch.slot_mapping.tolist() == [9, 15, -1, -1]
     assert batch.context_lens.tolist() == [6, 4, 0, 0]
     assert batch.block_tables.tolist() == [[7, 2, 0], [3, 0, 0], [0, 0, 0], [0, 0, 0]]
     assert batch.req_indices.tolist() == [5, 4, 8, 8]
-    assert batch.logprob_requests.tolist() == [[2, 1, 1, -1]] and batch.input_ids is None
+    assert batch.input_ids is None
 
 
 def test_the_same_views_of_any_prepared_batch():
-    """Another rank gets the shape as integers and the buffer, and takes the same views of it."""
-    batch = batches.prepare_mixed(dummy_prefill(3, 5, BLOCK_SIZE), np.zeros(9999, np.int32), BLOCK_SIZE, 0, EOS, 64)
-    other = Batch.from_buffer(BatchShape(*map(int, batch.shape)), batch.buffer.copy())
+    """Another rank gets the shape and the buffer, and takes the same views of it."""
+    arrays = {"one": {"a": np.arange(7)}}
+    batch = batches.prepare_mixed(dummy_prefill(3, 5, BLOCK_SIZE), arrays, None, BLOCK_SIZE, 0)
+    other = Batch.from_buffer(BatchShape(*batch.shape), batch.buffer.copy())
     assert views(other).keys() == views(batch).keys()
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(views(other).values(), views(batch).values()))

@@ -7,7 +7,7 @@ import torch
 from conftest import TINY
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.engine.beam_search import BeamRequest
+from nanovllm.features.beam_search import BeamRequest
 
 QUESTIONS = ["What is 17 + 25?", "Sort: 9, 3, 71, 20", "introduce yourself", "Who wrote it?"]
 VERSE = "HAMLET.\nTo be, or not to be"

@@ -416,7 +416,7 @@ def test_calls_in_a_signal_handler(make_llm, monkeypatch, requests, alone, momen
     llm = make_llm(async_scheduling=moment % 2 == 1)
     where = [
         (llm.scheduler, "schedule"),
-        (llm.scheduler, "postprocess"),
+        (llm.core.output_processor, "postprocess"),
         (llm.model_runner, "prepare"),
         (llm.core.output_processor, "process"),
     ]
@@ -467,9 +467,9 @@ def test_the_engines_own_thread_can_not_wait(make_llm, requests):
 def test_finalizer_in_the_thread_that_watches_the_ranks(make_llm, monkeypatch, requests):
     """The engine's thread waits for that one when it ends the ranks, so that one must not wait for the engine's."""
     llm, is_released = make_llm(), threading.Event()
-    postprocess = llm.scheduler.postprocess
+    postprocess = llm.core.output_processor.postprocess
     slow = lambda *arguments: is_released.wait(20) and postprocess(*arguments)
-    monkeypatch.setattr(llm.scheduler, "postprocess", slow)
+    monkeypatch.setattr(llm.core.output_processor, "postprocess", slow)
     watcher = threading.Thread(target=llm.engine_thread.exit)
     llm.workers.supervisor = watcher
 

@@ -10,7 +10,8 @@ from conftest import TINY, generate_by_steps
 
 from nanovllm import SamplingParams
 from nanovllm.graphs import cuda_graph
-from nanovllm.graphs.cuda_graph import MixedGraphs, mixed_bounds
+from nanovllm.graphs.buffers import make_buffers
+from nanovllm.graphs.cuda_graph import MixedGraphs, graph_shapes
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")
@@ -82,14 +83,15 @@ def test_padding_changes_nothing(make_llm, one_layer, monkeypatch):
     assert llm.reset_prefix_cache()
 
     runner = llm.model_runner
-    shapes = mixed_bounds(llm.config, runner.query_tile_size)
+    shapes = graph_shapes(llm.config, runner.query_tile_size)
     sizes = [(shape.num_decodes, shape.num_tokens) for shape in shapes]
     assert sizes == [(0, 4), (0, 8), (0, 12), (4, 4), (5, 8), (5, 12)]
-    settings = llm.config.max_num_seqs, runner._device_buffer, runner.pad_req_index, runner.run_model, runner.sample
+    runner.buffers = make_buffers(llm.config, torch.device("cpu"))
+    settings = llm.config.max_num_seqs, runner.buffers.device, runner.pad_req_index, runner.run_model, runner.sample
     with torch.inference_mode():
         graphs = runner.mixed_graphs = MixedGraphs(shapes, *settings, pool=None)
     outputs = generate_by_steps(llm, zip(prompts, params))
-    num_replays = {shape: graphs.models[shape.bounds].num_replays for shape in shapes}
+    num_replays = {shape: graphs.models[shape.graph_shape].num_replays for shape in shapes}
     assert sum(num_replays.values()) == sum(graph.num_replays for graph in graphs.samplers.values())
     assert {shape.num_decodes for shape, count in num_replays.items() if count} >= {0, 5}, num_replays
     for output, reference in zip(outputs, expected, strict=True):
@@ -103,10 +105,10 @@ def test_padding_changes_nothing(make_llm, one_layer, monkeypatch):
 
 def test_the_smallest_graph_that_holds_a_step(make_llm):
     config = make_llm(max_num_seqs=64, max_num_batched_tokens=300, max_num_mixed_tokens=256).config
-    shapes = mixed_bounds(config, query_tile_size=64)
+    shapes = graph_shapes(config, query_tile_size=64)
     graphs = object.__new__(MixedGraphs)
     graphs.shapes = shapes
-    found = lambda *counts: (shape := graphs.bounds_for(*counts)) and (shape.num_decodes, shape.num_tokens)
+    found = lambda *counts: (shape := graphs.shape_for(*counts)) and (shape.num_decodes, shape.num_tokens)
     assert found(0, 1, 1, 1) == (0, 16) and found(0, 17, 1, 0) == (0, 32) and found(3, 43, 1, 4) == (64, 64)
     assert found(33, 80, 2, 35) == (64, 128) and found(0, 256, 32, 32) == (0, 256) and found(20, 32, 1, 21) == (32, 32)
     assert found(0, 256, 33, 33) is None and found(0, 257, 1, 1) is None and found(0, 16, 1, 60) == (32, 32)

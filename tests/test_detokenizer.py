@@ -5,15 +5,18 @@ from time import perf_counter
 from types import SimpleNamespace
 
 import pytest
-from test_scheduler import advance, make_scheduler
+from test_scheduler import make_scheduler
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
 from nanovllm.engine.output_collector import OutputCollector
+from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.outputs import OutputKind, StepOutput
 from nanovllm.engine.request import CompletionRequest
+from nanovllm.engine.scheduled_step import StepResult
 from nanovllm.engine.sequence import Sequence
+from nanovllm.features.stop_strings import StoppingDetokenizer, StopStrings
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -45,7 +48,7 @@ def test_text_is_the_tokenizers(tokenizer, skip_special_tokens):
         ids = [rng.choice(byte_ids) if rng.random() < 0.5 else rng.randrange(2048) for _ in range(rng.randint(0, 20))]
         ids = real if round == 0 else ids + real[rng.randrange(len(real)) :]
         expected = tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        detokenizer = Detokenizer(token_ids := [1, 2, 3], 3, SamplingParams(), token_bytes)
+        detokenizer = Detokenizer(token_ids := [1, 2, 3], 3, token_bytes)
         for piece in pieces(rng, ids):
             token_ids += piece
             detokenizer.decode()
@@ -123,7 +126,7 @@ def test_sentencepiece(kind, skip_special_tokens):
         answer = [*rng.choice(encoded)] if round < 50 else rng.choices(whole, k=rng.randint(0, 6))
         answer += rng.choice([[], *encoded])
         expected = decode(prompt + answer).removeprefix(decode(prompt))
-        detokenizer = Detokenizer(token_ids := [*prompt], len(prompt), SamplingParams(), token_bytes)
+        detokenizer = Detokenizer(token_ids := [*prompt], len(prompt), token_bytes)
         for piece in pieces(rng, answer):
             token_ids += piece
             detokenizer.decode()
@@ -138,7 +141,7 @@ def test_spaces_of_sentencepiece():
     assert tokenizer.decode([the, newline, the]) == "the\n the"
     for prompt, expected in [([the], " the\n the"), ([1], "the\n the"), ([newline], " the\n the")]:
         token_ids = [*prompt, 1, the, newline, the]
-        detokenizer = Detokenizer(token_ids, len(prompt), SamplingParams(), TokenBytes(tokenizer, True))
+        detokenizer = Detokenizer(token_ids, len(prompt), TokenBytes(tokenizer, True))
         assert detokenizer.decode(is_last=True) == expected
 
 
@@ -146,7 +149,7 @@ def test_broken_bytes_of_sentencepiece():
     """A character is text as soon as it is whole, and stays so when bytes follow that are none."""
     tokenizer = sentencepiece_tokenizer("llama-2")
     token_bytes, token_ids = TokenBytes(tokenizer, True), [1]
-    detokenizer = Detokenizer(token_ids, 1, SamplingParams(stop="\n"), token_bytes)
+    detokenizer = StoppingDetokenizer(token_ids, 1, token_bytes, SamplingParams(stop="\n"))
     seen = []
     for byte in "\xe9".encode() + b"\xff\xe6a\n":
         token_ids.append(tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>"))
@@ -180,19 +183,20 @@ def reference(ids: list[int], params: SamplingParams) -> tuple[int, str, str, st
 
 def run(params: SamplingParams, ids: list[int], kind: OutputKind) -> tuple[tuple, StepOutput]:
     """The answer to a request, one token a step, in the form of `reference`; and what its caller got on the way."""
-    scheduler = make_scheduler()
+    outputs = OutputProcessor(make_scheduler())
     seq = Sequence(0, [0], params, noise_seed=0, max_len=64)
     request = CompletionRequest([seq], None, kind, TOKENS, TOKENS)
-    request.collector = OutputCollector(kind)
-    scheduler.add(seq)
+    StopStrings.attach(request, None)
+    request.collector = collector = OutputCollector(kind)
+    outputs.add([request])
+    collector.put = lambda *counts: None  # so that all is in `new`
     for token_id in ids:
-        advance(scheduler, token_id)
-        request.process_token(seq, scheduler)
         if seq.finish_reason:
             break
+        outputs.process(outputs.scheduler.schedule(), StepResult([token_id], {}))
     (answer,) = request.output().outputs
     reference_form = len(answer.token_ids), answer.text, answer.finish_reason or "length", answer.stop_reason
-    return reference_form, request.collector.new
+    return reference_form, collector.new
 
 
 @pytest.mark.parametrize("include", [False, True])
@@ -229,13 +233,14 @@ def test_only_what_may_be_cut_is_held_back():
     assert [event.text for event in output.events] == ["a", "", "", "b", "", "bbé", "", "ba", ""]
 
 
-@pytest.mark.parametrize("stop", [(), ("never to be found",)])
+@pytest.mark.parametrize("stop", ["never to be found", ("never", "to be found")])
 def test_time_is_linear_in_the_text(stop):
     """Four times as many tokens take about four times as long, where sixteen times would be the square."""
 
     def seconds(num_tokens: int) -> float:
         token_ids, params = [0], SamplingParams(stop=stop)
-        detokenizer = Detokenizer(token_ids, 1, params, Pieces({0: b"", 1: b"word " * 8}))
+        token_bytes = Pieces({0: b"", 1: b"word " * 8})
+        detokenizer = StoppingDetokenizer(token_ids, 1, token_bytes, params)
         begin = perf_counter()
         for _ in range(num_tokens):
             token_ids.append(1)

@@ -18,7 +18,7 @@ from test_models import requests as requests_of_models
 
 from bench import write_shape
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.sampling_params import bad_word_token_ids
+from nanovllm.features.logit_edits import bad_word_token_ids
 
 pytestmark = pytest.mark.gpu
 
@@ -101,8 +101,8 @@ def test_no_short_step_is_eager(make_llm, monkeypatch):
     llm = make_llm(device="cuda", dtype="auto", max_num_seqs=20, gpu_memory_utilization=0.1)
     longest = max(shape.num_tokens for shape in llm.model_runner.mixed_graphs.shapes if not shape.num_decodes)
     eager = []
-    forward = llm.model_runner._forward
-    monkeypatch.setattr(llm.model_runner, "_forward", lambda batch: eager.append(batch.shape) or forward(batch))
+    forward = llm.model_runner.run_model
+    monkeypatch.setattr(llm.model_runner, "run_model", lambda batch: eager.append(batch.shape) or forward(batch))
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in range(1, 21)]
     llm.generate([[i, i + 1] for i in range(20)], params, use_tqdm=False)
     for i, n in enumerate((1, 2, 17, 500, min(longest, 1900))):
@@ -438,11 +438,11 @@ def test_logprobs_of_greedy_tokens(make_llm):
     llm.generate([[5, 6, 7], [8] * 40], params, use_tqdm=False)
     assert len(steps) == 12
     for step in steps[:1] + steps[-1:]:  # the host memory of the others has been reused
-        result = step.wait()
-        for logprobs in result.logprobs:
+        result = step.wait().features["logprobs"]
+        for logprobs in result.of_tokens:
             assert len(logprobs) == 3 and list(logprobs.values()) == sorted(logprobs.values(), key=lambda x: x[1])
             assert [rank for _, rank in logprobs.values()] == [1, 2, 3]
-    assert [len(x) for x in steps[0].wait().prompt_logprobs] == [2, 39]
+    assert [len(x) for x in steps[0].wait().features["logprobs"].of_prompts] == [2, 39]
 
 
 # -- callers -----------------------------------------------------------------------------------------------------------

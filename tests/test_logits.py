@@ -2,7 +2,6 @@
 the definitions."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,13 +17,13 @@ from transformers import (
 
 triton = pytest.importorskip("triton")
 
+from nanovllm.features.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, EditTables, penalize
 from nanovllm.features.logprobs import log_probabilities
 from nanovllm.kernels import filters, ops, penalties, sampling_columns
 from nanovllm.kernels.sampling_columns import COLUMNS, WIDTH
 from nanovllm.layers import logits as plain
-from nanovllm.layers.logits import KEEPS_ALL, NewRequests, RequestTable, SamplingRows, column, token_keys
+from nanovllm.layers.logits import KEEPS_ALL, SamplingRows, column, token_keys
 from nanovllm.layers.sampler import Sampler
-from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES
 
 BLOCK_SIZE = 16
 DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
@@ -60,7 +59,7 @@ def rows_of(
     vocab_size: int = 1,
     allowed: list[set[int]] = (),
     bad_words: list[list[list[int]]] = (),
-) -> SamplingRows:
+) -> tuple[SamplingRows, EditTables]:
     """Rows with parameters by the names of COLUMNS, and their tokens. Requests lie in the table in another order than
     the rows, and blocks lie in any order."""
     n = len(requests)
@@ -88,10 +87,12 @@ def rows_of(
     ]
     words = [(slot, [-1] * (MAX_BAD_WORD_TOKENS - len(word)) + word) for slot, word in words]
     word_slots, words = map(torch.tensor, zip(*words)) if words else 2 * [torch.zeros(0)]
-    table = RequestTable(n, vocab_size, torch.device(DEVICE))
-    fields = req_indices, params, slots, ids, values.float().view(torch.int32), req_indices, masks, word_slots, words
-    table.write(SimpleNamespace(**{name: x.int().to(DEVICE) for name, x in zip(NewRequests.__annotations__, fields)}))
-    return table.rows(*(x.to(DEVICE) for x in (req_indices, token_ids, blocks, positions)))
+    tables = EditTables.zeros(n, vocab_size, torch.device(DEVICE))
+    names = "bias_slots", "bias_ids", "bias_bits", "mask_indices", "masks", "bad_word_slots", "bad_words"
+    arrays = slots, ids, values.float().view(torch.int32), req_indices, masks, word_slots, words
+    tables.write({name: x.int().to(DEVICE) for name, x in zip(names, arrays) if len(x)})
+    rows = params, req_indices, positions, blocks, token_ids, torch.zeros(n, dtype=torch.int32)
+    return SamplingRows(*(x.to(DEVICE) for x in rows)), tables
 
 
 def on_cpu(value):
@@ -133,7 +134,7 @@ def test_filters_keep_what_transformers_keeps(vocab_size, spread):
     requests = [request for request in FILTERS if request.get("temperature", 1)]
     logits = torch.randn(len(requests), vocab_size) * spread
     logits[:, 7] = -torch.inf  # a token that is ruled out already
-    cutoffs = plain.logit_cutoffs(logits, on_cpu(rows_of(requests)))
+    cutoffs = plain.logit_cutoffs(logits, on_cpu(rows_of(requests)[0]))
     for row, ours, request in zip(logits, kept(logits, cutoffs), requests):
         theirs = vllm_order(request)(None, row[None])[0] > -torch.inf
         assert torch.equal(ours, theirs), request
@@ -191,7 +192,7 @@ def test_equal_logits_are_kept_by_the_lower_id(dtype, where):
     kinds, requests = zip(*(ALL_TIES if CUDA or where == "cpu" else TIES))
     logits = torch.stack([EQUALS[kind]() for kind in kinds]).to(dtype)
     logits[:, ::7] = -torch.inf
-    rows = rows_of(requests)
+    rows, _ = rows_of(requests)
     if where == "cpu":
         cutoffs = plain.logit_cutoffs(logits, on_cpu(rows))
     else:
@@ -208,7 +209,7 @@ def test_top_1_is_greedy(dtype):
     """Where many logits are the largest too, at any temperature."""
     logits = (torch.randn(50, 300) * 2).round().to(dtype)
     requests = [{"top_k": 1, "temperature": 10.0}, {"top_p": 1e-6, "temperature": 0.5}] * 25
-    rows = on_cpu(rows_of(requests))
+    rows = on_cpu(rows_of(requests)[0])
     noise = torch.randint(1 << 30, (50, 2)).int(), torch.arange(50).int()
     ids = Sampler()(logits, column(rows.params, "temperature"), *noise, plain.logit_cutoffs(logits, rows))
     assert ((logits == logits.amax(1, True)).sum(1) > 1).any()
@@ -228,7 +229,7 @@ def test_cutoff_kernel(vocab_size, dtype):
     logits[5:9, : vocab_size // 2] = 1.5
     wide = torch.full((len(requests), vocab_size + 5), torch.nan, dtype=dtype)
     logits = wide[:, 2:-3].copy_(logits)
-    rows = rows_of(requests)
+    rows, _ = rows_of(requests)
     cutoffs = ops.logit_cutoffs(logits.to(DEVICE), rows).cpu()
     ours, expected = kept(logits, cutoffs), kept(logits, plain.logit_cutoffs(logits, on_cpu(rows)))
     for i in (ours != expected).any(1).nonzero().flatten().tolist():  # at the bound of top-p, where sums are rounded
@@ -242,7 +243,7 @@ def test_cutoff_kernel_at_zero():
     """Where numbers are densest, of both signs, and no distance that helps."""
     logits = torch.randn(4, 3000) * torch.tensor([1e-30, 1e-10, 1e-3, 1e10])[:, None]
     requests = [{"top_k": 700}, {"top_p": 0.5}, {"top_k": 2000, "top_p": 0.7}, {"top_p": 0.9, "temperature": 1e10}]
-    rows = rows_of(requests)
+    rows, _ = rows_of(requests)
     expected = kept(logits, plain.logit_cutoffs(logits, on_cpu(rows)))
     different = (kept(logits, ops.logit_cutoffs(logits.to(DEVICE), rows)) != expected).sum(1)
     assert different[0] == 0 and different.max() <= 1  # of weights that are all equal, or nearly so
@@ -253,7 +254,7 @@ def test_draws_follow_the_filtered_softmax(request_):
     """Chi-square of 100,000 draws; above 24.3 once in a thousand at seven degrees of freedom, and there are fewer."""
     n = 100_000
     logits = torch.tensor([2.0, 1.0, 0.0, -3.0, 1.5, -1.0, -torch.inf, 0.5, 1.9])
-    cutoffs = plain.logit_cutoffs(logits[None], on_cpu(rows_of([request_]))).expand(n)
+    cutoffs = plain.logit_cutoffs(logits[None], on_cpu(rows_of([request_])[0])).expand(n)
     temperature = torch.tensor(request_.get("temperature", 1.0))
     seeds, positions = torch.stack((torch.arange(n), torch.zeros(n)), 1).int(), torch.zeros(n, dtype=torch.int32)
     drawn = Sampler()(logits.expand(n, -1), temperature.expand(n), seeds, positions, cutoffs)
@@ -347,7 +348,7 @@ def test_penalties_by_definition():
         for token in set(outputs):
             x[token] -= request["frequency_penalty"] * outputs.count(token) + request["presence_penalty"]
     edited = logits.clone()
-    plain.penalize(edited, on_cpu(rows_of(requests, biases, histories)))
+    penalize(edited, *map(on_cpu, rows_of(requests, biases, histories)))
     torch.testing.assert_close(edited, expected)
     changed = (expected != logits).sum(1).tolist()
     assert all(changed[:6]) and changed[4:] == [3, changed[5], 0, 0] and (edited[5, :2] == -torch.inf).all()
@@ -357,15 +358,15 @@ def test_penalties_by_definition():
 @pytest.mark.parametrize("vocab_size", [5, 1023, 5001])
 def test_penalize_kernel(vocab_size, dtype):
     requests, histories, biases = edits(vocab_size)
-    rows = rows_of(requests, biases, histories, vocab_size)
-    rows = rows._replace(token_counts=rows.token_counts[:3])  # fewer programs than rows
+    rows, tables = rows_of(requests, biases, histories, vocab_size)
+    tables = tables._replace(token_counts=tables.token_counts[:3])  # fewer programs than rows
     logits = torch.randn(len(requests), vocab_size).to(dtype)
     edited, expected = logits.to(DEVICE, copy=True), logits.clone()
-    ops.penalize(edited, rows)
-    plain.penalize(expected, on_cpu(rows))
+    ops.penalize(edited, rows, tables)
+    penalize(expected, on_cpu(rows), on_cpu(tables))
     torch.testing.assert_close(edited.cpu(), expected, rtol=1e-6 if dtype == torch.float32 else 2e-3, atol=1e-6)
     assert torch.equal(edited.cpu() != logits, expected != logits) and (expected != logits).any()
-    assert not rows.token_counts.any()
+    assert not tables.token_counts.any()
 
 
 # -- what may not be generated -----------------------------------------------------------------------------------------
@@ -404,12 +405,12 @@ def bans(vocab_size: int):
 @pytest.mark.parametrize("vocab_size", [5, 97, 5001])
 def test_allowed_ids_and_bad_words(vocab_size, where, dtype):
     requests, histories, allowed, words, banned = bans(vocab_size)
-    rows = rows_of(requests, None, histories, vocab_size, allowed, words)
+    rows, tables = rows_of(requests, None, histories, vocab_size, allowed, words)
     logits = torch.randn(len(requests), vocab_size).to(dtype)
     if where == "cpu":
-        plain.penalize(edited := logits.clone(), on_cpu(rows))
+        penalize(edited := logits.clone(), on_cpu(rows), on_cpu(tables))
     else:
-        ops.penalize(edited := logits.to(DEVICE, copy=True), rows)
+        ops.penalize(edited := logits.to(DEVICE, copy=True), rows, tables)
     assert [{*(x == -torch.inf).nonzero().flatten().tolist()} for x in edited.cpu()] == banned
     assert [len(x) for x in banned][1:6] == [3, 2, 1, 0, 1] and not banned[7]
     unpenalized = [0, 1, 2, 3, 4, 5, 7]

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from browser import CHROMIUM, open_browser
 from conftest import TINY, step_error
+from test_scheduler import postprocess
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.engine.block_manager import BlockManager
@@ -45,7 +46,7 @@ def check_view(view: View, llm: LLM) -> None:
     for name, shown in view.seqs.items():
         seq = live[name]
         assert (shown.prompt, shown.max_tokens) == (seq.num_prompt_tokens, seq.max_num_tokens)
-        if not seq.is_beam:
+        if not seq.pauses:
             assert shown.tokens == len(seq.token_ids)
         was_preempted = seq.status is SequenceStatus.WAITING and seq.was_admitted
         assert (shown.status == "preempted") == was_preempted or len(waiting) > MAX_WAITING
@@ -141,7 +142,7 @@ class Clockwork:
 
     def step(self) -> None:
         step = self.scheduler.schedule()
-        self.scheduler.postprocess(step, [7] * len(step.sampled_seqs))
+        postprocess(self.scheduler, step, [7] * len(step.sampled_seqs))
         for hook in self.core.on_step:
             hook(step, None)
 
@@ -191,10 +192,10 @@ def test_beams_that_an_error_drops_are_no_longer_shown():
     scheduler = engine.scheduler
     recorder = StepRecorder(engine)
     recorder.start()
-    beam = Sequence(0, [5] * 20, SamplingParams(max_tokens=5), 0, 100, is_beam=True)
+    beam = Sequence(0, [5] * 20, SamplingParams(max_tokens=5), 0, 100)
+    beam.pauses = True
     scheduler.add(beam)
     engine.step()
-    beam.candidates = {6: (-1.0, 1)}
     scheduler.preempt(beam)
     recorder.refresh()
     frames, last = recorder.frames_since(0)

@@ -33,7 +33,7 @@ def table(text: str) -> list[list[str]]:
 EXPERIMENTS = re.findall(r"```python\n(.*?)```", section("Experiments"), re.DOTALL)
 (TOP_K,) = (code for code in EXPERIMENTS if "top_k" in code)
 CONTRIBUTING = (ROOT / ".github/CONTRIBUTING.md").read_text()
-(FILTER,) = re.findall(r"```python\n(.*?)```", CONTRIBUTING, re.DOTALL)
+(FEATURE,) = re.findall(r"```python\n(.*?)```", CONTRIBUTING, re.DOTALL)
 
 
 def run(code: str, settings: str, capsys) -> None:
@@ -54,9 +54,9 @@ def test_top_1_gives_one_answer_in_every_dtype(dtype, capsys):
     run(TOP_K, f", dtype={dtype!r}", capsys)
 
 
-def test_own_filter(capsys):
-    """The exercise of CONTRIBUTING.md; a fixture of conftest.py removes the filter."""
-    run(FILTER, "", capsys)
+def test_own_feature(capsys):
+    """The exercise of CONTRIBUTING.md; a fixture of conftest.py removes the feature."""
+    run(FEATURE, "", capsys)
 
 
 def test_there_are_seven():

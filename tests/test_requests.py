@@ -9,8 +9,10 @@ from conftest import TINY
 from transformers import Qwen3ForCausalLM, RepetitionPenaltyLogitsProcessor
 
 from nanovllm import SamplingParams
+from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.sequence import Sequence
-from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, bad_word_token_ids, check_request
+from nanovllm.features.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, bad_word_token_ids, check_edits
+from nanovllm.features.logprobs import StepLogprobs, TokenLogprobs
 
 WORLDS = {
     "defaults": {},
@@ -69,9 +71,10 @@ def watch(llm) -> dict:
 
         def take():
             sampled = wait()
-            for seq, row, logprobs in zip(step.sampled_seqs, step.sampled_rows, sampled.logprobs):
+            found = sampled.features.get("logprobs", StepLogprobs([], []))
+            for seq, row, logprobs in zip(step.sampled_seqs, step.sampled_rows, found.of_tokens):
                 seen[seq.request_id, step.rows[row].end] = logprobs
-            for row, prompt_logprobs in zip(step.chunks, sampled.prompt_logprobs):
+            for row, prompt_logprobs in zip(step.chunks, found.of_prompts):
                 seen.update({(row.seq.request_id, row.start + 1 + i): x for i, x in enumerate(prompt_logprobs or ())})
             return sampled
 
@@ -222,13 +225,16 @@ def test_logprobs_of_the_whole_vocabulary(make_llm, model):
     runner, prompts = llm.model_runner, [[300, 400, 500], [7, 8]]
     every = SamplingParams(temperature=0.0, logprobs=-1, prompt_logprobs=-1)
     for i, params in enumerate((every, SamplingParams(temperature=0.0, logprobs=2))):
-        llm.scheduler.add(Sequence(i, [*prompts[i]], params, noise_seed=0, max_len=20))
-    sampled = runner.run(llm.scheduler.schedule()).wait()
-    assert [len(x) for x in sampled.logprobs] == [2048, 2] and sampled.prompt_logprobs[1] is None
+        seq = Sequence(i, [*prompts[i]], params, noise_seed=0, max_len=20)
+        TokenLogprobs.watch(seq)
+        llm.scheduler.add(seq)
+    token_ids, features = runner.run(llm.scheduler.schedule()).wait()
+    of_tokens, of_prompts = features["logprobs"]
+    assert [len(x) for x in of_tokens] == [2048, 2] and of_prompts[1] is None
     expected = [model(torch.tensor([ids])).logits[0].log_softmax(-1) for ids in prompts]
-    check_logprobs(sampled.logprobs[0], sampled.token_ids[0], expected[0][2], -1)
-    check_logprobs(sampled.logprobs[1], sampled.token_ids[1], expected[1][1], 2)
-    for i, found in enumerate(sampled.prompt_logprobs[0]):
+    check_logprobs(of_tokens[0], token_ids[0], expected[0][2], -1)
+    check_logprobs(of_tokens[1], token_ids[1], expected[1][1], 2)
+    for i, found in enumerate(of_prompts[0]):
         check_logprobs(found, prompts[0][i + 1], expected[0][i], -1)
 
 
@@ -315,22 +321,20 @@ def test_bad_params(params, error):
         ({"bad_words": ["xyz" * 20]}, f"number of tokens of 'xyzxyz.*must be at most {MAX_BAD_WORD_TOKENS}"),
     ],
 )
-def test_bad_requests(tokenizer, params, error):
-    params = SamplingParams(**params)
+def test_bad_requests(make_llm, params, error):
     with pytest.raises(ValueError, match=error):
-        check_request(params, 2048, frozenset([2047]), 100, bad_word_token_ids(tokenizer, params.bad_words, 2048))
+        make_llm().processor.requests([[5]], SamplingParams(**params), OutputKind.FINAL_ONLY)
 
 
 def test_more_biases_than_there_is_room_for():
     """All that a request may name, where the model has many ends too."""
     ids = {"logit_bias": dict.fromkeys(range(300), 1.0), "stop_token_ids": [*range(128)]}
-    check_request(SamplingParams(**ids, min_tokens=1), 2048, frozenset(range(1000, 1084)), 100)
-    check_request(SamplingParams(**ids), 2048, frozenset(range(1000, 1085)), 100)
+    check_edits(SamplingParams(**ids, min_tokens=1), 2048, frozenset(range(1000, 1084)))
+    check_edits(SamplingParams(**ids), 2048, frozenset(range(1000, 1085)))
     with pytest.raises(
         ValueError, match="logit_bias, stop_token_ids and the model's eos ids .*=513: must be at most 512"
     ):
-        check_request(SamplingParams(**ids, min_tokens=1), 2048, frozenset(range(1000, 1085)), 100)
-    check_request(SamplingParams(logprobs=-1), 2048, frozenset(), -1)
+        check_edits(SamplingParams(**ids, min_tokens=1), 2048, frozenset(range(1000, 1085)))
 
 
 def test_bad_words_are_tokenized_with_and_without_a_space(tokenizer):

@@ -13,7 +13,9 @@ import pytest
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.group_admission import MAX_STEPS_WITHOUT_ADMISSION
-from nanovllm.engine.scheduler import ScheduledStep, Scheduler
+from nanovllm.engine.output_processor import OutputProcessor
+from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.token_budget import MIN_SHARED_CHUNK, TokenBudget
 from nanovllm.sampling_params import SamplingParams
@@ -106,6 +108,12 @@ def random_requests(seed: int, num_requests: int = 60, max_n: int = 1) -> list[R
     return requests
 
 
+def postprocess(scheduler: Scheduler, step: ScheduledStep, token_ids: list[int]) -> list[Sequence]:
+    """Give sequences that belong to no request their tokens; returns those that have ended."""
+    seqs = OutputProcessor(scheduler).postprocess(step, StepResult(token_ids, {}))
+    return [seq for seq in seqs if seq.is_finished]
+
+
 class Simulation:
     """The engine's loop over a device that has a cache and no model.
 
@@ -138,7 +146,7 @@ class Simulation:
                 self.scheduler.add(*arrivals.popleft())
             for request_id, request in enumerate(self.requests):
                 if request.aborted_at == iteration:
-                    self.seen["aborted"] += len(self.scheduler.abort(request_id))
+                    self.seen["aborted"] += len(OutputProcessor(self.scheduler).end_all(request_id))
                     self.check_accounting()
             self.iterate()
             iteration += 1
@@ -159,9 +167,9 @@ class Simulation:
 
     def postprocess(self, step: ScheduledStep, token_ids: list[int]):
         before = {seq: seq.status for seq in step.sampled_seqs}
-        finished = self.scheduler.postprocess(step, token_ids)
+        finished = postprocess(self.scheduler, step, token_ids)
         ended = [seq for seq in step.sampled_seqs if seq.status is SequenceStatus.FINISHED]
-        assert finished == [seq for seq in ended if before[seq] is not SequenceStatus.FINISHED]
+        assert {*finished} == {seq for seq in ended if before[seq] is not SequenceStatus.FINISHED}
         self.seen["tokens thrown away"] += len(ended) - len(finished)
         self.seen["ended while preempted"] += sum(before[s] is SequenceStatus.WAITING for s in finished)
 
@@ -399,7 +407,7 @@ def rows(step: ScheduledStep) -> list[tuple[int, int, int]]:
 def advance(scheduler: Scheduler, token_id: int = 7) -> ScheduledStep:
     """A step whose sequences all get the same token."""
     step = scheduler.schedule()
-    scheduler.postprocess(step, [token_id] * len(step.sampled_seqs))
+    postprocess(scheduler, step, [token_id] * len(step.sampled_seqs))
     return step
 
 
@@ -426,7 +434,7 @@ def test_prompts_first():
     steps = []
     while not scheduler.is_finished():
         steps.append(scheduler.schedule(prompts_first=True))
-        scheduler.postprocess(steps[-1], [7] * len(steps[-1].sampled_seqs))
+        postprocess(scheduler, steps[-1], [7] * len(steps[-1].sampled_seqs))
     assert [sum(end - start for _, start, end in step.chunks) for step in steps] == [8, 8, 2, 0, 6, 0]
     assert [step.num_decodes for step in steps] == [0, 0, 0, 3, 0, 1]
 
@@ -437,11 +445,11 @@ def test_what_a_sequence_says_of_itself():
     (seq,) = add(scheduler, Request(prompt(5)))
     step = scheduler.schedule()
     assert (len(seq), seq.num_completion_tokens, seq.last_token) == (6, 0, 104)
-    scheduler.postprocess(step, [7])
+    postprocess(scheduler, step, [7])
     assert (len(seq), seq.num_completion_tokens, seq.last_token) == (6, 1, 7)
     assert seq.prompt_token_ids == prompt(5) and seq.completion_token_ids == [7] and not seq.is_finished
     assert repr(seq) == "Sequence(0.0, RUNNING, 5 + 1 tokens, blocks [0, 1])"
-    scheduler.abort(0)
+    OutputProcessor(scheduler).end_all(0)
     assert seq.is_finished
 
 
@@ -566,7 +574,7 @@ def test_generated_block_can_be_found_once_its_tokens_arrived():
     add(scheduler, Request(prompt(3)))
     steps = [scheduler.schedule(), scheduler.schedule()]
     assert not cached
-    scheduler.postprocess(steps[0], [7])
+    postprocess(scheduler, steps[0], [7])
     assert len(cached) == 1
 
     scheduler = make_scheduler()
@@ -581,8 +589,9 @@ def test_generated_block_can_be_found_once_its_tokens_arrived():
 def test_only_rows_where_something_happens_are_visited():
     """A first token, the tokens around the end of a block, the last one, and all of those that are asked to be."""
     scheduler = make_scheduler()
-    params = [SamplingParams(max_tokens=9, **p) for p in ({}, {"logprobs": 1}, {"stop_token_ids": [9]})]
+    params = [SamplingParams(max_tokens=9, **p) for p in ({}, {}, {"stop_token_ids": [9]})]
     seqs = [Sequence(i, prompt(5, first=100 * i), p, 0, MAX_LEN) for i, p in enumerate(params)]
+    seqs[1].is_watched = True
     for seq in seqs:
         scheduler.add(seq)
     visited = []
@@ -590,11 +599,11 @@ def test_only_rows_where_something_happens_are_visited():
         step = scheduler.schedule()
         num_tokens = len(seqs[0].token_ids) + 1
         visited += [num_tokens] if seqs[0] in [step.sampled_seqs[i] for i in step.visited] else []
-        assert {step.sampled_seqs.index(seq) for seq in seqs[1:] if not seq.is_finished} <= {*step.visited}
-        values = [{7: (-1.0, 1)} if seq is seqs[1] else None for seq in step.sampled_seqs]
-        scheduler.postprocess(step, [9 if num_tokens == 10 else 7] * len(values), values)
+        indices = {seq.request_id: i for i, seq in enumerate(step.sampled_seqs)}
+        assert step.watched == [indices[1]] and (2 not in indices or indices[2] in step.visited)
+        postprocess(scheduler, step, [9 if num_tokens == 10 else 7] * len(indices))
     assert visited == [6, 8, 9, 12, 13, 14]
-    assert [seq.num_completion_tokens for seq in seqs] == [9, 9, 5] and len(seqs[1].logprobs) == 9
+    assert [seq.num_completion_tokens for seq in seqs] == [9, 9, 5]
     assert [(seq.finish_reason, seq.stop_reason) for seq in seqs] == [("length", None)] * 2 + [("stop", 9)]
 
 
@@ -614,9 +623,9 @@ def test_token_in_flight_of_an_ended_sequence_is_thrown_away(token_id):
     (seq,) = add(scheduler, Request(prompt(3)))
     steps = [scheduler.schedule(), scheduler.schedule()]
     assert rows(steps[1]) == [(0, 3, 4)]
-    assert scheduler.postprocess(steps[0], [token_id]) == [seq]
+    assert postprocess(scheduler, steps[0], [token_id]) == [seq]
     assert scheduler.is_finished() and scheduler.schedule() is None
-    assert scheduler.postprocess(steps[1], [5]) == []
+    assert postprocess(scheduler, steps[1], [5]) == []
     assert seq.completion_token_ids == [token_id] and seq.finish_reason == "stop"
 
 
@@ -626,12 +635,12 @@ def test_preempted_sequence_may_end_with_its_token_in_flight(reason):
     scheduler = make_scheduler(num_blocks=5, block_size=2)
     first, second = add(scheduler, Request(prompt(4)), Request(prompt(2, first=200), max_tokens=3))
     prefill, decode = scheduler.schedule(), scheduler.schedule()
-    assert scheduler.postprocess(prefill, [7, 7]) == []
+    assert postprocess(scheduler, prefill, [7, 7]) == []
     last = scheduler.schedule()
-    assert scheduler.postprocess(decode, [7, 7]) == []
+    assert postprocess(scheduler, decode, [7, 7]) == []
     step = scheduler.schedule()  # the first needs a block
     assert rows(step) == [(0, 6, 7)] and list(scheduler.waiting) == [second]
-    assert scheduler.postprocess(last, [7, EOS if reason == "stop" else 7]) == [second]
+    assert postprocess(scheduler, last, [7, EOS if reason == "stop" else 7]) == [second]
     assert second.finish_reason == reason and len(second.completion_token_ids) == 3
     assert not scheduler.waiting and list(scheduler.running.values()) == [first]
     assert len(scheduler.free_req_indices) == 3 and sum(b.ref_count for b in scheduler.block_manager.blocks) == 4
@@ -642,7 +651,7 @@ def test_nothing_to_schedule_while_the_last_token_is_in_flight():
     (seq,) = add(scheduler, Request(prompt(3), max_tokens=1))
     step = scheduler.schedule()
     assert scheduler.schedule() is None and not scheduler.is_finished()
-    assert scheduler.postprocess(step, [7]) == [seq]
+    assert postprocess(scheduler, step, [7]) == [seq]
     assert scheduler.is_finished()
 
 
@@ -678,7 +687,8 @@ def test_abort_leaves_nothing():
     in_part, never_begun = seqs[2:]
     assert in_part.status is SequenceStatus.RUNNING and never_begun.status is SequenceStatus.WAITING
     for seq in seqs:
-        assert scheduler.abort(seq.request_id) == [seq] and scheduler.abort(seq.request_id) == []
+        outputs = OutputProcessor(scheduler)
+        assert outputs.end_all(seq.request_id) == [seq] and outputs.end_all(seq.request_id) == []
     assert scheduler.is_finished() and leftovers(scheduler) == (0, 0, 0, 0)
     assert sorted(scheduler.free_req_indices) == list(range(4))
     assert {(seq.status, seq.finish_reason) for seq in seqs} == {(SequenceStatus.FINISHED, "abort")}
@@ -690,7 +700,7 @@ def test_abort_takes_no_longer_where_many_wait():
     order = random.Random(0).sample(range(len(seqs)), len(seqs))
     begin = perf_counter()
     for request_id in order:
-        scheduler.abort(request_id)
+        OutputProcessor(scheduler).end_all(request_id)
     assert scheduler.is_finished() and perf_counter() - begin < 1.0
 
 
@@ -728,45 +738,49 @@ def test_beams_share_what_they_have_in_common():
     """A branch shares the full blocks of its parent, and the last block is copied before the next step."""
     scheduler = make_scheduler()
     root = make_sequence(0, Request(prompt(6)))
-    root.is_beam = True
+    root.pauses = True
     scheduler.add(root)
     step = scheduler.schedule()
-    scheduler.postprocess(step, [7], [{7: (-0.1, 1), 8: (-0.2, 2)}])
+    postprocess(scheduler, step, [7])
     assert root.is_paused and root.completion_token_ids == [] and scheduler.schedule() is None
-    first, second, third = scheduler.branch(root, [(0, 7), (1, 8), (2, 9)])
-    assert first is root and [seq.completion_token_ids for seq in (first, second, third)] == [[7], [8], [9]]
+    second, third = scheduler.fork(root, 1, 8), scheduler.fork(root, 2, 9)
+    scheduler.resume(root, 7)
+    assert [seq.completion_token_ids for seq in (root, second, third)] == [[7], [8], [9]]
     assert second.block_table[:1] == third.block_table[:1] == root.block_table[:1]
     step = scheduler.schedule()
     assert sorted(rows(step)) == [(0, 6, 7)] * 3 and step.num_decodes == 0
     assert sorted(step.copies) == sorted((root.block_table[1], seq.block_table[1]) for seq in (second, third))
-    scheduler.postprocess(step, [1, 1, 1], [{}, {}, {}])
-    scheduler.finish(root, "stop")
-    scheduler.branch(second, [(1, 5)])
-    scheduler.branch(third, [(2, 5), (3, 6)])
+    postprocess(scheduler, step, [1, 1, 1])
+    OutputProcessor(scheduler).end(root, "stop")
+    scheduler.resume(second, 5)
+    scheduler.fork(third, 3, 6)
+    scheduler.resume(third, 5)
     step = scheduler.schedule()
     assert len(step.rows) == 3 and {end for _, _, end in step.rows} == {8} and len(step.copies) == 1
-    assert scheduler.abort(0) and leftovers(scheduler) == (0, 0, 0, 0)
+    assert OutputProcessor(scheduler).end_all(0) and leftovers(scheduler) == (0, 0, 0, 0)
 
 
 def test_beams_that_find_no_blocks_are_computed_again():
     """Paused beams free their blocks for those that are not computed yet, though no other sequence ever ends."""
     scheduler = make_scheduler(num_blocks=4)
     root = make_sequence(0, Request(prompt(6)))
-    root.is_beam = True
+    root.pauses = True
     scheduler.add(root)
     beams, seen = [root], 0
     for length in range(7, 13):
         steps = 0
         while not all(seq.is_paused for seq in beams):
             step = scheduler.schedule()
-            scheduler.postprocess(step, [1] * len(step.sampled_seqs), [{1: (0.0, 1)}] * len(step.sampled_seqs))
+            postprocess(scheduler, step, [1] * len(step.sampled_seqs))
             steps += 1
         seen = max(seen, steps)
         if length == 7:
-            beams = scheduler.branch(root, [(0, 1), (1, 2), (2, 3)])
+            beams = [root, scheduler.fork(root, 1, 2), scheduler.fork(root, 2, 3)]
+            scheduler.resume(root, 1)
         else:
-            beams = [scheduler.branch(seq, [(seq.index, length)])[0] for seq in beams]
+            for seq in beams:
+                scheduler.resume(seq, length)
     assert seen > 1 and scheduler.num_preemptions > 0
     assert [seq.completion_token_ids[0] for seq in beams] == [1, 2, 3] and {len(seq.token_ids) for seq in beams} == {12}
-    scheduler.abort(0)
+    OutputProcessor(scheduler).end_all(0)
     assert leftovers(scheduler) == (0, 0, 0, 0)

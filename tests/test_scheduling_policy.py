@@ -9,10 +9,12 @@ from math import ceil
 import numpy as np
 import pytest
 from conftest import generate_by_steps, step_error
+from test_scheduler import postprocess
 
 from nanovllm import BeamSearchParams, SamplingParams, SchedulingPolicy
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.group_admission import MAX_STEPS_WITHOUT_ADMISSION
+from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.policies import Priority
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.scheduler import Scheduler
@@ -72,7 +74,7 @@ class Engine:
     def step(self) -> ScheduledStep:
         step = self.scheduler.schedule()
         assert step is not None
-        self.scheduler.postprocess(step, [7] * len(step.sampled_seqs))
+        postprocess(self.scheduler, step, [7] * len(step.sampled_seqs))
         self.steps.append(step)
         return step
 
@@ -81,7 +83,7 @@ class Engine:
         step, self.in_flight = self.in_flight, self.scheduler.schedule()
         assert step or self.in_flight
         if step:
-            self.scheduler.postprocess(step, [7] * len(step.sampled_seqs))
+            postprocess(self.scheduler, step, [7] * len(step.sampled_seqs))
 
     def rows(self) -> list[tuple[int, int, int]]:
         return [(seq.request_id, start, end) for seq, start, end in self.step().rows]
@@ -190,7 +192,7 @@ def test_accounting_in_random_traffic(num_blocks, asynchronous, seed):
             first = engine.add(rng.choice([1, 30, 150]), max_tokens=rng.randint(1, 60), n=rng.choice([1, 1, 3]))
             seqs += first.group
         if seqs and rng.random() < 0.03:
-            scheduler.abort(rng.choice(seqs).request_id)
+            OutputProcessor(scheduler).end_all(rng.choice(seqs).request_id)
         if scheduler.is_finished() and i > 400:
             break
         if not scheduler.is_finished():
@@ -488,9 +490,9 @@ def test_low_priority_is_served_first(make_llm, call):
 def test_beams_have_the_priority_of_their_request(make_llm, monkeypatch):
     llm = make_llm(scheduling_policy="priority")
     seen = []
-    branch = llm.scheduler.branch
-    record = lambda *args: seen.extend(branch(*args)) or seen
-    monkeypatch.setattr(llm.scheduler, "branch", record)
+    fork = llm.scheduler.fork
+    record = lambda seq, *args: seen.extend([seq, fork(seq, *args)]) or seen[-1]
+    monkeypatch.setattr(llm.scheduler, "fork", record)
     params = BeamSearchParams(beam_width=3, max_tokens=4)
     with_priority = llm.beam_search([[5, 6], [7, 8]], params, priority=[4, -4])
     assert {(seq.request_id, seq.priority, seq.order[0]) for seq in seen} == {(0, 4, 4), (1, -4, -4)}

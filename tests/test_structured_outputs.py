@@ -1,6 +1,5 @@
 """Answers of a given form: random schemas, and every other way in which an answer can be constrained or can end."""
 
-import contextlib
 import gc
 import json
 import random
@@ -24,13 +23,12 @@ from test_scheduler import SETTINGS, Simulation, random_requests
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.engine.batch import Batch, decode_shape
 from nanovllm.engine.outputs import OutputKind
-from nanovllm.engine.step_result import StepBuffers
-from nanovllm.graphs.cuda_graph import largest_decode
-from nanovllm.layers.logits import mask_of
+from nanovllm.engine.sequence import Sequence
+from nanovllm.features.logit_edits import mask_of
+from nanovllm.graphs.buffers import make_buffers
 from nanovllm.structured_outputs import constraint as constraints
 from nanovllm.structured_outputs import grammars, sandbox
 from nanovllm.structured_outputs.spec import MAX_BYTES
-from nanovllm.utils.double_buffer import DoubleBuffer
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -152,11 +150,16 @@ def test_random_schemas(make_llm, monkeypatch, pytestconfig, record_property):
     outputs = generate_by_steps(llm, requests)
     for (_, own), output, other in zip(requests, outputs, expected):
         assert output.token_ids == (expected_free if own is free else other.token_ids), own
-    assert llm.stats()["preemptions"] > len(asks) // 20 and not llm.scheduler.constrained
+    assert llm.stats()["preemptions"] > len(asks) // 20
     assert llm.stats()["blocks"]["used"] == 0
 
 
 # -- how constrained rows are scheduled ------------------------------------------------------------------------------
+
+
+def constrained(step) -> list[Sequence]:
+    """Those that get a token from a step, and wait for it."""
+    return [seq for seq in step.sampled_seqs if seq.waits_for_token]
 
 
 def scheduled_rows(llm: LLM, monkeypatch) -> list[list[int]]:
@@ -166,7 +169,7 @@ def scheduled_rows(llm: LLM, monkeypatch) -> list[list[int]]:
     def recorded(**options):
         step = schedule(**options)
         rows.append([seq.request_id for seq in step.sampled_seqs] if step else [])
-        assert not step or all(len(seq.token_ids) == seq.num_tokens - 1 for seq in step.constrained)
+        assert not step or all(len(seq.token_ids) == seq.num_tokens - 1 for seq in constrained(step))
         return step
 
     monkeypatch.setattr(llm.scheduler, "schedule", recorded)
@@ -214,20 +217,15 @@ class ConstrainedSimulation(Simulation):
         super().__init__(*arguments, **settings)
         for seq in self.seqs:
             if seq.request_id % 2:
-                seq.constraint, seq.token_limit = "", len(seq.token_ids) + 1
+                seq.waits_for_token = seq.is_watched = True
 
     def compute(self, step):
-        assert step.constrained == [seq for seq in step.sampled_seqs if seq.constraint is not None]
-        assert all(len(seq.token_ids) == seq.num_tokens - 1 for seq in step.constrained), "its last token is unknown"
-        self.seen["constrained"] += len(step.constrained)
+        waited_for = constrained(step)
+        assert all(len(seq.token_ids) == seq.num_tokens - 1 for seq in waited_for), "its last token is unknown"
+        self.seen["constrained"] += len(waited_for)
         waiting = [seq for seq in self.scheduler.running.values() if seq.num_tokens == seq.token_limit]
         self.seen["waiting"] += len({*waiting} - {*step.sampled_seqs})
         return super().compute(step)
-
-    def postprocess(self, step, token_ids):
-        super().postprocess(step, token_ids)
-        for seq in step.constrained:
-            seq.token_limit = min(len(seq.token_ids) + 1, seq.max_num_tokens)
 
 
 @pytest.mark.parametrize("name, asynchronous", [("few at a time", False), *((name, True) for name in SETTINGS)])
@@ -235,7 +233,6 @@ def test_random_schedules(name, asynchronous):
     """Answers, blocks and queues are right, whatever settings, preemptions and aborts do to sequences that wait."""
     simulation = ConstrainedSimulation(random_requests(7, 24, max_n=3), asynchronous, **SETTINGS[name]).run()
     assert simulation.seen["constrained"] > 100 and (simulation.seen["waiting"] > 0) == asynchronous
-    assert not simulation.scheduler.constrained
 
 
 @BOTH_WAYS
@@ -259,24 +256,23 @@ def test_several_answers_and_preemptions(make_llm, async_scheduling):
     assert texts == [output.text for output in outputs[0].outputs]
 
 
-def test_an_interrupted_update_is_repeated(llm):
-    """A matcher whose state is unknown starts again, and a mask that is too old is made again before it is used."""
+def test_mask_follows_the_tokens(llm):
+    """Several at a time, as after a loss of a replica; and a constraint lives no longer than its sequence."""
     (request,) = llm.processor.requests("Hello", params("regex", "[ab]{3}c*"), OutputKind.FINAL_ONLY)
     (seq,) = request.group
-    allowed = lambda seq: [i for i in range(2048) if seq.constraint.mask[i // 32] >> (i % 32) & 1]
+    constraint = seq.features["structured_outputs"]
+    allowed = lambda: [i for i in range(2048) if constraint.mask[i // 32] >> (i % 32) & 1]
     single = lambda text: llm.tokenizer.encode(text)[0]
-    first = allowed(seq)
+    first = allowed()
     assert {single("a"), single("b")} <= {*first} and single("c") not in first
-    seq.append_token(single("a"))
-    seq.constraint._num_consumed = None
-    after_one = allowed(seq)
-    assert single("a") in after_one and single("c") not in after_one and seq.token_limit == len(seq.token_ids) + 1
-    seq.append_token(single("b"))
-    seq.append_token(single("b"))
-    seq.constraint._matcher.consume_tokens([single("b")])
-    seq.constraint._num_consumed = None
-    assert {single("c"), EOS, ALSO_EOS} <= {*allowed(seq)} and single("a") not in allowed(seq)
-    constraint, own = weakref.ref(seq.constraint), weakref.ref(seq)
+    seq.token_ids.append(single("a"))
+    constraints.update([constraint])
+    after_one = allowed()
+    assert single("a") in after_one and single("c") not in after_one
+    seq.token_ids += [single("b"), single("b")]
+    constraints.update([constraint])
+    assert {single("c"), EOS, ALSO_EOS} <= {*allowed()} and single("a") not in allowed()
+    constraint, own = weakref.ref(constraint), weakref.ref(seq)
     gc.disable()
     try:
         request.group.clear()
@@ -286,46 +282,23 @@ def test_an_interrupted_update_is_repeated(llm):
         gc.enable()
 
 
-def test_interrupts_of_an_update(llm):
-    """At any bytecode: the mask is that of the tokens that the sequence has."""
-    own = params("regex", "[abc]{9}", bad_words=["ab"], allowed_token_ids=[*range(2048)], stop_token_ids=[5])
-    make = lambda: llm.processor.requests("Hello", own, OutputKind.FINAL_ONLY)[0].group[0]
-    tokens = llm.tokenizer.encode("b") + llm.tokenizer.encode("a")
-    expected = make()
-    expected.token_ids += tokens
-    whole = Interrupt(0)
-    whole.files = ("structured_outputs/constraint.py",)
-    with whole:
-        constraints.update([expected.constraint])
-    assert whole.count > 200
-    for at in range(1, whole.count, 7):
-        seq = make()
-        seq.token_ids += tokens
-        interrupt = Interrupt(at)
-        interrupt.files = whole.files
-        with contextlib.suppress(KeyboardInterrupt), interrupt:
-            constraints.update([seq.constraint])
-        assert np.array_equal(seq.constraint.mask, expected.constraint.mask), interrupt.where
-        assert seq.token_limit == len(seq.token_ids) + 1 and seq.constraint.error is None
-
-
 class RerunDecodes:
     """In place of DecodeGraphs: runs a decode step from the part of the host's buffer that a graph fetches."""
 
     def __init__(self, runner, config):
         self.runner, self.width, self.num_replays = runner, config.max_blocks_per_seq, 0
-        size = largest_decode(config.max_num_seqs, self.width, config.model_config.vocab_size).size
-        make = lambda: StepBuffers(torch.full((size,), -7).int(), torch.zeros(config.max_num_seqs).int())
-        self.host_buffers = DoubleBuffer(make(), make())
+        runner.buffers = make_buffers(config, torch.device("cpu"))
+        runner.buffers.host.current.batch.fill_(-7)
+        self.host_buffers = runner.buffers.host
 
     def size_for(self, num_seqs: int) -> int:
         return num_seqs
 
     @torch.inference_mode()
     def replay(self, size: int):
-        batch = Batch.from_buffer(decode_shape(size, self.width), self.runner._device_buffer)
+        batch = Batch.from_buffer(decode_shape(size, self.width), self.runner.buffers.device)
         batch.buffer.copy_(self.host_buffers.current.batch[: len(batch.buffer)])
-        output = self.runner._forward(batch)
+        output = self.runner.decode(batch)
         token_ids = self.host_buffers.advance().token_ids[:size]
         token_ids.copy_(output.token_ids)
         self.num_replays += 1
@@ -519,7 +492,7 @@ def test_limits_of_the_library_end_an_answer(make_llm, monkeypatch, async_schedu
     reasons = sorted((output.finish_reason, output.stop_reason) for output in outputs)
     assert [reason for reason, _ in reasons] == ["error", "stop"]
     assert reasons[0][1].startswith("structured_outputs: Parser Error") and "\n" not in reasons[0][1]
-    assert llm.stats()["blocks"]["used"] == 0 and not llm.scheduler.constrained
+    assert llm.stats()["blocks"]["used"] == 0
 
 
 # -- errors at the door ----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import pickle
 import select
 import tempfile
 from collections.abc import Iterator
@@ -13,15 +14,15 @@ import numpy as np
 from nanovllm.engine.batch import BatchShape
 
 NUM_BUFFERS = 2  # one to be read while the other is written
-HEADER = len(BatchShape._fields)
+HEADER = 512  # words, of which the first is the number of bytes of the pickled shape that follows it
 
 
 class StepChannel:
     """Rank 0's end of the channel.
 
-    A buffer is a flat int32 array with a batch's shape and its contents. Each reader has two semaphores, which count
-    the buffers that it has read (free) and those that it has not (filled). So nothing is overwritten before all have
-    read it, readers sleep while there is nothing to read, and a killed reader never blocks rank 0 in raising a
+    A buffer is a flat int32 array with a batch's shape, pickled, and its contents. Each reader has two semaphores,
+    which count the buffers that it has read (free) and those that it has not (filled). So nothing is overwritten before
+    all have read it, readers sleep while there is nothing to read, and a killed reader never blocks rank 0 in raising a
     semaphore. The memory (an unnamed file) and the semaphores (eventfds) are file descriptors that readers inherit:
     nothing has a name that could outlive the processes.
     """
@@ -42,7 +43,7 @@ class StepChannel:
         """The file descriptors of the memory, and of a reader's semaphores of free and filled buffers."""
         return self._file.fileno(), self._free[reader], self._filled[reader]
 
-    def send(self, shape: tuple[int, ...], words: np.ndarray, timeout: float) -> None:
+    def send(self, shape: BatchShape, words: np.ndarray, timeout: float) -> None:
         """RuntimeError if a reader has freed no buffer for `timeout` seconds; then no reader gets this step."""
         for rank, free in enumerate(self._free, 1):
             poll = select.poll()
@@ -51,8 +52,9 @@ class StepChannel:
                 raise RuntimeError(f"rank {rank} has taken no step for {timeout:.0f} s")
         for free in self._free:
             os.eventfd_read(free)
-        buffer = next(self._buffers)
-        buffer[:HEADER] = shape
+        buffer, pickled = next(self._buffers), pickle.dumps(tuple(shape))
+        buffer[0] = len(pickled)
+        buffer.view(np.uint8)[4 : 4 + len(pickled)] = np.frombuffer(pickled, np.uint8)
         buffer[HEADER : HEADER + len(words)] = words
         for filled in self._filled:
             os.eventfd_write(filled, 1)
@@ -79,7 +81,8 @@ class StepReader:
         """The next batch's shape, and words that begin with its contents; they are valid within the block only."""
         os.eventfd_read(self._filled)
         buffer = next(self._buffers)
-        yield BatchShape(*buffer[:HEADER].tolist()), buffer[HEADER:]
+        shape = pickle.loads(buffer.view(np.uint8)[4 : 4 + buffer[0]])
+        yield BatchShape(*shape), buffer[HEADER:]
         os.eventfd_write(self._free, 1)
 
 

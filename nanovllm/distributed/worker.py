@@ -22,11 +22,12 @@ import torch
 from nanovllm.config import Config
 from nanovllm.distributed import tensor_parallel
 from nanovllm.distributed.step_channel import NUM_BUFFERS, StepChannel, StepReader
-from nanovllm.engine.batch import Batch, largest_batch
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.step_result import PendingStep
 from nanovllm.features.logprobs import MAX_LOGPROB_ROWS
+from nanovllm.graphs.buffers import largest_batch
 from nanovllm.utils.interrupts import interrupts_held
 from nanovllm.utils.stopwatch import Stopwatch
 from nanovllm.utils.tensor_parallel import STEP_TIMEOUT, TensorParallel
@@ -277,7 +278,7 @@ def serve(runner: ModelRunner, reader: StepReader) -> None:
         with reader.receive() as (shape, words):
             if len(in_flight) == NUM_BUFFERS:  # this step gets the host buffer of the step before the last
                 in_flight.pop(0).synchronize()
-            batch = Batch.from_buffer(shape, runner.host_buffer(shape.has_chunks))
+            batch = Batch.on_host(shape, runner.host_buffer(shape.has_chunks))
             batch.buffer[:] = words[: shape.size]
         in_flight.append(runner.launch(batch))
 

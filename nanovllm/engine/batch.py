@@ -4,7 +4,7 @@ The host turns the scheduler's counts into arrays here. The buffer then crosses 
 same views are taken of the copy. What runs on the device knows of no sequences.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from math import prod
@@ -13,12 +13,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from nanovllm.config import Config
-from nanovllm.engine.new_requests import fill_new_requests
 from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.sampling_columns import WIDTH
-from nanovllm.layers.logits import mask_of, mask_width
-from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, early_stops
+from nanovllm.layers.logits import GREEDY_BELOW, column, seeds
 
 MAX_CHUNKS = 32  # of a step that a CUDA graph computes
 VIEW_ALIGNMENT = 4  # words, which are 16 bytes: Triton compiles another kernel for an address that is not aligned so
@@ -41,12 +39,8 @@ class BatchShape(NamedTuple):
 
     num_sampled: int = 0  # of the samples, those that are not padding, in steps with chunks
     num_new_requests: int = 0  # sampled for the first time since they were admitted
-    num_biases: int = 0  # entries, over all new requests
     num_block_copies: int = 0  # cache blocks that sequences no longer share, copied before the forward pass
-    num_logprobs: int = 0  # tokens whose log-probabilities are requested
-    num_masks: int = 0  # sampled sequences whose masks of allowed token ids are new
-    mask_width: int = 0  # words of a mask
-    num_bad_words: int = 0  # over all new requests
+    features: tuple[tuple[str, tuple[tuple[str, Dims], ...]], ...] = ()  # the arrays of each that the step uses
 
     @property
     def has_chunks(self) -> bool:
@@ -54,7 +48,7 @@ class BatchShape(NamedTuple):
         return self.num_seqs > self.num_decodes
 
     @property
-    def bounds(self) -> tuple[int, ...]:
+    def graph_shape(self) -> tuple[int, ...]:
         """The first group of fields, by which a CUDA graph is found."""
         return self[: self._fields.index("num_sampled")]
 
@@ -73,8 +67,8 @@ class Batch(Generic[Array]):
     """The int32 arrays of one step: numpy on the host, torch on the device. Each field states its shape.
 
     What depends on prompts is None in steps that only decode: their input ids are on the device already, and so are
-    the sampling parameters of their requests (see RequestTable). The views whose shapes depend on BatchShape.bounds
-    come first: CUDA graphs read these and no others.
+    the sampling parameters of their requests. The views whose shapes depend on BatchShape.graph_shape come first: CUDA
+    graphs read these and no others.
     """
 
     shape: BatchShape
@@ -93,16 +87,9 @@ class Batch(Generic[Array]):
     num_decodes: Array = _view(lambda s: (1,), chunks_only=True)  # for CUDA graphs, whose shape has an upper bound
     query_tiles: Array = _view(lambda s: (s.num_query_tiles, 2), chunks_only=True)  # of attention; see Context
     params: Array = _view(lambda s: (s.num_new_requests, WIDTH), chunks_only=True)  # new requests are sampled last
-    bias_slots: Array = _view(lambda s: (s.num_biases,), chunks_only=True)  # in the flattened table of all requests
-    bias_ids: Array = _view(lambda s: (s.num_biases,), chunks_only=True)
-    bias_bits: Array = _view(lambda s: (s.num_biases,), chunks_only=True)  # of float32 numbers
-    bad_word_slots: Array = _view(lambda s: (s.num_bad_words,), chunks_only=True)
-    bad_words: Array = _view(lambda s: (s.num_bad_words, MAX_BAD_WORD_TOKENS), chunks_only=True)  # -1 fills the front
 
-    mask_indices: Array = _view(lambda s: (s.num_masks,))  # rows of the table of masks on the device
-    masks: Array = _view(lambda s: (s.num_masks, s.mask_width))  # a bit for each token id
     block_copies: Array = _view(lambda s: (2, s.num_block_copies))  # cache blocks to copy from, and to copy to
-    logprob_requests: Array = _view(lambda s: (s.num_logprobs, 4))  # see features.logprobs.LogprobRequest
+    features: dict[str, dict[str, Array]] = field(default_factory=dict)  # by name, what `StepFeature.prepare` returned
 
     @property
     def new_req_indices(self) -> Array:
@@ -114,57 +101,55 @@ class Batch(Generic[Array]):
     def from_buffer(cls, shape: BatchShape, buffer: Array) -> "Batch[Array]":
         """The views of a buffer that may be longer than the batch."""
         layout, size = _layout(shape)
-        views = {name: buffer[begin:end].reshape(dims) for name, begin, end, dims in layout}
-        return cls(shape, buffer[:size], **views)
+        batch = cls(shape, buffer[:size])
+        batch.features = {name: {} for name, _ in shape.features}
+        for feature, name, begin, end, dims in layout:
+            view = buffer[begin:end].reshape(dims)
+            if feature is None:
+                setattr(batch, name, view)
+            else:
+                batch.features[feature][name] = view
+        return batch
 
-    def to(self, device_buffer: torch.Tensor) -> "Batch[torch.Tensor]":
-        """This host batch in `device_buffer`; on CUDA the copy is asynchronous if the host's memory is pinned."""
+    @staticmethod
+    def on_host(shape: BatchShape, buffer: np.ndarray | None) -> "Batch[np.ndarray]":
+        """The views of `buffer`, or of new memory."""
+        return Batch.from_buffer(shape, np.empty(shape.size, np.int32) if buffer is None else buffer)
+
+    def to(self, device_buffer: torch.Tensor | None) -> "Batch[torch.Tensor]":
+        """This host batch as tensors: in `device_buffer`, to which the copy is asynchronous, or where it is."""
+        on_host = torch.from_numpy(self.buffer)
+        if device_buffer is None:
+            return Batch.from_buffer(self.shape, on_host)
         batch = Batch.from_buffer(self.shape, device_buffer)
-        batch.buffer.copy_(torch.from_numpy(self.buffer), non_blocking=True)
+        batch.buffer.copy_(on_host, non_blocking=True)
         return batch
 
 
+FeatureArrays = Mapping[str, Mapping[str, Any]]  # by feature and name: arrays, or lists of equally long ones
 HostBatch = Batch[np.ndarray]
 DeviceBatch = Batch[torch.Tensor]
 VIEWS = [f for f in fields(Batch) if "dims" in f.metadata]
 
 
 @lru_cache(maxsize=1024)
-def _layout(shape: BatchShape) -> tuple[list[tuple[str, int, int, Dims]], int]:
-    """Name, begin, end and shape of each view, in words of the buffer; and the size of the buffer."""
+def _layout(shape: BatchShape) -> tuple[list[tuple[str | None, str, int, int, Dims]], int]:
+    """Feature (None for a field), name, begin, end and shape of each view, in words; and the size of the buffer."""
+    arrays: list[tuple[str | None, str, Dims]] = [
+        (None, view.name, view.metadata["dims"](shape))
+        for view in VIEWS
+        if shape.has_chunks or not view.metadata["chunks_only"]
+    ]
+    arrays += [(feature, name, dims) for feature, of_feature in shape.features for name, dims in of_feature]
     views, begin = [], 0
-    for view in VIEWS:
-        if shape.has_chunks or not view.metadata["chunks_only"]:
-            dims = view.metadata["dims"](shape)
-            views.append((view.name, begin, begin + prod(dims), dims))
-            begin += -(-prod(dims) // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
+    for feature, name, dims in arrays:
+        views.append((feature, name, begin, begin + prod(dims), dims))
+        begin += -(-prod(dims) // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
     return views, begin
 
 
-def largest_batch(config: Config) -> int:
-    """Words in the buffer of the largest possible step."""
-    B, T, W = config.max_num_seqs, config.max_num_batched_tokens, config.max_blocks_per_seq
-    return BatchShape(
-        num_tokens=max(T, B),
-        num_seqs=B + MAX_CHUNKS,
-        num_decodes=0,
-        num_samples=B + MAX_CHUNKS,
-        max_blocks_per_seq=W,
-        max_seqlen_q=T,
-        num_query_tiles=T + B + MAX_CHUNKS,
-        num_sampled=B,
-        num_new_requests=B,
-        num_biases=B * MAX_BIASES,
-        num_block_copies=B,
-        num_logprobs=T + B,
-        num_masks=B,
-        mask_width=mask_width(config.model_config.vocab_size),
-        num_bad_words=B * MAX_BAD_WORDS,
-    ).size
-
-
-def decode_shape(num_seqs: int, max_blocks_per_seq: int, **extras: int) -> BatchShape:
-    """Of a step that only decodes; `extras` are the sizes of arrays that are empty in most steps."""
+def decode_shape(num_seqs: int, max_blocks_per_seq: int, **optional: Any) -> BatchShape:
+    """Of a step that only decodes; `optional` are fields that are empty in most steps."""
     return BatchShape(
         num_tokens=num_seqs,
         num_seqs=num_seqs,
@@ -172,61 +157,53 @@ def decode_shape(num_seqs: int, max_blocks_per_seq: int, **extras: int) -> Batch
         num_samples=num_seqs,
         max_blocks_per_seq=max_blocks_per_seq,
         num_sampled=num_seqs,
-        **extras,
+        **optional,
     )
 
 
 def prepare_decode(
-    step: ScheduledStep, buffer: np.ndarray, block_size: int, num_rows: int, max_blocks_per_seq: int, pad_req_index: int
+    step: ScheduledStep,
+    arrays: FeatureArrays,
+    buffer: np.ndarray | None,
+    block_size: int,
+    num_rows: int,
+    max_blocks_per_seq: int,
+    pad_req_index: int,
 ) -> HostBatch:
     """A step that only decodes, with `num_rows`. The rows past the step's own are padding: empty sequences that store
-    nothing, and whose samples are dropped.
+    nothing, and whose samples are dropped. `arrays` are what features have for this step.
     """
-    logprobs = _logprob_requests(step)
-    masks = {seq.req_index: seq.constraint.mask for seq in step.constrained}
-    shape = decode_shape(num_rows, max_blocks_per_seq, **_sizes_of_extras(step, logprobs, masks))
-    batch = Batch.from_buffer(shape, buffer)
+    shape = decode_shape(num_rows, max_blocks_per_seq, **_optional_sizes(step, arrays))
+    batch = Batch.on_host(shape, buffer)
     _fill_rows(batch, step)
     _fill(batch.positions, step.context_lens - 1, padding=0)
     _fill_slots(batch, np.arange(step.num_decodes), block_size)
     _fill(batch.req_indices, step.req_indices, pad_req_index)
-    _fill_extras(batch, step, logprobs, masks)
+    _fill_optional(batch, step, arrays)
     return batch
 
 
 def prepare_mixed(
     step: ScheduledStep,
-    buffer: np.ndarray,
+    arrays: FeatureArrays,
+    buffer: np.ndarray | None,
     block_size: int,
     query_tile_size: int,
-    eos_token_ids: frozenset[int],
-    vocab_size: int,
-    bounds: BatchShape | None = None,
+    graph_shape: BatchShape | None = None,
     pad_req_index: int = 0,
 ) -> HostBatch:
-    """A step with chunks of prompts, which may also decode; padded to `bounds` if they are given."""
+    """A step with chunks of prompts, which may also decode; padded to `graph_shape` if it is given."""
     n = step.num_decodes
     lengths = np.array([1] * n + [end - start for _, start, end in step.chunks])
     ends = np.cumsum(lengths)  # [B], into the flat tokens of the step
     tiles = query_tiles(lengths, n, query_tile_size)
     B, T, S = len(lengths), int(ends[-1]), len(step.sampled_seqs)
-    logprobs = _logprob_requests(step)
-    new = step.sampled_seqs[n:]  # every decode is sampled, and comes first
-    limited = [seq for seq in new if seq.params.allowed_token_ids is not None]
-    masks = {seq.req_index: mask_of(seq.params.allowed_token_ids, vocab_size) for seq in limited}
-    masks |= {seq.req_index: seq.constraint.mask for seq in step.constrained}  # which allow these ids only, too
-    stop_ids = [sorted(early_stops(seq.params, eos_token_ids)) for seq in new]
-    if bounds is None:
+    new = step.new_seqs
+    if graph_shape is None:
         max_blocks_per_seq = max(len(row.seq.block_table) for row in step.rows)
-        bounds = BatchShape(T, B, n, S, max_blocks_per_seq, int(lengths.max()), len(tiles))
-    shape = bounds._replace(
-        num_sampled=S,
-        num_new_requests=len(new),
-        num_biases=sum(len(seq.params.logit_bias or ()) for seq in new) + sum(map(len, stop_ids)),
-        num_bad_words=sum(len(seq.bad_words) for seq in new),
-        **_sizes_of_extras(step, logprobs, masks),
-    )
-    batch = Batch.from_buffer(shape, buffer)
+        graph_shape = BatchShape(T, B, n, S, max_blocks_per_seq, int(lengths.max()), len(tiles))
+    shape = graph_shape._replace(num_sampled=S, num_new_requests=len(new), **_optional_sizes(step, arrays))
+    batch = Batch.on_host(shape, buffer)
     batch.num_decodes[:] = n
     batch.cu_seqlens_q[0] = 0
     _fill(batch.cu_seqlens_q[1:], ends, padding=T)
@@ -240,8 +217,8 @@ def prepare_mixed(
     _fill(batch.req_indices, [*step.req_indices, *(seq.req_index for seq in new)], pad_req_index)
     _fill(batch.sampled_rows, step.sampled_rows, padding=0)
     _fill(batch.logits_indices, ends[step.sampled_rows] - 1, padding=0)
-    fill_new_requests(batch, new, stop_ids)
-    _fill_extras(batch, step, logprobs, masks)
+    _fill_params(batch.params, new)
+    _fill_optional(batch, step, arrays)
     return batch
 
 
@@ -280,30 +257,32 @@ def _fill_rows(batch: HostBatch, step: ScheduledStep) -> None:
         batch.block_tables[i, : len(seq.block_table)] = seq.block_table
 
 
-def _logprob_requests(step: ScheduledStep) -> list:
-    seqs = [*(row.seq for row in step.chunks), *(step.sampled_seqs[i] for i in step.visited)]
-    if not any(seq.has_logprobs for seq in seqs):
-        return []
-    from nanovllm.features.logprobs import logprob_requests  # a feature, which few requests use
-
-    return logprob_requests(step)
-
-
-def _sizes_of_extras(step: ScheduledStep, logprobs: list, masks: dict[int, np.ndarray]) -> dict:
-    return dict(
-        num_block_copies=len(step.copies),
-        num_logprobs=len(logprobs),
-        num_masks=len(masks),
-        mask_width=max(map(len, masks.values()), default=0),
-    )
+def _fill_params(params: np.ndarray, seqs: list[Sequence]) -> None:
+    """The rows [R, WIDTH] of new requests; what depends on a feature is 0 for those that do not use it."""
+    params[:] = 0
+    for name in ("temperature", "top_p", "min_p", "top_k"):
+        column(params, name)[:] = [getattr(seq.params, name) for seq in seqs]
+    temperatures = column(params, "temperature")
+    temperatures[temperatures < GREEDY_BELOW] = 0
+    for i, seq in enumerate(seqs):
+        for name, value in seq.columns.items():
+            column(params, name)[i] = value
+    seeds(params)[:] = np.array([seq.noise_seed for seq in seqs], np.uint64).view(np.int32).reshape(-1, 2)
 
 
-def _fill_extras(batch: HostBatch, step: ScheduledStep, logprobs: list, masks: dict[int, np.ndarray]) -> None:
-    """Arrays that are empty in most steps; `masks` are by request index."""
-    if masks:
-        batch.mask_indices[:] = [*masks]
-        np.stack([*masks.values()], out=batch.masks)
+def _optional_sizes(step: ScheduledStep, arrays: FeatureArrays) -> dict[str, Any]:
+    dims = lambda rows: (len(rows), *rows[0].shape) if isinstance(rows, list) else rows.shape
+    features = tuple((name, tuple((key, dims(x)) for key, x in found.items())) for name, found in arrays.items())
+    return dict(num_block_copies=len(step.copies), features=features)
+
+
+def _fill_optional(batch: HostBatch, step: ScheduledStep, arrays: FeatureArrays) -> None:
+    """What is empty in most steps."""
     if step.copies:
         batch.block_copies[:] = np.array(step.copies, np.int32).T
-    if logprobs:
-        batch.logprob_requests[:] = np.array(logprobs, np.int32)
+    for name, found in arrays.items():
+        for key, values in found.items():
+            if isinstance(values, list):
+                np.stack(values, out=batch.features[name][key])
+            else:
+                batch.features[name][key][:] = values

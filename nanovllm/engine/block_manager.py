@@ -132,8 +132,8 @@ class BlockManager:
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         """Ids of the cached blocks that `seq` begins with; at least one of its tokens is always left to compute."""
         block_ids: list[int] = []
-        if not self.enable_prefix_caching or seq.params.prompt_logprobs is not None:
-            return block_ids  # log-probabilities need every position computed
+        if not self.enable_prefix_caching or seq.skips_prefix_hits:
+            return block_ids
         for i in range((len(seq.token_ids) - 1) // self.block_size):
             self._extend_hashes(seq, i + 1)
             block_id = self.hash_to_block_id.get(seq.block_hashes[i])

@@ -9,24 +9,23 @@ from nanovllm.engine.sequence import Sequence
 class DecodeTable:
     """By request index: what each step reads or changes of the sequences that decode. Rows without a sequence are 0.
 
-    numbers [rows, 6]: `Sequence.counts`; the tokens for which its blocks have slots; the order in which the sequences
-        began to decode; and the number of tokens from which on each token that arrives is looked at. That is the last
-        one, or all of a sequence with log-probabilities, stop ids or a constraint.
+    numbers [rows, 7]: `Sequence.counts`; the tokens for which its blocks have slots; the order in which the sequences
+        began to decode; the number of tokens from which on a token may end it, which is the last one, or any if it has
+        stop ids; and `Sequence.is_watched`.
     block_tables [rows, W]: `Sequence.block_table`, and zeros after it.
     """
 
     def __init__(self, max_num_seqs: int, block_size: int):
         self.block_size = block_size
         self.seqs = np.full(max_num_seqs, None, object)
-        self.numbers = np.zeros((max_num_seqs, 6), np.int64)
+        self.numbers = np.zeros((max_num_seqs, 7), np.int64)
         self.num_tokens, self.num_computed_tokens, self.token_limits, *others = self.numbers.T
-        self.capacities, self.serials, self.watched_from = others
+        self.capacities, self.serials, self.may_end_from, self.is_watched = others
         self.block_tables = np.zeros((max_num_seqs, 8), np.int32)
 
     def add(self, seq: Sequence) -> None:
-        i, params = seq.req_index, seq.params
-        is_watched = params.logprobs is not None or params.stop_token_ids or seq.constraint is not None
-        self.numbers[i] = *seq.counts, 0, self.serials.max() + 1, 0 if is_watched else seq.max_num_tokens
+        i, may_end_from = seq.req_index, 0 if seq.params.stop_token_ids else seq.max_num_tokens
+        self.numbers[i] = *seq.counts, 0, self.serials.max() + 1, may_end_from, seq.is_watched
         seq.counts = memoryview(self.numbers[i, :3])  # its items are Python's integers
         self.seqs[i] = seq
         self.block_tables[i] = 0
@@ -66,6 +65,7 @@ class DecodeTable:
         step.req_indices, step.context_lens, step.block_tables = rows, context_lens, self.block_tables
         step.sampled_seqs, step.sampled_rows = self.seqs[rows].tolist(), [*range(len(rows))]
         fills_block = num_tokens % self.block_size <= 1  # it can be cached when its last token arrives, or the next one
-        step.visited = (fills_block | (num_tokens >= self.watched_from[rows])).nonzero()[0].tolist()
+        step.visited = (fills_block | (num_tokens >= self.may_end_from[rows])).nonzero()[0].tolist()
+        step.watched = self.is_watched[rows].nonzero()[0].tolist()
         self.num_computed_tokens[rows] = context_lens
         self.num_tokens[rows] = num_tokens

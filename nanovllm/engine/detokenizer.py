@@ -1,4 +1,4 @@
-"""Token ids to text while they arrive: no character is split, and stop strings may begin and end within tokens.
+"""Token ids to text while they arrive: no character is split.
 
 Two kinds of tokenizers are known. Byte-level BPE (GPT-2, Qwen, Llama 3) writes each byte of a token as a character.
 SentencePiece (Llama 2, Mistral) writes spaces as U+2581, and may write a byte as a token of its own, `<0x0A>`.
@@ -7,9 +7,6 @@ SentencePiece (Llama 2, Mistral) writes spaces as U+2581, and may write a byte a
 import re
 from codecs import getincrementaldecoder
 from itertools import islice
-from operator import itemgetter
-
-from nanovllm.sampling_params import SamplingParams
 
 _SPACE = "\u2581"  # of SentencePiece
 # Byte-level BPE writes printable Latin-1 bytes as themselves, and the others, in order, as the characters from 256 on.
@@ -66,20 +63,16 @@ class Detokenizer:
     Bytes that are not UTF-8 become U+FFFD; `tokenizer.decode` of SentencePiece then replaces valid neighbors as well.
     """
 
-    def __init__(self, token_ids: list[int], num_prompt_tokens: int, params: SamplingParams, token_bytes: TokenBytes):
+    def __init__(self, token_ids: list[int], num_prompt_tokens: int, token_bytes: TokenBytes):
         """`token_ids` is the sequence's own list, which grows: the prompt, then the tokens that are generated."""
         self._token_ids, self._token_bytes = token_ids, token_bytes
         self._bytes_of = token_bytes.__getitem__
-        self._stops, self._min_tokens = params.stop or (), params.min_tokens
-        self._include_stop = params.include_stop_str_in_output
-        self._num_prompt_tokens = self._num_decoded = num_prompt_tokens
+        self._num_decoded = num_prompt_tokens
         self._is_at_start = not any(token_bytes[i] for i in islice(token_ids, num_prompt_tokens))
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self._is_split = False  # whether the decoder has the beginning of a character
         self._pieces: list[str] = []  # the whole text
         self._pending = ""  # of which `take_text` has not returned this yet
-        self._window = ""  # the last characters before the next token, in which a stop string may begin
-        self._max_overlap = max(map(len, self._stops), default=1) - 1
 
     @property
     def text(self) -> str:
@@ -107,45 +100,9 @@ class Detokenizer:
             self._pending += piece
         return piece
 
-    def cut_at_stop(self) -> str | None:
-        """Decode the last token; if it completes a stop string, after min_tokens, cut the text there and return it.
-
-        Of several stop strings it is the one that ends first, and of those that end at the same character the first of
-        the list.
-        """
-        piece, found = self.decode(), []
-        text = self._window + piece
-        for stop in self._stops if len(self._token_ids) - self._num_prompt_tokens > self._min_tokens else ():
-            if (begin := text.find(stop, max(0, len(self._window) + 1 - len(stop)))) >= 0:
-                found.append((begin + len(stop), begin, stop))
-        self._window = text[len(text) - min(self._max_overlap, len(text)) :]
-        if not found:
-            return None
-        end, begin, stop = min(found, key=itemgetter(0))
-        num_cut = len(text) - (end if self._include_stop else begin)
-        self._pieces = [self.text[: len(self.text) - num_cut]]
-        self._pending = self._pending[: len(self._pending) - num_cut]
-        self._decoder.reset()
-        self._is_split = False
-        return stop
-
     def take_text(self, num_hidden: int = 0, is_last: bool = False) -> str:
-        """The text since the last call, without an end that may be the beginning of a stop string."""
+        """The text since the last call; arguments are those of `decode`."""
         if is_last or self._num_decoded < len(self._token_ids):
             self.decode(num_hidden, is_last)
-        text, num_held_back = self._pending, 0
-        if self._stops and not is_last and not self._include_stop:
-            num_held_back = self._partial_stop(text)
-        self._pending = text[len(text) - num_held_back :]
-        return text[: len(text) - num_held_back]
-
-    def _partial_stop(self, text: str) -> int:
-        """The length of the longest end of `text` that is the beginning of a stop string."""
-        longest = 0
-        for stop in self._stops:
-            begin = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-            while begin >= 0 and not stop.startswith(text[begin:]):
-                begin = text.find(stop[0], begin + 1)
-            if begin >= 0:
-                longest = max(longest, len(text) - begin)
-        return longest
+        text, self._pending = self._pending, ""
+        return text

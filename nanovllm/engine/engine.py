@@ -6,9 +6,9 @@ from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.output_processor import OutputProcessor
-from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.step_result import PendingStep, StepResult
+from nanovllm.engine.step_result import PendingStep
 from nanovllm.engine.token_budget import TokenBudget
 from nanovllm.utils.context import clear_context
 from nanovllm.utils.stopwatch import Stopwatch

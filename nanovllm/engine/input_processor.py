@@ -13,12 +13,13 @@ import xxhash
 
 from nanovllm.config import Config
 from nanovllm.engine.detokenizer import TokenBytes
+from nanovllm.engine.features import FEATURES
 from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.prompts import KINDS, Prompt, as_list, as_prompts, is_conversation
 from nanovllm.engine.request import CompletionRequest
 from nanovllm.engine.scheduling_policy import FCFS, SchedulingPolicy
 from nanovllm.engine.sequence import Sequence
-from nanovllm.sampling_params import SamplingParams, bad_word_token_ids, check_request
+from nanovllm.sampling_params import SamplingParams, check_token_ids
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.hub import read_json
 
@@ -33,6 +34,7 @@ class InputProcessor:
         assert config.max_model_len is not None, "it is resolved on construction"
         self.config, self.tokenizer, self.max_model_len = config, tokenizer, config.max_model_len
         self.policy = policy
+        self._features = [*FEATURES.values()]  # those registered later are for other engines
         self.token_bytes = TokenBytes(tokenizer, skip_special_tokens=True)
         self._all_token_bytes = TokenBytes(tokenizer, skip_special_tokens=False)
         self.tokenizer_lock = threading.RLock()  # it is not thread-safe
@@ -97,10 +99,7 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params={params!r}: must be a SamplingParams")
         text, token_ids = self.tokenize(prompt, template_arguments)
-        model = self.config.model_config
-        with self.tokenizer_lock:
-            bad_words = bad_word_token_ids(self.tokenizer, params.bad_words or (), model.vocab_size)
-        check_request(params, model.vocab_size, model.eos_token_ids, self.config.max_logprobs, bad_words)
+        check_token_ids("stop_token_ids", params.stop_token_ids, self.config.model_config.vocab_size)
         request_id = self.next_request_id()
         seed = self._noise_seed(params, request_id)
         seeds = [seed, *(xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed, i)) for i in range(1, params.n))]
@@ -109,14 +108,14 @@ class InputProcessor:
             for i, s in enumerate(seeds)
         ]
         for seq in group:
-            seq.group, seq.bad_words = group, bad_words
-        if params.structured_outputs is not None:
-            from nanovllm.structured_outputs.grammars import constrain  # a room of its own, which few requests need
-
-            constrain(group, self)
-        self.set_order(*group)
+            seq.group = group
         token_bytes = self.token_bytes if params.skip_special_tokens else self._all_token_bytes
-        return CompletionRequest(group, text, kind, token_bytes, self._all_token_bytes, index)
+        request = CompletionRequest(group, text, kind, token_bytes, self._all_token_bytes, index)
+        for feature in self._features:
+            if feature.is_asked_for(params):
+                feature.load().attach(request, self)
+        self.set_order(*group)
+        return request
 
     @staticmethod
     def priorities(priority: Any, num_prompts: int) -> list:

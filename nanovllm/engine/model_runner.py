@@ -1,5 +1,6 @@
 """One rank: its weights, its part of the KV cache, its CUDA graphs, and the execution of a step on its device."""
 
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,35 +11,24 @@ from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.engine import batch as batches
-from nanovllm.engine.batch import DeviceBatch, HostBatch
+from nanovllm.engine.batch import DeviceBatch, FeatureArrays, HostBatch
+from nanovllm.engine.features import FEATURES, StepFeature
 from nanovllm.engine.scheduled_step import ScheduledStep
-from nanovllm.engine.step_result import (
-    ForwardOutput,
-    PendingStep,
-    SamplerInput,
-    StepBuffers,
-)
+from nanovllm.engine.step_result import ForwardOutput, PendingStep, SamplerInput
+from nanovllm.kernels.sampling_columns import WIDTH
 from nanovllm.layers.attention import Attention, cache_format
 from nanovllm.layers.attention_backends import make_backend
-from nanovllm.layers.logits import (
-    CUSTOM_FILTERS,
-    RequestTable,
-    apply_custom_filters,
-    column,
-    logit_cutoffs,
-    penalize,
-    seeds,
-)
+from nanovllm.layers.logits import SamplingRows, logit_cutoffs, seeds
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import model_class
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.device import becomes_idle, on_device, zeros_on
-from nanovllm.utils.double_buffer import DoubleBuffer
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.stopwatch import Stopwatch
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
+    from nanovllm.graphs.buffers import Buffers
     from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs
 
 CPU_KV_CACHE_BYTES = 2**30  # the cache on a CPU, unless num_kvcache_blocks says otherwise
@@ -61,9 +51,6 @@ class ModelRunner:
             self._start(config, startup)
 
     def _start(self, config: Config, startup: Stopwatch) -> None:
-        self.custom_filters = dict(CUSTOM_FILTERS)  # those registered later are for other engines
-        if self.custom_filters and self.tp.size > 1:
-            raise ValueError(f"tensor_parallel_size={self.tp.size}: must be 1 with filters of register_filter")
         self.backend = make_backend(config.attention_backend)
         is_cuda = self.device.type == "cuda"
         memory_before = torch.cuda.memory_allocated(self.device) if is_cuda else 0
@@ -75,9 +62,17 @@ class ModelRunner:
         group_size = layer.num_heads // layer.num_kv_heads
         self.query_tile_size = self.backend.query_tile_size(group_size, layer.head_dim, config.dtype)
         self.pad_req_index = config.max_num_seqs
-        self.last_token_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int32, device=self.device)
-        self.requests = RequestTable(config.max_num_seqs, config.model_config.vocab_size, self.device)
-        self._make_buffers()
+        # by request index; the last row is for padding, and its zeros mean greedy sampling without edits
+        num_rows, options = config.max_num_seqs + 1, dict(dtype=torch.int32, device=self.device)
+        self.last_token_ids = torch.zeros(num_rows, **options)
+        self.params = torch.zeros(num_rows, WIDTH, **options)
+        self._num_finished_programs = torch.zeros(num_rows, **options)
+        self.features: dict[str, StepFeature] = {}
+        registered = [name for name, feature in FEATURES.items() if isinstance(feature.home, type)]
+        if registered and self.tp.size > 1:
+            raise ValueError(f"tensor_parallel_size={self.tp.size}: must be 1 with features of register_feature")
+        self.add_features(registered)
+        self.buffers: Buffers | None = None  # None on a CPU: each step allocates what it needs
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
         if is_cuda:
@@ -118,14 +113,25 @@ class ModelRunner:
     def run(self, step: ScheduledStep) -> PendingStep:
         return self.launch(self.prepare(step), step)
 
-    def host_buffer(self, has_chunks: bool) -> np.ndarray:
+    def add_features(self, names: Collection[str]) -> None:
+        """Load features, which edit logits in the order of FEATURES."""
+        loaded = {name: FEATURES[name].load()(self) for name in names if name not in self.features}
+        self.features = {name: (self.features | loaded)[name] for name in FEATURES if name in self.features | loaded}
+
+    def host_buffer(self, has_chunks: bool) -> np.ndarray | None:
         """Where the next batch is prepared; it is free once the step before the last one that was launched is over."""
-        buffers = self.graphs.host_buffers if self.graphs and not has_chunks else self._host_buffers
+        if self.buffers is None:
+            return None
+        buffers = self.graphs.host_buffers if self.graphs and not has_chunks else self.buffers.host
         return buffers.current.batch.numpy()
 
     def prepare(self, step: ScheduledStep) -> HostBatch:
         prepare = self.prepare_mixed if step.chunks else self.prepare_decode
-        return prepare(step, self.host_buffer(bool(step.chunks)))
+        arrays = {}
+        for name in step.features:
+            if (found := FEATURES[name].load().prepare(step)) is not None:
+                arrays[name] = found
+        return prepare(step, arrays, self.host_buffer(bool(step.chunks)))
 
     def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:
         """Queue a batch that lies in `host_buffer`; this returns while the step, or even the one before, still runs."""
@@ -134,51 +140,61 @@ class ModelRunner:
             if batch.shape.num_block_copies:
                 self._copy_blocks(batch.block_copies)
             if self.graphs and not batch.shape.has_chunks:
-                if batch.shape.num_masks:  # the graph reads them in the table
-                    self.requests.write(batch.to(self._device_buffer))
+                if batch.features:  # the graph has only the edits of logits, not what they read
+                    self._upload(batch.to(self.buffers.device))
                 token_ids, output = self.graphs.replay(batch.shape.num_seqs)
-            else:
-                token_ids = self._host_buffers.advance().token_ids[: batch.shape.num_sampled]
+            elif self.buffers:
+                token_ids = self.buffers.host.advance().token_ids[: batch.shape.num_sampled]
                 output = self.execute(batch)
                 token_ids.copy_(output.token_ids[: batch.shape.num_sampled], non_blocking=True)
-            logprobs = None
-            if batch.shape.num_logprobs:
-                from nanovllm.features.logprobs import PendingLogprobs  # a feature, which few requests use
+            else:
+                output = self.execute(batch)
+                token_ids = output.token_ids
+            pending = {name: self.features[name].after_forward(found, output) for name, found in batch.features.items()}
+            return PendingStep(step, token_ids, pending, self.device.type == "cuda", self.tp)
 
-                logprobs = PendingLogprobs(batch.logprob_requests, self.model.compute_logits, output, self.tp)
-            return PendingStep(step, token_ids, logprobs, self.device.type == "cuda", self.tp)
-
-    def prepare_mixed(self, step: ScheduledStep, buffer: np.ndarray) -> HostBatch:
-        model = self.config.model_config
-        bounds = None
+    def prepare_mixed(self, step: ScheduledStep, arrays: FeatureArrays, buffer: np.ndarray | None) -> HostBatch:
+        graph_shape = None
         if self.mixed_graphs:
             chunks = step.chunks
             num_tokens = step.num_decodes + sum(row.end - row.start for row in chunks)
-            bounds = self.mixed_graphs.bounds_for(step.num_decodes, num_tokens, len(chunks), len(step.sampled_seqs))
-        constants = self.config.kvcache_block_size, self.query_tile_size, model.eos_token_ids, model.vocab_size
-        return batches.prepare_mixed(step, buffer, *constants, bounds, self.pad_req_index)
+            num_samples = len(step.sampled_seqs)
+            graph_shape = self.mixed_graphs.shape_for(step.num_decodes, num_tokens, len(chunks), num_samples)
+        constants = self.config.kvcache_block_size, self.query_tile_size, graph_shape, self.pad_req_index
+        return batches.prepare_mixed(step, arrays, buffer, *constants)
 
-    def prepare_decode(self, step: ScheduledStep, buffer: np.ndarray) -> HostBatch:
+    def prepare_decode(self, step: ScheduledStep, arrays: FeatureArrays, buffer: np.ndarray | None) -> HostBatch:
         num_rows, block_size = step.num_decodes, self.config.kvcache_block_size
         if self.graphs:
             num_rows = self.graphs.size_for(num_rows)
             max_blocks_per_seq = self.config.max_blocks_per_seq
         else:
             max_blocks_per_seq = -(-int(step.context_lens[0]) // block_size)  # the longest comes first
-        return batches.prepare_decode(step, buffer, block_size, num_rows, max_blocks_per_seq, self.pad_req_index)
+        constants = block_size, num_rows, max_blocks_per_seq, self.pad_req_index
+        return batches.prepare_decode(step, arrays, buffer, *constants)
 
     @torch.inference_mode()
     def execute(self, batch: HostBatch) -> ForwardOutput:
         """Copy a batch to the device and run it there."""
-        device_batch = batch.to(self._device_buffer)
-        if self.mixed_graphs and batch.shape.bounds in self.mixed_graphs.models:
-            return self.mixed_graphs.replay(batch.shape, lambda: self.requests.write(device_batch))
-        return self._forward(device_batch)
+        device_batch = batch.to(self.buffers and self.buffers.device)
+        if self.mixed_graphs and batch.shape.graph_shape in self.mixed_graphs.models:
+            return self.mixed_graphs.replay(batch.shape, lambda: self._upload(device_batch))
+        hidden_states, sampler_input = self.run_model(device_batch)
+        self._upload(device_batch)
+        return ForwardOutput(self.sample(sampler_input), hidden_states, sampler_input.hidden_states)
 
-    def _forward(self, batch: DeviceBatch) -> ForwardOutput:
-        """A whole step on the device. CUDA graphs capture this for decode batches, so it never waits for the device."""
+    @torch.inference_mode()
+    def _upload(self, batch: DeviceBatch) -> None:
+        """Write what new requests are sampled with into the tables on the device, and what features have."""
+        if batch.shape.num_new_requests:
+            self.params[batch.new_req_indices] = batch.params
+        self.add_features(batch.features)
+        for name, arrays in batch.features.items():
+            self.features[name].upload(arrays)
+
+    def decode(self, batch: DeviceBatch) -> ForwardOutput:
+        """A step that only decodes. CUDA graphs capture this, so it never waits for the device."""
         hidden_states, sampler_input = self.run_model(batch)
-        self.requests.write(batch)
         return ForwardOutput(self.sample(sampler_input), hidden_states, sampler_input.hidden_states)
 
     def run_model(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
@@ -220,13 +236,15 @@ class ModelRunner:
 
     def sample(self, x: SamplerInput) -> torch.Tensor:
         """Token ids [S] int32."""
-        rows = self.requests.rows(x.req_indices, self._cached_token_ids, x.block_tables, x.positions)
-        logits = self.model.compute_logits(x.hidden_states, rows.params)  # [S, vocabulary]
-        penalize(logits, rows)
-        apply_custom_filters(self.custom_filters, logits, rows.params)
-        cutoffs, temperatures = logit_cutoffs(logits, rows), column(rows.params, "temperature")
+        params = self.params.index_select(0, x.req_indices)
+        scratch = self._num_finished_programs
+        rows = SamplingRows(params, x.req_indices, x.positions, x.block_tables, self._cached_token_ids, scratch)
+        logits = self.model.compute_logits(x.hidden_states, params)  # [S, vocabulary]
+        for feature in self.features.values():
+            feature.edit_logits(logits, rows)
+        cutoffs = logit_cutoffs(logits, rows)
         logits = self.model.lm_head.own_part(logits)
-        token_ids = self.sampler(logits, temperatures, seeds(rows.params), x.positions, cutoffs)
+        token_ids = self.sampler(logits, rows.column("temperature"), seeds(params), x.positions, cutoffs)
         self.last_token_ids[x.req_indices] = token_ids
         return token_ids
 
@@ -252,14 +270,6 @@ class ModelRunner:
         for parameter in model.parameters():  # each loader refers to its parameter: a cycle that would outlive `exit`
             del parameter.weight_loader
         return model.eval()
-
-    def _make_buffers(self) -> None:
-        """Batches and token ids of two steps on the host, and one batch on the device."""
-        size = batches.largest_batch(self.config)
-        options = dict(dtype=torch.int32, device="cpu", pin_memory=self.device.type == "cuda")
-        make = lambda: StepBuffers(torch.empty(size, **options), torch.empty(self.config.max_num_seqs, **options))
-        self._host_buffers = DoubleBuffer(make(), make())
-        self._device_buffer = torch.empty(size, dtype=torch.int32, device=self.device)
 
     def allocate_kv_cache(self, num_blocks: int, num_layers: int | None = None) -> None:
         """One tensor [2, layers, blocks, block_size, kv_heads, head_dim], of which each layer gets its part.
@@ -303,8 +313,8 @@ class ModelRunner:
         self.graphs = self.mixed_graphs = self.kv_cache = self.kv_scales = None
         for layer in self.attention_layers:
             layer.kv_cache = None
-        self.model = self.last_token_ids = self.requests = self.slot_token_ids = self._device_buffer = None
-        self.attention_layers = []
+        self.model = self.last_token_ids = self.params = self.slot_token_ids = self.buffers = None
+        self.attention_layers, self.features = [], {}
         self.tp.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

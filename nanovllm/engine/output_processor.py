@@ -2,21 +2,21 @@
 
 from collections.abc import Collection
 
+from nanovllm.engine.features import FEATURES, Ends
 from nanovllm.engine.output_collector import OutputCollector
 from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.request import Request
-from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.step_result import StepResult
+from nanovllm.engine.sequence import Sequence
 
 
 class OutputProcessor:
-    """Gives tokens to their sequences, ends sequences, and hands outputs to the collectors of the callers."""
+    """Appends tokens to sequences, and ends them: nothing else does. Hands outputs to the collectors of the callers."""
 
     def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
         self.requests: dict[int, Request] = {}  # by id, those that have not ended
-        self._watching: set[int] = set()  # ids of those that look at each token
         self.collectors: set[OutputCollector] = set()  # of those requests
 
     @property
@@ -28,41 +28,91 @@ class OutputProcessor:
     def add(self, requests: Collection[Request]) -> None:
         for request in requests:
             self.requests[request.request_id] = request
-            if not request.only_final:
-                self._watching.add(request.request_id)
+            for seq in request.group:
+                seq.is_watched |= not request.only_final
             request.collector.live.add(request.request_id)
             self.collectors.add(request.collector)
             self.scheduler.add(*request.group)
 
     def process(self, step: ScheduledStep, result: StepResult) -> None:
-        """Apply the result of a step. Without a request that looks at each token, only a few sequences are visited."""
-        changed: dict[int, Request] = {}
-        ended = self.scheduler.postprocess(step, *result)
-        if step.constrained:
-            # a room of its own, which few requests need
-            from nanovllm.structured_outputs.constraint import advance_constraints
-
-            advance_constraints(step.constrained, self.scheduler)
-        visited = step.sampled_seqs if self._watching else [*(step.sampled_seqs[i] for i in step.visited), *ended]
-        for seq in visited:
-            if (request := self.requests.get(seq.request_id)) is None:
-                continue  # it ended while this token was in flight
-            if not request.only_final:
-                request.process_token(seq, self.scheduler)
-            if seq.finish_reason is not None or seq.is_beam:
-                changed[seq.request_id] = request
-        for request in changed.values():
-            request.advance(self.scheduler)
-            if request.is_finished:
-                self._finish(request)
+        """Give sequences the tokens of a step, and their callers what is new."""
+        self._deliver(self.postprocess(step, result))
         num_prefilled = sum(end - start for _, start, end in step.chunks)
         for collector in [*self.collectors]:
             self._hand_over(collector, num_prefilled, step.num_decodes)
 
+    def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
+        """Append the tokens of a step, let features look at them, and end sequences.
+
+        Returns the watched sequences that have got a token, and all that have ended.
+        """
+        arrived, ends = self._append(step, result.token_ids)
+        for name in FEATURES if step.features else ():
+            if name in step.features:
+                FEATURES[name].load().after_step(step, arrived, ends, result.features.get(name))
+        for seq, reasons in ends.items():
+            self.end(seq, *reasons)
+        for seq in arrived.values() if step.features else ():
+            seq.limit_tokens()
+        return dict.fromkeys([*arrived.values(), *ends]) if ends else arrived.values()
+
+    def _append(self, step: ScheduledStep, token_ids: list[int]) -> tuple[dict[int, Sequence], Ends]:
+        """Append a token to each sequence that still lives, or let the scheduler hold it, if it pauses.
+
+        Returns the watched ones of these, by their index, and those that end by their last token or by their length.
+        Only the rows where something happens are visited one by one.
+        """
+        seqs, scheduler, num_late = step.sampled_seqs, self.scheduler, 0
+        for seq, token_id in zip(seqs, token_ids, strict=True):
+            if seq.finish_reason is not None:
+                num_late += 1  # it ended while this token was in flight, which is not part of the answer
+            elif not seq.pauses:
+                seq.token_ids.append(token_id)
+        scheduler.counts["output_tokens"] += len(seqs) - num_late
+        visited = step.visited
+        if not scheduler.eos_token_ids.isdisjoint(token_ids):
+            visited = sorted({*visited, *(i for i, x in enumerate(token_ids) if x in scheduler.eos_token_ids)})
+        ends: Ends = {}
+        for seq in (seqs[i] for i in visited if seqs[i].finish_reason is None):
+            seq.record_time("first_token")
+            if seq.pauses:
+                scheduler.hold(seq)
+                continue
+            scheduler.block_manager.cache_full_blocks(seq)
+            if reasons := seq.finish_reasons(scheduler.eos_token_ids, scheduler.eos_token_id):
+                ends[seq] = reasons
+        return {i: seqs[i] for i in step.watched if seqs[i].finish_reason is None}, ends
+
+    def _deliver(self, seqs: Collection[Sequence]) -> None:
+        """Tell the requests of these sequences, which have got a token, and may have ended."""
+        changed: dict[int, Request] = {}
+        for seq in seqs:
+            request = self.requests[seq.request_id]
+            if not request.only_final:
+                request.deliver(seq)
+            if seq.finish_reason is not None or seq.is_paused:
+                changed[seq.request_id] = request
+        for request in changed.values():
+            request.advance(self)
+            if request.is_finished:
+                self._finish(request)
+
+    def end(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        """End a sequence in any state."""
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
+        self.scheduler.finish(seq)
+
+    def end_all(self, request_id: int) -> list[Sequence]:
+        """End what is left of a request."""
+        seqs = [*self.scheduler.live.get(request_id, {}).values()]
+        for seq in seqs:
+            self.end(seq, "abort")
+        return seqs
+
     def abort(self, request_id: int) -> None:
         """End a request, if it has not ended, with the tokens that it has."""
         if (request := self.requests.get(request_id)) is not None:
-            self.scheduler.abort(request_id)
+            self.end_all(request_id)
             for seq in request.group:
                 request.deliver(seq)
             self._finish(request)
@@ -72,14 +122,13 @@ class OutputProcessor:
         """End requests whose caller has stopped waiting: no output is made."""
         for request_id in request_ids:
             if (request := self.requests.get(request_id)) is not None:
-                self.scheduler.abort(request_id)
+                self.end_all(request_id)
                 self._forget(request)
                 self._hand_over(request.collector)
 
     def reset(self) -> None:
         """Forget all requests and sequences, without an output. The EngineThread tells their collectors."""
         self.requests.clear()
-        self._watching.clear()
         self.scheduler.reset()
 
     def _finish(self, request: Request) -> None:
@@ -90,7 +139,6 @@ class OutputProcessor:
 
     def _forget(self, request: Request) -> None:
         del self.requests[request.request_id]
-        self._watching.discard(request.request_id)
         request.collector.end(request.request_id)
 
     def _hand_over(self, collector: OutputCollector, num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:

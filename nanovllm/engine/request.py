@@ -13,30 +13,25 @@ from nanovllm.engine.outputs import (
     RequestOutput,
     StreamEvent,
 )
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 
 
 class Request:
     """A prompt, the sequences that are computed for it, and the collector of its caller."""
 
-    only_final = True  # single tokens need no attention: nothing is streamed, and there are no stop strings
-
     collector: OutputCollector  # set when it is submitted
 
     def __init__(self, group: list[Sequence], prompt: str | None, kind: OutputKind):
         self.request_id = group[0].request_id
         self.group, self.prompt, self.kind = group, prompt, kind
+        self.only_final = kind is OutputKind.FINAL_ONLY  # the caller sees nothing before the end
 
     @property
     def is_finished(self) -> bool:
         raise NotImplementedError
 
-    def process_token(self, seq: Sequence, scheduler: Scheduler) -> None:
-        """A token of `seq` has arrived. Called unless `only_final`."""
-
-    def advance(self, scheduler: Scheduler) -> None:
-        """A step has ended or paused sequences of this request: decide how the others go on."""
+    def advance(self, outputs: Any) -> None:
+        """A step has ended or paused sequences of this request: decide how the others go on, by the OutputProcessor."""
 
     def deliver(self, seq: Sequence) -> None:
         """Put what is new of `seq` into the collector."""
@@ -74,10 +69,9 @@ class CompletionRequest(Request):
         super().__init__(group, prompt, kind)
         self.index = index
         self.params = group[0].params
-        self.only_final = kind is OutputKind.FINAL_ONLY and not self.params.stop
-        self._token_bytes, self._all_token_bytes = token_bytes, all_token_bytes
+        self.token_bytes, self._all_token_bytes = token_bytes, all_token_bytes
         # all by the sequence's index
-        self._detokenizers: list[Detokenizer | None] = [None] * len(group)
+        self.detokenizers: dict[int, Detokenizer] = {}  # a feature may have made them
         self._num_delivered = [seq.num_prompt_tokens for seq in group]  # tokens, those of the prompt included
         self._logprob_texts: dict[int, Any] = {}  # of the delivered tokens
         self._completed: set[int] = set()  # the finish reason was delivered
@@ -85,15 +79,6 @@ class CompletionRequest(Request):
     @property
     def is_finished(self) -> bool:
         return all(seq.finish_reason for seq in self.group)
-
-    def process_token(self, seq: Sequence, scheduler: Scheduler) -> None:
-        if seq.index in self._completed:
-            return  # it ended while this token was in flight
-        may_hold_stop_string = seq.finish_reason != "stop" or self.params.include_stop_str_in_output
-        stop = self.detokenizer(seq).cut_at_stop() if self.params.stop and may_hold_stop_string else None
-        if stop is not None:
-            scheduler.finish(seq, "stop", stop)
-        self.deliver(seq)
 
     def deliver(self, seq: Sequence) -> None:
         if seq.index in self._completed:
@@ -109,10 +94,11 @@ class CompletionRequest(Request):
             num_hidden = self._num_hidden(seq) if is_last else 0
             text = self.detokenizer(seq).take_text(num_hidden, is_last) if self.params.detokenize else ""
             logprobs = None
-            if seq.logprobs:
+            if self.params.logprobs is not None and token_ids:
                 if seq.index not in self._logprob_texts:
                     self._logprob_texts[seq.index] = self._new_logprob_texts()
-                logprobs = self._logprob_texts[seq.index].add(seq.logprobs[start - seq.num_prompt_tokens :])
+                found = seq.features["logprobs"].of_tokens[start - seq.num_prompt_tokens :]
+                logprobs = self._logprob_texts[seq.index].add(found)
             event = StreamEvent(
                 self.index, seq.index, self.request_id, text, token_ids, seq.finish_reason, seq.stop_reason, logprobs
             )
@@ -136,7 +122,7 @@ class CompletionRequest(Request):
             return None
         texts = self._new_logprob_texts()
         texts.decode(self.group[0].token_ids[0])
-        return [None, *texts.add(self.group[0].prompt_logprobs[1:])]
+        return [None, *texts.add(self.group[0].features["logprobs"].of_prompt[1:])]
 
     def _completion(self, seq: Sequence) -> CompletionOutput:
         token_ids, text, logprobs, cumulative_logprob = seq.completion_token_ids, "", None, None
@@ -145,16 +131,16 @@ class CompletionRequest(Request):
             detokenizer.decode(self._num_hidden(seq), seq.finish_reason is not None)
             text = detokenizer.text
         if self.params.logprobs is not None:
-            logprobs = self._new_logprob_texts().add(seq.logprobs)
+            logprobs = self._new_logprob_texts().add(seq.features["logprobs"].of_tokens)
             cumulative_logprob = sum(found[token_id].logprob for token_id, found in zip(token_ids, logprobs))
         return CompletionOutput(
             seq.index, text, token_ids, cumulative_logprob, logprobs, seq.finish_reason, seq.stop_reason
         )
 
     def detokenizer(self, seq: Sequence) -> Detokenizer:
-        if (found := self._detokenizers[seq.index]) is None:
-            found = Detokenizer(seq.token_ids, seq.num_prompt_tokens, seq.params, self._token_bytes)
-            self._detokenizers[seq.index] = found
+        if (found := self.detokenizers.get(seq.index)) is None:
+            found = Detokenizer(seq.token_ids, seq.num_prompt_tokens, self.token_bytes)
+            self.detokenizers[seq.index] = found
         return found
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""What the scheduler decides: the rows of one step."""
+"""What the scheduler decides, the rows of one step, and what comes of it."""
 
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,9 +27,10 @@ class ScheduledStep:
     chunks: the rows that compute a prompt, or a part of one. A preempted sequence's generated tokens are among them.
     sampled_seqs: the sequences that get a token from this step, those that decode first.
     sampled_rows: the row from which each of them gets it, in ascending order; answers to one prompt share a row.
-    visited: indices of `sampled_seqs`, in ascending order. The tokens of the others need no more than to be appended,
-        unless they are end-of-sequence ids.
-    constrained: those of `sampled_seqs` that have a constraint, and with it a mask of the tokens that may come next.
+    visited: indices of `sampled_seqs`, in ascending order, where a token may end the sequence or fill a block; the
+        tokens of the others need no more than to be appended, unless they are end-of-sequence ids.
+    watched: indices of `sampled_seqs`, in ascending order, whose every token is looked at.
+    features: the names of those that its rows use.
     copies: (from, to) of cache blocks that are copied before the step's keys and values are stored.
     scheduled_at: when its scheduling began, in seconds of `time.perf_counter`.
     """
@@ -41,13 +42,19 @@ class ScheduledStep:
     sampled_seqs: list[Sequence] = field(default_factory=list)
     sampled_rows: list[int] = field(default_factory=list)
     visited: list[int] = field(default_factory=list)
-    constrained: list[Sequence] = field(default_factory=list)
+    watched: list[int] = field(default_factory=list)
+    features: set[str] = field(default_factory=set)
     copies: list[tuple[int, int]] = field(default_factory=list)
     scheduled_at: float = field(default_factory=perf_counter)
 
     @property
     def num_decodes(self) -> int:
         return len(self.req_indices)
+
+    @property
+    def new_seqs(self) -> list[Sequence]:
+        """Those that get their first token since they were admitted."""
+        return self.sampled_seqs[self.num_decodes :]
 
     @property
     def rows(self) -> list[ScheduledSequence]:
@@ -65,5 +72,14 @@ class ScheduledStep:
     def sample(self, seq: Sequence) -> None:
         """`seq` gets a token from the last chunk so far."""
         self.visited.append(len(self.sampled_seqs))
+        if seq.is_watched:
+            self.watched.append(len(self.sampled_seqs))
         self.sampled_seqs.append(seq)
         self.sampled_rows.append(self.num_decodes + len(self.chunks) - 1)
+
+
+class StepResult(NamedTuple):
+    """The outcome of a step on the host: a token for each of its `sampled_seqs`, and what features have computed."""
+
+    token_ids: list[int]
+    features: dict[str, Any]

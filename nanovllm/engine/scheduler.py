@@ -1,7 +1,6 @@
 """Which sequences run in the next step, and in which blocks."""
 
 from collections import Counter, deque
-from collections.abc import Iterable
 from itertools import islice
 from operator import attrgetter
 
@@ -21,7 +20,7 @@ class Scheduler:
 
     The most urgent prompts come first, in their `Sequence.order`, as far as the step's TokenBudget goes. A full engine
     admits new sequences in groups: see GroupAdmission. `schedule` may be called again before the last step's tokens
-    have reached `postprocess`, but only once; constrained sequences then wait for their tokens.
+    have arrived, but only once; sequences that wait for their tokens are then left out.
 
     The answers to one prompt (`Sequence.group`) are queued together. The first is admitted when all of them fit, or
     nothing else runs. Those that fit are sampled in the step that computes the prompt, the rest find it in the cache.
@@ -52,9 +51,8 @@ class Scheduler:
         self.live: dict[int, dict[int, Sequence]] = {}  # by request id and index: all that have not ended
         self.waiting = WaitingQueue()  # these hold no blocks
         self.prefilling: dict[tuple[int, int], Sequence] = {}  # these hold blocks, and their prompt is being computed
-        self.running: dict[tuple[int, int], Sequence] = {}  # these decode, or are beams that pause
-        self.decoding = DecodeTable(self.max_num_seqs, self.block_manager.block_size)  # the running ones but beams
-        self.constrained: set[Sequence] = set()  # of the live ones
+        self.running: dict[tuple[int, int], Sequence] = {}  # these decode, or have got a token and pause
+        self.decoding = DecodeTable(self.max_num_seqs, self.block_manager.block_size)  # the running ones that decode
         self.admission = GroupAdmission()
         self.free_req_indices = [*reversed(range(self.max_num_seqs))]
 
@@ -62,8 +60,8 @@ class Scheduler:
         """Queue the answers to one prompt."""
         if not self.waiting:  # the last one that did not fit was admitted or aborted
             self.admission.resume()
-        self.constrained.update(seq for seq in group if seq.constraint is not None)
         for seq in group:
+            seq.limit_tokens()
             self.live.setdefault(seq.request_id, {})[seq.index] = seq
             self.waiting.push(seq)
 
@@ -99,21 +97,25 @@ class Scheduler:
                 self._schedule_decodes(step)
         else:
             self._schedule_decodes(step)
-            self._schedule_chunks(step, is_mixed=bool(step.num_decodes or (self.constrained and self.running)))
+            self._schedule_chunks(step, is_mixed=bool(step.num_decodes) or self._some_wait())
         while not (step.num_decodes or step.chunks) and self.waiting:
             paused = [seq for seq in self.running.values() if seq.is_paused]
             if not paused:
                 break
-            self.preempt(paused[-1])  # it waits for other beams of its search, and those need its blocks
+            self.preempt(paused[-1])  # it waits for others of its request, and those need its blocks
             self._schedule_chunks(step)
         if not (step.num_decodes or step.chunks):
             self.block_manager.copies = copies
             return None
-        visited = map(step.sampled_seqs.__getitem__, step.visited)
-        step.constrained = [seq for seq in visited if seq.constraint is not None]
+        watched = map(step.sampled_seqs.__getitem__, step.watched)
+        with_features = *watched, *(chunk.seq for chunk in step.chunks), *step.new_seqs
+        step.features = {name for seq in with_features for name in seq.features}
         step.copies = [(source, target) for target, source in copies.items()]
         self.counts[f"{step.kind}_steps"] += 1
         return step
+
+    def _some_wait(self) -> bool:
+        return any(seq.waits_for_token for seq in self.running.values())
 
     def _schedule_decodes(self, step: ScheduledStep) -> None:
         """Decode all that can. The least urgent of all sequences are preempted until the others have blocks."""
@@ -167,7 +169,7 @@ class Scheduler:
         self.running[seq.key] = seq
         step.sample(seq)
         seq.num_tokens += 1
-        if not seq.is_beam:
+        if not seq.pauses:
             self.decoding.add(seq)
 
     def _fork_group(self, seq: Sequence, step: ScheduledStep) -> None:
@@ -219,78 +221,43 @@ class Scheduler:
             self.waiting.push(seq)
         self.num_preemptions += 1
 
-    def branch(self, seq: Sequence, choices: list[tuple[int, int]]) -> list[Sequence]:
-        """Continue a paused beam with one or more tokens: pairs of (index, token id), the first with its own index.
+    def hold(self, seq: Sequence) -> None:
+        """A token of a sequence that `pauses` has arrived: it waits for `resume`, and may be forked before that."""
+        seq.is_paused, seq.num_tokens = True, len(seq.token_ids)
+        self.waiting.discard(seq)  # if it was preempted while the step was in flight
 
-        The first token is appended to `seq` itself. The others make new beams, which share its blocks if there are
-        enough, and are recomputed if not. All are queued for the next step.
+    def fork(self, seq: Sequence, index: int, token_id: int) -> Sequence:
+        """Another answer to the request of a paused sequence, which goes on with `token_id`.
+
+        It shares the blocks of `seq` if there are enough, and is recomputed if not.
         """
-        assert seq.is_paused
-        (_, own_token_id), *others = choices
-        branches = [seq.fork(*choice) for choice in others]
-        for other in branches:
-            self.live[seq.request_id][other.index] = other
-            if seq.block_table and self.free_req_indices and self.block_manager.free_block_ids:
-                self.block_manager.fork(seq, other)
-                self._set_running(other)
-        seq.append_token(own_token_id)
-        seq.num_tokens = len(seq.token_ids)
-        seq.candidates = None
-        self.running.pop(seq.key, None)
+        other = seq.fork(index, token_id)
+        self.live[seq.request_id][index] = other
+        if seq.block_table and self.free_req_indices and self.block_manager.free_block_ids:
+            self.block_manager.fork(seq, other)
+            self._set_running(other)
+            self.prefilling[other.key] = other
+        else:
+            self.waiting.push(other)
+        return other
+
+    def resume(self, seq: Sequence, token_id: int) -> None:
+        """Let a paused sequence go on with `token_id`, in the next step."""
+        seq.token_ids.append(token_id)
+        seq.num_tokens, seq.is_paused = len(seq.token_ids), False
         if seq.block_table and self.block_manager.can_append(seq):
             self.block_manager.may_append(seq)
-        elif seq.block_table:
+            del self.running[seq.key]
+            self.prefilling[seq.key] = seq
+            return
+        if seq.block_table:
             self._release(seq)
             seq.status = SequenceStatus.WAITING
-        for beam in (seq, *branches):
-            if beam.status is SequenceStatus.RUNNING:
-                self.prefilling[beam.key] = beam
-            else:
-                self.waiting.push(beam)
-        return [seq, *branches]
+        self.waiting.push(seq)
 
-    def postprocess(
-        self, step: ScheduledStep, token_ids: list[int], logprobs: list | tuple = (), prompt_logprobs: Iterable = ()
-    ) -> list[Sequence]:
-        """Apply the result of a step, in the form of `StepResult`; returns the sequences that it ended."""
-        for (seq, start, _), row_logprobs in zip(step.chunks, prompt_logprobs):
-            if row_logprobs:
-                seq.prompt_logprobs[start + 1 : start + 1 + len(row_logprobs)] = row_logprobs
-        num_late = 0
-        for seq, token_id in zip(step.sampled_seqs, token_ids, strict=True):
-            if seq.finish_reason is not None:
-                num_late += 1  # it ended while this token was in flight, which is not part of the answer
-            elif not seq.is_beam:
-                seq.token_ids.append(token_id)
-        self.counts["output_tokens"] += len(token_ids) - num_late
-        visited = step.visited
-        if not self.eos_token_ids.isdisjoint(token_ids):
-            ends = [i for i, token_id in enumerate(token_ids) if token_id in self.eos_token_ids]
-            visited = sorted({*visited, *ends})
-        finished = []
-        for seq, values in ((step.sampled_seqs[i], logprobs[i] if logprobs else None) for i in visited):
-            if seq.is_finished:
-                continue
-            seq.record_time("first_token")
-            if seq.is_beam:
-                seq.candidates, seq.num_tokens = values, len(seq.token_ids)
-                self.waiting.discard(seq)  # if it was preempted while the step was in flight
-                continue
-            if values is not None:
-                seq.logprobs.append(values)
-            self.block_manager.cache_full_blocks(seq)
-            if reasons := seq.finish_reasons(self.eos_token_ids, self.eos_token_id):
-                self.finish(seq, *reasons)
-                finished.append(seq)
-        return finished
-
-    def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a sequence in any state. If it has ended already, only its reasons change."""
-        seq.finish_reason, seq.stop_reason = reason, stop_reason
-        if seq.status is SequenceStatus.FINISHED:
-            return
+    def finish(self, seq: Sequence) -> None:
+        """Forget a sequence, in any state."""
         self.waiting.discard(seq)
-        self.constrained.discard(seq)
         if seq.status is SequenceStatus.RUNNING:
             self._release(seq)
         seq.status = SequenceStatus.FINISHED
@@ -299,13 +266,6 @@ class Scheduler:
         del group[seq.index]
         if not group:
             del self.live[seq.request_id]
-
-    def abort(self, request_id: int) -> list[Sequence]:
-        """End a request; returns those of its sequences that had not ended."""
-        seqs = [*self.live.get(request_id, {}).values()]
-        for seq in seqs:
-            self.finish(seq, "abort")
-        return seqs
 
     def _release(self, seq: Sequence) -> None:
         """Take the blocks and the request index from a running sequence."""

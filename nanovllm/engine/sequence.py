@@ -1,15 +1,12 @@
 """One answer on its way through the engine: counts and token ids, no tensors and no text."""
 
 from collections.abc import Collection
+from copy import copy, deepcopy
 from enum import Enum, auto
 from time import perf_counter
 from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
-
-# (log-probability, rank) by token id: first the token of the text, then the most likely ones in descending order. The
-# most likely token has rank 1; of equally likely tokens the one with the lower id comes first.
-Logprobs = dict[int, tuple[float, int]]
 
 
 class SequenceStatus(Enum):
@@ -27,16 +24,13 @@ class Sequence:
     """A prompt and the tokens that were generated for it.
 
     Counts run ahead of contents: `num_tokens`, and `len`, count a token from the moment that the step which samples it
-    is scheduled; `token_ids` has it when it has reached the host. Once a sequence is queued, only the Scheduler changes
-    it, with its block manager and its table; a constraint sets `token_limit`.
-
-    A beam of a beam search pauses after each step: the step brings `candidates` for its next token, and
-    `Scheduler.branch` chooses among them.
+    is scheduled; `token_ids` has it when it has reached the host. Once a sequence is queued, only the Scheduler, with
+    its block manager and its table, and the OutputProcessor change it.
     """
 
     num_tokens = _count(0)
     num_computed_tokens = _count(1)  # their keys and values are in the cache, or in a step that was scheduled
-    token_limit = _count(2)  # decode steps go no further; a constraint raises it token by token
+    token_limit = _count(2)  # decode steps go no further
 
     def __init__(
         self,
@@ -46,7 +40,6 @@ class Sequence:
         noise_seed: int,
         max_len: int,
         index: int = 0,
-        is_beam: bool = False,
         priority: int = 0,
     ):
         self.request_id = request_id
@@ -55,9 +48,13 @@ class Sequence:
         self.priority = priority  # of its request, for scheduling policies
         self.set_order(0)
         self.params = params
-        self.bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of `params.bad_words`
-        self.constraint: Any = None  # of `params.structured_outputs`: a structured_outputs.constraint.Constraint
-        self.has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+        self.features: dict[str, Any] = {}  # by name, those that it uses, with what they keep: see StepFeature
+        self.columns: dict[str, float] = {}  # parameters of features, by the name of their column on the device
+        self.is_watched = False  # each token is looked at when it arrives
+        self.waits_for_token = False  # a token is decoded when the one before it has reached the host
+        self.skips_prefix_hits = False  # all of the prompt is computed
+        self.pauses = False  # after each token, until it is resumed; the token is not appended
+        self.is_paused = False  # it may hold blocks, and no step computes it
         self.noise_seed = noise_seed  # 64 bits, from which every random number of this sequence is made
         self.token_ids = token_ids
         self.num_prompt_tokens = len(token_ids)
@@ -72,10 +69,6 @@ class Sequence:
         self.was_admitted = False  # at least once
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None  # the stop id or string; None for the tokenizer's own eos
-        self.logprobs: list[Logprobs] = []  # for each generated token
-        self.prompt_logprobs: list[Logprobs | None] = [None]  # for each token of the prompt; the first has none
-        self.is_beam = is_beam
-        self.candidates: Logprobs | None = None
         self.arrival = perf_counter()
         self.timing: dict[str, float] = {}  # seconds from arrival to "scheduled", "first_token" and "finished"
 
@@ -91,9 +84,9 @@ class Sequence:
         """Unique among the live sequences of an engine."""
         return self.request_id, self.index
 
-    def set_order(self, urgency: Any) -> None:
-        """`urgency` is the scheduling policy's; sequences of the same urgency keep the order of their requests."""
-        self.order = urgency, *self.key  # the least is the most urgent
+    def set_order(self, priority_key: Any) -> None:
+        """`priority_key` is the scheduling policy's; sequences of the same key keep the order of their requests."""
+        self.order = priority_key, *self.key  # the least comes first
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -122,14 +115,10 @@ class Sequence:
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether it is a beam with candidates. It may hold blocks, and no step computes it."""
-        return self.candidates is not None
-
-    def append_token(self, token_id: int) -> None:
-        """A token has reached the host; `num_tokens` has counted it already."""
-        self.token_ids.append(token_id)
+    def limit_tokens(self) -> None:
+        """If it waits for its tokens, let it decode one after those that have reached the host."""
+        if self.waits_for_token:
+            self.token_limit = min(len(self.token_ids) + 1, self.max_num_tokens)
 
     def finish_reasons(self, eos_token_ids: Collection[int], eos_token_id: int | None) -> tuple[str, int | None] | None:
         """(finish reason, stop reason) if the last token ends this sequence; `eos_token_id` is the tokenizer's own."""
@@ -143,14 +132,14 @@ class Sequence:
         return None
 
     def fork(self, index: int, token_id: int) -> "Sequence":
-        """Another beam with the tokens of this one and `token_id` after them; it has no blocks yet."""
-        other = Sequence(
-            self.request_id, [*self.token_ids, token_id], self.params, self.noise_seed, self.max_num_tokens, index, True
-        )
-        other.group, other.priority = self.group, self.priority
+        """Another answer to the same request, with the tokens of this one and `token_id`; it has no blocks yet."""
+        other = copy(self)
+        other.index, other.token_ids = index, [*self.token_ids, token_id]
         other.set_order(self.order[0])
-        other.num_prompt_tokens, other.max_num_tokens = self.num_prompt_tokens, self.max_num_tokens
-        other.arrival, other.timing = self.arrival, dict(self.timing)
+        other.counts = [len(other.token_ids), 0, self.max_num_tokens]
+        other.block_table, other.block_hashes, other.req_index = [], [], -1
+        other.status, other.is_paused, other.was_admitted = SequenceStatus.WAITING, False, False
+        other.features, other.timing = deepcopy(self.features), dict(self.timing)
         return other
 
     def record_time(self, event: str) -> None:

@@ -1,12 +1,11 @@
-"""What a step leaves on the device, and its results on their way to host memory."""
+"""What a step leaves on the device, and its result on its way to host memory."""
 
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm.engine.scheduled_step import ScheduledStep
-from nanovllm.engine.sequence import Logprobs
+from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.utils.tensor_parallel import STEP_TIMEOUT, TensorParallel
 
 
@@ -27,44 +26,22 @@ class SamplerInput(NamedTuple):
     block_tables: torch.Tensor  # [S, W] int32
 
 
-class StepBuffers(NamedTuple):
-    """Host memory of one step, pinned on CUDA: int32 words of its batch and the token ids that it samples."""
-
-    batch: torch.Tensor
-    token_ids: torch.Tensor
-
-
-class StepResult(NamedTuple):
-    """The outcome of a step on the host. Log-probabilities are those of the model's own logits.
-
-    token_ids: one for each of the step's `sampled_seqs`.
-    logprobs: for each of those tokens, None without a request for them; empty if there is none with a request.
-    prompt_logprobs: for each of the step's `chunks`, those of the prompt's tokens from start + 1 to end, as far as the
-        prompt goes; None without a request, or where there are no such tokens; empty if there is none with a request. A
-        chunk that is computed again after a preemption has them again.
-    """
-
-    token_ids: list[int]
-    logprobs: list[Logprobs | None]
-    prompt_logprobs: list[list[Logprobs] | None]
-
-
 class PendingStep:
-    """A step that was launched: its token ids and log-probabilities may not be in host memory yet."""
+    """A step that was launched: its results may not be in host memory yet."""
 
     def __init__(
         self,
         step: ScheduledStep | None,
         token_ids: torch.Tensor,
-        logprobs: Any,
+        features: dict[str, Any],
         is_cuda: bool,
         tp: TensorParallel,
     ):
-        """`token_ids` [S] or longer are in host memory; `logprobs` is a features.logprobs.PendingLogprobs, or None.
+        """`token_ids` [S] or longer are in host memory; `features` are what `StepFeature.after_forward` has returned.
 
         Only rank 0 has the ScheduledStep; the other ranks can `synchronize`, but not `wait` for a result.
         """
-        self._step, self._token_ids, self._logprobs, self._tp = step, token_ids, logprobs, tp
+        self._step, self._token_ids, self._features, self._tp = step, token_ids, features, tp
         self._done = torch.cuda.Event() if is_cuda else None
         if self._done:
             self._done.record()
@@ -85,4 +62,5 @@ class PendingStep:
         self.synchronize()
         assert self._step is not None, "only rank 0 has results"
         token_ids = self._token_ids[: len(self._step.sampled_seqs)].tolist()
-        return StepResult(token_ids, *(self._logprobs.results(self._step) if self._logprobs else ([], [])))
+        found = {name: pending.result(self._step) for name, pending in self._features.items() if pending is not None}
+        return StepResult(token_ids, found)

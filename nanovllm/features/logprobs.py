@@ -1,27 +1,103 @@
 """Log-probabilities of generated tokens and of prompts: those of the model's own logits, before any edit of them.
 
 A request wants them by `SamplingParams.logprobs` or `prompt_logprobs`; a beam search wants them for its candidates. The
-batch carries which tokens (`logprob_requests`), every rank computes them after the step (`PendingLogprobs`), and they
-reach the host with its result. In outputs they have the tokens' text (`LogprobTexts`).
+batch carries which tokens (LogprobRequest), every rank computes them after the step (PendingLogprobs), and they reach
+the host with its result. In outputs they have the tokens' text (LogprobTexts).
 """
 
 from codecs import getincrementaldecoder
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from nanovllm.engine.features import Arrays, Ends, StepFeature
 from nanovllm.engine.outputs import Logprob
 from nanovllm.engine.scheduled_step import ScheduledStep
-from nanovllm.engine.sequence import Logprobs
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step_result import ForwardOutput
 from nanovllm.layers.logits import token_keys
+from nanovllm.utils.checks import check_int
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 ALL_TOKENS = 2**30  # for `num_top`: more than any vocabulary has
 MAX_LOGPROB_ROWS = 64  # computed at a time, as log-probabilities take more memory than logits
+
+# (log-probability, rank) by token id: first the token of the text, then the most likely ones in descending order. The
+# most likely token has rank 1; of equally likely tokens the one with the lower id comes first.
+Logprobs = dict[int, tuple[float, int]]
+
+
+class SequenceLogprobs:
+    """The log-probabilities of a sequence that have arrived."""
+
+    def __init__(self) -> None:
+        self.of_tokens: list[Logprobs] = []  # for each generated token
+        self.of_prompt: list[Logprobs | None] = [None]  # for each token of the prompt; the first has none
+
+
+class StepLogprobs(NamedTuple):
+    """Those of a step; None without a request for them.
+
+    of_tokens: for each of its `sampled_seqs`.
+    of_prompts: for each of its `chunks`, those of the prompt's tokens from start + 1 to end, as far as the prompt goes;
+        None where there are no such tokens. A chunk that is computed again after a preemption has them again.
+    """
+
+    of_tokens: list[Logprobs | None]
+    of_prompts: list[list[Logprobs] | None]
+
+
+class TokenLogprobs(StepFeature):
+    @classmethod
+    def attach(cls, request: Any, processor: Any) -> None:
+        params, config = request.params, processor.config
+        vocab_size, max_logprobs = config.model_config.vocab_size, config.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            value = check_int(name, getattr(params, name) or 0, -1, vocab_size)
+            if max_logprobs >= 0 and (vocab_size if value == -1 else value) > max_logprobs:
+                raise ValueError(f"{name}={value}: must be at most max_logprobs={max_logprobs} (-1 is all tokens)")
+        for seq in request.group:
+            cls.watch(seq)
+
+    @staticmethod
+    def watch(seq: Sequence) -> None:
+        """Collect what the parameters of `seq` ask for."""
+        seq.features["logprobs"] = SequenceLogprobs()
+        seq.is_watched |= seq.params.logprobs is not None
+        seq.skips_prefix_hits = seq.params.prompt_logprobs is not None  # which need every position computed
+
+    @classmethod
+    def prepare(cls, step: ScheduledStep) -> Arrays | None:
+        requests = logprob_requests(step)
+        return {"requests": np.array(requests)} if requests else None
+
+    @classmethod
+    def max_words(cls, config: Any) -> int:
+        return len(LogprobRequest._fields) * (config.max_num_batched_tokens + config.max_num_seqs) + 4
+
+    def __init__(self, runner: Any):
+        self._compute_logits, self._tp = runner.model.compute_logits, runner.tp
+
+    def after_forward(self, arrays: Arrays, output: ForwardOutput) -> "PendingLogprobs":
+        return PendingLogprobs(arrays["requests"], self._compute_logits, output, self._tp)
+
+    @classmethod
+    def after_step(
+        cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: StepLogprobs | None
+    ) -> None:
+        """Give each sequence its own. A sequence that pauses gets those of its candidates."""
+        if result is None:
+            return
+        for (seq, start, _), found in zip(step.chunks, result.of_prompts):
+            if found:
+                seq.features["logprobs"].of_prompt[start + 1 : start + 1 + len(found)] = found
+        for i, seq in arrived.items():
+            if (of_token := result.of_tokens[i]) is not None:
+                seq.features["logprobs"].of_tokens.append(of_token)
 
 
 class LogprobRequest(NamedTuple):
@@ -32,7 +108,7 @@ class LogprobRequest(NamedTuple):
 
     num_top: int
     row: int  # of the hidden states: all of the step's for a token of a prompt, else those that are sampled
-    result_index: int  # into StepResult.prompt_logprobs for a token of a prompt, else into StepResult.logprobs
+    result_index: int  # into StepLogprobs.of_prompts for a token of a prompt, else into `of_tokens`
     token_id: int = -1
 
 
@@ -45,7 +121,7 @@ def logprob_requests(step: ScheduledStep) -> list[LogprobRequest]:
             positions = range(start + 1, min(end + 1, seq.num_prompt_tokens))
             requests += [LogprobRequest(num_top, first + p - 1 - start, i, seq.token_ids[p]) for p in positions]
         first += end - start
-    for i in step.visited:
+    for i in step.watched:
         if (num_top := step.sampled_seqs[i].params.logprobs) is not None:
             requests.append(LogprobRequest(ALL_TOKENS if num_top < 0 else num_top, i, i))
     return requests
@@ -59,13 +135,10 @@ class PendingLogprobs:
         self,
         requests: np.ndarray,
         compute_logits: Callable,
-        output: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        output: ForwardOutput,
         tp: TensorParallel,
     ):
-        """`requests` [n, 4] are LogprobRequests, `output` is the step's ForwardOutput.
-
-        No graph contains this, so other steps lose no time.
-        """
+        """`requests` [n, 4] are LogprobRequests."""
         self._requests = [LogprobRequest(*row) for row in requests.tolist()]
         on_device = self._compute(compute_logits, *output)
         # a barrier, as at the end of a forward pass: no rank overwrites peer memory that another still reads
@@ -103,8 +176,8 @@ class PendingLogprobs:
             pieces.append(log_probabilities(logits.index_select(0, rows[piece]), chosen[piece], num_top))
         return tuple(map(torch.cat, zip(*pieces)))
 
-    def results(self, step: ScheduledStep) -> tuple[list[Logprobs | None], list[list[Logprobs] | None]]:
-        """`logprobs` and `prompt_logprobs` of the StepResult, once the device has finished the step."""
+    def result(self, step: ScheduledStep) -> StepLogprobs:
+        """Once the device has finished the step."""
         prompt_logprobs, logprobs = defaultdict(list), {}
         for request, ids, values, rank in zip(self._requests, *(x.tolist() for x in self._on_host)):
             found = {ids[0]: (values[0], rank)}
@@ -113,7 +186,7 @@ class PendingLogprobs:
                 logprobs[request.result_index] = found
             else:
                 prompt_logprobs[request.result_index].append(found)
-        return (
+        return StepLogprobs(
             [logprobs.get(i) for i in range(len(step.sampled_seqs))],
             [prompt_logprobs.get(i) for i in range(len(step.chunks))],
         )

@@ -8,8 +8,8 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import MAX_CHUNKS, Batch, BatchShape, DeviceBatch, decode_shape
-from nanovllm.engine.step_result import ForwardOutput, SamplerInput, StepBuffers
-from nanovllm.layers.logits import mask_width
+from nanovllm.engine.step_result import ForwardOutput, SamplerInput
+from nanovllm.graphs.buffers import StepBuffers
 from nanovllm.utils.double_buffer import DoubleBuffer
 
 
@@ -17,11 +17,6 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes to capture, ascending: densest where steps are short, and always max_num_seqs itself."""
     sizes = [1, 2, 4, 8, *range(16, 256, 16), *range(256, max_num_seqs, 32)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
-
-
-def largest_decode(max_num_seqs: int, max_blocks_per_seq: int, vocab_size: int) -> BatchShape:
-    extras = dict.fromkeys(("num_block_copies", "num_logprobs", "num_masks"), max_num_seqs)
-    return decode_shape(max_num_seqs, max_blocks_per_seq, **extras, mask_width=mask_width(vocab_size))
 
 
 def _capture(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -53,9 +48,8 @@ class DecodeGraphs:
         self.graph_bs = capture_sizes(max_num_seqs)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.outputs: dict[int, ForwardOutput] = {}  # tensors that each replay overwrites
-        batch_size = largest_decode(max_num_seqs, max_blocks_per_seq, config.model_config.vocab_size).size
         # zeros: rows without a context, which write to a slot of a cache that is still empty
-        batches = torch.zeros(2, batch_size, dtype=torch.int32, device="cpu", pin_memory=True)
+        batches = torch.zeros(2, len(buffer), dtype=torch.int32, device="cpu", pin_memory=True)
         token_ids = torch.zeros(2, max_num_seqs, dtype=torch.int32, device="cpu", pin_memory=True)
         self.host_buffers = DoubleBuffer(*map(StepBuffers, batches, token_ids))
         self._device_buffer_index = torch.zeros(1, dtype=torch.int32, device=buffer.device)
@@ -95,7 +89,7 @@ class DecodeGraphs:
 TOKEN_SIZES = (16, 32, 64, *range(128, 2048, 128), *range(2048, 4096, 512), *range(4096, 8193, 1024))
 
 
-def mixed_bounds(config: Config, query_tile_size: int) -> list[BatchShape]:
+def graph_shapes(config: Config, query_tile_size: int) -> list[BatchShape]:
     """The shapes of steps with chunks to capture: the first that holds a step is the smallest that does.
 
     Without graphs the host would launch the kernels of so short a step for longer than the device computes it. As long
@@ -123,7 +117,7 @@ def mixed_bounds(config: Config, query_tile_size: int) -> list[BatchShape]:
 
 
 class MixedGraphs:
-    """Steps with chunks of prompts, in two graphs: the model by `BatchShape.bounds`, and the sampler by sampled rows.
+    """Steps with chunks of prompts, in two graphs: the model by `graph_shape`, and the sampler by sampled rows.
 
     So a chunk does not pay for the logits of all its tokens. Between the two, the sampling parameters of new requests
     are written, which no graph can contain as their sizes differ. The batch lies in the device's buffer before.
@@ -165,7 +159,7 @@ class MixedGraphs:
         for shape in sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True):
             model_part(shape)  # compiles kernels, which a capture must not do
             sample(self._rows(1))
-            self.models[shape.bounds], _ = _capture(partial(model_part, shape), pool)
+            self.models[shape.graph_shape], _ = _capture(partial(model_part, shape), pool)
             sample(self._rows(1))
         for size in reversed(self.sample_sizes):
             model_part(shapes[0])
@@ -176,7 +170,7 @@ class MixedGraphs:
     def _rows(self, num_rows: int) -> SamplerInput:
         return SamplerInput(*(x[:num_rows] for x in self.input))
 
-    def bounds_for(self, num_decodes: int, num_tokens: int, num_chunks: int, num_samples: int) -> BatchShape | None:
+    def shape_for(self, num_decodes: int, num_tokens: int, num_chunks: int, num_samples: int) -> BatchShape | None:
         """The smallest captured shape that holds a step; None if there is none."""
         for shape in self.shapes:
             if (
@@ -189,7 +183,7 @@ class MixedGraphs:
 
     def replay(self, shape: BatchShape, write_requests: Callable[[], None]) -> ForwardOutput:
         """Run the batch in the device's buffer."""
-        self.models[shape.bounds].replay()
+        self.models[shape.graph_shape].replay()
         write_requests()
         size = next(size for size in self.sample_sizes if size >= shape.num_sampled)
         self.samplers[size].replay()

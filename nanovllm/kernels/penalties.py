@@ -156,30 +156,30 @@ def _penalize_kernel(
             )
 
 
-def penalize(logits: torch.Tensor, rows) -> None:
-    """Edit logits [S, vocabulary] in place with the parameters of layers.logits.SamplingRows."""
+def penalize(logits: torch.Tensor, rows, tables) -> None:
+    """Edit logits [S, vocabulary] in place, with layers.logits.SamplingRows and features.logit_edits.EditTables."""
     if len(logits):
-        launch(_penalize_kernel, (min(len(logits), len(rows.token_counts)),), logits.device)(
+        launch(_penalize_kernel, (min(len(logits), len(tables.token_counts)),), logits.device)(
             logits,
             rows.params,
             rows.req_indices,
-            rows.bias_ids,
-            rows.biases,
-            rows.allowed_masks,
-            rows.bad_words,
+            tables.bias_ids,
+            tables.biases,
+            tables.allowed_masks,
+            tables.bad_words,
             rows.token_ids,
             rows.block_tables,
             rows.positions,
-            rows.token_counts,
+            tables.token_counts,
             *logits.shape,
             logits.stride(0),
-            rows.token_counts.stride(0),
+            tables.token_counts.stride(0),
             rows.block_tables.stride(0),
-            rows.allowed_masks.stride(0),
+            tables.allowed_masks.stride(0),
             WIDTH=rows.params.shape[1],
-            MAX_BIASES=rows.biases.shape[1],
-            WORDS=rows.bad_words.shape[1],
-            WORD_TOKENS=rows.bad_words.shape[2],
+            MAX_BIASES=tables.biases.shape[1],
+            WORDS=tables.bad_words.shape[1],
+            WORD_TOKENS=tables.bad_words.shape[2],
             BLOCK_SIZE=rows.token_ids.shape[1],
             TILE=1024,
             num_warps=8,

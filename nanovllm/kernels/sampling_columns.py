@@ -1,57 +1,39 @@
 """The sampling parameters of a request on the device: a row of WIDTH int32 words, one column for each parameter.
 
-COLUMNS declares each column once: its name, its type, and how the host computes its value. Everything else looks a
-column up by name, kernels by `sampling_params.column_constant`. The last two words are the seed of the noise.
+COLUMNS declares each column once, by its name and its type; kernels look it up by `sampling_params.column_constant`.
+The last two words are the seed of the noise.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
-GREEDY_BELOW = 1e-5  # float32 logits cannot be divided by a smaller temperature
-MAX_CUSTOM_COLUMNS = 4  # of filters that are registered from outside (layers.logits.register_filter)
+MAX_CUSTOM_COLUMNS = 4  # of features that are registered from outside (engine.features.register_feature)
 
 
 class Column(NamedTuple):
     name: str
     dtype: type  # float (float32, stored as its bits) or int
-    value: Callable[[Any], float]  # of an engine.batch.NewRequest
-
-
-def param(name: str, dtype: type) -> Column:
-    """A column with the value of the field `name` of SamplingParams."""
-    return Column(name, dtype, lambda request: getattr(request.params, name))
-
-
-def _temperature(request: Any) -> float:
-    return request.params.temperature if request.params.temperature >= GREEDY_BELOW else 0.0
-
-
-def _is_penalized(request: Any) -> bool:
-    params = request.params
-    return (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1)
-
-
-def _has_allowed_ids(request: Any) -> bool:
-    return request.params.allowed_token_ids is not None or request.params.structured_outputs is not None
 
 
 COLUMNS = [
-    Column("temperature", float, _temperature),
-    param("top_p", float),
-    param("min_p", float),
-    param("top_k", int),
-    param("presence_penalty", float),
-    param("frequency_penalty", float),
-    param("repetition_penalty", float),
-    Column("num_prompt_tokens", int, lambda request: request.num_prompt_tokens),
-    Column("min_len", int, lambda request: request.num_prompt_tokens + request.params.min_tokens),
-    Column("has_allowed_ids", int, _has_allowed_ids),
-    Column("is_penalized", int, _is_penalized),
-    Column("num_biases", int, lambda request: len(request.params.logit_bias or ())),
-    Column("num_stops", int, lambda request: request.num_stops),  # token ids that are banned below min_len
-    Column("num_bad_words", int, lambda request: request.num_bad_words),
+    Column("temperature", float),
+    Column("top_p", float),
+    Column("min_p", float),
+    Column("top_k", int),
+    # of features.logit_edits; 0 for a request without edits
+    Column("presence_penalty", float),
+    Column("frequency_penalty", float),
+    Column("repetition_penalty", float),
+    Column("num_prompt_tokens", int),
+    Column("min_len", int),
+    Column("has_allowed_ids", int),
+    Column("is_penalized", int),
+    Column("num_biases", int),
+    Column("num_stops", int),  # token ids that are banned below min_len
+    Column("num_bad_words", int),
 ]
-WIDTH = -(-(len(COLUMNS) + MAX_CUSTOM_COLUMNS + 2) // 4) * 4
+NUM_OWN_COLUMNS = len(COLUMNS)
+WIDTH = -(-(NUM_OWN_COLUMNS + MAX_CUSTOM_COLUMNS + 2) // 4) * 4
 
 
 def column_index(name: str) -> int:
@@ -61,3 +43,14 @@ def column_index(name: str) -> int:
 FILTERS = slice(column_index("top_p"), column_index("top_k") + 1)
 # besides masks, `penalize` has work to do where one of these is not 0
 EDITS = slice(column_index("is_penalized"), column_index("num_bad_words") + 1)
+
+
+def add_columns(names: Iterable[str]) -> None:
+    """Columns of float32 numbers; ValueError if one exists, or there is no room."""
+    names = [*names]
+    for name in names:
+        if any(known.name == name for known in COLUMNS):
+            raise ValueError(f"field {name!r}: there is a sampling parameter of this name")
+    if len(COLUMNS) + len(names) > NUM_OWN_COLUMNS + MAX_CUSTOM_COLUMNS:
+        raise ValueError(f"fields {names}: {MAX_CUSTOM_COLUMNS} columns are there for features from outside")
+    COLUMNS.extend(Column(name, float) for name in names)

@@ -1,10 +1,11 @@
-"""What sampling parameters do to logits, as vLLM defines it.
+"""The parameters of sampled rows, and the filters of logits: min-p, top-k and top-p.
 
-The order is: logit biases, and stop ids that min_tokens bans; penalties; allowed ids (of a request, or of a structured
-output after its last token) and bad words; the filters of `register_filter`; temperature; min-p; top-k; top-p. Then
-layers/sampler.py draws a token. Log-probabilities are those of the model's own logits, before all of this.
+The order of all that edits logits, as vLLM defines it, is: logit biases, and stop ids that min_tokens bans; penalties;
+allowed ids (of a request, or of a structured output after its last token) and bad words; features that were registered
+from outside; temperature; min-p; top-k; top-p. Then layers/sampler.py draws a token. Log-probabilities are those of the
+model's own logits, before all of this.
 
-The functions here are the definitions in plain PyTorch; on CUDA, `penalize` and `logit_cutoffs` call Triton kernels.
+The functions here are the definitions in plain PyTorch; on CUDA, `logit_cutoffs` calls a Triton kernel.
 kernels/sampling_columns.py declares the parameters.
 
 Each of several ranks computes the logits of its own range of the vocabulary. Only requests with min-p, top-k or top-p
@@ -12,17 +13,15 @@ need complete rows; all other edits are of single tokens, so each rank makes the
 its own range, and the best draw of all ranks is taken.
 """
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from nanovllm.kernels import triton_ops
-from nanovllm.kernels.sampling_columns import COLUMNS, EDITS, FILTERS, MAX_CUSTOM_COLUMNS, WIDTH, Column, column_index
-from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES
+from nanovllm.kernels.sampling_columns import COLUMNS, FILTERS, WIDTH, column_index
 
-MAX_PENALTY_PROGRAMS = 128  # programs of the penalty kernel; each has a count for every token id in scratch memory
+GREEDY_BELOW = 1e-5  # float32 logits cannot be divided by a smaller temperature
 
 
 def column(params, name: str):
@@ -38,167 +37,23 @@ def seeds(params):
     return params[:, WIDTH - 2 :]
 
 
-def mask_width(vocab_size: int) -> int:
-    """The number of int32 words that hold one bit for each token id."""
-    return -(-vocab_size // 32)
-
-
-def mask_of(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
-    """[mask_width] int32: the bits of these token ids are set."""
-    bits = np.zeros(32 * mask_width(vocab_size), np.uint8)
-    bits[list(token_ids)] = 1
-    return np.packbits(bits, bitorder="little").view("<i4")
-
-
 class SamplingRows(NamedTuple):
-    """What the logits of S rows are edited by: one row for each sequence that is to get a token.
+    """What is known of the S sequences that are to get a token.
 
     Token ids are cached in blocks, like keys and values and with the same block tables. So penalties find the ids of a
     cached prefix there, and a preempted sequence writes its ids again when it is recomputed.
     """
 
     params: torch.Tensor  # [S, WIDTH] int32
-    req_indices: torch.Tensor  # [S] int32: the rows' indices in the next four, which are tables of all requests
-    bias_ids: torch.Tensor  # [requests, MAX_BIASES] int32: `num_biases` ids of logit_bias, then `num_stops` stop ids
-    biases: torch.Tensor  # [requests, MAX_BIASES] float32, -inf for stop ids
-    allowed_masks: torch.Tensor  # [requests, ceil(vocabulary / 32)] int32: bits of token ids, valid if has_allowed_ids
-    bad_words: torch.Tensor  # [requests, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS] int32: `num_bad_words`, padded left by -1
-    token_ids: torch.Tensor  # [blocks, block_size] int32
-    block_tables: torch.Tensor  # [S, W] int32
+    req_indices: torch.Tensor  # [S] int32
     positions: torch.Tensor  # [S] int32, of the last token
-    # scratch memory of kernels, all zeros before and after each of them
-    token_counts: torch.Tensor  # [MAX_PENALTY_PROGRAMS, vocabulary] int32, of `penalize`
-    num_finished_programs: torch.Tensor  # [requests] int32, of `logit_cutoffs`
+    block_tables: torch.Tensor  # [S, W] int32
+    token_ids: torch.Tensor  # [blocks, block_size] int32
+    num_finished_programs: torch.Tensor  # [requests] int32, scratch of a kernel: zeros before and after it
 
-
-class NewRequests(Protocol):
-    """The part of a Batch that `RequestTable.write` copies; all are int32.
-
-    `*_slots` are indices into a table whose first two dimensions are flattened. Steps without chunks of prompts have
-    nothing but masks.
-    """
-
-    new_req_indices: torch.Tensor  # [R]
-    params: torch.Tensor  # [R, WIDTH]; None without chunks
-    bias_slots: torch.Tensor  # [N]
-    bias_ids: torch.Tensor  # [N]
-    bias_bits: torch.Tensor  # [N], float32 numbers as their bits
-    mask_indices: torch.Tensor  # [M], request indices
-    masks: torch.Tensor  # [M, ceil(vocabulary / 32)]
-    bad_word_slots: torch.Tensor  # [K]
-    bad_words: torch.Tensor  # [K, MAX_BAD_WORD_TOKENS]
-
-
-class RequestTable:
-    """Sampling parameters of all running requests on the device; a request's row in each tensor is its request index.
-
-    The step that samples a request's first token writes its rows. One more row, the last, is for the padding of CUDA
-    graphs; it stays zero, which means greedy sampling and no edits.
-    """
-
-    def __init__(self, num_requests: int, vocab_size: int, device: torch.device):
-        self.params = torch.zeros(num_requests + 1, WIDTH, dtype=torch.int32, device=device)
-        self.bias_ids = torch.zeros(num_requests + 1, MAX_BIASES, dtype=torch.int32, device=device)
-        self.biases = torch.zeros(num_requests + 1, MAX_BIASES, dtype=torch.float32, device=device)
-        self.allowed_masks = torch.zeros(num_requests + 1, mask_width(vocab_size), dtype=torch.int32, device=device)
-        bad_words_shape = num_requests + 1, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS
-        self.bad_words = torch.zeros(bad_words_shape, dtype=torch.int32, device=device)
-        num_programs = min(num_requests, MAX_PENALTY_PROGRAMS)
-        self.token_counts = torch.zeros(num_programs, vocab_size, dtype=torch.int32, device=device)
-        self.num_finished_programs = torch.zeros(num_requests, dtype=torch.int32, device=device)
-
-    def write(self, new: NewRequests) -> None:
-        if len(new.mask_indices):
-            self.allowed_masks[new.mask_indices] = new.masks
-        if new.params is None or not len(new.params):
-            return
-        self.params[new.new_req_indices] = new.params
-        self.bias_ids.view(-1)[new.bias_slots] = new.bias_ids
-        self.biases.view(-1)[new.bias_slots] = new.bias_bits.view(torch.float32)
-        if len(new.bad_word_slots):
-            self.bad_words.flatten(0, 1)[new.bad_word_slots] = new.bad_words
-
-    def rows(
-        self, req_indices: torch.Tensor, token_ids: torch.Tensor, block_tables: torch.Tensor, positions: torch.Tensor
-    ) -> SamplingRows:
-        """The rows of requests `req_indices` [S]; the other arguments become fields of the result."""
-        params = self.params.index_select(0, req_indices)
-        tables = self.bias_ids, self.biases, self.allowed_masks, self.bad_words
-        scratch = self.token_counts, self.num_finished_programs
-        return SamplingRows(params, req_indices, *tables, token_ids, block_tables, positions, *scratch)
-
-
-CustomFilter = Callable[[torch.Tensor, torch.Tensor], None]
-CUSTOM_FILTERS: dict[str, CustomFilter] = {}
-
-
-def register_filter(name: str, apply: CustomFilter, default: float = 0.0) -> None:
-    """Add a filter to all engines that this process makes afterwards; they must have one rank.
-
-    `apply(logits [S, vocabulary], values [S] float32)` edits logits in place after penalties and before temperature.
-    A value is the attribute `name` of the request's SamplingParams (of a subclass that has this field), or `default` if
-    there is none. CUDA graphs capture the call, so it must not synchronize with the host.
-
-    ValueError if a parameter of this name exists, or if MAX_CUSTOM_COLUMNS filters are registered.
-    """
-    if any(known.name == name for known in COLUMNS):
-        raise ValueError(f"filter {name!r}: there is a sampling parameter of this name")
-    if len(CUSTOM_FILTERS) == MAX_CUSTOM_COLUMNS:
-        raise ValueError(f"filter {name!r}: {MAX_CUSTOM_COLUMNS} filters are registered, and there cannot be more")
-    COLUMNS.append(Column(name, float, lambda request: getattr(request.params, name, default)))
-    CUSTOM_FILTERS[name] = apply
-
-
-def apply_custom_filters(filters: dict[str, CustomFilter], logits: torch.Tensor, params: torch.Tensor) -> None:
-    for name, apply in filters.items():
-        apply(logits, column(params, name))
-
-
-def penalize(logits: torch.Tensor, rows: SamplingRows) -> None:
-    """Add biases, apply penalties and ban tokens: edits logits [S, vocabulary] in place, in their dtype.
-
-    As in vLLM and transformers, the repetition penalty divides positive logits and multiplies others, for tokens of the
-    prompt and the output. As in vLLM, frequency and presence penalties count tokens of the output alone. Ids that are
-    not allowed get -inf; so does the last token of a bad word if the output ends with the word's other tokens.
-    """
-    if (ops := triton_ops(logits)) is not None:
-        ops.penalize(logits, rows)
-        return
-    edits = rows.params[:, EDITS]
-    for row in edits.any(1).nonzero().flatten().tolist() if edits.any() else ():
-        _penalize_row(logits[row], rows, row)
-    if (has_mask := column(rows.params, "has_allowed_ids")).any():
-        masked = has_mask.nonzero().flatten()
-        masks = rows.allowed_masks[rows.req_indices[masked]].view(torch.uint8).unsqueeze(-1)
-        is_allowed = (masks & (1 << torch.arange(8, device=masks.device)).to(torch.uint8)).flatten(1).bool()
-        logits[masked] = logits[masked].where(is_allowed[:, : logits.shape[1]], -torch.inf)
-
-
-def _penalize_row(logits: torch.Tensor, rows: SamplingRows, row: int) -> None:
-    """`penalize` for the logits [vocabulary] of one row, without the mask of allowed ids."""
-    param = lambda name: column(rows.params, name)[row].item()
-    req_index, num_tokens = rows.req_indices[row], int(rows.positions[row]) + 1
-    token_ids = rows.token_ids[rows.block_tables[row]].flatten()[:num_tokens]
-    output_ids = token_ids[param("num_prompt_tokens") :]
-
-    # stop ids follow the ids of logit_bias, with biases of -inf
-    num_biases = param("num_biases") + (param("num_stops") if num_tokens < param("min_len") else 0)
-    logits[:] = logits.float().index_add(0, rows.bias_ids[req_index, :num_biases], rows.biases[req_index, :num_biases])
-
-    if param("is_penalized"):
-        x, repetition = logits.float(), param("repetition_penalty")
-        is_seen = token_ids.bincount(minlength=len(x)) > 0
-        counts = output_ids.bincount(minlength=len(x)).float()
-        x = x.where(~is_seen, torch.where(x > 0, x / repetition, x * repetition))
-        logits[:] = x - param("frequency_penalty") * counts - param("presence_penalty") * (counts > 0).float()
-
-    if num_bad_words := param("num_bad_words"):
-        words = rows.bad_words[req_index, :num_bad_words]
-        starts, last_ids = words[:, :-1], words[:, -1]
-        recent = output_ids[-starts.shape[1] :]
-        recent = torch.nn.functional.pad(recent, (starts.shape[1] - len(recent), 0), value=-2)  # -2 equals no id
-        is_next = ((starts == -1) | (starts == recent)).all(1)  # the output ends with all but the last id of the word
-        logits[last_ids[is_next].long()] = -torch.inf
+    def column(self, name: str) -> torch.Tensor:
+        """[S]: a parameter of the rows; float32 if it is not declared as an integer."""
+        return column(self.params, name)
 
 
 def token_keys(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

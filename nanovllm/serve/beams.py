@@ -3,8 +3,8 @@
 from dataclasses import replace
 from time import time
 
-from nanovllm.engine.beam_search import BeamRequest
 from nanovllm.engine.outputs import CompletionOutput, RequestOutput
+from nanovllm.features.beam_search import BeamRequest
 
 
 class BeamCompletion(BeamRequest):

@@ -10,12 +10,12 @@ from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
-from nanovllm.engine.beam_search import beam_requests
 from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.outputs import OutputKind, RequestOutput, StreamEvent
 from nanovllm.engine.prompts import Prompt, TokensPrompt
 from nanovllm.engine.request import CompletionRequest
+from nanovllm.features.beam_search import beam_requests
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.serve.async_request import AsyncRequest, PartialOutput
@@ -229,7 +229,7 @@ class EngineClient(ABC):
         def decode() -> str:
             for token_id in token_ids:
                 check_int("tokens: token id", token_id, low=0, high=vocab_size - 1)
-            return Detokenizer(token_ids, 0, SamplingParams(), self.token_bytes).decode(is_last=True)
+            return Detokenizer(token_ids, 0, self.token_bytes).decode(is_last=True)
 
         return await self._in_thread(self._pool, decode)
 

@@ -13,7 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from nanovllm.sampling_params import MAX_BAD_WORDS, BeamSearchParams, SamplingParams
+from nanovllm.features.logit_edits import MAX_BAD_WORDS
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.serve.errors import ApiError, validation_error
 
 logger = logging.getLogger("nanovllm")

@@ -292,4 +292,4 @@ class StepRecorder:
 
 def sequence_name(seq: Sequence) -> str:
     """ "12", or "12.3" where the request has several answers."""
-    return str(seq.request_id) if len(seq.group) == 1 and not seq.is_beam else f"{seq.request_id}.{seq.index}"
+    return str(seq.request_id) if len(seq.group) == 1 and not seq.pauses else f"{seq.request_id}.{seq.index}"

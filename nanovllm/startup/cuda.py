@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch, decode_shape, largest_batch
+from nanovllm.engine.batch import Batch, decode_shape
+from nanovllm.engine.features import FEATURES
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_result import SamplerInput
-from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs, capture_sizes, mixed_bounds
+from nanovllm.graphs.buffers import make_buffers
+from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs, capture_sizes, graph_shapes
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.stopwatch import Stopwatch
 
@@ -27,6 +29,8 @@ def start_on_cuda(runner: Any, startup: Stopwatch, memory_before: int) -> None:
     `memory_before` is how many bytes were in use before the model was loaded.
     """
     config = runner.config
+    runner.buffers = make_buffers(config, runner.device)
+    runner.add_features(FEATURES)  # graphs contain their edits of logits
     has_graphs = runner.backend.uses_cuda_graphs and not config.enforce_eager
     if has_graphs:
         compile_kernels(runner)
@@ -114,9 +118,9 @@ def compile_kernels(runner: Any) -> None:
 
     config, model = runner.config, runner.model.model
     decodes = [decode_shape(size, config.max_blocks_per_seq) for size in capture_sizes(config.max_num_seqs)]
-    chunks = mixed_bounds(config, runner.query_tile_size) if runner.backend.captures_chunks else []
+    chunks = graph_shapes(config, runner.query_tile_size) if runner.backend.captures_chunks else []
     shapes = [x for x in decodes + chunks if x.num_tokens.bit_count() == 1 or x.num_tokens == config.max_num_seqs]
-    buffer = torch.zeros(largest_batch(config), dtype=torch.int32, device=runner.device)
+    buffer = runner.buffers.device
 
     def run_steps() -> None:
         for shape in shapes:
@@ -152,8 +156,8 @@ def warm_up_kernels(runner: Any) -> None:
 @torch.inference_mode()
 def capture_cudagraph(runner: Any) -> None:
     """Capture decode steps of the batch sizes in `graphs.graph_bs`, and the shorter ones of those with chunks."""
-    config, pool, buffer = runner.config, torch.cuda.graph_pool_handle(), runner._device_buffer
-    runner.graphs = DecodeGraphs(config, buffer, runner._forward, pool)
+    config, pool, buffer = runner.config, torch.cuda.graph_pool_handle(), runner.buffers.device
+    runner.graphs = DecodeGraphs(config, buffer, runner.decode, pool)
     if runner.backend.captures_chunks:
-        shapes, parts = mixed_bounds(config, runner.query_tile_size), (runner.run_model, runner.sample)
+        shapes, parts = graph_shapes(config, runner.query_tile_size), (runner.run_model, runner.sample)
         runner.mixed_graphs = MixedGraphs(shapes, config.max_num_seqs, buffer, runner.pad_req_index, *parts, pool)

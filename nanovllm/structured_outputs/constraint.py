@@ -8,10 +8,8 @@ from weakref import proxy
 
 import numpy as np
 
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.logits import mask_of
-from nanovllm.sampling_params import MAX_BAD_WORD_TOKENS
+from nanovllm.features.logit_edits import MAX_BAD_WORD_TOKENS, mask_of
 
 Matcher = Any  # llguidance.LLMatcher, which is imported only where it is used
 
@@ -22,36 +20,24 @@ class Constraint:
     Besides the grammar, the mask has what other parameters ban: only here is it known when no token is left. An id of
     `stop_token_ids` is like an end-of-sequence id, which is allowed where the grammar may end, and nowhere else.
 
-    All of this is a function of the sequence's token ids. So nothing is lost with a preemption; and after an exception
-    in the middle of an update, the grammar's state is computed again.
+    All of this is a function of the sequence's token ids, so nothing is lost with a preemption.
     """
 
     def __init__(self, seq: Sequence, matcher: Matcher, vocab_size: int, eos_token_ids: frozenset[int]):
         """`matcher` is at its start, and belongs to this constraint alone."""
         self._seq, self._matcher = proxy(seq), matcher  # a cycle would keep both until the garbage collector runs
-        self._num_consumed: int | None = 0  # generated tokens that the matcher has; None during an update
-        self._num_masked = -1  # those that `_mask` is for
-        self._mask = mask_of((), vocab_size)
+        self._num_consumed = 0  # generated tokens that the matcher has
+        self.mask = mask_of((), vocab_size)  # [ceil(vocabulary / 32)] int32: bits of the ids that may come next
         self.error: str | None = None  # why there is no next token
         params = seq.params
         self._stops = np.array(params.stop_token_ids or (), np.int64)
         self._ends = np.array([*{*eos_token_ids, *self._stops.tolist()}], np.int64)
-        self._allowed = None if params.allowed_token_ids is None else mask_of(params.allowed_token_ids, vocab_size)
-
-    @property
-    def mask(self) -> np.ndarray:
-        """[ceil(vocabulary / 32)] int32: the bits of the token ids that may follow the sequence's own."""
-        if self._num_masked != self._seq.num_completion_tokens:  # `advance_constraints` was interrupted
-            update([self])
-        return self._mask
+        edits = seq.features["logit_edits"]
+        self._allowed, self._bad_words = edits.allowed_mask, edits.bad_words
 
     def consume(self) -> bool:
         """Give the grammar the tokens that it does not have yet; False if it does not allow them."""
-        if self._num_consumed is None:
-            self._matcher.reset()
-            self._num_consumed = 0
         new = self._seq.token_ids[self._seq.num_prompt_tokens + self._num_consumed :]
-        self._num_consumed = None
         is_allowed = self._matcher.consume_tokens(new)
         self._num_consumed = self._seq.num_completion_tokens
         if not is_allowed:
@@ -61,15 +47,13 @@ class Constraint:
     def set_mask(self, mask: np.ndarray | None) -> None:
         """`mask` is the grammar's own, without the bans of other parameters; None if its state is an error."""
         if mask is None or self._matcher.is_error():
-            self._mask[:] = 0
+            self.mask[:] = 0
             reason = _first_line(self._matcher.get_error())
             says_nothing = reason in ("", "NoExtensionBias")  # the second is what llguidance calls it
             self.error = f"structured_outputs: {'no token is allowed' if says_nothing else reason}"
         else:
-            self._mask = self._with_bans(mask)
-            self.error = None if self._mask.any() else "structured_outputs: the parameters allow no token"
-        self._seq.token_limit = min(len(self._seq.token_ids) + 1, self._seq.max_num_tokens)
-        self._num_masked = self._seq.num_completion_tokens
+            self.mask = self._with_bans(mask)
+            self.error = None if self.mask.any() else "structured_outputs: the parameters allow no token"
 
     def _with_bans(self, mask: np.ndarray) -> np.ndarray:
         seq = self._seq
@@ -79,8 +63,8 @@ class Constraint:
             _set_bits(mask, self._ends, False)
         if self._allowed is not None:
             mask &= self._allowed
-        recent = seq.completion_token_ids[-MAX_BAD_WORD_TOKENS:] if seq.bad_words else []
-        for *start, last in seq.bad_words:
+        recent = seq.completion_token_ids[-MAX_BAD_WORD_TOKENS:] if self._bad_words else []
+        for *start, last in self._bad_words:
             if not start or recent[-len(start) :] == start:
                 _set_bits(mask, np.array([last]), False)
         return mask
@@ -111,17 +95,8 @@ def update(constraints: Collection[Constraint]) -> None:
     ready = [constraint for constraint in constraints if constraint.consume()]
     if not ready:
         return
-    masks = np.empty((len(ready), len(ready[0]._mask)), np.int32)
+    masks = np.empty((len(ready), len(ready[0].mask)), np.int32)
     matchers = [(constraint._matcher, i) for i, constraint in enumerate(ready)]
     _executor(os.getpid()).unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
     for constraint, mask in zip(ready, masks):
         constraint.set_mask(mask)
-
-
-def advance_constraints(seqs: list[Sequence], scheduler: Scheduler) -> None:
-    """Make the masks of sequences that have got a token. Those whose mask is empty end with an "error"."""
-    live = [seq for seq in seqs if seq.finish_reason is None]
-    update([seq.constraint for seq in live])
-    for seq in live:
-        if seq.constraint.error is not None:
-            scheduler.finish(seq, "error", seq.constraint.error)

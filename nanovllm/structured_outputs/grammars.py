@@ -100,7 +100,8 @@ def constrain(group: list[Sequence], processor: Any) -> None:
             processor.grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
     matcher = processor.grammars.matcher(params.structured_outputs)
     for seq in group:
-        seq.constraint = Constraint(seq, matcher.deep_copy(), model.vocab_size, model.eos_token_ids)
-    update([seq.constraint for seq in group])
-    if (error := group[0].constraint.error) is not None:
+        constraint = Constraint(seq, matcher.deep_copy(), model.vocab_size, model.eos_token_ids)
+        seq.features["structured_outputs"] = constraint
+    update([seq.features["structured_outputs"] for seq in group])
+    if (error := group[0].features["structured_outputs"].error) is not None:
         raise ValueError(f"{error}, not even a first one")

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from nanovllm.engine.features import FEATURES
 from nanovllm.engine.outputs import OutputKind, StepOutput
 from nanovllm.engine.prompts import TokensPrompt
 from nanovllm.engine.request import CompletionRequest
+from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.llm import LLM
 from nanovllm.serve.async_request import merged
 from nanovllm.serve.notifying_collector import NotifyingCollector
@@ -142,8 +144,8 @@ class Replica:
             seq.noise_seed = noise_seed
             for token_id in generated:  # as after a preemption
                 seq.token_ids.append(token_id)
-                if new.params.stop:  # each by itself, as stop strings do not count before `min_tokens`
-                    request.detokenizer(seq).cut_at_stop()
+                for name in seq.features:  # each token by itself, as stop strings do not count before `min_tokens`
+                    FEATURES[name].load().after_step(ScheduledStep(), {0: seq}, {}, None)
             seq.num_tokens = len(seq.token_ids)
         return request
 

@@ -2,15 +2,15 @@
 
 from itertools import count
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.outputs import BeamOutput, BeamSearchOutput, OutputKind
 from nanovllm.engine.prompts import Prompt, as_prompts
 from nanovllm.engine.request import Request
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.features.logprobs import TokenLogprobs
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams, check_beams
 
 
@@ -47,7 +47,7 @@ class BeamRequest(Request):
         token_bytes: TokenBytes,
         eos_token_ids: frozenset[int],
     ):
-        """`root` is a sequence of the prompt with `is_beam` set, which becomes the first beam."""
+        """`root` is a sequence of the prompt that pauses after each token; it becomes the first beam."""
         super().__init__([root], prompt, kind)
         self._root, self._params, self._token_bytes = root, params, token_bytes
         self._max_tokens = root.max_num_tokens - root.num_prompt_tokens
@@ -60,9 +60,9 @@ class BeamRequest(Request):
     def is_finished(self) -> bool:
         return not self._cumulative_logprobs
 
-    def advance(self, scheduler: Scheduler) -> None:
+    def advance(self, outputs: Any) -> None:
         """Choose among the candidates, once all beams have theirs."""
-        beams = [*scheduler.live[self.request_id].values()]
+        beams = [*outputs.scheduler.live[self.request_id].values()]
         if not all(seq.is_paused for seq in beams):
             return
         beam_width, length = self._params.beam_width, beams[0].num_completion_tokens + 1
@@ -70,7 +70,7 @@ class BeamRequest(Request):
         candidates = [
             Candidate(self._cumulative_logprobs[seq.index] + logprob, (*seq.completion_token_ids, token_id), seq)
             for seq in beams
-            for token_id, (logprob, _) in (seq.candidates or {}).items()
+            for token_id, (logprob, _) in seq.features["logprobs"].of_tokens.pop().items()
         ]
         candidates.sort(key=itemgetter(0, 1), reverse=True)
         ends = [is_last or candidate.token_ids[-1] in self._eos_token_ids for candidate in candidates]
@@ -83,22 +83,26 @@ class BeamRequest(Request):
         is_full = len(self._finished) == beam_width
         if survivors and is_full and survivors[0].cumulative_logprob / penalty <= self._finished[-1].score:
             survivors = []
-        self._branch(scheduler, beams, survivors)
+        self._branch(outputs, beams, survivors)
 
-    def _branch(self, scheduler: Scheduler, beams: list[Sequence], survivors: list[Candidate]) -> None:
+    def _branch(self, outputs: Any, beams: list[Sequence], survivors: list[Candidate]) -> None:
         """Continue each beam with the tokens of its survivors; the next step computes them."""
         survivors_of: dict[int, list[Candidate]] = {}
         for candidate in survivors:
             survivors_of.setdefault(candidate.beam.index, []).append(candidate)
         for beam in beams:  # first, so that their blocks are free for the others
             if beam.index not in survivors_of:
-                scheduler.finish(beam, "stop")
+                outputs.end(beam, "stop")
         cumulative_logprobs: dict[int, float] = {}
         for beam in beams:
             if children := survivors_of.get(beam.index):
-                indices = [beam.index, *(next(self._next_index) for _ in children[1:])]
-                scheduler.branch(beam, [(i, child.token_ids[-1]) for i, child in zip(indices, children)])
-                cumulative_logprobs |= {i: child.cumulative_logprob for i, child in zip(indices, children)}
+                first, *others = children
+                for child in others:  # before `beam` has another token
+                    index = next(self._next_index)
+                    outputs.scheduler.fork(beam, index, child.token_ids[-1])
+                    cumulative_logprobs[index] = child.cumulative_logprob
+                outputs.scheduler.resume(beam, first.token_ids[-1])
+                cumulative_logprobs[beam.index] = first.cumulative_logprob
         self._cumulative_logprobs = cumulative_logprobs
 
     def output(self) -> BeamSearchOutput:
@@ -109,8 +113,8 @@ class BeamRequest(Request):
         return BeamSearchOutput(self.request_id, self.prompt, self._root.prompt_token_ids, outputs, self.is_finished)
 
     def _text(self, token_ids: tuple[int, ...]) -> str:
-        prompt, params = self._root.prompt_token_ids, self._root.params
-        return Detokenizer([*prompt, *token_ids], len(prompt), params, self._token_bytes).decode(is_last=True)
+        prompt = self._root.prompt_token_ids
+        return Detokenizer([*prompt, *token_ids], len(prompt), self._token_bytes).decode(is_last=True)
 
 
 def beam_requests(
@@ -134,8 +138,9 @@ def beam_requests(
     requests = []
     for (text, token_ids), own_priority in zip(tokenized, processor.priorities(priority, len(tokenized))):
         request_id, max_len = processor.next_request_id(), processor.max_model_len
-        root = Sequence(request_id, [*token_ids], sampling_params, noise_seed=0, max_len=max_len, is_beam=True)
-        root.priority = processor.check_priority(own_priority)
+        root = Sequence(request_id, [*token_ids], sampling_params, noise_seed=0, max_len=max_len)
+        root.pauses, root.priority = True, processor.check_priority(own_priority)
+        TokenLogprobs.watch(root)
         processor.set_order(root)
         requests.append(request_class(root, params, text, kind, processor.token_bytes, eos_token_ids))
     return requests

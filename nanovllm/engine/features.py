@@ -1,0 +1,119 @@
+"""The seam for what only some requests use: a feature is a class in a file that its first request imports.
+
+The core names features in the table FEATURES, and nowhere else.
+"""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+Arrays = Mapping[str, Any]  # by name; those of a Batch are int32, NumPy's on the host and PyTorch's on the device
+Ends = dict[Sequence, tuple[str, int | str | None]]  # finish reason and stop reason of the sequences that end
+
+
+class StepFeature:
+    """The hooks of a feature, in the order in which a request meets them. But for `attach`, they do nothing here.
+
+    The class methods run in rank 0's process, and know sequences. Each rank makes one object, which knows its device
+    and batches, and no sequences.
+    """
+
+    fields: tuple[str, ...] = ()  # of a feature from outside: parameters, numbers of which 0 does not ask for it
+
+    @classmethod
+    def attach(cls, request: Any, processor: Any) -> None:
+        """Check a new engine.request.Request, in the thread of its caller: ValueError or TypeError refuses it.
+
+        What the feature keeps of a sequence is `seq.features[name]`. It may set more: `columns`, numbers for the device
+        by the name of their column, which for `fields` is done here; `is_watched`, so that `after_step` sees each of
+        its tokens; `waits_for_token`, so that it decodes no token before that; and `skips_prefix_hits`.
+        """
+        for seq in request.group:
+            seq.columns |= {name: getattr(seq.params, name) for name in cls.fields}
+
+    @classmethod
+    def prepare(cls, step: ScheduledStep) -> Arrays | None:
+        """Arrays of int32 numbers, or lists of equally long ones, for the batch of a step; None if it needs none."""
+
+    @classmethod
+    def max_words(cls, config: Any) -> int:
+        """Of int32, that the arrays of a step take at most, with 4 for each array; `config` is a Config."""
+        return 0
+
+    def __init__(self, runner: Any):
+        """Allocate what it has on the device of this ModelRunner: on CUDA, before graphs are captured."""
+
+    def upload(self, arrays: Arrays) -> None:
+        """Take what `prepare` has returned, on the device, before tokens are sampled. No graph contains this."""
+
+    def edit_logits(self, logits: Any, rows: Any) -> None:
+        """Edit logits [S, vocabulary] in place; `rows` are layers.logits.SamplingRows.
+
+        CUDA graphs contain this, so it must not wait for the device, and runs whether a request asks for it or not.
+        """
+
+    def after_forward(self, arrays: Arrays, output: Any) -> Any:
+        """Compute more from a step's ForwardOutput; `arrays` are what `prepare` has returned. No graph contains this.
+
+        Every rank calls it. The result has a method `result(step)`, for when the device has finished.
+        """
+
+    @classmethod
+    def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
+        """Look at the tokens of a step, the last of `seq.token_ids`, and add the sequences that end to `ends`.
+
+        `arrived` are watched sequences by their index in `step.sampled_seqs`; `result` is that of `after_forward`.
+        """
+
+
+class Feature(NamedTuple):
+    """Where a feature is, and the parameters that ask for it, with the values that do not."""
+
+    home: str | type[StepFeature]  # "module:Class" within nanovllm, or the class itself
+    fields: Mapping[str, Any]
+
+    def is_asked_for(self, params: SamplingParams) -> bool:
+        return any(getattr(params, name, default) != default for name, default in self.fields.items())
+
+    def load(self) -> type[StepFeature]:
+        if isinstance(self.home, type):
+            return self.home
+        module, name = self.home.split(":")
+        return getattr(import_module(f"nanovllm.{module}"), name)
+
+
+def _feature(home: str, *names: str) -> Feature:
+    return Feature(home, {name: SamplingParams.__dataclass_fields__[name].default for name in names})
+
+
+# by name, in the order in which they edit logits and look at tokens
+FEATURES = {
+    "logit_edits": _feature(
+        "features.logit_edits:LogitEdits",
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+        *("min_tokens", "bad_words", "allowed_token_ids", "structured_outputs"),
+    ),
+    "logprobs": _feature("features.logprobs:TokenLogprobs", "logprobs", "prompt_logprobs"),
+    "structured_outputs": _feature("structured_outputs.feature:StructuredOutputs", "structured_outputs"),
+    "stop_strings": _feature("features.stop_strings:StopStrings", "stop"),
+}
+
+
+def register_feature(feature: type[StepFeature]) -> None:
+    """Add a feature to all engines that this process makes afterwards; they must have one rank.
+
+    Its `fields` are attributes of a subclass of SamplingParams. Each gets a column, so that `rows.column(name)` has the
+    numbers of the requests, and 0 for those that do not ask for the feature.
+
+    ValueError if there is a parameter or a feature of this name, or no column is left.
+    """
+    if feature.__name__ in FEATURES:
+        raise ValueError(f"feature {feature.__name__!r}: there is a feature of this name")
+    from nanovllm.kernels.sampling_columns import add_columns  # with torch, which nothing else here needs
+
+    add_columns(feature.fields)
+    FEATURES[feature.__name__] = Feature(feature, dict.fromkeys(feature.fields, 0))

@@ -1,0 +1,236 @@
+"""Edits of logits: biases, penalties, bad words, allowed token ids, and the bans of min_tokens, as vLLM defines them.
+
+The parameters of a request are columns of its row on the device, see kernels/sampling_columns.py; lists are in tables
+by request index. `penalize` makes all edits, in plain PyTorch or, on CUDA, in one kernel.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm.engine.features import Arrays, StepFeature
+from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.kernels import triton_ops
+from nanovllm.kernels.sampling_columns import EDITS
+from nanovllm.layers.logits import SamplingRows
+from nanovllm.sampling_params import SamplingParams, check_token_ids
+from nanovllm.utils.checks import check_int
+
+MAX_BIASES = 512  # of a request: ids of logit_bias, and stop ids that min_tokens bans
+MAX_BAD_WORDS = 128  # of a request, as token sequences: a word has one with and one without a space before it
+MAX_BAD_WORD_TOKENS = 16
+MAX_PENALTY_PROGRAMS = 128  # programs of the penalty kernel; each has a count for every token id in scratch memory
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """Those of a request."""
+
+    biases: tuple[tuple[int, float], ...]  # token ids and biases; -inf for stop ids, which come last
+    bad_words: tuple[tuple[int, ...], ...]  # token ids
+    allowed_mask: np.ndarray | None  # of token ids: see `mask_of`
+
+
+class LogitEdits(StepFeature):
+    """All edits of logits but the filters, and the masks of structured outputs."""
+
+    @classmethod
+    def attach(cls, request: Any, processor: Any) -> None:
+        params, model = request.params, processor.config.model_config
+        with processor.tokenizer_lock:
+            bad_words = bad_word_token_ids(processor.tokenizer, params.bad_words or (), model.vocab_size)
+        check_edits(params, model.vocab_size, model.eos_token_ids, bad_words)
+        biases, stops = params.logit_bias or {}, sorted(early_stops(params, model.eos_token_ids))
+        allowed = params.allowed_token_ids
+        mask = None if allowed is None else mask_of(allowed, model.vocab_size)
+        edits = Edits((*biases.items(), *((token_id, -np.inf) for token_id in stops)), bad_words, mask)
+        penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
+        num_prompt_tokens = request.group[0].num_prompt_tokens
+        columns = dict(
+            zip(("presence_penalty", "frequency_penalty", "repetition_penalty"), penalties),
+            num_prompt_tokens=num_prompt_tokens,
+            min_len=num_prompt_tokens + params.min_tokens,
+            has_allowed_ids=allowed is not None or params.structured_outputs is not None,
+            is_penalized=penalties != (0, 0, 1),
+            num_biases=len(biases),
+            num_stops=len(stops),
+            num_bad_words=len(bad_words),
+        )
+        for seq in request.group:
+            seq.features["logit_edits"] = edits
+            seq.columns |= columns
+
+    @classmethod
+    def prepare(cls, step: ScheduledStep) -> Arrays | None:
+        """Rows of the tables: those of new requests, and new masks of structured outputs."""
+        new = [(seq.req_index, seq.features["logit_edits"]) for seq in step.new_seqs if "logit_edits" in seq.features]
+        biases = [(i * MAX_BIASES + j, *bias) for i, edits in new for j, bias in enumerate(edits.biases)]
+        bad_words = [(i * MAX_BAD_WORDS + j, word) for i, edits in new for j, word in enumerate(edits.bad_words)]
+        masks = {i: edits.allowed_mask for i, edits in new if edits.allowed_mask is not None}
+        for seq in map(step.sampled_seqs.__getitem__, step.watched):
+            if (constraint := seq.features.get("structured_outputs")) is not None:
+                masks[seq.req_index] = constraint.mask  # which allows the request's own ids only, too
+        arrays: dict[str, Any] = {}
+        if biases:
+            slots, ids, values = zip(*biases)
+            bits = np.array(values, np.float32).view(np.int32)
+            arrays |= dict(bias_slots=np.array(slots), bias_ids=np.array(ids), bias_bits=bits)
+        if bad_words:
+            padded = np.full((len(bad_words), MAX_BAD_WORD_TOKENS), -1)
+            for row, (_, word) in zip(padded, bad_words):
+                row[-len(word) :] = word
+            arrays |= dict(bad_word_slots=np.array([slot for slot, _ in bad_words]), bad_words=padded)
+        if masks:
+            arrays |= dict(mask_indices=np.array([*masks]), masks=[*masks.values()])
+        return arrays if new or arrays else None
+
+    @classmethod
+    def max_words(cls, config: Any) -> int:
+        per_request = 3 * MAX_BIASES + MAX_BAD_WORDS * (1 + MAX_BAD_WORD_TOKENS) + 1
+        return config.max_num_seqs * (per_request + mask_width(config.model_config.vocab_size)) + 7 * 4
+
+    def __init__(self, runner: Any):
+        config = runner.config
+        self.tables = EditTables.zeros(config.max_num_seqs, config.model_config.vocab_size, runner.device)
+
+    def upload(self, arrays: Arrays) -> None:
+        self.tables.write(arrays)
+
+    def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> None:
+        penalize(logits, rows, self.tables)
+
+
+class EditTables(NamedTuple):
+    """The lists of all requests, by request index. One more row, the last, is for the padding of CUDA graphs."""
+
+    bias_ids: torch.Tensor  # [requests, MAX_BIASES] int32: `num_biases` ids of logit_bias, then `num_stops` stop ids
+    biases: torch.Tensor  # [requests, MAX_BIASES] float32, -inf for stop ids
+    allowed_masks: torch.Tensor  # [requests, ceil(vocabulary / 32)] int32: bits of token ids, valid if has_allowed_ids
+    bad_words: torch.Tensor  # [requests, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS] int32: `num_bad_words`, padded left by -1
+    token_counts: torch.Tensor  # [MAX_PENALTY_PROGRAMS, vocabulary] int32, scratch: zeros before and after `penalize`
+
+    @classmethod
+    def zeros(cls, num_requests: int, vocab_size: int, device: torch.device) -> "EditTables":
+        make = lambda *shape, dtype=torch.int32: torch.zeros(shape, dtype=dtype, device=device)
+        n = num_requests + 1
+        return cls(
+            bias_ids=make(n, MAX_BIASES),
+            biases=make(n, MAX_BIASES, dtype=torch.float32),
+            allowed_masks=make(n, mask_width(vocab_size)),
+            bad_words=make(n, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
+            token_counts=make(min(num_requests, MAX_PENALTY_PROGRAMS), vocab_size),
+        )
+
+    def write(self, arrays: Arrays) -> None:
+        """Set rows. `*_slots` are indices into a table whose first two dimensions are flattened; masks have request
+        indices, and biases the bits of float32 numbers.
+        """
+        if "bias_slots" in arrays:
+            self.bias_ids.view(-1)[arrays["bias_slots"]] = arrays["bias_ids"]
+            self.biases.view(-1)[arrays["bias_slots"]] = arrays["bias_bits"].view(torch.float32)
+        if "bad_word_slots" in arrays:
+            self.bad_words.flatten(0, 1)[arrays["bad_word_slots"]] = arrays["bad_words"]
+        if "masks" in arrays:
+            self.allowed_masks[arrays["mask_indices"]] = arrays["masks"]
+
+
+def mask_width(vocab_size: int) -> int:
+    """The number of int32 words that hold one bit for each token id."""
+    return -(-vocab_size // 32)
+
+
+def mask_of(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
+    """[mask_width] int32: the bits of these token ids are set."""
+    bits = np.zeros(32 * mask_width(vocab_size), np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view("<i4")
+
+
+def penalize(logits: torch.Tensor, rows: SamplingRows, tables: EditTables) -> None:
+    """Add biases, apply penalties and ban tokens: edits logits [S, vocabulary] in place, in their dtype.
+
+    As in vLLM and transformers, the repetition penalty divides positive logits and multiplies others, for tokens of the
+    prompt and the output. As in vLLM, frequency and presence penalties count tokens of the output alone. Ids that are
+    not allowed get -inf; so does the last token of a bad word if the output ends with the word's other tokens.
+    """
+    if (ops := triton_ops(logits)) is not None:
+        ops.penalize(logits, rows, tables)
+        return
+    edits = rows.params[:, EDITS]
+    for row in edits.any(1).nonzero().flatten().tolist() if edits.any() else ():
+        _penalize_row(logits[row], rows, tables, row)
+    if (has_mask := rows.column("has_allowed_ids")).any():
+        masked = has_mask.nonzero().flatten()
+        masks = tables.allowed_masks[rows.req_indices[masked]].view(torch.uint8).unsqueeze(-1)
+        is_allowed = (masks & (1 << torch.arange(8, device=masks.device)).to(torch.uint8)).flatten(1).bool()
+        logits[masked] = logits[masked].where(is_allowed[:, : logits.shape[1]], -torch.inf)
+
+
+def _penalize_row(logits: torch.Tensor, rows: SamplingRows, tables: EditTables, row: int) -> None:
+    """`penalize` for the logits [vocabulary] of one row, without the mask of allowed ids."""
+    param = lambda name: rows.column(name)[row].item()
+    req_index, num_tokens = rows.req_indices[row], int(rows.positions[row]) + 1
+    token_ids = rows.token_ids[rows.block_tables[row]].flatten()[:num_tokens]
+    output_ids = token_ids[param("num_prompt_tokens") :]
+
+    # stop ids follow the ids of logit_bias, with biases of -inf
+    num_biases = param("num_biases") + (param("num_stops") if num_tokens < param("min_len") else 0)
+    logits[:] = logits.float().index_add(
+        0, tables.bias_ids[req_index, :num_biases], tables.biases[req_index, :num_biases]
+    )
+
+    if param("is_penalized"):
+        x, repetition = logits.float(), param("repetition_penalty")
+        is_seen = token_ids.bincount(minlength=len(x)) > 0
+        counts = output_ids.bincount(minlength=len(x)).float()
+        x = x.where(~is_seen, torch.where(x > 0, x / repetition, x * repetition))
+        logits[:] = x - param("frequency_penalty") * counts - param("presence_penalty") * (counts > 0).float()
+
+    if num_bad_words := param("num_bad_words"):
+        words = tables.bad_words[req_index, :num_bad_words]
+        starts, last_ids = words[:, :-1], words[:, -1]
+        recent = output_ids[-starts.shape[1] :]
+        recent = torch.nn.functional.pad(recent, (starts.shape[1] - len(recent), 0), value=-2)  # -2 equals no id
+        is_next = ((starts == -1) | (starts == recent)).all(1)  # the output ends with all but the last id of the word
+        logits[last_ids[is_next].long()] = -torch.inf
+
+
+def early_stops(params: SamplingParams, eos_token_ids: frozenset[int]) -> set[int]:
+    """The ids that end a request, which are banned until it has generated `min_tokens` tokens; none without that."""
+    if not params.min_tokens:
+        return set()
+    return {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
+
+
+def check_edits(
+    params: SamplingParams, vocab_size: int, eos_token_ids: frozenset[int], bad_words: tuple[tuple[int, ...], ...] = ()
+) -> None:
+    """ValueError for parameters that this model does not allow. `bad_words` are from `bad_word_token_ids`."""
+    for name in ("logit_bias", "allowed_token_ids"):
+        check_token_ids(name, getattr(params, name), vocab_size)
+    early_stop_ids = early_stops(params, eos_token_ids)
+    num_biases = "logit_bias, stop_token_ids and the model's eos ids with min_tokens: their number"
+    check_int(num_biases, len(params.logit_bias or ()) + len(early_stop_ids), 0, MAX_BIASES)
+    banned = early_stop_ids | {word[0] for word in bad_words if len(word) == 1}
+    if (ids := params.allowed_token_ids) and banned.issuperset(ids):
+        raise ValueError(f"allowed_token_ids={ids!r:.80}: bad_words and min_tokens must leave at least 1 of them")
+
+
+def bad_word_token_ids(tokenizer, words: Iterable[str], vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """The token ids of each word without and with a space before it, without duplicates.
+
+    ValueError for more than MAX_BAD_WORDS of these sequences, or one with more than MAX_BAD_WORD_TOKENS tokens.
+    """
+    found: dict[tuple[int, ...], None] = {}  # an ordered set
+    for word in words:
+        for text in (word.lstrip(), f" {word.lstrip()}"):
+            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            check_int(f"bad_words: the number of tokens of {text!r:.80}", len(ids), 1, MAX_BAD_WORD_TOKENS)
+            if max(ids) >= vocab_size:
+                raise ValueError(f"bad_words: token id {max(ids)} of {text!r:.80} is out of vocabulary")
+            found[ids] = None
+    check_int("bad_words: the number of words, with and without a space before them,", len(found), 0, MAX_BAD_WORDS)
+    return tuple(found)

@@ -1,0 +1,84 @@
+"""Stop strings, which may begin and end within tokens."""
+
+from collections.abc import Mapping
+from operator import itemgetter
+from typing import Any
+
+from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
+from nanovllm.engine.features import Ends, StepFeature
+from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+
+class StopStrings(StepFeature):
+    @classmethod
+    def attach(cls, request: Any, processor: Any) -> None:
+        for seq in request.group:
+            detokenizer = StoppingDetokenizer(seq.token_ids, seq.num_prompt_tokens, request.token_bytes, seq.params)
+            seq.features["stop_strings"] = request.detokenizers[seq.index] = detokenizer
+            seq.is_watched = True
+
+    @classmethod
+    def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
+        for seq in arrived.values():
+            if (detokenizer := seq.features.get("stop_strings")) is None:
+                continue
+            ended_by_id = seq in ends and ends[seq][0] == "stop"  # an id that may be no part of the text
+            if ended_by_id and not seq.params.include_stop_str_in_output:
+                continue
+            if (stop := detokenizer.cut_at_stop()) is not None:
+                ends[seq] = "stop", stop
+
+
+class StoppingDetokenizer(Detokenizer):
+    """The text of an answer up to a stop string."""
+
+    def __init__(self, token_ids: list[int], num_prompt_tokens: int, token_bytes: TokenBytes, params: SamplingParams):
+        super().__init__(token_ids, num_prompt_tokens, token_bytes)
+        self._stops, self._include_stop = params.stop or (), params.include_stop_str_in_output
+        self._min_num_tokens = num_prompt_tokens + params.min_tokens
+        self._window = ""  # the last characters before the next token, in which a stop string may begin
+        self._max_overlap = max(map(len, self._stops)) - 1
+
+    def cut_at_stop(self) -> str | None:
+        """Decode the last token; if it completes a stop string, after min_tokens, cut the text there and return it.
+
+        Of several stop strings it is the one that ends first, and of those that end at the same character the first of
+        the list.
+        """
+        piece, found = self.decode(), []
+        text = self._window + piece
+        for stop in self._stops if len(self._token_ids) > self._min_num_tokens else ():
+            if (begin := text.find(stop, max(0, len(self._window) + 1 - len(stop)))) >= 0:
+                found.append((begin + len(stop), begin, stop))
+        self._window = text[len(text) - min(self._max_overlap, len(text)) :]
+        if not found:
+            return None
+        end, begin, stop = min(found, key=itemgetter(0))
+        num_cut = len(text) - (end if self._include_stop else begin)
+        self._pieces = [self.text[: len(self.text) - num_cut]]
+        self._pending = self._pending[: len(self._pending) - num_cut]
+        self._decoder.reset()
+        self._is_split = False
+        return stop
+
+    def take_text(self, num_hidden: int = 0, is_last: bool = False) -> str:
+        """Without an end that may be the beginning of a stop string."""
+        text = super().take_text(num_hidden, is_last)
+        if is_last or self._include_stop:
+            return text
+        num_held_back = self._partial_stop(text)
+        self._pending = text[len(text) - num_held_back :]
+        return text[: len(text) - num_held_back]
+
+    def _partial_stop(self, text: str) -> int:
+        """The length of the longest end of `text` that is the beginning of a stop string."""
+        longest = 0
+        for stop in self._stops:
+            begin = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+            while begin >= 0 and not stop.startswith(text[begin:]):
+                begin = text.find(stop[0], begin + 1)
+            if begin >= 0:
+                longest = max(longest, len(text) - begin)
+        return longest

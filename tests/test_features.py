@@ -1,0 +1,129 @@
+"""Features: one that is registered from outside, and what the seam promises."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+from nanovllm import SamplingParams
+from nanovllm.engine.features import FEATURES, StepFeature, register_feature
+from nanovllm.kernels.sampling_columns import MAX_CUSTOM_COLUMNS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params(SamplingParams):
+    top_n_sigma: float = 0.0
+
+
+class TopNSigma(StepFeature):
+    """Keep the tokens whose logits are at most n standard deviations below the largest; n = 0 keeps all."""
+
+    fields = ("top_n_sigma",)
+
+    def edit_logits(self, logits, rows):
+        x, n = logits.float(), rows.column("top_n_sigma")
+        cutoff = x.amax(1) - n * x.std(1)
+        logits.masked_fill_((x < cutoff[:, None]) & (n > 0)[:, None], -torch.inf)
+
+
+class CountTokens(StepFeature):
+    """A feature on the host: it counts tokens, and ends a sequence after so many."""
+
+    fields = ("max_counted",)
+    seen: ClassVar[list[int]] = []
+
+    @classmethod
+    def attach(cls, request, processor):
+        if request.params.max_counted < 0:
+            raise ValueError(f"max_counted={request.params.max_counted}: must be at least 0")
+        for seq in request.group:
+            seq.features["CountTokens"], seq.is_watched = [], True
+
+    @classmethod
+    def after_step(cls, step, arrived, ends, result):
+        for seq in arrived.values():
+            if (counted := seq.features.get("CountTokens")) is not None:
+                counted.append(seq.last_token)
+                if len(counted) == seq.params.max_counted:
+                    ends[seq] = "stop", "counted"
+                cls.seen = counted
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_top_n_sigma(make_llm, chat, async_scheduling):
+    prompts = [chat("Who wrote this?"), chat("What is it?"), chat("Why?")]
+    options = dict(max_tokens=12, ignore_eos=True, seed=7)
+    ids = lambda llm, params: [answer["token_ids"] for answer in llm.generate(prompts, params, use_tqdm=False)]
+    without = make_llm(async_scheduling=async_scheduling)
+    greedy = ids(without, SamplingParams(temperature=0.0, **options))
+    random = ids(without, SamplingParams(temperature=5.0, **options))
+    register_feature(TopNSigma)
+    llm = make_llm(async_scheduling=async_scheduling)
+    assert ids(llm, SamplingParams(temperature=5.0, **options)) == random != greedy
+    assert ids(llm, Params(temperature=5.0, top_n_sigma=1e-3, **options)) == greedy
+    assert ids(llm, Params(temperature=5.0, **options)) == random
+    assert ids(without, Params(temperature=5.0, top_n_sigma=1e-3, **options)) == random, "it was made before"
+    mixed = [Params(temperature=5.0, top_n_sigma=n, **options) for n in (1e-3, 0.0, 1e-3)]
+    assert ids(llm, mixed) == [greedy[0], random[1], greedy[2]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counting(SamplingParams):
+    max_counted: int = 0
+
+
+def test_feature_on_the_host(make_llm):
+    """It sees each token once, also after preemptions and beside others, and ends its own sequence alone."""
+    register_feature(CountTokens)
+    llm = make_llm(async_scheduling=True)
+    options = dict(max_tokens=12, ignore_eos=True, temperature=0.0)
+    plain, counted = llm.generate([[5, 6, 7]] * 2, [SamplingParams(**options), Counting(max_counted=7, **options)])
+    assert counted.token_ids == plain.token_ids[:7] == CountTokens.seen
+    assert (counted.outputs[0].stop_reason, plain.finish_reason) == ("counted", "length")
+    llm.add_request([5, 6, 7], Counting(max_counted=9, **options))
+    while not llm.is_finished():
+        llm.step()
+        llm.engine_thread.call(lambda: [*map(llm.scheduler.preempt, [*llm.scheduler.running.values()])])
+    assert CountTokens.seen == plain.token_ids[:9] and llm.stats()["preemptions"] > 3
+    with pytest.raises(ValueError, match="max_counted=-1"):
+        llm.generate([[5]], Counting(max_counted=-1))
+
+
+def test_plain_requests_carry_nothing(make_llm):
+    """Neither their sequences nor the batches of their steps know of any feature, and no feature was loaded."""
+    llm = make_llm()
+    steps = []
+    llm.core.on_step.append(lambda step, result: steps.append((step, result)))
+    llm.generate([[5, 6], [7]], SamplingParams(max_tokens=5, top_k=5, top_p=0.9, min_p=0.01, seed=1), use_tqdm=False)
+    assert len(steps) == 5 and not llm.model_runner.features
+    for step, result in steps:
+        assert not (step.features or step.watched or result.features)
+        assert not any(seq.features or seq.columns for seq in step.sampled_seqs)
+    llm.generate([[5, 6]], SamplingParams(max_tokens=2, stop_token_ids=[7], min_tokens=1), use_tqdm=False)
+    assert [*llm.model_runner.features] == ["logit_edits"]
+    llm.generate([[5, 6]], SamplingParams(max_tokens=2, logprobs=0), use_tqdm=False)
+    assert [*llm.model_runner.features] == ["logit_edits", "logprobs"]
+
+
+def test_every_field_has_the_default_of_its_parameter():
+    for feature in FEATURES.values():
+        assert not feature.is_asked_for(SamplingParams()) and feature.load().__mro__[1] is StepFeature
+
+
+def test_names_and_numbers_are_checked():
+    make = lambda name: type(name, (StepFeature,), {"fields": (name,)})
+    with pytest.raises(ValueError, match="'top_k': there is a sampling parameter"):
+        register_feature(make("top_k"))
+    for i in range(MAX_CUSTOM_COLUMNS):
+        register_feature(make(f"feature_{i}"))
+    with pytest.raises(ValueError, match="'feature_1': there is a feature"):
+        register_feature(make("feature_1"))
+    with pytest.raises(ValueError, match="one_more.*4 columns"):
+        register_feature(make("one_more"))
+
+
+def test_registered_features_need_one_rank(make_llm):
+    register_feature(TopNSigma)
+    with pytest.raises(ValueError, match="tensor_parallel_size=2: must be 1 with features of register_feature"):
+        make_llm(tensor_parallel_size=2)
