@@ -1,4 +1,4 @@
-"""Features: one that is registered from outside, and what the seam promises."""
+"""Features of a step: some that are registered from outside, and what the seam promises."""
 
 from dataclasses import dataclass
 from typing import ClassVar

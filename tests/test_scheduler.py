@@ -735,7 +735,7 @@ def test_reset_repairs_anything():
 
 
 def test_beams_share_what_they_have_in_common():
-    """A branch shares the full blocks of its parent, and the last block is copied before the next step."""
+    """A fork shares the full blocks of its parent, and the last block is copied before the next step."""
     scheduler = make_scheduler()
     root = make_sequence(0, Request(prompt(6)))
     root.pauses = True

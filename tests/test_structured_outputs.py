@@ -415,7 +415,7 @@ def test_every_eos_ends_an_answer_where_the_grammar_may_end(llm, temperature):
 
 
 def test_logprobs_are_the_model_s_own(llm):
-    """Of the logits before the mask, as with every other filter: a token that is forced may be unlikely."""
+    """Of the logits before the mask, as before every other edit: a token that is forced may be unlikely."""
     output = answer(llm, params("choice", ["zq"], logprobs=2))
     assert output.text == "zq" and output.cumulative_logprob < -5
     assert output.logprobs[0][output.token_ids[0]].rank > 2 and len(output.logprobs[0]) == 3

@@ -1,6 +1,7 @@
-"""The seam for what only some requests use: a feature is a class in a file that its first request imports.
+"""The seam for what only some requests use: a feature is a class in a file of its own.
 
-The core names features in the table FEATURES, and nowhere else.
+The core names features in the table FEATURES, and nowhere else. The first request that asks for a feature imports it;
+on CUDA the start imports all, as graphs contain their edits of logits.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ Ends = dict[Sequence, tuple[str, int | str | None]]  # finish reason and stop re
 
 
 class StepFeature:
-    """The hooks of a feature, in the order in which a request meets them. But for `attach`, they do nothing here.
+    """The hooks of a feature. But for `attach`, they do nothing here.
 
     The class methods run in rank 0's process, and know sequences. Each rank makes one object, which knows its device
     and batches, and no sequences.
@@ -48,7 +49,7 @@ class StepFeature:
         """Allocate what it has on the device of this ModelRunner: on CUDA, before graphs are captured."""
 
     def upload(self, arrays: Arrays) -> None:
-        """Take what `prepare` has returned, on the device, before tokens are sampled. No graph contains this."""
+        """Take the arrays of `prepare`, on the device, before tokens are sampled. No graph contains this."""
 
     def edit_logits(self, logits: Any, rows: Any) -> None:
         """Edit logits [S, vocabulary] in place; `rows` are layers.logits.SamplingRows.
@@ -57,16 +58,18 @@ class StepFeature:
         """
 
     def after_forward(self, arrays: Arrays, output: Any) -> Any:
-        """Compute more from a step's ForwardOutput; `arrays` are what `prepare` has returned. No graph contains this.
+        """Compute more from a step's ForwardOutput; `arrays` are those of `prepare`. No graph contains this.
 
-        Every rank calls it. The result has a method `result(step)`, for when the device has finished.
+        Every rank calls it, if `prepare` has returned arrays. What it returns has a method `result(step)`, which rank 0
+        calls when the device has finished.
         """
 
     @classmethod
     def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
         """Look at the tokens of a step, the last of `seq.token_ids`, and add the sequences that end to `ends`.
 
-        `arrived` are watched sequences by their index in `step.sampled_seqs`; `result` is that of `after_forward`.
+        `arrived` are the watched sequences that still live, by their index in `step.sampled_seqs`. `result` is what
+        `result(step)` of `after_forward` has returned, or None.
         """
 
 
@@ -90,7 +93,7 @@ def _feature(home: str, *names: str) -> Feature:
     return Feature(home, {name: SamplingParams.__dataclass_fields__[name].default for name in names})
 
 
-# by name, in the order in which they edit logits and look at tokens
+# by name, in the order in which they check a request, edit logits and look at tokens
 FEATURES = {
     "logit_edits": _feature(
         "features.logit_edits:LogitEdits",

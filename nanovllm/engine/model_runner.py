@@ -114,7 +114,7 @@ class ModelRunner:
         return self.launch(self.prepare(step), step)
 
     def add_features(self, names: Collection[str]) -> None:
-        """Load features, which edit logits in the order of FEATURES."""
+        """Load features. They edit logits in the order of FEATURES."""
         loaded = {name: FEATURES[name].load()(self) for name in names if name not in self.features}
         self.features = {name: (self.features | loaded)[name] for name in FEATURES if name in self.features | loaded}
 
@@ -185,7 +185,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _upload(self, batch: DeviceBatch) -> None:
-        """Write what new requests are sampled with into the tables on the device, and what features have."""
+        """Write the sampling parameters of new requests and the arrays of features into the tables on the device."""
         if batch.shape.num_new_requests:
             self.params[batch.new_req_indices] = batch.params
         self.add_features(batch.features)

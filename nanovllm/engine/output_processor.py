@@ -12,7 +12,7 @@ from nanovllm.engine.sequence import Sequence
 
 
 class OutputProcessor:
-    """Appends tokens to sequences, and ends them: nothing else does. Hands outputs to the collectors of the callers."""
+    """Appends the tokens of steps to sequences, and ends sequences: nothing else does. Hands outputs to collectors."""
 
     def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
@@ -21,7 +21,7 @@ class OutputProcessor:
 
     @property
     def is_offline(self) -> bool:
-        """Whether one caller alone waits, and for complete answers, so that nobody sees when a token arrives."""
+        """Whether one caller alone waits, and for complete answers: then only the end of the last one matters."""
         kinds = [collector.kind for collector in [*self.collectors]]
         return kinds == [OutputKind.FINAL_ONLY]
 
@@ -84,7 +84,7 @@ class OutputProcessor:
         return {i: seqs[i] for i in step.watched if seqs[i].finish_reason is None}, ends
 
     def _deliver(self, seqs: Collection[Sequence]) -> None:
-        """Tell the requests of these sequences, which have got a token, and may have ended."""
+        """Tell the requests of these sequences, which have got a token, have paused or have ended."""
         changed: dict[int, Request] = {}
         for seq in seqs:
             request = self.requests[seq.request_id]

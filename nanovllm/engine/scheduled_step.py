@@ -29,8 +29,8 @@ class ScheduledStep:
     sampled_rows: the row from which each of them gets it, in ascending order; answers to one prompt share a row.
     visited: indices of `sampled_seqs`, in ascending order, where a token may end the sequence or fill a block; the
         tokens of the others need no more than to be appended, unless they are end-of-sequence ids.
-    watched: indices of `sampled_seqs`, in ascending order, whose every token is looked at.
-    features: the names of those that its rows use.
+    watched: indices of `sampled_seqs`, in ascending order, whose every token a feature or a caller looks at.
+    features: the names of the features that its rows use.
     copies: (from, to) of cache blocks that are copied before the step's keys and values are stored.
     scheduled_at: when its scheduling began, in seconds of `time.perf_counter`.
     """

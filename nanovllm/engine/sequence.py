@@ -48,9 +48,9 @@ class Sequence:
         self.priority = priority  # of its request, for scheduling policies
         self.set_order(0)
         self.params = params
-        self.features: dict[str, Any] = {}  # by name, those that it uses, with what they keep: see StepFeature
+        self.features: dict[str, Any] = {}  # what each feature that it uses keeps of it, by name: see StepFeature
         self.columns: dict[str, float] = {}  # parameters of features, by the name of their column on the device
-        self.is_watched = False  # each token is looked at when it arrives
+        self.is_watched = False  # a feature or a caller looks at each token when it arrives
         self.waits_for_token = False  # a token is decoded when the one before it has reached the host
         self.skips_prefix_hits = False  # all of the prompt is computed
         self.pauses = False  # after each token, until it is resumed; the token is not appended

@@ -1,1 +1,1 @@
-"""What only some requests use. A step without such a request imports and carries nothing of it."""
+"""What only some requests use. A step without such a request carries nothing of it."""

@@ -35,7 +35,7 @@ class Edits:
 
 
 class LogitEdits(StepFeature):
-    """All edits of logits but the filters, and the masks of structured outputs."""
+    """The edits, and the masks of structured outputs. The filters (min-p, top-k, top-p) are in layers/logits.py."""
 
     @classmethod
     def attach(cls, request: Any, processor: Any) -> None:

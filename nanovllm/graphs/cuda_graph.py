@@ -120,7 +120,8 @@ class MixedGraphs:
     """Steps with chunks of prompts, in two graphs: the model by `graph_shape`, and the sampler by sampled rows.
 
     So a chunk does not pay for the logits of all its tokens. Between the two, the sampling parameters of new requests
-    are written, which no graph can contain as their sizes differ. The batch lies in the device's buffer before.
+    and the arrays of features are written. No graph can contain this, as their sizes differ. The batch lies in the
+    device's buffer before.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Biases and penalties of logits, allowed ids and bad words; layers/logits.py defines them.
+"""Biases and penalties of logits, allowed ids and bad words; features/logit_edits.py defines them.
 
 A program counts its row's tokens in scratch memory, which is all zeros before. Then it exchanges each token's count for
 a zero: the first thread that does so for a token gets the count and edits the token's logit, later ones get zero, and

@@ -2,8 +2,8 @@
 
 The order of all that edits logits, as vLLM defines it, is: logit biases, and stop ids that min_tokens bans; penalties;
 allowed ids (of a request, or of a structured output after its last token) and bad words; features that were registered
-from outside; temperature; min-p; top-k; top-p. Then layers/sampler.py draws a token. Log-probabilities are those of the
-model's own logits, before all of this.
+from outside; temperature; min-p; top-k; top-p. Then layers/sampler.py draws a token. What stands before the registered
+features is in features/logit_edits.py. Log-probabilities are those of the model's own logits, before all of this.
 
 The functions here are the definitions in plain PyTorch; on CUDA, `logit_cutoffs` calls a Triton kernel.
 kernels/sampling_columns.py declares the parameters.
