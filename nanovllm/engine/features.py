@@ -1,7 +1,7 @@
 """The seam for what only some requests use: a feature is a class in a file of its own.
 
-The core names features in the table FEATURES, and nowhere else. The first request that asks for a feature imports it;
-on CUDA the start imports all, as graphs contain their edits of logits.
+The core finds features in the table FEATURES. The first request that asks for a feature imports it; on CUDA the start
+imports all, as graphs contain their edits of logits.
 """
 
 from collections.abc import Mapping
