@@ -16,7 +16,7 @@ MAX_COUNTED_PROMPTS = 64  # of those that wait, when their tokens are counted
 
 
 class Scheduler:
-    """Continuous batching with mixed steps: each running sequence decodes a token, and chunks of prompts are computed.
+    """Continuous batching with mixed steps: each running sequence decodes a token, beside chunks of prompts.
 
     The most urgent prompts come first, in their `Sequence.order`, as far as the step's TokenBudget goes. A full engine
     admits new sequences in groups: see GroupAdmission. `schedule` may be called again before the last step's tokens

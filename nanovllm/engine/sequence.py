@@ -48,7 +48,7 @@ class Sequence:
         self.priority = priority  # of its request, for scheduling policies
         self.set_order(0)
         self.params = params
-        self.features: dict[str, Any] = {}  # what each feature that it uses keeps of it, by name: see StepFeature
+        self.features: dict[str, Any] = {}  # by name, what the features that it uses keep of it: see StepFeature
         self.columns: dict[str, float] = {}  # parameters of features, by the name of their column on the device
         self.is_watched = False  # a feature or a caller looks at each token when it arrives
         self.waits_for_token = False  # a token is decoded when the one before it has reached the host
