@@ -30,10 +30,14 @@ MAX_PRIORITY = 2**63 - 1  # and the minimum is the negative of it
 class InputProcessor:
     """Makes requests. Any thread may call it at any time."""
 
-    def __init__(self, config: Config, tokenizer, policy: SchedulingPolicy):
+    def __init__(self, config: Config, tokenizer):
         assert config.max_model_len is not None, "it is resolved on construction"
         self.config, self.tokenizer, self.max_model_len = config, tokenizer, config.max_model_len
-        self.policy = policy
+        self.policy: SchedulingPolicy = FCFS()
+        if config.scheduling_policy != "fcfs":
+            from nanovllm.engine.policies import make_policy  # few engines have another one
+
+            self.policy = make_policy(config.scheduling_policy)
         self._features = [*FEATURES.values()]  # those registered later are for other engines
         self.token_bytes = TokenBytes(tokenizer, skip_special_tokens=True)
         self._all_token_bytes = TokenBytes(tokenizer, skip_special_tokens=False)

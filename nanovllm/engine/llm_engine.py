@@ -18,7 +18,6 @@ from nanovllm.engine.output_collector import OutputCollector
 from nanovllm.engine.outputs import OutputKind, RequestOutput, StepOutput, StreamEvent
 from nanovllm.engine.prompts import Prompt
 from nanovllm.engine.request import CompletionRequest
-from nanovllm.engine.scheduling_policy import make_policy
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupts import interrupts_held
@@ -56,7 +55,7 @@ class LLMEngine:
             self.core = Engine(self.config, startup)
             try:
                 self.tokenizer = tokenizer.result()
-                self.processor = InputProcessor(self.config, self.tokenizer, make_policy(self.config.scheduling_policy))
+                self.processor = InputProcessor(self.config, self.tokenizer)
             except BaseException as error:
                 self.core.close_after(error)
                 raise

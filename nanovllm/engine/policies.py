@@ -45,8 +45,8 @@ def _are_ordered(a: Any, b: Any) -> bool:
     return False
 
 
-def other_policy(policy: Any) -> SchedulingPolicy:
-    """The policy of a name, or one that checks the keys of an object.
+def make_policy(policy: Any) -> SchedulingPolicy:
+    """The policy of a setting `scheduling_policy`: that of a name, or one that checks the keys of an object.
 
     ValueError for a name that is unknown; TypeError for anything else without a method `priority_key`.
     """

@@ -32,15 +32,6 @@ class FCFS(SchedulingPolicy):
         return 0
 
 
-def make_policy(policy: Any) -> SchedulingPolicy:
-    """The policy of a setting `scheduling_policy`: a name, or an object of the user."""
-    if isinstance(policy, str) and policy == "fcfs":
-        return FCFS()
-    from nanovllm.engine.policies import other_policy  # few engines need those
-
-    return other_policy(policy)
-
-
 class WaitingQueue:
     """Sequences in `order`, the first to be served first. It is a sorted list: a binary search finds a sequence."""
 

@@ -22,7 +22,8 @@ class PromptLane(InputProcessor):
 
     def __init__(self, processor: InputProcessor, takes_long_texts: bool):
         tokenizer = deepcopy(processor.tokenizer) if takes_long_texts else processor.tokenizer
-        super().__init__(processor.config, tokenizer, processor.policy)
+        super().__init__(processor.config, tokenizer)
+        self.policy = processor.policy
         self.tokenizer_lock = threading.RLock() if takes_long_texts else processor.tokenizer_lock
         self.takes_long_texts, self._longest_token = takes_long_texts, longest_token(tokenizer)
 

@@ -1,18 +1,20 @@
 """Random weights for the setting `load_format="dummy"`."""
 
 import zlib
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 from torch import nn
 
-from nanovllm.utils.loader import weight_loaders
-
 BOUND = 0.035  # a uniform distribution up to it has standard deviation 0.02, the usual initializer_range
 
 
-def load_dummy(model: nn.Module) -> None:
-    """Small random numbers that depend on the tensor's name alone, so that all ranks hold shards of the same model."""
+def load_dummy(model: nn.Module, loaders: Mapping[str, tuple[Callable, list]]) -> None:
+    """Small random numbers that depend on the tensor's name alone, so that all ranks hold shards of the same model.
+
+    `loaders` are those of `utils.loader.weight_loaders`.
+    """
 
     def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         generator = torch.Generator(like.device).manual_seed(zlib.crc32(name.encode()))
@@ -20,5 +22,5 @@ def load_dummy(model: nn.Module) -> None:
         return values.uniform_(-BOUND, BOUND, generator=generator)
 
     like = next(model.parameters())
-    for name, (load, shard_id) in weight_loaders(model).items():
+    for name, (load, shard_id) in loaders.items():
         load(partial(draw, name), *shard_id)

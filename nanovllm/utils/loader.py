@@ -64,7 +64,7 @@ def load_model(
     if load_format == "dummy":
         from nanovllm.utils.dummy_weights import load_dummy
 
-        load_dummy(model)
+        load_dummy(model, weight_loaders(model))
         return
     files = find_tensors(folder, FLOAT_DTYPES + (quantization.dtypes if quantization else ()))
     loaders = weight_loaders(model)

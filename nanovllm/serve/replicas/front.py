@@ -5,7 +5,6 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.engine.scheduling_policy import make_policy
 from nanovllm.utils.tokenizer import load_tokenizer
 
 # settings of devices and weights, which each replica checks itself, have values here that need neither
@@ -16,7 +15,7 @@ ANSWERS_PER_SEQ = 2  # a replica gets at most this many times `max_num_seqs`: on
 def make_processor(model: str, settings: dict[str, Any]) -> InputProcessor:
     """An InputProcessor like that of `LLM(model, **settings)`, with its errors. Needs no GPU and reads no weights."""
     config = Config.create(model, settings | FRONT_OVERRIDES)
-    return InputProcessor(config, load_tokenizer(str(config.tokenizer)), make_policy(config.scheduling_policy))
+    return InputProcessor(config, load_tokenizer(str(config.tokenizer)))
 
 
 def absolute_path(path: str) -> str:
