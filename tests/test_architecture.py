@@ -1,4 +1,4 @@
-"""The house of DESIGN.md: who may import whom, read from the sources, and how much there is to read."""
+"""The house: who may import whom, read from the sources, and how much there is to read."""
 
 import ast
 import io

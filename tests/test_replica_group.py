@@ -5,6 +5,7 @@ import sys
 import threading
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from time import sleep
 from types import SimpleNamespace
 
 import pytest
@@ -486,6 +487,8 @@ def test_no_replica_can_be_started_any_more(monkeypatch):
 
     async def run():
         async with started(2) as (front, handles):
+            # slow, so that none of its requests ends before the loss is noticed, however busy the machine is
+            handles[1].replica.engine.core.on_step.append(lambda step, result: sleep(0.02))
             requests = front.submit(PROMPTS, SamplingParams(max_tokens=200, ignore_eos=True))
             monkeypatch.setattr(LocalHandle, "start", no_cluster)
             handles[0].lose()

@@ -6,8 +6,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from nanovllm.engine.scheduled_step import ScheduledStep
-from nanovllm.engine.step_result import StepResult
+from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.engine_client import EngineClient
 from nanovllm.serve.protocol import IGNORED

@@ -17,9 +17,8 @@ from threading import Lock
 from time import perf_counter
 
 from nanovllm.engine.block_manager import Block
-from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step_result import StepResult
 from nanovllm.llm import LLM
 from nanovllm.serve.frames import Frame, View
 from nanovllm.serve.page import render_page
