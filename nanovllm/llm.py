@@ -1,11 +1,15 @@
 """The class that users import: LLMEngine with chat and beam search added."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.outputs import BeamSearchOutput, OutputKind, RequestOutput
+from nanovllm.engine.outputs import OutputKind, RequestOutput
 from nanovllm.engine.prompts import Message, Prompt
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.features.beam_search import BeamSearchOutput
 
 
 class LLM(LLMEngine):
@@ -60,7 +64,7 @@ class LLM(LLMEngine):
         params: BeamSearchParams,
         use_tqdm: bool = False,
         priority: list[int] | None = None,
-    ) -> list[BeamSearchOutput]:
+    ) -> "list[BeamSearchOutput]":
         """For each prompt the most likely answers that a beam search finds, the best first. Errors are `generate`'s."""
         from nanovllm.features.beam_search import beam_requests  # nothing else needs that file
 

@@ -9,8 +9,9 @@ from typing import Any
 import nanovllm
 from nanovllm.compat.params import RESTRICTIONS, BeamSearchParams, FlatLogprobs, SamplingParams, restricted_schema
 from nanovllm.compat.settings import check_accepted, select
-from nanovllm.engine import outputs
+from nanovllm.engine.outputs import RequestOutput
 from nanovllm.engine.prompts import as_list, as_prompts
+from nanovllm.features import beam_search as beams
 from nanovllm.utils.checks import check_bool, check_int
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
@@ -99,7 +100,7 @@ class LLM(nanovllm.LLM):
         priority: list[int] | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         **unused: Any,
-    ) -> list[outputs.RequestOutput]:
+    ) -> list[RequestOutput]:
         """The complete answers, with the errors of our `generate`.
 
         use_tqdm: show our progress bar; also in place of a function that makes one.
@@ -118,7 +119,7 @@ class LLM(nanovllm.LLM):
         lora_request: None = None,
         chat_template: str | None = None,
         **options: Any,
-    ) -> list[outputs.RequestOutput]:
+    ) -> list[RequestOutput]:
         """`options` are further ones of our `chat`."""
         names = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs", "priority")
         options = select("argument", options | {"lora_request": lora_request}, names, UNUSED)
@@ -138,7 +139,7 @@ class LLM(nanovllm.LLM):
         check_accepted("lora_request", lora_request, UNUSED["lora_request"])
         prompts = [self._prompt(prompt) for prompt in as_prompts(prompts)]
         limit = check_int("concurrency_limit", concurrency_limit, low=1, optional=True) or len(prompts) or 1
-        found: list[outputs.BeamSearchOutput] = []
+        found: list[beams.BeamSearchOutput] = []
         for first in range(0, len(prompts), limit):
             found += super().beam_search(prompts[first : first + limit], params, use_tqdm)
         return [BeamSearchOutput([*self._beams(output)]) for output in found]
@@ -154,7 +155,7 @@ class LLM(nanovllm.LLM):
         schema = restricted_schema(params.structured_outputs["json"], **self._restrictions)
         return replace(params, structured_outputs={"json": schema})
 
-    def _beams(self, output: outputs.BeamSearchOutput) -> Iterator[BeamSearchSequence]:
+    def _beams(self, output: beams.BeamSearchOutput) -> Iterator[BeamSearchSequence]:
         for beam in output.outputs:
             tokens = output.prompt_token_ids + beam.token_ids
             yield BeamSearchSequence(tokens, beam.cumulative_logprob, self.tokenizer.decode(tokens))
@@ -178,13 +179,13 @@ class LLM(nanovllm.LLM):
         return {"prompt": text, "prompt_token_ids": ids}
 
 
-def _with_flat_logprobs(answers: list[outputs.RequestOutput], params: Any) -> list[outputs.RequestOutput]:
+def _with_flat_logprobs(answers: list[RequestOutput], params: Any) -> list[RequestOutput]:
     """The answers, with the log-probabilities of those that have `flat_logprobs` in their own type."""
     each = params if isinstance(params, (list, tuple)) else [params] * len(answers)
     return [_flat(answer) if getattr(own, "flat_logprobs", False) else answer for answer, own in zip(answers, each)]
 
 
-def _flat(answer: outputs.RequestOutput) -> outputs.RequestOutput:
+def _flat(answer: RequestOutput) -> RequestOutput:
     answer = replace(answer, outputs=[_with_type(output, "logprobs") for output in answer.outputs])
     return _with_type(answer, "prompt_logprobs")
 

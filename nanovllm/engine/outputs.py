@@ -136,30 +136,6 @@ class RequestOutput(Record):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BeamOutput(Record):
-    """One beam. `score` is `cumulative_logprob / len(token_ids) ** length_penalty`."""
-
-    text: str
-    token_ids: list[int]
-    cumulative_logprob: float
-    score: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BeamSearchOutput(Record):
-    """The beams that a search found, the best first.
-
-    `finished` is False for a search that was aborted, which may have fewer than `beam_width` beams or none.
-    """
-
-    request_id: int
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[BeamOutput]
-    finished: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class StreamEvent(Record):
     """The next piece of one answer. The last event of an answer has a `finish_reason`, the others None.
 

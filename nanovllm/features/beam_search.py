@@ -1,17 +1,42 @@
 """Beam search: beams are sequences that pause after each token, and share the blocks of their common prefix."""
 
+from dataclasses import dataclass
 from itertools import count
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
 from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.engine.outputs import BeamOutput, BeamSearchOutput, OutputKind
+from nanovllm.engine.outputs import OutputKind, Record
 from nanovllm.engine.prompts import Prompt, as_prompts
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.logprobs import TokenLogprobs
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams, check_beams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BeamOutput(Record):
+    """One beam. `score` is `cumulative_logprob / len(token_ids) ** length_penalty`."""
+
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float
+    score: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BeamSearchOutput(Record):
+    """The beams that a search found, the best first.
+
+    `finished` is False for a search that was aborted, which may have fewer than `beam_width` beams or none.
+    """
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[BeamOutput]
+    finished: bool
 
 
 class FinishedBeam(NamedTuple):
