@@ -5,6 +5,7 @@ import gc
 import threading
 import time
 import weakref
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -173,6 +174,24 @@ def test_abort_by_id(llm):
 
     for output in asyncio.run(main()):
         assert output.finish_reason == "abort" and 0 < len(output.token_ids) < 1500
+
+
+def test_an_aborted_request_keeps_its_logprobs(llm):
+    """Also if its caller finds all events merged, of which the last, that of the abort, has no token."""
+
+    async def main():
+        request = await llm.submit(PROMPTS[0], replace(ENDLESS, logprobs=0), request_id="mine")
+        while not request._events:
+            await asyncio.sleep(0.005)
+        await llm.abort("mine")
+        await request.result()
+        (event,) = await request.next_events()
+        llm.discard(request)
+        await wait_until_free(llm)
+        return event
+
+    event = asyncio.run(main())
+    assert event.finish_reason == "abort" and [*map(next, map(iter, event.logprobs))] == event.token_ids != []
 
 
 def test_an_error_is_its_own(llm, offline):

@@ -94,11 +94,10 @@ class CompletionRequest(Request):
             num_hidden = self._num_hidden(seq) if is_last else 0
             text = self.detokenizer(seq).take_text(num_hidden, is_last) if self.params.detokenize else ""
             logprobs = None
-            if self.params.logprobs is not None and token_ids:
+            if self.params.logprobs is not None and (found := seq.features["logprobs"].of_tokens):
                 if seq.index not in self._logprob_texts:
                     self._logprob_texts[seq.index] = self._new_logprob_texts()
-                found = seq.features["logprobs"].of_tokens[start - seq.num_prompt_tokens :]
-                logprobs = self._logprob_texts[seq.index].add(found)
+                logprobs = self._logprob_texts[seq.index].add(found[start - seq.num_prompt_tokens :])
             event = StreamEvent(
                 self.index, seq.index, self.request_id, text, token_ids, seq.finish_reason, seq.stop_reason, logprobs
             )
