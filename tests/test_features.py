@@ -90,6 +90,45 @@ def test_feature_on_the_host(make_llm):
         llm.generate([[5]], Counting(max_counted=-1))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Waiting(SamplingParams):
+    max_counted: float = 1.0
+
+
+def test_feature_that_keeps_nothing(make_llm):
+    """Its hooks are called though, and a sequence that waits for its tokens goes on after each."""
+    calls = []
+
+    class Waits(StepFeature):
+        fields = ("max_counted", "another")
+
+        @classmethod
+        def attach(cls, request, processor):
+            super().attach(request, processor)
+            for seq in request.group:
+                seq.waits_for_token = True
+
+        @classmethod
+        def prepare(cls, step):
+            calls.append(("prepare", len(step.sampled_seqs)))
+
+        @classmethod
+        def after_step(cls, step, arrived, ends, result):
+            calls.append(("after_step", *arrived))
+            if len(calls) == 2:  # as another thread may at any time: it is for other engines
+                register_feature(TopNSigma)
+
+    register_feature(Waits)
+    llm = make_llm(async_scheduling=True)
+    options = dict(max_tokens=3, ignore_eos=True, temperature=0.0)
+    plain, counted = (llm.generate([[5, 6]], x(**options), use_tqdm=False)[0] for x in (SamplingParams, Waiting))
+    assert counted.token_ids == plain.token_ids
+    assert calls == [("prepare", 1), ("after_step", 0)] * 3
+    for value, error in (("x", ValueError), (None, TypeError)):  # of its caller alone
+        with pytest.raises(error):
+            llm.generate([[5, 6]], Waiting(max_counted=value), use_tqdm=False)
+
+
 def test_plain_requests_carry_nothing(make_llm):
     """Neither their sequences nor the batches of their steps know of any feature, and no feature was loaded."""
     llm = make_llm()
@@ -113,8 +152,9 @@ def test_every_field_has_the_default_of_its_parameter():
 
 def test_names_and_numbers_are_checked():
     make = lambda name: type(name, (StepFeature,), {"fields": (name,)})
-    with pytest.raises(ValueError, match="'top_k': there is a sampling parameter"):
-        register_feature(make("top_k"))
+    for name in ("top_k", "max_tokens", "num_biases"):
+        with pytest.raises(ValueError, match=f"'{name}': there is a sampling parameter"):
+            register_feature(make(name))
     for i in range(MAX_CUSTOM_COLUMNS):
         register_feature(make(f"feature_{i}"))
     with pytest.raises(ValueError, match="'feature_1': there is a feature"):

@@ -29,12 +29,12 @@ class StepFeature:
     def attach(cls, request: Any, processor: Any) -> None:
         """Check a new engine.request.Request, in the thread of its caller: ValueError or TypeError refuses it.
 
-        What the feature keeps of a sequence is `seq.features[name]`. It may set more: `columns`, numbers for the device
-        by the name of their column, which for `fields` is done here; `is_watched`, so that `after_step` sees each of
-        its tokens; `waits_for_token`, so that it decodes no token before that; and `skips_prefix_hits`.
+        `seq.features[name]`, None so far, has what the feature keeps of a sequence. It may set more: `columns`, numbers
+        for the device by the name of their column, which for `fields` is done here; `is_watched`, so that `after_step`
+        sees each of its tokens; `waits_for_token`, so that it decodes no token before that; and `skips_prefix_hits`.
         """
         for seq in request.group:
-            seq.columns |= {name: getattr(seq.params, name) for name in cls.fields}
+            seq.columns |= {name: float(getattr(seq.params, name, 0)) for name in cls.fields}
 
     @classmethod
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
@@ -116,6 +116,8 @@ def register_feature(feature: type[StepFeature]) -> None:
     """
     if feature.__name__ in FEATURES:
         raise ValueError(f"feature {feature.__name__!r}: there is a feature of this name")
+    for name in SamplingParams.__dataclass_fields__.keys() & feature.fields:
+        raise ValueError(f"field {name!r}: there is a sampling parameter of this name")
     from nanovllm.kernels.sampling_columns import add_columns  # with torch, which nothing else here needs
 
     add_columns(feature.fields)

@@ -38,7 +38,7 @@ class InputProcessor:
             from nanovllm.engine.policies import make_policy  # few engines have another one
 
             self.policy = make_policy(config.scheduling_policy)
-        self._features = [*FEATURES.values()]  # those registered later are for other engines
+        self._features = dict(FEATURES)  # those registered later are for other engines
         self.token_bytes = TokenBytes(tokenizer, skip_special_tokens=True)
         self._all_token_bytes = TokenBytes(tokenizer, skip_special_tokens=False)
         self.tokenizer_lock = threading.RLock()  # it is not thread-safe
@@ -115,8 +115,10 @@ class InputProcessor:
             seq.group = group
         token_bytes = self.token_bytes if params.skip_special_tokens else self._all_token_bytes
         request = CompletionRequest(group, text, kind, token_bytes, self._all_token_bytes, index)
-        for feature in self._features:
+        for name, feature in self._features.items():
             if feature.is_asked_for(params):
+                for seq in group:
+                    seq.features[name] = None
                 feature.load().attach(request, self)
         self.set_order(*group)
         return request

@@ -115,8 +115,8 @@ class ModelRunner:
 
     def add_features(self, names: Collection[str]) -> None:
         """Load features. They edit logits in the order of FEATURES."""
-        loaded = {name: FEATURES[name].load()(self) for name in names if name not in self.features}
-        self.features = {name: (self.features | loaded)[name] for name in FEATURES if name in self.features | loaded}
+        loaded = self.features | {name: FEATURES[name].load()(self) for name in names if name not in self.features}
+        self.features = {name: loaded[name] for name in [*FEATURES] if name in loaded}
 
     def host_buffer(self, has_chunks: bool) -> np.ndarray | None:
         """Where the next batch is prepared; it is free once the step before the last one that was launched is over."""

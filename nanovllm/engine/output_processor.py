@@ -29,7 +29,7 @@ class OutputProcessor:
         for request in requests:
             self.requests[request.request_id] = request
             for seq in request.group:
-                seq.is_watched |= not request.only_final
+                seq.is_watched |= seq.waits_for_token or not request.only_final
             request.collector.live.add(request.request_id)
             self.collectors.add(request.collector)
             self.scheduler.add(*request.group)
@@ -47,7 +47,7 @@ class OutputProcessor:
         Returns the watched sequences that have got a token, and all that have ended.
         """
         arrived, ends = self._append(step, result.token_ids)
-        for name in FEATURES if step.features else ():
+        for name in [*FEATURES]:  # another thread may register one meanwhile
             if name in step.features:
                 FEATURES[name].load().after_step(step, arrived, ends, result.features.get(name))
         for seq, reasons in ends.items():
@@ -102,12 +102,10 @@ class OutputProcessor:
         seq.finish_reason, seq.stop_reason = reason, stop_reason
         self.scheduler.finish(seq)
 
-    def end_all(self, request_id: int) -> list[Sequence]:
+    def end_all(self, request_id: int) -> None:
         """End what is left of a request."""
-        seqs = [*self.scheduler.live.get(request_id, {}).values()]
-        for seq in seqs:
+        for seq in [*self.scheduler.live.get(request_id, {}).values()]:
             self.end(seq, "abort")
-        return seqs
 
     def abort(self, request_id: int) -> None:
         """End a request, if it has not ended, with the tokens that it has."""
