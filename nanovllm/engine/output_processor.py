@@ -29,7 +29,7 @@ class OutputProcessor:
         for request in requests:
             self.requests[request.request_id] = request
             for seq in request.group:
-                seq.is_watched |= seq.waits_for_token or not request.only_final
+                seq.is_watched |= seq.waits_for_token or request.kind is not OutputKind.FINAL_ONLY
             request.collector.live.add(request.request_id)
             self.collectors.add(request.collector)
             self.scheduler.add(*request.group)
@@ -88,7 +88,7 @@ class OutputProcessor:
         changed: dict[int, Request] = {}
         for seq in seqs:
             request = self.requests[seq.request_id]
-            if not request.only_final:
+            if request.kind is not OutputKind.FINAL_ONLY:
                 request.deliver(seq)
             if seq.finish_reason is not None or seq.is_paused:
                 changed[seq.request_id] = request
@@ -102,16 +102,17 @@ class OutputProcessor:
         seq.finish_reason, seq.stop_reason = reason, stop_reason
         self.scheduler.finish(seq)
 
-    def end_all(self, request_id: int) -> None:
-        """End what is left of a request."""
-        for seq in [*self.scheduler.live.get(request_id, {}).values()]:
+    def end_all(self, request_id: int) -> list[Sequence]:
+        """End what is left of a request, and return it."""
+        seqs = [*self.scheduler.live.get(request_id, {}).values()]
+        for seq in seqs:
             self.end(seq, "abort")
+        return seqs
 
     def abort(self, request_id: int) -> None:
         """End a request, if it has not ended, with the tokens that it has."""
         if (request := self.requests.get(request_id)) is not None:
-            self.end_all(request_id)
-            for seq in request.group:
+            for seq in self.end_all(request_id):
                 request.deliver(seq)
             self._finish(request)
             self._hand_over(request.collector)

@@ -24,7 +24,6 @@ class Request:
     def __init__(self, group: list[Sequence], prompt: str | None, kind: OutputKind):
         self.request_id = group[0].request_id
         self.group, self.prompt, self.kind = group, prompt, kind
-        self.only_final = kind is OutputKind.FINAL_ONLY  # the caller sees nothing before the end
 
     @property
     def is_finished(self) -> bool:
@@ -74,18 +73,13 @@ class CompletionRequest(Request):
         self.detokenizers: dict[int, Detokenizer] = {}  # a feature may have made them
         self._num_delivered = [seq.num_prompt_tokens for seq in group]  # tokens, those of the prompt included
         self._logprob_texts: dict[int, Any] = {}  # of the delivered tokens
-        self._completed: set[int] = set()  # the finish reason was delivered
 
     @property
     def is_finished(self) -> bool:
         return all(seq.finish_reason for seq in self.group)
 
     def deliver(self, seq: Sequence) -> None:
-        if seq.index in self._completed:
-            return
         is_last = seq.finish_reason is not None
-        if is_last:
-            self._completed.add(seq.index)
         start, self._num_delivered[seq.index] = self._num_delivered[seq.index], len(seq.token_ids)
         token_ids = seq.token_ids[start:]
         if self.kind is OutputKind.TOKENS:
