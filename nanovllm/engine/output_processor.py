@@ -52,7 +52,7 @@ class OutputProcessor:
                 FEATURES[name].load().after_step(step, arrived, ends, result.features.get(name))
         for seq, reasons in ends.items():
             self.end(seq, *reasons)
-        for seq in arrived.values() if step.features else ():
+        for seq in arrived.values():
             seq.limit_tokens()
         return dict.fromkeys([*arrived.values(), *ends]) if ends else arrived.values()
 
