@@ -157,7 +157,7 @@ class Config:
         """
         known = [f.name for f in fields(cls) if f.init][1:]
         if None in settings.values() or not settings.keys() <= {*known}:
-            from nanovllm.compat.settings import translate  # a room of its own, which few engines need
+            from nanovllm.compat.settings import translate  # imported lazily, as it is rarely needed
 
             settings = translate(settings, known)
         return cls(model, **settings)

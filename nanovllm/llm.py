@@ -44,7 +44,7 @@ class LLM(LLMEngine):
         `chat_template_kwargs` are further arguments of the chat template, for example `{"enable_thinking": False}`.
         ValueError for a conversation that the template can't render.
         """
-        from nanovllm.engine.conversations import as_conversations  # nothing else needs that file
+        from nanovllm.engine.conversations import as_conversations  # imported lazily
 
         if not isinstance(chat_template_kwargs, Mapping | None):
             raise TypeError(f"chat_template_kwargs={chat_template_kwargs!r:.80}: must be a dict")
@@ -66,6 +66,6 @@ class LLM(LLMEngine):
         priority: list[int] | None = None,
     ) -> "list[BeamSearchOutput]":
         """For each prompt the most likely answers that a beam search finds, the best first. Errors are `generate`'s."""
-        from nanovllm.features.beam_search import beam_requests  # nothing else needs that file
+        from nanovllm.features.beam_search import beam_requests  # imported lazily
 
         return self._run(beam_requests(self.processor, prompts, params, priority), use_tqdm)

@@ -82,7 +82,7 @@ class ModelConfig:
             eos_token_ids = _eos_token_ids(generation, raw | read_json(generation), plain["vocab_size"])
         formats = None
         if (quantized := raw.get("quantization_config")) or quantization is not None:
-            from nanovllm.quantization import find_quantization  # a room of its own, which few models need
+            from nanovllm.quantization import find_quantization  # imported lazily, as it is rarely needed
 
             formats = find_quantization(quantized, file, quantization)
         return cls(

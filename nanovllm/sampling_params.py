@@ -111,7 +111,7 @@ class SamplingParams:
         values = [check_real(f"logit_bias[{token_id!r}]", bias, -100, 100) for token_id, bias in biases.items()]
         _set(self, "logit_bias", dict(zip(_token_ids("logit_bias", [*biases], 0, 300), values)) or None)
         if self.structured_outputs is not None:
-            from nanovllm.structured_outputs.spec import check_spec  # a room of its own, which few requests need
+            from nanovllm.structured_outputs.spec import check_spec  # imported lazily, as it is rarely needed
 
             _set(self, "structured_outputs", check_spec(self.structured_outputs, self.ignore_eos))
 

@@ -278,7 +278,7 @@ BUDGETS = {
     "kernels": 2070,
     "distributed": 550,
     "models": 250,
-    "features": 520,
+    "features": 540,
     "graphs": 200,
     "startup": 150,
     "mixture of experts": 750,

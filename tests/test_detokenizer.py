@@ -5,13 +5,12 @@ from time import perf_counter
 from types import SimpleNamespace
 
 import pytest
-from test_scheduler import make_scheduler
+from test_scheduler import make_scheduler, outputs_of
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
 from nanovllm.engine.output_collector import OutputCollector
-from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.outputs import OutputKind, StepOutput
 from nanovllm.engine.request import CompletionRequest
 from nanovllm.engine.scheduled_step import StepResult
@@ -183,7 +182,7 @@ def reference(ids: list[int], params: SamplingParams) -> tuple[int, str, str, st
 
 def run(params: SamplingParams, ids: list[int], kind: OutputKind) -> tuple[tuple, StepOutput]:
     """The answer to a request, one token a step, in the form of `reference`; and what its caller got on the way."""
-    outputs = OutputProcessor(make_scheduler())
+    outputs = outputs_of(make_scheduler())
     seq = Sequence(0, [0], params, noise_seed=0, max_len=64)
     request = CompletionRequest([seq], None, kind, TOKENS, TOKENS)
     StopStrings.attach(request, None)

@@ -130,9 +130,7 @@ class Clockwork:
     """A scheduler without a model, behind as much of an LLM as a recorder looks at."""
 
     def __init__(self, num_seqs: int, num_blocks: int):
-        self.scheduler = Scheduler(
-            BlockManager(num_blocks, 16), 512, TokenBudget(16384), TokenBudget(2048), eos_token_ids=frozenset()
-        )
+        self.scheduler = Scheduler(BlockManager(num_blocks, 16), 512, TokenBudget(16384), TokenBudget(2048))
         self.engine_thread = SimpleNamespace(call=lambda work: work())
         self.core = SimpleNamespace(scheduler=self.scheduler, on_step=[])
         sizes = dict(kvcache_block_size=16, kv_cache_dtype="auto", max_num_seqs=512, max_num_batched_tokens=16384)

@@ -44,7 +44,11 @@ def make_scheduler(
 ) -> Scheduler:
     manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
     budgets = TokenBudget(max_num_batched_tokens), TokenBudget(max_num_mixed_tokens)
-    return Scheduler(manager, max_num_seqs, *budgets, frozenset({EOS, ALSO_EOS}))
+    return Scheduler(manager, max_num_seqs, *budgets)
+
+
+def outputs_of(scheduler: Scheduler) -> OutputProcessor:
+    return OutputProcessor(scheduler, frozenset({EOS, ALSO_EOS}))
 
 
 def make_group(request_id: int, request: Request) -> list[Sequence]:
@@ -110,7 +114,7 @@ def random_requests(seed: int, num_requests: int = 60, max_n: int = 1) -> list[R
 
 def postprocess(scheduler: Scheduler, step: ScheduledStep, token_ids: list[int]) -> list[Sequence]:
     """Give sequences that belong to no request their tokens; returns those that have ended."""
-    seqs = OutputProcessor(scheduler).postprocess(step, StepResult(token_ids, {}))
+    seqs = outputs_of(scheduler).postprocess(step, StepResult(token_ids, {}))
     return [seq for seq in seqs if seq.is_finished]
 
 
@@ -146,7 +150,7 @@ class Simulation:
                 self.scheduler.add(*arrivals.popleft())
             for request_id, request in enumerate(self.requests):
                 if request.aborted_at == iteration:
-                    self.seen["aborted"] += len(OutputProcessor(self.scheduler).end_all(request_id))
+                    self.seen["aborted"] += len(outputs_of(self.scheduler).end_all(request_id))
                     self.check_accounting()
             self.iterate()
             iteration += 1
@@ -449,7 +453,7 @@ def test_what_a_sequence_says_of_itself():
     assert (len(seq), seq.num_completion_tokens, seq.last_token) == (6, 1, 7)
     assert seq.prompt_token_ids == prompt(5) and seq.completion_token_ids == [7] and not seq.is_finished
     assert repr(seq) == "Sequence(0.0, RUNNING, 5 + 1 tokens, blocks [0, 1])"
-    OutputProcessor(scheduler).end_all(0)
+    outputs_of(scheduler).end_all(0)
     assert seq.is_finished
 
 
@@ -687,7 +691,7 @@ def test_abort_leaves_nothing():
     in_part, never_begun = seqs[2:]
     assert in_part.status is SequenceStatus.RUNNING and never_begun.status is SequenceStatus.WAITING
     for seq in seqs:
-        outputs = OutputProcessor(scheduler)
+        outputs = outputs_of(scheduler)
         assert outputs.end_all(seq.request_id) == [seq] and outputs.end_all(seq.request_id) == []
     assert scheduler.is_finished() and leftovers(scheduler) == (0, 0, 0, 0)
     assert sorted(scheduler.free_req_indices) == list(range(4))
@@ -698,9 +702,9 @@ def test_abort_takes_no_longer_where_many_wait():
     scheduler = make_scheduler(num_blocks=10)
     seqs = add(scheduler, *[Request(prompt(9, first=100 * i)) for i in range(20_000)])
     order = random.Random(0).sample(range(len(seqs)), len(seqs))
-    begin = perf_counter()
+    outputs, begin = outputs_of(scheduler), perf_counter()
     for request_id in order:
-        OutputProcessor(scheduler).end_all(request_id)
+        outputs.end_all(request_id)
     assert scheduler.is_finished() and perf_counter() - begin < 1.0
 
 
@@ -751,13 +755,13 @@ def test_beams_share_what_they_have_in_common():
     assert sorted(rows(step)) == [(0, 6, 7)] * 3 and step.num_decodes == 0
     assert sorted(step.copies) == sorted((root.block_table[1], seq.block_table[1]) for seq in (second, third))
     postprocess(scheduler, step, [1, 1, 1])
-    OutputProcessor(scheduler).end(root, "stop")
+    outputs_of(scheduler).end(root, "stop")
     scheduler.resume(second, 5)
     scheduler.fork(third, 3, 6)
     scheduler.resume(third, 5)
     step = scheduler.schedule()
     assert len(step.rows) == 3 and {end for _, _, end in step.rows} == {8} and len(step.copies) == 1
-    assert OutputProcessor(scheduler).end_all(0) and leftovers(scheduler) == (0, 0, 0, 0)
+    assert outputs_of(scheduler).end_all(0) and leftovers(scheduler) == (0, 0, 0, 0)
 
 
 def test_beams_that_find_no_blocks_are_computed_again():
@@ -782,5 +786,5 @@ def test_beams_that_find_no_blocks_are_computed_again():
                 scheduler.resume(seq, length)
     assert seen > 1 and scheduler.num_preemptions > 0
     assert [seq.completion_token_ids[0] for seq in beams] == [1, 2, 3] and {len(seq.token_ids) for seq in beams} == {12}
-    OutputProcessor(scheduler).end_all(0)
+    outputs_of(scheduler).end_all(0)
     assert leftovers(scheduler) == (0, 0, 0, 0)

@@ -9,12 +9,11 @@ from math import ceil
 import numpy as np
 import pytest
 from conftest import generate_by_steps, step_error
-from test_scheduler import postprocess
+from test_scheduler import outputs_of, postprocess
 
 from nanovllm import BeamSearchParams, SamplingParams, SchedulingPolicy
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.group_admission import MAX_STEPS_WITHOUT_ADMISSION
-from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.policies import Priority, make_policy
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.scheduler import Scheduler
@@ -54,7 +53,7 @@ class Engine:
     def __init__(self, policy="fcfs", num_blocks=4000, max_num_seqs=64, budget=4096, mixed=None, context=float("inf")):
         manager = BlockManager(num_blocks, BLOCK_SIZE, enable_prefix_caching=False)
         budgets = TokenBudget(budget), TokenBudget(mixed or budget, context)
-        self.scheduler = Scheduler(manager, max_num_seqs, *budgets, frozenset({EOS}))
+        self.scheduler = Scheduler(manager, max_num_seqs, *budgets)
         self.policy = make_policy(policy)
         self.num_requests = 0
         self.steps: list[ScheduledStep] = []
@@ -192,7 +191,7 @@ def test_accounting_in_random_traffic(num_blocks, asynchronous, seed):
             first = engine.add(rng.choice([1, 30, 150]), max_tokens=rng.randint(1, 60), n=rng.choice([1, 1, 3]))
             seqs += first.group
         if seqs and rng.random() < 0.03:
-            OutputProcessor(scheduler).end_all(rng.choice(seqs).request_id)
+            outputs_of(scheduler).end_all(rng.choice(seqs).request_id)
         if scheduler.is_finished() and i > 400:
             break
         if not scheduler.is_finished():

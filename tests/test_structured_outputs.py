@@ -298,7 +298,7 @@ class RerunDecodes:
     def replay(self, size: int):
         batch = Batch.from_buffer(decode_shape(size, self.width), self.runner.buffers.device)
         batch.buffer.copy_(self.host_buffers.current.batch[: len(batch.buffer)])
-        output = self.runner.decode(batch)
+        output = self.runner.forward(batch)
         token_ids = self.host_buffers.advance().token_ids[:size]
         token_ids.copy_(output.token_ids)
         self.num_replays += 1

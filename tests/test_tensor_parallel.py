@@ -295,7 +295,7 @@ def test_a_rank_has_an_error_in_a_step(make_llm, monkeypatch):
 
     monkeypatch.setattr(StepChannel, "send", garble)
     begin = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed:.*Traceback.*in run_model.*Error"):
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed:.*Traceback.*in forward.*Error"):
         llm.generate(PROMPTS, LONG, use_tqdm=False)
     assert_closed(llm, begin)
 

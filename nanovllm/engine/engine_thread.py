@@ -31,7 +31,7 @@ class EngineThread:
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self._outputs = engine.output_processor
+        self._output_processor = engine.output_processor
         # (command, who waits for it: a collector, or the queue of a `call`); the first stays until it is carried out
         self._commands: deque[tuple[Callable[[], object], Any]] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()  # wakes the thread
@@ -50,16 +50,16 @@ class EngineThread:
         self.check_open()
         for request in requests:
             request.collector = collector
-        self._post(partial(self._outputs.add, requests), collector)
+        self._post(partial(self._output_processor.add, requests), collector)
         self.check_open()  # once more: if it is not closing now, the command will be seen
 
     def abort(self, request_id: int) -> None:
         """End a request before the next step; its collector gets the tokens that were generated."""
-        self._post(partial(self._outputs.abort, request_id))
+        self._post(partial(self._output_processor.abort, request_id))
 
     def discard(self, request_ids: Collection[int]) -> None:
         """End requests before the next step, without an output."""
-        self._post(partial(self._outputs.discard, request_ids))
+        self._post(partial(self._output_processor.discard, request_ids))
 
     def is_finished(self, collector: OutputCollector) -> bool:
         """Whether there is nothing to take, and nothing more will come."""
@@ -157,7 +157,7 @@ class EngineThread:
     def _run_until_closing(self) -> None:
         while not self._is_closing:
             for _ in range(len(self._commands)):
-                self._commands[0][0]()  # without a name, which would keep what it refers to
+                self._commands[0][0]()  # not bound to a name, which would keep its requests alive
                 self._commands.popleft()
             if self._steps_are_wanted():
                 self.engine.check_open()
@@ -166,11 +166,11 @@ class EngineThread:
                 self._sleep()
 
     def _steps_are_wanted(self) -> bool:
-        return any(collector.wants_steps for collector in [*self._outputs.collectors])
+        return any(collector.wants_steps for collector in [*self._output_processor.collectors])
 
     def _sleep(self) -> None:
         self._is_asleep = True
-        # only now: whoever changes this afterwards sees that the thread is asleep
+        # checked after the flag is set: whoever adds a command from here on sees that the thread is asleep
         if not (self._commands or self._steps_are_wanted() or self._is_closing):
             self._bell.get()
         self._is_asleep = False
@@ -188,15 +188,15 @@ class EngineThread:
 
     def _fail_callers(self, message: str, cause: BaseException | None = None) -> None:
         commands = [*self._commands]
-        for waiter in {*self._outputs.collectors, *(waiter for _, waiter in commands)}:
+        for waiter in {*self._output_processor.collectors, *(waiter for _, waiter in commands)}:
             error = RuntimeError(message)
             error.__cause__ = cause
             if isinstance(waiter, OutputCollector):
                 waiter.fail(error)
             elif waiter is not None:
                 waiter.put(error)
-        self._outputs.collectors.clear()
-        for _ in commands:  # only now: until then, nobody takes these requests for finished
+        self._output_processor.collectors.clear()
+        for _ in commands:  # last: until then, `is_finished` reports these requests as pending
             self._commands.popleft()
 
 

@@ -62,7 +62,7 @@ class LLMEngine:
         startup.lap("tokenizer")  # the rest of the wait for it
         self.startup_seconds = startup.seconds
         self.workers, self.scheduler = self.core.workers, self.core.scheduler
-        self.scheduler.eos_token_id = self.tokenizer.eos_token_id
+        self.core.output_processor.eos_token_id = self.tokenizer.eos_token_id
         self._collectors: dict[threading.Thread, OutputCollector] = {}  # of the threads that call `add_request`
         self._step_callers: set[threading.Thread] = set()  # those of them that call `step` too
         # the model is loaded by the caller's thread, so that Ctrl-C ends the loading at once

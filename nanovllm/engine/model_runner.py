@@ -179,9 +179,7 @@ class ModelRunner:
         device_batch = batch.to(self.buffers and self.buffers.device)
         if self.mixed_graphs and batch.shape.graph_shape in self.mixed_graphs.models:
             return self.mixed_graphs.replay(batch.shape, lambda: self._upload(device_batch))
-        hidden_states, sampler_input = self.run_model(device_batch)
-        self._upload(device_batch)
-        return ForwardOutput(self.sample(sampler_input), hidden_states, sampler_input.hidden_states)
+        return self.forward(device_batch)
 
     @torch.inference_mode()
     def _upload(self, batch: DeviceBatch) -> None:
@@ -192,9 +190,10 @@ class ModelRunner:
         for name, arrays in batch.features.items():
             self.features[name].upload(arrays)
 
-    def decode(self, batch: DeviceBatch) -> ForwardOutput:
-        """A step that only decodes. CUDA graphs capture this, so it never waits for the device."""
+    def forward(self, batch: DeviceBatch) -> ForwardOutput:
+        """A whole step on the device. CUDA graphs capture this for decode batches, so it never waits for the device."""
         hidden_states, sampler_input = self.run_model(batch)
+        self._upload(batch)
         return ForwardOutput(self.sample(sampler_input), hidden_states, sampler_input.hidden_states)
 
     def run_model(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:

@@ -50,7 +50,7 @@ class OutputCollector:
         new.num_decode_tokens += num_decode_tokens
         if new.has_outputs or perf_counter() > self._last_flush + self.max_seconds:
             self.flush()
-        # only now: a thread that sees no live request expects no further output
+        # last: a thread that sees no live request expects no further output
         self.live.difference_update(self._ended)
         self._ended.clear()
 

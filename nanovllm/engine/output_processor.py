@@ -14,8 +14,10 @@ from nanovllm.engine.sequence import Sequence
 class OutputProcessor:
     """Appends the tokens of steps to sequences, and ends sequences: nothing else does. Hands outputs to collectors."""
 
-    def __init__(self, scheduler: Scheduler):
+    def __init__(self, scheduler: Scheduler, eos_token_ids: frozenset[int]):
         self.scheduler = scheduler
+        self.eos_token_ids = eos_token_ids
+        self.eos_token_id: int | None = None  # the tokenizer's own, which is not reported as a stop reason
         self.requests: dict[int, Request] = {}  # by id, those that have not ended
         self.collectors: set[OutputCollector] = set()  # of those requests
 
@@ -70,8 +72,8 @@ class OutputProcessor:
                 seq.token_ids.append(token_id)
         scheduler.counts["output_tokens"] += len(seqs) - num_late
         visited = step.visited
-        if not scheduler.eos_token_ids.isdisjoint(token_ids):
-            visited = sorted({*visited, *(i for i, x in enumerate(token_ids) if x in scheduler.eos_token_ids)})
+        if not self.eos_token_ids.isdisjoint(token_ids):
+            visited = sorted({*visited, *(i for i, x in enumerate(token_ids) if x in self.eos_token_ids)})
         ends: Ends = {}
         for seq in (seqs[i] for i in visited if seqs[i].finish_reason is None):
             seq.record_time("first_token")
@@ -79,7 +81,7 @@ class OutputProcessor:
                 scheduler.hold(seq)
                 continue
             scheduler.block_manager.cache_full_blocks(seq)
-            if reasons := seq.finish_reasons(scheduler.eos_token_ids, scheduler.eos_token_id):
+            if reasons := seq.finish_reasons(self.eos_token_ids, self.eos_token_id):
                 ends[seq] = reasons
         return {i: seqs[i] for i in step.watched if seqs[i].finish_reason is None}, ends
 

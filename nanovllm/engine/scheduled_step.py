@@ -27,8 +27,8 @@ class ScheduledStep:
     chunks: the rows that compute a prompt, or a part of one. A preempted sequence's generated tokens are among them.
     sampled_seqs: the sequences that get a token from this step, those that decode first.
     sampled_rows: the row from which each of them gets it, in ascending order; answers to one prompt share a row.
-    visited: indices of `sampled_seqs`, in ascending order, where a token may end the sequence or fill a block; the
-        tokens of the others need no more than to be appended, unless they are end-of-sequence ids.
+    visited: indices of `sampled_seqs`, in ascending order, whose token may end the sequence or fill a block. Other
+        tokens are only appended, unless they are end-of-sequence ids.
     watched: indices of `sampled_seqs`, in ascending order, whose every token a feature or a caller looks at.
     features: the names of the features that its rows use.
     copies: (from, to) of cache blocks that are copied before the step's keys and values are stored.

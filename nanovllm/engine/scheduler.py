@@ -32,15 +32,12 @@ class Scheduler:
         max_num_seqs: int,
         budget: TokenBudget,
         mixed_budget: TokenBudget,
-        eos_token_ids: frozenset[int],
     ):
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.budget = budget
         # of steps in which sequences decode too
         self.mixed_budget = mixed_budget._replace(num_tokens=min(mixed_budget.num_tokens, budget.num_tokens))
-        self.eos_token_ids = eos_token_ids
-        self.eos_token_id: int | None = None  # the tokenizer's own, which is not reported as a stop reason
         self.num_preemptions = 0
         self.counts: Counter[str] = Counter()
         self.reset()

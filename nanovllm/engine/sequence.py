@@ -23,6 +23,8 @@ def _count(i: int) -> Any:
 class Sequence:
     """A prompt and the tokens that were generated for it.
 
+    While a sequence decodes, its `counts` are its row of the DecodeTable, where a step updates all rows at once.
+
     Counts run ahead of contents: `num_tokens`, and `len`, count a token from the moment that the step which samples it
     is scheduled; `token_ids` has it when it has reached the host. Once a sequence is queued, only the Scheduler, with
     its block manager and its table, and the OutputProcessor change it.

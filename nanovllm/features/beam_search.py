@@ -40,7 +40,7 @@ class BeamSearchOutput(Record):
 
 
 class FinishedBeam(NamedTuple):
-    """The tokens after the prompt, the sum of their log-probabilities, and that sum with the length penalty."""
+    """The sum of log-probabilities with the length penalty, the sum itself, and the generated tokens."""
 
     score: float
     cumulative_logprob: float
@@ -95,7 +95,7 @@ class BeamRequest(Request):
         candidates = [
             Candidate(self._cumulative_logprobs[seq.index] + logprob, (*seq.completion_token_ids, token_id), seq)
             for seq in beams
-            for token_id, (logprob, _) in seq.features["logprobs"].of_tokens.pop().items()
+            for token_id, (logprob, _) in seq.features["logprobs"].candidates.items()
         ]
         candidates.sort(key=itemgetter(0, 1), reverse=True)
         ends = [is_last or candidate.token_ids[-1] in self._eos_token_ids for candidate in candidates]

@@ -37,6 +37,7 @@ class SequenceLogprobs:
     def __init__(self) -> None:
         self.of_tokens: list[Logprobs] = []  # for each generated token
         self.of_prompt: list[Logprobs | None] = [None]  # for each token of the prompt; the first has none
+        self.candidates: Logprobs = {}  # for the next token, of a sequence that pauses
 
 
 class StepLogprobs(NamedTuple):
@@ -96,7 +97,11 @@ class TokenLogprobs(StepFeature):
             if found:
                 seq.features["logprobs"].of_prompt[start + 1 : start + 1 + len(found)] = found
         for i, seq in arrived.items():
-            if (of_token := result.of_tokens[i]) is not None:
+            if (of_token := result.of_tokens[i]) is None:
+                continue
+            if seq.pauses:
+                seq.features["logprobs"].candidates = of_token
+            else:
                 seq.features["logprobs"].of_tokens.append(of_token)
 
 

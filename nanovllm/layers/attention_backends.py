@@ -57,7 +57,7 @@ def make_backend(name: str) -> AttentionBackend:
     """The backend of a resolved setting `attention_backend`."""
     if name == "sdpa":
         return SDPABackend()
-    from nanovllm.attention import backend_class  # a room of its own, for GPUs
+    from nanovllm.attention import backend_class  # imported lazily: a CPU needs none of it
 
     return backend_class(name)()
 

@@ -96,7 +96,7 @@ def dummy_prefill(num_seqs: int, length: int, block_size: int) -> ScheduledStep:
 
 
 def milliseconds_per_token(runner: Any) -> float:
-    """Of prompts."""
+    """The measured time of a prefill per token of the prompts."""
     config = runner.config
     length = max(1, min(4096, config.max_num_batched_tokens // 2, config.max_model_len - 1))
     num_fitting = config.num_kvcache_blocks // -(-length // config.kvcache_block_size)
@@ -157,7 +157,7 @@ def warm_up_kernels(runner: Any) -> None:
 def capture_cudagraph(runner: Any) -> None:
     """Capture decode steps of the batch sizes in `graphs.graph_bs`, and the shorter ones of those with chunks."""
     config, pool, buffer = runner.config, torch.cuda.graph_pool_handle(), runner.buffers.device
-    runner.graphs = DecodeGraphs(config, buffer, runner.decode, pool)
+    runner.graphs = DecodeGraphs(config, buffer, runner.forward, pool)
     if runner.backend.captures_chunks:
         shapes, parts = graph_shapes(config, runner.query_tile_size), (runner.run_model, runner.sample)
         runner.mixed_graphs = MixedGraphs(shapes, config.max_num_seqs, buffer, runner.pad_req_index, *parts, pool)
