@@ -24,7 +24,7 @@ class LLM(LLMEngine):
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's `generation_config.json` recommends, and SamplingParams' own defaults for the rest."""
-        return self.processor.default_sampling_params()
+        return self.input_processor.default_sampling_params()
 
     def chat(
         self,
@@ -55,7 +55,7 @@ class LLM(LLMEngine):
             "tools": tools,
         } | dict(chat_template_kwargs or {})
         prompts, kind = as_conversations(messages), OutputKind.FINAL_ONLY
-        requests = self.processor.requests(prompts, sampling_params, kind, template_arguments, priority)
+        requests = self.input_processor.requests(prompts, sampling_params, kind, template_arguments, priority)
         return self._run(requests, use_tqdm)
 
     def beam_search(
@@ -68,4 +68,4 @@ class LLM(LLMEngine):
         """For each prompt the most likely answers that a beam search finds, the best first. Errors are `generate`'s."""
         from nanovllm.features.beam_search import beam_requests  # imported lazily
 
-        return self._run(beam_requests(self.processor, prompts, params, priority), use_tqdm)
+        return self._run(beam_requests(self.input_processor, prompts, params, priority), use_tqdm)

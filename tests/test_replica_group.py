@@ -97,11 +97,11 @@ class Front:
     """Makes requests and waits for them, as RayLLM and the server do."""
 
     def __init__(self, group: ReplicaGroup, seed: int | None = 3):
-        self.group, self.processor = group, make_processor("tiny-qwen3", SETTINGS | {"seed": seed})
+        self.group, self.input_processor = group, make_processor("tiny-qwen3", SETTINGS | {"seed": seed})
         self.ended: list[ReplicaRequest] = []
 
     def submit(self, prompts, params=PARAMS, kind=OutputKind.FINAL_ONLY) -> list[ReplicaRequest]:
-        made = self.processor.requests(prompts, params, kind)
+        made = self.input_processor.requests(prompts, params, kind)
         requests = [ReplicaRequest(request, self.ended.append) for request in made]
         self.group.submit(requests)
         return requests
@@ -290,7 +290,7 @@ def test_error_of_one_request():
 
     async def run():
         async with started() as (front, handles):
-            made = front.processor.requests(PROMPTS, PARAMS, OutputKind.FINAL_ONLY)
+            made = front.input_processor.requests(PROMPTS, PARAMS, OutputKind.FINAL_ONLY)
             made[3].group[0].token_ids[0] = 10**6  # behind the front's check
             requests = [ReplicaRequest(request, front.ended.append) for request in made]
             requests[3].prompt_token_ids[0] = 10**6
@@ -647,7 +647,7 @@ def test_order_of_requests_that_wait(monkeypatch):
 
     async def run():
         async with started(1, max_answers=1) as (front, handles):
-            made = front.processor.requests(PROMPTS[:5], PARAMS, OutputKind.FINAL_ONLY, None, [2, 5, 1, 5, -3])
+            made = front.input_processor.requests(PROMPTS[:5], PARAMS, OutputKind.FINAL_ONLY, None, [2, 5, 1, 5, -3])
             requests = [ReplicaRequest(request, front.ended.append) for request in made]
             front.group.submit(requests)
             assert [request.replica for request in requests] == [None, None, None, None, 0]

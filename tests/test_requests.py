@@ -323,7 +323,7 @@ def test_bad_params(params, error):
 )
 def test_bad_requests(make_llm, params, error):
     with pytest.raises(ValueError, match=error):
-        make_llm().processor.requests([[5]], SamplingParams(**params), OutputKind.FINAL_ONLY)
+        make_llm().input_processor.requests([[5]], SamplingParams(**params), OutputKind.FINAL_ONLY)
 
 
 def test_more_biases_than_there_is_room_for():

@@ -215,7 +215,7 @@ def test_incomplete(client):
 def test_truncation(client, server):
     """A prompt that is too long is cut at its beginning, instead of the error that it is otherwise."""
     response = create(client, input="word " * 5000, truncation="auto", max_output_tokens=5)
-    assert response.usage.input_tokens == server.llm.processor.config.max_model_len - 5
+    assert response.usage.input_tokens == server.llm.input_processor.config.max_model_len - 5
 
 
 def test_logprobs(client, offline):

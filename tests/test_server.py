@@ -570,7 +570,7 @@ def test_references_of_a_tool_stay_within_its_schema(offline, schema, good, bad)
     functions = [{"name": f"f{i}", "parameters": own} for i, own in enumerate([schema, other])]
     tools = [{"type": "function", "function": function} for function in functions]
     wanted = structured_outputs(ChatBody(messages=QUESTION, tools=tools, tool_choice="required"))
-    seq = offline.processor.requests("Hello", SamplingParams(structured_outputs=wanted), OutputKind.FINAL_ONLY)[0]
+    seq = offline.input_processor.requests("Hello", SamplingParams(structured_outputs=wanted), OutputKind.FINAL_ONLY)[0]
     for name, arguments, is_valid in [("f0", good, True), ("f0", bad, False), ("f1", {"a": True, "b": False}, True)]:
         matcher = seq.group[0].features["structured_outputs"]._matcher.deep_copy()
         call = [{"name": name, "parameters": arguments}]
@@ -835,7 +835,7 @@ Split, Whitespace = tokenizers.pre_tokenizers.Split, tokenizers.pre_tokenizers.W
 
 @pytest.mark.parametrize("normalizer", [None, NFC, NFKC, Replace("ab", "")], ids=str)
 def test_bound_of_prompts_holds_for_what_a_normalizer_leaves(offline, normalizer):
-    processor = copy.copy(offline.processor)
+    processor = copy.copy(offline.input_processor)
     processor.tokenizer = copy.deepcopy(offline.tokenizer)
     if normalizer is not None:
         processor.tokenizer.backend_tokenizer.normalizer = normalizer
@@ -1184,15 +1184,15 @@ def test_keys_queue_time_and_origins():
         assert found.value.status_code == 504
         server.wait_until_free()
         # the time counts from the beginning, also where a prompt waits for a thread
-        go_on, request = threading.Event(), server.llm.engine.processor.request
-        server.llm.engine.processor.request = lambda *arguments, **options: (
+        go_on, request = threading.Event(), server.llm.engine.input_processor.request
+        server.llm.engine.input_processor.request = lambda *arguments, **options: (
             go_on.wait(5) and request(*arguments, **options)
         )
         for stream in (False, True):
             with pytest.raises(openai.InternalServerError) as found:
                 client.completions.create(stream=stream, **endless)
             assert found.value.status_code == 504 and not server.llm.num_unfinished
-        server.llm.engine.processor.request = request
+        server.llm.engine.input_processor.request = request
         go_on.set()
         urgent = dict(endless, max_tokens=2, extra_body={"priority": -1})
         assert client.completions.create(**urgent).choices[0].finish_reason == "length"

@@ -258,7 +258,7 @@ def test_several_answers_and_preemptions(make_llm, async_scheduling):
 
 def test_mask_follows_the_tokens(llm):
     """Several at a time, as after a loss of a replica; and a constraint lives no longer than its sequence."""
-    (request,) = llm.processor.requests("Hello", params("regex", "[ab]{3}c*"), OutputKind.FINAL_ONLY)
+    (request,) = llm.input_processor.requests("Hello", params("regex", "[ab]{3}c*"), OutputKind.FINAL_ONLY)
     (seq,) = request.group
     constraint = seq.features["structured_outputs"]
     allowed = lambda: [i for i in range(2048) if constraint.mask[i // 32] >> (i % 32) & 1]
@@ -690,7 +690,7 @@ def test_exit_in_a_signal_handler(monkeypatch):
 def test_exit_ends_the_process(make_llm, monkeypatch):
     llm = make_llm()
     answer(llm, params("choice", ["a"]))
-    box, slow = llm.processor.grammars._sandbox, grammars._grammar_of("regex", "b" * 50)
+    box, slow = llm.input_processor.grammars._sandbox, grammars._grammar_of("regex", "b" * 50)
     (first,) = box._processes
     assert first.poll() is None
     # also while another thread waits for it, which is told why
@@ -716,7 +716,7 @@ def test_exit_ends_the_process(make_llm, monkeypatch):
     monkeypatch.undo()
     llm = make_llm()
     answer(llm, params("choice", ["a"]))
-    (child,) = llm.processor.grammars._sandbox._processes
+    (child,) = llm.input_processor.grammars._sandbox._processes
     llm.exit()
     assert child.returncode is not None and child.stdin.closed and child.stdout.closed
 

@@ -87,7 +87,7 @@ class LLM(nanovllm.LLM):
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's `generation_config.json` recommends, and vLLM's defaults for the rest."""
-        params = self.processor.default_sampling_params(SamplingParams)
+        params = self.input_processor.default_sampling_params(SamplingParams)
         assert isinstance(params, SamplingParams)
         return params
 
@@ -171,7 +171,11 @@ class LLM(nanovllm.LLM):
             return prompt
         parts = prompt if isinstance(prompt, dict) else {PROMPT_KEYS[not isinstance(prompt, str)]: prompt}
         text, ids = map(parts.get, PROMPT_KEYS)
-        ids = self.processor.encode(text, add_special_tokens) if isinstance(text, str) and ids is None else as_list(ids)
+        ids = (
+            self.input_processor.encode(text, add_special_tokens)
+            if isinstance(text, str) and ids is None
+            else as_list(ids)
+        )
         limit = check_int("truncate_prompt_tokens", truncate_prompt_tokens, low=-1, optional=True)
         if ids is not None and limit is not None:
             limit = self.model_config.max_model_len - 1 if limit == -1 else limit

@@ -55,7 +55,7 @@ class LLMEngine:
             self.core = Engine(self.config, startup)
             try:
                 self.tokenizer = tokenizer.result()
-                self.processor = InputProcessor(self.config, self.tokenizer)
+                self.input_processor = InputProcessor(self.config, self.tokenizer)
             except BaseException as error:
                 self.core.close_after(error)
                 raise
@@ -88,7 +88,7 @@ class LLMEngine:
         requests of this call. RuntimeError, with the error as its cause, if a step fails, which drops all requests. The
         engine can be used again, but with several ranks an error closes it.
         """
-        requests = self.processor.requests(prompts, sampling_params, OutputKind.FINAL_ONLY, None, priority)
+        requests = self.input_processor.requests(prompts, sampling_params, OutputKind.FINAL_ONLY, None, priority)
         return self._run(requests, use_tqdm)
 
     def _run(self, requests: list[Any], use_tqdm: bool) -> list[Any]:
@@ -125,7 +125,9 @@ class LLMEngine:
         runs ahead of the reader by 32 steps at most, unless other callers want more.
         """
         self.engine_thread.check_open()
-        requests = self.processor.requests(prompts, sampling_params, OutputKind.DELTA, chat_template_kwargs, priority)
+        requests = self.input_processor.requests(
+            prompts, sampling_params, OutputKind.DELTA, chat_template_kwargs, priority
+        )
         return self._events(requests)
 
     def _events(self, requests: list[CompletionRequest]) -> Iterator[StreamEvent]:
@@ -146,7 +148,7 @@ class LLMEngine:
         id outside of the vocabulary; TypeError for anything but a prompt; and any error of your own scheduling policy.
         """
         self.engine_thread.check_open()
-        request = self.processor.request(prompt, sampling_params, OutputKind.TOKENS, priority=priority)
+        request = self.input_processor.request(prompt, sampling_params, OutputKind.TOKENS, priority=priority)
         self.engine_thread.submit([request], self._own_collector())
         return request.request_id
 
@@ -156,7 +158,7 @@ class LLMEngine:
         Nothing happens if it has ended already. May be called from a signal handler. ValueError for an id that no
         request has.
         """
-        if not (num_requests := self.processor.num_requests):
+        if not (num_requests := self.input_processor.num_requests):
             raise ValueError(f"request_id={request_id!r}: there has been no request yet")
         self.engine_thread.abort(check_int("request_id", request_id, low=0, high=num_requests - 1))
 
@@ -198,7 +200,7 @@ class LLMEngine:
     def exit(self) -> None:
         """Drop unfinished requests and free the device's memory; the engine can't be used again."""
         self.engine_thread.exit()
-        self.processor.close()
+        self.input_processor.close()
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start, and the current state.

@@ -128,7 +128,7 @@ class ModelRunner:
     def prepare(self, step: ScheduledStep) -> HostBatch:
         prepare = self.prepare_mixed if step.chunks else self.prepare_decode
         arrays = {}
-        for name in step.features:
+        for name in sorted(step.features):  # the same layout in every run
             if (found := FEATURES[name].load().prepare(step)) is not None:
                 arrays[name] = found
         return prepare(step, arrays, self.host_buffer(bool(step.chunks)))

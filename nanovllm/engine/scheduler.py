@@ -94,7 +94,8 @@ class Scheduler:
                 self._schedule_decodes(step)
         else:
             self._schedule_decodes(step)
-            self._schedule_chunks(step, is_mixed=bool(step.num_decodes) or self._some_wait())
+            decodes_soon = bool(step.num_decodes) or any(seq.waits_for_token for seq in self.running.values())
+            self._schedule_chunks(step, is_mixed=decodes_soon)
         while not (step.num_decodes or step.chunks) and self.waiting:
             paused = [seq for seq in self.running.values() if seq.is_paused]
             if not paused:
@@ -110,9 +111,6 @@ class Scheduler:
         step.copies = [(source, target) for target, source in copies.items()]
         self.counts[f"{step.kind}_steps"] += 1
         return step
-
-    def _some_wait(self) -> bool:
-        return any(seq.waits_for_token for seq in self.running.values())
 
     def _schedule_decodes(self, step: ScheduledStep) -> None:
         """Decode all that can. The least urgent of all sequences are preempted until the others have blocks."""

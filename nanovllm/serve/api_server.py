@@ -121,11 +121,11 @@ class Api:
         self.llm, self.settings, self.model_names, self.root = llm, settings, model_names, root
         parser = settings.tool_call_parser
         if settings.chat_template is not None:
-            llm.processor.tokenizer.chat_template = settings.chat_template
-        self.chat_template = getattr(llm.processor.tokenizer, "chat_template", None)
+            llm.input_processor.tokenizer.chat_template = settings.chat_template
+        self.chat_template = getattr(llm.input_processor.tokenizer, "chat_template", None)
         self.tool_call_parser = parser_for(self.chat_template) if parser == "auto" else parser
         # what the model recommends; the length of an answer is the API's own
-        own, recommended = asdict(SamplingParams()), asdict(llm.processor.default_sampling_params())
+        own, recommended = asdict(SamplingParams()), asdict(llm.input_processor.default_sampling_params())
         changed = {name: value for name, value in recommended.items() if value != own[name]}
         self.defaults = {name: value for name, value in changed.items() if name != "max_tokens"}
 
@@ -246,7 +246,7 @@ class Api:
         for name in ("use_beam_search", "cache_salt"):
             if getattr(body, name) and self.llm.engine is None:
                 raise ApiError(400, f"{name}: is not supported with several replicas", name)
-        bound = self.llm.processor.max_model_len
+        bound = self.llm.input_processor.max_model_len
         own_params = beam_search_params(body, params, bound) if body.use_beam_search else params
         for prompt in prompts:
             if body.add_special_tokens is not None or body.truncate_prompt_tokens is not None:
@@ -279,8 +279,8 @@ class Api:
     async def tokenize(self, body: TokenizeBody | TokenizeChatBody, request: Request) -> Response:
         async def answer() -> dict[str, Any]:
             tokens = await self.prompt_token_ids(body)
-            max_model_len = self.llm.processor.config.max_model_len
-            names = self.llm.processor.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+            max_model_len = self.llm.input_processor.config.max_model_len
+            names = self.llm.input_processor.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
             return {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": names}
 
         return await self.answer(body, request, answer())

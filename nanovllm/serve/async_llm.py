@@ -39,8 +39,8 @@ class AsyncLLM(EngineClient):
         """
         max_queued = check_int("max_queued_requests", max_queued_requests, low=0)
         self.engine = LLM(model, **settings)
-        super().__init__(self.engine.processor, self.engine.config.max_num_seqs + max_queued)
-        self._thread = self.engine.engine_thread
+        super().__init__(self.engine.input_processor, self.engine.config.max_num_seqs + max_queued)
+        self._engine_thread = self.engine.engine_thread
         kinds = (OutputKind.DELTA, OutputKind.TOKENS)
         self._collectors = {kind: NotifyingCollector(kind, self._on_output, self._on_failure) for kind in kinds}
         self._told: asyncio.AbstractEventLoop | None = None  # the loop that knows that there are outputs
@@ -49,7 +49,7 @@ class AsyncLLM(EngineClient):
 
     def _start(self, request: CompletionRequest, name: str) -> AsyncRequest:
         try:
-            self._thread.submit([request], self._collectors[request.kind])
+            self._engine_thread.submit([request], self._collectors[request.kind])
         except RuntimeError as error:
             if not self._is_closing:  # then another rank is lost
                 self._end(error)
@@ -57,10 +57,10 @@ class AsyncLLM(EngineClient):
         return AsyncRequest(request, name)
 
     def _drop(self, request: AsyncRequest) -> None:
-        self._thread.discard([request.request_id])
+        self._engine_thread.discard([request.request_id])
 
     def _abort(self, request: AsyncRequest) -> None:
-        self._thread.abort(request.request_id)
+        self._engine_thread.abort(request.request_id)
 
     async def stats(self) -> list[dict[str, Any] | None]:
         return [self.engine.scheduler.stats()]
@@ -110,7 +110,7 @@ class AsyncLLM(EngineClient):
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(call)
         except RuntimeError:  # the loop was closed, and its tasks with it
-            self._thread.discard([i for collector in self._collectors.values() for i in [*collector.live]])
+            self._engine_thread.discard([i for collector in self._collectors.values() for i in [*collector.live]])
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

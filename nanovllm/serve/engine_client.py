@@ -49,7 +49,7 @@ class EngineClient(ABC):
 
     def __init__(self, processor: InputProcessor, max_live: int):
         """max_live: how many answers may run and wait. Each of `n` counts."""
-        self.processor, self.max_live = processor, max_live
+        self.input_processor, self.max_live = processor, max_live
         self.on_failure: list[Callable[[BaseException], None]] = []  # called, by any thread, when the engine has failed
         # called by the event loop's thread when a request has ended
         self.on_end: list[Callable[[AsyncRequest], None]] = []
@@ -179,8 +179,10 @@ class EngineClient(ABC):
 
             def make(tokens: TokensPrompt) -> Any:
                 if isinstance(sampling_params, BeamSearchParams):
-                    return beam_requests(self.processor, tokens, sampling_params, [priority], kind, BeamCompletion)[0]
-                request = self.processor.request(tokens, sampling_params, kind, priority=priority)
+                    return beam_requests(
+                        self.input_processor, tokens, sampling_params, [priority], kind, BeamCompletion
+                    )[0]
+                request = self.input_processor.request(tokens, sampling_params, kind, priority=priority)
                 if cache_salt is not None:
                     salt = blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=8).digest()
                     for seq in request.group:
@@ -224,7 +226,7 @@ class EngineClient(ABC):
     async def detokenize(self, token_ids: list[int]) -> str:
         """The text of tokens, special ones included. ValueError for an id outside of the vocabulary."""
         self.check_open()
-        vocab_size = self.processor.config.model_config.vocab_size
+        vocab_size = self.input_processor.config.model_config.vocab_size
 
         def decode() -> str:
             for token_id in token_ids:
@@ -243,7 +245,7 @@ class EngineClient(ABC):
     @cached_property
     def _long_lane(self) -> PromptLane:
         """Made by its own thread when a long text arrives, as a copy of a large tokenizer takes a second."""
-        return PromptLane(self.processor, takes_long_texts=True)
+        return PromptLane(self.input_processor, takes_long_texts=True)
 
     async def _in_thread(self, pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
         """What `call` returns in a thread of `pool`. EngineDeadError if the engine ends before that."""

@@ -19,7 +19,7 @@ def info_router(api: "Api") -> APIRouter:
 
     def entry(name: str) -> dict[str, Any]:
         found = {"id": name, "object": "model", "created": started, "owned_by": "nano-vllm"}
-        return found | {"root": api.root, "parent": None, "max_model_len": llm.processor.config.max_model_len}
+        return found | {"root": api.root, "parent": None, "max_model_len": llm.input_processor.config.max_model_len}
 
     async def models() -> Response:
         return json_response({"object": "list", "data": [entry(name) for name in api.model_names]})

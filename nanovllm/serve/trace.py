@@ -56,7 +56,7 @@ class StepRecorder:
     """
 
     def __init__(self, llm: LLM, max_frames: int = 512):
-        self._thread, self._core = llm.engine_thread, llm.core
+        self._engine_thread, self._core = llm.engine_thread, llm.core
         self._scheduler = llm.core.scheduler
         config = llm.config
         self._engine = {
@@ -99,15 +99,15 @@ class StepRecorder:
 
     def start(self) -> None:
         """Begin to record, with the state as it is. Waits for the step that is running."""
-        self._thread.call(self._start)
+        self._engine_thread.call(self._start)
 
     def stop(self) -> None:
         """Record no further step; the frames can still be read."""
-        self._thread.call(self._stop)
+        self._engine_thread.call(self._stop)
 
     def refresh(self) -> None:
         """Add a frame if something has changed without a step, as when the last running request was aborted."""
-        self._thread.call(self._refresh)
+        self._engine_thread.call(self._refresh)
 
     @property
     def is_recording(self) -> bool:

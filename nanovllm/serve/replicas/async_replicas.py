@@ -91,6 +91,6 @@ class AsyncReplicas(EngineClient):
         else:
             self.group.kill()
         self._close_pools()
-        self.processor.close()
+        self.input_processor.close()
         if self._owns_ray:
             actors.disconnect()

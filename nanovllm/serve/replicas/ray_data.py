@@ -36,7 +36,7 @@ class NanoVLLM:
         prompts: dict[int, Prompt] = {}
         for i, prompt in enumerate(batch[self.column]):
             try:
-                prompts[i] = TokensPrompt(prompt_token_ids=self.llm.processor.tokenize(_as_prompt(prompt))[1])
+                prompts[i] = TokensPrompt(prompt_token_ids=self.llm.input_processor.tokenize(_as_prompt(prompt))[1])
             except (ValueError, TypeError) as error:
                 errors[i] = str(error)
         found = self.llm.generate([*prompts.values()], self.params, use_tqdm=False) if prompts else []

@@ -56,8 +56,8 @@ class RayLLM:
         restart_timeout: seconds that a lost replica may take to run again, also to wait for a GPU or a host.
         """
         num_replicas = check_int("num_replicas", num_replicas, low=1)
-        self.processor = make_processor(model, settings)
-        config = self.processor.config
+        self.input_processor = make_processor(model, settings)
+        config = self.input_processor.config
         self.group = actors.make_group(
             model, settings, config, num_replicas, router, actor_options, restart_timeout=restart_timeout
         )
@@ -82,7 +82,7 @@ class RayLLM:
         priority: list[int] | None = None,
     ) -> list[RequestOutput]:
         """`LLM.generate`, with its errors. Ctrl-C and errors drop the requests of this call."""
-        requests = self.processor.requests(prompts, sampling_params, OutputKind.FINAL_ONLY, None, priority)
+        requests = self.input_processor.requests(prompts, sampling_params, OutputKind.FINAL_ONLY, None, priority)
         return self._run(requests, use_tqdm)
 
     # these need only `processor` and `_run`
@@ -91,7 +91,7 @@ class RayLLM:
 
     def get_tokenizer(self):
         """The tokenizer of the model, as transformers loads it."""
-        return self.processor.tokenizer
+        return self.input_processor.tokenizer
 
     def generate_iter(
         self, prompts: Iterable[Prompt], sampling_params: SamplingParams | Iterable[SamplingParams] | None = None
@@ -137,7 +137,7 @@ class RayLLM:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        self.processor.close()
+        self.input_processor.close()
         if self._owns_ray:
             actors.disconnect()
 
@@ -182,7 +182,9 @@ class RayLLM:
             except StopIteration:
                 raise ValueError(f"{i} sampling_params for more prompts: pass one, or one for each") from None
             try:
-                yield self.processor.request(prompt, default if params is None else params, OutputKind.FINAL_ONLY, i)
+                yield self.input_processor.request(
+                    prompt, default if params is None else params, OutputKind.FINAL_ONLY, i
+                )
             except (ValueError, TypeError) as error:
                 yield _refused(prompt, f"prompts[{i}]: {error}")
 

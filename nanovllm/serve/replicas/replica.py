@@ -41,7 +41,7 @@ class Replica:
     def start(self, model: str, settings: dict[str, Any]) -> dict[str, Any]:
         """Load the model, with the errors of `LLM`. Returns what the front needs to know of the engine."""
         self.engine = LLM(model, **settings)
-        self._thread = self.engine.engine_thread
+        self._engine_thread = self.engine.engine_thread
         self._collectors = {kind: NotifyingCollector(kind, self._notify, self._fail) for kind in OutputKind}
         self._requests: dict[int, CompletionRequest] = {}  # by the engine's id; `index` is the number at the front
         self._num_unfinished: dict[int, int] = {}  # answers of each request that have not ended, by the engine's id
@@ -90,7 +90,7 @@ class Replica:
                 self._num_unfinished[request.request_id] = len(request.group)
         try:
             for request in requests:
-                self._thread.submit([request], self._collectors[request.kind])
+                self._engine_thread.submit([request], self._collectors[request.kind])
         except RuntimeError as error:
             self._fail(error)
         self._in_grammar_thread.difference_update([new.number for new in messages])
@@ -101,14 +101,14 @@ class Replica:
         if late := self._in_grammar_thread.intersection(numbers):
             self._grammar_thread.submit(self.discard, late)  # when it has made them
         found = [self._forget(number) for number in numbers if number not in late]
-        self._thread.discard([request.request_id for request in found if request is not None])
+        self._engine_thread.discard([request.request_id for request in found if request is not None])
 
     def abort(self, number: int) -> None:
         """End a request with the tokens that it has."""
         if number in self._in_grammar_thread:
             self._grammar_thread.submit(self.abort, number)
         elif (request_id := self._ids.get(number)) is not None:
-            self._thread.abort(request_id)
+            self._engine_thread.abort(request_id)
 
     def stats(self) -> dict[str, Any]:
         return self.engine.scheduler.stats()
@@ -139,7 +139,7 @@ class Replica:
 
     def _make_request(self, new: NewRequest) -> CompletionRequest:
         prompt = TokensPrompt(prompt_token_ids=new.token_ids)
-        request = self.engine.processor.request(prompt, new.params, new.kind, new.number, priority=new.priority)
+        request = self.engine.input_processor.request(prompt, new.params, new.kind, new.number, priority=new.priority)
         for seq, noise_seed, generated in zip(request.group, new.noise_seeds, new.generated):
             seq.noise_seed = noise_seed
             for token_id in generated:  # as after a preemption
@@ -186,7 +186,7 @@ class Replica:
     def _check_ranks(self) -> None:
         """One may have died while there was nothing to do."""
         try:
-            self._thread.check_open()
+            self._engine_thread.check_open()
         except RuntimeError as error:
             self._fail(error)
 
