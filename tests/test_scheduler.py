@@ -12,10 +12,9 @@ from zlib import crc32
 import pytest
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.group_admission import MAX_STEPS_WITHOUT_ADMISSION
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduler import MAX_STEPS_WITHOUT_ADMISSION, Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.token_budget import MIN_SHARED_CHUNK, TokenBudget
 from nanovllm.sampling_params import SamplingParams

@@ -13,10 +13,9 @@ from test_scheduler import outputs_of, postprocess
 
 from nanovllm import BeamSearchParams, SamplingParams, SchedulingPolicy
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.group_admission import MAX_STEPS_WITHOUT_ADMISSION
 from nanovllm.engine.policies import Priority, make_policy
 from nanovllm.engine.scheduled_step import ScheduledStep
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduler import MAX_STEPS_WITHOUT_ADMISSION, Scheduler
 from nanovllm.engine.scheduling_policy import FCFS, WaitingQueue
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.token_budget import MIN_SHARED_CHUNK, TokenBudget

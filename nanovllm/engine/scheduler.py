@@ -6,19 +6,19 @@ from operator import attrgetter
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.decode_table import DecodeTable
-from nanovllm.engine.group_admission import GroupAdmission
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.scheduling_policy import WaitingQueue
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.token_budget import TokenBudget
 
 MAX_COUNTED_PROMPTS = 64  # of those that wait, when their tokens are counted
+MAX_STEPS_WITHOUT_ADMISSION = 32
 
 
 class Scheduler:
     """Continuous batching with mixed steps: each running sequence decodes a token, beside chunks of prompts.
 
-    The most urgent prompts come first, in their `Sequence.order`, as far as the step's TokenBudget goes. A full engine
+    Prompts are computed in their `Sequence.order`, as far as the step's TokenBudget goes. A full engine
     admits new sequences in groups: see GroupAdmission. `schedule` may be called again before the last step's tokens
     have arrived, but only once; sequences that wait for their tokens are then left out.
 
@@ -113,7 +113,7 @@ class Scheduler:
         return step
 
     def _schedule_decodes(self, step: ScheduledStep) -> None:
-        """Decode all that can. The least urgent of all sequences are preempted until the others have blocks."""
+        """Decode all that can. Sequences are preempted, the last in order first, until the others have blocks."""
         rows = self.decoding.ready()
         while len(seqs := self.decoding.without_slot(rows)) > len(self.block_manager.free_block_ids):
             self.preempt(max((*self.running.values(), *self.prefilling.values()), key=attrgetter("order")))
@@ -124,7 +124,7 @@ class Scheduler:
         self.decoding.schedule(rows, step)
 
     def _schedule_chunks(self, step: ScheduledStep, is_mixed: bool = False) -> None:
-        """Chunks of the prompts that are being computed, and of those that can be admitted, the most urgent first."""
+        """Chunks of the prompts that are being computed, and of those that can be admitted, in their order."""
         budget = self.budget
         if is_mixed:
             seqs = (*self.prefilling.values(), *islice(self.waiting, MAX_COUNTED_PROMPTS))
@@ -270,3 +270,30 @@ class Scheduler:
         seq.req_index = -1
         self.prefilling.pop(seq.key, None)
         self.running.pop(seq.key, None)
+
+
+class GroupAdmission:
+    """Admission with hysteresis: once the engine is full, sequences are admitted in groups.
+
+    A mixed step for each sequence that ends would hold up all others. So the first sequence that does not fit pauses
+    admission until a sixteenth of the running ones have ended, or for MAX_STEPS_WITHOUT_ADMISSION steps.
+    """
+
+    def __init__(self) -> None:
+        self._max_running: int | None = None  # admission is paused while more than this run
+        self._num_steps = 0  # since the pause began
+
+    def may_admit(self, num_running: int) -> bool:
+        """Called once in each step with sequences that wait."""
+        if self._max_running is None or num_running <= self._max_running:
+            return True
+        self._num_steps += 1
+        return self._num_steps > MAX_STEPS_WITHOUT_ADMISSION
+
+    def pause(self, num_running: int) -> None:
+        """A sequence did not fit."""
+        self._max_running, self._num_steps = max(0, num_running - max(1, num_running // 16)), 0
+
+    def resume(self) -> None:
+        """A sequence was admitted, or none waits any more."""
+        self._max_running, self._num_steps = None, 0

@@ -57,7 +57,7 @@ class ReplicaRequest(AsyncRequest):
 
     @property
     def order(self) -> tuple:
-        """The scheduling policy's; unique, and the least is the most urgent."""
+        """The scheduling policy's; unique, and the least comes first."""
         return self.request.group[0].order
 
     @property
