@@ -12,7 +12,7 @@ A frame is a dict for JSON, and holds differences to the frame before. Fields th
 - `admitted`: names of the sequences that hold blocks from now on.
 - `released`: [name, reason] of sequences that hold no blocks any more, or are no longer shown. The reason is
   "preempted", "hidden" (it waits behind many others), or the finish reason.
-- `waiting`: [number of sequences, name of the first one, ...], the first in order first; left out if it has not changed.
+- `waiting`: [number of sequences, name of the first one, ...], in order; left out if it has not changed.
 - `tables`: [name, n, block id, ...] of block tables that changed: n entries are the same, and these follow.
 - `cached`: ids of blocks that no sequence holds any more, but that can be found as a prefix. `free`: ids of blocks that
   can no longer be found. A block that no table has is free, unless it is cached.
