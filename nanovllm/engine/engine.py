@@ -45,10 +45,10 @@ class Engine:
 
     def step(self) -> None:
         """Launch the next step, and process the result of this one or, with `async_scheduling`, of the one before."""
-        step = self.scheduler.schedule(prompts_first=self.output_processor.is_offline)
-        launched = (step, self.workers.launch(self.model_runner, step)) if step else None
+        scheduled = self.scheduler.schedule(prompts_first=self.output_processor.is_offline)
+        launched = (scheduled, self.workers.launch(self.model_runner, scheduled)) if scheduled else None
         if self.config.async_scheduling:
-            launched, self._in_flight = self._in_flight, launched  # from here on, that of the step before
+            launched, self._in_flight = self._in_flight, launched  # now `launched` is the step before
         if launched:
             step, pending = launched
             result = pending.wait()

@@ -146,8 +146,7 @@ class PendingLogprobs:
         """`requests` [n, 4] are LogprobRequests."""
         self._requests = [LogprobRequest(*row) for row in requests.tolist()]
         on_device = self._compute(compute_logits, *output)
-        # a barrier, as at the end of a forward pass: no rank overwrites peer memory that another still reads
-        tp.max_of_ranks(torch.empty(0, dtype=torch.int64, device=output[0].device))
+        tp.barrier(output.token_ids.device)  # no rank overwrites peer memory that another still reads
         on_host = [torch.empty_like(x, device="cpu", pin_memory=x.is_cuda) for x in on_device]
         self._on_host = [y.copy_(x, non_blocking=True) for x, y in zip(on_device, on_host)]
 

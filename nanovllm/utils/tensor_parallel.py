@@ -55,6 +55,10 @@ class TensorParallel:
         """The elementwise maximum of every rank's keys [S] int64; S may be 0. It ends each forward of several ranks."""
         return keys
 
+    def barrier(self, device: torch.device) -> None:
+        """What is queued on the device afterwards waits until all ranks are here, as at the end of each forward."""
+        self.max_of_ranks(torch.empty(0, dtype=torch.int64, device=device))
+
     def peer_sum(self, split_k: int, num_rows: int, width: int, dtype: torch.dtype) -> Any:
         """A `PeerSum`, to whose `parts` [split_k, num_rows, width] this rank is to write; only with `has_peers`."""
         raise NotImplementedError
