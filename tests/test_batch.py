@@ -15,13 +15,13 @@ from nanovllm.startup.cuda import dummy_prefill
 
 FEATURES = (("one", (("a", (3,)), ("b", (2, 5)))), ("two", (("a", (1, 7)),)))
 MIXED = BatchShape(7, 3, 1, 2, 5, 4, 6, False, 2, 1, 3, FEATURES)
-DECODE = decode_shape(5, 3, num_block_copies=1, features=FEATURES[1:])
+DECODE = decode_shape(5, 3, num_block_copies=1, feature_shapes=FEATURES[1:])
 BLOCK_SIZE = 4
 
 
 def views(batch: Batch) -> dict:
     found = {view.name: getattr(batch, view.name) for view in VIEWS}
-    of_features = {(feature, name): x for feature, arrays in batch.features.items() for name, x in arrays.items()}
+    of_features = {(feature, name): x for feature, arrays in batch.feature_arrays.items() for name, x in arrays.items()}
     return {name: x for name, x in found.items() if x is not None} | of_features
 
 
@@ -111,7 +111,10 @@ def test_chunks_beside_decodes():
     assert batch.logits_indices.tolist() == [0, 1, 8] and batch.sampled_rows.tolist() == [0, 1, 3]
     assert batch.req_indices.tolist() == [5, 4, 2] and batch.new_req_indices.tolist() == [2]
     assert batch.shape.num_decodes == 2 and len(batch.params) == 1
-    assert {name: x.tolist() for name, x in batch.features["one"].items()} == {"a": [5], "b": [[0, 1, 2], [5, 6, 7]]}
+    assert {name: x.tolist() for name, x in batch.feature_arrays["one"].items()} == {
+        "a": [5],
+        "b": [[0, 1, 2], [5, 6, 7]],
+    }
     assert batch.query_tiles.tolist() == [[2, 2], [2, 0], [3, 2], [3, 0]] and batch.num_decodes == 2
 
     bounds = BatchShape(20, 9, 5, 7, 3, 0, 8)

@@ -38,12 +38,12 @@ class CountTokens(StepFeature):
         if request.params.max_counted < 0:
             raise ValueError(f"max_counted={request.params.max_counted}: must be at least 0")
         for seq in request.group:
-            seq.features["CountTokens"], seq.is_watched = [], True
+            seq.feature_state["CountTokens"], seq.is_watched = [], True
 
     @classmethod
     def after_step(cls, step, arrived, ends, result):
         for seq in arrived.values():
-            if (counted := seq.features.get("CountTokens")) is not None:
+            if (counted := seq.feature_state.get("CountTokens")) is not None:
                 counted.append(seq.last_token)
                 if len(counted) == seq.params.max_counted:
                     ends[seq] = "stop", "counted"
@@ -137,8 +137,8 @@ def test_plain_requests_carry_nothing(make_llm):
     llm.generate([[5, 6], [7]], SamplingParams(max_tokens=5, top_k=5, top_p=0.9, min_p=0.01, seed=1), use_tqdm=False)
     assert len(steps) == 5 and not llm.model_runner.features
     for step, result in steps:
-        assert not (step.features or step.watched or result.features)
-        assert not any(seq.features or seq.columns for seq in step.sampled_seqs)
+        assert not (step.feature_names or step.watched or result.feature_results)
+        assert not any(seq.feature_state or seq.columns for seq in step.sampled_seqs)
     llm.generate([[5, 6]], SamplingParams(max_tokens=2, stop_token_ids=[7], min_tokens=1), use_tqdm=False)
     assert [*llm.model_runner.features] == ["logit_edits"]
     llm.generate([[5, 6]], SamplingParams(max_tokens=2, logprobs=0), use_tqdm=False)

@@ -438,11 +438,11 @@ def test_logprobs_of_greedy_tokens(make_llm):
     llm.generate([[5, 6, 7], [8] * 40], params, use_tqdm=False)
     assert len(steps) == 12
     for step in steps[:1] + steps[-1:]:  # the host memory of the others has been reused
-        result = step.wait().features["logprobs"]
+        result = step.wait().feature_results["logprobs"]
         for logprobs in result.of_tokens:
             assert len(logprobs) == 3 and list(logprobs.values()) == sorted(logprobs.values(), key=lambda x: x[1])
             assert [rank for _, rank in logprobs.values()] == [1, 2, 3]
-    assert [len(x) for x in steps[0].wait().features["logprobs"].of_prompts] == [2, 39]
+    assert [len(x) for x in steps[0].wait().feature_results["logprobs"].of_prompts] == [2, 39]
 
 
 # -- callers -----------------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def watch(llm) -> dict:
 
         def take():
             sampled = wait()
-            found = sampled.features.get("logprobs", StepLogprobs([], []))
+            found = sampled.feature_results.get("logprobs", StepLogprobs([], []))
             for seq, row, logprobs in zip(step.sampled_seqs, step.sampled_rows, found.of_tokens):
                 seen[seq.request_id, step.rows[row].end] = logprobs
             for row, prompt_logprobs in zip(step.chunks, found.of_prompts):

@@ -260,7 +260,7 @@ def test_mask_follows_the_tokens(llm):
     """Several at a time, as after a loss of a replica; and a constraint lives no longer than its sequence."""
     (request,) = llm.input_processor.requests("Hello", params("regex", "[ab]{3}c*"), OutputKind.FINAL_ONLY)
     (seq,) = request.group
-    constraint = seq.features["structured_outputs"]
+    constraint = seq.feature_state["structured_outputs"]
     allowed = lambda: [i for i in range(2048) if constraint.mask[i // 32] >> (i % 32) & 1]
     single = lambda text: llm.tokenizer.encode(text)[0]
     first = allowed()

@@ -40,7 +40,7 @@ class BatchShape(NamedTuple):
     num_sampled: int = 0  # of the samples, those that are not padding, in steps with chunks
     num_new_requests: int = 0  # sampled for the first time since they were admitted
     num_block_copies: int = 0  # cache blocks that sequences no longer share, copied before the forward pass
-    features: tuple[tuple[str, tuple[tuple[str, Dims], ...]], ...] = ()  # the arrays of each that the step uses
+    feature_shapes: tuple[tuple[str, tuple[tuple[str, Dims], ...]], ...] = ()  # the arrays of each that the step uses
 
     @property
     def has_chunks(self) -> bool:
@@ -89,7 +89,7 @@ class Batch(Generic[Array]):
     params: Array = _view(lambda s: (s.num_new_requests, WIDTH), chunks_only=True)  # new requests are sampled last
 
     block_copies: Array = _view(lambda s: (2, s.num_block_copies))  # cache blocks to copy from, and to copy to
-    features: dict[str, dict[str, Array]] = field(default_factory=dict)  # by name, what `StepFeature.prepare` returned
+    feature_arrays: dict[str, dict[str, Array]] = field(default_factory=dict)  # of `StepFeature.prepare`
 
     @property
     def new_req_indices(self) -> Array:
@@ -102,13 +102,13 @@ class Batch(Generic[Array]):
         """The views of a buffer that may be longer than the batch."""
         layout, size = _layout(shape)
         batch = cls(shape, buffer[:size])
-        batch.features = {name: {} for name, _ in shape.features}
+        batch.feature_arrays = {name: {} for name, _ in shape.feature_shapes}
         for feature, name, begin, end, dims in layout:
             view = buffer[begin:end].reshape(dims)
             if feature is None:
                 setattr(batch, name, view)
             else:
-                batch.features[feature][name] = view
+                batch.feature_arrays[feature][name] = view
         return batch
 
     @staticmethod
@@ -140,7 +140,7 @@ def _layout(shape: BatchShape) -> tuple[list[tuple[str | None, str, int, int, Di
         for view in VIEWS
         if shape.has_chunks or not view.metadata["chunks_only"]
     ]
-    arrays += [(feature, name, dims) for feature, of_feature in shape.features for name, dims in of_feature]
+    arrays += [(feature, name, dims) for feature, of_feature in shape.feature_shapes for name, dims in of_feature]
     views, begin = [], 0
     for feature, name, dims in arrays:
         views.append((feature, name, begin, begin + prod(dims), dims))
@@ -272,8 +272,8 @@ def _fill_params(params: np.ndarray, seqs: list[Sequence]) -> None:
 
 def _optional_sizes(step: ScheduledStep, arrays: FeatureArrays) -> dict[str, Any]:
     dims = lambda rows: (len(rows), *rows[0].shape) if isinstance(rows, list) else rows.shape
-    features = tuple((name, tuple((key, dims(x)) for key, x in found.items())) for name, found in arrays.items())
-    return dict(num_block_copies=len(step.copies), features=features)
+    shapes = tuple((name, tuple((key, dims(x)) for key, x in found.items())) for name, found in arrays.items())
+    return dict(num_block_copies=len(step.copies), feature_shapes=shapes)
 
 
 def _fill_optional(batch: HostBatch, step: ScheduledStep, arrays: FeatureArrays) -> None:
@@ -283,6 +283,6 @@ def _fill_optional(batch: HostBatch, step: ScheduledStep, arrays: FeatureArrays)
     for name, found in arrays.items():
         for key, values in found.items():
             if isinstance(values, list):
-                np.stack(values, out=batch.features[name][key])
+                np.stack(values, out=batch.feature_arrays[name][key])
             else:
-                batch.features[name][key][:] = values
+                batch.feature_arrays[name][key][:] = values

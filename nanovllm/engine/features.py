@@ -29,9 +29,10 @@ class StepFeature:
     def attach(cls, request: Any, processor: Any) -> None:
         """Check a new engine.request.Request, in the thread of its caller: ValueError or TypeError refuses it.
 
-        `seq.features[name]`, None so far, has what the feature keeps of a sequence. It may set more: `columns`, numbers
-        for the device by the name of their column, which for `fields` is done here; `is_watched`, so that `after_step`
-        sees each of its tokens; `waits_for_token`, so that it decodes no token before that; and `skips_prefix_hits`.
+        `seq.feature_state[name]`, None so far, has what the feature keeps of a sequence. It may set more: `columns`,
+        numbers for the device by the name of their column, which for `fields` is done here; `is_watched`, so that
+        `after_step` sees each of its tokens; `waits_for_token`, so that it decodes no token before that; and
+        `skips_prefix_hits`.
         """
         for seq in request.group:
             seq.columns |= {name: float(getattr(seq.params, name, 0)) for name in cls.fields}

@@ -118,7 +118,7 @@ class InputProcessor:
         for name, feature in self._features.items():
             if feature.is_asked_for(params):
                 for seq in group:
-                    seq.features[name] = None
+                    seq.feature_state[name] = None
                 feature.load().attach(request, self)
         self.set_order(*group)
         return request

@@ -127,10 +127,9 @@ class ModelRunner:
 
     def prepare(self, step: ScheduledStep) -> HostBatch:
         prepare = self.prepare_mixed if step.chunks else self.prepare_decode
-        arrays = {}
-        for name in sorted(step.features):  # the same layout in every run
-            if (found := FEATURES[name].load().prepare(step)) is not None:
-                arrays[name] = found
+        names = sorted(step.feature_names)  # the same layout in every run
+        prepared = {name: FEATURES[name].load().prepare(step) for name in names}
+        arrays = {name: found for name, found in prepared.items() if found is not None}
         return prepare(step, arrays, self.host_buffer(bool(step.chunks)))
 
     def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:
@@ -140,7 +139,7 @@ class ModelRunner:
             if batch.shape.num_block_copies:
                 self._copy_blocks(batch.block_copies)
             if self.graphs and not batch.shape.has_chunks:
-                if batch.features:  # the graph has only the edits of logits, not what they read
+                if batch.feature_arrays:  # the graph has only the edits of logits, not what they read
                     self._upload(batch.to(self.buffers.device))
                 token_ids, output = self.graphs.replay(batch.shape.num_seqs)
             elif self.buffers:
@@ -150,7 +149,8 @@ class ModelRunner:
             else:
                 output = self.execute(batch)
                 token_ids = output.token_ids
-            pending = {name: self.features[name].after_forward(found, output) for name, found in batch.features.items()}
+            arrays = batch.feature_arrays.items()
+            pending = {name: self.features[name].after_forward(found, output) for name, found in arrays}
             return PendingStep(step, token_ids, pending, self.device.type == "cuda", self.tp)
 
     def prepare_mixed(self, step: ScheduledStep, arrays: FeatureArrays, buffer: np.ndarray | None) -> HostBatch:
@@ -186,8 +186,8 @@ class ModelRunner:
         """Write the sampling parameters of new requests and the arrays of features into the tables on the device."""
         if batch.shape.num_new_requests:
             self.params[batch.new_req_indices] = batch.params
-        self.add_features(batch.features)
-        for name, arrays in batch.features.items():
+        self.add_features(batch.feature_arrays)
+        for name, arrays in batch.feature_arrays.items():
             self.features[name].upload(arrays)
 
     def forward(self, batch: DeviceBatch) -> ForwardOutput:

@@ -50,8 +50,8 @@ class OutputProcessor:
         """
         arrived, ends = self._append(step, result.token_ids)
         for name in [*FEATURES]:  # another thread may register one meanwhile
-            if name in step.features:
-                FEATURES[name].load().after_step(step, arrived, ends, result.features.get(name))
+            if name in step.feature_names:
+                FEATURES[name].load().after_step(step, arrived, ends, result.feature_results.get(name))
         for seq, reasons in ends.items():
             self.end(seq, *reasons)
         for seq in arrived.values():

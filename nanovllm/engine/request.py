@@ -88,7 +88,7 @@ class CompletionRequest(Request):
             num_hidden = self._num_hidden(seq) if is_last else 0
             text = self.detokenizer(seq).take_text(num_hidden, is_last) if self.params.detokenize else ""
             logprobs = None
-            if self.params.logprobs is not None and (found := seq.features["logprobs"].of_tokens):
+            if self.params.logprobs is not None and (found := seq.feature_state["logprobs"].of_tokens):
                 if seq.index not in self._logprob_texts:
                     self._logprob_texts[seq.index] = self._new_logprob_texts()
                 logprobs = self._logprob_texts[seq.index].add(found[start - seq.num_prompt_tokens :])
@@ -115,7 +115,7 @@ class CompletionRequest(Request):
             return None
         texts = self._new_logprob_texts()
         texts.decode(self.group[0].token_ids[0])
-        return [None, *texts.add(self.group[0].features["logprobs"].of_prompt[1:])]
+        return [None, *texts.add(self.group[0].feature_state["logprobs"].of_prompt[1:])]
 
     def _completion(self, seq: Sequence) -> CompletionOutput:
         token_ids, text, logprobs, cumulative_logprob = seq.completion_token_ids, "", None, None
@@ -124,7 +124,7 @@ class CompletionRequest(Request):
             detokenizer.decode(self._num_hidden(seq), seq.finish_reason is not None)
             text = detokenizer.text
         if self.params.logprobs is not None:
-            logprobs = self._new_logprob_texts().add(seq.features["logprobs"].of_tokens)
+            logprobs = self._new_logprob_texts().add(seq.feature_state["logprobs"].of_tokens)
             cumulative_logprob = sum(found[token_id].logprob for token_id, found in zip(token_ids, logprobs))
         return CompletionOutput(
             seq.index, text, token_ids, cumulative_logprob, logprobs, seq.finish_reason, seq.stop_reason

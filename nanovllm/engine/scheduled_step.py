@@ -30,7 +30,7 @@ class ScheduledStep:
     visited: indices of `sampled_seqs`, in ascending order, whose token may end the sequence or fill a block. Other
         tokens are only appended, unless they are end-of-sequence ids.
     watched: indices of `sampled_seqs`, in ascending order, whose every token a feature or a caller looks at.
-    features: the names of the features that its rows use.
+    feature_names: of the features with work on the host in this step.
     copies: (from, to) of cache blocks that are copied before the step's keys and values are stored.
     scheduled_at: when its scheduling began, in seconds of `time.perf_counter`.
     """
@@ -43,7 +43,7 @@ class ScheduledStep:
     sampled_rows: list[int] = field(default_factory=list)
     visited: list[int] = field(default_factory=list)
     watched: list[int] = field(default_factory=list)
-    features: set[str] = field(default_factory=set)
+    feature_names: set[str] = field(default_factory=set)
     copies: list[tuple[int, int]] = field(default_factory=list)
     scheduled_at: float = field(default_factory=perf_counter)
 
@@ -82,4 +82,4 @@ class StepResult(NamedTuple):
     """The outcome of a step on the host: a token for each of its `sampled_seqs`, and what features have computed."""
 
     token_ids: list[int]
-    features: dict[str, Any]
+    feature_results: dict[str, Any]

@@ -107,7 +107,7 @@ class Scheduler:
             return None
         watched = map(step.sampled_seqs.__getitem__, step.watched)
         with_features = *watched, *(chunk.seq for chunk in step.chunks), *step.new_seqs
-        step.features = {name for seq in with_features for name in seq.features}
+        step.feature_names = {name for seq in with_features for name in seq.feature_state}
         step.copies = [(source, target) for target, source in copies.items()]
         self.counts[f"{step.kind}_steps"] += 1
         return step

@@ -50,7 +50,7 @@ class Sequence:
         self.priority = priority  # of its request, for scheduling policies
         self.set_order(0)
         self.params = params
-        self.features: dict[str, Any] = {}  # by name, what the features that it uses keep of it: see StepFeature
+        self.feature_state: dict[str, Any] = {}  # by name, what the features that it uses keep of it: see StepFeature
         self.columns: dict[str, float] = {}  # parameters of features, by the name of their column on the device
         self.is_watched = False  # a feature or a caller looks at each token when it arrives
         self.waits_for_token = False  # a token is decoded when the one before it has reached the host
@@ -141,7 +141,7 @@ class Sequence:
         other.counts = [len(other.token_ids), 0, self.max_num_tokens]
         other.block_table, other.block_hashes, other.req_index = [], [], -1
         other.status, other.is_paused, other.was_admitted = SequenceStatus.WAITING, False, False
-        other.features, other.timing = deepcopy(self.features), dict(self.timing)
+        other.feature_state, other.timing = deepcopy(self.feature_state), dict(self.timing)
         return other
 
     def record_time(self, event: str) -> None:

@@ -33,15 +33,15 @@ class PendingStep:
         self,
         step: ScheduledStep | None,
         token_ids: torch.Tensor,
-        features: dict[str, Any],
+        pending: dict[str, Any],
         is_cuda: bool,
         tp: TensorParallel,
     ):
-        """`token_ids` [S] or longer are in host memory; `features` are what `StepFeature.after_forward` has returned.
+        """`token_ids` [S] or longer are in host memory; `pending` has the results of `StepFeature.after_forward`.
 
         Only rank 0 has the ScheduledStep; the other ranks can `synchronize`, but not `wait` for a result.
         """
-        self._step, self._token_ids, self._features, self._tp = step, token_ids, features, tp
+        self._step, self._token_ids, self._pending, self._tp = step, token_ids, pending, tp
         self._done = torch.cuda.Event() if is_cuda else None
         if self._done:
             self._done.record()
@@ -62,5 +62,5 @@ class PendingStep:
         self.synchronize()
         assert self._step is not None, "only rank 0 has results"
         token_ids = self._token_ids[: len(self._step.sampled_seqs)].tolist()
-        found = {name: pending.result(self._step) for name, pending in self._features.items() if pending is not None}
-        return StepResult(token_ids, found)
+        results = {name: found.result(self._step) for name, found in self._pending.items() if found is not None}
+        return StepResult(token_ids, results)

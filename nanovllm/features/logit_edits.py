@@ -60,18 +60,18 @@ class LogitEdits(StepFeature):
             num_bad_words=len(bad_words),
         )
         for seq in request.group:
-            seq.features["logit_edits"] = edits
+            seq.feature_state["logit_edits"] = edits
             seq.columns |= columns
 
     @classmethod
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
         """Rows of the tables: those of new requests, and new masks of structured outputs."""
-        new = [(seq.req_index, seq.features["logit_edits"]) for seq in step.new_seqs if "logit_edits" in seq.features]
+        new = [(seq.req_index, edits) for seq in step.new_seqs if (edits := seq.feature_state.get("logit_edits"))]
         biases = [(i * MAX_BIASES + j, *bias) for i, edits in new for j, bias in enumerate(edits.biases)]
         bad_words = [(i * MAX_BAD_WORDS + j, word) for i, edits in new for j, word in enumerate(edits.bad_words)]
         masks = {i: edits.allowed_mask for i, edits in new if edits.allowed_mask is not None}
         for seq in map(step.sampled_seqs.__getitem__, step.watched):
-            if (constraint := seq.features.get("structured_outputs")) is not None:
+            if (constraint := seq.feature_state.get("structured_outputs")) is not None:
                 masks[seq.req_index] = constraint.mask  # which allows the request's own ids only, too
         arrays: dict[str, Any] = {}
         if biases:

@@ -67,7 +67,7 @@ class TokenLogprobs(StepFeature):
     @staticmethod
     def watch(seq: Sequence) -> None:
         """Collect what the parameters of `seq` ask for."""
-        seq.features["logprobs"] = SequenceLogprobs()
+        seq.feature_state["logprobs"] = SequenceLogprobs()
         seq.is_watched |= seq.params.logprobs is not None
         seq.skips_prefix_hits = seq.params.prompt_logprobs is not None  # which need every position computed
 
@@ -95,14 +95,14 @@ class TokenLogprobs(StepFeature):
             return
         for (seq, start, _), found in zip(step.chunks, result.of_prompts):
             if found:
-                seq.features["logprobs"].of_prompt[start + 1 : start + 1 + len(found)] = found
+                seq.feature_state["logprobs"].of_prompt[start + 1 : start + 1 + len(found)] = found
         for i, seq in arrived.items():
             if (of_token := result.of_tokens[i]) is None:
                 continue
             if seq.pauses:
-                seq.features["logprobs"].candidates = of_token
+                seq.feature_state["logprobs"].candidates = of_token
             else:
-                seq.features["logprobs"].of_tokens.append(of_token)
+                seq.feature_state["logprobs"].of_tokens.append(of_token)
 
 
 class LogprobRequest(NamedTuple):

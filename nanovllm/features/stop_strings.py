@@ -16,13 +16,13 @@ class StopStrings(StepFeature):
     def attach(cls, request: Any, processor: Any) -> None:
         for seq in request.group:
             detokenizer = StoppingDetokenizer(seq.token_ids, seq.num_prompt_tokens, request.token_bytes, seq.params)
-            seq.features["stop_strings"] = request.detokenizers[seq.index] = detokenizer
+            seq.feature_state["stop_strings"] = request.detokenizers[seq.index] = detokenizer
             seq.is_watched = True
 
     @classmethod
     def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
         for seq in arrived.values():
-            if (detokenizer := seq.features.get("stop_strings")) is None:
+            if (detokenizer := seq.feature_state.get("stop_strings")) is None:
                 continue
             ended_by_id = seq in ends and ends[seq][0] == "stop"  # an id that may be no part of the text
             if ended_by_id and not seq.params.include_stop_str_in_output:

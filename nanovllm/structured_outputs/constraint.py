@@ -32,7 +32,7 @@ class Constraint:
         params = seq.params
         self._stops = np.array(params.stop_token_ids or (), np.int64)
         self._ends = np.array([*{*eos_token_ids, *self._stops.tolist()}], np.int64)
-        edits = seq.features["logit_edits"]
+        edits = seq.feature_state["logit_edits"]
         self._allowed, self._bad_words = edits.allowed_mask, edits.bad_words
 
     def consume(self) -> bool:

@@ -22,8 +22,8 @@ class StructuredOutputs(StepFeature):
     @classmethod
     def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
         """Make the masks of sequences that have got a token. Those whose mask is empty end with an "error"."""
-        seqs = [seq for seq in arrived.values() if "structured_outputs" in seq.features and seq not in ends]
-        update([seq.features["structured_outputs"] for seq in seqs])
+        seqs = [seq for seq in arrived.values() if "structured_outputs" in seq.feature_state and seq not in ends]
+        update([seq.feature_state["structured_outputs"] for seq in seqs])
         for seq in seqs:
-            if (error := seq.features["structured_outputs"].error) is not None:
+            if (error := seq.feature_state["structured_outputs"].error) is not None:
                 ends[seq] = "error", error

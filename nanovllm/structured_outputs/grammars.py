@@ -101,7 +101,7 @@ def constrain(group: list[Sequence], processor: Any) -> None:
     matcher = processor.grammars.matcher(params.structured_outputs)
     for seq in group:
         constraint = Constraint(seq, matcher.deep_copy(), model.vocab_size, model.eos_token_ids)
-        seq.features["structured_outputs"] = constraint
-    update([seq.features["structured_outputs"] for seq in group])
-    if (error := group[0].features["structured_outputs"].error) is not None:
+        seq.feature_state["structured_outputs"] = constraint
+    update([seq.feature_state["structured_outputs"] for seq in group])
+    if (error := group[0].feature_state["structured_outputs"].error) is not None:
         raise ValueError(f"{error}, not even a first one")

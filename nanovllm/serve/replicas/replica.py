@@ -144,7 +144,7 @@ class Replica:
             seq.noise_seed = noise_seed
             for token_id in generated:  # as after a preemption
                 seq.token_ids.append(token_id)
-                for name in seq.features:  # each token by itself, as stop strings do not count before `min_tokens`
+                for name in seq.feature_state:  # each token by itself, as stop strings do not count before `min_tokens`
                     FEATURES[name].load().after_step(ScheduledStep(), {0: seq}, {}, None)
             seq.num_tokens = len(seq.token_ids)
         return request
