@@ -135,6 +135,7 @@ def test_plain_requests_carry_nothing(make_llm):
     steps = []
     llm.core.on_step.append(lambda step, result: steps.append((step, result)))
     llm.generate([[5, 6], [7]], SamplingParams(max_tokens=5, top_k=5, top_p=0.9, min_p=0.01, seed=1), use_tqdm=False)
+    assert llm.stats()["steps"]["decode"] == 4  # asked between two steps: the observer has seen the last one
     assert len(steps) == 5 and not llm.model_runner.features
     for step, result in steps:
         assert not (step.feature_names or step.watched or result.feature_results)
