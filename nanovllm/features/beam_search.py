@@ -95,7 +95,7 @@ class BeamRequest(Request):
         candidates = [
             Candidate(self._cumulative_logprobs[seq.index] + logprob, (*seq.completion_token_ids, token_id), seq)
             for seq in beams
-            for token_id, (logprob, _) in seq.feature_state["logprobs"].candidates.items()
+            for token_id, (logprob, _) in seq.feature_state["logprobs"].take_candidates().items()
         ]
         candidates.sort(key=itemgetter(0, 1), reverse=True)
         ends = [is_last or candidate.token_ids[-1] in self._eos_token_ids for candidate in candidates]

@@ -39,6 +39,11 @@ class SequenceLogprobs:
         self.of_prompt: list[Logprobs | None] = [None]  # for each token of the prompt; the first has none
         self.candidates: Logprobs = {}  # for the next token, of a sequence that pauses
 
+    def take_candidates(self) -> Logprobs:
+        """So that a fork has none of them to copy."""
+        taken, self.candidates = self.candidates, {}
+        return taken
+
 
 class StepLogprobs(NamedTuple):
     """Those of a step; None without a request for them.
