@@ -45,6 +45,7 @@ class SamplingParams:
     stop_token_ids: at most 128 ids that end the request like the model's own; cut from the text like `stop`.
     bad_words: strings that are not generated, tokenized both with and without a space before them.
     allowed_token_ids: the only ids that may be generated.
+    include_stop_str_in_output: the text ends after the stop string or stop token, not before it.
     skip_special_tokens: leave special tokens out of the text.
     detokenize: decode the answer to text; False: no text, and no stop strings.
     presence_penalty: subtracted from the logits of tokens that were generated.
@@ -54,7 +55,7 @@ class SamplingParams:
     structured_outputs: the form of the answer: a dict with one key, which is "json" (a JSON schema, as a dict or text),
         "json_object" (True), "regex" (of the whole answer, in the syntax of Rust's regex crate), "choice" (a list of
         strings) or "grammar" (llguidance's variant of Lark). An answer that ends by itself has this form. Needs
-        llguidance: `pip install 'nano-vllm[serve]'`. structured_outputs/README.md has the rest.
+        llguidance: `pip install 'nano-vllm[serve]'`. docs/structured-outputs.md has the rest.
     logprobs: return the log-probability of each generated token and of this many of the most likely ones (-1 is all).
         They are the model's own: temperature, penalties and filters do not change them.
     prompt_logprobs: the same for the tokens of the prompt; such a request does not read the prefix cache.

@@ -1,27 +1,35 @@
-"""What the READMEs say is true: experiments print what stands there, figures are those of the results file, links lead
-somewhere.
+"""What the documents say is true: code runs and prints what stands there, figures are those of the results file, names
+exist, links lead somewhere. And they are short.
 """
 
+import ast
+import inspect
 import json
 import re
+import subprocess
+import sys
+import textwrap
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from settings_tables import PAGES, with_tables
+from test_architecture import CORE_LINES
 
 import bench
 from nanovllm import LLM, SamplingParams, SchedulingPolicy
 from nanovllm.config import Config
+from nanovllm.engine.engine import Engine
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-DOCUMENTS = ["README.md", "nanovllm/engine/README.md", "nanovllm/kernels/README.md", "tests/README.md"]
-DOCUMENTS += ["nanovllm/serve/README.md", "nanovllm/serve/replicas/README.md", "nanovllm/quantization/README.md"]
-DOCUMENTS += ["nanovllm/structured_outputs/README.md", ".github/CONTRIBUTING.md"]
+PATHS = [ROOT / "README.md", ROOT / ".github/CONTRIBUTING.md", ROOT / "tests/README.md"]
+PATHS += sorted((ROOT / "nanovllm").rglob("*.md"))
+DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PATHS}
+README = DOCUMENTS["README.md"]
 
 
-def section(title: str) -> str:
-    return README.split(f"\n## {title}\n")[1].split("\n## ")[0]
+def page(name: str) -> str:
+    return DOCUMENTS[f"nanovllm/docs/{name}.md"]
 
 
 def table(text: str) -> list[list[str]]:
@@ -30,22 +38,56 @@ def table(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-EXPERIMENTS = re.findall(r"```python\n(.*?)```", section("Experiments"), re.DOTALL)
+def section(text: str, title: str) -> str:
+    return text.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def blocks(text: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+# -- length ------------------------------------------------------------------------------------------------------------
+
+
+def test_readme_is_short():
+    assert len(README.split()) <= 1600
+
+
+@pytest.mark.parametrize("document", sorted(DOCUMENTS.keys() - {"README.md", ".github/CONTRIBUTING.md"}))
+def test_page_is_short(document):
+    assert len(DOCUMENTS[document].split()) <= 1500
+
+
+# -- code --------------------------------------------------------------------------------------------------------------
+
+EXPERIMENTS = blocks(page("experiments"))
 (TOP_K,) = (code for code in EXPERIMENTS if "top_k" in code)
-CONTRIBUTING = (ROOT / ".github/CONTRIBUTING.md").read_text()
-(FEATURE,) = re.findall(r"```python\n(.*?)```", CONTRIBUTING, re.DOTALL)
+(FEATURE,) = blocks(DOCUMENTS[".github/CONTRIBUTING.md"])
+PROGRAMS = {
+    f"{document}:{i}": code
+    for document, text in DOCUMENTS.items()
+    if document not in (".github/CONTRIBUTING.md", "nanovllm/docs/experiments.md")
+    for i, code in enumerate(blocks(text))
+    if 'LLM("tiny-qwen3"' in code
+}
 
 
 def run(code: str, settings: str, capsys) -> None:
-    """Every line that is printed stands at the end of the code, as a comment."""
+    """If output stands at the end of the code, as comments, the code prints that."""
     names = {"LLM": LLM, "SamplingParams": SamplingParams, "SchedulingPolicy": SchedulingPolicy}
-    exec(code.replace('"tiny-qwen3"', f'"tiny-qwen3", device="cpu"{settings}'), names)
-    assert capsys.readouterr().out.splitlines() == [line[2:] for line in code.splitlines() if line.startswith("# ")]
+    exec(code.replace('LLM("tiny-qwen3"', f'LLM("tiny-qwen3", device="cpu"{settings}'), names)
+    expected = [line[2:] for line in code.splitlines() if line.startswith("# ")]
+    assert not expected or capsys.readouterr().out.splitlines() == expected
 
 
 @pytest.mark.parametrize("code", EXPERIMENTS)
 def test_experiment(code, capsys):
+    assert "\n# " in code
     run(code, "", capsys)
+
+
+def test_there_are_seven():
+    assert len(EXPERIMENTS) == 7
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -59,77 +101,187 @@ def test_own_feature(capsys):
     run(FEATURE, "", capsys)
 
 
-def test_there_are_seven():
-    assert len(EXPERIMENTS) == 7
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_program(program, capsys, tmp_path, monkeypatch):
+    if program.startswith("nanovllm/docs/serving.md"):
+        pytest.importorskip("fastapi")
+    monkeypatch.chdir(tmp_path)  # one of them writes a file
+    run(PROGRAMS[program], "", capsys)
+
+
+def test_programs_were_found():
+    assert len(PROGRAMS) >= 5 and {"README.md:1", "nanovllm/docs/how-a-request-is-served.md:0"} <= PROGRAMS.keys()
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+RESULTS = json.loads((ROOT / ".github/performance.json").read_text())["results"]
 
 
 def test_performance_table_equals_the_results_file():
-    results = json.loads((ROOT / ".github/performance.json").read_text())["results"]
     expected = [
         [
             f"{setup}, {bench.WORKLOADS[workload]}",
             *(f"{rates[engine]:,}" if engine in rates else "" for engine in ("nanovllm", "vllm", "original")),
         ]
-        for setup, workloads in results.items()
+        for setup, workloads in RESULTS.items()
         for workload, rates in workloads.items()
     ]
-    assert table(section("Performance")) == expected
+    assert table(page("performance")) == expected
+
+
+def test_speed_table_equals_the_results_file():
+    """The README has this package and vLLM, the higher number in bold."""
+    expected, flat = [], " ".join(README.split())
+    for setup, workloads in RESULTS.items():
+        cells = [(rates["nanovllm"], rates["vllm"]) for rates in workloads.values()]
+        assert list(workloads) == list(bench.WORKLOADS)
+        bold = [[f"**{rate:,}**" if rate == max(cell) else f"{rate:,}" for rate in cell] for cell in cells]
+        expected.append([setup, *map(" / ".join, bold)])
+    assert table(section(README, "Speed")) == expected
+    ahead = [cell.startswith("**") for _, *cells in expected for cell in cells]
+    assert f"faster than vLLM in {sum(ahead)} of the {len(ahead)} measurements" in flat
 
 
 def test_figure_has_the_numbers_of_the_results_file():
     """It was drawn again after the last change of the results."""
     text = (ROOT / ".github/performance.svg").read_text()
     labels = set(re.findall(r">([\d,]+)<", text))
-    results = json.loads((ROOT / ".github/performance.json").read_text())["results"]
     assert {
-        f"{rate:,}" for workloads in results.values() for rates in workloads.values() for rate in rates.values()
+        f"{rate:,}" for workloads in RESULTS.values() for rates in workloads.values() for rate in rates.values()
     } <= labels
 
 
+def test_arguments_of_the_benchmark_exist():
+    """Every flag in a command with `bench.py`."""
+    command = [sys.executable, "bench.py", "--help"]
+    known = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+    commands = re.findall(r"bench\.py((?:\s+[^\s`]+)*)", "\n".join(DOCUMENTS.values()))
+    flags = {flag for arguments in commands for flag in re.findall(r"\s(--[\w-]+)", arguments)}
+    assert len(flags) > 8 and flags <= set(re.findall(r"--[\w-]+", known))
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_tables_are_those_of_the_docstrings(path):
+    """If not: `python tests/settings_tables.py`."""
+    assert path.read_text() == with_tables(path)
+
+
 def test_settings_table_is_complete():
-    settings = [row[0].strip("`") for row in table(section("Settings"))]
-    assert sorted(settings) == sorted(field.name for field in fields(Config) if field.init and field.name != "model")
+    settings = [row[0].strip("`") for row in table(page("settings"))]
+    assert settings == [field.name for field in fields(Config) if field.init]
 
 
 def test_guide_table_names_what_exists():
     """Every identifier on the side of this package stands in its source."""
     source = "\n".join(path.read_text() for path in (ROOT / "nanovllm").rglob("*.py"))
     words = set(re.findall(r"\w+", source))
-    engine = (ROOT / "nanovllm/engine/README.md").read_text().split("\n## Names of the guides\n")[1]
-    rows = table(section("For readers of nano-vllm guides")) + table(engine)
+    rows = table(page("names"))
     names = {
         name
         for _, here in rows
         for code in re.findall(r"`([^`]+)`", here)
         for name in re.findall(r"[A-Za-z_]\w+", code)
     }
-    assert len(names) > 15 and names - words - {"generation_config", "json"} == set()
+    assert len(rows) <= 24 and len(names) > 15 and names - words - {"generation_config", "json"} == set()
+
+
+def test_readme_shows_the_step_as_it_is():
+    assert (
+        textwrap.dedent(inspect.getsource(Engine.step)).strip()
+        == blocks(section(README, "How a step works"))[0].strip()
+    )
+
+
+def definitions(file: Path) -> set[str]:
+    """Names of classes and functions; `Class.name` of methods, fields, and attributes that methods set."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            for part in ast.walk(node):
+                if isinstance(part, ast.FunctionDef):
+                    found.add(f"{node.name}.{part.name}")
+                elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                    found.add(f"{node.name}.{part.id}")
+                elif isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store):
+                    found.add(f"{node.name}.{part.attr}")
+    return found
+
+
+STEPS = re.split(r"^\d\. ", page("how-a-request-is-served").split("\n## ")[0], flags=re.MULTILINE)[1:]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.split("**")[1])
+def test_step_of_a_request_names_what_exists(step):
+    """Each function, class and attribute is defined in one of the files of the step, and each file has one of them."""
+    text, files = step.split("Files: ")
+    names = {name for name in re.findall(r"`([^`]+)`", text) if len(name) > 1}
+    found = {file: definitions(ROOT / "nanovllm" / file) for file in re.findall(r"`([^`]+)`", files)}
+    assert len(names) >= 3 and names <= set().union(*found.values()), names - set().union(*found.values())
+    inherited = {"llm.py"}  # LLM has nothing of its own there but its name
+    assert [file for file, defined in found.items() if not defined & names and file not in inherited] == []
+
+
+def test_there_are_eight_steps():
+    assert len(STEPS) == 8
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
 
 
 def test_reading_order_has_true_sizes():
-    rows = [row for row in table(section("How a step works, and what to read first")) if row[0].startswith("`")]
+    rows = [row for row in table(page("what-to-read")) if row[0].startswith("`")]
     assert len(rows) >= 10
+    sizes = {file: len((ROOT / file.strip("`")).read_text().splitlines()) for file, _, _ in rows}
     for file, lines, _ in rows:
-        true = len((ROOT / file.strip("`")).read_text().splitlines())
-        assert abs(int(lines) - true) <= 0.25 * true + 10, (file, lines, true)
+        assert abs(int(lines) - sizes[file]) <= 0.25 * sizes[file] + 10, (file, lines, sizes[file])
+    for text in (README, page("what-to-read")):
+        (number,) = re.findall(r"(\d+)(?: of them| files are the core), about", text)
+        (total,) = re.findall(r"about ([\d,]+) lines with comments", text)
+        assert int(number) == len(rows)
+        assert abs(int(total.replace(",", "")) - sum(sizes.values())) <= 0.05 * sum(sizes.values())
 
 
-def test_every_test_file_is_described():
-    described = set(re.findall(r"`(test_\w+\.py)`", (ROOT / "tests/README.md").read_text()))
-    assert {path.name for path in (ROOT / "tests").glob("test_*.py")} <= described
+@pytest.mark.parametrize("text", [README, page("what-to-read")], ids=["README", "what-to-read"])
+def test_size_of_the_core_is_true(text):
+    (lines,) = re.findall(r"about ([\d,]+) lines of code", text)
+    assert abs(int(lines.replace(",", "")) - CORE_LINES) <= 0.02 * CORE_LINES
+
+
+# -- links -------------------------------------------------------------------------------------------------------------
+
+
+def links(document: str) -> list[tuple[Path, str]]:
+    """Files and anchors that a document links to."""
+    text, path = re.sub(r"```.*?```", "", DOCUMENTS[document], flags=re.DOTALL), ROOT / document
+    found = [link.partition("#") for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+    return [((path.parent / file).resolve() if file else path, anchor) for file, _, anchor in found]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document):
     """To files that exist, and to headings that their documents have."""
-    path = ROOT / document
-    for link in re.findall(r"\]\(([^)]+)\)", path.read_text()):
-        if link.startswith("http"):
-            continue
-        file, _, anchor = link.partition("#")
-        target = (path.parent / file).resolve() if file else path
-        assert target.exists(), (document, link)
-        headings = (
-            [line.lstrip("# ") for line in target.read_text().splitlines() if line.startswith("#")] if anchor else []
-        )
-        assert not anchor or anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, link
+    for target, anchor in links(document):
+        assert target.exists(), (document, target)
+        text = re.sub(r"```.*?```", "", target.read_text(), flags=re.DOTALL) if anchor else ""
+        headings = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")]
+        anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in anchors, (document, target, anchor)
+
+
+def test_every_page_is_in_the_index():
+    """The README leads to the index, and the index to every page and to the README of every folder."""
+    index = "nanovllm/docs/README.md"
+    assert ROOT / index in dict(links("README.md"))
+    linked = {target.relative_to(ROOT).as_posix() for target, _ in links(index)} | {index}
+    assert {document for document in DOCUMENTS if not document.startswith("nanovllm/assets/")} <= linked
+
+
+def test_every_test_file_is_described():
+    described = set(re.findall(r"`(test_\w+\.py)`", DOCUMENTS["tests/README.md"]))
+    assert {path.name for path in (ROOT / "tests").glob("test_*.py")} <= described

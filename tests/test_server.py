@@ -1304,13 +1304,14 @@ def test_clients_that_never_read_lose_their_connection(monkeypatch):
 # -- the documentation -------------------------------------------------------------------------------------------------
 
 
-def test_commands_of_the_readme(server):
+def test_commands_of_the_documents(server):
     """The lines with `curl` work as they stand there."""
     if shutil.which("curl") is None:
         pytest.skip("needs curl")
-    text = (Path(guard.__file__).parent / "README.md").read_text()
+    package = Path(guard.__file__).parents[1]
+    text = (package / "docs/serving.md").read_text() + (package.parent / "README.md").read_text()
     lines = [line for line in text.splitlines() if line.startswith("curl ")]
-    assert len(lines) == 6
+    assert len(lines) == 7
     for line in lines:
         command = shlex.split(line.replace("http://127.0.0.1:8000", server.url))
         answer = subprocess.run([*command, "--silent", "--fail"], capture_output=True, text=True, timeout=20)

@@ -1,0 +1,50 @@
+"""Write the tables of settings in `nanovllm/docs/` from docstrings: `python tests/settings_tables.py`."""
+
+import re
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+from nanovllm.config import Config
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.serve.flags import descriptions
+from nanovllm.serve.settings import ServerSettings
+
+DOCS = Path(__file__).parents[1] / "nanovllm/docs"
+# each page has a mark, `<!-- Config -->` for example, before each of its tables
+PAGES = {
+    DOCS / "settings.md": (Config,),
+    DOCS / "requests.md": (SamplingParams, BeamSearchParams),
+    DOCS / "serving.md": (ServerSettings,),
+}
+
+
+def table(settings: type) -> str:
+    """A row for each field: its name, its default, and its text in the docstring of its class."""
+    texts = descriptions(settings)
+    rows = []
+    for field in fields(settings):
+        if field.init:
+            default = "" if field.default is MISSING else f"`{field.default!r}`"
+            rows.append(f"| `{field.name}` | {default} | {_cell(texts[field.name])} |")
+    return "\n".join(["| name | default | meaning |", "| --- | --- | --- |", *rows])
+
+
+def with_tables(page: Path) -> str:
+    """The text of a page with new tables."""
+    text = page.read_text()
+    for settings in PAGES[page]:
+        mark = f"<!-- {settings.__name__} -->\n"
+        before, after = text.split(mark)
+        after = re.sub(r"^\n(\|.*\n)+", "", after)  # the old table
+        text = f"{before}{mark}\n{table(settings)}\n{after}"
+    return text
+
+
+def _cell(text: str) -> str:
+    """Text within a table; what looks like a tag of HTML is text, too."""
+    return text.removesuffix(".").replace("|", "\\|").replace("<", "\\<")
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(with_tables(page))
