@@ -236,7 +236,7 @@ def test_messages_of_errors_are_those_of_the_code():
     source = "\n".join(path.read_text() for path in (ROOT / "nanovllm").rglob("*.py"))
     quoted = [cell for cell, _ in table(section(page("troubleshooting"), "The engine does not start"))]
     messages = [message for cell in quoted for message in re.findall(r"^`([^`]+)`$", cell)]
-    parts = {part.strip(" ,") for message in messages for part in message.split("...")}
+    parts = {part.strip(" ,:=") for message in messages for part in message.split("...")}
     assert len(messages) >= 8 and [part for part in parts if part not in source] == []
 
 
