@@ -24,7 +24,7 @@ def table(settings: type) -> str:
     rows = []
     for field in fields(settings):
         if field.init:
-            default = "" if field.default is MISSING else f"`{field.default!r}`"
+            default = "required" if field.default is MISSING else f"`{field.default!r}`"
             rows.append(f"| `{field.name}` | {default} | {_cell(texts[field.name])} |")
     return "\n".join(["| name | default | meaning |", "| --- | --- | --- |", *rows])
 
