@@ -213,13 +213,13 @@ def definitions(file: Path) -> set[str]:
     return found
 
 
-STEPS = re.split(r"^\d\. ", page("how-a-request-is-served").split("\n## ")[0], flags=re.MULTILINE)[1:]
+STAGES = re.split(r"^\d\. ", page("how-a-request-is-served").split("\n## ")[0], flags=re.MULTILINE)[1:]
 
 
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.split("**")[1])
-def test_step_of_a_request_names_what_exists(step):
-    """Each function, class and attribute is defined in one of the files of the step, and each file has one of them."""
-    text, files = step.split("Files: ")
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.split("**")[1])
+def test_stage_of_a_request_names_what_exists(stage):
+    """Each function, class and attribute is defined in one of the files of the stage, and each file has one of them."""
+    text, files = stage.split("Files: ")
     names = {name for name in re.findall(r"`([^`]+)`", text) if len(name) > 1}
     found = {file: definitions(ROOT / "nanovllm" / file) for file in re.findall(r"`([^`]+)`", files)}
     assert len(names) >= 3 and names <= set().union(*found.values()), names - set().union(*found.values())
@@ -227,8 +227,8 @@ def test_step_of_a_request_names_what_exists(step):
     assert [file for file, defined in found.items() if not defined & names and file not in inherited] == []
 
 
-def test_there_are_eight_steps():
-    assert len(STEPS) == 8
+def test_there_are_eight_stages():
+    assert len(STAGES) == 8
 
 
 def test_messages_of_errors_are_those_of_the_code():
