@@ -26,6 +26,7 @@ PATHS = [ROOT / "README.md", ROOT / ".github/CONTRIBUTING.md", ROOT / "tests/REA
 PATHS += sorted((ROOT / "nanovllm").rglob("*.md"))
 DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PATHS}
 README = DOCUMENTS["README.md"]
+SOURCE = "\n".join(path.read_text() for path in sorted((ROOT / "nanovllm").rglob("*.py")))
 
 
 def page(name: str) -> str:
@@ -177,16 +178,28 @@ def test_settings_table_is_complete():
 
 def test_guide_table_names_what_exists():
     """Every identifier on the side of this package stands in its source."""
-    source = "\n".join(path.read_text() for path in (ROOT / "nanovllm").rglob("*.py"))
-    words = set(re.findall(r"\w+", source))
+    words = set(re.findall(r"\w+", SOURCE))
     rows = table(page("names"))
-    names = {
-        name
-        for _, here in rows
-        for code in re.findall(r"`([^`]+)`", here)
-        for name in re.findall(r"[A-Za-z_]\w+", code)
-    }
-    assert len(rows) <= 24 and len(names) > 15 and names - words - {"generation_config", "json"} == set()
+    texts = [*(here for _, here in rows), section(page("names"), "What works differently")]
+    codes = [code for text in texts for code in re.findall(r"`([^`]+)`", text)]
+    names = {name for code in codes for name in re.findall(r"[A-Za-z_]\w+", code)}
+    assert len(rows) <= 24 and len(names) > 30 and names - words - {"generation_config", "json"} == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_files_and_classes_that_are_named_exist(document):
+    """Files like `engine/batch.py`, in the folder of the document, the package, the repository or tests/; attributes
+    like `Batch.positions`.
+    """
+    text = DOCUMENTS[document]
+    if document == "nanovllm/docs/names.md":  # the other side of its tables is another project's
+        text = section(text, "What works differently")
+    folders = [(ROOT / document).parent, *(ROOT / "nanovllm").glob("**/"), ROOT, ROOT / "tests"]
+    files = set(re.findall(r"`([\w/*]+\.py)`", text)) - {"modeling_*.py"}  # transformers'
+    assert [file for file in files if not any(any(folder.glob(file)) for folder in folders)] == []
+    words = set(re.findall(r"\w+", SOURCE))
+    names = {word for name in re.findall(r"`([A-Z]\w*[a-z]\w*\.\w+)`", text) for word in name.split(".")}
+    assert names - words == set()
 
 
 def test_readme_shows_the_step_as_it_is():
@@ -233,11 +246,10 @@ def test_there_are_eight_stages():
 
 def test_messages_of_errors_are_those_of_the_code():
     """What stands between the dots of a quoted message is in the source."""
-    source = "\n".join(path.read_text() for path in (ROOT / "nanovllm").rglob("*.py"))
     quoted = [cell for cell, _ in table(section(page("troubleshooting"), "The engine does not start"))]
     messages = [message for cell in quoted for message in re.findall(r"^`([^`]+)`$", cell)]
     parts = {part.strip(" ,:=") for message in messages for part in message.split("...")}
-    assert len(messages) >= 8 and [part for part in parts if part not in source] == []
+    assert len(messages) >= 8 and [part for part in parts if part not in SOURCE] == []
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
