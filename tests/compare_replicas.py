@@ -19,22 +19,24 @@ os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 
 import torch
 
-import bench
 from nanovllm import LLM
+from nanovllm.benchmarks.engines.nanovllm import inputs
+from nanovllm.benchmarks.requests import Request, headline, other_ids, same_lengths
+from nanovllm.benchmarks.shapes import SHAPES, write_shape
 from nanovllm.config import Config
 
 KINDS = {"one": "one engine", "replicas": "replicas", "ranks": "one engine on all"}
 BATCHES = (16, 64, 256)
 
 
-def workloads(num_engines: int, on_cpu: bool, vocab_size: int) -> Iterator[tuple[str, list[bench.Request]]]:
+def workloads(num_engines: int, on_cpu: bool, vocab_size: int) -> Iterator[tuple[str, list[Request]]]:
     """On a CPU requests are a sixteenth as many and as long."""
     divisor = 16 if on_cpu else 1
-    requests = bench.headline(256 // divisor, 1024 // divisor, 1024 // divisor, 0, vocab_size)
-    yield "headline", [copy for i in range(num_engines) for copy in bench.other_ids(requests, vocab_size, by=i)]
+    requests = headline(256 // divisor, 1024 // divisor, 1024 // divisor, 0, vocab_size)
+    yield "headline", [copy for i in range(num_engines) for copy in other_ids(requests, vocab_size, by=i)]
     for size in (size // divisor for size in BATCHES):
         name = f"{size} sequences"
-        yield name, bench.same_lengths(size, 512 // divisor, 256 // divisor, name, vocab_size)
+        yield name, same_lengths(size, 512 // divisor, 256 // divisor, name, vocab_size)
 
 
 def run(kind: str, model: str, num_gpus: int, settings: dict) -> None:
@@ -48,10 +50,10 @@ def run(kind: str, model: str, num_gpus: int, settings: dict) -> None:
         llm = LLM(model, tensor_parallel_size=num_gpus if kind == "ranks" else 1, **settings)
     cells = [f"{perf_counter() - begin:.1f} s"]
     for _, requests in workloads(num_gpus if kind == "replicas" else 1, settings["device"] == "cpu", vocab_size):
-        for batch in (bench.other_ids(requests, vocab_size, by=99), requests):  # the first one to warm up
-            params = [bench.nanovllm_params(request) for request in batch]
+        for batch in (other_ids(requests, vocab_size, by=99), requests):  # the first one to warm up
+            prompts, params = inputs(batch)
             begin = perf_counter()
-            outputs = llm.generate([request.prompt for request in batch], params, use_tqdm=False)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
             seconds = perf_counter() - begin
         cells.append(f"{sum(len(output.token_ids) for output in outputs) / seconds:,.0f}")
     llm.exit()
@@ -62,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", default="tiny-qwen3")
-    model.add_argument("--shape", choices=bench.SHAPES)
+    model.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--num-gpus", type=int, default=2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kind", choices=KINDS, help="only this one")
@@ -71,7 +73,7 @@ def main() -> None:
         settings = {"device": args.device}
         if args.shape:
             args.model = str(Path(folder) / args.shape)
-            bench.write_shape(args.shape, Path(args.model))
+            write_shape(args.shape, Path(args.model))
             settings["load_format"] = "dummy"
         if args.kind:
             run(args.kind, args.model, args.num_gpus, settings)

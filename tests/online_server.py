@@ -17,15 +17,21 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from load_server import Server
 
-import bench
+from nanovllm.benchmarks.arguments import each, integer, positive
+from nanovllm.benchmarks.engines.nanovllm import step_nanovllm
+from nanovllm.benchmarks.processes import run_in_process
+from nanovllm.benchmarks.requests import TEMPERATURE, Request, Workloads
+from nanovllm.benchmarks.results import Result
+from nanovllm.benchmarks.shapes import SHAPES, write_shape
+from nanovllm.benchmarks.sweeps import online_sweep
 from nanovllm.config import Config
 
 NUM_TOKENS = re.compile(rb'"completion_tokens":(\d+)')
 
 
-async def send(port: int, request: bench.Request, begin: float) -> list[float]:
+async def send(port: int, request: Request, begin: float) -> list[float]:
     """Wait until the request is due; the times of its tokens, in seconds from then."""
-    body = dict(prompt=request.prompt, max_tokens=request.max_tokens, temperature=bench.TEMPERATURE, top_k=0, top_p=1)
+    body = dict(prompt=request.prompt, max_tokens=request.max_tokens, temperature=TEMPERATURE, top_k=0, top_p=1)
     # counts of tokens in each chunk, as random tokens may have no text
     body |= dict(ignore_eos=True, stream=True, stream_options={"continuous_usage_stats": True})
     content = json.dumps(body).encode()
@@ -44,13 +50,13 @@ async def send(port: int, request: bench.Request, begin: float) -> list[float]:
     return times
 
 
-async def send_all(port: int, requests: list[bench.Request]) -> bench.Result:
+async def send_all(port: int, requests: list[Request]) -> Result:
     begin = perf_counter()
     times = await asyncio.gather(*[send(port, request, begin) for request in requests])
-    return bench.Result(perf_counter() - begin, sum(map(len, times)), times)
+    return Result(perf_counter() - begin, sum(map(len, times)), times)
 
 
-def through_http(model: str, settings: dict, workloads: bench.Workloads) -> dict[str, bench.Result]:
+def through_http(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
     server = Server(model, settings)
     try:
         results = {}
@@ -67,9 +73,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", default="tiny-qwen3")
-    model.add_argument("--shape", choices=bench.SHAPES)
-    parser.add_argument("--request-rate", type=bench.each(bench.positive), default="8,16,24")
-    parser.add_argument("--num-seqs", type=bench.integer(1))
+    model.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--request-rate", type=each(positive), default="8,16,24")
+    parser.add_argument("--num-seqs", type=integer(1))
     parser.add_argument("--median-input-len", type=int, default=500)
     parser.add_argument("--median-output-len", type=int, default=160)
     parser.add_argument("--seed", type=int, default=0)
@@ -80,12 +86,12 @@ def main() -> None:
         settings = {"device": args.device}
         if args.shape:
             args.model = str(Path(folder, args.shape))
-            bench.write_shape(args.shape, Path(args.model))
+            write_shape(args.shape, Path(args.model))
             settings["load_format"] = "dummy"
-        workloads, panels = bench.online_sweep(args, Config.create(args.model, settings))
+        workloads, panels = online_sweep(args, Config.create(args.model, settings))
         results = {}
         if not args.without_engine:
-            results["engine alone"] = bench.run_in_process(bench.step_nanovllm, args.model, settings, workloads)
+            results["engine alone"] = run_in_process(step_nanovllm, args.model, settings, workloads)
             for result in results["engine alone"].values():
                 result.num_tokens = sum(map(len, result.token_times))
         results["through HTTP"] = through_http(args.model, settings, workloads)

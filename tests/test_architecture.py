@@ -69,7 +69,10 @@ HOUSE = """
   features/stop_strings.py <- engine/request.py <- engine/input_processor.py engine/output_processor.py
   <- engine/engine.py features/beam_search.py <- engine/engine_thread.py <- engine/llm_engine.py <- llm.py
   <- __init__.py <- compat/llm.py <- compat/vllm.py <- compat/__main__.py
-7 | serve/ <- __main__.py
+7 | benchmarks/__init__.py benchmarks/processes.py benchmarks/requests.py benchmarks/results.py benchmarks/shapes.py
+  <- benchmarks/limits.py benchmarks/tables.py benchmarks/engines/loops.py <- benchmarks/engines/
+  <- benchmarks/throughput.py benchmarks/sweeps.py benchmarks/host.py benchmarks/profiling.py benchmarks/calls.py
+  <- benchmarks/arguments.py benchmarks/pictures.py <- benchmarks/command.py <- serve/ <- __main__.py
 """
 
 
@@ -155,6 +158,8 @@ def test_house_refuses():
         ("engine/batch.py", "engine/model_runner.py"),
         ("utils/hub.py", "config.py"),
         ("llm.py", "serve/async_llm.py"),
+        ("benchmarks/tables.py", "benchmarks/sweeps.py"),
+        ("engine/engine.py", "benchmarks/processes.py"),
     ]:
         assert not may_import(file, other), (file, other)
     with pytest.raises(AssertionError, match="no place"):
@@ -246,6 +251,17 @@ def test_replicas_are_an_extra():
     assert not reach("serve/replicas/routing.py") & {"torch", "numpy", "transformers"}
 
 
+def test_benchmarks_are_an_extra():
+    """The command line alone knows of them; other engines and what draws pictures are imported when they are used."""
+    for file in FILES:
+        if not file.startswith("benchmarks/") and file != "serve/cli.py":
+            assert not any(target.startswith("benchmarks/") for target in imports(file)), file
+    assert not any(target.startswith("benchmarks/") for target in reach("serve/cli.py", module_level=True))
+    packages = {"matplotlib", "transformers", "vllm"}
+    assert not reach("benchmarks/command.py", module_level=True) & packages
+    assert packages <= reach("benchmarks/command.py")
+
+
 def test_families_are_named_in_models_only():
     for file in FILES:
         if room_of(file) != "models":
@@ -288,6 +304,7 @@ BUDGETS = {
     "serve": 3000,
     "replicas": 1200,
     "page": 400,
+    "benchmarks": 1050,
 }
 ROOM_FILES = {
     "__main__.py": "serve",
@@ -334,6 +351,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 CORE_LINES, CORE_FILES = 3764, 54
 ROOMS = (
     "attention",
+    "benchmarks",
     "compat",
     "distributed",
     "features",

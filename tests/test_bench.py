@@ -1,13 +1,16 @@
-"""bench.py: its workloads are the published ones, its statistics can be checked by hand, and its commands run."""
+"""Benchmarks: workloads are the published ones, statistics can be checked by hand, and commands run."""
 
+import importlib.util
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
+from time import perf_counter
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -16,6 +19,18 @@ from transformers import AutoConfig, AutoTokenizer
 
 import bench
 from nanovllm import SamplingParams
+from nanovllm.benchmarks import command, engines
+from nanovllm.benchmarks.arguments import make_parser, parse
+from nanovllm.benchmarks.engines import ENGINES, STEPPED_ENGINES, loops, versions
+from nanovllm.benchmarks.engines.loops import measure, serve
+from nanovllm.benchmarks.engines.vllm import step_vllm, vllm_settings
+from nanovllm.benchmarks.host import host_calls, host_requests
+from nanovllm.benchmarks.limits import limit_seconds
+from nanovllm.benchmarks.processes import seconds_since_start
+from nanovllm.benchmarks.requests import Request, headline, in_rounds, online, other_ids
+from nanovllm.benchmarks.results import Result, decode_rate, fastest, latencies, percentile, save_results
+from nanovllm.benchmarks.shapes import SHAPE_ENTRIES, SHAPES, write_shape
+from nanovllm.benchmarks.sweeps import latency_sweep
 from nanovllm.config import Config
 from nanovllm.layers.attention_backends import SDPABackend
 from nanovllm.model_config import ModelConfig
@@ -50,26 +65,43 @@ def cpu_with_bfloat16(monkeypatch):
 
 
 def test_headline_is_the_published_one():
-    requests = bench.headline(256, 1024, 1024, seed=0, vocab_size=151936)
+    requests = headline(256, 1024, 1024, seed=0, vocab_size=151936)
     assert sum(request.max_tokens for request in requests) == 133_966
     assert sum(len(request.prompt) for request in requests) == 142_827
-    other = bench.other_ids(requests, 151936)
+    other = other_ids(requests, 151936)
     assert all(a.prompt != b.prompt and len(a.prompt) == len(b.prompt) for a, b in zip(requests, other))
+
+
+def test_the_script_has_the_requests_of_the_headline():
+    for num_seqs, max_len, vocab_size in [(256, 1024, 151936), (64, 256, 1000)]:
+        prompts, params = bench.random_requests(num_seqs, max_len, vocab_size)
+        requests = headline(num_seqs, max_len, max_len, seed=0, vocab_size=vocab_size)
+        assert prompts == [request.prompt for request in requests]
+        assert params == [SamplingParams(**request.sampling_settings()) for request in requests]
+
+
+def test_the_script_without_arguments(monkeypatch, capsys):
+    """It measures the second of two runs, in which no prompt is cached."""
+    few_requests = bench.random_requests(3, 64, 1000)
+    monkeypatch.setattr(bench, "random_requests", lambda num_seqs, max_len, vocab_size: few_requests)
+    bench.main()
+    num_tokens = sum(params.max_tokens for params in few_requests[1])
+    assert capsys.readouterr().out.startswith(f"tiny-qwen3: {num_tokens} tokens in ")
 
 
 def test_limit():
     """The limit of one step is a sum that one can check by hand; that of the headline was derived separately."""
     weights = 2 * (28 * (4096 * 1024 + 2048 * 1024 + 6144 * 1024 + 3072 * 1024) + 151936 * 1024)
     keys_and_values = 28 * 2 * 8 * 128 * 2
-    one_step = bench.limit_seconds([bench.Request([0] * 9, 2)], CONFIG, 1.0, float("inf"))
+    one_step = limit_seconds([Request([0] * 9, 2)], CONFIG, 1.0, float("inf"))
     assert one_step == weights + 10 * keys_and_values
-    prefill_only = bench.limit_seconds([bench.Request([0], 1)], CONFIG, 1.0, 1.0)
+    prefill_only = limit_seconds([Request([0], 1)], CONFIG, 1.0, 1.0)
     assert prefill_only == weights + 2 * 16 * 128 * 28  # two operations a weight, and one key that one query attends to
-    requests = bench.headline(256, 1024, 1024, seed=0, vocab_size=151936)
-    rate = 133_966 / bench.limit_seconds(requests, CONFIG, 4.45e12, 790e12)
+    requests = headline(256, 1024, 1024, seed=0, vocab_size=151936)
+    rate = 133_966 / limit_seconds(requests, CONFIG, 4.45e12, 790e12)
     assert rate == pytest.approx(37_556, rel=0.01)
     fp8 = SimpleNamespace(**vars(CONFIG) | {"kv_cache_dtype": "fp8"})
-    one_step = bench.limit_seconds([bench.Request([0] * 9, 2)], fp8, 1.0, float("inf"))
+    one_step = limit_seconds([Request([0] * 9, 2)], fp8, 1.0, float("inf"))
     assert one_step == weights + 10 * 28 * 8 * 260
 
 
@@ -78,7 +110,7 @@ def test_smallest_workloads(lengths, monkeypatch, capsys):
     """However the lengths are scaled, a request has input and output tokens and fits into the model's length."""
     seen = {}
     monkeypatch.setitem(
-        bench.ENGINES, "nanovllm", lambda model, settings, workloads: seen.update(workloads) or fake(workloads)
+        ENGINES, "nanovllm", lambda model, settings, workloads: seen.update(workloads) or fake(workloads)
     )
     main(monkeypatch, "--num-seqs", "1", "--max-input-len", str(lengths[0]), "--max-output-len", str(lengths[1]))
     assert list(seen) == ["headline", "single", "prefill"]
@@ -89,12 +121,12 @@ def test_smallest_workloads(lengths, monkeypatch, capsys):
 
 
 def fake(workloads: dict) -> dict:
-    return bench.measure("nanovllm", lambda runs: bench.Result(1.0, token_times=[[0.5]]), workloads)
+    return measure("nanovllm", lambda requests: Result(1.0, token_times=[[0.5]]), workloads, fastest)
 
 
 def main(monkeypatch, *arguments: str) -> None:
     monkeypatch.setattr(sys, "argv", ["bench.py", *arguments])
-    bench.main()
+    command.main()
 
 
 @pytest.mark.parametrize(
@@ -154,8 +186,8 @@ def main(monkeypatch, *arguments: str) -> None:
 )
 def test_bad_arguments_are_one_line(arguments, words, monkeypatch, capsys):
     """The error names the option, the value and the bound, and no engine is started before it."""
-    for engine in bench.ENGINES:
-        monkeypatch.setitem(bench.ENGINES, engine, lambda *_: pytest.fail("an engine was started"))
+    for engine in ENGINES:
+        monkeypatch.setitem(ENGINES, engine, lambda *_: pytest.fail("an engine was started"))
     with pytest.raises(SystemExit) as stopped:
         main(monkeypatch, *arguments)
     assert stopped.value.code == 2
@@ -178,10 +210,10 @@ NUM_PARAMETERS = {
 @pytest.mark.parametrize("name", NUM_PARAMETERS)
 def test_shapes(name, tmp_path):
     """They have as many parameters as the published checkpoints, and transformers reads the same numbers."""
-    bench.write_shape(name, tmp_path / name)
+    write_shape(name, tmp_path / name)
     config = Config(str(tmp_path / name), device="cpu", load_format="dummy").model_config
     theirs = AutoConfig.from_pretrained(tmp_path / name)
-    for entry in bench.SHAPE_ENTRIES:
+    for entry in SHAPE_ENTRIES:
         if entry not in ("head_dim", "rope_theta", "eos_token_id"):
             assert getattr(config, entry) == getattr(theirs, entry), entry
     assert config.dtype == torch.bfloat16 and config.eos_token_ids == {theirs.eos_token_id}
@@ -195,25 +227,25 @@ def test_fp8_shapes(name, tmp_path):
     """They differ from the others in the format of their weights alone, and are bound by fewer bytes and operations."""
     configs = []
     for shape in (name, f"{name}-fp8"):
-        bench.write_shape(shape, tmp_path / shape)
+        write_shape(shape, tmp_path / shape)
         configs.append(Config(str(tmp_path / shape), device="cpu", load_format="dummy"))
     plain, fp8 = configs
     assert replace(fp8.model_config, quantization=None) == plain.model_config
     assert fp8.model_config.quantization.scaling_of("model.layers.3.self_attn.q_proj").block_rows == 128
-    requests = [bench.Request([1] * 100, 100)]
-    ratio = bench.limit_seconds(requests, fp8, 4e12, 7e14) / bench.limit_seconds(requests, plain, 4e12, 7e14)
+    requests = [Request([1] * 100, 100)]
+    ratio = limit_seconds(requests, fp8, 4e12, 7e14) / limit_seconds(requests, plain, 4e12, 7e14)
     assert 0.5 < ratio < 0.6
 
 
 def test_the_model_of_a_shape(monkeypatch, capsys):
     """It runs without weight files; vLLM gets the same folder, which is gone at the end."""
     seen = {}
-    monkeypatch.setitem(bench.SHAPES, "small", ("llama", 64, 96, 2, 4, 2, 16, 512, 256, 1e-5, 1e4, 2, True))
+    monkeypatch.setitem(SHAPES, "small", ("llama", 64, 96, 2, 4, 2, 16, 512, 256, 1e-5, 1e4, 2, True))
     monkeypatch.setitem(
-        bench.ENGINES, "vllm", lambda *arguments: seen.update(bench.vllm_settings(*arguments[:2])) or fake(arguments[2])
+        ENGINES, "vllm", lambda *arguments: seen.update(vllm_settings(*arguments[:2])) or fake(arguments[2])
     )
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: SimpleNamespace())
-    monkeypatch.setattr(bench, "run_in_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr(engines, "run_in_process", lambda function, *arguments: function(*arguments))
     options = ["--num-seqs", "2", "--max-input-len", "10", "--max-output-len", "4", "--kv-cache-dtype", "fp8"]
     main(monkeypatch, "--shape", "small", "--compare", "vllm", "--workload", "headline", "--device", "cpu", *options)
     out = capsys.readouterr().out
@@ -223,7 +255,7 @@ def test_the_model_of_a_shape(monkeypatch, capsys):
 
 
 def test_tokenizer_of_a_shape(tmp_path):
-    bench.write_shape("mistral-7b", tmp_path / "model")
+    write_shape("mistral-7b", tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     text = "na\xefve \U0001f642\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text and max(tokenizer.encode(text)) < 256
@@ -232,14 +264,39 @@ def test_tokenizer_of_a_shape(tmp_path):
 def test_progress(monkeypatch, capsys):
     """A line when an engine or a workload starts and ends; missing engines are left out, and none runs twice."""
     for engine in ("nanovllm", "transformers"):
-        monkeypatch.setitem(bench.ENGINES, engine, lambda model, settings, workloads: fake(workloads))
-    monkeypatch.setattr(bench, "run_in_process", lambda function, *arguments: function(*arguments))
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None if name == "vllm" else SimpleNamespace())
+        monkeypatch.setitem(ENGINES, engine, lambda model, settings, workloads: fake(workloads))
+    monkeypatch.setattr(engines, "run_in_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else SimpleNamespace())
     main(monkeypatch, "--compare", "transformers,vllm,,transformers", "--workload", "single", "--device", "cpu")
     lines = [line.split(" after")[0] for line in capsys.readouterr().err.splitlines()]
     own = ["nanovllm: single starts", "nanovllm: single ends"]
     assert lines[:4] == ["nanovllm: starts", *own, "nanovllm: ends"]
     assert lines[4:] == ["transformers: starts", *own, "transformers: ends", "vllm: not installed, left out"]
+
+
+def test_a_workload_may_be_the_first_argument(capsys):
+    """`nanovllm bench online` is short for `nanovllm bench --workload online`."""
+    parser = make_parser()
+    for arguments in (["all,batches", "--seed", "1"], ["--seed", "1", "all,batches"]):
+        args = parse(parser, arguments)
+        assert args.workload == ["headline", "single", "prefill", "batches"] and args.seed == 1
+    assert parse(parser, []).workload == ["headline", "single", "prefill"]
+    with pytest.raises(SystemExit):
+        parse(parser, ["online", "--workload", "latency"])
+    assert "not allowed" in capsys.readouterr().err
+
+
+def test_time_since_the_start_of_the_process(monkeypatch):
+    """It counts what ran before the package was imported; where Linux does not tell, since then."""
+    code = (
+        "import time; time.sleep(0.5); from nanovllm.benchmarks import processes as p; print(p.seconds_since_start())"
+    )
+    begin = perf_counter()
+    ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert 0.5 <= float(ended.stdout) <= perf_counter() - begin + 0.1
+    before = seconds_since_start()
+    monkeypatch.setattr(Path, "read_text", lambda path: os.stat("/no/such/file"))
+    assert 0 <= seconds_since_start() <= before + 0.1
 
 
 SHORT = ("--device", "cpu", "--num-seqs", "3", "--max-input-len", "32", "--max-output-len", "24")
@@ -278,15 +335,15 @@ def test_profile_writes_traces(monkeypatch, capsys, tmp_path):
 def test_save_merges_results(monkeypatch, tmp_path):
     """Later calls add workloads and setups, and replace what they measure again."""
     file = tmp_path / "results.json"
-    monkeypatch.setitem(bench.ENGINES, "nanovllm", lambda model, settings, workloads: fake(workloads))
+    monkeypatch.setitem(ENGINES, "nanovllm", lambda model, settings, workloads: fake(workloads))
     main(monkeypatch, "--workload", "single", "--max-output-len", "24", "--device", "cpu", "--save", str(file))
     assert json.loads(file.read_text()) == {
-        "notes": (notes := f"cpu, torch.bfloat16, {bench.versions(['nanovllm'])}"),
+        "notes": (notes := f"cpu, torch.bfloat16, {versions(['nanovllm'])}"),
         "results": {"tiny-qwen3": {"single": {"nanovllm": 12}}},
     }
     assert f"torch {torch.__version__.split('+')[0]}" in notes
-    bench.save_results(file, "", "tiny-qwen3", {"single": {"vllm": 10.4}, "prefill": {"nanovllm": 7.0}})
-    bench.save_results(file, "", "tiny-qwen3 on 2 GPUs", {"single": {"nanovllm": 20.6}})
+    save_results(file, "", "tiny-qwen3", {"single": {"vllm": 10.4}, "prefill": {"nanovllm": 7.0}})
+    save_results(file, "", "tiny-qwen3 on 2 GPUs", {"single": {"nanovllm": 20.6}})
     assert json.loads(file.read_text()) == {
         "notes": notes,
         "results": {
@@ -298,18 +355,19 @@ def test_save_merges_results(monkeypatch, tmp_path):
 
 def test_rounds():
     """The fastest counts, the warm-up does not, and none finds another's prompts in the prefix cache."""
-    requests = [bench.Request([5, 6], 3)]
-    warm_up, _, last = runs = bench.in_rounds(requests, 2, 100)
+    requests = [Request([5, 6], 3)]
+    warm_up, _, last = runs = in_rounds(requests, 2, 100)
     assert [run[0].prompt for run in runs] == [[7, 8], [6, 7], [5, 6]]
     seconds = {7: 0.1, 6: 1.0, 5: 2.0}
-    run_all = bench.fastest_run(lambda requests: bench.Result(seconds[requests[0].prompt[0]]))
-    assert run_all(runs).seconds == 1.0 and run_all([warm_up, last]).seconds == 2.0
+    workloads = {"two rounds": runs, "one round": [warm_up, last]}
+    results = measure("nanovllm", lambda requests: Result(seconds[requests[0].prompt[0]]), workloads, fastest)
+    assert results["two rounds"].seconds == 1.0 and results["one round"].seconds == 2.0
 
 
 def test_versions(monkeypatch):
     """Whoever reads a comparison sees what ran, and which switches of vLLM were set."""
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "0")
-    found = bench.versions(["nanovllm", "vllm-that-is-not-installed"]).split(", ")
+    found = versions(["nanovllm", "vllm-that-is-not-installed"]).split(", ")
     assert found[0] == "nanovllm 0.1.0" and found[1].startswith(f"torch {torch.__version__.split('+')[0]}")
     assert found[-1] == "VLLM_USE_DEEP_GEMM=0" and not any("not-installed" in part for part in found)
 
@@ -318,9 +376,9 @@ def test_several_workloads_in_one_run(monkeypatch, capsys):
     """Each engine starts once for all of them."""
     calls = []
     for engine in ("nanovllm", "vllm"):
-        monkeypatch.setitem(bench.ENGINES, engine, lambda *arguments: calls.append(1) or fake(arguments[2]))
-    monkeypatch.setattr(bench, "run_in_process", lambda function, *arguments: function(*arguments))
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: True)
+        monkeypatch.setitem(ENGINES, engine, lambda *arguments: calls.append(1) or fake(arguments[2]))
+    monkeypatch.setattr(engines, "run_in_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     main(monkeypatch, "--workload", "all,batches", "--batch-sizes", "2,3", "--compare", "vllm", "--device", "cpu")
     out = capsys.readouterr().out
     assert len(calls) == 2 and all(f"\n{name}: " in out for name in ("headline", "single", "prefill", "batch of 3"))
@@ -330,7 +388,7 @@ def test_several_workloads_in_one_run(monkeypatch, capsys):
 
 def test_figure_is_drawn(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
-    bench.save_results(tmp_path / "a.json", "a note", "a model", {"single": {"nanovllm": 1234, "vllm": 1000}})
+    save_results(tmp_path / "a.json", "a note", "a model", {"single": {"nanovllm": 1234, "vllm": 1000}})
     main(monkeypatch, "--figure", str(tmp_path / "a.svg"))
     text = (tmp_path / "a.svg").read_text()
     assert all(word in text for word in ("a note", "a model, single stream", "1,234", "1,000", "relative to vLLM"))
@@ -348,15 +406,15 @@ def test_plot_needs_a_sweep(monkeypatch, capsys):
 
 def test_percentile_interpolates():
     """The p-th percentile of n values is at p / 100 * (n - 1) of the sorted values, counted from 0."""
-    assert [bench.percentile([4, 1, 3, 2], p) for p in (0, 50, 90, 100)] == [1, 2.5, pytest.approx(3.7), 4]
-    assert bench.percentile(list(range(101)), 99) == 99
-    assert bench.percentile([7.0], 99) == 7
-    assert math.isnan(bench.percentile([], 50))
+    assert [percentile([4, 1, 3, 2], p) for p in (0, 50, 90, 100)] == [1, 2.5, pytest.approx(3.7), 4]
+    assert percentile(list(range(101)), 99) == 99
+    assert percentile([7.0], 99) == 7
+    assert math.isnan(percentile([], 50))
 
 
 def test_latencies():
     """Of three requests: one with three gaps, one with one token, and one that got no token."""
-    found = bench.latencies([[0.5, 1.0, 3.0, 3.5], [2.0], []])
+    found = latencies([[0.5, 1.0, 3.0, 3.5], [2.0], []])
     assert found == {
         "TTFT": [0.5, 2.0],
         "time per output token": [1.0],
@@ -368,33 +426,33 @@ def test_latencies():
 def test_decode_rate():
     """Counted is what arrives after all have their first token, until the first sequence ends; the median of runs."""
     run = [[1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 5.0]]  # from 2 to 4, two tokens of each
-    assert bench.decode_rate(run, 2) == 2
-    assert bench.decode_rate([[0.0, 1.0], [0.0, 0.25], [0.0, 0.5]], 1) == 2
-    assert math.isnan(bench.decode_rate([[1.0, 2.0], [3.0, 4.0]], 2))  # never both at a time
+    assert decode_rate(run, 2) == 2
+    assert decode_rate([[0.0, 1.0], [0.0, 0.25], [0.0, 0.5]], 1) == 2
+    assert math.isnan(decode_rate([[1.0, 2.0], [3.0, 4.0]], 2))  # never both at a time
 
 
 def test_online_requests():
     """Gaps are exponential and lengths log-normal; the same seed gives the same requests."""
-    requests = bench.online(8.0, 400, (500, 160), 4096, seed=0, vocab_size=1000)
+    requests = online(8.0, 400, (500, 160), 4096, seed=0, vocab_size=1000)
     gaps = [b.arrival - a.arrival for a, b in pairwise(requests)]
     assert min(gaps) > 0 and mean(gaps) == pytest.approx(1 / 8, rel=0.15)
     assert median(gaps) == pytest.approx(math.log(2) / 8, rel=0.15)
     assert median(len(r.prompt) for r in requests) == pytest.approx(500, rel=0.15)
     assert median(r.max_tokens for r in requests) == pytest.approx(160, rel=0.15)
     assert all(len(r.prompt) + r.max_tokens <= 4096 for r in requests)
-    assert requests == bench.online(8.0, 400, (500, 160), 4096, seed=0, vocab_size=1000)
-    assert requests[0].prompt[:16] != bench.online(16.0, 1, (500, 160), 4096, seed=0, vocab_size=1000)[0].prompt[:16]
-    short = bench.online(8.0, 50, (500, 160), 20, seed=0, vocab_size=1000)
+    assert requests == online(8.0, 400, (500, 160), 4096, seed=0, vocab_size=1000)
+    assert requests[0].prompt[:16] != online(16.0, 1, (500, 160), 4096, seed=0, vocab_size=1000)[0].prompt[:16]
+    short = online(8.0, 50, (500, 160), 20, seed=0, vocab_size=1000)
     assert all(len(r.prompt) >= 1 and r.max_tokens >= 1 and len(r.prompt) + r.max_tokens <= 20 for r in short)
 
 
 class Clock:
-    """Replaces the clock of bench.py: time passes in `sleep` and in the steps of an engine."""
+    """Replaces the clock of the open loop: time passes in `sleep` and in the steps of an engine."""
 
     def __init__(self, monkeypatch):
         self.now = 100.0
-        monkeypatch.setattr(bench, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(bench, "sleep", self.sleep)
+        monkeypatch.setattr(loops, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(loops, "sleep", self.sleep)
 
     def sleep(self, seconds: float) -> None:
         self.now += max(seconds, 0.001)
@@ -406,7 +464,7 @@ class SlowEngine:
     def __init__(self, clock: Clock):
         self.clock, self.left, self.log = clock, {}, []
 
-    def params(self, request: bench.Request) -> int:
+    def params(self, request: Request) -> int:
         return request.max_tokens
 
     def add(self, prompt: list[int], params: int) -> int:
@@ -428,8 +486,8 @@ class SlowEngine:
 def test_open_loop(monkeypatch):
     """Times count from when a request was due, though it was submitted after the step; idle time is slept through."""
     engine = SlowEngine(Clock(monkeypatch))
-    requests = [bench.Request([i], 2, arrival=arrival) for i, arrival in enumerate((0.0, 0.25, 10.0))]
-    result = bench.serve(engine, requests)
+    requests = [Request([i], 2, arrival=arrival) for i, arrival in enumerate((0.0, 0.25, 10.0))]
+    result = serve(engine, requests)
     submitted = [time for _, time in engine.log]
     assert submitted[:2] == [100, 101] and submitted[2] == pytest.approx(110, abs=0.002)
     assert result.token_times[:2] == [[1.0, 2.0], [1.75, 2.75]]
@@ -479,12 +537,12 @@ def test_vllm_steps(monkeypatch):
     sampling_params.RequestOutputKind = SimpleNamespace(DELTA="delta")
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", sampling_params)
-    run = [bench.Request([1], 3), bench.Request([1, 2, 3], 2)]
-    results = bench.step_vllm("tiny-qwen3", {"device": "cpu", "max_num_seqs": 7}, {"a workload": [run, run, run]})
+    run = [Request([1], 3), Request([1, 2, 3], 2)]
+    results = step_vllm("tiny-qwen3", {"device": "cpu", "max_num_seqs": 7}, {"a workload": [run, run, run]})
     arguments, *ids = seen
     assert arguments["max_num_seqs"] == 7 and arguments["max_model_len"] == 2048 and arguments["dtype"] == "bfloat16"
     assert ids == ["0", "1", "2", "3", "4", "5"]
-    own = bench.vllm_settings("tiny-qwen3", {"device": "cpu"})
+    own = vllm_settings("tiny-qwen3", {"device": "cpu"})
     assert own.keys() == arguments.keys() - {"max_num_seqs", "disable_log_stats"}  # vLLM has its own defaults
     times = results["a workload"].token_times  # of the second and the third run
     assert [len(of_request) for of_request in times] == [3, 2, 3, 2]
@@ -528,8 +586,8 @@ def test_latency(monkeypatch, capsys):
 def test_latency_lengths_fit():
     """Every length that fits is there, and no prompt is in the prefix cache when it is timed."""
     config = SimpleNamespace(device="cuda:0", max_model_len=4096, model_config=SimpleNamespace(vocab_size=1000))
-    args = bench.make_parser().parse_args(["--num-seqs", "3"])
-    workloads, _ = bench.latency_sweep(args, config)
+    args = make_parser().parse_args(["--num-seqs", "3"])
+    workloads, _ = latency_sweep(args, config)
     prompts = [f"prompt of {length}" for length in ("16", "128", "512", "1,024", "4,000")]
     behind = [f"{seqs} behind {length}" for seqs in ("1 sequence", "8 sequences") for length in ("500", "4,000")]
     assert list(workloads) == prompts + behind
@@ -570,8 +628,8 @@ def test_host_calls_leave_the_engine_as_it_was(make_llm):
     """All tokens come from the device's replacement, which is gone afterwards."""
     llm = make_llm(max_num_seqs=4)
     before = llm.generate([[5, 6]], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
-    requests = bench.host_requests(4, 20, 8, llm.config.model_config.vocab_size)
-    assert all(us > 0 for us in bench.host_calls(llm, requests, rounds=1).values())
+    requests = host_requests(4, 20, 8, llm.config.model_config.vocab_size)
+    assert all(us > 0 for us in host_calls(llm, requests, rounds=1).values())
     assert llm.stats()["tokens"]["out"] == 3 + 3 * 4 * 8
     after = llm.generate([[5, 6]], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
     assert after[0].token_ids == before[0].token_ids
@@ -584,21 +642,21 @@ def test_plot(workload, monkeypatch, capsys, tmp_path):
 
     def fake_sweep(speed: float):
         def run(model, settings, workloads):
-            def times(request: bench.Request) -> list[float]:
+            def times(request: Request) -> list[float]:
                 return [speed * (1 + i) for i in range(request.max_tokens)]
 
             return {
-                name: bench.Result(1.0, token_times=[times(r) for requests in runs[1:] for r in requests])
+                name: Result(1.0, token_times=[times(r) for requests in runs[1:] for r in requests])
                 for name, runs in workloads.items()
             }
 
         return run
 
-    for functions in (bench.ENGINES, bench.STEPPED_ENGINES):
+    for functions in (ENGINES, STEPPED_ENGINES):
         monkeypatch.setitem(functions, "nanovllm", fake_sweep(0.01))
         monkeypatch.setitem(functions, "vllm", fake_sweep(0.02))
-    monkeypatch.setattr(bench, "run_in_process", lambda function, *arguments: function(*arguments))
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr(engines, "run_in_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace())
     pictures = []
     for name in ("a.svg", "b.svg"):
         arguments = ["--workload", workload, "--compare", "vllm", "--plot", str(tmp_path / name), "--device", "cpu"]

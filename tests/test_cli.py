@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
@@ -223,15 +224,23 @@ def test_generate(capsys):
     assert run("What is 17 + 25?") == "42\n" == run("What is 17 + 25?", "--chat")
 
 
-def test_bench_is_the_script_of_the_repository(monkeypatch, capsys, tmp_path):
-    calls = []
-    monkeypatch.setattr(os, "execv", lambda *arguments: calls.append(arguments))
-    cli.bench(["--help"])
-    assert calls == [(sys.executable, [sys.executable, str(cli.BENCH), "--help"])] and cli.BENCH.is_file()
-    monkeypatch.setattr(cli, "BENCH", tmp_path / "bench.py")
-    with pytest.raises(SystemExit) as end:
-        cli.main(["bench"])
-    assert end.value.code == 2 and "not in the package" in capsys.readouterr().err
+def test_bench(tmp_path):
+    """It needs no clone of the repository, and starts each engine in a process of its own."""
+    command = [sys.executable, "-m", "nanovllm", "bench", "single", "--compare", "transformers", "--device", "cpu"]
+    environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    lengths = ["--max-input-len", "16", "--max-output-len", "8"]
+    ended = subprocess.run([*command, *lengths], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    rows = [line.split()[0] for line in ended.stdout.split("single: 1 requests")[1].splitlines()[1:4]]
+    assert rows == ["engine", "nanovllm", "transformers"] and not list(tmp_path.iterdir())
+
+
+def test_bench_has_its_own_arguments(capsys):
+    for arguments, message in [(["nonsense"], "WORKLOAD: 'nonsense'"), (["--num-seqs", "0"], "--num-seqs: 0")]:
+        with pytest.raises(SystemExit) as end:
+            cli.main(["bench", *arguments])
+        assert end.value.code == 2
+        assert f"nanovllm bench: error: argument {message}: must be" in capsys.readouterr().err
 
 
 def test_serve_needs_its_extra(monkeypatch, capsys):

@@ -16,8 +16,8 @@ from test_callers import Caller, check_whole, requests, threads  # noqa: F401  (
 from test_models import SMALL, assert_same_as_transformers, make_checkpoint
 from test_models import requests as requests_of_models
 
-from bench import write_shape
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.benchmarks.shapes import write_shape
 from nanovllm.features.logit_edits import bad_word_token_ids
 
 pytestmark = pytest.mark.gpu
@@ -123,7 +123,7 @@ def test_seeded_sampling_is_the_same_in_any_batch(make_llm):
     assert [a["token_ids"] for a in alone] == [a["token_ids"] for a in together[:8]]
 
 
-NUM_LAYERS = {"qwen3-0.6b": 28, "qwen3-30b-a3b": 3}  # of bench.py's shapes; of the larger one only a few
+NUM_LAYERS = {"qwen3-0.6b": 28, "qwen3-30b-a3b": 3}  # of the benchmarks' shapes; of the larger one only a few
 
 
 @pytest.fixture(scope="module", params=NUM_LAYERS)

@@ -16,8 +16,8 @@ import pytest
 from settings_tables import PAGES, with_tables
 from test_architecture import CORE_LINES
 
-import bench
 from nanovllm import LLM, SamplingParams, SchedulingPolicy
+from nanovllm.benchmarks.throughput import WORKLOADS
 from nanovllm.config import Config
 from nanovllm.engine.engine import Engine
 
@@ -122,7 +122,7 @@ RESULTS = json.loads((ROOT / ".github/performance.json").read_text())["results"]
 def test_performance_table_equals_the_results_file():
     expected = [
         [
-            f"{setup}, {bench.WORKLOADS[workload]}",
+            f"{setup}, {WORKLOADS[workload]}",
             *(f"{rates[engine]:,}" if engine in rates else "" for engine in ("nanovllm", "vllm", "original")),
         ]
         for setup, workloads in RESULTS.items()

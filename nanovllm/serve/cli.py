@@ -2,10 +2,8 @@
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nanovllm.serve.flags import HelpFormatter, add_flags, given
@@ -19,7 +17,6 @@ SIMPLE_SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "n", "max_tokens", "min_tokens", "ignore_eos", "stop"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "skip_special_tokens"),
 )
-BENCH = Path(__file__).parents[2] / "bench.py"
 # seconds after which a thread lets another one that waits for the interpreter run (Python has 0.005): the engine's
 # thread must not wait for the event loop while the device is idle
 SWITCH_INTERVAL = 0.001
@@ -29,7 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command, and end the process with its status: 2 for a wrong command line or setting."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] == "bench":  # its arguments are its own
-        bench(arguments[1:])
+        from nanovllm.benchmarks.command import main as bench
+
+        bench(arguments[1:], prog="nanovllm bench")
+        sys.exit(0)
     options = parse(arguments)
     try:
         sys.exit(options.run(options))
@@ -88,7 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_flags(command, Config, "engine", skip=("model", "seed"))
     command.set_defaults(run=generate)
 
-    text = "Measure throughput and latency; `nanovllm bench --help` lists the arguments of bench.py."
+    text = "Measure throughput and latency; `nanovllm bench --help` lists the workloads and arguments."
     commands.add_parser("bench", help=text, add_help=False)
     return parser
 
@@ -153,12 +153,3 @@ def generate(options: argparse.Namespace) -> int:
             for answer in llm.generate(prompt, params, use_tqdm=False)[0].outputs:
                 print(f"--- {answer.index + 1} of {params.n}\n{answer.text}")
     return 0
-
-
-def bench(arguments: Sequence[str]) -> NoReturn:
-    """bench.py starts processes that import it, so it has to be the main module of its own process."""
-    if not BENCH.is_file():
-        print("nanovllm bench: needs bench.py, which is in the repository and not in the package", file=sys.stderr)
-        sys.exit(2)
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, str(BENCH), *arguments])

@@ -1,0 +1,253 @@
+"""Throughput and latency of nano-vllm, and of other engines on the same requests in the same call.
+
+    nanovllm bench --model MODEL                      the first three workloads below
+    nanovllm bench --model MODEL --compare vllm       the same with vLLM beside it (or transformers, or both)
+    nanovllm bench --shape llama-3.1-8b               the same with random weights of a published shape: no download
+    nanovllm bench online --model MODEL --request-rate 8,16,24      latency while requests keep arriving
+    nanovllm bench latency --model MODEL --max-model-len 32768      one prompt; decode behind a context
+    nanovllm bench batches --model MODEL --batch-sizes 2,8,32       throughput by batch size
+    nanovllm bench all,batches --model MODEL --compare vllm         both in one run
+    nanovllm bench host                               what a step costs the host, on any machine
+    nanovllm bench --model MODEL --profile FOLDER     traces of decode steps, and the time of each kernel in them
+    nanovllm bench --streaming                        the headline workload by generate() and by stream()
+    nanovllm bench --beams 4                          beam search, compared with that of transformers
+    nanovllm bench --figure FILE.svg                  a bar chart of the numbers that --save FILE.json has collected
+
+In a clone of the repository, `python bench.py` takes the same arguments.
+
+Workloads, all with random token ids, temperature 0.6 and no end-of-sequence token:
+
+    headline    --num-seqs requests; their input and output lengths are uniform between a tenth of the maximum and the
+                maximum
+    single      one request; its input is an eighth of --max-input-len, its output half of --max-output-len
+    prefill     an eighth of --num-seqs requests of --prefill-len tokens, with one output token each
+    online      for each request rate, 20 seconds of requests, or --num-seqs; the gaps between arrivals are exponential,
+                the lengths log-normal (sigma 0.9 for inputs, 0.7 for outputs) and cut to max_model_len
+    latency     one prompt of 16 to 32,000 tokens and one output token, --num-seqs times; then 1 and 8 sequences that
+                decode behind contexts of 500 to 30,000 tokens, three times. --max-model-len and --max-input-len bound
+                the lengths
+    batches     for each batch size, requests with 512 input and 256 output tokens
+    host        no model runs: the device is replaced by one that samples at once. For 1 to 1,024 sequences that decode,
+                the microseconds of a step's schedule, prepare and process; then those of a step of 512 sequences in the
+                whole process, until the caller of `generate` or `stream` has the text. The time of a loop of Python
+                says how fast the machine is
+
+Before what is reported, each workload runs once with other ids (online with a quarter of its requests). Of headline,
+single, prefill and batches, --rounds runs follow, each with ids of its own, and the fastest is reported: vLLM's FP8
+compiles kernels whenever a step has a new number of tokens, also after the first run. When engines are compared, each
+of them runs in its own process, and vLLM with its own defaults: of our settings it gets the model, its dtypes,
+max_model_len and the number of GPUs, and another bound only if the command line states it. The output names the
+versions, and the VLLM_* variables of the environment. --plot FILE.svg draws the last three workloads.
+
+Online is an open loop: a request is submitted when it is due, however busy the engine is, and its times count from when
+it was due. TTFT is the time to its first token. The time per output token is the time from its first token to its last,
+divided by the number of tokens after the first. ITL are all gaps between two tokens of a request, and the longest of
+them is reported as well. Decode speed counts the tokens that arrive while all sequences of a batch decode. Percentiles
+are interpolated between the two nearest values, so that p50 is the median. For online and latency, one loop steps both
+engines, and vLLM has the defaults of its server; the other workloads are calls of `LLM.generate`.
+
+On CUDA the table has a column "of limit": the time that the hardware needs at least, divided by the measured time. The
+least time is the bytes of weights, keys and values that decode steps read, divided by the memory bandwidth, plus the
+operations of the prefill, divided by the matrix product rate. Both rates are measured on this device; several ranks
+count as several times the rates of one.
+"""
+
+import argparse
+import json
+import tempfile
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from nanovllm.benchmarks.engines import ENGINES, STEPPED_ENGINES
+from nanovllm.benchmarks.shapes import SHAPES
+from nanovllm.benchmarks.sweeps import STEPPED, SWEEPS
+from nanovllm.benchmarks.throughput import WORKLOADS
+
+# settings of LLM(...), and what argparse is told about each
+ENGINE_SETTINGS: dict[str, dict[str, Any]] = {
+    "dtype": dict(default="auto"),
+    "quantization": dict(help="fp8 or int8: quantize the weights while they are loaded"),
+    "device": dict(default="auto"),
+    "attention_backend": dict(default="auto"),
+    "kv_cache_dtype": dict(default="auto"),
+    "tensor_parallel_size": dict(type=int, default=1),
+    "max_num_seqs": dict(type=int),
+    "max_num_batched_tokens": dict(type=int),
+    "max_model_len": dict(type=int),
+    "enforce_eager": dict(action="store_true"),
+    "async_scheduling": dict(action=argparse.BooleanOptionalAction),
+}
+
+
+def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
+    """`prog`: the name of the command in its help and errors, by default that of the script."""
+    parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    size = integer(1)
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", default="tiny-qwen3", help="a folder, a hub id, or the bundled tiny-qwen3")
+    model.add_argument("--shape", choices=SHAPES, help="a model with random weights, which needs no download")
+    text = "one, or several with commas between (the first three)"
+    workload = parser.add_mutually_exclusive_group()
+    workload.add_argument("name", type=workload_names, nargs="?", metavar="WORKLOAD", help=text)
+    workload.add_argument("--workload", type=workload_names, default="all", metavar="WORKLOAD", help="the same")
+    parser.add_argument("--num-seqs", type=size, help="requests, see above (256; on a CPU 64; of latency 20 and 5)")
+    parser.add_argument("--max-input-len", type=size, help="longest prompt (1024; on a CPU 256; of batches 512)")
+    text = "longest output (1024; on a CPU 256; of batches 256, of latency 96)"
+    parser.add_argument("--max-output-len", type=size, help=text)
+    parser.add_argument("--prefill-len", type=size, help="prompt length of the prefill workload (3900; on a CPU 1024)")
+    parser.add_argument("--request-rate", type=each(positive), default="8,16,24", help="online: requests per second")
+    parser.add_argument("--median-input-len", type=size, default=500, help="online: median prompt length")
+    parser.add_argument("--median-output-len", type=size, default=160, help="online: median output length")
+    parser.add_argument("--batch-sizes", type=each(size), default="2,8,32,128,512", help="batches: numbers of requests")
+    parser.add_argument("--rounds", type=size, help="runs of which the fastest is reported (2; on a CPU 1)")
+    parser.add_argument("--seed", type=integer(0), default=0, help="seed of the random requests")
+    text = "transformers, vllm, or both with a comma between them"
+    parser.add_argument("--compare", type=other_engines, default=[], help=text)
+    parser.add_argument("--save", type=results_file, metavar="FILE.json", help="add the tokens per second to this file")
+    parser.add_argument("--plot", type=svg_file, metavar="FILE.svg", help=f"draw {', '.join(SWEEPS)}; needs matplotlib")
+
+    other = parser.add_argument_group("instead of the workloads")
+    other.add_argument("--profile", type=writable_folder, metavar="FOLDER", help="write traces of decode steps there")
+    other.add_argument("--streaming", action="store_true", help="compare generate() with stream()")
+    other.add_argument("--beams", type=size, metavar="WIDTH", help="compare beam search with that of transformers")
+    other.add_argument("--figure", type=figure_file, metavar="FILE.svg", help="draw FILE.json (needs matplotlib)")
+
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--top-k", type=int, default=0, help="0 keeps all tokens")
+    sampling.add_argument("--top-p", type=float, default=1.0, help="1 keeps all tokens")
+
+    engine = parser.add_argument_group("engine settings, as of LLM(...)")
+    for name, options in ENGINE_SETTINGS.items():
+        engine.add_argument(f"--{name.replace('_', '-')}", **options)
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Arguments that belong together; others end with an error."""
+    args = parser.parse_args(arguments)
+    args.workload = args.name or args.workload
+    names, first = ",".join(args.workload), args.workload[0]
+    if (args.figure or args.plot) and find_spec("matplotlib") is None:
+        parser.error("--figure and --plot need matplotlib, which `pip install 'nano-vllm[plot]'` installs")
+    if first in STEPPED and (missing := [engine for engine in args.compare if engine not in STEPPED_ENGINES]):
+        parser.error(f"--compare {missing[0]}: --workload {first} compares with vllm only")
+    if args.compare and first == "host":
+        parser.error("--compare: --workload host measures this package alone")
+    if args.rounds and first in STEPPED:
+        parser.error(f"--rounds: --workload {first} has runs of its own")
+    if args.plot and not SWEEPS.keys() & args.workload:
+        parser.error(f"--plot: --workload {names} must be one of {', '.join(SWEEPS)}")
+    if args.save and not WORKLOADS.keys() & args.workload:
+        parser.error(f"--save: --workload {names} must be one of all, {', '.join(WORKLOADS)}")
+    if args.shape and (args.beams or "transformers" in args.compare):
+        option = "--beams" if args.beams else "--compare transformers"
+        parser.error(f"{option}: transformers reads weights from files, and --shape has none; use --model instead")
+    return args
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of LLM(...) that the arguments state."""
+    settings = {name: value for name in ENGINE_SETTINGS if (value := getattr(args, name)) is not None}
+    return settings | ({"load_format": "dummy"} if args.shape else {})
+
+
+# -- types of arguments; each error states the value and its bound -----------------------------------------------------
+
+
+def workload_names(text: str) -> list[str]:
+    """Comma-separated names of workloads, where "all" stands for the first three."""
+    names = dict.fromkeys(name for part in text.split(",") for name in (WORKLOADS if part == "all" else [part]))
+    for name in names:
+        if name not in (*WORKLOADS, *SWEEPS, "host"):
+            choices = ", ".join(["all", *WORKLOADS, *SWEEPS, "host"])
+            raise ArgumentTypeError(f"{name!r}: must be one of {choices}, or several with commas")
+        if name in (*STEPPED, "host") and len(names) > 1:
+            raise ArgumentTypeError(f"{name!r}: must be the only workload of a run")
+    return list(names)
+
+
+def other_engines(text: str) -> list[str]:
+    """Comma-separated names of engines to compare with."""
+    others = [name for name in ENGINES if name != "nanovllm"]
+    names = list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+    for name in names:
+        if name not in others:
+            raise ArgumentTypeError(f"{name!r}: must be of {', '.join(others)}; nanovllm always runs")
+    return names
+
+
+def checked(parse: Callable, kind: str, is_allowed: Callable[[Any], bool], bound: str) -> Callable[[str], Any]:
+    def parse_one(text: str) -> Any:
+        try:
+            value = parse(text)
+        except ValueError:
+            raise ArgumentTypeError(f"{text!r}: must be {kind}") from None
+        if not is_allowed(value):
+            raise ArgumentTypeError(f"{text}: must be {bound}")
+        return value
+
+    return parse_one
+
+
+def integer(low: int) -> Callable[[str], int]:
+    return checked(int, "an integer", lambda value: value >= low, f"at least {low}")
+
+
+positive = checked(float, "a number", lambda value: 0 < value < inf, "greater than 0 and finite")
+
+
+def each(parse: Callable[[str], float]) -> Callable[[str], list]:
+    """One value or several with commas between them, in ascending order, each of them once."""
+
+    def parse_all(text: str) -> list:
+        if not (parts := list(filter(None, map(str.strip, text.split(","))))):
+            raise ArgumentTypeError(f"{text!r}: must have at least one value")
+        return sorted(set(map(parse, parts)))
+
+    return parse_all
+
+
+def writable_folder(text: str) -> Path:
+    """A folder that exists or can be created, and in which files can be written."""
+    folder = Path(text)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ArgumentTypeError(f"{text!r}: is not a writable folder ({error.strerror})") from error
+    return folder
+
+
+def results_file(text: str) -> Path:
+    """A JSON file, new or `{"notes": text, "results": {setup: {workload: {engine: rate}}}}`."""
+    file = Path(text)
+    writable_folder(str(file.parent))
+    if file.exists():
+        try:
+            json.loads(file.read_text())["results"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ArgumentTypeError(f"{text!r}: is not a results file of --save ({error!r})") from error
+    return file
+
+
+def svg_file(text: str) -> Path:
+    """An svg file that can be written."""
+    file = Path(text)
+    if file.suffix != ".svg":
+        raise ArgumentTypeError(f"{text!r}: must end in .svg")
+    writable_folder(str(file.parent))
+    return file
+
+
+def figure_file(text: str) -> Path:
+    """An svg file with a results file of the same name beside it."""
+    file = svg_file(text)
+    if not file.with_suffix(".json").is_file():
+        raise ArgumentTypeError(f"{text!r}: must have a .json of the same name beside it")
+    results_file(str(file.with_suffix(".json")))
+    return file

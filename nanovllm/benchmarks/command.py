@@ -1,0 +1,94 @@
+"""The command `nanovllm bench`: from its arguments to the tables and pictures."""
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm import SamplingParams
+from nanovllm.benchmarks import calls, engines, pictures, sweeps, throughput
+from nanovllm.benchmarks.arguments import engine_settings, make_parser, parse
+from nanovllm.benchmarks.host import measure_host
+from nanovllm.benchmarks.processes import show_engine_log
+from nanovllm.benchmarks.profiling import profile_nanovllm
+from nanovllm.benchmarks.requests import TEMPERATURE, Workloads, describe
+from nanovllm.benchmarks.results import save_results
+from nanovllm.benchmarks.shapes import write_shape
+from nanovllm.benchmarks.tables import Panel
+from nanovllm.config import Config
+
+
+def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
+    """Run the command; `arguments` are those of the process unless they are given."""
+    parser = make_parser(prog)
+    args = parse(parser, arguments)
+    if args.figure:
+        pictures.draw_figure(args.figure)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        if args.shape:
+            args.model = str(Path(folder) / args.shape)
+            write_shape(args.shape, Path(args.model))
+        show_engine_log()
+        settings = engine_settings(args)
+        try:  # before any engine is started
+            SamplingParams(temperature=TEMPERATURE, top_k=args.top_k, top_p=args.top_p)
+            config = Config.create(args.model, settings)
+        except (ValueError, TypeError, OSError) as error:
+            parser.error(str(error))
+        args.rounds = args.rounds or (1 if config.device == "cpu" else 2)
+        measure(args, settings, config)
+
+
+def measure(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> None:
+    """The workloads, or what is measured instead of them."""
+    if args.profile:
+        num_seqs, lengths = throughput.sizes(args, config)
+        batch_sizes = sorted({1, min(num_seqs, config.max_num_seqs)})
+        profile_nanovllm(args.model, settings, batch_sizes, sum(lengths) // 4, args.profile)
+    elif args.workload == ["host"]:
+        measure_host(args.model, settings)
+    elif args.beams:
+        calls.compare_beam_search(args.model, settings, args.beams, args.max_output_len or 400)
+    elif args.streaming:
+        calls.compare_streaming(args.model, settings, throughput.headline_requests(args, config))
+    else:
+        compare_engines(args, settings, config)
+
+
+def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> None:
+    """Run the workloads on every engine; print, draw and save the results."""
+    workloads = throughput.workloads(args, config)
+    swept: Workloads = {}
+    panels: list[Panel] = []
+    for name in args.workload:
+        if name in sweeps.SWEEPS:
+            swept, panels = sweeps.SWEEPS[name](args, config)
+    for request in (request for runs in [*workloads.values(), *swept.values()] for run in runs for request in run):
+        request.top_k, request.top_p = args.top_k, args.top_p
+    functions = engines.STEPPED_ENGINES if args.workload[0] in sweeps.STEPPED else engines.ENGINES
+    results = engines.run_engines(["nanovllm", *args.compare], functions, args.model, settings, workloads | swept)
+
+    versions = engines.versions(results)
+    dtypes = str(config.dtype) + ("" if config.kv_cache_dtype == "auto" else f", cache {config.kv_cache_dtype}")
+    print(f"{args.shape or args.model}, {dtypes}, {config.device}, attention {config.attention_backend}")
+    print(versions)
+    if workloads:
+        throughput.print_results(config, workloads, results)
+    for name, runs in swept.items():
+        num_runs = next(iter(results.values()))[name].num_runs
+        print(describe(name, [request for run in runs[-num_runs:] for request in run]))
+    for panel in panels:
+        panel.print(results)
+
+    num_ranks = config.tensor_parallel_size
+    setup = Path(args.model).name + (f" on {num_ranks} GPUs" if num_ranks > 1 else "")
+    if args.plot:
+        device = "CPU" if config.device == "cpu" else torch.cuda.get_device_name(config.device)
+        pictures.draw_panels(args.plot, f"{setup}, {device}", panels, results)
+    if args.save:
+        rates = {name: {engine: result[name].rate for engine, result in results.items()} for name in workloads}
+        save_results(args.save, f"{config.device}, {dtypes}, {versions}", setup, rates)

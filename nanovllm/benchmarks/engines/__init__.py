@@ -1,0 +1,48 @@
+"""The engines that can be compared: functions of (model, settings, workloads)."""
+
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+
+from nanovllm.benchmarks.engines.nanovllm import run_nanovllm, step_nanovllm
+from nanovllm.benchmarks.engines.transformers import run_transformers
+from nanovllm.benchmarks.engines.vllm import run_vllm, step_vllm
+from nanovllm.benchmarks.processes import progress, report, run_in_process
+from nanovllm.benchmarks.requests import Workloads
+from nanovllm.benchmarks.results import Results
+
+ENGINES = {"nanovllm": run_nanovllm, "transformers": run_transformers, "vllm": run_vllm}
+STEPPED_ENGINES = {"nanovllm": step_nanovllm, "vllm": step_vllm}  # for workloads that need the times of tokens
+
+
+def run_engines(
+    engines: list[str], functions: dict[str, Callable], model: str, settings: dict, workloads: Workloads
+) -> Results:
+    """Several engines run in a process each; one that is not installed is left out."""
+    results = {}
+    for engine in engines:
+        if importlib.util.find_spec(engine) is None:
+            report(f"{engine}: not installed, left out")
+            continue
+        run = functions[engine] if len(engines) == 1 else partial(run_in_process, functions[engine])
+        with progress(f"{engine}:"):
+            results[engine] = run(model, settings, workloads)
+        for name, runs in workloads.items():
+            result = results[engine][name]
+            counted = [request for requests in runs[-result.num_runs :] for request in requests]
+            result.num_tokens = sum(len(r.prompt) if name == "prefill" else r.max_tokens for r in counted)
+    return results
+
+
+def versions(engines: Iterable[str]) -> str:
+    """Those of the engines and of what they run on, and the environment variables that change what vLLM does."""
+    found = []
+    for package in (*engines, "torch", "triton"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            name = {"nanovllm": "nano-vllm"}.get(package, package)
+            found.append(f"{package} {importlib.metadata.version(name)}")
+    found += [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("VLLM_")]
+    return ", ".join(found)

@@ -1,0 +1,49 @@
+"""How requests are given to an engine: all at once, or each when it is due."""
+
+from collections.abc import Callable
+from time import perf_counter, sleep
+
+from nanovllm.benchmarks.processes import progress
+from nanovllm.benchmarks.requests import Request, Workloads
+from nanovllm.benchmarks.results import Result
+
+
+def measure(
+    engine: str,
+    run: Callable[[list[Request]], Result],
+    workloads: Workloads,
+    summary: Callable[[list[Result]], Result],
+) -> dict[str, Result]:
+    """Do all runs of each workload, and report when it starts and ends; the first run is a warm-up."""
+    results = {}
+    for name, runs in workloads.items():
+        with progress(f"{engine}: {name}"):
+            _, *measured = [run(requests) for requests in runs]
+            results[name] = summary(measured)
+    return results
+
+
+def serve(engine, requests: list[Request]) -> Result:
+    """Submit each request when it is due, and step the engine until all have ended.
+
+    `engine.params(request)` are its sampling parameters, `add(prompt, params)` returns an id, and `step()` returns
+    the id of the request of every new token. A request that falls due during a step is submitted after the step.
+    """
+    params = [engine.params(request) for request in requests]
+    times: dict[int, list[float]] = {}
+    begin = perf_counter()
+    while len(times) < len(requests) or not engine.is_finished():
+        now = perf_counter() - begin
+        while (i := len(times)) < len(requests) and requests[i].arrival <= now:
+            times[engine.add(requests[i].prompt, params[i])] = []
+        if i < len(requests) and engine.is_finished():
+            # the last millisecond is spent in this loop, because sleep() may return late
+            sleep(max(0.0, requests[i].arrival - now - 0.001))
+            continue
+        ids = engine.step()
+        now = perf_counter() - begin
+        for request_id in ids:
+            times[request_id].append(now)
+    seconds = perf_counter() - begin
+    token_times = [[time - request.arrival for time in times[i]] for i, request in zip(times, requests)]
+    return Result(seconds, token_times=token_times)

@@ -1,0 +1,68 @@
+"""This package, by `generate` and by `step`."""
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from time import perf_counter
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.benchmarks.engines.loops import measure, serve
+from nanovllm.benchmarks.processes import seconds_since_start
+from nanovllm.benchmarks.requests import Request, Workloads
+from nanovllm.benchmarks.results import Result, fastest, joined
+
+
+def nanovllm_params(request: Request) -> SamplingParams:
+    return SamplingParams(**request.sampling_settings())
+
+
+def inputs(requests: list[Request]) -> tuple[list[list[int]], list[SamplingParams]]:
+    """What `generate` and `stream` take."""
+    return [r.prompt for r in requests], [nanovllm_params(r) for r in requests]
+
+
+class NanoVllmSteps:
+    """An `LLM` of this package for `serve`."""
+
+    params = staticmethod(nanovllm_params)
+
+    def __init__(self, llm: LLM):
+        self.llm, self.add, self.is_finished = llm, llm.add_request, llm.is_finished
+
+    def step(self) -> list[int]:
+        return [request_id for request_id, _ in self.llm.step().new_tokens]
+
+
+@contextmanager
+def started_nanovllm(model: str, settings: dict) -> Iterator[LLM]:
+    """An `LLM` of this package; prints how long its start took if this is the command's own process."""
+    with LLM(model, **settings) as llm:
+        loaded = seconds_since_start()
+        llm.generate([1], SamplingParams(max_tokens=1), use_tqdm=False)
+        if multiprocessing.parent_process() is None:
+            now, inside = seconds_since_start(), llm.startup_seconds
+            parts = {"imports": loaded - sum(inside.values()), **inside, "first token": now - loaded}
+            print(f"from start to the first token: {now:.1f} s", end=" (")
+            print(", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items()), end=")\n")
+        yield llm
+
+
+def run_nanovllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
+    """`LLM.generate` of this package; its outputs tell when their first tokens arrived."""
+
+    def run(requests: list[Request]) -> Result:
+        prompts, params = inputs(requests)
+        begin = perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds, metrics = perf_counter() - begin, [output.metrics for output in outputs]
+        return Result(seconds, token_times=[[m.first_token_time - m.arrival_time] for m in metrics])
+
+    with started_nanovllm(model, settings) as llm:
+        return measure("nanovllm", run, workloads, fastest)
+
+
+def step_nanovllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
+    """`LLM.step` of this package."""
+    with started_nanovllm(model, settings) as llm:
+        return measure("nanovllm", partial(serve, NanoVllmSteps(llm)), workloads, joined)

@@ -1,0 +1,72 @@
+"""vLLM, by its `generate` and by the steps of its engine."""
+
+from functools import partial
+from time import perf_counter
+
+from nanovllm.benchmarks.engines.loops import measure, serve
+from nanovllm.benchmarks.requests import Request, Workloads
+from nanovllm.benchmarks.results import Result, fastest, joined
+from nanovllm.config import Config
+
+
+def vllm_settings(model: str, settings: dict) -> dict:
+    """Our model, dtypes and max_model_len, and weights that are random if ours are; all else is vLLM's default.
+
+    `settings` may state two further bounds: what is not in it is not passed on.
+    """
+    config = Config.create(model, settings)
+    names = ["model", "max_model_len", "tensor_parallel_size", "load_format", "quantization", "kv_cache_dtype"]
+    names += [name for name in ("max_num_seqs", "max_num_batched_tokens") if name in settings]
+    return {"dtype": str(config.dtype).removeprefix("torch."), **{name: getattr(config, name) for name in names}}
+
+
+def run_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
+    """vLLM's offline `LLM`; it reports no times of single tokens."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**vllm_settings(model, settings))
+
+    def run(requests: list[Request]) -> Result:
+        params = [SamplingParams(**r.sampling_settings(), detokenize=False) for r in requests]
+        begin = perf_counter()
+        llm.generate([{"prompt_token_ids": r.prompt} for r in requests], params, use_tqdm=False)
+        return Result(perf_counter() - begin)
+
+    return measure("vllm", run, workloads, fastest)
+
+
+class VllmSteps:
+    """An `LLMEngine` of vLLM for `serve`."""
+
+    def __init__(self, engine):
+        self.engine, self.num_requests = engine, 0
+
+    def params(self, request: Request):
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        # DELTA: an output has new tokens only
+        return SamplingParams(**request.sampling_settings(), detokenize=False, output_kind=RequestOutputKind.DELTA)
+
+    def add(self, prompt: list[int], params) -> int:
+        request_id, self.num_requests = self.num_requests, self.num_requests + 1
+        self.engine.add_request(str(request_id), {"prompt_token_ids": prompt}, params)
+        return request_id
+
+    def step(self) -> list[int]:
+        outputs = self.engine.step()
+        # the id may have a suffix of vLLM's own, after a dash
+        return [int(output.request_id.split("-")[0]) for output in outputs for _ in output.outputs[0].token_ids]
+
+    def is_finished(self) -> bool:
+        return not self.engine.has_unfinished_requests()
+
+
+def step_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
+    """vLLM's `LLMEngine` with the defaults of its server; its model runs in a process of its own."""
+    from vllm import EngineArgs, LLMEngine
+    from vllm.usage.usage_lib import UsageContext
+
+    arguments = EngineArgs(**vllm_settings(model, settings), disable_log_stats=True)
+    # without a context, an engine has other bounds: on an H200 2,048 tokens a step instead of the server's 8,192
+    engine = VllmSteps(LLMEngine.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER))
+    return measure("vllm", partial(serve, engine), workloads, joined)

@@ -1,0 +1,106 @@
+"""What a step costs the host, on any machine: the workload `host` runs no model."""
+
+import random
+from dataclasses import replace
+from math import isnan, nan
+from statistics import median
+from time import perf_counter, process_time
+from timeit import repeat
+
+import torch
+
+from nanovllm import LLM
+from nanovllm.benchmarks.engines.nanovllm import inputs, nanovllm_params
+from nanovllm.benchmarks.requests import Request, fit
+from nanovllm.benchmarks.tables import print_table
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step_result import PendingStep
+
+HOST_SEQS = (1, 8, 64, 256, 512, 1024)
+
+
+def measure_host(model: str, settings: dict) -> None:
+    """Print what a step costs the host, for numbers of sequences up to `max_num_seqs`."""
+    settings = {"max_num_seqs": max(HOST_SEQS)} | settings | {"device": "cpu", "async_scheduling": False}
+    max_num_seqs = settings["max_num_seqs"]
+    # one step computes all prompts, and each sequence has a block in reserve
+    bounds = dict(max_num_batched_tokens=512 * max_num_seqs, num_kvcache_blocks=4 * max_num_seqs + 8)
+    with LLM(model, **settings | bounds) as llm:
+        vocab_size = llm.config.model_config.vocab_size
+        lengths = fit(512, 100, llm.config.max_model_len)
+        rows = []
+        for n in [n for n in HOST_SEQS if n <= max_num_seqs]:
+            rounds = [host_step(llm, host_requests(n, *lengths, vocab_size)) for _ in range(3)]
+            rows.append([f"{n:,}", *(f"{x:,.0f}" for x in min(rounds, key=lambda times: times[-1]))])
+        num_seqs = min(512, max_num_seqs)
+        calls = host_calls(llm, host_requests(num_seqs, *lengths, vocab_size))
+    loop = min(repeat("for i in range(1_000_000): total += i", "total = 0", number=1))
+    print(f"a loop of 1,000,000 additions in Python takes {1000 * loop:.1f} ms on this machine")
+    title = "what a step costs the host, microseconds (median of the steps, fastest of three rounds)"
+    print_table(title, ["sequences", "schedule", "prepare", "process", "sum"], rows)
+    title = f"CPU time of a step of {num_seqs} sequences until the caller has the text, microseconds"
+    print_table(title, ["call", "step"], [[name, f"{us:,.0f}"] for name, us in calls.items()])
+
+
+def host_requests(num_seqs: int, max_input_len: int, output_len: int, vocab_size: int) -> list[Request]:
+    """Prompts of random lengths, so that the sequences do not all need their next block in the same step."""
+    rng = random.Random(num_seqs)
+    lengths = [rng.randint(1, max_input_len) for _ in range(num_seqs)]
+    return [Request([rng.randrange(vocab_size) for _ in range(length)], output_len) for length in lengths]
+
+
+def host_step(llm: LLM, requests: list[Request]) -> list[float]:
+    """Microseconds of schedule, prepare and process, and of all three: medians of the steps that only decode."""
+    scheduler, outputs, runner, config = llm.scheduler, llm.core.output_processor, llm.model_runner, llm.config
+    device = FakeDevice(runner, len(requests), config.model_config.vocab_size)
+    for i, r in enumerate(requests):
+        scheduler.add(Sequence(i, [*r.prompt], nanovllm_params(r), noise_seed=i, max_len=config.max_model_len))
+    times = []
+    while not scheduler.is_finished():
+        begin = perf_counter()
+        step = scheduler.schedule(prompts_first=True)
+        scheduled = perf_counter()
+        batch = runner.prepare(step)
+        prepared = perf_counter()
+        pending = device.launch(batch, step)
+        launched = perf_counter()
+        outputs.postprocess(step, pending.wait())
+        if step.kind == "decode":
+            times.append((scheduled - begin, prepared - scheduled, perf_counter() - launched))
+    return [1e6 * median(column) for column in (*zip(*times), map(sum, times))]
+
+
+def host_calls(llm: LLM, requests: list[Request], rounds: int = 3) -> dict[str, float]:
+    """Microseconds of CPU time for a step of `generate` and `stream`; the least of `rounds`."""
+    prompts, params = inputs(requests)
+    with_stop = [replace(p, stop=["a string that never comes"]) for p in params]
+    calls = {
+        "generate": lambda: llm.generate(prompts, params, use_tqdm=False),
+        "stream": lambda: [event.text for event in llm.stream(prompts, params)],
+        "stream with a stop string": lambda: [event.text for event in llm.stream(prompts, with_stop)],
+    }
+    runner, num_steps = llm.model_runner, requests[0].max_tokens - 1
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for name in [*calls] * rounds:
+        device = FakeDevice(runner, len(requests), llm.config.model_config.vocab_size)
+        runner.launch = device.launch
+        calls[name]()
+        seconds[name].append(process_time() - device.decoding_since)
+    del runner.launch
+    return {name: 1e6 * min(times) / num_steps for name, times in seconds.items()}
+
+
+class FakeDevice:
+    """Its `launch` takes the place of a ModelRunner's: every step is over at once, and samples random token ids.
+
+    decoding_since: the CPU time of the process when the first step that only decodes was launched.
+    """
+
+    def __init__(self, runner, num_seqs: int, vocab_size: int):
+        self.tp, self.token_ids = runner.tp, torch.randint(vocab_size, (num_seqs,), dtype=torch.int32)
+        self.decoding_since = nan
+
+    def launch(self, batch, step):
+        if step.kind == "decode" and isnan(self.decoding_since):
+            self.decoding_since = process_time()
+        return PendingStep(step, self.token_ids, {}, False, self.tp)

@@ -1,0 +1,93 @@
+"""Pictures of results, as svg files; they need matplotlib."""
+
+import json
+from pathlib import Path
+
+from nanovllm.benchmarks.results import Results
+from nanovllm.benchmarks.tables import Panel
+from nanovllm.benchmarks.throughput import WORKLOADS
+
+# names in results files -> names in the pictures; `--compare` can't run "original"
+LABELS = {
+    "nanovllm": "this package",
+    "vllm": "vLLM",
+    "original": "the original nano-vllm",
+    "transformers": "transformers",
+}
+# statistics that have no style here are in tables only
+LINE_STYLES = {"": "-", "p50": "-", "p99": "--", "median": "-", "1 sequence": "-", "8 sequences": "--"}
+LINE_COLORS = {"nanovllm": "#1a7f5a", "vllm": "#7b8a97", "transformers": "#c08a3e"}
+
+
+def svg_pyplot():
+    """matplotlib.pyplot for small svg files: text stays text, and nothing depends on when the file is drawn."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "nano-vllm", "font.size": 9})
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def draw_figure(file: Path) -> None:
+    """Draw the results file beside `file` as bars: speed relative to vLLM where it is there, labelled with tokens/s."""
+    plt = svg_pyplot()
+    saved = json.loads(file.with_suffix(".json").read_text())
+    groups = [
+        (setup, workload, rates)
+        for setup, by_workload in saved["results"].items()
+        for workload, rates in by_workload.items()
+    ]
+    engines = [engine for engine in LABELS if any(engine in rates for _, _, rates in groups)]
+    baseline = "vllm" if "vllm" in engines else engines[-1]
+    height = 0.8 / len(engines)
+    figure, axes = plt.subplots(figsize=(8, 1 + len(groups) * (0.1 + 0.15 * len(engines))), layout="constrained")
+    for i, engine in enumerate(engines):
+        measured = [(k, rates) for k, (_, _, rates) in enumerate(groups) if engine in rates]
+        relative = [rates[engine] / rates.get(baseline, rates["nanovllm"]) for _, rates in measured]
+        rows = [k + (i - (len(engines) - 1) / 2) * height for k, _ in measured]
+        color = ("#1a7f5a", "#b8c4ce", "#dde3e8", "#eeeeee")[i]
+        bars = axes.barh(rows, relative, 0.92 * height, label=LABELS[engine], color=color)
+        axes.bar_label(bars, [f"{rates[engine]:,}" for _, rates in measured], padding=3)
+    axes.set_yticks(range(len(groups)), [f"{setup}, {WORKLOADS[workload]}" for setup, workload, _ in groups])
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel(f"speed relative to {LABELS[baseline]}; labels are tokens per second\n{saved['notes']}")
+    figure.legend(loc="outside upper center", ncols=len(engines), frameon=False)
+    figure.savefig(file, metadata={"Date": None})
+
+
+def draw_panels(file: Path, title: str, panels: list[Panel], results: Results) -> None:
+    """A color for each engine, and a line style for each statistic that LINE_STYLES has."""
+    plt = svg_pyplot()
+    from matplotlib.ticker import LogLocator
+
+    drawn = [panel for panel in panels if panel.is_drawn]
+    size = (max(4.5, 3.2 * len(drawn)), 3)
+    figure, (all_axes,) = plt.subplots(1, len(drawn), figsize=size, layout="constrained", squeeze=False)
+    labels: list[str] = []
+    for panel, axes in zip(drawn, all_axes):
+        for (engine, statistic), points in panel.points(results).items():
+            if statistic in LINE_STYLES:
+                style = dict(linestyle=LINE_STYLES[statistic], color=LINE_COLORS[engine], marker="o", markersize=3)
+                label = ", ".join(filter(None, [LABELS[engine], statistic]))
+                axes.plot(list(points), list(points.values()), label=label, **style)
+                axes.set_xscale("log" if "x" in panel.log else "linear")
+                axes.set_xticks(list(points), [f"{x:,g}" for x in points], rotation=45 if panel.log else 0)
+        if "y" in panel.log:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        else:
+            axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter("{x:,g}")
+        axes.minorticks_off()
+        axes.set_title(panel.title, fontsize=9)
+        axes.set_xlabel(panel.xlabel)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        if labels != (labels := axes.get_legend_handles_labels()[1]):  # once for neighbors that have the same
+            axes.legend(frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(file, metadata={"Date": None})
+    plt.close(figure)

@@ -1,0 +1,49 @@
+"""What the processes of a measurement share: what they report, and how one is started and timed."""
+
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+IMPORTED = time.perf_counter()
+
+
+def report(line: str) -> None:
+    """Print a line of progress to stderr; results go to stdout."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress(label: str) -> Iterator[None]:
+    """Report when the body starts, and when it ends without an error."""
+    report(f"{label} starts")
+    begin = time.perf_counter()
+    yield
+    report(f"{label} ends after {time.perf_counter() - begin:.1f} s")
+
+
+def show_engine_log() -> None:
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("nanovllm").setLevel(logging.INFO)
+
+
+def run_in_process(function, *arguments):
+    """Call the function in a new process, whose end frees all memory that the function used."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=show_engine_log) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def seconds_since_start() -> float:
+    """The age of this process, imports included; only Linux tells it, so elsewhere since this file was imported."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return time.perf_counter() - IMPORTED
+    start_tick = int(fields[19])  # field 22, counted from the boot: the first two are cut off
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_tick / os.sysconf("SC_CLK_TCK")

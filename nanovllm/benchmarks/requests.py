@@ -1,0 +1,82 @@
+"""Random requests: prompts of random token ids, how long their outputs are, and when they arrive."""
+
+import random
+from dataclasses import dataclass, replace
+from math import log
+
+TEMPERATURE = 0.6
+SIGMAS = (0.9, 0.7)  # of the log-normal lengths of prompts and outputs
+
+
+@dataclass
+class Request:
+    """`arrival`: when the request is due, in seconds from the start of the run."""
+
+    prompt: list[int]
+    max_tokens: int
+    top_k: int = 0
+    top_p: float = 1.0
+    arrival: float = 0.0
+
+    def sampling_settings(self) -> dict:
+        """Arguments for the `SamplingParams` of this package and of vLLM."""
+        bounds = dict(top_k=self.top_k, top_p=self.top_p, max_tokens=self.max_tokens)
+        return dict(temperature=TEMPERATURE, ignore_eos=True, **bounds)
+
+
+Workloads = dict[str, list[list[Request]]]  # for each a list of runs; the first is a warm-up, the others are measured
+
+
+def headline(num_seqs: int, max_input_len: int, max_output_len: int, seed: int, vocab_size: int) -> list[Request]:
+    """Prompts first, then output lengths, from one generator: seed 0 at the defaults gives 133,966 output tokens."""
+    rng = random.Random(seed)
+    max_id = min(10_000, vocab_size - 1)
+    min_input_len, min_output_len = (max(1, length * 100 // 1024) for length in (max_input_len, max_output_len))
+    prompts = [
+        [rng.randint(0, max_id) for _ in range(rng.randint(min_input_len, max_input_len))] for _ in range(num_seqs)
+    ]
+    return [Request(prompt, rng.randint(min_output_len, max_output_len)) for prompt in prompts]
+
+
+def same_lengths(num_seqs: int, input_len: int, output_len: int, seed: int | str, vocab_size: int) -> list[Request]:
+    """Each workload needs a seed of its own, because the prefix cache holds the prompts of earlier workloads."""
+    rng = random.Random(seed)
+    return [Request([rng.randrange(vocab_size) for _ in range(input_len)], output_len) for _ in range(num_seqs)]
+
+
+def online(
+    rate: float, num_seqs: int, medians: tuple[int, int], max_model_len: int, seed: int, vocab_size: int
+) -> list[Request]:
+    """Poisson arrivals, `rate` per second; `medians` of the lengths of prompts and outputs."""
+    rng = random.Random(f"online {rate} {seed}")
+    requests, arrival = [], 0.0
+    for _ in range(num_seqs):
+        arrival += rng.expovariate(rate)
+        input_len, output_len = (
+            max(1, round(rng.lognormvariate(log(middle), sigma))) for middle, sigma in zip(medians, SIGMAS)
+        )
+        output_len = min(output_len, max_model_len - 1)
+        prompt = [rng.randrange(vocab_size) for _ in range(min(input_len, max_model_len - output_len))]
+        requests.append(Request(prompt, output_len, arrival=arrival))
+    return requests
+
+
+def fit(input_len: int, output_len: int, max_model_len: int) -> list[int]:
+    """Both lengths, scaled down if their sum is more than `max_model_len`."""
+    scale = max(input_len + output_len, max_model_len)
+    return [max(1, length * max_model_len // scale) for length in (input_len, output_len)]
+
+
+def in_rounds(requests: list[Request], rounds: int, vocab_size: int) -> list[list[Request]]:
+    """A warm-up, and so many rounds; the last one has the ids of `requests`."""
+    return [other_ids(requests, vocab_size, by) for by in range(rounds, -1, -1)]
+
+
+def other_ids(requests: list[Request], vocab_size: int, by: int = 1) -> list[Request]:
+    """The same lengths with other ids, so that the second run finds nothing in the prefix cache."""
+    return [replace(request, prompt=[(i + by) % vocab_size for i in request.prompt]) for request in requests]
+
+
+def describe(name: str, requests: list[Request]) -> str:
+    num_input, num_output = sum(len(r.prompt) for r in requests), sum(r.max_tokens for r in requests)
+    return f"{name}: {len(requests)} requests, {num_input:,} tokens in, {num_output:,} out"

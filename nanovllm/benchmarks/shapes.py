@@ -1,0 +1,56 @@
+"""Published shapes of models: `--shape NAME` makes a model with random weights, which needs no download."""
+
+import json
+from pathlib import Path
+
+from nanovllm.models import MODELS
+
+# entries of config.json, as published; `--shape NAME` makes such a model
+SHAPE_ENTRIES = (
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta"),
+    *("eos_token_id", "tie_word_embeddings"),
+)
+SHAPES = {
+    "qwen3-0.6b": ("qwen3", 1024, 3072, 28, 16, 8, 128, 151936, 40960, 1e-6, 1e6, 151645, True),
+    "qwen3-8b": ("qwen3", 4096, 12288, 36, 32, 8, 128, 151936, 40960, 1e-6, 1e6, 151645, False),
+    "llama-3.1-8b": ("llama", 4096, 14336, 32, 32, 8, 128, 128256, 131072, 1e-5, 5e5, 128001, False),
+    "llama-3.2-1b": ("llama", 2048, 8192, 16, 32, 8, 64, 128256, 131072, 1e-5, 5e5, 128001, True),
+    "qwen3-30b-a3b": ("qwen3_moe", 2048, 6144, 48, 32, 4, 128, 151936, 40960, 1e-6, 1e6, 151645, False),
+    "qwen3-235b-a22b": ("qwen3_moe", 4096, 12288, 94, 64, 4, 128, 151936, 40960, 1e-6, 1e6, 151645, False),
+    "qwen2.5-7b": ("qwen2", 3584, 18944, 28, 28, 4, 128, 152064, 131072, 1e-6, 1e6, 151643, False),
+    "mistral-7b": ("mistral", 4096, 14336, 32, 32, 8, 128, 32768, 32768, 1e-5, 1e6, 2, False),  # v0.3
+}
+LLAMA_ROPE = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1}
+# entries that only some shapes have
+EXTRA_ENTRIES: dict[str, dict] = {
+    "llama-3.1-8b": {"rope_scaling": LLAMA_ROPE | {"factor": 8.0}},
+    "llama-3.2-1b": {"rope_scaling": LLAMA_ROPE | {"factor": 32.0}},
+    "mistral-7b": {"sliding_window": None},
+    "qwen3-30b-a3b": EXPERTS | {"moe_intermediate_size": 768, "mlp_only_layers": []},
+    "qwen3-235b-a22b": EXPERTS | {"moe_intermediate_size": 1536, "mlp_only_layers": []},
+}
+# shapes that are also published with FP8 weights, of which blocks share a scale
+FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FP8_CONFIG = FP8_BLOCKS | {"modules_to_not_convert": ["lm_head"]}
+for _name in [name for name in SHAPES if name.startswith("qwen3-")]:
+    SHAPES[f"{_name}-fp8"] = SHAPES[_name]
+    EXTRA_ENTRIES[f"{_name}-fp8"] = EXTRA_ENTRIES.get(_name, {}) | {"quantization_config": FP8_CONFIG}
+
+
+def write_shape(name: str, folder: Path) -> None:
+    """Make a folder with the config.json of a shape, and a tokenizer whose tokens are the 256 bytes; no weights."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    entries = dict(zip(SHAPE_ENTRIES, SHAPES[name], strict=True)) | EXTRA_ENTRIES.get(name, {})
+    architecture = MODELS[entries["model_type"]].split(":")[1]
+    folder.mkdir()
+    config = {"architectures": [architecture], "torch_dtype": "bfloat16", **entries}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(characters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))

@@ -1,0 +1,51 @@
+"""Tables on the standard output."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isnan
+
+from nanovllm.benchmarks.results import Result, Results
+
+
+def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
+    """The first column is aligned to the left, and so is one without a header; all others to the right."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    print(f"\n{title}")
+    for row in [header, *rows]:
+        left = [i == 0 or not name for i, name in enumerate(header)]
+        cells = [cell.ljust(width) if is_left else cell.rjust(width) for cell, width, is_left in zip(row, widths, left)]
+        print("  ".join(cells).rstrip())
+
+
+def number(value: float, digits: int) -> str:
+    return "-" if isnan(value) else f"{value:,.{digits}f}"
+
+
+@dataclass
+class Panel:
+    """A quantity over a variable x: one table, and one part of the picture.
+
+    curves: for each statistic, the names of the workloads by x, and the function of their results that gives y.
+    log: of the axes "x" and "y", those that are logarithmic. digits: of y after the decimal point, in the table.
+    """
+
+    title: str
+    xlabel: str
+    curves: dict[str, tuple[dict[float, str], Callable[[Result], float]]]
+    log: str = ""
+    digits: int = 2
+    is_drawn: bool = True
+
+    def points(self, results: Results) -> dict[tuple[str, str], dict[float, float]]:
+        """y by x, for each engine and statistic."""
+        return {
+            (engine, statistic): {x: value(by_workload[name]) for x, name in names.items()}
+            for engine, by_workload in results.items()
+            for statistic, (names, value) in self.curves.items()
+        }
+
+    def print(self, results: Results) -> None:
+        points = self.points(results)
+        xs = next(iter(self.curves.values()))[0]
+        rows = [[f"{x:,g}", *(number(curve[x], self.digits) for curve in points.values())] for x in xs]
+        print_table(self.title, [self.xlabel, *(" ".join(names).strip() for names in points)], rows)

@@ -1,0 +1,60 @@
+"""The workloads `headline`, `single` and `prefill`, and a table for each, with the limit of the hardware."""
+
+import argparse
+
+from nanovllm.benchmarks.limits import limit_seconds, measured_rates
+from nanovllm.benchmarks.processes import run_in_process
+from nanovllm.benchmarks.requests import Request, Workloads, describe, fit, headline, in_rounds, same_lengths
+from nanovllm.benchmarks.results import Result, Results, latency_ms
+from nanovllm.benchmarks.tables import number, print_table
+from nanovllm.config import Config
+
+WORKLOADS = {"headline": "headline", "single": "single stream", "prefill": "prefill"}
+HEADER = ["engine", "s", "tok/s", "TTFT ms", "p99", "ratio", "of limit", ""]
+
+
+def sizes(args: argparse.Namespace, config: Config) -> tuple[int, list[int]]:
+    """How many requests the headline has, and the longest input and output."""
+    num_seqs, longest = (64, 256) if config.device == "cpu" else (256, 1024)
+    lengths = fit(args.max_input_len or longest, args.max_output_len or longest, config.max_model_len)
+    return args.num_seqs or num_seqs, lengths
+
+
+def headline_requests(args: argparse.Namespace, config: Config) -> list[Request]:
+    num_seqs, lengths = sizes(args, config)
+    return headline(num_seqs, *lengths, args.seed, config.model_config.vocab_size)
+
+
+def workloads(args: argparse.Namespace, config: Config) -> Workloads:
+    num_seqs, lengths = sizes(args, config)
+    single_lens = [max(1, lengths[0] // 8), max(1, lengths[1] // 2)]
+    prefill_len = min(args.prefill_len or (1024 if config.device == "cpu" else 3900), config.max_model_len - 1)
+    vocab_size = config.model_config.vocab_size
+    requests = {
+        "headline": headline_requests(args, config),
+        "single": same_lengths(1, *single_lens, args.seed, vocab_size),
+        "prefill": same_lengths(max(1, num_seqs // 8), prefill_len, 1, f"prefill {args.seed}", vocab_size),
+    }
+    return {name: in_rounds(requests[name], args.rounds, vocab_size) for name in args.workload if name in requests}
+
+
+def print_results(config: Config, workloads: Workloads, results: Results) -> None:
+    rates = None if config.device == "cpu" else run_in_process(measured_rates, config.device)
+    if rates:
+        print(f"this device reads {rates[0] / 1e12:.2f} TB/s and multiplies at {rates[1] / 1e12:.0f} TFLOP/s")
+    for name, (*_, requests) in workloads.items():
+        others = [result[name] for engine, result in results.items() if engine != "nanovllm"]
+        baseline = max(others or [results["nanovllm"][name]], key=lambda result: result.rate)
+        limit = limit_seconds(requests, config, *(config.tensor_parallel_size * x for x in rates)) if rates else None
+        rows = [row(engine, result[name], baseline, limit) for engine, result in results.items()]
+        print_table(describe(name, requests), HEADER, rows)
+    print("\ntok/s: output tokens, in prefill input tokens; TTFT: median and 99th percentile", end="")
+    print("; ratio: to the fastest other engine" if len(results) > 1 else "")
+
+
+def row(engine: str, result: Result, baseline: Result, limit: float | None) -> list[str]:
+    """The cells below HEADER."""
+    ttft = [number(latency_ms(result, "TTFT", p), 1) for p in (50, 99)]
+    of_limit = f"{limit / result.seconds:.2f}" if limit else "-"
+    ratio = f"{result.rate / baseline.rate:.2f}"
+    return [engine, f"{result.seconds:.2f}", f"{result.rate:,.0f}", *ttft, ratio, of_limit, result.note]
