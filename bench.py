@@ -1,12 +1,11 @@
-"""Tokens per second of many random requests that are generated together: the headline workload of nano-vllm.
+"""The headline benchmark of nano-vllm: tokens per second of many random requests that are generated together.
 
-    python bench.py                                          with the model below
-    python bench.py headline --model Qwen/Qwen3-0.6B         the same requests for another model
-    python bench.py --shape qwen3-8b --compare vllm          more workloads, beside vLLM
-    python bench.py --help
+    python bench.py                                      what stands in this file
+    python bench.py headline --model Qwen/Qwen3-0.6B     the same requests for another model, with more figures
+    python bench.py --shape qwen3-8b --compare vllm      other workloads too, and vLLM beside them
+    python bench.py --help                               all of them
 
-Without arguments this file does what stands in it. With any, it is the command `nanovllm bench`, which has the other
-workloads, and needs no clone of the repository.
+With any argument this is the command `nanovllm bench`, which needs no clone of the repository.
 """
 
 import sys
@@ -43,6 +42,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        from nanovllm.benchmarks.command import main
-    main()
+    if len(sys.argv) == 1:
+        main()
+    else:
+        from nanovllm.benchmarks import command
+
+        command.main()

@@ -304,7 +304,7 @@ BUDGETS = {
     "serve": 3000,
     "replicas": 1200,
     "page": 400,
-    "benchmarks": 1050,
+    "benchmarks": 1030,
 }
 ROOM_FILES = {
     "__main__.py": "serve",

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from statistics import median
 from time import perf_counter
 
+import torch
+
 from nanovllm import LLM, BeamSearchParams
 from nanovllm.benchmarks.engines.nanovllm import inputs
 from nanovllm.benchmarks.requests import Request
@@ -41,7 +43,6 @@ def compare_streaming(model: str, settings: dict, requests: list[Request], round
 
 def compare_beam_search(model: str, settings: dict, width: int, max_tokens: int, rounds: int = 5) -> None:
     """Time both beam searches on a prompt of 20 tokens, alternating, `rounds` times each."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     prompt = list(range(300, 320))
@@ -50,11 +51,10 @@ def compare_beam_search(model: str, settings: dict, width: int, max_tokens: int,
         other = AutoModelForCausalLM.from_pretrained(config.model, torch_dtype=config.dtype).to(config.device).eval()
         ids = torch.tensor([prompt], device=config.device)
         plain = dict(do_sample=False, temperature=None, top_p=None, top_k=None, eos_token_id=None, pad_token_id=0)
+        plain |= dict(attention_mask=torch.ones_like(ids), num_beams=width, max_new_tokens=max_tokens)
         calls = {
             "nanovllm": lambda: llm.beam_search(prompt, BeamSearchParams(width, max_tokens, ignore_eos=True)),
-            "transformers": lambda: other.generate(
-                ids, attention_mask=torch.ones_like(ids), num_beams=width, max_new_tokens=max_tokens, **plain
-            ),
+            "transformers": lambda: other.generate(ids, **plain),
         }
         seconds = time_alternately(calls, rounds)
     print(f"{width} beams, {len(prompt)} tokens in, {max_tokens} out, in seconds:")

@@ -9,14 +9,10 @@ from typing import Any
 import torch
 
 from nanovllm import SamplingParams
-from nanovllm.benchmarks import calls, engines, pictures, sweeps, throughput
+from nanovllm.benchmarks import calls, engines, host, pictures, processes, profiling, shapes, sweeps, throughput
 from nanovllm.benchmarks.arguments import engine_settings, make_parser, parse
-from nanovllm.benchmarks.host import measure_host
-from nanovllm.benchmarks.processes import show_engine_log
-from nanovllm.benchmarks.profiling import profile_nanovllm
 from nanovllm.benchmarks.requests import TEMPERATURE, Workloads, describe
 from nanovllm.benchmarks.results import save_results
-from nanovllm.benchmarks.shapes import write_shape
 from nanovllm.benchmarks.tables import Panel
 from nanovllm.config import Config
 
@@ -31,8 +27,8 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     with tempfile.TemporaryDirectory() as folder:
         if args.shape:
             args.model = str(Path(folder) / args.shape)
-            write_shape(args.shape, Path(args.model))
-        show_engine_log()
+            shapes.write_shape(args.shape, Path(args.model))
+        processes.show_engine_log()
         settings = engine_settings(args)
         try:  # before any engine is started
             SamplingParams(temperature=TEMPERATURE, top_k=args.top_k, top_p=args.top_p)
@@ -40,17 +36,17 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
         except (ValueError, TypeError, OSError) as error:
             parser.error(str(error))
         args.rounds = args.rounds or (1 if config.device == "cpu" else 2)
-        measure(args, settings, config)
+        run(args, settings, config)
 
 
-def measure(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> None:
+def run(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> None:
     """The workloads, or what is measured instead of them."""
     if args.profile:
         num_seqs, lengths = throughput.sizes(args, config)
         batch_sizes = sorted({1, min(num_seqs, config.max_num_seqs)})
-        profile_nanovllm(args.model, settings, batch_sizes, sum(lengths) // 4, args.profile)
+        profiling.profile_nanovllm(args.model, settings, batch_sizes, sum(lengths) // 4, args.profile)
     elif args.workload == ["host"]:
-        measure_host(args.model, settings)
+        host.measure_host(args.model, settings)
     elif args.beams:
         calls.compare_beam_search(args.model, settings, args.beams, args.max_output_len or 400)
     elif args.streaming:

@@ -11,7 +11,7 @@ import torch
 
 from nanovllm import LLM
 from nanovllm.benchmarks.engines.nanovllm import inputs, nanovllm_params
-from nanovllm.benchmarks.requests import Request, fit
+from nanovllm.benchmarks.requests import Request, fit, random_ids
 from nanovllm.benchmarks.tables import print_table
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_result import PendingStep
@@ -46,7 +46,7 @@ def host_requests(num_seqs: int, max_input_len: int, output_len: int, vocab_size
     """Prompts of random lengths, so that the sequences do not all need their next block in the same step."""
     rng = random.Random(num_seqs)
     lengths = [rng.randint(1, max_input_len) for _ in range(num_seqs)]
-    return [Request([rng.randrange(vocab_size) for _ in range(length)], output_len) for length in lengths]
+    return [Request(random_ids(rng, length, vocab_size), output_len) for length in lengths]
 
 
 def host_step(llm: LLM, requests: list[Request]) -> list[float]:

@@ -8,12 +8,7 @@ from nanovllm.benchmarks.tables import Panel
 from nanovllm.benchmarks.throughput import WORKLOADS
 
 # names in results files -> names in the pictures; `--compare` can't run "original"
-LABELS = {
-    "nanovllm": "this package",
-    "vllm": "vLLM",
-    "original": "the original nano-vllm",
-    "transformers": "transformers",
-}
+LABELS = dict(nanovllm="this package", vllm="vLLM", original="the original nano-vllm", transformers="transformers")
 # statistics that have no style here are in tables only
 LINE_STYLES = {"": "-", "p50": "-", "p99": "--", "median": "-", "1 sequence": "-", "8 sequences": "--"}
 LINE_COLORS = {"nanovllm": "#1a7f5a", "vllm": "#7b8a97", "transformers": "#c08a3e"}
@@ -24,7 +19,8 @@ def svg_pyplot():
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "nano-vllm", "font.size": 9})
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "nano-vllm", "font.size": 9, "legend.frameon": False}
+    matplotlib.rcParams.update(settings | {"axes.spines.top": False, "axes.spines.right": False})
     import matplotlib.pyplot
 
     return matplotlib.pyplot
@@ -34,11 +30,7 @@ def draw_figure(file: Path) -> None:
     """Draw the results file beside `file` as bars: speed relative to vLLM where it is there, labelled with tokens/s."""
     plt = svg_pyplot()
     saved = json.loads(file.with_suffix(".json").read_text())
-    groups = [
-        (setup, workload, rates)
-        for setup, by_workload in saved["results"].items()
-        for workload, rates in by_workload.items()
-    ]
+    groups = [(setup, *item) for setup, workloads in saved["results"].items() for item in workloads.items()]
     engines = [engine for engine in LABELS if any(engine in rates for _, _, rates in groups)]
     baseline = "vllm" if "vllm" in engines else engines[-1]
     height = 0.8 / len(engines)
@@ -52,9 +44,8 @@ def draw_figure(file: Path) -> None:
         axes.bar_label(bars, [f"{rates[engine]:,}" for _, rates in measured], padding=3)
     axes.set_yticks(range(len(groups)), [f"{setup}, {WORKLOADS[workload]}" for setup, workload, _ in groups])
     axes.invert_yaxis()
-    axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel(f"speed relative to {LABELS[baseline]}; labels are tokens per second\n{saved['notes']}")
-    figure.legend(loc="outside upper center", ncols=len(engines), frameon=False)
+    figure.legend(loc="outside upper center", ncols=len(engines))
     figure.savefig(file, metadata={"Date": None})
 
 
@@ -85,9 +76,8 @@ def draw_panels(file: Path, title: str, panels: list[Panel], results: Results) -
         axes.set_title(panel.title, fontsize=9)
         axes.set_xlabel(panel.xlabel)
         axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
         if labels != (labels := axes.get_legend_handles_labels()[1]):  # once for neighbors that have the same
-            axes.legend(frameon=False, fontsize=8)
+            axes.legend(fontsize=8)
     figure.suptitle(title, fontsize=9)
     figure.savefig(file, metadata={"Date": None})
     plt.close(figure)

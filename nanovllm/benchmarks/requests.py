@@ -20,28 +20,30 @@ class Request:
 
     def sampling_settings(self) -> dict:
         """Arguments for the `SamplingParams` of this package and of vLLM."""
-        bounds = dict(top_k=self.top_k, top_p=self.top_p, max_tokens=self.max_tokens)
-        return dict(temperature=TEMPERATURE, ignore_eos=True, **bounds)
+        settings = dict(temperature=TEMPERATURE, top_k=self.top_k, top_p=self.top_p)
+        return settings | dict(max_tokens=self.max_tokens, ignore_eos=True)
 
 
 Workloads = dict[str, list[list[Request]]]  # for each a list of runs; the first is a warm-up, the others are measured
 
 
+def random_ids(rng: random.Random, length: int, vocab_size: int) -> list[int]:
+    return [rng.randrange(vocab_size) for _ in range(length)]
+
+
 def headline(num_seqs: int, max_input_len: int, max_output_len: int, seed: int, vocab_size: int) -> list[Request]:
     """Prompts first, then output lengths, from one generator: seed 0 at the defaults gives 133,966 output tokens."""
     rng = random.Random(seed)
-    max_id = min(10_000, vocab_size - 1)
+    num_ids = min(10_001, vocab_size)
     min_input_len, min_output_len = (max(1, length * 100 // 1024) for length in (max_input_len, max_output_len))
-    prompts = [
-        [rng.randint(0, max_id) for _ in range(rng.randint(min_input_len, max_input_len))] for _ in range(num_seqs)
-    ]
+    prompts = [random_ids(rng, rng.randint(min_input_len, max_input_len), num_ids) for _ in range(num_seqs)]
     return [Request(prompt, rng.randint(min_output_len, max_output_len)) for prompt in prompts]
 
 
 def same_lengths(num_seqs: int, input_len: int, output_len: int, seed: int | str, vocab_size: int) -> list[Request]:
     """Each workload needs a seed of its own, because the prefix cache holds the prompts of earlier workloads."""
     rng = random.Random(seed)
-    return [Request([rng.randrange(vocab_size) for _ in range(input_len)], output_len) for _ in range(num_seqs)]
+    return [Request(random_ids(rng, input_len, vocab_size), output_len) for _ in range(num_seqs)]
 
 
 def online(
@@ -56,7 +58,7 @@ def online(
             max(1, round(rng.lognormvariate(log(middle), sigma))) for middle, sigma in zip(medians, SIGMAS)
         )
         output_len = min(output_len, max_model_len - 1)
-        prompt = [rng.randrange(vocab_size) for _ in range(min(input_len, max_model_len - output_len))]
+        prompt = random_ids(rng, min(input_len, max_model_len - output_len), vocab_size)
         requests.append(Request(prompt, output_len, arrival=arrival))
     return requests
 

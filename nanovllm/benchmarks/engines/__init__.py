@@ -1,4 +1,4 @@
-"""The engines that can be compared: functions of (model, settings, workloads)."""
+"""The engines that can be compared: functions of a model, our settings and the workloads."""
 
 import importlib.metadata
 import importlib.util
@@ -12,22 +12,21 @@ from nanovllm.benchmarks.engines.transformers import run_transformers
 from nanovllm.benchmarks.engines.vllm import run_vllm, step_vllm
 from nanovllm.benchmarks.processes import progress, report, run_in_process
 from nanovllm.benchmarks.requests import Workloads
-from nanovllm.benchmarks.results import Results
+from nanovllm.benchmarks.results import Result, Results
 
-ENGINES = {"nanovllm": run_nanovllm, "transformers": run_transformers, "vllm": run_vllm}
-STEPPED_ENGINES = {"nanovllm": step_nanovllm, "vllm": step_vllm}  # for workloads that need the times of tokens
+Engines = dict[str, Callable[[str, dict, Workloads], dict[str, Result]]]
+ENGINES: Engines = {"nanovllm": run_nanovllm, "transformers": run_transformers, "vllm": run_vllm}
+STEPPED_ENGINES: Engines = {"nanovllm": step_nanovllm, "vllm": step_vllm}  # for workloads that need the times of tokens
 
 
-def run_engines(
-    engines: list[str], functions: dict[str, Callable], model: str, settings: dict, workloads: Workloads
-) -> Results:
+def run_engines(names: list[str], functions: Engines, model: str, settings: dict, workloads: Workloads) -> Results:
     """Several engines run in a process each; one that is not installed is left out."""
     results = {}
-    for engine in engines:
+    for engine in names:
         if importlib.util.find_spec(engine) is None:
             report(f"{engine}: not installed, left out")
             continue
-        run = functions[engine] if len(engines) == 1 else partial(run_in_process, functions[engine])
+        run = functions[engine] if len(names) == 1 else partial(run_in_process, functions[engine])
         with progress(f"{engine}:"):
             results[engine] = run(model, settings, workloads)
         for name, runs in workloads.items():

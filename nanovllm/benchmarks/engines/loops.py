@@ -7,13 +7,11 @@ from nanovllm.benchmarks.processes import progress
 from nanovllm.benchmarks.requests import Request, Workloads
 from nanovllm.benchmarks.results import Result
 
+Run = Callable[[list[Request]], Result]
+Summary = Callable[[list[Result]], Result]
 
-def measure(
-    engine: str,
-    run: Callable[[list[Request]], Result],
-    workloads: Workloads,
-    summary: Callable[[list[Result]], Result],
-) -> dict[str, Result]:
+
+def measure(engine: str, run: Run, workloads: Workloads, summary: Summary) -> dict[str, Result]:
     """Do all runs of each workload, and report when it starts and ends; the first run is a warm-up."""
     results = {}
     for name, runs in workloads.items():

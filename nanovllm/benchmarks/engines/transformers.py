@@ -41,17 +41,9 @@ def run_transformers(model: str, settings: dict, workloads: Workloads) -> dict[s
             ids = torch.tensor([[0] * (longest - len(r.prompt)) + r.prompt for r in batch], device=llm.device)
             mask = torch.tensor([[0] * (longest - len(r.prompt)) + [1] * len(r.prompt) for r in batch])
             clock = Clock(begin)
-            llm.generate(
-                ids,
-                attention_mask=mask.to(llm.device),
-                do_sample=True,
-                temperature=TEMPERATURE,
-                top_k=batch[0].top_k,
-                top_p=batch[0].top_p,
-                pad_token_id=0,
-                max_new_tokens=max(r.max_tokens for r in batch),
-                stopping_criteria=[clock],
-            )
+            sampling = dict(do_sample=True, temperature=TEMPERATURE, top_k=batch[0].top_k, top_p=batch[0].top_p)
+            bounds = dict(max_new_tokens=max(r.max_tokens for r in batch), stopping_criteria=[clock])
+            llm.generate(ids, attention_mask=mask.to(llm.device), pad_token_id=0, **sampling, **bounds)
             result.token_times += [clock.times[: r.max_tokens] for r in batch]
         result.seconds = perf_counter() - begin
         return result
