@@ -26,14 +26,14 @@ from nanovllm.benchmarks.shapes import SHAPES, write_shape
 from nanovllm.benchmarks.sweeps import online_sweep
 from nanovllm.config import Config
 
+USAGE = {"include_usage": True, "continuous_usage_stats": True}  # counts of tokens, as random ones may have no text
 NUM_TOKENS = re.compile(rb'"completion_tokens":(\d+)')
 
 
 async def send(port: int, request: Request, begin: float) -> list[float]:
     """Wait until the request is due; the times of its tokens, in seconds from then."""
     body = dict(prompt=request.prompt, max_tokens=request.max_tokens, temperature=TEMPERATURE, top_k=0, top_p=1)
-    # counts of tokens in each chunk, as random tokens may have no text
-    body |= dict(ignore_eos=True, stream=True, stream_options={"continuous_usage_stats": True})
+    body |= dict(ignore_eos=True, stream=True, stream_options=USAGE)
     content = json.dumps(body).encode()
     due = begin + request.arrival
     await asyncio.sleep(max(0.0, due - perf_counter()))
@@ -53,7 +53,7 @@ async def send(port: int, request: Request, begin: float) -> list[float]:
 async def send_all(port: int, requests: list[Request]) -> Result:
     begin = perf_counter()
     times = await asyncio.gather(*[send(port, request, begin) for request in requests])
-    return Result(perf_counter() - begin, sum(map(len, times)), times)
+    return Result(perf_counter() - begin, sum(map(len, times)), token_times=times)
 
 
 def through_http(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
