@@ -136,7 +136,7 @@ def test_speed_table_equals_the_results_file():
     expected, flat = [], " ".join(README.split())
     for setup, workloads in RESULTS.items():
         cells = [(rates["nanovllm"], rates["vllm"]) for rates in workloads.values()]
-        assert list(workloads) == list(bench.WORKLOADS)
+        assert list(workloads) == list(WORKLOADS)
         bold = [[f"**{rate:,}**" if rate == max(cell) else f"{rate:,}" for rate in cell] for cell in cells]
         expected.append([setup, *map(" / ".join, bold)])
     assert table(section(README, "Speed")) == expected
