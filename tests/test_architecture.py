@@ -59,7 +59,8 @@ HOUSE = """
 3 | quantization/scaled.py <- quantization/scaled_linear.py quantization/scaled_experts.py <- quantization/fp8_linear.py
   <- quantization/plan.py
   <- quantization/fp8.py quantization/int8.py <- quantization/compressed_tensors.py
-4 | engine/step_result.py engine/batch.py <- features/__init__.py features/logit_edits.py features/logprobs.py
+4 | engine/step_result.py engine/batch.py <- engine/request_tables.py
+  <- features/__init__.py features/logit_edits.py features/logprobs.py
   <- graphs/ <- startup/ <- engine/model_runner.py
 5 | distributed/__init__.py <- distributed/peer_memory.py <- distributed/tensor_parallel.py distributed/step_channel.py
   <- distributed/worker.py

@@ -1,20 +1,25 @@
 """The arrays of a step: their layout in one buffer, and what they hold."""
 
+from importlib import import_module
+
 import numpy as np
 import pytest
 import torch
 
 from nanovllm.engine import batch as batches
+from nanovllm.engine import request_tables
 from nanovllm.engine.batch import VIEWS, Batch, BatchShape, decode_shape
 from nanovllm.engine.decode_table import DecodeTable
+from nanovllm.engine.request_tables import RequestTables, accept, place_decodes
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step_result import SamplerInput
 from nanovllm.layers.logits import column
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.startup.cuda import dummy_prefill
 
 FEATURES = (("one", (("a", (3,)), ("b", (2, 5)))), ("two", (("a", (1, 7)),)))
-MIXED = BatchShape(7, 3, 1, 2, 5, 4, 6, False, 2, 1, 3, FEATURES)
+MIXED = BatchShape(7, 3, 1, 2, 5, 4, 6, False, 1, 2, 1, 3, FEATURES)
 DECODE = decode_shape(5, 3, num_block_copies=1, feature_shapes=FEATURES[1:])
 BLOCK_SIZE = 4
 
@@ -47,7 +52,7 @@ def test_views_are_aligned_and_apart(shape):
 
 def test_what_depends_on_prompts_is_absent_from_decode_steps():
     absent = {view.name for view in VIEWS} - views(Batch.from_buffer(DECODE, np.zeros(DECODE.size, np.int32))).keys()
-    assert {"input_ids", "cu_seqlens_q", "logits_indices", "params"} <= absent
+    assert {"cu_seqlens_q", "logits_indices", "params", "new_block_tables"} <= absent
     assert absent == {view.name for view in VIEWS if view.metadata["chunks_only"]}
 
 
@@ -57,14 +62,25 @@ def sequence(i: int, tokens: range, blocks: list[int], **params) -> Sequence:
     return seq
 
 
-def decodes(seqs: list[Sequence]) -> ScheduledStep:
-    table = DecodeTable(6, BLOCK_SIZE)
+def decodes(seqs: list[Sequence], tokens_per_row: int = 1) -> ScheduledStep:
+    """The first has just got its last block."""
+    table, step = DecodeTable(6, BLOCK_SIZE, tokens_per_row), ScheduledStep(tokens_per_row=tokens_per_row)
     for seq in seqs:
         table.add(seq)
-    rows = [seq.req_index for seq in seqs]
-    step = ScheduledStep(np.array(rows), np.array(list(map(len, seqs))), table.block_tables)
-    step.sampled_seqs, step.sampled_rows, step.visited = seqs, [*range(len(seqs))], [*range(len(seqs))]
+    table.schedule(np.array([seq.req_index for seq in seqs]), step)
+    step.new_blocks = [(0, len(seqs[0].block_table) - 1, seqs[0].block_table[-1])]
     return step
+
+
+def tables_of(seqs: list[Sequence], num_rejected: int = 0, tokens_per_row: int = 1) -> RequestTables:
+    """What the device knows before a step in which these decode: they have `num_rejected` tokens less than planned."""
+    tables = RequestTables.zeros(8, tokens_per_row, 5, 20, torch.device("cpu"))
+    for i, seq in enumerate(seqs):
+        table = seq.block_table[:-1] if i == 0 else seq.block_table
+        tables.block_tables[seq.req_index, : len(table)] = torch.tensor(table, dtype=torch.int32)
+        tables.num_tokens[seq.req_index] = len(seq.token_ids) - num_rejected
+        tables.last_token_ids[seq.req_index] = torch.arange(tokens_per_row) + 100 * seq.request_id
+    return tables
 
 
 def test_chunks():
@@ -97,14 +113,15 @@ def test_chunks_beside_decodes():
     """The token ids and parameters of what decodes are on the device; only the chunk's are in the batch."""
     seqs = [sequence(0, range(6), [7, 2]), sequence(1, range(3), [3])]
     seqs += [sequence(2, range(20, 25), [5, 1]), sequence(3, range(30, 34), [0])]
-    step = decodes(seqs[:2])
+    tables, step = tables_of(seqs[:2]), decodes(seqs[:2])
     for seq, (start, end) in zip(seqs[2:], [(1, 4), (0, 4)]):
         step.chunks.append(ScheduledSequence(seq, start, end))
         if end == len(seq.token_ids):
             step.sample(seq)
     arrays = {"one": {"a": np.array([5]), "b": [np.arange(3, dtype=np.int32), np.arange(5, 8, dtype=np.int32)]}}
     batch = batches.prepare_mixed(step, arrays, None, BLOCK_SIZE, 2)
-    assert batch.input_ids[2:].tolist() == [21, 22, 23, 30, 31, 32, 33]
+    place_decodes(batch.to(None), tables, BLOCK_SIZE)
+    assert batch.input_ids.tolist() == [0, 100, 21, 22, 23, 30, 31, 32, 33]
     assert batch.positions.tolist() == [5, 2, 1, 2, 3, 0, 1, 2, 3]
     assert batch.slot_mapping.tolist() == [9, 14, 21, 22, 23, 0, 1, 2, 3]
     assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 5, 9] and batch.context_lens.tolist() == [6, 3, 4, 4]
@@ -118,7 +135,9 @@ def test_chunks_beside_decodes():
     assert batch.query_tiles.tolist() == [[2, 2], [2, 0], [3, 2], [3, 0]] and batch.num_decodes == 2
 
     bounds = BatchShape(20, 9, 5, 7, 3, 0, 8)
+    bounds = bounds._replace(is_padded=True)
     padded = batches.prepare_mixed(step, {}, np.full(9999, -7, np.int32), BLOCK_SIZE, 2, bounds, pad_req_index=8)
+    place_decodes(padded.to(None), tables, BLOCK_SIZE)
     assert padded.shape.graph_shape == bounds.graph_shape and padded.shape.num_sampled == 3
     for name, padding in [("positions", 0), ("slot_mapping", -1), ("context_lens", 0), ("req_indices", 8)]:
         ours, real = getattr(padded, name), getattr(batch, name)
@@ -130,14 +149,84 @@ def test_chunks_beside_decodes():
 
 
 def test_decode_with_padding():
-    step = decodes([sequence(0, range(6), [7, 2]), sequence(1, range(4), [3])])
-    batch = batches.prepare_decode(step, {}, np.full(99, -7, np.int32), BLOCK_SIZE, 4, 3, pad_req_index=8)
+    seqs = [sequence(0, range(6), [7, 2]), sequence(1, range(4), [3])]
+    tables = tables_of(seqs)
+    batch = batches.prepare_decode(decodes(seqs), {}, np.full(99, -7, np.int32), 4, 3, pad_req_index=8)
+    assert not (batch.buffer[: batch.shape.num_host_words] == -7).any()
+    place_decodes(batch.to(None), tables, BLOCK_SIZE)
+    assert tables.block_tables[5, :3].tolist() == [7, 2, 0]
     assert batch.positions.tolist() == [5, 3, 0, 0]
     assert batch.slot_mapping.tolist() == [9, 15, -1, -1]
     assert batch.context_lens.tolist() == [6, 4, 0, 0]
     assert batch.block_tables.tolist() == [[7, 2, 0], [3, 0, 0], [0, 0, 0], [0, 0, 0]]
     assert batch.req_indices.tolist() == [5, 4, 8, 8]
-    assert batch.input_ids is None
+    assert batch.input_ids[:2].tolist() == [0, 100]
+
+
+def test_drafts():
+    """The host planned for one token more than the device has. The second sequence may get two tokens, no third."""
+    seqs = [sequence(0, range(7), [7, 2]), sequence(1, range(3), [3], max_tokens=2), sequence(2, range(5), [0, 4])]
+    tables, step = tables_of(seqs[:2], 1, tokens_per_row=3), decodes(seqs[:2], 3)
+    assert step.num_reserved.tolist() == [3, 2] and step.context_lens.tolist() == [9, 4]
+    batch = batches.prepare_decode(step, {}, None, 3, 3, pad_req_index=8)
+    place_decodes(batch.to(None), tables, BLOCK_SIZE)
+    assert batch.input_ids[:6].tolist() == [0, 1, 2, 100, 101, 101]
+    assert batch.positions.tolist() == [5, 6, 7, 1, 2, 2, 0, 0, 0]
+    assert batch.slot_mapping.tolist() == [9, 10, 11, 13, 14, 14, -1, -1, -1]
+    assert batch.context_lens.tolist() == [6, 7, 8, 2, 3, 3, 0, 0, 0]
+    assert batch.block_tables[:6].tolist() == [[7, 2, 0]] * 3 + [[3, 0, 0]] * 3
+
+    step.chunks.append(ScheduledSequence(seqs[2], 3, 5))
+    step.sample(seqs[2])
+    batch = batches.prepare_mixed(step, {}, None, BLOCK_SIZE, 0, pad_req_index=8)
+    place_decodes(batch.to(None), tables, BLOCK_SIZE)
+    assert batch.input_ids.tolist() == [0, 1, 2, 100, 101, 101, 3, 4]
+    assert batch.positions.tolist() == [5, 6, 7, 1, 2, 2, 3, 4]
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4, 5, 6, 8]
+    assert batch.logits_indices.tolist() == [0, 1, 2, 3, 4, 5, 7, 7, 7]
+    assert batch.sampled_rows.tolist() == [0, 1, 2, 3, 4, 5, 6, 6, 6]
+    assert batch.req_indices.tolist() == [5, 4, 3] and batch.new_block_tables.tolist() == [[0, 4]]
+
+    # the first sequence's first draft is right; the second's is, too; nothing is drafted for the third
+    req_indices, positions = batch.req_indices.repeat(3), batch.positions[batch.logits_indices]
+    x = SamplerInput(torch.empty(9, 1), *map(torch.from_numpy, (req_indices, positions)), torch.empty(9, 3))
+    counts = accept(x, torch.tensor([1, 9, 3, 101, 8, 8, 0, 0, 0], dtype=torch.int32), tables)
+    assert counts.tolist() == [2, 2, 1]
+    assert tables.last_token_ids[[5, 4, 3], 0].tolist() == [9, 8, 0]
+    assert tables.num_tokens[[5, 4, 3]].tolist() == [8, 4, 6]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_kernels_of_request_tables(seed, monkeypatch):
+    ops = pytest.importorskip("triton") and import_module("nanovllm.kernels.ops")
+    rng = np.random.default_rng(seed)
+    k, num_seqs, W, R, size = *(int(rng.integers(1, high)) for high in (5, 6, 7)), 9, 16
+    shape, num_real = decode_shape(num_seqs, W, k), int(rng.integers(1, num_seqs + 1))
+    if seed % 2:
+        n = num_seqs * k
+        shape = BatchShape(n + 7, n + 2, n, n + 2 * k, W, 5, 3, is_padded=True, tokens_per_row=k)
+    numbers = lambda low, high, *dims: torch.from_numpy(rng.integers(low, high, dims)).int()
+    lengths = numbers(1, max(2, W * size - k), R + 1)
+    tables = RequestTables(numbers(0, 3, R + 1, k), lengths, numbers(0, 50, R + 1, 9), numbers(0, 1, R + 1, 20))
+    host = Batch.on_host(shape, np.full(shape.size, -5, np.int32))
+    host.req_indices[:], host.num_reserved[:], host.new_blocks[:] = R, 0, -1
+    host.req_indices[:num_real] = rng.permutation(R)[:num_real]
+    host.num_reserved[:num_real] = rng.integers(1, k + 1, num_real)
+    host.new_blocks[0] = W - 1, 77
+    if seed % 2:
+        host.num_decodes[:] = num_real * k
+    token_ids, results = numbers(0, 3, num_real * k), []
+    for kernels in (None, ops):
+        monkeypatch.setattr(request_tables, "triton_ops", lambda x, kernels=kernels: kernels)
+        batch = Batch.from_buffer(shape, torch.from_numpy(host.buffer.copy()))
+        ours = RequestTables(*(x.clone() for x in tables))
+        place_decodes(batch, ours, size)
+        req_indices = batch.req_indices[:num_real].repeat_interleave(k)
+        x = SamplerInput(batch.buffer, req_indices, batch.positions[: num_real * k].clone(), batch.block_tables)
+        counts = accept(x, token_ids, ours)
+        results.append([batch.buffer, ours.block_tables[:, :-1], *ours[:2], *([] if counts is None else [counts])])
+    assert all(torch.equal(*both) for both in zip(*results, strict=True))
+    assert k == 1 or len(results[0]) == 5
 
 
 def test_the_same_views_of_any_prepared_batch():

@@ -13,7 +13,7 @@ import pytest
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.output_processor import OutputProcessor
-from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
+from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep, StepResult
 from nanovllm.engine.scheduler import MAX_STEPS_WITHOUT_ADMISSION, Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.token_budget import MIN_SHARED_CHUNK, TokenBudget
@@ -40,10 +40,11 @@ def make_scheduler(
     max_num_batched_tokens=64,
     max_num_mixed_tokens=64,
     enable_prefix_caching=True,
+    tokens_per_row=1,
 ) -> Scheduler:
     manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
     budgets = TokenBudget(max_num_batched_tokens), TokenBudget(max_num_mixed_tokens)
-    return Scheduler(manager, max_num_seqs, *budgets)
+    return Scheduler(manager, max_num_seqs, *budgets, tokens_per_row)
 
 
 def outputs_of(scheduler: Scheduler) -> OutputProcessor:
@@ -134,8 +135,12 @@ class Simulation:
         self.tokens = {seq: true_tokens(requests[seq.request_id], seq.index) for seq in self.seqs}
         self.marks = {seq: fingerprints(token_ids) for seq, token_ids in self.tokens.items()}
         self.cache: dict[int, int] = {}  # slot -> fingerprint
-        self.last_token_ids: dict[int, int] = {}  # by request index
-        self.in_flight: deque[tuple[ScheduledStep, list[int]]] = deque()
+        # on the device, by request index
+        self.last_token_ids: dict[int, int] = {}
+        self.num_tokens: dict[int, int] = {}
+        self.block_tables: dict[int, list[int]] = {}
+        self.random = random.Random(len(requests))  # whether a draft is right
+        self.in_flight: deque[tuple[ScheduledStep, StepResult]] = deque()
         self.first_start: dict[Sequence, int] = {}
         self.num_steps = 0
         self.seen: Counter = Counter()
@@ -168,40 +173,67 @@ class Simulation:
             self.postprocess(*self.in_flight.popleft())
             self.check_accounting()
 
-    def postprocess(self, step: ScheduledStep, token_ids: list[int]):
+    def postprocess(self, step: ScheduledStep, result: StepResult):
         before = {seq: seq.status for seq in step.sampled_seqs}
-        finished = postprocess(self.scheduler, step, token_ids)
+        finished = [seq for seq in outputs_of(self.scheduler).postprocess(step, result) if seq.is_finished]
         ended = [seq for seq in step.sampled_seqs if seq.status is SequenceStatus.FINISHED]
         assert {*finished} == {seq for seq in ended if before[seq] is not SequenceStatus.FINISHED}
         self.seen["tokens thrown away"] += len(ended) - len(finished)
         self.seen["ended while preempted"] += sum(before[s] is SequenceStatus.WAITING for s in finished)
 
-    def compute(self, step: ScheduledStep) -> list[int]:
+    def compute(self, step: ScheduledStep) -> StepResult:
         """Write the cache, check that it holds what is read, and sample."""
-        self.check_step(step)
+        rows = self.rows(step)
+        self.check_step(step, rows)
         size = self.manager.block_size
         before = dict(self.cache)
         for source, target in step.copies:
             for offset in range(size):
                 self.cache[target * size + offset] = before.get(source * size + offset)
-        for seq, start, _ in step.rows[: step.num_decodes]:  # the host may not know the input: it is on the device
+        for i, column, block_id in step.new_blocks:
+            table = self.block_tables[step.req_indices[i]]
+            assert column == len(table)
+            table.append(block_id)
+        for seq, start, _ in rows[: step.num_decodes]:  # the host may not know the input: it is on the device
             assert self.last_token_ids[seq.req_index] == self.tokens[seq][start]
-        for seq, start, end in step.rows:
+            assert self.block_tables[seq.req_index] == seq.block_table
+        counts = [1] * len(step.sampled_seqs)
+        for i, (seq, start, end) in enumerate(rows):
+            is_right = [True] * (end - start)
+            if i < step.num_decodes:
+                is_right[1:] = [self.random.random() < 0.7 for _ in is_right[1:]]
+                counts[i] = (*is_right, False).index(False)
             for position in range(start, end):
-                self.cache[self.slot(seq, position)] = self.marks[seq][position]
-        for seq, _, end in step.rows:
-            context = [self.cache[self.slot(seq, position)] for position in range(end)]
-            assert context == self.marks[seq][:end], "another sequence's keys and values"
-        token_ids = []
+                mark = self.marks[seq][position] if all(is_right[: position + 1 - start]) else -1
+                self.cache[self.slot(seq, position)] = mark
+        for i, (seq, start, end) in enumerate(rows):
+            num_read = start + counts[i] if i < step.num_decodes else end
+            context = [self.cache[self.slot(seq, position)] for position in range(num_read)]
+            assert context == self.marks[seq][:num_read], "another sequence's keys and values"
+        token_ids, k = [], step.tokens_per_row
         copied = self.manager.copies  # what the next step copies can't be read yet
-        for seq, row in zip(step.sampled_seqs, step.sampled_rows, strict=True):
-            end = step.rows[row].end
+        for seq, row, count in zip(step.sampled_seqs, step.sampled_rows, counts, strict=True):
+            end = rows[row].start + count if row < step.num_decodes else rows[row].end
             context = [self.cache[self.slot(seq, p)] for p in range(end) if self.block(seq, p) not in copied]
             assert context == self.marks[seq][: len(context)], "what was shared is not its own prompt's"
             assert len(context) == end or end - len(context) == end % self.manager.block_size
-            token_ids.append(self.tokens[seq][end])
-            self.last_token_ids[seq.req_index] = token_ids[-1]
-        return token_ids
+            token_ids += [*self.tokens[seq][end + 1 - count : end + 1], *[-1] * (k - count)]
+            self.last_token_ids[seq.req_index] = self.tokens[seq][end]
+            self.num_tokens[seq.req_index] = end + 1
+        for seq in step.new_seqs:
+            self.block_tables[seq.req_index] = [*seq.block_table]
+        self.seen["wrong drafts"] += int(sum(step.num_reserved)) - sum(counts[: step.num_decodes])
+        self.seen["right drafts"] += sum(counts) - len(counts)
+        return StepResult(token_ids, {}, counts if k > 1 else None)
+
+    def rows(self, step: ScheduledStep) -> list[ScheduledSequence]:
+        """Those of the step, but where sequences decode on the device; the host has upper bounds."""
+        rows = step.rows
+        for i, (num_reserved, (seq, start, end)) in enumerate(zip(step.num_reserved.tolist(), rows)):
+            first = self.num_tokens[seq.req_index] - 1
+            assert first <= start and end == start + num_reserved and 1 <= num_reserved <= step.tokens_per_row
+            rows[i] = ScheduledSequence(seq, first, first + num_reserved)
+        return rows
 
     def block(self, seq: Sequence, position: int) -> int:
         return seq.block_table[position // self.manager.block_size]
@@ -209,12 +241,12 @@ class Simulation:
     def slot(self, seq: Sequence, position: int) -> int:
         return self.block(seq, position) * self.manager.block_size + position % self.manager.block_size
 
-    def check_step(self, step: ScheduledStep):
+    def check_step(self, step: ScheduledStep, rows: list[ScheduledSequence]):
         """Its rows are within the bounds, and write into nothing that others hold."""
         writers, readers = Counter(), Counter()
-        for i, (seq, start, end) in enumerate(step.rows):
+        for i, (seq, start, end) in enumerate(rows):
             assert 0 <= start < end
-            assert end <= len(seq.token_ids) if i >= step.num_decodes else end == start + 1
+            assert end <= len(seq.token_ids) or i < step.num_decodes
             first_written = start // self.manager.block_size
             readers.update(seq.block_table[:first_written])
             writers.update(seq.block_table[first_written:])
@@ -244,10 +276,10 @@ class Simulation:
         bound = self.scheduler.budget.num_tokens
         if step.num_decodes and step.chunks:
             bound = min(bound, self.scheduler.mixed_budget.num_tokens)
-            bound = max(bound, step.num_decodes + max(1, bound // 4))
+            bound = max(bound, step.num_decodes * step.tokens_per_row + max(1, bound // 4))
             self.seen["mixed"] += 1
         if step.chunks:
-            assert step.num_decodes + num_chunk_tokens <= bound
+            assert step.num_decodes * step.tokens_per_row + num_chunk_tokens <= bound
         assert len({seq for seq, _, _ in step.rows}) == len(step.rows) <= self.scheduler.max_num_seqs
         self.seen["chunks"] += len(step.chunks) - len(complete)
         self.seen["shared within a step"] += bool(writers.keys() & readers.keys())
@@ -270,7 +302,10 @@ class Simulation:
         assert manager.free_block_ids.keys() == set(range(len(manager.blocks))) - held.keys()
         self.check_findable()
 
-        in_flight = Counter(seq for step, _ in self.in_flight for seq in step.sampled_seqs)
+        in_flight = Counter()
+        for step, _ in self.in_flight:
+            in_flight.update(dict(zip(step.sampled_seqs, step.num_reserved.tolist())))
+            in_flight.update(step.new_seqs)
         for seq in [seq for seq in self.seqs if seq not in self.ended]:
             if seq.status is not SequenceStatus.FINISHED:
                 assert seq.num_tokens - len(seq.token_ids) == in_flight.get(seq, 0)
@@ -286,12 +321,10 @@ class Simulation:
     def check_decode_table(self):
         """It has the rows of the sequences that decode, with what these say of themselves, and no others."""
         table, seqs = self.scheduler.decoding, [*self.scheduler.running.values()]
-        rows, width = [seq.req_index for seq in seqs], table.block_tables.shape[1]
+        rows = [seq.req_index for seq in seqs]
         assert table.seqs[rows].tolist() == seqs
         assert table.numbers[rows, :3].tolist() == [[s.num_tokens, s.num_computed_tokens, s.token_limit] for s in seqs]
         assert table.capacities[rows].tolist() == [len(seq.block_table) * self.manager.block_size for seq in seqs]
-        padded = [seq.block_table + [0] * (width - len(seq.block_table)) for seq in seqs]
-        assert table.block_tables[rows].tolist() == padded
         others = sorted({*range(self.scheduler.max_num_seqs)} - {*rows})
         assert not table.numbers[others].any() and not any(table.seqs[others])
 
@@ -340,6 +373,17 @@ SETTINGS = {
     "tiny cache, chunks": dict(num_blocks=22, block_size=3, max_num_seqs=8, max_num_batched_tokens=5),
     "tiny cache, no prefix caching": dict(num_blocks=18, max_num_seqs=8, enable_prefix_caching=False),
 }
+
+
+@pytest.mark.parametrize("asynchronous, seed", [(False, 4), (True, 5)])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_random_requests_with_drafts(name, asynchronous, seed):
+    """Of which some are wrong, so that the host's counts are only upper bounds until a step's result has arrived."""
+    tokens_per_row = 2 if "tiny blocks" in name else 3
+    settings = SETTINGS[name] | dict(tokens_per_row=tokens_per_row)
+    seen = Simulation(random_requests(seed), asynchronous, **settings).run().seen
+    assert (seen["preemptions"] > 0) == ("tiny cache" in name)
+    assert seen["right drafts"] > seen["wrong drafts"] > 100
 
 
 @pytest.mark.parametrize("asynchronous, seed", [(False, 0), (True, 1), (True, 2), (False, 3)])
@@ -608,15 +652,6 @@ def test_only_rows_where_something_happens_are_visited():
     assert visited == [6, 8, 9, 12, 13, 14]
     assert [seq.num_completion_tokens for seq in seqs] == [9, 9, 5]
     assert [(seq.finish_reason, seq.stop_reason) for seq in seqs] == [("length", None)] * 2 + [("stop", 9)]
-
-
-def test_answers_longer_than_any_before():
-    """The arrays of block tables grow, and keep what they had."""
-    scheduler = make_scheduler(num_blocks=80, block_size=1)
-    simulation = Simulation([Request(prompt(3), 5), Request(prompt(2), 60, True), Request(prompt(9), 40, True)], True)
-    simulation.scheduler, simulation.manager = scheduler, scheduler.block_manager
-    assert scheduler.decoding.block_tables.shape[1] < 40
-    assert simulation.run().scheduler.decoding.block_tables.shape[1] >= 61
 
 
 @pytest.mark.parametrize("token_id", [EOS, ALSO_EOS])

@@ -31,13 +31,14 @@ class BatchShape(NamedTuple):
     num_tokens: int
     num_seqs: int
     num_decodes: int  # of the sequences, those that come first and have one token each
-    num_samples: int  # rows that get a token
+    num_samples: int  # tokens that are sampled
     max_blocks_per_seq: int  # the width of the block tables
     max_seqlen_q: int = 1
     num_query_tiles: int = 0
     is_padded: bool = False  # whether these are upper bounds, in a step with chunks; the real numbers are on the device
+    tokens_per_row: int = 1  # see ScheduledStep; a sequence that decodes counts as so many, each a token longer
 
-    num_sampled: int = 0  # of the samples, those that are not padding, in steps with chunks
+    num_sampled: int = 0  # sequences that get tokens, without padding
     num_new_requests: int = 0  # sampled for the first time since they were admitted
     num_block_copies: int = 0  # cache blocks that sequences no longer share, copied before the forward pass
     feature_shapes: tuple[tuple[str, tuple[tuple[str, Dims], ...]], ...] = ()  # the arrays of each that the step uses
@@ -57,6 +58,11 @@ class BatchShape(NamedTuple):
         """Words in the buffer."""
         return _layout(self)[1]
 
+    @property
+    def num_host_words(self) -> int:
+        """Of a step that only decodes: the first words of the buffer, which the host fills in."""
+        return next(begin for _, name, begin, *_ in _layout(self)[0] if name == "input_ids")
+
 
 def _view(dims: Callable[[BatchShape], Dims], chunks_only: bool = False) -> Any:
     return field(default=None, metadata={"dims": dims, "chunks_only": chunks_only})
@@ -66,27 +72,31 @@ def _view(dims: Callable[[BatchShape], Dims], chunks_only: bool = False) -> Any:
 class Batch(Generic[Array]):
     """The int32 arrays of one step: numpy on the host, torch on the device. Each field states its shape.
 
-    What depends on prompts is None in steps that only decode: their input ids are on the device already, and so are
-    the sampling parameters of their requests. The views whose shapes depend on BatchShape.graph_shape come first: CUDA
-    graphs read these and no others.
+    What depends on prompts is None in steps that only decode. The first fields are all that the host knows of rows that
+    decode; from `input_ids` on, the device fills in their rows (engine.request_tables.place_decodes). The views whose
+    shapes depend on BatchShape.graph_shape come before the rest: CUDA graphs read these and no others.
     """
 
     shape: BatchShape
     buffer: Array
 
-    req_indices: Array = _view(lambda s: (s.num_samples,))  # row of each sampled request in the tables on the device
+    req_indices: Array = _view(lambda s: (s.num_samples // s.tokens_per_row,))  # of the sampled sequences: see below
+    num_reserved: Array = _view(lambda s: (s.num_decodes // s.tokens_per_row,))  # see ScheduledStep; 0: padding
+    new_blocks: Array = _view(lambda s: (s.num_decodes // s.tokens_per_row, 2))  # column and block id; column -1: none
+
+    input_ids: Array = _view(lambda s: (s.num_tokens,))
     positions: Array = _view(lambda s: (s.num_tokens,))
     slot_mapping: Array = _view(lambda s: (s.num_tokens,))  # cache slot of a token's key and value; -1: do not store
     context_lens: Array = _view(lambda s: (s.num_seqs,))  # tokens to attend to, this step's included
     block_tables: Array = _view(lambda s: (s.num_seqs, s.max_blocks_per_seq))
 
-    input_ids: Array = _view(lambda s: (s.num_tokens,), chunks_only=True)  # those of decodes are on the device
     cu_seqlens_q: Array = _view(lambda s: (s.num_seqs + 1,), chunks_only=True)
     logits_indices: Array = _view(lambda s: (s.num_samples,), chunks_only=True)  # the tokens that are sampled, and
     sampled_rows: Array = _view(lambda s: (s.num_samples,), chunks_only=True)  # their sequences
     num_decodes: Array = _view(lambda s: (1,), chunks_only=True)  # for CUDA graphs, whose shape has an upper bound
     query_tiles: Array = _view(lambda s: (s.num_query_tiles, 2), chunks_only=True)  # of attention; see Context
     params: Array = _view(lambda s: (s.num_new_requests, WIDTH), chunks_only=True)  # new requests are sampled last
+    new_block_tables: Array = _view(lambda s: (s.num_new_requests, s.max_blocks_per_seq), chunks_only=True)
 
     block_copies: Array = _view(lambda s: (2, s.num_block_copies))  # cache blocks to copy from, and to copy to
     feature_arrays: dict[str, dict[str, Array]] = field(default_factory=dict)  # of `StepFeature.prepare`
@@ -148,14 +158,16 @@ def _layout(shape: BatchShape) -> tuple[list[tuple[str | None, str, int, int, Di
     return views, begin
 
 
-def decode_shape(num_seqs: int, max_blocks_per_seq: int, **optional: Any) -> BatchShape:
+def decode_shape(num_seqs: int, max_blocks_per_seq: int, tokens_per_row: int = 1, **optional: Any) -> BatchShape:
     """Of a step that only decodes; `optional` are fields that are empty in most steps."""
+    num_tokens = num_seqs * tokens_per_row
     return BatchShape(
-        num_tokens=num_seqs,
-        num_seqs=num_seqs,
-        num_decodes=num_seqs,
-        num_samples=num_seqs,
+        num_tokens=num_tokens,
+        num_seqs=num_tokens,
+        num_decodes=num_tokens,
+        num_samples=num_tokens,
         max_blocks_per_seq=max_blocks_per_seq,
+        tokens_per_row=tokens_per_row,
         num_sampled=num_seqs,
         **optional,
     )
@@ -165,20 +177,17 @@ def prepare_decode(
     step: ScheduledStep,
     arrays: FeatureArrays,
     buffer: np.ndarray | None,
-    block_size: int,
-    num_rows: int,
+    num_seqs: int,
     max_blocks_per_seq: int,
     pad_req_index: int,
 ) -> HostBatch:
-    """A step that only decodes, with `num_rows`. The rows past the step's own are padding: empty sequences that store
+    """A step that only decodes, with `num_seqs`. Those past the step's own are padding: empty sequences that store
     nothing, and whose samples are dropped. `arrays` are what features have for this step.
     """
-    shape = decode_shape(num_rows, max_blocks_per_seq, **_optional_sizes(step, arrays))
+    shape = decode_shape(num_seqs, max_blocks_per_seq, step.tokens_per_row, **_optional_sizes(step, arrays))
     batch = Batch.on_host(shape, buffer)
-    _fill_rows(batch, step)
-    _fill(batch.positions, step.context_lens - 1, padding=0)
-    _fill_slots(batch, np.arange(step.num_decodes), block_size)
     _fill(batch.req_indices, step.req_indices, pad_req_index)
+    _fill_decodes(batch, step)
     _fill_optional(batch, step, arrays)
     return batch
 
@@ -193,31 +202,30 @@ def prepare_mixed(
     pad_req_index: int = 0,
 ) -> HostBatch:
     """A step with chunks of prompts, which may also decode; padded to `graph_shape` if it is given."""
-    n = step.num_decodes
+    k, new = step.tokens_per_row, step.new_seqs
+    n = step.num_decodes * k
     lengths = np.array([1] * n + [end - start for _, start, end in step.chunks])
     ends = np.cumsum(lengths)  # [B], into the flat tokens of the step
     tiles = query_tiles(lengths, n, query_tile_size)
     B, T, S = len(lengths), int(ends[-1]), len(step.sampled_seqs)
-    new = step.new_seqs
     if graph_shape is None:
-        max_blocks_per_seq = max(len(row.seq.block_table) for row in step.rows)
-        graph_shape = BatchShape(T, B, n, S, max_blocks_per_seq, int(lengths.max()), len(tiles))
+        seqs = *step.sampled_seqs, *(seq for seq, _, _ in step.chunks)
+        W, max_seqlen_q = max(len(seq.block_table) for seq in seqs), int(lengths.max())
+        graph_shape = BatchShape(T, B, n, S * k, W, max_seqlen_q, len(tiles), tokens_per_row=k)
     shape = graph_shape._replace(num_sampled=S, num_new_requests=len(new), **_optional_sizes(step, arrays))
     batch = Batch.on_host(shape, buffer)
+    _fill(batch.req_indices, [*step.req_indices, *(seq.req_index for seq in new)], pad_req_index)
+    _fill_decodes(batch, step)
     batch.num_decodes[:] = n
     batch.cu_seqlens_q[0] = 0
     _fill(batch.cu_seqlens_q[1:], ends, padding=T)
     _fill(batch.query_tiles, tiles, padding=-1)
-    _fill_rows(batch, step)
-    batch.input_ids[:n] = batch.input_ids[T:] = 0
-    for (seq, start, end), last in zip(step.chunks, ends[n:].tolist()):
-        batch.input_ids[last - (end - start) : last] = seq.token_ids[start:end]
-    _fill(batch.positions, np.arange(T) + np.repeat(batch.context_lens[:B] - ends, lengths), padding=0)
-    _fill_slots(batch, np.repeat(np.arange(B), lengths), block_size)
-    _fill(batch.req_indices, [*step.req_indices, *(seq.req_index for seq in new)], pad_req_index)
-    _fill(batch.sampled_rows, step.sampled_rows, padding=0)
-    _fill(batch.logits_indices, ends[step.sampled_rows] - 1, padding=0)
+    _fill_chunks(batch, step, lengths, ends, block_size)
+    rows = [*range(n), *(row - step.num_decodes + n for row in step.sampled_rows[step.num_decodes :] for _ in range(k))]
+    _fill(batch.sampled_rows, rows, padding=0)
+    _fill(batch.logits_indices, ends[rows] - 1, padding=0)
     _fill_params(batch.params, new)
+    _fill_tables(batch.new_block_tables, new)
     _fill_optional(batch, step, arrays)
     return batch
 
@@ -240,21 +248,33 @@ def _fill(array: np.ndarray, values: Any, padding: int) -> None:
     array[len(values) :] = padding
 
 
-def _fill_slots(batch: HostBatch, rows: np.ndarray, block_size: int) -> None:
-    """Cache slots of the first tokens, which belong to `rows` of the block tables."""
-    positions = batch.positions[: len(rows)]
+def _fill_decodes(batch: HostBatch, step: ScheduledStep) -> None:
+    _fill(batch.num_reserved, step.num_reserved, padding=0)
+    batch.new_blocks[:] = -1
+    for i, *new_block in step.new_blocks:
+        batch.new_blocks[i] = new_block
+
+
+def _fill_chunks(batch: HostBatch, step: ScheduledStep, lengths: np.ndarray, ends: np.ndarray, block_size: int) -> None:
+    """The rows and tokens of chunks, and the padding behind them; lengths and ends [B] of all rows' tokens."""
+    B, T, n = len(lengths), int(ends[-1]), len(lengths) - len(step.chunks)
+    _fill(batch.context_lens[n:], [end for _, _, end in step.chunks], padding=0)
+    _fill_tables(batch.block_tables[n:], [seq for seq, _, _ in step.chunks])
+    for (seq, start, end), last in zip(step.chunks, ends[n:].tolist()):
+        batch.input_ids[last - (end - start) : last] = seq.token_ids[start:end]
+    batch.input_ids[T:] = 0
+    rows = np.repeat(np.arange(n, B), lengths[n:])
+    positions = np.arange(n, T) + (batch.context_lens[:B] - ends)[rows]
     indices, offsets = np.divmod(positions, block_size)
-    _fill(batch.slot_mapping, batch.block_tables[rows, indices] * block_size + offsets, padding=-1)
+    _fill(batch.positions[n:], positions, padding=0)
+    _fill(batch.slot_mapping[n:], batch.block_tables[rows, indices] * block_size + offsets, padding=-1)
 
 
-def _fill_rows(batch: HostBatch, step: ScheduledStep) -> None:
-    n, width = step.num_decodes, min(batch.block_tables.shape[1], step.block_tables.shape[1])
-    _fill(batch.context_lens, step.context_lens, padding=0)
-    batch.block_tables[:] = 0
-    batch.block_tables[:n, :width] = step.block_tables[step.req_indices, :width]
-    for i, (seq, _, end) in enumerate(step.chunks, n):
-        batch.context_lens[i] = end
-        batch.block_tables[i, : len(seq.block_table)] = seq.block_table
+def _fill_tables(tables: np.ndarray, seqs: list[Sequence]) -> None:
+    """Their block tables, and zeros after them."""
+    tables[:] = 0
+    for table, seq in zip(tables, seqs):
+        table[: len(seq.block_table)] = seq.block_table
 
 
 def _fill_params(params: np.ndarray, seqs: list[Sequence]) -> None:

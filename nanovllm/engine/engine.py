@@ -37,7 +37,8 @@ class Engine:
         block_manager = BlockManager(config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching)
         mixed = TokenBudget(config.max_num_mixed_tokens, config.model_config.context_of_equal_cost)
         budget = TokenBudget(config.max_num_batched_tokens)
-        self.scheduler = Scheduler(block_manager, config.max_num_seqs, budget, mixed)
+        tokens_per_row = self.model_runner.tokens_per_row
+        self.scheduler = Scheduler(block_manager, config.max_num_seqs, budget, mixed, tokens_per_row)
         self.output_processor = OutputProcessor(self.scheduler, config.model_config.eos_token_ids)
         # for viewers: each is called after a step whose result was processed; an error is one of that step
         self.on_step: list[Callable[[ScheduledStep, StepResult], None]] = []

@@ -24,6 +24,7 @@ class StepFeature:
     """
 
     fields: tuple[str, ...] = ()  # of a feature from outside: parameters, numbers of which 0 does not ask for it
+    num_drafts = 0  # of a feature from outside: tokens that it proposes for each sequence after each step
 
     @classmethod
     def attach(cls, request: Any, processor: Any) -> None:
@@ -58,6 +59,14 @@ class StepFeature:
         CUDA graphs contain this, so it must not wait for the device, and runs whether a request asks for it or not.
         """
 
+    def propose(self, x: Any, counts: Any) -> Any:
+        """Drafts [S, num_drafts] of the tokens after the last one of each sequence, if `num_drafts` is not 0.
+
+        `x` is the SamplerInput of the step, in which each sequence got counts [S] tokens; the runner's `tables` have
+        the last ones and the lengths. CUDA graphs contain this.
+        """
+        raise NotImplementedError
+
     def after_forward(self, arrays: Arrays, output: Any) -> Any:
         """Compute more from a step's ForwardOutput; `arrays` are those of `prepare`. No graph contains this.
 
@@ -69,8 +78,8 @@ class StepFeature:
     def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
         """Look at the tokens of a step, the last of `seq.token_ids`, and add the sequences that end to `ends`.
 
-        `arrived` are the watched sequences that still live, by their index in `step.sampled_seqs`. `result` is what
-        `result(step)` of `after_forward` has returned, or None.
+        `arrived` are the watched sequences that still live, by the index of the token in StepResult.token_ids. `result`
+        is what `result(step)` of `after_forward` has returned, or None.
         """
 
 

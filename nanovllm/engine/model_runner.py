@@ -13,6 +13,7 @@ from nanovllm.config import Config
 from nanovllm.engine import batch as batches
 from nanovllm.engine.batch import DeviceBatch, FeatureArrays, HostBatch
 from nanovllm.engine.features import FEATURES, StepFeature
+from nanovllm.engine.request_tables import RequestTables, accept, place_decodes
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.step_result import ForwardOutput, PendingStep, SamplerInput
 from nanovllm.kernels.sampling_columns import WIDTH
@@ -39,8 +40,8 @@ MIN_MIXED_TOKENS = 64  # of a step that decodes and computes prompts, however sl
 class ModelRunner:
     """Loads the model, owns the cache, and runs steps.
 
-    The token ids that a step samples stay on the device in `last_token_ids`, by request index. The next decode step
-    reads its input there, so it can be queued before the host knows them.
+    What a step samples stays on the device, in RequestTables. The next decode step reads its input there, so it can be
+    queued before the host knows it.
     """
 
     def __init__(self, config: Config, startup: Stopwatch, tp: TensorParallel = TensorParallel()):
@@ -62,15 +63,14 @@ class ModelRunner:
         group_size = layer.num_heads // layer.num_kv_heads
         self.query_tile_size = self.backend.query_tile_size(group_size, layer.head_dim, config.dtype)
         self.pad_req_index = config.max_num_seqs
-        # by request index; the last row is for padding, and its zeros mean greedy sampling without edits
-        num_rows, options = config.max_num_seqs + 1, dict(dtype=torch.int32, device=self.device)
-        self.last_token_ids = torch.zeros(num_rows, **options)
-        self.params = torch.zeros(num_rows, WIDTH, **options)
-        self._num_finished_programs = torch.zeros(num_rows, **options)
-        self.features: dict[str, StepFeature] = {}
-        registered = [name for name, feature in FEATURES.items() if isinstance(feature.home, type)]
+        registered = {name: feature.home for name, feature in FEATURES.items() if isinstance(feature.home, type)}
         if registered and self.tp.size > 1:
             raise ValueError(f"tensor_parallel_size={self.tp.size}: must be 1 with features of register_feature")
+        self.tokens_per_row = 1 + max((feature.num_drafts for feature in registered.values()), default=0)
+        sizes = config.max_num_seqs, self.tokens_per_row, config.max_blocks_per_seq, WIDTH
+        self.tables = RequestTables.zeros(*sizes, self.device)
+        self._num_finished_programs = torch.zeros_like(self.tables.num_tokens)
+        self.features: dict[str, StepFeature] = {}
         self.add_features(registered)
         self.buffers: Buffers | None = None  # None on a CPU: each step allocates what it needs
         self.graphs: DecodeGraphs | None = None
@@ -141,37 +141,34 @@ class ModelRunner:
             if self.graphs and not batch.shape.has_chunks:
                 if batch.feature_arrays:  # the graph has only the edits of logits, not what they read
                     self._upload(batch.to(self.buffers.device))
-                token_ids, output = self.graphs.replay(batch.shape.num_seqs)
-            elif self.buffers:
-                token_ids = self.buffers.host.advance().token_ids[: batch.shape.num_sampled]
-                output = self.execute(batch)
-                token_ids.copy_(output.token_ids[: batch.shape.num_sampled], non_blocking=True)
+                on_host, output = self.graphs.replay(len(batch.req_indices))
             else:
                 output = self.execute(batch)
-                token_ids = output.token_ids
+                on_host = output.results
+                if self.buffers:
+                    on_host = self.buffers.host.advance().results[: batch.shape.num_sampled]
+                    on_host.copy_(output.results[: batch.shape.num_sampled], non_blocking=True)
             arrays = batch.feature_arrays.items()
             pending = {name: self.features[name].after_forward(found, output) for name, found in arrays}
-            return PendingStep(step, token_ids, pending, self.device.type == "cuda", self.tp)
+            return PendingStep(step, on_host, pending, self.device.type == "cuda", self.tp)
 
     def prepare_mixed(self, step: ScheduledStep, arrays: FeatureArrays, buffer: np.ndarray | None) -> HostBatch:
         graph_shape = None
         if self.mixed_graphs:
             chunks = step.chunks
-            num_tokens = step.num_decodes + sum(row.end - row.start for row in chunks)
-            num_samples = len(step.sampled_seqs)
-            graph_shape = self.mixed_graphs.shape_for(step.num_decodes, num_tokens, len(chunks), num_samples)
+            num_decodes, num_samples = (self.tokens_per_row * n for n in (step.num_decodes, len(step.sampled_seqs)))
+            num_tokens = num_decodes + sum(row.end - row.start for row in chunks)
+            graph_shape = self.mixed_graphs.shape_for(num_decodes, num_tokens, len(chunks), num_samples)
         constants = self.config.kvcache_block_size, self.query_tile_size, graph_shape, self.pad_req_index
         return batches.prepare_mixed(step, arrays, buffer, *constants)
 
     def prepare_decode(self, step: ScheduledStep, arrays: FeatureArrays, buffer: np.ndarray | None) -> HostBatch:
-        num_rows, block_size = step.num_decodes, self.config.kvcache_block_size
+        num_seqs, max_blocks_per_seq = step.num_decodes, self.config.max_blocks_per_seq
         if self.graphs:
-            num_rows = self.graphs.size_for(num_rows)
-            max_blocks_per_seq = self.config.max_blocks_per_seq
+            num_seqs = self.graphs.size_for(num_seqs)
         else:
-            max_blocks_per_seq = -(-int(step.context_lens[0]) // block_size)  # the longest comes first
-        constants = block_size, num_rows, max_blocks_per_seq, self.pad_req_index
-        return batches.prepare_decode(step, arrays, buffer, *constants)
+            max_blocks_per_seq = -(-int(step.context_lens.max()) // self.config.kvcache_block_size)
+        return batches.prepare_decode(step, arrays, buffer, num_seqs, max_blocks_per_seq, self.pad_req_index)
 
     @torch.inference_mode()
     def execute(self, batch: HostBatch) -> ForwardOutput:
@@ -183,9 +180,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _upload(self, batch: DeviceBatch) -> None:
-        """Write the sampling parameters of new requests and the arrays of features into the tables on the device."""
+        """Write what is known of new requests and the arrays of features into the tables on the device."""
         if batch.shape.num_new_requests:
-            self.params[batch.new_req_indices] = batch.params
+            self.tables.params[batch.new_req_indices] = batch.params
+            self.tables.block_tables[batch.new_req_indices, : batch.shape.max_blocks_per_seq] = batch.new_block_tables
         self.add_features(batch.feature_arrays)
         for name, arrays in batch.feature_arrays.items():
             self.features[name].upload(arrays)
@@ -194,35 +192,29 @@ class ModelRunner:
         """A whole step on the device. CUDA graphs capture this for decode batches, so it never waits for the device."""
         hidden_states, sampler_input = self.run_model(batch)
         self._upload(batch)
-        return ForwardOutput(self.sample(sampler_input), hidden_states, sampler_input.hidden_states)
+        return ForwardOutput(*self.sample(sampler_input), hidden_states, sampler_input.hidden_states)
 
     def run_model(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
         """Hidden states [T, hidden_size], and those to be sampled; keys, values and token ids are in the cache then."""
-        input_ids = self._input_ids(batch)
-        self.slot_token_ids[batch.slot_mapping] = input_ids  # a slot of -1 is the last, which belongs to no block
+        if batch.shape.num_decodes:
+            place_decodes(batch, self.tables, self.config.kvcache_block_size)
+        self.slot_token_ids[batch.slot_mapping] = batch.input_ids  # a slot of -1 is the last, which belongs to no block
         with attention_context(self._context(batch)):
-            hidden_states = self.model(input_ids, batch.positions)
+            hidden_states = self.model(batch.input_ids, batch.positions)
+        req_indices = batch.req_indices
+        if self.tokens_per_row > 1:
+            req_indices = req_indices.repeat_interleave(self.tokens_per_row)
         if not batch.shape.has_chunks:
-            return hidden_states, SamplerInput(hidden_states, batch.req_indices, batch.positions, batch.block_tables)
+            return hidden_states, SamplerInput(hidden_states, req_indices, batch.positions, batch.block_tables)
         sampled, positions = (x.index_select(0, batch.logits_indices) for x in (hidden_states, batch.positions))
         block_tables = batch.block_tables.index_select(0, batch.sampled_rows)
-        return hidden_states, SamplerInput(sampled, batch.req_indices, positions, block_tables)
-
-    def _input_ids(self, batch: DeviceBatch) -> torch.Tensor:
-        """[T]: the last sampled tokens of the sequences that decode, and the chunks' from the host."""
-        n = batch.shape.num_decodes  # all of these are sampled, and come first
-        last_token_ids = self.last_token_ids.index_select(0, batch.req_indices[:n])
-        if not batch.shape.has_chunks:
-            return last_token_ids
-        if batch.shape.is_padded:  # n is an upper bound
-            is_decode = torch.arange(n, device=self.device) < batch.num_decodes
-            last_token_ids = last_token_ids.where(is_decode, batch.input_ids[:n])
-        return torch.cat((last_token_ids, batch.input_ids[n:]))
+        return hidden_states, SamplerInput(sampled, req_indices, positions, block_tables)
 
     def _context(self, batch: DeviceBatch) -> Context:
         shape = batch.shape
         return Context(
             num_decodes=shape.num_decodes,
+            tokens_per_row=shape.tokens_per_row,
             slot_mapping=batch.slot_mapping,
             context_lens=batch.context_lens,
             block_tables=batch.block_tables,
@@ -233,9 +225,9 @@ class ModelRunner:
             num_decodes_on_device=batch.num_decodes if shape.is_padded else None,
         )
 
-    def sample(self, x: SamplerInput) -> torch.Tensor:
-        """Token ids [S] int32."""
-        params = self.params.index_select(0, x.req_indices)
+    def sample(self, x: SamplerInput) -> tuple[torch.Tensor, torch.Tensor]:
+        """ForwardOutput's `token_ids` and `results`."""
+        params = self.tables.params.index_select(0, x.req_indices)
         scratch = self._num_finished_programs
         rows = SamplingRows(params, x.req_indices, x.positions, x.block_tables, self._cached_token_ids, scratch)
         logits = self.model.compute_logits(x.hidden_states, params)  # [S, vocabulary]
@@ -244,8 +236,12 @@ class ModelRunner:
         cutoffs = logit_cutoffs(logits, rows)
         logits = self.model.lm_head.own_part(logits)
         token_ids = self.sampler(logits, rows.column("temperature"), seeds(params), x.positions, cutoffs)
-        self.last_token_ids[x.req_indices] = token_ids
-        return token_ids
+        counts = accept(x, token_ids, self.tables)
+        if counts is None:
+            return token_ids, token_ids
+        proposer = next(feature for feature in self.features.values() if feature.num_drafts)
+        self.tables.last_token_ids[x.req_indices[:: self.tokens_per_row], 1:] = proposer.propose(x, counts)
+        return token_ids, torch.cat((token_ids.view(-1, self.tokens_per_row), counts.unsqueeze(1)), 1)
 
     @property
     def _cached_token_ids(self) -> torch.Tensor:
@@ -312,7 +308,7 @@ class ModelRunner:
         self.graphs = self.mixed_graphs = self.kv_cache = self.kv_scales = None
         for layer in self.attention_layers:
             layer.kv_cache = None
-        self.model = self.last_token_ids = self.params = self.slot_token_ids = self.buffers = None
+        self.model = self.tables = self.slot_token_ids = self.buffers = None
         self.attention_layers, self.features = [], {}
         self.tp.close()
         if self.device.type == "cuda":

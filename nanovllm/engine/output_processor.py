@@ -1,6 +1,6 @@
 """From the result of a step to the outputs of requests."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from nanovllm.engine.features import FEATURES, Ends
 from nanovllm.engine.output_collector import OutputCollector
@@ -40,15 +40,24 @@ class OutputProcessor:
         """Give sequences the tokens of a step, and their callers what is new."""
         self._deliver(self.postprocess(step, result))
         num_prefilled = sum(end - start for _, start, end in step.chunks)
+        num_decoded = step.num_decodes if result.counts is None else sum(result.counts[: step.num_decodes])
         for collector in [*self.collectors]:
-            self._hand_over(collector, num_prefilled, step.num_decodes)
+            self._hand_over(collector, num_prefilled, num_decoded)
 
     def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
         """Append the tokens of a step, let features look at them, and end sequences.
 
         Returns the watched sequences that have got a token, and all that have ended.
         """
-        arrived, ends = self._append(step, result.token_ids)
+        if result.counts is None:
+            return self._postprocess(step, result, 0)
+        self.scheduler.settle(step, result.counts)
+        rounds = [self._postprocess(step, result, i) for i in range(step.tokens_per_row)]
+        return dict.fromkeys(seq for seqs in rounds for seq in seqs)
+
+    def _postprocess(self, step: ScheduledStep, result: StepResult, i: int) -> Collection[Sequence]:
+        """The same for the i-th token of each sequence that gets so many."""
+        arrived, ends = self._append(step, result, i)
         for name in [*FEATURES]:  # another thread may register one meanwhile
             if name in step.feature_names:
                 FEATURES[name].load().after_step(step, arrived, ends, result.feature_results.get(name))
@@ -58,24 +67,29 @@ class OutputProcessor:
             seq.limit_tokens()
         return dict.fromkeys([*arrived.values(), *ends]) if ends else arrived.values()
 
-    def _append(self, step: ScheduledStep, token_ids: list[int]) -> tuple[dict[int, Sequence], Ends]:
-        """Append a token to each sequence that still lives, or let the scheduler hold it, if it pauses.
+    def _append(self, step: ScheduledStep, result: StepResult, i: int) -> tuple[dict[int, Sequence], Ends]:
+        """Append the i-th token of each sequence that still lives, or let the scheduler hold it, if it pauses.
 
-        Returns the watched ones of these, by their index, and those that end by their last token or by their length.
-        Only the rows where something happens are visited one by one.
+        Returns the watched ones of these, by the index of the token, and those that end by it or by their length. Only
+        the sequences where something happens are visited one by one.
         """
         seqs, scheduler, num_late = step.sampled_seqs, self.scheduler, 0
-        for seq, token_id in zip(seqs, token_ids, strict=True):
+        token_ids, visited, watched = result.token_ids[i :: step.tokens_per_row], step.visited, step.watched
+        appended: Iterable[tuple[Sequence, int]] = zip(seqs, token_ids, strict=True)
+        if result.counts is not None:
+            visited = [j for j, count in enumerate(result.counts) if count > i]
+            watched = sorted({*watched}.intersection(visited))
+            appended = [(seqs[j], token_ids[j]) for j in visited]
+        elif not self.eos_token_ids.isdisjoint(token_ids):
+            visited = sorted({*visited, *(j for j, x in enumerate(token_ids) if x in self.eos_token_ids)})
+        for seq, token_id in appended:
             if seq.finish_reason is not None:
                 num_late += 1  # it ended while this token was in flight, which is not part of the answer
             elif not seq.pauses:
                 seq.token_ids.append(token_id)
-        scheduler.counts["output_tokens"] += len(seqs) - num_late
-        visited = step.visited
-        if not self.eos_token_ids.isdisjoint(token_ids):
-            visited = sorted({*visited, *(i for i, x in enumerate(token_ids) if x in self.eos_token_ids)})
+        scheduler.counts["output_tokens"] += (len(seqs) if result.counts is None else len(visited)) - num_late
         ends: Ends = {}
-        for seq in (seqs[i] for i in visited if seqs[i].finish_reason is None):
+        for seq in (seqs[j] for j in visited if seqs[j].finish_reason is None):
             seq.record_time("first_token")
             if seq.pauses:
                 scheduler.hold(seq)
@@ -83,7 +97,8 @@ class OutputProcessor:
             scheduler.block_manager.cache_full_blocks(seq)
             if reasons := seq.finish_reasons(self.eos_token_ids, self.eos_token_id):
                 ends[seq] = reasons
-        return {i: seqs[i] for i in step.watched if seqs[i].finish_reason is None}, ends
+        k = step.tokens_per_row
+        return {j * k + i: seqs[j] for j in watched if seqs[j].finish_reason is None}, ends
 
     def _deliver(self, seqs: Collection[Sequence]) -> None:
         """Tell the requests of these sequences, which have got a token, have paused or have ended."""

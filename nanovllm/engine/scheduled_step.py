@@ -22,22 +22,25 @@ class ScheduledStep:
     """One step: first the rows of sequences that decode one token, then chunks of prompts.
 
     req_indices [D]: of the sequences that decode.
-    context_lens [D]: their numbers of tokens, the one that is computed included.
-    block_tables [request indices, W]: of all sequences that decode; it belongs to the scheduler.
+    num_reserved [D]: how many tokens each of them may get, at most `tokens_per_row`.
+    context_lens [D]: upper bounds of their numbers of tokens, those that are computed included.
+    new_blocks: (index into `req_indices`, column of its block table, block id) of the blocks that they have got.
     chunks: the rows that compute a prompt, or a part of one. A preempted sequence's generated tokens are among them.
     sampled_seqs: the sequences that get a token from this step, those that decode first.
     sampled_rows: the row from which each of them gets it, in ascending order; answers to one prompt share a row.
     visited: indices of `sampled_seqs`, in ascending order, whose token may end the sequence or fill a block. Other
-        tokens are only appended, unless they are end-of-sequence ids.
+        tokens are only appended, unless they are end-of-sequence ids. All, if rows may get several tokens.
     watched: indices of `sampled_seqs`, in ascending order, whose every token a feature or a caller looks at.
     feature_names: of the features with work on the host in this step.
     copies: (from, to) of cache blocks that are copied before the step's keys and values are stored.
+    tokens_per_row: that a sequence may get in any step: its next one, and one for each draft that may be right.
     scheduled_at: when its scheduling began, in seconds of `time.perf_counter`.
     """
 
     req_indices: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    num_reserved: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     context_lens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    block_tables: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int32))
+    new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
     chunks: list[ScheduledSequence] = field(default_factory=list)
     sampled_seqs: list[Sequence] = field(default_factory=list)
     sampled_rows: list[int] = field(default_factory=list)
@@ -45,6 +48,7 @@ class ScheduledStep:
     watched: list[int] = field(default_factory=list)
     feature_names: set[str] = field(default_factory=set)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    tokens_per_row: int = 1
     scheduled_at: float = field(default_factory=perf_counter)
 
     @property
@@ -59,8 +63,8 @@ class ScheduledStep:
     @property
     def rows(self) -> list[ScheduledSequence]:
         """All rows, for viewers and tests."""
-        decodes = zip(self.sampled_seqs, self.context_lens.tolist())
-        return [*(ScheduledSequence(seq, end - 1, end) for seq, end in decodes), *self.chunks]
+        starts = (self.context_lens - self.num_reserved).tolist()
+        return [*map(ScheduledSequence, self.sampled_seqs, starts, self.context_lens.tolist()), *self.chunks]
 
     @property
     def kind(self) -> str:
@@ -79,7 +83,13 @@ class ScheduledStep:
 
 
 class StepResult(NamedTuple):
-    """The outcome of a step on the host: a token for each of its `sampled_seqs`, and what features have computed."""
+    """The outcome of a step on the host.
+
+    token_ids: `tokens_per_row` for each of the step's `sampled_seqs`.
+    feature_results: what features have computed, by their names.
+    counts: how many of its tokens each sequence gets; the first, if there is only one.
+    """
 
     token_ids: list[int]
     feature_results: dict[str, Any]
+    counts: list[int] | None = None

@@ -32,9 +32,11 @@ class Scheduler:
         max_num_seqs: int,
         budget: TokenBudget,
         mixed_budget: TokenBudget,
+        tokens_per_row: int = 1,
     ):
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
+        self.tokens_per_row = tokens_per_row  # see ScheduledStep
         self.budget = budget
         # of steps in which sequences decode too
         self.mixed_budget = mixed_budget._replace(num_tokens=min(mixed_budget.num_tokens, budget.num_tokens))
@@ -49,7 +51,8 @@ class Scheduler:
         self.waiting = WaitingQueue()  # these hold no blocks
         self.prefilling: dict[tuple[int, int], Sequence] = {}  # these hold blocks, and their prompt is being computed
         self.running: dict[tuple[int, int], Sequence] = {}  # these decode, or have got a token and pause
-        self.decoding = DecodeTable(self.max_num_seqs, self.block_manager.block_size)  # the running ones that decode
+        # the running ones that decode
+        self.decoding = DecodeTable(self.max_num_seqs, self.block_manager.block_size, self.tokens_per_row)
         self.admission = GroupAdmission()
         self.free_req_indices = [*reversed(range(self.max_num_seqs))]
 
@@ -87,7 +90,7 @@ class Scheduler:
         # blocks that this step's forks share are copied in the next one, when their contents are complete
         copies = self.block_manager.copies
         self.block_manager.copies = {}
-        step = ScheduledStep()
+        step = ScheduledStep(tokens_per_row=self.tokens_per_row)
         if prompts_first:
             self._schedule_chunks(step)
             if not step.chunks:
@@ -115,12 +118,13 @@ class Scheduler:
     def _schedule_decodes(self, step: ScheduledStep) -> None:
         """Decode all that can. Sequences are preempted, the last in order first, until the others have blocks."""
         rows = self.decoding.ready()
-        while len(seqs := self.decoding.without_slot(rows)) > len(self.block_manager.free_block_ids):
+        while len(indices := self.decoding.without_slot(rows)) > len(self.block_manager.free_block_ids):
             self.preempt(max((*self.running.values(), *self.prefilling.values()), key=attrgetter("order")))
             rows = self.decoding.ready()
-        for seq in seqs:
-            self.block_manager.may_append(seq)
-            self.decoding.update_blocks(seq)
+        for i, seq in zip(indices, self.decoding.seqs[rows[indices]]):
+            self.block_manager.may_append(seq, self.tokens_per_row - 1)
+            step.new_blocks.append((i, len(seq.block_table) - 1, seq.block_table[-1]))
+        self.decoding.capacities[rows[indices]] += self.block_manager.block_size
         self.decoding.schedule(rows, step)
 
     def _schedule_chunks(self, step: ScheduledStep, is_mixed: bool = False) -> None:
@@ -129,7 +133,7 @@ class Scheduler:
         if is_mixed:
             seqs = (*self.prefilling.values(), *islice(self.waiting, MAX_COUNTED_PROMPTS))
             num_left = sum(seq.num_tokens - seq.num_computed_tokens for seq in seqs)
-            budget = self.mixed_budget.for_mixed_step(step.num_decodes, num_left)
+            budget = self.mixed_budget.for_mixed_step(step.num_decodes * self.tokens_per_row, num_left)
         started = deque(sorted(self.prefilling.values(), key=attrgetter("order")))
         can_admit = True
         while budget.num_tokens >= 1:
@@ -249,6 +253,14 @@ class Scheduler:
             self._release(seq)
             seq.status = SequenceStatus.WAITING
         self.waiting.push(seq)
+
+    def settle(self, step: ScheduledStep, counts: list[int]) -> None:
+        """Take back what a step had reserved for drafts that were wrong: its sequences get `counts` tokens."""
+        for seq, num_reserved, count in zip(step.sampled_seqs, step.num_reserved.tolist(), counts):
+            if seq.status is not SequenceStatus.FINISHED:
+                seq.num_tokens -= num_reserved - count
+                if seq.status is SequenceStatus.RUNNING:  # else it was preempted, and has nothing computed
+                    seq.num_computed_tokens -= num_reserved - count
 
     def finish(self, seq: Sequence) -> None:
         """Forget a sequence, in any state."""

@@ -12,18 +12,19 @@ from nanovllm.utils.tensor_parallel import STEP_TIMEOUT, TensorParallel
 class ForwardOutput(NamedTuple):
     """What a step leaves on the device."""
 
-    token_ids: torch.Tensor  # [S] int32, sampled
+    token_ids: torch.Tensor  # [S * k] int32, sampled; k is `tokens_per_row`
+    results: torch.Tensor  # for the host: token_ids, or if k > 1 [S, k + 1], k ids and how many of them count
     hidden_states: torch.Tensor  # [T, hidden_size]
-    sampled_hidden_states: torch.Tensor  # [S, hidden_size]
+    sampled_hidden_states: torch.Tensor  # [S * k, hidden_size]
 
 
 class SamplerInput(NamedTuple):
     """What the model leaves for the sampler."""
 
-    hidden_states: torch.Tensor  # [S, hidden_size], of the last token of each sampled sequence
-    req_indices: torch.Tensor  # [S] int32
-    positions: torch.Tensor  # [S] int32
-    block_tables: torch.Tensor  # [S, W] int32
+    hidden_states: torch.Tensor  # [S * k, hidden_size], of the last k tokens of each sampled sequence
+    req_indices: torch.Tensor  # [S * k] int32
+    positions: torch.Tensor  # [S * k] int32
+    block_tables: torch.Tensor  # [S * k, W] int32
 
 
 class PendingStep:
@@ -32,16 +33,16 @@ class PendingStep:
     def __init__(
         self,
         step: ScheduledStep | None,
-        token_ids: torch.Tensor,
+        results: torch.Tensor,
         pending: dict[str, Any],
         is_cuda: bool,
         tp: TensorParallel,
     ):
-        """`token_ids` [S] or longer are in host memory; `pending` has the results of `StepFeature.after_forward`.
+        """`results`, those of a ForwardOutput, are in host memory; `pending` has those of `StepFeature.after_forward`.
 
         Only rank 0 has the ScheduledStep; the other ranks can `synchronize`, but not `wait` for a result.
         """
-        self._step, self._token_ids, self._pending, self._tp = step, token_ids, pending, tp
+        self._step, self._results, self._pending, self._tp = step, results, pending, tp
         self._done = torch.cuda.Event() if is_cuda else None
         if self._done:
             self._done.record()
@@ -61,6 +62,8 @@ class PendingStep:
         """The result, once the step is over; errors as of `synchronize`."""
         self.synchronize()
         assert self._step is not None, "only rank 0 has results"
-        token_ids = self._token_ids[: len(self._step.sampled_seqs)].tolist()
-        results = {name: found.result(self._step) for name, found in self._pending.items() if found is not None}
-        return StepResult(token_ids, results)
+        results = self._results[: len(self._step.sampled_seqs)]
+        of_features = {name: found.result(self._step) for name, found in self._pending.items() if found is not None}
+        if results.dim() == 1:
+            return StepResult(results.tolist(), of_features)
+        return StepResult(results[:, :-1].flatten().tolist(), of_features, results[:, -1].tolist())

@@ -48,7 +48,7 @@ class SequenceLogprobs:
 class StepLogprobs(NamedTuple):
     """Those of a step; None without a request for them.
 
-    of_tokens: for each of its `sampled_seqs`.
+    of_tokens: for each token of StepResult.token_ids.
     of_prompts: for each of its `chunks`, those of the prompt's tokens from start + 1 to end, as far as the prompt goes;
         None where there are no such tokens. A chunk that is computed again after a preemption has them again.
     """
@@ -133,7 +133,8 @@ def logprob_requests(step: ScheduledStep) -> list[LogprobRequest]:
         first += end - start
     for i in step.watched:
         if (num_top := step.sampled_seqs[i].params.logprobs) is not None:
-            requests.append(LogprobRequest(ALL_TOKENS if num_top < 0 else num_top, i, i))
+            rows = range(i * step.tokens_per_row, (i + 1) * step.tokens_per_row)
+            requests += [LogprobRequest(ALL_TOKENS if num_top < 0 else num_top, row, row) for row in rows]
     return requests
 
 
@@ -159,6 +160,7 @@ class PendingLogprobs:
         self,
         compute_logits: Callable,
         token_ids: torch.Tensor,
+        results: torch.Tensor,
         hidden_states: torch.Tensor,
         sampled_hidden_states: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
@@ -196,7 +198,7 @@ class PendingLogprobs:
             else:
                 prompt_logprobs[request.result_index].append(found)
         return StepLogprobs(
-            [logprobs.get(i) for i in range(len(step.sampled_seqs))],
+            [logprobs.get(i) for i in range(len(step.sampled_seqs) * step.tokens_per_row)],
             [prompt_logprobs.get(i) for i in range(len(step.chunks))],
         )
 

@@ -11,10 +11,10 @@ from nanovllm.utils.double_buffer import DoubleBuffer
 
 
 class StepBuffers(NamedTuple):
-    """Pinned host memory of one step: int32 words of its batch and the token ids that it samples."""
+    """Pinned host memory of one step: int32 words of its batch, and what it samples."""
 
     batch: torch.Tensor
-    token_ids: torch.Tensor
+    results: torch.Tensor  # those of a ForwardOutput
 
 
 class Buffers(NamedTuple):
@@ -24,26 +24,36 @@ class Buffers(NamedTuple):
     device: torch.Tensor
 
 
-def make_buffers(config: Config, device: torch.device) -> Buffers:
-    size = largest_batch(config)
+def make_buffers(config: Config, device: torch.device, tokens_per_row: int = 1) -> Buffers:
+    size = largest_batch(config, tokens_per_row)
+    batches, results = host_memory(size, config.max_num_seqs, tokens_per_row, device)
+    on_device = torch.zeros(size, dtype=torch.int32, device=device)
+    return Buffers(DoubleBuffer(*map(StepBuffers, batches, results)), on_device)
+
+
+def host_memory(
+    size: int, max_num_seqs: int, tokens_per_row: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For two steps: batches [2, size], and results [2, sequences] or [2, sequences, tokens_per_row + 1]."""
     options = dict(dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-    make = lambda: StepBuffers(torch.zeros(size, **options), torch.zeros(config.max_num_seqs, **options))
-    return Buffers(DoubleBuffer(make(), make()), torch.zeros(size, dtype=torch.int32, device=device))
+    dims = (max_num_seqs, tokens_per_row + 1) if tokens_per_row > 1 else (max_num_seqs,)
+    return torch.zeros(2, size, **options), torch.zeros(2, *dims, **options)
 
 
-def largest_batch(config: Config) -> int:
+def largest_batch(config: Config, tokens_per_row: int = 1) -> int:
     """Words in the buffer of the largest possible step."""
-    B, T, W = config.max_num_seqs, config.max_num_batched_tokens, config.max_blocks_per_seq
+    T, W, num_seqs = config.max_num_batched_tokens, config.max_blocks_per_seq, config.max_num_seqs
+    B = num_seqs * tokens_per_row
     largest = BatchShape(
-        num_tokens=max(T, B),
+        num_tokens=T + B,
         num_seqs=B + MAX_CHUNKS,
-        num_decodes=0,
+        num_decodes=B,
         num_samples=B + MAX_CHUNKS,
         max_blocks_per_seq=W,
         max_seqlen_q=T,
         num_query_tiles=T + B + MAX_CHUNKS,
-        num_sampled=B,
-        num_new_requests=B,
-        num_block_copies=B,
+        num_sampled=num_seqs,
+        num_new_requests=num_seqs,
+        num_block_copies=num_seqs,
     )
-    return largest.size + sum(feature.load().max_words(config) for feature in FEATURES.values())
+    return largest.size + tokens_per_row * sum(feature.load().max_words(config) for feature in FEATURES.values())

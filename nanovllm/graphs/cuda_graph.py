@@ -9,7 +9,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.batch import MAX_CHUNKS, Batch, BatchShape, DeviceBatch, decode_shape
 from nanovllm.engine.step_result import ForwardOutput, SamplerInput
-from nanovllm.graphs.buffers import StepBuffers
+from nanovllm.graphs.buffers import StepBuffers, host_memory
 from nanovllm.utils.double_buffer import DoubleBuffer
 
 
@@ -31,13 +31,18 @@ def _capture(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, 
 class DecodeGraphs:
     """Steps that only decode, model and sampler in one: a graph for each batch size in `graph_bs`.
 
-    A graph fetches its batch from pinned host memory and delivers the token ids there, so nothing runs between two
+    A graph fetches its batch from pinned host memory and delivers its results there, so nothing runs between two
     steps but the launch of the next graph. Host memory is double-buffered: the host prepares a step while the previous
     one runs. Host and device each keep the index of their current buffer, and each replay advances both.
     """
 
     def __init__(
-        self, config: Config, buffer: torch.Tensor, forward: Callable[[DeviceBatch], ForwardOutput], pool: Any
+        self,
+        config: Config,
+        tokens_per_row: int,
+        buffer: torch.Tensor,
+        forward: Callable[[DeviceBatch], ForwardOutput],
+        pool: Any,
     ):
         """`forward` runs a decode batch that lies in `buffer`, without waiting for the device. `pool` is the graphs'
         memory pool, which all graphs of a rank can share, as they run one after the other.
@@ -48,20 +53,19 @@ class DecodeGraphs:
         self.graph_bs = capture_sizes(max_num_seqs)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.outputs: dict[int, ForwardOutput] = {}  # tensors that each replay overwrites
-        # zeros: rows without a context, which write to a slot of a cache that is still empty
-        batches = torch.zeros(2, len(buffer), dtype=torch.int32, device="cpu", pin_memory=True)
-        token_ids = torch.zeros(2, max_num_seqs, dtype=torch.int32, device="cpu", pin_memory=True)
-        self.host_buffers = DoubleBuffer(*map(StepBuffers, batches, token_ids))
+        # the batches are zeros: padding
+        batches, results = host_memory(len(buffer), max_num_seqs, tokens_per_row, buffer.device)
+        self.host_buffers = DoubleBuffer(*map(StepBuffers, batches, results))
         self._device_buffer_index = torch.zeros(1, dtype=torch.int32, device=buffer.device)
 
         def step(batch: DeviceBatch) -> ForwardOutput:
-            ops.fetch(batch.buffer, batches, self._device_buffer_index)
+            ops.fetch(batch.buffer[: batch.shape.num_host_words], batches, self._device_buffer_index)
             output = forward(batch)
-            ops.deliver(output.token_ids, token_ids, self._device_buffer_index)
+            ops.deliver(output.results.flatten(), results.flatten(1), self._device_buffer_index)
             return output
 
         for size in reversed(self.graph_bs):  # the largest first, so that the others fit into its memory
-            batch = Batch.from_buffer(decode_shape(size, max_blocks_per_seq), buffer)
+            batch = Batch.from_buffer(decode_shape(size, max_blocks_per_seq, tokens_per_row), buffer)
             step(batch)  # compiles the remaining kernels, which a capture must not do
             self.graphs[size], self.outputs[size] = _capture(partial(step, batch), pool)
         self.reset()
@@ -71,12 +75,12 @@ class DecodeGraphs:
         return next(size for size in self.graph_bs if size >= num_seqs)
 
     def replay(self, size: int) -> tuple[torch.Tensor, ForwardOutput]:
-        """Run the batch in the current host buffer; returns its token ids [size] in host memory, and its output.
+        """Run the batch in the current host buffer; returns its results in host memory, and its output.
 
-        Read the token ids when the replay is over, and before the replay after the next one begins.
+        Read the results when the replay is over, and before the replay after the next one begins.
         """
         self.graphs[size].replay()
-        return self.host_buffers.advance().token_ids[:size], self.outputs[size]
+        return self.host_buffers.advance().results[:size], self.outputs[size]
 
     @torch.inference_mode()
     def reset(self) -> None:
@@ -89,7 +93,7 @@ class DecodeGraphs:
 TOKEN_SIZES = (16, 32, 64, *range(128, 2048, 128), *range(2048, 4096, 512), *range(4096, 8193, 1024))
 
 
-def graph_shapes(config: Config, query_tile_size: int) -> list[BatchShape]:
+def graph_shapes(config: Config, query_tile_size: int, tokens_per_row: int = 1) -> list[BatchShape]:
     """The shapes of steps with chunks to capture: the first that holds a step is the smallest that does.
 
     Without graphs the host would launch the kernels of so short a step for longer than the device computes it. As long
@@ -100,17 +104,19 @@ def graph_shapes(config: Config, query_tile_size: int) -> list[BatchShape]:
     shapes: list[BatchShape] = []
     for max_decodes in (0, config.max_num_seqs):
         for num_tokens in sizes:
-            num_decodes, num_chunks = min(max_decodes, num_tokens), min(num_tokens, MAX_CHUNKS)
+            num_decodes = min(max_decodes, num_tokens // tokens_per_row) * tokens_per_row
+            num_chunks = min(num_tokens, MAX_CHUNKS)
             shapes.append(
                 BatchShape(
                     num_tokens=num_tokens,
                     num_seqs=num_decodes + num_chunks,
                     num_decodes=num_decodes,
-                    num_samples=num_decodes + num_chunks,
+                    num_samples=num_decodes + num_chunks * tokens_per_row,
                     max_blocks_per_seq=config.max_blocks_per_seq,
                     max_seqlen_q=num_tokens,
                     num_query_tiles=num_tokens // query_tile_size + num_chunks,
                     is_padded=True,
+                    tokens_per_row=tokens_per_row,
                 )
             )
     return shapes
@@ -131,19 +137,22 @@ class MixedGraphs:
         buffer: torch.Tensor,
         pad_req_index: int,
         run_model: Callable[[DeviceBatch], tuple[torch.Tensor, SamplerInput]],
-        sample: Callable[[SamplerInput], torch.Tensor],
+        sample: Callable[[SamplerInput], tuple[torch.Tensor, torch.Tensor]],
         pool: Any,
     ):
-        """`run_model` returns the hidden states of a batch in `buffer` and the sampler's input, `sample` token ids."""
+        """`run_model` returns the hidden states of a batch in `buffer` and the sampler's input, `sample` what a
+        ForwardOutput begins with.
+        """
         self.shapes = shapes
+        self.tokens_per_row = shapes[0].tokens_per_row
         sizes = 1, 2, 4, 8, 16, *range(32, 257, 32)
-        self.sample_sizes = [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
+        self.sample_sizes = [*(size for size in sizes if size < max_num_seqs), max_num_seqs]  # in sequences
         self.models: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
         self.samplers: dict[int, torch.cuda.CUDAGraph] = {}
-        self.token_ids: dict[int, torch.Tensor] = {}
+        self.sampled: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         buffer.zero_()
         largest = max(shapes, key=lambda shape: shape.num_samples)
-        num_rows = max(largest.num_samples, max_num_seqs)
+        num_rows = max(largest.num_samples, max_num_seqs * self.tokens_per_row)
         hidden_states, example = run_model(Batch.from_buffer(largest, buffer))
         max_tokens = max(shape.num_tokens for shape in shapes)
         self.hidden_states = hidden_states.new_zeros(max_tokens, hidden_states.shape[1])
@@ -166,10 +175,10 @@ class MixedGraphs:
             model_part(shapes[0])
             sample(self._rows(size))
             model_part(shapes[0])
-            self.samplers[size], self.token_ids[size] = _capture(partial(sample, self._rows(size)), pool)
+            self.samplers[size], self.sampled[size] = _capture(partial(sample, self._rows(size)), pool)
 
-    def _rows(self, num_rows: int) -> SamplerInput:
-        return SamplerInput(*(x[:num_rows] for x in self.input))
+    def _rows(self, num_seqs: int) -> SamplerInput:
+        return SamplerInput(*(x[: num_seqs * self.tokens_per_row] for x in self.input))
 
     def shape_for(self, num_decodes: int, num_tokens: int, num_chunks: int, num_samples: int) -> BatchShape | None:
         """The smallest captured shape that holds a step; None if there is none."""
@@ -188,4 +197,4 @@ class MixedGraphs:
         write_requests()
         size = next(size for size in self.sample_sizes if size >= shape.num_sampled)
         self.samplers[size].replay()
-        return ForwardOutput(self.token_ids[size], self.hidden_states, self.input.hidden_states[:size])
+        return ForwardOutput(*self.sampled[size], self.hidden_states, self._rows(size).hidden_states)

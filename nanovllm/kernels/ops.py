@@ -18,6 +18,7 @@ from nanovllm.kernels.peers import gather_columns, max_of_ranks, sum_rms_norm
 from nanovllm.kernels.penalties import penalize
 from nanovllm.kernels.prefill_attention import prefill_attention, query_tile_size
 from nanovllm.kernels.quantize_rows import quantize_rows, rms_norm_quantize, silu_and_mul_quantize
+from nanovllm.kernels.request_tables import accept, place_decodes
 from nanovllm.kernels.sampling import sample
 from nanovllm.kernels.scaled_gemm import QuantizedRows, choose_scaled_split_k, scaled_gemm
 from nanovllm.kernels.scaled_gemv import choose_gemv_split_k, scaled_gemv

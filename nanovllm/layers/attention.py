@@ -66,7 +66,8 @@ class Attention(nn.Module):
     def _forward_by_kernels(self, ops: ModuleType, qkv: torch.Tensor, qk_norm_rope: QKNormRope) -> torch.Tensor:
         """Norm, rope and store in one kernel, which the backend may fuse with the attention of a decode step."""
         context, backend, cache = get_context(), self.backend, self.kv_cache
-        if not context.has_chunks and backend.fuses_qk_norm_rope(len(qkv), self.num_kv_heads, qkv.device):
+        is_decode = not context.has_chunks and context.tokens_per_row == 1  # drafts attend to keys of the same step
+        if is_decode and backend.fuses_qk_norm_rope(len(qkv), self.num_kv_heads, qkv.device):
             return backend.decode_qkv(qkv, qk_norm_rope, cache, context)
         q = ops.norm_rope_store(qkv, *qk_norm_rope, context.slot_mapping, cache.k, cache.v, cache.scales)
         return self.attend(q)

@@ -123,14 +123,15 @@ def _plan_decode(context: Context, seqs: slice, block_size: int, dtype: torch.dt
     more padding, and smaller ones need more calls.
     """
     context_lens, block_tables = context.context_lens[seqs], context.block_tables[seqs]
-    lengths = context_lens.tolist()
+    lengths, size = context_lens.tolist(), chunk_size(block_size)
     begin = 0
     for end in range(1, len(lengths) + 1):
-        if end < len(lengths) and lengths[begin] * 7 // 8 - 16 <= lengths[end] <= lengths[begin]:
+        longest = -(-lengths[begin] // size) * size  # drafts attend to a few more
+        if end < len(lengths) and longest * 7 // 8 - 16 <= lengths[end] <= longest:
             continue
-        chunks, padded_length = _chunks(block_tables[begin:end], lengths[begin], block_size)
+        chunks, padded_length = _chunks(block_tables[begin:end], longest, block_size)
         mask = None
-        if lengths[end - 1] < padded_length:
+        if min(lengths[begin:end]) < padded_length:
             bounds = context_lens[begin:end, None, None, None]
             mask = _additive(torch.arange(padded_length, device=chunks.device) < bounds, dtype)  # [n, 1, 1, L]
         yield _Group(slice(begin, end), chunks, mask)

@@ -29,7 +29,7 @@ def start_on_cuda(runner: Any, startup: Stopwatch, memory_before: int) -> None:
     `memory_before` is how many bytes were in use before the model was loaded.
     """
     config = runner.config
-    runner.buffers = make_buffers(config, runner.device)
+    runner.buffers = make_buffers(config, runner.device, runner.tokens_per_row)
     runner.add_features(FEATURES)  # graphs contain their edits of logits
     has_graphs = runner.backend.uses_cuda_graphs and not config.enforce_eager
     if has_graphs:
@@ -117,8 +117,9 @@ def compile_kernels(runner: Any) -> None:
     from nanovllm.kernels.dependent_launch import compile_only
 
     config, model = runner.config, runner.model.model
-    decodes = [decode_shape(size, config.max_blocks_per_seq) for size in capture_sizes(config.max_num_seqs)]
-    chunks = graph_shapes(config, runner.query_tile_size) if runner.backend.captures_chunks else []
+    sizes, k = capture_sizes(config.max_num_seqs), runner.tokens_per_row
+    decodes = [decode_shape(size, config.max_blocks_per_seq, k) for size in sizes]
+    chunks = graph_shapes(config, runner.query_tile_size, k) if runner.backend.captures_chunks else []
     shapes = [x for x in decodes + chunks if x.num_tokens.bit_count() == 1 or x.num_tokens == config.max_num_seqs]
     buffer = runner.buffers.device
 
@@ -126,8 +127,7 @@ def compile_kernels(runner: Any) -> None:
         for shape in shapes:
             _, x = runner.run_model(Batch.from_buffer(shape, buffer))
             # the graphs of decodes have the same numbers of samples as those of chunks
-            runner.sample(SamplerInput(*(rows[:1] for rows in x)) if shape.has_chunks else x)
-            runner.last_token_ids.zero_()  # no kernel has written token ids
+            runner.sample(SamplerInput(*(rows[:k] for rows in x)) if shape.has_chunks else x)
 
     runner.allocate_kv_cache(16, num_layers=1)
     layers, model.layers = model.layers, first_layers_of_each_kind(model.layers)
@@ -157,7 +157,8 @@ def warm_up_kernels(runner: Any) -> None:
 def capture_cudagraph(runner: Any) -> None:
     """Capture decode steps of the batch sizes in `graphs.graph_bs`, and the shorter ones of those with chunks."""
     config, pool, buffer = runner.config, torch.cuda.graph_pool_handle(), runner.buffers.device
-    runner.graphs = DecodeGraphs(config, buffer, runner.forward, pool)
+    runner.graphs = DecodeGraphs(config, runner.tokens_per_row, buffer, runner.forward, pool)
     if runner.backend.captures_chunks:
-        shapes, parts = graph_shapes(config, runner.query_tile_size), (runner.run_model, runner.sample)
+        shapes = graph_shapes(config, runner.query_tile_size, runner.tokens_per_row)
+        parts = runner.run_model, runner.sample
         runner.mixed_graphs = MixedGraphs(shapes, config.max_num_seqs, buffer, runner.pad_req_index, *parts, pool)

@@ -25,6 +25,7 @@ class Context:
     max_seqlen_q: int = 1
     cu_seqlens_q: torch.Tensor | None = None  # [B + 1] int32
     query_tiles: torch.Tensor | None = None  # [N, 2] int32: (sequence, first of its new tokens); -1: no tile
+    tokens_per_row: int = 1  # so many sequences of the first `num_decodes` are one, each a token longer
     num_decodes_on_device: torch.Tensor | None = None  # [1] int32, in a CUDA graph with chunks
     decode_plan: Any = None
     prefill_plan: Any = None

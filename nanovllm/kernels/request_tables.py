@@ -1,0 +1,120 @@
+"""Where the tokens of a decode step go, and what it leaves for the next: engine/request_tables.py has the definitions.
+
+Both are ordinary launches. What `place_decodes` writes (slots, lengths, block tables) attention may read early, as the
+embedding, another ordinary launch, comes between (dependent_launch.py).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.dependent_launch import launch_ordinary
+
+
+@triton.jit(do_not_specialize=["width"])
+def _place_decodes_kernel(
+    req_indices_ptr,
+    num_reserved_ptr,
+    new_blocks_ptr,
+    num_decodes_ptr,
+    last_token_ids_ptr,
+    num_tokens_ptr,
+    tables_ptr,
+    input_ids_ptr,
+    positions_ptr,
+    slots_ptr,
+    context_lens_ptr,
+    block_tables_ptr,
+    width,
+    TABLE_WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    K: tl.constexpr,
+    HAS_NUM_DECODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    seq = tl.program_id(0)
+    if HAS_NUM_DECODES:
+        num_decodes = tl.load(num_decodes_ptr)
+        if seq * K >= num_decodes:
+            return
+    req_index = tl.load(req_indices_ptr + seq).to(tl.int64)
+    num_reserved = tl.load(num_reserved_ptr + seq)
+    new_column = tl.load(new_blocks_ptr + 2 * seq)
+    new_block = tl.load(new_blocks_ptr + 2 * seq + 1)
+    num_tokens = tl.load(num_tokens_ptr + req_index)
+    columns = tl.arange(0, BLOCK)
+    table = tl.load(tables_ptr + req_index * TABLE_WIDTH + columns, columns < width, 0)
+    table = tl.where(columns == new_column, new_block, table)
+    if new_column >= 0:
+        tl.store(tables_ptr + req_index * TABLE_WIDTH + new_column, new_block)
+    for i in tl.static_range(K):
+        row = seq * K + i
+        offset = tl.maximum(tl.minimum(i, num_reserved - 1), 0)
+        length = tl.where(num_reserved > 0, num_tokens + offset, 0)
+        position = tl.maximum(length - 1, 0)
+        block = tl.sum(tl.where(columns == position // BLOCK_SIZE, table, 0))
+        slot = tl.where(length > 0, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+        tl.store(input_ids_ptr + row, tl.load(last_token_ids_ptr + req_index * K + offset))
+        tl.store(positions_ptr + row, position)
+        tl.store(slots_ptr + row, slot)
+        tl.store(context_lens_ptr + row, length)
+        tl.store(block_tables_ptr + row.to(tl.int64) * width + columns, table, columns < width)
+
+
+@triton.jit
+def _accept_kernel(
+    req_indices_ptr, positions_ptr, token_ids_ptr, last_token_ids_ptr, num_tokens_ptr, counts_ptr, K: tl.constexpr
+):
+    seq = tl.program_id(0)
+    req_index = tl.load(req_indices_ptr + seq * K).to(tl.int64)
+    position = tl.load(positions_ptr + seq * K)
+    token_id = tl.load(token_ids_ptr + seq * K)
+    count = 1
+    for i in tl.static_range(1, K):
+        draft = tl.load(last_token_ids_ptr + req_index * K + i)
+        is_new = tl.load(positions_ptr + seq * K + i) > tl.load(positions_ptr + seq * K + i - 1)
+        is_right = (count == i) & is_new & (draft == tl.load(token_ids_ptr + seq * K + i - 1))
+        token_id = tl.where(is_right, tl.load(token_ids_ptr + seq * K + i), token_id)
+        count += is_right.to(tl.int32)
+    tl.store(last_token_ids_ptr + req_index * K, token_id)
+    tl.store(num_tokens_ptr + req_index, position + 1 + count)
+    if K > 1:
+        tl.store(counts_ptr + seq, count)
+
+
+def place_decodes(batch, tables, block_size: int) -> None:
+    """`batch` is an engine.batch.Batch on the device, and `tables` are engine.request_tables.RequestTables."""
+    k, width = batch.shape.tokens_per_row, batch.block_tables.shape[1]
+    grid = (batch.shape.num_decodes // k,)
+    launch_ordinary(_place_decodes_kernel, grid)(
+        batch.req_indices,
+        batch.num_reserved,
+        batch.new_blocks,
+        batch.num_decodes,
+        tables.last_token_ids,
+        tables.num_tokens,
+        tables.block_tables,
+        batch.input_ids,
+        batch.positions,
+        batch.slot_mapping,
+        batch.context_lens,
+        batch.block_tables,
+        width,
+        TABLE_WIDTH=tables.block_tables.shape[1],
+        BLOCK_SIZE=block_size,
+        K=k,
+        HAS_NUM_DECODES=batch.shape.is_padded,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=1,
+    )
+
+
+def accept(req_indices: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, tables) -> torch.Tensor | None:
+    """req_indices, positions and token_ids [S * k] int32 -> counts [S] int32, or None if k is 1."""
+    k = tables.last_token_ids.shape[1]
+    num_seqs = len(token_ids) // k
+    counts = torch.empty(num_seqs, dtype=torch.int32, device=token_ids.device) if k > 1 else None
+    launch_ordinary(_accept_kernel, (num_seqs,))(
+        req_indices, positions, token_ids, tables.last_token_ids, tables.num_tokens, counts, K=k, num_warps=1
+    )
+    return counts

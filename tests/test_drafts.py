@@ -1,0 +1,125 @@
+"""Rows of several tokens: whatever is drafted, the text is the same, and right drafts save steps."""
+
+import random
+
+import pytest
+import torch
+
+from nanovllm import SamplingParams
+from nanovllm.engine.features import StepFeature, register_feature
+
+NUM_DRAFTS = 3
+PROMPT_LENGTHS = 1, 3, 15, 16, 17, 20, 31, 33
+SHORT_PROMPTS = 1, 3, 14
+KINDS = ("right", "wrong", "mixed")
+
+
+class KnownAnswers(StepFeature):
+    """Drafts what follows a sequence's tokens in `texts`, or something else than that, as `kind` says."""
+
+    num_drafts = NUM_DRAFTS
+    kind = "right"
+    texts: tuple[list[int], ...] = ()
+
+    def __init__(self, runner):
+        self.runner, self.random = runner, random.Random(0)
+
+    def propose(self, x, counts):
+        k, rows = 1 + self.num_drafts, []
+        for req_index, table in zip(x.req_indices[::k].tolist(), x.block_tables[::k]):
+            tables = self.runner.tables
+            length = int(tables.num_tokens[req_index])
+            cached = self.runner._cached_token_ids[table].flatten()[: length - 1].tolist()
+            rows.append(self.drafts([*cached, int(tables.last_token_ids[req_index, 0])]))
+        return torch.tensor(rows, dtype=torch.int32).view(-1, self.num_drafts)
+
+    def drafts(self, token_ids: list[int]) -> list[int]:
+        known = [text for text in self.texts if text[: len(token_ids)] == token_ids]
+        right = (self.random.choice(known)[len(token_ids) :] if known else []) + [0] * self.num_drafts
+        is_right = [self.kind == "right" or (self.kind == "mixed" and self.random.random() < 0.6) for _ in right]
+        return [x if ok else (x + 1) % 2045 for x, ok in zip(right, is_right)][: self.num_drafts]
+
+
+def prompts_of(rng: random.Random, lengths: tuple[int, ...]) -> list[list[int]]:
+    shared = [rng.randrange(5, 2000) for _ in range(max(lengths))]
+    own = lambda: [rng.randrange(5, 2000) for _ in range(rng.choice(lengths))]
+    return [shared[: rng.choice(lengths)] if rng.random() < 0.3 else own() for _ in range(24)]
+
+
+def params_of(rng: random.Random, i: int) -> SamplingParams:
+    options = dict(max_tokens=rng.choice([1, 2, 40, rng.randint(3, 60)]), seed=i, ignore_eos=rng.random() < 0.5)
+    return rng.choice(
+        [
+            SamplingParams(temperature=0.0, **options),
+            SamplingParams(temperature=1.0, top_p=0.9, **options),
+            SamplingParams(temperature=0.8, n=3, **options),
+            SamplingParams(temperature=0.7, presence_penalty=1.0, repetition_penalty=1.1, min_tokens=1, **options),
+            SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=1, **options),
+            SamplingParams(temperature=0.0, stop=["e", "the "], **options),
+            SamplingParams(temperature=1.0, stop_token_ids=[*range(0, 2000, 40)], **options),
+            SamplingParams(temperature=0.0, bad_words=["the"], logit_bias={17: 2.0}, **options),
+        ]
+    )
+
+
+def answers(outputs) -> list:
+    return [
+        (
+            [(a.token_ids, a.text, a.finish_reason, a.stop_reason, ranks_of(a.logprobs)) for a in output.outputs],
+            ranks_of(output.prompt_logprobs),
+        )
+        for output in outputs
+    ]
+
+
+def ranks_of(logprobs) -> list | None:
+    return logprobs and [x and {i: (y.rank, y.decoded_token) for i, y in x.items()} for x in logprobs]
+
+
+@pytest.fixture
+def drafts(monkeypatch):
+    register_feature(KnownAnswers)
+    monkeypatch.setattr(KnownAnswers, "texts", ())
+    return lambda kind: monkeypatch.setattr(KnownAnswers, "kind", kind)
+
+
+SETTINGS = dict(max_model_len=96, kvcache_block_size=16, num_kvcache_blocks=64, max_num_seqs=8, dtype="float32")
+SCHEDULES = {
+    "at once": {},
+    "chunks": dict(max_num_batched_tokens=24, max_num_mixed_tokens=16),
+    "preemptions": dict(num_kvcache_blocks=8),
+    "one at a time": dict(max_num_seqs=1, num_kvcache_blocks=4),
+}
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_text_is_the_same(make_llm, monkeypatch, drafts, schedule, async_scheduling):
+    rng = random.Random(schedule)
+    prompts = prompts_of(rng, SHORT_PROMPTS if schedule == "preemptions" else PROMPT_LENGTHS)
+    params = [params_of(rng, i) for i in range(len(prompts))]
+    settings = SETTINGS | SCHEDULES[schedule] | dict(async_scheduling=async_scheduling)
+    with monkeypatch.context() as without:
+        without.setattr(KnownAnswers, "num_drafts", 0)
+        llm = make_llm(**settings)
+        expected = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.stats()["preemptions"] > 0 or schedule != "preemptions"
+        num_steps = {"without": sum(llm.stats()["steps"].values())}
+        llm.exit()
+    texts = tuple([*output.prompt_token_ids, *a.token_ids] for output in expected for a in output.outputs)
+    monkeypatch.setattr(KnownAnswers, "texts", texts)
+    for kind in KINDS:
+        drafts(kind)
+        llm = make_llm(**settings)
+        assert answers(llm.generate(prompts, params, use_tqdm=False)) == answers(expected)
+        streamed: dict[tuple[int, int], list[int]] = {}
+        for event in llm.stream(prompts, params):
+            streamed.setdefault((event.index, event.output_index), []).extend(event.token_ids)
+        assert streamed == {(i, a.index): a.token_ids for i, x in enumerate(expected) for a in x.outputs}
+        stats = llm.stats()
+        assert stats["tokens"]["out"] == 2 * sum(len(a.token_ids) for output in expected for a in output.outputs)
+        assert stats["blocks"]["used"] == 0
+        num_steps[kind] = sum(stats["steps"].values()) / 2
+        llm.exit()
+    assert num_steps["right"] < 0.6 * num_steps["without"], num_steps
+    assert num_steps["right"] < num_steps["mixed"] < 1.02 * num_steps["wrong"], num_steps
