@@ -67,6 +67,9 @@ class ModelRunner:
         if registered and self.tp.size > 1:
             raise ValueError(f"tensor_parallel_size={self.tp.size}: must be 1 with features of register_feature")
         self.tokens_per_row = 1 + max((feature.num_drafts for feature in registered.values()), default=0)
+        if self.tokens_per_row > config.kvcache_block_size:
+            bound = f"{config.kvcache_block_size - 1}, one less than kvcache_block_size={config.kvcache_block_size}"
+            raise ValueError(f"num_drafts={self.tokens_per_row - 1}: must be at most {bound}")
         sizes = config.max_num_seqs, self.tokens_per_row, config.max_blocks_per_seq, WIDTH
         self.tables = RequestTables.zeros(*sizes, self.device)
         self._num_finished_programs = torch.zeros_like(self.tables.num_tokens)

@@ -124,7 +124,7 @@ class LogprobRequest(NamedTuple):
 
 def logprob_requests(step: ScheduledStep) -> list[LogprobRequest]:
     """First those for tokens of prompts, then those for `sampled_seqs`."""
-    requests, first = [], step.num_decodes
+    requests, first = [], step.num_decodes * step.tokens_per_row
     for i, (seq, start, end) in enumerate(step.chunks):
         if (num_top := seq.params.prompt_logprobs) is not None:
             num_top = ALL_TOKENS if num_top < 0 else num_top
