@@ -228,7 +228,7 @@ def test_logprobs_of_the_whole_vocabulary(make_llm, model):
         seq = Sequence(i, [*prompts[i]], params, noise_seed=0, max_len=20)
         TokenLogprobs.watch(seq)
         llm.scheduler.add(seq)
-    token_ids, features = runner.run(llm.scheduler.schedule()).wait()
+    token_ids, features, _ = runner.run(llm.scheduler.schedule()).wait()
     of_tokens, of_prompts = features["logprobs"]
     assert [len(x) for x in of_tokens] == [2048, 2] and of_prompts[1] is None
     expected = [model(torch.tensor([ids])).logits[0].log_softmax(-1) for ids in prompts]

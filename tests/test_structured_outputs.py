@@ -297,12 +297,13 @@ class RerunDecodes:
     @torch.inference_mode()
     def replay(self, size: int):
         batch = Batch.from_buffer(decode_shape(size, self.width), self.runner.buffers.device)
-        batch.buffer.copy_(self.host_buffers.current.batch[: len(batch.buffer)])
+        num_words = batch.shape.num_host_words
+        batch.buffer[:num_words] = self.host_buffers.current.batch[:num_words]
         output = self.runner.forward(batch)
-        token_ids = self.host_buffers.advance().token_ids[:size]
-        token_ids.copy_(output.token_ids)
+        results = self.host_buffers.advance().results[:size]
+        results.copy_(output.results)
         self.num_replays += 1
-        return token_ids, output
+        return results, output
 
     def reset(self) -> None:
         self.host_buffers.reset()

@@ -4,7 +4,7 @@ A sequence that decodes may get several tokens in a step: the next one, and one 
 the device knows how long it is when the next step is queued, and works out where that step's tokens go.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,19 +40,20 @@ def place_decodes(batch: DeviceBatch, tables: RequestTables, block_size: int) ->
         return
     k = batch.shape.tokens_per_row
     n = int(batch.num_decodes) if batch.shape.is_padded else batch.shape.num_decodes
-    req_indices, (columns, block_ids) = batch.req_indices[: n // k].long(), batch.new_blocks[: n // k].unbind(1)
-    tables.block_tables[req_indices, columns] = block_ids
-    num_reserved = batch.num_reserved[: n // k, None]
-    offsets = torch.arange(k, device=num_reserved.device).minimum(num_reserved - 1).clamp(min=0)  # [D, k]
-    lengths = (tables.num_tokens[req_indices, None] + offsets) * (num_reserved > 0)
-    positions = (lengths - 1).clamp(min=0)
-    rows = tables.block_tables[req_indices, : batch.block_tables.shape[1]]
-    slots = rows.gather(1, positions // block_size) * block_size + positions % block_size
-    batch.input_ids[:n] = tables.last_token_ids[req_indices[:, None], offsets].flatten()
-    batch.positions[:n] = positions.flatten()
-    batch.slot_mapping[:n] = slots.where(lengths > 0, -1).flatten()
-    batch.context_lens[:n] = lengths.flatten()
-    batch.block_tables[:n] = rows.repeat_interleave(k, 0)
+    req_indices, num_reserved, new_blocks = _arrays(batch.req_indices, batch.num_reserved, batch.new_blocks)
+    req_indices, num_reserved, new_blocks = (x[: n // k, None] for x in (req_indices, num_reserved, new_blocks))
+    last_token_ids, num_tokens, block_tables, steps = _arrays(*tables[:3], torch.arange(k, device=batch.buffer.device))
+    block_tables[req_indices, new_blocks[..., 0]] = new_blocks[..., 1]
+    offsets = (steps - (steps - num_reserved + 1).clip(0)).clip(0)  # [D, k]
+    lengths = (num_tokens[req_indices] + offsets) * (num_reserved > 0)
+    positions = (lengths - 1).clip(0)
+    slots = block_tables[req_indices, positions // block_size] * block_size + positions % block_size
+    slots = (slots + 1) * (lengths > 0) - 1
+    fields = _arrays(batch.input_ids, batch.positions, batch.slot_mapping, batch.context_lens)
+    for field, values in zip(fields, (last_token_ids[req_indices, offsets], positions, slots, lengths)):
+        field[:n] = values.reshape(-1)
+    (field,) = _arrays(batch.block_tables)
+    field[:n].reshape(n // k, k, -1)[:] = block_tables[req_indices, : field.shape[1]]
 
 
 def accept(x: SamplerInput, token_ids: torch.Tensor, tables: RequestTables) -> torch.Tensor | None:
@@ -64,10 +65,20 @@ def accept(x: SamplerInput, token_ids: torch.Tensor, tables: RequestTables) -> t
     if (ops := triton_ops(token_ids)) is not None:
         return ops.accept(x.req_indices, x.positions, token_ids, tables)
     k = tables.last_token_ids.shape[1]
-    req_indices, positions, tokens = x.req_indices[::k].long(), x.positions.view(-1, k), token_ids.view(-1, k)
-    is_right = tables.last_token_ids[req_indices, 1:] == tokens[:, :-1]
-    is_right &= positions[:, 1:] > positions[:, :-1]
+    req_indices, positions, tokens = _arrays(x.req_indices[::k], x.positions, token_ids)
+    last_token_ids, num_tokens = _arrays(*tables[:2])
+    if k == 1:
+        last_token_ids[req_indices, 0], num_tokens[req_indices] = tokens, positions + 2
+        return None
+    positions, tokens = positions.reshape(-1, k), tokens.reshape(-1, k)
+    is_right = (last_token_ids[req_indices, 1:] == tokens[:, :-1]) & (positions[:, 1:] > positions[:, :-1])
     counts = 1 + is_right.cumprod(1).sum(1)
-    tables.last_token_ids[req_indices, 0] = tokens.gather(1, counts[:, None] - 1).squeeze(1)
-    tables.num_tokens[req_indices] = (positions[:, 0] + 1 + counts).int()
-    return counts.int() if k > 1 else None
+    (rows,) = _arrays(torch.arange(len(tokens), device=token_ids.device))
+    last_token_ids[req_indices, 0] = tokens[rows, counts - 1]
+    num_tokens[req_indices] = positions[:, 0] + 1 + counts
+    return torch.as_tensor(counts).int()
+
+
+def _arrays(*tensors: torch.Tensor) -> list[Any]:
+    """Views by NumPy of tensors on a CPU, where it takes a fraction of PyTorch's time; both have the same operators."""
+    return [x.numpy() if x.is_cpu else x for x in tensors]
