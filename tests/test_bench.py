@@ -80,6 +80,11 @@ def test_the_script_has_the_requests_of_the_headline():
         assert params == [SamplingParams(**request.sampling_settings()) for request in requests]
 
 
+def test_the_script_is_short():
+    """It is what a reader of nano-vllm opens first; everything else is in `nanovllm/benchmarks/`."""
+    assert len((ROOT / "bench.py").read_text().splitlines()) <= 60
+
+
 def test_the_script_without_arguments(monkeypatch, capsys):
     """It measures the second of two runs, in which no prompt is cached."""
     few_requests = bench.random_requests(3, 64, 1000)

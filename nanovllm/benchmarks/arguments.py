@@ -37,7 +37,7 @@ single, prefill and batches, --rounds runs follow, each with ids of its own, and
 compiles kernels whenever a step has a new number of tokens, also after the first run. When engines are compared, each
 of them runs in its own process, and vLLM with its own defaults: of our settings it gets the model, its dtypes,
 max_model_len and the number of GPUs, and another bound only if the command line states it. The output names the
-versions, and the VLLM_* variables of the environment. --plot FILE.svg draws the last three workloads.
+versions, and the VLLM_* variables of the environment. --plot FILE.svg draws online, latency or batches.
 
 Online is an open loop: a request is submitted when it is due, however busy the engine is, and its times count from when
 it was due. TTFT is the time to its first token. The time per output token is the time from its first token to its last,
