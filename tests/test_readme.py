@@ -154,10 +154,10 @@ def test_figure_has_the_numbers_of_the_results_file():
 
 
 def test_arguments_of_the_benchmark_exist():
-    """Every flag in a command with `bench.py`."""
+    """Every flag in a command with `bench.py`, or `nanovllm bench`."""
     command = [sys.executable, "bench.py", "--help"]
     known = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
-    commands = re.findall(r"bench\.py((?:\s+[^\s`]+)*)", "\n".join(DOCUMENTS.values()))
+    commands = re.findall(r"bench(?:\.py)?((?:\s+[^\s`]+)*)", "\n".join(DOCUMENTS.values()))
     flags = {flag for arguments in commands for flag in re.findall(r"\s(--[\w-]+)", arguments)}
     assert len(flags) > 8 and flags <= set(re.findall(r"--[\w-]+", known))
 
