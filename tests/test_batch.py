@@ -8,19 +8,20 @@ import torch
 
 from nanovllm.engine import batch as batches
 from nanovllm.engine import request_tables
-from nanovllm.engine.batch import VIEWS, Batch, BatchShape, decode_shape
+from nanovllm.engine.batch import VIEWS, Batch, BatchShape
 from nanovllm.engine.decode_table import DecodeTable
 from nanovllm.engine.request_tables import RequestTables, accept, place_decodes
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_result import SamplerInput
+from nanovllm.graphs.cuda_graph import decode_shape
 from nanovllm.layers.logits import column
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.startup.cuda import dummy_prefill
 
 FEATURES = (("one", (("a", (3,)), ("b", (2, 5)))), ("two", (("a", (1, 7)),)))
 MIXED = BatchShape(7, 3, 1, 2, 5, 4, 6, False, 1, 2, 1, 3, FEATURES)
-DECODE = decode_shape(5, 3, num_block_copies=1, feature_shapes=FEATURES[1:])
+DECODE = decode_shape(5, 3)._replace(num_block_copies=1, feature_shapes=FEATURES[1:])
 BLOCK_SIZE = 4
 
 
@@ -62,6 +63,12 @@ def sequence(i: int, tokens: range, blocks: list[int], **params) -> Sequence:
     return seq
 
 
+def prepare(step: ScheduledStep, arrays=None, shape: BatchShape | None = None, query_tile_size: int = 2) -> Batch:
+    shape = batches.shape_of(step, BLOCK_SIZE, query_tile_size) if shape is None else shape
+    buffer = np.full(9999, -7, np.int32)
+    return batches.prepare_batch(step, shape, arrays or {}, buffer, BLOCK_SIZE, query_tile_size, pad_req_index=8)
+
+
 def decodes(seqs: list[Sequence], tokens_per_row: int = 1) -> ScheduledStep:
     """The first has just got its last block."""
     table, step = DecodeTable(6, BLOCK_SIZE, tokens_per_row), ScheduledStep(tokens_per_row=tokens_per_row)
@@ -95,7 +102,7 @@ def test_chunks():
     answer.columns = {"min_len": 33}
     step.sampled_seqs.insert(1, answer)
     step.sampled_rows.insert(1, 0)
-    batch = batches.prepare_mixed(step, {}, np.full(9999, -7, np.int32), BLOCK_SIZE, 2)
+    batch = prepare(step)
     assert batch.input_ids.tolist() == [2, 3, 4, 5, 10, 24, 25, 26, 27, 28]
     assert batch.positions.tolist() == [2, 3, 4, 5, 0, 4, 5, 6, 7, 8]
     assert batch.slot_mapping.tolist() == [30, 31, 8, 9, 0, 4, 5, 6, 7, 12]
@@ -119,7 +126,7 @@ def test_chunks_beside_decodes():
         if end == len(seq.token_ids):
             step.sample(seq)
     arrays = {"one": {"a": np.array([5]), "b": [np.arange(3, dtype=np.int32), np.arange(5, 8, dtype=np.int32)]}}
-    batch = batches.prepare_mixed(step, arrays, None, BLOCK_SIZE, 2)
+    batch = prepare(step, arrays)
     place_decodes(batch.to(None), tables, BLOCK_SIZE)
     assert batch.input_ids.tolist() == [0, 100, 21, 22, 23, 30, 31, 32, 33]
     assert batch.positions.tolist() == [5, 2, 1, 2, 3, 0, 1, 2, 3]
@@ -136,7 +143,7 @@ def test_chunks_beside_decodes():
 
     bounds = BatchShape(20, 9, 5, 7, 3, 0, 8)
     bounds = bounds._replace(is_padded=True)
-    padded = batches.prepare_mixed(step, {}, np.full(9999, -7, np.int32), BLOCK_SIZE, 2, bounds, pad_req_index=8)
+    padded = prepare(step, shape=bounds)
     place_decodes(padded.to(None), tables, BLOCK_SIZE)
     assert padded.shape.graph_shape == bounds.graph_shape and padded.shape.num_sampled == 3
     for name, padding in [("positions", 0), ("slot_mapping", -1), ("context_lens", 0), ("req_indices", 8)]:
@@ -151,8 +158,9 @@ def test_chunks_beside_decodes():
 def test_decode_with_padding():
     seqs = [sequence(0, range(6), [7, 2]), sequence(1, range(4), [3])]
     tables = tables_of(seqs)
-    batch = batches.prepare_decode(decodes(seqs), {}, np.full(99, -7, np.int32), 4, 3, pad_req_index=8)
-    assert not (batch.buffer[: batch.shape.num_host_words] == -7).any()
+    batch = prepare(decodes(seqs), shape=decode_shape(4, 3))
+    num_words = batch.to(None).input_ids.storage_offset()  # which a graph fetches
+    assert num_words == 4 + 4 + 8 and not (batch.buffer[:num_words] == -7).any()
     place_decodes(batch.to(None), tables, BLOCK_SIZE)
     assert tables.block_tables[5, :3].tolist() == [7, 2, 0]
     assert batch.positions.tolist() == [5, 3, 0, 0]
@@ -168,7 +176,7 @@ def test_drafts():
     seqs = [sequence(0, range(7), [7, 2]), sequence(1, range(3), [3], max_tokens=2), sequence(2, range(5), [0, 4])]
     tables, step = tables_of(seqs[:2], 1, tokens_per_row=3), decodes(seqs[:2], 3)
     assert step.num_reserved.tolist() == [3, 2] and step.context_lens.tolist() == [9, 4]
-    batch = batches.prepare_decode(step, {}, None, 3, 3, pad_req_index=8)
+    batch = prepare(step, shape=decode_shape(3, 3, 3))
     place_decodes(batch.to(None), tables, BLOCK_SIZE)
     assert batch.input_ids[:6].tolist() == [0, 1, 2, 100, 101, 101]
     assert batch.positions.tolist() == [5, 6, 7, 1, 2, 2, 0, 0, 0]
@@ -178,14 +186,14 @@ def test_drafts():
 
     step.chunks.append(ScheduledSequence(seqs[2], 3, 5))
     step.sample(seqs[2])
-    batch = batches.prepare_mixed(step, {}, None, BLOCK_SIZE, 0, pad_req_index=8)
+    batch = prepare(step, query_tile_size=0)
     place_decodes(batch.to(None), tables, BLOCK_SIZE)
     assert batch.input_ids.tolist() == [0, 1, 2, 100, 101, 101, 3, 4]
     assert batch.positions.tolist() == [5, 6, 7, 1, 2, 2, 3, 4]
     assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4, 5, 6, 8]
     assert batch.logits_indices.tolist() == [0, 1, 2, 3, 4, 5, 7, 7, 7]
     assert batch.sampled_rows.tolist() == [0, 1, 2, 3, 4, 5, 6, 6, 6]
-    assert batch.req_indices.tolist() == [5, 4, 3] and batch.new_block_tables.tolist() == [[0, 4]]
+    assert batch.req_indices.tolist() == [5, 4, 3] and batch.new_block_tables.tolist() == [[0, 4, 0]]
 
     # the first sequence's first draft is right; the second's is, too; nothing is drafted for the third
     req_indices, positions = batch.req_indices.repeat(3), batch.positions[batch.logits_indices]
@@ -232,7 +240,7 @@ def test_kernels_of_request_tables(seed, monkeypatch):
 def test_the_same_views_of_any_prepared_batch():
     """Another rank gets the shape and the buffer, and takes the same views of it."""
     arrays = {"one": {"a": np.arange(7)}}
-    batch = batches.prepare_mixed(dummy_prefill(3, 5, BLOCK_SIZE), arrays, None, BLOCK_SIZE, 0)
+    batch = prepare(dummy_prefill(3, 5, BLOCK_SIZE), arrays)
     other = Batch.from_buffer(BatchShape(*batch.shape), batch.buffer.copy())
     assert views(other).keys() == views(batch).keys()
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(views(other).values(), views(batch).values()))

@@ -10,6 +10,7 @@ from conftest import TINY, generate_by_steps
 from test_drafts import KnownAnswers
 
 from nanovllm import SamplingParams
+from nanovllm.engine.batch import BatchShape
 from nanovllm.engine.features import register_feature
 from nanovllm.graphs import cuda_graph
 from nanovllm.graphs.buffers import make_buffers
@@ -124,7 +125,11 @@ def test_the_smallest_graph_that_holds_a_step(make_llm):
     shapes = graph_shapes(config, query_tile_size=64)
     graphs = object.__new__(MixedGraphs)
     graphs.shapes = shapes
-    found = lambda *counts: (shape := graphs.shape_for(*counts)) and (shape.num_decodes, shape.num_tokens)
+
+    def found(num_decodes: int, num_tokens: int, num_chunks: int, num_samples: int) -> tuple[int, int] | None:
+        step = BatchShape(num_tokens, num_decodes + num_chunks, num_decodes, num_samples, max_blocks_per_seq=1)
+        return (shape := graphs.shape_for(step)) and (shape.num_decodes, shape.num_tokens)
+
     assert found(0, 1, 1, 1) == (0, 16) and found(0, 17, 1, 0) == (0, 32) and found(3, 43, 1, 4) == (64, 64)
     assert found(33, 80, 2, 35) == (64, 128) and found(0, 256, 32, 32) == (0, 256) and found(20, 32, 1, 21) == (32, 32)
     assert found(0, 256, 33, 33) is None and found(0, 257, 1, 1) is None and found(0, 16, 1, 60) == (32, 32)

@@ -21,11 +21,12 @@ from test_callers import Interrupt
 from test_scheduler import SETTINGS, Simulation, random_requests
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.engine.batch import Batch, decode_shape
+from nanovllm.engine.batch import Batch, BatchShape
 from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.logit_edits import mask_of
 from nanovllm.graphs.buffers import make_buffers
+from nanovllm.graphs.cuda_graph import decode_shape
 from nanovllm.structured_outputs import constraint as constraints
 from nanovllm.structured_outputs import grammars, sandbox
 from nanovllm.structured_outputs.spec import MAX_BYTES
@@ -291,13 +292,13 @@ class RerunDecodes:
         runner.buffers.host.current.batch.fill_(-7)
         self.host_buffers = runner.buffers.host
 
-    def size_for(self, num_seqs: int) -> int:
-        return num_seqs
+    def shape_for(self, step: BatchShape) -> BatchShape:
+        return decode_shape(step.num_decodes, self.width)
 
     @torch.inference_mode()
     def replay(self, size: int):
         batch = Batch.from_buffer(decode_shape(size, self.width), self.runner.buffers.device)
-        num_words = batch.shape.num_host_words
+        num_words = batch.input_ids.storage_offset()
         batch.buffer[:num_words] = self.host_buffers.current.batch[:num_words]
         output = self.runner.forward(batch)
         results = self.host_buffers.advance().results[:size]

@@ -22,9 +22,10 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.distributed import tensor_parallel, worker
 from nanovllm.distributed.step_channel import HEADER, NUM_BUFFERS, StepChannel, StepReader
-from nanovllm.engine.batch import MAX_CHUNKS, BatchShape, decode_shape
+from nanovllm.engine.batch import MAX_CHUNKS, BatchShape
 from nanovllm.engine.engine import SingleRank
 from nanovllm.graphs.buffers import largest_batch
+from nanovllm.graphs.cuda_graph import decode_shape
 from nanovllm.utils.interrupts import interrupts_held
 
 PROMPTS = [

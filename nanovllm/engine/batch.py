@@ -58,11 +58,6 @@ class BatchShape(NamedTuple):
         """Words in the buffer."""
         return _layout(self)[1]
 
-    @property
-    def num_host_words(self) -> int:
-        """Of a step that only decodes: the first words of the buffer, which the host fills in."""
-        return next(begin for _, name, begin, *_ in _layout(self)[0] if name == "input_ids")
-
 
 def _view(dims: Callable[[BatchShape], Dims], chunks_only: bool = False) -> Any:
     return field(default=None, metadata={"dims": dims, "chunks_only": chunks_only})
@@ -158,75 +153,63 @@ def _layout(shape: BatchShape) -> tuple[list[tuple[str | None, str, int, int, Di
     return views, begin
 
 
-def decode_shape(num_seqs: int, max_blocks_per_seq: int, tokens_per_row: int = 1, **optional: Any) -> BatchShape:
-    """Of a step that only decodes; `optional` are fields that are empty in most steps."""
-    num_tokens = num_seqs * tokens_per_row
+def shape_of(step: ScheduledStep, block_size: int, query_tile_size: int = 0) -> BatchShape:
+    """The shape of a step without padding, and without what is empty in most steps."""
+    k, chunk_lens = step.tokens_per_row, [end - start for _, start, end in step.chunks]
+    n, others = step.num_decodes * k, (*step.new_seqs, *(seq for seq, _, _ in step.chunks))
+    longest_decode = int(step.context_lens.max(initial=0))
     return BatchShape(
-        num_tokens=num_tokens,
-        num_seqs=num_tokens,
-        num_decodes=num_tokens,
-        num_samples=num_tokens,
-        max_blocks_per_seq=max_blocks_per_seq,
-        tokens_per_row=tokens_per_row,
-        num_sampled=num_seqs,
-        **optional,
+        num_tokens=n + sum(chunk_lens),
+        num_seqs=n + len(chunk_lens),
+        num_decodes=n,
+        num_samples=len(step.sampled_seqs) * k,
+        max_blocks_per_seq=max([-(-longest_decode // block_size), *(len(seq.block_table) for seq in others)]),
+        max_seqlen_q=max(chunk_lens, default=1),
+        num_query_tiles=sum(-(-length // query_tile_size) for length in chunk_lens) if query_tile_size else 0,
+        tokens_per_row=k,
     )
 
 
-def prepare_decode(
+def prepare_batch(
     step: ScheduledStep,
-    arrays: FeatureArrays,
-    buffer: np.ndarray | None,
-    num_seqs: int,
-    max_blocks_per_seq: int,
-    pad_req_index: int,
-) -> HostBatch:
-    """A step that only decodes, with `num_seqs`. Those past the step's own are padding: empty sequences that store
-    nothing, and whose samples are dropped. `arrays` are what features have for this step.
-    """
-    shape = decode_shape(num_seqs, max_blocks_per_seq, step.tokens_per_row, **_optional_sizes(step, arrays))
-    batch = Batch.on_host(shape, buffer)
-    _fill(batch.req_indices, step.req_indices, pad_req_index)
-    _fill_decodes(batch, step)
-    _fill_optional(batch, step, arrays)
-    return batch
-
-
-def prepare_mixed(
-    step: ScheduledStep,
+    shape: BatchShape,
     arrays: FeatureArrays,
     buffer: np.ndarray | None,
     block_size: int,
-    query_tile_size: int,
-    graph_shape: BatchShape | None = None,
+    query_tile_size: int = 0,
     pad_req_index: int = 0,
 ) -> HostBatch:
-    """A step with chunks of prompts, which may also decode; padded to `graph_shape` if it is given."""
-    k, new = step.tokens_per_row, step.new_seqs
-    n = step.num_decodes * k
-    lengths = np.array([1] * n + [end - start for _, start, end in step.chunks])
-    ends = np.cumsum(lengths)  # [B], into the flat tokens of the step
-    tiles = query_tiles(lengths, n, query_tile_size)
-    B, T, S = len(lengths), int(ends[-1]), len(step.sampled_seqs)
-    if graph_shape is None:
-        seqs = *step.sampled_seqs, *(seq for seq, _, _ in step.chunks)
-        W, max_seqlen_q = max(len(seq.block_table) for seq in seqs), int(lengths.max())
-        graph_shape = BatchShape(T, B, n, S * k, W, max_seqlen_q, len(tiles), tokens_per_row=k)
-    shape = graph_shape._replace(num_sampled=S, num_new_requests=len(new), **_optional_sizes(step, arrays))
+    """The batch of a step in `buffer`, or in new memory. `arrays` are what features have for it.
+
+    If `shape` is larger than the step, the rest is padding: empty sequences that store nothing, and whose samples are
+    dropped.
+    """
+    new = step.new_seqs
+    shape = shape._replace(
+        num_sampled=len(step.sampled_seqs),
+        num_new_requests=len(new),
+        num_block_copies=len(step.copies),
+        feature_shapes=_feature_shapes(arrays),
+    )
     batch = Batch.on_host(shape, buffer)
-    _fill(batch.req_indices, [*step.req_indices, *(seq.req_index for seq in new)], pad_req_index)
-    _fill_decodes(batch, step)
-    batch.num_decodes[:] = n
-    batch.cu_seqlens_q[0] = 0
-    _fill(batch.cu_seqlens_q[1:], ends, padding=T)
-    _fill(batch.query_tiles, tiles, padding=-1)
-    _fill_chunks(batch, step, lengths, ends, block_size)
-    rows = [*range(n), *(row - step.num_decodes + n for row in step.sampled_rows[step.num_decodes :] for _ in range(k))]
-    _fill(batch.sampled_rows, rows, padding=0)
-    _fill(batch.logits_indices, ends[rows] - 1, padding=0)
-    _fill_params(batch.params, new)
-    _fill_tables(batch.new_block_tables, new)
-    _fill_optional(batch, step, arrays)
+    new_indices = np.array([seq.req_index for seq in new], np.int64)
+    _fill(batch.req_indices, np.concatenate((step.req_indices, new_indices)), pad_req_index)
+    _fill(batch.num_reserved, step.num_reserved, padding=0)
+    batch.new_blocks[:] = -1
+    for i, *new_block in step.new_blocks:
+        batch.new_blocks[i] = new_block
+    if step.chunks:
+        _fill_chunks(batch, step, block_size, query_tile_size)
+        _fill_params(batch.params, new)
+        _fill_tables(batch.new_block_tables, new)
+    if step.copies:
+        batch.block_copies[:] = np.array(step.copies, np.int32).T
+    for name, found in arrays.items():
+        for key, values in found.items():
+            if isinstance(values, list):
+                np.stack(values, out=batch.feature_arrays[name][key])
+            else:
+                batch.feature_arrays[name][key][:] = values
     return batch
 
 
@@ -248,16 +231,16 @@ def _fill(array: np.ndarray, values: Any, padding: int) -> None:
     array[len(values) :] = padding
 
 
-def _fill_decodes(batch: HostBatch, step: ScheduledStep) -> None:
-    _fill(batch.num_reserved, step.num_reserved, padding=0)
-    batch.new_blocks[:] = -1
-    for i, *new_block in step.new_blocks:
-        batch.new_blocks[i] = new_block
-
-
-def _fill_chunks(batch: HostBatch, step: ScheduledStep, lengths: np.ndarray, ends: np.ndarray, block_size: int) -> None:
-    """The rows and tokens of chunks, and the padding behind them; lengths and ends [B] of all rows' tokens."""
-    B, T, n = len(lengths), int(ends[-1]), len(lengths) - len(step.chunks)
+def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, query_tile_size: int) -> None:
+    """The rows and tokens of chunks, which follow those of decodes, and what says where they are."""
+    k, n = step.tokens_per_row, step.num_decodes * step.tokens_per_row
+    lengths = np.array([1] * n + [end - start for _, start, end in step.chunks])
+    ends = np.cumsum(lengths)  # [B], into the flat tokens of the step
+    B, T = len(lengths), int(ends[-1])
+    batch.num_decodes[:] = n
+    batch.cu_seqlens_q[0] = 0
+    _fill(batch.cu_seqlens_q[1:], ends, padding=T)
+    _fill(batch.query_tiles, query_tiles(lengths, n, query_tile_size), padding=-1)
     _fill(batch.context_lens[n:], [end for _, _, end in step.chunks], padding=0)
     _fill_tables(batch.block_tables[n:], [seq for seq, _, _ in step.chunks])
     for (seq, start, end), last in zip(step.chunks, ends[n:].tolist()):
@@ -268,6 +251,10 @@ def _fill_chunks(batch: HostBatch, step: ScheduledStep, lengths: np.ndarray, end
     indices, offsets = np.divmod(positions, block_size)
     _fill(batch.positions[n:], positions, padding=0)
     _fill(batch.slot_mapping[n:], batch.block_tables[rows, indices] * block_size + offsets, padding=-1)
+    of_chunks = np.repeat(np.array(step.sampled_rows[step.num_decodes :], np.int64) - step.num_decodes + n, k)
+    sampled = np.concatenate((np.arange(n), of_chunks))
+    _fill(batch.sampled_rows, sampled, padding=0)
+    _fill(batch.logits_indices, ends[sampled] - 1, padding=0)
 
 
 def _fill_tables(tables: np.ndarray, seqs: list[Sequence]) -> None:
@@ -290,19 +277,6 @@ def _fill_params(params: np.ndarray, seqs: list[Sequence]) -> None:
     seeds(params)[:] = np.array([seq.noise_seed for seq in seqs], np.uint64).view(np.int32).reshape(-1, 2)
 
 
-def _optional_sizes(step: ScheduledStep, arrays: FeatureArrays) -> dict[str, Any]:
+def _feature_shapes(arrays: FeatureArrays) -> tuple[tuple[str, tuple[tuple[str, Dims], ...]], ...]:
     dims = lambda rows: (len(rows), *rows[0].shape) if isinstance(rows, list) else rows.shape
-    shapes = tuple((name, tuple((key, dims(x)) for key, x in found.items())) for name, found in arrays.items())
-    return dict(num_block_copies=len(step.copies), feature_shapes=shapes)
-
-
-def _fill_optional(batch: HostBatch, step: ScheduledStep, arrays: FeatureArrays) -> None:
-    """What is empty in most steps."""
-    if step.copies:
-        batch.block_copies[:] = np.array(step.copies, np.int32).T
-    for name, found in arrays.items():
-        for key, values in found.items():
-            if isinstance(values, list):
-                np.stack(values, out=batch.feature_arrays[name][key])
-            else:
-                batch.feature_arrays[name][key][:] = values
+    return tuple((name, tuple((key, dims(x)) for key, x in found.items())) for name, found in arrays.items())

@@ -11,7 +11,7 @@ from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.engine import batch as batches
-from nanovllm.engine.batch import DeviceBatch, FeatureArrays, HostBatch
+from nanovllm.engine.batch import DeviceBatch, HostBatch
 from nanovllm.engine.features import FEATURES, StepFeature
 from nanovllm.engine.request_tables import RequestTables, accept, place_decodes
 from nanovllm.engine.scheduled_step import ScheduledStep
@@ -129,11 +129,15 @@ class ModelRunner:
         return buffers.current.batch.numpy()
 
     def prepare(self, step: ScheduledStep) -> HostBatch:
-        prepare = self.prepare_mixed if step.chunks else self.prepare_decode
         names = sorted(step.feature_names)  # the same layout in every run
         prepared = {name: FEATURES[name].load().prepare(step) for name in names}
         arrays = {name: found for name, found in prepared.items() if found is not None}
-        return prepare(step, arrays, self.host_buffer(bool(step.chunks)))
+        sizes = self.config.kvcache_block_size, self.query_tile_size
+        shape = batches.shape_of(step, *sizes)
+        if graphs := self.mixed_graphs if step.chunks else self.graphs:
+            shape = graphs.shape_for(shape) or shape
+        buffer = self.host_buffer(bool(step.chunks))
+        return batches.prepare_batch(step, shape, arrays, buffer, *sizes, self.pad_req_index)
 
     def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:
         """Queue a batch that lies in `host_buffer`; this returns while the step, or even the one before, still runs."""
@@ -154,24 +158,6 @@ class ModelRunner:
             arrays = batch.feature_arrays.items()
             pending = {name: self.features[name].after_forward(found, output) for name, found in arrays}
             return PendingStep(step, on_host, pending, self.device.type == "cuda", self.tp)
-
-    def prepare_mixed(self, step: ScheduledStep, arrays: FeatureArrays, buffer: np.ndarray | None) -> HostBatch:
-        graph_shape = None
-        if self.mixed_graphs:
-            chunks = step.chunks
-            num_decodes, num_samples = (self.tokens_per_row * n for n in (step.num_decodes, len(step.sampled_seqs)))
-            num_tokens = num_decodes + sum(row.end - row.start for row in chunks)
-            graph_shape = self.mixed_graphs.shape_for(num_decodes, num_tokens, len(chunks), num_samples)
-        constants = self.config.kvcache_block_size, self.query_tile_size, graph_shape, self.pad_req_index
-        return batches.prepare_mixed(step, arrays, buffer, *constants)
-
-    def prepare_decode(self, step: ScheduledStep, arrays: FeatureArrays, buffer: np.ndarray | None) -> HostBatch:
-        num_seqs, max_blocks_per_seq = step.num_decodes, self.config.max_blocks_per_seq
-        if self.graphs:
-            num_seqs = self.graphs.size_for(num_seqs)
-        else:
-            max_blocks_per_seq = -(-int(step.context_lens.max()) // self.config.kvcache_block_size)
-        return batches.prepare_decode(step, arrays, buffer, num_seqs, max_blocks_per_seq, self.pad_req_index)
 
     @torch.inference_mode()
     def execute(self, batch: HostBatch) -> ForwardOutput:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import MAX_CHUNKS, Batch, BatchShape, DeviceBatch, decode_shape
+from nanovllm.engine.batch import MAX_CHUNKS, Batch, BatchShape, DeviceBatch
 from nanovllm.engine.step_result import ForwardOutput, SamplerInput
 from nanovllm.graphs.buffers import StepBuffers, host_memory
 from nanovllm.utils.double_buffer import DoubleBuffer
@@ -26,6 +26,12 @@ def _capture(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, 
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         output = work()
     return graph, output
+
+
+def decode_shape(num_seqs: int, max_blocks_per_seq: int, tokens_per_row: int = 1) -> BatchShape:
+    """Of a step that only decodes."""
+    n = num_seqs * tokens_per_row
+    return BatchShape(n, n, n, n, max_blocks_per_seq, tokens_per_row=tokens_per_row)
 
 
 class DecodeGraphs:
@@ -49,7 +55,7 @@ class DecodeGraphs:
         """
         from nanovllm.kernels import ops
 
-        max_num_seqs, max_blocks_per_seq = config.max_num_seqs, config.max_blocks_per_seq
+        max_num_seqs, self.max_blocks_per_seq = config.max_num_seqs, config.max_blocks_per_seq
         self.graph_bs = capture_sizes(max_num_seqs)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.outputs: dict[int, ForwardOutput] = {}  # tensors that each replay overwrites
@@ -59,20 +65,23 @@ class DecodeGraphs:
         self._device_buffer_index = torch.zeros(1, dtype=torch.int32, device=buffer.device)
 
         def step(batch: DeviceBatch) -> ForwardOutput:
-            ops.fetch(batch.buffer[: batch.shape.num_host_words], batches, self._device_buffer_index)
+            num_words = batch.input_ids.storage_offset()  # those that the host fills in come first
+            ops.fetch(batch.buffer[:num_words], batches, self._device_buffer_index)
             output = forward(batch)
             ops.deliver(output.results.flatten(), results.flatten(1), self._device_buffer_index)
             return output
 
         for size in reversed(self.graph_bs):  # the largest first, so that the others fit into its memory
-            batch = Batch.from_buffer(decode_shape(size, max_blocks_per_seq, tokens_per_row), buffer)
+            batch = Batch.from_buffer(decode_shape(size, self.max_blocks_per_seq, tokens_per_row), buffer)
             step(batch)  # compiles the remaining kernels, which a capture must not do
             self.graphs[size], self.outputs[size] = _capture(partial(step, batch), pool)
         self.reset()
 
-    def size_for(self, num_seqs: int) -> int:
-        """The smallest captured batch size that holds `num_seqs`."""
-        return next(size for size in self.graph_bs if size >= num_seqs)
+    def shape_for(self, step: BatchShape) -> BatchShape:
+        """The smallest captured shape that holds a step."""
+        num_seqs = step.num_decodes // step.tokens_per_row
+        size = next(size for size in self.graph_bs if size >= num_seqs)
+        return decode_shape(size, self.max_blocks_per_seq, step.tokens_per_row)
 
     def replay(self, size: int) -> tuple[torch.Tensor, ForwardOutput]:
         """Run the batch in the current host buffer; returns its results in host memory, and its output.
@@ -180,13 +189,14 @@ class MixedGraphs:
     def _rows(self, num_seqs: int) -> SamplerInput:
         return SamplerInput(*(x[: num_seqs * self.tokens_per_row] for x in self.input))
 
-    def shape_for(self, num_decodes: int, num_tokens: int, num_chunks: int, num_samples: int) -> BatchShape | None:
+    def shape_for(self, step: BatchShape) -> BatchShape | None:
         """The smallest captured shape that holds a step; None if there is none."""
+        num_chunks = step.num_seqs - step.num_decodes
         for shape in self.shapes:
             if (
-                (num_decodes <= shape.num_decodes and num_tokens <= shape.num_tokens)
+                (step.num_decodes <= shape.num_decodes and step.num_tokens <= shape.num_tokens)
                 and num_chunks <= shape.num_seqs - shape.num_decodes
-                and num_samples <= shape.num_samples
+                and step.num_samples <= shape.num_samples
             ):
                 return shape
         return None
