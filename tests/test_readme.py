@@ -167,7 +167,7 @@ def test_arguments_of_the_benchmark_exist():
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_tables_are_those_of_the_docstrings(path):
-    """If not: `python tests/settings_tables.py`."""
+    """If not: `python tests/scripts/settings_tables.py`."""
     assert path.read_text() == with_tables(path)
 
 
@@ -306,3 +306,10 @@ def test_every_page_is_in_the_index():
 def test_every_test_file_is_described():
     described = set(re.findall(r"`(test_\w+\.py)`", DOCUMENTS["tests/README.md"]))
     assert {path.name for path in (ROOT / "tests").glob("test_*.py")} <= described
+
+
+def test_scripts_are_described_and_exist():
+    scripts = {path.name for path in (ROOT / "tests/scripts").glob("*.py")}
+    described = set(re.findall(r"scripts/(\w+\.py)", DOCUMENTS["tests/README.md"]))
+    named = set(re.findall(r"tests/(?:scripts/)?((?!test_|conftest)\w+\.py)", "\n".join(DOCUMENTS.values())))
+    assert named <= scripts == described

@@ -1,4 +1,4 @@
-"""How many requests one driver can feed: `python tests/saturate_driver.py`, with replicas that answer at once.
+"""How many requests one driver can feed, with replicas that answer at once: `python tests/scripts/saturate_driver.py`.
 
 Prints requests per second, the driver's own CPU time and bytes for each request, and how its memory grows with their
 number. Not a test that pytest collects.
@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter, process_time
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 
 from nanovllm import SamplingParams

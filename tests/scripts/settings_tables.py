@@ -1,4 +1,4 @@
-"""Write the tables of settings in `nanovllm/docs/` from docstrings: `python tests/settings_tables.py`."""
+"""Write the tables of settings in `nanovllm/docs/` from docstrings: `python tests/scripts/settings_tables.py`."""
 
 import re
 from dataclasses import MISSING, fields
@@ -9,7 +9,7 @@ from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.serve.flags import descriptions
 from nanovllm.serve.settings import ServerSettings
 
-DOCS = Path(__file__).parents[1] / "nanovllm/docs"
+DOCS = Path(__file__).parents[2] / "nanovllm/docs"
 # each page has a mark, `<!-- Config -->` for example, before each of its tables
 PAGES = {
     DOCS / "settings.md": (Config,),

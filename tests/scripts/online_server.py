@@ -1,4 +1,6 @@
-"""Latency through HTTP beside the engine's own: `python tests/online_server.py --shape qwen3-8b --request-rate 8,24`.
+"""Latency through HTTP beside the engine's own.
+
+`python tests/scripts/online_server.py --shape qwen3-8b --request-rate 8,24`
 
 The requests are those of `bench.py --workload online`, an open loop: each is sent when it is due. First the engine
 alone serves them, in a loop of `LLM.step`, then a server with the same settings. Not a test that pytest collects.
@@ -13,7 +15,7 @@ import tempfile
 from pathlib import Path
 from time import perf_counter
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from load_server import Server
 

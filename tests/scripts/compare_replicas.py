@@ -1,4 +1,6 @@
-"""Replicas beside one engine and beside ranks: `python tests/compare_replicas.py --shape qwen3-8b --num-gpus 4`.
+"""Replicas beside one engine and beside ranks.
+
+`python tests/scripts/compare_replicas.py --shape qwen3-8b --num-gpus 4`
 
 Prints for each of them the time to start, and tokens per second for the headline workload (as many times as there are
 engines) and for 16, 64 and 256 sequences with 512 input and 256 output tokens. Each runs in a process of its own, the
@@ -14,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 
 import torch

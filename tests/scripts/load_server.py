@@ -1,4 +1,4 @@
-"""Load on a server: `python tests/load_server.py --minutes 2`. Not a test that pytest collects.
+"""Load on a server: `python tests/scripts/load_server.py --minutes 2`. Not a test that pytest collects.
 
 Starts `nanovllm serve tiny-qwen3` on the CPU in a process of its own. 512 clients ask for greedy answers without a
 pause, most of them streamed; a third of the requests are given up at random moments, and a tenth are invalid. Every

@@ -1,4 +1,4 @@
-"""What 8-bit weights and caches cost in accuracy: `python tests/accuracy.py [--model MODEL]`. Not a test.
+"""What 8-bit weights and caches cost in accuracy: `python tests/scripts/accuracy.py [--model MODEL]`. Not a test.
 
 The texts are what the model itself writes at temperature 1, in float32, so that any model can be measured without data;
 `--text FILE` takes the beginning of a text file instead. Each row of the table is an engine that reads the texts:
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[i]) for i in (1, 2)]  # tests, and the repository
 
 import torch
 
