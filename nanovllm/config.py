@@ -10,22 +10,9 @@ from typing import Any, Concatenate, ParamSpec
 import torch
 
 from nanovllm.model_config import DTYPES, ModelConfig
-from nanovllm.utils.checks import check_bool, check_choice, check_int, check_real
+from nanovllm.utils.checks import check_bool, check_choice, check_fields, check_int, check_real, checked
 from nanovllm.utils.device import cpu_memory, cpu_multiplies
 from nanovllm.utils.hub import find_model, find_tokenizer
-
-# integer settings: (minimum, maximum, whether None is allowed)
-INTEGERS = {
-    "max_num_batched_tokens": (1, None, False),
-    "max_num_seqs": (1, None, False),
-    "max_model_len": (2, None, True),
-    "tensor_parallel_size": (1, None, False),
-    "kvcache_block_size": (16, None, False),
-    "num_kvcache_blocks": (1, None, True),
-    "max_num_mixed_tokens": (1, None, True),
-    "max_logprobs": (-1, None, False),
-    "seed": (0, 2**64 - 1, True),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,30 +57,30 @@ class Config:
 
     model: str
     _: KW_ONLY
-    max_num_batched_tokens: int = 16384
-    max_mixed_step_ms: float | None = None
-    max_num_mixed_tokens: int | None = None
+    max_num_batched_tokens: int = checked(16384, check_int, low=1)
+    max_mixed_step_ms: float | None = checked(None, check_real, low=0.1, high=1e6)
+    max_num_mixed_tokens: int | None = checked(None, check_int, low=1)
     scheduling_policy: Any = "fcfs"
-    max_num_seqs: int = 512
-    max_model_len: int | None = None
-    gpu_memory_utilization: float = 0.9
-    tensor_parallel_size: int = 1
-    expert_parallel: bool = False
-    enforce_eager: bool = False
-    kvcache_block_size: int = 256
-    num_kvcache_blocks: int | None = None
-    kv_cache_dtype: str = "auto"
+    max_num_seqs: int = checked(512, check_int, low=1)
+    max_model_len: int | None = checked(None, check_int, low=2)
+    gpu_memory_utilization: float = checked(0.9, check_real, low=0.01, high=1.0)
+    tensor_parallel_size: int = checked(1, check_int, low=1)
+    expert_parallel: bool = checked(False, check_bool)
+    enforce_eager: bool = checked(False, check_bool)
+    kvcache_block_size: int = checked(256, check_int, low=16)
+    num_kvcache_blocks: int | None = checked(None, check_int, low=1)
+    kv_cache_dtype: str = checked("auto", check_choice, choices=("auto", "fp8"))
     dtype: str | torch.dtype = "auto"
     device: str = "auto"
     attention_backend: str = "auto"
-    enable_prefix_caching: bool = True
-    async_scheduling: bool | None = None
-    seed: int | None = None
+    enable_prefix_caching: bool = checked(True, check_bool)
+    async_scheduling: bool | None = checked(None, check_bool)
+    seed: int | None = checked(None, check_int, low=0, high=2**64 - 1)
     tokenizer: str | None = None
     revision: str | None = None
     quantization: str | None = None
-    load_format: str = "auto"
-    max_logprobs: int = 100
+    load_format: str = checked("auto", check_choice, choices=("auto", "safetensors", "dummy"))
+    max_logprobs: int = checked(100, check_int, low=-1)
     dtype_reason: str = field(init=False, repr=False)  # why "auto" has become this dtype
     model_config: ModelConfig = field(init=False, repr=False)  # with our `dtype`, not the checkpoint's
 
@@ -177,17 +164,8 @@ class Config:
         for setting in fields(self):
             if setting.init and isinstance(value := getattr(self, setting.name), str):
                 self._set(**{setting.name: str.__str__(value)})  # an Enum's class may be unknown to other ranks
-        for name, (low, high, optional) in INTEGERS.items():
-            self._set(**{name: check_int(name, getattr(self, name), low, high, optional=optional)})
+        check_fields(self)
         check_choice("tensor_parallel_size", self.tensor_parallel_size, (1, 2, 4, 8))
-        self._set(gpu_memory_utilization=check_real("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0))
-        if self.max_mixed_step_ms is not None:
-            self._set(max_mixed_step_ms=check_real("max_mixed_step_ms", self.max_mixed_step_ms, low=0.1, high=1e6))
-        for name in ("expert_parallel", "enforce_eager", "enable_prefix_caching"):
-            check_bool(name, getattr(self, name))
-        check_bool("async_scheduling", self.async_scheduling, optional=True)
-        check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8"))
-        check_choice("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         if not (self.revision is None or isinstance(self.revision, str)):
             raise TypeError(f"revision={self.revision!r}: must be a string or None")
 

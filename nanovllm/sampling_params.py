@@ -3,27 +3,45 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any
 
-from nanovllm.utils.checks import check_bool, check_int, check_real
+from nanovllm.utils.checks import check_bool, check_fields, check_int, check_real, checked
 
-# name: (minimum, maximum)
-REALS = {
-    "temperature": (0, 1e9),
-    "top_p": (1e-6, 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (0.01, 100),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-}
-# name: (minimum, maximum or None for no bound, whether the value may be None)
-INTEGERS = {
-    "top_k": (-1, 2**31 - 1, False),
-    "n": (1, 2**14, False),
-    "max_tokens": (1, None, True),
-    "seed": (-1, 2**64 - 1, True),
-    "logprobs": (-1, None, True),
-    "prompt_logprobs": (-1, None, True),
-}
+
+def check_strings(name: str, value: Any) -> tuple[str, ...]:
+    """The strings as a tuple. TypeError for anything else; ValueError for an empty one, or one that is not Unicode."""
+    strings = _tuple_of(str, name, value)
+    for string in strings:
+        if not string:
+            raise ValueError(f"{name}={strings!r:.80}: a string must have at least 1 character")
+        if not string.isascii() and any("\ud800" <= character <= "\udfff" for character in string):
+            raise ValueError(f"{name}={string!r:.80}: has half of a surrogate pair, which is not a character")
+    return strings
+
+
+def check_ids(name: str, value: Any, min_length: int = 0, max_length: int | None = None) -> tuple[int, ...]:
+    """Token ids as a tuple; the vocabulary is unknown here."""
+    ids = _tuple_of(Integral, name, value)
+    check_int(f"{name}: the number of ids", len(ids), min_length, max_length)
+    return tuple([check_int(f"{name}: token id", token_id, 0) for token_id in ids])
+
+
+def check_biases(name: str, value: Any) -> dict[int, float] | None:
+    """Biases by token id; None if there are none."""
+    if not isinstance(biases := value or {}, dict):
+        raise TypeError(f"{name}={biases!r:.80}: must map token ids to numbers")
+    values = [check_real(f"{name}[{token_id!r}]", bias, -100, 100) for token_id, bias in biases.items()]
+    return dict(zip(check_ids(name, [*biases], max_length=300), values)) or None
+
+
+def _tuple_of(kind: type, name: str, value: Any) -> tuple:
+    """`value` as a tuple: a single value of this type, a collection of them, or None for none."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # a NumPy array or a tensor
+    values = () if value is None else (value,) if isinstance(value, kind) else value
+    if not isinstance(values, (list, tuple, set, frozenset, range)) or not all(isinstance(v, kind) for v in values):
+        what = "a string" if kind is str else "an integer"
+        raise TypeError(f"{name}={value!r:.80}: must be {what}, or a list of those")
+    return tuple(values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,53 +82,41 @@ class SamplingParams:
     is checked when a request is made.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    n: int = 1
+    temperature: float = checked(1.0, check_real, low=0)
+    top_k: int = checked(0, check_int, low=-1, high=2**31 - 1)
+    top_p: float = checked(1.0, check_real, low=1e-6, high=1)
+    min_p: float = checked(0.0, check_real, low=0, high=1)
+    seed: int | None = checked(None, check_int, low=-1, high=2**64 - 1)
+    n: int = checked(1, check_int, low=1, high=2**14)
     max_tokens: int | None = 64
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    stop: str | Sequence[str] | None = ()
-    stop_token_ids: Sequence[int] | None = ()
-    bad_words: str | Sequence[str] | None = ()
-    allowed_token_ids: Sequence[int] | None = None
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    detokenize: bool = True
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] | None = None
+    min_tokens: int = checked(0, check_int, low=0)
+    ignore_eos: bool = checked(False, check_bool)
+    stop: str | Sequence[str] | None = checked((), check_strings)
+    stop_token_ids: Sequence[int] | None = checked((), check_ids, max_length=128)
+    bad_words: str | Sequence[str] | None = checked((), check_strings)
+    allowed_token_ids: Sequence[int] | None = checked(None, check_ids, min_length=1)
+    include_stop_str_in_output: bool = checked(False, check_bool)
+    skip_special_tokens: bool = checked(True, check_bool)
+    detokenize: bool = checked(True, check_bool)
+    presence_penalty: float = checked(0.0, check_real, low=-2, high=2)
+    frequency_penalty: float = checked(0.0, check_real, low=-2, high=2)
+    repetition_penalty: float = checked(1.0, check_real, low=0.01, high=100)
+    logit_bias: dict[int, float] | None = checked(None, check_biases)
     structured_outputs: dict[str, object] | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: int | None = checked(None, check_int, low=-1)
+    prompt_logprobs: int | None = checked(None, check_int, low=-1)
 
     def __post_init__(self) -> None:
-        for name, (minimum, maximum) in REALS.items():
-            _set(self, name, check_real(name, getattr(self, name), minimum, maximum))
-        for name, (low, high, optional) in INTEGERS.items():
-            _set(self, name, check_int(name, getattr(self, name), low, high, optional=optional))
+        check_fields(self)
+        if self.max_tokens is not None:
+            _set(self, "max_tokens", check_int("max_tokens", self.max_tokens, low=1))
         _set(self, "seed", None if self.seed == -1 else self.seed)
-        max_min_tokens = min(self.max_tokens or 2**30, 2**30)  # prompt length + min_tokens must fit into an int32
-        _set(self, "min_tokens", check_int("min_tokens", self.min_tokens, 0, max_min_tokens))
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
-            check_bool(name, getattr(self, name))
-        for name in ("stop", "bad_words"):
-            _set(self, name, _strings(name, getattr(self, name)))
+        # prompt length + min_tokens must fit into an int32
+        check_int("min_tokens", self.min_tokens, 0, min(self.max_tokens or 2**30, 2**30))
         if any(not word.strip() for word in self.bad_words or ()):
             raise ValueError(f"bad_words={self.bad_words!r:.80}: a bad word must have a character that is not a space")
         if self.stop and not self.detokenize:
             raise ValueError(f"detokenize=False: must be True with stop={self.stop!r:.80}, which is found in the text")
-        _set(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, 0, 128))
-        if self.allowed_token_ids is not None:
-            _set(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids, 1, None))
-        if not isinstance(biases := self.logit_bias or {}, dict):
-            raise TypeError(f"logit_bias={biases!r:.80}: must map token ids to numbers")
-        values = [check_real(f"logit_bias[{token_id!r}]", bias, -100, 100) for token_id, bias in biases.items()]
-        _set(self, "logit_bias", dict(zip(_token_ids("logit_bias", [*biases], 0, 300), values)) or None)
         if self.structured_outputs is not None:
             from nanovllm.structured_outputs.spec import check_spec  # imported lazily, as it is rarely needed
 
@@ -129,15 +135,14 @@ class BeamSearchParams:
 
     beam_width: int
     max_tokens: int
-    length_penalty: float = 1.0
-    ignore_eos: bool = False
+    # within these bounds, number of tokens ** length_penalty does not overflow a float
+    length_penalty: float = checked(1.0, check_real, low=-10, high=10)
+    ignore_eos: bool = checked(False, check_bool)
 
     def __post_init__(self) -> None:
-        check_bool("ignore_eos", self.ignore_eos)
+        check_fields(self)
         for name in ("beam_width", "max_tokens"):
             _set(self, name, check_int(name, getattr(self, name), low=1))
-        # within these bounds, number of tokens ** length_penalty does not overflow a float
-        _set(self, "length_penalty", check_real("length_penalty", self.length_penalty, low=-10, high=10))
 
 
 def check_beams(params: BeamSearchParams, vocab_size: int) -> None:
@@ -154,29 +159,3 @@ def check_token_ids(name: str, token_ids: Iterable[int] | None, vocab_size: int)
 
 def _set(params, name: str, value) -> None:
     object.__setattr__(params, name, value)  # the dataclasses are frozen
-
-
-def _strings(name: str, value) -> tuple[str, ...]:
-    strings = _tuple_of(str, name, value)
-    for string in strings:
-        if not string:
-            raise ValueError(f"{name}={strings!r:.80}: a string must have at least 1 character")
-        if not string.isascii() and any("\ud800" <= character <= "\udfff" for character in string):
-            raise ValueError(f"{name}={string!r:.80}: has half of a surrogate pair, which is not a character")
-    return strings
-
-
-def _token_ids(name: str, value, min_length: int, max_length: int | None) -> tuple[int, ...]:
-    ids = _tuple_of(Integral, name, value)
-    check_int(f"{name}: the number of ids", len(ids), min_length, max_length)
-    return tuple([check_int(f"{name}: token id", token_id, 0) for token_id in ids])
-
-
-def _tuple_of(kind: type, name: str, value) -> tuple:
-    """`value` as a tuple: a single value of this type, a collection of them, or None for none."""
-    value = value.tolist() if hasattr(value, "tolist") else value  # a NumPy array or a tensor
-    values = () if value is None else (value,) if isinstance(value, kind) else value
-    if not isinstance(values, (list, tuple, set, frozenset, range)) or not all(isinstance(v, kind) for v in values):
-        what = "a string" if kind is str else "an integer"
-        raise TypeError(f"{name}={value!r:.80}: must be {what}, or a list of those")
-    return tuple(values)

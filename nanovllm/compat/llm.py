@@ -138,7 +138,9 @@ class LLM(nanovllm.LLM):
         """`concurrency_limit` is the number of prompts that are searched at a time; None is all."""
         check_accepted("lora_request", lora_request, UNUSED["lora_request"])
         prompts = [self._prompt(prompt) for prompt in as_prompts(prompts)]
-        limit = check_int("concurrency_limit", concurrency_limit, low=1, optional=True) or len(prompts) or 1
+        limit = len(prompts) or 1
+        if concurrency_limit is not None:
+            limit = check_int("concurrency_limit", concurrency_limit, low=1)
         found: list[beams.BeamSearchOutput] = []
         for first in range(0, len(prompts), limit):
             found += super().beam_search(prompts[first : first + limit], params, use_tqdm)
@@ -176,10 +178,10 @@ class LLM(nanovllm.LLM):
             if isinstance(text, str) and ids is None
             else as_list(ids)
         )
-        limit = check_int("truncate_prompt_tokens", truncate_prompt_tokens, low=-1, optional=True)
-        if ids is not None and limit is not None:
+        if truncate_prompt_tokens is not None:
+            limit = check_int("truncate_prompt_tokens", truncate_prompt_tokens, low=-1)
             limit = self.model_config.max_model_len - 1 if limit == -1 else limit
-            ids = ids[max(0, len(ids) - limit) :]
+            ids = None if ids is None else ids[max(0, len(ids) - limit) :]
         return {"prompt": text, "prompt_token_ids": ids}
 
 

@@ -10,5 +10,6 @@ class MistralForCausalLM(Qwen3ForCausalLM):
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
         # null means no window; 4096 is transformers' default if there is no entry
-        window = check_int(f"{file}: sliding_window", raw.get("sliding_window", 4096), low=1, optional=True)
+        if (window := raw.get("sliding_window", 4096)) is not None:
+            window = check_int(f"{file}: sliding_window", window, low=1)
         return {"sliding_window": window}

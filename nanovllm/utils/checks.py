@@ -1,24 +1,30 @@
-"""Checks of arguments: each error states the name, the value and the bound. An optional value may be None.
+"""Checks of arguments: each error states the name, the value and the bound.
 
 Numbers are returned as Python's own types, as arithmetic with a fixed-width NumPy integer could overflow later.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import field, fields
+from functools import partial
 from numbers import Integral, Real
-from typing import Any, Literal, overload
+from typing import Any
 
 
-@overload
-def check_int(name: str, value: Any, low: int, high: int | None = None, optional: Literal[False] = False) -> int: ...
-@overload
-def check_int(name: str, value: Any, low: int, high: int | None = None, *, optional: bool) -> int | None: ...
+def checked(default: Any, check: Callable, **bounds: Any) -> Any:
+    """A field of a dataclass. `check_fields` calls `check(name, value, **bounds)` for any value but the default."""
+    return field(default=default, metadata={"check": partial(check, **bounds)})
 
 
-def check_int(name: str, value: Any, low: int, high: int | None = None, optional: bool = False) -> int | None:
+def check_fields(params: Any) -> None:
+    """Replace the values of `checked` fields by what their checks return. The dataclass may be frozen."""
+    for each in fields(params):
+        if each.metadata and (value := getattr(params, each.name)) is not each.default:
+            object.__setattr__(params, each.name, each.metadata["check"](each.name, value))
+
+
+def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
     """`value` as an int. TypeError for anything else, bools included; ValueError unless it is in `low` to `high`."""
-    if optional and value is None:
-        return None
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: must be an integer")
     return _check_range(name, int(value), low, high)
@@ -37,14 +43,16 @@ def check_real(name: str, value: Any, low: float, high: float = 1e9) -> float:
     return _check_range(name, number, low, high)
 
 
-def check_bool(name: str, value: Any, optional: bool = False) -> None:
-    if not (isinstance(value, bool) or (optional and value is None)):
+def check_bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: must be True or False")
+    return value
 
 
-def check_choice(name: str, value: Any, choices: Iterable) -> None:
+def check_choice(name: str, value: Any, choices: Iterable) -> Any:
     if value not in choices:
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}")
+    return value
 
 
 def _check_range(name, value, low, high):
