@@ -1,7 +1,7 @@
 """nano-vllm: compact LLM inference. `LLM(model).generate(prompts, SamplingParams(...))`."""
 
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from nanovllm.engine.prompts import TextPrompt, TokensPrompt
+from nanovllm.engine.request import TextPrompt, TokensPrompt
 from nanovllm.engine.scheduling_policy import SchedulingPolicy
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.outputs import OutputKind, RequestOutput
-from nanovllm.engine.prompts import Message, Prompt
+from nanovllm.engine.request import Message, Prompt
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class LLM(LLMEngine):
         `chat_template_kwargs` are further arguments of the chat template, for example `{"enable_thinking": False}`.
         ValueError for a conversation that the template can't render.
         """
-        from nanovllm.engine.conversations import as_conversations  # imported lazily
+        from nanovllm.engine.prompts import as_conversations  # imported lazily
 
         if not isinstance(chat_template_kwargs, Mapping | None):
             raise TypeError(f"chat_template_kwargs={chat_template_kwargs!r:.80}: must be a dict")

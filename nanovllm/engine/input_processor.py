@@ -5,7 +5,6 @@ import secrets
 import struct
 import threading
 from collections.abc import Mapping
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from nanovllm.config import Config
 from nanovllm.engine.detokenizer import TokenBytes
 from nanovllm.engine.features import FEATURES
 from nanovllm.engine.outputs import OutputKind
-from nanovllm.engine.prompts import KINDS, Prompt, as_list, as_prompts, is_conversation
-from nanovllm.engine.request import CompletionRequest
+from nanovllm.engine.request import CompletionRequest, Prompt
 from nanovllm.engine.scheduling_policy import FCFS, SchedulingPolicy
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams, check_token_ids
@@ -76,8 +74,13 @@ class InputProcessor:
         self, prompts, sampling_params, kind: OutputKind, template_arguments: Mapping | None = None, priority=None
     ) -> list[CompletionRequest]:
         """A request for each prompt, with parameters for all of them or for each, and a list of priorities or None."""
-        prompts = as_prompts(prompts)
-        priorities = self.priorities(priority, len(prompts))
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        is_plain = isinstance(prompts, list) and all(isinstance(prompt, (str, list)) for prompt in prompts)
+        if not is_plain or priority is not None:
+            from nanovllm.engine.prompts import as_priorities, as_prompts  # rare forms, and few give priorities
+
+            prompts = as_prompts(prompts)
+            priority = as_priorities(priority, len(prompts))
         params = sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts: pass one, or one for each")
@@ -85,7 +88,7 @@ class InputProcessor:
         params = [default if own is None else own for own in params]
         return [
             self.request(prompt, own, kind, i, template_arguments, own_priority)
-            for i, (prompt, own, own_priority) in enumerate(zip(prompts, params, priorities))
+            for i, (prompt, own, own_priority) in enumerate(zip(prompts, params, priority or [0] * len(prompts)))
         ]
 
     def request(
@@ -123,17 +126,6 @@ class InputProcessor:
         self.set_order(*group)
         return request
 
-    @staticmethod
-    def priorities(priority: Any, num_prompts: int) -> list:
-        """The priority of each prompt, not checked yet; None is 0 for all."""
-        if priority is None:
-            return [0] * num_prompts
-        if (priorities := as_list(priority)) is None:
-            raise TypeError(f"priority={priority!r:.80}: must be a list with one integer for each prompt, or None")
-        if len(priorities) != num_prompts:
-            raise ValueError(f"priority: has {len(priorities)} integers for {num_prompts} prompts: pass one for each")
-        return priorities
-
     def check_priority(self, priority: int) -> int:
         """As a Python integer."""
         priority = check_int("priority", priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)
@@ -149,32 +141,16 @@ class InputProcessor:
 
     def tokenize(self, prompt: Prompt, template_arguments: Mapping | None = None) -> tuple[str | None, list[int]]:
         """The prompt's text, if it came as text or as a conversation, and its token ids."""
-        arguments = {} if template_arguments is None else template_arguments
-        if not isinstance(arguments, Mapping):
-            raise TypeError(f"chat_template_kwargs={arguments!r:.80}: must be a dict")
-        if is_conversation(prompt):
-            from nanovllm.engine.conversations import render_chat  # only they need a chat template
-
-            with self.tokenizer_lock:
-                chat = render_chat(self.tokenizer, prompt, arguments)
-            return chat, self._check_token_ids(prompt, self.encode(chat, add_special_tokens=False))
-        text: Any = prompt if isinstance(prompt, str) else None
+        if not isinstance(template_arguments, Mapping | None):
+            raise TypeError(f"chat_template_kwargs={template_arguments!r:.80}: must be a dict")
+        text: str | None = None
         ids: Any = prompt
-        if isinstance(prompt, Mapping):
-            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            is_known = not prompt.keys() - {"prompt", "prompt_token_ids"} and not isinstance(ids, str)
-            if not isinstance(text, str | None) or (text is None and ids is None) or not is_known:
-                raise TypeError(
-                    f"prompt={prompt!r:.80}: a dict must have 'prompt' (text) or 'prompt_token_ids', and no other key"
-                )
-            ids = text if ids is None else ids
-        return text, self._check_token_ids(prompt, self.encode(ids) if isinstance(ids, str) else as_list(ids))
+        if isinstance(prompt, str):
+            text, ids = prompt, self.encode(prompt)
+        elif not isinstance(prompt, list) or set(map(type, prompt)) != {int}:
+            from nanovllm.engine.prompts import read_prompt  # other forms are rarer
 
-    def _check_token_ids(self, prompt: Prompt, ids: list | None) -> list[int]:
-        """The ids as Python's integers."""
-        kinds = set(map(type, ids or ()))
-        if ids is None or any(kind is bool or not issubclass(kind, Integral) for kind in kinds):
-            raise TypeError(f"prompt={prompt!r:.80}: must be {KINDS}")
+            text, ids = read_prompt(prompt, template_arguments or {}, self)
         if not ids:
             raise ValueError("prompt: a decoder prompt cannot be empty; it must have at least 1 token")
         if len(ids) >= self.max_model_len:
@@ -184,7 +160,7 @@ class InputProcessor:
         for token_id in (min(ids), max(ids)):
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"prompt: token id {token_id} is out of vocabulary (0 to {vocab_size - 1})")
-        return ids if kinds == {int} else [int(i) for i in ids]
+        return text, ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:

@@ -16,8 +16,7 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.output_collector import OutputCollector
 from nanovllm.engine.outputs import OutputKind, RequestOutput, StepOutput, StreamEvent
-from nanovllm.engine.prompts import Prompt
-from nanovllm.engine.request import CompletionRequest
+from nanovllm.engine.request import CompletionRequest, Prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupts import interrupts_held

@@ -1,23 +1,40 @@
-"""The forms that a prompt may have."""
+"""The forms of prompts that are rarer than strings and lists of token ids: dicts, conversations, arrays, iterators."""
 
 from collections.abc import Iterator, Mapping
 from numbers import Integral
-from typing import TypedDict, TypeGuard
+from typing import Any, TypeGuard
 
-Message = Mapping[str, object]  # of a conversation: "role", "content", and other keys that its chat template reads
+from nanovllm.engine.request import Message, Prompt
 
-
-class TextPrompt(TypedDict):
-    prompt: str
-
-
-class TokensPrompt(TypedDict, total=False):
-    prompt_token_ids: list[int]
-    prompt: str  # its text, if the caller has that too
-
-
-Prompt = str | list[int] | TextPrompt | TokensPrompt | list[Message]
 KINDS = "a string, a list of token ids, a dict with 'prompt' or 'prompt_token_ids', or a conversation"
+
+
+def as_prompts(prompts) -> list:
+    """A list of prompts, also if `prompts` is a single one."""
+    if isinstance(prompts, (str, Mapping)) or is_conversation(prompts):
+        return [prompts]
+    if (items := as_list(prompts)) is None:
+        raise TypeError(f"prompts={prompts!r:.80}: must be {KINDS}, or a list of those")
+    return [items] if items and all(issubclass(kind, Integral) for kind in set(map(type, items))) else items
+
+
+def as_priorities(priority: Any, num_prompts: int) -> list:
+    """The priority of each prompt, not checked yet; None is 0 for all."""
+    if priority is None:
+        return [0] * num_prompts
+    if (priorities := as_list(priority)) is None:
+        raise TypeError(f"priority={priority!r:.80}: must be a list with one integer for each prompt, or None")
+    if len(priorities) != num_prompts:
+        raise ValueError(f"priority: has {len(priorities)} integers for {num_prompts} prompts: pass one for each")
+    return priorities
+
+
+def as_conversations(messages) -> list[list[Message]]:
+    """A list of conversations, also if `messages` is a single one; ValueError for anything else."""
+    conversations = [messages] if is_conversation(messages) else messages
+    if not isinstance(conversations, (list, tuple)) or not all(map(is_conversation, conversations)):
+        raise _not_a_conversation(messages)
+    return [*conversations]
 
 
 def as_list(value) -> list | None:
@@ -33,10 +50,55 @@ def is_conversation(value: object) -> TypeGuard[list[Message]]:
     )
 
 
-def as_prompts(prompts) -> list:
-    """A list of prompts, also if `prompts` is a single one."""
-    if isinstance(prompts, (str, Mapping)) or is_conversation(prompts):
-        return [prompts]
-    if (items := as_list(prompts)) is None:
-        raise TypeError(f"prompts={prompts!r:.80}: must be {KINDS}, or a list of those")
-    return [items] if items and all(issubclass(kind, Integral) for kind in set(map(type, items))) else items
+def read_prompt(prompt: Prompt, template_arguments: Mapping, processor: Any) -> tuple[str | None, list[int]]:
+    """Text, if there is one, and token ids of a prompt that is not a string; `processor` is an InputProcessor."""
+    if is_conversation(prompt):
+        with processor.tokenizer_lock:
+            chat = render_chat(processor.tokenizer, prompt, template_arguments)
+        return chat, processor.encode(chat, add_special_tokens=False)
+    text: Any = None
+    ids: Any = prompt
+    if isinstance(prompt, Mapping):
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        is_known = not prompt.keys() - {"prompt", "prompt_token_ids"} and not isinstance(ids, str)
+        if not isinstance(text, str | None) or (text is None and ids is None) or not is_known:
+            raise TypeError(
+                f"prompt={prompt!r:.80}: a dict must have 'prompt' (text) or 'prompt_token_ids', and no other key"
+            )
+        if ids is None:
+            return text, processor.encode(text)
+    ids = as_list(ids)
+    if ids is None or any(kind is bool or not issubclass(kind, Integral) for kind in set(map(type, ids))):
+        raise TypeError(f"prompt={prompt!r:.80}: must be {KINDS}")
+    return text, [int(i) for i in ids]
+
+
+def render_chat(tokenizer, messages: list[Message], template_arguments: Mapping) -> str:
+    """The text that the chat template makes of a conversation; ValueError if it fails, or if a content is not text."""
+    if not is_conversation(messages):
+        raise _not_a_conversation(messages)
+    plain = [{**message, "content": _as_text(message.get("content"))} for message in messages]
+    try:
+        arguments = {"add_generation_prompt": True} | dict(template_arguments) | {"tokenize": False}
+        return tokenizer.apply_chat_template(plain, **arguments)
+    except Exception as error:  # a template may raise anything
+        raise ValueError(f"messages={messages!r:.80}: the chat template fails ({error})") from error
+
+
+def _as_text(content):
+    """The text of a content that is a list of parts; any other content as it is."""
+    if not isinstance(content, (list, tuple)):
+        return content
+    texts: list = [
+        part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part for part in content
+    ]
+    for part, text in zip(content, texts):
+        if not isinstance(text, str):
+            raise ValueError(f"messages: content part {part!r:.80}: must be text, as {{'type': 'text', 'text': ...}}")
+    return "\n".join(texts)
+
+
+def _not_a_conversation(messages) -> ValueError:
+    return ValueError(
+        f"messages={messages!r:.80}: must be a list of dicts with 'role' and 'content', or a list of those"
+    )

@@ -1,7 +1,8 @@
 """Requests, between a caller and the scheduler: here token ids become text, and results become outputs."""
 
+from collections.abc import Mapping
 from time import perf_counter, time
-from typing import Any
+from typing import Any, TypedDict
 
 from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
 from nanovllm.engine.output_collector import OutputCollector
@@ -14,6 +15,20 @@ from nanovllm.engine.outputs import (
     StreamEvent,
 )
 from nanovllm.engine.sequence import Sequence
+
+Message = Mapping[str, object]  # of a conversation: "role", "content", and other keys that its chat template reads
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    prompt_token_ids: list[int]
+    prompt: str  # its text, if the caller has that too
+
+
+Prompt = str | list[int] | TextPrompt | TokensPrompt | list[Message]
 
 
 class Request:

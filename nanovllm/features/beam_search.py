@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.outputs import OutputKind, Record
-from nanovllm.engine.prompts import Prompt, as_prompts
-from nanovllm.engine.request import Request
+from nanovllm.engine.prompts import as_priorities, as_prompts
+from nanovllm.engine.request import Prompt, Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.logprobs import TokenLogprobs
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams, check_beams
@@ -161,7 +161,7 @@ def beam_requests(
     sampling_params = SamplingParams(temperature=0, max_tokens=params.max_tokens, logprobs=num_candidates)
     tokenized = [processor.tokenize(prompt) for prompt in as_prompts(prompts)]
     requests = []
-    for (text, token_ids), own_priority in zip(tokenized, processor.priorities(priority, len(tokenized))):
+    for (text, token_ids), own_priority in zip(tokenized, as_priorities(priority, len(tokenized))):
         request_id, max_len = processor.next_request_id(), processor.max_model_len
         root = Sequence(request_id, [*token_ids], sampling_params, noise_seed=0, max_len=max_len)
         root.pauses, root.priority = True, processor.check_priority(own_priority)

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.engine.conversations import render_chat
-from nanovllm.engine.prompts import TokensPrompt, is_conversation
+from nanovllm.engine.prompts import is_conversation, render_chat
+from nanovllm.engine.request import TokensPrompt
 from nanovllm.serve.prompt_lanes import PromptLane
 from nanovllm.serve.protocol import TextBody
 from nanovllm.utils.checks import check_int

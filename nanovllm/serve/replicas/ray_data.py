@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from nanovllm.engine.prompts import Prompt, TokensPrompt, is_conversation
+from nanovllm.engine.prompts import is_conversation
+from nanovllm.engine.request import Prompt, TokensPrompt
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 

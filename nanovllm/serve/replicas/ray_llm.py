@@ -11,8 +11,7 @@ from time import time
 from typing import Any
 
 from nanovllm.engine.outputs import CompletionOutput, OutputKind, RequestMetrics, RequestOutput
-from nanovllm.engine.prompts import Prompt
-from nanovllm.engine.request import CompletionRequest
+from nanovllm.engine.request import CompletionRequest, Prompt
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.replicas import actors

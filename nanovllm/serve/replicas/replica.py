@@ -8,8 +8,7 @@ from typing import Any
 
 from nanovllm.engine.features import FEATURES
 from nanovllm.engine.outputs import OutputKind, StepOutput
-from nanovllm.engine.prompts import TokensPrompt
-from nanovllm.engine.request import CompletionRequest
+from nanovllm.engine.request import CompletionRequest, TokensPrompt
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.llm import LLM
 from nanovllm.serve.async_request import merged
