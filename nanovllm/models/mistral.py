@@ -10,6 +10,5 @@ class MistralForCausalLM(Qwen3ForCausalLM):
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
         # null means no window; 4096 is transformers' default if there is no entry
-        if (window := raw.get("sliding_window", 4096)) is not None:
-            window = check_int(f"{file}: sliding_window", window, low=1)
-        return {"sliding_window": window}
+        window = raw.get("sliding_window", 4096)
+        return {"sliding_window": None if window is None else check_int(f"{file}: sliding_window", window, low=1)}
