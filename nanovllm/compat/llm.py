@@ -139,8 +139,7 @@ class LLM(nanovllm.LLM):
         check_accepted("lora_request", lora_request, UNUSED["lora_request"])
         prompts = [self._prompt(prompt) for prompt in as_prompts(prompts)]
         limit = len(prompts) or 1
-        if concurrency_limit is not None:
-            limit = check_int("concurrency_limit", concurrency_limit, low=1)
+        limit = limit if concurrency_limit is None else check_int("concurrency_limit", concurrency_limit, low=1)
         found: list[beams.BeamSearchOutput] = []
         for first in range(0, len(prompts), limit):
             found += super().beam_search(prompts[first : first + limit], params, use_tqdm)
