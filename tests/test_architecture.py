@@ -289,7 +289,7 @@ def code_lines(source: str) -> int:
 
 # lines of code: what a room may grow to before it is looked at again
 BUDGETS = {
-    "core": 3850,
+    "core": 3830,
     "attention": 150,
     "kernels": 2150,
     "distributed": 550,
@@ -349,7 +349,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 3834, 55
+CORE_LINES, CORE_FILES = 3756, 54
 ROOMS = (
     "attention",
     "benchmarks",
