@@ -33,6 +33,11 @@ def check_whole(llm: LLM):
 
 
 @pytest.fixture(scope="module")
+def model(small_model):
+    return small_model
+
+
+@pytest.fixture(scope="module")
 def requests():
     """(prompt, params) of all kinds that a caller may have, each with a seed or greedy."""
     rng = random.Random(0)
@@ -43,9 +48,9 @@ def requests():
 
 
 @pytest.fixture(scope="module")
-def alone(requests):
+def alone(model, requests):
     """The answers to each request by itself."""
-    with LLM("tiny-qwen3", dtype="float32", device="cpu") as llm:
+    with LLM(model, dtype="float32", device="cpu") as llm:
         outputs = [llm.generate(*request, use_tqdm=False)[0].outputs for request in requests]
     return [[output.token_ids for output in several] for several in outputs]
 
@@ -487,10 +492,10 @@ def test_finalizer_in_the_thread_that_watches_the_ranks(make_llm, monkeypatch, r
         is_released.set()
 
 
-def test_nothing_is_left_of_an_engine_without_references(make_llm, requests):
+def test_nothing_is_left_of_an_engine_without_references(model, requests):
     """Its thread ends, also when the last reference goes in the middle of a stream."""
     before = threading.active_count()
-    llm = LLM("tiny-qwen3", dtype="float32", device="cpu", max_model_len=256)
+    llm = LLM(model, dtype="float32", device="cpu", max_model_len=256)
     stream = llm.stream(requests[0][0], replace(GREEDY, max_tokens=200))
     next(stream)
     assert threading.active_count() == before + 1

@@ -41,6 +41,11 @@ class KnownAnswers(StepFeature):
         return [x if ok else (x + 1) % 2045 for x, ok in zip(right, is_right)][: self.num_drafts]
 
 
+@pytest.fixture(scope="module")
+def model(small_model):
+    return small_model
+
+
 def prompts_of(rng: random.Random, lengths: tuple[int, ...]) -> list[list[int]]:
     shared = [rng.randrange(5, 2000) for _ in range(max(lengths))]
     own = lambda: [rng.randrange(5, 2000) for _ in range(rng.choice(lengths))]
