@@ -21,13 +21,12 @@ from safetensors.torch import load_file, save_file
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined, so it is set before any import
 
-from nanovllm import LLM
+from nanovllm import LLM, kernels
 from nanovllm.engine.features import FEATURES
 from nanovllm.kernels.sampling_columns import COLUMNS
-from nanovllm.layers.partial_sum import PartialSum
 from nanovllm.layers.sampler import gumbel_noise
 from nanovllm.utils.hub import BUNDLED
-from nanovllm.utils.tensor_parallel import TensorParallel
+from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 torch.set_grad_enabled(False)
 
@@ -115,11 +114,13 @@ each_dtype_or_half = pytest.mark.parametrize(
 class Peers(TensorParallel):
     """A rank that writes its part of a sum to memory of others."""
 
-    has_peers = True
-
-    def peer_sum(self, split_k, num_rows, width, dtype):
+    def sum(self, compute, num_rows, width, dtype, split_k=1):
         self.parts = torch.full((split_k, num_rows, width), NAN, dtype=dtype, device=DEVICE)
+        compute(self.parts)
         return PartialSum(self.parts, split_k)
+
+    def max_split_k(self, num_rows):
+        return 2
 
 
 def noise_of_rows(seeds: torch.Tensor, positions: torch.Tensor, num_ids: int, first_id: int = 0) -> torch.Tensor:
@@ -261,6 +262,23 @@ def small_model(tmp_path_factory) -> str:
 def model() -> str:
     """The model of `make_llm`; a test file may define another one."""
     return "tiny-qwen3"
+
+
+@pytest.fixture
+def use_ops():
+    """Tensors on the test device are computed by other operations: of a table, or by the kernels of some names or all.
+
+    Without a CUDA device the kernels run in Triton's interpreter.
+    """
+    before = kernels.ops_for(torch.device(DEVICE))
+
+    def use(*names: str, table: dict | None = None) -> None:
+        if table is None:
+            table = vars(pytest.importorskip("nanovllm.kernels.ops"))
+        kernels.register_ops(DEVICE, {name: table[name] for name in names} if names else table)
+
+    yield use
+    kernels.register_ops(DEVICE, before)
 
 
 @pytest.fixture

@@ -291,7 +291,7 @@ def code_lines(source: str) -> int:
 BUDGETS = {
     "core": 3830,
     "attention": 150,
-    "kernels": 2150,
+    "kernels": 2180,
     "distributed": 550,
     "models": 250,
     "features": 540,
@@ -309,6 +309,7 @@ BUDGETS = {
 }
 ROOM_FILES = {
     "__main__.py": "serve",
+    "kernels/mix_experts.py": "mixture of experts",
     "kernels/moe_gemm.py": "mixture of experts",
     "kernels/moe_gemv.py": "mixture of experts",
     "kernels/moe_routing.py": "mixture of experts",
@@ -317,6 +318,7 @@ ROOM_FILES = {
     "kernels/quantize_rows.py": "8-bit kernels",
     "kernels/scaled_gemm.py": "8-bit kernels",
     "kernels/scaled_gemv.py": "8-bit kernels",
+    "kernels/scaled_linear.py": "8-bit kernels",
     "kernels/scaled_moe_gemm.py": "8-bit kernels",
     "kernels/scaled_moe_gemv.py": "8-bit kernels",
     "kernels/scaled_tiles.py": "8-bit kernels",
@@ -349,7 +351,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 3756, 54
+CORE_LINES, CORE_FILES = 3751, 52
 ROOMS = (
     "attention",
     "benchmarks",

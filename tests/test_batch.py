@@ -1,19 +1,15 @@
 """The arrays of a step: their layout in one buffer, and what they hold."""
 
-from importlib import import_module
-
 import numpy as np
 import pytest
 import torch
 
 from nanovllm.engine import batch as batches
-from nanovllm.engine import request_tables
 from nanovllm.engine.batch import VIEWS, Batch, BatchShape
 from nanovllm.engine.decode_table import DecodeTable
 from nanovllm.engine.request_tables import RequestTables, accept, place_decodes
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step_result import SamplerInput
 from nanovllm.graphs.cuda_graph import decode_shape
 from nanovllm.layers.logits import column
 from nanovllm.sampling_params import SamplingParams
@@ -127,7 +123,7 @@ def test_chunks_beside_decodes():
             step.sample(seq)
     arrays = {"one": {"a": np.array([5]), "b": [np.arange(3, dtype=np.int32), np.arange(5, 8, dtype=np.int32)]}}
     batch = prepare(step, arrays)
-    place_decodes(batch.to(None), tables, BLOCK_SIZE)
+    place_decodes(tables, batch.to(None), BLOCK_SIZE)
     assert batch.input_ids.tolist() == [0, 100, 21, 22, 23, 30, 31, 32, 33]
     assert batch.positions.tolist() == [5, 2, 1, 2, 3, 0, 1, 2, 3]
     assert batch.slot_mapping.tolist() == [9, 14, 21, 22, 23, 0, 1, 2, 3]
@@ -144,7 +140,7 @@ def test_chunks_beside_decodes():
     bounds = BatchShape(20, 9, 5, 7, 3, 0, 8)
     bounds = bounds._replace(is_padded=True)
     padded = prepare(step, shape=bounds)
-    place_decodes(padded.to(None), tables, BLOCK_SIZE)
+    place_decodes(tables, padded.to(None), BLOCK_SIZE)
     assert padded.shape.graph_shape == bounds.graph_shape and padded.shape.num_sampled == 3
     for name, padding in [("positions", 0), ("slot_mapping", -1), ("context_lens", 0), ("req_indices", 8)]:
         ours, real = getattr(padded, name), getattr(batch, name)
@@ -161,7 +157,7 @@ def test_decode_with_padding():
     batch = prepare(decodes(seqs), shape=decode_shape(4, 3))
     num_words = batch.to(None).input_ids.storage_offset()  # which a graph fetches
     assert num_words == 4 + 4 + 8 and not (batch.buffer[:num_words] == -7).any()
-    place_decodes(batch.to(None), tables, BLOCK_SIZE)
+    place_decodes(tables, batch.to(None), BLOCK_SIZE)
     assert tables.block_tables[5, :3].tolist() == [7, 2, 0]
     assert batch.positions.tolist() == [5, 3, 0, 0]
     assert batch.slot_mapping.tolist() == [9, 15, -1, -1]
@@ -177,7 +173,7 @@ def test_drafts():
     tables, step = tables_of(seqs[:2], 1, tokens_per_row=3), decodes(seqs[:2], 3)
     assert step.num_reserved.tolist() == [3, 2] and step.context_lens.tolist() == [9, 4]
     batch = prepare(step, shape=decode_shape(3, 3, 3))
-    place_decodes(batch.to(None), tables, BLOCK_SIZE)
+    place_decodes(tables, batch.to(None), BLOCK_SIZE)
     assert batch.input_ids[:6].tolist() == [0, 1, 2, 100, 101, 101]
     assert batch.positions.tolist() == [5, 6, 7, 1, 2, 2, 0, 0, 0]
     assert batch.slot_mapping.tolist() == [9, 10, 11, 13, 14, 14, -1, -1, -1]
@@ -187,7 +183,7 @@ def test_drafts():
     step.chunks.append(ScheduledSequence(seqs[2], 3, 5))
     step.sample(seqs[2])
     batch = prepare(step, query_tile_size=0)
-    place_decodes(batch.to(None), tables, BLOCK_SIZE)
+    place_decodes(tables, batch.to(None), BLOCK_SIZE)
     assert batch.input_ids.tolist() == [0, 1, 2, 100, 101, 101, 3, 4]
     assert batch.positions.tolist() == [5, 6, 7, 1, 2, 2, 3, 4]
     assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4, 5, 6, 8]
@@ -197,16 +193,15 @@ def test_drafts():
 
     # the first sequence's first draft is right; the second's is, too; nothing is drafted for the third
     req_indices, positions = batch.req_indices.repeat(3), batch.positions[batch.logits_indices]
-    x = SamplerInput(torch.empty(9, 1), *map(torch.from_numpy, (req_indices, positions)), torch.empty(9, 3))
-    counts = accept(x, torch.tensor([1, 9, 3, 101, 8, 8, 0, 0, 0], dtype=torch.int32), tables)
+    x = map(torch.from_numpy, (req_indices, positions))
+    counts = accept(*x, torch.tensor([1, 9, 3, 101, 8, 8, 0, 0, 0], dtype=torch.int32), tables)
     assert counts.tolist() == [2, 2, 1]
     assert tables.last_token_ids[[5, 4, 3], 0].tolist() == [9, 8, 0]
     assert tables.num_tokens[[5, 4, 3]].tolist() == [8, 4, 6]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_kernels_of_request_tables(seed, monkeypatch):
-    ops = pytest.importorskip("triton") and import_module("nanovllm.kernels.ops")
+def test_kernels_of_request_tables(seed, use_ops):
     rng = np.random.default_rng(seed)
     k, num_seqs, W, R, size = *(int(rng.integers(1, high)) for high in (5, 6, 7)), 9, 16
     shape, num_real = decode_shape(num_seqs, W, k), int(rng.integers(1, num_seqs + 1))
@@ -224,14 +219,13 @@ def test_kernels_of_request_tables(seed, monkeypatch):
     if seed % 2:
         host.num_decodes[:] = num_real * k
     token_ids, results = numbers(0, 3, num_real * k), []
-    for kernels in (None, ops):
-        monkeypatch.setattr(request_tables, "triton_ops", lambda x, kernels=kernels: kernels)
+    for names in ((), ("place_decodes", "accept")):
+        use_ops(*names, table=None if names else {})
         batch = Batch.from_buffer(shape, torch.from_numpy(host.buffer.copy()))
         ours = RequestTables(*(x.clone() for x in tables))
-        place_decodes(batch, ours, size)
+        place_decodes(ours, batch, size)
         req_indices = batch.req_indices[:num_real].repeat_interleave(k)
-        x = SamplerInput(batch.buffer, req_indices, batch.positions[: num_real * k].clone(), batch.block_tables)
-        counts = accept(x, token_ids, ours)
+        counts = accept(req_indices, batch.positions[: num_real * k].clone(), token_ids, ours)
         results.append([batch.buffer, ours.block_tables[:, :-1], *ours[:2], *([] if counts is None else [counts])])
     assert all(torch.equal(*both) for both in zip(*results, strict=True))
     assert k == 1 or len(results[0]) == 5

@@ -53,16 +53,14 @@ def one_layer(tmp_path) -> str:
 
 @pytest.mark.parametrize("num_drafts", [0, 2])
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # in a tile of no queries
-def test_padding_changes_nothing(make_llm, one_layer, monkeypatch, num_drafts):
-    from nanovllm.kernels import ops
-
+def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, num_drafts):
     if num_drafts:
         monkeypatch.setattr(KnownAnswers, "num_drafts", num_drafts)
         monkeypatch.setattr(KnownAnswers, "kind", "mixed")
         register_feature(KnownAnswers)
     monkeypatch.setattr(cuda_graph, "TOKEN_SIZES", (4, 8, 32))
     monkeypatch.setattr(cuda_graph, "_capture", capture)
-    monkeypatch.setattr("nanovllm.layers.attention.triton_ops", lambda x: ops)
+    use_ops("norm_rope_and_store")
     prompts = [[i % 90 + 5 for i in range(k, k + n)] for k, n in [(0, 20), (7, 3), (40, 1), (0, 25), (3, 23), (9, 9)]]
     params = [
         SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, logprobs=2),
@@ -92,7 +90,7 @@ def test_padding_changes_nothing(make_llm, one_layer, monkeypatch, num_drafts):
     assert llm.reset_prefix_cache()
     texts = tuple([*output.prompt_token_ids, *x.token_ids] for output in expected for x in output.outputs)
     monkeypatch.setattr(KnownAnswers, "texts", texts)
-    monkeypatch.setattr("nanovllm.engine.request_tables.triton_ops", lambda x: ops)
+    use_ops("norm_rope_and_store", "place_decodes", "accept")
 
     runner, k = llm.model_runner, 1 + num_drafts
     assert runner.tokens_per_row == k

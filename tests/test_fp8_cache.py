@@ -127,7 +127,7 @@ def paged(lengths: list[int], heads: tuple, dtype: torch.dtype, native: bool = F
         k, v = (torch.randn(length, kv_heads, head_dim) for _ in "kv")
         k, v = k.to(dtype), (v * torch.exp2(torch.randint(-12, 12, (*v.shape[:2], 1)).float())).to(dtype)
         if length:
-            cache.store(slots, k, v)
+            cache.store_kvcache(slots, k, v)
         contents.append([dequantize(*quantize(x)).double().to(DEVICE) for x in (k, v)])
     return contents, on_device(tensors, native), int32(lengths), tables.to(DEVICE)
 
@@ -189,7 +189,7 @@ def rope(positions: torch.Tensor, head_dim: int) -> torch.Tensor:
 @each_dtype_or_half
 @pytest.mark.parametrize("heads, num_tokens", [((5, 1, 64, 16), 0), ((5, 1, 64, 16), 7), ((1, 3, 32, 48), 9)])
 def test_store_by_norm_rope_store(heads, num_tokens, dtype, native):
-    """What `KVCache.store` makes of the keys that a cache in the model's dtype gets; a slot of -1 stores nothing."""
+    """What `store_kvcache` makes of the keys that a cache in the model's dtype gets; a slot of -1 stores nothing."""
     group, kv_heads, head_dim, block_size = heads
     qkv = randn(num_tokens, (group + 2) * kv_heads, head_dim, dtype=dtype)
     weights = [randn(head_dim, dtype=dtype) for _ in "qk"]
@@ -204,7 +204,7 @@ def test_store_by_norm_rope_store(heads, num_tokens, dtype, native):
     k, v = (x.flatten(0, 1)[slots[is_stored]] for x in plain)
     expected, cache = on_device(tensors, native), on_device(tensors, native)
     if is_stored.any():
-        expected.store(slots[is_stored], k, v)
+        expected.store_kvcache(slots[is_stored], k, v)
     assert torch.equal(ops.norm_rope_store(qkv, *new, cache.k, cache.v, cache.scales), q)
     for ours, theirs in zip((cache.k, cache.v, cache.scales), (expected.k, expected.v, expected.scales)):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
@@ -294,13 +294,13 @@ def assert_same(outputs: list, expected: list) -> None:
 @pytest.fixture
 def rounded(monkeypatch):
     """Lets the cache in the model's dtype hold what the FP8 cache holds."""
-    store = KVCache.store
+    store = KVCache.store_kvcache
 
     def store_rounded(self, slots, k, v):
         store(self, slots, *(dequantize(*quantize(x)).to(x.dtype) for x in (k, v)))
 
     def activate():
-        monkeypatch.setattr(KVCache, "store", store_rounded)
+        monkeypatch.setattr(KVCache, "store_kvcache", store_rounded)
 
     return activate
 
@@ -386,16 +386,14 @@ def test_greedy_as_transformers_with_rounded_keys_and_values(prompts, alone, mon
 @needs_triton
 @pytest.mark.skipif(CUDA, reason="runs kernels in Triton's interpreter")
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # in a tile of no queries
-def test_kernels_in_an_engine(make_llm, prompts, alone, monkeypatch):
+def test_kernels_in_an_engine(make_llm, prompts, alone, use_ops):
     """Decode, mixed and prefill steps, fused and not; the layers around attention are plain PyTorch."""
-    from nanovllm.layers import attention
-
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     requests = [(prompt[:12], params) for prompt in (prompts[3], prompts[5], prompts[0])]
     settings = dict(kv_cache_dtype="fp8", num_kvcache_blocks=8, kvcache_block_size=16, max_num_batched_tokens=14)
     expected = generate_by_steps(make_llm(**settings), requests)
     llm = make_llm(attention_backend="triton", **settings)
-    monkeypatch.setattr(attention, "triton_ops", lambda x: ops)
+    use_ops("norm_rope_and_store")
     outputs = generate_by_steps(llm, requests)
     assert [x["token_ids"] for x in outputs] == [x["token_ids"] for x in expected]
     assert llm.stats()["steps"]["mixed"] > 0 and llm.stats()["steps"]["decode"] > 0

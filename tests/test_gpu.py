@@ -245,13 +245,13 @@ def test_chosen_experts_of_a_real_size(make_llm, random_model, capsys):
     """As many choices are those of transformers' float32 as of transformers' own bfloat16: the others are near ties."""
     from transformers import AutoModelForCausalLM
 
-    from nanovllm.kernels import ops
+    from nanovllm.kernels import mix_experts
 
     prompt = torch.randint(151643, (2000,), generator=torch.Generator().manual_seed(0)).tolist()
     llm = make_llm(random_model, device="cuda", dtype="auto", enforce_eager=True, gpu_memory_utilization=0.2)
-    ours, route = [], ops.route
+    ours, route = [], mix_experts.route
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "route", lambda *args: ours.append(route(*args)) or ours[-1])
+        patch.setattr(mix_experts, "route", lambda *args: ours.append(route(*args)) or ours[-1])
         llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
 
     def chosen(dtype: torch.dtype) -> list[torch.Tensor]:

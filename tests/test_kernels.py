@@ -26,12 +26,12 @@ from nanovllm.kernels.decode_attention import CHUNK, TILE
 from nanovllm.kernels.dependent_launch import has_tma
 from nanovllm.kernels.peers import PeerBarrier
 from nanovllm.kernels.sampling import _gumbel
-from nanovllm.kernels.sampling_columns import WIDTH
+from nanovllm.kernels.sampling_columns import PHILOX_ROUNDS, WIDTH
 from nanovllm.kernels.split_k_gemm import FEW_WEIGHTS, MAX_ROWS, TILE_K, TILE_N
 from nanovllm.kernels.split_sequence import MAX_SPLITS, choose_num_splits
 from nanovllm.layers.logits import column
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.layers.sampler import ROUNDS, philox
+from nanovllm.layers.sampler import philox
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 
@@ -455,7 +455,7 @@ def _gumbel_kernel(bits_ptr, out_ptr, N: tl.constexpr, HARDWARE: tl.constexpr):
     tl.store(out_ptr + n, _gumbel(tl.load(bits_ptr + n).to(tl.uint32, bitcast=True), HARDWARE))
 
 
-@pytest.mark.parametrize("rounds", [ROUNDS, 10])
+@pytest.mark.parametrize("rounds", [PHILOX_ROUNDS, 10])
 def test_triton_has_the_same_philox(rounds):
     """tests/test_sampler.py holds the other one to the published numbers."""
     words = torch.randint(1 << 32, (6, 64)).to(DEVICE)
@@ -504,7 +504,7 @@ def sampling_inputs(num_rows: int):
 def test_sample(num_rows, vocab_size, dtype):
     logits = inside(randn(num_rows, vocab_size, dtype=dtype), torch.inf)
     inputs = sampling_inputs(num_rows)
-    ids = ops.sample(logits, *inputs, ROUNDS)[1]
+    ids = ops.sample(logits, *inputs)[1]
     assert ids.dtype == torch.int32
     assert torch.equal(ids, sample_reference(logits, *inputs))
 
@@ -519,7 +519,7 @@ def test_greedy_takes_the_lowest_of_equals(tile, per_split, dtype):
         row[columns] = 20
     _, seeds, positions = sampling_inputs(len(ties))
     greedy = torch.zeros(len(ties), device=DEVICE)
-    ids = ops.sample(logits, greedy, seeds, positions, ROUNDS, 0, tile, per_split)[1]
+    ids = ops.sample(logits, greedy, seeds, positions, 0, tile, per_split)[1]
     assert ids.tolist() == [columns[0] for columns in ties]
 
 
@@ -531,14 +531,14 @@ def test_sample_does_not_depend_on_the_tiles():
     expected = sample_reference(logits, *inputs)
     assert (expected % 2 == 1).all()
     for tile, per_split in ((128, 256), (256, 1024), (1024, 8192)):
-        assert torch.equal(ops.sample(logits, *inputs, ROUNDS, 0, tile, per_split)[1], expected)
+        assert torch.equal(ops.sample(logits, *inputs, 0, tile, per_split)[1], expected)
 
 
 @pytest.mark.parametrize("value", [-torch.inf, *CUDA * [NAN]])  # the interpreter has no maximum of NaN
 def test_sample_without_a_candidate_is_a_token_still(value):
     """What comes out indexes the embedding."""
     logits = torch.full((3, 5001), value, device=DEVICE)
-    assert ops.sample(logits, *sampling_inputs(3), ROUNDS)[1].tolist() == [0, 0, 0]
+    assert ops.sample(logits, *sampling_inputs(3))[1].tolist() == [0, 0, 0]
 
 
 # -- several ranks, one after the other in this process: the flags of those that run later are set beforehand ----------
@@ -668,7 +668,7 @@ def test_sample_from_a_part_of_the_vocabulary(first_id, dtype):
     """The noise is that of the ids, wherever the part begins."""
     logits = randn(16, 5001, dtype=dtype)
     temperatures, seeds, positions = sampling_inputs(16)
-    score, ids = ops.sample(logits, temperatures, seeds, positions, ROUNDS, first_id)
+    score, ids = ops.sample(logits, temperatures, seeds, positions, first_id)
     noise = noise_of_rows(seeds, positions, 5001, first_id)
     hot = temperatures[:, None] > 0
     scores = torch.where(hot, logits.float() / temperatures[:, None].clamp(min=1e-6) + noise, logits.float())

@@ -21,7 +21,6 @@ from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import SDPABackend
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.fusion import norm_linear
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
@@ -30,11 +29,10 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
     linear,
 )
-from nanovllm.layers.partial_sum import PartialSum
 from nanovllm.layers.rotary_embedding import QKNormRope, RotaryEmbedding, apply_rotary, norm_rope
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.double_buffer import DoubleBuffer
-from nanovllm.utils.tensor_parallel import TensorParallel
+from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 4])
 
@@ -181,30 +179,30 @@ def test_norm_linear(with_residual, act, bias, rows):
     if act:
         gate, up = expected.chunk(2, -1)
         expected = F.silu(gate) * up
-    out, returned = norm_linear(norm, proj, PartialSum(x), residual, act)
-    torch.testing.assert_close(out, expected.float())
-    assert torch.equal(returned, total)
+    normed = norm(PartialSum(x), residual)
+    torch.testing.assert_close(proj(normed, act), expected.float())
+    assert torch.equal(normed.residual, total)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter; tests/test_gpu.py on CUDA")
 @pytest.mark.parametrize("rows", [1, 5, 6])
 @pytest.mark.parametrize("bias", [False, True])
-def test_layers_on_kernels(monkeypatch, bias, rows):
+def test_layers_on_kernels(monkeypatch, use_ops, bias, rows):
     """One row, few and many as on a Hopper GPU: what a layer hands on, in parts or whole, the next one can read."""
-    ops = pytest.importorskip("nanovllm.kernels.ops")
     layers, x, shapes = norm_and_projections(bias), torch.randn(rows, 24).half(), []
 
     def two_blocks(norm, up, down, x, residual=None):
         for _ in range(2):
-            x, residual = norm_linear(norm, up, x, residual, SiluAndMul())
-            x = down(x)
+            normed = norm(x, residual)
+            x = down(up(normed, SiluAndMul()))
+            residual = normed.residual
             shapes.append(x.parts.shape)
-        return norm.add_rms_norm(x, residual)
+        normed = norm(x, residual)
+        return normed.tensor(), normed.residual
 
     layers = [layer.half() for layer in layers]
     expected = two_blocks(*(deepcopy(layer).double() for layer in layers), PartialSum(x.double()))
-    for name in ("activation", "fusion", "layernorm", "linear", "partial_sum"):
-        monkeypatch.setattr(f"nanovllm.layers.{name}.triton_ops", lambda x: ops)
+    use_ops()
     monkeypatch.setattr("nanovllm.kernels.split_k_gemm.has_tma", lambda device: True)
     monkeypatch.setattr("nanovllm.kernels.split_k_gemm.MAX_ROWS", 5)
     for actual, reference in zip(two_blocks(*layers, PartialSum(x)), expected):
@@ -222,12 +220,12 @@ def test_rms_norm(shape):
     ours.weight.weight_loader(weight)
     theirs.weight.data.copy_(weight)
     x = torch.randn(shape) * torch.logspace(-4, 2, shape[0]).view(-1, *[1] * (len(shape) - 1))  # eps matters at 1e-4
-    torch.testing.assert_close(ours(x), theirs(x))
+    torch.testing.assert_close(ours(PartialSum(x)).tensor(), theirs(x))
     if len(shape) == 2:
         residual = torch.randn(shape)
-        out, total = ours.add_rms_norm(PartialSum(x), residual.clone())
-        torch.testing.assert_close(total, x + residual)
-        torch.testing.assert_close(out, theirs(x + residual))
+        normed = ours(PartialSum(x), residual.clone())
+        torch.testing.assert_close(normed.residual, x + residual)
+        torch.testing.assert_close(normed.tensor(), theirs(x + residual))
 
 
 HEAD_DIM, MAX_LEN, THETA = 32, 4096, 1e6
@@ -400,10 +398,9 @@ def test_sdpa_attention(monkeypatch, block_size, group, num_decodes):
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
     kv_heads, width = 2, -(-max(LENGTHS) // block_size)
-    layer = Attention(group * kv_heads, kv_heads, DIM, SDPABackend())
     # no two sequences share a block, and no block is where its number would put it
     tables = torch.randperm(len(LENGTHS) * width).view(len(LENGTHS), width).int()
-    layer.kv_cache = KVCache(torch.full((2, tables.numel(), block_size, kv_heads, DIM), 1e4))
+    cache = KVCache(torch.full((2, tables.numel(), block_size, kv_heads, DIM), 1e4))
     slots = (tables[:, :, None] * block_size + torch.arange(block_size, dtype=torch.int32)).flatten(1)
     keys, values = ([torch.randn(n, kv_heads, DIM) for n in LENGTHS] for _ in range(2))
     num_new = [1] * num_decodes + NEW[num_decodes:]
@@ -421,16 +418,16 @@ def test_sdpa_attention(monkeypatch, block_size, group, num_decodes):
             max_seqlen_q=max(num_new),
             cu_seqlens_q=torch.tensor([0, *num_new]).cumsum(0).int() if num_decodes < len(LENGTHS) else None,
         )
-        with attention_context(context):
-            layer.store_kvcache(*(torch.cat([x[i][part] for i, part in rows]) for x in (keys, values)))
+        new = (torch.cat([x[i][part] for i, part in rows]) for x in (keys, values))
+        cache.store_kvcache(context.slot_mapping.long(), *new)
         return context
 
     before = [length - n for length, n in zip(LENGTHS, num_new)]
     store([0] * len(LENGTHS), before)
     expected = torch.cat([dense(*triple) for triple in zip(queries, keys, values)]).float()
-    with attention_context(store(before, LENGTHS)):
-        for _ in range(2):  # the second layer finds the plan of the first
-            torch.testing.assert_close(layer.attend(torch.cat(queries)), expected)
+    context = store(before, LENGTHS)
+    for _ in range(2):  # the second layer finds the plan of the first
+        torch.testing.assert_close(SDPABackend().attend(torch.cat(queries), cache, context), expected)
     assert padded_lengths and all(length % 16 == 0 for length in padded_lengths)
 
 
@@ -451,17 +448,16 @@ def test_sdpa_decodes_in_bfloat16(monkeypatch, group, has_amx):
 
 @pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no norm"])
 @pytest.mark.parametrize("path", ["plain", "kernels", "fused kernels"])
-def test_attention_from_qkv(monkeypatch, path, has_norm):
+def test_attention_from_qkv(monkeypatch, use_ops, path, has_norm):
     """The layer norms, rotates, stores and attends; a model without q and k norms, as Llama, has the same paths."""
     if path != "plain" and torch.cuda.is_available():
         pytest.skip("runs kernels in Triton's interpreter; tests/test_gpu.py on CUDA")
     heads, kv_heads, block_size, lengths = 4, 2, 16, [20, 5]
     layer = Attention(heads, kv_heads, DIM, SDPABackend())
     if path != "plain":
-        ops = pytest.importorskip("nanovllm.kernels.ops")
-        monkeypatch.setattr("nanovllm.layers.attention.triton_ops", lambda x: ops)
+        use_ops("norm_rope_and_store")
         layer.backend = TritonBackend()
-        layer.backend.fuses_qk_norm_rope = lambda *_: path == "fused kernels"
+        monkeypatch.setattr(layer.backend.ops, "fuses_qk_norm_rope", lambda *_: path == "fused kernels")
     layer.kv_cache = KVCache(torch.zeros(2, 4, block_size, kv_heads, DIM))
     tables = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
     weights = (torch.rand(DIM) + 0.5, torch.rand(DIM) + 0.5) if has_norm else (None, None)
@@ -503,9 +499,9 @@ def test_attention_from_qkv(monkeypatch, path, has_norm):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter; tests/test_gpu.py on CUDA")
 @pytest.mark.parametrize("rows", [1, 3])
-def test_layers_on_peer_memory(monkeypatch, rows):
+def test_layers_on_peer_memory(use_ops, rows):
     """The path through peer memory with a single rank, on memory of the CPU: sums, buffers that alternate, and keys."""
-    ops = pytest.importorskip("nanovllm.kernels.ops")
+    use_ops("embed_shard", "norm_linear", "add_rms_norm")
     from nanovllm.distributed.peer_memory import MAX_KEYS, MAX_PROGRAMS, PeerMemory, PeerTensorParallel
 
     peers = object.__new__(PeerMemory)
@@ -517,8 +513,6 @@ def test_layers_on_peer_memory(monkeypatch, rows):
     peers.aborted = torch.zeros(1, dtype=torch.int32)
     tp = PeerTensorParallel(peers)
     tp.size = 2  # layers then take the path of several ranks
-    for name in ("embed_head", "fusion"):
-        monkeypatch.setattr(f"nanovllm.layers.{name}.triton_ops", lambda x: ops)
     plain, ids = TensorParallel(), torch.randint(32, (rows,))
     embedding, head = VocabParallelEmbedding(64, 24, tp), ParallelLMHead(64, 24, tp)
     down = RowParallelLinear(24, 24, False, plain)
@@ -527,17 +521,18 @@ def test_layers_on_peer_memory(monkeypatch, rows):
         target.copy_(torch.randn(target.shape))
     down.tp = tp
     x = embedding(ids)
-    y, residual = norm_linear(norm, up, x, None)
+    normed = norm(x)
+    y, residual = up(normed), normed.residual
     assert len(x) == rows and x.tensor is None
     torch.testing.assert_close(residual, embedding.weight[ids])
     torch.testing.assert_close(y, F.rms_norm(residual, (24,), norm.weight, 0.5) @ up.weight.T, rtol=1e-4, atol=1e-4)
     x = down(y)
     assert x.parts.data_ptr() - peers.memory.data_ptr() == peers.sums_offset + peers.capacity
     expected = residual + y @ down.weight.T
-    normed, residual = norm.add_rms_norm(x, residual)
-    torch.testing.assert_close(residual, expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(normed, F.rms_norm(expected, (24,), norm.weight, 0.5), rtol=1e-4, atol=1e-4)
+    normed = norm(x, residual)
+    torch.testing.assert_close(normed.residual, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(normed.tensor(), F.rms_norm(expected, (24,), norm.weight, 0.5), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(down(y).reduce(), y @ down.weight.T, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(head(normed), normed @ head.weight.T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(head(normed.tensor()), normed.tensor() @ head.weight.T, rtol=1e-4, atol=1e-4)
     keys = torch.randint(1 << 40, (rows,))
     assert torch.equal(tp.max_of_ranks(keys), keys) and peers._sum_buffers.buffer_index == 0

@@ -200,7 +200,6 @@ from torch import nn
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.fusion import norm_linear
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import QKNormRope, RotaryEmbedding
@@ -231,10 +230,11 @@ class ToyForCausalLM(nn.Module):
 
     def forward(self, token_ids, positions):
         cos_sin = self.rotary_emb(positions)
-        qkv, residual = norm_linear(self.norms[0], self.qkv, self.embed(token_ids), None)
-        x = self.out(self.attn(qkv, QKNormRope(None, None, 0.0, cos_sin)))
-        x, residual = norm_linear(self.norms[1], self.up, x, residual, SiluAndMul())
-        return self.norms[2].add_rms_norm(self.down(x), residual)[0]
+        normed = self.norms[0](self.embed(token_ids))
+        x = self.out(self.attn(self.qkv(normed), QKNormRope(None, None, 0.0, cos_sin)))
+        normed = self.norms[1](x, normed.residual)
+        x = self.down(self.up(normed, SiluAndMul()))
+        return self.norms[2](x, normed.residual).tensor()
 
     def compute_logits(self, hidden_states, sampling_params=None):
         return self.lm_head(hidden_states, sampling_params)

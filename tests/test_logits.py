@@ -275,13 +275,13 @@ def test_sample_kernel_keeps_to_cutoffs(first_id, dtype):
     ids = torch.arange(5001) + first_id
     cutoffs = token_keys(torch.linspace(-1, 3, 20).mul(8).round().div(8), ids[torch.randint(5001, (20,))]).to(DEVICE)
     cutoffs[0] = KEEPS_ALL
-    best, drawn = ops.sample(logits, temperatures, seeds, positions, 7, first_id, cutoffs=cutoffs)
+    best, drawn = ops.sample(logits, temperatures, seeds, positions, first_id, cutoffs=cutoffs)
     noise = [x.cpu() for x in (temperatures, seeds, positions, cutoffs)]
     assert torch.equal(drawn.cpu(), Sampler(first_id=first_id)(logits.cpu(), *noise))
     keys = token_keys(logits.cpu().float(), ids).gather(1, drawn.cpu()[:, None].long() - first_id)[:, 0]
     possible = best.cpu() > -torch.inf
     assert (keys >= cutoffs.cpu())[possible].all() and possible.sum() >= 15
-    assert not torch.equal(drawn, ops.sample(logits, temperatures, seeds, positions, 7, first_id)[1])
+    assert not torch.equal(drawn, ops.sample(logits, temperatures, seeds, positions, first_id)[1])
 
 
 # -- log-probabilities -------------------------------------------------------------------------------------------------

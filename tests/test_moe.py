@@ -9,13 +9,12 @@ from conftest import CUDA, DEVICE, DTYPES, NAN, Peers, assert_close, each_dtype,
 
 triton = pytest.importorskip("triton")
 
-from nanovllm.kernels import moe_gemm, moe_gemv, moe_routing, ops
+from nanovllm.kernels import moe_gemm, moe_gemv, moe_routing
 from nanovllm.kernels.dependent_launch import has_tma
 from nanovllm.kernels.moe_routing import Routing, max_tiles, sort_by_expert
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.moe import DOWN, GATE, UP, MoE, route
-from nanovllm.layers.partial_sum import PartialSum
-from nanovllm.utils.tensor_parallel import TensorParallel
+from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 # both ways of reading tiles, which the interpreter can run as well
@@ -46,11 +45,15 @@ def use_tma(monkeypatch):
 
 
 @pytest.fixture
-def with_kernels(monkeypatch):
-    """Layers use the kernels, also in the interpreter, in a step without padding."""
+def in_a_step(monkeypatch):
+    """Without padding."""
     monkeypatch.setattr("nanovllm.layers.moe.get_context", lambda: SimpleNamespace(slot_mapping=None))
-    for module in ("moe", "partial_sum"):
-        monkeypatch.setattr(f"nanovllm.layers.{module}.triton_ops", lambda x: ops)
+
+
+@pytest.fixture
+def with_kernels(use_ops, in_a_step):
+    """Layers use the kernels, also in the interpreter."""
+    use_ops("mix_experts", "add_rms_norm")
 
 
 def expert_weights(num_experts: int, hidden: int, size: int, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,7 +81,7 @@ def test_route(num_experts, top_k, split_k, renormalize):
     for part in logits[1:]:
         total += part  # in the order of the kernel: rounding decides near ties
     weights, expert_ids = route(total, top_k, renormalize)
-    routing = ops.route(logits, top_k, renormalize)
+    routing = moe_routing.route(logits, top_k, renormalize)
     assert torch.equal(routing.expert_ids.long(), expert_ids) and routing.num_experts == num_experts
     assert routing.expert_ids.dtype == torch.int32 and routing.weights.dtype == torch.float32
     assert_close(routing.weights, weights)
@@ -94,7 +97,7 @@ def test_equal_logits_prefer_the_lower_expert(dtype):
     logits[2] = torch.arange(60).to(DEVICE, dtype).div(8, rounding_mode="floor")
     expected = [[0, 1, 2, 3], [7, 33, 50, 0], [56, 57, 58, 59]]
     assert route(logits, 4, True)[1].tolist() == expected
-    assert ops.route(logits[None], 4, True).expert_ids.tolist() == expected
+    assert moe_routing.route(logits[None], 4, True).expert_ids.tolist() == expected
 
 
 def test_near_ties_are_decided_by_the_last_bit():
@@ -102,7 +105,9 @@ def test_near_ties_are_decided_by_the_last_bit():
     base = torch.full((1, 33), 5.0)
     base[0, 20] = torch.nextafter(base[0, 20], torch.tensor(9.0))
     logits = base.to(DEVICE)
-    assert ops.route(logits[None], 2, True).expert_ids.tolist() == route(logits, 2, True)[1].tolist() == [[20, 0]]
+    assert (
+        moe_routing.route(logits[None], 2, True).expert_ids.tolist() == route(logits, 2, True)[1].tolist() == [[20, 0]]
+    )
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -110,22 +115,22 @@ def test_any_logits_choose_valid_and_distinct_experts():
     """Rows that pad a batch may hold anything, and must not make a kernel read other memory than the experts'."""
     inf = float("inf")
     logits = torch.tensor([[NAN] * 40, [inf] * 40, [-inf] * 40, [NAN, inf, 1.0, -inf] * 10]).to(DEVICE)
-    expert_ids = ops.route(logits[None], 8, True).expert_ids
+    expert_ids = moe_routing.route(logits[None], 8, True).expert_ids
     assert ((expert_ids >= 0) & (expert_ids < 40)).all()
     assert all(len(set(row)) == 8 for row in expert_ids.tolist())
 
 
 def test_padding_goes_where_the_first_token_goes():
     logits, slots = randn(2, 6, 20), torch.tensor([8, 9, -1, 3, -1, -1], dtype=torch.int32, device=DEVICE)
-    weights, expert_ids, _ = ops.route(logits, 3, True)
+    weights, expert_ids, _ = moe_routing.route(logits, 3, True)
     rows = [0, 1, 0, 3, 0, 0]
-    padded = ops.route(logits, 3, True, slots)
+    padded = moe_routing.route(logits, 3, True, slots)
     assert torch.equal(padded.expert_ids, expert_ids[rows]) and torch.equal(padded.weights, weights[rows])
 
 
 def test_router_logits():
     x, weight = randn(5, 72), randn(9, 72)
-    logits = ops.router_logits(x, weight)
+    logits = moe_routing.router_logits(x, weight)
     assert_close(logits.sum(0), x.double() @ weight.double().T)
 
 
@@ -134,7 +139,7 @@ def test_router_logits():
 def test_router_logits_in_float32_from_half_precision(monkeypatch, num_tokens, num_experts, hidden):
     monkeypatch.setattr(moe_routing, "has_tma", lambda device: True)
     x, weight = randn(num_tokens, hidden, dtype=torch.float16), randn(num_experts, hidden, dtype=torch.float16)
-    logits = ops.router_logits(x, weight)
+    logits = moe_routing.router_logits(x, weight)
     assert logits.dtype == torch.float32 and logits.shape[1:] == (num_tokens, num_experts)
     assert 1 <= len(logits) <= max(1, hidden // 128)
     assert_close(logits.sum(0), x.double() @ weight.double().T, 30)  # numbers of about sqrt(hidden)
@@ -215,7 +220,7 @@ GEMM_SHAPES = [  # tiles of 16 rows three times, of 32, 64 and 128
 
 def inputs(num_tokens, num_experts, top_k, hidden, size, dtype):
     x, logits = randn(num_tokens, hidden, dtype=dtype), randn(2, num_tokens, num_experts)
-    routing = ops.route(logits, top_k, True)
+    routing = moe_routing.route(logits, top_k, True)
     return x, logits, routing, *expert_weights(num_experts, hidden, size, dtype)
 
 
@@ -225,7 +230,7 @@ def test_moe_gemv(few_programs, shape, dtype):
     x, _, routing, gate_up, down = inputs(*shape, dtype)
     expected = reference(x, routing.weights, routing.expert_ids, gate_up, down)
     out = torch.full_like(x, NAN)
-    assert ops.moe_gemv(x, routing, gate_up, down, out=out) is out
+    assert moe_gemv.moe_gemv(x, routing, gate_up, down, out=out) is out
     assert_close(out, expected)
 
 
@@ -236,7 +241,7 @@ def test_moe_gemv_of_the_norm(dtype):
     norm_weight, eps = randn(40, dtype=dtype), 0.5  # as large as to count
     normed = x.double() * (x.double().square().mean() + eps).rsqrt() * norm_weight.double()
     expected = reference(normed, routing.weights, routing.expert_ids, gate_up, down)
-    assert_close(ops.moe_gemv(x, routing, gate_up, down, 0, norm_weight, eps), expected)
+    assert_close(moe_gemv.moe_gemv(x, routing, gate_up, down, 0, norm_weight, eps), expected)
 
 
 @each_dtype_and_tma
@@ -245,7 +250,7 @@ def test_moe_gemm(use_tma, shape, tma, dtype):
     """All widths of tiles that the number of rows may have, the last ones not full, and sizes at odds with tiles."""
     use_tma(tma)
     x, _, routing, gate_up, down = inputs(*shape, dtype)
-    parts = ops.moe_gemm(x, routing, gate_up, down)
+    parts = moe_gemm.moe_gemm(x, routing, gate_up, down)
     assert parts.shape == (shape[2], *x.shape) and parts.dtype == dtype
     # each part is rounded on its own
     assert_close(parts.float().sum(0).to(dtype), reference(x, *routing[:2], gate_up, down), 2)
@@ -261,7 +266,7 @@ def test_experts_without_tokens(use_tma, expert_ids, tma, dtype):
     weights = torch.rand(expert_ids.shape).to(DEVICE)
     gate_up[0] = down[0] = NAN  # nothing of it may be read
     expected = reference(x, weights, expert_ids - 1, gate_up[1:], down[1:])
-    parts = ops.moe_gemm(x, Routing(weights, expert_ids, 4), gate_up, down)
+    parts = moe_gemm.moe_gemm(x, Routing(weights, expert_ids, 4), gate_up, down)
     assert_close(parts.float().sum(0).to(dtype), expected, 2)
 
 
@@ -275,11 +280,11 @@ def test_a_row_does_not_depend_on_the_others(few_programs, num_tokens):
     other[-1], other_logits[:, -1] = x[-1], logits[:, -1]
     rows = []
     for some_x, some_logits in ((x, logits), (other, other_logits)):
-        routing = ops.route(some_logits, 2, True)
+        routing = moe_routing.route(some_logits, 2, True)
         if num_tokens == 3:
-            rows.append(ops.moe_gemv(some_x, routing, gate_up, down)[-1])
+            rows.append(moe_gemv.moe_gemv(some_x, routing, gate_up, down)[-1])
         else:
-            rows.append(ops.moe_gemm(some_x, routing, gate_up, down)[:, -1])
+            rows.append(moe_gemm.moe_gemm(some_x, routing, gate_up, down)[:, -1])
     assert rows[0].isfinite().all() and torch.equal(*rows)
 
 
@@ -306,8 +311,8 @@ def checkpoint(num_experts, hidden, size):
 
 
 def run(layer: MoE, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
-    y, residual = layer(PartialSum(x.clone()), residual.clone(), norm)
-    return y.reduce(), residual
+    normed = norm(PartialSum(x.clone()), residual.clone())
+    return layer(normed).reduce(), normed.residual
 
 
 def make_norm(hidden: int) -> RMSNorm:
@@ -317,11 +322,11 @@ def make_norm(hidden: int) -> RMSNorm:
 
 
 @pytest.fixture(params=["plain", "kernels"])
-def path(request, few_programs):
+def path(request, few_programs, use_ops, in_a_step):
     if request.param == "kernels":
         request.getfixturevalue("with_kernels")
-    elif CUDA:
-        request.getfixturevalue("monkeypatch").setattr("nanovllm.layers.moe.triton_ops", lambda x: None)
+    else:
+        use_ops(table={})
     return request.param
 
 
@@ -356,7 +361,7 @@ def test_layer_against_transformers(path, num_tokens, num_experts, top_k, renorm
     x, residual, norm = randn(num_tokens, hidden), randn(num_tokens, hidden), make_norm(hidden)
     out, total = run(layer, x, residual, norm)
     assert torch.equal(total, x + residual)
-    expected = theirs(norm(total)[None])[0].view_as(out)
+    expected = theirs(norm(PartialSum(total)).tensor()[None])[0].view_as(out)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -374,8 +379,9 @@ def test_parts_of_ranks_add_up(path, num_tokens, size, peers, expert_parallel):
         tp = (Peers if peers else Shard)(rank, size)
         layer = make_layer(8, 3, 64, 48, tp, expert_parallel)
         load_stacked(layer, *weights)
-        y, its_total = layer(PartialSum(x.clone()), residual.clone(), norm)
-        assert torch.equal(its_total, total) and y.split_k == 1 and (not peers or y.parts is tp.parts)
+        normed = norm(PartialSum(x.clone()), residual.clone())
+        y = layer(normed)
+        assert torch.equal(normed.residual, total) and y.split_k == 1 and (not peers or y.parts is tp.parts)
         out += y.parts.reshape(out.shape)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
@@ -385,21 +391,23 @@ def test_several_parts_before_the_layer(path):
     layer, norm = make_layer(4, 2, 64, 40), make_norm(64)
     load_stacked(layer, *checkpoint(4, 64, 40))
     parts, residual = randn(3, 1, 64), randn(1, 64)
-    y, total = layer(PartialSum(parts, 3), residual.clone(), norm)
+    normed = norm(PartialSum(parts, 3), residual.clone())
+    y = layer(normed)
     expected, _ = run(layer, parts.sum(0), residual, norm)
-    torch.testing.assert_close(total, parts.sum(0) + residual)
+    torch.testing.assert_close(normed.residual, parts.sum(0) + residual)
     torch.testing.assert_close(y.reduce(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_next_norm_adds_up_the_parts(with_kernels):
     layer, norm = make_layer(6, 4, 64, 40), make_norm(64)
     load_stacked(layer, *checkpoint(6, 64, 40))
-    y, residual = layer(PartialSum(randn(9, 64)), randn(9, 64), norm)
+    normed = norm(PartialSum(randn(9, 64)), randn(9, 64))
+    y, residual = layer(normed), normed.residual
     assert y.split_k == 4 and y.parts.shape == (4, 9, 64)
     expected = y.reduce() + residual
-    normed, total = norm.add_rms_norm(y, residual)
-    torch.testing.assert_close(total, expected)
-    torch.testing.assert_close(normed, norm(total))
+    normed = norm(y, residual)
+    torch.testing.assert_close(normed.residual, expected)
+    torch.testing.assert_close(normed.tensor(), norm(PartialSum(expected)).tensor())
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True], ids=["inner size", "experts"])

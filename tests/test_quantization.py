@@ -29,7 +29,13 @@ from nanovllm.utils.loader import load_model
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 ops = pytest.importorskip("nanovllm.kernels.ops")
+from nanovllm.kernels import mix_experts, moe_gemm, moe_routing, scaled_linear
+from nanovllm.kernels.scaled_gemv import choose_gemv_split_k, scaled_gemv
+from nanovllm.kernels.scaled_moe_gemm import scaled_moe_gemm
+from nanovllm.kernels.scaled_moe_gemv import scaled_moe_gemv
+
 E4M3 = torch.float8_e4m3fn
+SCALED = "scaled_linear", "best_scaled_split_k", "dequantize"
 BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
@@ -198,13 +204,10 @@ def test_engine_of_two_ranks(make_llm, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")
 @pytest.mark.parametrize("name, format_name", [("llama-biases", "small-blocks")])
-def test_parity_on_kernels(monkeypatch, make_llm, tmp_path, name, format_name):
+def test_parity_on_kernels(monkeypatch, use_ops, make_llm, tmp_path, name, format_name):
     """Without FP8 units: chunks, several decodes, and a single one."""
-    for module in ("fusion", "layernorm", "linear", "partial_sum"):
-        monkeypatch.setattr(f"nanovllm.layers.{module}.triton_ops", lambda x: ops)
-    monkeypatch.setattr("nanovllm.quantization.scaled_linear.triton_ops", lambda x: ops)
-    monkeypatch.setattr("nanovllm.quantization.scaled_linear.MAX_GEMM_ROWS", 8)
-    monkeypatch.setattr("nanovllm.quantization.scaled_linear.ScaledLinear.max_split_k_rows", 8)
+    use_ops("linear", "norm_linear", "best_split_k", "add_rms_norm", *SCALED)
+    monkeypatch.setattr(scaled_linear, "MAX_SCALED_ROWS", 8)
     folder, plain = write_quantized(make_checkpoint(tmp_path, name), tmp_path, format_name)
     llm = make_llm(folder, **SMALL)
     assert_same_as_transformers(
@@ -216,13 +219,11 @@ def test_parity_on_kernels(monkeypatch, make_llm, tmp_path, name, format_name):
 @pytest.mark.parametrize(
     "name, format_name", [("llama-biases", "block"), ("qwen3", "ct-channel"), ("qwen3-moe", "ct-channel")]
 )
-def test_fp8_units(monkeypatch, make_llm, tmp_path, name, format_name):
+def test_fp8_units(monkeypatch, use_ops, make_llm, tmp_path, name, format_name):
     """Activations of several rows are quantized: by the norm, the activation, or a kernel of their own."""
-    for module in ("fusion", "layernorm", "linear", "partial_sum", "activation", "moe"):
-        monkeypatch.setattr(f"nanovllm.layers.{module}.triton_ops", lambda x: ops)
-    for module in ("scaled_linear", "fp8_linear", "plan"):
-        monkeypatch.setattr(f"nanovllm.quantization.{module}.triton_ops", lambda x: ops)
-    monkeypatch.setattr(ops, "has_fp8_units", lambda device: True)
+    products = "linear", "norm_linear", "best_split_k", "add_rms_norm", "silu_and_mul", "mix_experts"
+    use_ops(*products, "quantize_rows", *SCALED)
+    monkeypatch.setattr("nanovllm.quantization.plan.has_fp8_units", lambda device: True)
     monkeypatch.setattr("nanovllm.kernels.scaled_gemv.MAX_TILE_K", 64)
     monkeypatch.setattr("nanovllm.kernels.scaled_gemv.K_MULTIPLE", 32)
     monkeypatch.setattr("nanovllm.quantization.fp8_linear.MAX_GEMM_ROWS", 8)
@@ -233,10 +234,10 @@ def test_fp8_units(monkeypatch, make_llm, tmp_path, name, format_name):
     kernels = {"scaled_gemv", "scaled_gemm", "quantize_rows", "rms_norm_quantize"}
     kernels |= {"scaled_moe_gemv", "scaled_moe_gemm"} if name == "qwen3-moe" else {"silu_and_mul_quantize"}
     for kernel in kernels:
-        call = getattr(ops, kernel)
-        monkeypatch.setattr(
-            ops, kernel, lambda *a, kernel=kernel, call=call, **k: calls.append((kernel, a)) or call(*a, **k)
-        )
+        for module in (ops, mix_experts, scaled_linear):
+            if (call := getattr(module, kernel, None)) is not None:
+                note = lambda *a, kernel=kernel, call=call, **k: calls.append((kernel, a)) or call(*a, **k)
+                monkeypatch.setattr(module, kernel, note)
     folder, plain = write_quantized(make_checkpoint(tmp_path, name), tmp_path, format_name)
     llm = make_llm(folder, **SMALL)
     lengths = [4, 2, 2, 2]
@@ -511,7 +512,7 @@ def test_scaled_gemv(fresh_memory_is_nan, dtype, kind, shape, gated, has_bias, s
     expected = F.linear(x.double(), dequantize(values, scales, torch.float64), None if bias is None else bias.double())
     if gated:
         expected = F.silu(expected[:, : n // 2]) * expected[:, n // 2 :]
-    y = ops.scaled_gemv(x, values, scales, bool(gated), bias, split_k)
+    y = scaled_gemv(x, values, scales, bool(gated), bias, split_k)
     if split_k > 1:
         assert y.shape == (split_k, 1, n)
         y = y.float().sum(0).to(dtype)
@@ -519,8 +520,8 @@ def test_scaled_gemv(fresh_memory_is_nan, dtype, kind, shape, gated, has_bias, s
 
 
 @pytest.mark.parametrize("k, has_bias, split_k", [(128, False, 1), (256, True, 1), (256, False, 2)])
-def test_one_row_to_peers(monkeypatch, k, has_bias, split_k):
-    monkeypatch.setattr("nanovllm.quantization.scaled_linear.triton_ops", lambda x: ops)
+def test_one_row_to_peers(monkeypatch, use_ops, k, has_bias, split_k):
+    use_ops(*SCALED)
     monkeypatch.setattr("nanovllm.kernels.scaled_gemv.MAX_TILE_K", 128)
     tp = Peers()
     with torch.device(DEVICE):
@@ -552,7 +553,7 @@ def test_one_row_to_peers(monkeypatch, k, has_bias, split_k):
 )
 def test_split_k_of_one_row(k, max_split_k, split_k):
     """The fewest parts that fill at least three quarters of a tile, whose width is a power of two."""
-    assert ops.choose_gemv_split_k(k, max_split_k) == split_k
+    assert choose_gemv_split_k(k, max_split_k) == split_k
 
 
 WIDE = [shape for shape in SHAPES if shape[3] >= 32]
@@ -668,7 +669,7 @@ EXPERT_SHAPES = [
 
 def expert_inputs(num_tokens, num_experts, top_k, hidden, size, block, dtype=torch.float16):
     x = randn(num_tokens, hidden, dtype=dtype)
-    routing = ops.route(randn(1, num_tokens, num_experts), top_k, True)
+    routing = moe_routing.route(randn(1, num_tokens, num_experts), top_k, True)
     gate_up = scaled_experts(num_experts, 2 * size, hidden, *(block or (1, hidden)))
     down = scaled_experts(num_experts, hidden, size, *((block[0], min(block[1], 32)) if block else (1, size)))
     return x, routing, (gate_up[0], gate_up[1] / 8), (down[0], down[1] / 8)
@@ -686,7 +687,7 @@ def test_scaled_moe_gemv(few_programs, shape):
     x, routing, gate_up, down = expert_inputs(*shape)
     expected = experts_reference(x, routing, gate_up, down)
     out = torch.full_like(x, torch.nan)
-    assert ops.scaled_moe_gemv(x, routing, gate_up, down, out=out) is out
+    assert scaled_moe_gemv(x, routing, gate_up, down, out=out) is out
     assert_close(out, expected, 10 * max(1.0, expected.abs().max().item()))
 
 
@@ -695,7 +696,7 @@ def test_scaled_moe_gemv(few_programs, shape):
 @pytest.mark.parametrize("shape", EXPERT_SHAPES[:3], ids=str)
 def test_scaled_moe_gemm(fresh_memory_is_nan, shape, num_tokens, quantize):
     x, routing, gate_up, down = expert_inputs(num_tokens, *shape[1:])
-    parts = ops.scaled_moe_gemm(x, routing, gate_up, down, 0, quantize)
+    parts = scaled_moe_gemm(x, routing, gate_up, down, 0, quantize)
     expected = experts_reference(x, routing, gate_up, down)
     assert parts.shape == (shape[2], *x.shape)
     difference = (parts.double().sum(0) - expected).norm() / expected.norm()
@@ -709,8 +710,8 @@ def test_experts_of_other_ranks(few_programs, quantize):
     local = [tuple(t[2:].contiguous() for t in weight) for weight in (gate_up, down)]
     weights = torch.where(routing.expert_ids >= 2, routing.weights, 0.0)
     expected = experts_reference(x, routing._replace(weights=weights), gate_up, down)
-    assert_close(ops.scaled_moe_gemv(x, routing, *local, 2), expected, 10 * max(1.0, expected.abs().max().item()))
-    parts = ops.scaled_moe_gemm(x, routing, *local, 2, quantize)
-    y = ops.sum_local_parts(parts, routing, 2, 2)
+    assert_close(scaled_moe_gemv(x, routing, *local, 2), expected, 10 * max(1.0, expected.abs().max().item()))
+    parts = scaled_moe_gemm(x, routing, *local, 2, quantize)
+    y = moe_gemm.sum_local_parts(parts, routing, 2, 2)
     difference = (y.double() - expected).norm() / expected.norm()
     assert difference < (0.06 if quantize else 0.003), difference

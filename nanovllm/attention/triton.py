@@ -40,10 +40,11 @@ class TritonBackend(AttentionBackend):
     def query_tile_size(self, group, head_dim, dtype):
         return self.ops.query_tile_size(group, head_dim, dtype)
 
-    def fuses_qk_norm_rope(self, batch_size, kv_heads, device):
-        return self.ops.fuses_qk_norm_rope(batch_size, kv_heads, device)
-
-    def decode_qkv(self, qkv, qk_norm_rope, cache, context):
+    def attend_qkv(self, qkv, qk_norm_rope, cache, context):
+        """Few sequences that decode are one kernel."""
+        is_decode = not context.has_chunks and context.tokens_per_row == 1  # drafts attend to keys of the same step
+        if not is_decode or not self.ops.fuses_qk_norm_rope(len(qkv), cache.k.shape[2], qkv.device):
+            return super().attend_qkv(qkv, qk_norm_rope, cache, context)
         return self.ops.decode_attention_of_qkv(
             qkv,
             *qk_norm_rope,

@@ -7,9 +7,8 @@ from torch.distributed import Store
 
 from nanovllm.kernels import ops
 from nanovllm.kernels.peers import PeerBarrier
-from nanovllm.layers.partial_sum import PartialSum
 from nanovllm.utils.double_buffer import DoubleBuffer
-from nanovllm.utils.tensor_parallel import TensorParallel
+from nanovllm.utils.tensor_parallel import Compute, PartialSum, TensorParallel
 
 MAX_PROGRAMS = 512  # of a kernel that waits for the other ranks
 MAX_KEYS = 65536
@@ -35,19 +34,7 @@ class PeerSum(PartialSum):
 
     def reduce(self) -> torch.Tensor:
         ones = torch.ones(self.parts.shape[-1], dtype=self.parts.dtype, device=self.parts.device)
-        return self.add_rms_norm(ones, 1.0, None)[1]  # there is no kernel for the sum alone
-
-    def add_rms_norm(
-        self, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return ops.sum_rms_norm(self.parts, self.barrier, weight, eps, residual)
-
-    def gather_columns(self, sampling_params: torch.Tensor | None) -> torch.Tensor:
-        """The ranks' parts side by side instead of their sum: [T, ranks * N], of a split_k of 1.
-
-        With `sampling_params`, rows that are not filtered may lack the other ranks' columns.
-        """
-        return ops.gather_columns(self.parts[0], self.barrier, sampling_params)
+        return ops.sum_rms_norm(self.parts, self.barrier, ones, 1.0)[1]  # there is no kernel for the sum alone
 
 
 class PeerMemory:
@@ -118,8 +105,6 @@ class PeerMemory:
 class PeerTensorParallel(TensorParallel):
     """Ranks on GPUs that read each other's memory: the kernel that reads a sum also adds it up."""
 
-    has_peers = True
-
     def __init__(self, peers: PeerMemory):
         super().__init__(peers.rank, peers.size)
         self.peers: PeerMemory | None = peers
@@ -128,8 +113,19 @@ class PeerTensorParallel(TensorParallel):
     def max_of_ranks(self, keys: torch.Tensor) -> torch.Tensor:
         return ops.max_of_ranks(keys, self.peers.keys_barrier())
 
-    def peer_sum(self, split_k: int, num_rows: int, width: int, dtype: torch.dtype) -> PeerSum:
-        return self.peers.next_sum(split_k, num_rows, width, dtype)
+    def sum(self, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, split_k: int = 1) -> PeerSum:
+        y = self.peers.next_sum(split_k, num_rows, width, dtype)
+        compute(y.parts)
+        return y
+
+    def max_split_k(self, num_rows: int) -> int:
+        return 2 if num_rows <= 32 else 1  # every rank reads the parts of all
+
+    def gather(
+        self, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, params: torch.Tensor | None
+    ) -> torch.Tensor:
+        y = self.sum(compute, num_rows, width, dtype)
+        return ops.gather_columns(y.parts[0], y.barrier, params)
 
     def abort(self) -> None:
         super().abort()

@@ -186,7 +186,7 @@ class ModelRunner:
     def run_model(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
         """Hidden states [T, hidden_size], and those to be sampled; keys, values and token ids are in the cache then."""
         if batch.shape.num_decodes:
-            place_decodes(batch, self.tables, self.config.kvcache_block_size)
+            place_decodes(self.tables, batch, self.config.kvcache_block_size)
         self.slot_token_ids[batch.slot_mapping] = batch.input_ids  # a slot of -1 is the last, which belongs to no block
         with attention_context(self._context(batch)):
             hidden_states = self.model(batch.input_ids, batch.positions)
@@ -225,7 +225,7 @@ class ModelRunner:
         cutoffs = logit_cutoffs(logits, rows)
         logits = self.model.lm_head.own_part(logits)
         token_ids = self.sampler(logits, rows.column("temperature"), seeds(params), x.positions, cutoffs)
-        counts = accept(x, token_ids, self.tables)
+        counts = accept(x.req_indices, x.positions, token_ids, self.tables)
         if counts is None:
             return token_ids, token_ids
         proposer = next(feature for feature in self.features.values() if feature.num_drafts)

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.engine.batch import DeviceBatch
-from nanovllm.engine.step_result import SamplerInput
-from nanovllm.kernels import triton_ops
+from nanovllm.kernels import operation
 
 
 class RequestTables(NamedTuple):
@@ -21,6 +20,10 @@ class RequestTables(NamedTuple):
     block_tables: torch.Tensor  # [requests, W + 1]; nobody reads the last column
     params: torch.Tensor  # [requests, WIDTH]: see kernels/sampling_columns.py
 
+    @property
+    def device(self) -> torch.device:
+        return self.num_tokens.device
+
     @classmethod
     def zeros(
         cls, num_requests: int, tokens_per_row: int, max_blocks_per_seq: int, num_params: int, device: torch.device
@@ -29,15 +32,13 @@ class RequestTables(NamedTuple):
         return cls(*(torch.zeros(num_requests + 1, *dims, dtype=torch.int32, device=device) for dims in shapes))
 
 
-def place_decodes(batch: DeviceBatch, tables: RequestTables, block_size: int) -> None:
+@operation
+def place_decodes(tables: RequestTables, batch: DeviceBatch, block_size: int) -> None:
     """Fill in the rows of a batch that decode: token ids, positions, slots, lengths and block tables.
 
     A sequence has `tokens_per_row` rows, which attend to one token more each: its last token, then drafts. Rows past
     its `num_reserved` are copies of the last one. Padding has no tokens, and slots of -1.
     """
-    if (ops := triton_ops(batch.buffer)) is not None:
-        ops.place_decodes(batch, tables, block_size)
-        return
     k = batch.shape.tokens_per_row
     n = int(batch.num_decodes) if batch.shape.is_padded else batch.shape.num_decodes
     req_indices, num_reserved, new_blocks = _arrays(batch.req_indices, batch.num_reserved, batch.new_blocks)
@@ -56,16 +57,17 @@ def place_decodes(batch: DeviceBatch, tables: RequestTables, block_size: int) ->
     field[:n].reshape(n // k, k, -1)[:] = block_tables[req_indices, : field.shape[1]]
 
 
-def accept(x: SamplerInput, token_ids: torch.Tensor, tables: RequestTables) -> torch.Tensor | None:
+@operation
+def accept(
+    req_indices: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, tables: RequestTables
+) -> torch.Tensor | None:
     """How many of its sampled tokens [S * k] each sequence gets: counts [S] int32; None if k, `tokens_per_row`, is 1.
 
     A draft is right if it equals the token that was sampled in its place. Rows whose position is that of the row before
     them have none. The last token becomes the next input, and the length grows.
     """
-    if (ops := triton_ops(token_ids)) is not None:
-        return ops.accept(x.req_indices, x.positions, token_ids, tables)
     k = tables.last_token_ids.shape[1]
-    req_indices, positions, tokens = _arrays(x.req_indices[::k], x.positions, token_ids)
+    req_indices, positions, tokens = _arrays(req_indices[::k], positions, token_ids)
     last_token_ids, num_tokens = _arrays(*tables[:2])
     if k == 1:
         last_token_ids[req_indices, 0], num_tokens[req_indices] = tokens, positions + 2

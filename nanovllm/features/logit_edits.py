@@ -13,7 +13,7 @@ import torch
 
 from nanovllm.engine.features import Arrays, StepFeature
 from nanovllm.engine.scheduled_step import ScheduledStep
-from nanovllm.kernels import triton_ops
+from nanovllm.kernels import operation
 from nanovllm.kernels.sampling_columns import EDITS
 from nanovllm.layers.logits import SamplingRows
 from nanovllm.sampling_params import SamplingParams, check_token_ids
@@ -149,6 +149,7 @@ def mask_of(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view("<i4")
 
 
+@operation
 def penalize(logits: torch.Tensor, rows: SamplingRows, tables: EditTables) -> None:
     """Add biases, apply penalties and ban tokens: edits logits [S, vocabulary] in place, in their dtype.
 
@@ -156,9 +157,6 @@ def penalize(logits: torch.Tensor, rows: SamplingRows, tables: EditTables) -> No
     prompt and the output. As in vLLM, frequency and presence penalties count tokens of the output alone. Ids that are
     not allowed get -inf; so does the last token of a bad word if the output ends with the word's other tokens.
     """
-    if (ops := triton_ops(logits)) is not None:
-        ops.penalize(logits, rows, tables)
-        return
     edits = rows.params[:, EDITS]
     for row in edits.any(1).nonzero().flatten().tolist() if edits.any() else ():
         _penalize_row(logits[row], rows, tables, row)

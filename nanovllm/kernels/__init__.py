@@ -1,24 +1,65 @@
-"""Triton kernels behind functions on tensors, which know nothing of layers."""
+"""Operations: functions that plain PyTorch defines, and that a device may compute in its own way.
+
+The definitions stand where they are used, mostly in `layers/`, and are what a CPU computes. `ops.py` is the table of
+CUDA, which computes them by Triton kernels; `register_ops` adds that of another device.
+"""
 
 import importlib
 import importlib.util
-from functools import cache
-from types import ModuleType
+from collections.abc import Callable, Mapping
+from functools import cache, wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def triton_ops(x: torch.Tensor) -> ModuleType | None:
-    """The kernels that replace plain PyTorch for `x`; None if `x` is not on CUDA or Triton is missing."""
-    return _ops() if x.is_cuda else None
+_tables: dict[str, Mapping[str, Callable]] = {}  # by the type of the device
+_forget: list[Callable[[], None]] = []  # who computes an operation, of each operation
+
+
+def ops_for(device: torch.device) -> Mapping[str, Callable]:
+    """What a device computes in its own way, by the names of the operations: on a CPU nothing."""
+    if device.type not in _tables:
+        has_kernels = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        _tables[device.type] = vars(importlib.import_module("nanovllm.kernels.ops")) if has_kernels else {}
+    return _tables[device.type]
+
+
+def register_ops(device_type: str, table: Mapping[str, Callable]) -> None:
+    """Let all devices of a type compute the operations that `table` has by their names.
+
+    A function takes and returns what the definition does. What it returns NotImplemented for, the definition computes.
+    """
+    _tables[device_type] = table
+    for forget in _forget:
+        forget()
+
+
+def operation(definition: Callable[P, R]) -> Callable[P, R]:
+    """A decorator: the device of the first argument computes the operation in its own way, or as it is defined."""
+
+    @cache  # a small model on a CPU computes 50 operations for a token
+    def choose(device: torch.device) -> Callable:
+        if (own := ops_for(device).get(definition.__name__)) is None:
+            return definition
+
+        def compute_or_define(*args, **options):
+            result = own(*args, **options)
+            return definition(*args, **options) if result is NotImplemented else result
+
+        return compute_or_define
+
+    @wraps(definition)
+    def compute(x, *args, **options):
+        return choose(x.device)(x, *args, **options)
+
+    _forget.append(choose.cache_clear)
+    return compute
 
 
 @cache
 def has_fp8_units(device: torch.device) -> bool:
     """Whether the device converts and multiplies e4m3: GPUs from compute capability 8.9 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-@cache
-def _ops() -> ModuleType | None:
-    return importlib.import_module("nanovllm.kernels.ops") if importlib.util.find_spec("triton") else None

@@ -1,6 +1,9 @@
-"""The kernels by name; importing this needs Triton."""
+"""The table of CUDA: the kernels by name, and which of them computes an operation. Importing this needs Triton.
 
-from nanovllm.kernels import has_fp8_units
+What has the name of an operation computes it, and returns NotImplemented where the definition is as fast. The rest is
+what this is made of, and what rooms call that run on CUDA alone.
+"""
+
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.decode_attention import decode_attention, decode_attention_of_qkv, fuses_qk_norm_rope
 from nanovllm.kernels.dequantize import dequantize
@@ -9,10 +12,7 @@ from nanovllm.kernels.filters import logit_cutoffs
 from nanovllm.kernels.gemv import gemv
 from nanovllm.kernels.host_memory import deliver, fetch
 from nanovllm.kernels.layernorm import rms_norm
-from nanovllm.kernels.linear import small_batch_linear
-from nanovllm.kernels.moe_gemm import moe_gemm, sum_local_parts
-from nanovllm.kernels.moe_gemv import MAX_GEMV_TOKENS, moe_gemv
-from nanovllm.kernels.moe_routing import route, router_logits
+from nanovllm.kernels.mix_experts import mix_experts
 from nanovllm.kernels.norm_rope_store import norm_rope_store
 from nanovllm.kernels.peers import gather_columns, max_of_ranks, sum_rms_norm
 from nanovllm.kernels.penalties import penalize
@@ -20,8 +20,51 @@ from nanovllm.kernels.prefill_attention import prefill_attention, query_tile_siz
 from nanovllm.kernels.quantize_rows import quantize_rows, rms_norm_quantize, silu_and_mul_quantize
 from nanovllm.kernels.request_tables import accept, place_decodes
 from nanovllm.kernels.sampling import sample
-from nanovllm.kernels.scaled_gemm import QuantizedRows, choose_scaled_split_k, scaled_gemm
-from nanovllm.kernels.scaled_gemv import choose_gemv_split_k, scaled_gemv
-from nanovllm.kernels.scaled_moe_gemm import scaled_moe_gemm
-from nanovllm.kernels.scaled_moe_gemv import scaled_moe_gemv
+from nanovllm.kernels.scaled_gemm import QuantizedRows, scaled_gemm
+from nanovllm.kernels.scaled_linear import best_scaled_split_k, min_block_columns, scaled_linear
 from nanovllm.kernels.split_k_gemm import choose_split_k, split_k_gemm
+
+
+def linear(x, weight, bias=None, split_k=1, out=None):
+    if len(x) == 1:
+        return gemv(x, weight, bias=bias, out=None if out is None else out[0])[0]
+    if bias is None and split_k > 1:
+        return split_k_gemm(x, weight, split_k, out)
+    if bias is None and choose_split_k(x, weight, 1):
+        return split_k_gemm(x, weight, 1, out)[0]
+    return NotImplemented  # the library is as fast, or only the library adds a bias
+
+
+def norm_linear(x, weight, bias=None, act=None):
+    """Of a single row norm, product and activation are one kernel, if the row is whole; else the norm has its own."""
+    if len(x) != 1:
+        return NotImplemented
+    if (summands := x.summands()) is None:
+        return gemv(x.tensor(), weight, gated=act is not None, bias=bias)[0]
+    row, residual = summands
+    y, x.total = gemv(row, weight, x.weight, x.eps, residual, act is not None, bias)
+    return y
+
+
+def best_split_k(x, weight, max_split_k):
+    return max(1, choose_split_k(x, weight, max_split_k)) if len(x) > 1 else 1
+
+
+def add_rms_norm(x, residual, weight, eps):
+    if x.barrier is not None:
+        return sum_rms_norm(x.parts, x.barrier, weight, eps, residual)
+    if residual is None:
+        total = x.reduce()
+        return rms_norm(total, weight, eps), total
+    return rms_norm(x.parts, weight, eps, residual, x.split_k), residual
+
+
+def norm_rope_and_store(qkv, qk_norm_rope, slot_mapping, cache):
+    return norm_rope_store(qkv, *qk_norm_rope, slot_mapping, cache.k, cache.v, cache.scales)
+
+
+def embed_shard(token_ids, weight, first_id, out=None):
+    if out is None:
+        return NotImplemented
+    embed_range(token_ids, weight, first_id, out)
+    return out

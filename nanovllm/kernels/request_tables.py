@@ -82,7 +82,7 @@ def _accept_kernel(
         tl.store(counts_ptr + seq, count)
 
 
-def place_decodes(batch, tables, block_size: int) -> None:
+def place_decodes(tables, batch, block_size: int) -> None:
     """`batch` is an engine.batch.Batch on the device, and `tables` are engine.request_tables.RequestTables."""
     k, width = batch.shape.tokens_per_row, batch.block_tables.shape[1]
     grid = (batch.shape.num_decodes // k,)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import launch_ordinary
+from nanovllm.kernels.sampling_columns import PHILOX_ROUNDS
 from nanovllm.kernels.token_order import logit_and_id
 
 
@@ -98,7 +99,6 @@ def sample(
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
-    rounds: int,
     first_id: int = 0,
     tile: int = 2048,
     per_split: int = 2048,
@@ -106,9 +106,9 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores and ids [S] of the tokens that `layers.sampler.Sampler` draws from logits [S, vocabulary].
 
-    temperatures [S] float32, seeds [S, 2] int32 (low and high word), positions [S] int32; rounds of Philox; cutoffs [S]
-    int64, the smallest keys that may be drawn (see token_order.py). Column 0 of the logits is the token `first_id`. Of
-    equal scores the lowest id wins.
+    temperatures [S] float32, seeds [S, 2] int32 (low and high word), positions [S] int32; cutoffs [S] int64, the
+    smallest keys that may be drawn (see token_order.py). Column 0 of the logits is the token `first_id`. Of equal
+    scores the lowest id wins.
     """
     num_rows, vocab_size = logits.shape
     first_id_mod_4 = first_id % 4
@@ -134,7 +134,7 @@ def sample(
             PER_SPLIT=per_split,
             TILE=tile,
             SPLITS=splits,
-            ROUNDS=rounds,
+            ROUNDS=PHILOX_ROUNDS,
             HARDWARE=logits.is_cuda,
             FIRST_ID_MOD_4=first_id_mod_4,
         )

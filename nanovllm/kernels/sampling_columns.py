@@ -7,6 +7,8 @@ The last two words are the seed of the noise.
 from collections.abc import Iterable
 from typing import NamedTuple
 
+# of the generator of the noise: the smallest number with which it passes every test of BigCrush, say its authors
+PHILOX_ROUNDS = 7
 MAX_CUSTOM_COLUMNS = 4  # of features that are registered from outside (engine.features.register_feature)
 
 

@@ -5,9 +5,30 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels import operation
 from nanovllm.layers.kv_cache import KVCache, chunk_size
-from nanovllm.layers.rotary_embedding import QKNormRope
+from nanovllm.layers.rotary_embedding import QKNormRope, norm_rope
 from nanovllm.utils.context import Context
+
+
+@operation
+def norm_rope_and_store(
+    qkv: torch.Tensor, qk_norm_rope: QKNormRope, slot_mapping: torch.Tensor, cache: KVCache
+) -> torch.Tensor:
+    """The queries [T, heads, head_dim] of qkv [T, heads + 2 kv_heads, head_dim]; keys and values go to their slots [T].
+
+    This definition takes no slot of -1, which kernels leave out.
+    """
+    q_weight, k_weight, eps, cos_sin = qk_norm_rope
+    num_kv_heads = cache.k.shape[2]
+    num_qk = qkv.shape[1] - num_kv_heads
+    num_heads, weight = num_qk - num_kv_heads, None
+    if q_weight is not None:
+        weight = torch.cat((q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)))
+    # queries and keys in one call: small operations on a CPU cost the same whatever their size
+    qk = norm_rope(qkv[:, :num_qk], weight, eps, cos_sin)
+    cache.store_kvcache(slot_mapping.long(), qk[:, num_heads:], qkv[:, num_qk:])
+    return qk[:, :num_heads]
 
 
 class AttentionBackend:
@@ -22,6 +43,13 @@ class AttentionBackend:
     def query_tile_size(self, group: int, head_dim: int, dtype: torch.dtype) -> int:
         """Tokens of a tile in `Context.query_tiles`, if `group` query heads share a key-value head; 0: no tiles."""
         return 0
+
+    def attend_qkv(self, qkv, qk_norm_rope: QKNormRope, cache: KVCache, context: Context) -> torch.Tensor:
+        """Norm and rope of queries and keys, the store of keys and values, and `attend`, from the qkv product.
+
+        qkv [T, heads + 2 kv_heads, head_dim] -> [T, heads, head_dim].
+        """
+        return self.attend(norm_rope_and_store(qkv, qk_norm_rope, context.slot_mapping, cache), cache, context)
 
     def attend(self, q, cache: KVCache, context: Context) -> torch.Tensor:
         """Each of a step's queries against the keys of its sequence up to its own -> [T, heads, head_dim]."""
@@ -39,17 +67,6 @@ class AttentionBackend:
 
     def decode(self, q, cache: KVCache, context: Context) -> torch.Tensor:
         """One query for each sequence that decodes -> [num_decodes, heads, head_dim]; any value where no keys are."""
-        raise NotImplementedError
-
-    def fuses_qk_norm_rope(self, batch_size: int, kv_heads: int, device: torch.device) -> bool:
-        """Whether `decode_qkv` is the fastest way to decode so many sequences."""
-        return False
-
-    def decode_qkv(self, qkv, qk_norm_rope: QKNormRope, cache: KVCache, context: Context) -> torch.Tensor:
-        """Norm and rope of queries and keys, the store of keys and values, and `decode`, from the qkv product.
-
-        qkv [B, heads + 2 kv_heads, head_dim] -> [B, heads, head_dim].
-        """
         raise NotImplementedError
 
 

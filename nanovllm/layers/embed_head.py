@@ -6,11 +6,24 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.kernels import triton_ops
+from nanovllm.kernels import operation
 from nanovllm.layers.linear import linear
-from nanovllm.layers.partial_sum import PartialSum
 from nanovllm.utils.loader import copy_shard, parameter
-from nanovllm.utils.tensor_parallel import TensorParallel
+from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
+
+
+@operation
+def embed_shard(
+    token_ids: torch.Tensor, weight: torch.Tensor, first_id: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Rows [T, N] of weight [n, N], which are those of `first_id` and the next ids; zeros for other ids.
+
+    `out` [1, T, N] takes them.
+    """
+    local_ids = token_ids - first_id
+    is_local = (local_ids >= 0) & (local_ids < len(weight))
+    x = F.embedding(local_ids.where(is_local, 0), weight)
+    return x.masked_fill(~is_local.unsqueeze(-1), 0)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -28,21 +41,8 @@ class VocabParallelEmbedding(nn.Module):
         """token_ids [T] -> [T, hidden_size]."""
         if self.tp.size == 1:
             return PartialSum(F.embedding(token_ids, self.weight))
-        if self.tp.has_peers:
-            return self._embed_to_peers(token_ids)
-        return PartialSum(self.tp.all_reduce(self._embed_own_range(token_ids)))
-
-    def _embed_to_peers(self, token_ids: torch.Tensor) -> PartialSum:
-        """Write this rank's rows, and zeros, where the other ranks read them."""
-        x = self.tp.peer_sum(1, len(token_ids), self.weight.shape[1], self.weight.dtype)
-        triton_ops(x.parts).embed_range(token_ids, self.weight, self.first_id, x.parts[0])
-        return x
-
-    def _embed_own_range(self, token_ids: torch.Tensor) -> torch.Tensor:
-        local_ids = token_ids - self.first_id
-        is_local = (local_ids >= 0) & (local_ids < len(self.weight))
-        x = F.embedding(local_ids.where(is_local, 0), self.weight)
-        return x.masked_fill(~is_local.unsqueeze(-1), 0)
+        compute = partial(embed_shard, token_ids, self.weight, self.first_id)
+        return self.tp.sum(compute, len(token_ids), self.weight.shape[1], self.weight.dtype)
 
 
 class ParallelLMHead(VocabParallelEmbedding):
@@ -52,11 +52,8 @@ class ParallelLMHead(VocabParallelEmbedding):
         """With `sampling_params`, the params of layers.logits' SamplingRows, rows that are not filtered may lack the
         logits of the other ranks' ranges: those rows are sampled from this rank's own range.
         """
-        if not self.tp.has_peers:
-            return self.tp.all_gather(linear(x, self.weight))
-        y = self.tp.peer_sum(1, len(x), len(self.weight), x.dtype)
-        linear(x, self.weight, out=y.parts)
-        return y.gather_columns(sampling_params)
+        compute = partial(linear, x, self.weight, None, 1)
+        return self.tp.gather(compute, len(x), len(self.weight), x.dtype, sampling_params)
 
     def own_part(self, logits: torch.Tensor) -> torch.Tensor:
         """The columns of this rank's range of the vocabulary."""

@@ -25,7 +25,7 @@ class KVCache:
         """
         return (torch.empty(shape, dtype=dtype, device="meta"),)
 
-    def store(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def store_kvcache(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write keys and values [T, kv_heads, head_dim] to slots [T], which count tokens: none may be -1."""
         self.k.flatten(0, 1).index_copy_(0, slots, k)
         self.v.flatten(0, 1).index_copy_(0, slots, v)

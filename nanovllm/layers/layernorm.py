@@ -1,4 +1,4 @@
-"""Root mean square norm, alone or after the addition of the residual."""
+"""Root mean square norm after the addition of the residual."""
 
 from functools import partial
 
@@ -6,9 +6,54 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.kernels import triton_ops
-from nanovllm.layers.partial_sum import PartialSum
+from nanovllm.kernels import operation
 from nanovllm.utils.loader import copy_shard, parameter
+from nanovllm.utils.tensor_parallel import PartialSum
+
+
+@operation
+def add_rms_norm(
+    x: PartialSum, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of x + residual, and x + residual, both [T, N]; the latter may overwrite the residual."""
+    total = x.reduce() if residual is None else residual.add_(x.reduce())
+    return F.rms_norm(total, weight.shape, weight, eps), total
+
+
+class NormInput:
+    """The norm of x + residual, [T, N], which the layer that takes it may compute in one kernel with its product."""
+
+    __slots__ = ("device", "eps", "normed", "residual_before", "total", "weight", "x")
+
+    def __init__(self, x: PartialSum, residual: torch.Tensor | None, weight: torch.Tensor, eps: float):
+        self.x, self.residual_before = x, residual
+        self.weight, self.eps, self.device = weight, eps, weight.device
+        self.normed: torch.Tensor | None = None
+        self.total: torch.Tensor | None = None  # x + residual; whoever computes the norm sets it
+
+    def __len__(self) -> int:
+        """T."""
+        return len(self.x)
+
+    def tensor(self) -> torch.Tensor:
+        """The norm."""
+        if self.normed is None:
+            x, residual = (self.x, self.residual_before) if self.total is None else (PartialSum(self.total), None)
+            self.normed, self.total = add_rms_norm(x, residual, self.weight, self.eps)
+        return self.normed
+
+    @property
+    def residual(self) -> torch.Tensor:
+        """x + residual: the residual of the next norm. It may have overwritten the one before."""
+        if self.total is None:
+            self.tensor()
+        return self.total
+
+    def summands(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """What is normed: x, and the residual if there is one to be added; None while x is in parts."""
+        if self.total is not None:
+            return self.total, None
+        return None if self.x.tensor is None else (self.x.tensor, self.residual_before)
 
 
 class RMSNorm(nn.Module):
@@ -19,12 +64,6 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = parameter((size,), partial(copy_shard, shape=(size,)), dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., size] -> the same shape."""
-        if (ops := triton_ops(x)) is not None:
-            return ops.rms_norm(x.flatten(0, -2), self.weight, self.eps).view_as(x)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-    def add_rms_norm(self, x: PartialSum, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x + residual and x + residual, both [T, size]; the latter may overwrite the residual."""
-        return x.add_rms_norm(self.weight, self.eps, residual)
+    def forward(self, x: PartialSum, residual: torch.Tensor | None = None) -> NormInput:
+        """The norm of x + residual, both [T, size]: computed where it is read, so a layer has to read it only once."""
+        return NormInput(x, residual, self.weight, self.eps)

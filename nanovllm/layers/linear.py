@@ -1,19 +1,19 @@
 """Linear layers divided over the ranks: column-parallel (by outputs), also several in one product, and row-parallel."""
 
-from types import ModuleType
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.kernels import triton_ops
-from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.partial_sum import PartialSum
+from nanovllm.kernels import operation
+from nanovllm.layers.layernorm import NormInput
 from nanovllm.utils.loader import check_shape, parameter
-from nanovllm.utils.tensor_parallel import TensorParallel
+from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 
+@operation
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -23,13 +23,9 @@ def linear(
 ) -> torch.Tensor:
     """x [T, inputs] times weight [outputs, inputs] transposed, plus the bias -> [T, outputs].
 
-    With split_k > 1, as `WeightFormat.choose_split_k` returns it, the result is [split_k, T, outputs], to be summed.
-    `out` [split_k, T, outputs] takes the result.
+    With split_k > 1, as `best_split_k` returns it, the result is [split_k, T, outputs], to be summed. `out` [split_k,
+    T, outputs] takes the result.
     """
-    if (ops := triton_ops(x)) is not None:
-        y = ops.small_batch_linear(x, weight, bias, split_k, out)
-        if y is not None:
-            return y
     if out is not None:
         return torch.mm(x, weight.t(), out=out[0]) if bias is None else torch.addmm(bias, x, weight.t(), out=out[0])
     # oneDNN compiles about half a MiB of code for each number of rows: padding to few sizes bounds that memory
@@ -45,25 +41,35 @@ def _padded_rows(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
+@operation
+def norm_linear(
+    x: NormInput, weight: torch.Tensor, bias: torch.Tensor | None = None, act: nn.Module | None = None
+) -> torch.Tensor:
+    """`linear` of a norm, and an activation: SiluAndMul, or one that computes the same in another format."""
+    y = linear(x.tensor(), weight, bias)
+    return y if act is None else act(y)
+
+
+@operation
+def best_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> int:
+    """Into how many partial sums, at most `max_split_k`, `linear` had best split a product along its inputs."""
+    return 1
+
+
 class WeightFormat:
     """How a layer stores and multiplies its weight: here in the dtype of the activations; quantization/ has others."""
 
     def linear(self, layer: "LinearBase", x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
-        """The function `linear` with this layer's weight; x is [T, inputs], or what `add_rms_norm` returns."""
+        """The function `linear` with this layer's weight."""
         return linear(x, layer.weight, bias, split_k, out)
 
-    def choose_split_k(self, layer: "LinearBase", x: torch.Tensor, bias, max_split_k: int) -> int:
-        """Into how many partial sums, at most `max_split_k`, `linear` had best split the product along its inputs."""
-        ops = triton_ops(x) if bias is None and len(x) > 1 else None
-        return max(1, ops.choose_split_k(x, layer.weight, max_split_k)) if ops is not None else 1
+    def norm_linear(self, layer: "LinearBase", x: NormInput, act: nn.Module | None) -> Any:
+        """The function `norm_linear` with this layer's weight and bias."""
+        return norm_linear(x, layer.weight, layer.bias, act)
 
-    def gemv(self, ops: ModuleType, layer: "LinearBase", x, norm_weight=None, eps=0.0, residual=None, gated=False):
-        """`ops.gemv` with this layer's weight and bias."""
-        return ops.gemv(x, layer.weight, norm_weight, eps, residual, gated, layer.bias)
-
-    def add_rms_norm(self, norm: RMSNorm, x: PartialSum, residual: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
-        """The norm of x + residual in the form that `linear` takes, and x + residual."""
-        return norm.add_rms_norm(x, residual)
+    def best_split_k(self, layer: "LinearBase", x: Any, max_split_k: int) -> int:
+        """The function `best_split_k` with this layer's weight."""
+        return best_split_k(x, layer.weight, max_split_k)
 
 
 class Shard(NamedTuple):
@@ -104,8 +110,10 @@ class LinearBase(nn.Module):
     def _load(self, target: torch.Tensor, weight, *shard_id: int) -> torch.Tensor:
         return self.shard(*shard_id).copy(target, weight)
 
-    def forward(self, x: torch.Tensor) -> Any:
-        """y = x W^T + b."""
+    def forward(self, x: torch.Tensor | NormInput, act: nn.Module | None = None) -> Any:
+        """y = x W^T + b, or of a norm x act(x W^T + b)."""
+        if isinstance(x, NormInput):
+            return self.format.norm_linear(self, x, act)
         return self.format.linear(self, x, self.bias)
 
 
@@ -187,15 +195,8 @@ class RowParallelLinear(LinearBase):
 
     def forward(self, x: torch.Tensor) -> PartialSum:
         bias = self.bias if self.tp.rank == 0 else None  # the sum over ranks must contain it once
-        if self.tp.has_peers:
-            return self._forward_to_peers(x, bias)
-        split_k = self.format.choose_split_k(self, x, bias, 4 if self.tp.size == 1 else 1)
-        return PartialSum(self.tp.all_reduce(self.format.linear(self, x, bias, split_k)), split_k)
-
-    def _forward_to_peers(self, x: torch.Tensor, bias: torch.Tensor | None) -> PartialSum:
-        """Write this rank's parts where the other ranks read them."""
-        max_split_k = 2 if len(x) <= 32 else 1  # every rank reads the parts of all
-        split_k = self.format.choose_split_k(self, x, self.bias, max_split_k)
-        y = self.tp.peer_sum(split_k, len(x), self.output_size, x.dtype)
-        self.format.linear(self, x, bias, split_k, y.parts)
-        return y
+        num_rows, split_k = len(x), 1
+        if self.bias is None:
+            split_k = self.format.best_split_k(self, x, self.tp.max_split_k(num_rows))
+        compute = partial(self.format.linear, self, x, bias, split_k)
+        return self.tp.sum(compute, num_rows, self.output_size, x.dtype, split_k)

@@ -5,7 +5,6 @@ allowed ids (of a request, or of a structured output after its last token) and b
 from outside; temperature; min-p; top-k; top-p. Then layers/sampler.py draws a token. What stands before the registered
 features is in features/logit_edits.py. Log-probabilities are those of the model's own logits, before all of this.
 
-The functions here are the definitions in plain PyTorch; on CUDA, `logit_cutoffs` calls a Triton kernel.
 kernels/sampling_columns.py declares the parameters.
 
 Each of several ranks computes the logits of its own range of the vocabulary. Only requests with min-p, top-k or top-p
@@ -18,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.kernels import triton_ops
+from nanovllm.kernels import operation
 from nanovllm.kernels.sampling_columns import COLUMNS, FILTERS, WIDTH, column_index
 
 GREEDY_BELOW = 1e-5  # float32 logits cannot be divided by a smaller temperature
@@ -71,6 +70,7 @@ _NO_FILTERS = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float32, device="cpu").v
 KEEPS_ALL = token_keys(*_LEAST_LIKELY).item()  # a cutoff below which no token's key can be
 
 
+@operation
 def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """The smallest `token_keys` [S] int64 that min-p, top-k and top-p keep of each row.
 
@@ -78,8 +78,6 @@ def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     keeps the first k; of these, top-p keeps the fewest whose probabilities, relative to the sum of what top-k kept,
     reach top_p. Greedy rows and rows without these filters get KEEPS_ALL.
     """
-    if (ops := triton_ops(logits)) is not None:
-        return ops.logit_cutoffs(logits, rows)
     out = torch.full((len(logits),), KEEPS_ALL, dtype=torch.int64, device=logits.device)
     if not (rows.params[:, FILTERS] != _NO_FILTERS.to(logits.device)).any():
         return out

@@ -1,20 +1,17 @@
 """Mixture of experts: a router chooses a few of many feed-forward networks for each token (arXiv:1701.06538)."""
 
-from collections.abc import Callable
-from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from nanovllm.kernels import triton_ops
+from nanovllm.kernels import operation
 from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.layernorm import NormInput
 from nanovllm.layers.linear import ColumnParallelLinear, Shard, linear
-from nanovllm.layers.partial_sum import PartialSum
 from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import check_shape, parameter
-from nanovllm.utils.tensor_parallel import TensorParallel
+from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 GATE, UP, DOWN = 0, 1, 2  # the shard ids of an expert's weights
 
@@ -36,18 +33,15 @@ class ExpertsFormat:
 
     # the end of a checkpoint's name for a tensor of one expert, and of the stacked parameter that holds it
     suffixes: ClassVar = {"weight": ""}
+    is_scaled = False  # `stacks` have scales
 
     def weight(self, experts: "Experts", name: str, index: int, dtype: torch.dtype) -> torch.Tensor:
         """One expert's weight as a matrix of this dtype."""
         return getattr(experts, name)[index]
 
-    def gemv(self, ops: ModuleType, experts: "Experts", x: torch.Tensor, routing, **options) -> torch.Tensor:
-        """`ops.moe_gemv` with these weights."""
-        return ops.moe_gemv(x, routing, experts.gate_up_proj, experts.down_proj, experts.first_expert, **options)
-
-    def gemm(self, ops: ModuleType, experts: "Experts", x: torch.Tensor, routing) -> torch.Tensor:
-        """`ops.moe_gemm` with these weights."""
-        return ops.moe_gemm(x, routing, experts.gate_up_proj, experts.down_proj, experts.first_expert)
+    def stacks(self, experts: "Experts") -> tuple[Any, Any]:
+        """The stacked weights of gate_up and down, as kernels take them."""
+        return experts.gate_up_proj, experts.down_proj
 
 
 class Experts(nn.Module):
@@ -144,11 +138,19 @@ class Experts(nn.Module):
         return out.to(x.dtype)
 
 
-class MoE(nn.Module):
-    """A router, and the weighted sum of the `top_k` experts that it chooses for each token.
+@operation
+def mix_experts(x: NormInput, layer: "MoE", slot_mapping: torch.Tensor) -> PartialSum:
+    """The sum over the ranks, [T, hidden], of the experts of a layer that its router chooses for each row of x.
 
-    The norm before the router is computed here too, as a kernel may do both.
+    Tokens whose slot [T] is negative pad a batch, and may get any values.
     """
+    rows = x.tensor()
+    routing = route(layer.gate(rows), layer.top_k, layer.renormalize)
+    return layer.tp.sum(lambda out: layer.experts(rows, *routing), *rows.shape, rows.dtype)
+
+
+class MoE(nn.Module):
+    """A router, and the weighted sum of the `top_k` experts that it chooses for each token."""
 
     def __init__(
         self,
@@ -168,60 +170,5 @@ class MoE(nn.Module):
         self.top_k, self.renormalize = top_k, renormalize
         self.tp = tp
 
-    def forward(self, x: PartialSum, residual: torch.Tensor | None, norm: RMSNorm) -> tuple[PartialSum, torch.Tensor]:
-        """The experts' sum for norm(x + residual), [T, hidden], and x + residual, which may overwrite the residual."""
-        if len(x) and (ops := triton_ops(self.gate.weight)) is not None:
-            if len(x) <= ops.MAX_GEMV_TOKENS:
-                return self._forward_few(ops, x, residual, norm)
-            return self._forward_many(ops, x, residual, norm)
-        normed, residual = norm.add_rms_norm(x, residual)
-        routing = route(self.gate(normed), self.top_k, self.renormalize)
-        return PartialSum(self.tp.all_reduce(self.experts(normed, *routing))), residual
-
-    def _forward_few(
-        self, ops: ModuleType, x: PartialSum, residual: torch.Tensor | None, norm: RMSNorm
-    ) -> tuple[PartialSum, torch.Tensor]:
-        """By matrix-vector products."""
-        gate = self.gate.weight
-        experts = self.experts
-        norm_weight = None  # of a norm that is left to the experts
-        if len(x) == 1 and (row := x.tensor) is not None:  # a kernel that reads a single row normalizes it as well
-            logits = torch.empty((1, 1, len(gate)), dtype=torch.float32, device=row.device)
-            _, residual = ops.gemv(row, gate, norm.weight, norm.eps, residual, out=logits[0])
-            rows, norm_weight = residual, norm.weight
-        else:
-            rows, residual = norm.add_rms_norm(x, residual)
-            logits = ops.router_logits(rows, gate)
-        routing = self._route(ops, logits)
-
-        def compute(out: torch.Tensor | None) -> torch.Tensor:
-            return experts.format.gemv(ops, experts, rows, routing, norm_weight=norm_weight, eps=norm.eps, out=out)
-
-        return self._sum_over_ranks(compute, rows), residual
-
-    def _forward_many(
-        self, ops: ModuleType, x: PartialSum, residual: torch.Tensor | None, norm: RMSNorm
-    ) -> tuple[PartialSum, torch.Tensor]:
-        """By grouped products. The next norm adds up each token's `top_k` parts, unless there are several ranks."""
-        experts = self.experts
-        normed, residual = norm.add_rms_norm(x, residual)
-        routing = self._route(ops, ops.router_logits(normed, self.gate.weight))
-        parts = experts.format.gemm(ops, experts, normed, routing)
-        if self.tp.size == 1:
-            return PartialSum(parts.squeeze(0), self.top_k), residual
-
-        def compute(out: torch.Tensor | None) -> torch.Tensor:
-            return ops.sum_local_parts(parts, routing, experts.first_expert, experts.num_local, out)
-
-        return self._sum_over_ranks(compute, normed), residual
-
-    def _route(self, ops: ModuleType, logits: torch.Tensor) -> tuple:
-        return ops.route(logits, self.top_k, self.renormalize, get_context().slot_mapping)
-
-    def _sum_over_ranks(self, compute: Callable[[torch.Tensor | None], torch.Tensor], like: torch.Tensor) -> PartialSum:
-        """The sum over the ranks of what `compute` returns, a tensor `like` [T, hidden]; it writes to its argument."""
-        if not self.tp.has_peers:
-            return PartialSum(self.tp.all_reduce(compute(None)))
-        y = self.tp.peer_sum(1, *like.shape, like.dtype)
-        compute(y.parts[0])
-        return y
+    def forward(self, x: NormInput) -> PartialSum:
+        return mix_experts(x, self, get_context().slot_mapping)

@@ -4,17 +4,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.kernels import triton_ops
+from nanovllm.kernels import operation
+from nanovllm.kernels.sampling_columns import PHILOX_ROUNDS
 from nanovllm.layers.logits import KEEPS_ALL, token_keys
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-ROUNDS = 7  # the smallest number with which it passes every test of BigCrush, according to its authors
 
 
-def philox(counter: tuple, key: tuple, rounds: int = ROUNDS) -> tuple[torch.Tensor, ...]:
+def philox(counter: tuple, key: tuple, rounds: int = PHILOX_ROUNDS) -> tuple[torch.Tensor, ...]:
     """Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): four words of each counter.
 
     Counter and key are four and two int64 tensors of values below 2^32, of shapes that broadcast.
@@ -61,6 +61,30 @@ def add_noise(
     return noisy.flatten(1)[:, num_before : num_before + scores.shape[1]]
 
 
+@operation
+def sample(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    first_id: int = 0,
+    cutoffs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `Sampler` draws from its own shard: scores and token ids [S]."""
+    scores = logits.float()
+    filtered = () if cutoffs is None else (cutoffs > KEEPS_ALL).nonzero().squeeze(-1)
+    if len(filtered):
+        kept = scores[filtered]
+        keys = token_keys(kept, torch.arange(kept.shape[1], device=kept.device) + first_id)
+        kept = kept.masked_fill(keys < cutoffs[filtered].unsqueeze(1), -torch.inf)
+        scores = scores.index_copy(0, filtered, kept)
+    if (is_drawn := temperatures > 0).any():
+        scores = scores / temperatures.where(is_drawn, 1).unsqueeze(1)
+        scores = add_noise(scores, is_drawn, seeds, positions, first_id)
+    best, index = scores.max(-1)
+    return best, index.int() + first_id
+
+
 class Sampler(nn.Module):
     """argmax(logits / temperature + Gumbel noise) is a draw from softmax(logits / temperature).
 
@@ -86,27 +110,9 @@ class Sampler(nn.Module):
         temperatures [S] float32, seeds [S, 2] int32, positions [S] int32. Tokens whose key is below the row's cutoff
         are not drawn; `logit_cutoffs` computes `cutoffs` [S] int64.
         """
-        if (ops := triton_ops(logits)) is not None:
-            noise = temperatures, seeds, positions, ROUNDS, self.first_id
-            best, token_ids = ops.sample(logits, *noise, cutoffs=cutoffs)
-        else:
-            best, token_ids = self._sample(logits, temperatures, seeds, positions, cutoffs)
+        best, token_ids = sample(logits, temperatures, seeds, positions, self.first_id, cutoffs=cutoffs)
         return token_ids if self.tp.size == 1 else self._best_of_ranks(best, token_ids)
 
     def _best_of_ranks(self, best: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """The ids of the largest scores of all ranks, of equal ones the lowest; the arguments [S] are this rank's."""
         return ~self.tp.max_of_ranks(token_keys(best, token_ids)).int()
-
-    def _sample(self, logits, temperatures, seeds, positions, cutoffs) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = logits.float()
-        filtered = () if cutoffs is None else (cutoffs > KEEPS_ALL).nonzero().squeeze(-1)
-        if len(filtered):
-            kept = scores[filtered]
-            keys = token_keys(kept, torch.arange(kept.shape[1], device=kept.device) + self.first_id)
-            kept = kept.masked_fill(keys < cutoffs[filtered].unsqueeze(1), -torch.inf)
-            scores = scores.index_copy(0, filtered, kept)
-        if (is_drawn := temperatures > 0).any():
-            scores = scores / temperatures.where(is_drawn, 1).unsqueeze(1)
-            scores = add_noise(scores, is_drawn, seeds, positions, self.first_id)
-        best, index = scores.max(-1)
-        return best, index.int() + self.first_id

@@ -14,13 +14,11 @@ from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import AttentionBackend
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.fusion import norm_linear
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.layernorm import NormInput, RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.partial_sum import PartialSum
 from nanovllm.layers.rotary_embedding import QKNormRope, RotaryEmbedding
 from nanovllm.model_config import ModelConfig
-from nanovllm.utils.tensor_parallel import TensorParallel
+from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 
 class Qwen3Attention(nn.Module):
@@ -37,13 +35,12 @@ class Qwen3Attention(nn.Module):
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, config.dtype) if config.qk_norm else None
         self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim, backend)
 
-    def forward(self, x: PartialSum, residual: torch.Tensor | None, norm: RMSNorm, cos_sin: torch.Tensor):
-        qkv, residual = norm_linear(norm, self.qkv_proj, x, residual)
+    def forward(self, x: NormInput, cos_sin: torch.Tensor) -> PartialSum:
         if self.q_norm is None:
             qk_norm_rope = QKNormRope(None, None, 0.0, cos_sin)
         else:
             qk_norm_rope = QKNormRope(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos_sin)
-        return self.o_proj(self.attn(qkv, qk_norm_rope)), residual
+        return self.o_proj(self.attn(self.qkv_proj(x), qk_norm_rope))
 
 
 class Qwen3MLP(nn.Module):
@@ -54,9 +51,8 @@ class Qwen3MLP(nn.Module):
         self.act_fn = SiluAndMul()
         self.down_proj = RowParallelLinear(size, hidden_size, bias, tp, config.linear_dtype)
 
-    def forward(self, x: PartialSum, residual: torch.Tensor, norm: RMSNorm):
-        x, residual = norm_linear(norm, self.gate_up_proj, x, residual, self.act_fn)
-        return self.down_proj(x), residual
+    def forward(self, x: NormInput) -> PartialSum:
+        return self.down_proj(self.gate_up_proj(x, self.act_fn))
 
 
 class Qwen3DecoderLayer(nn.Module):
@@ -69,8 +65,10 @@ class Qwen3DecoderLayer(nn.Module):
 
     def forward(self, x: PartialSum, residual: torch.Tensor | None, cos_sin: torch.Tensor):
         """What the layer adds to the residual stream, and the stream before that addition."""
-        x, residual = self.self_attn(x, residual, self.input_layernorm, cos_sin)
-        return self.mlp(x, residual, self.post_attention_layernorm)
+        normed = self.input_layernorm(x, residual)
+        x = self.self_attn(normed, cos_sin)
+        normed = self.post_attention_layernorm(x, normed.residual)
+        return self.mlp(normed), normed.residual
 
 
 class Qwen3Model(nn.Module):
@@ -95,7 +93,7 @@ class Qwen3Model(nn.Module):
         x, residual = self.embed_tokens(token_ids), None
         for layer in self.layers:
             x, residual = layer(x, residual, cos_sin)
-        return self.norm.add_rms_norm(x, residual)[0]
+        return self.norm(x, residual).tensor()
 
 
 class Qwen3ForCausalLM(nn.Module):

@@ -34,7 +34,7 @@ class FP8KVCache(KVCache):
         scales = torch.empty((1, layers, blocks, kv_heads, block_size), dtype=torch.int32, device="meta")
         return torch.empty(shape, dtype=torch.uint8, device="meta"), scales
 
-    def store(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def store_kvcache(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         data, scales = quantize(torch.stack((k, v)))
         for cache, rows in zip((self.k, self.v), data):
             cache.view(torch.uint8).flatten(0, 1).index_copy_(0, slots, rows)

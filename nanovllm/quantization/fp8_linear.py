@@ -8,12 +8,12 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
-from nanovllm.kernels import triton_ops
+from nanovllm.kernels import ops
 from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.layernorm import NormInput
 from nanovllm.layers.linear import LinearBase
-from nanovllm.layers.partial_sum import PartialSum
 from nanovllm.quantization.scaled import Scaling
 from nanovllm.quantization.scaled_linear import ScaledLinear
 
@@ -28,6 +28,7 @@ class FP8Linear(ScaledLinear):
 
     def __init__(self, layer: LinearBase, scaling: Scaling):
         super().__init__(layer, scaling)
+        self.suits_gemm = self.block.columns >= ops.min_block_columns(self.values)
         n, k = self.values.shape
         is_row = self.block.columns == k
         self.group = k if is_row else self.block.columns  # inputs of a row of activations that share a scale
@@ -38,15 +39,34 @@ class FP8Linear(ScaledLinear):
         )
 
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
-        ops = triton_ops(self.values)
-        if ops is None or len(x) == 1 or not self.suits_gemm:
+        if len(x) == 1 or not self.suits_gemm:
             return super().linear(layer, x, bias, split_k, out)
         if not isinstance(x, ops.QuantizedRows):
             x = ops.quantize_rows(x, self.group)
         is_few = split_k > 1 or len(x) <= MAX_GEMM_ROWS
-        if is_few or not self.library_multiplies or x.dtype != torch.bfloat16:
-            return self._gemm(ops, x, bias, split_k, out)
-        return self._scaled_mm(x, bias, out)
+        if not is_few and self.library_multiplies and x.dtype == torch.bfloat16:
+            return self._scaled_mm(x, bias, out)
+        y = ops.scaled_gemm(x, self.values, self.scales, split_k, out)
+        if bias is not None:
+            y += bias
+        return y if split_k > 1 else y[0]
+
+    def norm_linear(self, layer: LinearBase, x: NormInput, act: nn.Module | None) -> Any:
+        if len(x) == 1 or not self.suits_gemm:
+            return super().norm_linear(layer, x, act)
+        y = self.linear(layer, self._quantized(x), layer.bias)
+        return y if act is None else act(y)
+
+    def _quantized(self, x: NormInput) -> Any:
+        """The norm quantizes the rows, unless it also adds up the parts of several ranks."""
+        parts, residual = x.x, x.residual_before
+        if parts.barrier is not None:
+            return x.tensor()
+        if residual is None:
+            x.total = parts.reduce()
+            return ops.rms_norm_quantize(x.total, x.weight, x.eps, None, 1, self.group)
+        x.total = residual
+        return ops.rms_norm_quantize(parts.parts, x.weight, x.eps, residual, parts.split_k, self.group)
 
     def _scaled_mm(self, x, bias: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
         y = torch._scaled_mm(
@@ -61,26 +81,18 @@ class FP8Linear(ScaledLinear):
             y += bias
         return y if out is None else out[0].copy_(y)
 
-    def add_rms_norm(self, norm: RMSNorm, x: PartialSum, residual: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
-        """The norm quantizes the rows, unless it also adds up the parts of several ranks."""
-        ops = triton_ops(self.values)
-        if ops is None or len(x) == 1 or type(x) is not PartialSum or not self.suits_gemm:
-            return norm.add_rms_norm(x, residual)
-        parts, split_k = (x.parts, x.split_k) if residual is not None else (x.reduce(), 1)
-        rows = ops.rms_norm_quantize(parts, norm.weight, norm.eps, residual, split_k, self.group)
-        return rows, parts if residual is None else residual
+    def act_fn(self) -> "FP8SiluAndMul":
+        """The activation before this layer, which quantizes several rows for it."""
+        return FP8SiluAndMul(self)
 
 
 class FP8SiluAndMul(SiluAndMul):
-    """The activation before a layer with FP8 weights, for which it quantizes the rows."""
-
     def __init__(self, consumer: FP8Linear):
         super().__init__()
         self.consumer = consumer
 
     def forward(self, x: torch.Tensor) -> Any:
-        ops = triton_ops(x)
-        if ops is None or len(x) == 1 or not self.consumer.suits_gemm:
+        if len(x) == 1 or not self.consumer.suits_gemm:
             return super().forward(x)
         return ops.silu_and_mul_quantize(x, self.consumer.group)
 

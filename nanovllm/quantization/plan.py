@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.kernels import triton_ops
+from nanovllm.kernels import has_fp8_units, ops_for
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.moe import Experts, MoE
-from nanovllm.quantization.fp8_linear import FP8Linear, FP8SiluAndMul
 from nanovllm.quantization.scaled import Scaling
 from nanovllm.quantization.scaled_experts import FP8Experts, ScaledExperts
 from nanovllm.quantization.scaled_linear import ScaledLinear
@@ -51,9 +50,13 @@ class Plan:
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
         """Give each linear layer of `model` its format, and allocate its weights on `device`."""
-        ops = triton_ops(torch.empty(0, device=device))
-        has_units = ops is not None and ops.has_fp8_units(device) and self.dtype == torch.float8_e4m3fn
-        make_linear, make_experts = (FP8Linear, FP8Experts) if has_units else (ScaledLinear, ScaledExperts)
+        make_linear: Callable = ScaledLinear
+        make_experts: Callable = ScaledExperts
+        has_units = "quantize_rows" in ops_for(device) and has_fp8_units(device)
+        if quantizes_rows := has_units and self.dtype == torch.float8_e4m3fn:
+            from nanovllm.quantization.fp8_linear import FP8Linear  # imported lazily, as it needs Triton
+
+            make_linear, make_experts = FP8Linear, FP8Experts
         routers = {module.gate for module in model.modules() if isinstance(module, MoE)}
         for path, module in model.named_modules():
             if isinstance(module, Experts):
@@ -62,9 +65,9 @@ class Plan:
             elif isinstance(module, LinearBase):
                 names = [] if module in routers else _checkpoint_names(path, model.packed_modules_mapping)
                 self._prepare(path, module, names, make_linear, model.config.dtype, device)
-        for module in model.modules():  # an activation quantizes several rows for the layer after it
-            if isinstance(getattr(getattr(module, "down_proj", None), "format", None), FP8Linear):
-                module.act_fn = FP8SiluAndMul(module.down_proj.format)
+        for module in model.modules() if quantizes_rows else ():
+            if isinstance(consumer := getattr(getattr(module, "down_proj", None), "format", None), FP8Linear):
+                module.act_fn = consumer.act_fn()
 
     def _prepare(
         self, path: str, module: Any, names: list[str], make: Callable, dtype: torch.dtype, device: torch.device

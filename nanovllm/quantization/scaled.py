@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from nanovllm.kernels import operation
 from nanovllm.layers.linear import Shard
 from nanovllm.utils.loader import check_shape, parameter
 
-MIN_BLOCK_COLUMNS = 32  # the least that tensor cores multiply in FP8, and so do our matrix products
 CHUNK_ROWS = 2048  # are quantized at a time, as float32 takes four times the memory of the result
 SAFETENSORS_NAMES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}
 
@@ -77,11 +77,18 @@ def _power_of_two(*sizes: int) -> int:
     return divisor & -divisor
 
 
+@operation
 def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[..., N, K] in `dtype`, of values [..., N, K] and scales [..., N / rows, K / columns]."""
     rows, columns = (a // b for a, b in zip(values.shape[-2:], scales.shape[-2:]))
     blocks = values.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows)).float()
     return (blocks * scales[..., :, None, :, None]).to(dtype).flatten(-2, -1).flatten(-3, -2)
+
+
+@operation
+def min_block_columns(values: torch.Tensor) -> int:
+    """How many inputs must share a scale where experts multiply several rows by such values."""
+    return 1
 
 
 class ScaledWeight:

@@ -1,18 +1,17 @@
 """Mixtures of experts with 8-bit weights."""
 
-from types import ModuleType
-
 import torch
 
 from nanovllm.layers.linear import Shard
 from nanovllm.layers.moe import DOWN, GATE, UP, Experts, ExpertsFormat
-from nanovllm.quantization.scaled import MIN_BLOCK_COLUMNS, Block, ScaledWeight, Scaling, dequantize
+from nanovllm.quantization.scaled import Block, ScaledWeight, Scaling, dequantize, min_block_columns
 from nanovllm.utils.loader import check_shape
 
 
 class ScaledExperts(ExpertsFormat):
     """Weights that are read as 8-bit values, and multiplied in the dtype of the activations (W8A16)."""
 
+    is_scaled = True
     quantizes_activations = False
 
     def __init__(self, experts: Experts, scaling: Scaling):
@@ -27,29 +26,19 @@ class ScaledExperts(ExpertsFormat):
             setattr(experts, name, weight.values)
             if suffix is not None:
                 setattr(experts, name + suffix, weight.scales)
-            if weight.values.is_cuda and block.columns < MIN_BLOCK_COLUMNS:
+            if block.columns < (least := min_block_columns(weight.values)):
                 raise ValueError(
-                    f"{name}: its scales are for {block.columns} inputs each on this rank: on CUDA it must be at least "
-                    f"{MIN_BLOCK_COLUMNS}; expert_parallel=True divides no expert"
+                    f"{name}: its scales are for {block.columns} inputs each on this rank: here it must be at least "
+                    f"{least}; expert_parallel=True divides no expert"
                 )
 
     def weight(self, experts: Experts, name: str, index: int, dtype: torch.dtype) -> torch.Tensor:
         weight = self.weights[name]
         return dequantize(weight.values[index], weight.scales[index], dtype)
 
-    def gemv(
-        self, ops: ModuleType, experts: Experts, x: torch.Tensor, routing, norm_weight=None, eps=0.0, out=None
-    ) -> torch.Tensor:
-        if norm_weight is not None:
-            x = ops.rms_norm(x, norm_weight, eps)
-        return ops.scaled_moe_gemv(x, routing, *self._stacks(), experts.first_expert, out)
-
-    def gemm(self, ops: ModuleType, experts: Experts, x: torch.Tensor, routing) -> torch.Tensor:
-        return ops.scaled_moe_gemm(x, routing, *self._stacks(), experts.first_expert, self.quantizes_activations)
-
-    def _stacks(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def stacks(self, experts: Experts) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
         """Values and scales of gate_up and down."""
-        return [(weight.values, weight.scales) for weight in self.weights.values()]
+        return tuple((weight.values, weight.scales) for weight in self.weights.values())
 
 
 class FP8Experts(ScaledExperts):

@@ -1,21 +1,46 @@
 """Linear layers with 8-bit weights, whose products are those of the dtype of the activations (W8A16)."""
 
-from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 
-from nanovllm.kernels import triton_ops
+from nanovllm.kernels import operation
+from nanovllm.layers.layernorm import NormInput
 from nanovllm.layers.linear import LinearBase, WeightFormat, linear
-from nanovllm.quantization.scaled import MIN_BLOCK_COLUMNS, ScaledWeight, Scaling, dequantize
+from nanovllm.quantization.scaled import ScaledWeight, Scaling, dequantize
 
-MAX_GEMM_ROWS = 64  # with more rows, weights are converted once, for a product of the library
+
+@operation
+def scaled_linear(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    act: nn.Module | None = None,
+    split_k: int = 1,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`linear` with a weight of values times scales (scaled.py), and an activation."""
+    y = linear(x, dequantize(values, scales, x.dtype), bias, 1, out)
+    return y if act is None else act(y)
+
+
+@operation
+def best_scaled_split_k(
+    values: torch.Tensor, scales: torch.Tensor, num_rows: int, max_split_k: int, max_rows: int | None = None
+) -> int:
+    """Into how many partial sums, at most `max_split_k`, `scaled_linear` had best split a product along its inputs.
+
+    A product of more than one row and more than `max_rows` is not split.
+    """
+    return 1
 
 
 class ScaledLinear(WeightFormat):
     """8-bit values that are converted where they are read."""
 
-    max_split_k_rows = MAX_GEMM_ROWS
+    max_split_k_rows: int | None = None
 
     def __init__(self, layer: LinearBase, scaling: Scaling):
         shape = tuple(layer.weight.shape)
@@ -25,36 +50,12 @@ class ScaledLinear(WeightFormat):
         if scaling.scale_name is not None:
             setattr(layer, scaling.scale_name, weight.scales)
         self.values, self.scales = weight.values.data, weight.scales.data
-        self.suits_gemm = self.block.columns >= MIN_BLOCK_COLUMNS
 
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
-        if (ops := triton_ops(self.values)) is None:
-            return linear(x, dequantize(self.values, self.scales, x.dtype), bias, 1, out)
-        if len(x) == 1:
-            return ops.scaled_gemv(x, self.values, self.scales, False, bias, split_k, out)
-        if len(x) <= MAX_GEMM_ROWS and self.suits_gemm:
-            return self._gemm(ops, x, bias, split_k, out)
-        return linear(x, ops.dequantize(self.values, self.scales, x.dtype), bias, 1, out)
+        return scaled_linear(x, self.values, self.scales, bias, None, split_k, out)
 
-    def _gemm(self, ops: ModuleType, x: Any, bias, split_k: int, out) -> torch.Tensor:
-        """By our own kernel: [split_k, T, outputs], or [T, outputs] if split_k is 1."""
-        y = ops.scaled_gemm(x, self.values, self.scales, split_k, out)
-        if bias is not None:
-            y += bias
-        return y if split_k > 1 else y[0]
+    def norm_linear(self, layer: LinearBase, x: NormInput, act: nn.Module | None) -> Any:
+        return scaled_linear(x.tensor(), self.values, self.scales, layer.bias, act)
 
-    def choose_split_k(self, layer: LinearBase, x: Any, bias, max_split_k: int) -> int:
-        ops = triton_ops(self.values)
-        if ops is None or bias is not None:
-            return 1
-        if len(x) == 1:
-            return ops.choose_gemv_split_k(self.values.shape[1], max_split_k)
-        if not (self.suits_gemm and 1 < len(x) <= self.max_split_k_rows):
-            return 1
-        return ops.choose_scaled_split_k(len(x), len(self.values), self.values.device, max_split_k)
-
-    def gemv(self, ops: ModuleType, layer: LinearBase, x, norm_weight=None, eps=0.0, residual=None, gated=False):
-        summed = x if residual is None else residual  # which the norm makes the sum
-        if norm_weight is not None:
-            x = ops.rms_norm(x, norm_weight, eps, residual)
-        return ops.scaled_gemv(x, self.values, self.scales, gated, layer.bias), summed
+    def best_split_k(self, layer: LinearBase, x: Any, max_split_k: int) -> int:
+        return best_scaled_split_k(self.values, self.scales, len(x), max_split_k, self.max_split_k_rows)

@@ -1,11 +1,42 @@
 """This rank's place among the ranks that share a model. Here there is one rank; `distributed/` has several."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 STEP_TIMEOUT = 300.0  # seconds that a rank waits for the others within a step
+
+
+class PartialSum:
+    """A [T, N] tensor as a sum of parts, which its reader adds up, in the kernel that reads it if there is one.
+
+    parts: [T, N], or with split_k > 1 [split_k, T, N], to be summed over the first dimension.
+    barrier: where the parts of the other ranks are to be added too (distributed/peer_memory.py); None: nowhere.
+    """
+
+    __slots__ = ("device", "parts", "split_k")
+    barrier: Any = None
+
+    def __init__(self, parts: torch.Tensor, split_k: int = 1):
+        self.parts, self.split_k, self.device = parts, split_k, parts.device
+
+    def __len__(self) -> int:
+        """T."""
+        return self.parts.shape[-2]
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """The sum, if there is nothing left to add."""
+        return self.parts if self.split_k == 1 else None
+
+    def reduce(self) -> torch.Tensor:
+        """The sum [T, N]."""
+        return self.parts if self.split_k == 1 else self.parts.sum(0)
+
+
+Compute = Callable[[torch.Tensor | None], torch.Tensor]  # writes to its argument if there is one, and returns it
 
 
 class TensorParallel:
@@ -15,7 +46,6 @@ class TensorParallel:
     The subclasses in `distributed/` communicate.
     """
 
-    has_peers = False  # the ranks read each other's memory: a sum is a `peer_sum` and takes no `all_reduce`
     folder: Path | None = None  # where the ranks' communication still needs files
     lost = False  # another rank is gone, and what this one computes is worthless
     num_bytes = 0  # device memory that PyTorch's allocator does not count
@@ -43,6 +73,26 @@ class TensorParallel:
             raise ValueError(f"tensor_parallel_size={self.size}: no multiple of the key-value heads ({num_kv_heads})")
         return TensorParallel(self.rank * num_kv_heads // self.size, num_kv_heads)
 
+    def sum(self, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, split_k: int = 1) -> PartialSum:
+        """The sum of what `compute` returns on every rank: [num_rows, width], or split_k > 1 parts of that shape.
+
+        Ranks that read each other's memory give it the part of theirs, [split_k, num_rows, width], to write to.
+        """
+        return PartialSum(self.all_reduce(compute(None)), split_k)
+
+    def max_split_k(self, num_rows: int) -> int:
+        """Of how many parts a summand of `sum` may consist."""
+        return 4 if self.size == 1 else 1
+
+    def gather(
+        self, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, params: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What `compute` returns on every rank, [num_rows, width], side by side: [num_rows, ranks * width].
+
+        With sampling parameters, rows that are not filtered may lack the columns of the other ranks.
+        """
+        return self.all_gather(compute(None))
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's `x`, in place."""
         return x
@@ -58,10 +108,6 @@ class TensorParallel:
     def barrier(self, device: torch.device) -> None:
         """What is queued on the device afterwards waits until all ranks are here, as at the end of each forward."""
         self.max_of_ranks(torch.empty(0, dtype=torch.int64, device=device))
-
-    def peer_sum(self, split_k: int, num_rows: int, width: int, dtype: torch.dtype) -> Any:
-        """A `PeerSum`, to whose `parts` [split_k, num_rows, width] this rank is to write; only with `has_peers`."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """RuntimeError if a rank was lost."""

@@ -1,0 +1,56 @@
+"""A mixture of experts from the norm before its router on, by the kernels that are fastest for so many tokens."""
+
+from functools import partial
+
+import torch
+
+from nanovllm.kernels.gemv import gemv
+from nanovllm.kernels.moe_gemm import moe_gemm, sum_local_parts
+from nanovllm.kernels.moe_gemv import MAX_GEMV_TOKENS, moe_gemv
+from nanovllm.kernels.moe_routing import route, router_logits
+from nanovllm.kernels.scaled_moe_gemm import scaled_moe_gemm
+from nanovllm.kernels.scaled_moe_gemv import scaled_moe_gemv
+
+
+def mix_experts(x, layer, slot_mapping):
+    if len(x) == 0:
+        return NotImplemented
+    return _by_gemv(x, layer, slot_mapping) if len(x) <= MAX_GEMV_TOKENS else _by_gemm(x, layer, slot_mapping)
+
+
+def _by_gemv(x, layer, slot_mapping):
+    """By matrix-vector products. Those that read a single whole row normalize it as well."""
+    gate, experts = layer.gate.weight, layer.experts
+    summands = x.summands() if len(x) == 1 else None
+    if summands is not None:
+        row, residual = summands
+        logits = row.new_empty((1, 1, len(gate)), dtype=torch.float32)
+        _, x.total = gemv(row, gate, x.weight, x.eps, residual, out=logits[0])
+    else:
+        logits = router_logits(x.tensor(), gate)
+    routing = route(logits, layer.top_k, layer.renormalize, slot_mapping)
+    weights, first = experts.format.stacks(experts), experts.first_expert
+
+    def compute(out):  # [1, T, hidden] or None; kernels take it for [T, hidden]
+        if experts.format.is_scaled:
+            return scaled_moe_gemv(x.tensor(), routing, *weights, first, out)
+        if summands is not None:
+            return moe_gemv(x.total, routing, *weights, first, x.weight, x.eps, out)
+        return moe_gemv(x.tensor(), routing, *weights, first, None, x.eps, out)
+
+    return layer.tp.sum(compute, len(x), len(x.weight), x.weight.dtype)
+
+
+def _by_gemm(x, layer, slot_mapping):
+    """By grouped products. The next norm adds up each token's `top_k` parts, unless there are several ranks."""
+    experts, tp, rows = layer.experts, layer.tp, x.tensor()
+    routing = route(router_logits(rows, layer.gate.weight), layer.top_k, layer.renormalize, slot_mapping)
+    weights, first = experts.format.stacks(experts), experts.first_expert
+    if experts.format.is_scaled:
+        parts = scaled_moe_gemm(rows, routing, *weights, first, experts.format.quantizes_activations)
+    else:
+        parts = moe_gemm(rows, routing, *weights, first)
+    if tp.size == 1:
+        return tp.sum(lambda out: parts.squeeze(0), *rows.shape, rows.dtype, layer.top_k)
+    compute = partial(sum_local_parts, parts, routing, first, experts.num_local)
+    return tp.sum(compute, *rows.shape, rows.dtype)

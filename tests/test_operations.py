@@ -1,0 +1,132 @@
+"""Operations: who computes them, what a port to another device takes, and what kernels take."""
+
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+import torch
+from conftest import DEVICE
+
+import nanovllm
+from nanovllm import SamplingParams
+from nanovllm.attention import BACKENDS
+from nanovllm.kernels import operation, ops_for, register_ops
+from nanovllm.layers.activation import silu_and_mul
+
+TOY = """
+import torch
+import torch.nn.functional as F
+
+from nanovllm.layers.attention_backends import SDPABackend
+
+calls = []
+
+
+def silu_and_mul(x):
+    calls.append("silu_and_mul")
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def linear(x, weight, bias=None, split_k=1, out=None):
+    if len(x) > 1 or bias is not None:
+        return NotImplemented
+    calls.append("linear")
+    return (weight @ x[0])[None]
+
+
+def add_rms_norm(x, residual, weight, eps):
+    calls.append("add_rms_norm")
+    total = x.reduce() if residual is None else x.reduce() + residual
+    return F.rms_norm(total, weight.shape, weight, eps), total
+
+
+class ToyBackend(SDPABackend):
+    package, install = "torch", "pip install torch"
+    block_multiple = 16
+    kv_cache_dtypes = ("auto",)
+
+    @staticmethod
+    def runs_on_cpu():
+        return True
+
+    def decode(self, q, cache, context):
+        calls.append("decode")
+        return super().decode(q, cache, context)
+"""
+
+
+@pytest.fixture
+def registered():
+    """A function that registers operations until the end of the test."""
+    before = {}
+
+    def register(device_type: str, table: dict) -> None:
+        before.setdefault(device_type, ops_for(torch.device(device_type)))
+        register_ops(device_type, table)
+
+    yield register
+    for device_type, table in before.items():
+        register_ops(device_type, table)
+
+
+def test_a_port(make_llm, registered, monkeypatch, tmp_path):
+    """A file of operations and an attention backend: both are used, and the text is the same."""
+    prompts, params = ["HAMLET.\n", "My lord"], SamplingParams(temperature=0.0, max_tokens=12)
+    expected = make_llm().generate(prompts, params, use_tqdm=False)
+    (tmp_path / "toy_device.py").write_text(TOY)
+    monkeypatch.syspath_prepend(tmp_path)
+    toy = importlib.import_module("toy_device")
+    registered("cpu", vars(toy))
+    monkeypatch.setitem(BACKENDS, "toy", "toy_device:ToyBackend")
+    for prompt, output in zip(prompts, expected):  # one at a time: only `linear` of a single row is the toy's
+        (actual,) = make_llm(attention_backend="toy").generate([prompt], params, use_tqdm=False)
+        assert actual.outputs[0].token_ids == output.outputs[0].token_ids
+    assert {*toy.calls} == {"silu_and_mul", "linear", "add_rms_norm", "decode"}
+
+
+def test_the_device_of_the_first_argument_decides(registered):
+    registered("meta", {"silu_and_mul": lambda x: "meta"})
+    assert silu_and_mul(torch.empty(2, 4, device="meta")) == "meta"
+    assert torch.equal(silu_and_mul(torch.zeros(2, 4)), torch.zeros(2, 2))
+    assert ops_for(torch.device("cpu")) == {}
+
+
+def test_not_implemented_means_the_definition(use_ops):
+    @operation
+    def twice(x):
+        return 2 * x
+
+    use_ops(table={"twice": lambda x: None if len(x) == 2 else NotImplemented})
+    assert twice(torch.ones(3, device=DEVICE)).tolist() == [2, 2, 2]
+    assert twice(torch.ones(2, device=DEVICE)) is None
+
+
+def operations() -> dict:
+    found = {}
+    for info in pkgutil.walk_packages(nanovllm.__path__, "nanovllm."):
+        if info.name.split(".")[1] in ("engine", "layers", "moe", "quantization", "features"):
+            module = importlib.import_module(info.name)
+            found |= {
+                name: value
+                for name, value in vars(module).items()
+                if getattr(value, "__module__", "") == info.name and getattr(value, "__qualname__", "") == name
+                if getattr(value, "__code__", None) is operation(lambda x: x).__code__
+            }
+    return found
+
+
+def test_kernels_take_what_definitions_take():
+    """By the same names, those without a default in the same places. A kernel may have more options."""
+    ops = pytest.importorskip("nanovllm.kernels.ops")
+    found = operations()
+    assert len(found) >= 14
+    for name, definition in found.items():
+        theirs = inspect.signature(getattr(ops, name)).parameters
+        ours = inspect.signature(definition).parameters
+        assert ours.keys() <= theirs.keys(), name
+        required = [p.name for p in ours.values() if p.default is p.empty]
+        assert [*theirs][: len(required)] == required, name
+        more = [p for p in theirs.values() if p.name not in ours]
+        assert all(p.default is not p.empty for p in more), name
