@@ -97,7 +97,9 @@ class Config:
         if (block_size := self.kvcache_block_size) % block_multiple:
             raise ValueError(f"kvcache_block_size={block_size}: must be a multiple of {block_multiple} for {backend!r}")
         folder = find_model(self.model, self.revision, with_weights=self.load_format != "dummy")
-        model_config = replace(ModelConfig.read(folder, self.quantization), expert_parallel=self.expert_parallel)
+        model_config = ModelConfig.read(folder, self.quantization)
+        if moe := model_config.moe:
+            model_config = replace(model_config, moe=replace(moe, expert_parallel=self.expert_parallel))
         if self.tensor_parallel_size > 1:
             from nanovllm.distributed.division import check_divides
 

@@ -44,12 +44,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     sliding_window: int | None = None  # a token attends to so many tokens, itself included
-    moe_layers: frozenset[int] = frozenset()  # the layers with a mixture of experts, and what those have:
-    num_experts: int = 0
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
-    norm_topk_prob: bool = False
-    expert_parallel: bool = False  # each rank has whole experts; our setting, not the checkpoint's
+    moe: Any = None  # MoEConfig of moe/, if there are layers with a mixture of experts
     quantization: Any = None  # the formats of the linear layers' weights, see quantization/
 
     @classmethod
@@ -109,9 +104,10 @@ class ModelConfig:
     def layer_operations(self) -> int:
         """Of the matrix products of one layer for one token; the mean if layers differ."""
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        of_experts = self.num_experts + 3 * self.num_experts_per_tok * self.moe_intermediate_size
-        moe_fraction = len(self.moe_layers) / self.num_hidden_layers
-        feed_forward = (1 - moe_fraction) * 3 * self.intermediate_size + moe_fraction * of_experts
+        feed_forward = 3 * self.intermediate_size
+        if self.moe:
+            fraction = len(self.moe.layers) / self.num_hidden_layers
+            feed_forward = (1 - fraction) * feed_forward + fraction * self.moe.weights_per_input
         return round(2 * self.hidden_size * (2 * queries + 2 * keys + feed_forward))
 
     @property

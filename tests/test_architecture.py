@@ -42,7 +42,7 @@ SCHEDULING = [
 HOUSE = """
 0 | utils/checks.py utils/context.py utils/device.py utils/double_buffer.py utils/download.py utils/hub.py
   utils/interrupts.py utils/progress.py utils/rope_scaling.py utils/stopwatch.py utils/tensor_parallel.py
-  utils/expert_weights.py utils/tokenizer.py utils/__init__.py
+  utils/__init__.py moe/__init__.py moe/config.py moe/weights.py
   <- models/__init__.py utils/loader.py utils/dummy_weights.py quantization/__init__.py
   <- model_config.py attention/__init__.py structured_outputs/__init__.py compat/__init__.py
   <- structured_outputs/spec.py compat/settings.py distributed/division.py
@@ -54,7 +54,7 @@ HOUSE = """
 1 | engine/outputs.py
 1 | kernels/
 2 | engine/features.py
-2 | layers/kv_cache.py <- quantization/fp8_cache.py <- layers/ <- attention/
+2 | layers/kv_cache.py <- quantization/fp8_cache.py <- layers/ <- attention/ moe/experts.py
 3 | models/
 3 | quantization/scaled.py <- quantization/scaled_linear.py quantization/scaled_experts.py <- quantization/fp8_linear.py
   <- quantization/plan.py
@@ -297,7 +297,7 @@ BUDGETS = {
     "features": 540,
     "graphs": 200,
     "startup": 150,
-    "mixture of experts": 750,
+    "mixture of experts": 770,
     "quantization": 600,
     "8-bit kernels": 1100,
     "structured_outputs": 360,
@@ -322,7 +322,6 @@ ROOM_FILES = {
     "kernels/scaled_moe_gemm.py": "8-bit kernels",
     "kernels/scaled_moe_gemv.py": "8-bit kernels",
     "kernels/scaled_tiles.py": "8-bit kernels",
-    "layers/moe.py": "mixture of experts",
     "serve/frames.py": "page",
     "serve/page.py": "page",
     "serve/trace.py": "page",
@@ -332,6 +331,7 @@ ROOM_FILES = {
 
 def room_of(file: str) -> str:
     folder = "replicas" if file.startswith("serve/replicas/") else file.split("/")[0]
+    folder = "mixture of experts" if folder == "moe" else folder
     return ROOM_FILES.get(file) or (folder if folder in BUDGETS else "core")
 
 
@@ -351,7 +351,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 3751, 52
+CORE_LINES, CORE_FILES = 3747, 52
 ROOMS = (
     "attention",
     "benchmarks",
@@ -359,6 +359,7 @@ ROOMS = (
     "distributed",
     "features",
     "graphs",
+    "moe",
     "quantization",
     "serve",
     "startup",

@@ -145,9 +145,13 @@ def test_parity(make_llm, tmp_path, name):
 
 
 @torch.no_grad()
-def logits_of_rank(rank: int, size: int, folder: str, store: Path, prompt: list[int], **settings) -> torch.Tensor:
+def logits_of_rank(
+    rank: int, size: int, folder: str, store: Path, prompt: list[int], expert_parallel: bool = False, **settings
+) -> torch.Tensor:
     """[len(prompt), vocabulary], of a rank that is a thread. `settings` replace fields of ModelConfig."""
     config, num_tokens = replace(ModelConfig.read(Path(folder)), **settings), len(prompt)
+    if expert_parallel:
+        config = replace(config, moe=replace(config.moe, expert_parallel=True))
     tp = connect(rank, size, store, torch.device("cpu"), 0)
     model = model_class(config.model_type)(config, MAX_LEN, SDPABackend(), tp)
     load_model(model, Path(folder), torch.device("cpu"))

@@ -13,7 +13,8 @@ from nanovllm.kernels import moe_gemm, moe_gemv, moe_routing
 from nanovllm.kernels.dependent_launch import has_tma
 from nanovllm.kernels.moe_routing import Routing, max_tiles, sort_by_expert
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.moe import DOWN, GATE, UP, MoE, route
+from nanovllm.moe.config import MoEConfig
+from nanovllm.moe.experts import DOWN, GATE, UP, MoE, route
 from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
@@ -47,7 +48,7 @@ def use_tma(monkeypatch):
 @pytest.fixture
 def in_a_step(monkeypatch):
     """Without padding."""
-    monkeypatch.setattr("nanovllm.layers.moe.get_context", lambda: SimpleNamespace(slot_mapping=None))
+    monkeypatch.setattr("nanovllm.moe.experts.get_context", lambda: SimpleNamespace(slot_mapping=None))
 
 
 @pytest.fixture
@@ -297,7 +298,7 @@ class Shard(TensorParallel):
 
 def make_layer(num_experts, top_k, hidden, size, tp=TensorParallel(), expert_parallel=False, renormalize=True):
     with torch.device(DEVICE):
-        return MoE(hidden, size, num_experts, top_k, renormalize, tp, expert_parallel)
+        return MoE(hidden, MoEConfig(frozenset(), num_experts, top_k, size, renormalize, expert_parallel), tp)
 
 
 def load_stacked(layer: MoE, gate: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> None:

@@ -44,10 +44,12 @@ def limit_seconds(requests: list[Request], config: Config, bytes_per_s: float, o
     num_decoded = sum(tokens - 1 for _, tokens in lengths)
     num_steps = max(max(tokens - 1 for _, tokens in lengths), -(-num_decoded // config.max_num_seqs))
     batch_size = num_decoded / max(1, num_steps)
-    is_read = 1 - (1 - shape.num_experts_per_tok / max(1, shape.num_experts)) ** batch_size
-    num_more_experts = shape.num_experts * is_read - shape.num_experts_per_tok  # than a single token chooses
-    expert_weights = 3 * shape.hidden_size * shape.moe_intermediate_size * len(shape.moe_layers)
-    num_weights = all_layer_weights + max(0, num_more_experts) * expert_weights
+    num_weights = all_layer_weights
+    if moe := shape.moe:
+        is_read = 1 - (1 - moe.top_k / moe.num_experts) ** batch_size
+        num_more_experts = moe.num_experts * is_read - moe.top_k  # than a single token chooses
+        expert_weights = 3 * shape.hidden_size * moe.intermediate_size * len(moe.layers)
+        num_weights += max(0, num_more_experts) * expert_weights
     weight_bytes = num_weights * (1 if shape.quantization else config.dtype.itemsize)
     num_bytes = num_read * kv_bytes + num_steps * (weight_bytes + head_weights * config.dtype.itemsize)
     attention = sum(2 * prompt**2 * heads * head_dim * shape.num_hidden_layers for prompt, _ in lengths)

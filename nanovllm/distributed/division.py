@@ -9,10 +9,10 @@ def check_divides(model: ModelConfig, num_ranks: int) -> None:
     tp = TensorParallel(size=num_ranks)
     tp.shard_size("query heads", model.num_attention_heads)
     tp.for_heads(model.num_key_value_heads).shard_size("key-value heads", model.num_key_value_heads)
-    if len(model.moe_layers) < model.num_hidden_layers:
+    if not model.moe or len(model.moe.layers) < model.num_hidden_layers:
         tp.shard_size("inner size of the feed-forward layers", model.intermediate_size)
-    if model.moe_layers and model.expert_parallel:
-        tp.shard_size("experts", model.num_experts)
-    elif model.moe_layers:
-        tp.shard_size("inner size of the experts", model.moe_intermediate_size)
+    if model.moe and model.moe.expert_parallel:
+        tp.shard_size("experts", model.moe.num_experts)
+    elif model.moe:
+        tp.shard_size("inner size of the experts", model.moe.intermediate_size)
     tp.shard_size("vocabulary", model.vocab_size)

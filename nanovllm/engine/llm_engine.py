@@ -19,9 +19,9 @@ from nanovllm.engine.outputs import OutputKind, RequestOutput, StepOutput, Strea
 from nanovllm.engine.request import CompletionRequest, Prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
+from nanovllm.utils.hub import load_tokenizer
 from nanovllm.utils.interrupts import interrupts_held
 from nanovllm.utils.stopwatch import Stopwatch
-from nanovllm.utils.tokenizer import load_tokenizer
 
 logger = logging.getLogger("nanovllm")
 MAX_STEPS_AHEAD = 16  # that wait for the reader of a stream, who may have taken as many before

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.utils.checks import check_choice
 
 
-class LlamaForCausalLM(Qwen3ForCausalLM):
+class LlamaForCausalLM(DecoderForCausalLM):
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
         # more than 1 splits matrix products, to round as the training did

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.utils.checks import check_int
 
 
-class MistralForCausalLM(Qwen3ForCausalLM):
+class MistralForCausalLM(DecoderForCausalLM):
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
         # null means no window; 4096 is transformers' default if there is no entry

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.decoder import DecoderForCausalLM
 
 
-class Qwen2ForCausalLM(Qwen3ForCausalLM):
+class Qwen2ForCausalLM(DecoderForCausalLM):
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
         return {"qkv_bias": True}

@@ -4,9 +4,10 @@ from pathlib import Path
 
 from torch import nn
 
-from nanovllm.layers.moe import MoE
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.qwen3 import Qwen3ForCausalLM, Qwen3MLP
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.moe.config import MoEConfig
+from nanovllm.moe.experts import MoE
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.tensor_parallel import TensorParallel
 
@@ -14,18 +15,9 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     @staticmethod
     def make_mlp(config: ModelConfig, layer_index: int, tp: TensorParallel) -> nn.Module:
-        if layer_index not in config.moe_layers:
-            return Qwen3MLP(config, tp)
-        return MoE(
-            config.hidden_size,
-            config.moe_intermediate_size,
-            config.num_experts,
-            config.num_experts_per_tok,
-            config.norm_topk_prob,
-            tp,
-            config.expert_parallel,
-            config.linear_dtype,
-        )
+        if config.moe is None or layer_index not in config.moe.layers:
+            return Qwen3ForCausalLM.make_mlp(config, layer_index, tp)
+        return MoE(config.hidden_size, config.moe, tp, config.linear_dtype)
 
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
@@ -36,10 +28,6 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
         step = check_int(f"{file}: decoder_sparse_step", raw.get("decoder_sparse_step", 1), low=1)
         dense_layers = raw.get("mlp_only_layers") or ()
         layers = range(raw["num_hidden_layers"])
-        return Qwen3ForCausalLM.read_config(raw, file) | {
-            "num_experts": num_experts,
-            "num_experts_per_tok": top_k,
-            "moe_intermediate_size": size,
-            "norm_topk_prob": raw.get("norm_topk_prob", False),
-            "moe_layers": frozenset(i for i in layers if i not in dense_layers and (i + 1) % step == 0),
-        }
+        moe_layers = frozenset(i for i in layers if i not in dense_layers and (i + 1) % step == 0)
+        moe = MoEConfig(moe_layers, num_experts, top_k, size, renormalize=raw.get("norm_topk_prob", False))
+        return Qwen3ForCausalLM.read_config(raw, file) | {"moe": moe if moe_layers else None}

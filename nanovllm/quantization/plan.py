@@ -10,7 +10,7 @@ from torch import nn
 
 from nanovllm.kernels import has_fp8_units, ops_for
 from nanovllm.layers.linear import LinearBase
-from nanovllm.layers.moe import Experts, MoE
+from nanovllm.moe.experts import Experts, MoE
 from nanovllm.quantization.scaled import Scaling
 from nanovllm.quantization.scaled_experts import FP8Experts, ScaledExperts
 from nanovllm.quantization.scaled_linear import ScaledLinear

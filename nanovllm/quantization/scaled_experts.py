@@ -3,7 +3,7 @@
 import torch
 
 from nanovllm.layers.linear import Shard
-from nanovllm.layers.moe import DOWN, GATE, UP, Experts, ExpertsFormat
+from nanovllm.moe.experts import DOWN, GATE, UP, Experts, ExpertsFormat
 from nanovllm.quantization.scaled import Block, ScaledWeight, Scaling, dequantize, min_block_columns
 from nanovllm.utils.loader import check_shape
 

@@ -1,4 +1,4 @@
-"""Finds the files of a model and its tokenizer: in a folder, in this package, or on the Hugging Face hub."""
+"""Finds the files of a model and its tokenizer, in a folder, in this package or on the hub, and loads the tokenizer."""
 
 import json
 import re
@@ -11,6 +11,7 @@ TOKENIZER_FILES = (
     ("vocab.json", "merges.txt"),
     ("tokenizer.model",),
 )  # one of these sets is enough
+JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "added_tokens.json", "special_tokens_map.json")
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -68,3 +69,16 @@ def _find(setting: str, name: str, revision: str | None, with_weights: bool) -> 
     from nanovllm.utils.download import download  # a local model does without the hub's client
 
     return download(setting, name, revision, with_weights)
+
+
+def load_tokenizer(folder: str):
+    """transformers' tokenizer of `folder`. ValueError with the name of the broken file, if known, or of the folder."""
+    for file in (Path(folder) / name for name in JSON_FILES):
+        if file.exists():
+            read_json(file)  # transformers' own errors do not say which file
+    from transformers import AutoTokenizer  # only here: importing it takes seconds
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # a broken file can raise anything
+        raise ValueError(f"{folder}: can't load the tokenizer ({type(error).__name__}: {error})") from error

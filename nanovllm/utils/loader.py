@@ -68,8 +68,8 @@ def load_model(
         return
     files = find_tensors(folder, FLOAT_DTYPES + (quantization.dtypes if quantization else ()))
     loaders = weight_loaders(model)
-    if model.config.moe_layers:
-        from nanovllm.utils.expert_weights import split_experts
+    if model.config.moe:
+        from nanovllm.moe.weights import split_experts
 
         split_experts(loaders, model, files)
     if model.config.tie_word_embeddings:

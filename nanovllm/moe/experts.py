@@ -9,6 +9,7 @@ from nanovllm.kernels import operation
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import NormInput
 from nanovllm.layers.linear import ColumnParallelLinear, Shard, linear
+from nanovllm.moe.config import MoEConfig
 from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import check_shape, parameter
 from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
@@ -47,26 +48,18 @@ class ExpertsFormat:
 class Experts(nn.Module):
     """This rank's part of the experts' weights, stacked: each expert is a SwiGLU network, divided over the ranks.
 
-    With `expert_parallel`, each rank has an equal number of whole experts instead.
+    With `config.expert_parallel`, each rank has an equal number of whole experts instead.
     """
 
-    def __init__(
-        self,
-        num_experts: int,
-        hidden_size: int,
-        size: int,
-        tp: TensorParallel,
-        expert_parallel: bool = False,
-        dtype: torch.dtype | None = torch.float32,
-    ):
+    def __init__(self, hidden_size: int, config: MoEConfig, tp: TensorParallel, dtype: torch.dtype | None):
         super().__init__()
-        self.num_experts, self.hidden_size, self.size = num_experts, hidden_size, size
+        self.num_experts, self.hidden_size, self.size = config.num_experts, hidden_size, config.intermediate_size
         # of the two dimensions that could be divided, one is divided over the ranks, and the other over a single one
-        self.expert_tp = tp if expert_parallel else TensorParallel()
-        self.size_tp = TensorParallel() if expert_parallel else tp
-        self.num_local = self.expert_tp.shard_size("experts", num_experts)
+        self.expert_tp = tp if config.expert_parallel else TensorParallel()
+        self.size_tp = TensorParallel() if config.expert_parallel else tp
+        self.num_local = self.expert_tp.shard_size("experts", self.num_experts)
         self.first_expert = self.expert_tp.rank * self.num_local
-        self.local_size = self.size_tp.shard_size("inner size of the experts", size)
+        self.local_size = self.size_tp.shard_size("inner size of the experts", self.size)
         self.gate_up_proj = parameter((self.num_local, 2 * self.local_size, hidden_size), self._load_gate_up, dtype)
         self.down_proj = parameter((self.num_local, hidden_size, self.local_size), self._load_down, dtype)
         self.act_fn = SiluAndMul()
@@ -153,21 +146,13 @@ class MoE(nn.Module):
     """A router, and the weighted sum of the `top_k` experts that it chooses for each token."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        size: int,
-        num_experts: int,
-        top_k: int,
-        renormalize: bool,
-        tp: TensorParallel,
-        expert_parallel: bool = False,
-        dtype: torch.dtype | None = torch.float32,
+        self, hidden_size: int, config: MoEConfig, tp: TensorParallel, dtype: torch.dtype | None = torch.float32
     ):
         super().__init__()
         # every rank has the whole router
-        self.gate = ColumnParallelLinear(hidden_size, num_experts, bias=False, tp=TensorParallel(), dtype=dtype)
-        self.experts = Experts(num_experts, hidden_size, size, tp, expert_parallel, dtype)
-        self.top_k, self.renormalize = top_k, renormalize
+        self.gate = ColumnParallelLinear(hidden_size, config.num_experts, bias=False, tp=TensorParallel(), dtype=dtype)
+        self.experts = Experts(hidden_size, config, tp, dtype)
+        self.top_k, self.renormalize = config.top_k, config.renormalize
         self.tp = tp
 
     def forward(self, x: NormInput) -> PartialSum:
