@@ -10,13 +10,7 @@ from nanovllm.models import find_model_type, model_class
 from nanovllm.utils.checks import check_choice, check_int, check_real
 from nanovllm.utils.hub import read_json
 
-DTYPES = {
-    "float32": torch.float32,
-    "float": torch.float32,
-    "float16": torch.float16,
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float", "float16", "half", "bfloat16")}
 
 
 @dataclass(frozen=True, slots=True)

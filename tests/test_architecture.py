@@ -43,7 +43,7 @@ HOUSE = """
 0 | utils/checks.py utils/context.py utils/device.py utils/double_buffer.py utils/download.py utils/hub.py
   utils/interrupts.py utils/progress.py utils/rope_scaling.py utils/stopwatch.py utils/tensor_parallel.py
   utils/__init__.py moe/__init__.py moe/config.py moe/weights.py
-  <- models/__init__.py utils/loader.py utils/dummy_weights.py quantization/__init__.py
+  <- models/__init__.py utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py quantization/__init__.py
   <- model_config.py attention/__init__.py structured_outputs/__init__.py compat/__init__.py
   <- structured_outputs/spec.py compat/settings.py distributed/division.py
   <- config.py sampling_params.py <- compat/params.py

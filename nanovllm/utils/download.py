@@ -1,9 +1,10 @@
-"""Fetches models from the Hugging Face hub. This file is imported when one is needed."""
+"""Fetches models from the Hugging Face hub, and says what is wrong with a file. Imported when that is needed."""
 
 from pathlib import Path
 
 PLAIN_FILES = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
 DUPLICATES = ["consolidated*"]  # Mistral's own format, beside the files that transformers reads
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def download(setting: str, hub_id: str, revision: str | None, with_weights: bool) -> Path:
@@ -19,3 +20,11 @@ def download(setting: str, hub_id: str, revision: str | None, with_weights: bool
             f"{setting}={hub_id!r}: no such folder, and the hub did not give it ({type(error).__name__}: {error}). "
             f"Without a network pass the folder of a downloaded checkpoint, or use the bundled 'tiny-qwen3'."
         ) from error
+
+
+def broken_file(file: Path, problem: str) -> ValueError:
+    """The error for a file with this problem, which may be only the pointer that a clone without git-lfs leaves."""
+    with file.open("rb") as stream:
+        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+            problem = "is a git-lfs pointer, not the file itself; `git lfs pull` fetches it"
+    return ValueError(f"{file}: {problem}")

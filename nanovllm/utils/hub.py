@@ -1,4 +1,4 @@
-"""Finds the files of a model and its tokenizer, in a folder, in this package or on the hub, and loads the tokenizer."""
+"""The files of a model and its tokenizer: in a folder, in this package, or on the Hugging Face hub."""
 
 import json
 import re
@@ -6,13 +6,8 @@ from pathlib import Path
 
 BUNDLED = Path(__file__).parent.parent / "assets"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-TOKENIZER_FILES = (
-    ("tokenizer.json",),
-    ("vocab.json", "merges.txt"),
-    ("tokenizer.model",),
-)  # one of these sets is enough
+TOKENIZER_FILES = ("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",)  # one of these is enough
 JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "added_tokens.json", "special_tokens_map.json")
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def find_model(model: str, revision: str | None = None, with_weights: bool = True) -> Path:
@@ -36,23 +31,30 @@ def find_tokenizer(tokenizer: str | None, model_folder: Path) -> Path:
     return folder
 
 
+def load_tokenizer(folder: str):
+    """transformers' tokenizer of `folder`. ValueError with the name of the broken file, if known, or of the folder."""
+    for file in (Path(folder) / name for name in JSON_FILES):
+        if file.exists():
+            read_json(file)  # transformers' own errors do not say which file
+    from transformers import AutoTokenizer  # only here: importing it takes seconds
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # a broken file can raise anything
+        raise ValueError(f"{folder}: can't load the tokenizer ({type(error).__name__}: {error})") from error
+
+
 def read_json(file: Path) -> dict:
     """The JSON object in `file`. ValueError with the file's name for anything else."""
-    refuse_lfs_pointer(file)
     try:
         content = json.loads(file.read_bytes())
     except ValueError as error:  # the syntax or the encoding is wrong
-        raise ValueError(f"{file}: is not valid JSON ({error})") from error
+        from nanovllm.utils.download import broken_file  # its words are rarely needed
+
+        raise broken_file(file, f"is not valid JSON ({error})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file}: must hold a JSON object, not a {type(content).__name__}")
     return content
-
-
-def refuse_lfs_pointer(file: Path) -> None:
-    """ValueError if `file` is only the pointer that a clone without git-lfs leaves."""
-    with file.open("rb") as stream:
-        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
-            raise ValueError(f"{file}: is a git-lfs pointer, not the file itself; `git lfs pull` fetches it")
 
 
 def _find(setting: str, name: str, revision: str | None, with_weights: bool) -> Path:
@@ -69,16 +71,3 @@ def _find(setting: str, name: str, revision: str | None, with_weights: bool) -> 
     from nanovllm.utils.download import download  # a local model does without the hub's client
 
     return download(setting, name, revision, with_weights)
-
-
-def load_tokenizer(folder: str):
-    """transformers' tokenizer of `folder`. ValueError with the name of the broken file, if known, or of the folder."""
-    for file in (Path(folder) / name for name in JSON_FILES):
-        if file.exists():
-            read_json(file)  # transformers' own errors do not say which file
-    from transformers import AutoTokenizer  # only here: importing it takes seconds
-
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # a broken file can raise anything
-        raise ValueError(f"{folder}: can't load the tokenizer ({type(error).__name__}: {error})") from error

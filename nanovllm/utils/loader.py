@@ -8,7 +8,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nanovllm.utils.hub import read_json, refuse_lfs_pointer
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
@@ -78,9 +77,9 @@ def load_model(
     unused = (".rotary_emb.inv_freq", *(quantization.unused_tensors if quantization else ()))
     files = {name: file for name, file in files.items() if not name.endswith(unused)}
     if missing := sorted(loaders.keys() - files.keys()):
-        raise ValueError(f"{folder}: {len(missing)} tensors are missing: {_first_names(missing)}")
+        raise _refused(folder, missing, "are missing")
     if surplus := sorted(files.keys() - loaders.keys()):
-        raise ValueError(f"{folder}: {len(surplus)} tensors belong to no parameter: {_first_names(surplus)}")
+        raise _refused(folder, surplus, "belong to no parameter")
     bounds = {}
     in_order = sorted(set(files.values()))
     if show_progress and len(in_order) > 1:
@@ -99,62 +98,44 @@ def load_model(
                     bounds[name] = torch.stack(filled.aminmax())  # NaN if any element is
     are_finite = torch.stack([*bounds.values()]).isfinite().all(1).tolist()  # the only synchronization
     if broken := sorted(name for name, is_finite in zip(bounds, are_finite) if not is_finite):
-        raise ValueError(
-            f"{folder}: {len(broken)} tensors are NaN or infinite in {filled.dtype}: {_first_names(broken)}"
-        )
+        raise _refused(folder, broken, f"are NaN or infinite in {filled.dtype}")
 
 
 def find_tensors(folder: Path, dtypes: tuple[str, ...] = FLOAT_DTYPES) -> dict[str, Path]:
     """The file of every tensor of the checkpoint in `folder`, whose headers are checked.
 
-    As in transformers: `model.safetensors`, else the files that the index names, each with the tensors that it should
-    hold. If there is neither, all *.safetensors.
+    As in transformers, a `model.safetensors` comes before all other files.
     """
-    index = folder / "model.safetensors.index.json"
-    names_of: dict[Path, list[str] | None]  # None: all tensors in the file
-    if (single := folder / "model.safetensors").is_file():
-        names_of = {single: None}
-    elif index.is_file():
-        names_of = _read_index(index)
-    else:
-        names_of = dict.fromkeys(sorted(folder.glob("*.safetensors")))
-    if not names_of:
-        raise FileNotFoundError(f"{folder}: holds no *.safetensors")
-    found: dict[str, Path] = {}
-    for file, names in names_of.items():
-        with open_safetensors(file) as tensors:
-            held = dict.fromkeys(tensors.keys())
-            for name in held if names is None else names:
-                if name not in held:
-                    raise ValueError(f"{file}: lacks {name}, which {index.name} says is there")
-                if name in found:
-                    raise ValueError(f"{folder}: {name} is in both {found[name].name} and {file.name}")
-                if (dtype := tensors.get_slice(name).get_dtype()) not in dtypes:
-                    raise ValueError(f"{file}: {name} has dtype {dtype}: must be one of {', '.join(dtypes)}")
-                found[name] = file
-    return found
+    if not (single := folder / "model.safetensors").is_file():
+        from nanovllm.utils.sharded_checkpoint import find_in_files  # large models have several files
+
+        return find_in_files(folder, dtypes)
+    stored = stored_dtypes(single)
+    for name, dtype in stored.items():
+        check_dtype(single, name, dtype, dtypes)
+    return dict.fromkeys(stored, single)
 
 
-def _read_index(index: Path) -> dict[Path, list[str]]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ValueError(f"{index}: has no weight_map from tensors to files")
-    names_of: dict[Path, list[str]] = {}
-    for name, file in weight_map.items():
-        names_of.setdefault(index.parent / file, []).append(name)
-    for file in names_of:
-        if not file.is_file():
-            raise FileNotFoundError(f"{file}: is missing, and {index.name} names it")
-    return names_of
+def stored_dtypes(file: Path) -> dict[str, str]:
+    """The tensors in a file, with their dtypes as safetensors names them."""
+    with open_safetensors(file) as tensors:
+        names = tensors.keys()
+        return {name: tensors.get_slice(name).get_dtype() for name in names}
+
+
+def check_dtype(file: Path, name: str, dtype: str, dtypes: tuple[str, ...]) -> None:
+    if dtype not in dtypes:
+        raise ValueError(f"{file}: {name} has dtype {dtype}: must be one of {', '.join(dtypes)}")
 
 
 def open_safetensors(file: Path, device: torch.device | str = "cpu"):
     """A context manager for the open file; ValueError that names the file if it is no complete safetensors file."""
-    refuse_lfs_pointer(file)
     try:
         return safe_open(file, framework="pt", device=str(device))
     except SafetensorError as error:
-        raise ValueError(f"{file}: is not a complete safetensors file ({error})") from error
+        from nanovllm.utils.download import broken_file  # its words are rarely needed
+
+        raise broken_file(file, f"is not a complete safetensors file ({error})") from error
 
 
 def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[int]]]:
@@ -170,5 +151,6 @@ def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[int]]]:
     return loaders
 
 
-def _first_names(names: list[str], limit: int = 5) -> str:
-    return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
+def _refused(folder: Path, names: list[str], problem: str, limit: int = 5) -> ValueError:
+    first_names = ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
+    return ValueError(f"{folder}: {len(names)} tensors {problem}: {first_names}")

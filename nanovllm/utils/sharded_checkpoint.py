@@ -1,0 +1,43 @@
+"""Checkpoints of several files, with or without an index of their tensors. Imported for those."""
+
+from pathlib import Path
+
+from nanovllm.utils.hub import read_json
+from nanovllm.utils.loader import check_dtype, stored_dtypes
+
+
+def find_in_files(folder: Path, dtypes: tuple[str, ...]) -> dict[str, Path]:
+    """The file of every tensor, whose dtype must be one of `dtypes`.
+
+    As in transformers: the files that the index names, each with the tensors that it should hold. If there is no index,
+    all *.safetensors.
+    """
+    index = folder / "model.safetensors.index.json"
+    names_of: dict[Path, list[str] | None]  # None: all tensors in the file
+    names_of = _read_index(index) if index.is_file() else dict.fromkeys(sorted(folder.glob("*.safetensors")))
+    if not names_of:
+        raise FileNotFoundError(f"{folder}: holds no *.safetensors")
+    found: dict[str, Path] = {}
+    for file, names in names_of.items():
+        stored = stored_dtypes(file)
+        for name in stored if names is None else names:
+            if name not in stored:
+                raise ValueError(f"{file}: lacks {name}, which {index.name} says is there")
+            if name in found:
+                raise ValueError(f"{folder}: {name} is in both {found[name].name} and {file.name}")
+            check_dtype(file, name, stored[name], dtypes)
+            found[name] = file
+    return found
+
+
+def _read_index(index: Path) -> dict[Path, list[str]]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{index}: has no weight_map from tensors to files")
+    names_of: dict[Path, list[str]] = {}
+    for name, file in weight_map.items():
+        names_of.setdefault(index.parent / file, []).append(name)
+    for file in names_of:
+        if not file.is_file():
+            raise FileNotFoundError(f"{file}: is missing, and {index.name} names it")
+    return names_of
