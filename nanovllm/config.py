@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from copy import copy
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
@@ -131,12 +130,6 @@ class Config:
     def set_max_num_mixed_tokens(self, num_tokens: int) -> None:
         """Replace None by the number that was measured. Only the ModelRunner calls this."""
         self._set(max_num_mixed_tokens=num_tokens)
-
-    def without_policy(self) -> "Config":
-        """A copy for other ranks, which do not schedule and may not know the policy's class."""
-        config = copy(self)
-        config._set(scheduling_policy="fcfs")
-        return config
 
     @classmethod
     def create(cls, model: str, settings: dict) -> "Config":

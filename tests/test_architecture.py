@@ -32,7 +32,6 @@ SCHEDULING = [
     "engine/block_manager.py",
     "engine/scheduling_policy.py",
     "engine/policies.py",
-    "engine/token_budget.py",
     "engine/scheduler.py",
 ]
 
@@ -41,14 +40,14 @@ SCHEDULING = [
 # each other.
 HOUSE = """
 0 | utils/checks.py utils/context.py utils/device.py utils/double_buffer.py utils/download.py utils/hub.py
-  utils/interrupts.py utils/progress.py utils/rope_scaling.py utils/stopwatch.py utils/tensor_parallel.py
+  utils/interrupts.py utils/progress.py utils/rope_scaling.py utils/tensor_parallel.py
   utils/__init__.py moe/__init__.py moe/config.py moe/weights.py
   <- models/__init__.py utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py quantization/__init__.py
   <- model_config.py attention/__init__.py structured_outputs/__init__.py compat/__init__.py
   <- structured_outputs/spec.py compat/settings.py distributed/division.py
   <- config.py sampling_params.py <- compat/params.py
 0 | engine/__init__.py
-1 | engine/token_budget.py engine/sequence.py <- engine/scheduled_step.py
+1 | engine/sequence.py <- engine/scheduled_step.py
   engine/block_manager.py engine/scheduling_policy.py engine/policies.py <- engine/decode_table.py
   <- engine/scheduler.py
 1 | engine/outputs.py

@@ -21,8 +21,8 @@ from test_scheduler import postprocess
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduling_policy import TokenBudget
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.token_budget import TokenBudget
 from nanovllm.serve.frames import View
 from nanovllm.serve.page import content_security_policy, render_page
 from nanovllm.serve.trace import MAX_WAITING, StepRecorder, sequence_name, trace

@@ -15,8 +15,8 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep, StepResult
 from nanovllm.engine.scheduler import MAX_STEPS_WITHOUT_ADMISSION, Scheduler
+from nanovllm.engine.scheduling_policy import MIN_SHARED_CHUNK, TokenBudget
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.token_budget import MIN_SHARED_CHUNK, TokenBudget
 from nanovllm.sampling_params import SamplingParams
 
 VOCAB_SIZE, EOS, ALSO_EOS = 50, 0, 1

@@ -16,9 +16,8 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policies import Priority, make_policy
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.scheduler import MAX_STEPS_WITHOUT_ADMISSION, Scheduler
-from nanovllm.engine.scheduling_policy import FCFS, WaitingQueue
+from nanovllm.engine.scheduling_policy import FCFS, MIN_SHARED_CHUNK, TokenBudget, WaitingQueue
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.token_budget import MIN_SHARED_CHUNK, TokenBudget
 
 BLOCK_SIZE, MAX_LEN, EOS = 16, 100_000, 0
 

@@ -8,7 +8,6 @@ from nanovllm.config import Config
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.utils.stopwatch import Stopwatch
 
 SETTINGS = dict(device="cpu", dtype="float32", kvcache_block_size=16)
 GREEDY = SamplingParams(temperature=0, max_tokens=12)  # always the likeliest token, so that the answers are known
@@ -16,7 +15,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)  # always the likeliest to
 
 def make_engine(**settings) -> Engine:
     """A scheduler with its block manager, a model runner with the model, and an output processor."""
-    return Engine(Config.create("tiny-qwen3", SETTINGS | settings), Stopwatch())
+    return Engine(Config.create("tiny-qwen3", SETTINGS | settings))
 
 
 def make_step(engine: Engine) -> ScheduledStep:

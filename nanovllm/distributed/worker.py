@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from copy import copy
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -29,7 +30,6 @@ from nanovllm.engine.step_result import PendingStep
 from nanovllm.features.logprobs import MAX_LOGPROB_ROWS
 from nanovllm.graphs.buffers import largest_batch
 from nanovllm.utils.interrupts import interrupts_held
-from nanovllm.utils.stopwatch import Stopwatch
 from nanovllm.utils.tensor_parallel import STEP_TIMEOUT, TensorParallel
 
 START_TIMEOUT = 1800.0  # seconds for all ranks to load their weights and capture their graphs
@@ -147,7 +147,7 @@ class Workers:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # which preserves message boundaries
         with theirs:
             fds = self._channel.fds_of(rank - 1)
-            ours.send(pickle.dumps((rank, self._caller_pid, self.config.without_policy(), self._folder, fds)))
+            ours.send(pickle.dumps((rank, self._caller_pid, _without_policy(self.config), self._folder, fds)))
             command = [sys.executable, "-c", BOOTSTRAP, str(theirs.fileno()), *map(str, sys.path)]
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), *fds))
             self.processes.append(process)
@@ -231,6 +231,13 @@ class Workers:
             raise interrupts[0]
 
 
+def _without_policy(config: Config) -> Config:
+    """A copy for other ranks, which do not schedule and may not know the policy's class."""
+    config = copy(config)
+    object.__setattr__(config, "scheduling_policy", "fcfs")  # `replace` would resolve the settings once more
+    return config
+
+
 def _receive(sock: socket.socket) -> bytes:
     """A message of a rank; empty if its process has ended."""
     try:
@@ -262,7 +269,7 @@ def work(fd: int) -> None:
     try:
         torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))
         sock.send(READY)
-        runner = ModelRunner(config, Stopwatch(), connect(rank, config, folder))
+        runner = ModelRunner(config, lambda part: None, connect(rank, config, folder))
         sock.send(READY)
         serve(runner, StepReader(fds, largest_batch(config)))
     except BaseException:

@@ -8,10 +8,9 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduling_policy import TokenBudget
 from nanovllm.engine.step_result import PendingStep
-from nanovllm.engine.token_budget import TokenBudget
 from nanovllm.utils.context import clear_context
-from nanovllm.utils.stopwatch import Stopwatch
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 CLOSED = "this engine was closed by exit()"
@@ -20,15 +19,15 @@ CLOSED = "this engine was closed by exit()"
 class Engine:
     """Scheduler, model runner, ranks and output processor: `LLMEngine.core`. An `EngineThread` calls its methods."""
 
-    def __init__(self, config: Config, startup: Stopwatch):
-        """RuntimeError if one of several ranks does not start."""
+    def __init__(self, config: Config, lap: Callable[[str], None] = lambda part: None):
+        """`lap` is called when a part of the start is over. RuntimeError if one of several ranks does not start."""
         self.config = config
         self.model_runner: ModelRunner | None = None
         self.workers = _make_workers(config)
         try:
             tp = self.workers.connect()
-            startup.lap("ranks")
-            self.model_runner = ModelRunner(config, startup, tp)
+            lap("ranks")
+            self.model_runner = ModelRunner(config, lap, tp)
             self.workers.wait_until_started()
         except BaseException as error:
             self.close_after(error)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from math import inf
+from time import perf_counter
 from typing import Any
 
 from nanovllm.config import Config, takes_settings_of
@@ -21,7 +22,6 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.hub import load_tokenizer
 from nanovllm.utils.interrupts import interrupts_held
-from nanovllm.utils.stopwatch import Stopwatch
 
 logger = logging.getLogger("nanovllm")
 MAX_STEPS_AHEAD = 16  # that wait for the reader of a stream, who may have taken as many before
@@ -51,7 +51,7 @@ class LLMEngine:
         startup.lap("settings")
         with ThreadPoolExecutor(1) as pool:  # importing transformers takes seconds; the model is loaded meanwhile
             tokenizer = pool.submit(load_tokenizer, str(self.config.tokenizer))
-            self.core = Engine(self.config, startup)
+            self.core = Engine(self.config, startup.lap)
             try:
                 self.tokenizer = tokenizer.result()
                 self.input_processor = InputProcessor(self.config, self.tokenizer)
@@ -253,3 +253,16 @@ class LLMEngine:
 
     def __exit__(self, *exception) -> None:
         self.exit()
+
+
+class Stopwatch:
+    """`seconds` by name: the time from the previous lap, or from the beginning, to the lap of that name."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self._last = perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = perf_counter()
+        self.seconds[name] = now - self._last
+        self._last = now

@@ -1,6 +1,6 @@
 """One rank: its weights, its part of the KV cache, its CUDA graphs, and the execution of a step on its device."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +25,6 @@ from nanovllm.models import model_class
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.device import becomes_idle, on_device, zeros_on
 from nanovllm.utils.loader import load_model
-from nanovllm.utils.stopwatch import Stopwatch
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
@@ -44,19 +43,20 @@ class ModelRunner:
     queued before the host knows it.
     """
 
-    def __init__(self, config: Config, startup: Stopwatch, tp: TensorParallel = TensorParallel()):
+    def __init__(self, config: Config, lap: Callable[[str], None], tp: TensorParallel = TensorParallel()):
+        """`lap` is called with the name of each part of the start when that is over."""
         self.config = config
         self.tp = tp
         self.device = config.device_of(tp.rank)
         with on_device(self.device):
-            self._start(config, startup)
+            self._start(config, lap)
 
-    def _start(self, config: Config, startup: Stopwatch) -> None:
+    def _start(self, config: Config, lap: Callable[[str], None]) -> None:
         self.backend = make_backend(config.attention_backend)
         is_cuda = self.device.type == "cuda"
         memory_before = torch.cuda.memory_allocated(self.device) if is_cuda else 0
         self.model = self._load_model()
-        startup.lap("weights")
+        lap("weights")
         self.attention_layers = [module for module in self.model.modules() if isinstance(module, Attention)]
         self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
         layer = self.attention_layers[0]
@@ -81,7 +81,7 @@ class ModelRunner:
         if is_cuda:
             from nanovllm.startup.cuda import start_on_cuda  # a CPU needs nothing of it
 
-            start_on_cuda(self, startup, memory_before)
+            start_on_cuda(self, lap, memory_before)
             return
         if config.num_kvcache_blocks is None:
             self.size_kv_cache(CPU_KV_CACHE_BYTES, "the budget on a CPU is")
@@ -89,7 +89,7 @@ class ModelRunner:
         if config.max_num_mixed_tokens is None:
             operations = config.model_config.num_hidden_layers * config.model_config.layer_operations
             self.size_mixed_steps(operations / CPU_OPERATIONS_PER_MS)
-        startup.lap("cache")
+        lap("cache")
 
     def size_kv_cache(self, available: int, limit: str) -> None:
         """Set how many cache blocks fit into so many bytes. ValueError, which begins with `limit`, for too few."""

@@ -7,9 +7,8 @@ from operator import attrgetter
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.decode_table import DecodeTable
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
-from nanovllm.engine.scheduling_policy import WaitingQueue
+from nanovllm.engine.scheduling_policy import TokenBudget, WaitingQueue
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.token_budget import TokenBudget
 
 MAX_COUNTED_PROMPTS = 64  # of those that wait, when their tokens are counted
 MAX_STEPS_WITHOUT_ADMISSION = 32

@@ -3,6 +3,7 @@
 `runner` is the ModelRunner, which calls `start_on_cuda` when its model is loaded.
 """
 
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -18,12 +19,11 @@ from nanovllm.engine.step_result import SamplerInput
 from nanovllm.graphs.buffers import make_buffers
 from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs, capture_sizes, decode_shape, graph_shapes
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.stopwatch import Stopwatch
 
 RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allocate without PyTorch's allocator
 
 
-def start_on_cuda(runner: Any, startup: Stopwatch, memory_before: int) -> None:
+def start_on_cuda(runner: Any, lap: Callable[[str], None], memory_before: int) -> None:
     """Size and allocate the cache, and capture the graphs.
 
     `memory_before` is how many bytes were in use before the model was loaded.
@@ -34,19 +34,19 @@ def start_on_cuda(runner: Any, startup: Stopwatch, memory_before: int) -> None:
     has_graphs = runner.backend.uses_cuda_graphs and not config.enforce_eager
     if has_graphs:
         compile_kernels(runner)
-    startup.lap("kernels")
+    lap("kernels")
     if config.num_kvcache_blocks is None:
         limit = f"gpu_memory_utilization={config.gpu_memory_utilization} of this GPU leaves"
         runner.size_kv_cache(memory_left(runner, memory_before), limit)
     runner.allocate_kv_cache(config.num_kvcache_blocks)
     if config.max_num_mixed_tokens is None:
         runner.size_mixed_steps(milliseconds_per_token(runner))
-    startup.lap("warm-up")
+    lap("warm-up")
     if has_graphs:
         capture_cudagraph(runner)
     if runner.mixed_graphs is None:
         warm_up_kernels(runner)
-    startup.lap("graphs")
+    lap("graphs")
 
 
 def memory_left(runner: Any, memory_before: int) -> int:
