@@ -288,7 +288,7 @@ def code_lines(source: str) -> int:
 
 # lines of code: what a room may grow to before it is looked at again
 BUDGETS = {
-    "core": 3830,
+    "core": 3820,
     "attention": 150,
     "kernels": 2180,
     "distributed": 550,
@@ -350,7 +350,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 3747, 52
+CORE_LINES, CORE_FILES = 3693, 50
 ROOMS = (
     "attention",
     "benchmarks",
