@@ -46,6 +46,8 @@ def start_on_cuda(runner: Any, lap: Callable[[str], None], memory_before: int) -
         capture_cudagraph(runner)
     if runner.mixed_graphs is None:
         warm_up_kernels(runner)
+    for table in runner.tables:
+        table.zero_()
     lap("graphs")
 
 
