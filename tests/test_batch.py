@@ -16,7 +16,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.startup.cuda import dummy_prefill
 
 FEATURES = (("one", (("a", (3,)), ("b", (2, 5)))), ("two", (("a", (1, 7)),)))
-MIXED = BatchShape(7, 3, 1, 2, 5, 4, 6, False, 1, 2, 1, 3, FEATURES)
+MIXED = BatchShape(7, 3, 1, 2, 5, 4, (("tiles", (6, 2)),), False, 1, 2, 1, 3, FEATURES)
 DECODE = decode_shape(5, 3)._replace(num_block_copies=1, feature_shapes=FEATURES[1:])
 BLOCK_SIZE = 4
 
@@ -24,7 +24,7 @@ BLOCK_SIZE = 4
 def views(batch: Batch) -> dict:
     found = {view.name: getattr(batch, view.name) for view in VIEWS}
     of_features = {(feature, name): x for feature, arrays in batch.feature_arrays.items() for name, x in arrays.items()}
-    return {name: x for name, x in found.items() if x is not None} | of_features
+    return {name: x for name, x in found.items() if x is not None} | of_features | batch.backend_arrays
 
 
 @pytest.mark.parametrize("shape", [MIXED, DECODE], ids=["mixed", "decode"])
@@ -59,10 +59,11 @@ def sequence(i: int, tokens: range, blocks: list[int], **params) -> Sequence:
     return seq
 
 
-def prepare(step: ScheduledStep, arrays=None, shape: BatchShape | None = None, query_tile_size: int = 2) -> Batch:
-    shape = batches.shape_of(step, BLOCK_SIZE, query_tile_size) if shape is None else shape
+def prepare(step: ScheduledStep, arrays=None, shape: BatchShape | None = None) -> Batch:
+    backend_arrays = {"tiles": np.arange(len(step.chunks) * 2).reshape(-1, 2)} if step.chunks else {}
+    shape = batches.shape_of(step, BLOCK_SIZE, backend_arrays) if shape is None else shape
     buffer = np.full(9999, -7, np.int32)
-    return batches.prepare_batch(step, shape, arrays or {}, buffer, BLOCK_SIZE, query_tile_size, pad_req_index=8)
+    return batches.prepare_batch(step, shape, backend_arrays, arrays or {}, buffer, BLOCK_SIZE, pad_req_index=8)
 
 
 def decodes(seqs: list[Sequence], tokens_per_row: int = 1) -> ScheduledStep:
@@ -135,9 +136,9 @@ def test_chunks_beside_decodes():
         "a": [5],
         "b": [[0, 1, 2], [5, 6, 7]],
     }
-    assert batch.query_tiles.tolist() == [[2, 2], [2, 0], [3, 2], [3, 0]] and batch.num_decodes == 2
+    assert batch.backend_arrays["tiles"].tolist() == [[0, 1], [2, 3]] and batch.num_decodes == 2
 
-    bounds = BatchShape(20, 9, 5, 7, 3, 0, 8)
+    bounds = BatchShape(20, 9, 5, 7, 3, 0, (("tiles", (6, 2)),))
     bounds = bounds._replace(is_padded=True)
     padded = prepare(step, shape=bounds)
     place_decodes(tables, padded.to(None), BLOCK_SIZE)
@@ -146,7 +147,7 @@ def test_chunks_beside_decodes():
         ours, real = getattr(padded, name), getattr(batch, name)
         assert np.array_equal(ours[: len(real)], real) and (ours[len(real) :] == padding).all()
     assert padded.cu_seqlens_q.tolist() == [0, 1, 2, 5, 9, *[9] * 5]
-    assert padded.query_tiles.tolist() == [*batch.query_tiles.tolist(), *[[-1, -1]] * 4]
+    assert padded.backend_arrays["tiles"].tolist() == [[0, 1], [2, 3], *[[-1, -1]] * 4]
     assert padded.num_decodes == 2 and np.array_equal(padded.params, batch.params)
     assert np.array_equal(padded.new_req_indices, batch.new_req_indices)
 
@@ -182,7 +183,7 @@ def test_drafts():
 
     step.chunks.append(ScheduledSequence(seqs[2], 3, 5))
     step.sample(seqs[2])
-    batch = prepare(step, query_tile_size=0)
+    batch = prepare(step)
     place_decodes(tables, batch.to(None), BLOCK_SIZE)
     assert batch.input_ids.tolist() == [0, 1, 2, 100, 101, 101, 3, 4]
     assert batch.positions.tolist() == [5, 6, 7, 1, 2, 2, 3, 4]
@@ -207,7 +208,7 @@ def test_kernels_of_request_tables(seed, use_ops):
     shape, num_real = decode_shape(num_seqs, W, k), int(rng.integers(1, num_seqs + 1))
     if seed % 2:
         n = num_seqs * k
-        shape = BatchShape(n + 7, n + 2, n, n + 2 * k, W, 5, 3, is_padded=True, tokens_per_row=k)
+        shape = BatchShape(n + 7, n + 2, n, n + 2 * k, W, 5, is_padded=True, tokens_per_row=k)
     numbers = lambda low, high, *dims: torch.from_numpy(rng.integers(low, high, dims)).int()
     lengths = numbers(1, max(2, W * size - k), R + 1)
     tables = RequestTables(numbers(0, 3, R + 1, k), lengths, numbers(0, 50, R + 1, 9), numbers(0, 1, R + 1, 20))

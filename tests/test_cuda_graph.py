@@ -15,6 +15,7 @@ from nanovllm.engine.features import register_feature
 from nanovllm.graphs import cuda_graph
 from nanovllm.graphs.buffers import make_buffers
 from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs, graph_shapes
+from nanovllm.layers.attention_backends import AttentionBackend
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")
@@ -94,7 +95,7 @@ def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, num_
 
     runner, k = llm.model_runner, 1 + num_drafts
     assert runner.tokens_per_row == k
-    shapes = graph_shapes(llm.config, runner.query_tile_size, k)
+    shapes = graph_shapes(llm.config, runner.backend, k)
     sizes = [(shape.num_decodes, shape.num_tokens) for shape in shapes]
     assert sizes == [(0, 4), (0, 8), (0, 12), *([(4, 4), (5, 8), (5, 12)] if k == 1 else [(3, 4), (6, 8), (12, 12)])]
     runner.buffers = make_buffers(llm.config, torch.device("cpu"), k)
@@ -120,7 +121,7 @@ def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, num_
 
 def test_the_smallest_graph_that_holds_a_step(make_llm):
     config = make_llm(max_num_seqs=64, max_num_batched_tokens=300, max_num_mixed_tokens=256).config
-    shapes = graph_shapes(config, query_tile_size=64)
+    shapes = graph_shapes(config, AttentionBackend())
     graphs = object.__new__(MixedGraphs)
     graphs.shapes = shapes
 

@@ -5,7 +5,6 @@ import math
 import re
 from copy import deepcopy
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,9 +13,8 @@ from conftest import assert_close
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
-from nanovllm.attention.triton import TritonBackend
+from nanovllm.attention.triton import TritonBackend, query_tiles
 from nanovllm.config import ModelConfig
-from nanovllm.engine.batch import query_tiles
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import SDPABackend
@@ -477,7 +475,7 @@ def test_attention_from_qkv(monkeypatch, use_ops, path, has_norm):
             max_context_len=max(last),
             max_seqlen_q=max(num_new),
             cu_seqlens_q=torch.tensor([0, *num_new]).cumsum(0).int() if num_decodes < len(rows) else None,
-            query_tiles=torch.from_numpy(query_tiles(np.array(num_new), num_decodes, 64)).int(),
+            backend_arrays={"query_tiles": torch.from_numpy(query_tiles(num_new[num_decodes:], num_decodes, 64)).int()},
         )
         qkv = torch.cat([qkv[row] for qkv, row in zip(qkvs, rows)]).flatten(1)
         with attention_context(context):

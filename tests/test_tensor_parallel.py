@@ -200,7 +200,7 @@ def channel():
 
 def test_every_reader_gets_every_step_before_it_is_overwritten(channel):
     B, T, C = 4, 32, MAX_CHUNKS
-    bounds = BatchShape(T, B + C, 0, B + C, 3, T, T + B + C)
+    bounds = BatchShape(T, B + C, 0, B + C, 3, T, (("", (T + B + C, 2)),))
     largest = BatchShape(*bounds.graph_shape, B, B, B, LARGEST_FEATURES)
     shapes = [largest, decode_shape(B, 3)] * 20
     steps = [np.arange(i, i + shape.size, dtype=np.int32) for i, shape in enumerate(shapes)]

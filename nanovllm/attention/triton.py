@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import torch
 
 from nanovllm.layers.attention_backends import AttentionBackend
@@ -29,7 +30,7 @@ class TritonBackend(AttentionBackend):
         out, n = torch.empty_like(q), context.num_decodes
         lengths, tables = context.context_lens, context.block_tables
         if context.has_chunks:
-            starts, tiles = context.cu_seqlens_q, context.query_tiles
+            starts, tiles = context.cu_seqlens_q, context.backend_arrays["query_tiles"]
             self.ops.prefill_attention(q, cache.k, cache.v, starts, lengths, tables, tiles, out, cache.scales)
         if n:
             args = q[:n], cache.k, cache.v, lengths[:n], tables[:n], context.max_context_len
@@ -37,8 +38,14 @@ class TritonBackend(AttentionBackend):
             self.ops.decode_attention(*args, num_seqs=count, out=out[:n], scales=cache.scales)
         return out
 
-    def query_tile_size(self, group, head_dim, dtype):
-        return self.ops.query_tile_size(group, head_dim, dtype)
+    def set_head_shape(self, group, head_dim, dtype):
+        self.tile_size = self.ops.query_tile_size(group, head_dim, dtype)
+
+    def prepare_chunks(self, chunk_lens, first_row):
+        return {"query_tiles": query_tiles(chunk_lens, first_row, self.tile_size)}
+
+    def array_shapes(self, num_tokens, num_chunks):
+        return (("query_tiles", (num_tokens // self.tile_size + num_chunks, 2)),)
 
     def attend_qkv(self, qkv, qk_norm_rope, cache, context):
         """Few sequences that decode are one kernel."""
@@ -56,3 +63,14 @@ class TritonBackend(AttentionBackend):
             context.max_context_len,
             scales=cache.scales,
         )
+
+
+def query_tiles(chunk_lens: list[int], first_row: int, size: int) -> np.ndarray:
+    """The tiles of queries [N, 2] int32 that programs of the prefill kernel compute: (row, first of its new tokens).
+
+    Tiles have `size` tokens. Of each chunk, those with the most keys come first.
+    """
+    counts = -(-np.array(chunk_lens, np.int64) // size)
+    last = np.cumsum(counts) - 1
+    rows = np.repeat(np.arange(len(chunk_lens)), counts)
+    return np.stack((first_row + rows, size * (np.repeat(last, counts) - np.arange(len(rows)))), 1)

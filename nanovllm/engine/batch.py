@@ -23,6 +23,7 @@ VIEW_ALIGNMENT = 4  # words, which are 16 bytes: Triton compiles another kernel 
 
 Array = TypeVar("Array", np.ndarray, torch.Tensor)
 Dims = tuple[int, ...]
+ArrayShapes = tuple[tuple[str, Dims], ...]  # names and dimensions
 
 
 class BatchShape(NamedTuple):
@@ -34,14 +35,14 @@ class BatchShape(NamedTuple):
     num_samples: int  # tokens that are sampled
     max_blocks_per_seq: int  # the width of the block tables
     max_seqlen_q: int = 1
-    num_query_tiles: int = 0
+    backend_shapes: ArrayShapes = ()  # of `backend_arrays`
     is_padded: bool = False  # whether these are upper bounds, in a step with chunks; the real numbers are on the device
     tokens_per_row: int = 1  # see ScheduledStep; a sequence that decodes counts as so many, each a token longer
 
     num_sampled: int = 0  # sequences that get tokens, without padding
     num_new_requests: int = 0  # sampled for the first time since they were admitted
     num_block_copies: int = 0  # cache blocks that sequences no longer share, copied before the forward pass
-    feature_shapes: tuple[tuple[str, tuple[tuple[str, Dims], ...]], ...] = ()  # the arrays of each that the step uses
+    feature_shapes: tuple[tuple[str, ArrayShapes], ...] = ()  # the arrays of each that the step uses
 
     @property
     def has_chunks(self) -> bool:
@@ -89,12 +90,12 @@ class Batch(Generic[Array]):
     logits_indices: Array = _view(lambda s: (s.num_samples,), chunks_only=True)  # the tokens that are sampled, and
     sampled_rows: Array = _view(lambda s: (s.num_samples,), chunks_only=True)  # their sequences
     num_decodes: Array = _view(lambda s: (1,), chunks_only=True)  # for CUDA graphs, whose shape has an upper bound
-    query_tiles: Array = _view(lambda s: (s.num_query_tiles, 2), chunks_only=True)  # of attention; see Context
     params: Array = _view(lambda s: (s.num_new_requests, WIDTH), chunks_only=True)  # new requests are sampled last
     new_block_tables: Array = _view(lambda s: (s.num_new_requests, s.max_blocks_per_seq), chunks_only=True)
 
     block_copies: Array = _view(lambda s: (2, s.num_block_copies))  # cache blocks to copy from, and to copy to
     feature_arrays: dict[str, dict[str, Array]] = field(default_factory=dict)  # of `StepFeature.prepare`
+    backend_arrays: dict[str, Array] = field(default_factory=dict)  # of `AttentionBackend.prepare_chunks`
 
     @property
     def new_req_indices(self) -> Array:
@@ -108,12 +109,14 @@ class Batch(Generic[Array]):
         layout, size = _layout(shape)
         batch = cls(shape, buffer[:size])
         batch.feature_arrays = {name: {} for name, _ in shape.feature_shapes}
-        for feature, name, begin, end, dims in layout:
+        for home, name, begin, end, dims in layout:
             view = buffer[begin:end].reshape(dims)
-            if feature is None:
+            if home is None:
                 setattr(batch, name, view)
+            elif home is BACKEND:
+                batch.backend_arrays[name] = view
             else:
-                batch.feature_arrays[feature][name] = view
+                batch.feature_arrays[home][name] = view
         return batch
 
     @staticmethod
@@ -135,27 +138,29 @@ FeatureArrays = Mapping[str, Mapping[str, Any]]  # by feature and name: arrays, 
 HostBatch = Batch[np.ndarray]
 DeviceBatch = Batch[torch.Tensor]
 VIEWS = [f for f in fields(Batch) if "dims" in f.metadata]
+BACKEND = ""  # where a feature has a name
 
 
 @lru_cache(maxsize=1024)
 def _layout(shape: BatchShape) -> tuple[list[tuple[str | None, str, int, int, Dims]], int]:
     """Feature (None for a field), name, begin, end and shape of each view, in words; and the size of the buffer."""
-    arrays: list[tuple[str | None, str, Dims]] = [
+    arrays: list[tuple[str | None, str, Dims]] = [(BACKEND, name, dims) for name, dims in shape.backend_shapes]
+    arrays += [
         (None, view.name, view.metadata["dims"](shape))
         for view in VIEWS
         if shape.has_chunks or not view.metadata["chunks_only"]
     ]
     arrays += [(feature, name, dims) for feature, of_feature in shape.feature_shapes for name, dims in of_feature]
     views, begin = [], 0
-    for feature, name, dims in arrays:
-        views.append((feature, name, begin, begin + prod(dims), dims))
+    for home, name, dims in arrays:
+        views.append((home, name, begin, begin + prod(dims), dims))
         begin += -(-prod(dims) // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
     return views, begin
 
 
-def shape_of(step: ScheduledStep, block_size: int, query_tile_size: int = 0) -> BatchShape:
+def shape_of(step: ScheduledStep, block_size: int, backend_arrays: Mapping[str, np.ndarray]) -> BatchShape:
     """The shape of a step without padding, and without what is empty in most steps."""
-    k, chunk_lens = step.tokens_per_row, [end - start for _, start, end in step.chunks]
+    k, chunk_lens = step.tokens_per_row, step.chunk_lens
     n, others = step.num_decodes * k, (*step.new_seqs, *(seq for seq, _, _ in step.chunks))
     longest_decode = int(step.context_lens.max(initial=0))
     return BatchShape(
@@ -165,7 +170,7 @@ def shape_of(step: ScheduledStep, block_size: int, query_tile_size: int = 0) -> 
         num_samples=len(step.sampled_seqs) * k,
         max_blocks_per_seq=max([-(-longest_decode // block_size), *(len(seq.block_table) for seq in others)]),
         max_seqlen_q=max(chunk_lens, default=1),
-        num_query_tiles=sum(-(-length // query_tile_size) for length in chunk_lens) if query_tile_size else 0,
+        backend_shapes=tuple((name, x.shape) for name, x in backend_arrays.items()),
         tokens_per_row=k,
     )
 
@@ -173,23 +178,23 @@ def shape_of(step: ScheduledStep, block_size: int, query_tile_size: int = 0) -> 
 def prepare_batch(
     step: ScheduledStep,
     shape: BatchShape,
-    arrays: FeatureArrays,
+    backend_arrays: Mapping[str, np.ndarray],
+    feature_arrays: FeatureArrays,
     buffer: np.ndarray | None,
     block_size: int,
-    query_tile_size: int = 0,
     pad_req_index: int = 0,
 ) -> HostBatch:
-    """The batch of a step in `buffer`, or in new memory. `arrays` are what features have for it.
+    """The batch of a step in `buffer`, or in new memory, with what the attention backend and features have for it.
 
     If `shape` is larger than the step, the rest is padding: empty sequences that store nothing, and whose samples are
-    dropped.
+    dropped; and numbers of -1 in the backend's arrays.
     """
     new = step.new_seqs
     shape = shape._replace(
         num_sampled=len(step.sampled_seqs),
         num_new_requests=len(new),
         num_block_copies=len(step.copies),
-        feature_shapes=_feature_shapes(arrays),
+        feature_shapes=_feature_shapes(feature_arrays),
     )
     batch = Batch.on_host(shape, buffer)
     new_indices = np.array([seq.req_index for seq in new], np.int64)
@@ -199,12 +204,14 @@ def prepare_batch(
     for i, *new_block in step.new_blocks:
         batch.new_blocks[i] = new_block
     if step.chunks:
-        _fill_chunks(batch, step, block_size, query_tile_size)
+        _fill_chunks(batch, step, block_size)
         _fill_params(batch.params, new)
         _fill_tables(batch.new_block_tables, new)
     if step.copies:
         batch.block_copies[:] = np.array(step.copies, np.int32).T
-    for name, found in arrays.items():
+    for name, values in backend_arrays.items():
+        _fill(batch.backend_arrays[name], values, padding=-1)
+    for name, found in feature_arrays.items():
         for key, values in found.items():
             if isinstance(values, list):
                 np.stack(values, out=batch.feature_arrays[name][key])
@@ -213,34 +220,21 @@ def prepare_batch(
     return batch
 
 
-def query_tiles(lengths: np.ndarray, num_decodes: int, size: int) -> np.ndarray:
-    """The tiles [N, 2] of attention's `query_tiles`, by the rows' numbers of new tokens. Of each row, those with the
-    most keys come first.
-    """
-    if not size:
-        return np.empty((0, 2), np.int32)
-    counts = -(-lengths[num_decodes:] // size)  # tiles of each chunk
-    last = np.cumsum(counts) - 1
-    rows = np.repeat(np.arange(num_decodes, len(lengths)), counts)
-    return np.stack((rows, size * (np.repeat(last, counts) - np.arange(len(rows)))), 1)
-
-
 def _fill(array: np.ndarray, values: Any, padding: int) -> None:
     """`values` at the beginning of an array, and `padding` after them."""
     array[: len(values)] = values
     array[len(values) :] = padding
 
 
-def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, query_tile_size: int) -> None:
+def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int) -> None:
     """The rows and tokens of chunks, which follow those of decodes, and what says where they are."""
     k, n = step.tokens_per_row, step.num_decodes * step.tokens_per_row
-    lengths = np.array([1] * n + [end - start for _, start, end in step.chunks])
+    lengths = np.array([1] * n + step.chunk_lens)
     ends = np.cumsum(lengths)  # [B], into the flat tokens of the step
     B, T = len(lengths), int(ends[-1])
     batch.num_decodes[:] = n
     batch.cu_seqlens_q[0] = 0
     _fill(batch.cu_seqlens_q[1:], ends, padding=T)
-    _fill(batch.query_tiles, query_tiles(lengths, n, query_tile_size), padding=-1)
     _fill(batch.context_lens[n:], [end for _, _, end in step.chunks], padding=0)
     _fill_tables(batch.block_tables[n:], [seq for seq, _, _ in step.chunks])
     for (seq, start, end), last in zip(step.chunks, ends[n:].tolist()):
@@ -277,6 +271,6 @@ def _fill_params(params: np.ndarray, seqs: list[Sequence]) -> None:
     seeds(params)[:] = np.array([seq.noise_seed for seq in seqs], np.uint64).view(np.int32).reshape(-1, 2)
 
 
-def _feature_shapes(arrays: FeatureArrays) -> tuple[tuple[str, tuple[tuple[str, Dims], ...]], ...]:
+def _feature_shapes(arrays: FeatureArrays) -> tuple[tuple[str, ArrayShapes], ...]:
     dims = lambda rows: (len(rows), *rows[0].shape) if isinstance(rows, list) else rows.shape
     return tuple((name, tuple((key, dims(x)) for key, x in found.items())) for name, found in arrays.items())

@@ -60,8 +60,7 @@ class ModelRunner:
         self.attention_layers = [module for module in self.model.modules() if isinstance(module, Attention)]
         self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
         layer = self.attention_layers[0]
-        group_size = layer.num_heads // layer.num_kv_heads
-        self.query_tile_size = self.backend.query_tile_size(group_size, layer.head_dim, config.dtype)
+        self.backend.set_head_shape(layer.num_heads // layer.num_kv_heads, layer.head_dim, config.dtype)
         self.pad_req_index = config.max_num_seqs
         registered = {name: feature.home for name, feature in FEATURES.items() if isinstance(feature.home, type)}
         if registered and self.tp.size > 1:
@@ -132,12 +131,13 @@ class ModelRunner:
         names = sorted(step.feature_names)  # the same layout in every run
         prepared = {name: FEATURES[name].load().prepare(step) for name in names}
         arrays = {name: found for name, found in prepared.items() if found is not None}
-        sizes = self.config.kvcache_block_size, self.query_tile_size
-        shape = batches.shape_of(step, *sizes)
+        block_size, first_row = self.config.kvcache_block_size, step.num_decodes * step.tokens_per_row
+        backend_arrays = self.backend.prepare_chunks(step.chunk_lens, first_row) if step.chunks else {}
+        shape = batches.shape_of(step, block_size, backend_arrays)
         if graphs := self.mixed_graphs if step.chunks else self.graphs:
             shape = graphs.shape_for(shape) or shape
         buffer = self.host_buffer(bool(step.chunks))
-        return batches.prepare_batch(step, shape, arrays, buffer, *sizes, self.pad_req_index)
+        return batches.prepare_batch(step, shape, backend_arrays, arrays, buffer, block_size, self.pad_req_index)
 
     def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:
         """Queue a batch that lies in `host_buffer`; this returns while the step, or even the one before, still runs."""
@@ -210,7 +210,7 @@ class ModelRunner:
             max_context_len=min(shape.max_blocks_per_seq * self.config.kvcache_block_size, self.config.max_model_len),
             max_seqlen_q=shape.max_seqlen_q,
             cu_seqlens_q=batch.cu_seqlens_q,
-            query_tiles=batch.query_tiles,
+            backend_arrays=batch.backend_arrays,
             num_decodes_on_device=batch.num_decodes if shape.is_padded else None,
         )
 

@@ -39,7 +39,7 @@ class OutputProcessor:
     def process(self, step: ScheduledStep, result: StepResult) -> None:
         """Give sequences the tokens of a step, and their callers what is new."""
         self._deliver(self.postprocess(step, result))
-        num_prefilled = sum(end - start for _, start, end in step.chunks)
+        num_prefilled = sum(step.chunk_lens)
         num_decoded = step.num_decodes if result.counts is None else sum(result.counts[: step.num_decodes])
         for collector in [*self.collectors]:
             self._hand_over(collector, num_prefilled, num_decoded)

@@ -56,6 +56,10 @@ class ScheduledStep:
         return len(self.req_indices)
 
     @property
+    def chunk_lens(self) -> list[int]:
+        return [end - start for _, start, end in self.chunks]
+
+    @property
     def new_seqs(self) -> list[Sequence]:
         """Those that get their first token since they were admitted."""
         return self.sampled_seqs[self.num_decodes :]

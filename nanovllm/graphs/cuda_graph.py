@@ -10,6 +10,7 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import MAX_CHUNKS, Batch, BatchShape, DeviceBatch
 from nanovllm.engine.step_result import ForwardOutput, SamplerInput
 from nanovllm.graphs.buffers import StepBuffers, host_memory
+from nanovllm.layers.attention_backends import AttentionBackend
 from nanovllm.utils.double_buffer import DoubleBuffer
 
 
@@ -102,7 +103,7 @@ class DecodeGraphs:
 TOKEN_SIZES = (16, 32, 64, *range(128, 2048, 128), *range(2048, 4096, 512), *range(4096, 8193, 1024))
 
 
-def graph_shapes(config: Config, query_tile_size: int, tokens_per_row: int = 1) -> list[BatchShape]:
+def graph_shapes(config: Config, backend: AttentionBackend, tokens_per_row: int = 1) -> list[BatchShape]:
     """The shapes of steps with chunks to capture: the first that holds a step is the smallest that does.
 
     Without graphs the host would launch the kernels of so short a step for longer than the device computes it. As long
@@ -123,7 +124,7 @@ def graph_shapes(config: Config, query_tile_size: int, tokens_per_row: int = 1) 
                     num_samples=num_decodes + num_chunks * tokens_per_row,
                     max_blocks_per_seq=config.max_blocks_per_seq,
                     max_seqlen_q=num_tokens,
-                    num_query_tiles=num_tokens // query_tile_size + num_chunks,
+                    backend_shapes=backend.array_shapes(num_tokens, num_chunks),
                     is_padded=True,
                     tokens_per_row=tokens_per_row,
                 )

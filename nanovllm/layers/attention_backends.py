@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -40,9 +41,16 @@ class AttentionBackend:
     uses_cuda_graphs = True  # decode never reads a result on the host
     captures_chunks = False  # nor does a step with chunks, which reads their number and lengths on the device
 
-    def query_tile_size(self, group: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Tokens of a tile in `Context.query_tiles`, if `group` query heads share a key-value head; 0: no tiles."""
-        return 0
+    def set_head_shape(self, group: int, head_dim: int, dtype: torch.dtype) -> None:
+        """Called once, before any step: `group` query heads share a key-value head."""
+
+    def prepare_chunks(self, chunk_lens: list[int], first_row: int) -> dict[str, np.ndarray]:
+        """int32 arrays for `Context.backend_arrays`, of a step whose rows from `first_row` on are chunks of prompts."""
+        return {}
+
+    def array_shapes(self, num_tokens: int, num_chunks: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Names and largest dimensions of these arrays in a CUDA graph, where -1 is padding."""
+        return ()
 
     def attend_qkv(self, qkv, qk_norm_rope: QKNormRope, cache: KVCache, context: Context) -> torch.Tensor:
         """Norm and rope of queries and keys, the store of keys and values, and `attend`, from the qkv product.

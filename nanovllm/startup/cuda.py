@@ -121,7 +121,7 @@ def compile_kernels(runner: Any) -> None:
     config, model = runner.config, runner.model.model
     sizes, k = capture_sizes(config.max_num_seqs), runner.tokens_per_row
     decodes = [decode_shape(size, config.max_blocks_per_seq, k) for size in sizes]
-    chunks = graph_shapes(config, runner.query_tile_size, k) if runner.backend.captures_chunks else []
+    chunks = graph_shapes(config, runner.backend, k) if runner.backend.captures_chunks else []
     shapes = [x for x in decodes + chunks if x.num_tokens.bit_count() == 1 or x.num_tokens == config.max_num_seqs]
     buffer = runner.buffers.device
 
@@ -161,6 +161,6 @@ def capture_cudagraph(runner: Any) -> None:
     config, pool, buffer = runner.config, torch.cuda.graph_pool_handle(), runner.buffers.device
     runner.graphs = DecodeGraphs(config, runner.tokens_per_row, buffer, runner.forward, pool)
     if runner.backend.captures_chunks:
-        shapes = graph_shapes(config, runner.query_tile_size, runner.tokens_per_row)
+        shapes = graph_shapes(config, runner.backend, runner.tokens_per_row)
         parts = runner.run_model, runner.sample
         runner.mixed_graphs = MixedGraphs(shapes, config.max_num_seqs, buffer, runner.pad_req_index, *parts, pool)

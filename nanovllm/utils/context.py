@@ -1,8 +1,9 @@
 """What layers read during a step, set for the duration of one forward."""
 
+from collections.abc import Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ class Context:
     max_context_len: int  # upper bound of context_lens, known to the host
     max_seqlen_q: int = 1
     cu_seqlens_q: torch.Tensor | None = None  # [B + 1] int32
-    query_tiles: torch.Tensor | None = None  # [N, 2] int32: (sequence, first of its new tokens); -1: no tile
+    backend_arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of `AttentionBackend.prepare_chunks`
     tokens_per_row: int = 1  # so many sequences of the first `num_decodes` are one, each a token longer
     num_decodes_on_device: torch.Tensor | None = None  # [1] int32, in a CUDA graph with chunks
     decode_plan: Any = None
