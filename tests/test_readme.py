@@ -13,10 +13,11 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from conftest import generate_by_steps
 from settings_tables import PAGES, with_tables
 from test_architecture import CORE_LINES
 
-from nanovllm import LLM, SamplingParams, SchedulingPolicy
+from nanovllm import LLM, SamplingParams, SchedulingPolicy, attention
 from nanovllm.benchmarks.throughput import WORKLOADS
 from nanovllm.config import Config
 from nanovllm.engine.engine import Engine
@@ -63,7 +64,7 @@ def test_page_is_short(document):
 
 EXPERIMENTS = blocks(page("experiments"))
 (TOP_K,) = (code for code in EXPERIMENTS if "top_k" in code)
-(FEATURE,) = blocks(DOCUMENTS[".github/CONTRIBUTING.md"])
+FEATURE, BACKEND = blocks(DOCUMENTS[".github/CONTRIBUTING.md"])
 PROGRAMS = {
     f"{document}:{i}": code
     for document, text in DOCUMENTS.items()
@@ -100,6 +101,21 @@ def test_top_1_gives_one_answer_in_every_dtype(dtype, capsys):
 def test_own_feature(capsys):
     """The exercise of CONTRIBUTING.md; a fixture of conftest.py removes the feature."""
     run(FEATURE, "", capsys)
+
+
+def test_own_backend(capsys, monkeypatch, make_llm):
+    """It computes what the plain backend does, also for chunks of prompts beside decodes."""
+    monkeypatch.setattr(attention, "BACKENDS", attention.BACKENDS.copy())
+    run(BACKEND, "", capsys)
+    assert capsys.readouterr().out.strip()
+    prompts = ["List the primes up to 17.", "HAMLET.", "Who are you? " * 20]
+    texts = []
+    for backend in ("one by one", "sdpa"):
+        llm = make_llm(attention_backend=backend, max_num_batched_tokens=16)
+        requests = [(prompt, SamplingParams(temperature=0.0, max_tokens=20)) for prompt in prompts]
+        texts.append([output.outputs[0].text for output in generate_by_steps(llm, requests)])
+        assert llm.stats()["steps"]["mixed"] > 0
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -1,12 +1,4 @@
-"""Attention backends besides the plain one: which there are. A module is imported when its backend is used.
-
-A class of BACKENDS is an AttentionBackend (layers/attention_backends.py) that tells besides:
-
-- `package`: what must be installed, and `install`: how
-- `runs_on_cpu()`: whether it needs no CUDA device
-- `block_multiple`: what `kvcache_block_size` must be a multiple of
-- `kv_cache_dtypes`: the formats of the cache that it reads
-"""
+"""Attention backends besides the plain one: which there are. A module is imported when its backend is used."""
 
 import importlib.util
 from importlib import import_module
@@ -14,15 +6,17 @@ from typing import Any
 
 from nanovllm.utils.checks import check_choice
 
-# the setting `attention_backend` -> module:class; "sdpa" is plain PyTorch, which layers/ has
-BACKENDS = {
+# the setting `attention_backend` -> "module:class" or a class; "sdpa" is plain PyTorch, which layers/ has
+BACKENDS: dict[str, Any] = {
     "flash": "nanovllm.attention.flash:FlashBackend",
     "triton": "nanovllm.attention.triton:TritonBackend",
 }
 
 
 def backend_class(name: str) -> Any:
-    module, class_name = BACKENDS[name].split(":")
+    if not isinstance(home := BACKENDS[name], str):
+        return home
+    module, class_name = home.split(":")
     return getattr(import_module(module), class_name)
 
 

@@ -11,7 +11,6 @@ class FlashBackend(AttentionBackend):
 
     package, install = "flash_attn", "pip install 'nano-vllm[flash]'"
     block_multiple = 256
-    kv_cache_dtypes = ("auto",)
 
     def __init__(self):
         import flash_attn

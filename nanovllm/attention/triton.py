@@ -12,7 +12,6 @@ class TritonBackend(AttentionBackend):
     """Our own paged kernels."""
 
     package, install = "triton", "pip install triton"
-    block_multiple = 16
     kv_cache_dtypes = ("auto", "fp8")
     captures_chunks = True
 

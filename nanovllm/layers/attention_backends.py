@@ -38,8 +38,15 @@ class AttentionBackend:
     heads is a multiple of kv_heads, and query head h reads key-value head h // (heads / kv_heads).
     """
 
+    package, install = "torch", "pip install torch"  # what must be installed, and how
+    block_multiple = 16  # what `kvcache_block_size` must be a multiple of
+    kv_cache_dtypes: tuple[str, ...] = ("auto",)  # the formats of the cache that it reads
     uses_cuda_graphs = True  # decode never reads a result on the host
     captures_chunks = False  # nor does a step with chunks, which reads their number and lengths on the device
+
+    @staticmethod
+    def runs_on_cpu() -> bool:
+        return True
 
     def set_head_shape(self, group: int, head_dim: int, dtype: torch.dtype) -> None:
         """Called once, before any step: `group` query heads share a key-value head."""
