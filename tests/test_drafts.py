@@ -8,6 +8,7 @@ from conftest import generate_by_steps
 
 from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.engine.features import StepFeature, register_feature
+from nanovllm.startup.cuda import dummy_prefill
 
 NUM_DRAFTS = 3
 PROMPT_LENGTHS = 1, 3, 15, 16, 17, 20, 31, 33
@@ -38,7 +39,8 @@ class KnownAnswers(StepFeature):
         known = [text for text in self.texts if text[: len(token_ids)] == token_ids]
         right = (self.random.choice(known)[len(token_ids) :] if known else []) + [0] * self.num_drafts
         is_right = [self.kind == "right" or (self.kind == "mixed" and self.random.random() < 0.6) for _ in right]
-        return [x if ok else (x + 1) % 2045 for x, ok in zip(right, is_right)][: self.num_drafts]
+        other = lambda x: self.random.choice([(x + 1) % 2045, -1])  # -1 is no draft
+        return [x if ok else other(x) for x, ok in zip(right, is_right)][: self.num_drafts]
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +179,20 @@ def test_beams_get_one_token_after_the_other(make_llm, monkeypatch, drafts):
         without.setattr(KnownAnswers, "num_drafts", 0)
         expected = search(make_llm(**SETTINGS))
     assert search(make_llm(**SETTINGS, async_scheduling=True)) == expected
+
+
+def test_two_that_draft():
+    register_feature(KnownAnswers)
+    with pytest.raises(ValueError, match="num_drafts=1: another feature drafts"):
+        register_feature(type("Other", (StepFeature,), {"num_drafts": 1}))
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2, 8])
+def test_steps_of_the_start(make_llm, drafts, num_seqs):
+    """CUDA warms up with these."""
+    runner = make_llm(**SETTINGS).model_runner
+    result = runner.run(dummy_prefill(num_seqs, 5, 16, runner.tokens_per_row)).wait()
+    assert result.counts == [1] * num_seqs and len(result.token_ids) == num_seqs * (1 + NUM_DRAFTS)
 
 
 def test_drafts_longer_than_a_block(make_llm, monkeypatch, drafts):

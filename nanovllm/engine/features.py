@@ -60,7 +60,7 @@ class StepFeature:
         """
 
     def propose(self, x: Any, counts: Any) -> Any:
-        """Drafts [S, num_drafts] of the tokens after the last one of each sequence, if `num_drafts` is not 0.
+        """Drafts [S, num_drafts] of the tokens after the last one of each sequence, or -1, if `num_drafts` is not 0.
 
         `x` is the SamplerInput of the step, in which each sequence got counts [S] tokens; the runner's `tables` have
         the last ones and the lengths. CUDA graphs contain this.
@@ -126,6 +126,8 @@ def register_feature(feature: type[StepFeature]) -> None:
     """
     if feature.__name__ in FEATURES:
         raise ValueError(f"feature {feature.__name__!r}: there is a feature of this name")
+    if feature.num_drafts and any(getattr(known.home, "num_drafts", 0) for known in FEATURES.values()):
+        raise ValueError(f"num_drafts={feature.num_drafts}: another feature drafts tokens already")
     for name in SamplingParams.__dataclass_fields__.keys() & feature.fields:
         raise ValueError(f"field {name!r}: there is a sampling parameter of this name")
     from nanovllm.kernels.sampling_columns import add_columns  # with torch, which nothing else here needs

@@ -71,7 +71,8 @@ class ModelRunner:
             raise ValueError(f"num_drafts={self.tokens_per_row - 1}: must be at most {bound}")
         sizes = config.max_num_seqs, self.tokens_per_row, config.max_blocks_per_seq, WIDTH
         self.tables = RequestTables.zeros(*sizes, self.device)
-        self._num_finished_programs = torch.zeros_like(self.tables.num_tokens)
+        num_rows = config.max_num_seqs * self.tokens_per_row
+        self._num_finished_programs = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
         self.features: dict[str, StepFeature] = {}
         self.add_features(registered)
         self.buffers: Buffers | None = None  # None on a CPU: each step allocates what it needs
@@ -171,8 +172,9 @@ class ModelRunner:
     def _upload(self, batch: DeviceBatch) -> None:
         """Write what is known of new requests and the arrays of features into the tables on the device."""
         if batch.shape.num_new_requests:
-            self.tables.params[batch.new_req_indices] = batch.params
-            self.tables.block_tables[batch.new_req_indices, : batch.shape.max_blocks_per_seq] = batch.new_block_tables
+            new = batch.new_req_indices.long()
+            self.tables.params[new] = batch.params
+            self.tables.block_tables[new, : batch.shape.max_blocks_per_seq] = batch.new_block_tables
         self.add_features(batch.feature_arrays)
         for name, arrays in batch.feature_arrays.items():
             self.features[name].upload(arrays)

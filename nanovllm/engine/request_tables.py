@@ -15,7 +15,7 @@ from nanovllm.kernels import operation
 class RequestTables(NamedTuple):
     """int32, by request index. One more row, the last, is for padding: its parameters, zeros, mean greedy sampling."""
 
-    last_token_ids: torch.Tensor  # [requests, tokens_per_row]: the last token, and drafts of those after it
+    last_token_ids: torch.Tensor  # [requests, tokens_per_row]: the last token, and drafts of those after it; -1: none
     num_tokens: torch.Tensor  # [requests]: the last token included
     block_tables: torch.Tensor  # [requests, W + 1]; nobody reads the last column
     params: torch.Tensor  # [requests, WIDTH]: see kernels/sampling_columns.py
@@ -50,8 +50,9 @@ def place_decodes(tables: RequestTables, batch: DeviceBatch, block_size: int) ->
     positions = (lengths - 1).clip(0)
     slots = block_tables[req_indices, positions // block_size] * block_size + positions % block_size
     slots = (slots + 1) * (lengths > 0) - 1
+    token_ids = last_token_ids[req_indices, offsets].clip(0)
     fields = _arrays(batch.input_ids, batch.positions, batch.slot_mapping, batch.context_lens)
-    for field, values in zip(fields, (last_token_ids[req_indices, offsets], positions, slots, lengths)):
+    for field, values in zip(fields, (token_ids, positions, slots, lengths)):
         field[:n] = values.reshape(-1)
     (field,) = _arrays(batch.block_tables)
     field[:n].reshape(n // k, k, -1)[:] = block_tables[req_indices, : field.shape[1]]

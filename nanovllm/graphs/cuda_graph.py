@@ -198,6 +198,7 @@ class MixedGraphs:
                 (step.num_decodes <= shape.num_decodes and step.num_tokens <= shape.num_tokens)
                 and num_chunks <= shape.num_seqs - shape.num_decodes
                 and step.num_samples <= shape.num_samples
+                and (step.num_decodes or not shape.num_decodes)  # a kernel of which no program works does not wait
             ):
                 return shape
         return None

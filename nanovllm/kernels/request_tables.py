@@ -43,18 +43,19 @@ def _place_decodes_kernel(
     new_block = tl.load(new_blocks_ptr + 2 * seq + 1)
     num_tokens = tl.load(num_tokens_ptr + req_index)
     columns = tl.arange(0, BLOCK)
-    table = tl.load(tables_ptr + req_index * TABLE_WIDTH + columns, columns < width, 0)
-    table = tl.where(columns == new_column, new_block, table)
+    table_ptr = tables_ptr + req_index * TABLE_WIDTH
+    table = tl.where(columns == new_column, new_block, tl.load(table_ptr + columns, columns < width, 0))
     if new_column >= 0:
-        tl.store(tables_ptr + req_index * TABLE_WIDTH + new_column, new_block)
+        tl.store(table_ptr + new_column, new_block)
     for i in tl.static_range(K):
         row = seq * K + i
         offset = tl.maximum(tl.minimum(i, num_reserved - 1), 0)
         length = tl.where(num_reserved > 0, num_tokens + offset, 0)
         position = tl.maximum(length - 1, 0)
-        block = tl.sum(tl.where(columns == position // BLOCK_SIZE, table, 0))
+        column = position // BLOCK_SIZE
+        block = tl.where(column == new_column, new_block, tl.load(table_ptr + column))
         slot = tl.where(length > 0, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
-        tl.store(input_ids_ptr + row, tl.load(last_token_ids_ptr + req_index * K + offset))
+        tl.store(input_ids_ptr + row, tl.maximum(tl.load(last_token_ids_ptr + req_index * K + offset), 0))
         tl.store(positions_ptr + row, position)
         tl.store(slots_ptr + row, slot)
         tl.store(context_lens_ptr + row, length)
@@ -84,13 +85,14 @@ def _accept_kernel(
 
 def place_decodes(tables, batch, block_size: int) -> None:
     """`batch` is an engine.batch.Batch on the device, and `tables` are engine.request_tables.RequestTables."""
-    k, width = batch.shape.tokens_per_row, batch.block_tables.shape[1]
+    k, table_width = batch.shape.tokens_per_row, tables.block_tables.shape[1]
+    block = triton.next_power_of_2(table_width - 1)
     grid = (batch.shape.num_decodes // k,)
     launch_ordinary(_place_decodes_kernel, grid)(
         batch.req_indices,
         batch.num_reserved,
         batch.new_blocks,
-        batch.num_decodes,
+        batch.num_decodes if batch.shape.is_padded else None,
         tables.last_token_ids,
         tables.num_tokens,
         tables.block_tables,
@@ -99,13 +101,13 @@ def place_decodes(tables, batch, block_size: int) -> None:
         batch.slot_mapping,
         batch.context_lens,
         batch.block_tables,
-        width,
-        TABLE_WIDTH=tables.block_tables.shape[1],
+        batch.block_tables.shape[1],
+        TABLE_WIDTH=table_width,
         BLOCK_SIZE=block_size,
         K=k,
         HAS_NUM_DECODES=batch.shape.is_padded,
-        BLOCK=triton.next_power_of_2(width),
-        num_warps=1,
+        BLOCK=block,
+        num_warps=max(1, min(8, block // 512)),
     )
 
 
@@ -113,7 +115,8 @@ def accept(req_indices: torch.Tensor, positions: torch.Tensor, token_ids: torch.
     """req_indices, positions and token_ids [S * k] int32 -> counts [S] int32, or None if k is 1."""
     k = tables.last_token_ids.shape[1]
     num_seqs = len(token_ids) // k
-    counts = torch.empty(num_seqs, dtype=torch.int32, device=token_ids.device) if k > 1 else None
+    # ones: where kernels are only compiled, a proposer runs all the same
+    counts = torch.ones(num_seqs, dtype=torch.int32, device=token_ids.device) if k > 1 else None
     launch_ordinary(_accept_kernel, (num_seqs,))(
         req_indices, positions, token_ids, tables.last_token_ids, tables.num_tokens, counts, K=k, num_warps=1
     )

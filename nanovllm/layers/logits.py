@@ -48,7 +48,7 @@ class SamplingRows(NamedTuple):
     positions: torch.Tensor  # [S] int32, of the last token
     block_tables: torch.Tensor  # [S, W] int32
     token_ids: torch.Tensor  # [blocks, block_size] int32
-    num_finished_programs: torch.Tensor  # [requests] int32, scratch of a kernel: zeros before and after it
+    num_finished_programs: torch.Tensor  # [S or more] int32, scratch of a kernel: zeros before and after it
 
     def column(self, name: str) -> torch.Tensor:
         """[S]: a parameter of the rows; float32 if it is not declared as an integer."""

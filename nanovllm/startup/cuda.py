@@ -64,7 +64,7 @@ def memory_left(runner: Any, memory_before: int) -> int:
 
 def warmup_model(runner: Any) -> int:
     """Run the largest possible prefill; the peak of allocated memory without the cache, in bytes."""
-    step = largest_prefill(runner.config)
+    step = largest_prefill(runner.config, runner.tokens_per_row)
     num_blocks = sum(len(row.seq.block_table) for row in step.chunks)
     runner.allocate_kv_cache(num_blocks, num_layers=1)
     torch.cuda.reset_peak_memory_stats(runner.device)
@@ -77,17 +77,17 @@ def warmup_model(runner: Any) -> int:
     return peak
 
 
-def largest_prefill(config: Config) -> ScheduledStep:
+def largest_prefill(config: Config, tokens_per_row: int) -> ScheduledStep:
     """A step of as many tokens and sequences as the settings allow."""
     num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
     length = min(config.max_num_batched_tokens // num_seqs, config.max_model_len - 1)
-    return dummy_prefill(num_seqs, length, config.kvcache_block_size)
+    return dummy_prefill(num_seqs, length, config.kvcache_block_size, tokens_per_row)
 
 
-def dummy_prefill(num_seqs: int, length: int, block_size: int) -> ScheduledStep:
+def dummy_prefill(num_seqs: int, length: int, block_size: int, tokens_per_row: int = 1) -> ScheduledStep:
     """A prefill step of `num_seqs` prompts of `length` tokens that share no blocks, for warm-up and tests."""
     per_seq = -(-length // block_size)
-    step = ScheduledStep()
+    step = ScheduledStep(tokens_per_row=tokens_per_row)
     for i in range(num_seqs):
         seq = Sequence(i, [0] * length, SamplingParams(), noise_seed=0, max_len=length + 1)
         seq.block_table = list(range(i * per_seq, (i + 1) * per_seq))
@@ -105,7 +105,7 @@ def milliseconds_per_token(runner: Any) -> float:
     num_seqs = min(2, num_fitting, config.max_num_seqs)
     for _ in range(2):  # the first run warms up
         begin = perf_counter()
-        runner.run(dummy_prefill(num_seqs, length, config.kvcache_block_size)).wait()
+        runner.run(dummy_prefill(num_seqs, length, config.kvcache_block_size, runner.tokens_per_row)).wait()
     return 1e3 * (perf_counter() - begin) / (num_seqs * length)
 
 
@@ -122,7 +122,8 @@ def compile_kernels(runner: Any) -> None:
     sizes, k = capture_sizes(config.max_num_seqs), runner.tokens_per_row
     decodes = [decode_shape(size, config.max_blocks_per_seq, k) for size in sizes]
     chunks = graph_shapes(config, runner.backend, k) if runner.backend.captures_chunks else []
-    shapes = [x for x in decodes + chunks if x.num_tokens.bit_count() == 1 or x.num_tokens == config.max_num_seqs]
+    rows = [(shape, shape.num_tokens if shape.has_chunks else shape.num_tokens // k) for shape in decodes + chunks]
+    shapes = [shape for shape, n in rows if n.bit_count() == 1 or n == config.max_num_seqs]
     buffer = runner.buffers.device
 
     def run_steps() -> None:
@@ -152,7 +153,7 @@ def warm_up_kernels(runner: Any) -> None:
     config = runner.config
     max_length = min(config.max_num_batched_tokens, config.max_model_len - 1)
     for length in (1, 16, 32, 64, 128, 256, 512):
-        runner.run(dummy_prefill(1, min(length, max_length), config.kvcache_block_size)).wait()
+        runner.run(dummy_prefill(1, min(length, max_length), config.kvcache_block_size, runner.tokens_per_row)).wait()
 
 
 @torch.inference_mode()
