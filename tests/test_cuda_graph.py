@@ -106,7 +106,9 @@ def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, num_
         graphs = MixedGraphs(shapes, *settings, *parts, pool=None)
     runner.graphs, runner.mixed_graphs = decode_graphs, graphs
     outputs = generate_by_steps(llm, zip(prompts, params))
-    assert {size for size, graph in decode_graphs.graphs.items() if graph.num_replays} >= {1, 2}
+    assert {size for size, graph in decode_graphs.graphs.items() if graph.num_replays} >= (
+        {1, 2, 4, 5} if k == 1 else {1}
+    )
     num_replays = {shape: graphs.models[shape.graph_shape].num_replays for shape in shapes}
     assert sum(num_replays.values()) == sum(graph.num_replays for graph in graphs.samplers.values())
     assert {shape.num_decodes for shape, count in num_replays.items() if count} >= {0, sizes[-1][0]}, num_replays
