@@ -21,6 +21,15 @@ class FlashBackend(AttentionBackend):
     def runs_on_cpu():
         return False
 
+    def attend(self, q, cache, context):
+        n = context.num_decodes
+        if not context.has_chunks:
+            return self.decode(q, cache, context)
+        out = self.prefill(q, cache, context)
+        if n:
+            out[:n] = self.decode(q[:n], cache, context)
+        return out
+
     def prefill(self, q, cache, context):
         n = context.num_decodes
         if context.prefill_plan is None:

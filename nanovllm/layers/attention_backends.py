@@ -67,21 +67,10 @@ class AttentionBackend:
         return self.attend(norm_rope_and_store(qkv, qk_norm_rope, context.slot_mapping, cache), cache, context)
 
     def attend(self, q, cache: KVCache, context: Context) -> torch.Tensor:
-        """Each of a step's queries against the keys of its sequence up to its own -> [T, heads, head_dim]."""
-        n = context.num_decodes
-        if not context.has_chunks:
-            return self.decode(q, cache, context)
-        out = self.prefill(q, cache, context)
-        if n:
-            out[:n] = self.decode(q[:n], cache, context)
-        return out
+        """Each of a step's queries against the keys of its sequence up to its own -> [T, heads, head_dim].
 
-    def prefill(self, q, cache: KVCache, context: Context) -> torch.Tensor:
-        """`attend` for the chunks of prompts; the rows of decodes, which come first, get any value."""
-        raise NotImplementedError
-
-    def decode(self, q, cache: KVCache, context: Context) -> torch.Tensor:
-        """One query for each sequence that decodes -> [num_decodes, heads, head_dim]; any value where no keys are."""
+        The rows of decodes come first. Where a sequence has no keys, which is padding, the result may be any.
+        """
         raise NotImplementedError
 
 
@@ -98,6 +87,15 @@ class SDPABackend(AttentionBackend):
     """PyTorch alone: gathers each sequence's keys and values out of the cache, for CPUs and GPUs without Triton."""
 
     uses_cuda_graphs = False
+
+    def attend(self, q, cache, context):
+        n = context.num_decodes
+        if not context.has_chunks:
+            return self.decode(q, cache, context)
+        out = self.prefill(q, cache, context)
+        if n:
+            out[:n] = self.decode(q[:n], cache, context)
+        return out
 
     def prefill(self, q, cache, context):
         out, n = torch.empty_like(q), context.num_decodes
