@@ -3,10 +3,10 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.layers.attention_backends import AttentionBackend
+from nanovllm.layers.attention_backends import DividedBackend
 
 
-class FlashBackend(AttentionBackend):
+class FlashBackend(DividedBackend):
     """The flash-attn package (arXiv:2307.08691)."""
 
     package, install = "flash_attn", "pip install 'nano-vllm[flash]'"
@@ -20,15 +20,6 @@ class FlashBackend(AttentionBackend):
     @staticmethod
     def runs_on_cpu():
         return False
-
-    def attend(self, q, cache, context):
-        n = context.num_decodes
-        if not context.has_chunks:
-            return self.decode(q, cache, context)
-        out = self.prefill(q, cache, context)
-        if n:
-            out[:n] = self.decode(q[:n], cache, context)
-        return out
 
     def prefill(self, q, cache, context):
         n = context.num_decodes

@@ -74,19 +74,8 @@ class AttentionBackend:
         raise NotImplementedError
 
 
-def make_backend(name: str) -> AttentionBackend:
-    """The backend of a resolved setting `attention_backend`."""
-    if name == "sdpa":
-        return SDPABackend()
-    from nanovllm.attention import backend_class  # imported lazily: a CPU needs none of it
-
-    return backend_class(name)()
-
-
-class SDPABackend(AttentionBackend):
-    """PyTorch alone: gathers each sequence's keys and values out of the cache, for CPUs and GPUs without Triton."""
-
-    uses_cuda_graphs = False
+class DividedBackend(AttentionBackend):
+    """Computes `attend` in two calls: `decode`, for the first rows, and `prefill`, which leaves any values there."""
 
     def attend(self, q, cache, context):
         n = context.num_decodes
@@ -96,6 +85,21 @@ class SDPABackend(AttentionBackend):
         if n:
             out[:n] = self.decode(q[:n], cache, context)
         return out
+
+
+def make_backend(name: str) -> AttentionBackend:
+    """The backend of a resolved setting `attention_backend`."""
+    if name == "sdpa":
+        return SDPABackend()
+    from nanovllm.attention import backend_class  # imported lazily: a CPU needs none of it
+
+    return backend_class(name)()
+
+
+class SDPABackend(DividedBackend):
+    """PyTorch alone: gathers each sequence's keys and values out of the cache, for CPUs and GPUs without Triton."""
+
+    uses_cuda_graphs = False
 
     def prefill(self, q, cache, context):
         out, n = torch.empty_like(q), context.num_decodes

@@ -106,14 +106,16 @@ def find_tensors(folder: Path, dtypes: tuple[str, ...] = FLOAT_DTYPES) -> dict[s
 
     As in transformers, a `model.safetensors` comes before all other files.
     """
-    if not (single := folder / "model.safetensors").is_file():
+    if (single := folder / "model.safetensors").is_file():
+        found = {name: (single, dtype) for name, dtype in stored_dtypes(single).items()}
+    else:
         from nanovllm.utils.sharded_checkpoint import find_in_files  # large models have several files
 
-        return find_in_files(folder, dtypes)
-    stored = stored_dtypes(single)
-    for name, dtype in stored.items():
-        check_dtype(single, name, dtype, dtypes)
-    return dict.fromkeys(stored, single)
+        found = find_in_files(folder, stored_dtypes)
+    for name, (file, dtype) in found.items():
+        if dtype not in dtypes:
+            raise ValueError(f"{file}: {name} has dtype {dtype}: must be one of {', '.join(dtypes)}")
+    return {name: file for name, (file, _) in found.items()}
 
 
 def stored_dtypes(file: Path) -> dict[str, str]:
@@ -121,11 +123,6 @@ def stored_dtypes(file: Path) -> dict[str, str]:
     with open_safetensors(file) as tensors:
         names = tensors.keys()
         return {name: tensors.get_slice(name).get_dtype() for name in names}
-
-
-def check_dtype(file: Path, name: str, dtype: str, dtypes: tuple[str, ...]) -> None:
-    if dtype not in dtypes:
-        raise ValueError(f"{file}: {name} has dtype {dtype}: must be one of {', '.join(dtypes)}")
 
 
 def open_safetensors(file: Path, device: torch.device | str = "cpu"):

@@ -1,13 +1,13 @@
 """Checkpoints of several files, with or without an index of their tensors. Imported for those."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from nanovllm.utils.hub import read_json
-from nanovllm.utils.loader import check_dtype, stored_dtypes
 
 
-def find_in_files(folder: Path, dtypes: tuple[str, ...]) -> dict[str, Path]:
-    """The file of every tensor, whose dtype must be one of `dtypes`.
+def find_in_files(folder: Path, stored_dtypes: Callable[[Path], dict[str, str]]) -> dict[str, tuple[Path, str]]:
+    """The file of every tensor, and its dtype, of those that `stored_dtypes` says are in a file.
 
     As in transformers: the files that the index names, each with the tensors that it should hold. If there is no index,
     all *.safetensors.
@@ -17,16 +17,15 @@ def find_in_files(folder: Path, dtypes: tuple[str, ...]) -> dict[str, Path]:
     names_of = _read_index(index) if index.is_file() else dict.fromkeys(sorted(folder.glob("*.safetensors")))
     if not names_of:
         raise FileNotFoundError(f"{folder}: holds no *.safetensors")
-    found: dict[str, Path] = {}
+    found: dict[str, tuple[Path, str]] = {}
     for file, names in names_of.items():
         stored = stored_dtypes(file)
         for name in stored if names is None else names:
             if name not in stored:
                 raise ValueError(f"{file}: lacks {name}, which {index.name} says is there")
             if name in found:
-                raise ValueError(f"{folder}: {name} is in both {found[name].name} and {file.name}")
-            check_dtype(file, name, stored[name], dtypes)
-            found[name] = file
+                raise ValueError(f"{folder}: {name} is in both {found[name][0].name} and {file.name}")
+            found[name] = file, stored[name]
     return found
 
 
