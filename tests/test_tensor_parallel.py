@@ -110,16 +110,21 @@ def assert_same(found: tuple[list, list], expected: tuple[list, list]) -> None:
 
 
 @pytest.fixture(scope="module")
-def expected() -> tuple[list, list]:
-    with LLM("tiny-qwen3", dtype="float32", device="cpu") as llm:
+def model(small_model):
+    return small_model
+
+
+@pytest.fixture(scope="module")
+def expected(model) -> tuple[list, list]:
+    with LLM(model, dtype="float32", device="cpu") as llm:
         return answers(llm)
 
 
 @pytest.mark.parametrize("size, async_scheduling", [(2, False), (2, True), (4, True)])
-def test_the_answers_of_one_rank(make_llm, expected, size, async_scheduling):
+def test_the_answers_of_one_rank(make_llm, monkeypatch, expected, size, async_scheduling):
     """Greedy and seeded sampling with all kinds of parameters, preemption, chunks and prefix hits.
 
-    At the end one of four ranks is killed.
+    At the end one of four ranks is killed, or one of two ranks has an error in a step.
     """
     llm = make_llm(tensor_parallel_size=size, async_scheduling=async_scheduling, **SMALL)
     assert_same(answers(llm), expected)
@@ -130,6 +135,8 @@ def test_the_answers_of_one_rank(make_llm, expected, size, async_scheduling):
     assert first["token_ids"] == again["token_ids"]
     if size == 4:
         check_kill_in_a_step(llm, rank=2)
+    else:
+        check_error_in_a_step(llm, monkeypatch)
 
 
 def test_fewer_key_value_heads_than_ranks(make_llm, tmp_path_factory):
@@ -286,9 +293,8 @@ def check_kill_between_steps(llm: LLM) -> None:
     assert_closed(llm, begin)
 
 
-def test_a_rank_has_an_error_in_a_step(make_llm, monkeypatch):
-    """It gets a batch that makes it fail, unlike rank 0. The caller gets the error and its traceback."""
-    llm = make_llm(tensor_parallel_size=2)
+def check_error_in_a_step(llm: LLM, monkeypatch) -> None:
+    """Rank 1 gets a batch that makes it fail, unlike rank 0. The caller gets the error and its traceback."""
     send = StepChannel.send
 
     def garble(channel, shape, words, timeout):
@@ -519,6 +525,7 @@ if True:  # no guard of __name__: the ranks do not run this
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever shell started us
     what = sys.argv[1]
     if what == "run":  # three callers, each with an engine that it makes after the fork
+        import transformers.models.auto.tokenization_auto  # here once, as an engine needs it
         callers = []
         for _ in range(3):
             if (pid := os.fork()) == 0:
