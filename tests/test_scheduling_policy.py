@@ -415,6 +415,11 @@ GREEDY = dict(temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
+def model(small_model):
+    return small_model
+
+
+@pytest.fixture(scope="module")
 def requests():
     """(prompt, parameters, priority), with several answers to some."""
     rng = random.Random(5)
@@ -430,11 +435,11 @@ def requests():
 
 
 @pytest.fixture(scope="module")
-def expected(requests):
+def expected(model, requests):
     """The answers of an engine that does one request after the other."""
     from nanovllm import LLM
 
-    with LLM("tiny-qwen3", dtype="float32", device="cpu") as llm:
+    with LLM(model, dtype="float32", device="cpu") as llm:
         return [answers_of(llm.generate(prompt, params, use_tqdm=False))[0] for prompt, params, _ in zip(*requests)]
 
 
