@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import runpy
 import subprocess
 import sys
 from enum import Enum
@@ -357,8 +358,12 @@ def test_program_that_imports_vllm(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == ["True True", "False True"]
-    usage = subprocess.run(command[:3], capture_output=True, text=True, timeout=120)
-    assert usage.returncode == 1 and "usage: python -m nanovllm.compat" in usage.stderr
+
+
+def test_compat_without_a_program(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["nanovllm.compat"])
+    with pytest.raises(SystemExit, match="usage: python -m nanovllm.compat"):
+        runpy.run_module("nanovllm.compat", run_name="__main__")
 
 
 ROWS = [

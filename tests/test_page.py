@@ -82,11 +82,11 @@ def random_request(rng: random.Random) -> tuple[list[int], SamplingParams]:
 
 
 @BOTH_WAYS
-def test_frames_add_up_to_the_state_of_the_engine(async_scheduling):
+def test_frames_add_up_to_the_state_of_the_engine(small_model, async_scheduling):
     """A random run with prefix hits, preemptions, several answers, chunks, aborts and a cleared cache."""
     rng = random.Random(1)
     limits = dict(num_kvcache_blocks=13, max_num_batched_tokens=48, max_num_mixed_tokens=40, max_num_seqs=8)
-    with LLM("tiny-qwen3", async_scheduling=async_scheduling, **limits, **SMALL) as llm:
+    with LLM(small_model, async_scheduling=async_scheduling, **limits, **SMALL) as llm:
         recorder = StepRecorder(llm, max_frames=20)
         recorder.start()
         checker = Checker(llm, recorder)

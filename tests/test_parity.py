@@ -89,7 +89,7 @@ def reference(requests, offline) -> list[tuple[list[int], list[float]]]:
     drafts = [answer["token_ids"] for answer in offline[0]]
     answers = []
     for (prompt, max_tokens), draft in zip(requests, drafts):
-        logits = model(torch.tensor([prompt + draft])).logits[0, len(prompt) - 1 : -1]
+        logits = model(torch.tensor([prompt + draft]), logits_to_keep=len(draft) + 1).logits[0, :-1]
         chosen, best = logits.argmax(-1).tolist(), logits.topk(2).values
         margins = (best[:, 0] - best[:, 1]).tolist()
         agreed = next((i for i, (a, b) in enumerate(zip(chosen, draft)) if a != b), len(draft))
