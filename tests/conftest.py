@@ -259,7 +259,7 @@ def small_model(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="session")
-def model() -> str:
+def model_name() -> str:
     """The model of `make_llm`; a test file may define another one."""
     return "tiny-qwen3"
 
@@ -282,11 +282,11 @@ def use_ops():
 
 
 @pytest.fixture
-def make_llm(model):
+def make_llm(model_name):
     """Makes engines, by default with the bundled model in float32 on the CPU, and closes them after the test."""
     engines = []
 
-    def make(model: str = model, **settings) -> LLM:
+    def make(model: str = model_name, **settings) -> LLM:
         engines.append(LLM(model, **{"dtype": "float32", "device": "cpu"} | settings))
         return engines[-1]
 

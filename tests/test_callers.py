@@ -33,7 +33,7 @@ def check_whole(llm: LLM):
 
 
 @pytest.fixture(scope="module")
-def model(small_model):
+def model_name(small_model):
     return small_model
 
 
@@ -48,9 +48,9 @@ def requests():
 
 
 @pytest.fixture(scope="module")
-def alone(model, requests):
+def alone(model_name, requests):
     """The answers to each request by itself."""
-    with LLM(model, dtype="float32", device="cpu") as llm:
+    with LLM(model_name, dtype="float32", device="cpu") as llm:
         outputs = [llm.generate(*request, use_tqdm=False)[0].outputs for request in requests]
     return [[output.token_ids for output in several] for several in outputs]
 
@@ -492,10 +492,10 @@ def test_finalizer_in_the_thread_that_watches_the_ranks(make_llm, monkeypatch, r
         is_released.set()
 
 
-def test_nothing_is_left_of_an_engine_without_references(model, requests):
+def test_nothing_is_left_of_an_engine_without_references(model_name, requests):
     """Its thread ends, also when the last reference goes in the middle of a stream."""
     before = threading.active_count()
-    llm = LLM(model, dtype="float32", device="cpu", max_model_len=256)
+    llm = LLM(model_name, dtype="float32", device="cpu", max_model_len=256)
     stream = llm.stream(requests[0][0], replace(GREEDY, max_tokens=200))
     next(stream)
     assert threading.active_count() == before + 1

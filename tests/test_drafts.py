@@ -44,7 +44,7 @@ class KnownAnswers(StepFeature):
 
 
 @pytest.fixture(scope="module")
-def model(small_model):
+def model_name(small_model):
     return small_model
 
 

@@ -415,7 +415,7 @@ GREEDY = dict(temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def model(small_model):
+def model_name(small_model):
     return small_model
 
 
@@ -435,11 +435,11 @@ def requests():
 
 
 @pytest.fixture(scope="module")
-def expected(model, requests):
+def expected(model_name, requests):
     """The answers of an engine that does one request after the other."""
     from nanovllm import LLM
 
-    with LLM(model, dtype="float32", device="cpu") as llm:
+    with LLM(model_name, dtype="float32", device="cpu") as llm:
         return [answers_of(llm.generate(prompt, params, use_tqdm=False))[0] for prompt, params, _ in zip(*requests)]
 
 

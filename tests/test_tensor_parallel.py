@@ -110,13 +110,13 @@ def assert_same(found: tuple[list, list], expected: tuple[list, list]) -> None:
 
 
 @pytest.fixture(scope="module")
-def model(small_model):
+def model_name(small_model):
     return small_model
 
 
 @pytest.fixture(scope="module")
-def expected(model) -> tuple[list, list]:
-    with LLM(model, dtype="float32", device="cpu") as llm:
+def expected(model_name) -> tuple[list, list]:
+    with LLM(model_name, dtype="float32", device="cpu") as llm:
         return answers(llm)
 
 
