@@ -210,12 +210,9 @@ def _resolve_device(name: str, num_ranks: int) -> str:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, number = str(name).partition(":")
-    check_choice("device", kind, ("auto", "cpu", "cuda"))
-    if kind == "cpu":
+    if check_choice("device", kind, ("auto", "cpu", "cuda")) == "cpu":
         return "cpu"
-    count = torch.cuda.device_count()
-    if not (number.isdecimal() or not number) or int(number or 0) >= count:
-        raise ValueError(f"device={name!r}: there are {count} CUDA devices here; 'cpu' needs none")
-    if num_ranks > (left := count - int(number or 0)):
-        raise ValueError(f"tensor_parallel_size={num_ranks}: must be at most {left}, the devices from {name!r} on")
+    from nanovllm.startup.devices import check_devices  # a CPU needs nothing of it
+
+    check_devices(str(name), number, num_ranks)
     return str(name)

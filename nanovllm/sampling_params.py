@@ -127,7 +127,7 @@ class SamplingParams:
 class BeamSearchParams:
     """The parameters of `LLM.beam_search`.
 
-    beam_width: the number of beams, and of answers; at most half the vocabulary (see `check_beams`).
+    beam_width: the number of beams, and of answers; at most half the vocabulary.
     max_tokens: maximum number of tokens of a beam.
     length_penalty: the score of a beam is its cumulative log-probability / its number of tokens ** length_penalty.
     ignore_eos: no beam ends before `max_tokens`.
@@ -143,11 +143,6 @@ class BeamSearchParams:
         check_fields(self)
         for name in ("beam_width", "max_tokens"):
             _set(self, name, check_int(name, getattr(self, name), low=1))
-
-
-def check_beams(params: BeamSearchParams, vocab_size: int) -> None:
-    """ValueError if the 2 * beam_width candidates of each beam would be more than the vocabulary has tokens."""
-    check_int("beam_width", params.beam_width, 1, vocab_size // 2)
 
 
 def check_token_ids(name: str, token_ids: Iterable[int] | None, vocab_size: int) -> None:

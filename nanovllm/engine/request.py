@@ -121,9 +121,7 @@ class CompletionRequest(Request):
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         if self.params.prompt_logprobs is None:
             return None
-        texts = self._new_logprob_texts()
-        texts.decode(self.group[0].token_ids[0])
-        return [None, *texts.add(self.group[0].feature_state["logprobs"].of_prompt[1:])]
+        return self._new_logprob_texts().of_prompt(self.group[0])
 
     def _completion(self, seq: Sequence) -> CompletionOutput:
         token_ids, text, logprobs, cumulative_logprob = seq.completion_token_ids, "", None, None
@@ -132,8 +130,7 @@ class CompletionRequest(Request):
             detokenizer.decode(self._num_hidden(seq), seq.finish_reason is not None)
             text = detokenizer.text
         if self.params.logprobs is not None:
-            logprobs = self._new_logprob_texts().add(seq.feature_state["logprobs"].of_tokens)
-            cumulative_logprob = sum(found[token_id].logprob for token_id, found in zip(token_ids, logprobs))
+            logprobs, cumulative_logprob = self._new_logprob_texts().of_answer(seq)
         return CompletionOutput(
             seq.index, text, token_ids, cumulative_logprob, logprobs, seq.finish_reason, seq.stop_reason
         )

@@ -12,7 +12,8 @@ from nanovllm.engine.prompts import as_priorities, as_prompts
 from nanovllm.engine.request import Prompt, Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.logprobs import TokenLogprobs
-from nanovllm.sampling_params import BeamSearchParams, SamplingParams, check_beams
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.utils.checks import check_int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,7 +155,8 @@ def beam_requests(
     if not isinstance(params, BeamSearchParams):
         raise TypeError(f"params={params!r}: must be a BeamSearchParams")
     model = processor.config.model_config
-    check_beams(params, model.vocab_size)
+    # each beam has 2 * beam_width candidates, which are different tokens
+    check_int("beam_width", params.beam_width, 1, model.vocab_size // 2)
     eos_token_ids = frozenset() if params.ignore_eos else model.eos_token_ids
     # as many candidates as it takes to leave `beam_width` that do not end
     num_candidates = min(model.vocab_size, params.beam_width + max(params.beam_width, len(eos_token_ids)))

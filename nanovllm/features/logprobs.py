@@ -228,6 +228,16 @@ class LogprobTexts:
         self._token_bytes, self._detokenize = token_bytes, detokenize
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
+    def of_prompt(self, seq: Sequence) -> list[dict[int, Logprob] | None]:
+        """For each token of the prompt; None for the first."""
+        self.decode(seq.token_ids[0])
+        return [None, *self.add(seq.feature_state["logprobs"].of_prompt[1:])]
+
+    def of_answer(self, seq: Sequence) -> tuple[list[dict[int, Logprob]], float]:
+        """For each token of the answer, and the sum of its log-probabilities."""
+        logprobs = self.add(seq.feature_state["logprobs"].of_tokens)
+        return logprobs, sum(found[token_id].logprob for token_id, found in zip(seq.completion_token_ids, logprobs))
+
     def add(self, logprobs: Iterable[Logprobs | None]) -> list[dict[int, Logprob]]:
         """The next tokens. The first entry of each dict is the token itself, the others are alternatives to it."""
         result = []

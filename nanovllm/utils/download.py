@@ -1,7 +1,9 @@
 """Fetches models from the Hugging Face hub, and says what is wrong with a file. Imported when that is needed."""
 
+import re
 from pathlib import Path
 
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PLAIN_FILES = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
 DUPLICATES = ["consolidated*"]  # Mistral's own format, beside the files that transformers reads
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -9,6 +11,8 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 def download(setting: str, hub_id: str, revision: str | None, with_weights: bool) -> Path:
     """The folder with the files of a hub id, which are fetched if they are not there. FileNotFoundError with advice."""
+    if not HUB_ID.fullmatch(hub_id):
+        raise FileNotFoundError(f"{setting}={hub_id!r}: no such folder")
     from huggingface_hub import snapshot_download
 
     patterns = PLAIN_FILES + ["*.safetensors"] * with_weights

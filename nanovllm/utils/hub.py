@@ -1,11 +1,9 @@
 """The files of a model and its tokenizer: in a folder, in this package, or on the Hugging Face hub."""
 
 import json
-import re
 from pathlib import Path
 
 BUNDLED = Path(__file__).parent.parent / "assets"
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 TOKENIZER_FILES = ("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",)  # one of these is enough
 JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "added_tokens.json", "special_tokens_map.json")
 
@@ -61,13 +59,11 @@ def _find(setting: str, name: str, revision: str | None, with_weights: bool) -> 
     if not isinstance(name, (str, Path)):
         raise TypeError(f"{setting}={name!r}: must be a folder, a hub id, or the name of a bundled model")
     name = str(name)
-    if (BUNDLED / name / "config.json").is_file() and HUB_ID.fullmatch(name):
+    if name in [file.parent.name for file in BUNDLED.glob("*/config.json")]:
         return BUNDLED / name
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder.absolute()  # the working directory may change, and other processes read it too
-    if not HUB_ID.fullmatch(name):
-        raise FileNotFoundError(f"{setting}={name!r}: no such folder")
     from nanovllm.utils.download import download  # a local model does without the hub's client
 
     return download(setting, name, revision, with_weights)
