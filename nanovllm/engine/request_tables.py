@@ -41,21 +41,25 @@ def place_decodes(tables: RequestTables, batch: DeviceBatch, block_size: int) ->
     """
     k = batch.shape.tokens_per_row
     n = int(batch.num_decodes) if batch.shape.is_padded else batch.shape.num_decodes
-    req_indices, num_reserved, new_blocks = _arrays(batch.req_indices, batch.num_reserved, batch.new_blocks)
-    req_indices, num_reserved, new_blocks = (x[: n // k, None] for x in (req_indices, num_reserved, new_blocks))
-    last_token_ids, num_tokens, block_tables, steps = _arrays(*tables[:3], torch.arange(k, device=batch.buffer.device))
-    block_tables[req_indices, new_blocks[..., 0]] = new_blocks[..., 1]
-    offsets = (steps - (steps - num_reserved + 1).clip(0)).clip(0)  # [D, k]
-    lengths = (num_tokens[req_indices] + offsets) * (num_reserved > 0)
-    positions = (lengths - 1).clip(0)
-    slots = block_tables[req_indices, positions // block_size] * block_size + positions % block_size
-    slots = (slots + 1) * (lengths > 0) - 1
-    token_ids = last_token_ids[req_indices, offsets].clip(0)
-    fields = _arrays(batch.input_ids, batch.positions, batch.slot_mapping, batch.context_lens)
-    for field, values in zip(fields, (token_ids, positions, slots, lengths)):
-        field[:n] = values.reshape(-1)
-    (field,) = _arrays(batch.block_tables)
-    field[:n].reshape(n // k, k, -1)[:] = block_tables[req_indices, : field.shape[1]]
+    inputs = batch.req_indices[: n // k], batch.num_reserved[: n // k], batch.new_blocks[: n // k]
+    rows, num_reserved, new_blocks = _arrays(*inputs)
+    last_token_ids, num_tokens, block_tables = _arrays(*tables[:3])
+    block_tables[rows, new_blocks[:, 0]] = new_blocks[:, 1]
+    lengths, offsets = num_tokens[rows], 0 * rows
+    if k > 1:
+        (steps,) = _arrays(torch.arange(k, device=batch.buffer.device))
+        offsets = (steps - (steps - num_reserved[:, None] + 1).clip(0)).clip(0)  # [D, k]
+        rows, num_reserved, lengths = ((x[:, None] + 0 * steps).reshape(-1) for x in (rows, num_reserved, lengths))
+        lengths, offsets = lengths + offsets.reshape(-1), offsets.reshape(-1)
+    positions = lengths - 1
+    slots = block_tables[rows, positions // block_size] * block_size + positions % block_size
+    if not num_reserved.all():
+        is_real = num_reserved > 0
+        lengths, positions, slots = lengths * is_real, positions * is_real, (slots + 1) * is_real - 1
+    fields = batch.input_ids, batch.positions, batch.slot_mapping, batch.context_lens, batch.block_tables
+    token_ids, tables_of_rows = last_token_ids[rows, offsets], block_tables[rows, : fields[-1].shape[1]]
+    for field, values in zip(_arrays(*fields), (token_ids.clip(0), positions, slots, lengths, tables_of_rows)):
+        field[:n] = values
 
 
 @operation
