@@ -1,6 +1,5 @@
 """Each Triton kernel against plain PyTorch: on the CUDA device, or in Triton's interpreter where there is none."""
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,7 @@ from conftest import (
 triton = pytest.importorskip("triton")
 import triton.language as tl
 
-from nanovllm.engine.batch import query_tiles
+from nanovllm.attention.triton import query_tiles
 from nanovllm.kernels import ops, peers
 from nanovllm.kernels.decode_attention import CHUNK, TILE
 from nanovllm.kernels.dependent_launch import has_tma
@@ -107,7 +106,7 @@ def check_prefill(num_new, num_before, heads, dtype, stale):
     q = randn(sum(num_new), group * kv_heads, head_dim, dtype=dtype)
     cu_seqlens_q = F.pad(int32(num_new).cumsum(0, dtype=torch.int32), (1, 0))
     size = ops.query_tile_size(group, head_dim, dtype)
-    tiles = F.pad(torch.from_numpy(query_tiles(np.array(num_new), 0, size)), (0, 0, 0, 2), value=-1)
+    tiles = F.pad(torch.from_numpy(query_tiles(num_new, 0, size)), (0, 0, 0, 2), value=-1)
     out = ops.prefill_attention(q, k_cache, v_cache, cu_seqlens_q, context_lens, tables, int32(tiles))
     expected = [attention_reference(part, k, v) for part, (k, v) in zip(q.split(num_new), contents, strict=True)]
     assert_close(out, torch.cat(expected))
@@ -196,7 +195,7 @@ def test_a_step_of_decodes_and_chunks(dtype, splits):
     q = randn(sum(num_new) + 3, group * kv_heads, head_dim, dtype=dtype)
     out = torch.full_like(q, 7.0)
     starts = F.pad(int32(num_new).cumsum(0, dtype=torch.int32), (1, 0))
-    tiles = query_tiles(np.array(num_new), 2, ops.query_tile_size(group, head_dim, dtype))
+    tiles = query_tiles(num_new[2:], 2, ops.query_tile_size(group, head_dim, dtype))
     assert tiles[:, 0].tolist() == sorted(tiles[:, 0]) and tiles[0].tolist() == [2, 0] and tiles[-1].tolist() == [3, 0]
     tiles = int32(F.pad(torch.from_numpy(tiles), (0, 0, 0, 2), value=-1))
     ops.prefill_attention(q, k_cache, v_cache, starts, context_lens, tables, tiles, out)
