@@ -76,7 +76,7 @@ class Batch(Generic[Array]):
     shape: BatchShape
     buffer: Array
 
-    req_indices: Array = _view(lambda s: (s.num_samples // s.tokens_per_row,))  # of the sampled sequences: see below
+    req_indices: Array = _view(lambda s: (s.num_samples // s.tokens_per_row,))  # where what is sampled has its tables
     num_reserved: Array = _view(lambda s: (s.num_decodes // s.tokens_per_row,))  # see ScheduledStep; 0: padding
     new_blocks: Array = _view(lambda s: (s.num_decodes // s.tokens_per_row, 2))  # column and block id; column -1: none
 

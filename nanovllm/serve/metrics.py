@@ -95,7 +95,7 @@ class Metrics:
                 self._histograms[name].observe(value or 0.0)
 
     def _observe_step(self, step: ScheduledStep, result: StepResult) -> None:
-        num_tokens = sum(end - start for _, start, end in step.chunks) + len(step.sampled_seqs)
+        num_tokens = sum(step.chunk_lens) + len(step.sampled_seqs)
         self._histograms["iteration_tokens_total"].observe(num_tokens)
 
     def collect(self) -> Iterator[Metric]:
