@@ -7,7 +7,10 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from test_models import requests as requests_of_models
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.benchmarks.shapes import write_shape
+from nanovllm.engine.features import StepFeature, register_feature
 from nanovllm.features.logit_edits import bad_word_token_ids
 
 pytestmark = pytest.mark.gpu
@@ -63,6 +67,57 @@ def test_right_answers(make_llm, chat, backend, async_scheduling, enforce_eager)
     answers = generate_by_steps(llm, [(chat(question), GREEDY) for question in expected])
     assert [answer["text"] for answer in answers] == list(expected.values())
     assert bool(llm.model_runner.graphs) == (backend != "sdpa" and not enforce_eager)
+
+
+class Bigrams(StepFeature):
+    """Drafts the token that followed a token in known answers: sometimes right, sometimes wrong."""
+
+    num_drafts = 2
+    next_token_ids: Mapping[int, int] = MappingProxyType({})
+
+    def __init__(self, runner):
+        self.runner = runner
+        self.next = torch.full((runner.config.model_config.vocab_size,), -1, dtype=torch.int64, device=runner.device)
+        for token_id, next_token_id in self.next_token_ids.items():
+            self.next[token_id] = next_token_id
+
+    def propose(self, x, counts):
+        drafts = self.runner.tables.last_token_ids[x.req_indices[:: 1 + self.num_drafts], :1]
+        for _ in range(self.num_drafts):
+            last = drafts[:, -1:].long()
+            drafts = torch.cat([drafts, torch.where(last < 0, -1, self.next[last]).int()], dim=1)
+        return drafts[:, 1:]
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_drafts(make_llm, chat, tokenizer, monkeypatch, async_scheduling, enforce_eager):
+    """The same answers in fewer steps, with chunks of other prompts beside rows of several tokens, and without."""
+    expected = tasks()
+    pairs = (pair for answer in expected.values() for pair in pairwise(tokenizer.encode(answer)))
+    monkeypatch.setattr(Bigrams, "next_token_ids", dict(pairs))
+    steps = {}
+    for num_drafts in (0, 2):
+        monkeypatch.setattr(Bigrams, "num_drafts", num_drafts)
+        if num_drafts:
+            register_feature(Bigrams)
+        llm = make_llm(
+            device="cuda",
+            dtype="auto",
+            async_scheduling=async_scheduling,
+            enforce_eager=enforce_eager,
+            kvcache_block_size=16,
+            gpu_memory_utilization=0.1,
+            max_num_seqs=20,
+        )
+        answers = generate_by_steps(llm, [(chat(question), GREEDY) for question in expected])
+        assert [answer["text"] for answer in answers] == list(expected.values())
+        outputs = llm.generate([chat(question) for question in expected], GREEDY, use_tqdm=False)
+        assert [output.outputs[0].text for output in outputs] == list(expected.values())
+        steps[num_drafts] = sum(llm.stats()["steps"].values())
+        assert bool(llm.model_runner.graphs) == (not enforce_eager)
+        llm.exit()
+    assert steps[2] < 0.9 * steps[0], steps
 
 
 @pytest.mark.parametrize("block_size", [16, 256])
