@@ -21,7 +21,7 @@ FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 RANKS = [
     "distributed/worker.py",
     "distributed/step_channel.py",
-    "distributed/tensor_parallel.py",
+    "distributed/process_group.py",
     "distributed/peer_memory.py",
 ]
 SCHEDULING = [
@@ -56,12 +56,12 @@ HOUSE = """
 2 | layers/kv_cache.py <- quantization/fp8_cache.py <- layers/ <- attention/ moe/experts.py
 3 | models/
 3 | quantization/scaled.py <- quantization/scaled_linear.py quantization/scaled_experts.py <- quantization/fp8_linear.py
-  <- quantization/plan.py
+  <- quantization/quant_config.py
   <- quantization/fp8.py quantization/int8.py <- quantization/compressed_tensors.py
 4 | engine/step_result.py engine/batch.py <- engine/request_tables.py
   <- features/__init__.py features/logit_edits.py features/logprobs.py
   <- graphs/ <- startup/ <- engine/model_runner.py
-5 | distributed/__init__.py <- distributed/peer_memory.py <- distributed/tensor_parallel.py distributed/step_channel.py
+5 | distributed/__init__.py <- distributed/peer_memory.py <- distributed/process_group.py distributed/step_channel.py
   <- distributed/worker.py
 5 | structured_outputs/constraint.py structured_outputs/sandbox.py <- structured_outputs/grammars.py
   <- structured_outputs/feature.py

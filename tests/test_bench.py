@@ -236,7 +236,7 @@ def test_fp8_shapes(name, tmp_path):
         configs.append(Config(str(tmp_path / shape), device="cpu", load_format="dummy"))
     plain, fp8 = configs
     assert replace(fp8.model_config, quantization=None) == plain.model_config
-    assert fp8.model_config.quantization.scaling_of("model.layers.3.self_attn.q_proj").block_rows == 128
+    assert fp8.model_config.quantization.scheme_of("model.layers.3.self_attn.q_proj").block_rows == 128
     requests = [Request([1] * 100, 100)]
     ratio = limit_seconds(requests, fp8, 4e12, 7e14) / limit_seconds(requests, plain, 4e12, 7e14)
     assert 0.5 < ratio < 0.6

@@ -429,8 +429,8 @@ def test_fetch_and_deliver_alternate(size):
     buffer_index, out = int32([0]), int32([-1] * (size + 1))
     for i in range(4):
         expected = ids.clone()
-        ops.fetch(out[:size], batches, buffer_index)
-        ops.deliver(out[:size] + i, ids, buffer_index)
+        ops.copy_from_host(out[:size], batches, buffer_index)
+        ops.copy_to_host(out[:size] + i, ids, buffer_index)
         expected[i % 2, :size] = batches[i % 2, :size] + i
         assert buffer_index.item() == 1 - i % 2 and out[-1] == -1
         assert torch.equal(out[:size].cpu(), batches[i % 2, :size]) and torch.equal(ids, expected)
@@ -600,7 +600,7 @@ def test_sum_rms_norm(size, num_rows, n, parts, dtype):
 
 @pytest.mark.parametrize("num_keys", [0, 1, 127, 300])
 @pytest.mark.parametrize("size", [2, 4])
-def test_max_of_ranks(size, num_keys):
+def test_all_reduce_max(size, num_keys):
     keys = [torch.randint(-(1 << 62), 1 << 62, (num_keys,), device=DEVICE) for _ in range(size)]
     ranks = Ranks(size, 4, 8 * num_keys)
     for rank in range(size):
@@ -608,7 +608,7 @@ def test_max_of_ranks(size, num_keys):
     for rank in range(size):
         num_programs = max(1, -(-num_keys // 128))
         ranks.data(rank, torch.int64)[:] = 0  # the kernel writes its own
-        out = ops.max_of_ranks(keys[rank], ranks.barrier(rank, num_programs))
+        out = ops.all_reduce_max(keys[rank], ranks.barrier(rank, num_programs))
         ranks.assert_signalled(rank, num_programs)
         assert torch.equal(out, torch.stack(keys).amax(0))
 
@@ -644,7 +644,7 @@ def test_a_kernel_that_is_aborted_does_not_wait(monkeypatch):
     ranks = Ranks(2, 4, 64)
     ranks.aborted[:] = 1
     barrier = PeerBarrier(ranks.addresses, 32, 0, 4, ranks.aborted, 0)
-    ops.max_of_ranks(torch.zeros(1, dtype=torch.int64, device=DEVICE), barrier)
+    ops.all_reduce_max(torch.zeros(1, dtype=torch.int64, device=DEVICE), barrier)
     if CUDA:
         torch.cuda.synchronize()
     assert ranks.flags(1)[0, 0] == 1

@@ -121,7 +121,7 @@ def test_embedding_and_head(size):
         head.weight.weight_loader(weight)
         embedded = embedded + embedding(ids).reduce()
         logits.append(head(x))
-        assert torch.equal(head.own_part(logits[-1]), x @ head.weight.T)
+        assert torch.equal(head.local_logits(logits[-1]), x @ head.weight.T)
     assert torch.equal(embedded, weight[ids])
     torch.testing.assert_close(sum(logits), x @ weight.T)
 
@@ -533,4 +533,4 @@ def test_layers_on_peer_memory(use_ops, rows):
     torch.testing.assert_close(down(y).reduce(), y @ down.weight.T, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(head(normed.tensor()), normed.tensor() @ head.weight.T, rtol=1e-4, atol=1e-4)
     keys = torch.randint(1 << 40, (rows,))
-    assert torch.equal(tp.max_of_ranks(keys), keys) and peers._sum_buffers.buffer_index == 0
+    assert torch.equal(tp.all_reduce_max(keys), keys) and peers._sum_buffers.buffer_index == 0

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
-from nanovllm.distributed.tensor_parallel import connect
+from nanovllm.distributed.process_group import connect
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import SDPABackend
 from nanovllm.layers.kv_cache import KVCache

@@ -21,8 +21,8 @@ from nanovllm.layers.attention_backends import SDPABackend
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import model_class
-from nanovllm.quantization.fp8 import e4m3_scaling
-from nanovllm.quantization.int8 import plan_on_load as int8_plan
+from nanovllm.quantization.fp8 import e4m3_scheme
+from nanovllm.quantization.int8 import config_on_load as int8_config
 from nanovllm.quantization.scaled import dequantize
 from nanovllm.quantization.scaled_linear import ScaledLinear
 from nanovllm.utils.loader import load_model
@@ -63,22 +63,22 @@ def is_linear(name: str) -> bool:
 
 def write_quantized(source: str, folder: Path, format_name: str, skip=lambda name: False, **entries) -> tuple[str, str]:
     """Folders with the checkpoint in `source` quantized, and with the dequantized weights in float32."""
-    config, scaling = FORMATS[format_name]
-    scaling = e4m3_scaling(*scaling)
+    config, scheme = FORMATS[format_name]
+    scheme = e4m3_scheme(*scheme)
     quantized, plain = {}, {}
     tensors = load_file(Path(source) / "model.safetensors")
     for name, weight in split_experts(tensors).items():
         if not is_linear(name) or skip(name):
             quantized[name] = plain[name] = weight.float().contiguous()
             continue
-        values, scales = scaling.quantize(weight.float())
+        values, scales = scheme.quantize(weight.float())
         assert values.dtype == E4M3 and values.shape == weight.shape
         quantized[name] = values
-        shape = scales.shape if scaling.block_rows else ()
-        quantized[name.replace("weight", scaling.scale_name)] = scales.reshape(shape).clone()
+        shape = scales.shape if scheme.block_rows else ()
+        quantized[name.replace("weight", scheme.scale_name)] = scales.reshape(shape).clone()
         if config.get("activation_scheme") == "static" or "static" in format_name:
             quantized[name.replace("weight", "input_scale")] = torch.tensor(0.5)
-        plain[name] = dequantized(values, scales, scaling)
+        plain[name] = dequantized(values, scales, scheme)
     folders = []
     for kind, content in ("quantized", quantized), ("plain", plain):
         (target := folder / kind).mkdir(parents=True)
@@ -104,9 +104,9 @@ def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return each
 
 
-def dequantized(values: torch.Tensor, scales: torch.Tensor, scaling) -> torch.Tensor:
+def dequantized(values: torch.Tensor, scales: torch.Tensor, scheme) -> torch.Tensor:
     """Independent of the shapes' divisibility."""
-    block = scaling.block_of(tuple(values.shape))
+    block = scheme.block_of(tuple(values.shape))
     n, k = values.shape
     grown = scales.repeat_interleave(block.rows, 0)[:n].repeat_interleave(block.columns, 1)[:, :k]
     return (values.float() * grown).contiguous()
@@ -117,16 +117,16 @@ def dequantized(values: torch.Tensor, scales: torch.Tensor, scaling) -> torch.Te
 
 @pytest.mark.parametrize("shape", [(128, 256), (300, 200), (1, 5), (2500, 40)])
 @pytest.mark.parametrize("block", [(128, 128), (1, None), (None, None), (3, 7)])
-@pytest.mark.parametrize("make", [e4m3_scaling, lambda *block: int8_plan().groups[0][1]], ids=["fp8", "int8"])
+@pytest.mark.parametrize("make", [e4m3_scheme, lambda *block: int8_config().groups[0][1]], ids=["fp8", "int8"])
 def test_quantize(shape, block, make):
     torch.manual_seed(0)
     weight = torch.randn(shape) * torch.rand(shape[0], 1)
     weight[0, : shape[1] // 2] = 0
-    scaling = make(*block)
-    values, scales = scaling.quantize(weight)
-    error = (dequantized(values, scales, scaling) - weight).abs()
-    largest = scales.repeat_interleave(scaling.block_of(shape).rows, 0)[: shape[0]].amax(1, keepdim=True)
-    if scaling.dtype == torch.int8:
+    scheme = make(*block)
+    values, scales = scheme.quantize(weight)
+    error = (dequantized(values, scales, scheme) - weight).abs()
+    largest = scales.repeat_interleave(scheme.block_of(shape).rows, 0)[: shape[0]].amax(1, keepdim=True)
+    if scheme.dtype == torch.int8:
         assert (error <= largest * 0.5001).all()
     else:  # three bits after the first, and 2^-9 as the smallest number
         assert (error <= weight.abs() / 16 * 1.0001 + largest * 2**-10 * 1.0001).all()
@@ -223,7 +223,7 @@ def test_fp8_units(monkeypatch, use_ops, make_llm, tmp_path, name, format_name):
     """Activations of several rows are quantized: by the norm, the activation, or a kernel of their own."""
     products = "linear", "norm_linear", "best_split_k", "add_rms_norm", "silu_and_mul", "mix_experts"
     use_ops(*products, "quantize_rows", *SCALED)
-    monkeypatch.setattr("nanovllm.quantization.plan.has_fp8_units", lambda device: True)
+    monkeypatch.setattr("nanovllm.quantization.quant_config.has_fp8_units", lambda device: True)
     monkeypatch.setattr("nanovllm.kernels.scaled_gemv.MAX_TILE_K", 64)
     monkeypatch.setattr("nanovllm.kernels.scaled_gemv.K_MULTIPLE", 32)
     monkeypatch.setattr("nanovllm.quantization.fp8_linear.MAX_GEMM_ROWS", 8)
@@ -339,9 +339,9 @@ def test_int8_on_load(make_llm, tmp_path):
     source = make_checkpoint(tmp_path, "qwen3-moe")
     (tmp_path / "plain").mkdir()
     shutil.copytree(source, tmp_path / "plain", dirs_exist_ok=True, ignore=lambda *_: ["plain"])
-    scaling = int8_plan().groups[0][1]
+    scheme = int8_config().groups[0][1]
     tensors = split_experts(load_file(Path(source) / "model.safetensors"))
-    linear = {name: dequantized(*scaling.quantize(w), scaling) for name, w in tensors.items() if is_linear(name)}
+    linear = {name: dequantized(*scheme.quantize(w), scheme) for name, w in tensors.items() if is_linear(name)}
     save_file(tensors | linear, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
     llm = make_llm(source, quantization="int8", **SMALL)
     assert_same_as_transformers(str(tmp_path / "plain"), generate_by_steps(llm, model_requests()))
@@ -402,10 +402,10 @@ def test_groups_of_compressed_tensors(make_llm, tmp_path):
     config["config_groups"] = {"attention": other, **config["config_groups"]}
     folder = make_checkpoint(tmp_path, "qwen3")
     edit(folder, quantization_config=config)
-    plan = ModelConfig.read(Path(folder)).quantization
-    assert plan.scaling_of("model.layers.0.self_attn.q_proj").block_rows is None
-    assert plan.scaling_of("model.layers.0.mlp.up_proj").block_rows == 1
-    assert plan.scaling_of("lm_head") is None
+    quantized = ModelConfig.read(Path(folder)).quantization
+    assert quantized.scheme_of("model.layers.0.self_attn.q_proj").block_rows is None
+    assert quantized.scheme_of("model.layers.0.mlp.up_proj").block_rows == 1
+    assert quantized.scheme_of("lm_head") is None
 
 
 def test_parts_of_a_layer_in_different_formats(make_llm, tmp_path):
@@ -482,8 +482,8 @@ def test_config_is_data(tmp_path):
 
     folder = make_checkpoint(tmp_path, "qwen3")
     edit(folder, quantization_config=CT)
-    plan = ModelConfig.read(Path(folder)).quantization
-    assert pickle.loads(pickle.dumps(plan)) == plan and json.loads(json.dumps(CT)) == CT
+    config = ModelConfig.read(Path(folder)).quantization
+    assert pickle.loads(pickle.dumps(config)) == config and json.loads(json.dumps(CT)) == CT
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
@@ -526,7 +526,7 @@ def test_one_row_to_peers(monkeypatch, use_ops, k, has_bias, split_k):
     tp = Peers()
     with torch.device(DEVICE):
         layer = RowParallelLinear(k, 24, has_bias, tp)
-        layer.format = ScaledLinear(layer, e4m3_scaling(8, 128))
+        layer.format = ScaledLinear(layer, e4m3_scheme(8, 128))
     layer.weight.weight_loader(randn(24, k))
     if has_bias:
         layer.bias.copy_(randn(24))

@@ -30,7 +30,7 @@ import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.outputs import OutputKind
-from nanovllm.serve import AsyncLLM, answers, guard, http_responses
+from nanovllm.serve import AsyncLLM, answers, http_responses, request_limits
 from nanovllm.serve.completions import CompletionAnswer
 from nanovllm.serve.prompt_lanes import PromptLane, longest_token
 from nanovllm.serve.protocol import ChatBody, CompletionBody, DetokenizeBody
@@ -770,7 +770,7 @@ def test_schema_and_root_path():
 @pytest.mark.parametrize("variable", ["NANOVLLM_API_KEY", "VLLM_API_KEY"])
 def test_keys_of_the_environment(monkeypatch, variable):
     monkeypatch.setenv(variable, "k")
-    assert guard.Guard(None, ServerSettings())._keys == [b"k"]
+    assert request_limits.RequestLimits(None, ServerSettings())._keys == [b"k"]
 
 
 # -- long prompts ------------------------------------------------------------------------------------------------------
@@ -1089,7 +1089,7 @@ def test_slow_and_long_headers(server, monkeypatch):
     assert b" 400 " in server.send(head("/health", "x: " + "y" * 40_000))
     endless = [b"x%d: " % i + b"y" * 2000 + b"\r\n" for i in range(40)]
     assert b" 200 " not in server.send(b"POST / HTTP/1.1\r\n", *endless, pause=0.001)
-    monkeypatch.setattr(guard, "HEADER_SECONDS", 0.2)
+    monkeypatch.setattr(request_limits, "HEADER_SECONDS", 0.2)
     begin = time.perf_counter()
     assert server.send() == b"" and server.send(b"GET /heal") == b"" and server.send(b"\r\n") == b""
     assert server.send(b"GET /health HTTP/1.1\r\n", *[b"x: y\r\n"] * 5, pause=0.1) == b""
@@ -1103,7 +1103,7 @@ def test_refused_connections_are_forgotten(server):
 
     def num_connections() -> int:
         gc.collect()
-        return sum(isinstance(x, guard.BoundedProtocol) for x in gc.get_objects())
+        return sum(isinstance(x, request_limits.BoundedProtocol) for x in gc.get_objects())
 
     before = num_connections()
     for _ in range(5):
@@ -1282,7 +1282,7 @@ def test_many_connections_and_clients_that_do_not_read(monkeypatch):
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="needs an option of Linux")
 def test_clients_that_never_read_lose_their_connection(monkeypatch):
-    monkeypatch.setattr(guard, "UNREAD_SECONDS", 0.3)
+    monkeypatch.setattr(request_limits, "UNREAD_SECONDS", 0.3)
     with running() as server:
 
         async def long_text(token_ids):
@@ -1308,7 +1308,7 @@ def test_commands_of_the_documents(server):
     """The lines with `curl` work as they stand there."""
     if shutil.which("curl") is None:
         pytest.skip("needs curl")
-    package = Path(guard.__file__).parents[1]
+    package = Path(request_limits.__file__).parents[1]
     text = (package / "docs/serving.md").read_text() + (package.parent / "README.md").read_text()
     lines = [line for line in text.splitlines() if line.startswith("curl ")]
     assert len(lines) == 7

@@ -20,7 +20,7 @@ from conftest import TINY
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
-from nanovllm.distributed import tensor_parallel, worker
+from nanovllm.distributed import process_group, worker
 from nanovllm.distributed.step_channel import HEADER, NUM_BUFFERS, StepChannel, StepReader
 from nanovllm.engine.batch import MAX_CHUNKS, BatchShape
 from nanovllm.engine.engine import SingleRank
@@ -308,7 +308,7 @@ def check_error_in_a_step(llm: LLM, monkeypatch) -> None:
 
 
 def test_a_rank_hangs_in_a_step(make_llm, monkeypatch):
-    for module in (tensor_parallel, worker):
+    for module in (process_group, worker):
         monkeypatch.setattr(module, "STEP_TIMEOUT", 1.0)
     llm = make_llm(tensor_parallel_size=2, max_model_len=2048)
     later(0.3, os.kill, pid_of(1), signal.SIGSTOP)

@@ -15,7 +15,7 @@ MAX_KEYS = 65536
 KEYS = 2  # the index of the barrier of keys; 0 and 1 are those of the two buffers of sums
 
 
-class PeerSum(PartialSum):
+class PeerAllReduce(PartialSum):
     """A sum over all ranks. `parts` [split_k, T, N] are this rank's summands, in memory that the other ranks read.
 
     Every rank writes its parts, and the kernel that reads the sum waits at the barrier until all have written.
@@ -72,14 +72,14 @@ class PeerMemory:
             # in host memory, so that the host can stop kernels that wait
             self.aborted = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
 
-    def next_sum(self, split_k: int, num_rows: int, width: int, dtype: torch.dtype) -> PeerSum:
+    def next_sum(self, split_k: int, num_rows: int, width: int, dtype: torch.dtype) -> PeerAllReduce:
         """A sum [num_rows, width] whose `parts` [split_k, num_rows, width] this rank is to write."""
         index = self._sum_buffers.advance()
         offset = self.sums_offset + index * self.capacity
         num_bytes = split_k * num_rows * width * dtype.itemsize
         assert num_bytes <= self.capacity
         parts = self.memory[offset : offset + num_bytes].view(dtype).view(split_k, num_rows, width)
-        return PeerSum(parts, split_k, self._barrier(index, offset))
+        return PeerAllReduce(parts, split_k, self._barrier(index, offset))
 
     def keys_barrier(self) -> PeerBarrier:
         """The barrier of keys, which ends a forward."""
@@ -110,10 +110,10 @@ class PeerTensorParallel(TensorParallel):
         self.peers: PeerMemory | None = peers
         self.num_bytes = peers.memory.nbytes
 
-    def max_of_ranks(self, keys: torch.Tensor) -> torch.Tensor:
-        return ops.max_of_ranks(keys, self.peers.keys_barrier())
+    def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
+        return ops.all_reduce_max(keys, self.peers.keys_barrier())
 
-    def sum(self, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, split_k: int = 1) -> PeerSum:
+    def sum(self, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, split_k: int = 1) -> PeerAllReduce:
         y = self.peers.next_sum(split_k, num_rows, width, dtype)
         compute(y.parts)
         return y

@@ -21,7 +21,7 @@ from time import monotonic, sleep
 import torch
 
 from nanovllm.config import Config
-from nanovllm.distributed import tensor_parallel
+from nanovllm.distributed import process_group
 from nanovllm.distributed.step_channel import NUM_BUFFERS, StepChannel, StepReader
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.model_runner import ModelRunner
@@ -258,7 +258,7 @@ def connect(rank: int, config: Config, folder: Path) -> TensorParallel:
     sums = max(config.max_num_batched_tokens, config.max_num_seqs) * model.hidden_size
     logits = max(config.max_num_seqs, MAX_LOGPROB_ROWS) * model.vocab_size // size
     num_bytes = max(sums, logits) * config.dtype.itemsize  # of the largest sum or gathered part
-    return tensor_parallel.connect(rank, size, folder, config.device_of(rank), num_bytes)
+    return process_group.connect(rank, size, folder, config.device_of(rank), num_bytes)
 
 
 def work(fd: int) -> None:

@@ -111,7 +111,7 @@ class ModelRunner:
         self.config.set_max_num_mixed_tokens(num_tokens // 1024 * 1024 or num_tokens // 64 * 64)
 
     def _min_of_ranks(self, number: int) -> int:
-        return -self.tp.max_of_ranks(torch.tensor([-number], device=self.device)).item()
+        return -self.tp.all_reduce_max(torch.tensor([-number], device=self.device)).item()
 
     def run(self, step: ScheduledStep) -> PendingStep:
         return self.launch(self.prepare(step), step)
@@ -225,7 +225,7 @@ class ModelRunner:
         for feature in self.features.values():
             feature.edit_logits(logits, rows)
         cutoffs = logit_cutoffs(logits, rows)
-        logits = self.model.lm_head.own_part(logits)
+        logits = self.model.lm_head.local_logits(logits)
         token_ids = self.sampler(logits, rows.column("temperature"), seeds(params), x.positions, cutoffs)
         counts = accept(x.req_indices, x.positions, token_ids, self.tables)
         if counts is None:

@@ -38,7 +38,7 @@ def decode_shape(num_seqs: int, max_blocks_per_seq: int, tokens_per_row: int = 1
 class DecodeGraphs:
     """Steps that only decode, model and sampler in one: a graph for each batch size in `graph_bs`.
 
-    A graph fetches its batch from pinned host memory and delivers its results there, so nothing runs between two
+    A graph copies its batch from pinned host memory and its results back to it, so nothing runs between two
     steps but the launch of the next graph. Host memory is double-buffered: the host prepares a step while the previous
     one runs. Host and device each keep the index of their current buffer, and each replay advances both.
     """
@@ -67,9 +67,9 @@ class DecodeGraphs:
 
         def step(batch: DeviceBatch) -> ForwardOutput:
             num_words = batch.input_ids.storage_offset()  # those that the host fills in come first
-            ops.fetch(batch.buffer[:num_words], batches, self._device_buffer_index)
+            ops.copy_from_host(batch.buffer[:num_words], batches, self._device_buffer_index)
             output = forward(batch)
-            ops.deliver(output.results.flatten(), results.flatten(1), self._device_buffer_index)
+            ops.copy_to_host(output.results.flatten(), results.flatten(1), self._device_buffer_index)
             return output
 
         for size in reversed(self.graph_bs):  # the largest first, so that the others fit into its memory

@@ -12,14 +12,14 @@ from nanovllm.kernels.dependent_launch import launch_ordinary
 
 
 @triton.jit(do_not_specialize=["size"])
-def _fetch_kernel(out_ptr, host_ptr, buffer_index_ptr, size, capacity, BLOCK: tl.constexpr):
+def _copy_from_host_kernel(out_ptr, host_ptr, buffer_index_ptr, size, capacity, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     words = tl.load(host_ptr + tl.load(buffer_index_ptr) * capacity + at, at < size, 0, volatile=True)
     tl.store(out_ptr + at, words, at < size)
 
 
 @triton.jit(do_not_specialize=["size"])
-def _deliver_kernel(x_ptr, host_ptr, buffer_index_ptr, size, capacity, BLOCK: tl.constexpr):
+def _copy_to_host_kernel(x_ptr, host_ptr, buffer_index_ptr, size, capacity, BLOCK: tl.constexpr):
     buffer_index = tl.load(buffer_index_ptr)
     for begin in range(0, size, BLOCK):
         at = begin + tl.arange(0, BLOCK)
@@ -28,13 +28,13 @@ def _deliver_kernel(x_ptr, host_ptr, buffer_index_ptr, size, capacity, BLOCK: tl
     tl.store(buffer_index_ptr, 1 - buffer_index)
 
 
-def fetch(out: torch.Tensor, host: torch.Tensor, buffer_index: torch.Tensor) -> None:
+def copy_from_host(out: torch.Tensor, host: torch.Tensor, buffer_index: torch.Tensor) -> None:
     """Fill `out` [n] with the first n words of the device's buffer in `host`; int32."""
     block = 1024
     grid = (triton.cdiv(len(out), block),)
-    launch_ordinary(_fetch_kernel, grid)(out, host, buffer_index, len(out), host.shape[1], BLOCK=block)
+    launch_ordinary(_copy_from_host_kernel, grid)(out, host, buffer_index, len(out), host.shape[1], BLOCK=block)
 
 
-def deliver(x: torch.Tensor, host: torch.Tensor, buffer_index: torch.Tensor) -> None:
+def copy_to_host(x: torch.Tensor, host: torch.Tensor, buffer_index: torch.Tensor) -> None:
     """Write `x` [n] to the device's buffer in `host`, and advance `buffer_index`; int32."""
-    launch_ordinary(_deliver_kernel, (1,))(x, host, buffer_index, len(x), host.shape[1], BLOCK=512)
+    launch_ordinary(_copy_to_host_kernel, (1,))(x, host, buffer_index, len(x), host.shape[1], BLOCK=512)

@@ -10,11 +10,11 @@ from nanovllm.kernels.dequantize import dequantize
 from nanovllm.kernels.embedding import embed_range
 from nanovllm.kernels.filters import logit_cutoffs
 from nanovllm.kernels.gemv import gemv
-from nanovllm.kernels.host_memory import deliver, fetch
+from nanovllm.kernels.host_memory import copy_from_host, copy_to_host
 from nanovllm.kernels.layernorm import rms_norm
 from nanovllm.kernels.mix_experts import mix_experts
 from nanovllm.kernels.norm_rope_store import norm_rope_store
-from nanovllm.kernels.peers import gather_columns, max_of_ranks, sum_rms_norm
+from nanovllm.kernels.peers import all_reduce_max, gather_columns, sum_rms_norm
 from nanovllm.kernels.penalties import penalize
 from nanovllm.kernels.prefill_attention import prefill_attention, query_tile_size
 from nanovllm.kernels.quantize_rows import quantize_rows, rms_norm_quantize, silu_and_mul_quantize

@@ -179,7 +179,7 @@ def _max_kernel(
     tl.store(out_ptr + at, best, at < num_keys)
 
 
-def max_of_ranks(keys: torch.Tensor, barrier: PeerBarrier) -> torch.Tensor:
+def all_reduce_max(keys: torch.Tensor, barrier: PeerBarrier) -> torch.Tensor:
     """The elementwise maximum of all ranks' keys [S] int64. S may be 0: the ranks wait for each other all the same."""
     addresses, offset, flags_offset, _, aborted, rank = barrier
     out = torch.empty_like(keys)

@@ -55,6 +55,6 @@ class ParallelLMHead(VocabParallelEmbedding):
         compute = partial(linear, x, self.weight, None, 1)
         return self.tp.gather(compute, len(x), len(self.weight), x.dtype, sampling_params)
 
-    def own_part(self, logits: torch.Tensor) -> torch.Tensor:
-        """The columns of this rank's range of the vocabulary."""
+    def local_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """The columns that this rank has computed, those of its range of the vocabulary."""
         return logits[:, self.first_id : self.first_id + len(self.weight)]

@@ -141,7 +141,7 @@ class MergedColumnParallelLinear(LinearBase):
 
     def shard(self, shard_id: int = 0) -> Shard:
         size, tp = self.outputs[shard_id]
-        return Shard((size, self.input_size), tp.own_range(size), first_row=sum(self.local_sizes[:shard_id]))
+        return Shard((size, self.input_size), tp.local_slice(size), first_row=sum(self.local_sizes[:shard_id]))
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
@@ -191,7 +191,7 @@ class RowParallelLinear(LinearBase):
         self.tp = tp
 
     def shard(self) -> Shard:
-        return Shard((self.output_size, self.input_size), columns=self.tp.own_range(self.input_size))
+        return Shard((self.output_size, self.input_size), columns=self.tp.local_slice(self.input_size))
 
     def forward(self, x: torch.Tensor) -> PartialSum:
         bias = self.bias if self.tp.rank == 0 else None  # the sum over ranks must contain it once

@@ -115,4 +115,4 @@ class Sampler(nn.Module):
 
     def _best_of_ranks(self, best: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """The ids of the largest scores of all ranks, of equal ones the lowest; the arguments [S] are this rank's."""
-        return ~self.tp.max_of_ranks(token_keys(best, token_ids)).int()
+        return ~self.tp.all_reduce_max(token_keys(best, token_ids)).int()

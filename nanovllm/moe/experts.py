@@ -82,9 +82,9 @@ class Experts(nn.Module):
     def shard(self, shard_id: int) -> Shard:
         """Of one expert's gate or up [size, hidden], or down [hidden, size]."""
         if shard_id == DOWN:
-            return Shard((self.hidden_size, self.size), columns=self.size_tp.own_range(self.size))
+            return Shard((self.hidden_size, self.size), columns=self.size_tp.local_slice(self.size))
         first_row = shard_id * self.local_size
-        return Shard((self.size, self.hidden_size), self.size_tp.own_range(self.size), first_row=first_row)
+        return Shard((self.size, self.hidden_size), self.size_tp.local_slice(self.size), first_row=first_row)
 
     def _load_gate_up(self, target: torch.Tensor, weight, *expert_and_shard_id: int) -> torch.Tensor | None:
         """All experts' gate and up [experts, 2 * size, hidden], or what `_load_one` takes."""

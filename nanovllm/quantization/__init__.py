@@ -1,10 +1,10 @@
-"""Weights of 8 bits: which formats there are. A module is imported when its format is used. README.md tells more.
+"""The formats of 8-bit weights. A format's module is imported when it is used. README.md in this folder tells more.
 
-The cache of 8 bits is in fp8_cache.py, which layers/attention.py chooses.
+`fp8_cache.py` is the format of an 8-bit cache, which `layers/attention.py` chooses.
 
-A module of CHECKPOINTS has `read_config(raw, file)`: the `quantization_config` of a config.json -> a `Plan` (plan.py),
-or ValueError that names `file`. A module of ON_LOAD has `plan_on_load()` -> the Plan of a checkpoint that is quantized
-while it is loaded.
+A module of CHECKPOINTS has `read_config(raw, file)`, which makes a `QuantConfig` of the `quantization_config` in a
+config.json, or raises a ValueError that names `file`. A module of ON_LOAD has `config_on_load()`, which returns the
+QuantConfig of a checkpoint that is quantized while it is loaded.
 """
 
 from importlib import import_module
@@ -24,19 +24,19 @@ ON_LOAD = {
 
 
 def find_quantization(raw: dict | None, file: Path, setting: str | None) -> Any:
-    """The Plan for the `quantization_config` in a config.json and for the setting `quantization`; None without both.
+    """The QuantConfig for a config.json's `quantization_config` and the setting `quantization`; None without both.
 
     ValueError for a format that is not supported, and for a setting that differs from the checkpoint's.
     """
     if not raw:
         if setting is not None:
             _check("quantization", setting, ON_LOAD)
-        return import_module(ON_LOAD[setting]).plan_on_load() if setting else None
+        return import_module(ON_LOAD[setting]).config_on_load() if setting else None
     _check(f"{file}: quantization_config: quant_method", raw.get("quant_method"), CHECKPOINTS)
-    plan = import_module(CHECKPOINTS[raw["quant_method"]]).read_config(raw, file)
-    if setting not in (None, plan.name):
-        raise ValueError(f"quantization={setting!r}: must be {plan.name!r}, the checkpoint's, or left out")
-    return plan
+    config = import_module(CHECKPOINTS[raw["quant_method"]]).read_config(raw, file)
+    if setting not in (None, config.name):
+        raise ValueError(f"quantization={setting!r}: must be {config.name!r}, the checkpoint's, or left out")
+    return config
 
 
 def _check(name: str, value: Any, known: dict) -> None:

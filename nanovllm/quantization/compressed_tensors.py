@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from nanovllm.quantization.fp8 import e4m3_scaling
-from nanovllm.quantization.plan import Plan
-from nanovllm.quantization.scaled import Scaling
+from nanovllm.quantization.fp8 import e4m3_scheme
+from nanovllm.quantization.quant_config import QuantConfig
+from nanovllm.quantization.scaled import QuantScheme
 from nanovllm.utils.checks import check_choice
 
 SCALE_NAME = "weight_scale"
 
 
-def read_config(raw: dict, file: Path) -> Plan:
+def read_config(raw: dict, file: Path) -> QuantConfig:
     where = f"{file}: quantization_config"
     check_choice(f"{where}: format", raw.get("format"), ("float-quantized", "naive-quantized"))
     check_choice(f"{where}: quantization_status", raw.get("quantization_status", "compressed"), ("compressed",))
@@ -20,13 +20,13 @@ def read_config(raw: dict, file: Path) -> Plan:
     if not isinstance(groups, dict) or not groups:
         raise ValueError(f"{where}: has no config_groups")
     read = tuple(
-        (tuple(group.get("targets") or ()), _read_scaling(group.get("weights") or {}, f"{where}: {name}: weights"))
+        (tuple(group.get("targets") or ()), _read_scheme(group.get("weights") or {}, f"{where}: {name}: weights"))
         for name, group in groups.items()
     )
-    return Plan("compressed-tensors", read, tuple(raw.get("ignore") or ()), ("F8_E4M3",))
+    return QuantConfig("compressed-tensors", read, tuple(raw.get("ignore") or ()), ("F8_E4M3",))
 
 
-def _read_scaling(weights: dict, where: str) -> Scaling:
+def _read_scheme(weights: dict, where: str) -> QuantScheme:
     check_choice(f"{where}: type", weights.get("type"), ("float",))
     check_choice(f"{where}: num_bits", weights.get("num_bits"), (8,))
     check_choice(f"{where}: symmetric", weights.get("symmetric", True), (True,))
@@ -34,5 +34,5 @@ def _read_scaling(weights: dict, where: str) -> Scaling:
     strategy = weights.get("strategy")
     check_choice(f"{where}: strategy", strategy, ("tensor", "channel", "block"))
     if strategy == "block":
-        return e4m3_scaling(*weights["block_structure"], SCALE_NAME)
-    return e4m3_scaling(1 if strategy == "channel" else None, None, SCALE_NAME)
+        return e4m3_scheme(*weights["block_structure"], SCALE_NAME)
+    return e4m3_scheme(1 if strategy == "channel" else None, None, SCALE_NAME)

@@ -14,7 +14,7 @@ from nanovllm.kernels import ops
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import NormInput
 from nanovllm.layers.linear import LinearBase
-from nanovllm.quantization.scaled import Scaling
+from nanovllm.quantization.scaled import QuantScheme
 from nanovllm.quantization.scaled_linear import ScaledLinear
 
 BLOCK = (128, 128)  # of weights that the library multiplies, beside those of whole rows
@@ -26,8 +26,8 @@ class FP8Linear(ScaledLinear):
 
     max_split_k_rows = 128  # a product with few output tiles is faster split than by the library
 
-    def __init__(self, layer: LinearBase, scaling: Scaling):
-        super().__init__(layer, scaling)
+    def __init__(self, layer: LinearBase, scheme: QuantScheme):
+        super().__init__(layer, scheme)
         self.suits_gemm = self.block.columns >= ops.min_block_columns(self.values)
         n, k = self.values.shape
         is_row = self.block.columns == k

@@ -5,11 +5,11 @@ It is the example of another format: kernels and loaders of scaled.py serve any 
 
 import torch
 
-from nanovllm.quantization.plan import ALL, Plan
-from nanovllm.quantization.scaled import Scaling
+from nanovllm.quantization.quant_config import ALL, QuantConfig
+from nanovllm.quantization.scaled import QuantScheme
 
 MAX_INT8 = 127.0
 
 
-def plan_on_load() -> Plan:
-    return Plan("int8", (((ALL,), Scaling(torch.int8, MAX_INT8, 1, None)),))
+def config_on_load() -> QuantConfig:
+    return QuantConfig("int8", (((ALL,), QuantScheme(torch.int8, MAX_INT8, 1, None)),))

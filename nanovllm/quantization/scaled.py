@@ -27,8 +27,8 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Scaling:
-    """A format of a checkpoint's weights, or one that they are given while they are loaded."""
+class QuantScheme:
+    """How a weight is quantized: in the checkpoint, or while it is loaded."""
 
     dtype: torch.dtype  # of the values: float8_e4m3fn or int8
     max_value: float  # what the largest value of a block becomes
@@ -103,15 +103,15 @@ class ScaledWeight:
     def __init__(
         self,
         shape: tuple[int, ...],
-        scaling: Scaling,
+        scheme: QuantScheme,
         block: Block,
         select: Callable[..., tuple[Shard, tuple[int, ...]] | None],
     ):
         *stack, n, k = shape
-        self.scaling, self.block, self.select = scaling, block, select
-        self.values = parameter(shape, self._load_values, scaling.dtype)
+        self.scheme, self.block, self.select = scheme, block, select
+        self.values = parameter(shape, self._load_values, scheme.dtype)
         shape = (*stack, n // block.rows, k // block.columns)
-        if scaling.scale_name is None:  # a loader would refer to its parameter, and the runner deletes those of a layer
+        if scheme.scale_name is None:  # a loader would refer to its parameter, and the runner deletes those of a layer
             self.scales = torch.empty(shape, dtype=torch.float32)
         else:
             self.scales = parameter(shape, self._load_scales, torch.float32)
@@ -121,16 +121,16 @@ class ScaledWeight:
         if (selected := self.select(*arguments)) is None:
             return None
         shard, index = selected
-        if callable(weight) or self.scaling.scale_name is None:
+        if callable(weight) or self.scheme.scale_name is None:
             return self.quantize_shard(check_shape(weight, shard.shape)[...], shard, index)
-        found, needed = weight.get_dtype(), SAFETENSORS_NAMES[self.scaling.dtype]
+        found, needed = weight.get_dtype(), SAFETENSORS_NAMES[self.scheme.dtype]
         if found != needed:
             raise ValueError(f"the checkpoint has dtype {found}, its quantization_config needs {needed}")
         return _nan_of(shard.copy(values[index], weight))
 
     def quantize_shard(self, weight: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:
-        """Of a whole weight, as blocks may be larger than a rank's part; returns the scales."""
-        values, scales = self.scaling.quantize(weight)
+        """Quantize a whole weight, as blocks may be larger than a rank's part, and copy a shard; returns its scales."""
+        values, scales = self.scheme.quantize(weight)
         shard.copy(self.values[index], values)
         return self._copy_scales(scales, shard, index)
 
@@ -140,8 +140,8 @@ class ScaledWeight:
         return self._copy_scales(weight[...], *selected)
 
     def _copy_scales(self, scales: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:
-        """From the scales of a whole weight [N / rows, K / columns] of the checkpoint's blocks."""
-        (n, k), block = shard.shape, self.scaling.block_of(shard.shape)
+        """Copy a shard's part of the checkpoint's scales, [N / rows, K / columns] for the whole weight; return it."""
+        (n, k), block = shard.shape, self.scheme.block_of(shard.shape)
         needed = -(-n // block.rows), -(-k // block.columns)
         if scales.numel() != needed[0] * needed[1]:
             raise ValueError(f"the checkpoint has scales of shape {list(scales.shape)}, the model needs {list(needed)}")

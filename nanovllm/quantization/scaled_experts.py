@@ -4,7 +4,7 @@ import torch
 
 from nanovllm.layers.linear import Shard
 from nanovllm.moe.experts import DOWN, GATE, UP, Experts, ExpertsFormat
-from nanovllm.quantization.scaled import Block, ScaledWeight, Scaling, dequantize, min_block_columns
+from nanovllm.quantization.scaled import Block, QuantScheme, ScaledWeight, dequantize, min_block_columns
 from nanovllm.utils.loader import check_shape
 
 
@@ -14,14 +14,14 @@ class ScaledExperts(ExpertsFormat):
     is_scaled = True
     quantizes_activations = False
 
-    def __init__(self, experts: Experts, scaling: Scaling):
-        suffix = None if scaling.scale_name is None else scaling.scale_name.removeprefix("weight")
-        self.suffixes = {"weight": ""} if suffix is None else {"weight": "", scaling.scale_name: suffix}
+    def __init__(self, experts: Experts, scheme: QuantScheme):
+        suffix = None if scheme.scale_name is None else scheme.scale_name.removeprefix("weight")
+        self.suffixes = {"weight": ""} if suffix is None else {"weight": "", scheme.scale_name: suffix}
         self.weights: dict[str, ScaledWeight] = {}
         for name, shard_ids in (("gate_up_proj", (GATE, UP)), ("down_proj", (DOWN,))):
             shape = tuple(getattr(experts, name).shape)
-            block = scaling.local_block([experts.shard(shard_id) for shard_id in shard_ids], shape[2])
-            weight = StackedWeight(shape, scaling, block, experts, shard_ids)
+            block = scheme.local_block([experts.shard(shard_id) for shard_id in shard_ids], shape[2])
+            weight = StackedWeight(shape, scheme, block, experts, shard_ids)
             self.weights[name] = weight
             setattr(experts, name, weight.values)
             if suffix is not None:
@@ -50,11 +50,11 @@ class FP8Experts(ScaledExperts):
 class StackedWeight(ScaledWeight):
     """One of the two weights of all experts of a rank."""
 
-    def __init__(self, shape: tuple[int, ...], scaling: Scaling, block: Block, experts: Experts, shard_ids: tuple):
+    def __init__(self, shape: tuple[int, ...], scheme: QuantScheme, block: Block, experts: Experts, shard_ids: tuple):
         self.first_expert, self.num_local = experts.first_expert, experts.num_local
         self.num_experts = experts.num_experts
         self.shards = {shard_id: experts.shard(shard_id) for shard_id in shard_ids}
-        super().__init__(shape, scaling, block, self._select)
+        super().__init__(shape, scheme, block, self._select)
 
     def _select(self, expert: int, shard_id: int) -> tuple[Shard, tuple[int, ...]] | None:
         index = expert - self.first_expert
@@ -64,7 +64,7 @@ class StackedWeight(ScaledWeight):
         """One expert's, or with no arguments those of all experts, which are not quantized yet."""
         if arguments:
             return super()._load_values(values, weight, *arguments)
-        if not callable(weight) and self.scaling.scale_name is not None:
+        if not callable(weight) and self.scheme.scale_name is not None:
             raise ValueError("quantized experts in one tensor are not supported: each needs tensors of its own")
         sizes = [shard.shape[0] for shard in self.shards.values()]
         weight = check_shape(weight, (self.num_experts, sum(sizes), next(iter(self.shards.values())).shape[1]))

@@ -8,7 +8,7 @@ from torch import nn
 from nanovllm.kernels import operation
 from nanovllm.layers.layernorm import NormInput
 from nanovllm.layers.linear import LinearBase, WeightFormat, linear
-from nanovllm.quantization.scaled import ScaledWeight, Scaling, dequantize
+from nanovllm.quantization.scaled import QuantScheme, ScaledWeight, dequantize
 
 
 @operation
@@ -42,13 +42,13 @@ class ScaledLinear(WeightFormat):
 
     max_split_k_rows: int | None = None
 
-    def __init__(self, layer: LinearBase, scaling: Scaling):
+    def __init__(self, layer: LinearBase, scheme: QuantScheme):
         shape = tuple(layer.weight.shape)
-        self.block = scaling.local_block([layer.shard(*shard_id) for shard_id in layer.shard_ids()], shape[1])
-        weight = ScaledWeight(shape, scaling, self.block, lambda *shard_id: (layer.shard(*shard_id), ()))
+        self.block = scheme.local_block([layer.shard(*shard_id) for shard_id in layer.shard_ids()], shape[1])
+        weight = ScaledWeight(shape, scheme, self.block, lambda *shard_id: (layer.shard(*shard_id), ()))
         layer.weight = weight.values
-        if scaling.scale_name is not None:
-            setattr(layer, scaling.scale_name, weight.scales)
+        if scheme.scale_name is not None:
+            setattr(layer, scheme.scale_name, weight.scales)
         self.values, self.scales = weight.values.data, weight.scales.data
 
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:

@@ -23,7 +23,6 @@ from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.completions import CompletionAnswer, Echo
 from nanovllm.serve.engine_client import EngineClient, EngineDeadError
 from nanovllm.serve.errors import ApiError, RequestTimeoutError, api_error, too_deep, unreadable_body, validation_error
-from nanovllm.serve.guard import Guard
 from nanovllm.serve.http_responses import ErrorResponse, EventStream, json_response, while_connected
 from nanovllm.serve.info_api import info_router
 from nanovllm.serve.protocol import (
@@ -39,6 +38,7 @@ from nanovllm.serve.protocol import (
     beam_search_params,
     sampling_params,
 )
+from nanovllm.serve.request_limits import RequestLimits
 from nanovllm.serve.responses_api import responses_router
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.structured import structured_outputs, with_own_field
@@ -75,7 +75,7 @@ def create_app(
     app.add_exception_handler(HTTPException, _on_http_error)
     for kind in (RequestValidationError, ApiError, EngineDeadError, Exception):
         app.add_exception_handler(kind, _on_error)
-    app.add_middleware(Guard, settings=settings)
+    app.add_middleware(RequestLimits, settings=settings)
     if settings.allowed_origins:
         origins = [*settings.allowed_origins]
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])

@@ -11,7 +11,7 @@ import uvicorn
 
 from nanovllm.serve.api_server import create_app
 from nanovllm.serve.engine_client import EngineClient
-from nanovllm.serve.guard import BoundedProtocol
+from nanovllm.serve.request_limits import BoundedProtocol
 from nanovllm.serve.settings import ServerSettings
 
 BACKLOG = 2048  # connections that the system accepts before the server does

@@ -42,7 +42,7 @@ def copy_shard(
     `weight` is what `check_shape` takes; of a safetensors slice only the shard is read.
     """
     weight = check_shape(weight, shape)
-    shard = tp.own_range(shape[dim])
+    shard = tp.local_slice(shape[dim])
     return target.copy_(weight[shard] if dim == 0 else weight[:, shard])
 
 

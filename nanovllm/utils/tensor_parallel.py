@@ -60,7 +60,7 @@ class TensorParallel:
             raise ValueError(f"tensor_parallel_size={self.size}: does not divide the {what} ({total})")
         return total // self.size
 
-    def own_range(self, total: int) -> slice:
+    def local_slice(self, total: int) -> slice:
         """This rank's equal share of `total` elements, which the number of ranks divides."""
         size = self.shard_size("checkpoint tensor", total)
         return slice(self.rank * size, (self.rank + 1) * size)
@@ -101,13 +101,13 @@ class TensorParallel:
         """Every rank's `x` [S, n], in the order of the ranks, side by side: [S, ranks * n]."""
         return x
 
-    def max_of_ranks(self, keys: torch.Tensor) -> torch.Tensor:
+    def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
         """The elementwise maximum of every rank's keys [S] int64; S may be 0. It ends each forward of several ranks."""
         return keys
 
     def barrier(self, device: torch.device) -> None:
         """What is queued on the device afterwards waits until all ranks are here, as at the end of each forward."""
-        self.max_of_ranks(torch.empty(0, dtype=torch.int64, device=device))
+        self.all_reduce_max(torch.empty(0, dtype=torch.int64, device=device))
 
     def check(self) -> None:
         """RuntimeError if a rank was lost."""

@@ -11,7 +11,7 @@ from torch import nn
 from nanovllm.kernels import has_fp8_units, ops_for
 from nanovllm.layers.linear import LinearBase
 from nanovllm.moe.experts import Experts, MoE
-from nanovllm.quantization.scaled import Scaling
+from nanovllm.quantization.scaled import QuantScheme
 from nanovllm.quantization.scaled_experts import FP8Experts, ScaledExperts
 from nanovllm.quantization.scaled_linear import ScaledLinear
 from nanovllm.utils.loader import parameter
@@ -20,18 +20,19 @@ ALL = "Linear"  # a target: every linear layer
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What quantizes the linear layers of a model.
+class QuantConfig:
+    """How each linear layer of a model is quantized.
 
-    groups: (patterns of names, scaling): a layer has the scaling of the first group with a pattern that matches.
+    groups: (patterns of names, scheme) of each; a layer has the scheme of the first group with a pattern that matches.
     ignore: patterns of names of layers that are not quantized.
+
     A pattern is "Linear"; a module's name in the checkpoint, or its end, or that of a module around it; or "re:" and a
     regular expression that matches the beginning of a name. Embeddings, the output head and routers are never
     quantized.
     """
 
     name: str  # as the setting `quantization` says it
-    groups: tuple[tuple[tuple[str, ...], Scaling], ...]
+    groups: tuple[tuple[tuple[str, ...], QuantScheme], ...]
     ignore: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()  # of the checkpoint's tensors, as safetensors names them
     # scales of activations: each row is quantized by its own largest value, which is at least as accurate
@@ -39,11 +40,11 @@ class Plan:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values of all groups."""
+        """The dtype of the values of all groups."""
         return self.groups[0][1].dtype
 
-    def scaling_of(self, module: str) -> Scaling | None:
-        """Of a module by its name in the checkpoint."""
+    def scheme_of(self, module: str) -> QuantScheme | None:
+        """The scheme of the module with this name in the checkpoint; None if it is not quantized."""
         if any(_matches(pattern, module) for pattern in self.ignore):
             return None
         return next((s for targets, s in self.groups if any(_matches(p, module) for p in targets)), None)
@@ -72,12 +73,12 @@ class Plan:
     def _prepare(
         self, path: str, module: Any, names: list[str], make: Callable, dtype: torch.dtype, device: torch.device
     ) -> None:
-        scalings = {self.scaling_of(name) for name in names} or {None}
-        if len(scalings) > 1:
+        schemes = {self.scheme_of(name) for name in names} or {None}
+        if len(schemes) > 1:
             raise ValueError(f"{path}: its parts {', '.join(names[:3])}, ... are quantized in different ways")
         with torch.device(device):
-            if (scaling := scalings.pop()) is not None:
-                module.format = make(module, scaling)
+            if (scheme := schemes.pop()) is not None:
+                module.format = make(module, scheme)
             for name, p in [*module.named_parameters(recurse=False)]:
                 if p.is_meta:  # a bias, or a weight that is not quantized
                     setattr(module, name, parameter(tuple(p.shape), p.weight_loader.func, dtype))

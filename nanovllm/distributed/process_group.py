@@ -71,7 +71,7 @@ class GroupTensorParallel(TensorParallel):
             self.group._allgather_base(out, x.contiguous()).wait()
         return out.view(self.size, *x.shape).transpose(0, 1).flatten(1)
 
-    def max_of_ranks(self, keys: torch.Tensor) -> torch.Tensor:
+    def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
         return self._all_reduce(keys, dist.ReduceOp.MAX)
 
     def abort(self) -> None:

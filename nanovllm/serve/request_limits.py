@@ -25,7 +25,7 @@ LONG_HEADERS = f"the headers are longer than {MAX_HEADER_BYTES} bytes"
 UNREAD_SECONDS = 120.0  # after which a connection is reset whose client takes nothing of what was sent
 
 
-class Guard:
+class RequestLimits:
     """ASGI middleware: checks the host and the key, and reads the whole body, which is bounded in size and in time.
 
     Routes therefore never wait for a client that sends slowly, and `receive` gives them the body at once.
