@@ -5,7 +5,7 @@ from time import perf_counter
 from types import SimpleNamespace
 
 import pytest
-from test_scheduler import make_scheduler, outputs_of
+from simulation import SimulatedEngine
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -182,7 +182,7 @@ def reference(ids: list[int], params: SamplingParams) -> tuple[int, str, str, st
 
 def run(params: SamplingParams, ids: list[int], kind: OutputKind) -> tuple[tuple, StepOutput]:
     """The answer to a request, one token a step, in the form of `reference`; and what its caller got on the way."""
-    outputs = outputs_of(make_scheduler())
+    outputs = SimulatedEngine().outputs
     seq = Sequence(0, [0], params, noise_seed=0, max_len=64)
     request = CompletionRequest([seq], None, kind, TOKENS, TOKENS)
     StopStrings.attach(request, None)

@@ -16,13 +16,10 @@ from typing import Any
 import pytest
 from browser import CHROMIUM, open_browser
 from conftest import TINY, step_error
-from test_scheduler import postprocess
+from simulation import SimulatedEngine
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.scheduling_policy import TokenBudget
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.serve.frames import View
 from nanovllm.serve.page import content_security_policy, render_page
 from nanovllm.serve.trace import MAX_WAITING, StepRecorder, sequence_name, trace
@@ -126,21 +123,22 @@ def test_beams_of_a_search_are_shown():
     assert "0" in names and len({name for name in names if name.startswith("1.")}) >= 3
 
 
-class Clockwork:
-    """A scheduler without a model, behind as much of an LLM as a recorder looks at."""
+class Clockwork(SimulatedEngine):
+    """With as much of an LLM around it as a recorder looks at."""
 
     def __init__(self, num_seqs: int, num_blocks: int):
-        self.scheduler = Scheduler(BlockManager(num_blocks, 16), 512, TokenBudget(16384), TokenBudget(2048))
+        sizes = dict(max_num_seqs=512, max_num_batched_tokens=16384)
+        super().__init__("fcfs", num_blocks, block_size=16, max_num_mixed_tokens=2048, max_len=2000, **sizes)
         self.engine_thread = SimpleNamespace(call=lambda work: work())
         self.core = SimpleNamespace(scheduler=self.scheduler, on_step=[])
-        sizes = dict(kvcache_block_size=16, kv_cache_dtype="auto", max_num_seqs=512, max_num_batched_tokens=16384)
-        self.config = SimpleNamespace(model="clockwork", device="none", **sizes)
+        self.config = SimpleNamespace(
+            model="clockwork", device="none", kvcache_block_size=16, kv_cache_dtype="auto", **sizes
+        )
         for i in range(num_seqs):
-            self.scheduler.add(Sequence(i, [i] * 60, SamplingParams(max_tokens=50, ignore_eos=True), 0, 2000))
+            self.add([i] * 60, max_tokens=50, ignore_eos=True)
 
     def step(self) -> None:
-        step = self.scheduler.schedule()
-        postprocess(self.scheduler, step, [7] * len(step.sampled_seqs))
+        step = super().step()
         for hook in self.core.on_step:
             hook(step, None)
 
@@ -190,9 +188,8 @@ def test_beams_that_an_error_drops_are_no_longer_shown():
     scheduler = engine.scheduler
     recorder = StepRecorder(engine)
     recorder.start()
-    beam = Sequence(0, [5] * 20, SamplingParams(max_tokens=5), 0, 100)
+    beam = engine.add([5] * 20, max_tokens=5)
     beam.pauses = True
-    scheduler.add(beam)
     engine.step()
     scheduler.preempt(beam)
     recorder.refresh()

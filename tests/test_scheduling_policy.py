@@ -3,23 +3,20 @@
 import random
 import subprocess
 import sys
-from collections import Counter
 from math import ceil
 
 import numpy as np
 import pytest
 from conftest import generate_by_steps, step_error
-from test_scheduler import outputs_of, postprocess
+from simulation import SimulatedEngine, rows
 
 from nanovllm import BeamSearchParams, SamplingParams, SchedulingPolicy
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.policies import Priority, make_policy
-from nanovllm.engine.scheduled_step import ScheduledStep
-from nanovllm.engine.scheduler import MAX_STEPS_WITHOUT_ADMISSION, Scheduler
+from nanovllm.engine.policies import Priority
+from nanovllm.engine.scheduler import MAX_STEPS_WITHOUT_ADMISSION
 from nanovllm.engine.scheduling_policy import FCFS, MIN_SHARED_CHUNK, TokenBudget, WaitingQueue
 from nanovllm.engine.sequence import Sequence
 
-BLOCK_SIZE, MAX_LEN, EOS = 16, 100_000, 0
+BLOCK_SIZE = 16
 
 
 class ShortestFirst(SchedulingPolicy):
@@ -45,45 +42,15 @@ class Returns:
 # -- a scheduler without a device ----------------------------------------------------------------------------------
 
 
-class Engine:
-    """A scheduler, and what each step has computed: every sequence gets the token 7 when it is sampled."""
+class Engine(SimulatedEngine):
+    """The simulated engine, with prompts of which only the length matters."""
 
-    def __init__(self, policy="fcfs", num_blocks=4000, max_num_seqs=64, budget=4096, mixed=None, context=float("inf")):
-        manager = BlockManager(num_blocks, BLOCK_SIZE, enable_prefix_caching=False)
-        budgets = TokenBudget(budget), TokenBudget(mixed or budget, context)
-        self.scheduler = Scheduler(manager, max_num_seqs, *budgets)
-        self.policy = make_policy(policy)
-        self.num_requests = 0
-        self.steps: list[ScheduledStep] = []
-        self.in_flight: ScheduledStep | None = None
+    def __init__(self, policy="fcfs", num_blocks=4000, max_num_seqs=64, budget=4096, mixed=None, **settings):
+        settings = {"max_len": 100_000, "enable_prefix_caching": False} | settings
+        super().__init__(policy, num_blocks, BLOCK_SIZE, max_num_seqs, budget, mixed or budget, **settings)
 
-    def add(self, length: int, max_tokens: int = 1000, priority: int = 0, n: int = 1) -> Sequence:
-        """The first of its answers."""
-        i, self.num_requests = self.num_requests, self.num_requests + 1
-        params = SamplingParams(max_tokens=max_tokens, n=n)
-        group = [Sequence(i, [i + 1] * length, params, 0, MAX_LEN, index, priority=priority) for index in range(n)]
-        for seq in group:
-            seq.group = group
-            seq.set_order(self.policy.priority_key(group[0]))
-        self.scheduler.add(*group)
-        return group[0]
-
-    def step(self) -> ScheduledStep:
-        step = self.scheduler.schedule()
-        assert step is not None
-        postprocess(self.scheduler, step, [7] * len(step.sampled_seqs))
-        self.steps.append(step)
-        return step
-
-    def step_ahead(self) -> None:
-        """As `step`, but the tokens of a step arrive when the next one has been scheduled."""
-        step, self.in_flight = self.in_flight, self.scheduler.schedule()
-        assert step or self.in_flight
-        if step:
-            postprocess(self.scheduler, step, [7] * len(step.sampled_seqs))
-
-    def rows(self) -> list[tuple[int, int, int]]:
-        return [(seq.request_id, start, end) for seq, start, end in self.step().rows]
+    def add(self, length: int, max_tokens: int = 1000, **options) -> Sequence:
+        return super().add([self.num_requests + 1] * length, max_tokens, **options)
 
     def num_steps_until(self, condition, limit=1000) -> int:
         begin = len(self.steps)
@@ -91,10 +58,6 @@ class Engine:
             assert len(self.steps) - begin < limit, "too many steps"
             self.step()
         return len(self.steps) - begin
-
-
-def num_chunk_tokens(step: ScheduledStep) -> int:
-    return sum(end - start for _, start, end in step.chunks)
 
 
 def waiting_ids(engine: Engine) -> list[int]:
@@ -121,19 +84,23 @@ def test_chunks_in_order():
     """A prompt that is being computed waits while more urgent ones are."""
     engine = Engine("priority", budget=20)
     engine.add(50, priority=5)
-    assert engine.rows() == [(0, 0, 20)]
+    assert rows(engine.step()) == [(0, 0, 20)]
     engine.add(24, max_tokens=1, priority=1)
     engine.add(6, max_tokens=1, priority=3)
-    assert engine.rows() == [(1, 0, 20)]
-    assert engine.rows() == [(1, 20, 24), (2, 0, 6), (0, 20, 30)]
-    assert engine.rows() == [(0, 30, 50)]
+    assert rows(engine.step()) == [(1, 0, 20)]
+    assert rows(engine.step()) == [(1, 20, 24), (2, 0, 6), (0, 20, 30)]
+    assert rows(engine.step()) == [(0, 30, 50)]
 
 
 def test_chunks_in_order_of_arrival():
     engine = Engine("fcfs", budget=20)
     for length in (30, 24, 6):
         engine.add(length, max_tokens=1)
-    assert [engine.rows() for _ in range(3)] == [[(0, 0, 20)], [(0, 20, 30), (1, 0, 10)], [(1, 10, 24), (2, 0, 6)]]
+    assert [rows(engine.step()) for _ in range(3)] == [
+        [(0, 0, 20)],
+        [(0, 20, 30), (1, 0, 10)],
+        [(1, 10, 24), (2, 0, 6)],
+    ]
 
 
 @pytest.mark.parametrize("policy, victims", [("fcfs", [2, 1]), ("priority", [0, 1]), (ShortestFirst(), [1, 2])])
@@ -160,7 +127,7 @@ def test_a_prompt_that_is_being_computed_may_be_preempted():
     engine.add(16, priority=1)
     engine.step()
     engine.add(60, priority=2)  # four blocks; the other has two, and one more in reserve
-    assert engine.rows() == [(0, 16, 17), (1, 0, 1)]
+    assert rows(engine.step()) == [(0, 16, 17), (1, 0, 1)]
     engine.num_steps_until(lambda: engine.scheduler.num_preemptions)
     assert waiting_ids(engine) == [1] and not engine.scheduler.prefilling
     assert [seq.request_id for seq in engine.scheduler.running.values()] == [0]
@@ -181,25 +148,19 @@ def test_accounting_in_random_traffic(num_blocks, asynchronous, seed):
     each request ends with the tokens that it is to have.
     """
     rng = random.Random(seed)
-    engine = Engine(AtRandom(seed), num_blocks, max_num_seqs=8, budget=64, mixed=rng.choice([3, 40]))
-    scheduler, manager = engine.scheduler, engine.scheduler.block_manager
-    seqs = []
+    options = dict(asynchronous=asynchronous, checked=True)
+    engine = Engine(AtRandom(seed), num_blocks, max_num_seqs=8, budget=64, mixed=rng.choice([3, 40]), **options)
+    scheduler, seqs = engine.scheduler, engine.seqs
     for i in range(3000):
         if i < 400 and rng.random() < 0.3:
-            first = engine.add(rng.choice([1, 30, 150]), max_tokens=rng.randint(1, 60), n=rng.choice([1, 1, 3]))
-            seqs += first.group
+            engine.add(rng.choice([1, 30, 150]), max_tokens=rng.randint(1, 60), n=rng.choice([1, 1, 3]))
         if seqs and rng.random() < 0.03:
-            outputs_of(scheduler).end_all(rng.choice(seqs).request_id)
+            engine.abort(rng.choice(seqs).request_id)
+            engine.check_move()
         if scheduler.is_finished() and i > 400:
             break
         if not scheduler.is_finished():
-            engine.step_ahead() if asynchronous else engine.step()
-        active = [*scheduler.running.values(), *scheduler.prefilling.values()]
-        held = Counter(block_id for seq in active for block_id in seq.block_table)
-        assert {block.block_id: block.ref_count for block in manager.blocks if block.ref_count} == held
-        assert len(manager.free_block_ids) == num_blocks - len(held)
-        assert sorted([seq.req_index for seq in active] + scheduler.free_req_indices) == list(range(8))
-        assert {*active, *scheduler.waiting} == {seq for seq in seqs if not seq.is_finished}
+            engine.step()
     assert {seq.finish_reason for seq in seqs} == {"length", "abort"}
     assert all(seq.num_completion_tokens == seq.params.max_tokens for seq in seqs if seq.finish_reason == "length")
     assert (scheduler.num_preemptions > 0) == (num_blocks == 20)
@@ -245,7 +206,7 @@ def test_waiting_queue():
 def test_no_running_sequence_misses_a_step(policy, context):
     """While long prompts arrive all the time: each step decodes all that run, and its chunks stay in the budget."""
     rng = random.Random(1)
-    engine = Engine(policy, num_blocks=100_000, mixed=600, context=context)
+    engine = Engine(policy, num_blocks=100_000, mixed=600, context_of_equal_cost=context)
     for _ in range(8):
         engine.add(20, max_tokens=10_000)
     engine.step()
@@ -255,7 +216,7 @@ def test_no_running_sequence_misses_a_step(policy, context):
         running = {*engine.scheduler.running.values()}
         step = engine.step()
         assert {row.seq for row in step.rows[: step.num_decodes]} == running >= {*engine.steps[0].sampled_seqs}
-        assert 0 < num_chunk_tokens(step) <= 600
+        assert 0 < sum(step.chunk_lens) <= 600
         cost = sum(TokenBudget(600, context).cost(start, end) for _, start, end in step.chunks)
         assert cost <= 600 + 3  # the last token may be one of up to three units
     assert engine.scheduler.num_preemptions == 0
@@ -265,7 +226,7 @@ def test_no_running_sequence_misses_a_step(policy, context):
 def test_a_step_that_decodes_nothing_has_the_whole_budget():
     engine = Engine(budget=4096, mixed=600)
     engine.add(9000)
-    assert [num_chunk_tokens(engine.step()) for _ in range(3)] == [4096, 4096, 808]
+    assert [sum(engine.step().chunk_lens) for _ in range(3)] == [4096, 4096, 808]
 
 
 def test_prompts_and_decodes_fit_into_max_num_batched_tokens():
@@ -275,7 +236,7 @@ def test_prompts_and_decodes_fit_into_max_num_batched_tokens():
         engine.add(2)
     engine.step()
     engine.add(500)
-    assert [num_chunk_tokens(engine.step()) for _ in range(2)] == [70, 70]
+    assert [sum(engine.step().chunk_lens) for _ in range(2)] == [70, 70]
 
 
 def test_steps_are_longer_the_more_prompts_wait():
@@ -285,7 +246,7 @@ def test_steps_are_longer_the_more_prompts_wait():
     engine.step()
     for length, expected in ((1600, [399, 399, 399, 399, 4]), (2400, [599, 449]), (9000, [799, 799])):
         seq = engine.add(length, max_tokens=1)
-        assert [num_chunk_tokens(engine.step()) for _ in expected] == expected
+        assert [sum(engine.step().chunk_lens) for _ in expected] == expected
         engine.num_steps_until(lambda seq=seq: seq.is_finished)
 
 
@@ -295,7 +256,7 @@ def test_prompts_get_a_part_of_a_step_however_many_decode():
         engine.add(2)
     engine.step()
     engine.add(500)
-    assert [num_chunk_tokens(engine.step()) for _ in range(3)] == [10, 10, 10]
+    assert [sum(engine.step().chunk_lens) for _ in range(3)] == [10, 10, 10]
 
 
 @pytest.mark.parametrize("num_long", [1, 2, 3])
@@ -309,7 +270,7 @@ def test_a_short_prompt_gets_its_token_in_the_first_step(num_long):
         engine.add(50_000)
     short = engine.add(MIN_SHARED_CHUNK)
     step = engine.step()
-    assert short in step.sampled_seqs and num_chunk_tokens(step) == mixed
+    assert short in step.sampled_seqs and sum(step.chunk_lens) == mixed
     assert [end - start for _, start, end in step.chunks[:-1]] == [mixed // 2 ** (i + 1) for i in range(num_long)]
 
 
@@ -323,7 +284,7 @@ def test_a_short_prompt_behind_many_long_ones():
     short = engine.add(5)
     engine.num_steps_until(lambda: short.has_sampled)
     assert [long.has_sampled for long in longs] == [True] * 4 + [False] * 2
-    assert all(num_chunk_tokens(step) == mixed for step in engine.steps[1:-1]), "the budget was in use all the time"
+    assert all(sum(step.chunk_lens) == mixed for step in engine.steps[1:-1]), "the budget was in use all the time"
 
 
 @pytest.mark.parametrize("num_decoding", [0, 1])
@@ -331,7 +292,7 @@ def test_a_short_prompt_behind_many_long_ones():
 def test_a_long_prompt_is_not_overtaken_without_end(num_decoding, context):
     """Short ones arrive in every step, more than can be computed; the first gets half of the budget all the time."""
     mixed, length = 1024, 20_000
-    engine = Engine(num_blocks=100_000, max_num_seqs=2000, budget=mixed, mixed=mixed, context=context)
+    engine = Engine(num_blocks=100_000, max_num_seqs=2000, budget=mixed, mixed=mixed, context_of_equal_cost=context)
     for _ in range(num_decoding):
         engine.add(5, max_tokens=10_000)
         engine.step()

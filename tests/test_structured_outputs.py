@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import generate_by_steps
+from simulation import SETTINGS, Simulation, random_requests
 from test_callers import Interrupt
-from test_scheduler import SETTINGS, Simulation, random_requests
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.engine.batch import Batch, BatchShape
@@ -212,21 +212,21 @@ def test_a_prompt_does_not_hold_up_rows_that_wait(make_llm, monkeypatch):
 
 
 class ConstrainedSimulation(Simulation):
-    """The simulated engine of test_scheduler.py; every other request is constrained."""
+    """Every other request is constrained."""
 
     def __init__(self, *arguments, **settings):
         super().__init__(*arguments, **settings)
-        for seq in self.seqs:
-            if seq.request_id % 2:
+        for group in self.groups[1::2]:
+            for seq in group:
                 seq.waits_for_token = seq.is_watched = True
 
-    def compute(self, step):
+    def compute(self, step, token_id):
         waited_for = constrained(step)
         assert all(len(seq.token_ids) == seq.num_tokens - 1 for seq in waited_for), "its last token is unknown"
         self.seen["constrained"] += len(waited_for)
         waiting = [seq for seq in self.scheduler.running.values() if seq.num_tokens == seq.token_limit]
         self.seen["waiting"] += len({*waiting} - {*step.sampled_seqs})
-        return super().compute(step)
+        return super().compute(step, token_id)
 
 
 @pytest.mark.parametrize("name, asynchronous", [("few at a time", False), *((name, True) for name in SETTINGS)])

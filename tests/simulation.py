@@ -1,0 +1,425 @@
+"""Engines without a model: the loop of the real one around its scheduler, with checks after every move.
+
+Nothing here needs PyTorch.
+"""
+
+import itertools
+import random
+from collections import Counter, deque
+from math import inf
+from typing import NamedTuple
+from zlib import crc32
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.output_processor import OutputProcessor
+from nanovllm.engine.policies import make_policy
+from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep, StepResult
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduling_policy import TokenBudget
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.sampling_params import SamplingParams
+
+VOCAB_SIZE, EOS, ALSO_EOS = 50, 0, 1
+MAX_LEN = 64
+
+
+def rows(step: ScheduledStep) -> list[tuple[int, int, int]]:
+    return [(seq.request_id, start, end) for seq, start, end in step.rows]
+
+
+class SimulatedEngine:
+    """A scheduler and an output processor; the sequences of a step all get the same token.
+
+    They get it at once, or with `asynchronous` when the next step has been scheduled. If the moves are `checked`,
+    `check_accounting` follows each.
+    """
+
+    def __init__(
+        self,
+        policy="fcfs",
+        num_blocks=64,
+        block_size=4,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_num_mixed_tokens=64,
+        context_of_equal_cost=inf,
+        enable_prefix_caching=True,
+        tokens_per_row=1,
+        max_len=MAX_LEN,
+        asynchronous=False,
+        checked=False,
+    ):
+        self.manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
+        budgets = TokenBudget(max_num_batched_tokens), TokenBudget(max_num_mixed_tokens, context_of_equal_cost)
+        self.scheduler = Scheduler(self.manager, max_num_seqs, *budgets, tokens_per_row)
+        self.outputs = OutputProcessor(self.scheduler, frozenset({EOS, ALSO_EOS}))
+        self.policy, self.max_len, self.checked = make_policy(policy), max_len, checked
+        self.num_requests = 0
+        self.seqs: list[Sequence] = []  # all that were queued
+        self.ended: set[Sequence] = set()  # those of them whose end was checked
+        self.steps: list[ScheduledStep] = []
+        self.max_in_flight = 1 if asynchronous else 0
+        self.in_flight: deque[tuple[ScheduledStep, StepResult]] = deque()
+
+    def make_group(self, prompt: list[int], max_tokens=64, n=1, priority=0, key=0, **params) -> list[Sequence]:
+        """A request's sequences. They get seeds of their own, made from `key`."""
+        request_id, self.num_requests = self.num_requests, self.num_requests + 1
+        own = SamplingParams(max_tokens=max_tokens, n=n, **params)
+        seeds = [key + 1000 * i for i in range(n)]
+        group = [Sequence(request_id, [*prompt], own, x, self.max_len, i, priority) for i, x in enumerate(seeds)]
+        for seq in group:
+            seq.group = group
+            seq.set_order(self.policy.priority_key(group[0]))
+        return group
+
+    def queue(self, group: list[Sequence]) -> None:
+        self.seqs += group
+        self.scheduler.add(*group)
+
+    def add(self, prompt: list[int], *args, **options) -> Sequence:
+        """Queue a request; arguments are those of `make_group`. Returns the first of its sequences."""
+        group = self.make_group(prompt, *args, **options)
+        self.queue(group)
+        return group[0]
+
+    def abort(self, request_id: int) -> list[Sequence]:
+        return self.outputs.end_all(request_id)
+
+    def step(self, token_id: int = 7, prompts_first: bool = False) -> ScheduledStep | None:
+        """Schedule a step, and give the sequences of this one, or of the one before, their tokens."""
+        step = self.scheduler.schedule(prompts_first)
+        assert step or self.in_flight, "stuck"
+        if step:
+            self.steps.append(step)
+            self.in_flight.append((step, self.compute(step, token_id)))
+        self.check_move()
+        if len(self.in_flight) > self.max_in_flight or not step:
+            self.postprocess(*self.in_flight.popleft())
+            self.check_move()
+        return step
+
+    def run(self) -> None:
+        """Steps until all have ended."""
+        while not self.scheduler.is_finished():
+            self.step()
+
+    def compute(self, step: ScheduledStep, token_id: int) -> StepResult:
+        return StepResult([token_id] * len(step.sampled_seqs), {})
+
+    def postprocess(self, step: ScheduledStep, result: StepResult) -> list[Sequence]:
+        """Returns the sequences that have ended."""
+        return [seq for seq in self.outputs.postprocess(step, result) if seq.is_finished]
+
+    def give(self, step: ScheduledStep, *token_ids: int) -> list[Sequence]:
+        """Give the sequences of a step, which the test has scheduled, their tokens. Returns those that have ended."""
+        return self.postprocess(step, StepResult([*token_ids], {}))
+
+    def check_move(self) -> None:
+        if self.checked:
+            self.check_accounting()
+
+    def check_accounting(self) -> None:
+        """Each sequence is in one list, as its status says, and each block and request index belongs to who has it."""
+        scheduler, manager = self.scheduler, self.manager
+        live = {*scheduler.prefilling.values(), *scheduler.running.values()}
+        assert len(live) == len(scheduler.prefilling) + len(scheduler.running)
+        assert all(seq.status is SequenceStatus.RUNNING for seq in live)
+        waiting = [*scheduler.waiting]
+        assert all(seq.status is SequenceStatus.WAITING for seq in waiting)
+        assert [seq.order for seq in waiting] == sorted(seq.order for seq in waiting)
+        assert len(waiting) + len(live) == sum(map(len, scheduler.live.values())) <= len(self.seqs)
+        assert len(live) <= scheduler.max_num_seqs
+        indices = [seq.req_index for seq in live]
+        assert sorted(indices + scheduler.free_req_indices) == list(range(scheduler.max_num_seqs))
+
+        held = Counter(block_id for seq in live for block_id in seq.block_table)
+        assert {block.block_id: block.ref_count for block in manager.blocks if block.ref_count} == held
+        assert manager.free_block_ids.keys() == set(range(len(manager.blocks))) - held.keys()
+        self.check_findable()
+
+        in_flight = Counter()
+        for step, _ in self.in_flight:
+            in_flight.update(dict(zip(step.sampled_seqs, step.num_reserved.tolist())))
+            in_flight.update(step.new_seqs)
+        not_ended = [seq for seq in self.seqs if seq not in self.ended]
+        assert {*live, *waiting} == {seq for seq in not_ended if not seq.is_finished}
+        for seq in not_ended:
+            if seq.is_finished:
+                self.ended.add(seq)  # if it held a block later, that would be one too many above
+            else:
+                assert seq.num_tokens - len(seq.token_ids) == in_flight.get(seq, 0)
+            if seq not in live:
+                assert seq.block_table == [] and seq.req_index == -1
+        for seq in live:
+            assert len(set(seq.block_table)) == len(seq.block_table)
+            self.check_cached(seq)
+        self.check_decode_table()
+
+    def check_decode_table(self) -> None:
+        """It has the rows of the sequences that decode, with what these say of themselves, and no others."""
+        table, seqs = self.scheduler.decoding, [*self.scheduler.running.values()]
+        assert all(seq.num_computed_tokens == seq.num_tokens - 1 for seq in seqs)
+        rows = [seq.req_index for seq in seqs]
+        assert table.seqs[rows].tolist() == seqs
+        assert table.numbers[rows, :3].tolist() == [[s.num_tokens, s.num_computed_tokens, s.token_limit] for s in seqs]
+        assert table.capacities[rows].tolist() == [len(seq.block_table) * self.manager.block_size for seq in seqs]
+        others = sorted({*range(self.scheduler.max_num_seqs)} - {*rows})
+        assert not table.numbers[others].any() and not any(table.seqs[others])
+
+    def check_findable(self) -> None:
+        """Every block that has a hash is known by it, once."""
+        manager = self.manager
+        known = [(key, block_id) for key, block_id in manager.hash_to_block_id.items()]
+        known += [(key, block_id) for key, others in manager.duplicates.items() for block_id in others]
+        assert sorted(known) == sorted((b.hash, b.block_id) for b in manager.blocks if b.hash is not None)
+        assert manager.duplicates.keys() <= manager.hash_to_block_id.keys() and all(manager.duplicates.values())
+
+    def check_cached(self, seq: Sequence) -> None:
+        """Only full blocks whose tokens are known and computed can be found, and by the right tokens."""
+        size = self.manager.block_size
+        for i, block in enumerate(self.manager.blocks[block_id] for block_id in seq.block_table):
+            if block.hash is not None:
+                assert (i + 1) * size <= min(seq.num_computed_tokens, len(seq.token_ids))
+                assert block.token_ids == seq.token_ids[i * size : (i + 1) * size]
+
+
+# -- random requests on a device that has a cache ----------------------------------------------------------------------
+
+
+class Request(NamedTuple):
+    prompt: list[int]
+    max_tokens: int
+    ignore_eos: bool
+    key: int  # what is sampled is made from it
+    arrival: int  # iterations of the loop before it is added
+    n: int = 1
+    aborted_at: int = 1000
+
+
+def true_tokens(request: Request, index: int = 0) -> list[int]:
+    """The prompt and all that could be sampled after it: a function of the request and the position alone."""
+    last = min(len(request.prompt) + request.max_tokens, MAX_LEN)
+    key = request.key + 1000 * index
+    return request.prompt + [crc32(b"%d %d" % (key, i)) % VOCAB_SIZE for i in range(len(request.prompt), last)]
+
+
+def true_answer(request: Request, index: int) -> tuple[list[int], str]:
+    """What comes out of a request, whatever runs beside it."""
+    completion = true_tokens(request, index)[len(request.prompt) :]
+    ends = [i for i, token_id in enumerate(completion) if token_id in (EOS, ALSO_EOS) and not request.ignore_eos]
+    return (completion[: ends[0] + 1], "stop") if ends else (completion, "length")
+
+
+def fingerprints(token_ids: list[int]) -> list[int]:
+    """For each position what its keys and values are a function of: the tokens up to it, itself included."""
+    marks = [0]
+    for token_id in token_ids:
+        marks.append(hash((marks[-1], token_id)))
+    return marks[1:]
+
+
+def random_requests(seed: int, num_requests: int = 60, max_n: int = 1) -> list[Request]:
+    """Many begin like an earlier one's prompt and answer; some with its key, so that they go on like it too.
+
+    With `max_n`, half of them have several answers, and some are aborted.
+    """
+    rng = random.Random(seed)
+    requests: list[Request] = []
+    for i in range(num_requests):
+        prompt, key = [], i
+        if requests and rng.random() < 0.6:
+            earlier = rng.choice(requests)
+            prompt = true_tokens(earlier)[: rng.randint(1, MAX_LEN - 8)]
+            key = rng.choice([earlier.key, i])
+        if key == i:
+            prompt = prompt + rng.choices(range(VOCAB_SIZE), k=rng.randint(1, 7 if prompt else 40))
+        requests.append(Request(prompt, rng.randint(1, 40), rng.random() < 0.3, key, arrival=rng.randrange(0, 100, 20)))
+        if max_n > 1:
+            n = rng.randint(2, max_n) if rng.random() < 0.5 else 1
+            aborted_at = requests[-1].arrival + rng.randint(1, 60) if rng.random() < 0.2 else 1000
+            requests[-1] = requests[-1]._replace(n=n, aborted_at=aborted_at)
+    return requests
+
+
+class Simulation(SimulatedEngine):
+    """Requests that run on a device which has a cache and no model: everything is checked after every move.
+
+    The device computes a step at once when it is given one, as a stream would do later. `seen` counts what happened on
+    the way.
+    """
+
+    def __init__(self, requests: list[Request], asynchronous: bool, **settings):
+        super().__init__(asynchronous=asynchronous, checked=True, **settings)
+        self.requests = requests
+        self.groups = [
+            self.make_group(x.prompt, x.max_tokens, x.n, key=x.key, ignore_eos=x.ignore_eos) for x in requests
+        ]
+        self.tokens = {seq: true_tokens(requests[seq.request_id], seq.index) for group in self.groups for seq in group}
+        self.marks = {seq: fingerprints(token_ids) for seq, token_ids in self.tokens.items()}
+        self.cache: dict[int, int] = {}  # slot -> fingerprint
+        # on the device, by request index
+        self.last_token_ids: dict[int, int] = {}
+        self.num_tokens: dict[int, int] = {}
+        self.block_tables: dict[int, list[int]] = {}
+        self.random = random.Random(len(requests))  # whether a draft is right
+        self.first_start: dict[Sequence, int] = {}
+        self.seen: Counter = Counter()
+
+    def run(self) -> "Simulation":
+        arrivals = deque(sorted(self.groups, key=lambda group: self.requests[group[0].request_id].arrival))
+        for iteration in itertools.count():
+            while arrivals and self.requests[arrivals[0][0].request_id].arrival <= iteration:
+                self.queue(arrivals.popleft())
+            for request_id, request in enumerate(self.requests):
+                if request.aborted_at == iteration:
+                    self.seen["aborted"] += len(self.abort(request_id))
+                    self.check_move()
+            if self.in_flight or not self.scheduler.is_finished():
+                self.step(prompts_first=iteration % 3 == 1)
+            elif not arrivals:
+                break
+        self.seen["preemptions"] = self.scheduler.num_preemptions
+        self.check_end()
+        return self
+
+    def postprocess(self, step: ScheduledStep, result: StepResult) -> list[Sequence]:
+        before = {seq: seq.status for seq in step.sampled_seqs}
+        finished = super().postprocess(step, result)
+        ended = [seq for seq in step.sampled_seqs if seq.status is SequenceStatus.FINISHED]
+        assert {*finished} == {seq for seq in ended if before[seq] is not SequenceStatus.FINISHED}
+        self.seen["tokens thrown away"] += len(ended) - len(finished)
+        self.seen["ended while preempted"] += sum(before[s] is SequenceStatus.WAITING for s in finished)
+        return finished
+
+    def compute(self, step: ScheduledStep, token_id: int) -> StepResult:
+        """Write the cache, check that it holds what is read, and sample each sequence's own token."""
+        rows = self.rows_on_device(step)
+        self.check_step(step, rows)
+        size = self.manager.block_size
+        before = dict(self.cache)
+        for source, target in step.copies:
+            for offset in range(size):
+                self.cache[target * size + offset] = before.get(source * size + offset)
+        for i, column, block_id in step.new_blocks:
+            table = self.block_tables[step.req_indices[i]]
+            assert column == len(table)
+            table.append(block_id)
+        for seq, start, _ in rows[: step.num_decodes]:  # the host may not know the input: it is on the device
+            assert self.last_token_ids[seq.req_index] == self.tokens[seq][start]
+            assert self.block_tables[seq.req_index] == seq.block_table
+        counts = [1] * len(step.sampled_seqs)
+        for i, (seq, start, end) in enumerate(rows):
+            is_right = [True] * (end - start)
+            if i < step.num_decodes:
+                is_right[1:] = [self.random.random() < 0.7 for _ in is_right[1:]]
+                counts[i] = (*is_right, False).index(False)
+            for position in range(start, end):
+                mark = self.marks[seq][position] if all(is_right[: position + 1 - start]) else -1
+                self.cache[self.slot(seq, position)] = mark
+        for i, (seq, start, end) in enumerate(rows):
+            num_read = start + counts[i] if i < step.num_decodes else end
+            context = [self.cache[self.slot(seq, position)] for position in range(num_read)]
+            assert context == self.marks[seq][:num_read], "another sequence's keys and values"
+        token_ids, k = [], step.tokens_per_row
+        copied = self.manager.copies  # what the next step copies can't be read yet
+        for seq, row, count in zip(step.sampled_seqs, step.sampled_rows, counts, strict=True):
+            end = rows[row].start + count if row < step.num_decodes else rows[row].end
+            context = [self.cache[self.slot(seq, p)] for p in range(end) if self.block(seq, p) not in copied]
+            assert context == self.marks[seq][: len(context)], "what was shared is not its own prompt's"
+            assert len(context) == end or end - len(context) == end % self.manager.block_size
+            token_ids += [*self.tokens[seq][end + 1 - count : end + 1], *[-1] * (k - count)]
+            self.last_token_ids[seq.req_index] = self.tokens[seq][end]
+            self.num_tokens[seq.req_index] = end + 1
+        for seq in step.new_seqs:
+            self.block_tables[seq.req_index] = [*seq.block_table]
+        self.seen["wrong drafts"] += int(sum(step.num_reserved)) - sum(counts[: step.num_decodes])
+        self.seen["right drafts"] += sum(counts) - len(counts)
+        return StepResult(token_ids, {}, counts if k > 1 else None)
+
+    def rows_on_device(self, step: ScheduledStep) -> list[ScheduledSequence]:
+        """Those of the step, but where sequences decode on the device; the host has upper bounds."""
+        rows = step.rows
+        for i, (num_reserved, (seq, start, end)) in enumerate(zip(step.num_reserved.tolist(), rows)):
+            first = self.num_tokens[seq.req_index] - 1
+            assert first <= start and end == start + num_reserved and 1 <= num_reserved <= step.tokens_per_row
+            rows[i] = ScheduledSequence(seq, first, first + num_reserved)
+        return rows
+
+    def block(self, seq: Sequence, position: int) -> int:
+        return seq.block_table[position // self.manager.block_size]
+
+    def slot(self, seq: Sequence, position: int) -> int:
+        return self.block(seq, position) * self.manager.block_size + position % self.manager.block_size
+
+    def check_step(self, step: ScheduledStep, rows: list[ScheduledSequence]):
+        """Its rows are within the bounds, and write into nothing that others hold."""
+        writers, readers = Counter(), Counter()
+        for i, (seq, start, end) in enumerate(rows):
+            assert 0 <= start < end
+            assert end <= len(seq.token_ids) or i < step.num_decodes
+            first_written = start // self.manager.block_size
+            readers.update(seq.block_table[:first_written])
+            writers.update(seq.block_table[first_written:])
+            if seq not in self.first_start:
+                self.first_start[seq] = start
+                self.seen["hits"] += start > 0
+                self.seen["left behind"] += seq.index > 0
+        for seq, row in zip(step.sampled_seqs, step.sampled_rows):
+            if seq is not step.rows[row].seq:
+                assert row >= step.num_decodes and seq.group is step.rows[row].seq.group and seq not in self.first_start
+                num_full, in_part = divmod(seq.num_prompt_tokens, self.manager.block_size)
+                self.first_start[seq] = self.first_start[step.rows[row].seq]
+                readers.update(seq.block_table[:num_full])
+                writers.update(seq.block_table[num_full:])
+                assert len(seq.block_table) == num_full + 1
+                source = self.manager.copies.get(seq.block_table[-1])
+                assert source == (step.rows[row].seq.block_table[num_full] if in_part else None)
+                self.seen["forks"] += 1
+        for block_id, num_writers in writers.items():  # who else holds it reads what this same step writes
+            assert num_writers == 1 and self.manager.blocks[block_id].ref_count == 1 + readers[block_id]
+        decodes = [seq for seq, _, _ in step.rows[: step.num_decodes]]
+        complete = [seq for seq, _, end in step.chunks if end == len(seq.token_ids)]
+        owners = [seq for seq, row in zip(step.sampled_seqs, step.sampled_rows) if step.rows[row].seq is seq]
+        assert owners == decodes + complete and step.sampled_seqs[: step.num_decodes] == decodes
+        assert step.sampled_rows == sorted(step.sampled_rows) and len({*step.sampled_seqs}) == len(step.sampled_seqs)
+        num_chunk_tokens = sum(end - start for _, start, end in step.chunks)
+        bound = self.scheduler.budget.num_tokens
+        if step.num_decodes and step.chunks:
+            bound = min(bound, self.scheduler.mixed_budget.num_tokens)
+            bound = max(bound, step.num_decodes * step.tokens_per_row + max(1, bound // 4))
+            self.seen["mixed"] += 1
+        if step.chunks:
+            assert step.num_decodes * step.tokens_per_row + num_chunk_tokens <= bound
+        assert len({seq for seq, _, _ in step.rows}) == len(step.rows) <= self.scheduler.max_num_seqs
+        self.seen["chunks"] += len(step.chunks) - len(complete)
+        self.seen["shared within a step"] += bool(writers.keys() & readers.keys())
+
+    def check_end(self):
+        """Nothing is left, and every answer is what it would have been alone."""
+        assert not (self.scheduler.waiting or self.scheduler.prefilling or self.scheduler.running)
+        assert len(self.manager.free_block_ids) == len(self.manager.blocks)
+        for seq in self.seqs:
+            assert seq.status is SequenceStatus.FINISHED
+            assert seq.num_cached_tokens == self.first_start.get(seq, 0)
+            token_ids, reason = true_answer(self.requests[seq.request_id], seq.index)
+            if seq.finish_reason == "abort":
+                assert seq.completion_token_ids == token_ids[: len(seq.completion_token_ids)] != token_ids
+            else:
+                assert (seq.completion_token_ids, seq.finish_reason) == (token_ids, reason)
+        counts = self.scheduler.stats()
+        assert counts["blocks"]["used"] == 0 and sum(counts["blocks"].values()) == len(self.manager.blocks)
+        assert counts["tokens"]["out"] == sum(len(seq.completion_token_ids) for seq in self.seqs)
+        assert counts["requests"] == {"waiting": 0, "running": 0}
+
+
+SETTINGS = {
+    "all at once": dict(num_blocks=500, max_num_seqs=60, max_num_batched_tokens=2000),
+    "few at a time": dict(num_blocks=120, max_num_seqs=3),
+    "chunks": dict(num_blocks=120, max_num_seqs=6, max_num_batched_tokens=7),
+    "chunks beside decodes": dict(num_blocks=120, max_num_seqs=6, max_num_mixed_tokens=3),
+    "tiny cache": dict(num_blocks=18, max_num_seqs=8),
+    "tiny cache, tiny blocks": dict(num_blocks=32, block_size=2, max_num_seqs=8),
+    "tiny cache, blocks of 16": dict(num_blocks=4, block_size=16, max_num_seqs=8),
+    "tiny cache, chunks": dict(num_blocks=22, block_size=3, max_num_seqs=8, max_num_batched_tokens=5),
+    "tiny cache, no prefix caching": dict(num_blocks=18, max_num_seqs=8, enable_prefix_caching=False),
+}
