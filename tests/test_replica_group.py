@@ -13,22 +13,22 @@ from conftest import TINY
 from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.outputs import Logprob, OutputKind
+from nanovllm.engine.outputs import CompletionOutput, Logprob, OutputKind, StreamEvent
 from nanovllm.serve import replicas
 from nanovllm.serve.engine_client import EngineDeadError
 from nanovllm.serve.info_api import info_router
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.replicas import group as group_module
 from nanovllm.serve.replicas import replica as replica_module
-from nanovllm.serve.replicas import slot as slot_module
-from nanovllm.serve.replicas.front import make_processor
+from nanovllm.serve.replicas import replica_state as state_module
+from nanovllm.serve.replicas.driver import make_processor
 from nanovllm.serve.replicas.group import MAX_FAILURES, ReplicaGroup
-from nanovllm.serve.replicas.messages import Ended, Piece, Report, decode_report, decode_requests, encode_report
+from nanovllm.serve.replicas.messages import Final, Report, decode_report, decode_requests, encode_report
 from nanovllm.serve.replicas.ray_data import NanoVLLM
 from nanovllm.serve.replicas.replica import Replica
 from nanovllm.serve.replicas.replica_request import ReplicaRequest
+from nanovllm.serve.replicas.replica_state import ClusterDeadError
 from nanovllm.serve.replicas.routing import RoundRobin
-from nanovllm.serve.replicas.slot import ClusterDeadError
 
 assert AutoTokenizer  # imported here, as two threads that import it at the same time get in each other's way
 SETTINGS = dict(
@@ -93,7 +93,7 @@ def no_pauses(monkeypatch):
     monkeypatch.setattr(group_module, "RESTART_SECONDS", 0.01)
 
 
-class Front:
+class Driver:
     """Makes requests and waits for them, as RayLLM and the server do."""
 
     def __init__(self, group: ReplicaGroup, seed: int | None = 3):
@@ -118,14 +118,14 @@ async def started(num_replicas: int = 2, handles: list | None = None, **settings
     group = ReplicaGroup(launch, num_replicas, settings.pop("max_answers", 32), 16, **settings)
     await group.start()
     try:
-        yield Front(group), handles
+        yield Driver(group), handles
     finally:
         await group.close()
 
 
 @pytest.fixture(scope="module")
 def one_engine():
-    """A function that does on one engine what Front does on many."""
+    """A function that does on one engine what Driver does on many."""
 
     def generate(prompts, params=PARAMS, seed=3):
         with LLM(TINY, **SETTINGS, seed=seed) as llm:
@@ -142,7 +142,7 @@ def facts(outputs) -> list:
 
 
 async def streamed(request: ReplicaRequest, on_first=None):
-    """All pieces of a request as one text and one list of token ids for each answer, and its output."""
+    """All deltas of a request as one text and one list of token ids for each answer, and its output."""
     texts, ids = [""] * request.num_answers, [[] for _ in range(request.num_answers)]
     while events := await request.next_events():
         for event in events:
@@ -159,8 +159,8 @@ async def streamed(request: ReplicaRequest, on_first=None):
 
 def test_same_tokens_as_one_engine(one_engine):
     async def run():
-        async with started() as (front, _):
-            return [await request.result() for request in front.submit(PROMPTS)], front.ended
+        async with started() as (driver, _):
+            return [await request.result() for request in driver.submit(PROMPTS)], driver.ended
 
     outputs, ended = asyncio.run(run())
     expected = one_engine(PROMPTS)
@@ -184,12 +184,12 @@ def test_same_tokens_as_one_engine(one_engine):
     ids=["plain", "several answers", "logprobs", "structured", "greedy"],
 )
 def test_streams_go_on_after_a_loss(one_engine, params):
-    """No piece comes twice and none is missing, whichever replica sends it."""
+    """No delta comes twice and none is missing, whichever replica sends it."""
 
     async def run():
-        async with started() as (front, handles):
-            requests = front.submit(PROMPTS[:4], params, OutputKind.DELTA)
-            first = next(request for request in requests if request.replica == 0)
+        async with started() as (driver, handles):
+            requests = driver.submit(PROMPTS[:4], params, OutputKind.DELTA)
+            first = next(request for request in requests if request.replica_index == 0)
             streams = [streamed(request, handles[0].lose if request is first else None) for request in requests]
             outputs = await asyncio.gather(*streams)
             assert any(request.num_failures for request in requests)
@@ -211,8 +211,8 @@ def test_stop_strings_do_not_count_before_min_tokens_after_a_loss(one_engine):
 
     async def run(stop, **fields):
         params = replace(LONG, stop=stop, **fields)
-        async with started(1) as (front, handles):
-            (request,) = front.submit(PROMPTS[:1], params, OutputKind.DELTA)
+        async with started(1) as (driver, handles):
+            (request,) = driver.submit(PROMPTS[:1], params, OutputKind.DELTA)
             output = await streamed(request, handles[0].lose)
             assert request.num_failures == 1
         return facts([output]), facts(one_engine(PROMPTS[:1], params))
@@ -234,11 +234,12 @@ def test_other_tokens_after_a_loss_are_an_error():
     (made,) = processor.requests(PROMPTS[:1], params, OutputKind.DELTA)
     request = ReplicaRequest(made, ended.append)
     assert request.message(0).generated == [[]]
-    request.add_piece(Piece(0, 0, "ab", [1, 2], None, None, [{1: Logprob(-1.0, 1, "a")}, {2: Logprob(-1.0, 1, "b")}]))
+    logprobs = [{1: Logprob(-1.0, 1, "a")}, {2: Logprob(-1.0, 1, "b")}]
+    request.add_delta(StreamEvent(0, 0, 0, "ab", [1, 2], None, None, logprobs))
     request.message(1)
-    request.add_piece(Piece(0, 0, "a", [1], None, None, None))
+    request.add_delta(StreamEvent(0, 0, 0, "a", [1], None, None, None))
     with pytest.raises(RuntimeError, match="another one has sampled other tokens"):
-        request.add_piece(Piece(0, 0, "xc", [9, 3], None, None, None))
+        request.add_delta(StreamEvent(0, 0, 0, "xc", [9, 3], None, None, None))
 
 
 def test_grammars_are_compiled_beside_other_requests(monkeypatch):
@@ -254,12 +255,12 @@ def test_grammars_are_compiled_beside_other_requests(monkeypatch):
     structured = replace(LONG, structured_outputs={"regex": "[a-z ]{140,160}"}, ignore_eos=False)
 
     async def run():
-        async with started(1) as (front, handles):
-            kept, aborted, discarded = front.submit(PROMPTS[:3], structured)
-            plain = front.submit(PROMPTS[3:])
+        async with started(1) as (driver, handles):
+            kept, aborted, discarded = driver.submit(PROMPTS[:3], structured)
+            plain = driver.submit(PROMPTS[3:])
             await asyncio.sleep(0)
-            front.group.abort(aborted)
-            front.group.discard([discarded])
+            driver.group.abort(aborted)
+            driver.group.discard([discarded])
             assert all([await request.result() for request in plain])
             assert kept.final is None
             compiled.set()
@@ -271,13 +272,13 @@ def test_grammars_are_compiled_beside_other_requests(monkeypatch):
 
 
 def test_requests_without_a_seed_are_repeatable_too():
-    """Their noise is decided at the front."""
+    """Their noise is decided by the driver."""
 
     async def run():
-        async with started() as (front, handles):
-            front = Front(front.group, seed=None)
-            requests = front.submit(PROMPTS, LONG, OutputKind.DELTA)
-            first = next(request for request in requests if request.replica == 0)
+        async with started() as (driver, handles):
+            driver = Driver(driver.group, seed=None)
+            requests = driver.submit(PROMPTS, LONG, OutputKind.DELTA)
+            first = next(request for request in requests if request.replica_index == 0)
             return await asyncio.gather(
                 *[streamed(request, handles[0].lose if request is first else None) for request in requests]
             )
@@ -289,16 +290,16 @@ def test_error_of_one_request():
     """It concerns no other, and the replica goes on."""
 
     async def run():
-        async with started() as (front, handles):
-            made = front.input_processor.requests(PROMPTS, PARAMS, OutputKind.FINAL_ONLY)
-            made[3].group[0].token_ids[0] = 10**6  # behind the front's check
-            requests = [ReplicaRequest(request, front.ended.append) for request in made]
+        async with started() as (driver, handles):
+            made = driver.input_processor.requests(PROMPTS, PARAMS, OutputKind.FINAL_ONLY)
+            made[3].group[0].token_ids[0] = 10**6  # behind the driver's check
+            requests = [ReplicaRequest(request, driver.ended.append) for request in made]
             requests[3].prompt_token_ids[0] = 10**6
-            front.group.submit(requests)
+            driver.group.submit(requests)
             with pytest.raises(ValueError, match="token id 1000000 is out of vocabulary"):
                 await requests[3].result()
             assert all([await request.result() for request in requests if request is not requests[3]])
-            assert len(handles) == 2 and front.group.num_ready == 2
+            assert len(handles) == 2 and driver.group.num_ready == 2
 
     asyncio.run(run())
 
@@ -307,14 +308,14 @@ def test_step_that_fails_is_a_loss(monkeypatch, one_engine):
     """The replica is started again, and its requests are computed elsewhere."""
 
     async def run():
-        async with started() as (front, handles):
+        async with started() as (driver, handles):
             core = handles[0].replica.engine.core
             monkeypatch.setattr(core.output_processor, "postprocess", lambda *arguments: 1 / 0)
-            requests = front.submit(PROMPTS)
+            requests = driver.submit(PROMPTS)
             outputs = [await request.result() for request in requests]
-            while front.group.num_ready < 2:
+            while driver.group.num_ready < 2:
                 await asyncio.sleep(0.01)
-            assert front.group.slots[0].num_restarts == 1
+            assert driver.group.replicas[0].num_restarts == 1
             return outputs
 
     assert facts(asyncio.run(run())) == facts(one_engine(PROMPTS))
@@ -332,11 +333,11 @@ def test_request_that_kills_its_replicas(monkeypatch):
     monkeypatch.setattr(Replica, "_make_request", make_or_die)
 
     async def run():
-        async with started() as (front, handles):
-            (poison,) = front.submit([[7, 8, 9]])
+        async with started() as (driver, handles):
+            (poison,) = driver.submit([[7, 8, 9]])
             with pytest.raises(RuntimeError, match=f"{MAX_FAILURES} replicas were lost while they computed it.*poison"):
                 await poison.result()
-            outputs = [await request.result() for request in front.submit(PROMPTS)]
+            outputs = [await request.result() for request in driver.submit(PROMPTS)]
             assert len(outputs) == len(PROMPTS) and len(handles) > MAX_FAILURES
 
     asyncio.run(run())
@@ -347,23 +348,23 @@ def test_replicas_that_do_not_start_again():
 
     async def run():
         handles = []
-        async with started(handles=handles) as (front, _):
-            group, failures = front.group, []
+        async with started(handles=handles) as (driver, _):
+            group, failures = driver.group, []
             group.on_failure.append(failures.append)
             group._launch = lambda: LocalHandle(fails_to_start=True)
             handles[0].lose()
             while group.num_ready == 2:
                 await asyncio.sleep(0.01)
-            outputs = [await request.result() for request in front.submit(PROMPTS)]  # by the other one
+            outputs = [await request.result() for request in driver.submit(PROMPTS)]  # by the other one
             assert len(outputs) == len(PROMPTS) and group.num_ready == 1 and group.error is None
-            requests = front.submit(PROMPTS)
+            requests = driver.submit(PROMPTS)
             handles[1].lose()
             for request in requests:
                 with pytest.raises(EngineDeadError, match="all replicas were lost.*no GPU"):
                     await request.result()
             assert len(failures) == 1 and isinstance(failures[0], EngineDeadError)
             with pytest.raises(RuntimeError, match="no GPU"):
-                await front.submit(PROMPTS[:1])[0].result()
+                await driver.submit(PROMPTS[:1])[0].result()
 
     asyncio.run(run())
 
@@ -382,13 +383,13 @@ def test_innocents_of_a_request_that_kills_its_replicas(monkeypatch, one_engine,
     monkeypatch.setattr(replica_module.Replica, "_submit", process_or_die)
 
     async def run():
-        async with started(num_replicas) as (front, _):
-            requests = front.submit([*PROMPTS[:5], [7, 8, 9], *PROMPTS[5:]])
+        async with started(num_replicas) as (driver, _):
+            requests = driver.submit([*PROMPTS[:5], [7, 8, 9], *PROMPTS[5:]])
             poison = requests.pop(5)
             with pytest.raises(RuntimeError, match="replicas were lost while they computed it.*poison"):
                 await poison.result()
             outputs = [await request.result() for request in requests]
-            assert len(outputs) == 10 and front.group.error is None
+            assert len(outputs) == 10 and driver.group.error is None
             assert all(output.finish_reason in ("stop", "length") for output in outputs)
             return [len(output.prompt_token_ids) for output in outputs]
 
@@ -403,12 +404,12 @@ def test_replica_that_fails_while_it_is_idle(monkeypatch):
         raise RuntimeError("rank 1 has died")
 
     async def run():
-        async with started() as (front, handles):
+        async with started() as (driver, handles):
             monkeypatch.setattr(handles[0].replica.engine.core.workers, "check", dead)
-            while front.group.slots[0].num_restarts == 0:
+            while driver.group.replicas[0].num_restarts == 0:
                 await asyncio.sleep(0.01)
             monkeypatch.setattr(handles[1].replica, "_submit", lambda messages: dead())
-            outputs = [await request.result() for request in front.submit(PROMPTS)]
+            outputs = [await request.result() for request in driver.submit(PROMPTS)]
             assert len(outputs) == 10 and len(handles) == 4
 
     asyncio.run(run())
@@ -424,15 +425,15 @@ def test_parameters_of_other_classes():
         """The same."""
 
     async def run():
-        async with started() as (front, handles):
+        async with started() as (driver, handles):
             own = MyParams(temperature=0.0, max_tokens=4, ignore_eos=True)
             bad = SamplingParams(temperature=0.0, max_tokens=4, stop=[MyText("none")])
-            requests = front.submit(PROMPTS[:3], [own, bad, PARAMS])
+            requests = driver.submit(PROMPTS[:3], [own, bad, PARAMS])
             assert len((await requests[0].result()).token_ids) == 4
             with pytest.raises(Exception, match="MyText"):
                 await requests[1].result()
-            assert await requests[2].result() and len(front.ended) == 3
-            assert len(handles) == 2 and not any(slot.num_answers for slot in front.group.slots)
+            assert await requests[2].result() and len(driver.ended) == 3
+            assert len(handles) == 2 and not any(replica.num_answers for replica in driver.group.replicas)
 
     asyncio.run(run())
 
@@ -452,11 +453,11 @@ def test_router_that_fails():
     """The least loaded replica is chosen instead, and every request has its answer."""
 
     async def run():
-        async with started(router=BadRouter()) as (front, handles):
-            requests = front.submit([[i + 1, 2, 3] for i in range(8)])
-            assert [slot.num_answers for slot in front.group.slots] == [4, 4]
+        async with started(router=BadRouter()) as (driver, handles):
+            requests = driver.submit([[i + 1, 2, 3] for i in range(8)])
+            assert [replica.num_answers for replica in driver.group.replicas] == [4, 4]
             handles[0].lose()
-            assert len([await request.result() for request in requests]) == len(front.ended) == 8
+            assert len([await request.result() for request in requests]) == len(driver.ended) == 8
 
     asyncio.run(run())
 
@@ -469,11 +470,11 @@ def test_restart_that_takes_too_long(monkeypatch, caplog):
         await asyncio.sleep(100)
 
     async def run():
-        async with started(1, restart_timeout=0.05) as (front, handles):
+        async with started(1, restart_timeout=0.05) as (driver, handles):
             monkeypatch.setattr(LocalHandle, "start", never)
             handles[0].lose()
             with pytest.raises(EngineDeadError, match="did not start within 0 s"):
-                await front.submit(PROMPTS[:1])[0].result()
+                await driver.submit(PROMPTS[:1])[0].result()
 
     asyncio.run(run())
     assert "replica 0 is not ready yet" in caplog.text
@@ -486,31 +487,31 @@ def test_no_replica_can_be_started_any_more(monkeypatch):
         raise ClusterDeadError("the cluster is gone")
 
     async def run():
-        async with started(2) as (front, handles):
+        async with started(2) as (driver, handles):
             # slow, so that none of its requests ends before the loss is noticed, however busy the machine is
             handles[1].replica.engine.core.on_step.append(lambda step, result: sleep(0.02))
-            requests = front.submit(PROMPTS, SamplingParams(max_tokens=200, ignore_eos=True))
+            requests = driver.submit(PROMPTS, SamplingParams(max_tokens=200, ignore_eos=True))
             monkeypatch.setattr(LocalHandle, "start", no_cluster)
             handles[0].lose()
-            for request in [*requests, *front.submit(PROMPTS)]:
+            for request in [*requests, *driver.submit(PROMPTS)]:
                 with pytest.raises(ClusterDeadError, match="the cluster is gone"):
                     await request.result()
-            assert isinstance(front.group.error, EngineDeadError)
+            assert isinstance(driver.group.error, EngineDeadError)
 
     asyncio.run(run())
 
 
 def test_losses_that_are_far_apart(monkeypatch):
     """A replica that has run for some minutes starts with a clean record."""
-    monkeypatch.setattr(slot_module, "STABLE_SECONDS", 0.0)
+    monkeypatch.setattr(state_module, "STABLE_SECONDS", 0.0)
 
     async def run():
-        async with started(1) as (front, handles):
+        async with started(1) as (driver, handles):
             for i in range(MAX_FAILURES + 1):
                 handles[-1].lose()
-                while front.group.slots[0].num_restarts == i:
+                while driver.group.replicas[0].num_restarts == i:
                     await asyncio.sleep(0.01)
-            assert front.group.error is None and front.group.slots[0].num_failures == 1
+            assert driver.group.error is None and driver.group.replicas[0].num_failures == 1
 
     asyncio.run(run())
 
@@ -519,19 +520,19 @@ def test_abort_while_no_replica_computes():
     """A request that waits ends at once, and one whose replica is lost ends with what its caller has."""
 
     async def run():
-        async with started(1, max_answers=1) as (front, handles):
-            first, second, third = front.submit(PROMPTS[:3], LONG, OutputKind.DELTA)
-            front.group.abort(second)
+        async with started(1, max_answers=1) as (driver, handles):
+            first, second, third = driver.submit(PROMPTS[:3], LONG, OutputKind.DELTA)
+            driver.group.abort(second)
             output = await second.result()
             assert output.finish_reason == "abort" and output.token_ids == []
             assert [event.finish_reason for event in await second.next_events()] == ["abort"]
             while not (events := await first.next_events()):
                 pass
             handles[0].lost.set()  # before the replica hears of it
-            front.group.abort(first)
+            driver.group.abort(first)
             assert (await first.result()).finish_reason == "abort"
             assert (await first.result()).token_ids[: len(events[0].token_ids)] == events[0].token_ids
-            assert (await third.result()).finish_reason == "length" and len(front.ended) == 3
+            assert (await third.result()).finish_reason == "length" and len(driver.ended) == 3
 
     asyncio.run(run())
 
@@ -569,8 +570,8 @@ def test_health_without_a_replica():
     health = next(route.endpoint for route in routes if route.path == "/health")
     codes = []
     for num_ready in (2, 1, 0):
-        for slot in client.group.slots:
-            slot.is_ready = slot.index < num_ready
+        for replica in client.group.replicas:
+            replica.is_ready = replica.index < num_ready
         codes.append((client.health()["status"], asyncio.run(health()).status_code))
     assert codes == [("ok", 200), ("degraded", 200), ("unavailable", 503)]
 
@@ -578,7 +579,7 @@ def test_health_without_a_replica():
 def test_submit_before_start():
     group = ReplicaGroup(LocalHandle, 1, 32, 16)
     with pytest.raises(RuntimeError, match="not started"):
-        Front(group).submit(PROMPTS[:1])
+        Driver(group).submit(PROMPTS[:1])
 
 
 def test_close_while_replicas_start():
@@ -611,27 +612,27 @@ def test_start_that_fails():
         group = ReplicaGroup(lambda: next(handles), 2, 32, 16)
         with pytest.raises(RuntimeError, match="no GPU"):
             await group.start()
-        assert all(slot.handle is None for slot in group.slots)
+        assert all(replica.handle is None for replica in group.replicas)
 
     asyncio.run(run())
 
 
 def test_discard_abort_and_bounds():
     async def run():
-        async with started(1, max_answers=4) as (front, handles):
+        async with started(1, max_answers=4) as (driver, handles):
             replica = handles[0].replica
-            requests = front.submit(PROMPTS, replace(PARAMS, max_tokens=200, ignore_eos=True), OutputKind.DELTA)
-            assert sum(request.replica is not None for request in requests) == 4
-            front.group.discard(requests[2:] + requests[2:])
+            requests = driver.submit(PROMPTS, replace(PARAMS, max_tokens=200, ignore_eos=True), OutputKind.DELTA)
+            assert sum(request.replica_index is not None for request in requests) == 4
+            driver.group.discard(requests[2:] + requests[2:])
             await requests[0].next_events()
-            front.group.abort(requests[0])
+            driver.group.abort(requests[0])
             output = await streamed_rest(requests[0])
             assert output.finish_reason == "abort" and 0 < len(output.token_ids) < 200
-            front.group.discard(requests)
+            driver.group.discard(requests)
             while replica._requests or replica.engine.core.output_processor.requests:
                 await asyncio.sleep(0.01)
-            assert front.ended == [requests[0]] and front.group.slots[0].num_answers == 0
-            assert [stats["requests"] for stats in await front.group.stats()] == [{"waiting": 0, "running": 0}]
+            assert driver.ended == [requests[0]] and driver.group.replicas[0].num_answers == 0
+            assert [stats["requests"] for stats in await driver.group.stats()] == [{"waiting": 0, "running": 0}]
 
     async def streamed_rest(request):
         while await request.next_events():
@@ -646,14 +647,14 @@ def test_order_of_requests_that_wait(monkeypatch):
     monkeypatch.setitem(SETTINGS, "scheduling_policy", "priority")
 
     async def run():
-        async with started(1, max_answers=1) as (front, handles):
-            made = front.input_processor.requests(PROMPTS[:5], PARAMS, OutputKind.FINAL_ONLY, None, [2, 5, 1, 5, -3])
-            requests = [ReplicaRequest(request, front.ended.append) for request in made]
-            front.group.submit(requests)
-            assert [request.replica for request in requests] == [None, None, None, None, 0]
+        async with started(1, max_answers=1) as (driver, handles):
+            made = driver.input_processor.requests(PROMPTS[:5], PARAMS, OutputKind.FINAL_ONLY, None, [2, 5, 1, 5, -3])
+            requests = [ReplicaRequest(request, driver.ended.append) for request in made]
+            driver.group.submit(requests)
+            assert [request.replica_index for request in requests] == [None, None, None, None, 0]
             handles[0].lose()
             await asyncio.gather(*[request.result() for request in requests])
-            assert [requests.index(request) for request in front.ended] == [4, 2, 0, 1, 3]
+            assert [requests.index(request) for request in driver.ended] == [4, 2, 0, 1, 3]
 
     asyncio.run(run())
 
@@ -662,13 +663,13 @@ def test_one_message_for_many_requests():
     """Requests of one iteration of the loop go out together, and reports are about many."""
 
     async def run():
-        async with started(1) as (front, handles):
+        async with started(1) as (driver, handles):
             calls = []
             call = handles[0].call
             handles[0].call = lambda method, *arguments: (calls.append((method, arguments)), call(method, *arguments))[
                 1
             ]
-            outputs = [await request.result() for request in front.submit(PROMPTS)]
+            outputs = [await request.result() for request in driver.submit(PROMPTS)]
             assert [method for method, _ in calls] == ["submit"]
             assert len([*decode_requests(calls[0][1][0])]) == len(PROMPTS)
             assert handles[0].num_reports < len(outputs) + 2
@@ -697,10 +698,11 @@ class TwoArguments(Exception):
 
 
 def test_messages():
-    piece = Piece(3, 0, "text", [1, 2], None, None, None)
-    ended = Ended(3, [], 16, None, (0.1, 0.2, 0.3))
-    report = decode_report(encode_report(Report([piece], [ended], [])))
-    assert report.pieces == [piece] and report.ended == [ended] and report.errors == []
+    delta = StreamEvent(0, 0, 3, "text", [1, 2], None, None, None)
+    answer = CompletionOutput(0, "text", [1, 2], None, None, "length", None)
+    final = Final(3, [answer], 16, None, (0.1, 0.2, 0.3))
+    report = decode_report(encode_report(Report([delta], [final], [])))
+    assert report.deltas == [delta] and report.finals == [final] and report.errors == []
 
     class Local(Exception):
         """Can't be pickled, as it is no module's."""
@@ -719,21 +721,21 @@ def test_messages():
 def test_hit_rate_of_real_caches(num_replicas, router, low, high):
     """Conversations of 6 turns: the router knows what the block managers hold."""
 
-    async def converse(front, i: int):
+    async def converse(driver, i: int):
         history = [(i * 37 + j) % 500 + 10 for j in range(24)]
         homes = set()
         for turn in range(6):
-            (request,) = front.submit([history], replace(PARAMS, max_tokens=16, ignore_eos=True))
-            homes.add(request.replica)
+            (request,) = driver.submit([history], replace(PARAMS, max_tokens=16, ignore_eos=True))
+            homes.add(request.replica_index)
             output = await request.result()
             history = history + output.token_ids + [i + 10, turn + 10]
         return homes
 
     async def run():
-        async with started(num_replicas, router=router) as (front, _):
-            homes = await asyncio.gather(*[converse(front, i) for i in range(5)])
+        async with started(num_replicas, router=router) as (driver, _):
+            homes = await asyncio.gather(*[converse(driver, i) for i in range(5)])
             assert router is not None or all(len(own) == 1 for own in homes)
-            stats = await front.group.stats()
+            stats = await driver.group.stats()
             found = sum(own["prefix_hit_rate"] * own["tokens"]["in"] for own in stats)
             return found / sum(own["tokens"]["in"] for own in stats)
 

@@ -86,7 +86,7 @@ def test_offline_while_a_node_is_killed(cluster, expected):
         assert tokens(outputs) == tokens(expected)
         assert [output.text for output in outputs] == [output.text for output in expected]
         wait_until(lambda: llm.group.num_ready == 2)
-        assert [slot.num_restarts for slot in llm.group.slots] in ([0, 1], [1, 0])
+        assert [replica.num_restarts for replica in llm.group.replicas] in ([0, 1], [1, 0])
 
         # the rest of the interface
         with pytest.raises(ValueError, match="num_replicas=30: need 1 CPUs each, and the cluster has 2"):
@@ -121,7 +121,7 @@ def test_offline_while_a_node_is_killed(cluster, expected):
         assert all(tokens(own) == tokens(several[0]) for own in several)
         for _ in llm.generate_iter(prompts(500), PARAMS):
             break  # what is left is discarded
-        wait_until(lambda: not any(slot.requests for slot in llm.group.slots))
+        wait_until(lambda: not any(replica.requests for replica in llm.group.replicas))
     with pytest.raises(RuntimeError, match="closed by exit"):
         llm.generate("a")
     with pytest.raises(RuntimeError, match="closed by exit"):
@@ -220,7 +220,7 @@ def test_online_while_a_node_is_killed(cluster, server):
     with pytest.raises(AssertionError, match="max_model_len"):
         server.post("/v1/completions", prompt=[5] * 300)
     # a dead replica is not a dead service
-    server.llm.group.slots[0].handle.kill()
+    server.llm.group.replicas[0].handle.kill()
     wait_until(lambda: b"degraded" in server.get("/health")[1], 20)
     assert server.get("/health")[0] == 200
     assert server.post("/v1/completions", prompt="still", max_tokens=2)["usage"]["completion_tokens"] == 2

@@ -19,8 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 
 from nanovllm import SamplingParams
+from nanovllm.engine.outputs import CompletionOutput
 from nanovllm.serve.replicas import RayLLM, actors
-from nanovllm.serve.replicas.messages import Ended, Report, decode_requests, encode_report
+from nanovllm.serve.replicas.messages import Final, Report, decode_requests, encode_report
 
 
 class InstantReplica:
@@ -28,7 +29,7 @@ class InstantReplica:
 
     def start(self, model: str, settings: dict) -> dict:
         self._changed = threading.Condition()
-        self._ended: list[Ended] = []
+        self._finals: list[Final] = []
         self._num_bytes = {"in": 0, "out": 0}
         rng = random.Random(0)
         tokens = [rng.randrange(100_000) for _ in range(settings["max_num_batched_tokens"])]
@@ -37,16 +38,16 @@ class InstantReplica:
 
     def submit(self, data: bytes) -> None:
         self._num_bytes["in"] += len(data)
-        ended = [Ended(new.number, [self._answer(new)], 0, None, (0.0, 0.1, 1.0)) for new in decode_requests(data)]
+        finals = [Final(new.request_id, [self._answer(new)], 0, None, (0.0, 0.1, 1.0)) for new in decode_requests(data)]
         with self._changed:
-            self._ended += ended
+            self._finals += finals
             self._changed.notify()
 
-    def _answer(self, new) -> tuple:
+    def _answer(self, new) -> CompletionOutput:
         """Objects of its own, as pickle would send those that answers share only once."""
-        return 0, f"{self._text}{new.number}", [*self._tokens], None, None, "length", None
+        return CompletionOutput(0, f"{self._text}{new.request_id}", [*self._tokens], None, None, "length", None)
 
-    def discard(self, numbers: list[int]) -> None: ...
+    def discard(self, request_ids: list[int]) -> None: ...
 
     def stats(self) -> dict:
         return self._num_bytes
@@ -54,10 +55,10 @@ class InstantReplica:
     def reports(self) -> Iterator[bytes]:
         while True:
             with self._changed:
-                while not self._ended:
+                while not self._finals:
                     self._changed.wait()
-                ended, self._ended = self._ended, []
-            report = encode_report(Report([], ended, []))
+                finals, self._finals = self._finals, []
+            report = encode_report(Report([], finals, []))
             self._num_bytes["out"] += len(report)
             yield report
 

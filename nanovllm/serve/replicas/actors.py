@@ -16,11 +16,11 @@ except ImportError as error:
     raise ImportError("ray is not installed; pip install 'nano-vllm[ray]'") from error
 
 from nanovllm.config import Config
-from nanovllm.serve.replicas.front import ANSWERS_PER_SEQ, absolute_path
+from nanovllm.serve.replicas.driver import ANSWERS_PER_SEQ, absolute_path
 from nanovllm.serve.replicas.group import RESTART_TIMEOUT, ReplicaGroup
 from nanovllm.serve.replicas.replica import Replica
+from nanovllm.serve.replicas.replica_state import ClusterDeadError
 from nanovllm.serve.replicas.routing import Router
-from nanovllm.serve.replicas.slot import ClusterDeadError
 
 # seconds after which a thread lets another one that waits for the interpreter run (Python has 0.005): the engine's
 # thread must not wait for the one that sends reports
@@ -149,7 +149,7 @@ def make_group(
     replica_class: type = ReplicaProcess,
     restart_timeout: float = RESTART_TIMEOUT,
 ) -> ReplicaGroup:
-    """A group that is not started yet. `settings` are those of each replica's LLM, and `config` is the front's."""
+    """A group that is not started yet. `settings` are those of each replica's LLM, and `config` is the driver's."""
     own_settings = dict(settings)
     if settings.get("tokenizer") is not None:
         own_settings["tokenizer"] = absolute_path(settings["tokenizer"])

@@ -8,7 +8,7 @@ from nanovllm.engine.request import CompletionRequest
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.engine_client import EngineClient
 from nanovllm.serve.replicas import actors
-from nanovllm.serve.replicas.front import make_processor
+from nanovllm.serve.replicas.driver import make_processor
 from nanovllm.serve.replicas.group import RESTART_TIMEOUT
 from nanovllm.serve.replicas.replica_request import ReplicaRequest
 from nanovllm.serve.replicas.routing import Router
@@ -48,7 +48,7 @@ class AsyncReplicas(EngineClient):
 
     def health(self) -> dict[str, Any]:
         self.check_open()
-        num_ready, num_replicas = self.group.num_ready, len(self.group.slots)
+        num_ready, num_replicas = self.group.num_ready, len(self.group.replicas)
         status = "unavailable" if not num_ready else "ok" if num_ready == num_replicas else "degraded"
         return {"status": status, "replicas": {"ready": num_ready, "total": num_replicas}}
 

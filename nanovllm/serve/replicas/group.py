@@ -10,8 +10,8 @@ from typing import Any
 from nanovllm.serve.engine_client import EngineDeadError
 from nanovllm.serve.replicas.messages import decode_report
 from nanovllm.serve.replicas.replica_request import ReplicaRequest
+from nanovllm.serve.replicas.replica_state import ClusterDeadError, Handle, ReplicaState
 from nanovllm.serve.replicas.routing import GuardedRouter, PrefixRouter, Router
-from nanovllm.serve.replicas.slot import ClusterDeadError, Handle, Slot
 
 logger = logging.getLogger("nanovllm")
 MAX_FAILURES = 3  # in a row, of a replica or while a request is computed; see ReplicaGroup
@@ -29,12 +29,12 @@ class ReplicaGroup:
 
     A replica that is lost (its process, its GPU, its host, or a step that failed) is started again, and its requests
     are computed by the others meanwhile. A request ends with an error of its own if it can't be queued, or if
-    MAX_FAILURES replicas were lost while they computed it, the last of them while it computed nothing else: a request
-    whose next loss would be that one is a suspect, and gets a replica to itself, one suspect at a time.
+    MAX_FAILURES replicas were lost while they computed it. Once one loss is left it may be a poison request, and gets a
+    replica to itself, one such request at a time.
 
     A replica that was lost MAX_FAILURES times in a row, without an answer or some minutes of running in between, is
-    not started again; losses with a suspect do not count. When that is so for all replicas, every request ends with
-    an EngineDeadError that states the last cause.
+    not started again; losses with such a request do not count. When that is so for all replicas, every request ends
+    with an EngineDeadError that states the last cause.
     """
 
     def __init__(
@@ -46,18 +46,17 @@ class ReplicaGroup:
         router: Router | None = None,
         restart_timeout: float = RESTART_TIMEOUT,
     ):
-        """Without `router`, a PrefixRouter for caches of blocks of `block_size` tokens.
-
+        """router: None is a PrefixRouter for caches of blocks of `block_size` tokens.
         restart_timeout: seconds after which a restart (also one that waits for a GPU or a host) counts as a failure.
         """
-        self.slots = [Slot(i) for i in range(num_replicas)]
+        self.replicas = [ReplicaState(i) for i in range(num_replicas)]
         self.error: Exception | None = None  # that ended the group
         self.on_failure: list[Callable[[BaseException], None]] = []  # the group has ended
         self._launch, self._max_answers = launch, max_answers
         self._block_size, self._given_router = block_size, router
         self._restart_timeout = restart_timeout
         self._waiting: list[tuple[tuple, ReplicaRequest]] = []  # a heap, in the order of the scheduling policy
-        self._suspects: deque[ReplicaRequest] = deque()  # that wait until one of them can have a replica to itself
+        self._poison_requests: deque[ReplicaRequest] = deque()  # possible ones, that wait for a replica to themselves
         self._is_flushing = False
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -66,16 +65,17 @@ class ReplicaGroup:
     async def start(self) -> None:
         """Start all replicas side by side; the first error ends all of them, and is raised."""
         try:
-            await asyncio.gather(*[self._start(slot) for slot in self.slots])
+            await asyncio.gather(*[self._start(replica) for replica in self.replicas])
         except BaseException:
             self.kill()
             raise
         if self.error is not None:  # closed meanwhile
             self.kill()
             raise self.error
-        num_blocks = min(slot.start_info["num_blocks"] for slot in self.slots)
-        self._router = GuardedRouter(self._given_router or PrefixRouter(len(self.slots), self._block_size, num_blocks))
-        self._tasks = [asyncio.ensure_future(self._supervise(slot)) for slot in self.slots]
+        num_blocks = min(replica.start_info["num_blocks"] for replica in self.replicas)
+        default = PrefixRouter(len(self.replicas), self._block_size, num_blocks)
+        self._router = GuardedRouter(self._given_router or default)
+        self._tasks = [asyncio.ensure_future(self._supervise(replica)) for replica in self.replicas]
 
     async def close(self) -> None:
         """Kill all replicas. Requests that have not ended get an EngineDeadError."""
@@ -86,11 +86,11 @@ class ReplicaGroup:
 
     def kill(self) -> None:
         """End all replicas at once. No event loop is needed."""
-        for slot in self.slots:
-            slot.is_ready = False
-            if slot.handle is not None:
-                slot.handle.kill()
-                slot.handle = None
+        for replica in self.replicas:
+            replica.is_ready = False
+            if replica.handle is not None:
+                replica.handle.kill()
+                replica.handle = None
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -106,27 +106,27 @@ class ReplicaGroup:
 
     def discard(self, requests: Iterable[ReplicaRequest]) -> None:
         """End requests without an output, those that have not ended yet."""
-        numbers: dict[int, list[int]] = {}
+        request_ids: dict[int, list[int]] = {}  # by the index of the replica
         waiting = set()
         for request in requests:
-            if request.replica is not None:
-                numbers.setdefault(request.replica, []).append(request.request_id)
-                self.slots[request.replica].release(request)
+            if request.replica_index is not None:
+                request_ids.setdefault(request.replica_index, []).append(request.request_id)
+                self.replicas[request.replica_index].release(request)
             else:
                 waiting.add(request)
         self._stop_waiting(waiting)
-        for replica, own in numbers.items():
+        for index, discarded in request_ids.items():
             self._send_all()  # a request may still be among those to be sent
-            self.slots[replica].call("discard", own)
+            self.replicas[index].call("discard", discarded)
         self._dispatch()
 
     def abort(self, request: ReplicaRequest) -> None:
         """End a request with the tokens that it has."""
-        if request.replica is not None:
-            request.is_aborted = True  # if the replica is lost before it has ended the request, the front does that
-            slot = self.slots[request.replica]
+        if request.replica_index is not None:
+            request.is_aborted = True  # if the replica is lost before it has ended the request, the driver does that
+            replica = self.replicas[request.replica_index]
             self._send_all()
-            slot.call("abort", request.request_id)
+            replica.call("abort", request.request_id)
         elif not request.has_ended:
             self._stop_waiting({request})
             request.end_aborted()
@@ -140,56 +140,57 @@ class ReplicaGroup:
         if requests:
             self._waiting = [entry for entry in self._waiting if entry[1] not in requests]
             heapify(self._waiting)
-            self._suspects = deque(request for request in self._suspects if request not in requests)
-            for slot in self.slots:
-                if slot.suspect in requests:
-                    slot.suspect = None
+            self._poison_requests = deque(request for request in self._poison_requests if request not in requests)
+            for replica in self.replicas:
+                if replica.poison_request in requests:
+                    replica.poison_request = None
 
     @property
     def num_ready(self) -> int:
-        return sum(slot.is_ready for slot in self.slots)
+        return sum(replica.is_ready for replica in self.replicas)
 
     async def stats(self) -> list[dict[str, Any] | None]:
         """`LLM.stats` of each replica, and its number of `restarts`; None for one that does not answer in time."""
-        return [*await asyncio.gather(*[slot.stats() for slot in self.slots])]
+        return [*await asyncio.gather(*[replica.stats() for replica in self.replicas])]
 
     # -- where requests are computed -----------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
         """Send requests that wait, as far as there are replicas that take them."""
-        self._dispatch_suspects()
+        self._dispatch_poison_request()
         while self._waiting:
-            loads = [slot.load(self._max_answers) for slot in self.slots]
+            loads = [replica.load(self._max_answers) for replica in self.replicas]
             if all(load is None for load in loads):
                 return
             _, request = heappop(self._waiting)
-            self._assign(request, self.slots[self._router.choose(request.prompt_token_ids, loads)])
+            self._assign(request, self.replicas[self._router.choose(request.prompt_token_ids, loads)])
 
-    def _dispatch_suspects(self) -> None:
-        """Reserve the least loaded replica for one suspect, and send it there once the replica has nothing else."""
-        reserved = next((slot for slot in self.slots if slot.suspect is not None), None)
-        if reserved is None and self._suspects and (ready := [slot for slot in self.slots if slot.is_ready]):
-            reserved = min(ready, key=lambda slot: slot.num_answers)
-            reserved.suspect = self._suspects.popleft()
-        if reserved is not None and reserved.suspect is not None and not reserved.requests:
-            self._assign(reserved.suspect, reserved)
+    def _dispatch_poison_request(self) -> None:
+        """Reserve the least loaded replica for one of them, and send it there once the replica has nothing else."""
+        reserved = next((replica for replica in self.replicas if replica.poison_request is not None), None)
+        ready = [replica for replica in self.replicas if replica.is_ready]
+        if reserved is None and self._poison_requests and ready:
+            reserved = min(ready, key=lambda replica: replica.num_answers)
+            reserved.poison_request = self._poison_requests.popleft()
+        if reserved is not None and reserved.poison_request is not None and not reserved.requests:
+            self._assign(reserved.poison_request, reserved)
 
-    def _assign(self, request: ReplicaRequest, slot: Slot) -> None:
-        slot.add(request)
+    def _assign(self, request: ReplicaRequest, replica: ReplicaState) -> None:
+        replica.add(request)
         if not self._is_flushing:
             self._is_flushing = True
             asyncio.get_running_loop().call_soon(self._send_all)
 
     def _send_all(self) -> None:
         self._is_flushing = False
-        for slot in self.slots:
-            if slot.to_send:
-                self._fail_some(slot, slot.send())
+        for replica in self.replicas:
+            if replica.to_send:
+                self._fail_some(replica, replica.send())
 
-    def _fail_some(self, slot: Slot, errors: list[tuple[int, Exception]]) -> None:
-        for number, error in errors:
-            if (request := slot.requests.get(number)) is not None:  # else it was discarded
-                slot.release(request)
+    def _fail_some(self, replica: ReplicaState, errors: list[tuple[int, Exception]]) -> None:
+        for request_id, error in errors:
+            if (request := replica.requests.get(request_id)) is not None:  # else it was discarded
+                replica.release(request)
                 self._fail(request, error)
 
     @staticmethod
@@ -199,88 +200,87 @@ class ReplicaGroup:
 
     # -- a replica's life ----------------------------------------------------------------------------------------------
 
-    async def _start(self, slot: Slot) -> None:
-        slot.handle = self._launch()
-        slot.start_info = await slot.handle.start()
-        slot.is_ready, slot.ready_time = True, asyncio.get_running_loop().time()
+    async def _start(self, replica: ReplicaState) -> None:
+        replica.handle = self._launch()
+        replica.start_info = await replica.handle.start()
+        replica.is_ready, replica.ready_time = True, asyncio.get_running_loop().time()
 
-    async def _start_again(self, slot: Slot) -> None:
+    async def _start_again(self, replica: ReplicaState) -> None:
         """RuntimeError after `restart_timeout` seconds."""
-        await asyncio.sleep(RESTART_SECONDS * max(1, slot.num_failures))
+        await asyncio.sleep(RESTART_SECONDS * max(1, replica.num_failures))
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._restart_timeout
-        start = asyncio.ensure_future(self._start(slot))
+        start = asyncio.ensure_future(self._start(replica))
         try:
             while (left := deadline - clock()) > 0:
                 await asyncio.wait([start], timeout=min(left, START_LOG_SECONDS))
                 if start.done():
                     return await start
-                logger.warning("replica %d is not ready yet: it loads, or waits for %s", slot.index, slot.handle)
+                logger.warning("replica %d is not ready yet: it loads, or waits for %s", replica.index, replica.handle)
             raise RuntimeError(
-                f"it did not start within {self._restart_timeout:.0f} s: it had to wait for {slot.handle}"
+                f"it did not start within {self._restart_timeout:.0f} s: it had to wait for {replica.handle}"
             )
         finally:
             start.cancel()
 
-    async def _supervise(self, slot: Slot) -> None:
+    async def _supervise(self, replica: ReplicaState) -> None:
         """Read what a replica reports, and start it again whenever it is lost."""
         while True:
             try:
-                if slot.handle is None:
-                    await self._start_again(slot)
-                    slot.num_restarts += 1
-                    logger.info("replica %d runs again", slot.index)
+                if replica.handle is None:
+                    await self._start_again(replica)
+                    replica.num_restarts += 1
+                    logger.info("replica %d runs again", replica.index)
                     self._dispatch()
-                assert slot.handle is not None
-                async for report in slot.handle.reports():
-                    self._process_report(slot, report)
-                raise RuntimeError(f"replica {slot.index} has ended")
+                assert replica.handle is not None
+                async for report in replica.handle.reports():
+                    self._process_report(replica, report)
+                raise RuntimeError(f"replica {replica.index} has ended")
             except ClusterDeadError as error:
                 self._fail_group(error)
                 return
             except Exception as error:
-                slot.count_failure(asyncio.get_running_loop().time())
-                logger.warning(
-                    "replica %d was lost (%d of %d in a row): %s", slot.index, slot.num_failures, MAX_FAILURES, error
-                )
-                self._move_requests(slot, error)
-                if slot.num_failures >= MAX_FAILURES:
-                    if all(other.num_failures >= MAX_FAILURES for other in self.slots):
+                replica.count_failure(asyncio.get_running_loop().time())
+                failures = f"{replica.num_failures} of {MAX_FAILURES} in a row"
+                logger.warning("replica %d was lost (%s): %s", replica.index, failures, error)
+                self._move_requests(replica, error)
+                if replica.num_failures >= MAX_FAILURES:
+                    if all(other.num_failures >= MAX_FAILURES for other in self.replicas):
                         self._fail_group(_all_lost(error))
                     return
 
-    def _process_report(self, slot: Slot, data: bytes) -> None:
+    def _process_report(self, replica: ReplicaState, data: bytes) -> None:
         report = decode_report(data)
-        for piece in report.pieces:
-            if (request := slot.requests.get(piece.number)) is not None:
+        for delta in report.deltas:
+            if (request := replica.requests.get(delta.request_id)) is not None:
                 try:
-                    request.add_piece(piece)
+                    request.add_delta(delta)
                 except RuntimeError as error:
                     self.discard([request])
                     self._fail(request, error)
-        for ended in report.ended:
-            if (request := slot.requests.get(ended.number)) is not None:
-                slot.release(request)
-                slot.num_failures = 0
-                request.end(ended)
+        for final in report.finals:
+            if (request := replica.requests.get(final.request_id)) is not None:
+                replica.release(request)
+                replica.num_failures = 0
+                request.end(final)
                 request.on_end(request)
                 assert request.final is not None
-                self._router.computed(slot.index, request.prompt_token_ids + request.final.token_ids)
-        self._fail_some(slot, report.errors)
+                self._router.computed(replica.index, request.prompt_token_ids + request.final.token_ids)
+        self._fail_some(replica, report.errors)
         self._dispatch()
 
-    def _move_requests(self, slot: Slot, error: Exception) -> None:
+    def _move_requests(self, replica: ReplicaState, error: Exception) -> None:
         """The replica was lost: its requests wait for another one, before those that were submitted after them."""
-        if slot.handle is not None:
-            slot.handle.kill()
-        slot.handle, slot.is_ready, slot.to_send = None, False, []
-        self._router.forget(slot.index)
-        if slot.suspect is not None and slot.suspect.replica is None:  # it has not been sent
-            self._suspects.appendleft(slot.suspect)
-            slot.suspect = None
-        requests = [*slot.requests.values()]
+        if replica.handle is not None:
+            replica.handle.kill()
+        replica.handle, replica.is_ready, replica.to_send = None, False, []
+        self._router.forget(replica.index)
+        if replica.poison_request is not None and replica.poison_request.replica_index is None:  # it has not been sent
+            self._poison_requests.appendleft(replica.poison_request)
+            replica.poison_request = None
+        requests = [*replica.requests.values()]
         for request in requests:
-            slot.release(request)
+            replica.release(request)
             request.num_failures += 1
             if request.is_aborted:
                 request.end_aborted()
@@ -289,7 +289,7 @@ class ReplicaGroup:
             if request.has_ended:
                 request.on_end(request)
         left = [request for request in requests if not request.has_ended]
-        self._suspects += [request for request in left if request.num_failures == MAX_FAILURES - 1]
+        self._poison_requests += [request for request in left if request.num_failures == MAX_FAILURES - 1]
         self._wait(request for request in left if request.num_failures < MAX_FAILURES - 1)
         self._dispatch()
 
@@ -300,15 +300,15 @@ class ReplicaGroup:
             self.kill()
             for observe_failure in self.on_failure:
                 observe_failure(error)
-        requests = [*self._suspects, *(request for _, request in sorted(self._waiting))]
-        for slot in self.slots:
-            if slot.suspect is not None and slot.suspect.replica is None:
-                requests.append(slot.suspect)
-                slot.suspect = None
-            for request in [*slot.requests.values()]:
-                slot.release(request)
+        requests = [*self._poison_requests, *(request for _, request in sorted(self._waiting))]
+        for replica in self.replicas:
+            if replica.poison_request is not None and replica.poison_request.replica_index is None:
+                requests.append(replica.poison_request)
+                replica.poison_request = None
+            for request in [*replica.requests.values()]:
+                replica.release(request)
                 requests.append(request)
-        self._suspects.clear()
+        self._poison_requests.clear()
         self._waiting.clear()
         for request in requests:
             self._fail(request, error)

@@ -1,4 +1,4 @@
-"""What the front (the caller's process, or the server) and a replica send each other, pickled to bytes.
+"""What the driver (the caller's process, or the server) and a replica send each other, pickled to bytes.
 
 A message has tuples of plain data, about many requests. Ray passes bytes on as they are; any other object would go
 through its own, slower serializer.
@@ -6,24 +6,23 @@ through its own, slower serializer.
 
 import pickle
 from collections.abc import Iterable
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
-from nanovllm.engine.outputs import CompletionOutput, Logprob, OutputKind, RequestMetrics, RequestOutput, StreamEvent
-from nanovllm.engine.request import CompletionRequest
+from nanovllm.engine.outputs import CompletionOutput, Logprob, OutputKind, RequestMetrics, StreamEvent
 from nanovllm.sampling_params import SamplingParams
-
-TokenLogprobs = list[dict[int, Logprob]]
 
 
 class NewRequest(NamedTuple):
-    """A request on its way to a replica.
+    """A request on its way to a replica, under the id that it has at the driver.
 
-    number: of the request, at the front. kind: whether its answers are sent in pieces.
+    prompt_index: of the prompt in its call. kind: DELTA if its answers are sent as they grow.
     noise_seeds: of each answer. generated: the tokens of each answer that the caller has from a replica that was lost;
         they are not sampled again.
     """
 
-    number: int
+    request_id: int
+    prompt_index: int
     token_ids: list[int]
     params: SamplingParams
     priority: int
@@ -32,38 +31,30 @@ class NewRequest(NamedTuple):
     generated: list[list[int]]
 
 
-class Piece(NamedTuple):
-    """A StreamEvent of the request with this number."""
-
-    number: int
-    output_index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None
-    stop_reason: int | str | None
-    logprobs: TokenLogprobs | None
-
-
-class Ended(NamedTuple):
-    """A request has ended. `answers` have the fields of CompletionOutput; there are none if they came in pieces.
+class Final(NamedTuple):
+    """The end of a request. It has no `answers` if they were sent as deltas.
 
     seconds: from the request's arrival at the replica until it was scheduled, had its first token, and was finished:
-    differences, as the clocks of two machines do not agree.
+        differences, as the clocks of two machines do not agree.
     """
 
-    number: int
-    answers: list[tuple]
+    request_id: int
+    answers: list[CompletionOutput]
     num_cached_tokens: int
     prompt_logprobs: list[dict[int, Logprob] | None] | None
-    seconds: tuple[float | None, float | None, float | None]
+    seconds: tuple[float | None, ...]
 
 
 class Report(NamedTuple):
     """All that has happened to a replica's requests since its last report."""
 
-    pieces: list[Piece]
-    ended: list[Ended]
-    errors: list[tuple[int, Exception]]  # (number, what was raised when the request was queued)
+    deltas: list[StreamEvent]
+    finals: list[Final]
+    errors: list[tuple[int, Exception]]  # (request id, what was raised when the request was queued)
+
+
+_delta_fields = attrgetter(*StreamEvent.__dataclass_fields__)
+_answer_fields = attrgetter(*CompletionOutput.__dataclass_fields__)
 
 
 def encode_requests(requests: list[NewRequest]) -> bytes:
@@ -76,14 +67,22 @@ def decode_requests(data: bytes) -> Iterable[NewRequest]:
 
 
 def encode_report(report: Report) -> bytes:
-    pieces, ended = [tuple(piece) for piece in report.pieces], [tuple(one) for one in report.ended]
-    errors = [(number, _portable(error)) for number, error in report.errors]
-    return pickle.dumps((pieces, ended, errors), protocol=5)
+    deltas = [*map(_delta_fields, report.deltas)]
+    finals = [(final.request_id, [*map(_answer_fields, final.answers)], *final[2:]) for final in report.finals]
+    errors = [(request_id, _portable(error)) for request_id, error in report.errors]
+    return pickle.dumps((deltas, finals, errors), protocol=5)
 
 
 def decode_report(data: bytes) -> Report:
-    pieces, ended, errors = pickle.loads(data)
-    return Report([*map(Piece._make, pieces)], [*map(Ended._make, ended)], errors)
+    deltas, finals, errors = pickle.loads(data)
+    ends = [Final(i, [CompletionOutput(*fields) for fields in answers], *rest) for i, answers, *rest in finals]
+    return Report([StreamEvent(*fields) for fields in deltas], ends, errors)
+
+
+def make_final(request_id: int, answers: list, num_cached: int, prompt_logprobs: Any, times: RequestMetrics) -> Final:
+    moments = times.first_scheduled_time, times.first_token_time, times.finished_time
+    seconds = tuple(None if moment is None else moment - times.arrival_time for moment in moments)
+    return Final(request_id, answers, num_cached, prompt_logprobs, seconds)
 
 
 def _portable(error: Exception) -> Exception:
@@ -92,30 +91,3 @@ def _portable(error: Exception) -> Exception:
         return pickle.loads(pickle.dumps(error))
     except Exception:
         return RuntimeError(repr(error))
-
-
-def piece_of(number: int, event: StreamEvent) -> Piece:
-    return Piece(
-        number, event.output_index, event.text, event.token_ids, event.finish_reason, event.stop_reason, event.logprobs
-    )
-
-
-def ended_of(number: int, output: RequestOutput) -> Ended:
-    answers = [_answer_fields(answer) for answer in output.outputs]
-    return Ended(number, answers, output.num_cached_tokens, output.prompt_logprobs, _seconds(output.metrics))
-
-
-def ended_in_pieces(number: int, request: CompletionRequest) -> Ended:
-    """The same without the answers, which were sent."""
-    num_cached_tokens = request.group[0].num_cached_tokens
-    return Ended(number, [], num_cached_tokens, request.prompt_logprobs(), _seconds(request.metrics()))
-
-
-def _seconds(times: RequestMetrics) -> tuple[float | None, float | None, float | None]:
-    start = times.arrival_time
-    scheduled, first, finished = times.first_scheduled_time, times.first_token_time, times.finished_time
-    return scheduled and scheduled - start, first and first - start, finished and finished - start
-
-
-def _answer_fields(answer: CompletionOutput) -> tuple:
-    return tuple(getattr(answer, name) for name in CompletionOutput.__dataclass_fields__)

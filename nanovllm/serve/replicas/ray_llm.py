@@ -15,7 +15,7 @@ from nanovllm.engine.request import CompletionRequest, Prompt
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.replicas import actors
-from nanovllm.serve.replicas.front import ANSWERS_PER_SEQ, make_processor
+from nanovllm.serve.replicas.driver import ANSWERS_PER_SEQ, make_processor
 from nanovllm.serve.replicas.group import RESTART_TIMEOUT
 from nanovllm.serve.replicas.replica_request import ReplicaRequest
 from nanovllm.serve.replicas.routing import Router

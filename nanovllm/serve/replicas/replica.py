@@ -7,22 +7,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from nanovllm.engine.features import FEATURES
-from nanovllm.engine.outputs import OutputKind, StepOutput
+from nanovllm.engine.outputs import OutputKind, StepOutput, StreamEvent
 from nanovllm.engine.request import CompletionRequest, TokensPrompt
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.llm import LLM
 from nanovllm.serve.async_request import merged
 from nanovllm.serve.notifying_collector import NotifyingCollector
 from nanovllm.serve.replicas.messages import (
-    Ended,
+    Final,
     NewRequest,
-    Piece,
     Report,
     decode_requests,
     encode_report,
-    ended_in_pieces,
-    ended_of,
-    piece_of,
+    make_final,
 )
 
 logger = logging.getLogger("nanovllm")
@@ -30,7 +27,7 @@ IDLE_CHECK_SECONDS = 1.0
 
 
 class Replica:
-    """Ray calls `start` once, then `reports`, and from then on the other methods, in the order of the front's calls.
+    """Ray calls `start` once, then `reports`, and from then on the other methods, in the order of the driver's calls.
 
     The engine's thread runs the steps. Another one, in `reports`, sends what is new since the last report. If sending
     takes longer than a step, the next report covers several steps; the engine never waits for it. This file does not
@@ -38,27 +35,26 @@ class Replica:
     """
 
     def start(self, model: str, settings: dict[str, Any]) -> dict[str, Any]:
-        """Load the model, with the errors of `LLM`. Returns what the front needs to know of the engine."""
+        """Load the model, with the errors of `LLM`. Returns what the driver needs to know of the engine."""
         self.engine = LLM(model, **settings)
         self._engine_thread = self.engine.engine_thread
         self._collectors = {kind: NotifyingCollector(kind, self._notify, self._fail) for kind in OutputKind}
-        self._requests: dict[int, CompletionRequest] = {}  # by the engine's id; `index` is the number at the front
-        self._num_unfinished: dict[int, int] = {}  # answers of each request that have not ended, by the engine's id
-        self._ids: dict[int, int] = {}  # the engine's id by the front's number
+        self._requests: dict[int, CompletionRequest] = {}  # by id; ids are the driver's
+        self._num_unfinished: dict[int, int] = {}  # answers of each request that have not ended
         self._changed = threading.Condition()  # guards what follows
         self._errors: list[tuple[int, Exception]] = []
         self._failure: BaseException | None = None
-        self._in_grammar_thread: set[int] = set()  # numbers of requests that are not made yet
+        self._in_grammar_thread: set[int] = set()  # ids of requests that are not made yet
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-grammar")
         config = self.engine.config
         num_blocks = config.num_kvcache_blocks if config.enable_prefix_caching else 0  # that can hold prefixes
         return {"num_blocks": num_blocks, "startup_seconds": self.engine.startup_seconds}
 
     def submit(self, data: bytes) -> None:
-        """Queue requests that were checked by the front. An error of one is reported, and concerns no other."""
+        """Queue requests that were checked by the driver. An error of one is reported, and concerns no other."""
         try:
             self._submit(decode_requests(data))
-        except Exception as error:  # the front reads no result of this call: it learns this from `reports`
+        except Exception as error:  # the driver reads no result of this call: it learns this from `reports`
             self._fail(error)
             raise
 
@@ -69,7 +65,7 @@ class Replica:
             if new.params.structured_outputs is None:
                 plain.append(new)
             else:
-                self._in_grammar_thread.add(new.number)
+                self._in_grammar_thread.add(new.request_id)
                 self._grammar_thread.submit(self._queue, [new])
         self._queue(plain)
 
@@ -80,33 +76,31 @@ class Replica:
                 requests.append(self._make_request(new))
             except Exception as error:
                 with self._changed:
-                    self._errors.append((new.number, error))
+                    self._errors.append((new.request_id, error))
                     self._changed.notify()
         with self._changed:
             for request in requests:
                 self._requests[request.request_id] = request
-                self._ids[request.index] = request.request_id
                 self._num_unfinished[request.request_id] = len(request.group)
         try:
             for request in requests:
                 self._engine_thread.submit([request], self._collectors[request.kind])
         except RuntimeError as error:
             self._fail(error)
-        self._in_grammar_thread.difference_update([new.number for new in messages])
+        self._in_grammar_thread.difference_update([new.request_id for new in messages])
 
-    def discard(self, numbers: Iterable[int]) -> None:
+    def discard(self, request_ids: Iterable[int]) -> None:
         """End requests without an output."""
-        numbers = [*numbers]
-        if late := self._in_grammar_thread.intersection(numbers):
+        request_ids = [*request_ids]
+        if late := self._in_grammar_thread.intersection(request_ids):
             self._grammar_thread.submit(self.discard, late)  # when it has made them
-        found = [self._forget(number) for number in numbers if number not in late]
-        self._engine_thread.discard([request.request_id for request in found if request is not None])
+        self._engine_thread.discard([i for i in request_ids if i not in late and self._forget(i)])
 
-    def abort(self, number: int) -> None:
+    def abort(self, request_id: int) -> None:
         """End a request with the tokens that it has."""
-        if number in self._in_grammar_thread:
-            self._grammar_thread.submit(self.abort, number)
-        elif (request_id := self._ids.get(number)) is not None:
+        if request_id in self._in_grammar_thread:
+            self._grammar_thread.submit(self.abort, request_id)
+        else:
             self._engine_thread.abort(request_id)
 
     def stats(self) -> dict[str, Any]:
@@ -138,49 +132,51 @@ class Replica:
 
     def _make_request(self, new: NewRequest) -> CompletionRequest:
         prompt = TokensPrompt(prompt_token_ids=new.token_ids)
-        request = self.engine.input_processor.request(prompt, new.params, new.kind, new.number, priority=new.priority)
+        processor = self.engine.input_processor
+        request = processor.request(prompt, new.params, new.kind, new.prompt_index, priority=new.priority)
+        request.request_id = new.request_id
         for seq, noise_seed, generated in zip(request.group, new.noise_seeds, new.generated):
-            seq.noise_seed = noise_seed
+            seq.request_id, seq.noise_seed = new.request_id, noise_seed
             for token_id in generated:  # as after a preemption
                 seq.token_ids.append(token_id)
                 for name in seq.feature_state:  # each token by itself, as stop strings do not count before `min_tokens`
                     FEATURES[name].load().after_step(ScheduledStep(), {0: seq}, {}, None)
             seq.num_tokens = len(seq.token_ids)
+        processor.set_order(*request.group)
         return request
 
-    def _read(self, outputs: StepOutput) -> tuple[list[Piece], list[Ended]]:
-        """Outputs as messages; the events of several steps become one piece for each answer."""
-        pieces, ended = [], []
-        events: dict[int, list] = {}
+    def _read(self, outputs: StepOutput) -> tuple[list[StreamEvent], list[Final]]:
+        """Deltas, of which those of several steps become one for each answer, and the ends of requests."""
+        deltas: list[StreamEvent] = []
+        finals: list[Final] = []
+        events: dict[int, list[StreamEvent]] = {}
         for event in outputs.events:
             events.setdefault(event.request_id, []).append(event)
         for request_id, several in events.items():
             if (request := self._requests.get(request_id)) is not None:
-                number = request.index
-                pieces += [piece_of(number, event) for event in merged(several)]
-                if self._end_answers(request, sum(event.finish_reason is not None for event in several)):
-                    ended.append(ended_in_pieces(number, request))
+                deltas += merged(several)
+                if self._end_answers(request_id, sum(event.finish_reason is not None for event in several)):
+                    cached, logprobs = request.group[0].num_cached_tokens, request.prompt_logprobs()
+                    finals.append(make_final(request_id, [], cached, logprobs, request.metrics()))
         for output in outputs.finished:
-            if (request := self._requests.get(output.request_id)) is not None:
-                self._forget(request.index)
-                ended.append(ended_of(request.index, output))
-        return pieces, ended
+            if self._forget(i := output.request_id):
+                cached, logprobs = output.num_cached_tokens, output.prompt_logprobs
+                finals.append(make_final(i, output.outputs, cached, logprobs, output.metrics))
+        return deltas, finals
 
-    def _end_answers(self, request: CompletionRequest, count: int) -> bool:
-        """So many of its answers have ended. True if they were the last ones; it is forgotten then."""
+    def _end_answers(self, request_id: int, count: int) -> bool:
+        """So many answers of a request have ended. True if they were the last ones; it is forgotten then."""
         with self._changed:
-            if request.request_id not in self._num_unfinished:  # discarded meanwhile
+            if request_id not in self._num_unfinished:  # discarded meanwhile
                 return False
-            self._num_unfinished[request.request_id] -= count
-            return not self._num_unfinished[request.request_id] and self._forget(request.index) is not None
+            self._num_unfinished[request_id] -= count
+            return not self._num_unfinished[request_id] and self._forget(request_id)
 
-    def _forget(self, number: int) -> CompletionRequest | None:
-        """None if it has ended, or was discarded, before."""
+    def _forget(self, request_id: int) -> bool:
+        """False if it has ended, or was discarded, before."""
         with self._changed:
-            if (request_id := self._ids.pop(number, None)) is None:
-                return None
-            del self._num_unfinished[request_id]
-            return self._requests.pop(request_id)
+            self._num_unfinished.pop(request_id, None)
+            return self._requests.pop(request_id, None) is not None
 
     def _check_ranks(self) -> None:
         """One may have died while there was nothing to do."""

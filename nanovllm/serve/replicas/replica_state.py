@@ -27,8 +27,8 @@ class Handle(Protocol):
     def kill(self) -> None: ...
 
 
-class Slot:
-    """Stays the same when its process is started again."""
+class ReplicaState:
+    """The driver's record of a replica, which outlives the replica's process."""
 
     def __init__(self, index: int):
         self.index = index
@@ -36,16 +36,16 @@ class Slot:
         self.is_ready = False  # it takes requests
         self.ready_time = 0.0  # of the event loop's clock
         self.start_info: dict[str, Any] = {}  # that its start returned
-        self.requests: dict[int, ReplicaRequest] = {}  # that it has not ended, by number
+        self.requests: dict[int, ReplicaRequest] = {}  # that it has not ended, by id
         self.num_answers = 0  # of those requests
-        self.suspect: ReplicaRequest | None = None  # that will have, or has, the replica to itself
+        self.poison_request: ReplicaRequest | None = None  # possibly one, that has the replica to itself, or will
         self.to_send: list[NewRequest] = []
         self.num_failures = 0  # in a row
         self.num_restarts = 0
 
     def load(self, max_answers: int) -> int | None:
         """The answers that it has to compute; None if it takes no request now."""
-        takes_more = self.is_ready and self.suspect is None and self.num_answers < max_answers
+        takes_more = self.is_ready and self.poison_request is None and self.num_answers < max_answers
         return self.num_answers if takes_more else None
 
     def add(self, request: ReplicaRequest) -> None:
@@ -57,12 +57,12 @@ class Slot:
         """The replica no longer computes this request."""
         del self.requests[request.request_id]
         self.num_answers -= request.num_answers
-        if self.suspect is request:
-            self.suspect = None
-        request.replica = None
+        if self.poison_request is request:
+            self.poison_request = None
+        request.replica_index = None
 
     def send(self) -> list[tuple[int, Exception]]:
-        """Send what was added, as one message. Returns the numbers of requests that can't be pickled, with errors."""
+        """Send what was added, as one message. Returns the ids of requests that can't be pickled, with errors."""
         messages, self.to_send = self.to_send, []
         failed = []
         try:
@@ -74,7 +74,7 @@ class Slot:
                     encode_requests([message])
                     sound.append(message)
                 except Exception as error:
-                    failed.append((message.number, error))
+                    failed.append((message.request_id, error))
             data, messages = encode_requests(sound), sound
         if messages:
             self.call("submit", data)
@@ -101,8 +101,8 @@ class Slot:
         return found | {"restarts": restarts}
 
     def count_failure(self, now: float) -> None:
-        """The replica was lost. If it had one suspect alone, that request is the reason."""
+        """The replica was lost. A request that it had to itself is the reason, and not a failure of the replica."""
         if self.is_ready and now - self.ready_time > STABLE_SECONDS:
             self.num_failures = 0
-        if self.suspect is None or self.suspect.replica is None:
+        if self.poison_request is None or self.poison_request.replica_index is None:
             self.num_failures += 1

@@ -8,13 +8,13 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.utils.hub import load_tokenizer
 
 # settings of devices and weights, which each replica checks itself, have values here that need neither
-FRONT_OVERRIDES = {"device": "cpu", "tensor_parallel_size": 1, "load_format": "dummy", "attention_backend": "auto"}
+DRIVER_OVERRIDES = {"device": "cpu", "tensor_parallel_size": 1, "load_format": "dummy", "attention_backend": "auto"}
 ANSWERS_PER_SEQ = 2  # a replica gets at most this many times `max_num_seqs`: one batch runs while the next one waits
 
 
 def make_processor(model: str, settings: dict[str, Any]) -> InputProcessor:
     """An InputProcessor like that of `LLM(model, **settings)`, with its errors. Needs no GPU and reads no weights."""
-    config = Config.create(model, settings | FRONT_OVERRIDES)
+    config = Config.create(model, settings | DRIVER_OVERRIDES)
     return InputProcessor(config, load_tokenizer(str(config.tokenizer)))
 
 
