@@ -43,7 +43,7 @@ class ModelConfig:
 
     @classmethod
     def read(cls, folder: Path, quantization: str | None = None) -> "ModelConfig":
-        """With the setting `quantization`.
+        """Read the config.json in `folder`; `quantization` is the setting of that name.
 
         ValueError or TypeError with the file's name if it is invalid, or describes a model that is not supported.
         """
@@ -96,7 +96,7 @@ class ModelConfig:
 
     @property
     def layer_operations(self) -> int:
-        """Of the matrix products of one layer for one token; the mean if layers differ."""
+        """The operations of one layer's matrix products for one token; the mean if layers differ."""
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         feed_forward = 3 * self.intermediate_size
         if self.moe:

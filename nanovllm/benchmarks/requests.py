@@ -75,7 +75,7 @@ def in_rounds(requests: list[Request], rounds: int, vocab_size: int) -> list[lis
 
 
 def other_ids(requests: list[Request], vocab_size: int, by: int = 1) -> list[Request]:
-    """The same lengths with other ids, so that the second run finds nothing in the prefix cache."""
+    """Requests of the same lengths with other ids, so that the second run finds nothing in the prefix cache."""
     return [replace(request, prompt=[(i + by) % vocab_size for i in request.prompt]) for request in requests]
 
 

@@ -37,7 +37,7 @@ VLLMValidationError = ValueError
 
 @dataclass
 class LoRARequest:
-    """Can be imported and made, and is refused by `LLM.generate`."""
+    """A request for an adapter, which can be imported and made, but which `LLM.generate` refuses."""
 
     lora_name: str = ""
     lora_int_id: int = 0

@@ -232,7 +232,7 @@ class Workers:
 
 
 def _without_policy(config: Config) -> Config:
-    """A copy for other ranks, which do not schedule and may not know the policy's class."""
+    """A copy of the settings for other ranks, which do not schedule and may not know the policy's class."""
     config = copy(config)
     object.__setattr__(config, "scheduling_policy", "fcfs")  # `replace` would resolve the settings once more
     return config

@@ -56,7 +56,7 @@ class BatchShape(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Words in the buffer."""
+        """The size of the buffer in words."""
         return _layout(self)[1]
 
 
@@ -143,7 +143,7 @@ BACKEND = ""  # where a feature has a name
 
 @lru_cache(maxsize=1024)
 def _layout(shape: BatchShape) -> tuple[list[tuple[str | None, str, int, int, Dims]], int]:
-    """Feature (None for a field), name, begin, end and shape of each view, in words; and the size of the buffer."""
+    """For each view its feature (None for a field), name, begin, end and shape, in words; and the buffer's size."""
     arrays: list[tuple[str | None, str, Dims]] = [(BACKEND, name, dims) for name, dims in shape.backend_shapes]
     arrays += [
         (None, view.name, view.metadata["dims"](shape))
@@ -221,7 +221,7 @@ def prepare_batch(
 
 
 def _fill(array: np.ndarray, values: Any, padding: int) -> None:
-    """`values` at the beginning of an array, and `padding` after them."""
+    """Write `values` to the beginning of an array, and `padding` after them."""
     array[: len(values)] = values
     array[len(values) :] = padding
 
@@ -252,7 +252,7 @@ def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int) -> None
 
 
 def _fill_tables(tables: np.ndarray, seqs: list[Sequence]) -> None:
-    """Their block tables, and zeros after them."""
+    """Write the sequences' block tables, and zeros after each."""
     tables[:] = 0
     for table, seq in zip(tables, seqs):
         table[: len(seq.block_table)] = seq.block_table

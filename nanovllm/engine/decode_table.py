@@ -7,7 +7,7 @@ from nanovllm.engine.sequence import Sequence
 
 
 class DecodeTable:
-    """By request index: what each step reads or changes of the sequences that decode. Rows without a sequence are 0.
+    """What each step reads or changes of the sequences that decode, by request index. Rows without a sequence are 0.
 
     numbers [rows, 7]: `Sequence.counts`; the tokens for which its blocks have slots; the order in which the sequences
         began to decode; the number of tokens from which on a token may end it, which is the last one, or any if it has

@@ -86,7 +86,7 @@ class EngineThread:
         self.call(work)
 
     def call(self, work: Callable[[], T]) -> T:
-        """What `work` returns, which is done between two steps. An error of it is treated as one of a step.
+        """Do `work` between two steps, and return its result. An error in it is treated like one in a step.
 
         The thread itself, in a hook, does it at once.
         """

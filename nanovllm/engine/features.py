@@ -44,7 +44,7 @@ class StepFeature:
 
     @classmethod
     def max_words(cls, config: Any) -> int:
-        """Of int32, that the arrays of a step take at most, with 4 for each array; `config` is a Config."""
+        """How many int32 words the arrays of a step take at most, plus 4 for each array; `config` is a Config."""
         return 0
 
     def __init__(self, runner: Any):

@@ -46,7 +46,7 @@ class InputProcessor:
 
     @property
     def num_requests(self) -> int:
-        """How many requests were ever made; their ids are those below."""
+        """How many requests were ever made; their ids are the numbers below this one."""
         return MAX_REQUESTS - operator.length_hint(self._unused_ids)
 
     def next_request_id(self) -> int:
@@ -100,7 +100,7 @@ class InputProcessor:
         template_arguments: Mapping | None = None,
         priority: int = 0,
     ) -> CompletionRequest:
-        """`index` is that of the prompt in its call."""
+        """A request for one prompt, whose position in its call is `index`."""
         priority = self.check_priority(priority)
         params = self.default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -127,7 +127,7 @@ class InputProcessor:
         return request
 
     def check_priority(self, priority: int) -> int:
-        """As a Python integer."""
+        """The priority as a Python integer; TypeError or ValueError if it can't be used."""
         priority = check_int("priority", priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)
         if priority and type(self.policy) is FCFS:
             raise ValueError(f"priority={priority}: must be 0 with scheduling_policy='fcfs'; set it to 'priority'")

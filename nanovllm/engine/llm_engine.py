@@ -193,7 +193,7 @@ class LLMEngine:
 
     @property
     def model_runner(self) -> ModelRunner | None:
-        """That of rank 0; None after `exit`, and after an error with several ranks."""
+        """The ModelRunner of rank 0; None after `exit`, and after an error with several ranks."""
         return self.core.model_runner
 
     def exit(self) -> None:

@@ -217,7 +217,7 @@ class ModelRunner:
         )
 
     def sample(self, x: SamplerInput) -> tuple[torch.Tensor, torch.Tensor]:
-        """ForwardOutput's `token_ids` and `results`."""
+        """Sample a token for each row: ForwardOutput's `token_ids` and `results`."""
         params = self.tables.params.index_select(0, x.req_indices)
         scratch = self._num_finished_programs
         rows = SamplingRows(params, x.req_indices, x.positions, x.block_tables, self._cached_token_ids, scratch)
@@ -258,7 +258,7 @@ class ModelRunner:
         return model.eval()
 
     def allocate_kv_cache(self, num_blocks: int, num_layers: int | None = None) -> None:
-        """One tensor [2, layers, blocks, block_size, kv_heads, head_dim], of which each layer gets its part.
+        """Allocate one tensor [2, layers, blocks, block_size, kv_heads, head_dim], of which each layer gets a part.
 
         A format of the cache may have scales besides. With `num_layers=1` all layers share one part, which is for steps
         whose results do not matter.

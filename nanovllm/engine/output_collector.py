@@ -61,7 +61,7 @@ class OutputCollector:
         self._outputs.put(output)
 
     def fail(self, error: RuntimeError) -> None:
-        """Its requests were dropped, which the caller learns by this error."""
+        """Hand over the error that tells the caller that its requests were dropped."""
         self.new = StepOutput()
         self._outputs.put(error)
         self.live.clear()

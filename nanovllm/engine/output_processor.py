@@ -56,7 +56,7 @@ class OutputProcessor:
         return dict.fromkeys(seq for seqs in rounds for seq in seqs)
 
     def _postprocess(self, step: ScheduledStep, result: StepResult, i: int) -> Collection[Sequence]:
-        """The same for the i-th token of each sequence that gets so many."""
+        """`postprocess` for the i-th token of each sequence that gets so many."""
         arrived, ends = self._append(step, result, i)
         for name in [*FEATURES]:  # another thread may register one meanwhile
             if name in step.feature_names:
@@ -148,7 +148,7 @@ class OutputProcessor:
         self.scheduler.reset()
 
     def _finish(self, request: Request) -> None:
-        """Its last sequence has ended."""
+        """Hand over the output of a request whose last sequence has ended, and forget the request."""
         if request.kind is not OutputKind.DELTA:
             request.collector.new.finished.append(request.output())
         self._forget(request)

@@ -139,7 +139,7 @@ class RequestOutput(Record):
 class StreamEvent(Record):
     """The next piece of one answer. The last event of an answer has a `finish_reason`, the others None.
 
-    index: of the prompt among those of the call. output_index: of the answer among the `n` of its prompt.
+    index: the prompt's position in its call. output_index: the answer's position among the `n` of its prompt.
     text: the new text. What may be the beginning of a stop string is held back for a later event.
     token_ids: the new tokens, whose text may come in a later event.
     logprobs: of `token_ids`; None unless the request has `logprobs`.

@@ -44,7 +44,7 @@ class Request:
         """Put what is new of `seq` into the collector."""
 
     def metrics(self) -> RequestMetrics:
-        """Of several answers, the first to be scheduled and to have a token, and the last to finish."""
+        """The times of the first answer to be scheduled and to have a token, and of the last one to finish."""
         arrival = time() - (perf_counter() - self.group[0].arrival)
         moments = []
         for event, pick in (("scheduled", min), ("first_token", min), ("finished", max)):

@@ -13,7 +13,7 @@ from nanovllm.kernels import operation
 
 
 class RequestTables(NamedTuple):
-    """int32, by request index. One more row, the last, is for padding: its parameters, zeros, mean greedy sampling."""
+    """Arrays of int32, by request index. The last row is for padding: its parameters, zeros, mean greedy sampling."""
 
     last_token_ids: torch.Tensor  # [requests, tokens_per_row]: the last token, and drafts of those after it; -1: none
     num_tokens: torch.Tensor  # [requests]: the last token included

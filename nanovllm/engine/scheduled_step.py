@@ -33,7 +33,7 @@ class ScheduledStep:
     watched: indices of `sampled_seqs`, in ascending order, whose every token a feature or a caller looks at.
     feature_names: of the features with work on the host in this step.
     copies: (from, to) of cache blocks that are copied before the step's keys and values are stored.
-    tokens_per_row: that a sequence may get in any step: its next one, and one for each draft that may be right.
+    tokens_per_row: how many a sequence may get in any step: its next one, and one for each draft that may be right.
     scheduled_at: when its scheduling began, in seconds of `time.perf_counter`.
     """
 
@@ -61,7 +61,7 @@ class ScheduledStep:
 
     @property
     def new_seqs(self) -> list[Sequence]:
-        """Those that get their first token since they were admitted."""
+        """The sequences that get their first token since they were admitted."""
         return self.sampled_seqs[self.num_decodes :]
 
     @property

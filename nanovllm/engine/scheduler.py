@@ -127,7 +127,7 @@ class Scheduler:
         self.decoding.schedule(rows, step)
 
     def _schedule_chunks(self, step: ScheduledStep, is_mixed: bool = False) -> None:
-        """Chunks of the prompts that are being computed, and of those that can be admitted, in their order."""
+        """Schedule chunks of the prompts that are being computed, and of those that can be admitted, in order."""
         budget = self.budget
         if is_mixed:
             seqs = (*self.prefilling.values(), *islice(self.waiting, MAX_COUNTED_PROMPTS))
@@ -295,16 +295,16 @@ class GroupAdmission:
         self._num_steps = 0  # since the pause began
 
     def may_admit(self, num_running: int) -> bool:
-        """Called once in each step with sequences that wait."""
+        """Whether a sequence may be admitted; called once in each step in which some wait."""
         if self._max_running is None or num_running <= self._max_running:
             return True
         self._num_steps += 1
         return self._num_steps > MAX_STEPS_WITHOUT_ADMISSION
 
     def pause(self, num_running: int) -> None:
-        """A sequence did not fit."""
+        """Stop admitting sequences, as one did not fit."""
         self._max_running, self._num_steps = max(0, num_running - max(1, num_running // 16)), 0
 
     def resume(self) -> None:
-        """A sequence was admitted, or none waits any more."""
+        """Admit sequences again, as one was admitted or none waits any more."""
         self._max_running, self._num_steps = None, 0

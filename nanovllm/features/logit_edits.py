@@ -27,7 +27,7 @@ MAX_PENALTY_PROGRAMS = 128  # programs of the penalty kernel; each has a count f
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """Those of a request."""
+    """The edits that one request asks for."""
 
     biases: tuple[tuple[int, float], ...]  # token ids and biases; -inf for stop ids, which come last
     bad_words: tuple[tuple[int, ...], ...]  # token ids

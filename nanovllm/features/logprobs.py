@@ -40,13 +40,13 @@ class SequenceLogprobs:
         self.candidates: Logprobs = {}  # for the next token, of a sequence that pauses
 
     def take_candidates(self) -> Logprobs:
-        """So that a fork has none of them to copy."""
+        """Return the candidates and forget them, so that a fork has none to copy."""
         taken, self.candidates = self.candidates, {}
         return taken
 
 
 class StepLogprobs(NamedTuple):
-    """Those of a step; None without a request for them.
+    """The log-probabilities of a step; None where no request wants them.
 
     of_tokens: for each token of StepResult.token_ids.
     of_prompts: for each of its `chunks`, those of the prompt's tokens from start + 1 to end, as far as the prompt goes;
@@ -95,7 +95,7 @@ class TokenLogprobs(StepFeature):
     def after_step(
         cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: StepLogprobs | None
     ) -> None:
-        """Give each sequence its own. A sequence that pauses gets those of its candidates."""
+        """Give each sequence its log-probabilities. A sequence that pauses gets those of its candidates."""
         if result is None:
             return
         for (seq, start, _), found in zip(step.chunks, result.of_prompts):
@@ -123,7 +123,7 @@ class LogprobRequest(NamedTuple):
 
 
 def logprob_requests(step: ScheduledStep) -> list[LogprobRequest]:
-    """First those for tokens of prompts, then those for `sampled_seqs`."""
+    """The requests of a step: first those for tokens of prompts, then those for `sampled_seqs`."""
     requests, first = [], step.num_decodes * step.tokens_per_row
     for i, (seq, start, end) in enumerate(step.chunks):
         if (num_top := seq.params.prompt_logprobs) is not None:
@@ -188,7 +188,7 @@ class PendingLogprobs:
         return tuple(map(torch.cat, zip(*pieces)))
 
     def result(self, step: ScheduledStep) -> StepLogprobs:
-        """Once the device has finished the step."""
+        """The result, once the device has finished the step."""
         prompt_logprobs, logprobs = defaultdict(list), {}
         for request, ids, values, rank in zip(self._requests, *(x.tolist() for x in self._on_host)):
             found = {ids[0]: (values[0], rank)}
@@ -229,12 +229,12 @@ class LogprobTexts:
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def of_prompt(self, seq: Sequence) -> list[dict[int, Logprob] | None]:
-        """For each token of the prompt; None for the first."""
+        """The entries for each token of the prompt; None for the first."""
         self.decode(seq.token_ids[0])
         return [None, *self.add(seq.feature_state["logprobs"].of_prompt[1:])]
 
     def of_answer(self, seq: Sequence) -> tuple[list[dict[int, Logprob]], float]:
-        """For each token of the answer, and the sum of its log-probabilities."""
+        """The entries for each token of the answer, and the sum of its log-probabilities."""
         logprobs = self.add(seq.feature_state["logprobs"].of_tokens)
         return logprobs, sum(found[token_id].logprob for token_id, found in zip(seq.completion_token_ids, logprobs))
 

@@ -64,7 +64,7 @@ class StoppingDetokenizer(Detokenizer):
         return stop
 
     def take_text(self, num_hidden: int = 0, is_last: bool = False) -> str:
-        """Without an end that may be the beginning of a stop string."""
+        """The text since the last call, without an end that may be the beginning of a stop string."""
         text = super().take_text(num_hidden, is_last)
         if is_last or self._include_stop:
             return text

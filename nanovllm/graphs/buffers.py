@@ -34,14 +34,14 @@ def make_buffers(config: Config, device: torch.device, tokens_per_row: int = 1) 
 def host_memory(
     size: int, max_num_seqs: int, tokens_per_row: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For two steps: batches [2, size], and results [2, sequences] or [2, sequences, tokens_per_row + 1]."""
+    """The memory of two steps: batches [2, size], and results [2, sequences] or [2, sequences, tokens_per_row + 1]."""
     options = dict(dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     dims = (max_num_seqs, tokens_per_row + 1) if tokens_per_row > 1 else (max_num_seqs,)
     return torch.zeros(2, size, **options), torch.zeros(2, *dims, **options)
 
 
 def largest_batch(config: Config, tokens_per_row: int = 1) -> int:
-    """Words in the buffer of the largest possible step."""
+    """The size of the buffer of the largest possible step, in words."""
     T, W, num_seqs = config.max_num_batched_tokens, config.max_blocks_per_seq, config.max_num_seqs
     B = num_seqs * tokens_per_row
     largest = BatchShape(

@@ -30,7 +30,7 @@ def _capture(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, 
 
 
 def decode_shape(num_seqs: int, max_blocks_per_seq: int, tokens_per_row: int = 1) -> BatchShape:
-    """Of a step that only decodes."""
+    """The shape of a step that only decodes."""
     n = num_seqs * tokens_per_row
     return BatchShape(n, n, n, n, max_blocks_per_seq, tokens_per_row=tokens_per_row)
 
@@ -94,7 +94,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def reset(self) -> None:
-        """After an error, and with an idle device: let host and device begin with the same buffer again."""
+        """Let host and device begin with the same buffer again, after an error and with an idle device."""
         self.host_buffers.reset()
         self._device_buffer_index.zero_()
 

@@ -20,7 +20,7 @@ _forget: list[Callable[[], None]] = []  # who computes an operation, of each ope
 
 
 def ops_for(device: torch.device) -> Mapping[str, Callable]:
-    """What a device computes in its own way, by the names of the operations: on a CPU nothing."""
+    """The operations that a device computes in its own way, by name; a CPU has none."""
     if device.type not in _tables:
         has_kernels = device.type == "cuda" and importlib.util.find_spec("triton") is not None
         _tables[device.type] = vars(importlib.import_module("nanovllm.kernels.ops")) if has_kernels else {}

@@ -149,7 +149,7 @@ def launch_ordinary(jit, grid: tuple[int, ...]):
 
 @cache
 def _prefer_shared_memory(function: int, percentage: int) -> None:
-    """Once for every compiled kernel. It is a hint: if it fails, only speed is lost."""
+    """Set a kernel's preference, once it is compiled. It is a hint: if it fails, only speed is lost."""
     attribute = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
     ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), attribute, percentage)
 

@@ -19,7 +19,7 @@ def mix_experts(x, layer, slot_mapping):
 
 
 def _by_gemv(x, layer, slot_mapping):
-    """By matrix-vector products. Those that read a single whole row normalize it as well."""
+    """Mix the experts by matrix-vector products. Those that read a single whole row normalize it as well."""
     gate, experts = layer.gate.weight, layer.experts
     summands = x.summands() if len(x) == 1 else None
     if summands is not None:
@@ -42,7 +42,7 @@ def _by_gemv(x, layer, slot_mapping):
 
 
 def _by_gemm(x, layer, slot_mapping):
-    """By grouped products. The next norm adds up each token's `top_k` parts, unless there are several ranks."""
+    """Mix the experts by grouped products. On a single rank, the next norm adds up each token's `top_k` parts."""
     experts, tp, rows = layer.experts, layer.tp, x.tensor()
     routing = route(router_logits(rows, layer.gate.weight), layer.top_k, layer.renormalize, slot_mapping)
     weights, first = experts.format.stacks(experts), experts.first_expert

@@ -181,7 +181,7 @@ def _grouped_down_kernel(
 
 
 def tile_descriptor(matrix: torch.Tensor, num_rows: int, options: dict[str, Any]) -> TensorDescriptor | None:
-    """Of tiles of `num_rows` rows, for TMA."""
+    """A TMA descriptor of tiles of `num_rows` rows; None on GPUs without TMA."""
     return TensorDescriptor.from_tensor(matrix, [num_rows, options["TILE_K"]]) if options["TMA"] else None
 
 

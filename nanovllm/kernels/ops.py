@@ -36,7 +36,7 @@ def linear(x, weight, bias=None, split_k=1, out=None):
 
 
 def norm_linear(x, weight, bias=None, act=None):
-    """Of a single row norm, product and activation are one kernel, if the row is whole; else the norm has its own."""
+    """For a single whole row, norm, product and activation are one kernel; else the norm has its own."""
     if len(x) != 1:
         return NotImplemented
     if (summands := x.summands()) is None:

@@ -45,7 +45,7 @@ def _quantize_kernel(
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """GROUPS groups of a row; if GATED, of the activation of a row of 2 N elements."""
+    """Quantize GROUPS groups of a row; if GATED, those of the activation of a row of 2 N elements."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -82,7 +82,7 @@ def _rms_norm_quantize_kernel(
     HAS_RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """As in layernorm.py, with a row as GROUPS groups."""
+    """The norm of layernorm.py, with a row as GROUPS groups."""
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)

@@ -112,7 +112,7 @@ def _scaled_gemm_kernel(
 
 
 def choose_scaled_split_k(num_rows: int, num_outputs: int, device: torch.device, max_split_k: int) -> int:
-    """Into how many partial sums, of at most `max_split_k`, `scaled_gemm` had best split a product."""
+    """The best number of partial sums, at most `max_split_k`, for `scaled_gemm` of a product."""
     tile_m = _tile_m(num_rows)
     num_tiles = triton.cdiv(num_outputs, TILES[tile_m].tile_n) * triton.cdiv(num_rows, tile_m)
     return max(1, min(max_split_k, 2 * num_sms(device) // num_tiles))

@@ -113,7 +113,7 @@ def _scaled_gemv_kernel(
 
 
 def choose_gemv_split_k(k: int, max_split_k: int) -> int:
-    """Into how many partial sums, of at most `max_split_k`, `scaled_gemv` had best split a product with K inputs."""
+    """The best number of partial sums, at most `max_split_k`, for `scaled_gemv` of a product with K inputs."""
 
     def fill(split_k: int) -> float:
         k_per_split = _k_per_split(k, split_k)
@@ -127,7 +127,7 @@ def choose_gemv_split_k(k: int, max_split_k: int) -> int:
 
 
 def _k_per_split(k: int, split_k: int) -> int:
-    """Inputs of a split."""
+    """The number of inputs of a split."""
     return k if split_k == 1 else triton.cdiv(k, K_MULTIPLE * split_k) * K_MULTIPLE
 
 

@@ -10,7 +10,7 @@ from nanovllm.utils.context import get_context
 
 
 def cache_format(kv_cache_dtype: str) -> type[KVCache]:
-    """What each layer's `kv_cache` is for this setting."""
+    """The class of the layers' caches for this setting."""
     if kv_cache_dtype == "auto":
         return KVCache
     from nanovllm.quantization.fp8_cache import FP8KVCache

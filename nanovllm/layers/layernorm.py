@@ -32,7 +32,7 @@ class NormInput:
         self.total: torch.Tensor | None = None  # x + residual; whoever computes the norm sets it
 
     def __len__(self) -> int:
-        """T."""
+        """T, the number of rows."""
         return len(self.x)
 
     def tensor(self) -> torch.Tensor:

@@ -52,7 +52,7 @@ def norm_linear(
 
 @operation
 def best_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> int:
-    """Into how many partial sums, at most `max_split_k`, `linear` had best split a product along its inputs."""
+    """The best number of partial sums, at most `max_split_k`, for `linear` to split a product along its inputs."""
     return 1
 
 
@@ -100,18 +100,18 @@ class LinearBase(nn.Module):
         self.format = WeightFormat()
 
     def shard_ids(self) -> list[tuple[int, ...]]:
-        """Of the checkpoint's weights that share this layer; one without an id if it has its own."""
+        """The ids of the checkpoint's weights that share this layer; a single empty id if one weight has it alone."""
         return [()]
 
     def shard(self, *shard_id: int) -> Shard:
-        """Of the checkpoint's weight with this id."""
+        """The shard of the checkpoint's weight with this id."""
         raise NotImplementedError
 
     def _load(self, target: torch.Tensor, weight, *shard_id: int) -> torch.Tensor:
         return self.shard(*shard_id).copy(target, weight)
 
     def forward(self, x: torch.Tensor | NormInput, act: nn.Module | None = None) -> Any:
-        """y = x W^T + b, or of a norm x act(x W^T + b)."""
+        """y = x W^T + b; if x is a norm, act(x W^T + b)."""
         if isinstance(x, NormInput):
             return self.format.norm_linear(self, x, act)
         return self.format.linear(self, x, self.bias)

@@ -16,5 +16,5 @@ class MoEConfig:
 
     @property
     def weights_per_input(self) -> int:
-        """Of the router and of a token's experts, that a number of the layer's input is multiplied by."""
+        """How many weights, of the router and of a token's experts, multiply each number of the layer's input."""
         return self.num_experts + 3 * self.top_k * self.intermediate_size

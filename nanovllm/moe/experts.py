@@ -80,7 +80,7 @@ class Experts(nn.Module):
         }
 
     def shard(self, shard_id: int) -> Shard:
-        """Of one expert's gate or up [size, hidden], or down [hidden, size]."""
+        """The shard of one expert's gate or up [size, hidden], or down [hidden, size]."""
         if shard_id == DOWN:
             return Shard((self.hidden_size, self.size), columns=self.size_tp.local_slice(self.size))
         first_row = shard_id * self.local_size

@@ -72,7 +72,7 @@ class QuantScheme:
 
 
 def _power_of_two(*sizes: int) -> int:
-    """The largest one that divides all."""
+    """The largest power of two that divides all sizes."""
     divisor = math.gcd(*sizes)
     return divisor & -divisor
 

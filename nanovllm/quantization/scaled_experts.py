@@ -42,7 +42,7 @@ class ScaledExperts(ExpertsFormat):
 
 
 class FP8Experts(ScaledExperts):
-    """On GPUs that multiply FP8: products of more than a few tokens quantize the activations too (W8A8)."""
+    """The format on GPUs that multiply FP8: products of many tokens quantize the activations too (W8A8)."""
 
     quantizes_activations = True
 
@@ -61,7 +61,7 @@ class StackedWeight(ScaledWeight):
         return (self.shards[shard_id], (index,)) if 0 <= index < self.num_local else None
 
     def _load_values(self, values: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
-        """One expert's, or with no arguments those of all experts, which are not quantized yet."""
+        """Load one expert's weight or, without arguments, those of all experts, which are not quantized yet."""
         if arguments:
             return super()._load_values(values, weight, *arguments)
         if not callable(weight) and self.scheme.scale_name is not None:

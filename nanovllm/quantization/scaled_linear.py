@@ -30,7 +30,7 @@ def scaled_linear(
 def best_scaled_split_k(
     values: torch.Tensor, scales: torch.Tensor, num_rows: int, max_split_k: int, max_rows: int | None = None
 ) -> int:
-    """Into how many partial sums, at most `max_split_k`, `scaled_linear` had best split a product along its inputs.
+    """The best number of partial sums, at most `max_split_k`, for `scaled_linear` to split a product along its inputs.
 
     A product of more than one row and more than `max_rows` is not split.
     """

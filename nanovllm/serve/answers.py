@@ -20,7 +20,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def dump_json(content: Any, num_levels: int = 0) -> bytes:
-    """Half of a surrogate pair, which only a client can have sent, becomes a question mark.
+    """JSON as bytes. Half of a surrogate pair, which only a client can have sent, becomes a question mark.
 
     num_levels: the items of so many outer levels are encoded one by one. Other threads can run in between.
     """
@@ -142,7 +142,7 @@ class Answer:
         return chunk | {"usage": usage} if self.body.includes_usage else chunk
 
     def _usage(self, num_completion_tokens: int, prompt_index: int | None = None) -> dict[str, Any]:
-        """Of one answer to a prompt, or of all answers."""
+        """The usage of one answer to a prompt, or of all answers."""
         requests = self.requests if prompt_index is None else [self.requests[prompt_index]]
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         return {

@@ -46,7 +46,7 @@ class ThinkingBlock(TypedDict):
 
 
 class RedactedThinkingBlock(TypedDict):
-    """Of another server's answer: nothing that can be read here."""
+    """A part of another server's answer that can't be read here."""
 
     type: Literal["redacted_thinking"]
 
@@ -209,7 +209,7 @@ class MessagesAnswer(chat.ChatAnswer):
         return head | {"content": content}
 
     def _blocks(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """Of a message, or of a delta."""
+        """The blocks of a message, or of a delta."""
         blocks = []
         if thinking := message.get("reasoning_content"):
             # without a signature, clients do not send the block back

@@ -83,7 +83,7 @@ def create_app(
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Of the framework: an unknown path, a wrong method, a body that it can't read."""
+    """Answer an error of the framework: an unknown path, a wrong method, a body that it can't read."""
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, (ValueError, RecursionError)):
         return ErrorResponse(unreadable_body(error.__cause__))
@@ -92,7 +92,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> list[str]:
-    """What the path can be asked with."""
+    """The methods that the path has."""
     scopes = {method: {**request.scope, "method": method} for method in ("DELETE", "GET", "PATCH", "POST", "PUT")}
     routes = request.app.routes
     found = [name for name, scope in scopes.items() if any(x.matches(scope)[0] is Match.FULL for x in routes)]
@@ -256,7 +256,7 @@ class Api:
 
     @staticmethod
     def _fail(requests: Sequence[AsyncRequest]) -> None:
-        """Their time is over."""
+        """End requests that took longer than the server allows."""
         for request in requests:
             request.fail(RequestTimeoutError())
 
@@ -301,7 +301,7 @@ class Api:
         return await self.answer(body, request, answer())
 
     async def answer(self, body: Body, request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
-        """What `work` returns. It is cancelled if the client goes away, and after the time that a request may take."""
+        """Do `work`, and return its result. It is cancelled if the client goes away or the request takes too long."""
         try:
             return json_response(await while_connected(request.receive, work, self.settings.request_timeout))
         except Exception as error:

@@ -66,7 +66,7 @@ class AsyncLLM(EngineClient):
         return [self.engine.scheduler.stats()]
 
     def _deliver(self) -> None:
-        """What has arrived since the last call."""
+        """Give the requests what has arrived for them since the last call."""
         self._told = None
         for collector in self._collectors.values():
             output = StepOutput()

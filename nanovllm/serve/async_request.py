@@ -28,7 +28,7 @@ class AsyncRequest:
 
     @property
     def request_id(self) -> int:
-        """The engine's."""
+        """The request's id in the engine."""
         return self.request.request_id
 
     @property
@@ -135,7 +135,7 @@ class PartialAnswer:
         self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
 
     def output(self) -> CompletionOutput:
-        """Has lists of its own, so it does not change when more arrives."""
+        """The answer so far. It has lists of its own, so it does not change when more arrives."""
         self.texts = ["".join(self.texts)]
         return CompletionOutput(
             self.index,

@@ -8,7 +8,7 @@ from nanovllm.features.beam_search import BeamRequest
 
 
 class BeamCompletion(BeamRequest):
-    """Its output is that of `n` answers. For the limits of a server, a search is one answer."""
+    """A beam search whose output is that of `n` answers. For the limits of a server, it is one answer."""
 
     def output(self) -> RequestOutput:  # type: ignore[override]
         found = super().output()

@@ -66,7 +66,7 @@ class AnswerParser:
         self.num_calls = 0
 
     def feed(self, text: str, is_last: bool) -> dict[str, Any]:
-        """Those of "reasoning", "content" and "tool_calls" for which there is something new.
+        """The entries "reasoning", "content" and "tool_calls", those of them that have something new.
 
         "reasoning_content" is an older name of "reasoning".
         """
@@ -205,7 +205,7 @@ def _message(message: Message, index: int) -> dict[str, Any]:
 
 
 def _text(content: str | list[dict[str, Any]] | None) -> str:
-    """Of a message, whose parts the template has accepted."""
+    """The text of a message, whose parts the template has accepted."""
     return "\n".join([part["text"] for part in content]) if isinstance(content, list) else content or ""
 
 

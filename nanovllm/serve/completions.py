@@ -79,7 +79,7 @@ class CompletionAnswer(Answer):
         }
 
     def _number(self, prompt_index: int, answer_index: int) -> int:
-        """Of a choice: all answers to the first prompt come before those to the second."""
+        """The number of a choice: all answers to the first prompt come before those to the second."""
         return prompt_index * (self.body.n or 1) + answer_index
 
     def _logprobs(
@@ -100,7 +100,7 @@ class CompletionAnswer(Answer):
 
 
 def _without_tokens(answer: Any) -> Any:
-    """For `max_tokens=0` with `echo`: the prompt alone. The engine has generated a token, as it always does."""
+    """The prompt alone, for `max_tokens=0` with `echo`. The engine has generated a token, as it always does."""
     logprobs: list | None = None if answer.logprobs is None else []
     reason = answer.finish_reason and "length"
     return replace(answer, text="", token_ids=[], logprobs=logprobs, finish_reason=reason, stop_reason=None)

@@ -235,7 +235,7 @@ class EngineClient(ABC):
         return await self._in_thread(self._pool, decode)
 
     async def _in_lane(self, call: Callable[[PromptLane], T]) -> T:
-        """What `call` returns, in a thread of the lane that the length of its text needs. It may be called twice."""
+        """Run `call` in a thread of the lane that the length of its text needs. It may be called twice."""
         try:
             return await self._in_thread(self._pool, partial(call, self._lane))
         except LongTextError:
@@ -247,7 +247,7 @@ class EngineClient(ABC):
         return PromptLane(self.input_processor, takes_long_texts=True)
 
     async def _in_thread(self, pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
-        """What `call` returns in a thread of `pool`. EngineDeadError if the engine ends before that."""
+        """Run `call` in a thread of `pool`. EngineDeadError if the engine ends before it returns."""
 
         def checked_call() -> T:
             self.check_open()

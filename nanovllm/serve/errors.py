@@ -39,7 +39,7 @@ class ApiError(Exception):
         return {"retry-after": str(RETRY_SECONDS)} if self.status in (429, 503) else {}
 
     def body(self, path: str = "") -> dict:
-        """As a client of the API at this path reads it."""
+        """The body of the response, as a client of the API at this path reads it."""
         kind = TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")
         if MESSAGES_PATH in path:
             error = {"type": MESSAGES_TYPES.get(self.status, kind), "message": self.message}
@@ -88,7 +88,7 @@ def _bad_request(message: str, fields: Container[str]) -> ApiError:
 
 
 def unreadable_body(cause: BaseException | None) -> ApiError:
-    """Of a body that Python's JSON parser has given up."""
+    """The error for a body that Python's JSON parser has given up."""
     message = "the body is not valid JSON: a number has too many digits"
     if isinstance(cause, UnicodeDecodeError):
         byte = cause.object[cause.start]
@@ -111,7 +111,7 @@ def too_deep(error: Exception, body: bytes) -> Exception:
 
 
 def validation_error(errors: Sequence[dict]) -> ApiError:
-    """Of what pydantic has found, the first; a field may have several, one for each type that it could have."""
+    """The first error that pydantic has found; a field may have several, one for each type that it could have."""
     first = errors[0]
     # without "body", and without the names of alternatives, which are classes of ours
     path = [str(part) for part in first["loc"][1:] if not str(part).endswith("Body")]

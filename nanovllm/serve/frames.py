@@ -97,7 +97,7 @@ class View:
                 seq.tokens += 1
 
     def copy(self) -> "View":
-        """One that does not change when this one does."""
+        """A copy that does not change when this view does."""
         view = copy(self)
         view.seqs = {name: copy(seq) for name, seq in self.seqs.items()}
         for seq in view.seqs.values():

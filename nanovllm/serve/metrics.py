@@ -68,12 +68,12 @@ class Metrics:
             llm.engine.core.on_step.append(self._observe_step)
 
     async def text(self) -> bytes:
-        """In the text format of Prometheus."""
+        """The metrics in the text format of Prometheus."""
         self._stats = await self._llm.stats()
         return generate_latest(self._registry)
 
     def observe(self, request: AsyncRequest) -> None:
-        """A request has ended. If it was dropped, its times say nothing about the engine."""
+        """Count a request that has ended. If it was dropped, its times say nothing about the engine."""
         times = request.final.metrics if request.final is not None else None
         if times is None or times.first_token_time is None or times.finished_time is None:
             self._aborted.inc(request.num_answers)

@@ -51,7 +51,7 @@ IGNORED = IgnoredFields()
 
 
 def only(*allowed: Any) -> AfterValidator:
-    """For a field that can't have an effect here: it may have these values, which mean nothing, or be null."""
+    """The type of a field that can't have an effect here: it may have these values, or be null."""
 
     def check(value: Any) -> Any:
         if value not in allowed:
@@ -103,7 +103,7 @@ class ResponseFormat(Item):
 
 
 class TextBody(Body):
-    """How its text becomes tokens."""
+    """The fields that say how the text of a body becomes tokens."""
 
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
@@ -111,7 +111,7 @@ class TextBody(Body):
 
 
 class GenerationBody(TextBody):
-    """What both ways to generate have in common. None is the model's or the engine's default."""
+    """The fields that both ways to generate have in common. None is the model's or the engine's default."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -220,7 +220,7 @@ class Message(Item):
 
 
 class ChatFields(BaseModel):
-    """What makes the prompt of a conversation."""
+    """The fields that make the prompt of a conversation."""
 
     messages: list[Message] = Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
     tools: Annotated[list[Tool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)] | None = None

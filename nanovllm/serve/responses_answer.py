@@ -83,7 +83,7 @@ class ResponsesAnswer(ChatAnswer):
         return data
 
     def _encoded(self, events: Iterable[Event]) -> bytes:
-        """Each is encoded before the next is made, which may change the same item."""
+        """Each event is encoded before the next one is made, which may change the same item."""
         return b"".join([server_sent_event(event, self._num_levels, event["type"]) for event in events])
 
     def _event(self, name: str, /, **fields: Any) -> Event:
@@ -115,7 +115,7 @@ class ResponsesAnswer(ChatAnswer):
             yield from self._close(self._status)
 
     def _place(self) -> dict[str, Any]:
-        """Of the last item."""
+        """The place of the last item."""
         return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
 
     def _item_event(self, name: str) -> Event:
@@ -172,7 +172,7 @@ class ResponsesAnswer(ChatAnswer):
     # -- the response --------------------------------------------------------------------------------------------------
 
     def _response(self) -> dict[str, Any]:
-        """As far as it has arrived."""
+        """The response, as far as it has arrived."""
         params = self.requests[0].request.params
         return {
             "id": self.id,

@@ -58,7 +58,7 @@ class Conversation(ChatBody):
 
 
 class ResponseStore:
-    """(response, items of the conversation before it), both as JSON, by the response's id.
+    """Keeps (response, items of the conversation before it), both as JSON, by the response's id.
 
     The least recently used go when there are too many or they are too long. Belongs to the event loop's thread.
     """
@@ -182,7 +182,7 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _text(content: Any, index: int) -> str:
-    """Of a string, or of parts that have text."""
+    """The text of a string, or of parts that have text."""
     parts = content if isinstance(content, list) else [] if content is None else [{"text": content}]
     texts: list[Any] = [part.get("text", part.get("refusal")) if isinstance(part, dict) else None for part in parts]
     if not all(isinstance(text, str) for text in texts):

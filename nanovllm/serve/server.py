@@ -84,7 +84,7 @@ def run_server(llm: EngineClient, settings: ServerSettings, model: str, listener
     server = make_server(llm, settings, model)
 
     def end(*_) -> None:
-        """Before uvicorn has its own handlers; and again afterwards, as it drains and then raises the signal again."""
+        """Called before uvicorn has its handlers, and after it has drained, as it then raises the signal again."""
         server.should_exit = True
 
     handlers = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}

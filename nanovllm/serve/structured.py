@@ -25,7 +25,7 @@ def with_own_field(error: ApiError, body: GenerationBody) -> ApiError:
 
 
 def _structures(body: GenerationBody) -> dict[str, dict[str, Any]]:
-    """By the name of the field that states it."""
+    """The structures of the answer, by the names of the fields that state them."""
     calls = _of_tool_choice(body) if isinstance(body, ChatBody) else None
     found = {"structured_outputs": body.structured_outputs}
     for kind in ("json", "regex", "choice", "grammar"):

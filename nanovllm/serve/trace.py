@@ -131,7 +131,7 @@ class StepRecorder:
         return [base.key_frame(), *frames], last
 
     def json_since(self, last: int) -> tuple[str, int]:
-        """The same as JSON; "" without new frames. Readers that ask for the same frames share the encoding."""
+        """`frames_since` as JSON; "" without new frames. Readers that ask for the same frames share the encoding."""
         begin, end, text = self._encoded
         if last != begin or end != self._first + len(self._frames) - 1:
             frames, end = self.frames_since(last)

@@ -18,7 +18,7 @@ class ClientTurns:
         self._turns: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()  # those in use
 
     async def run(self, call: Callable[[], Awaitable[T]]) -> T:
-        """What `call` returns. It keeps its turn until it has ended, as a thread goes on if its client has gone."""
+        """Run `call`. It keeps its turn until it has ended, as a thread goes on if its client has gone."""
         turn = self._turns.setdefault(CLIENT.get(), asyncio.Semaphore(self._num_turns))
         await turn.acquire()
         task = asyncio.ensure_future(call())

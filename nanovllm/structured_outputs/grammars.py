@@ -69,7 +69,7 @@ class Grammars:
 
 
 def _grammar_of(kind: str, content: Any) -> str:
-    """In the form in which llguidance takes all kinds."""
+    """The structure in the form in which llguidance takes all kinds."""
     from llguidance import LLMatcher
 
     if kind == "regex":

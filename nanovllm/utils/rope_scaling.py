@@ -33,8 +33,8 @@ def scaled_frequencies(
 
 
 def _llama3_frequencies(inv_freq: torch.Tensor, rope: dict) -> torch.Tensor:
-    """Those of Llama 3.1: slow pairs turn slower by a factor, and fast ones, which turn often in the length of the
-    training, as before; what is between is interpolated.
+    """The frequencies of Llama 3.1: slow pairs turn slower by a factor, and fast ones as before; what is between is
+    interpolated. A pair is fast that turns often in the length of the training.
     """
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     num_turns = rope["original_max_position_embeddings"] / (2 * math.pi / inv_freq)
@@ -43,7 +43,7 @@ def _llama3_frequencies(inv_freq: torch.Tensor, rope: dict) -> torch.Tensor:
 
 
 def _yarn_frequencies(raw: Mapping, head_dim: int, theta: float, rope: dict) -> tuple[torch.Tensor, float]:
-    """By transformers, whose import takes seconds."""
+    """The frequencies of YaRN, as transformers computes them; its import takes seconds."""
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

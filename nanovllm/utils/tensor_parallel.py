@@ -23,7 +23,7 @@ class PartialSum:
         self.parts, self.split_k, self.device = parts, split_k, parts.device
 
     def __len__(self) -> int:
-        """T."""
+        """T, the number of rows."""
         return self.parts.shape[-2]
 
     @property
@@ -81,7 +81,7 @@ class TensorParallel:
         return PartialSum(self.all_reduce(compute(None)), split_k)
 
     def max_split_k(self, num_rows: int) -> int:
-        """Of how many parts a summand of `sum` may consist."""
+        """How many parts a summand of `sum` may have at most."""
         return 4 if self.size == 1 else 1
 
     def gather(
@@ -106,7 +106,7 @@ class TensorParallel:
         return keys
 
     def barrier(self, device: torch.device) -> None:
-        """What is queued on the device afterwards waits until all ranks are here, as at the end of each forward."""
+        """Make what is queued on the device from now on wait for all ranks, as at the end of each forward."""
         self.all_reduce_max(torch.empty(0, dtype=torch.int64, device=device))
 
     def check(self) -> None:
@@ -122,5 +122,5 @@ class TensorParallel:
         """Leave the other ranks; no queued work may need them any more."""
 
     def leave_in_child(self) -> None:
-        """In a forked child: the other ranks and all that connects to them belong to the parent."""
+        """Forget the other ranks in a forked child: they, and all that connects to them, belong to the parent."""
         self.lost = True

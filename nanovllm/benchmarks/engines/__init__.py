@@ -37,7 +37,7 @@ def run_engines(names: list[str], functions: Engines, model: str, settings: dict
 
 
 def versions(engines: Iterable[str]) -> str:
-    """Those of the engines and of what they run on, and the environment variables that change what vLLM does."""
+    """The versions of the engines and of what they run on, and the environment variables that vLLM reads."""
     found = []
     for package in (*engines, "torch", "triton"):
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -255,7 +255,7 @@ class RayLLM:
 
 
 def _refused(prompt: Prompt, message: str) -> RequestOutput:
-    """The output for a request that was not made; it has no number."""
+    """The output for a request that was not made; it has no id."""
     answer = CompletionOutput(0, "", [], None, None, "error", message)
     text = prompt if isinstance(prompt, str) else None
     return RequestOutput(-1, text, [], [answer], True, 0, None, RequestMetrics(time(), None, None, None))

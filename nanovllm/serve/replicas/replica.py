@@ -165,7 +165,7 @@ class Replica:
         return deltas, finals
 
     def _end_answers(self, request_id: int, count: int) -> bool:
-        """So many answers of a request have ended. True if they were the last ones; it is forgotten then."""
+        """Count answers of a request that have ended. True if they were the last ones; it is forgotten then."""
         with self._changed:
             if request_id not in self._num_unfinished:  # discarded meanwhile
                 return False
@@ -179,7 +179,7 @@ class Replica:
             return self._requests.pop(request_id, None) is not None
 
     def _check_ranks(self) -> None:
-        """One may have died while there was nothing to do."""
+        """Notice a rank that has died while there was nothing to do."""
         try:
             self._engine_thread.check_open()
         except RuntimeError as error:

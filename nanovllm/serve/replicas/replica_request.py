@@ -58,7 +58,7 @@ class ReplicaRequest(AsyncRequest):
 
     @property
     def order(self) -> tuple:
-        """The scheduling policy's; unique, and the least comes first."""
+        """The request's place in the order of the scheduling policy: unique, and the least comes first."""
         return self.request.group[0].order
 
     @property
