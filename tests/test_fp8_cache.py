@@ -420,12 +420,6 @@ def test_the_bytes_of_a_cache(make_llm):
     assert "tokens in fp8," in repr(fp8) and "tokens," in repr(plain)
 
 
-@pytest.mark.parametrize("value", ["int8", "fp8_e5m2", None, torch.float8_e4m3fn])
-def test_refused(value):
-    with pytest.raises(ValueError, match=r"kv_cache_dtype=.*: must be one of 'auto', 'fp8'"):
-        Config(TINY, kv_cache_dtype=value)
-
-
 def test_refused_by_flash(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)

@@ -11,7 +11,6 @@ from conftest import generate_by_steps, step_error
 from simulation import SimulatedEngine, rows
 
 from nanovllm import BeamSearchParams, SamplingParams, SchedulingPolicy
-from nanovllm.engine.policies import Priority
 from nanovllm.engine.scheduler import MAX_STEPS_WITHOUT_ADMISSION
 from nanovllm.engine.scheduling_policy import FCFS, MIN_SHARED_CHUNK, TokenBudget, WaitingQueue
 from nanovllm.engine.sequence import Sequence
@@ -464,29 +463,6 @@ def test_beams_have_the_priority_of_their_request(make_llm, monkeypatch):
     assert [output.outputs for output in with_priority] == [output.outputs for output in again]
 
 
-@pytest.mark.parametrize(
-    "priority, error, message",
-    [
-        ([1], ValueError, "priority: has 1 integers for 2 prompts"),
-        ([], ValueError, "priority: has 0 integers for 2 prompts"),
-        (1, TypeError, "priority=1: must be a list with one integer for each prompt"),
-        ("12", TypeError, "priority='12': must be a list"),
-        ([0, 1.5], TypeError, "priority=1.5: must be an integer"),
-        ([0, True], TypeError, "priority=True: must be an integer"),
-        ([0, None], TypeError, "priority=None: must be an integer"),
-        ([0, 2**63], ValueError, "priority=9223372036854775808: must be at most"),
-    ],
-)
-def test_a_wrong_priority(make_llm, priority, error, message):
-    llm = make_llm(scheduling_policy="priority")
-    for call in (llm.generate, llm.stream):
-        with pytest.raises(error, match=message.replace("(", r"\(")):
-            call([[5], [6]], SamplingParams(max_tokens=1), priority=priority)
-    with pytest.raises(error, match=message):
-        llm.beam_search([[5], [6]], BeamSearchParams(beam_width=2, max_tokens=1), priority=priority)
-    assert llm.is_finished() and not llm.scheduler.live
-
-
 @pytest.mark.parametrize("policy", ["fcfs", FCFS()])
 def test_fcfs_refuses_priorities(make_llm, policy):
     llm = make_llm(scheduling_policy=policy)
@@ -496,20 +472,6 @@ def test_fcfs_refuses_priorities(make_llm, policy):
         llm.generate([[5], [6]], priority=[0, -1])
     assert llm.is_finished()
     assert len(llm.generate([[5], [6]], SamplingParams(max_tokens=1), use_tqdm=False, priority=[0, 0])) == 2
-
-
-@pytest.mark.parametrize(
-    "policy, error, message",
-    [
-        ("lifo", ValueError, "scheduling_policy='lifo': must be one of fcfs, priority, or an object"),
-        (None, TypeError, "scheduling_policy=None: must be a name or an object with a method `priority_key`"),
-        (ShortestFirst, TypeError, "must be a name or an object"),  # the class and not an instance
-        (Priority, TypeError, "must be a name or an object"),
-    ],
-)
-def test_a_wrong_policy(make_llm, policy, error, message):
-    with pytest.raises(error, match=message):
-        make_llm(scheduling_policy=policy)
 
 
 @pytest.mark.parametrize(

@@ -161,14 +161,6 @@ def test_fewer_key_value_heads_than_ranks(make_llm, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "size, what", [(3, "must be one of 1, 2, 4, 8"), (0, "must be at least 1"), (16, "must be one of")]
-)
-def test_sizes_that_there_are_not(size, what):
-    with pytest.raises(ValueError, match=rf"tensor_parallel_size={size}: {what}"):
-        LLM("tiny-qwen3", device="cpu", tensor_parallel_size=size)
-
-
-@pytest.mark.parametrize(
     "change, what",
     [
         ({"num_attention_heads": 6}, r"does not divide the query heads \(6\)"),
