@@ -412,8 +412,7 @@ def test_on_a_gpu(make_llm, prompts, alone, settings):
 def test_the_bytes_of_a_cache(make_llm):
     """Of 32 numbers in float32 and in e4m3 with a scale in bfloat16; the device's budget holds so many more."""
     plain, fp8 = (make_llm(kv_cache_dtype=x) for x in ("auto", "fp8"))
-    runner = fp8.model_runner
-    tensors = runner.kv_cache, *runner.kv_scales
+    (tensors,) = fp8.model_runner.caches.values()
     num_heads = 4 * 4 * 256 * fp8.config.num_kvcache_blocks  # layers, heads of each, tokens
     assert sum(x.nbytes for x in tensors) == num_heads * 2 * (32 + 2) <= 2**30
     assert fp8.config.num_kvcache_blocks == plain.config.num_kvcache_blocks * 128 // 34

@@ -13,7 +13,7 @@ from conftest import assert_close
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
-from nanovllm.attention.triton import TritonBackend, query_tiles
+from nanovllm.attention.triton import TritonBackend
 from nanovllm.config import ModelConfig
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
@@ -455,8 +455,9 @@ def test_attention_from_qkv(monkeypatch, use_ops, path, has_norm):
     if path != "plain":
         use_ops("norm_rope_and_store")
         layer.backend = TritonBackend()
+        layer.backend.set_head_shape(heads // kv_heads, DIM, torch.float32)
         monkeypatch.setattr(layer.backend.ops, "fuses_qk_norm_rope", lambda *_: path == "fused kernels")
-    layer.kv_cache = KVCache(torch.zeros(2, 4, block_size, kv_heads, DIM))
+    layer.cache = KVCache(torch.zeros(2, 4, block_size, kv_heads, DIM))
     tables = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
     weights = (torch.rand(DIM) + 0.5, torch.rand(DIM) + 0.5) if has_norm else (None, None)
     rotary_emb = RotaryEmbedding(tuple(100.0 ** (-torch.arange(0, DIM, 2) / DIM)), 1.0, 32)
@@ -467,6 +468,7 @@ def test_attention_from_qkv(monkeypatch, use_ops, path, has_norm):
         slots = [table[p // block_size] * block_size + p % block_size for table, p in zip(tables, positions)]
         num_new = [len(p) for p in positions]
         last = [int(p[-1]) + 1 for p in positions]
+        tiles = {} if path == "plain" else layer.backend.prepare_chunks(num_new[num_decodes:], num_decodes)
         context = Context(
             num_decodes=num_decodes,
             slot_mapping=torch.cat(slots).int(),
@@ -475,7 +477,7 @@ def test_attention_from_qkv(monkeypatch, use_ops, path, has_norm):
             max_context_len=max(last),
             max_seqlen_q=max(num_new),
             cu_seqlens_q=torch.tensor([0, *num_new]).cumsum(0).int() if num_decodes < len(rows) else None,
-            backend_arrays={"query_tiles": torch.from_numpy(query_tiles(num_new[num_decodes:], num_decodes, 64)).int()},
+            backend_arrays={name: torch.from_numpy(x).int() for name, x in tiles.items()},
         )
         qkv = torch.cat([qkv[row] for qkv, row in zip(qkvs, rows)]).flatten(1)
         with attention_context(context):

@@ -28,6 +28,12 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LAYER = "model.layers.1."
 
 
+def cache_of(llm) -> torch.Tensor:
+    """[2, layers, blocks, block_size, kv_heads, head_dim]"""
+    ((cache,),) = llm.model_runner.caches.values()
+    return cache
+
+
 @pytest.fixture(scope="module")
 def tensors() -> dict[str, torch.Tensor]:
     return load_file(Path(TINY) / "model.safetensors")
@@ -271,7 +277,7 @@ def test_relative_path(make_llm, monkeypatch, tmp_path):
     os.chdir("/")
     assert llm.config.model == llm.config.tokenizer == str(tmp_path / "model")
     assert llm.get_default_sampling_params().top_k == 20
-    assert llm.config.num_kvcache_blocks == llm.model_runner.kv_cache.shape[2] > 0
+    assert llm.config.num_kvcache_blocks == cache_of(llm).shape[2] > 0
 
 
 # -- what the caller does to PyTorch -----------------------------------------------------------------------------------
@@ -349,7 +355,7 @@ def test_loading_in_two_threads(make_llm, monkeypatch):
         engines = list(pool.map(lambda dtype: make_llm(dtype=dtype), dtypes))
     for llm, dtype in zip(engines, dtypes):
         assert {parameter.dtype for parameter in llm.model_runner.model.parameters()} == {dtype}
-        assert llm.model_runner.kv_cache.dtype == llm.config.model_config.dtype == dtype
+        assert cache_of(llm).dtype == llm.config.model_config.dtype == dtype
     assert seen == [torch.float32] * 2
 
 

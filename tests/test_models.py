@@ -157,7 +157,7 @@ def logits_of_rank(
     load_model(model, Path(folder), torch.device("cpu"))
     for layer in model.modules():
         if isinstance(layer, Attention):
-            layer.kv_cache = KVCache(torch.zeros(2, 1, MAX_LEN, layer.num_kv_heads, layer.head_dim))
+            layer.cache = KVCache(torch.zeros(2, 1, MAX_LEN, layer.num_kv_heads, layer.head_dim))
     positions = torch.arange(num_tokens, dtype=torch.int32)
     starts, table = torch.tensor([0, num_tokens], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     context = Context(0, positions, starts[1:], table, num_tokens, num_tokens, starts)

@@ -154,7 +154,7 @@ def test_fewer_key_value_heads_than_ranks(make_llm, tmp_path_factory):
     runs = []
     for size in (1, 4):  # a vocabulary of 511 a rank: the noise is made for four ids at once
         llm = make_llm(str(folder), tensor_parallel_size=size)
-        assert llm.model_runner.attention_layers[0].num_kv_heads == max(1, 2 // size)
+        assert next(iter(llm.model_runner.cache_groups)).num_kv_heads == max(1, 2 // size)
         runs.append([answer["token_ids"] for answer in llm.generate(prompts, params, use_tqdm=False)])
         llm.exit()
     assert runs[1] == runs[0]

@@ -19,6 +19,7 @@ class TritonBackend(AttentionBackend):
         from nanovllm.kernels import ops
 
         self.ops = ops
+        self.tile_sizes: dict[tuple[int, int], int] = {}  # by group and head_dim
 
     @staticmethod
     def runs_on_cpu():
@@ -29,7 +30,8 @@ class TritonBackend(AttentionBackend):
         out, n = torch.empty_like(q), context.num_decodes
         lengths, tables = context.context_lens, context.block_tables
         if context.has_chunks:
-            starts, tiles = context.cu_seqlens_q, context.backend_arrays["query_tiles"]
+            size = self.tile_sizes[q.shape[1] // cache.k.shape[2], q.shape[2]]
+            starts, tiles = context.cu_seqlens_q, context.backend_arrays[f"query_tiles_{size}"]
             self.ops.prefill_attention(q, cache.k, cache.v, starts, lengths, tables, tiles, out, cache.scales)
         if n:
             args = q[:n], cache.k, cache.v, lengths[:n], tables[:n], context.max_context_len
@@ -38,13 +40,15 @@ class TritonBackend(AttentionBackend):
         return out
 
     def set_head_shape(self, group, head_dim, dtype):
-        self.tile_size = self.ops.query_tile_size(group, head_dim, dtype)
+        self.tile_sizes[group, head_dim] = self.ops.query_tile_size(group, head_dim, dtype)
 
     def prepare_chunks(self, chunk_lens, first_row):
-        return {"query_tiles": query_tiles(chunk_lens, first_row, self.tile_size)}
+        sizes = {*self.tile_sizes.values()}
+        return {f"query_tiles_{size}": query_tiles(chunk_lens, first_row, size) for size in sizes}
 
     def array_shapes(self, num_tokens, num_chunks):
-        return (("query_tiles", (num_tokens // self.tile_size + num_chunks, 2)),)
+        sizes = {*self.tile_sizes.values()}
+        return tuple((f"query_tiles_{size}", (num_tokens // size + num_chunks, 2)) for size in sizes)
 
     def attend_qkv(self, qkv, qk_norm_rope, cache, context):
         """Few sequences that decode are one kernel."""

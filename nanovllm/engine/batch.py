@@ -4,7 +4,7 @@ The host turns the scheduler's counts into arrays here. The buffer then crosses 
 same views are taken of the copy. What runs on the device knows of no sequences.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from math import prod
@@ -41,7 +41,7 @@ class BatchShape(NamedTuple):
 
     num_sampled: int = 0  # sequences that get tokens, without padding
     num_new_requests: int = 0  # sampled for the first time since they were admitted
-    num_block_copies: int = 0  # cache blocks that sequences no longer share, copied before the forward pass
+    num_block_copies: int = 0  # of cache blocks and states, before the forward pass
     feature_shapes: tuple[tuple[str, ArrayShapes], ...] = ()  # the arrays of each that the step uses
 
     @property
@@ -89,11 +89,12 @@ class Batch(Generic[Array]):
     cu_seqlens_q: Array = _view(lambda s: (s.num_seqs + 1,), chunks_only=True)
     logits_indices: Array = _view(lambda s: (s.num_samples,), chunks_only=True)  # the tokens that are sampled, and
     sampled_rows: Array = _view(lambda s: (s.num_samples,), chunks_only=True)  # their sequences
+    state_rows: Array = _view(lambda s: (2, s.num_seqs), chunks_only=True)  # read and written: see layers/state.py
     num_decodes: Array = _view(lambda s: (1,), chunks_only=True)  # for CUDA graphs, whose shape has an upper bound
     params: Array = _view(lambda s: (s.num_new_requests, WIDTH), chunks_only=True)  # new requests are sampled last
     new_block_tables: Array = _view(lambda s: (s.num_new_requests, s.max_blocks_per_seq), chunks_only=True)
 
-    block_copies: Array = _view(lambda s: (2, s.num_block_copies))  # cache blocks to copy from, and to copy to
+    block_copies: Array = _view(lambda s: (2, s.num_block_copies))  # from, to; states have ids after those of blocks
     feature_arrays: dict[str, dict[str, Array]] = field(default_factory=dict)  # of `StepFeature.prepare`
     backend_arrays: dict[str, Array] = field(default_factory=dict)  # of `AttentionBackend.prepare_chunks`
 
@@ -204,7 +205,7 @@ def prepare_batch(
     for i, *new_block in step.new_blocks:
         batch.new_blocks[i] = new_block
     if step.chunks:
-        _fill_chunks(batch, step, block_size)
+        _fill_chunks(batch, step, block_size, pad_req_index)
         _fill_params(batch.params, new)
         _fill_tables(batch.new_block_tables, new)
     if step.copies:
@@ -226,7 +227,7 @@ def _fill(array: np.ndarray, values: Any, padding: int) -> None:
     array[len(values) :] = padding
 
 
-def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int) -> None:
+def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, pad_req_index: int) -> None:
     """The rows and tokens of chunks, which follow those of decodes, and what says where they are."""
     k, n = step.tokens_per_row, step.num_decodes * step.tokens_per_row
     lengths = np.array([1] * n + step.chunk_lens)
@@ -235,8 +236,12 @@ def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int) -> None
     batch.num_decodes[:] = n
     batch.cu_seqlens_q[0] = 0
     _fill(batch.cu_seqlens_q[1:], ends, padding=T)
-    _fill(batch.context_lens[n:], [end for _, _, end in step.chunks], padding=0)
-    _fill_tables(batch.block_tables[n:], [seq for seq, _, _ in step.chunks])
+    seqs, _, chunk_ends = zip(*step.chunks)
+    _fill(batch.context_lens[n:], chunk_ends, padding=0)
+    _fill_tables(batch.block_tables[n:], seqs)
+    of_decodes = np.repeat(step.req_indices, k)
+    for rows, of_chunks in zip(batch.state_rows, (step.state_rows, [seq.req_index for seq in seqs])):
+        _fill(rows, np.concatenate((of_decodes, of_chunks)), pad_req_index)
     for (seq, start, end), last in zip(step.chunks, ends[n:].tolist()):
         batch.input_ids[last - (end - start) : last] = seq.token_ids[start:end]
     batch.input_ids[T:] = 0
@@ -251,7 +256,7 @@ def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int) -> None
     _fill(batch.logits_indices, ends[sampled] - 1, padding=0)
 
 
-def _fill_tables(tables: np.ndarray, seqs: list[Sequence]) -> None:
+def _fill_tables(tables: np.ndarray, seqs: Iterable[Sequence]) -> None:
     """Write the sequences' block tables, and zeros after each."""
     tables[:] = 0
     for table, seq in zip(tables, seqs):

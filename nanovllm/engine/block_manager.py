@@ -111,6 +111,19 @@ class BlockManager:
             if self.hash_to_block_id.setdefault(block.hash, block.block_id) != block.block_id:
                 self.duplicates.setdefault(block.hash, set()).add(block.block_id)
 
+    def take_copies(self) -> dict[int, int]:
+        """The `copies` so far, for the step that is about to be scheduled; what it adds is for the next one."""
+        copies, self.copies = self.copies, {}
+        return copies
+
+    def chunk_end(self, seq: Sequence, end: int) -> int:
+        """Where a chunk of a prompt ends that may go up to `end`. With layers that keep a state it may be earlier."""
+        return end
+
+    def state_row(self, seq: Sequence) -> int:
+        """The row of the state that the next chunk of `seq` begins with; layers without a state do not read it."""
+        return seq.req_index
+
     def deallocate(self, seq: Sequence) -> None:
         """Release the blocks of `seq`, the last first: the first blocks of a prefix are the most useful to keep."""
         for block_id in reversed(seq.block_table):

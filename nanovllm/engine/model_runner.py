@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from nanovllm.engine.request_tables import RequestTables, accept, place_decodes
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.step_result import ForwardOutput, PendingStep, SamplerInput
 from nanovllm.kernels.sampling_columns import WIDTH
-from nanovllm.layers.attention import Attention, cache_format
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import make_backend
 from nanovllm.layers.logits import SamplingRows, logit_cutoffs, seeds
 from nanovllm.layers.sampler import Sampler
@@ -57,15 +57,21 @@ class ModelRunner:
         memory_before = torch.cuda.memory_allocated(self.device) if is_cuda else 0
         self.model = self._load_model()
         lap("weights")
-        self.attention_layers = [module for module in self.model.modules() if isinstance(module, Attention)]
+        self.cache_groups: dict[Any, list[nn.Module]] = {}  # by spec: see layers/kv_cache.py
+        for layer in self.model.modules():
+            if hasattr(layer, "cache_spec"):
+                self.cache_groups.setdefault(layer.cache_spec(), []).append(layer)
+            if isinstance(layer, Attention):
+                self.backend.set_head_shape(layer.num_heads // layer.num_kv_heads, layer.head_dim, config.dtype)
+        self.caches: dict[Any, list[torch.Tensor]] = {}  # the tensors of each group
         self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
-        layer = self.attention_layers[0]
-        self.backend.set_head_shape(layer.num_heads // layer.num_kv_heads, layer.head_dim, config.dtype)
         self.pad_req_index = config.max_num_seqs
         registered = {name: feature.home for name, feature in FEATURES.items() if isinstance(feature.home, type)}
         if registered and self.tp.size > 1:
             raise ValueError(f"tensor_parallel_size={self.tp.size}: must be 1 with features of register_feature")
         self.tokens_per_row = 1 + max((feature.num_drafts for feature in registered.values()), default=0)
+        if self.tokens_per_row > 1 and self.num_state_rows:
+            raise ValueError(f"num_drafts={self.tokens_per_row - 1}: must be 0 with layers that keep a state")
         if self.tokens_per_row > config.kvcache_block_size:
             bound = f"{config.kvcache_block_size - 1}, one less than kvcache_block_size={config.kvcache_block_size}"
             raise ValueError(f"num_drafts={self.tokens_per_row - 1}: must be at most {bound}")
@@ -93,12 +99,13 @@ class ModelRunner:
 
     def size_kv_cache(self, available: int, limit: str) -> None:
         """Set how many cache blocks fit into so many bytes. ValueError, which begins with `limit`, for too few."""
-        config, block_bytes = self.config, sum(tensor.nbytes for tensor in self.cache_of(num_blocks=1))
-        num_blocks = self._min_of_ranks(available // block_bytes)
+        config, state_bytes = self.config, self.cache_bytes(num_blocks=0)
+        block_bytes = self.cache_bytes(num_blocks=1) - state_bytes
+        num_blocks = self._min_of_ranks((available - state_bytes) // block_bytes)
         if num_blocks < config.max_blocks_per_seq:
             raise ValueError(
                 f"max_model_len={config.max_model_len}: one sequence needs "
-                f"{config.max_blocks_per_seq * block_bytes / 2**30:.2f} GiB of cache, and {limit} "
+                f"{(config.max_blocks_per_seq * block_bytes + state_bytes) / 2**30:.2f} GiB of cache, and {limit} "
                 f"{available / 2**30:.2f} GiB; lower max_model_len, or set num_kvcache_blocks"
             )
         config.set_num_kvcache_blocks(num_blocks)
@@ -212,6 +219,7 @@ class ModelRunner:
             max_context_len=min(shape.max_blocks_per_seq * self.config.kvcache_block_size, self.config.max_model_len),
             max_seqlen_q=shape.max_seqlen_q,
             cu_seqlens_q=batch.cu_seqlens_q,
+            state_rows=batch.state_rows if shape.has_chunks else batch.req_indices.expand(2, -1),
             backend_arrays=batch.backend_arrays,
             num_decodes_on_device=batch.num_decodes if shape.is_padded else None,
         )
@@ -241,11 +249,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _copy_blocks(self, copies: np.ndarray) -> None:
-        """Copy cache blocks and their token ids; copies [2, C] int32 are the sources and the targets."""
-        sources, targets = torch.from_numpy(copies).to(self.device, non_blocking=True).long()
-        layers = (layer for tensor in (self.kv_cache, *self.kv_scales) for layer in tensor.flatten(0, 1))
-        for cache in (self._cached_token_ids, *layers):  # layer by layer: a gather needs memory
-            cache.index_copy_(0, targets, cache.index_select(0, sources))
+        """Copy cache blocks and their token ids, and states; copies [2, C] int32 are the sources and the targets."""
+        num_blocks = len(self._cached_token_ids)
+        for of_states in (False, True):
+            chosen = copies[:, (copies[0] >= num_blocks) == of_states] - of_states * num_blocks
+            if not chosen.size:
+                continue
+            sources, targets = torch.from_numpy(chosen).to(self.device, non_blocking=True).long()
+            tensors = (x for spec, found in self.caches.items() if spec.of_states == of_states for x in found)
+            layers = [layer for tensor in tensors for layer in tensor.flatten(0, 1)]
+            for cache in layers if of_states else (self._cached_token_ids, *layers):  # a gather needs memory
+                cache.index_copy_(0, targets, cache.index_select(0, sources))
 
     def _load_model(self) -> nn.Module:
         config = self.config.model_config
@@ -258,27 +272,31 @@ class ModelRunner:
         return model.eval()
 
     def allocate_kv_cache(self, num_blocks: int, num_layers: int | None = None) -> None:
-        """Allocate one tensor [2, layers, blocks, block_size, kv_heads, head_dim], of which each layer gets a part.
+        """Allocate the tensors of each group of layers, of which each layer gets a part.
 
-        A format of the cache may have scales besides. With `num_layers=1` all layers share one part, which is for steps
-        whose results do not matter.
+        With `num_layers=1` all layers of a group share one part, which is for steps whose results do not matter.
         """
-        # zeros: attention multiplies masked slots by 0, and a NaN in them would spread
-        cache = [zeros_on(self.device, tensor) for tensor in self.cache_of(num_blocks, num_layers)]
-        self.kv_cache, *self.kv_scales = cache
-        num_layers, num_slots = self.kv_cache.shape[1], num_blocks * self.config.kvcache_block_size
+        for spec, layers in self.cache_groups.items():
+            # zeros: attention multiplies masked slots by 0, and a NaN in them would spread
+            tensors = spec.tensors(num_layers or len(layers), num_blocks, self.config)
+            self.caches[spec] = [zeros_on(self.device, tensor) for tensor in tensors]
+            for i, layer in enumerate(layers):
+                parts = (tensor[:, i % tensor.shape[1]] for tensor in self.caches[spec])
+                layer.cache = spec.cache_type(self.config)(*parts)
         # by cache slot; tokens that are not stored write to one slot more
+        num_slots = num_blocks * self.config.kvcache_block_size
         self.slot_token_ids = torch.zeros(num_slots + 1, dtype=torch.int32, device=self.device)
-        make_cache = cache_format(self.config.kv_cache_dtype)
-        for i, layer in enumerate(self.attention_layers):
-            layer.kv_cache = make_cache(*(tensor[:, i % num_layers] for tensor in cache))
 
-    def cache_of(self, num_blocks: int, num_layers: int | None = None) -> tuple[torch.Tensor, ...]:
-        """The tensors of a cache on the meta device: they have a shape and a size in bytes, but no memory."""
-        layer = self.attention_layers[0]
-        layers = num_layers or len(self.attention_layers)
-        shape = (2, layers, num_blocks, self.config.kvcache_block_size, layer.num_kv_heads, layer.head_dim)
-        return cache_format(self.config.kv_cache_dtype).tensors(shape, self.config.dtype)
+    def cache_bytes(self, num_blocks: int) -> int:
+        groups = self.cache_groups.items()
+        tensors = (x for spec, layers in groups for x in spec.tensors(len(layers), num_blocks, self.config))
+        return sum(tensor.nbytes for tensor in tensors)
+
+    @property
+    def num_state_rows(self) -> int:
+        """How many states layers have memory for; 0 if no layer keeps one."""
+        of_states = [spec for spec in self.cache_groups if spec.of_states]
+        return of_states[0].tensors(1, 0, self.config)[0].shape[2] if of_states else 0
 
     def synchronize(self) -> None:
         """Wait until the device has nothing left to do."""
@@ -296,11 +314,11 @@ class ModelRunner:
         """Free the device's memory, unless the device hangs because another rank is lost."""
         if self.tp.lost and not becomes_idle(self.device):
             return
-        self.graphs = self.mixed_graphs = self.kv_cache = self.kv_scales = None
-        for layer in self.attention_layers:
-            layer.kv_cache = None
+        self.graphs = self.mixed_graphs = None
+        for layer in (layer for layers in self.cache_groups.values() for layer in layers):
+            layer.cache = None
         self.model = self.tables = self.slot_token_ids = self.buffers = None
-        self.attention_layers, self.features = [], {}
+        self.cache_groups, self.caches, self.features = {}, {}, {}
         self.tp.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -26,13 +26,14 @@ class ScheduledStep:
     context_lens [D]: upper bounds of their numbers of tokens, those that are computed included.
     new_blocks: (index into `req_indices`, column of its block table, block id) of the blocks that they have got.
     chunks: the rows that compute a prompt, or a part of one. A preempted sequence's generated tokens are among them.
+    state_rows: the state that each chunk begins with, which layers without a state do not read; see layers/state.py.
     sampled_seqs: the sequences that get a token from this step, those that decode first.
     sampled_rows: the row from which each of them gets it, in ascending order; answers to one prompt share a row.
     visited: indices of `sampled_seqs`, in ascending order, whose token may end the sequence or fill a block. Other
         tokens are only appended, unless they are end-of-sequence ids. All, if rows may get several tokens.
     watched: indices of `sampled_seqs`, in ascending order, whose every token a feature or a caller looks at.
     feature_names: of the features with work on the host in this step.
-    copies: (from, to) of cache blocks that are copied before the step's keys and values are stored.
+    copies: (from, to) of cache blocks, and of states, that are copied before the step's keys and values are stored.
     tokens_per_row: how many a sequence may get in any step: its next one, and one for each draft that may be right.
     scheduled_at: when its scheduling began, in seconds of `time.perf_counter`.
     """
@@ -42,6 +43,7 @@ class ScheduledStep:
     context_lens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
     chunks: list[ScheduledSequence] = field(default_factory=list)
+    state_rows: list[int] = field(default_factory=list)
     sampled_seqs: list[Sequence] = field(default_factory=list)
     sampled_rows: list[int] = field(default_factory=list)
     visited: list[int] = field(default_factory=list)

@@ -87,8 +87,7 @@ class Scheduler:
         prompts_first: do not decode while prompts can be computed, as that takes less time in all.
         """
         # blocks that this step's forks share are copied in the next one, when their contents are complete
-        copies = self.block_manager.copies
-        self.block_manager.copies = {}
+        copies = self.block_manager.take_copies()
         step = ScheduledStep(tokens_per_row=self.tokens_per_row)
         if prompts_first:
             self._schedule_chunks(step)
@@ -148,11 +147,13 @@ class Scheduler:
                 continue
             others_wait = bool(started) or (can_admit and len(self.waiting) > 0)
             end = budget.chunk_end(seq.num_computed_tokens, seq.num_tokens, others_wait)
+            end = self.block_manager.chunk_end(seq, end)
             budget = budget.minus(seq.num_computed_tokens, end)
             self._schedule_chunk(seq, end, step)
 
     def _schedule_chunk(self, seq: Sequence, end: int, step: ScheduledStep) -> None:
         step.chunks.append(ScheduledSequence(seq, seq.num_computed_tokens, end))
+        step.state_rows.append(self.block_manager.state_row(seq))
         seq.num_computed_tokens = end
         self.block_manager.cache_full_blocks(seq)
         if end == seq.num_tokens:
@@ -179,8 +180,8 @@ class Scheduler:
             if not self.free_req_indices or len(self.block_manager.free_block_ids) <= num_reserved:
                 break
             self.waiting.discard(other)
-            self.block_manager.fork(seq, other)
             self._set_running(other)
+            self.block_manager.fork(seq, other)
             self._sample(other, step)
 
     def _admit(self, seq: Sequence) -> bool:
@@ -232,8 +233,8 @@ class Scheduler:
         other = seq.fork(index, token_id)
         self.live[seq.request_id][index] = other
         if seq.block_table and self.free_req_indices and self.block_manager.free_block_ids:
-            self.block_manager.fork(seq, other)
             self._set_running(other)
+            self.block_manager.fork(seq, other)
             self.prefilling[other.key] = other
         else:
             self.waiting.push(other)

@@ -54,6 +54,6 @@ def largest_batch(config: Config, tokens_per_row: int = 1) -> int:
         backend_shapes=(("", (T + B + MAX_CHUNKS, 2)),),  # of any backend: two words for each tile of queries
         num_sampled=num_seqs,
         num_new_requests=num_seqs,
-        num_block_copies=num_seqs,
+        num_block_copies=3 * num_seqs,  # a sequence may copy a block and its state, and leave a snapshot
     )
     return largest.size + tokens_per_row * sum(feature.load().max_words(config) for feature in FEATURES.values())

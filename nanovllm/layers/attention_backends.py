@@ -49,7 +49,7 @@ class AttentionBackend:
         return True
 
     def set_head_shape(self, group: int, head_dim: int, dtype: torch.dtype) -> None:
-        """Called once, before any step: `group` query heads share a key-value head."""
+        """Called for each attention layer, before any step: `group` query heads share a key-value head."""
 
     def prepare_chunks(self, chunk_lens: list[int], first_row: int) -> dict[str, np.ndarray]:
         """int32 arrays for `Context.backend_arrays`, of a step whose rows from `first_row` on are chunks of prompts."""

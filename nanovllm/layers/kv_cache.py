@@ -1,6 +1,23 @@
-"""Where attention keeps its keys and values."""
+"""What layers keep of the tokens that they have seen: attention keeps keys and values.
+
+A layer with `cache_spec()` gets its part of the engine's memory as `layer.cache`. The ModelRunner allocates groups of
+layers with the same spec. Two kinds of specs exist, `PagedKV` and `StateSpec` of layers/state.py. A spec has:
+
+- `of_states`: whether it is of one state for a sequence, and not of blocks of tokens
+- `cache_type(config)`: the class of `layer.cache`, made of the layer's part of each tensor
+- `tensors(num_layers, num_blocks, config)`: what all layers of the group have, on the meta device. Dimension 1 is the
+  layers, dimension 2 the blocks or the states.
+
+| what happens to a sequence | keys and values in blocks | a state (engine/state_blocks.py) |
+| --- | --- | --- |
+| prefix hit | it shares the blocks that are found | up to a snapshot, which its first chunk reads |
+| fork | it shares full blocks, and copies the last one | it copies the state |
+| preemption | its blocks are freed; those that are full can be found again | its state is lost; a snapshot can be found |
+| rollback of drafts | its length shrinks, and slots are written again | none: drafts are refused |
+"""
 
 from math import gcd
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +36,7 @@ class KVCache:
 
     @staticmethod
     def tensors(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """What a cache consists of, on the meta device; in all tensors, dimensions 1 and 2 are the layers and blocks.
+        """What the caches of some layers consist of, as for `PagedKV.tensors`.
 
         shape is (2, layers, blocks, block_size, kv_heads, head_dim), that of the first tensor.
         """
@@ -33,6 +50,25 @@ class KVCache:
     def gather(self, chunks: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B, L, kv_heads, head_dim] of the chunks [B, L / chunk_size] int32, in the model's dtype."""
         return gather_chunks(self.k, chunks), gather_chunks(self.v, chunks)
+
+
+class PagedKV(NamedTuple):
+    """The spec of attention: a key and a value of each token and head, in blocks that a sequence's table lists."""
+
+    num_kv_heads: int
+    head_dim: int
+    of_states = False
+
+    def cache_type(self, config: Any) -> type[KVCache]:
+        if config.kv_cache_dtype == "auto":
+            return KVCache
+        from nanovllm.quantization.fp8_cache import FP8KVCache
+
+        return FP8KVCache
+
+    def tensors(self, num_layers: int, num_blocks: int, config: Any) -> tuple[torch.Tensor, ...]:
+        shape = (2, num_layers, num_blocks, config.kvcache_block_size, self.num_kv_heads, self.head_dim)
+        return self.cache_type(config).tensors(shape, config.dtype)
 
 
 def chunk_size(block_size: int) -> int:

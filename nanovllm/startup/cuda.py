@@ -69,9 +69,8 @@ def warmup_model(runner: Any) -> int:
     runner.allocate_kv_cache(num_blocks, num_layers=1)
     torch.cuda.reset_peak_memory_stats(runner.device)
     runner.run(step).wait()
-    cache = (runner.kv_cache, *runner.kv_scales)
-    peak = torch.cuda.max_memory_allocated(runner.device) - sum(tensor.nbytes for tensor in cache)
-    del cache
+    tensors = (tensor for found in runner.caches.values() for tensor in found)
+    peak = torch.cuda.max_memory_allocated(runner.device) - sum(tensor.nbytes for tensor in tensors)
     runner.allocate_kv_cache(0)
     torch.cuda.empty_cache()
     return peak
@@ -93,6 +92,7 @@ def dummy_prefill(num_seqs: int, length: int, block_size: int, tokens_per_row: i
         seq.block_table = list(range(i * per_seq, (i + 1) * per_seq))
         seq.req_index = i
         step.chunks.append(ScheduledSequence(seq, 0, length))
+        step.state_rows.append(i)
         step.sample(seq)
     return step
 

@@ -1,0 +1,43 @@
+"""Layers that keep a state of fixed size for each sequence, whatever its length."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class State:
+    """The states of one layer: `tensors`, each [rows, *shape].
+
+    A row belongs to the running sequence with that request index. `Context.state_rows` says which rows a step reads and
+    writes: a layer computes the tokens of the i-th sequence from row `state_rows[0, i]`, which may be a snapshot or
+    zeros, and writes its state after the last of them to row `state_rows[1, i]`. Padding has a row of its own.
+    """
+
+    def __init__(self, *tensors: torch.Tensor):
+        self.tensors = [tensor[0] for tensor in tensors]
+
+
+class StateSpec(NamedTuple):
+    """The spec of a layer with a state: the shape and the dtype of each of its tensors."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    of_states = True
+
+    def cache_type(self, config: Any) -> type[State]:
+        return State
+
+    def tensors(self, num_layers: int, num_blocks: int, config: Any) -> tuple[torch.Tensor, ...]:
+        rows = num_rows(config)
+        pairs = zip(self.shapes, self.dtypes, strict=True)
+        return tuple(torch.empty((1, num_layers, rows, *shape), dtype=dtype, device="meta") for shape, dtype in pairs)
+
+
+def num_rows(config: Any) -> int:
+    """Of running sequences, of padding, of zeros, and of snapshots."""
+    return config.max_num_seqs + 2 + num_snapshots(config)
+
+
+def num_snapshots(config: Any) -> int:
+    """How many states are kept for prefix hits: they take as much memory as those of running sequences."""
+    return config.max_num_seqs if config.enable_prefix_caching else 0
