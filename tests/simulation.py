@@ -17,6 +17,7 @@ from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep, Ste
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_policy import TokenBudget
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.state_blocks import StateBlockManager
 from nanovllm.sampling_params import SamplingParams
 
 VOCAB_SIZE, EOS, ALSO_EOS = 50, 0, 1
@@ -48,8 +49,11 @@ class SimulatedEngine:
         max_len=MAX_LEN,
         asynchronous=False,
         checked=False,
+        keeps_states=False,
     ):
-        self.manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
+        sizes = num_blocks, block_size, enable_prefix_caching
+        num_rows = 2 * max_num_seqs + 2
+        self.manager = StateBlockManager(*sizes, max_num_seqs, num_rows) if keeps_states else BlockManager(*sizes)
         budgets = TokenBudget(max_num_batched_tokens), TokenBudget(max_num_mixed_tokens, context_of_equal_cost)
         self.scheduler = Scheduler(self.manager, max_num_seqs, *budgets, tokens_per_row)
         self.outputs = OutputProcessor(self.scheduler, frozenset({EOS, ALSO_EOS}))
@@ -423,3 +427,38 @@ SETTINGS = {
     "tiny cache, chunks": dict(num_blocks=22, block_size=3, max_num_seqs=8, max_num_batched_tokens=5),
     "tiny cache, no prefix caching": dict(num_blocks=18, max_num_seqs=8, enable_prefix_caching=False),
 }
+
+
+class StateSimulation(Simulation):
+    """The model also has a layer that keeps a state: the fingerprint of the last token that it has seen."""
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, keeps_states=True, **settings)
+        self.states = {self.manager.zeros: 0}
+
+    def compute(self, step: ScheduledStep, token_id: int) -> StepResult:
+        num_blocks, before = self.manager.num_blocks, dict(self.states)
+        for source, target in step.copies:
+            if target >= num_blocks:
+                self.states[target - num_blocks] = before[source - num_blocks]
+                self.seen["copies of states"] += 1
+        chunks = zip(step.chunks, step.state_rows, strict=True)
+        decodes = ((row, row.seq.req_index) for row in step.rows[: step.num_decodes])
+        for (seq, start, _), row in (*decodes, *chunks):
+            assert self.states[row] == (self.marks[seq][start - 1] if start else 0), "another sequence's state"
+            self.seen["snapshots read"] += row > self.manager.zeros
+        for seq, _, end in step.rows:
+            self.states[seq.req_index] = self.marks[seq][end - 1]
+        result = super().compute(step, token_id)
+        for block_id, row in self.manager.snapshots.items():
+            assert self.states[row] == self.cache[(block_id + 1) * self.manager.block_size - 1]
+        return result
+
+    def check_accounting(self) -> None:
+        super().check_accounting()
+        manager = self.manager
+        rows = [*manager.snapshots.values(), *manager._untaken.values(), *manager.free_rows]
+        assert sorted(rows) == [*range(manager.zeros + 1, manager.num_rows)]
+        assert all(manager.blocks[block_id].hash is not None for block_id in (*manager.snapshots, *manager._untaken))
+        running = {*self.scheduler.running.values(), *self.scheduler.prefilling.values()}
+        assert manager._boundaries.keys() <= running and not manager._first_rows

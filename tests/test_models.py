@@ -115,8 +115,8 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
     return [(prompt, params if i == 7 else replace(params, prompt_logprobs=0)) for i, prompt in enumerate(prompts)]
 
 
-def reference_model(folder: str):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32).eval()
+def reference_model(folder: str, **options):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32, **options).eval()
 
 
 def assert_same_as_transformers(folder: str, outputs: list) -> None:

@@ -63,7 +63,7 @@ def test_page_is_short(document):
 
 EXPERIMENTS = blocks(page("experiments"))
 (TOP_K,) = (code for code in EXPERIMENTS if "top_k" in code)
-FEATURE, BACKEND = blocks(DOCUMENTS[".github/CONTRIBUTING.md"])
+FEATURE, BACKEND, STATE = blocks(DOCUMENTS[".github/CONTRIBUTING.md"])
 PROGRAMS = {
     f"{document}:{i}": code
     for document, text in DOCUMENTS.items()

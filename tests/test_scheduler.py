@@ -8,7 +8,17 @@ from pathlib import Path
 from time import thread_time
 
 import pytest
-from simulation import ALSO_EOS, EOS, MAX_LEN, SETTINGS, SimulatedEngine, Simulation, random_requests, rows
+from simulation import (
+    ALSO_EOS,
+    EOS,
+    MAX_LEN,
+    SETTINGS,
+    SimulatedEngine,
+    Simulation,
+    StateSimulation,
+    random_requests,
+    rows,
+)
 
 from nanovllm.engine.scheduler import MAX_STEPS_WITHOUT_ADMISSION
 from nanovllm.engine.scheduling_policy import MIN_SHARED_CHUNK, TokenBudget
@@ -50,6 +60,15 @@ def test_random_requests_for_several_answers(name, asynchronous):
     seen = Simulation(random_requests(int(asynchronous), 40, max_n=9), asynchronous, **SETTINGS[name]).run().seen
     assert seen["forks"] > 10 and seen["aborted"] > 0
     assert (seen["left behind"] > 0) == (name != "all at once")  # to be computed again, as not all fit
+
+
+@pytest.mark.parametrize("max_n, asynchronous, seed", [(1, False, 0), (1, True, 1), (6, False, 2), (6, True, 3)])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_random_requests_with_states(name, max_n, asynchronous, seed):
+    """Each chunk begins with the state that the tokens before it have left, found or computed or forked."""
+    seen = StateSimulation(random_requests(seed, max_n=max_n), asynchronous, **SETTINGS[name]).run().seen
+    assert (seen["snapshots read"] > 0) == ("no prefix caching" not in name) == (seen["hits"] > 0)
+    assert seen["copies of states"] > 0 or (max_n == 1 and "no prefix caching" in name)
 
 
 def test_scheduler_needs_no_torch():

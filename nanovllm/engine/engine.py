@@ -33,7 +33,12 @@ class Engine:
             self.close_after(error)
             raise
         assert config.num_kvcache_blocks and config.max_num_mixed_tokens, "the model runner has set them"
-        block_manager = _make_block_manager(config, self.model_runner.num_state_rows)
+        sizes = config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching
+        block_manager = BlockManager(*sizes)
+        if num_state_rows := self.model_runner.num_state_rows:
+            from nanovllm.engine.state_blocks import StateBlockManager  # few models have layers with a state
+
+            block_manager = StateBlockManager(*sizes, config.max_num_seqs, num_state_rows)
         mixed = TokenBudget(config.max_num_mixed_tokens, config.model_config.context_of_equal_cost)
         budget = TokenBudget(config.max_num_batched_tokens)
         tokens_per_row = self.model_runner.tokens_per_row
@@ -92,15 +97,6 @@ class Engine:
         if self.model_runner is not None:
             self.model_runner.exit()
             self.model_runner = None
-
-
-def _make_block_manager(config: Config, num_state_rows: int) -> BlockManager:
-    sizes = config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching
-    if not num_state_rows:
-        return BlockManager(*sizes)
-    from nanovllm.engine.state_blocks import StateBlockManager  # few models have layers with a state
-
-    return StateBlockManager(*sizes, config.max_num_seqs, num_state_rows)
 
 
 def _make_workers(config: Config):

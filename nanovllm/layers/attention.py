@@ -1,12 +1,33 @@
 """Attention over the paged cache: from the qkv product to the input of the output projection."""
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import nn
 
 from nanovllm.layers.attention_backends import AttentionBackend
-from nanovllm.layers.kv_cache import KVCache, PagedKV
+from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.rotary_embedding import QKNormRope
 from nanovllm.utils.context import get_context
+
+
+class PagedKV(NamedTuple):
+    """The spec of attention: a key and a value of each token and head, in blocks that a sequence's table lists."""
+
+    num_kv_heads: int
+    head_dim: int
+    of_states = False
+
+    def cache_type(self, config: Any) -> type[KVCache]:
+        if config.kv_cache_dtype == "auto":
+            return KVCache
+        from nanovllm.quantization.fp8_cache import FP8KVCache
+
+        return FP8KVCache
+
+    def tensors(self, num_layers: int, num_blocks: int, config: Any) -> tuple[torch.Tensor, ...]:
+        shape = (2, num_layers, num_blocks, config.kvcache_block_size, self.num_kv_heads, self.head_dim)
+        return self.cache_type(config).tensors(shape, config.dtype)
 
 
 class Attention(nn.Module):

@@ -1,7 +1,7 @@
 """What layers keep of the tokens that they have seen: attention keeps keys and values.
 
-A layer with `cache_spec()` gets its part of the engine's memory as `layer.cache`. The ModelRunner allocates groups of
-layers with the same spec. Two kinds of specs exist, `PagedKV` and `StateSpec` of layers/state.py. A spec has:
+A layer with a method `cache_spec()` gets its part of the engine's memory as `layer.cache`. The ModelRunner allocates
+groups of layers with the same spec. That is a `PagedKV` (layers/attention.py) or a `StateSpec` (layers/state.py), with:
 
 - `of_states`: whether it is of one state for a sequence, and not of blocks of tokens
 - `cache_type(config)`: the class of `layer.cache`, made of the layer's part of each tensor
@@ -12,12 +12,11 @@ layers with the same spec. Two kinds of specs exist, `PagedKV` and `StateSpec` o
 | --- | --- | --- |
 | prefix hit | it shares the blocks that are found | up to a snapshot, which its first chunk reads |
 | fork | it shares full blocks, and copies the last one | it copies the state |
-| preemption | its blocks are freed; those that are full can be found again | its state is lost; a snapshot can be found |
+| preemption | its blocks are freed; the full ones can be found again | its state is lost; a snapshot can be found |
 | rollback of drafts | its length shrinks, and slots are written again | none: drafts are refused |
 """
 
 from math import gcd
-from typing import Any, NamedTuple
 
 import torch
 
@@ -50,25 +49,6 @@ class KVCache:
     def gather(self, chunks: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B, L, kv_heads, head_dim] of the chunks [B, L / chunk_size] int32, in the model's dtype."""
         return gather_chunks(self.k, chunks), gather_chunks(self.v, chunks)
-
-
-class PagedKV(NamedTuple):
-    """The spec of attention: a key and a value of each token and head, in blocks that a sequence's table lists."""
-
-    num_kv_heads: int
-    head_dim: int
-    of_states = False
-
-    def cache_type(self, config: Any) -> type[KVCache]:
-        if config.kv_cache_dtype == "auto":
-            return KVCache
-        from nanovllm.quantization.fp8_cache import FP8KVCache
-
-        return FP8KVCache
-
-    def tensors(self, num_layers: int, num_blocks: int, config: Any) -> tuple[torch.Tensor, ...]:
-        shape = (2, num_layers, num_blocks, config.kvcache_block_size, self.num_kv_heads, self.head_dim)
-        return self.cache_type(config).tensors(shape, config.dtype)
 
 
 def chunk_size(block_size: int) -> int:

@@ -121,7 +121,7 @@ def compile_kernels(runner: Any) -> None:
     config, model = runner.config, runner.model.model
     sizes, k = capture_sizes(config.max_num_seqs), runner.tokens_per_row
     decodes = [decode_shape(size, config.max_blocks_per_seq, k) for size in sizes]
-    chunks = graph_shapes(config, runner.backend, k) if runner.backend.captures_chunks else []
+    chunks = graph_shapes(config, runner.backend, k) if captures_chunks(runner) else []
     rows = [(shape, shape.num_tokens if shape.has_chunks else shape.num_tokens // k) for shape in decodes + chunks]
     shapes = [shape for shape, n in rows if n.bit_count() == 1 or n == config.max_num_seqs]
     buffer = runner.buffers.device
@@ -139,6 +139,12 @@ def compile_kernels(runner: Any) -> None:
     finally:
         model.layers = layers
         runner.allocate_kv_cache(0)
+
+
+def captures_chunks(runner: Any) -> bool:
+    """Whether CUDA graphs can contain steps with chunks of prompts."""
+    layers = (layer for layers in runner.cache_groups.values() for layer in layers)
+    return runner.backend.captures_chunks and all(getattr(layer, "captures_chunks", True) for layer in layers)
 
 
 def first_layers_of_each_kind(layers: nn.ModuleList) -> nn.ModuleList:
@@ -161,7 +167,7 @@ def capture_cudagraph(runner: Any) -> None:
     """Capture decode steps of the batch sizes in `graphs.graph_bs`, and the shorter ones of those with chunks."""
     config, pool, buffer = runner.config, torch.cuda.graph_pool_handle(), runner.buffers.device
     runner.graphs = DecodeGraphs(config, runner.tokens_per_row, buffer, runner.forward, pool)
-    if runner.backend.captures_chunks:
+    if captures_chunks(runner):
         shapes = graph_shapes(config, runner.backend, runner.tokens_per_row)
         parts = runner.run_model, runner.sample
         runner.mixed_graphs = MixedGraphs(shapes, config.max_num_seqs, buffer, runner.pad_req_index, *parts, pool)

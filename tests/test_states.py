@@ -1,0 +1,230 @@
+"""What layers keep: states of fixed size, and keys and values of several shapes. Transformers computes them without."""
+
+import random
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from conftest import generate_by_steps
+from safetensors.torch import load_file, save_file
+from test_models import make_checkpoint, reference_model
+from test_readme import STATE
+
+from nanovllm import BeamSearchParams, SamplingParams
+from nanovllm.engine.features import StepFeature, register_feature
+from nanovllm.models import MODELS
+from nanovllm.models.decoder import DecoderAttention, DecoderMLP
+from nanovllm.models.llama import LlamaForCausalLM
+
+LAYER: dict = {}
+exec(STATE, LAYER)  # the layer of CONTRIBUTING.md
+SETTINGS = dict(max_model_len=96, kvcache_block_size=16, num_kvcache_blocks=64, max_num_seqs=8)
+SCHEDULES = {
+    "at once": {},
+    "chunks": dict(max_num_batched_tokens=24, max_num_mixed_tokens=16),
+    "preemptions": dict(num_kvcache_blocks=8),
+    "one at a time": dict(max_num_seqs=1, num_kvcache_blocks=6),
+    "without prefix cache": dict(enable_prefix_caching=False),
+}
+
+
+class StatefulMLP(DecoderMLP):
+    def __init__(self, config, tp):
+        super().__init__(config, tp)
+        self.sum = LAYER["DecayedSum"](config.hidden_size)
+
+    def forward(self, x):
+        added = self.sum(x.tensor())
+        out = super().forward(x)
+        out.parts += added
+        return out
+
+
+class StatefulForCausalLM(LlamaForCausalLM):
+    """The second layer has fewer key-value heads than the first, and both add a decayed sum."""
+
+    def __init__(self, config, max_len, backend, tp):
+        super().__init__(config, max_len, backend, tp)
+        self.model.layers[1].self_attn = DecoderAttention(replace(config, num_key_value_heads=1), backend, tp)
+
+    @staticmethod
+    def make_mlp(config, layer_index, tp):
+        return StatefulMLP(config, tp)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    folder = make_checkpoint(tmp_path_factory.mktemp("states") / "model", "llama")
+    reference = patched(reference_model(folder))
+    weights = reference.state_dict()
+    generator = torch.Generator().manual_seed(1)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        weight = weights[f"model.layers.1.self_attn.{name}.weight"]
+        weight.copy_(torch.randn(weight.shape, generator=generator) / weight.shape[1] ** 0.5)
+    save_file({name: x.contiguous() for name, x in weights.items()}, f"{folder}/model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    model = patched(reference_model(folder, ignore_mismatched_sizes=True))
+    model.load_state_dict(load_file(f"{folder}/model.safetensors"), strict=False)
+    return model
+
+
+def patched(model):
+    """Transformers' Llama with the layers of StatefulForCausalLM, which compute whole sequences."""
+    config = deepcopy(model.config)
+    config.num_key_value_heads = 1
+    model.model.layers[1].self_attn = type(model.model.layers[1].self_attn)(config, layer_idx=1)
+    for layer in model.model.layers:
+        layer.mlp.forward = partial(add_decayed_sum, layer.mlp.forward)
+    return model.eval()
+
+
+def add_decayed_sum(mlp, x: torch.Tensor) -> torch.Tensor:
+    """[B, T, N]"""
+    decay = 0.9 ** (torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])).tril().float()
+    return mlp(x) + decay.tril() @ x
+
+
+@pytest.fixture
+def make_stateful(make_llm, monkeypatch, folder):
+    monkeypatch.setitem(MODELS, "llama", f"{__name__}:StatefulForCausalLM")
+    return lambda **settings: poison(make_llm(folder, **SETTINGS | settings))
+
+
+def poison(llm):
+    """What no sequence, snapshot or beginning needs is NaN before each step, which would spread."""
+    runner, manager = llm.model_runner, llm.scheduler.block_manager
+    run_model = runner.run_model
+
+    def run_poisoned(batch):
+        seqs = [*llm.scheduler.running.values(), *llm.scheduler.prefilling.values()]
+        needed = {manager.zeros, *manager.snapshots.values(), *(seq.req_index for seq in seqs)}
+        needed |= {
+            *batch.req_indices.tolist(),
+            *(batch.state_rows.flatten().tolist() if batch.shape.has_chunks else ()),
+        }
+        rows = [row for row in range(manager.num_rows) if row not in needed]
+        for spec, tensors in runner.caches.items():
+            for tensor in tensors if spec.of_states else ():
+                assert tensor.shape[2] == manager.num_rows
+                tensor[:, :, rows] = torch.nan
+        return run_model(batch)
+
+    runner.run_model = run_poisoned
+    return llm
+
+
+@torch.no_grad()
+def assert_same_as_reference(reference, outputs) -> None:
+    for output in outputs:
+        for answer in output.outputs:
+            token_ids = output.prompt_token_ids + answer.token_ids
+            logprobs = reference(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+            n = len(output.prompt_token_ids)
+            expected = logprobs[range(n - 1, len(token_ids) - 1), answer.token_ids].tolist()
+            found = [logprob[token_id].logprob for token_id, logprob in zip(answer.token_ids, answer.logprobs)]
+            assert found == pytest.approx(expected, abs=2e-3), (n, answer.index)
+            if prompt_logprobs := output.prompt_logprobs:
+                expected = logprobs[range(n - 1), output.prompt_token_ids[1:]].tolist()
+                pairs = zip(output.prompt_token_ids[1:], prompt_logprobs[1:])
+                assert [x[token_id].logprob for token_id, x in pairs] == pytest.approx(expected, abs=2e-3)
+
+
+def make_requests(num_requests: int = 14) -> list[tuple[list[int], SamplingParams]]:
+    """Some prompts begin with those of others, and end before, at and behind the ends of blocks."""
+    rng = random.Random(0)
+    shared = [rng.randrange(5, 500) for _ in range(80)]
+    requests = []
+    for i in range(num_requests):
+        prompt = shared[: rng.choice((15, 16, 17, 32, 40, 50))] if i % 2 else []
+        prompt = prompt + [rng.randrange(5, 500) for _ in range(rng.choice((1, 5, 16, 17)))]
+        options = dict(max_tokens=rng.randint(1, 30), ignore_eos=True, logprobs=0, detokenize=False, seed=i)
+        kind = rng.choice([{}, {"n": 3}, {"prompt_logprobs": 0}, {"temperature": 0.0}, {"presence_penalty": 0.5}])
+        requests.append((prompt, SamplingParams(**{"temperature": 1.0, **options, **kind})))
+    return requests
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_same_as_transformers(make_stateful, reference, schedule, async_scheduling):
+    llm = make_stateful(**SCHEDULES[schedule], async_scheduling=async_scheduling)
+    specs = [*llm.model_runner.cache_groups]
+    assert [spec.of_states for spec in specs].count(True) == 1 and len(specs) == 3
+    requests = make_requests()
+    outputs = [llm.generate(*map(list, zip(*requests)), use_tqdm=False) for _ in range(2)]
+    assert_same_as_reference(reference, [*outputs[0], *outputs[1]])
+    assert_same_as_reference(reference, generate_by_steps(llm, requests))
+    hits = [output.num_cached_tokens for output in outputs[1]]
+    assert all(hit % 16 == 0 for hit in hits)
+    assert any(hits) if schedule in ("at once", "chunks") else schedule != "without prefix cache" or not any(hits)
+    assert llm.stats()["preemptions"] > 0 or schedule != "preemptions"
+    assert llm.stats()["blocks"]["used"] == 0
+
+
+def test_beams(make_stateful, reference):
+    """Beams fork, and copy the state, after each token."""
+    llm = make_stateful(num_kvcache_blocks=40)
+    prompts = [prompt for prompt, _ in make_requests()[:4]]
+    outputs = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=12, ignore_eos=True))
+    for output in outputs:
+        n = len(output.prompt_token_ids)
+        for beam in output.outputs:
+            token_ids = output.prompt_token_ids + beam.token_ids
+            with torch.no_grad():
+                logprobs = reference(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+            expected = logprobs[range(n - 1, len(token_ids) - 1), beam.token_ids].sum().item()
+            assert beam.cumulative_logprob == pytest.approx(expected, abs=5e-3)
+
+
+def test_prefix_hits(make_stateful, reference):
+    """A prompt leaves a snapshot at its last full block; a prefix leaves one when it is used for the second time."""
+    llm = make_stateful()
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=0)
+    prompt = [*make_requests()[1][0][:15], *range(5, 70)]
+
+    def hit(token_ids: list[int]) -> int:
+        (output,) = llm.generate([token_ids], params, use_tqdm=False)
+        assert_same_as_reference(reference, [output])
+        return output.num_cached_tokens
+
+    assert [hit(prompt), hit(prompt)] == [0, 64]  # of 80 tokens, at least one of which is computed
+    assert [hit([*prompt[:40], *range(100, 140 + i)]) for i in (0, 1)] == [0, 64]
+    assert [hit([*prompt[:40], *range(200 + i, 240)]) for i in (0, 1)] == [32, 32]
+    assert llm.reset_prefix_cache() and hit(prompt) == 0
+
+
+def test_snapshots_are_bounded(make_stateful, reference):
+    """There are as many as running sequences; the one that was found least recently goes."""
+    llm = make_stateful(max_num_seqs=3)
+    manager, params = llm.scheduler.block_manager, SamplingParams(max_tokens=1, ignore_eos=True)
+    prompts = [[*range(10 * i, 10 * i + 20)] for i in range(1, 6)]
+    hits = lambda i: llm.generate([prompts[i]], params, use_tqdm=False)[0].num_cached_tokens > 0
+    assert [hits(i) for i in (0, 1, 2, 0, 3, 0, 2, 3, 1)] == [False, False, False, True, False, True, True, True, False]
+    assert len(manager.snapshots) + len(manager.free_rows) + len(manager._untaken) == 3
+
+
+def test_drafts_are_refused(make_stateful):
+    """A state can't go back to the last token that was right."""
+    register_feature(type("Drafts", (StepFeature,), {"num_drafts": 2}))
+    with pytest.raises(ValueError, match="num_drafts=2: must be 0 with layers that keep a state"):
+        make_stateful()
+
+
+def test_memory(make_stateful):
+    """States take theirs first; a row for each sequence, its snapshot, padding and zeros."""
+    llm = make_stateful(num_kvcache_blocks=None, max_model_len=64)
+    runner = llm.model_runner
+    num_bytes = sum(tensor.nbytes for tensors in runner.caches.values() for tensor in tensors)
+    block_bytes = 16 * 2 * (2 + 1) * 16 * 4  # tokens, keys and values, heads of both layers, their numbers
+    state_bytes = 2 * (8 + 8 + 2) * 64 * 4
+    assert (
+        num_bytes
+        == llm.config.num_kvcache_blocks * block_bytes + state_bytes
+        == runner.cache_bytes(llm.config.num_kvcache_blocks)
+    )
+    assert 2**30 - block_bytes < num_bytes <= 2**30
