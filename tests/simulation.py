@@ -52,8 +52,9 @@ class SimulatedEngine:
         keeps_states=False,
     ):
         sizes = num_blocks, block_size, enable_prefix_caching
-        num_rows = 2 * max_num_seqs + 2
-        self.manager = StateBlockManager(*sizes, max_num_seqs, num_rows) if keeps_states else BlockManager(*sizes)
+        self.manager = (
+            StateBlockManager(*sizes, max_num_seqs, 2 * max_num_seqs + 2) if keeps_states else BlockManager(*sizes)
+        )
         budgets = TokenBudget(max_num_batched_tokens), TokenBudget(max_num_mixed_tokens, context_of_equal_cost)
         self.scheduler = Scheduler(self.manager, max_num_seqs, *budgets, tokens_per_row)
         self.outputs = OutputProcessor(self.scheduler, frozenset({EOS, ALSO_EOS}))

@@ -289,7 +289,7 @@ def code_lines(source: str) -> int:
 
 # lines of code: what a room may grow to before it is looked at again
 BUDGETS = {
-    "core": 3800,
+    "core": 3810,
     "states": 110,
     "attention": 150,
     "kernels": 2190,
@@ -354,7 +354,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 3747, 50
+CORE_LINES, CORE_FILES = 3745, 50
 ROOMS = (
     "attention",
     "benchmarks",

@@ -63,6 +63,7 @@ class ModelRunner:
                 self.cache_groups.setdefault(layer.cache_spec(), []).append(layer)
             if isinstance(layer, Attention):
                 self.backend.set_head_shape(layer.num_heads // layer.num_kv_heads, layer.head_dim, config.dtype)
+        self.keeps_states = any(spec.of_states for spec in self.cache_groups)
         self.caches: dict[Any, list[torch.Tensor]] = {}  # the tensors of each group
         self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
         self.pad_req_index = config.max_num_seqs
@@ -70,7 +71,7 @@ class ModelRunner:
         if registered and self.tp.size > 1:
             raise ValueError(f"tensor_parallel_size={self.tp.size}: must be 1 with features of register_feature")
         self.tokens_per_row = 1 + max((feature.num_drafts for feature in registered.values()), default=0)
-        if self.tokens_per_row > 1 and self.num_state_rows:
+        if self.tokens_per_row > 1 and self.keeps_states:
             raise ValueError(f"num_drafts={self.tokens_per_row - 1}: must be 0 with layers that keep a state")
         if self.tokens_per_row > config.kvcache_block_size:
             bound = f"{config.kvcache_block_size - 1}, one less than kvcache_block_size={config.kvcache_block_size}"
@@ -291,12 +292,6 @@ class ModelRunner:
         groups = self.cache_groups.items()
         tensors = (x for spec, layers in groups for x in spec.tensors(len(layers), num_blocks, self.config))
         return sum(tensor.nbytes for tensor in tensors)
-
-    @property
-    def num_state_rows(self) -> int:
-        """How many states layers have memory for; 0 if no layer keeps one."""
-        of_states = [spec for spec in self.cache_groups if spec.of_states]
-        return of_states[0].tensors(1, 0, self.config)[0].shape[2] if of_states else 0
 
     def synchronize(self) -> None:
         """Wait until the device has nothing left to do."""

@@ -20,7 +20,7 @@ class StateBlockManager(BlockManager):
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool, max_num_seqs: int, num_rows: int):
         self.zeros = max_num_seqs + 1
-        self.num_rows = num_rows
+        self.num_rows = num_rows  # see layers/state.py
         super().__init__(num_blocks, block_size, enable_prefix_caching)
 
     def reset(self) -> None:

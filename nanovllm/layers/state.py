@@ -34,10 +34,5 @@ class StateSpec(NamedTuple):
 
 
 def num_rows(config: Any) -> int:
-    """Of running sequences, of padding, of zeros, and of snapshots."""
-    return config.max_num_seqs + 2 + num_snapshots(config)
-
-
-def num_snapshots(config: Any) -> int:
-    """How many states are kept for prefix hits: they take as much memory as those of running sequences."""
-    return config.max_num_seqs if config.enable_prefix_caching else 0
+    """Of running sequences, padding and zeros, and as many snapshots for prefix hits as running sequences."""
+    return config.max_num_seqs * (1 + config.enable_prefix_caching) + 2
