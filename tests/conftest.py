@@ -281,6 +281,15 @@ def use_ops():
     kernels.register_ops(DEVICE, before)
 
 
+def runs_as_on_cuda(runner) -> None:
+    """Let the runner of a CPU run steps as that of CUDA does, with tensors on the CPU; no memory is allocated yet."""
+    from nanovllm.engine.model_runner import ModelRunner
+    from nanovllm.startup.cuda_runner import CUDAModelRunner
+
+    own = {name: vars(ModelRunner)[name] for name in ("on_device", "end_of_step", "zeros", "recover", "exit")}
+    runner.__class__ = type("CUDAModelRunnerOnCPU", (CUDAModelRunner,), own)
+
+
 @pytest.fixture
 def make_llm(model_name):
     """Makes engines, by default with the bundled model in float32 on the CPU, and closes them after the test."""

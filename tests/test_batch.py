@@ -17,6 +17,7 @@ from nanovllm.startup.cuda import dummy_prefill
 
 FEATURES = (("one", (("a", (3,)), ("b", (2, 5)))), ("two", (("a", (1, 7)),)))
 MIXED = BatchShape(7, 3, 1, 2, 5, 4, (("tiles", (6, 2)),), False, 1, 2, 1, 3, FEATURES)
+CPU = torch.device("cpu")
 DECODE = decode_shape(5, 3)._replace(num_block_copies=1, feature_shapes=FEATURES[1:])
 BLOCK_SIZE = 4
 
@@ -43,7 +44,7 @@ def test_views_are_aligned_and_apart(shape):
     for ours, theirs in zip(views(device).values(), views(host).values()):
         assert np.array_equal(ours.numpy(), theirs)
         assert (ours.data_ptr() - device.buffer.data_ptr()) % 16 == 0
-    in_place = host.to(None)
+    in_place = host.to(CPU)
     assert all(np.shares_memory(x.numpy(), host.buffer) for x in views(in_place).values())
 
 
@@ -124,7 +125,7 @@ def test_chunks_beside_decodes():
             step.sample(seq)
     arrays = {"one": {"a": np.array([5]), "b": [np.arange(3, dtype=np.int32), np.arange(5, 8, dtype=np.int32)]}}
     batch = prepare(step, arrays)
-    place_decodes(tables, batch.to(None), BLOCK_SIZE)
+    place_decodes(tables, batch.to(CPU), BLOCK_SIZE)
     assert batch.input_ids.tolist() == [0, 100, 21, 22, 23, 30, 31, 32, 33]
     assert batch.positions.tolist() == [5, 2, 1, 2, 3, 0, 1, 2, 3]
     assert batch.slot_mapping.tolist() == [9, 14, 21, 22, 23, 0, 1, 2, 3]
@@ -141,7 +142,7 @@ def test_chunks_beside_decodes():
     bounds = BatchShape(20, 9, 5, 7, 3, 0, (("tiles", (6, 2)),))
     bounds = bounds._replace(is_padded=True)
     padded = prepare(step, shape=bounds)
-    place_decodes(tables, padded.to(None), BLOCK_SIZE)
+    place_decodes(tables, padded.to(CPU), BLOCK_SIZE)
     assert padded.shape.graph_shape == bounds.graph_shape and padded.shape.num_sampled == 3
     for name, padding in [("positions", 0), ("slot_mapping", -1), ("context_lens", 0), ("req_indices", 8)]:
         ours, real = getattr(padded, name), getattr(batch, name)
@@ -156,9 +157,9 @@ def test_decode_with_padding():
     seqs = [sequence(0, range(6), [7, 2]), sequence(1, range(4), [3])]
     tables = tables_of(seqs)
     batch = prepare(decodes(seqs), shape=decode_shape(4, 3))
-    num_words = batch.to(None).input_ids.storage_offset()  # which a graph fetches
+    num_words = batch.to(CPU).input_ids.storage_offset()  # which a graph fetches
     assert num_words == 4 + 4 + 8 and not (batch.buffer[:num_words] == -7).any()
-    place_decodes(tables, batch.to(None), BLOCK_SIZE)
+    place_decodes(tables, batch.to(CPU), BLOCK_SIZE)
     assert tables.block_tables[5, :3].tolist() == [7, 2, 0]
     assert batch.positions.tolist() == [5, 3, 0, 0]
     assert batch.slot_mapping.tolist() == [9, 15, -1, -1]
@@ -174,7 +175,7 @@ def test_drafts():
     tables, step = tables_of(seqs[:2], 1, tokens_per_row=3), decodes(seqs[:2], 3)
     assert step.num_reserved.tolist() == [3, 2] and step.context_lens.tolist() == [9, 4]
     batch = prepare(step, shape=decode_shape(3, 3, 3))
-    place_decodes(tables, batch.to(None), BLOCK_SIZE)
+    place_decodes(tables, batch.to(CPU), BLOCK_SIZE)
     assert batch.input_ids[:6].tolist() == [0, 1, 2, 100, 101, 101]
     assert batch.positions.tolist() == [5, 6, 7, 1, 2, 2, 0, 0, 0]
     assert batch.slot_mapping.tolist() == [9, 10, 11, 13, 14, 14, -1, -1, -1]
@@ -184,7 +185,7 @@ def test_drafts():
     step.chunks.append(ScheduledSequence(seqs[2], 3, 5))
     step.sample(seqs[2])
     batch = prepare(step)
-    place_decodes(tables, batch.to(None), BLOCK_SIZE)
+    place_decodes(tables, batch.to(CPU), BLOCK_SIZE)
     assert batch.input_ids.tolist() == [0, 1, 2, 100, 101, 101, 3, 4]
     assert batch.positions.tolist() == [5, 6, 7, 1, 2, 2, 3, 4]
     assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4, 5, 6, 8]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, generate_by_steps
+from conftest import TINY, generate_by_steps, runs_as_on_cuda
 from test_drafts import KnownAnswers
 
 from nanovllm import SamplingParams
@@ -98,6 +98,7 @@ def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, num_
     shapes = graph_shapes(llm.config, runner.backend, k)
     sizes = [(shape.num_decodes, shape.num_tokens) for shape in shapes]
     assert sizes == [(0, 4), (0, 8), (0, 12), *([(4, 4), (5, 8), (5, 12)] if k == 1 else [(3, 4), (6, 8), (12, 12)])]
+    runs_as_on_cuda(runner)
     runner.buffers = make_buffers(llm.config, torch.device("cpu"), k)
     parts = runner.run_model, runner.sample
     with torch.inference_mode():

@@ -17,6 +17,7 @@ from nanovllm.engine.features import StepFeature, register_feature
 from nanovllm.models import MODELS
 from nanovllm.models.decoder import DecoderAttention, DecoderMLP
 from nanovllm.models.llama import LlamaForCausalLM
+from nanovllm.utils.tensor_parallel import PartialSum
 
 LAYER: dict = {}
 exec(STATE, LAYER)  # the layer of CONTRIBUTING.md
@@ -37,9 +38,7 @@ class StatefulMLP(DecoderMLP):
 
     def forward(self, x):
         added = self.sum(x.tensor())
-        out = super().forward(x)
-        out.parts += added
-        return out
+        return PartialSum(super().forward(x).reduce() + added)
 
 
 class StatefulForCausalLM(LlamaForCausalLM):
@@ -228,3 +227,18 @@ def test_memory(make_stateful):
         == runner.cache_bytes(llm.config.num_kvcache_blocks)
     )
     assert 2**30 - block_bytes < num_bytes <= 2**30
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("schedule", ["at once", "preemptions"])
+def test_on_a_gpu(make_stateful, reference, schedule, enforce_eager):
+    """Graphs contain steps that only decode; padding has a row of its own."""
+    llm = make_stateful(
+        device="cuda", enforce_eager=enforce_eager, async_scheduling=True, **SETTINGS | SCHEDULES[schedule]
+    )
+    assert bool(llm.model_runner.graphs) != enforce_eager and llm.model_runner.mixed_graphs is None
+    requests = make_requests()
+    for _ in range(2):
+        assert_same_as_reference(reference, llm.generate(*map(list, zip(*requests)), use_tqdm=False))
+    assert_same_as_reference(reference, generate_by_steps(llm, requests))

@@ -16,7 +16,7 @@ from time import perf_counter, sleep
 import numpy as np
 import pytest
 import torch
-from conftest import generate_by_steps
+from conftest import generate_by_steps, runs_as_on_cuda
 from simulation import SETTINGS, Simulation, random_requests
 from test_callers import Interrupt
 
@@ -287,6 +287,7 @@ class RerunDecodes:
 
     def __init__(self, runner, config):
         self.runner, self.width, self.num_replays = runner, config.max_blocks_per_seq, 0
+        runs_as_on_cuda(runner)
         runner.buffers = make_buffers(config, torch.device("cpu"))
         runner.buffers.host.current.batch.fill_(-7)
         self.host_buffers = runner.buffers.host

@@ -52,7 +52,7 @@ def host_requests(num_seqs: int, max_input_len: int, output_len: int, vocab_size
 def host_step(llm: LLM, requests: list[Request]) -> list[float]:
     """Microseconds of schedule, prepare and process, and of all three: medians of the steps that only decode."""
     scheduler, outputs, runner, config = llm.scheduler, llm.core.output_processor, llm.model_runner, llm.config
-    device = FakeDevice(runner, len(requests), config.model_config.vocab_size)
+    device = FakeDevice(len(requests), config.model_config.vocab_size)
     for i, r in enumerate(requests):
         scheduler.add(Sequence(i, [*r.prompt], nanovllm_params(r), noise_seed=i, max_len=config.max_model_len))
     times = []
@@ -82,7 +82,7 @@ def host_calls(llm: LLM, requests: list[Request], rounds: int = 3) -> dict[str, 
     runner, num_steps = llm.model_runner, requests[0].max_tokens - 1
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for name in [*calls] * rounds:
-        device = FakeDevice(runner, len(requests), llm.config.model_config.vocab_size)
+        device = FakeDevice(len(requests), llm.config.model_config.vocab_size)
         runner.launch = device.launch
         calls[name]()
         seconds[name].append(process_time() - device.decoding_since)
@@ -96,11 +96,11 @@ class FakeDevice:
     decoding_since: the CPU time of the process when the first step that only decodes was launched.
     """
 
-    def __init__(self, runner, num_seqs: int, vocab_size: int):
-        self.tp, self.token_ids = runner.tp, torch.randint(vocab_size, (num_seqs,), dtype=torch.int32)
+    def __init__(self, num_seqs: int, vocab_size: int):
+        self.token_ids = torch.randint(vocab_size, (num_seqs,), dtype=torch.int32)
         self.decoding_since = nan
 
     def launch(self, batch, step):
         if step.kind == "decode" and isnan(self.decoding_since):
             self.decoding_since = process_time()
-        return PendingStep(step, self.token_ids, {}, False, self.tp)
+        return PendingStep(step, self.token_ids, {}, lambda: None)

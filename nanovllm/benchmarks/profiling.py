@@ -29,7 +29,8 @@ def profile_nanovllm(model: str, settings: dict, batch_sizes: list[int], length:
             with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * cuda]) as trace:
                 for _ in range(num_steps):
                     llm.step()
-                llm.model_runner.synchronize()
+                if cuda:
+                    torch.cuda.synchronize()
             file = folder / f"decode-{batch_size}.json"
             trace.export_chrome_trace(str(file))
             print(f"\nbatch of {batch_size}, context {length}: {file} (open it in https://ui.perfetto.dev)")

@@ -24,7 +24,7 @@ from nanovllm.config import Config
 from nanovllm.distributed import process_group
 from nanovllm.distributed.step_channel import NUM_BUFFERS, StepChannel, StepReader
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.model_runner import ModelRunner, make_runner
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.step_result import PendingStep
 from nanovllm.features.logprobs import MAX_LOGPROB_ROWS
@@ -269,7 +269,7 @@ def work(fd: int) -> None:
     try:
         torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))
         sock.send(READY)
-        runner = ModelRunner(config, lambda part: None, connect(rank, config, folder))
+        runner = make_runner(config, lambda part: None, connect(rank, config, folder))
         sock.send(READY)
         serve(runner, StepReader(fds, largest_batch(config)))
     except BaseException:
@@ -285,7 +285,7 @@ def serve(runner: ModelRunner, reader: StepReader) -> None:
         with reader.receive() as (shape, words):
             if len(in_flight) == NUM_BUFFERS:  # this step gets the host buffer of the step before the last
                 in_flight.pop(0).synchronize()
-            batch = Batch.on_host(shape, runner.host_buffer(shape.has_chunks))
+            batch = Batch.on_host(shape, runner.host_buffer(shape))
             batch.buffer[:] = words[: shape.size]
         in_flight.append(runner.launch(batch))
 

@@ -125,14 +125,9 @@ class Batch(Generic[Array]):
         """The views of `buffer`, or of new memory."""
         return Batch.from_buffer(shape, np.empty(shape.size, np.int32) if buffer is None else buffer)
 
-    def to(self, device_buffer: torch.Tensor | None) -> "Batch[torch.Tensor]":
-        """This host batch as tensors: in `device_buffer`, to which the copy is asynchronous, or where it is."""
-        on_host = torch.from_numpy(self.buffer)
-        if device_buffer is None:
-            return Batch.from_buffer(self.shape, on_host)
-        batch = Batch.from_buffer(self.shape, device_buffer)
-        batch.buffer.copy_(on_host, non_blocking=True)
-        return batch
+    def to(self, device: torch.device) -> "Batch[torch.Tensor]":
+        """This host batch as tensors."""
+        return Batch.from_buffer(self.shape, torch.from_numpy(self.buffer).to(device))
 
 
 FeatureArrays = Mapping[str, Mapping[str, Any]]  # by feature and name: arrays, or lists of equally long ones

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.model_runner import ModelRunner, make_runner
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.engine.scheduler import Scheduler
@@ -27,7 +27,7 @@ class Engine:
         try:
             tp = self.workers.connect()
             lap("ranks")
-            self.model_runner = ModelRunner(config, lap, tp)
+            self.model_runner = make_runner(config, lap, tp)
             self.workers.wait_until_started()
         except BaseException as error:
             self.close_after(error)

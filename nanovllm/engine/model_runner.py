@@ -1,9 +1,10 @@
 """One rank: its weights, its part of the KV cache, its CUDA graphs, and the execution of a step on its device."""
 
 from collections.abc import Callable, Collection
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.engine import batch as batches
-from nanovllm.engine.batch import DeviceBatch, HostBatch
+from nanovllm.engine.batch import BatchShape, DeviceBatch, HostBatch
 from nanovllm.engine.features import FEATURES, StepFeature
 from nanovllm.engine.request_tables import RequestTables, accept, place_decodes
 from nanovllm.engine.scheduled_step import ScheduledStep
@@ -23,13 +24,8 @@ from nanovllm.layers.logits import SamplingRows, logit_cutoffs, seeds
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import model_class
 from nanovllm.utils.context import Context, attention_context
-from nanovllm.utils.device import becomes_idle, on_device, zeros_on
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.tensor_parallel import TensorParallel
-
-if TYPE_CHECKING:
-    from nanovllm.graphs.buffers import Buffers
-    from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs
 
 CPU_KV_CACHE_BYTES = 2**30  # the cache on a CPU, unless num_kvcache_blocks says otherwise
 CPU_OPERATIONS_PER_MS = 2e8  # of matrix products, roughly
@@ -41,6 +37,9 @@ class ModelRunner:
 
     What a step samples stays on the device, in RequestTables. The next decode step reads its input there, so it can be
     queued before the host knows it.
+
+    This class is for a device that computes each step at once, such as a CPU. On CUDA, `startup/cuda_runner.py` has a
+    subclass that queues steps and replays graphs.
     """
 
     def __init__(self, config: Config, lap: Callable[[str], None], tp: TensorParallel = TensorParallel()):
@@ -48,13 +47,11 @@ class ModelRunner:
         self.config = config
         self.tp = tp
         self.device = config.device_of(tp.rank)
-        with on_device(self.device):
+        with self.on_device():
             self._start(config, lap)
 
     def _start(self, config: Config, lap: Callable[[str], None]) -> None:
         self.backend = make_backend(config.attention_backend)
-        is_cuda = self.device.type == "cuda"
-        memory_before = torch.cuda.memory_allocated(self.device) if is_cuda else 0
         self.model = self._load_model()
         lap("weights")
         self.cache_groups: dict[Any, list[nn.Module]] = {}  # by spec: see layers/kv_cache.py
@@ -82,14 +79,11 @@ class ModelRunner:
         self._num_finished_programs = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
         self.features: dict[str, StepFeature] = {}
         self.add_features(registered)
-        self.buffers: Buffers | None = None  # None on a CPU: each step allocates what it needs
-        self.graphs: DecodeGraphs | None = None
-        self.mixed_graphs: MixedGraphs | None = None
-        if is_cuda:
-            from nanovllm.startup.cuda import start_on_cuda  # a CPU needs nothing of it
+        self.warm_up(lap)
 
-            start_on_cuda(self, lap, memory_before)
-            return
+    def warm_up(self, lap: Callable[[str], None]) -> None:
+        """Size and allocate the cache, and whatever else the device needs before its first step."""
+        config = self.config
         if config.num_kvcache_blocks is None:
             self.size_kv_cache(CPU_KV_CACHE_BYTES, "the budget on a CPU is")
         self.allocate_kv_cache(config.num_kvcache_blocks)
@@ -97,6 +91,11 @@ class ModelRunner:
             operations = config.model_config.num_hidden_layers * config.model_config.layer_operations
             self.size_mixed_steps(operations / CPU_OPERATIONS_PER_MS)
         lap("cache")
+
+    def on_device(self) -> AbstractContextManager:
+        """Suspend the caller's autocast, which would change our dtypes, and make the device the current one."""
+        kind = self.device.type
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     def size_kv_cache(self, available: int, limit: str) -> None:
         """Set how many cache blocks fit into so many bytes. ValueError, which begins with `limit`, for too few."""
@@ -129,12 +128,13 @@ class ModelRunner:
         loaded = self.features | {name: FEATURES[name].load()(self) for name in names if name not in self.features}
         self.features = {name: loaded[name] for name in [*FEATURES] if name in loaded}
 
-    def host_buffer(self, has_chunks: bool) -> np.ndarray | None:
-        """Where the next batch is prepared; it is free once the step before the last one that was launched is over."""
-        if self.buffers is None:
-            return None
-        buffers = self.graphs.host_buffers if self.graphs and not has_chunks else self.buffers.host
-        return buffers.current.batch.numpy()
+    def host_buffer(self, shape: BatchShape) -> np.ndarray | None:
+        """Where the next batch is prepared; None: in new memory."""
+        return None
+
+    def padded(self, shape: BatchShape) -> BatchShape:
+        """The shape in which a step is computed."""
+        return shape
 
     def prepare(self, step: ScheduledStep) -> HostBatch:
         names = sorted(step.feature_names)  # the same layout in every run
@@ -142,42 +142,37 @@ class ModelRunner:
         arrays = {name: found for name, found in prepared.items() if found is not None}
         block_size, first_row = self.config.kvcache_block_size, step.num_decodes * step.tokens_per_row
         backend_arrays = self.backend.prepare_chunks(step.chunk_lens, first_row) if step.chunks else {}
-        shape = batches.shape_of(step, block_size, backend_arrays)
-        if graphs := self.mixed_graphs if step.chunks else self.graphs:
-            shape = graphs.shape_for(shape) or shape
-        buffer = self.host_buffer(bool(step.chunks))
+        shape = self.padded(batches.shape_of(step, block_size, backend_arrays))
+        buffer = self.host_buffer(shape)
         return batches.prepare_batch(step, shape, backend_arrays, arrays, buffer, block_size, self.pad_req_index)
 
     def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:
         """Queue a batch that lies in `host_buffer`; this returns while the step, or even the one before, still runs."""
         self.tp.check()
-        with on_device(self.device):
+        with self.on_device():
             if batch.shape.num_block_copies:
                 self._copy_blocks(batch.block_copies)
-            if self.graphs and not batch.shape.has_chunks:
-                if batch.feature_arrays:  # the graph has only the edits of logits, not what they read
-                    self._upload(batch.to(self.buffers.device))
-                on_host, output = self.graphs.replay(len(batch.req_indices))
-            else:
-                output = self.execute(batch)
-                on_host = output.results
-                if self.buffers:
-                    on_host = self.buffers.host.advance().results[: batch.shape.num_sampled]
-                    on_host.copy_(output.results[: batch.shape.num_sampled], non_blocking=True)
+            on_host, output = self.compute(batch)
             arrays = batch.feature_arrays.items()
             pending = {name: self.features[name].after_forward(found, output) for name, found in arrays}
-            return PendingStep(step, on_host, pending, self.device.type == "cuda", self.tp)
+            return PendingStep(step, on_host, pending, self.end_of_step())
+
+    def compute(self, batch: HostBatch) -> tuple[torch.Tensor, ForwardOutput]:
+        """Run a batch; returns its results in host memory, where they are at the end of the step, and its output."""
+        output = self.execute(batch)
+        return output.results.cpu(), output
 
     @torch.inference_mode()
     def execute(self, batch: HostBatch) -> ForwardOutput:
         """Copy a batch to the device and run it there."""
-        device_batch = batch.to(self.buffers and self.buffers.device)
-        if self.mixed_graphs and batch.shape.graph_shape in self.mixed_graphs.models:
-            return self.mixed_graphs.replay(batch.shape, lambda: self._upload(device_batch))
-        return self.forward(device_batch)
+        return self.forward(batch.to(self.device))
+
+    def end_of_step(self) -> Callable[[], None]:
+        """A function that waits until the device is done with what was queued so far."""
+        return lambda: None
 
     @torch.inference_mode()
-    def _upload(self, batch: DeviceBatch) -> None:
+    def upload(self, batch: DeviceBatch) -> None:
         """Write what is known of new requests and the arrays of features into the tables on the device."""
         if batch.shape.num_new_requests:
             new = batch.new_req_indices.long()
@@ -190,7 +185,7 @@ class ModelRunner:
     def forward(self, batch: DeviceBatch) -> ForwardOutput:
         """A whole step on the device. CUDA graphs capture this for decode batches, so it never waits for the device."""
         hidden_states, sampler_input = self.run_model(batch)
-        self._upload(batch)
+        self.upload(batch)
         return ForwardOutput(*self.sample(sampler_input), hidden_states, sampler_input.hidden_states)
 
     def run_model(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
@@ -280,7 +275,7 @@ class ModelRunner:
         for spec, layers in self.cache_groups.items():
             # zeros: attention multiplies masked slots by 0, and a NaN in them would spread
             tensors = spec.tensors(num_layers or len(layers), num_blocks, self.config)
-            self.caches[spec] = [zeros_on(self.device, tensor) for tensor in tensors]
+            self.caches[spec] = [self.zeros(tensor) for tensor in tensors]
             for i, layer in enumerate(layers):
                 parts = (tensor[:, i % tensor.shape[1]] for tensor in self.caches[spec])
                 layer.cache = spec.cache_type(self.config)(*parts)
@@ -288,32 +283,32 @@ class ModelRunner:
         num_slots = num_blocks * self.config.kvcache_block_size
         self.slot_token_ids = torch.zeros(num_slots + 1, dtype=torch.int32, device=self.device)
 
+    def zeros(self, like: torch.Tensor) -> torch.Tensor:
+        """The shape and dtype of a tensor on the meta device. The system maps pages of NumPy's zeros on first use."""
+        return torch.from_numpy(np.zeros(like.nbytes, np.uint8)).view(like.dtype).view(like.shape).to(self.device)
+
     def cache_bytes(self, num_blocks: int) -> int:
         groups = self.cache_groups.items()
         tensors = (x for spec, layers in groups for x in spec.tensors(len(layers), num_blocks, self.config))
         return sum(tensor.nbytes for tensor in tensors)
 
-    def synchronize(self) -> None:
-        """Wait until the device has nothing left to do."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def recover(self) -> None:
         """Wait for the queued steps and drop their results. Never raises, as it is called after errors."""
-        with suppress(RuntimeError):
-            self.synchronize()
-            if self.graphs:
-                self.graphs.reset()
 
     def exit(self) -> None:
-        """Free the device's memory, unless the device hangs because another rank is lost."""
-        if self.tp.lost and not becomes_idle(self.device):
-            return
-        self.graphs = self.mixed_graphs = None
+        """Free the device's memory."""
         for layer in (layer for layers in self.cache_groups.values() for layer in layers):
             layer.cache = None
-        self.model = self.tables = self.slot_token_ids = self.buffers = None
+        self.model = self.tables = self.slot_token_ids = None
         self.cache_groups, self.caches, self.features = {}, {}, {}
         self.tp.close()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+
+
+# by the type of the device, module:class of a runner that queues steps; other devices have a ModelRunner
+RUNNERS = {"cuda": "nanovllm.startup.cuda_runner:CUDAModelRunner"}
+
+
+def make_runner(config: Config, lap: Callable[[str], None], tp: TensorParallel) -> ModelRunner:
+    """The runner of this rank's device."""
+    module, name = RUNNERS.get(config.device_of(tp.rank).type, f"{__name__}:ModelRunner").split(":")
+    return getattr(import_module(module), name)(config, lap, tp)

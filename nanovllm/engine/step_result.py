@@ -1,12 +1,11 @@
 """What a step leaves on the device, and its result on its way to host memory."""
 
-from time import perf_counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
-from nanovllm.utils.tensor_parallel import STEP_TIMEOUT, TensorParallel
 
 
 class ForwardOutput(NamedTuple):
@@ -27,43 +26,20 @@ class SamplerInput(NamedTuple):
     block_tables: torch.Tensor  # [S * k, W] int32
 
 
-class PendingStep:
+class PendingStep(NamedTuple):
     """A step that was launched: its results may not be in host memory yet."""
 
-    def __init__(
-        self,
-        step: ScheduledStep | None,
-        results: torch.Tensor,
-        pending: dict[str, Any],
-        is_cuda: bool,
-        tp: TensorParallel,
-    ):
-        """`results`, those of a ForwardOutput, are in host memory; `pending` has those of `StepFeature.after_forward`.
-
-        Only rank 0 has the ScheduledStep; the other ranks can `synchronize`, but not `wait` for a result.
-        """
-        self._step, self._results, self._pending, self._tp = step, results, pending, tp
-        self._done = torch.cuda.Event() if is_cuda else None
-        if self._done:
-            self._done.record()
-
-    def synchronize(self) -> None:
-        """Wait until the device has finished the step. RuntimeError if another rank is lost, or hangs."""
-        if self._done and self._tp.size == 1:
-            self._done.synchronize()
-        elif self._done:
-            begin = perf_counter()
-            while not self._done.query():
-                self._tp.check()
-                if perf_counter() - begin > STEP_TIMEOUT:
-                    raise RuntimeError(f"a step was not over after {STEP_TIMEOUT:.0f} s")
+    step: ScheduledStep | None  # only rank 0 has it, and can `wait`
+    results: torch.Tensor  # those of its ForwardOutput, in host memory
+    pending: dict[str, Any]  # what `StepFeature.after_forward` returned, by the feature's name
+    synchronize: Callable[[], None]  # waits for the device; RuntimeError if another rank is lost, or hangs
 
     def wait(self) -> StepResult:
         """The result, once the step is over; errors as of `synchronize`."""
         self.synchronize()
-        assert self._step is not None, "only rank 0 has results"
-        results = self._results[: len(self._step.sampled_seqs)]
-        of_features = {name: found.result(self._step) for name, found in self._pending.items() if found is not None}
+        assert self.step is not None
+        results = self.results[: len(self.step.sampled_seqs)]
+        of_features = {name: found.result(self.step) for name, found in self.pending.items() if found is not None}
         if results.dim() == 1:
             return StepResult(results.tolist(), of_features)
         return StepResult(results[:, :-1].flatten().tolist(), of_features, results[:, -1].tolist())

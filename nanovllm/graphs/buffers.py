@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import MAX_CHUNKS, BatchShape
+from nanovllm.engine.batch import MAX_CHUNKS, Batch, BatchShape, DeviceBatch, HostBatch
 from nanovllm.engine.features import FEATURES
 from nanovllm.utils.double_buffer import DoubleBuffer
 
@@ -29,6 +29,13 @@ def make_buffers(config: Config, device: torch.device, tokens_per_row: int = 1) 
     batches, results = host_memory(size, config.max_num_seqs, tokens_per_row, device)
     on_device = torch.zeros(size, dtype=torch.int32, device=device)
     return Buffers(DoubleBuffer(*map(StepBuffers, batches, results)), on_device)
+
+
+def to_device(batch: HostBatch, buffer: torch.Tensor) -> DeviceBatch:
+    """Copy a batch to the beginning of a buffer, asynchronously."""
+    on_device = Batch.from_buffer(batch.shape, buffer)
+    on_device.buffer.copy_(torch.from_numpy(batch.buffer), non_blocking=True)
+    return on_device
 
 
 def host_memory(

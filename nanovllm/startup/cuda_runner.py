@@ -1,0 +1,107 @@
+"""A rank on CUDA: steps are queued, and run by graphs where these were captured."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from time import perf_counter, sleep
+
+import numpy as np
+import torch
+
+from nanovllm.engine.batch import BatchShape, DeviceBatch, HostBatch
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.step_result import ForwardOutput
+from nanovllm.graphs.buffers import Buffers, to_device
+from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs
+from nanovllm.startup.cuda import start_on_cuda
+from nanovllm.utils.tensor_parallel import STEP_TIMEOUT
+
+
+class CUDAModelRunner(ModelRunner):
+    buffers: Buffers
+    graphs: DecodeGraphs | None = None
+    mixed_graphs: MixedGraphs | None = None
+
+    def _start(self, config, lap):
+        self._memory_before = torch.cuda.memory_allocated(self.device)
+        super()._start(config, lap)
+
+    def warm_up(self, lap: Callable[[str], None]) -> None:
+        start_on_cuda(self, lap, self._memory_before)
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        with torch.cuda.device(self.device), super().on_device():
+            yield
+
+    def host_buffer(self, shape: BatchShape) -> np.ndarray:
+        """Pinned memory, which is free once the step before the last one that was launched is over."""
+        buffers = self.buffers.host if shape.has_chunks or not self.graphs else self.graphs.host_buffers
+        return buffers.current.batch.numpy()
+
+    def padded(self, shape: BatchShape) -> BatchShape:
+        graphs = self.mixed_graphs if shape.has_chunks else self.graphs
+        return (graphs and graphs.shape_for(shape)) or shape
+
+    def compute(self, batch: HostBatch) -> tuple[torch.Tensor, ForwardOutput]:
+        if self.graphs and not batch.shape.has_chunks:
+            if batch.feature_arrays:  # the graph has only the edits of logits, not what they read
+                self.upload(self._to_device(batch))
+            return self.graphs.replay(len(batch.req_indices))
+        output, num_sampled = self.execute(batch), batch.shape.num_sampled
+        on_host = self.buffers.host.advance().results[:num_sampled]
+        return on_host.copy_(output.results[:num_sampled], non_blocking=True), output
+
+    @torch.inference_mode()
+    def execute(self, batch: HostBatch) -> ForwardOutput:
+        device_batch = self._to_device(batch)
+        if self.mixed_graphs and batch.shape.graph_shape in self.mixed_graphs.models:
+            return self.mixed_graphs.replay(batch.shape, lambda: self.upload(device_batch))
+        return self.forward(device_batch)
+
+    def _to_device(self, batch: HostBatch) -> DeviceBatch:
+        return to_device(batch, self.buffers.device)
+
+    def end_of_step(self) -> Callable[[], None]:
+        """RuntimeError of that function if another rank is lost, or hangs."""
+        done = torch.cuda.Event()
+        done.record()
+        return done.synchronize if self.tp.size == 1 else lambda: self._wait(done)
+
+    def _wait(self, done: torch.cuda.Event) -> None:
+        begin = perf_counter()
+        while not done.query():
+            self.tp.check()
+            if perf_counter() - begin > STEP_TIMEOUT:
+                raise RuntimeError(f"a step was not over after {STEP_TIMEOUT:.0f} s")
+
+    def zeros(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(like, device=self.device)
+
+    def synchronize(self) -> None:
+        """Wait until the device has nothing left to do."""
+        torch.cuda.synchronize(self.device)
+
+    def recover(self) -> None:
+        with suppress(RuntimeError):
+            self.synchronize()
+            if self.graphs:
+                self.graphs.reset()
+
+    def exit(self) -> None:
+        """Free the device's memory, unless the device hangs because another rank is lost."""
+        if self.tp.lost and not self._becomes_idle():
+            return
+        self.graphs = self.mixed_graphs = None
+        del self.buffers
+        super().exit()
+        torch.cuda.empty_cache()
+
+    def _becomes_idle(self, timeout: float = 5.0) -> bool:
+        """Whether the device's current stream is done within `timeout` seconds."""
+        begin = perf_counter()
+        with torch.cuda.device(self.device):
+            while not torch.cuda.current_stream().query():
+                if perf_counter() - begin > timeout:
+                    return False
+                sleep(0.001)
+        return True
