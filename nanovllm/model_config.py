@@ -50,7 +50,8 @@ class ModelConfig:
         file = folder / "config.json"
         raw = read_json(file)
         model_type = find_model_type(raw, file)
-        check_choice(f"{file}: hidden_act", raw.get("hidden_act", "silu"), ("silu",))
+        family = model_class(model_type)
+        check_choice(f"{file}: hidden_act", raw.get("hidden_act", "silu"), family.hidden_acts)
         if raw.get("use_sliding_window"):
             raise ValueError(f"{file}: sliding-window attention is not supported (use_sliding_window is set)")
         for kind in raw.get("layer_types") or ():
@@ -86,7 +87,7 @@ class ModelConfig:
             rope_scale=rope_scale,
             eos_token_ids=eos_token_ids,
             quantization=formats,
-            **model_class(model_type).read_config(raw, file),
+            **family.read_config(raw, file),
         )
 
     @property

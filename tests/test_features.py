@@ -1,14 +1,16 @@
 """Features of a step: some that are registered from outside, and what the seam promises."""
 
+import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
 
 from nanovllm import SamplingParams
-from nanovllm.engine.features import FEATURES, StepFeature, register_feature
-from nanovllm.kernels.sampling_columns import MAX_CUSTOM_COLUMNS
+from nanovllm.engine.features import FEATURES, Feature, StepFeature, register_feature
+from nanovllm.kernels.sampling_columns import MAX_CUSTOM_COLUMNS, add_columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,21 @@ def test_top_n_sigma(make_llm, chat, async_scheduling):
     assert ids(without, Params(temperature=5.0, top_n_sigma=1e-3, **options)) == random, "it was made before"
     mixed = [Params(temperature=5.0, top_n_sigma=n, **options) for n in (1e-3, 0.0, 1e-3)]
     assert ids(llm, mixed) == [greedy[0], random[1], greedy[2]]
+
+
+def test_feature_of_the_table(make_llm, monkeypatch):
+    """One that edits logits and has nothing on the host is loaded by its first request, as those of the package are."""
+    home = SimpleNamespace(TopNSigma=TopNSigma)
+    monkeypatch.setitem(sys.modules, "nanovllm.features.top_n_sigma", home)
+    monkeypatch.setitem(FEATURES, "top_n_sigma", Feature("features.top_n_sigma:TopNSigma", {"top_n_sigma": 0.0}))
+    add_columns(["top_n_sigma"])
+    llm = make_llm(async_scheduling=True)
+    ids = lambda params: [output.token_ids for output in llm.generate([[5, 6, 7]] * 2, params, use_tqdm=False)]
+    random = SamplingParams(temperature=5.0, max_tokens=8, seed=7)
+    greedy, noise = ids(SamplingParams(temperature=0.0, max_tokens=8)), ids(random)
+    assert not llm.model_runner.features
+    assert ids([Params(temperature=5.0, max_tokens=8, seed=7, top_n_sigma=1e-3), random]) == [greedy[0], noise[1]]
+    assert [*llm.model_runner.features] == ["top_n_sigma"] and greedy != noise
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -212,6 +212,7 @@ from nanovllm.layers.rotary_embedding import QKNormRope, RotaryEmbedding
 
 
 class ToyForCausalLM(nn.Module):
+    hidden_acts = ("silu",)
     packed_modules_mapping = {"query": ("qkv", 0), "key": ("qkv", 1), "value": ("qkv", 2)}
 
     def __init__(self, config, max_len, backend, tp):

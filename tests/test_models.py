@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from conftest import TINY, generate_by_steps
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
@@ -23,7 +25,8 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import SDPABackend
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.model_config import ModelConfig
-from nanovllm.models import model_class
+from nanovllm.models import MODELS, model_class
+from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.loader import load_model
 
@@ -56,6 +59,7 @@ CASES = {
     "llama-3.2": ("Llama", 4, 1, 32, LLAMA3, {"tie_word_embeddings": True}),
     "llama-biases": ("Llama", 4, 2, None, {}, {"attention_bias": True, "mlp_bias": True}),
     "llama-yarn": ("Llama", 2, 2, 24, YARN, {"attention_bias": True}),
+    "llama-gelu": ("Llama", 4, 2, None, {}, {"hidden_act": "gelu"}),
     "qwen2": ("Qwen2", 4, 2, None, {}, {"tie_word_embeddings": True}),
     "qwen2.5": ("Qwen2", 8, 2, None, YARN, {}),
     "mistral": ("Mistral", 4, 2, 32, {}, {"sliding_window": None}),
@@ -67,6 +71,31 @@ CASES = {
     "qwen3-moe-step": ("Qwen3Moe", 4, 2, 16, {}, EXPERTS | {"decoder_sparse_step": 2, "num_experts": 60}),
     "qwen3-moe-dense-layer": ("Qwen3Moe", 2, 2, 32, {}, EXPERTS | {"mlp_only_layers": [1], "num_experts_per_tok": 8}),
 }
+
+
+class GeluAndMul(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.gelu(gate) * up
+
+
+class GeluLlama(LlamaForCausalLM):
+    """A family from outside, with another activation: the case "llama-gelu"."""
+
+    hidden_acts = ("gelu",)
+
+    @staticmethod
+    def make_mlp(config, layer_index, tp):
+        mlp = LlamaForCausalLM.make_mlp(config, layer_index, tp)
+        mlp.act_fn = GeluAndMul()
+        return mlp
+
+
+@pytest.fixture(autouse=True)
+def gelu_family(request, monkeypatch):
+    """In the tests of that case, the type "llama" is this family."""
+    if "llama-gelu" in request.node.name:
+        monkeypatch.setitem(MODELS, "llama", f"{__name__}:GeluLlama")
 
 
 def make_checkpoint(folder: Path, name: str) -> str:
@@ -194,8 +223,10 @@ def test_engine_of_two_ranks(make_llm, tmp_path, name, settings):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter; tests/test_gpu.py on CUDA")
-@pytest.mark.parametrize("has_kernels", [True, False], ids=["all", "attend"])
-def test_parity_on_kernels(use_ops, make_llm, tmp_path, has_kernels):
+@pytest.mark.parametrize(
+    "name, has_kernels", [("llama-biases", True), ("llama-biases", False), ("llama-gelu", True)], ids=str
+)
+def test_parity_on_kernels(use_ops, make_llm, tmp_path, name, has_kernels):
     """Attention without q and k norms, and products with biases, of chunks, several decodes, and a single one.
 
     With kernels in all layers, or in the attention backend alone.
@@ -203,11 +234,12 @@ def test_parity_on_kernels(use_ops, make_llm, tmp_path, has_kernels):
     pytest.importorskip("triton")
     if has_kernels:
         use_ops()
-    folder = make_checkpoint(tmp_path, "llama-biases")
-    llm = make_llm(folder, attention_backend="triton", **SMALL)
-    assert_same_as_transformers(
-        folder, generate_by_steps(llm, [(p, replace(q, max_tokens=2)) for p, q in requests()[:3]])
-    )
+    folder = make_checkpoint(tmp_path, name)
+    llm, sizes = make_llm(folder, attention_backend="triton", **SMALL), []
+    llm.core.on_step.append(lambda step, result: sizes.append((sum(step.chunk_lens), step.num_decodes)))
+    limited = [(p, replace(q, max_tokens=2 + (i == 2))) for i, (p, q) in enumerate(requests()[:3])]
+    assert_same_as_transformers(folder, generate_by_steps(llm, limited))
+    assert sizes[0] == (32, 0) and sizes[-2:] == [(0, 3), (0, 1)]
 
 
 # -- what checkpoints of the families store ----------------------------------------------------------------------------

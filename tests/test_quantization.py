@@ -12,7 +12,15 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE, TINY, Peers, assert_close, each_dtype_or_half, generate_by_steps, randn
 from safetensors.torch import load_file, save_file
-from test_models import SMALL, assert_same_as_transformers, edit, logits_of_rank, make_checkpoint, reference_model
+from test_models import (
+    SMALL,
+    assert_same_as_transformers,
+    edit,
+    gelu_family,
+    logits_of_rank,
+    make_checkpoint,
+    reference_model,
+)
 from test_models import requests as model_requests
 
 from nanovllm import SamplingParams
@@ -28,6 +36,7 @@ from nanovllm.quantization.scaled_linear import ScaledLinear
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.tensor_parallel import TensorParallel
 
+__all__ = ["gelu_family"]  # a fixture
 ops = pytest.importorskip("nanovllm.kernels.ops")
 from nanovllm.kernels import mix_experts, moe_gemm, moe_routing, scaled_linear
 from nanovllm.kernels.scaled_gemv import choose_gemv_split_k, scaled_gemv
@@ -203,21 +212,21 @@ def test_engine_of_two_ranks(make_llm, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")
-@pytest.mark.parametrize("name, format_name", [("llama-biases", "small-blocks")])
+@pytest.mark.parametrize("name, format_name", [("llama-biases", "small-blocks"), ("llama-gelu", "small-blocks")])
 def test_parity_on_kernels(monkeypatch, use_ops, make_llm, tmp_path, name, format_name):
     """Without FP8 units: chunks, several decodes, and a single one."""
     use_ops("linear", "norm_linear", "best_split_k", "add_rms_norm", *SCALED)
     monkeypatch.setattr(scaled_linear, "MAX_SCALED_ROWS", 8)
     folder, plain = write_quantized(make_checkpoint(tmp_path, name), tmp_path, format_name)
     llm = make_llm(folder, **SMALL)
-    assert_same_as_transformers(
-        plain, generate_by_steps(llm, [(p[:20], replace(q, max_tokens=2)) for p, q in model_requests()[:3]])
-    )
+    limited = [(p[:20], replace(q, max_tokens=2 + (i == 2))) for i, (p, q) in enumerate(model_requests()[:3])]
+    assert_same_as_transformers(plain, generate_by_steps(llm, limited))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")
 @pytest.mark.parametrize(
-    "name, format_name", [("llama-biases", "block"), ("qwen3", "ct-channel"), ("qwen3-moe", "ct-channel")]
+    "name, format_name",
+    [("llama-biases", "block"), ("llama-gelu", "block"), ("qwen3", "ct-channel"), ("qwen3-moe", "ct-channel")],
 )
 def test_fp8_units(monkeypatch, use_ops, make_llm, tmp_path, name, format_name):
     """Activations of several rows are quantized: by the norm, the activation, or a kernel of their own."""
@@ -232,7 +241,8 @@ def test_fp8_units(monkeypatch, use_ops, make_llm, tmp_path, name, format_name):
     monkeypatch.setattr("nanovllm.kernels.scaled_moe_gemv.DOWN_TILE", (32, 64, 1))
     calls = []
     kernels = {"scaled_gemv", "scaled_gemm", "quantize_rows", "rms_norm_quantize"}
-    kernels |= {"scaled_moe_gemv", "scaled_moe_gemm"} if name == "qwen3-moe" else {"silu_and_mul_quantize"}
+    act = set() if name == "llama-gelu" else {"silu_and_mul_quantize"}
+    kernels |= {"scaled_moe_gemv", "scaled_moe_gemm"} if name == "qwen3-moe" else act
     for kernel in kernels:
         for module in (ops, mix_experts, scaled_linear):
             if (call := getattr(module, kernel, None)) is not None:

@@ -4,15 +4,16 @@ import json
 import logging
 import threading
 import time
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 from test_server import GREEDY, MODEL, PROMPT, QUESTION, TOOL, expected, offline, running
 
-from nanovllm import BeamSearchParams
+from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamEvent
 from nanovllm.serve.chat import ChatAnswer, make_tool_parser
-from nanovllm.serve.protocol import IGNORED, ChatBody, CompletionBody, IgnoredFields
+from nanovllm.serve.protocol import IGNORED, ChatBody, CompletionBody, GenerationBody, IgnoredFields
 from nanovllm.serve.tokenized import tokenized
 
 httpx = pytest.importorskip("httpx")
@@ -92,6 +93,13 @@ def test_values_that_mean_nothing(post, offline, path, name, values):
         assert answer.status_code == 200, answer.text
         choice = answer.json()["choices"][0]
         assert (choice["message"]["content"] if path == CHAT else choice["text"]) == text
+
+
+def test_every_sampling_parameter_is_a_field():
+    """Else a body with it would be answered as if it were not there. What `detokenize` leaves out is the answer."""
+    names = {field.name for field in fields(SamplingParams)} - {"detokenize"}
+    missing = names - GenerationBody.model_fields.keys()
+    assert not missing, f"add {missing} to GenerationBody of serve/protocol.py"
 
 
 def test_unknown_fields_anywhere(post, server, caplog):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels import operation
+from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import NormInput
 from nanovllm.utils.loader import check_shape, parameter
 from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
@@ -43,9 +44,9 @@ def _padded_rows(num_rows: int) -> int:
 
 @operation
 def norm_linear(
-    x: NormInput, weight: torch.Tensor, bias: torch.Tensor | None = None, act: nn.Module | None = None
+    x: NormInput, weight: torch.Tensor, bias: torch.Tensor | None = None, act: SiluAndMul | None = None
 ) -> torch.Tensor:
-    """`linear` of a norm, and an activation: SiluAndMul, or one that computes the same in another format."""
+    """`linear` of a norm, and the activation, whose result may have another format."""
     y = linear(x.tensor(), weight, bias)
     return y if act is None else act(y)
 
@@ -63,7 +64,7 @@ class WeightFormat:
         """The function `linear` with this layer's weight."""
         return linear(x, layer.weight, bias, split_k, out)
 
-    def norm_linear(self, layer: "LinearBase", x: NormInput, act: nn.Module | None) -> Any:
+    def norm_linear(self, layer: "LinearBase", x: NormInput, act: SiluAndMul | None) -> Any:
         """The function `norm_linear` with this layer's weight and bias."""
         return norm_linear(x, layer.weight, layer.bias, act)
 
@@ -111,10 +112,12 @@ class LinearBase(nn.Module):
         return self.shard(*shard_id).copy(target, weight)
 
     def forward(self, x: torch.Tensor | NormInput, act: nn.Module | None = None) -> Any:
-        """y = x W^T + b; if x is a norm, act(x W^T + b)."""
-        if isinstance(x, NormInput):
+        """y = x W^T + b; if x is a norm, act(x W^T + b). Formats and kernels know no activation but SiluAndMul."""
+        if not isinstance(x, NormInput):
+            return self.format.linear(self, x, self.bias)
+        if act is None or isinstance(act, SiluAndMul):
             return self.format.norm_linear(self, x, act)
-        return self.format.linear(self, x, self.bias)
+        return act(self.format.norm_linear(self, x, None))
 
 
 class MergedColumnParallelLinear(LinearBase):

@@ -5,6 +5,7 @@ AttentionBackend, TensorParallel). CONTRIBUTING.md shows how to add one. It has:
 
 - `read_config(raw, file)`: the content of config.json -> the fields of ModelConfig that depend on the family, as a
   dict. ValueError that names `file` for a model that the class can't compute
+- `hidden_acts`: the values of `hidden_act` in config.json that the class computes
 - `packed_modules_mapping`: a checkpoint's module -> (the merged module that holds it, its shard id there)
 - `config`, and `lm_head`, a ParallelLMHead
 - `forward(token_ids, positions)`: [T] each -> hidden states [T, hidden_size]

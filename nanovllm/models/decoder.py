@@ -45,7 +45,7 @@ class DecoderMLP(nn.Module):
         super().__init__()
         hidden_size, size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [(size, tp), (size, tp)], bias, config.linear_dtype)
-        self.act_fn = SiluAndMul()
+        self.act_fn: nn.Module = SiluAndMul()
         self.down_proj = RowParallelLinear(size, hidden_size, bias, tp, config.linear_dtype)
 
     def forward(self, x: NormInput) -> PartialSum:
@@ -96,6 +96,7 @@ class DecoderModel(nn.Module):
 class DecoderForCausalLM(nn.Module):
     """Token ids and positions [T] to hidden states [T, hidden_size], of which `compute_logits` makes logits."""
 
+    hidden_acts: ClassVar = ("silu",)  # values of `hidden_act` in config.json that the class computes
     # a checkpoint's module -> the merged module that holds it, and its shard id there
     packed_modules_mapping: ClassVar = {
         "q_proj": ("qkv_proj", 0),

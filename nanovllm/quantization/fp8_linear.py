@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
 
 from nanovllm.kernels import ops
 from nanovllm.layers.activation import SiluAndMul
@@ -51,7 +50,7 @@ class FP8Linear(ScaledLinear):
             y += bias
         return y if split_k > 1 else y[0]
 
-    def norm_linear(self, layer: LinearBase, x: NormInput, act: nn.Module | None) -> Any:
+    def norm_linear(self, layer: LinearBase, x: NormInput, act: SiluAndMul | None) -> Any:
         if len(x) == 1 or not self.suits_gemm:
             return super().norm_linear(layer, x, act)
         y = self.linear(layer, self._quantized(x), layer.bias)

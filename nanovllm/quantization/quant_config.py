@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels import has_fp8_units, ops_for
+from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.linear import LinearBase
 from nanovllm.moe.experts import Experts, MoE
 from nanovllm.quantization.scaled import QuantScheme
@@ -67,7 +68,8 @@ class QuantConfig:
                 names = [] if module in routers else _checkpoint_names(path, model.packed_modules_mapping)
                 self._prepare(path, module, names, make_linear, model.config.dtype, device)
         for module in model.modules() if quantizes_rows else ():
-            if isinstance(consumer := getattr(getattr(module, "down_proj", None), "format", None), FP8Linear):
+            consumer = getattr(getattr(module, "down_proj", None), "format", None)
+            if isinstance(consumer, FP8Linear) and isinstance(module.act_fn, SiluAndMul):
                 module.act_fn = consumer.act_fn()
 
     def _prepare(
