@@ -116,7 +116,7 @@ class Config:
             dtype_reason=dtype_reason,
             max_mixed_step_ms=self.max_mixed_step_ms or (250.0 if device == "cpu" else 50.0),
             max_model_len=self._resolve_max_model_len(model_config),
-            async_scheduling=device != "cpu" if self.async_scheduling is None else self.async_scheduling,
+            async_scheduling=device.startswith("cuda") if self.async_scheduling is None else self.async_scheduling,
         )
 
     def _set(self, **resolved) -> None:
@@ -209,10 +209,9 @@ def takes_settings_of(settings: Callable[P, object]) -> Callable[[Callable[..., 
 def _resolve_device(name: str, num_ranks: int) -> str:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, number = str(name).partition(":")
-    if check_choice("device", kind, ("auto", "cpu", "cuda")) == "cpu":
+    if (name := str(name)).partition(":")[0] == "cpu":
         return "cpu"
     from nanovllm.startup.devices import check_devices  # a CPU needs nothing of it
 
-    check_devices(str(name), number, num_ranks)
-    return str(name)
+    check_devices(name, num_ranks)
+    return name

@@ -293,7 +293,7 @@ def code_lines(source: str) -> int:
 
 # lines of code: what a room may grow to before it is looked at again
 BUDGETS = {
-    "core": 3820,
+    "core": 3810,
     "states": 110,
     "attention": 150,
     "kernels": 2190,
@@ -358,7 +358,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 3686, 50
+CORE_LINES, CORE_FILES = 3682, 50
 ROOMS = (
     "attention",
     "benchmarks",

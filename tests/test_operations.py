@@ -6,13 +6,16 @@ import pkgutil
 
 import pytest
 import torch
-from conftest import DEVICE
+from conftest import DEVICE, TINY
 
 import nanovllm
 from nanovllm import SamplingParams
-from nanovllm.attention import BACKENDS
+from nanovllm.attention import BACKENDS, check_head_dim
+from nanovllm.config import Config
+from nanovllm.engine.model_runner import RUNNERS
 from nanovllm.kernels import operation, ops_for, register_ops
 from nanovllm.layers.activation import silu_and_mul
+from nanovllm.startup.devices import DEVICES
 
 TOY = """
 import torch
@@ -43,13 +46,9 @@ def add_rms_norm(x, residual, weight, eps):
 
 
 class ToyBackend(SDPABackend):
-    package, install = "torch", "pip install torch"
-    block_multiple = 16
-    kv_cache_dtypes = ("auto",)
-
     @staticmethod
-    def runs_on_cpu():
-        return True
+    def devices():
+        return "cpu", "xpu"
 
     def decode(self, q, cache, context):
         calls.append("decode")
@@ -84,6 +83,33 @@ def test_a_port(make_llm, registered, monkeypatch, tmp_path):
         (actual,) = make_llm(attention_backend="toy").generate([prompt], params, use_tqdm=False)
         assert actual.outputs[0].token_ids == output.outputs[0].token_ids
     assert {*toy.calls} == {"silu_and_mul", "linear", "add_rms_norm", "decode"}
+
+
+def test_settings_on_another_accelerator(registered, monkeypatch):
+    """It computes as a CPU does, whatever is installed for CUDA, if it does not bring something of its own."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)  # Triton, for example
+    with pytest.raises(ValueError, match="device='xpu': must be one of 'auto', 'cpu', 'cuda'"):
+        Config(TINY, device="xpu")
+    monkeypatch.setitem(DEVICES, "xpu", lambda: 2)
+    registered("xpu", {"silu_and_mul": lambda x: "xpu"})
+    for name in ("xpu", "xpu:1"):
+        resolved = Config(TINY, device=name)
+        assert (resolved.device, resolved.attention_backend, resolved.async_scheduling) == (name, "sdpa", False)
+        assert resolved.device_of(0) == torch.device(name)
+        assert resolved.device_of(0).type not in RUNNERS
+        assert ops_for(resolved.device_of(0)).keys() == {"silu_and_mul"}
+        check_head_dim(24, name, "sdpa")
+    with pytest.raises(ValueError, match="device='xpu:2': there are 2 XPU devices here"):
+        Config(TINY, device="xpu:2")
+    with pytest.raises(ValueError, match="attention_backend='flash': needs device='cuda'"):
+        Config(TINY, device="xpu", attention_backend="flash")
+    namespace = {}
+    exec(TOY, namespace)
+    monkeypatch.setitem(BACKENDS, "toy", namespace["ToyBackend"])
+    assert Config(TINY, device="xpu", attention_backend="toy").attention_backend == "toy"
+    with pytest.raises(ValueError, match="attention_backend='toy': needs device='cpu' or 'xpu'"):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        Config(TINY, device="cuda", attention_backend="toy")
 
 
 def test_the_device_of_the_first_argument_decides(registered):

@@ -24,7 +24,7 @@ def resolve_backend(name: str, device: str, kv_cache_dtype: str) -> tuple[str, i
     """The backend in use, and what `kvcache_block_size` must be a multiple of. ValueError if it can't run here."""
     check_choice("attention_backend", name, ("auto", *BACKENDS, "sdpa"))
     if name == "auto":
-        name = "triton" if device != "cpu" and importlib.util.find_spec("triton") else "sdpa"
+        name = "triton" if device.startswith("cuda") and importlib.util.find_spec("triton") else "sdpa"
     if name == "sdpa":
         return name, 16
     backend = backend_class(name)
@@ -32,8 +32,8 @@ def resolve_backend(name: str, device: str, kv_cache_dtype: str) -> tuple[str, i
         raise ValueError(
             f"attention_backend={name!r}: the package {backend.package} is not installed ({backend.install})"
         )
-    if device == "cpu" and not backend.runs_on_cpu():
-        raise ValueError(f"attention_backend={name!r}: needs device='cuda'")
+    if (devices := backend.devices()) is not None and device.partition(":")[0] not in devices:
+        raise ValueError(f"attention_backend={name!r}: needs device={' or '.join(map(repr, devices))}")
     if kv_cache_dtype not in backend.kv_cache_dtypes:
         accepted = " or ".join(map(repr, backend.kv_cache_dtypes))
         raise ValueError(f"kv_cache_dtype={kv_cache_dtype!r}: must be {accepted} for attention_backend={name!r}")
@@ -42,6 +42,6 @@ def resolve_backend(name: str, device: str, kv_cache_dtype: str) -> tuple[str, i
 
 def check_head_dim(head_dim: int, device: str, backend: str) -> None:
     """ValueError if our kernels would run, and can't: tiles of theirs have `head_dim` columns."""
-    runs_kernels = backend == "triton" or (device != "cpu" and importlib.util.find_spec("triton") is not None)
+    runs_kernels = backend == "triton" or (device.startswith("cuda") and importlib.util.find_spec("triton") is not None)
     if runs_kernels and (head_dim < 16 or head_dim & (head_dim - 1)):
         raise ValueError(f"head_dim={head_dim} of the model: must be a power of two from 16 on, unless device='cpu'")

@@ -18,8 +18,8 @@ class FlashBackend(DividedBackend):
         self.flash_attn = flash_attn
 
     @staticmethod
-    def runs_on_cpu():
-        return False
+    def devices():
+        return ("cuda",)
 
     def prefill(self, q, cache, context):
         n = context.num_decodes

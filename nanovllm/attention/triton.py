@@ -22,8 +22,8 @@ class TritonBackend(AttentionBackend):
         self.tile_sizes: dict[tuple[int, int], int] = {}  # by group and head_dim
 
     @staticmethod
-    def runs_on_cpu():
-        return os.environ.get("TRITON_INTERPRET") == "1"
+    def devices():
+        return ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
 
     def attend(self, q, cache, context):
         q = q.contiguous()  # as it is after our kernels, but not after plain PyTorch

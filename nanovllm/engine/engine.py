@@ -51,12 +51,14 @@ class Engine:
 
     def step(self) -> None:
         """Launch the next step, and process the result of this one or, with `async_scheduling`, of the one before."""
+        # offline: one call of `generate` alone, which gets all answers together, so that prompts are computed first
         scheduled = self.scheduler.schedule(prompts_first=self.output_processor.is_offline)
         launched = (scheduled, self.workers.launch(self.model_runner, scheduled)) if scheduled else None
+        due = launched  # the step whose result is processed now
         if self.config.async_scheduling:
-            launched, self._in_flight = self._in_flight, launched  # now `launched` is the step before
-        if launched:
-            step, pending = launched
+            due, self._in_flight = self._in_flight, launched
+        if due:
+            step, pending = due
             result = pending.wait()
             self.output_processor.process(step, result)
             for hook in [*self.on_step]:

@@ -45,8 +45,9 @@ class AttentionBackend:
     captures_chunks = False  # nor does a step with chunks, which reads their number and lengths on the device
 
     @staticmethod
-    def runs_on_cpu() -> bool:
-        return True
+    def devices() -> tuple[str, ...] | None:
+        """The types of the devices on which it runs; None: all that run PyTorch."""
+        return None
 
     def set_head_shape(self, group: int, head_dim: int, dtype: torch.dtype) -> None:
         """Called for each attention layer, before any step: `group` query heads share a key-value head."""

@@ -1,12 +1,21 @@
-"""Whether the CUDA devices that the settings name are there."""
+"""Which accelerators there are, and whether they include those that the settings name."""
+
+from collections.abc import Callable
 
 import torch
 
+from nanovllm.utils.checks import check_choice
 
-def check_devices(name: str, number: str, num_ranks: int) -> None:
-    """ValueError unless there is a device `name`, which ends in `number` or has none, and one for each further rank."""
-    count = torch.cuda.device_count()
+# by the type of a torch.device besides "cpu": how many there are; the port to another accelerator adds its own
+DEVICES: dict[str, Callable[[], int]] = {"cuda": lambda: torch.cuda.device_count()}
+
+
+def check_devices(name: str, num_ranks: int) -> None:
+    """ValueError unless there is a device `name`, such as "cuda" or "cuda:1", and one for each further rank."""
+    kind, _, number = name.partition(":")
+    check_choice("device", kind, ("auto", "cpu", *DEVICES))
+    count = DEVICES[kind]()
     if not (number.isdecimal() or not number) or int(number or 0) >= count:
-        raise ValueError(f"device={name!r}: there are {count} CUDA devices here; 'cpu' needs none")
+        raise ValueError(f"device={name!r}: there are {count} {kind.upper()} devices here; 'cpu' needs none")
     if num_ranks > (left := count - int(number or 0)):
         raise ValueError(f"tensor_parallel_size={num_ranks}: must be at most {left}, the devices from {name!r} on")
