@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer
 import bench
 from nanovllm import SamplingParams
 from nanovllm.benchmarks import command, engines
-from nanovllm.benchmarks.arguments import make_parser, parse
+from nanovllm.benchmarks.arguments import engine_settings, make_parser, parse
 from nanovllm.benchmarks.engines import ENGINES, STEPPED_ENGINES, loops, versions
 from nanovllm.benchmarks.engines.loops import measure, serve
 from nanovllm.benchmarks.engines.vllm import step_vllm, vllm_settings
@@ -277,6 +277,13 @@ def test_progress(monkeypatch, capsys):
     own = ["nanovllm: single starts", "nanovllm: single ends"]
     assert lines[:4] == ["nanovllm: starts", *own, "nanovllm: ends"]
     assert lines[4:] == ["transformers: starts", *own, "transformers: ends", "vllm: not installed, left out"]
+
+
+def test_every_setting_of_the_engine_has_a_flag():
+    flags = ["--kvcache-block-size", "32", "--no-enable-prefix-caching", "--max-num-seqs", "4", "--seed", "3"]
+    expected = {"kvcache_block_size": 32, "enable_prefix_caching": False, "max_num_seqs": 4}
+    assert engine_settings(parse(make_parser(), flags)) == expected
+    assert engine_settings(parse(make_parser(), ["--shape", "llama-3.1-8b"])) == {"load_format": "dummy"}
 
 
 def test_a_workload_may_be_the_first_argument(capsys):

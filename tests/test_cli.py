@@ -18,8 +18,8 @@ import pytest
 
 from nanovllm.config import Config
 from nanovllm.serve import cli
-from nanovllm.serve.flags import descriptions, given
 from nanovllm.serve.settings import ServerSettings
+from nanovllm.utils.flags import descriptions, given
 
 CPU = ["--device=cpu", "--dtype=float32"]
 

@@ -66,21 +66,10 @@ from nanovllm.benchmarks.engines import ENGINES, STEPPED_ENGINES
 from nanovllm.benchmarks.shapes import SHAPES
 from nanovllm.benchmarks.sweeps import STEPPED, SWEEPS
 from nanovllm.benchmarks.throughput import WORKLOADS
+from nanovllm.config import Config
+from nanovllm.utils.flags import add_flags, given
 
-# settings of LLM(...), and what argparse is told about each
-ENGINE_SETTINGS: dict[str, dict[str, Any]] = {
-    "dtype": dict(default="auto"),
-    "quantization": dict(help="fp8 or int8: quantize the weights while they are loaded"),
-    "device": dict(default="auto"),
-    "attention_backend": dict(default="auto"),
-    "kv_cache_dtype": dict(default="auto"),
-    "tensor_parallel_size": dict(type=int, default=1),
-    "max_num_seqs": dict(type=int),
-    "max_num_batched_tokens": dict(type=int),
-    "max_model_len": dict(type=int),
-    "enforce_eager": dict(action="store_true"),
-    "async_scheduling": dict(action=argparse.BooleanOptionalAction),
-}
+OWN_FLAGS = "model", "seed"  # are not the settings of these names: one may be a shape, and one is of the requests
 
 
 def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -120,9 +109,7 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     sampling.add_argument("--top-k", type=int, default=0, help="0 keeps all tokens")
     sampling.add_argument("--top-p", type=float, default=1.0, help="1 keeps all tokens")
 
-    engine = parser.add_argument_group("engine settings, as of LLM(...)")
-    for name, options in ENGINE_SETTINGS.items():
-        engine.add_argument(f"--{name.replace('_', '-')}", **options)
+    add_flags(parser, Config, "engine settings, as of LLM(...)", skip=OWN_FLAGS)
     return parser
 
 
@@ -151,8 +138,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The settings of LLM(...) that the arguments state."""
-    settings = {name: value for name in ENGINE_SETTINGS if (value := getattr(args, name)) is not None}
-    return settings | ({"load_format": "dummy"} if args.shape else {})
+    return given(args, Config, skip=OWN_FLAGS) | ({"load_format": "dummy"} if args.shape else {})
 
 
 # -- types of arguments; each error states the value and its bound -----------------------------------------------------

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nanovllm.serve.flags import HelpFormatter, add_flags, given
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.vllm_flags import translate_flags
+from nanovllm.utils.flags import HelpFormatter, add_flags, given
 
 if TYPE_CHECKING:
     from nanovllm.serve.engine_client import EngineClient
@@ -103,7 +103,7 @@ def serve(options: argparse.Namespace) -> int:
 
     settings = ServerSettings(**given(options, ServerSettings))
     show_log()
-    own = {name: value for name, value in given(options, Config).items() if name != "model"}
+    own = given(options, Config, skip=("model",))
     engine_settings = translate(own | options.vllm_settings, Config.__dataclass_fields__)
     with server.listening_socket(settings) as listener:  # an address that is in use is an error at once
         sys.setswitchinterval(SWITCH_INTERVAL)
@@ -140,8 +140,7 @@ def generate(options: argparse.Namespace) -> int:
     from nanovllm.sampling_params import SamplingParams
 
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
-    settings = {name: value for name, value in given(options, Config).items() if name not in ("model", "seed")}
-    with LLM(options.model, **settings) as llm:
+    with LLM(options.model, **given(options, Config, skip=("model", "seed"))) as llm:
         is_chat = llm.tokenizer.chat_template is not None if options.chat is None else options.chat
         prompt = [{"role": "user", "content": text}] if is_chat else text
         params = replace(llm.get_default_sampling_params(), **given(options, SamplingParams))

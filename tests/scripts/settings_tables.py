@@ -6,8 +6,8 @@ from pathlib import Path
 
 from nanovllm.config import Config
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
-from nanovllm.serve.flags import descriptions
 from nanovllm.serve.settings import ServerSettings
+from nanovllm.utils.flags import descriptions
 
 DOCS = Path(__file__).parents[2] / "nanovllm/docs"
 # each page has a mark, `<!-- Config -->` for example, before each of its tables

@@ -22,7 +22,7 @@ from nanovllm.serve.replicas.routing import Router
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.progress import progress_bar
 
-CHUNK = 64  # requests that are made before they are sent
+SUBMIT_BATCH = 64  # requests that are made before they are sent
 REORDERED = 4  # times the requests in flight: how far ahead of the next output prompts are read
 
 
@@ -204,7 +204,7 @@ class RayLLM:
             while True:
                 found: dict[int, RequestOutput] = {}
                 while not is_exhausted:
-                    count = min(CHUNK, self._window - len(live))
+                    count = min(SUBMIT_BATCH, self._window - len(live))
                     if end is not None:
                         count = min(count, end() - num_made)
                     if count <= 0:
@@ -264,7 +264,7 @@ def _refused(prompt: Prompt, message: str) -> RequestOutput:
 def _some_of(done: SimpleQueue) -> Iterator[ReplicaRequest]:
     """Wait for a request, and take a few of those that are there."""
     yield done.get()
-    for _ in range(CHUNK // 4 - 1):
+    for _ in range(SUBMIT_BATCH // 4 - 1):
         try:
             yield done.get_nowait()
         except Empty:

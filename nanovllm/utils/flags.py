@@ -36,9 +36,9 @@ def add_flags(
             group.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, **options)
 
 
-def given(arguments: argparse.Namespace, settings: type) -> dict[str, Any]:
-    """The fields of a dataclass for which there was a flag."""
-    names = {field.name for field in fields(settings)}
+def given(arguments: argparse.Namespace, settings: type, skip: Container[str] = ()) -> dict[str, Any]:
+    """The fields of a dataclass for which there was a flag, without those in `skip`."""
+    names = {field.name for field in fields(settings) if field.name not in skip}
     values = {name: value for name, value in vars(arguments).items() if name in names}
     return {name: tuple(_items(value)) if isinstance(value, list) else value for name, value in values.items()}
 
