@@ -203,14 +203,14 @@ def test_freed_block_is_taken_back():
     manager.deallocate(seq)
     assert seq.block_table == [] and seq.num_computed_tokens == 0
     again = sequence(range(9))
-    assert manager.can_allocate(again) and not manager.can_allocate(again, num_reserved=1)
+    assert manager.can_allocate(again) and not manager.can_allocate(again, num_spare=1)
     manager.allocate(again)
     assert again.block_table[:2] == head and again.num_computed_tokens == 8
     assert not manager.free_block_ids and ref_counts(manager) == [1, 1, 1]
 
     manager = BlockManager(4, BLOCK_SIZE)
     compute(manager, range(9))
-    assert manager.can_allocate(sequence(range(9))) and not manager.can_allocate(sequence(range(9)), num_reserved=1)
+    assert manager.can_allocate(sequence(range(9))) and not manager.can_allocate(sequence(range(9)), num_spare=1)
     assert not manager.can_allocate(sequence(range(10, 19)))
 
 

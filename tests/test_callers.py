@@ -329,7 +329,7 @@ def test_exit_in_a_signal_handler(make_llm, monkeypatch, requests):
     schedule = llm.scheduler.schedule
 
     def interrupted(**options):
-        if llm.scheduler.counts["output_tokens"] == 3:
+        if llm.scheduler.totals["output_tokens"] == 3:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
         return schedule(**options)
 
@@ -379,7 +379,7 @@ def test_engine_runs_ahead_of_a_stream_by_a_bound(make_llm, requests, async_sche
     llm = make_llm(async_scheduling=async_scheduling)
     stream = llm.stream(requests[0][0], replace(GREEDY, max_tokens=200))
     next(stream)
-    count = lambda: llm.engine_thread.call(lambda: llm.scheduler.counts["output_tokens"])
+    count = lambda: llm.engine_thread.call(lambda: llm.scheduler.totals["output_tokens"])
     while count() < MAX_STEPS_AHEAD:
         time.sleep(0.001)
     time.sleep(0.1)
@@ -435,7 +435,7 @@ def test_calls_in_a_signal_handler(make_llm, monkeypatch, requests, alone, momen
 
     def interrupted(*args, **options):
         result = plain(*args, **options)
-        if llm.scheduler.counts["output_tokens"] == 12 and not is_handled.is_set():
+        if llm.scheduler.totals["output_tokens"] == 12 and not is_handled.is_set():
             signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
             assert is_handled.wait(10)
         return result

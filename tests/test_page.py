@@ -47,7 +47,7 @@ def check_view(view: View, llm: LLM) -> None:
             assert shown.tokens == len(seq.token_ids)
         was_preempted = seq.status is SequenceStatus.WAITING and seq.was_admitted
         assert (shown.status == "preempted") == was_preempted or len(waiting) > MAX_WAITING
-    counts = scheduler.counts
+    counts = scheduler.totals
     assert view.counts[:3] == [counts["prompt_tokens"], counts["cached_tokens"], counts["output_tokens"]]
     assert view.counts[3] == scheduler.num_preemptions
 

@@ -24,7 +24,7 @@ class BlockManager:
     """Allocates and frees blocks in O(1) each.
 
     A freed block keeps its contents until it is allocated again, so that a later sequence with the same prefix can
-    reuse it. The block that was freed first is allocated first.
+    reuse it. Blocks that are not in the prefix cache are allocated first, then the one of it that was freed first.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
@@ -48,10 +48,10 @@ class BlockManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def can_allocate(self, seq: Sequence, num_reserved: int = 0) -> bool:
-        """Whether there are blocks for all tokens of `seq` and the next one, with `num_reserved` blocks left free."""
+    def can_allocate(self, seq: Sequence, num_spare: int = 0) -> bool:
+        """Whether there are blocks for all tokens of `seq` and the next one, with `num_spare` blocks left free."""
         num_shared = sum(self.blocks[block_id].ref_count > 0 for block_id in self._cached_prefix(seq))
-        return self.num_blocks_for(seq.num_tokens + 1) - num_shared + num_reserved <= len(self.free_block_ids)
+        return self.num_blocks_for(seq.num_tokens + 1) - num_shared + num_spare <= len(self.free_block_ids)
 
     def allocate(self, seq: Sequence) -> None:
         """Give `seq` blocks for all its tokens; those found in the prefix cache count as computed."""

@@ -76,6 +76,7 @@ class ModelRunner:
         sizes = config.max_num_seqs, self.tokens_per_row, config.max_blocks_per_seq, WIDTH
         self.tables = RequestTables.zeros(*sizes, self.device)
         num_rows = config.max_num_seqs * self.tokens_per_row
+        # zeros that kernels of filters count in, and leave as zeros
         self._num_finished_programs = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
         self.features: dict[str, StepFeature] = {}
         self.add_features(registered)

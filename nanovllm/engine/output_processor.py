@@ -87,7 +87,7 @@ class OutputProcessor:
                 num_late += 1  # it ended while this token was in flight, which is not part of the answer
             elif not seq.pauses:
                 seq.token_ids.append(token_id)
-        scheduler.counts["output_tokens"] += (len(seqs) if result.counts is None else len(visited)) - num_late
+        scheduler.totals["output_tokens"] += (len(seqs) if result.counts is None else len(visited)) - num_late
         ends: Ends = {}
         for seq in (seqs[j] for j in visited if seqs[j].finish_reason is None):
             seq.record_time("first_token")

@@ -17,7 +17,7 @@ class RequestTables(NamedTuple):
 
     last_token_ids: torch.Tensor  # [requests, tokens_per_row]: the last token, and drafts of those after it; -1: none
     num_tokens: torch.Tensor  # [requests]: the last token included
-    block_tables: torch.Tensor  # [requests, W + 1]; nobody reads the last column
+    block_tables: torch.Tensor  # [requests, W + 1]; the last column takes new blocks of column -1: none
     params: torch.Tensor  # [requests, WIDTH]: see kernels/sampling_columns.py
 
     @property

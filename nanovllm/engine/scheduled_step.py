@@ -21,16 +21,19 @@ class ScheduledSequence(NamedTuple):
 class ScheduledStep:
     """One step: first the rows of sequences that decode one token, then chunks of prompts.
 
+    Sequences only get several tokens if a feature drafts some, and no feature of this package does: read
+    `tokens_per_row` as 1 at first, here and elsewhere.
+
     req_indices [D]: of the sequences that decode.
     num_reserved [D]: how many tokens each of them may get, at most `tokens_per_row`.
-    context_lens [D]: upper bounds of their numbers of tokens, those that are computed included.
+    context_lens [D]: how many tokens each attends to, its new ones included; with drafts an upper bound.
     new_blocks: (index into `req_indices`, column of its block table, block id) of the blocks that they have got.
     chunks: the rows that compute a prompt, or a part of one. A preempted sequence's generated tokens are among them.
     state_rows: the state that each chunk begins with, which layers without a state do not read; see layers/state.py.
     sampled_seqs: the sequences that get a token from this step, those that decode first.
     sampled_rows: the row from which each of them gets it, in ascending order; answers to one prompt share a row.
-    visited: indices of `sampled_seqs`, in ascending order, whose token may end the sequence or fill a block. Other
-        tokens are only appended, unless they are end-of-sequence ids. All, if rows may get several tokens.
+    visited: indices of `sampled_seqs`, in ascending order, whose token may be the last one or fill a block; all, if
+        rows may get several tokens. Tokens of the others are only appended, unless they turn out to end the sequence.
     watched: indices of `sampled_seqs`, in ascending order, whose every token a feature or a caller looks at.
     feature_names: of the features with work on the host in this step.
     copies: (from, to) of cache blocks, and of states, that are copied before the step's keys and values are stored.

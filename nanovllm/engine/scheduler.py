@@ -40,7 +40,7 @@ class Scheduler:
         # of steps in which sequences decode too
         self.mixed_budget = mixed_budget._replace(num_tokens=min(mixed_budget.num_tokens, budget.num_tokens))
         self.num_preemptions = 0
-        self.counts: Counter[str] = Counter()
+        self.totals: Counter[str] = Counter()
         self.reset()
 
     def reset(self) -> None:
@@ -69,16 +69,16 @@ class Scheduler:
 
     def stats(self) -> dict:
         """See `LLMEngine.stats`."""
-        counts, blocks = self.counts, self.block_manager
+        totals, blocks = self.totals, self.block_manager
         num_free = len(blocks.free_block_ids)
         num_cached = sum(blocks.blocks[i].ref_count == 0 for i in [*blocks.hash_to_block_id.values()])
         return {
             "requests": {"waiting": len(self.waiting), "running": len(self.prefilling) + len(self.running)},
             "blocks": {"used": len(blocks.blocks) - num_free, "cached": num_cached, "free": num_free - num_cached},
-            "prefix_hit_rate": counts["cached_tokens"] / max(1, counts["prompt_tokens"]),
+            "prefix_hit_rate": totals["cached_tokens"] / max(1, totals["prompt_tokens"]),
             "preemptions": self.num_preemptions,
-            "tokens": {"in": counts["prompt_tokens"], "out": counts["output_tokens"]},
-            "steps": {kind: counts[f"{kind}_steps"] for kind in ("prefill", "decode", "mixed")},
+            "tokens": {"in": totals["prompt_tokens"], "out": totals["output_tokens"]},
+            "steps": {kind: totals[f"{kind}_steps"] for kind in ("prefill", "decode", "mixed")},
         }
 
     def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:
@@ -86,7 +86,7 @@ class Scheduler:
 
         prompts_first: do not decode while prompts can be computed, as that takes less time in all.
         """
-        # blocks that this step's forks share are copied in the next one, when their contents are complete
+        # what earlier steps have left to copy; forks of this step copy in the next one, when the contents are complete
         copies = self.block_manager.take_copies()
         step = ScheduledStep(tokens_per_row=self.tokens_per_row)
         if prompts_first:
@@ -110,12 +110,13 @@ class Scheduler:
         with_features = *watched, *(chunk.seq for chunk in step.chunks), *step.new_seqs
         step.feature_names = {name for seq in with_features for name in seq.feature_state}
         step.copies = [(source, target) for target, source in copies.items()]
-        self.counts[f"{step.kind}_steps"] += 1
+        self.totals[f"{step.kind}_steps"] += 1
         return step
 
     def _schedule_decodes(self, step: ScheduledStep) -> None:
         """Decode all that can. Sequences are preempted, the last in order first, until the others have blocks."""
         rows = self.decoding.ready()
+        # `can_append` of all rows at once
         while len(indices := self.decoding.without_slot(rows)) > len(self.block_manager.free_block_ids):
             self.preempt(max((*self.running.values(), *self.prefilling.values()), key=attrgetter("order")))
             rows = self.decoding.ready()
@@ -173,11 +174,11 @@ class Scheduler:
 
     def _fork_group(self, seq: Sequence, step: ScheduledStep) -> None:
         """Start the other answers to the prompt of `seq`, as far as they fit."""
-        num_reserved = len(self.running) - 1  # a block for each sequence but `seq`, as in `_admit`
+        num_spare = len(self.running) - 1  # a block for each of the others, as in `_admit`
         for other in seq.group:
             if other.status is not SequenceStatus.WAITING or other.has_sampled:
                 continue
-            if not self.free_req_indices or len(self.block_manager.free_block_ids) <= num_reserved:
+            if not self.free_req_indices or len(self.block_manager.free_block_ids) <= num_spare:
                 break
             self.waiting.discard(other)
             self._set_running(other)
@@ -192,7 +193,7 @@ class Scheduler:
         is_new_group = num_running and seq is seq.group[0] and not seq.has_sampled
         num_others = num_running + (len(seq.group) - 1 if is_new_group else 0)
         # with a block in reserve for each of the others, all can grow once before one has to be preempted
-        if num_others >= self.max_num_seqs or not self.block_manager.can_allocate(seq, num_reserved=num_others):
+        if num_others >= self.max_num_seqs or not self.block_manager.can_allocate(seq, num_spare=num_others):
             self.admission.pause(num_running)
             return False
         self.admission.resume()
@@ -200,8 +201,8 @@ class Scheduler:
         self.block_manager.allocate(seq)
         if not seq.was_admitted:  # else it was preempted, and is counted already
             seq.num_cached_tokens = seq.num_computed_tokens
-            self.counts["prompt_tokens"] += seq.num_prompt_tokens
-            self.counts["cached_tokens"] += min(seq.num_cached_tokens, seq.num_prompt_tokens)
+            self.totals["prompt_tokens"] += seq.num_prompt_tokens
+            self.totals["cached_tokens"] += min(seq.num_cached_tokens, seq.num_prompt_tokens)
         self._set_running(seq)
         self.prefilling[seq.key] = seq
         return True
@@ -263,7 +264,10 @@ class Scheduler:
                     seq.num_computed_tokens -= num_reserved - count
 
     def finish(self, seq: Sequence) -> None:
-        """Forget a sequence, in any state."""
+        """Forget a sequence, in any state.
+
+        A step in flight may still write to its blocks. Whoever gets these writes later: the device keeps the order.
+        """
         self.waiting.discard(seq)
         if seq.status is SequenceStatus.RUNNING:
             self._release(seq)

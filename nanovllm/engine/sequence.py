@@ -16,7 +16,7 @@ class SequenceStatus(Enum):
 
 
 def _count(i: int) -> Any:
-    """A number of a Sequence, the i-th of its `counts`."""
+    """The i-th of a Sequence's `counts`. While it decodes, writing it changes the DecodeTable."""
     return property(lambda seq: seq.counts[i], lambda seq, value: seq.counts.__setitem__(i, value))
 
 
@@ -32,7 +32,7 @@ class Sequence:
 
     num_tokens = _count(0)
     num_computed_tokens = _count(1)  # their keys and values are in the cache, or in a step that was scheduled
-    token_limit = _count(2)  # decode steps go no further
+    token_limit = _count(2)  # no decode step is scheduled once `num_tokens` is that
 
     def __init__(
         self,

@@ -201,7 +201,7 @@ class StepRecorder:
             self._last_end = end
             self._add_rows(frame, step)
             self._just_released.clear()
-        counts = [*map(self._scheduler.counts.__getitem__, COUNTS), self._scheduler.num_preemptions]
+        counts = [*map(self._scheduler.totals.__getitem__, COUNTS), self._scheduler.num_preemptions]
         if counts != self._counts:
             frame["counts"] = self._counts = counts
         return {key: value for key, value in frame.items() if value or key in KEPT_FIELDS}

@@ -34,7 +34,7 @@ class CUDAModelRunner(ModelRunner):
             yield
 
     def host_buffer(self, shape: BatchShape) -> np.ndarray:
-        """Pinned memory, which is free once the step before the last one that was launched is over."""
+        """Pinned memory. Two buffers take turns: the step that used this one must be over before the call."""
         buffers = self.buffers.host if shape.has_chunks or not self.graphs else self.graphs.host_buffers
         return buffers.current.batch.numpy()
 
