@@ -243,7 +243,7 @@ class EngineClient(ABC):
 
     @cached_property
     def _long_lane(self) -> PromptLane:
-        """Made by its own thread when a long text arrives, as a copy of a large tokenizer takes a second."""
+        """The lane of long texts. Its thread makes it when one arrives, as copying a large tokenizer takes a second."""
         return PromptLane(self.input_processor, takes_long_texts=True)
 
     async def _in_thread(self, pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
@@ -261,12 +261,12 @@ class EngineClient(ABC):
 
     @property
     def num_requests(self) -> int:
-        """Requests that are running or waiting, each with one answer or several."""
+        """How many requests are running or waiting, each with one answer or several."""
         return len(self._names)
 
     @property
     def num_unfinished(self) -> int:
-        """Answers that are running or waiting."""
+        """How many answers are running or waiting."""
         return self._num_live
 
     def check_open(self) -> None:

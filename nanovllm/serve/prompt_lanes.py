@@ -28,7 +28,7 @@ class PromptLane(InputProcessor):
         self.takes_long_texts, self._longest_token = takes_long_texts, longest_token(tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool = True, is_cut: bool = False) -> list[int]:
-        """LongTextError if the text belongs to the other lane.
+        """The token ids of a text; LongTextError if it belongs to the other lane.
 
         ValueError if the text can't fit, whatever its tokens are, unless the caller cuts the tokens (`is_cut`).
         """

@@ -248,7 +248,7 @@ class ChatBody(ChatFields, GenerationBody):
 
     @model_validator(mode="after")
     def _use_functions_as_tools(self) -> "ChatBody":
-        """They are OpenAI's older form of tools. ChatAnswer answers in the same form."""
+        """Take functions, OpenAI's older form of tools, as tools. ChatAnswer answers in the same form."""
         if self.functions is not None:
             tools = [Tool(type="function", function=function) for function in self.functions]
             self.tools = [*(self.tools or ()), *tools]

@@ -111,7 +111,7 @@ class ActorHandle:
         return f"an actor of Ray that needs {self._options}"
 
     async def start(self) -> dict[str, Any]:
-        """ClusterDeadError if Ray has ended on this machine: it would wait for a node without an end."""
+        """Start the replica. ClusterDeadError if Ray has ended here: it would wait for a node without an end."""
         start = asyncio.ensure_future(self._actor.start.remote(self._model, self._settings))
         try:
             while not start.done():

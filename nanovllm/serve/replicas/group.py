@@ -166,7 +166,7 @@ class ReplicaGroup:
             self._assign(request, self.replicas[self._router.choose(request.prompt_token_ids, loads)])
 
     def _dispatch_poison_request(self) -> None:
-        """Reserve the least loaded replica for one of them, and send it there once the replica has nothing else."""
+        """Reserve the least loaded replica for one, and send it there once the replica has nothing else."""
         reserved = next((replica for replica in self.replicas if replica.poison_request is not None), None)
         ready = [replica for replica in self.replicas if replica.is_ready]
         if reserved is None and self._poison_requests and ready:
@@ -206,7 +206,7 @@ class ReplicaGroup:
         replica.is_ready, replica.ready_time = True, asyncio.get_running_loop().time()
 
     async def _start_again(self, replica: ReplicaState) -> None:
-        """RuntimeError after `restart_timeout` seconds."""
+        """Start a lost replica again. RuntimeError after `restart_timeout` seconds."""
         await asyncio.sleep(RESTART_SECONDS * max(1, replica.num_failures))
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._restart_timeout

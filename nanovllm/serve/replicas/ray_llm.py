@@ -245,7 +245,7 @@ class RayLLM:
         return RequestOutput(request.request_id, *prompt, failed, True, 0, None, metrics)
 
     def _post(self, call: Callable[[], None]) -> None:
-        """RuntimeError after `exit`."""
+        """Call a function in the event loop. RuntimeError after `exit`."""
         self._check_open()
         self._loop.call_soon_threadsafe(call)
 
