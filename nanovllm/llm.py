@@ -65,7 +65,7 @@ class LLM(LLMEngine):
         use_tqdm: bool = False,
         priority: list[int] | None = None,
     ) -> "list[BeamSearchOutput]":
-        """For each prompt the most likely answers that a beam search finds, the best first. Errors are `generate`'s."""
+        """The most likely answers to each prompt that a beam search finds, the best first. Errors are `generate`'s."""
         from nanovllm.features.beam_search import beam_requests  # imported lazily
 
         return self._run(beam_requests(self.input_processor, prompts, params, priority), use_tqdm)

@@ -32,7 +32,7 @@ class EngineThread:
     def __init__(self, engine: Engine):
         self.engine = engine
         self._output_processor = engine.output_processor
-        # (command, who waits for it: a collector, or the queue of a `call`); the first stays until it is carried out
+        # (command, what waits for it: a collector, or the queue of a `call`); the first stays until it is carried out
         self._commands: deque[tuple[Callable[[], object], Any]] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()  # wakes the thread
         self._is_asleep = False

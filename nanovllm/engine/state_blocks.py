@@ -86,7 +86,7 @@ class StateBlockManager(BlockManager):
         return block_ids
 
     def _take_snapshot(self, seq: Sequence, i: int) -> None:
-        """Of the state after the i-th block of `seq`, which the step that is being scheduled computes."""
+        """Take a snapshot of the state after the i-th block of `seq`, which the step that is scheduled computes."""
         block_id = self.hash_to_block_id[seq.block_hashes[i]]  # the one of these contents that is found
         is_other = self.blocks[block_id].token_ids != self._block_token_ids(seq, i)  # of the same hash
         if is_other or block_id in self.snapshots or block_id in self._untaken:

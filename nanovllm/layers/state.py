@@ -34,5 +34,5 @@ class StateSpec(NamedTuple):
 
 
 def num_rows(config: Any) -> int:
-    """Of running sequences, padding and zeros, and as many snapshots for prefix hits as running sequences."""
+    """Rows for running sequences, padding and zeros, and as many snapshots for prefix hits as running sequences."""
     return config.max_num_seqs * (1 + config.enable_prefix_caching) + 2

@@ -148,7 +148,7 @@ def captures_chunks(runner: Any) -> bool:
 
 
 def first_layers_of_each_kind(layers: nn.ModuleList) -> nn.ModuleList:
-    """As few layers, from the first on, as have every kind of layer after every kind that it follows."""
+    """The fewest layers, from the first on, that have every kind of layer after every kind that it follows."""
     kinds = [tuple(map(type, layer.modules())) for layer in layers]
     pairs = list(zip([None, *kinds], kinds))
     return layers[: 1 + max(map(pairs.index, set(pairs)))]
