@@ -67,7 +67,7 @@ HOUSE = """
   <- distributed/worker.py
 5 | structured_outputs/constraint.py structured_outputs/sandbox.py <- structured_outputs/grammars.py
   <- structured_outputs/feature.py
-6 | engine/detokenizer.py engine/output_collector.py
+6 | engine/detokenizer.py
   features/stop_strings.py <- engine/request.py <- engine/prompts.py <- engine/input_processor.py
   engine/output_processor.py <- engine/engine.py features/beam_search.py <- engine/engine_thread.py
   <- engine/llm_engine.py <- llm.py <- __init__.py <- compat/llm.py <- compat/vllm.py <- compat/__main__.py
@@ -299,7 +299,7 @@ BUDGETS = {
     "kernels": 2190,
     "distributed": 500,
     "models": 250,
-    "features": 540,
+    "features": 570,
     "graphs": 200,
     "startup": 240,
     "mixture of experts": 825,
@@ -359,7 +359,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 3682, 50
+CORE_LINES, CORE_FILES = 3643, 47
 ROOMS = (
     "attention",
     "benchmarks",

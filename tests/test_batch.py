@@ -11,7 +11,7 @@ from nanovllm.engine.request_tables import RequestTables, accept, place_decodes
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.graphs.cuda_graph import decode_shape
-from nanovllm.layers.logits import column
+from nanovllm.kernels.sampling_columns import column
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.startup.cuda import dummy_prefill
 

@@ -14,8 +14,7 @@ import pytest
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.engine.llm_engine import MAX_STEPS_AHEAD
-from nanovllm.engine.output_collector import OutputCollector
-from nanovllm.engine.outputs import OutputKind, StepOutput
+from nanovllm.engine.outputs import OutputCollector, OutputKind, StepOutput
 from nanovllm.engine.request import CompletionRequest
 
 BOTH_WAYS = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
@@ -510,7 +509,7 @@ def test_nothing_is_left_of_an_engine_without_references(model_name, requests):
 class Interrupt:
     """Raises KeyboardInterrupt at the k-th bytecode that is run in the engine's own files."""
 
-    FILES = ("llm_engine", "engine_thread", "output_collector", "request", "beam_search")
+    FILES = ("llm_engine", "engine_thread", "outputs", "request", "beam_search")
 
     def __init__(self, at: int, files=FILES, by_signal: bool = False):
         self.at, self.count, self.by_signal = at, 0, by_signal
@@ -617,7 +616,7 @@ def test_interrupt_at_any_time(make_llm, requests, alone, sigint, interrupts, na
     assert num_interrupted == interrupts
 
 
-ENGINE_FILES = ("engine", "engine_thread", "output_processor", "output_collector", "request", "scheduler", "batch")
+ENGINE_FILES = ("engine", "engine_thread", "output_processor", "outputs", "request", "scheduler", "batch")
 
 
 class Injection(Interrupt):

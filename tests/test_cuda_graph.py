@@ -11,7 +11,7 @@ from test_drafts import KnownAnswers
 
 from nanovllm import SamplingParams
 from nanovllm.engine.batch import BatchShape
-from nanovllm.engine.features import register_feature
+from nanovllm.features import register_feature
 from nanovllm.graphs import cuda_graph
 from nanovllm.graphs.buffers import make_buffers
 from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs, graph_shapes

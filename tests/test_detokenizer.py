@@ -10,8 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
-from nanovllm.engine.output_collector import OutputCollector
-from nanovllm.engine.outputs import OutputKind, StepOutput
+from nanovllm.engine.outputs import OutputCollector, OutputKind, StepOutput
 from nanovllm.engine.request import CompletionRequest
 from nanovllm.engine.scheduled_step import StepResult
 from nanovllm.engine.sequence import Sequence

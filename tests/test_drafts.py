@@ -7,7 +7,8 @@ import torch
 from conftest import generate_by_steps
 
 from nanovllm import BeamSearchParams, SamplingParams
-from nanovllm.engine.features import StepFeature, register_feature
+from nanovllm.engine.features import StepFeature
+from nanovllm.features import register_feature
 from nanovllm.startup.cuda import dummy_prefill
 
 NUM_DRAFTS = 3

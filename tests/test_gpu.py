@@ -21,7 +21,8 @@ from test_models import requests as requests_of_models
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.benchmarks.shapes import write_shape
-from nanovllm.engine.features import StepFeature, register_feature
+from nanovllm.engine.features import StepFeature
+from nanovllm.features import register_feature
 from nanovllm.features.logit_edits import bad_word_token_ids
 
 pytestmark = pytest.mark.gpu

@@ -25,10 +25,9 @@ from nanovllm.kernels.decode_attention import CHUNK, TILE
 from nanovllm.kernels.dependent_launch import has_tma
 from nanovllm.kernels.peers import PeerBarrier
 from nanovllm.kernels.sampling import _gumbel
-from nanovllm.kernels.sampling_columns import PHILOX_ROUNDS, WIDTH
+from nanovllm.kernels.sampling_columns import PHILOX_ROUNDS, WIDTH, column
 from nanovllm.kernels.split_k_gemm import FEW_WEIGHTS, MAX_ROWS, TILE_K, TILE_N
 from nanovllm.kernels.split_sequence import MAX_SPLITS, choose_num_splits
-from nanovllm.layers.logits import column
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sampler import philox
 

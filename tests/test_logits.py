@@ -20,10 +20,9 @@ triton = pytest.importorskip("triton")
 from nanovllm.features.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, EditTables, penalize
 from nanovllm.features.logprobs import log_probabilities
 from nanovllm.kernels import filters, ops, penalties, sampling_columns
-from nanovllm.kernels.sampling_columns import COLUMNS, WIDTH
-from nanovllm.layers import logits as plain
-from nanovllm.layers.logits import KEEPS_ALL, SamplingRows, column, token_keys
-from nanovllm.layers.sampler import Sampler
+from nanovllm.kernels.sampling_columns import COLUMNS, WIDTH, column
+from nanovllm.layers import sampler as plain
+from nanovllm.layers.sampler import KEEPS_ALL, Sampler, SamplingRows, token_keys
 
 BLOCK_SIZE = 16
 DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}

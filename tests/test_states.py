@@ -13,7 +13,8 @@ from test_models import make_checkpoint, reference_model
 from test_readme import STATE
 
 from nanovllm import BeamSearchParams, SamplingParams
-from nanovllm.engine.features import StepFeature, register_feature
+from nanovllm.engine.features import StepFeature
+from nanovllm.features import register_feature
 from nanovllm.models import MODELS
 from nanovllm.models.decoder import DecoderAttention, DecoderMLP
 from nanovllm.models.llama import LlamaForCausalLM

@@ -15,8 +15,7 @@ import torch
 
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
-from nanovllm.kernels.sampling_columns import WIDTH
-from nanovllm.layers.logits import GREEDY_BELOW, column, seeds
+from nanovllm.kernels.sampling_columns import GREEDY_BELOW, WIDTH, column, seeds
 
 MAX_CHUNKS = 32  # of a step that a CUDA graph computes
 VIEW_ALIGNMENT = 4  # words, which are 16 bytes: Triton compiles another kernel for an address that is not aligned so

@@ -11,8 +11,7 @@ from time import sleep
 from typing import Any, TypeVar
 
 from nanovllm.engine.engine import CLOSED, Engine
-from nanovllm.engine.output_collector import OutputCollector
-from nanovllm.engine.outputs import StepOutput
+from nanovllm.engine.outputs import OutputCollector, StepOutput
 from nanovllm.engine.request import Request
 
 T = TypeVar("T")
@@ -41,6 +40,8 @@ class EngineThread:
         self._has_ended = False
         # a daemon, as the interpreter joins other threads before it runs the finalizers, which end this one
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     # -- for all threads -----------------------------------------------------------------------------------------------
@@ -125,7 +126,7 @@ class EngineThread:
         self._is_closing = True
         self.wake()
         may_wait = threading.current_thread() not in (self._thread, self.engine.workers.supervisor)
-        while may_wait and not self._has_ended:
+        while may_wait and self._thread.ident is not None and not self._has_ended:  # None: it was never started
             sleep(0.001)  # before Python 3.13, a `join` that was interrupted takes the thread for ended
 
     def _post(self, command: Callable[[], object], waiter: Any = None) -> None:

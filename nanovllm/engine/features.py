@@ -59,7 +59,7 @@ class StepFeature:
         """Take the arrays of `prepare`, on the device, before tokens are sampled. No graph contains this."""
 
     def edit_logits(self, logits: Any, rows: Any) -> None:
-        """Edit logits [S, vocabulary] in place; `rows` are layers.logits.SamplingRows.
+        """Edit logits [S, vocabulary] in place; `rows` are layers.sampler.SamplingRows.
 
         CUDA graphs contain this, so it must not wait for the device, and runs whether a request asks for it or not.
         """
@@ -119,23 +119,3 @@ FEATURES = {
     "structured_outputs": _feature("structured_outputs.feature:StructuredOutputs", "structured_outputs"),
     "stop_strings": _feature("features.stop_strings:StopStrings", "stop"),
 }
-
-
-def register_feature(feature: type[StepFeature]) -> None:
-    """Add a feature to all engines that this process makes afterwards; they must have one rank.
-
-    Its `fields` are attributes of a subclass of SamplingParams. Each gets a column, so that `rows.column(name)` has the
-    numbers of the requests, and 0 for those that do not ask for the feature.
-
-    ValueError if there is a parameter or a feature of this name, or no column is left.
-    """
-    if feature.__name__ in FEATURES:
-        raise ValueError(f"feature {feature.__name__!r}: there is a feature of this name")
-    if feature.num_drafts and any(getattr(known.home, "num_drafts", 0) for known in FEATURES.values()):
-        raise ValueError(f"num_drafts={feature.num_drafts}: another feature drafts tokens already")
-    for name in SamplingParams.__dataclass_fields__.keys() & feature.fields:
-        raise ValueError(f"field {name!r}: there is a sampling parameter of this name")
-    from nanovllm.kernels.sampling_columns import add_columns  # with torch, which nothing else here needs
-
-    add_columns(feature.fields)
-    FEATURES[feature.__name__] = Feature(feature, dict.fromkeys(feature.fields, 0))

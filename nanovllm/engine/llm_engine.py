@@ -15,13 +15,11 @@ from nanovllm.engine.engine import Engine
 from nanovllm.engine.engine_thread import EngineThread, Submission
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.output_collector import OutputCollector
-from nanovllm.engine.outputs import OutputKind, RequestOutput, StepOutput, StreamEvent
+from nanovllm.engine.outputs import OutputCollector, OutputKind, RequestOutput, StepOutput, StreamEvent
 from nanovllm.engine.request import CompletionRequest, Prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.hub import load_tokenizer
-from nanovllm.utils.interrupts import interrupts_held
 
 logger = logging.getLogger("nanovllm")
 MAX_STEPS_AHEAD = 16  # that wait for the reader of a stream, who may have taken as many before
@@ -65,9 +63,9 @@ class LLMEngine:
         self._collectors: dict[threading.Thread, OutputCollector] = {}  # of the threads that call `add_request`
         self._step_callers: set[threading.Thread] = set()  # those of them that call `step` too
         # the model is loaded by the caller's thread, so that Ctrl-C ends the loading at once
-        with interrupts_held():  # what is started is ended, too
-            self.engine_thread = EngineThread(self.core)
-            weakref.finalize(self, self.engine_thread.exit)
+        self.engine_thread = EngineThread(self.core)
+        weakref.finalize(self, self.engine_thread.exit)  # before the start: what is started is ended, too
+        self.engine_thread.start()
         logger.info("%s", repr(self))  # a record that is kept does not keep the engine
 
     def generate(

@@ -17,11 +17,10 @@ from nanovllm.engine.features import FEATURES, StepFeature
 from nanovllm.engine.request_tables import RequestTables, accept, place_decodes
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.step_result import ForwardOutput, PendingStep, SamplerInput
-from nanovllm.kernels.sampling_columns import WIDTH
+from nanovllm.kernels.sampling_columns import WIDTH, seeds
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import make_backend
-from nanovllm.layers.logits import SamplingRows, logit_cutoffs, seeds
-from nanovllm.layers.sampler import Sampler
+from nanovllm.layers.sampler import Sampler, SamplingRows, logit_cutoffs
 from nanovllm.models import model_class
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.loader import load_model

@@ -3,8 +3,7 @@
 from collections.abc import Collection, Iterable
 
 from nanovllm.engine.features import FEATURES, Ends
-from nanovllm.engine.output_collector import OutputCollector
-from nanovllm.engine.outputs import OutputKind
+from nanovllm.engine.outputs import OutputCollector, OutputKind
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.engine.scheduler import Scheduler

@@ -5,8 +5,15 @@ from time import perf_counter, time
 from typing import Any, TypedDict
 
 from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
-from nanovllm.engine.output_collector import OutputCollector
-from nanovllm.engine.outputs import CompletionOutput, Logprob, OutputKind, RequestMetrics, RequestOutput, StreamEvent
+from nanovllm.engine.outputs import (
+    CompletionOutput,
+    Logprob,
+    OutputCollector,
+    OutputKind,
+    RequestMetrics,
+    RequestOutput,
+    StreamEvent,
+)
 from nanovllm.engine.sequence import Sequence
 
 Message = Mapping[str, object]  # of a conversation: "role", "content", and other keys that its chat template reads

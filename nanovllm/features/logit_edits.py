@@ -15,7 +15,7 @@ from nanovllm.engine.features import Arrays, StepFeature
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.kernels import operation
 from nanovllm.kernels.sampling_columns import EDITS
-from nanovllm.layers.logits import SamplingRows
+from nanovllm.layers.sampler import SamplingRows
 from nanovllm.sampling_params import SamplingParams, check_token_ids
 from nanovllm.utils.checks import check_int
 
@@ -35,7 +35,7 @@ class Edits:
 
 
 class LogitEdits(StepFeature):
-    """The edits, and the masks of structured outputs. The filters (min-p, top-k, top-p) are in layers/logits.py."""
+    """The edits, and the masks of structured outputs. The filters (min-p, top-k, top-p) are in layers/sampler.py."""
 
     @classmethod
     def attach(cls, request: Any, processor: Any) -> None:

@@ -19,7 +19,7 @@ from nanovllm.engine.outputs import Logprob
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_result import ForwardOutput
-from nanovllm.layers.logits import token_keys
+from nanovllm.layers.sampler import token_keys
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.tensor_parallel import TensorParallel
 

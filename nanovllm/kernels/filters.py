@@ -1,4 +1,4 @@
-"""Cutoffs for top-k, top-p and min-p; layers/logits.py defines them.
+"""Cutoffs for top-k, top-p and min-p; layers/sampler.py defines them.
 
 Nothing is sorted. The vocabulary is cut into tiles, and the maximum of each tile tells which few tiles have entries
 above a bound. A search that cuts an interval in four each time finds the smallest logit that is kept. Where only some
@@ -240,7 +240,7 @@ def _cutoff_kernel(
 def logit_cutoffs(logits: torch.Tensor, rows) -> torch.Tensor:
     """The smallest key [S] int64 (see token_order.py) that each row's min-p, top-k and top-p keep.
 
-    For a row without filters it is the smallest key there is. `rows` are layers.logits.SamplingRows.
+    For a row without filters it is the smallest key there is. `rows` are layers.sampler.SamplingRows.
     """
     num_rows, vocab_size = logits.shape
     tiles = max(GROUP.value, triton.next_power_of_2(triton.cdiv(vocab_size, TILE.value)))

@@ -157,7 +157,7 @@ def _penalize_kernel(
 
 
 def penalize(logits: torch.Tensor, rows, tables) -> None:
-    """Edit logits [S, vocabulary] in place, with layers.logits.SamplingRows and features.logit_edits.EditTables."""
+    """Edit logits [S, vocabulary] in place, with layers.sampler.SamplingRows and features.logit_edits.EditTables."""
     if len(logits):
         launch(_penalize_kernel, (min(len(logits), len(tables.token_counts)),), logits.device)(
             logits,

@@ -4,12 +4,15 @@ COLUMNS declares each column once, by its name and its type; kernels look it up 
 The last two words are the seed of the noise.
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+import torch
+
+GREEDY_BELOW = 1e-5  # float32 logits cannot be divided by a smaller temperature
 # of the generator of the noise: the smallest number with which it passes every test of BigCrush, say its authors
 PHILOX_ROUNDS = 7
-MAX_CUSTOM_COLUMNS = 4  # of features that are registered from outside (engine.features.register_feature)
+MAX_CUSTOM_COLUMNS = 4  # of features that are registered from outside (features.register_feature)
 
 
 class Column(NamedTuple):
@@ -47,12 +50,14 @@ FILTERS = slice(column_index("top_p"), column_index("top_k") + 1)
 EDITS = slice(column_index("is_penalized"), column_index("num_bad_words") + 1)
 
 
-def add_columns(names: Iterable[str]) -> None:
-    """Columns of float32 numbers; ValueError if one exists, or there is no room."""
-    names = [*names]
-    for name in names:
-        if any(known.name == name for known in COLUMNS):
-            raise ValueError(f"field {name!r}: there is a sampling parameter of this name")
-    if len(COLUMNS) + len(names) > NUM_OWN_COLUMNS + MAX_CUSTOM_COLUMNS:
-        raise ValueError(f"fields {names}: {MAX_CUSTOM_COLUMNS} columns are there for features from outside")
-    COLUMNS.extend(Column(name, float) for name in names)
+def column(params, name: str):
+    """A view [S] of a column of `params` [S, WIDTH] int32, NumPy array or tensor; float32 if the column has floats."""
+    i = column_index(name)
+    if COLUMNS[i].dtype is int:
+        return params[:, i]
+    return params.view(np.float32 if isinstance(params, np.ndarray) else torch.float32)[:, i]
+
+
+def seeds(params):
+    """The seeds of the sampling noise [S, 2], low and high word: a view of the last two columns of `params`."""
+    return params[:, WIDTH - 2 :]

@@ -1,4 +1,4 @@
-"""The order of a row's tokens, by logit and, among equals, by id; layers/logits.py defines it.
+"""The order of a row's tokens, by logit and, among equals, by id; layers/sampler.py defines it.
 
 A token's key has the logit, as an integer, in its upper 32 bits and the inverted id in its lower ones. Tokens in
 descending order of their keys are those of the largest logits first, and equal ones in ascending order of ids.

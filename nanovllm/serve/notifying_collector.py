@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-from nanovllm.engine.output_collector import OutputCollector
-from nanovllm.engine.outputs import OutputKind
+from nanovllm.engine.outputs import OutputCollector, OutputKind
 
 
 class NotifyingCollector(OutputCollector):
