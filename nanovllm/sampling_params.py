@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-from nanovllm.utils.checks import check_bool, check_fields, check_int, check_real, checked
+from nanovllm.utils.checks import check_bool, check_fields, check_int, check_real, check_unicode, checked
 
 
 def check_strings(name: str, value: Any) -> tuple[str, ...]:
@@ -14,8 +14,7 @@ def check_strings(name: str, value: Any) -> tuple[str, ...]:
     for string in strings:
         if not string:
             raise ValueError(f"{name}={strings!r:.80}: a string must have at least 1 character")
-        if not string.isascii() and any("\ud800" <= character <= "\udfff" for character in string):
-            raise ValueError(f"{name}={string!r:.80}: has half of a surrogate pair, which is not a character")
+        check_unicode(name, string)
     return strings
 
 
@@ -149,7 +148,8 @@ def check_token_ids(name: str, token_ids: Iterable[int] | None, vocab_size: int)
     """ValueError for an id that is outside of the vocabulary."""
     for token_id in token_ids or ():
         if not 0 <= token_id < vocab_size:
-            raise ValueError(f"{name}: token id {token_id} is out of vocabulary (vocab_size={vocab_size})")
+            bound = f"(vocab_size={vocab_size}): must be in 0 to {vocab_size - 1}"
+            raise ValueError(f"{name}: token id {token_id} is out of vocabulary {bound}")
 
 
 def _set(params, name: str, value) -> None:

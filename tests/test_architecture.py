@@ -20,6 +20,7 @@ from nanovllm.engine.model_runner import RUNNERS
 ROOT = Path(nanovllm.__file__).parent
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 RANKS = [
+    "distributed/ranks.py",
     "distributed/worker.py",
     "distributed/step_channel.py",
     "distributed/process_group.py",
@@ -40,7 +41,7 @@ SCHEDULING = [
 # folder or a group. An indented line continues the one before. A floor may have several lines, which do not know of
 # each other.
 HOUSE = """
-0 | utils/checks.py utils/context.py utils/device.py utils/double_buffer.py utils/download.py utils/flags.py
+0 | utils/checks.py utils/context.py utils/double_buffer.py utils/download.py utils/flags.py
   utils/hub.py utils/interrupts.py utils/progress.py utils/rope_scaling.py utils/tensor_parallel.py
   utils/__init__.py moe/__init__.py moe/config.py moe/weights.py
   <- models/__init__.py utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py quantization/__init__.py
@@ -63,14 +64,15 @@ HOUSE = """
 4 | engine/step_result.py engine/batch.py <- engine/request_tables.py
   <- features/__init__.py features/logit_edits.py features/logprobs.py
   <- graphs/ <- startup/__init__.py startup/cuda.py <- engine/model_runner.py <- startup/cuda_runner.py
-5 | distributed/__init__.py <- distributed/peer_memory.py <- distributed/process_group.py distributed/step_channel.py
-  <- distributed/worker.py
+5 | distributed/__init__.py distributed/ranks.py <- distributed/peer_memory.py
+  <- distributed/process_group.py distributed/step_channel.py <- distributed/worker.py
 5 | structured_outputs/constraint.py structured_outputs/sandbox.py <- structured_outputs/grammars.py
   <- structured_outputs/feature.py
 6 | engine/detokenizer.py
   features/stop_strings.py <- engine/request.py <- engine/prompts.py <- engine/input_processor.py
   engine/output_processor.py <- engine/engine.py features/beam_search.py <- engine/engine_thread.py
-  <- engine/llm_engine.py <- llm.py <- __init__.py <- compat/llm.py <- compat/vllm.py <- compat/__main__.py
+  <- engine/step_callers.py <- engine/llm_engine.py <- llm.py <- __init__.py <- compat/llm.py <- compat/vllm.py
+  <- compat/__main__.py
 7 | benchmarks/__init__.py benchmarks/processes.py benchmarks/requests.py benchmarks/results.py benchmarks/shapes.py
   <- benchmarks/limits.py benchmarks/tables.py benchmarks/engines/loops.py <- benchmarks/engines/
   <- benchmarks/throughput.py benchmarks/sweeps.py benchmarks/host.py benchmarks/profiling.py benchmarks/calls.py
@@ -293,7 +295,7 @@ def code_lines(source: str) -> int:
 
 # lines of code: what a room may grow to before it is looked at again
 BUDGETS = {
-    "core": 3810,
+    "core": 3770,
     "states": 110,
     "attention": 150,
     "kernels": 2190,
@@ -359,7 +361,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 3643, 47
+CORE_LINES, CORE_FILES = 3600, 46
 ROOMS = (
     "attention",
     "benchmarks",

@@ -350,7 +350,7 @@ def test_collector_of_a_caller_that_never_steps(make_llm, requests):
     llm = make_llm(max_num_seqs=1)
     with threads(lambda: llm.add_request(requests[0][0], replace(GREEDY, max_tokens=3))):
         pass
-    (collector,) = llm._collectors.values()
+    (collector,) = llm._step_callers.collectors.values()
     llm.generate(requests[1][0], replace(GREEDY, max_tokens=30), use_tqdm=False)
     collector.take_into(output := StepOutput())
     assert len(output.new_tokens) == 3 and len(output.finished) == 1 and not output.events
@@ -362,7 +362,7 @@ def test_outputs_of_others_before_an_error(make_llm):
     """A thread that reads the outputs of two others gets what one of them has, though the other has an error."""
     llm = make_llm()
     output, failed = OutputCollector(OutputKind.TOKENS), OutputCollector(OutputKind.TOKENS)
-    llm._collectors |= {threading.Thread(): output, threading.Thread(): failed}
+    llm._step_callers.collectors |= {threading.Thread(): output, threading.Thread(): failed}
     output.new.new_tokens.append((0, 5))
     output.flush()
     failed.fail(RuntimeError("a step has failed"))
@@ -509,7 +509,7 @@ def test_nothing_is_left_of_an_engine_without_references(model_name, requests):
 class Interrupt:
     """Raises KeyboardInterrupt at the k-th bytecode that is run in the engine's own files."""
 
-    FILES = ("llm_engine", "engine_thread", "outputs", "request", "beam_search")
+    FILES = ("llm_engine", "engine_thread", "step_callers", "outputs", "request", "beam_search")
 
     def __init__(self, at: int, files=FILES, by_signal: bool = False):
         self.at, self.count, self.by_signal = at, 0, by_signal

@@ -14,8 +14,7 @@ import torch
 from conftest import TINY
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.config import Config, ModelConfig
-from nanovllm.utils.device import MEMORY_LIMITS, cpu_multiplies
+from nanovllm.config import MEMORY_LIMITS, Config, ModelConfig, cpu_multiplies
 
 MODEL_LEN = 2048  # of the bundled model
 
@@ -183,7 +182,7 @@ def test_dtype_auto_needs_memory_for_float32(monkeypatch, tmp_path, limit):
         "/sys/fs/cgroup/memory/memory.limit_in_bytes",
     ]
     monkeypatch.setattr(
-        "nanovllm.utils.device.MEMORY_LIMITS", files := [tmp_path / "a", tmp_path / "b", tmp_path / "missing"]
+        "nanovllm.config.MEMORY_LIMITS", files := [tmp_path / "a", tmp_path / "b", tmp_path / "missing"]
     )
     monkeypatch.setattr("os.sysconf", lambda name: 4096 if limit == "machine" else 2**20)
     files[0].write_text("max\n")

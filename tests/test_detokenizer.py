@@ -183,7 +183,7 @@ def run(params: SamplingParams, ids: list[int], kind: OutputKind) -> tuple[tuple
     """The answer to a request, one token a step, in the form of `reference`; and what its caller got on the way."""
     outputs = SimulatedEngine().outputs
     seq = Sequence(0, [0], params, noise_seed=0, max_len=64)
-    request = CompletionRequest([seq], None, kind, TOKENS, TOKENS)
+    request = CompletionRequest([seq], None, kind, TOKENS)
     StopStrings.attach(request, None)
     request.collector = collector = OutputCollector(kind)
     outputs.add([request])

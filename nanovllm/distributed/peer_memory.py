@@ -5,10 +5,11 @@ import ctypes
 import torch
 from torch.distributed import Store
 
+from nanovllm.distributed.ranks import Ranks
 from nanovllm.kernels import ops
 from nanovllm.kernels.peers import PeerBarrier
 from nanovllm.utils.double_buffer import DoubleBuffer
-from nanovllm.utils.tensor_parallel import Compute, PartialSum, TensorParallel
+from nanovllm.utils.tensor_parallel import Compute, PartialSum
 
 MAX_PROGRAMS = 512  # of a kernel that waits for the other ranks
 MAX_KEYS = 65536
@@ -102,7 +103,7 @@ class PeerMemory:
                 _cuda(name, ctypes.c_uint64(pointer))
 
 
-class PeerTensorParallel(TensorParallel):
+class PeerTensorParallel(Ranks):
     """Ranks on GPUs that read each other's memory: the kernel that reads a sum also adds it up."""
 
     def __init__(self, peers: PeerMemory):

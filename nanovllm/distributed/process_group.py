@@ -12,17 +12,18 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from nanovllm.utils.tensor_parallel import STEP_TIMEOUT, TensorParallel
+from nanovllm.distributed.ranks import Ranks
+from nanovllm.utils.tensor_parallel import STEP_TIMEOUT, Compute, PartialSum
 
 
-def connect(rank: int, size: int, folder: Path, device: torch.device, max_sum_bytes: int) -> TensorParallel:
+def connect(rank: int, size: int, folder: Path, device: torch.device, max_sum_bytes: int) -> Ranks:
     """Connect to the other ranks through a file in `folder`; returns when all have connected.
 
     There is no port and no default process group. `max_sum_bytes` is the size of the largest sum of one forward. GPUs
     that can read each other's memory do so (PeerMemory); others use NCCL, and CPUs gloo.
     """
     store = dist.FileStore(str(folder / "store"), size)
-    tp: TensorParallel
+    tp: Ranks
     if device.type == "cuda" and _can_read_peers(device, rank, size):
         from nanovllm.distributed.peer_memory import PeerMemory, PeerTensorParallel
 
@@ -41,7 +42,7 @@ def _can_read_peers(device: torch.device, rank: int, size: int) -> bool:
     )
 
 
-class GroupTensorParallel(TensorParallel):
+class GroupTensorParallel(Ranks):
     """Ranks that communicate through a process group: gloo on CPUs, NCCL on GPUs."""
 
     def __init__(self, rank: int, size: int, store: dist.Store, folder: Path, device: torch.device):
@@ -56,8 +57,8 @@ class GroupTensorParallel(TensorParallel):
             self.group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
             self.folder = folder  # NCCL goes on using it
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return self._all_reduce(x, dist.ReduceOp.SUM)
+    def sum(self, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, split_k: int = 1) -> PartialSum:
+        return PartialSum(self._all_reduce(compute(None), dist.ReduceOp.SUM), split_k)
 
     def _all_reduce(self, x: torch.Tensor, op: dist.ReduceOp) -> torch.Tensor:
         options = dist.AllreduceOptions()
@@ -65,7 +66,10 @@ class GroupTensorParallel(TensorParallel):
         self.group.allreduce([x], options).wait()
         return x
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+    def gather(
+        self, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, params: torch.Tensor | None
+    ) -> torch.Tensor:
+        x = compute(None)
         out = x.new_empty(self.size * len(x), *x.shape[1:])
         if len(x):
             self.group._allgather_base(out, x.contiguous()).wait()
@@ -95,7 +99,7 @@ class GroupTensorParallel(TensorParallel):
         self.group = None
 
 
-_connected: WeakSet[TensorParallel] = WeakSet()
+_connected: WeakSet[Ranks] = WeakSet()
 
 
 def _leave_in_child() -> None:

@@ -22,6 +22,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.distributed import process_group
+from nanovllm.distributed.ranks import Ranks
 from nanovllm.distributed.step_channel import NUM_BUFFERS, StepChannel, StepReader
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.model_runner import ModelRunner, make_runner
@@ -30,7 +31,7 @@ from nanovllm.engine.step_result import PendingStep
 from nanovllm.features.logprobs import MAX_LOGPROB_ROWS
 from nanovllm.graphs.buffers import largest_batch
 from nanovllm.utils.interrupts import interrupts_held
-from nanovllm.utils.tensor_parallel import STEP_TIMEOUT, TensorParallel
+from nanovllm.utils.tensor_parallel import STEP_TIMEOUT
 
 START_TIMEOUT = 1800.0  # seconds for all ranks to load their weights and capture their graphs
 MAX_MESSAGE_BYTES = 2**17  # of a message between rank 0 and another rank
@@ -55,7 +56,7 @@ class Workers:
     def __init__(self, config: Config):
         self.config = config
         self.failure: str | None = None
-        self.tp = TensorParallel()
+        self.tp = Ranks()
         self.processes: list[subprocess.Popen] = []
         self._caller_pid = os.getpid()
         self._num_ready = [0] * (config.tensor_parallel_size - 1)  # messages READY of each rank, at most 2
@@ -65,14 +66,14 @@ class Workers:
         self._channel: StepChannel | None = None
         self._folder: Path | None = None
 
-    def connect(self) -> TensorParallel:
+    def connect(self) -> Ranks:
         """Start the processes, and connect rank 0 with them."""
         self._deadline = monotonic() + START_TIMEOUT
         self.supervisor = threading.Thread(target=self._supervise, name="nanovllm ranks", daemon=True)
         with interrupts_held():  # a thread whose start was interrupted can't be joined
             self.supervisor.start()
         self._wait_until(lambda: min(self._num_ready) >= 1)
-        connection: Future[TensorParallel] = Future()
+        connection: Future[Ranks] = Future()
         threading.Thread(target=self._connect_rank_0, args=(connection,), daemon=True).start()
         self._wait_until(connection.done)  # if a rank is lost now, `connection` takes minutes to fail; this does not
         self.tp = connection.result()
@@ -252,7 +253,7 @@ def _describe_end(rank: int, code: int) -> str:
     return f"rank {rank} ended with exit code {code}; see its output for the reason"
 
 
-def connect(rank: int, config: Config, folder: Path) -> TensorParallel:
+def connect(rank: int, config: Config, folder: Path) -> Ranks:
     """Connect a rank with the others through files in `folder`; returns when all are connected."""
     model, size = config.model_config, config.tensor_parallel_size
     sums = max(config.max_num_batched_tokens, config.max_num_seqs) * model.hidden_size

@@ -1,6 +1,7 @@
 """The engine: schedule a step, launch it, and process its result or, while it runs, that of the step before."""
 
 from collections.abc import Callable
+from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
@@ -23,7 +24,11 @@ class Engine:
         """`lap` is called when a part of the start is over. RuntimeError if one of several ranks does not start."""
         self.config = config
         self.model_runner: ModelRunner | None = None
-        self.workers = _make_workers(config)
+        self.workers: Any = SingleRank()
+        if config.tensor_parallel_size > 1:
+            from nanovllm.distributed.worker import Workers  # one rank alone does without processes and channels
+
+            self.workers = Workers(config)
         try:
             tp = self.workers.connect()
             lap("ranks")
@@ -102,21 +107,10 @@ class Engine:
             self.model_runner = None
 
 
-def _make_workers(config: Config):
-    if config.tensor_parallel_size == 1:
-        return SingleRank()
-    from nanovllm.distributed.worker import Workers  # only here: one rank alone does without processes and channels
-
-    return Workers(config)
-
-
 class SingleRank:
     """The interface of `distributed.worker.Workers` for one rank, which is this process and needs nothing else."""
 
-    def __init__(self):
-        self.tp = TensorParallel()
-        self.processes = ()
-        self.supervisor = None
+    tp, processes, supervisor = TensorParallel(), (), None
 
     def connect(self) -> TensorParallel:
         return self.tp

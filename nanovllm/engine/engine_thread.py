@@ -69,22 +69,10 @@ class EngineThread:
 
     def take(self, collector: OutputCollector) -> StepOutput:
         """What has arrived for a caller who has submitted requests; waits for it. RuntimeError if a step has failed."""
-        self._check_may_wait()
+        self.check_may_wait()
         output = collector.take()
         self.wake()  # it may have been full
         return output
-
-    def step(self, collectors: Collection[OutputCollector]) -> None:
-        """Make a step, unless there is something to take from the collectors already."""
-
-        def work() -> None:
-            if not any(collector.is_ready for collector in collectors):
-                self.engine.step()
-                for collector in collectors:
-                    collector.flush()
-
-        self._check_may_wait()
-        self.call(work)
 
     def call(self, work: Callable[[], T]) -> T:
         """Do `work` between two steps, and return its result. An error in it is treated like one in a step.
@@ -100,6 +88,12 @@ class EngineThread:
         if isinstance(value := result.get(), RuntimeError):
             raise value
         return value
+
+    def check_may_wait(self) -> None:
+        """RuntimeError in the thread itself, and as of `check_open`."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("this is the engine's own thread, in a hook or a finalizer: it can't wait for a step")
+        self.check_open()
 
     def check_open(self) -> None:
         """RuntimeError if the engine was closed, has failed, or belongs to another process."""
@@ -132,11 +126,6 @@ class EngineThread:
     def _post(self, command: Callable[[], object], waiter: Any = None) -> None:
         self._commands.append((command, waiter))
         self.wake()
-
-    def _check_may_wait(self) -> None:
-        if threading.current_thread() is self._thread:
-            raise RuntimeError("this is the engine's own thread, in a hook or a finalizer: it can't wait for a step")
-        self.check_open()
 
     # -- for the thread itself -----------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from nanovllm.engine.request import CompletionRequest, Prompt
 from nanovllm.engine.scheduling_policy import FCFS, SchedulingPolicy
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams, check_token_ids
-from nanovllm.utils.checks import check_int
+from nanovllm.utils.checks import check_int, check_unicode
 from nanovllm.utils.hub import read_json
 
 MAX_REQUESTS = 2**62
@@ -38,7 +38,7 @@ class InputProcessor:
             self.policy = make_policy(config.scheduling_policy)
         self._features = dict(FEATURES)  # those registered later are for other engines
         self.token_bytes = TokenBytes(tokenizer, skip_special_tokens=True)
-        self._all_token_bytes = TokenBytes(tokenizer, skip_special_tokens=False)
+        self.all_token_bytes = TokenBytes(tokenizer, skip_special_tokens=False)  # also for log-probabilities
         self.tokenizer_lock = threading.RLock()  # it is not thread-safe
         self.grammars: Any = None  # made with the first request that has `structured_outputs`
         # an iterator, as `next` is atomic: a signal handler may interrupt a thread here, and add a request itself
@@ -116,8 +116,8 @@ class InputProcessor:
         ]
         for seq in group:
             seq.group = group
-        token_bytes = self.token_bytes if params.skip_special_tokens else self._all_token_bytes
-        request = CompletionRequest(group, text, kind, token_bytes, self._all_token_bytes, index)
+        token_bytes = self.token_bytes if params.skip_special_tokens else self.all_token_bytes
+        request = CompletionRequest(group, text, kind, token_bytes, index)
         for name, feature in self._features.items():
             if feature.is_asked_for(params):
                 for seq in group:
@@ -156,19 +156,11 @@ class InputProcessor:
         if len(ids) >= self.max_model_len:
             bound = f"max_model_len={self.max_model_len}: this model's maximum context length is so many tokens"
             raise ValueError(f"prompt: has {len(ids)} tokens; must be fewer than {bound}")
-        vocab_size = self.config.model_config.vocab_size
-        for token_id in (min(ids), max(ids)):
-            if not 0 <= token_id < vocab_size:
-                raise ValueError(f"prompt: token id {token_id} is out of vocabulary (0 to {vocab_size - 1})")
+        check_token_ids("prompt", (min(ids), max(ids)), self.config.model_config.vocab_size)
         return text, ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"prompt={text!r:.80}: character {error.start} is a lone surrogate, which is not a character"
-            ) from None
+        check_unicode("prompt", text)
         with self.tokenizer_lock:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 

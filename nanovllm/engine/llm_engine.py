@@ -1,14 +1,13 @@
 """Requests in, text out: the public methods of an engine, for any number of callers at a time."""
 
 import logging
-import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from math import inf
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config, takes_settings_of
 from nanovllm.engine.engine import Engine
@@ -20,6 +19,9 @@ from nanovllm.engine.request import CompletionRequest, Prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.hub import load_tokenizer
+
+if TYPE_CHECKING:
+    from nanovllm.engine.step_callers import StepCallers
 
 logger = logging.getLogger("nanovllm")
 MAX_STEPS_AHEAD = 16  # that wait for the reader of a stream, who may have taken as many before
@@ -60,8 +62,6 @@ class LLMEngine:
         self.startup_seconds = startup.seconds
         self.workers, self.scheduler = self.core.workers, self.core.scheduler
         self.core.output_processor.eos_token_id = self.tokenizer.eos_token_id
-        self._collectors: dict[threading.Thread, OutputCollector] = {}  # of the threads that call `add_request`
-        self._step_callers: set[threading.Thread] = set()  # those of them that call `step` too
         # the model is loaded by the caller's thread, so that Ctrl-C ends the loading at once
         self.engine_thread = EngineThread(self.core)
         weakref.finalize(self, self.engine_thread.exit)  # before the start: what is started is ended, too
@@ -146,7 +146,7 @@ class LLMEngine:
         """
         self.engine_thread.check_open()
         request = self.input_processor.request(prompt, sampling_params, OutputKind.TOKENS, priority=priority)
-        self.engine_thread.submit([request], self._own_collector())
+        self.engine_thread.submit([request], self._step_callers.own_collector())
         return request.request_id
 
     def abort(self, request_id: int) -> None:
@@ -169,25 +169,11 @@ class LLMEngine:
         the engine can be used again. Ctrl-C drops none. With several ranks, any error closes the engine, and the
         failure of another rank is a RuntimeError that names it.
         """
-        if (thread := threading.current_thread()) in self._collectors:
-            self._step_callers.add(thread)
-        collectors, output, failure = self._collectors_to_read(), StepOutput(), None
-        try:
-            self.engine_thread.step(collectors)
-        except RuntimeError as error:
-            failure = error  # what came before it is returned first
-        for collector in collectors:
-            collector.take_into(output)
-        if not output.has_outputs:
-            for collector in collectors:  # an error of one step may be in several
-                failure, collector.error = failure or collector.error, None
-            if failure is not None:
-                raise failure
-        return output
+        return self._step_callers.step()
 
     def is_finished(self) -> bool:
         """Whether `step` has nothing more to return to this thread."""
-        return all(map(self.engine_thread.is_finished, self._collectors_to_read()))
+        return self._step_callers.is_finished()
 
     @property
     def model_runner(self) -> ModelRunner | None:
@@ -212,27 +198,11 @@ class LLMEngine:
         """Empty the prefix cache. False, and nothing is done, while there are requests."""
         return self.engine_thread.call(self.core.reset_prefix_cache)
 
-    def _own_collector(self) -> OutputCollector:
-        """The collector of the requests that this thread adds."""
-        thread = threading.current_thread()
-        if thread not in self._collectors:
-            for other, collector in [*self._collectors.items()]:
-                if not other.is_alive() and self.engine_thread.is_finished(collector):
-                    self._collectors.pop(other, None)
-                    self._step_callers.discard(other)
-            # it never wants steps: its caller asks for each
-            self._collectors[thread] = OutputCollector(OutputKind.TOKENS, max_steps_ahead=0)
-        return self._collectors[thread]
+    @property
+    def _step_callers(self) -> "StepCallers":
+        from nanovllm.engine.step_callers import StepCallers  # imported lazily: `generate` and `stream` do without
 
-    def _collectors_to_read(self) -> list[OutputCollector]:
-        """The collectors whose outputs `step` returns to this thread."""
-        if (own := self._collectors.get(threading.current_thread())) is not None:
-            return [own]
-        return [
-            collector
-            for thread, collector in [*self._collectors.items()]
-            if not (thread in self._step_callers and thread.is_alive())
-        ]
+        return self.__dict__.setdefault("step_callers", StepCallers(self.engine_thread))  # atomic, as any thread asks
 
     def __repr__(self) -> str:
         config = self.config

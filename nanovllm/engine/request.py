@@ -7,7 +7,6 @@ from typing import Any, TypedDict
 from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
 from nanovllm.engine.outputs import (
     CompletionOutput,
-    Logprob,
     OutputCollector,
     OutputKind,
     RequestMetrics,
@@ -68,26 +67,17 @@ class CompletionRequest(Request):
     """A prompt that is completed by `n` sequences, each independent of the others."""
 
     def __init__(
-        self,
-        group: list[Sequence],
-        prompt: str | None,
-        kind: OutputKind,
-        token_bytes: TokenBytes,
-        all_token_bytes: TokenBytes,
-        index: int = 0,
+        self, group: list[Sequence], prompt: str | None, kind: OutputKind, token_bytes: TokenBytes, index: int = 0
     ):
-        """`token_bytes` make the text of answers, `all_token_bytes` (special tokens too) that of log-probabilities.
-
-        index: of the prompt in its call.
-        """
+        """`token_bytes` make the text of answers. index: of the prompt in its call."""
         super().__init__(group, prompt, kind)
         self.index = index
         self.params = group[0].params
-        self.token_bytes, self._all_token_bytes = token_bytes, all_token_bytes
+        self.token_bytes = token_bytes
         # all by the sequence's index
         self.detokenizers: dict[int, Detokenizer] = {}  # a feature may have made them
         self._num_delivered = [seq.num_prompt_tokens for seq in group]  # tokens, those of the prompt included
-        self._logprob_texts: dict[int, Any] = {}  # of the delivered tokens
+        self.logprobs: Any = None  # features.logprobs.OutputLogprobs, if it asks for any
 
     @property
     def is_finished(self) -> bool:
@@ -102,11 +92,7 @@ class CompletionRequest(Request):
         elif self.kind is OutputKind.DELTA:
             num_hidden = self._num_hidden(seq) if is_last else 0
             text = self.detokenizer(seq).take_text(num_hidden, is_last) if self.params.detokenize else ""
-            logprobs = None
-            if self.params.logprobs is not None and (found := seq.feature_state["logprobs"].of_tokens):
-                if seq.index not in self._logprob_texts:
-                    self._logprob_texts[seq.index] = self._new_logprob_texts()
-                logprobs = self._logprob_texts[seq.index].add(found[start - seq.num_prompt_tokens :])
+            logprobs = None if self.logprobs is None else self.logprobs.of_event(seq, start)
             event = StreamEvent(
                 self.index, seq.index, self.request_id, text, token_ids, seq.finish_reason, seq.stop_reason, logprobs
             )
@@ -121,23 +107,17 @@ class CompletionRequest(Request):
             [self._completion(seq) for seq in self.group],
             self.is_finished,
             first.num_cached_tokens,
-            self.prompt_logprobs(),
+            None if self.logprobs is None else self.logprobs.of_prompt(first),
             self.metrics(),
         )
 
-    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        if self.params.prompt_logprobs is None:
-            return None
-        return self._new_logprob_texts().of_prompt(self.group[0])
-
     def _completion(self, seq: Sequence) -> CompletionOutput:
-        token_ids, text, logprobs, cumulative_logprob = seq.completion_token_ids, "", None, None
+        token_ids, text = seq.completion_token_ids, ""
         if self.params.detokenize and token_ids:
             detokenizer = self.detokenizer(seq)
             detokenizer.decode(self._num_hidden(seq), seq.finish_reason is not None)
             text = detokenizer.text
-        if self.params.logprobs is not None:
-            logprobs, cumulative_logprob = self._new_logprob_texts().of_answer(seq)
+        logprobs, cumulative_logprob = (None, None) if self.logprobs is None else self.logprobs.of_answer(seq)
         return CompletionOutput(
             seq.index, text, token_ids, cumulative_logprob, logprobs, seq.finish_reason, seq.stop_reason
         )
@@ -153,8 +133,3 @@ class CompletionRequest(Request):
         """Tokens at the end that are not part of the text: an end-of-sequence id or a stop id."""
         ended_by_id = seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
         return int(ended_by_id and not seq.params.include_stop_str_in_output)
-
-    def _new_logprob_texts(self) -> Any:
-        from nanovllm.features.logprobs import LogprobTexts  # a feature, which few requests use
-
-        return LogprobTexts(self._all_token_bytes, self.params.detokenize)

@@ -2,7 +2,7 @@
 
 A request wants them by `SamplingParams.logprobs` or `prompt_logprobs`; a beam search wants them for its candidates. The
 batch carries which tokens (LogprobRequest), every rank computes them after the step (PendingLogprobs), and they reach
-the host with its result. In outputs they have the tokens' text (LogprobTexts).
+the host with its result. Outputs have them with the tokens' text (OutputLogprobs).
 """
 
 from codecs import getincrementaldecoder
@@ -20,6 +20,7 @@ from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_result import ForwardOutput
 from nanovllm.layers.sampler import token_keys
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.tensor_parallel import TensorParallel
 
@@ -66,6 +67,7 @@ class TokenLogprobs(StepFeature):
             value = check_int(name, getattr(params, name) or 0, -1, vocab_size)
             if max_logprobs >= 0 and (vocab_size if value == -1 else value) > max_logprobs:
                 raise ValueError(f"{name}={value}: must be at most max_logprobs={max_logprobs} (-1 is all tokens)")
+        request.logprobs = OutputLogprobs(params, processor.all_token_bytes)
         for seq in request.group:
             cls.watch(seq)
 
@@ -217,6 +219,41 @@ def log_probabilities(logits: torch.Tensor, token_ids: torch.Tensor, num_top: in
     return ids.int(), logits.log_softmax(-1).gather(1, ids), ranks.int()
 
 
+class OutputLogprobs:
+    """The log-probabilities in the outputs of a request, which has asked for those of its tokens or of its prompt."""
+
+    def __init__(self, params: SamplingParams, token_bytes: Mapping[int, bytes]):
+        """`token_bytes` have the special tokens, too."""
+        self._params, self._token_bytes = params, token_bytes
+        self._streamed: dict[int, LogprobTexts] = {}  # of the tokens that events had, by the sequence's index
+
+    def _new_texts(self) -> "LogprobTexts":
+        return LogprobTexts(self._token_bytes, self._params.detokenize)
+
+    def of_event(self, seq: Sequence, start: int) -> list[dict[int, Logprob]] | None:
+        """The entries for each token from the one with the index `start` on. None if none has arrived yet."""
+        if self._params.logprobs is None or not (found := seq.feature_state["logprobs"].of_tokens):
+            return None
+        if seq.index not in self._streamed:
+            self._streamed[seq.index] = self._new_texts()
+        return self._streamed[seq.index].add(found[start - seq.num_prompt_tokens :])
+
+    def of_answer(self, seq: Sequence) -> tuple[list[dict[int, Logprob]] | None, float | None]:
+        """The entries for each token of the answer, and the sum of its log-probabilities."""
+        if self._params.logprobs is None:
+            return None, None
+        logprobs = self._new_texts().add(seq.feature_state["logprobs"].of_tokens)
+        return logprobs, sum(found[token_id].logprob for token_id, found in zip(seq.completion_token_ids, logprobs))
+
+    def of_prompt(self, seq: Sequence) -> list[dict[int, Logprob] | None] | None:
+        """The entries for each token of the prompt; None for the first."""
+        if self._params.prompt_logprobs is None:
+            return None
+        texts = self._new_texts()
+        texts.decode(seq.token_ids[0])
+        return [None, *texts.add(seq.feature_state["logprobs"].of_prompt[1:])]
+
+
 class LogprobTexts:
     """Adds text to the log-probabilities of one answer, token by token.
 
@@ -224,19 +261,9 @@ class LogprobTexts:
     """
 
     def __init__(self, token_bytes: Mapping[int, bytes], detokenize: bool):
-        """`token_bytes` have the special tokens, too; without `detokenize` the text is None."""
+        """Without `detokenize` the text is None."""
         self._token_bytes, self._detokenize = token_bytes, detokenize
         self._decoder = getincrementaldecoder("utf-8")("replace")
-
-    def of_prompt(self, seq: Sequence) -> list[dict[int, Logprob] | None]:
-        """The entries for each token of the prompt; None for the first."""
-        self.decode(seq.token_ids[0])
-        return [None, *self.add(seq.feature_state["logprobs"].of_prompt[1:])]
-
-    def of_answer(self, seq: Sequence) -> tuple[list[dict[int, Logprob]], float]:
-        """The entries for each token of the answer, and the sum of its log-probabilities."""
-        logprobs = self.add(seq.feature_state["logprobs"].of_tokens)
-        return logprobs, sum(found[token_id].logprob for token_id, found in zip(seq.completion_token_ids, logprobs))
 
     def add(self, logprobs: Iterable[Logprobs | None]) -> list[dict[int, Logprob]]:
         """The next tokens. The first entry of each dict is the token itself, the others are alternatives to it."""

@@ -8,7 +8,7 @@ from torch import nn
 
 from nanovllm.kernels import operation
 from nanovllm.layers.linear import linear
-from nanovllm.utils.loader import copy_shard, parameter
+from nanovllm.utils.loader import Shard, parameter
 from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 
@@ -34,8 +34,8 @@ class VocabParallelEmbedding(nn.Module):
         self.tp = tp
         local_size = tp.shard_size("vocabulary", vocab_size)
         self.first_id = tp.rank * local_size
-        load = partial(copy_shard, shape=(vocab_size, hidden_size), dim=0, tp=tp)
-        self.weight = parameter((local_size, hidden_size), load, dtype)
+        shard = Shard((vocab_size, hidden_size), tp.local_slice(vocab_size))
+        self.weight = parameter((local_size, hidden_size), shard.copy, dtype)
 
     def forward(self, token_ids: torch.Tensor) -> PartialSum:
         """token_ids [T] -> [T, hidden_size]."""

@@ -1,13 +1,11 @@
 """Root mean square norm after the addition of the residual."""
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels import operation
-from nanovllm.utils.loader import copy_shard, parameter
+from nanovllm.utils.loader import Shard, parameter
 from nanovllm.utils.tensor_parallel import PartialSum
 
 
@@ -62,7 +60,7 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.eps = eps
-        self.weight = parameter((size,), partial(copy_shard, shape=(size,)), dtype)
+        self.weight = parameter((size,), Shard((size,)).copy, dtype)
 
     def forward(self, x: PartialSum, residual: torch.Tensor | None = None) -> NormInput:
         """The norm of x + residual, both [T, size]: computed where it is read, so a layer has to read it only once."""

@@ -1,7 +1,7 @@
 """Linear layers divided over the ranks: column-parallel (by outputs), also several in one product, and row-parallel."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from torch import nn
 from nanovllm.kernels import operation
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import NormInput
-from nanovllm.utils.loader import check_shape, parameter
+from nanovllm.utils.loader import Shard, parameter
 from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 
@@ -71,21 +71,6 @@ class WeightFormat:
     def best_split_k(self, layer: "LinearBase", x: Any, max_split_k: int) -> int:
         """The function `best_split_k` with this layer's weight."""
         return best_split_k(x, layer.weight, max_split_k)
-
-
-class Shard(NamedTuple):
-    """The part of a checkpoint's weight that a rank has, and where."""
-
-    shape: tuple[int, int]  # of the whole weight
-    rows: slice = slice(None)  # of the whole weight
-    columns: slice = slice(None)
-    first_row: int = 0  # in the rank's own weight
-
-    def copy(self, target: torch.Tensor, weight) -> torch.Tensor:
-        """Copy this part of a weight or bias, which `check_shape` takes, to `target`; returns what was filled."""
-        weight = check_shape(weight, self.shape[: target.dim()])
-        weight = weight[self.rows, self.columns] if target.dim() == 2 else weight[self.rows]
-        return target.narrow(0, self.first_row, len(weight)).copy_(weight)
 
 
 class LinearBase(nn.Module):

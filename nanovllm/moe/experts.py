@@ -8,10 +8,10 @@ from torch import nn
 from nanovllm.kernels import operation
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import NormInput
-from nanovllm.layers.linear import ColumnParallelLinear, Shard, linear
+from nanovllm.layers.linear import ColumnParallelLinear, linear
 from nanovllm.moe.config import MoEConfig
 from nanovllm.utils.context import get_context
-from nanovllm.utils.loader import check_shape, parameter
+from nanovllm.utils.loader import Shard, check_shape, parameter
 from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 GATE, UP, DOWN = 0, 1, 2  # the shard ids of an expert's weights

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels import operation
-from nanovllm.layers.linear import Shard
-from nanovllm.utils.loader import check_shape, parameter
+from nanovllm.utils.loader import Shard, check_shape, parameter
 
 CHUNK_ROWS = 2048  # are quantized at a time, as float32 takes four times the memory of the result
 SAFETENSORS_NAMES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}

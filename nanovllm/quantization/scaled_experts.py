@@ -2,10 +2,9 @@
 
 import torch
 
-from nanovllm.layers.linear import Shard
 from nanovllm.moe.experts import DOWN, GATE, UP, Experts, ExpertsFormat
 from nanovllm.quantization.scaled import Block, QuantScheme, ScaledWeight, dequantize, min_block_columns
-from nanovllm.utils.loader import check_shape
+from nanovllm.utils.loader import Shard, check_shape
 
 
 class ScaledExperts(ExpertsFormat):

@@ -49,6 +49,15 @@ def check_bool(name: str, value: Any) -> bool:
     return value
 
 
+def check_unicode(name: str, text: str) -> None:
+    """ValueError for half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        problem = f"character {error.start} is a lone surrogate, which is not a character"
+        raise ValueError(f"{name}={text!r:.80}: {problem}") from None
+
+
 def check_choice(name: str, value: Any, choices: Iterable) -> Any:
     if value not in choices:
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}")

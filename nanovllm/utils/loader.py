@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-
-from nanovllm.utils.tensor_parallel import TensorParallel
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 BAR_DELAY = 1  # seconds until the progress bar is shown
@@ -34,16 +33,22 @@ def check_shape(weight, shape: tuple[int, ...]):
     return weight
 
 
-def copy_shard(
-    target: torch.Tensor, weight, shape: tuple[int, ...], dim: int = 0, tp: TensorParallel = TensorParallel()
-) -> torch.Tensor:
-    """Copy this rank's equal shard along `dim` of a weight, which as a whole must have `shape`; returns the target.
+class Shard(NamedTuple):
+    """The part of a checkpoint's weight that a rank has, and where."""
 
-    `weight` is what `check_shape` takes; of a safetensors slice only the shard is read.
-    """
-    weight = check_shape(weight, shape)
-    shard = tp.local_slice(shape[dim])
-    return target.copy_(weight[shard] if dim == 0 else weight[:, shard])
+    shape: tuple[int, ...]  # of the whole weight
+    rows: slice = slice(None)  # of the whole weight
+    columns: slice = slice(None)
+    first_row: int = 0  # in the rank's own weight
+
+    def copy(self, target: torch.Tensor, weight) -> torch.Tensor:
+        """Copy this part of a weight or bias, which `check_shape` takes, to `target`; returns what was filled.
+
+        Of a safetensors slice only this part is read.
+        """
+        weight = check_shape(weight, self.shape[: target.dim()])
+        weight = weight[self.rows, self.columns] if target.dim() == 2 else weight[self.rows]
+        return target.narrow(0, self.first_row, len(weight)).copy_(weight)
 
 
 @torch.no_grad()

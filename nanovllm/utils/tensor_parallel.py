@@ -1,7 +1,6 @@
 """This rank's place among the ranks that share a model. Here there is one rank; `distributed/` has several."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,7 +45,6 @@ class TensorParallel:
     The subclasses in `distributed/` communicate.
     """
 
-    folder: Path | None = None  # where the ranks' communication still needs files
     lost = False  # another rank is gone, and what this one computes is worthless
     num_bytes = 0  # device memory that PyTorch's allocator does not count
 
@@ -78,7 +76,7 @@ class TensorParallel:
 
         Ranks that read each other's memory give it the part of theirs, [split_k, num_rows, width], to write to.
         """
-        return PartialSum(self.all_reduce(compute(None)), split_k)
+        return PartialSum(compute(None), split_k)
 
     def max_split_k(self, num_rows: int) -> int:
         """How many parts a summand of `sum` may have at most."""
@@ -91,15 +89,7 @@ class TensorParallel:
 
         With sampling parameters, rows that are not filtered may lack the columns of the other ranks.
         """
-        return self.all_gather(compute(None))
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's `x`, in place."""
-        return x
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Every rank's `x` [S, n], in the order of the ranks, side by side: [S, ranks * n]."""
-        return x
+        return compute(None)
 
     def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
         """The elementwise maximum of every rank's keys [S] int64; S may be 0. It ends each forward of several ranks."""
@@ -107,20 +97,9 @@ class TensorParallel:
 
     def barrier(self, device: torch.device) -> None:
         """Make what is queued on the device from now on wait for all ranks, as at the end of each forward."""
-        self.all_reduce_max(torch.empty(0, dtype=torch.int64, device=device))
 
     def check(self) -> None:
         """RuntimeError if a rank was lost."""
-        if self.lost:
-            raise RuntimeError("another rank was lost")
-
-    def abort(self) -> None:
-        """Make the device stop waiting for a rank that was lost."""
-        self.lost = True
 
     def close(self) -> None:
         """Leave the other ranks; no queued work may need them any more."""
-
-    def leave_in_child(self) -> None:
-        """Forget the other ranks in a forked child: they, and all that connects to them, belong to the parent."""
-        self.lost = True

@@ -156,8 +156,9 @@ class Replica:
             if (request := self._requests.get(request_id)) is not None:
                 deltas += merged(several)
                 if self._end_answers(request_id, sum(event.finish_reason is not None for event in several)):
-                    cached, logprobs = request.group[0].num_cached_tokens, request.prompt_logprobs()
-                    finals.append(make_final(request_id, [], cached, logprobs, request.metrics()))
+                    seq, found = request.group[0], request.logprobs
+                    logprobs = None if found is None else found.of_prompt(seq)
+                    finals.append(make_final(request_id, [], seq.num_cached_tokens, logprobs, request.metrics()))
         for output in outputs.finished:
             if self._forget(i := output.request_id):
                 cached, logprobs = output.num_cached_tokens, output.prompt_logprobs
