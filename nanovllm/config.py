@@ -109,7 +109,7 @@ class Config:
         if not runs_plain_torch:
             check_head_dim(model_config.head_dim, device, backend)
         dtype, dtype_reason = self._resolve_dtype(model_config.dtype, device, folder)
-        self._set(
+        self.resolve(
             model=str(folder),
             tokenizer=str(find_tokenizer(self.tokenizer, folder)),
             model_config=replace(model_config, dtype=dtype),
@@ -122,17 +122,10 @@ class Config:
             async_scheduling=device.startswith("cuda") if self.async_scheduling is None else self.async_scheduling,
         )
 
-    def _set(self, **resolved) -> None:
-        for name, value in resolved.items():
+    def resolve(self, **settings) -> None:
+        """Replace settings by the values in use. The ModelRunner alone calls this later, with what it has measured."""
+        for name, value in settings.items():
             object.__setattr__(self, name, value)
-
-    def set_num_kvcache_blocks(self, num_blocks: int) -> None:
-        """Replace None by the number of blocks that fit into memory. Only the ModelRunner calls this."""
-        self._set(num_kvcache_blocks=check_int("num_kvcache_blocks", num_blocks, low=1))
-
-    def set_max_num_mixed_tokens(self, num_tokens: int) -> None:
-        """Replace None by the number that was measured. Only the ModelRunner calls this."""
-        self._set(max_num_mixed_tokens=num_tokens)
 
     @classmethod
     def create(cls, model: str, settings: dict) -> "Config":
@@ -161,7 +154,7 @@ class Config:
     def _check_settings(self) -> None:
         for setting in fields(self):
             if setting.init and isinstance(value := getattr(self, setting.name), str):
-                self._set(**{setting.name: str.__str__(value)})  # an Enum's class may be unknown to other ranks
+                self.resolve(**{setting.name: str.__str__(value)})  # an Enum's class may be unknown to other ranks
         check_fields(self)
         check_choice("tensor_parallel_size", self.tensor_parallel_size, (1, 2, 4, 8))
         if not (self.revision is None or isinstance(self.revision, str)):

@@ -232,7 +232,8 @@ def remove_registered_features():
     yield
     for name in {*FEATURES} - names:
         del FEATURES[name]
-    del COLUMNS[num_columns:]
+    for name in [*COLUMNS][num_columns:]:
+        del COLUMNS[name]
 
 
 @pytest.fixture(scope="session")

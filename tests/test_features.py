@@ -11,7 +11,7 @@ import torch
 from nanovllm import SamplingParams
 from nanovllm.engine.features import FEATURES, Feature, StepFeature
 from nanovllm.features import register_feature
-from nanovllm.kernels.sampling_columns import COLUMNS, MAX_CUSTOM_COLUMNS, Column
+from nanovllm.kernels.sampling_columns import COLUMNS, MAX_CUSTOM_COLUMNS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def test_feature_of_the_table(make_llm, monkeypatch):
     home = SimpleNamespace(TopNSigma=TopNSigma)
     monkeypatch.setitem(sys.modules, "nanovllm.features.top_n_sigma", home)
     monkeypatch.setitem(FEATURES, "top_n_sigma", Feature("features.top_n_sigma:TopNSigma", {"top_n_sigma": 0.0}))
-    COLUMNS.append(Column("top_n_sigma", float))
+    COLUMNS["top_n_sigma"] = float
     llm = make_llm(async_scheduling=True)
     ids = lambda params: [output.token_ids for output in llm.generate([[5, 6, 7]] * 2, params, use_tqdm=False)]
     random = SamplingParams(temperature=5.0, max_tokens=8, seed=7)

@@ -99,7 +99,7 @@ def on_cpu(value):
 
 
 def test_kernels_know_the_columns():
-    names = [column.name for column in COLUMNS]
+    names = [*COLUMNS]
     for module, number in ((filters, 4), (penalties, 10)):
         constants = {name: value.value for name, value in vars(module).items() if name.lower() in names}
         assert len(constants) == number

@@ -108,14 +108,14 @@ class ModelRunner:
                 f"{(config.max_blocks_per_seq * block_bytes + state_bytes) / 2**30:.2f} GiB of cache, and {limit} "
                 f"{available / 2**30:.2f} GiB; lower max_model_len, or set num_kvcache_blocks"
             )
-        config.set_num_kvcache_blocks(num_blocks)
+        config.resolve(num_kvcache_blocks=num_blocks)
 
     def size_mixed_steps(self, milliseconds_per_token: float) -> None:
         """Set how many tokens of prompts are computed within `max_mixed_step_ms`."""
         num_fitting = int(self.config.max_mixed_step_ms / milliseconds_per_token)
         num_tokens = self._min_of_ranks(max(MIN_MIXED_TOKENS, num_fitting))  # all ranks capture the same graphs
         # whole tiles of the matrix products, whose rows past the last token would be padding
-        self.config.set_max_num_mixed_tokens(num_tokens // 1024 * 1024 or num_tokens // 64 * 64)
+        self.config.resolve(max_num_mixed_tokens=num_tokens // 1024 * 1024 or num_tokens // 64 * 64)
 
     def _min_of_ranks(self, number: int) -> int:
         return -self.tp.all_reduce_max(torch.tensor([-number], device=self.device)).item()

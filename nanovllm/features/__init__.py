@@ -1,7 +1,7 @@
 """What only some requests use. A step without such a request carries nothing of it."""
 
 from nanovllm.engine.features import FEATURES, Feature, StepFeature
-from nanovllm.kernels.sampling_columns import COLUMNS, MAX_CUSTOM_COLUMNS, NUM_OWN_COLUMNS, Column
+from nanovllm.kernels.sampling_columns import COLUMNS, MAX_CUSTOM_COLUMNS, NUM_OWN_COLUMNS
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -17,11 +17,10 @@ def register_feature(feature: type[StepFeature]) -> None:
         raise ValueError(f"feature {feature.__name__!r}: there is a feature of this name")
     if feature.num_drafts and any(getattr(known.home, "num_drafts", 0) for known in FEATURES.values()):
         raise ValueError(f"num_drafts={feature.num_drafts}: another feature drafts tokens already")
-    known_fields = {*SamplingParams.__dataclass_fields__, *(column.name for column in COLUMNS)}
-    for name in known_fields.intersection(feature.fields):
+    for name in {*SamplingParams.__dataclass_fields__, *COLUMNS}.intersection(feature.fields):
         raise ValueError(f"field {name!r}: there is a sampling parameter of this name")
     if len(COLUMNS) + len(feature.fields) > NUM_OWN_COLUMNS + MAX_CUSTOM_COLUMNS:
         columns = f"{MAX_CUSTOM_COLUMNS} columns are there for features from outside"
         raise ValueError(f"fields {[*feature.fields]}: {columns}")
-    COLUMNS.extend(Column(name, float) for name in feature.fields)
+    COLUMNS.update(dict.fromkeys(feature.fields, float))
     FEATURES[feature.__name__] = Feature(feature, dict.fromkeys(feature.fields, 0))

@@ -4,8 +4,6 @@ COLUMNS declares each column once, by its name and its type; kernels look it up 
 The last two words are the seed of the noise.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 
@@ -13,36 +11,29 @@ GREEDY_BELOW = 1e-5  # float32 logits cannot be divided by a smaller temperature
 # of the generator of the noise: the smallest number with which it passes every test of BigCrush, say its authors
 PHILOX_ROUNDS = 7
 MAX_CUSTOM_COLUMNS = 4  # of features that are registered from outside (features.register_feature)
-
-
-class Column(NamedTuple):
-    name: str
-    dtype: type  # float (float32, stored as its bits) or int
-
-
-COLUMNS = [
-    Column("temperature", float),
-    Column("top_p", float),
-    Column("min_p", float),
-    Column("top_k", int),
+COLUMNS: dict[str, type] = {  # in their order; float is float32, which is stored as its bits
+    "temperature": float,
+    "top_p": float,
+    "min_p": float,
+    "top_k": int,
     # of features.logit_edits; 0 for a request without edits
-    Column("presence_penalty", float),
-    Column("frequency_penalty", float),
-    Column("repetition_penalty", float),
-    Column("num_prompt_tokens", int),
-    Column("min_len", int),
-    Column("has_allowed_ids", int),
-    Column("is_penalized", int),
-    Column("num_biases", int),
-    Column("num_stops", int),  # token ids that are banned below min_len
-    Column("num_bad_words", int),
-]
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "repetition_penalty": float,
+    "num_prompt_tokens": int,
+    "min_len": int,
+    "has_allowed_ids": int,
+    "is_penalized": int,
+    "num_biases": int,
+    "num_stops": int,  # token ids that are banned below min_len
+    "num_bad_words": int,
+}
 NUM_OWN_COLUMNS = len(COLUMNS)
 WIDTH = -(-(NUM_OWN_COLUMNS + MAX_CUSTOM_COLUMNS + 2) // 4) * 4
 
 
 def column_index(name: str) -> int:
-    return next(i for i, column in enumerate(COLUMNS) if column.name == name)
+    return [*COLUMNS].index(name)
 
 
 FILTERS = slice(column_index("top_p"), column_index("top_k") + 1)
@@ -53,7 +44,7 @@ EDITS = slice(column_index("is_penalized"), column_index("num_bad_words") + 1)
 def column(params, name: str):
     """A view [S] of a column of `params` [S, WIDTH] int32, NumPy array or tensor; float32 if the column has floats."""
     i = column_index(name)
-    if COLUMNS[i].dtype is int:
+    if COLUMNS[name] is int:
         return params[:, i]
     return params.view(np.float32 if isinstance(params, np.ndarray) else torch.float32)[:, i]
 
