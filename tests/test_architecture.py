@@ -295,11 +295,11 @@ def code_lines(source: str) -> int:
 
 # lines of code: what a room may grow to before it is looked at again
 BUDGETS = {
-    "core": 3770,
+    "core": 3720,
     "states": 110,
     "attention": 150,
     "kernels": 2190,
-    "distributed": 500,
+    "distributed": 520,
     "models": 250,
     "features": 570,
     "graphs": 200,

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.engine.engine_thread import EngineThread
 from nanovllm.engine.llm_engine import MAX_STEPS_AHEAD
 from nanovllm.engine.outputs import OutputCollector, OutputKind, StepOutput
 from nanovllm.engine.request import CompletionRequest
@@ -499,6 +500,26 @@ def test_nothing_is_left_of_an_engine_without_references(model_name, requests):
     next(stream)
     assert threading.active_count() == before + 1
     del llm, stream
+    gc.collect()
+    give_up = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < give_up:
+        time.sleep(0.001)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("has_started", [False, True])
+def test_nothing_is_left_of_a_start_that_was_interrupted(model_name, monkeypatch, has_started):
+    """Neither before the engine's thread has started nor just after it."""
+    before, start = threading.active_count(), EngineThread.start
+
+    def interrupted(engine_thread):
+        if has_started:
+            start(engine_thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(EngineThread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        LLM(model_name, dtype="float32", device="cpu", max_model_len=256)
     gc.collect()
     give_up = time.monotonic() + 10
     while threading.active_count() > before and time.monotonic() < give_up:
