@@ -63,5 +63,5 @@ class RMSNorm(nn.Module):
         self.weight = parameter((size,), Shard((size,)).copy, dtype)
 
     def forward(self, x: PartialSum, residual: torch.Tensor | None = None) -> NormInput:
-        """The norm of x + residual, both [T, size]: computed where it is read, so a layer has to read it only once."""
+        """The norm of x + residual, both [T, size], which is not computed yet: the layer that takes it does that."""
         return NormInput(x, residual, self.weight, self.eps)
