@@ -1,4 +1,4 @@
-"""One rank: its weights, its part of the KV cache, its CUDA graphs, and the execution of a step on its device."""
+"""One rank: its weights, its part of the cache, and the execution of a step on its device."""
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
