@@ -361,7 +361,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 3546, 46
+CORE_LINES, CORE_FILES = 3542, 46
 ROOMS = (
     "attention",
     "benchmarks",

@@ -64,14 +64,11 @@ class ModelRunner:
         self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
         self.pad_req_index = config.max_num_seqs
         registered = {name: feature.home for name, feature in FEATURES.items() if isinstance(feature.home, type)}
-        if registered and self.tp.size > 1:
-            raise ValueError(f"tensor_parallel_size={self.tp.size}: must be 1 with features of register_feature")
-        self.tokens_per_row = 1 + max((feature.num_drafts for feature in registered.values()), default=0)
-        if self.tokens_per_row > 1 and self.keeps_states:
-            raise ValueError(f"num_drafts={self.tokens_per_row - 1}: must be 0 with layers that keep a state")
-        if self.tokens_per_row > config.kvcache_block_size:
-            bound = f"{config.kvcache_block_size - 1}, one less than kvcache_block_size={config.kvcache_block_size}"
-            raise ValueError(f"num_drafts={self.tokens_per_row - 1}: must be at most {bound}")
+        self.tokens_per_row = 1
+        if registered:
+            from nanovllm.features import num_drafts  # few engines have features from outside
+
+            self.tokens_per_row += num_drafts(registered.values(), config, self.keeps_states)
         sizes = config.max_num_seqs, self.tokens_per_row, config.max_blocks_per_seq, WIDTH
         self.tables = RequestTables.zeros(*sizes, self.device)
         num_rows = config.max_num_seqs * self.tokens_per_row

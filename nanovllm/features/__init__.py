@@ -1,5 +1,8 @@
 """What only some requests use. A step without such a request carries nothing of it."""
 
+from collections.abc import Iterable
+from typing import Any
+
 from nanovllm.engine.features import FEATURES, Feature, StepFeature
 from nanovllm.kernels.sampling_columns import COLUMNS, MAX_CUSTOM_COLUMNS, NUM_OWN_COLUMNS
 from nanovllm.sampling_params import SamplingParams
@@ -24,3 +27,16 @@ def register_feature(feature: type[StepFeature]) -> None:
         raise ValueError(f"fields {[*feature.fields]}: {columns}")
     COLUMNS.update(dict.fromkeys(feature.fields, float))
     FEATURES[feature.__name__] = Feature(feature, dict.fromkeys(feature.fields, 0))
+
+
+def num_drafts(features: Iterable[type[StepFeature]], config: Any, keeps_states: bool) -> int:
+    """How many tokens the features of an engine draft for a sequence; ValueError if its settings or layers forbid it."""
+    if (size := config.tensor_parallel_size) > 1:
+        raise ValueError(f"tensor_parallel_size={size}: must be 1 with features of register_feature")
+    number = max(feature.num_drafts for feature in features)
+    if number and keeps_states:
+        raise ValueError(f"num_drafts={number}: must be 0 with layers that keep a state")
+    if number >= (block_size := config.kvcache_block_size):
+        bound = f"{block_size - 1}, one less than kvcache_block_size={block_size}"
+        raise ValueError(f"num_drafts={number}: must be at most {bound}")
+    return number
