@@ -301,7 +301,7 @@ BUDGETS = {
     "kernels": 2190,
     "distributed": 520,
     "models": 250,
-    "features": 570,
+    "features": 590,
     "graphs": 200,
     "startup": 240,
     "mixture of experts": 825,

@@ -30,7 +30,7 @@ def register_feature(feature: type[StepFeature]) -> None:
 
 
 def num_drafts(features: Iterable[type[StepFeature]], config: Any, keeps_states: bool) -> int:
-    """How many tokens the features of an engine draft for a sequence; ValueError if its settings or layers forbid it."""
+    """How many tokens the features of an engine draft for a sequence; ValueError if settings or layers forbid it."""
     if (size := config.tensor_parallel_size) > 1:
         raise ValueError(f"tensor_parallel_size={size}: must be 1 with features of register_feature")
     number = max(feature.num_drafts for feature in features)
