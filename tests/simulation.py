@@ -61,7 +61,7 @@ class SimulatedEngine:
         self.policy, self.max_len, self.checked = make_policy(policy), max_len, checked
         self.num_requests = 0
         self.seqs: list[Sequence] = []  # all that were queued
-        self.ended: set[Sequence] = set()  # those of them whose end was checked
+        self.unfinished: set[Sequence] = set()  # of them, as far as was checked
         self.steps: list[ScheduledStep] = []
         self.max_in_flight = 1 if asynchronous else 0
         self.in_flight: deque[tuple[ScheduledStep, StepResult]] = deque()
@@ -79,6 +79,7 @@ class SimulatedEngine:
 
     def queue(self, group: list[Sequence]) -> None:
         self.seqs += group
+        self.unfinished.update(group)
         self.scheduler.add(*group)
 
     def add(self, prompt: list[int], *args, **options) -> Sequence:
@@ -132,7 +133,7 @@ class SimulatedEngine:
         waiting = [*scheduler.waiting]
         assert all(seq.status is SequenceStatus.WAITING for seq in waiting)
         assert [seq.order for seq in waiting] == sorted(seq.order for seq in waiting)
-        assert len(waiting) + len(live) == sum(map(len, scheduler.live.values())) <= len(self.seqs)
+        assert len(waiting) + len(live) == sum(map(len, scheduler.live.values()))
         assert len(live) <= scheduler.max_num_seqs
         indices = [seq.req_index for seq in live]
         assert sorted(indices + scheduler.free_req_indices) == list(range(scheduler.max_num_seqs))
@@ -146,15 +147,11 @@ class SimulatedEngine:
         for step, _ in self.in_flight:
             in_flight.update(dict(zip(step.sampled_seqs, step.num_reserved.tolist())))
             in_flight.update(step.new_seqs)
-        not_ended = [seq for seq in self.seqs if seq not in self.ended]
-        assert {*live, *waiting} == {seq for seq in not_ended if not seq.is_finished}
-        for seq in not_ended:
-            if seq.is_finished:
-                self.ended.add(seq)  # if it held a block later, that would be one too many above
-            else:
-                assert seq.num_tokens - len(seq.token_ids) == in_flight.get(seq, 0)
-            if seq not in live:
-                assert seq.block_table == [] and seq.req_index == -1
+        ended = [seq for seq in self.unfinished if seq.status is SequenceStatus.FINISHED]
+        self.unfinished.difference_update(ended)  # if one held a block later, that would be one too many above
+        assert {*live, *waiting} == self.unfinished
+        assert all(seq.num_tokens - len(seq.token_ids) == in_flight.get(seq, 0) for seq in self.unfinished)
+        assert all(seq.block_table == [] and seq.req_index == -1 for seq in (*waiting, *ended))
         for seq in live:
             assert len(set(seq.block_table)) == len(seq.block_table)
             self.check_cached(seq)

@@ -69,9 +69,9 @@ def test_sequences_and_scores_are_transformers(make_llm, prompts, reference, wid
 
 
 @pytest.fixture(scope="module")
-def alone(prompts) -> tuple[list[list[list[int]]], list[list[int]]]:
+def alone(small_model, prompts) -> tuple[list[list[list[int]]], list[list[int]]]:
     """The beams of each prompt, and the greedy answers to the first two, where there is space for all of them."""
-    with LLM("tiny-qwen3", dtype="float32", device="cpu") as llm:
+    with LLM(small_model, dtype="float32", device="cpu") as llm:
         beams = [[beam.token_ids for beam in x.outputs] for x in llm.beam_search(prompts, BeamSearchParams(4, 16))]
         greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
         return beams, [x.token_ids for x in llm.generate(prompts[:2], greedy, use_tqdm=False)]
@@ -88,10 +88,10 @@ def alone(prompts) -> tuple[list[list[list[int]]], list[list[int]]]:
     ],
     ids=str,
 )
-def test_beams_are_the_same_everywhere(make_llm, prompts, alone, settings, async_scheduling):
+def test_beams_are_the_same_everywhere(make_llm, small_model, prompts, alone, settings, async_scheduling):
     """Where blocks, rows or a step's tokens do not suffice for all beams, and beside other requests."""
     params, (expected, expected_greedy) = BeamSearchParams(4, 16), alone
-    llm = make_llm(kvcache_block_size=16, async_scheduling=async_scheduling, **settings)
+    llm = make_llm(small_model, kvcache_block_size=16, async_scheduling=async_scheduling, **settings)
     greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     ids = [llm.add_request(prompt, greedy) for prompt in prompts[:2]]
     assert [[beam.token_ids for beam in x.outputs] for x in llm.beam_search(prompts, params)] == expected

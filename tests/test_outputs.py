@@ -33,8 +33,13 @@ def check_empty(llm: LLM):
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with LLM("tiny-qwen3", dtype="float32", device="cpu", kvcache_block_size=16) as engine:
+def model_name(small_model):
+    return small_model
+
+
+@pytest.fixture(scope="module")
+def llm(model_name):
+    with LLM(model_name, dtype="float32", device="cpu", kvcache_block_size=16) as engine:
         yield engine
         check_empty(engine)
 
@@ -82,7 +87,8 @@ def test_stop_token_ids(make_llm, verses, async_scheduling):
     assert answer["finish_reason"] == "stop"  # though it would have been the last token anyway
 
 
-def test_special_tokens_in_the_text(llm, chat):
+def test_special_tokens_in_the_text(make_llm, chat):
+    llm = make_llm("tiny-qwen3")
     prompt = chat("What is 17 + 25?")
     params = SamplingParams(temperature=0, stop_token_ids=[3])
     (plain,) = generate(llm, prompt, params)
@@ -351,7 +357,7 @@ def check_logprobs(llm: LLM, dicts: list[dict], ids: list[int], expected: torch.
 )
 def test_logprobs_are_transformers(make_llm, reference, settings, async_scheduling):
     """Of the prompt and of what follows, whole, in chunks, and preempted; each request is computed twice."""
-    llm = make_llm(async_scheduling=async_scheduling, kvcache_block_size=16, **settings)
+    llm = make_llm("tiny-qwen3", async_scheduling=async_scheduling, kvcache_block_size=16, **settings)
     params = [replace(HOT, n=n, logprobs=3, prompt_logprobs=2) for n in (1, 1, 3, 1)]
     for _ in range(2):
         for answer in generate(llm, VERSES, params):
@@ -369,7 +375,8 @@ def test_logprobs_are_transformers(make_llm, reference, settings, async_scheduli
 # -- chat and defaults -------------------------------------------------------------------------------------------------
 
 
-def test_chat(llm, chat):
+def test_chat(make_llm, chat):
+    llm = make_llm("tiny-qwen3")
     ask = lambda question: [{"role": "user", "content": question}]
     params = SamplingParams(temperature=0, max_tokens=16)
     (answer,) = llm.chat(ask("What is 17 + 25?"), params, use_tqdm=False)
@@ -386,7 +393,7 @@ def test_chat(llm, chat):
 @BOTH_WAYS
 def test_chat_streams(make_llm, chat, async_scheduling):
     """A conversation is a prompt, alone or among others; its content may be a list of text parts."""
-    llm = make_llm(async_scheduling=async_scheduling)
+    llm = make_llm("tiny-qwen3", async_scheduling=async_scheduling)
     params = SamplingParams(temperature=0, max_tokens=16)
     ask = lambda question: [{"role": "user", "content": question}]
     parts = ask([{"type": "text", "text": "What is"}, {"type": "text", "text": "17 + 25?"}])
@@ -501,9 +508,9 @@ def test_text_of_tokens_that_are_parts_of_characters(llm):
 
 
 @BOTH_WAYS
-def test_a_second_eos_id_is_named(make_llm, tmp_path, verses, async_scheduling):
+def test_a_second_eos_id_is_named(make_llm, model_name, tmp_path, async_scheduling):
     """The tokenizer's own needs no reason, as in vLLM; another of generation_config.json's is one."""
-    folder = shutil.copytree(TINY, tmp_path / "model")
+    folder = shutil.copytree(model_name, tmp_path / "model")
     plain = generate(make_llm(), VERSES[0])[0].token_ids
     second = next(i for i in plain[4:] if i not in plain[:4])
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2047, second]}))

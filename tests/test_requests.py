@@ -5,7 +5,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import TINY
 from transformers import Qwen3ForCausalLM, RepetitionPenaltyLogitsProcessor
 
 from nanovllm import SamplingParams
@@ -36,8 +35,13 @@ both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["syn
 
 
 @pytest.fixture(scope="module")
-def model():
-    return Qwen3ForCausalLM.from_pretrained(TINY, torch_dtype=torch.float32).eval()
+def model_name(small_model):
+    return small_model
+
+
+@pytest.fixture(scope="module")
+def model(model_name):
+    return Qwen3ForCausalLM.from_pretrained(model_name, torch_dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -129,16 +133,16 @@ def check_logprobs(got: dict, token_id: int, expected: torch.Tensor, wanted: int
 def asks() -> list[dict]:
     bias = {i: 3.0 - i % 7 for i in range(300, 600)}
     return [
-        {"repetition_penalty": 1.5},
-        {"presence_penalty": 2.0, "frequency_penalty": 0.5},
         {"frequency_penalty": -0.2, "repetition_penalty": 1.1, "logit_bias": {5: 9.0, 700: 4.0}},
+        {"presence_penalty": 2.0, "frequency_penalty": 0.5},
+        {"repetition_penalty": 1.5},
         {"logit_bias": bias},
         {"min_tokens": 20, "stop_token_ids": [11], "logit_bias": {EOS: 30.0, 11: 20.0}},
         {},
         {"min_tokens": 12, "frequency_penalty": 1.0, "logit_bias": {EOS: 30.0}},
         {"repetition_penalty": 0.9, "presence_penalty": -0.5},
         {"allowed_token_ids": [*range(256, 2040, 7)], "frequency_penalty": 0.3},
-        {"bad_words": ["dumb", " morning", "the", "ing"], "allowed_token_ids": [*range(2046)]},
+        {"bad_words": ["MIO", " earth", "the", "ing"], "allowed_token_ids": [*range(2046)]},
     ]
 
 
@@ -186,7 +190,7 @@ def test_penalties_and_biases(make_llm, prompts, asks, penalized, world, async_s
     assert sum(answer["num_cached_tokens"] for answer in answers) > 0 or world in ("defaults", "few blocks")
     assert len(penalized[4]) == 21 and len(penalized[6]) == 13  # min_tokens, and the end that they wished for
     assert {*penalized[8]} <= {*asks[8]["allowed_token_ids"]} and len({*penalized[8]}) > 5
-    assert not any(word in answers[9]["text"] for word in ("dumb", "morning", " the ", "ing"))
+    assert not any(word in answers[9]["text"] for word in ("MIO", "earth", " the ", "ing"))
     if world == "defaults":  # each of the parameters changes the answer
         plain = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=40), use_tqdm=False)
         assert all((answer["token_ids"] == mine) == (not ask) for answer, mine, ask in zip(plain, penalized, asks))
