@@ -259,10 +259,11 @@ def small_model(tmp_path_factory) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="session")
-def model_name() -> str:
-    """The model of `make_llm`; a test file may define another one."""
-    return "tiny-qwen3"
+@pytest.fixture(scope="module")
+def model_name(request) -> str:
+    """The model of `make_llm`: the bundled one, or in a file that is marked so the small one."""
+    is_small = request.node.get_closest_marker("small_model")
+    return request.getfixturevalue("small_model") if is_small else "tiny-qwen3"
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ from conftest import step_error
 
 from nanovllm import LLM, SamplingParams
 
+pytestmark = pytest.mark.small_model
+
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 QUESTIONS = ["What is a cat?", "Count to ten.", "The dog ran to the river and", "def add(a, b):"]
 BOTH_WAYS = pytest.mark.parametrize("async_scheduling", [False, True])
@@ -32,11 +34,6 @@ def loop(llm: LLM) -> list:
 
 def answers_of(outputs) -> dict[int, dict]:
     return {answer["request_id"]: answer for output in outputs for answer in output.finished}
-
-
-@pytest.fixture(scope="module")
-def model_name(small_model):
-    return small_model
 
 
 @pytest.fixture(scope="module")

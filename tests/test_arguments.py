@@ -77,16 +77,9 @@ def beam_search_params(**params) -> BeamSearchParams:
 
 
 INTEGER, NUMBER, BOOL = "must be an integer", "must be a number", "must be True or False"
-INTEGERS = [
-    "max_num_batched_tokens",
-    "max_num_seqs",
-    "max_model_len",
-    "kvcache_block_size",
-    "num_kvcache_blocks",
-    "seed",
-]
-INTEGERS += ["tensor_parallel_size", "max_logprobs"]
-BOOLS = ["enforce_eager", "enable_prefix_caching", "async_scheduling"]
+INTEGERS = "max_num_batched_tokens", "max_num_seqs", "max_model_len", "kvcache_block_size", "num_kvcache_blocks", "seed"
+INTEGERS += "tensor_parallel_size", "max_logprobs"
+BOOLS = "enforce_eager", "enable_prefix_caching", "async_scheduling"
 
 SETTINGS = [
     *rows(
@@ -311,10 +304,7 @@ PARAMS = [
     *rows(
         vllm.StructuredOutputsParams,
         TypeError,
-        (
-            {"json": True, "disable_any_whitespace": True},
-            "structured_outputs['json']=True: must be a JSON schema",
-        ),
+        ({"json": True, "disable_any_whitespace": True}, "structured_outputs['json']=True: must be a JSON schema"),
         ({"jso": {}}, "unknown option of structured outputs 'jso' (did you mean 'json'"),
     ),
     *rows(
@@ -324,9 +314,7 @@ PARAMS = [
         ({"json": {}, "whitespace_pattern": " "}, "whitespace_pattern=' ': is not supported"),
     ),
     *rows(
-        vllm.get_tokenizer,
-        ValueError,
-        ({"tokenizer_name": TINY, "revision": "v1"}, "revision='v1': is not supported"),
+        vllm.get_tokenizer, ValueError, ({"tokenizer_name": TINY, "revision": "v1"}, "revision='v1': is not supported")
     ),
 ]
 
@@ -507,17 +495,10 @@ CALLS += [
         *(("stop_token_ids", [[x, 2048]], f"stop_token_ids: token id 2048 {OUT_OF_VOCABULARY}") for x in (5, 7)),
         ("allowed_token_ids", [[5, 2048]], f"allowed_token_ids: token id 2048 {OUT}"),
         ("logit_bias", [{2048: 1.0}, {2048: 1.0, 3: 2}], f"logit_bias: token id 2048 {OUT_OF_VOCABULARY}"),
-        (
-            {"min_tokens": 1, "stop_token_ids": [7], "allowed_token_ids": [2047, 7]},
-            "must leave at least 1 of them",
-        ),
+        ({"min_tokens": 1, "stop_token_ids": [7], "allowed_token_ids": [2047, 7]}, "must leave at least 1 of them"),
         ({"bad_words": ["a"], "allowed_token_ids": [64, 267]}, "must leave at least 1 of them"),
         ({"bad_words": [f"{i}#{i}" for i in range(65)]}, f"130: must be at most {MAX_BAD_WORDS}"),
-        (
-            {"bad_words": ["xyz" * 20]},
-            "number of tokens of 'xyzxyz",
-            f"must be at most {MAX_BAD_WORD_TOKENS}",
-        ),
+        ({"bad_words": ["xyz" * 20]}, "number of tokens of 'xyzxyz", f"must be at most {MAX_BAD_WORD_TOKENS}"),
     ),
     *rows(beams_of_two, TypeError, ({"params": GREEDY}, "must be a BeamSearchParams")),
     *rows(beams_of_two, ValueError, ({"params": BeamSearchParams(1025, 4)}, "beam_width=1025: must be at most 1024")),
@@ -648,11 +629,7 @@ BODIES += bodies(
     ("guided_regex", [r"[^\s\S]"], "no token is allowed, not even a first one"),
     ("response_format", [{"type": "json_schema", "json_schema": {"schema": NO_NUMBER}}], "Unsat"),
     ({"tools": NO_CALL, "tool_choice": "required"}, "tools", "Unsatisfiable schema"),
-    (
-        {"tools": NO_CALL, "tool_choice": {"type": "function", "function": {"name": "f"}}},
-        "tools",
-        "Unsatisfiable",
-    ),
+    ({"tools": NO_CALL, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tools", "Unsatisfiable"),
 )
 BODIES += [
     row

@@ -182,10 +182,7 @@ def main(monkeypatch, *arguments: str) -> None:
         (("--workload", "single,host"), ("--workload", "'host'", "only workload")),
         (("--shape", "gpt-2"), ("--shape", "'gpt-2'", "llama-3.1-8b")),
         (("--shape", "qwen3-8b", "--model", "tiny-qwen3"), ("--shape", "--model", "not allowed")),
-        (
-            ("--shape", "qwen3-8b", "--compare", "transformers"),
-            ("--compare transformers", "weights", "--shape"),
-        ),
+        (("--shape", "qwen3-8b", "--compare", "transformers"), ("--compare transformers", "weights", "--shape")),
         (("--shape", "qwen3-8b", "--beams", "2"), ("--beams", "weights", "--shape", "--model")),
     ],
 )
@@ -427,12 +424,7 @@ def test_percentile_interpolates():
 def test_latencies():
     """Of three requests: one with three gaps, one with one token, and one that got no token."""
     found = latencies([[0.5, 1.0, 3.0, 3.5], [2.0], []])
-    assert found == {
-        "TTFT": [0.5, 2.0],
-        "time per output token": [1.0],
-        "ITL": [0.5, 2.0, 0.5],
-        "longest gap": [2.0],
-    }
+    assert found == {"TTFT": [0.5, 2.0], "time per output token": [1.0], "ITL": [0.5, 2.0, 0.5], "longest gap": [2.0]}
 
 
 def test_decode_rate():

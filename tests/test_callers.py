@@ -18,6 +18,8 @@ from nanovllm.engine.llm_engine import MAX_STEPS_AHEAD
 from nanovllm.engine.outputs import OutputCollector, OutputKind, StepOutput
 from nanovllm.engine.request import CompletionRequest
 
+pytestmark = pytest.mark.small_model
+
 BOTH_WAYS = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 HOT = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, seed=5)
@@ -30,11 +32,6 @@ def check_whole(llm: LLM):
     assert not (scheduler.live or scheduler.waiting or scheduler.running or processor.requests or processor.collectors)
     assert len(blocks.free_block_ids) == len(blocks.blocks) and not any(block.ref_count for block in blocks.blocks)
     assert sorted(scheduler.free_req_indices) == list(range(llm.config.max_num_seqs))
-
-
-@pytest.fixture(scope="module")
-def model_name(small_model):
-    return small_model
 
 
 @pytest.fixture(scope="module")

@@ -294,11 +294,7 @@ ROWS = [
     {"question": "HAMLET.\nTo be, or not to", "choices": ["be", "king", "lord"], "answer": 0},
     {"question": "KING RICHARD.\nMy", "choices": ["the", "lord", "seven"], "answer": 1},
 ]
-TASK = {
-    "dataset_path": "json",
-    "test_split": "test",
-    "doc_to_text": "{{question}}",
-}
+TASK = {"dataset_path": "json", "test_split": "test", "doc_to_text": "{{question}}"}
 KINDS = {
     "choice": {
         "output_type": "multiple_choice",

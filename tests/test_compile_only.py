@@ -104,10 +104,7 @@ def test_triton_3_4_launches_no_dependent_kernels(monkeypatch, is_triton_3_4):
     assert launched == [not is_triton_3_4]
 
 
-@pytest.mark.parametrize(
-    "kinds, count",
-    [("aaaa", 2), ("a", 1), ("abab", 3), ("aabbb", 4), ("abbabb", 4), ("aaab", 4)],
-)
+@pytest.mark.parametrize("kinds, count", [("aaaa", 2), ("a", 1), ("abab", 3), ("aabbb", 4), ("abbabb", 4), ("aaab", 4)])
 def test_first_layers_of_each_kind(kinds, count):
     from torch import nn
 

@@ -177,10 +177,7 @@ def test_dtype_auto_on_a_cpu(monkeypatch, emulates):
 def test_dtype_auto_needs_memory_for_float32(monkeypatch, tmp_path, limit):
     """Weights of 7 MB in bfloat16 would take more than half of 16 MiB in float32, also if these are a container's."""
     monkeypatch.setattr("nanovllm.config.cpu_multiplies", lambda dtype: False)
-    assert [*map(str, MEMORY_LIMITS)] == [
-        "/sys/fs/cgroup/memory.max",
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-    ]
+    assert [*map(str, MEMORY_LIMITS)] == ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"]
     monkeypatch.setattr(
         "nanovllm.config.MEMORY_LIMITS", files := [tmp_path / "a", tmp_path / "b", tmp_path / "missing"]
     )

@@ -11,6 +11,8 @@ from nanovllm.engine.features import StepFeature
 from nanovllm.features import register_feature
 from nanovllm.startup.cuda import dummy_prefill
 
+pytestmark = pytest.mark.small_model
+
 NUM_DRAFTS = 3
 PROMPT_LENGTHS = 1, 3, 15, 16, 17, 20, 31, 33
 SHORT_PROMPTS = 1, 3, 14
@@ -42,11 +44,6 @@ class KnownAnswers(StepFeature):
         is_right = [self.kind == "right" or (self.kind == "mixed" and self.random.random() < 0.6) for _ in right]
         other = lambda x: self.random.choice([(x + 1) % 2045, -1])  # -1 is no draft
         return [x if ok else other(x) for x, ok in zip(right, is_right)][: self.num_drafts]
-
-
-@pytest.fixture(scope="module")
-def model_name(small_model):
-    return small_model
 
 
 def prompts_of(rng: random.Random, lengths: tuple[int, ...]) -> list[list[int]]:

@@ -5,17 +5,7 @@ import importlib.util
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import (
-    CUDA,
-    DEVICE,
-    NAN,
-    TINY,
-    TOLERANCE,
-    assert_close,
-    each_dtype_or_half,
-    generate_by_steps,
-    randn,
-)
+from conftest import CUDA, DEVICE, NAN, TINY, TOLERANCE, assert_close, each_dtype_or_half, generate_by_steps, randn
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.config import Config

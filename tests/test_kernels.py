@@ -297,8 +297,7 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor, gated: bool = False,
 
 @each_dtype_or_half
 @pytest.mark.parametrize(  # below, above and at odds with tiles of 2048 inputs, gated of 1024
-    "n, k",
-    [(1, 1), (7, 1), (257, 7), (257, 33), (1, 1024), (7, 1500), (257, 1030), (7, 2048), (1, 2055), (7, 5120)],
+    "n, k", [(1, 1), (7, 1), (257, 7), (257, 33), (1, 1024), (7, 1500), (257, 1030), (7, 2048), (1, 2055), (7, 5120)]
 )
 @pytest.mark.parametrize("before", ["nothing", "norm", "sum and norm"])
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])

@@ -21,12 +21,7 @@ from nanovllm.layers.attention_backends import SDPABackend
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import (
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-    linear,
-)
+from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, linear
 from nanovllm.layers.rotary_embedding import QKNormRope, RotaryEmbedding, apply_rotary, norm_rope
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.double_buffer import DoubleBuffer
@@ -236,12 +231,7 @@ ROPES = {
         "beta_fast": 16.0,
         "beta_slow": 2.0,
     },
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 512,
-    },
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512},
 }
 WRITERS = {
     "v4 type": lambda rope: {"rope_theta": THETA, "rope_scaling": {"type": rope.pop("rope_type"), **rope}},
@@ -273,8 +263,7 @@ def theirs_rope(rope: dict) -> Qwen3RotaryEmbedding:
 
 
 @pytest.mark.parametrize(
-    "name, writer",
-    [(name, writer) for name in ROPES for writer in WRITERS if writer != "v4 null" or name == "default"],
+    "name, writer", [(name, writer) for name in ROPES for writer in WRITERS if writer != "v4 null" or name == "default"]
 )
 def test_rotary(tmp_path, name, writer):
     rope = {"rope_type": name.split()[0], **ROPES[name]}

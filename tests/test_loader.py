@@ -573,10 +573,7 @@ def test_tokenizer_of_another_folder(checkpoint, make_llm, tensors):
 
 @pytest.mark.parametrize(
     "model, tokenizer, expected",
-    [
-        ("a/model", None, ("a/model", "v2", True)),
-        ("tiny-qwen3", "a/tokenizer", ("a/tokenizer", None, False)),
-    ],
+    [("a/model", None, ("a/model", "v2", True)), ("tiny-qwen3", "a/tokenizer", ("a/tokenizer", None, False))],
 )
 def test_what_is_fetched_from_the_hub(monkeypatch, model, tokenizer, expected):
     import huggingface_hub

@@ -71,7 +71,7 @@ def events_of(text: str) -> list[dict]:
 def built(events: list[dict]) -> dict:
     """The message that the events of a stream build, as a client puts it together. They come in the right order."""
     assert [events[0]["type"], events[-2]["type"], events[-1]["type"]] == [
-        *("message_start", "message_delta", "message_stop"),
+        *("message_start", "message_delta", "message_stop")
     ]
     message, inputs = events[0]["message"], dict[int, str]()
     is_open = False
@@ -238,10 +238,7 @@ def test_message(create, http):
     assert (message["type"], message["role"]) == ("message", "assistant")
     usage = message["usage"]
     num_prompt = usage["input_tokens"] + usage["cache_read_input_tokens"]
-    assert (num_prompt, usage["output_tokens"]) == (
-        chat["usage"]["prompt_tokens"],
-        chat["usage"]["completion_tokens"],
-    )
+    assert (num_prompt, usage["output_tokens"]) == (chat["usage"]["prompt_tokens"], chat["usage"]["completion_tokens"])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from conftest import TINY, step_error
 
 from nanovllm import LLM, SamplingParams
 
+pytestmark = pytest.mark.small_model
+
 BOTH_WAYS = pytest.mark.parametrize("async_scheduling", [False, True])
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 HOT = SamplingParams(
@@ -30,11 +32,6 @@ def check_empty(llm: LLM):
     stats = llm.stats()
     assert llm.is_finished() and stats["blocks"]["used"] == 0 and stats["requests"] == {"waiting": 0, "running": 0}
     assert len(llm.scheduler.free_req_indices) == llm.config.max_num_seqs
-
-
-@pytest.fixture(scope="module")
-def model_name(small_model):
-    return small_model
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.features.logit_edits import bad_word_token_ids, check_edits
 from nanovllm.features.logprobs import StepLogprobs, TokenLogprobs
 
+pytestmark = pytest.mark.small_model
+
 WORLDS = {
     "defaults": {},
     "chunks": {"max_num_batched_tokens": 20, "kvcache_block_size": 16},
@@ -32,11 +34,6 @@ each_world = pytest.mark.parametrize(
     ],
 )
 both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-
-
-@pytest.fixture(scope="module")
-def model_name(small_model):
-    return small_model
 
 
 @pytest.fixture(scope="module")

@@ -49,9 +49,12 @@ def test_random_requests(name, asynchronous, seed):
 
 def test_random_requests_reach_rare_corners():
     """So that the test above keeps meaning what it says."""
-    runs = [Simulation(random_requests(seed), True, **SETTINGS["tiny cache, tiny blocks"]).run() for seed in range(8)]
-    seen = sum((run.seen for run in runs), Counter())
-    assert seen["ended while preempted"] and seen["shared within a step"]
+    seen: Counter = Counter()
+    for seed in range(8):
+        seen += Simulation(random_requests(seed), True, **SETTINGS["tiny cache, tiny blocks"]).run().seen
+        if seen["ended while preempted"] and seen["shared within a step"]:
+            return
+    pytest.fail(f"only {seen}")
 
 
 @pytest.mark.parametrize("name, asynchronous", [(name, i % 2 == 0) for i, name in enumerate(SETTINGS)])
@@ -382,7 +385,8 @@ def test_abort_takes_no_longer_where_many_wait():
         assert engine.scheduler.is_finished()
         return thread_time() - begin
 
-    assert seconds(20_000) < 30 * seconds(2_000)  # and not 100 times as long
+    few, many = (min(seconds(num_waiting) for _ in range(2)) for num_waiting in (1_000, 10_000))
+    assert many < 30 * few  # and not 100 times as long
 
 
 def test_reset_repairs_anything():

@@ -15,6 +15,8 @@ from nanovllm.engine.scheduler import MAX_STEPS_WITHOUT_ADMISSION
 from nanovllm.engine.scheduling_policy import FCFS, MIN_SHARED_CHUNK, TokenBudget, WaitingQueue
 from nanovllm.engine.sequence import Sequence
 
+pytestmark = pytest.mark.small_model
+
 BLOCK_SIZE = 16
 
 
@@ -372,11 +374,6 @@ def test_preempted_sequences_are_not_overtaken(policy):
 # -- the engine ----------------------------------------------------------------------------------------------------
 
 GREEDY = dict(temperature=0.0, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model_name(small_model):
-    return small_model
 
 
 @pytest.fixture(scope="module")

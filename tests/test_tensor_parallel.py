@@ -28,6 +28,8 @@ from nanovllm.graphs.buffers import largest_batch
 from nanovllm.graphs.cuda_graph import decode_shape
 from nanovllm.utils.interrupts import interrupts_held
 
+pytestmark = pytest.mark.small_model
+
 PROMPTS = [
     "HAMLET.\nTo be, or not to be",
     "What is 17 + 25?",
@@ -107,11 +109,6 @@ def assert_same(found: tuple[list, list], expected: tuple[list, list]) -> None:
     assert len(found[1]) == len(expected[1]) > 30
     for a, b in zip(found[1], expected[1]):
         assert a == pytest.approx(b, abs=1e-3)
-
-
-@pytest.fixture(scope="module")
-def model_name(small_model):
-    return small_model
 
 
 @pytest.fixture(scope="module")
