@@ -63,25 +63,16 @@ def prompts() -> list[list[int]]:
 
 def watch(llm) -> dict:
     """All log-probabilities that the engine delivers, by request and position of the token."""
-    seen, launch = {}, llm.model_runner.launch
+    seen: dict = {}
 
-    def watched(batch, step):
-        tokens = launch(batch, step)
-        wait = tokens.wait
+    def record(step, result) -> None:
+        found = result.feature_results.get("logprobs", StepLogprobs([], []))
+        for seq, row, logprobs in zip(step.sampled_seqs, step.sampled_rows, found.of_tokens):
+            seen[seq.request_id, step.rows[row].end] = logprobs
+        for row, prompt_logprobs in zip(step.chunks, found.of_prompts):
+            seen.update({(row.seq.request_id, row.start + 1 + i): x for i, x in enumerate(prompt_logprobs or ())})
 
-        def take():
-            sampled = wait()
-            found = sampled.feature_results.get("logprobs", StepLogprobs([], []))
-            for seq, row, logprobs in zip(step.sampled_seqs, step.sampled_rows, found.of_tokens):
-                seen[seq.request_id, step.rows[row].end] = logprobs
-            for row, prompt_logprobs in zip(step.chunks, found.of_prompts):
-                seen.update({(row.seq.request_id, row.start + 1 + i): x for i, x in enumerate(prompt_logprobs or ())})
-            return sampled
-
-        tokens.wait = take
-        return tokens
-
-    llm.model_runner.launch = watched
+    llm.core.on_step.append(record)
     return seen
 
 
