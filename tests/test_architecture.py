@@ -87,7 +87,7 @@ def place_of(file: str) -> tuple[int, int, int]:
         for link, names in enumerate(chain.split(" <- ")):
             if any(file == name or (name.endswith("/") and file.startswith(name)) for name in names.split()):
                 return int(floor), line, link
-    raise AssertionError(f"{file} has no place in the house")
+    raise AssertionError(f"{file} has no place in the house: add it to HOUSE in {__file__}, beside its neighbours")
 
 
 def may_import(file: str, other: str) -> bool:
@@ -356,7 +356,8 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
     with capsys.disabled():
         rooms = ", ".join(f"{room} {lines:,} of {BUDGETS[room]:,}" for room, lines in code.items())
         print(f"\nnanovllm, lines of code: {rooms}; {sum(sizes.values()):,} lines in all, in {len(sizes)} files")
-    assert all(lines <= BUDGETS[room] for room, lines in code.items()), code
+    above = {room: lines for room, lines in code.items() if lines > BUDGETS[room]}
+    assert not above, f"{above}: simplify, or raise BUDGETS in the same commit, and say why"
     assert max(sizes.values()) <= 320, {file: size for file, size in sizes.items() if size > 320}
 
 
@@ -398,7 +399,8 @@ def test_generate_needs_no_room(tmp_path):
     files = [Path(file) for file in json.loads(ended.stdout.splitlines()[-1])]
     assert len(files) > 30 and all(file.is_relative_to(copy) for file in files)
     sizes = [code_lines(file.read_text()) for file in files]
-    assert sum(sizes) <= CORE_LINES and len(files) <= CORE_FILES, (sum(sizes), len(files))
+    found = f"{sum(sizes)} lines in {len(files)} files: simplify, or raise CORE_LINES in the same commit, and say why"
+    assert sum(sizes) <= CORE_LINES and len(files) <= CORE_FILES, found
 
 
 def test_code_lines():

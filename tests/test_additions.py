@@ -1,0 +1,142 @@
+"""What an addition touches: each is made in a copy of the package, in the files that CONTRIBUTING.md names."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import TINY
+from test_readme import DOCUMENTS, STATE, section, table
+
+import nanovllm
+
+ROOT = Path(nanovllm.__file__).parent
+
+# by the name in CONTRIBUTING.md: new files with their contents, and edits of others as (what is there, a line after it)
+ADDITIONS = {
+    "a model family": {
+        "models/new.py": """
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+class ToyForCausalLM(Qwen3ForCausalLM):
+    pass
+""",
+        "models/__init__.py": ("MODELS = {", '"toy": "nanovllm.models.new:ToyForCausalLM",'),
+    },
+    "an attention backend": {
+        "attention/new.py": """
+from nanovllm.layers.attention_backends import SDPABackend
+class ToyBackend(SDPABackend):
+    pass
+""",
+        "attention/__init__.py": ("BACKENDS: dict[str, Any] = {", '"toy": "nanovllm.attention.new:ToyBackend",'),
+    },
+    "a format of weights": {
+        "quantization/new.py": """
+import torch
+from nanovllm.quantization.quant_config import ALL, QuantConfig
+from nanovllm.quantization.scaled import QuantScheme
+def config_on_load():
+    return QuantConfig("int6", (((ALL,), QuantScheme(torch.int8, 31.0, 1, None)),))
+""",
+        "quantization/__init__.py": ("ON_LOAD = {", '"int6": "nanovllm.quantization.new",'),
+    },
+    "a feature": {
+        "features/new.py": """
+from nanovllm.engine.features import StepFeature
+class OnlyId(StepFeature):
+    fields = ("only_id",)
+    def edit_logits(self, logits, rows):
+        wanted = rows.column("only_id").long()
+        rest = wanted[:, None] != rows.column("only_id").new_tensor(range(logits.shape[1])).long()
+        logits.masked_fill_(rest & (wanted > 0)[:, None], float("-inf"))
+""",
+        "engine/features.py": ("FEATURES = {", '"only_id": _feature("features.new:OnlyId", "only_id"),'),
+        "sampling_params.py": (
+            "    temperature: float = checked(1.0, check_real, low=0)",
+            "only_id: int = checked(0, check_int, low=0)",
+        ),
+        "kernels/sampling_columns.py": ("float is float32, which is stored as its bits", '"only_id": int,'),
+        "serve/protocol.py": ("    temperature: float | None = None", "only_id: int | None = None"),
+    },
+    "operations of another device": {
+        "kernels/new.py": """
+from nanovllm.kernels import register_ops
+calls = []
+def silu_and_mul(x):
+    calls.append(len(x))
+    return NotImplemented
+register_ops("cpu", globals())
+""",
+    },
+    "a layer with a state": {"layers/new.py": STATE},
+}
+# one after the other, as each start of Python takes seconds; the last two change what comes after them
+PROGRAM = """
+import sys
+import torch
+from nanovllm import LLM, SamplingParams
+from nanovllm.serve.protocol import CompletionBody, sampling_params
+
+original, toy = sys.argv[1:]
+def ids(model=original, sampling={}, **settings):
+    with LLM(model, device="cpu", dtype="float32", max_model_len=256, **settings) as llm:
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, **sampling)
+        return llm.generate("HAMLET.", params, use_tqdm=False)[0].token_ids
+expected = ids()
+
+assert ids(toy) == expected, "a model family"
+assert ids(attention_backend="toy") == expected, "an attention backend"
+assert len(ids(quantization="int6")) == 6, "a format of weights"
+assert ids(sampling={"only_id": 7}) == [7] * 6 != expected, "a feature"
+assert sampling_params(CompletionBody(prompt="x", only_id=7), {}, None).only_id == 7, "a feature over HTTP"
+
+from nanovllm.kernels.new import calls
+assert ids() == expected and calls, "operations of another device"
+
+from nanovllm.layers.new import DecayedSum
+from nanovllm.models.qwen3 import Qwen3ForCausalLM as Model
+make, forward = Model.__init__, Model.forward
+def make_both(self, config, *args):
+    make(self, config, *args)
+    self.sum = DecayedSum(config.hidden_size)
+Model.__init__ = make_both
+Model.forward = lambda self, *args: (x := forward(self, *args)) + 0 * self.sum(x)
+assert ids() == expected, "a layer with a state"
+Model.forward = lambda self, *args: self.sum(forward(self, *args))
+assert ids() != expected, "a layer with a state"
+"""
+
+
+def test_table_lists_what_is_touched():
+    rows = table(section(DOCUMENTS[".github/CONTRIBUTING.md"], "What an addition touches"))
+    listed = {re.findall(r"\[(.*?)\]", name)[0]: re.findall("`(.*?)`", files) for name, _, files in rows}
+    assert listed == {name: [file.removesuffix("new.py") for file in touched] for name, touched in ADDITIONS.items()}
+    assert [int(number) for _, number, _ in rows] == [*map(len, ADDITIONS.values())]
+
+
+def test_additions(tmp_path):
+    pytest.importorskip("pydantic")
+    copy = tmp_path / "nanovllm"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("__pycache__", "docs"))
+    for touched in ADDITIONS.values():
+        for file, change in touched.items():
+            if isinstance(change, str):
+                assert not (copy / file).exists()
+                (copy / file).write_text(change)
+            else:
+                before, line = change
+                source = (copy / file).read_text()
+                assert before in source, file
+                (copy / file).write_text(source.replace(before, f"{before}\n    {line}", 1))
+    shutil.copytree(TINY, tmp_path / "toy")
+    config = json.loads((tmp_path / "toy" / "config.json").read_text())
+    config |= {"model_type": "toy", "architectures": ["ToyForCausalLM"]}
+    (tmp_path / "toy" / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-c", PROGRAM, TINY, str(tmp_path / "toy")]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
