@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -12,6 +13,9 @@ from functools import cache
 
 # also for the processes that tests start: OpenMP threads that wait for each other are very slow when a core is busy
 os.environ["OMP_NUM_THREADS"] = "1"
+# each process would compile our sources again
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 import numpy as np
 import pytest
