@@ -251,7 +251,7 @@ def test_moe_gemm(use_tma, shape, tma, dtype):
     """All widths of tiles that the number of rows may have, the last ones not full, and sizes at odds with tiles."""
     use_tma(tma)
     x, _, routing, gate_up, down = inputs(*shape, dtype)
-    parts = moe_gemm.moe_gemm(x, routing, (gate_up, None), (down, None))
+    parts = moe_gemm.moe_gemm(x, routing, gate_up, down)
     assert parts.shape == (shape[2], *x.shape) and parts.dtype == dtype
     # each part is rounded on its own
     assert_close(parts.float().sum(0).to(dtype), reference(x, *routing[:2], gate_up, down), 2)
@@ -267,7 +267,7 @@ def test_experts_without_tokens(use_tma, expert_ids, tma, dtype):
     weights = torch.rand(expert_ids.shape).to(DEVICE)
     gate_up[0] = down[0] = NAN  # nothing of it may be read
     expected = reference(x, weights, expert_ids - 1, gate_up[1:], down[1:])
-    parts = moe_gemm.moe_gemm(x, Routing(weights, expert_ids, 4), (gate_up, None), (down, None))
+    parts = moe_gemm.moe_gemm(x, Routing(weights, expert_ids, 4), gate_up, down)
     assert_close(parts.float().sum(0).to(dtype), expected, 2)
 
 
@@ -285,7 +285,7 @@ def test_a_row_does_not_depend_on_the_others(few_programs, num_tokens):
         if num_tokens == 3:
             rows.append(moe_gemv.moe_gemv(some_x, routing, gate_up, down)[-1])
         else:
-            rows.append(moe_gemm.moe_gemm(some_x, routing, (gate_up, None), (down, None))[:, -1])
+            rows.append(moe_gemm.moe_gemm(some_x, routing, gate_up, down)[:, -1])
     assert rows[0].isfinite().all() and torch.equal(*rows)
 
 

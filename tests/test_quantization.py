@@ -25,7 +25,6 @@ from test_models import requests as model_requests
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
-from nanovllm.kernels.moe_parts import sum_local_parts
 from nanovllm.layers.attention_backends import SDPABackend
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.model_config import ModelConfig
@@ -41,6 +40,7 @@ __all__ = ["gelu_family"]  # a fixture
 ops = pytest.importorskip("nanovllm.kernels.ops")
 from nanovllm.kernels import mix_experts, moe_gemm, moe_routing, scaled_linear
 from nanovllm.kernels.scaled_gemv import choose_gemv_split_k, scaled_gemv
+from nanovllm.kernels.scaled_moe_gemm import scaled_moe_gemm
 from nanovllm.kernels.scaled_moe_gemv import scaled_moe_gemv
 
 E4M3 = torch.float8_e4m3fn
@@ -242,7 +242,7 @@ def test_fp8_units(monkeypatch, use_ops, make_llm, tmp_path, name, format_name):
     calls = []
     kernels = {"scaled_gemv", "scaled_gemm", "quantize_rows", "rms_norm_quantize"}
     act = set() if name == "llama-gelu" else {"silu_and_mul_quantize"}
-    kernels |= {"scaled_moe_gemv", "moe_gemm"} if name == "qwen3-moe" else act
+    kernels |= {"scaled_moe_gemv", "scaled_moe_gemm"} if name == "qwen3-moe" else act
     for kernel in kernels:
         for module in (ops, mix_experts, scaled_linear):
             if (call := getattr(module, kernel, None)) is not None:
@@ -704,9 +704,9 @@ def test_scaled_moe_gemv(few_programs, shape):
 @pytest.mark.parametrize("quantize", [False, True], ids=["a16", "a8"])
 @pytest.mark.parametrize("num_tokens", [5, 30, 120])
 @pytest.mark.parametrize("shape", EXPERT_SHAPES[:3], ids=str)
-def test_moe_gemm(fresh_memory_is_nan, shape, num_tokens, quantize):
+def test_scaled_moe_gemm(fresh_memory_is_nan, shape, num_tokens, quantize):
     x, routing, gate_up, down = expert_inputs(num_tokens, *shape[1:])
-    parts = moe_gemm.moe_gemm(x, routing, gate_up, down, 0, quantize)
+    parts = scaled_moe_gemm(x, routing, gate_up, down, 0, quantize)
     expected = experts_reference(x, routing, gate_up, down)
     assert parts.shape == (shape[2], *x.shape)
     difference = (parts.double().sum(0) - expected).norm() / expected.norm()
@@ -721,7 +721,7 @@ def test_experts_of_other_ranks(few_programs, quantize):
     weights = torch.where(routing.expert_ids >= 2, routing.weights, 0.0)
     expected = experts_reference(x, routing._replace(weights=weights), gate_up, down)
     assert_close(scaled_moe_gemv(x, routing, *local, 2), expected, 10 * max(1.0, expected.abs().max().item()))
-    parts = moe_gemm.moe_gemm(x, routing, *local, 2, quantize)
-    y = sum_local_parts(parts, routing, 2, 2)
+    parts = scaled_moe_gemm(x, routing, *local, 2, quantize)
+    y = moe_gemm.sum_local_parts(parts, routing, 2, 2)
     difference = (y.double() - expected).norm() / expected.norm()
     assert difference < (0.06 if quantize else 0.003), difference

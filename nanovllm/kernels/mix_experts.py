@@ -5,10 +5,10 @@ from functools import partial
 import torch
 
 from nanovllm.kernels.gemv import gemv
-from nanovllm.kernels.moe_gemm import moe_gemm
+from nanovllm.kernels.moe_gemm import moe_gemm, sum_local_parts
 from nanovllm.kernels.moe_gemv import MAX_GEMV_TOKENS, moe_gemv
-from nanovllm.kernels.moe_parts import sum_local_parts
 from nanovllm.kernels.moe_routing import route, router_logits
+from nanovllm.kernels.scaled_moe_gemm import scaled_moe_gemm
 from nanovllm.kernels.scaled_moe_gemv import scaled_moe_gemv
 
 
@@ -29,15 +29,14 @@ def _by_gemv(x, layer, slot_mapping):
     else:
         logits = router_logits(x.tensor(), gate)
     routing = route(logits, layer.top_k, layer.renormalize, slot_mapping)
-    gate_up, down = experts.format.stacks(experts)
-    first = experts.first_expert
+    weights, first = experts.format.stacks(experts), experts.first_expert
 
     def compute(out):  # [1, T, hidden] or None; kernels take it for [T, hidden]
-        if gate_up[1] is not None:
-            return scaled_moe_gemv(x.tensor(), routing, gate_up, down, first, out)
+        if experts.format.is_scaled:
+            return scaled_moe_gemv(x.tensor(), routing, *weights, first, out)
         if summands is not None:
-            return moe_gemv(x.total, routing, gate_up[0], down[0], first, x.weight, x.eps, out)
-        return moe_gemv(x.tensor(), routing, gate_up[0], down[0], first, None, x.eps, out)
+            return moe_gemv(x.total, routing, *weights, first, x.weight, x.eps, out)
+        return moe_gemv(x.tensor(), routing, *weights, first, None, x.eps, out)
 
     return layer.tp.sum(compute, len(x), len(x.weight), x.weight.dtype)
 
@@ -46,8 +45,11 @@ def _by_gemm(x, layer, slot_mapping):
     """Mix the experts by grouped products. On a single rank, the next norm adds up each token's `top_k` parts."""
     experts, tp, rows = layer.experts, layer.tp, x.tensor()
     routing = route(router_logits(rows, layer.gate.weight), layer.top_k, layer.renormalize, slot_mapping)
-    first = experts.first_expert
-    parts = moe_gemm(rows, routing, *experts.format.stacks(experts), first, experts.format.quantizes_activations)
+    weights, first = experts.format.stacks(experts), experts.first_expert
+    if experts.format.is_scaled:
+        parts = scaled_moe_gemm(rows, routing, *weights, first, experts.format.quantizes_activations)
+    else:
+        parts = moe_gemm(rows, routing, *weights, first)
     if tp.size == 1:
         return tp.sum(lambda out: parts.squeeze(0), *rows.shape, rows.dtype, layer.top_k)
     compute = partial(sum_local_parts, parts, routing, first, experts.num_local)

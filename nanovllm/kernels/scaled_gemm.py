@@ -18,15 +18,8 @@ from nanovllm.kernels.dependent_launch import (
     launch,
     num_sms,
 )
-from nanovllm.kernels.tiles import (
-    Tiles,
-    as_loadable,
-    block_shape,
-    dot_values,
-    load_tile,
-    scales_of_rows,
-    scales_of_x,
-)
+from nanovllm.kernels.moe_gemm import Tiles, load_tile
+from nanovllm.kernels.scaled_tiles import as_loadable, block_shape, dot_values, scales_of_rows, scales_of_x
 
 TILE_K = 128
 # by TILE_M; two programs or more fit on a multiprocessor
@@ -51,11 +44,11 @@ class QuantizedRows:
         return self.num_rows
 
 
-def tensors_of(x: torch.Tensor | QuantizedRows) -> tuple[torch.Tensor, torch.Tensor | None, int | None]:
+def tensors_of(x: torch.Tensor | QuantizedRows) -> tuple[torch.Tensor, torch.Tensor | None, int]:
     """What a kernel takes for activations: their elements, scales, and the stride from one group's to the next."""
     if isinstance(x, QuantizedRows):
         return as_loadable(x.values), x.scales, x.scales.stride(1)
-    return x, None, None
+    return x, None, 0
 
 
 def group_size(x: torch.Tensor | QuantizedRows, num_inputs: int) -> int:

@@ -1,6 +1,6 @@
 """Mixture of experts: a router chooses a few of many feed-forward networks for each token (arXiv:1701.06538)."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -34,15 +34,15 @@ class ExpertsFormat:
 
     # the end of a checkpoint's name for a tensor of one expert, and of the stacked parameter that holds it
     suffixes: ClassVar = {"weight": ""}
-    quantizes_activations = False
+    is_scaled = False  # `stacks` have scales
 
     def weight(self, experts: "Experts", name: str, index: int, dtype: torch.dtype) -> torch.Tensor:
         """One expert's weight as a matrix of this dtype."""
         return getattr(experts, name)[index]
 
-    def stacks(self, experts: "Experts") -> tuple[tuple[torch.Tensor, torch.Tensor | None], ...]:
-        """The stacked weights of gate_up and down, each with its scales, if it has any."""
-        return (experts.gate_up_proj, None), (experts.down_proj, None)
+    def stacks(self, experts: "Experts") -> tuple[Any, Any]:
+        """The stacked weights of gate_up and down, as kernels take them."""
+        return experts.gate_up_proj, experts.down_proj
 
 
 class Experts(nn.Module):

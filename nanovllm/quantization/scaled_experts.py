@@ -10,6 +10,9 @@ from nanovllm.utils.loader import Shard, check_shape
 class ScaledExperts(ExpertsFormat):
     """Weights that are read as 8-bit values, and multiplied in the dtype of the activations (W8A16)."""
 
+    is_scaled = True
+    quantizes_activations = False
+
     def __init__(self, experts: Experts, scheme: QuantScheme):
         suffix = None if scheme.scale_name is None else scheme.scale_name.removeprefix("weight")
         self.suffixes = {"weight": ""} if suffix is None else {"weight": "", scheme.scale_name: suffix}
@@ -33,6 +36,7 @@ class ScaledExperts(ExpertsFormat):
         return dequantize(weight.values[index], weight.scales[index], dtype)
 
     def stacks(self, experts: Experts) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        """Values and scales of gate_up and down."""
         return tuple((weight.values, weight.scales) for weight in self.weights.values())
 
 

@@ -1,6 +1,4 @@
-"""What products share: tiles of their matrices, whose elements may be 8-bit values with scales."""
-
-from typing import NamedTuple
+"""What kernels share that read 8-bit values with scales."""
 
 import torch
 import triton
@@ -10,15 +8,6 @@ from nanovllm.kernels import has_fp8_units
 from nanovllm.kernels.fp8 import decode_e4m3
 
 
-class Tiles(NamedTuple):
-    """How a product is divided."""
-
-    tile_n: int
-    tile_k: int
-    stages: int
-    warps: int
-
-
 def as_loadable(values: torch.Tensor) -> torch.Tensor:
     """What kernels take for 8-bit values: the bits of e4m3 as uint8 where Triton can't load it (see fp8.py)."""
     if values.dtype == torch.float8_e4m3fn and not has_fp8_units(values.device):
@@ -26,28 +15,9 @@ def as_loadable(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def block_shape(values: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, int]:
-    """Rows and columns of a weight [.., N, K] that share a scale; those of a whole matrix if there are none."""
-    if scales is None:
-        return values.shape[-2], values.shape[-1]
+def block_shape(values: torch.Tensor, scales: torch.Tensor) -> tuple[int, int]:
+    """Rows and columns of a weight [.., N, K] that share a scale."""
     return values.shape[-2] // scales.shape[-2], values.shape[-1] // scales.shape[-1]
-
-
-@triton.jit
-def load_tile(
-    tiles, ptr, first_row, begin, is_row, K: tl.constexpr, ROWS: tl.constexpr, TILE_K: tl.constexpr, TMA: tl.constexpr
-):
-    """A tile [ROWS, TILE_K] of a matrix with K columns, from its descriptor, or its pointer on GPUs without TMA.
-
-    A descriptor also reads rows that are not `is_row`, and zeros beyond the matrix.
-    """
-    if TMA:
-        tile = tiles.load([first_row, begin])
-    else:
-        row = (first_row + tl.arange(0, ROWS)).to(tl.int64)
-        k = begin + tl.arange(0, TILE_K)
-        tile = tl.load(ptr + row[:, None] * K + k[None, :], is_row[:, None] & (k < K)[None, :], 0.0)
-    return tile
 
 
 @triton.jit
@@ -67,9 +37,9 @@ def as_factor(x):
 
 @triton.jit
 def dot_values(w, x, PRECISION: tl.constexpr):
-    """The product of w [N, C] and x [C, M]: 8-bit values w are converted to the dtype of x, unless x is e4m3 too."""
+    """The product of values w [N, C] and x [C, M]: of e4m3 if x is quantized too, else in the dtype of x."""
     if x.dtype == w.dtype:
-        y = tl.dot(as_factor(w), as_factor(x), input_precision=PRECISION)
+        y = tl.dot(as_factor(w), as_factor(x))
     else:
         # by way of float32: there is no conversion of e4m3 to bfloat16 for compute capability 8.9
         y = tl.dot(decode_e4m3(w, tl.float32).to(x.dtype), x, input_precision=PRECISION)
@@ -78,16 +48,10 @@ def dot_values(w, x, PRECISION: tl.constexpr):
 
 @triton.jit
 def scales_of_rows(scale_ptr, first_n, N, STRIDE: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
-    """The scales of ROWS rows of a weight, of which BLOCK_N share one: [1, 1] where all do, else [ROWS, 1]; 1 without
-    any.
-    """
+    """The scales of ROWS rows of a weight, of which BLOCK_N share one: [1, 1] where all do, else [ROWS, 1]."""
     SIZE: tl.constexpr = 1 if BLOCK_N % ROWS == 0 else ROWS
-    if scale_ptr is None:
-        scales = tl.full([SIZE], 1.0, tl.float32)
-    else:
-        row = first_n + tl.arange(0, SIZE)
-        scales = tl.load(scale_ptr + row // BLOCK_N * STRIDE, row < N, 0.0)
-    return scales[:, None]
+    row = first_n + tl.arange(0, SIZE)
+    return tl.load(scale_ptr + row // BLOCK_N * STRIDE, row < N, 0.0)[:, None]
 
 
 @triton.jit
