@@ -45,7 +45,7 @@ class Config:
     device: "auto" is "cuda" if there is a CUDA device, else "cpu".
     attention_backend: "auto" is "triton" on CUDA if Triton is installed, else "sdpa"; or "flash".
     enable_prefix_caching: reuse the cache blocks of earlier requests that begin with the same tokens.
-    async_scheduling: prepare a step while the one before runs; None is True on CUDA and False on a CPU.
+    async_scheduling: prepare a step while the one before runs; None is True on CUDA alone.
     seed: makes requests without a seed of their own repeatable; with None every run differs.
     tokenizer: where the tokenizer's files are, in the form of `model`; None is the model's folder.
     revision: branch, tag or commit of a hub id in `model`; None is the hub's default.
