@@ -31,7 +31,7 @@ class Config:
         `priority_key` (see `SchedulingPolicy` in `engine/scheduling_policy.py`).
     max_num_seqs: maximum number of sequences that run at the same time.
     max_model_len: maximum number of tokens of a prompt and its completion; None is 4096, or if it is smaller the
-        model's own bound or sliding window.
+        model's own bound, or but for "sdpa" its sliding window.
     gpu_memory_utilization: the fraction of the GPU's memory that this engine may use for weights and cache together.
     tensor_parallel_size: 1, 2, 4 or 8 ranks that share the model; on CUDA each has a device, starting with `device`.
     expert_parallel: with several ranks, each has whole experts of a mixture; False: a part of each expert.
@@ -118,7 +118,7 @@ class Config:
             dtype=dtype,
             dtype_reason=dtype_reason,
             max_mixed_step_ms=self.max_mixed_step_ms or (250.0 if device == "cpu" else 50.0),
-            max_model_len=self._resolve_max_model_len(model_config),
+            max_model_len=self._resolve_max_model_len(model_config, backend),
             async_scheduling=device.startswith("cuda") if self.async_scheduling is None else self.async_scheduling,
         )
 
@@ -173,15 +173,15 @@ class Config:
             return checkpoint, f"slow on this CPU, but float32 would take more than half of {memory / 2**30:.1f} GiB"
         return torch.float32, f"this CPU has no instructions for {str(checkpoint).removeprefix('torch.')}"
 
-    def _resolve_max_model_len(self, model: ModelConfig) -> int:
+    def _resolve_max_model_len(self, model: ModelConfig, backend: str) -> int:
         model_len = model.max_position_embeddings
-        window = model.sliding_window or model_len
+        window = model_len if backend == "sdpa" else model.sliding_window or model_len
         length = min(4096, model_len, window) if self.max_model_len is None else self.max_model_len
         check_int("max_model_len", length, low=2, high=model_len)
         if length > window:
             raise ValueError(
-                f"max_model_len={length}: must be at most {window}, the sliding_window of the model: attention that "
-                f"leaves out older tokens is not supported"
+                f"max_model_len={length}: must be at most {window}, the sliding_window of the model: of the attention "
+                f"backends, 'sdpa' alone leaves out older tokens"
             )
         if self.num_kvcache_blocks is not None:
             length = min(length, self.num_kvcache_blocks * self.kvcache_block_size)

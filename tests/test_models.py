@@ -27,6 +27,7 @@ from nanovllm.layers.kv_cache import KVCache
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import MODELS, model_class
 from nanovllm.models.llama import LlamaForCausalLM
+from nanovllm.models.qwen2 import Qwen2ForCausalLM
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.loader import load_model
 
@@ -328,16 +329,54 @@ def test_key_value_heads_and_head_dim_of_llama_2(tmp_path):
 
 
 def test_sliding_window_of_mistral(tmp_path):
-    """It bounds the length, up to which it changes nothing."""
+    """It bounds the length, up to which it changes nothing, but for plain attention."""
     folder = make_checkpoint(tmp_path, "mistral")
     lengths = []
+    settings = dict(device="cpu", attention_backend="triton")
     for window in (None, 5000, 100):
         edit(folder, sliding_window=window)
-        lengths.append(Config(folder, device="cpu").max_model_len)
+        lengths.append(Config(folder, **settings).max_model_len)
     assert lengths == [4 * MAX_LEN, 4 * MAX_LEN, 100]
-    assert Config(folder, device="cpu", max_model_len=100).max_model_len == 100
+    assert Config(folder, device="cpu").max_model_len == 4 * MAX_LEN
+    assert Config(folder, **settings, max_model_len=100).max_model_len == 100
     with pytest.raises(ValueError, match="max_model_len=101: must be at most 100, the sliding_window of the model"):
-        Config(folder, device="cpu", max_model_len=101)
+        Config(folder, **settings, max_model_len=101)
+
+
+@pytest.mark.parametrize("window", [1, 16, 23])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_tokens_behind_a_window(make_llm, tmp_path, monkeypatch, window, kv_cache_dtype):
+    """Chunks, decodes and prefix hits leave them out; in float32 FP8 rounds keys and values, nothing else."""
+    monkeypatch.setitem(CASES, "mistral", (*CASES["mistral"][:-1], {"sliding_window": window}))
+    folder = make_checkpoint(tmp_path, "mistral")
+    llm = make_llm(folder, kv_cache_dtype=kv_cache_dtype, **SMALL)
+    outputs = generate_by_steps(llm, requests())
+    if kv_cache_dtype == "auto":
+        assert_same_as_transformers(folder, outputs)
+        assert llm.stats()["steps"]["mixed"] > 0 and outputs[-1]["num_cached_tokens"] == 32
+    else:  # with all tokens in view, the first log-probabilities of long prompts would be others
+        edit(folder, sliding_window=None)
+        others = generate_by_steps(make_llm(folder, kv_cache_dtype=kv_cache_dtype, **SMALL), requests())
+        assert outputs[5].prompt_logprobs[-1] != others[5].prompt_logprobs[-1]
+
+
+class WindowInSecondLayer(Qwen2ForCausalLM):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.model.layers[1].self_attn.attn.window = 20
+
+
+def test_windows_of_layers(make_llm, tmp_path, monkeypatch):
+    """Layers with a window and without are groups of their own, which mask different tokens."""
+    entries = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+    monkeypatch.setitem(CASES, "qwen2", (*CASES["qwen2"][:-1], CASES["qwen2"][-1] | entries))
+    theirs = make_checkpoint(tmp_path / "theirs", "qwen2")
+    ours = shutil.copytree(theirs, tmp_path / "ours")
+    edit(ours, remove=("layer_types",), use_sliding_window=False)  # else it is refused: no family here has them
+    monkeypatch.setitem(MODELS, "qwen2", f"{__name__}:WindowInSecondLayer")
+    llm = make_llm(str(ours), **SMALL)
+    assert len(llm.model_runner.cache_groups) == 2
+    assert_same_as_transformers(theirs, generate_by_steps(llm, requests()))
 
 
 @pytest.mark.parametrize("head_dim", [8, 24, 96])

@@ -23,14 +23,16 @@ class FlashBackend(DividedBackend):
 
     def prefill(self, q, cache, context):
         n = context.num_decodes
-        if context.prefill_plan is None:
-            context.prefill_plan = F.pad(context.context_lens[n:].cumsum(0, dtype=torch.int32), (1, 0))  # cu_seqlens_k
+        if "cu_seqlens_k" not in context.plans:
+            context.plans["cu_seqlens_k"] = F.pad(
+                context.context_lens[n:].cumsum(0, dtype=torch.int32), (1, 0)
+            )  # cu_seqlens_k
         return self.flash_attn.flash_attn_varlen_func(
             q,
             cache.k,
             cache.v,
             context.cu_seqlens_q[n:],
-            context.prefill_plan,
+            context.plans["cu_seqlens_k"],
             context.max_seqlen_q,
             context.max_context_len,
             block_table=context.block_tables[n:],

@@ -274,8 +274,8 @@ class ModelRunner:
             tensors = spec.tensors(num_layers or len(layers), num_blocks, self.config)
             self.caches[spec] = [self.zeros(tensor) for tensor in tensors]
             for i, layer in enumerate(layers):
-                parts = (tensor[:, i % tensor.shape[1]] for tensor in self.caches[spec])
-                layer.cache = spec.cache_type(self.config)(*parts)
+                parts = [tensor[:, i % tensor.shape[1]] for tensor in self.caches[spec]]
+                layer.cache = spec.make(parts, self.config)
         # by cache slot; tokens that are not stored write to one slot more
         num_slots = num_blocks * self.config.kvcache_block_size
         self.slot_token_ids = torch.zeros(num_slots + 1, dtype=torch.int32, device=self.device)

@@ -1,5 +1,6 @@
 """How attention over the paged cache is computed: what a backend is, and the one of plain PyTorch."""
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -105,13 +106,9 @@ class SDPABackend(DividedBackend):
     def prefill(self, q, cache, context):
         out, n = torch.empty_like(q), context.num_decodes
         if context.max_seqlen_q == 1:  # beams compute one token each
-            if context.prefill_plan is None:
-                context.prefill_plan = list(_plan_decode(context, slice(n, None), cache.k.shape[1], q.dtype))
-            out[n:] = _attend_one_token(q[n:], cache, context.prefill_plan)
+            out[n:] = _attend_one_token(q[n:], cache, _plan_decode(context, slice(n, None), cache, q.dtype))
             return out
-        if context.prefill_plan is None:
-            context.prefill_plan = list(_plan_prefill(context, cache.k.shape[1], q.dtype))
-        for rows, chunks, mask in context.prefill_plan:
+        for rows, chunks, mask in _plan_prefill(context, slice(n, None), cache, q.dtype):
             # key-value heads are the batch dimension, and `expand` repeats them for the query heads without a copy
             queries = q[rows].unflatten(1, (cache.k.shape[2], -1)).permute(1, 2, 0, 3)  # [kv_heads, group, M, head_dim]
             k, v = (x.permute(2, 0, 1, 3) for x in cache.gather(chunks, q.dtype))
@@ -124,10 +121,7 @@ class SDPABackend(DividedBackend):
         return out
 
     def decode(self, q, cache, context):
-        if context.decode_plan is None:
-            rows = slice(0, context.num_decodes)
-            context.decode_plan = list(_plan_decode(context, rows, cache.k.shape[1], q.dtype))
-        return _attend_one_token(q, cache, context.decode_plan)
+        return _attend_one_token(q, cache, _plan_decode(context, slice(0, context.num_decodes), cache, q.dtype))
 
 
 class _Group(NamedTuple):
@@ -138,37 +132,58 @@ class _Group(NamedTuple):
     mask: torch.Tensor | None  # added to the scores; None: causal in a prefill, and no mask in a decode
 
 
-def _plan_prefill(context: Context, block_size: int, dtype: torch.dtype):
+def _once_a_step(plan: Callable[[Context, slice, KVCache, torch.dtype], Iterator[_Group]]):
+    """A decorator: the first layer of a step makes the plan, and others with the same window reuse it."""
+
+    def reuse(context: Context, seqs: slice, cache: KVCache, dtype: torch.dtype) -> list[_Group]:
+        key = plan, seqs.start, cache.window
+        if key not in context.plans:
+            context.plans[key] = list(plan(context, seqs, cache, dtype))
+        return context.plans[key]
+
+    return reuse
+
+
+@_once_a_step
+def _plan_prefill(context: Context, seqs: slice, cache: KVCache, dtype: torch.dtype) -> Iterator[_Group]:
     """A group for each chunk."""
     starts, lengths = context.cu_seqlens_q.tolist(), context.context_lens.tolist()
-    for i in range(context.num_decodes, len(lengths)):
+    for i in range(seqs.start, len(lengths)):
         length, num_new = lengths[i], starts[i + 1] - starts[i]
-        chunks, padded_length = _chunks(context.block_tables[i : i + 1], length, block_size)
-        mask = None
-        if num_new < length:  # the last query sees all keys but the padding
+        chunks, padded_length = _chunks(context.block_tables[i : i + 1], length, cache.k.shape[1])
+        mask, window = None, cache.window or length
+        if num_new < length or window < length:  # the last query sees all keys of its window but the padding
             visible = torch.ones(num_new, padded_length, dtype=torch.bool, device=chunks.device)
-            mask = _additive(visible.tril_(length - num_new), dtype)
+            mask = _additive(visible.tril_(length - num_new).triu_(length - num_new - window + 1), dtype)
         yield _Group(slice(starts[i], starts[i + 1]), chunks, mask)
 
 
-def _plan_decode(context: Context, seqs: slice, block_size: int, dtype: torch.dtype):
+@_once_a_step
+def _plan_decode(context: Context, seqs: slice, cache: KVCache, dtype: torch.dtype) -> Iterator[_Group]:
     """Groups of adjacent sequences of similar length, of those with one query: the scheduler sorts them, longest first.
 
     Padding to the longest of a group adds at most a seventh and 18 tokens to each sequence: larger groups would gather
     more padding, and smaller ones need more calls.
     """
     context_lens, block_tables = context.context_lens[seqs], context.block_tables[seqs]
-    lengths, size = context_lens.tolist(), chunk_size(block_size)
+    lengths, block_size = context_lens.tolist(), cache.k.shape[1]
+    size = chunk_size(block_size)
     begin = 0
     for end in range(1, len(lengths) + 1):
         longest = -(-lengths[begin] // size) * size  # drafts attend to a few more
         if end < len(lengths) and longest * 7 // 8 - 16 <= lengths[end] <= longest:
             continue
         chunks, padded_length = _chunks(block_tables[begin:end], longest, block_size)
-        mask = None
-        if min(lengths[begin:end]) < padded_length:
-            bounds = context_lens[begin:end, None, None, None]
-            mask = _additive(torch.arange(padded_length, device=chunks.device) < bounds, dtype)  # [n, 1, 1, L]
+        mask, window = None, cache.window or padded_length
+        if min(lengths[begin:end]) < padded_length or window < padded_length:
+            bounds, positions = (
+                context_lens[begin:end, None, None, None],
+                torch.arange(padded_length, device=chunks.device),
+            )
+            visible = positions < bounds  # [n, 1, 1, L]
+            if window < padded_length:
+                visible &= positions >= bounds - window
+            mask = _additive(visible, dtype)
         yield _Group(slice(begin, end), chunks, mask)
         begin = end
 

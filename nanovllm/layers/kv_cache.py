@@ -4,7 +4,7 @@ A layer with a method `cache_spec()` gets its part of the engine's memory as `la
 groups of layers with the same spec. That is a `PagedKV` (layers/attention.py) or a `StateSpec` (layers/state.py), with:
 
 - `of_states`: whether it is of one state for a sequence, and not of blocks of tokens
-- `cache_type(config)`: the class of `layer.cache`, made of the layer's part of each tensor
+- `make(parts, config)`: the `layer.cache` that has these parts of each tensor
 - `tensors(num_layers, num_blocks, config)`: what all layers of the group have, on the meta device. Dimension 1 is the
   layers, dimension 2 the blocks or the states.
 
@@ -24,10 +24,12 @@ import torch
 class KVCache:
     """The keys and values of one layer, in the dtype of the model. Other formats are subclasses: see `quantization/`.
 
-    `k` and `v` are [blocks, block_size, kv_heads, head_dim]. `scales` is what kernels take besides.
+    `k` and `v` are [blocks, block_size, kv_heads, head_dim]. `scales` is what kernels take besides. A token attends to
+    `window` tokens, itself included, or to all.
     """
 
     scales: torch.Tensor | None = None
+    window: int | None = None
 
     def __init__(self, data: torch.Tensor):
         """A layer's part of each tensor of `tensors`, without the dimension of the layers."""

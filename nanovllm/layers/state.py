@@ -24,13 +24,13 @@ class StateSpec(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     of_states = True
 
-    def cache_type(self, config: Any) -> type[State]:
-        return State
-
     def tensors(self, num_layers: int, num_blocks: int, config: Any) -> tuple[torch.Tensor, ...]:
         rows = num_rows(config)
         pairs = zip(self.shapes, self.dtypes, strict=True)
         return tuple(torch.empty((1, num_layers, rows, *shape), dtype=dtype, device="meta") for shape, dtype in pairs)
+
+    def make(self, parts: list[torch.Tensor], config: Any) -> State:
+        return State(*parts)
 
 
 def num_rows(config: Any) -> int:

@@ -32,7 +32,8 @@ class DecoderAttention(nn.Module):
         )
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, config.dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, config.dtype) if config.qk_norm else None
-        self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim, backend)
+        heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.attn = Attention(*heads, head_dim, backend, config.sliding_window)
 
     def forward(self, x: NormInput, cos_sin: torch.Tensor) -> PartialSum:
         q_norm, k_norm = self.q_norm, self.k_norm

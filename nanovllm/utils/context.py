@@ -14,8 +14,8 @@ class Context:
     """The B sequences of a step, whose T new tokens are concatenated.
 
     The first `num_decodes` sequences have one token each; then come chunks of prompts, if there is `cu_seqlens_q`. In a
-    CUDA graph with chunks, num_decodes is an upper bound. `decode_plan` and `prefill_plan` are the attention backend's
-    own: what it computes in the first layer and reuses in the others.
+    CUDA graph with chunks, num_decodes is an upper bound. `plans` are the attention backend's own: what it computes in
+    the first layer and reuses in the others.
     """
 
     num_decodes: int
@@ -29,8 +29,7 @@ class Context:
     backend_arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of `AttentionBackend.prepare_chunks`
     tokens_per_row: int = 1  # so many sequences of the first `num_decodes` are one, each a token longer
     num_decodes_on_device: torch.Tensor | None = None  # [1] int32, in a CUDA graph with chunks
-    decode_plan: Any = None
-    prefill_plan: Any = None
+    plans: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def has_chunks(self) -> bool:
