@@ -168,7 +168,6 @@ class ModelRunner:
         """A function that waits until the device is done with what was queued so far."""
         return lambda: None
 
-    @torch.inference_mode()
     def upload(self, batch: DeviceBatch) -> None:
         """Write what is known of new requests and the arrays of features into the tables on the device."""
         if batch.shape.num_new_requests:

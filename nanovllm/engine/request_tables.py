@@ -45,7 +45,7 @@ def place_decodes(tables: RequestTables, batch: DeviceBatch, block_size: int) ->
     rows, num_reserved, new_blocks = _arrays(*inputs)
     last_token_ids, num_tokens, block_tables = _arrays(*tables[:3])
     block_tables[rows, new_blocks[:, 0]] = new_blocks[:, 1]
-    lengths, offsets = num_tokens[rows], 0 * rows
+    lengths, offsets = num_tokens[rows], 0
     if k > 1:
         (steps,) = _arrays(torch.arange(k, device=batch.buffer.device))
         offsets = (steps - (steps - num_reserved[:, None] + 1).clip(0)).clip(0)  # [D, k]
@@ -58,7 +58,8 @@ def place_decodes(tables: RequestTables, batch: DeviceBatch, block_size: int) ->
         lengths, positions, slots = lengths * is_real, positions * is_real, (slots + 1) * is_real - 1
     fields = batch.input_ids, batch.positions, batch.slot_mapping, batch.context_lens, batch.block_tables
     token_ids, tables_of_rows = last_token_ids[rows, offsets], block_tables[rows, : fields[-1].shape[1]]
-    for field, values in zip(_arrays(*fields), (token_ids.clip(0), positions, slots, lengths, tables_of_rows)):
+    token_ids = token_ids.clip(0) if k > 1 else token_ids  # -1: no draft
+    for field, values in zip(_arrays(*fields), (token_ids, positions, slots, lengths, tables_of_rows)):
         field[:n] = values
 
 

@@ -42,6 +42,7 @@ class CUDAModelRunner(ModelRunner):
         graphs = self.mixed_graphs if shape.has_chunks else self.graphs
         return (graphs and graphs.shape_for(shape)) or shape
 
+    @torch.inference_mode()
     def compute(self, batch: HostBatch) -> tuple[torch.Tensor, ForwardOutput]:
         if self.graphs and not batch.shape.has_chunks:
             if batch.feature_arrays:  # the graph has only the edits of logits, not what they read
