@@ -362,7 +362,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 3561, 46
+CORE_LINES, CORE_FILES = 3559, 46
 ROOMS = (
     "attention",
     "benchmarks",

@@ -1,7 +1,7 @@
 """Attention backends besides the plain one: which there are. A module is imported when its backend is used."""
 
 import importlib.util
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from nanovllm.utils.checks import check_choice
@@ -14,10 +14,8 @@ BACKENDS: dict[str, Any] = {
 
 
 def backend_class(name: str) -> Any:
-    if not isinstance(home := BACKENDS[name], str):
-        return home
-    module, class_name = home.split(":")
-    return getattr(import_module(module), class_name)
+    home = BACKENDS[name]
+    return resolve_name(home) if isinstance(home, str) else home
 
 
 def resolve_backend(name: str, device: str, kv_cache_dtype: str) -> tuple[str, int]:

@@ -24,9 +24,7 @@ class FlashBackend(DividedBackend):
     def prefill(self, q, cache, context):
         n = context.num_decodes
         if "cu_seqlens_k" not in context.plans:
-            context.plans["cu_seqlens_k"] = F.pad(
-                context.context_lens[n:].cumsum(0, dtype=torch.int32), (1, 0)
-            )  # cu_seqlens_k
+            context.plans["cu_seqlens_k"] = F.pad(context.context_lens[n:].cumsum(0, dtype=torch.int32), (1, 0))
         return self.flash_attn.flash_attn_varlen_func(
             q,
             cache.k,

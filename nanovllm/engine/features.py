@@ -5,7 +5,8 @@ imports all, as graphs contain their edits of logits.
 """
 
 from collections.abc import Mapping
-from importlib import import_module
+from functools import cache
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from nanovllm.engine.scheduled_step import ScheduledStep
@@ -88,6 +89,9 @@ class StepFeature:
         """
 
 
+_class_of = cache(resolve_name)  # steps with features ask
+
+
 class Feature(NamedTuple):
     """Where a feature is, and the parameters that ask for it, with the values that do not."""
 
@@ -98,10 +102,7 @@ class Feature(NamedTuple):
         return any(getattr(params, name, default) != default for name, default in self.fields.items())
 
     def load(self) -> type[StepFeature]:
-        if isinstance(self.home, type):
-            return self.home
-        module, name = self.home.split(":")
-        return getattr(import_module(f"nanovllm.{module}"), name)
+        return _class_of(f"nanovllm.{self.home}") if isinstance(self.home, str) else self.home
 
 
 def _feature(home: str, *names: str) -> Feature:

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -90,7 +90,7 @@ class ModelRunner:
         lap("cache")
 
     def on_device(self) -> AbstractContextManager:
-        """Suspend the caller's autocast, which would change our dtypes, and make the device the current one."""
+        """Suspend the caller's autocast, which would change our dtypes; a subclass also makes the device current."""
         kind = self.device.type
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
@@ -306,5 +306,5 @@ RUNNERS = {"cuda": "nanovllm.startup.cuda_runner:CUDAModelRunner"}
 
 def make_runner(config: Config, lap: Callable[[str], None], tp: TensorParallel) -> ModelRunner:
     """The runner of this rank's device."""
-    module, name = RUNNERS.get(config.device_of(tp.rank).type, f"{__name__}:ModelRunner").split(":")
-    return getattr(import_module(module), name)(config, lap, tp)
+    home = RUNNERS.get(config.device_of(tp.rank).type)
+    return (resolve_name(home) if home else ModelRunner)(config, lap, tp)

@@ -15,8 +15,8 @@ Linear layers and experts take `config.linear_dtype`, so that their weights may 
 All else takes `config.dtype`.
 """
 
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 # `model_type` in config.json -> module:class, where the class has the name that transformers gives the architecture
 MODELS = {
@@ -46,5 +46,4 @@ def find_model_type(raw: dict, file: Path) -> str:
 
 
 def model_class(model_type: str) -> type:
-    module, name = MODELS[model_type].split(":")
-    return getattr(import_module(module), name)
+    return resolve_name(MODELS[model_type])
