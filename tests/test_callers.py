@@ -14,9 +14,9 @@ import pytest
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.engine.engine_thread import EngineThread
-from nanovllm.engine.llm_engine import MAX_STEPS_AHEAD
 from nanovllm.engine.outputs import OutputCollector, OutputKind, StepOutput
 from nanovllm.engine.request import CompletionRequest
+from nanovllm.engine.streams import MAX_STEPS_AHEAD
 
 pytestmark = pytest.mark.small_model
 

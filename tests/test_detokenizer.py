@@ -14,6 +14,7 @@ from nanovllm.engine.outputs import OutputCollector, OutputKind, StepOutput
 from nanovllm.engine.request import CompletionRequest
 from nanovllm.engine.scheduled_step import StepResult
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.streamed_request import StreamedRequest
 from nanovllm.features.stop_strings import StoppingDetokenizer, StopStrings
 from nanovllm.sampling_params import SamplingParams
 
@@ -183,7 +184,8 @@ def run(params: SamplingParams, ids: list[int], kind: OutputKind) -> tuple[tuple
     """The answer to a request, one token a step, in the form of `reference`; and what its caller got on the way."""
     outputs = SimulatedEngine().outputs
     seq = Sequence(0, [0], params, noise_seed=0, max_len=64)
-    request = CompletionRequest([seq], None, kind, TOKENS)
+    request_class = CompletionRequest if kind is OutputKind.FINAL_ONLY else StreamedRequest
+    request = request_class([seq], None, kind, TOKENS)
     StopStrings.attach(request, None)
     request.collector = collector = OutputCollector(kind)
     outputs.add([request])

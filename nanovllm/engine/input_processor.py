@@ -117,7 +117,12 @@ class InputProcessor:
         for seq in group:
             seq.group = group
         token_bytes = self.token_bytes if params.skip_special_tokens else self.all_token_bytes
-        request = CompletionRequest(group, text, kind, token_bytes, index)
+        request_class: type[CompletionRequest] = CompletionRequest
+        if kind is not OutputKind.FINAL_ONLY:
+            from nanovllm.engine.streamed_request import StreamedRequest  # imported lazily: `generate` makes none
+
+            request_class = StreamedRequest
+        request = request_class(group, text, kind, token_bytes, index)
         for name, feature in self._features.items():
             if feature.is_asked_for(params):
                 for seq in group:

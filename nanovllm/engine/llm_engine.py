@@ -15,7 +15,7 @@ from nanovllm.engine.engine_thread import EngineThread, Submission
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.outputs import OutputCollector, OutputKind, RequestOutput, StepOutput, StreamEvent
-from nanovllm.engine.request import CompletionRequest, Prompt
+from nanovllm.engine.request import Prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.hub import load_tokenizer
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from nanovllm.engine.step_callers import StepCallers
 
 logger = logging.getLogger("nanovllm")
-MAX_STEPS_AHEAD = 16  # that wait for the reader of a stream, who may have taken as many before
 PROGRESS_SECONDS = 0.1  # between two updates of a progress bar
 
 
@@ -121,20 +120,13 @@ class LLMEngine:
         are queued when the first event is asked for, and leaving the loop drops those that have not ended. The engine
         runs ahead of the reader by 32 steps at most, unless other callers want more.
         """
+        from nanovllm.engine.streams import events_of  # imported lazily: `generate` does without
+
         self.engine_thread.check_open()
         requests = self.input_processor.requests(
             prompts, sampling_params, OutputKind.DELTA, chat_template_kwargs, priority
         )
-        return self._events(requests)
-
-    def _events(self, requests: list[CompletionRequest]) -> Iterator[StreamEvent]:
-        num_unfinished = sum(len(request.group) for request in requests)
-        collector = OutputCollector(OutputKind.DELTA, MAX_STEPS_AHEAD)
-        with Submission(self.engine_thread, requests, collector):
-            while num_unfinished:
-                for event in self.engine_thread.take(collector).events:
-                    num_unfinished -= event.finish_reason is not None
-                    yield event
+        return events_of(requests, self.engine_thread)
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None, priority: int = 0) -> int:
         """Queue a request and return its id. `step`, called by the same thread, returns its output.

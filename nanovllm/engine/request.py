@@ -5,14 +5,7 @@ from time import perf_counter, time
 from typing import Any, TypedDict
 
 from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
-from nanovllm.engine.outputs import (
-    CompletionOutput,
-    OutputCollector,
-    OutputKind,
-    RequestMetrics,
-    RequestOutput,
-    StreamEvent,
-)
+from nanovllm.engine.outputs import CompletionOutput, OutputCollector, OutputKind, RequestMetrics, RequestOutput
 from nanovllm.engine.sequence import Sequence
 
 Message = Mapping[str, object]  # of a conversation: "role", "content", and other keys that its chat template reads
@@ -47,7 +40,7 @@ class Request:
         """A step has ended or paused sequences of this request: decide how the others go on, by the OutputProcessor."""
 
     def deliver(self, seq: Sequence) -> None:
-        """Put what is new of `seq` into the collector."""
+        """Put what is new of `seq` into the collector, for a caller who gets more than the final output."""
 
     def metrics(self) -> RequestMetrics:
         """The times of the first answer to be scheduled and to have a token, and of the last one to finish."""
@@ -74,29 +67,12 @@ class CompletionRequest(Request):
         self.index = index
         self.params = group[0].params
         self.token_bytes = token_bytes
-        # all by the sequence's index
-        self.detokenizers: dict[int, Detokenizer] = {}  # a feature may have made them
-        self._num_delivered = [seq.num_prompt_tokens for seq in group]  # tokens, those of the prompt included
+        self.detokenizers: dict[int, Detokenizer] = {}  # by the sequence's index; a feature may have made them
         self.logprobs: Any = None  # features.logprobs.OutputLogprobs, if it asks for any
 
     @property
     def is_finished(self) -> bool:
         return all(seq.finish_reason for seq in self.group)
-
-    def deliver(self, seq: Sequence) -> None:
-        is_last = seq.finish_reason is not None
-        start, self._num_delivered[seq.index] = self._num_delivered[seq.index], len(seq.token_ids)
-        token_ids = seq.token_ids[start:]
-        if self.kind is OutputKind.TOKENS:
-            self.collector.new.new_tokens += [(self.request_id, token_id) for token_id in token_ids]
-        elif self.kind is OutputKind.DELTA:
-            num_hidden = self._num_hidden(seq) if is_last else 0
-            text = self.detokenizer(seq).take_text(num_hidden, is_last) if self.params.detokenize else ""
-            logprobs = None if self.logprobs is None else self.logprobs.of_event(seq, start)
-            event = StreamEvent(
-                self.index, seq.index, self.request_id, text, token_ids, seq.finish_reason, seq.stop_reason, logprobs
-            )
-            self.collector.new.events.append(event)
 
     def output(self) -> RequestOutput:
         first = self.group[0]
@@ -115,7 +91,7 @@ class CompletionRequest(Request):
         token_ids, text = seq.completion_token_ids, ""
         if self.params.detokenize and token_ids:
             detokenizer = self.detokenizer(seq)
-            detokenizer.decode(self._num_hidden(seq), seq.finish_reason is not None)
+            detokenizer.decode(self.num_hidden(seq), seq.finish_reason is not None)
             text = detokenizer.text
         logprobs, cumulative_logprob = (None, None) if self.logprobs is None else self.logprobs.of_answer(seq)
         return CompletionOutput(
@@ -129,7 +105,7 @@ class CompletionRequest(Request):
         return found
 
     @staticmethod
-    def _num_hidden(seq: Sequence) -> int:
+    def num_hidden(seq: Sequence) -> int:
         """Tokens at the end that are not part of the text: an end-of-sequence id or a stop id."""
         ended_by_id = seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
         return int(ended_by_id and not seq.params.include_stop_str_in_output)
