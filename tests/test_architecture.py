@@ -69,10 +69,10 @@ HOUSE = """
 5 | structured_outputs/constraint.py structured_outputs/sandbox.py <- structured_outputs/grammars.py
   <- structured_outputs/feature.py
 6 | engine/detokenizer.py
-  features/stop_strings.py <- engine/request.py <- engine/prompts.py engine/streamed_request.py
-  <- engine/input_processor.py engine/output_processor.py <- engine/engine.py features/beam_search.py
-  <- engine/engine_thread.py <- engine/step_callers.py engine/streams.py <- engine/llm_engine.py <- llm.py
-  <- __init__.py <- compat/llm.py <- compat/vllm.py <- compat/__main__.py
+  engine/recommended_params.py features/stop_strings.py <- engine/request.py <- engine/prompts.py
+  engine/streamed_request.py <- engine/input_processor.py engine/output_processor.py
+  <- engine/engine.py features/beam_search.py <- engine/engine_thread.py <- engine/step_callers.py engine/streams.py
+  <- engine/llm_engine.py <- llm.py <- __init__.py <- compat/llm.py <- compat/vllm.py <- compat/__main__.py
 7 | benchmarks/__init__.py benchmarks/processes.py benchmarks/requests.py benchmarks/results.py benchmarks/shapes.py
   <- benchmarks/limits.py benchmarks/tables.py benchmarks/engines/loops.py <- benchmarks/engines/
   <- benchmarks/throughput.py benchmarks/sweeps.py benchmarks/host.py benchmarks/profiling.py benchmarks/calls.py
@@ -362,7 +362,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 3533, 46
+CORE_LINES, CORE_FILES = 3524, 46
 ROOMS = (
     "attention",
     "benchmarks",

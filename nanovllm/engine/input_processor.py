@@ -19,7 +19,6 @@ from nanovllm.engine.scheduling_policy import FCFS, SchedulingPolicy
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams, check_token_ids
 from nanovllm.utils.checks import check_int, check_unicode
-from nanovllm.utils.hub import read_json
 
 MAX_REQUESTS = 2**62
 MAX_PRIORITY = 2**63 - 1  # and the minimum is the negative of it
@@ -59,16 +58,9 @@ class InputProcessor:
 
     def default_sampling_params(self, kind: type[SamplingParams] = SamplingParams) -> SamplingParams:
         """What the model's `generation_config.json` recommends, and the defaults of `kind` for the rest."""
-        file = Path(self.config.model) / "generation_config.json"
-        raw = read_json(file) if file.exists() else {}
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
-        given = {name.replace("new_", ""): raw[name] for name in names if raw.get(name) is not None}
-        if raw.get("do_sample") is False:
-            given["temperature"] = 0.0
-        try:
-            return kind(**given)
-        except (ValueError, TypeError) as error:
-            raise type(error)(f"{file}: {error}") from error
+        from nanovllm.engine.recommended_params import recommended_params  # imported lazily: most requests bring theirs
+
+        return recommended_params(Path(self.config.model), kind)
 
     def requests(
         self, prompts, sampling_params, kind: OutputKind, template_arguments: Mapping | None = None, priority=None

@@ -1,0 +1,21 @@
+"""The sampling parameters that a model recommends. Imported when a request brings none of its own."""
+
+from pathlib import Path
+
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.hub import read_json
+
+NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+
+
+def recommended_params(folder: Path, kind: type[SamplingParams]) -> SamplingParams:
+    """Those of the `generation_config.json` in `folder`, and the defaults of `kind` for the rest."""
+    file = folder / "generation_config.json"
+    raw = read_json(file) if file.exists() else {}
+    given = {name.replace("new_", ""): raw[name] for name in NAMES if raw.get(name) is not None}
+    if raw.get("do_sample") is False:
+        given["temperature"] = 0.0
+    try:
+        return kind(**given)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{file}: {error}") from error
