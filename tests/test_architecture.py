@@ -56,7 +56,7 @@ HOUSE = """
 1 | engine/outputs.py
 1 | kernels/
 2 | engine/features.py
-2 | layers/kv_cache.py <- quantization/fp8_cache.py <- layers/ <- attention/ moe/experts.py
+2 | layers/rotary_embedding.py <- layers/attention.py quantization/fp8_cache.py <- layers/ <- attention/ moe/experts.py
 3 | models/
 3 | quantization/scaled.py <- quantization/scaled_linear.py quantization/scaled_experts.py <- quantization/fp8_linear.py
   <- quantization/quant_config.py
@@ -362,7 +362,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 3524, 46
+CORE_LINES, CORE_FILES = 3490, 45
 ROOMS = (
     "attention",
     "benchmarks",

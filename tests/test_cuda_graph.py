@@ -15,7 +15,7 @@ from nanovllm.features import register_feature
 from nanovllm.graphs import cuda_graph
 from nanovllm.graphs.buffers import make_buffers
 from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs, graph_shapes
-from nanovllm.layers.attention_backends import AttentionBackend
+from nanovllm.layers.attention import AttentionBackend
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")

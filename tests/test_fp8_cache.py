@@ -9,7 +9,7 @@ from conftest import CUDA, DEVICE, NAN, TINY, TOLERANCE, assert_close, each_dtyp
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.config import Config
-from nanovllm.layers.kv_cache import KVCache
+from nanovllm.layers.attention import KVCache
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.quantization.fp8_cache import FP8KVCache, dequantize, quantize
 

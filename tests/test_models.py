@@ -21,9 +21,8 @@ from torch import nn
 from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.distributed.process_group import connect
-from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention import Attention, KVCache
 from nanovllm.layers.attention_backends import SDPABackend
-from nanovllm.layers.kv_cache import KVCache
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import MODELS, model_class
 from nanovllm.models.llama import LlamaForCausalLM

@@ -50,9 +50,9 @@ class ToyBackend(SDPABackend):
     def devices():
         return "cpu", "xpu"
 
-    def decode(self, q, cache, context):
-        calls.append("decode")
-        return super().decode(q, cache, context)
+    def attend(self, q, cache, context):
+        calls.append("attend")
+        return super().attend(q, cache, context)
 """
 
 
@@ -82,7 +82,7 @@ def test_a_port(make_llm, registered, monkeypatch, tmp_path):
     for prompt, output in zip(prompts, expected):  # one at a time: only `linear` of a single row is the toy's
         (actual,) = make_llm(attention_backend="toy").generate([prompt], params, use_tqdm=False)
         assert actual.outputs[0].token_ids == output.outputs[0].token_ids
-    assert {*toy.calls} == {"silu_and_mul", "linear", "add_rms_norm", "decode"}
+    assert {*toy.calls} == {"silu_and_mul", "linear", "add_rms_norm", "attend"}
 
 
 def test_settings_on_another_accelerator(registered, monkeypatch):

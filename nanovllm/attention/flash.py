@@ -3,10 +3,10 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.layers.attention_backends import DividedBackend
+from nanovllm.layers.attention import AttentionBackend
 
 
-class FlashBackend(DividedBackend):
+class FlashBackend(AttentionBackend):
     """The flash-attn package (arXiv:2307.08691)."""
 
     package, install = "flash_attn", "pip install 'nano-vllm[flash]'"
@@ -21,7 +21,17 @@ class FlashBackend(DividedBackend):
     def devices():
         return ("cuda",)
 
-    def prefill(self, q, cache, context):
+    def attend(self, q, cache, context):
+        n = context.num_decodes
+        if not context.has_chunks:
+            return self._decode(q, cache, context)
+        out = self._prefill(q, cache, context)
+        if n:
+            out[:n] = self._decode(q[:n], cache, context)
+        return out
+
+    def _prefill(self, q, cache, context):
+        """Of all rows; those of decodes get any values."""
         n = context.num_decodes
         if "cu_seqlens_k" not in context.plans:
             context.plans["cu_seqlens_k"] = F.pad(context.context_lens[n:].cumsum(0, dtype=torch.int32), (1, 0))
@@ -37,7 +47,7 @@ class FlashBackend(DividedBackend):
             causal=True,
         )
 
-    def decode(self, q, cache, context):
+    def _decode(self, q, cache, context):
         n = context.num_decodes
         return self.flash_attn.flash_attn_with_kvcache(
             q.unsqueeze(1),

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import torch
 
-from nanovllm.layers.attention_backends import AttentionBackend
+from nanovllm.layers.attention import AttentionBackend
 
 
 class TritonBackend(AttentionBackend):

@@ -53,7 +53,7 @@ class ModelRunner:
         self.backend = make_backend(config.attention_backend)
         self.model = self._load_model()
         lap("weights")
-        self.cache_groups: dict[Any, list[nn.Module]] = {}  # by spec: see layers/kv_cache.py
+        self.cache_groups: dict[Any, list[nn.Module]] = {}  # by spec: see layers/state.py
         for layer in self.model.modules():
             if hasattr(layer, "cache_spec"):
                 self.cache_groups.setdefault(layer.cache_spec(), []).append(layer)

@@ -10,7 +10,7 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import MAX_CHUNKS, Batch, BatchShape, DeviceBatch
 from nanovllm.engine.step_result import ForwardOutput, SamplerInput
 from nanovllm.graphs.buffers import StepBuffers, host_memory
-from nanovllm.layers.attention_backends import AttentionBackend
+from nanovllm.layers.attention import AttentionBackend
 from nanovllm.utils.double_buffer import DoubleBuffer
 
 

@@ -1,4 +1,20 @@
-"""Layers that keep a state of fixed size for each sequence, whatever its length."""
+"""Layers that keep a state of fixed size for each sequence, whatever its length; and what layers keep in general.
+
+A layer with a method `cache_spec()` gets its part of the engine's memory as `layer.cache`. The ModelRunner allocates
+groups of layers with the same spec. That is a `PagedKV` (layers/attention.py) or a `StateSpec`, with:
+
+- `of_states`: whether it is of one state for a sequence, and not of blocks of tokens
+- `make(parts, config)`: the `layer.cache` that has these parts of each tensor
+- `tensors(num_layers, num_blocks, config)`: what all layers of the group have, on the meta device. Dimension 1 is the
+  layers, dimension 2 the blocks or the states.
+
+| what happens to a sequence | keys and values in blocks | a state (engine/state_blocks.py) |
+| --- | --- | --- |
+| prefix hit | it shares the blocks that are found | up to a snapshot, which its first chunk reads |
+| fork | it shares full blocks, and copies the last one | it copies the state |
+| preemption | its blocks are freed; the full ones can be found again | its state is lost; a snapshot can be found |
+| rollback of drafts | its length shrinks, and slots are written again | none: drafts are refused |
+"""
 
 from typing import Any, NamedTuple
 
