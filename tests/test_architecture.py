@@ -52,7 +52,7 @@ HOUSE = """
 1 | engine/sequence.py <- engine/scheduled_step.py
   engine/block_manager.py engine/scheduling_policy.py engine/policies.py
   <- engine/state_blocks.py engine/decode_table.py
-  <- engine/scheduler.py
+  <- engine/scheduler.py features/forks.py
 1 | engine/outputs.py
 1 | kernels/
 2 | engine/features.py
@@ -62,7 +62,7 @@ HOUSE = """
   <- quantization/quant_config.py
   <- quantization/fp8.py quantization/int8.py <- quantization/compressed_tensors.py
 4 | engine/step_result.py engine/batch.py <- engine/request_tables.py
-  <- features/__init__.py features/logit_edits.py features/logprobs.py
+  <- features/__init__.py features/block_copies.py features/logit_edits.py features/logprobs.py
   <- graphs/ <- startup/__init__.py startup/cuda.py <- engine/model_runner.py <- startup/cuda_runner.py
 5 | distributed/__init__.py distributed/ranks.py <- distributed/peer_memory.py
   <- distributed/process_group.py distributed/step_channel.py <- distributed/worker.py
@@ -295,13 +295,13 @@ def code_lines(source: str) -> int:
 
 # lines of code: what a room may grow to before it is looked at again
 BUDGETS = {
-    "core": 3720,
+    "core": 3665,
     "states": 110,
     "attention": 150,
     "kernels": 2190,
     "distributed": 520,
     "models": 250,
-    "features": 590,
+    "features": 650,
     "graphs": 200,
     "startup": 240,
     "mixture of experts": 770,
@@ -362,7 +362,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 3490, 45
+CORE_LINES, CORE_FILES = 3435, 45
 ROOMS = (
     "attention",
     "benchmarks",

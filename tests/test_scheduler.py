@@ -23,6 +23,7 @@ from simulation import (
 from nanovllm.engine.scheduler import MAX_STEPS_WITHOUT_ADMISSION
 from nanovllm.engine.scheduling_policy import MIN_SHARED_CHUNK, TokenBudget
 from nanovllm.engine.sequence import SequenceStatus
+from nanovllm.features.forks import fork, resume
 
 
 @pytest.mark.parametrize("asynchronous, seed", [(False, 4), (True, 5)])
@@ -426,8 +427,8 @@ def test_beams_share_what_they_have_in_common():
     step = engine.scheduler.schedule()
     engine.give(step, 7)
     assert root.is_paused and root.completion_token_ids == [] and engine.scheduler.schedule() is None
-    second, third = engine.scheduler.fork(root, 1, 8), engine.scheduler.fork(root, 2, 9)
-    engine.scheduler.resume(root, 7)
+    second, third = fork(engine.scheduler, root, 1, 8), fork(engine.scheduler, root, 2, 9)
+    resume(engine.scheduler, root, 7)
     assert [seq.completion_token_ids for seq in (root, second, third)] == [[7], [8], [9]]
     assert second.block_table[:1] == third.block_table[:1] == root.block_table[:1]
     step = engine.scheduler.schedule()
@@ -435,9 +436,9 @@ def test_beams_share_what_they_have_in_common():
     assert sorted(step.copies) == sorted((root.block_table[1], seq.block_table[1]) for seq in (second, third))
     engine.give(step, 1, 1, 1)
     engine.outputs.end(root, "stop")
-    engine.scheduler.resume(second, 5)
-    engine.scheduler.fork(third, 3, 6)
-    engine.scheduler.resume(third, 5)
+    resume(engine.scheduler, second, 5)
+    fork(engine.scheduler, third, 3, 6)
+    resume(engine.scheduler, third, 5)
     step = engine.scheduler.schedule()
     assert len(step.rows) == 3 and {end for _, _, end in step.rows} == {8} and len(step.copies) == 1
     assert engine.abort(0) and leftovers(engine) == (0, 0, 0, 0)
@@ -457,11 +458,11 @@ def test_beams_that_find_no_blocks_are_computed_again():
             steps += 1
         seen = max(seen, steps)
         if length == 7:
-            beams = [root, engine.scheduler.fork(root, 1, 2), engine.scheduler.fork(root, 2, 3)]
-            engine.scheduler.resume(root, 1)
+            beams = [root, fork(engine.scheduler, root, 1, 2), fork(engine.scheduler, root, 2, 3)]
+            resume(engine.scheduler, root, 1)
         else:
             for seq in beams:
-                engine.scheduler.resume(seq, length)
+                resume(engine.scheduler, seq, length)
     assert seen > 1 and engine.scheduler.num_preemptions > 0
     assert [seq.completion_token_ids[0] for seq in beams] == [1, 2, 3] and {len(seq.token_ids) for seq in beams} == {12}
     engine.abort(0)

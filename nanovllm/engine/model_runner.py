@@ -148,7 +148,9 @@ class ModelRunner:
         self.tp.check()
         with self.on_device():
             if batch.shape.num_block_copies:
-                self._copy_blocks(batch.block_copies)
+                from nanovllm.features.block_copies import copy_blocks  # only where sequences fork, or states are kept
+
+                copy_blocks(batch.block_copies, self._cached_token_ids, self.caches)
             on_host, output = self.compute(batch)
             arrays = batch.feature_arrays.items()
             pending = {name: self.features[name].after_forward(found, output) for name, found in arrays}
@@ -238,20 +240,6 @@ class ModelRunner:
     def _cached_token_ids(self) -> torch.Tensor:
         """[blocks, block_size] int32: the ids of the tokens whose keys and values are in the cache."""
         return self.slot_token_ids[:-1].view(-1, self.config.kvcache_block_size)
-
-    @torch.inference_mode()
-    def _copy_blocks(self, copies: np.ndarray) -> None:
-        """Copy cache blocks and their token ids, and states; copies [2, C] int32 are the sources and the targets."""
-        num_blocks = len(self._cached_token_ids)
-        for of_states in (False, True):
-            chosen = copies[:, (copies[0] >= num_blocks) == of_states] - of_states * num_blocks
-            if not chosen.size:
-                continue
-            sources, targets = torch.from_numpy(chosen).to(self.device, non_blocking=True).long()
-            tensors = (x for spec, found in self.caches.items() if spec.of_states == of_states for x in found)
-            layers = [layer for tensor in tensors for layer in tensor.flatten(0, 1)]
-            for cache in layers if of_states else (self._cached_token_ids, *layers):  # a gather needs memory
-                cache.index_copy_(0, targets, cache.index_select(0, sources))
 
     def _load_model(self) -> nn.Module:
         config = self.config.model_config

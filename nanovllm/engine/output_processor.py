@@ -91,7 +91,9 @@ class OutputProcessor:
         for seq in (seqs[j] for j in visited if seqs[j].finish_reason is None):
             seq.record_time("first_token")
             if seq.pauses:
-                scheduler.hold(seq)
+                from nanovllm.features.forks import hold  # beams alone pause
+
+                hold(scheduler, seq)
                 continue
             scheduler.block_manager.cache_full_blocks(seq)
             if reasons := seq.finish_reasons(self.eos_token_ids, self.eos_token_id):

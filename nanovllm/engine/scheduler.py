@@ -159,11 +159,13 @@ class Scheduler:
         self.block_manager.cache_full_blocks(seq)
         if end == seq.num_tokens:
             is_first_token = not seq.has_sampled
-            self._sample(seq, step)
+            self.sample(seq, step)
             if is_first_token and seq.params.n > 1:
-                self._fork_group(seq, step)
+                from nanovllm.features.forks import start_others  # most requests have one answer
 
-    def _sample(self, seq: Sequence, step: ScheduledStep) -> None:
+                start_others(self, seq, step)
+
+    def sample(self, seq: Sequence, step: ScheduledStep) -> None:
         """The prompt of `seq` is computed: it gets a token from the last row of the step, and decodes from now on."""
         self.prefilling.pop(seq.key, None)
         self.running[seq.key] = seq
@@ -171,19 +173,6 @@ class Scheduler:
         seq.num_tokens += 1
         if not seq.pauses:
             self.decoding.add(seq)
-
-    def _fork_group(self, seq: Sequence, step: ScheduledStep) -> None:
-        """Start the other answers to the prompt of `seq`, as far as they fit."""
-        num_spare = len(self.running) - 1  # a block for each of the others, as in `_admit`
-        for other in seq.group:
-            if other.status is not SequenceStatus.WAITING or other.has_sampled:
-                continue
-            if not self.free_req_indices or len(self.block_manager.free_block_ids) <= num_spare:
-                break
-            self.waiting.discard(other)
-            self._set_running(other)
-            self.block_manager.fork(seq, other)
-            self._sample(other, step)
 
     def _admit(self, seq: Sequence) -> bool:
         """Give the first of the queue its blocks, if it is time for that and they are there."""
@@ -203,11 +192,11 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_computed_tokens
             self.totals["prompt_tokens"] += seq.num_prompt_tokens
             self.totals["cached_tokens"] += min(seq.num_cached_tokens, seq.num_prompt_tokens)
-        self._set_running(seq)
+        self.set_running(seq)
         self.prefilling[seq.key] = seq
         return True
 
-    def _set_running(self, seq: Sequence) -> None:
+    def set_running(self, seq: Sequence) -> None:
         seq.req_index = self.free_req_indices.pop()
         seq.status = SequenceStatus.RUNNING
         seq.was_admitted = True
@@ -215,45 +204,11 @@ class Scheduler:
 
     def preempt(self, seq: Sequence) -> None:
         """Free the blocks of a running sequence and queue it again, to be recomputed from the tokens it has."""
-        self._release(seq)
+        self.release(seq)
         seq.status = SequenceStatus.WAITING
         if not seq.is_paused:
             self.waiting.push(seq)
         self.num_preemptions += 1
-
-    def hold(self, seq: Sequence) -> None:
-        """A token of a sequence that `pauses` has arrived: it waits for `resume`, and may be forked before that."""
-        seq.is_paused, seq.num_tokens = True, len(seq.token_ids)
-        self.waiting.discard(seq)  # if it was preempted while the step was in flight
-
-    def fork(self, seq: Sequence, index: int, token_id: int) -> Sequence:
-        """Another answer to the request of a paused sequence, which goes on with `token_id`.
-
-        It shares the blocks of `seq` if there are enough, and is recomputed if not.
-        """
-        other = seq.fork(index, token_id)
-        self.live[seq.request_id][index] = other
-        if seq.block_table and self.free_req_indices and self.block_manager.free_block_ids:
-            self._set_running(other)
-            self.block_manager.fork(seq, other)
-            self.prefilling[other.key] = other
-        else:
-            self.waiting.push(other)
-        return other
-
-    def resume(self, seq: Sequence, token_id: int) -> None:
-        """Let a paused sequence go on with `token_id`, in the next step."""
-        seq.token_ids.append(token_id)
-        seq.num_tokens, seq.is_paused = len(seq.token_ids), False
-        if seq.block_table and self.block_manager.can_append(seq):
-            self.block_manager.may_append(seq)
-            del self.running[seq.key]
-            self.prefilling[seq.key] = seq
-            return
-        if seq.block_table:
-            self._release(seq)
-            seq.status = SequenceStatus.WAITING
-        self.waiting.push(seq)
 
     def settle(self, step: ScheduledStep, counts: list[int]) -> None:
         """Take back what a step had reserved for drafts that were wrong: its sequences get `counts` tokens."""
@@ -270,7 +225,7 @@ class Scheduler:
         """
         self.waiting.discard(seq)
         if seq.status is SequenceStatus.RUNNING:
-            self._release(seq)
+            self.release(seq)
         seq.status = SequenceStatus.FINISHED
         seq.record_time("finished")
         group = self.live[seq.request_id]
@@ -278,7 +233,7 @@ class Scheduler:
         if not group:
             del self.live[seq.request_id]
 
-    def _release(self, seq: Sequence) -> None:
+    def release(self, seq: Sequence) -> None:
         """Take the blocks and the request index from a running sequence."""
         self.block_manager.deallocate(seq)
         self.decoding.remove(seq)

@@ -1,7 +1,6 @@
 """One answer on its way through the engine: counts and token ids, no tensors and no text."""
 
 from collections.abc import Collection
-from copy import copy, deepcopy
 from enum import Enum, auto
 from time import perf_counter
 from typing import Any
@@ -132,17 +131,6 @@ class Sequence:
         if len(self.token_ids) == self.max_num_tokens:
             return "length", None
         return None
-
-    def fork(self, index: int, token_id: int) -> "Sequence":
-        """Another answer to the same request, with the tokens of this one and `token_id`; it has no blocks yet."""
-        other = copy(self)
-        other.index, other.token_ids = index, [*self.token_ids, token_id]
-        other.set_order(self.order[0])
-        other.counts = [len(other.token_ids), 0, self.max_num_tokens]
-        other.block_table, other.block_hashes, other.req_index = [], [], -1
-        other.status, other.is_paused, other.was_admitted = SequenceStatus.WAITING, False, False
-        other.feature_state, other.timing = deepcopy(self.feature_state), dict(self.timing)
-        return other
 
     def record_time(self, event: str) -> None:
         """Note when an event happens for the first time."""

@@ -11,6 +11,7 @@ from nanovllm.engine.outputs import OutputKind, Record
 from nanovllm.engine.prompts import as_priorities, as_prompts
 from nanovllm.engine.request import Prompt, Request
 from nanovllm.engine.sequence import Sequence
+from nanovllm.features.forks import fork, resume
 from nanovllm.features.logprobs import TokenLogprobs
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.utils.checks import check_int
@@ -125,9 +126,9 @@ class BeamRequest(Request):
                 first, *others = children
                 for child in others:  # before `beam` has another token
                     index = next(self._next_index)
-                    outputs.scheduler.fork(beam, index, child.token_ids[-1])
+                    fork(outputs.scheduler, beam, index, child.token_ids[-1])
                     cumulative_logprobs[index] = child.cumulative_logprob
-                outputs.scheduler.resume(beam, first.token_ids[-1])
+                resume(outputs.scheduler, beam, first.token_ids[-1])
                 cumulative_logprobs[beam.index] = first.cumulative_logprob
         self._cumulative_logprobs = cumulative_logprobs
 

@@ -1,0 +1,74 @@
+"""Sequences that share a prefix: the answers to one prompt (`n` > 1), and beams, which pause after each token.
+
+These functions are the Scheduler's own, in a file apart because most requests have one answer: it imports them when a
+request asks for more. Like its methods they change sequences, and are called between two steps.
+"""
+
+from copy import copy, deepcopy
+
+from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+
+
+def start_others(scheduler: Scheduler, seq: Sequence, step: ScheduledStep) -> None:
+    """Start the other answers to the prompt of `seq`, as far as they fit: they get a token from the same row."""
+    num_spare = len(scheduler.running) - 1  # a block for each of the others, as in `Scheduler._admit`
+    for other in seq.group:
+        if other.status is not SequenceStatus.WAITING or other.has_sampled:
+            continue
+        if not scheduler.free_req_indices or len(scheduler.block_manager.free_block_ids) <= num_spare:
+            break
+        scheduler.waiting.discard(other)
+        scheduler.set_running(other)
+        scheduler.block_manager.fork(seq, other)
+        scheduler.sample(other, step)
+
+
+def hold(scheduler: Scheduler, seq: Sequence) -> None:
+    """A token of a sequence that `pauses` has arrived: it waits for `resume`, and may be forked before that."""
+    seq.is_paused, seq.num_tokens = True, len(seq.token_ids)
+    scheduler.waiting.discard(seq)  # if it was preempted while the step was in flight
+
+
+def fork(scheduler: Scheduler, seq: Sequence, index: int, token_id: int) -> Sequence:
+    """Another answer to the request of a paused sequence, which goes on with `token_id`.
+
+    It shares the blocks of `seq` if there are enough, and is recomputed if not.
+    """
+    other = _copy(seq, index, token_id)
+    scheduler.live[seq.request_id][index] = other
+    if seq.block_table and scheduler.free_req_indices and scheduler.block_manager.free_block_ids:
+        scheduler.set_running(other)
+        scheduler.block_manager.fork(seq, other)
+        scheduler.prefilling[other.key] = other
+    else:
+        scheduler.waiting.push(other)
+    return other
+
+
+def resume(scheduler: Scheduler, seq: Sequence, token_id: int) -> None:
+    """Let a paused sequence go on with `token_id`, in the next step."""
+    seq.token_ids.append(token_id)
+    seq.num_tokens, seq.is_paused = len(seq.token_ids), False
+    if seq.block_table and scheduler.block_manager.can_append(seq):
+        scheduler.block_manager.may_append(seq)
+        del scheduler.running[seq.key]
+        scheduler.prefilling[seq.key] = seq
+        return
+    if seq.block_table:
+        scheduler.release(seq)
+        seq.status = SequenceStatus.WAITING
+    scheduler.waiting.push(seq)
+
+
+def _copy(seq: Sequence, index: int, token_id: int) -> Sequence:
+    """Another answer to the same request, with the tokens of `seq` and `token_id`; it has no blocks yet."""
+    other = copy(seq)
+    other.index, other.token_ids = index, [*seq.token_ids, token_id]
+    other.set_order(seq.order[0])
+    other.counts = [len(other.token_ids), 0, seq.max_num_tokens]
+    other.block_table, other.block_hashes, other.req_index = [], [], -1
+    other.status, other.is_paused, other.was_admitted = SequenceStatus.WAITING, False, False
+    other.feature_state, other.timing = deepcopy(seq.feature_state), dict(seq.timing)
+    return other
