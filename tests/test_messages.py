@@ -308,7 +308,7 @@ def answer_to(text: str, finish_reason: str = "stop"):
     pieces = [StreamEvent(0, 0, 0, piece, [5], None, None, None) for piece in text]
     pieces.append(StreamEvent(0, 0, 0, "", [], finish_reason, None, None))
     events = [data for piece in pieces if (data := two._events(0, [piece]))]
-    return whole, built(events_of(b"".join([two._begin(), *events, two._end()]).decode()))
+    return whole, built(events_of(b"".join([two.begin(), *events, two._end()]).decode()))
 
 
 CALLED = '<tool_call>{"name": "get_weather", "arguments": {"n": 1}}</tool_call>'
@@ -412,10 +412,10 @@ def test_errors_of_the_server(server, http, monkeypatch, error, status, kind):
 
 
 def test_error_in_a_stream(create, monkeypatch):
-    async def fail(self):
+    def fail(*arguments):
         raise RequestTimeoutError
 
-    monkeypatch.setattr(AsyncRequest, "next_events", fail)
+    monkeypatch.setattr(AsyncRequest, "take_events", fail)
     events = create(messages=QUESTION, stream=True, **GREEDY)
     assert [event["type"] for event in events] == ["message_start", "error"]
     assert events[1]["error"]["type"] == "timeout_error"

@@ -430,11 +430,10 @@ def test_unknown_model(client):
 
 
 def test_an_error_within_a_stream_is_a_failed_response(client, monkeypatch):
-    async def chunks(self):
-        yield self._begin()
+    def take(self):
         raise RequestTimeoutError
 
-    monkeypatch.setattr(ResponsesAnswer, "chunks", chunks)
+    monkeypatch.setattr(ResponsesAnswer, "take", take)
     *_, last = client.responses.create(input="Hi", stream=True, **GREEDY)
     last = EVENT.validate_python(last.model_dump(), strict=False)
     assert (last.type, last.response.status, last.sequence_number) == ("response.failed", "failed", 2)

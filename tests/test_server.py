@@ -283,9 +283,9 @@ def test_chat_logprobs(client, offline):
 
 
 def test_log_probabilities_of_a_slow_reader(client, offline, monkeypatch):
-    """The events of many steps are one, which a thread encodes."""
+    """Of the events of many steps, a few are encoded at a time."""
     output = expected(offline, QUESTION, logprobs=3)
-    monkeypatch.setattr(answers, "MANY_LOGPROBS", 0)
+    monkeypatch.setattr(answers, "MANY_LOGPROBS", 1)
     options = dict(messages=QUESTION, logprobs=True, top_logprobs=3, stream=True, **GREEDY)
     found = [x for chunk in client.chat.completions.create(**options) for x in chunk.choices]
     entries = [entry for choice in found if choice.logprobs for entry in choice.logprobs.content]
@@ -651,7 +651,7 @@ def test_schema_and_root_path():
 @pytest.mark.parametrize("variable", ["NANOVLLM_API_KEY", "VLLM_API_KEY"])
 def test_keys_of_the_environment(monkeypatch, variable):
     monkeypatch.setenv(variable, "k")
-    assert request_limits.RequestLimits(None, ServerSettings())._keys == [b"k"]
+    assert request_limits.RequestLimits(None, ServerSettings(), {})._keys == [b"k"]
 
 
 # -- long prompts ------------------------------------------------------------------------------------------------------

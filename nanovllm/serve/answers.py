@@ -2,7 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
 from time import time
 from typing import Any
 from uuid import uuid4
@@ -15,6 +17,7 @@ from nanovllm.serve.protocol import GenerationBody
 MIN_LOGPROB = -9999.0  # JSON has no infinity
 MANY_LOGPROBS = 32  # tokens of an event: those of several steps, for a client that reads slowly
 NUM_LEVELS = 5  # from an answer down to the log-probabilities of a token
+MARK = "\ue000"  # takes the place of a text; for private use, so nothing else in a chunk has it
 DONE = b"data: [DONE]\n\n"
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
@@ -37,7 +40,7 @@ def _encode_in_pieces(content: Any, num_levels: int) -> str:
     return _encode(content)
 
 
-def server_sent_event(content: Any, num_levels: int = 0, name: str | None = None) -> bytes:
+def server_sent_event(content: Any, name: str | None = None, num_levels: int = 0) -> bytes:
     head = b"" if name is None else f"event: {name}\n".encode()
     return head + b"data: " + dump_json(content, num_levels) + b"\n\n"
 
@@ -45,7 +48,8 @@ def server_sent_event(content: Any, num_levels: int = 0, name: str | None = None
 class Answer:
     """The answer to one request of a client, complete or as chunks, for one prompt or several.
 
-    Log-probabilities of many tokens take long to encode. A thread does that, in pieces, so that no other client waits.
+    Log-probabilities of many tokens take long to encode: of a whole answer, a thread does that in pieces, so that no
+    other client waits.
     """
 
     id_prefix: str
@@ -57,6 +61,7 @@ class Answer:
         self._has_logprobs = body.logprobs not in (None, False) or body.prompt_logprobs is not None
         self.id = f"{self.id_prefix}{body.request_id or uuid4().hex}"
         self._head = {"id": self.id, "created": int(time()), "model": model}
+        self._frames: dict[tuple[int, int], tuple[bytes, bytes]] = {}  # by the same as the next
         self._num_streamed: dict[tuple[int, int], int] = {}  # tokens, by the indices of the prompt and of the answer
 
     async def complete(self) -> bytes:
@@ -70,22 +75,33 @@ class Answer:
         content = {"object": self.object_name, **self._head, "choices": choices, "usage": usage, **self.extras(outputs)}
         return dump_json(content, NUM_LEVELS if self._has_logprobs else 0)
 
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events: of the beginning, of the answer while it arrives, and of the end."""
-        if begin := self._begin():
-            yield begin
-        async for i, events in interleaved(self.requests):
-            is_long = self._has_logprobs and any(len(event.token_ids) > MANY_LOGPROBS for event in events)
-            if is_long:
-                data = await asyncio.to_thread(self._events, i, events, NUM_LEVELS)
-            else:
-                data = self._events(i, events)
-            if data:
-                yield data
-        yield await asyncio.to_thread(self._end) if self._has_logprobs else self._end()
-
-    def _begin(self) -> bytes:
+    def begin(self) -> bytes:
+        """The server-sent events before the answer."""
         return b""
+
+    def take(self) -> bytes:
+        """Server-sent events of what has arrived since the last call. The error of a request that has failed."""
+        data = []
+        # more than a few log-probabilities wait for the next turn of the event loop
+        bound = MANY_LOGPROBS if self._has_logprobs else inf
+        for i, request in enumerate(self.requests):
+            if events := request.take_events(bound):
+                data.append(self._events(i, events))
+        return b"".join(data)
+
+    @property
+    def has_events(self) -> bool:
+        """Whether `take` has left any."""
+        return any(request.has_events for request in self.requests)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing but `end` is left."""
+        return all(request.is_over for request in self.requests)
+
+    async def end(self) -> bytes:
+        """The server-sent events of the end."""
+        return await asyncio.to_thread(self._end) if self._has_logprobs else self._end()
 
     def _end(self) -> bytes:
         """The usage if the client wants it, and the mark of the end."""
@@ -97,18 +113,36 @@ class Answer:
         """The last event, if there is an error after the first one."""
         return server_sent_event(error.body())
 
-    def _events(self, prompt_index: int, events: Sequence[StreamEvent], num_levels: int = 0) -> bytes:
-        chunks = []
+    def _events(self, prompt_index: int, events: Sequence[StreamEvent]) -> bytes:
+        chunks: list[bytes] = []
         for event in events:
             key = prompt_index, event.output_index
             num_tokens = [self._num_streamed.get(key, 0)]  # before the event's last chunk, and with it
             num_tokens.append(num_tokens[0] + len(event.token_ids))
             self._num_streamed[key] = num_tokens[1]
+            if event.finish_reason is None and (frame := self._frames.get(key)) is not None:
+                if event.text:
+                    chunks += (frame[0], dump_json(event.text), frame[1])
+                continue
             choices, everywhere = self.chunk_choices(prompt_index, event), self.body.includes_usage_everywhere
             for choice in choices:
                 usage = self._usage(num_tokens[choice is choices[-1]], prompt_index) if everywhere else None
-                chunks.append(server_sent_event(self._chunk([choice], usage), num_levels))
+                chunks.append(server_sent_event(self._chunk([choice], usage)))
+            if self.has_plain_chunks and event.finish_reason is None:
+                self._frames[key] = self._frame(prompt_index, event)
         return b"".join(chunks)
+
+    @property
+    def has_plain_chunks(self) -> bool:
+        """Whether the chunks of a choice, but for its first and last one, differ in their text alone."""
+        body = self.body
+        return not (self._has_logprobs or body.includes_usage_everywhere or body.return_token_ids)
+
+    def _frame(self, prompt_index: int, event: StreamEvent) -> tuple[bytes, bytes]:
+        """What stands before and after the text in such chunks. Most of a stream is made of these."""
+        (choice,) = self.chunk_choices(prompt_index, replace(event, text=MARK))
+        before, after = server_sent_event(self._chunk([choice], None)).split(dump_json(MARK))
+        return before, after
 
     def choices(self, prompt_index: int, output: RequestOutput) -> list[dict[str, Any]]:
         """The entries of `choices` for all answers to one prompt."""
@@ -151,26 +185,6 @@ class Answer:
             "total_tokens": num_prompt_tokens + num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(request.num_cached_tokens for request in requests)},
         }
-
-
-async def interleaved(requests: Sequence[AsyncRequest]) -> AsyncGenerator[tuple[int, list[StreamEvent]], None]:
-    """(index of a request, its new events) in the order in which they arrive."""
-    if len(requests) == 1:
-        while events := await requests[0].next_events():
-            yield 0, events
-        return
-    waiting = {asyncio.ensure_future(request.next_events()): i for i, request in enumerate(requests)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                i = waiting.pop(task)
-                if events := task.result():
-                    waiting[asyncio.ensure_future(requests[i].next_events())] = i
-                    yield i, events
-    finally:
-        for task in waiting:
-            task.cancel()
 
 
 def logprob_value(found: Logprob) -> float:

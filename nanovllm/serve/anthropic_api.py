@@ -179,12 +179,12 @@ class MessagesAnswer(chat.ChatAnswer):
         usage = self._tokens(len(outputs[0].outputs[0].token_ids))
         return dump_json(self._message(content) | _stop(choice) | {"usage": usage})
 
-    def _begin(self) -> bytes:
+    def begin(self) -> bytes:
         num_tokens = len(self.requests[0].prompt_token_ids)  # it is not known yet how many of them are cached
         start = {"stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": num_tokens, "output_tokens": 0}}
         return _event("message_start", message=self._message([]) | start)
 
-    def _events(self, prompt_index: int, events: Sequence[StreamEvent], num_levels: int = 0) -> bytes:
+    def _events(self, prompt_index: int, events: Sequence[StreamEvent]) -> bytes:
         found: list[bytes] = []
         for event in events:
             self._num_tokens += len(event.token_ids)

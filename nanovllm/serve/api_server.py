@@ -1,14 +1,16 @@
 """The application behind the HTTP API: its routes, and how each of them uses the engine."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -22,8 +24,16 @@ from nanovllm.serve.anthropic_api import messages_router
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.completions import CompletionAnswer, Echo
 from nanovllm.serve.engine_client import EngineClient, EngineDeadError
-from nanovllm.serve.errors import ApiError, RequestTimeoutError, api_error, too_deep, unreadable_body, validation_error
-from nanovllm.serve.http_responses import ErrorResponse, EventStream, json_response, while_connected
+from nanovllm.serve.errors import (
+    ApiError,
+    RequestTimeoutError,
+    api_error,
+    invalid_json,
+    too_deep,
+    unreadable_body,
+    validation_error,
+)
+from nanovllm.serve.http_responses import ErrorResponse, EventStream, connection_of, json_response, while_connected
 from nanovllm.serve.info_api import info_router
 from nanovllm.serve.protocol import (
     Body,
@@ -38,7 +48,7 @@ from nanovllm.serve.protocol import (
     beam_search_params,
     sampling_params,
 )
-from nanovllm.serve.request_limits import RequestLimits
+from nanovllm.serve.request_limits import Endpoint, RequestLimits
 from nanovllm.serve.responses_api import responses_router
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.structured import structured_outputs, with_own_field
@@ -49,6 +59,7 @@ from nanovllm.serve.view import view_router
 # what is longer is prepared by a thread, so that no other client waits
 MAX_BODY_IN_LOOP = 2**16  # bytes
 MAX_MESSAGES_IN_LOOP = 256  # with those of previous responses
+B = TypeVar("B", bound=Body)
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 
 
@@ -75,7 +86,7 @@ def create_app(
     app.add_exception_handler(HTTPException, _on_http_error)
     for kind in (RequestValidationError, ApiError, EngineDeadError, Exception):
         app.add_exception_handler(kind, _on_error)
-    app.add_middleware(RequestLimits, settings=settings)
+    app.add_middleware(RequestLimits, settings=settings, endpoints=api.endpoints())
     if settings.allowed_origins:
         origins = [*settings.allowed_origins]
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
@@ -103,6 +114,18 @@ async def _on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         return ErrorResponse(validation_error(error.errors()))
     return ErrorResponse(api_error(error))
+
+
+def read_body(kind: type[B], data: bytes) -> B:
+    """The body of a request. ApiError if it is no valid JSON, or not of this kind."""
+    try:
+        return kind.model_validate(json.loads(data) if data else None)
+    except json.JSONDecodeError as error:
+        raise invalid_json(error.msg, error.pos) from error
+    except ValidationError as error:
+        raise validation_error([{**found, "loc": ("body", *found["loc"])} for found in error.errors()]) from None
+    except (ValueError, RecursionError) as error:
+        raise unreadable_body(error) from error
 
 
 class Prepared(NamedTuple):
@@ -136,6 +159,23 @@ class Api:
         router.post("/tokenize")(self.tokenize)
         router.post("/detokenize")(self.detokenize)
         return router
+
+    def endpoints(self) -> dict[str, Endpoint]:
+        """The routes that most requests take, as functions of a request: FastAPI's layers cost as much as the rest."""
+
+        def endpoint(kind: type[B], answer: Callable[[B, Request], Awaitable[Response]]) -> Endpoint:
+            async def respond(request: Request) -> Response:
+                try:
+                    return await answer(read_body(kind, await request.body()), request)
+                except Exception as error:
+                    return ErrorResponse(api_error(error))
+
+            return respond
+
+        return {
+            "/v1/completions": endpoint(CompletionBody, self.completions),
+            "/v1/chat/completions": endpoint(ChatBody, self.chat_completions),
+        }
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
@@ -215,14 +255,12 @@ class Api:
                     error = await asyncio.to_thread(too_deep, error, await request.body())
                 raise with_own_field(api_error(error, type(body).model_fields), body) from None
 
-        async def complete() -> Response:
-            return json_response(await (await queue()).complete())
-
         stream = None
         try:
-            if not body.stream:
-                return await while_connected(request.receive, complete(), seconds)
-            answer = await while_connected(request.receive, queue(), seconds)
+            with while_connected(connection_of(request.scope), seconds):
+                answer = await queue()
+                if not body.stream:
+                    return json_response(await answer.complete())
             stream = EventStream(answer, end, seconds)
             return stream
         except Exception as error:
@@ -303,6 +341,7 @@ class Api:
     async def answer(self, body: Body, request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
         """Do `work`, and return its result. It is cancelled if the client goes away or the request takes too long."""
         try:
-            return json_response(await while_connected(request.receive, work, self.settings.request_timeout))
+            with while_connected(connection_of(request.scope), self.settings.request_timeout):
+                return json_response(await work)
         except Exception as error:
             return ErrorResponse(api_error(error, type(body).model_fields))

@@ -68,18 +68,22 @@ class AsyncLLM(EngineClient):
     def _deliver(self) -> None:
         """Give the requests what has arrived for them since the last call."""
         self._told = None
+        news: dict[Callable[[], None], None] = {}  # a stream of several requests is told once
         for collector in self._collectors.values():
             output = StepOutput()
             collector.take_into(output)  # after an error `_fail_all` follows
             for event in output.events:
                 if (request := self._live.get(event.request_id)) is not None:
                     request.add_event(event)
+                    news[request.on_news or request.tell] = None
                     if request.final is not None:
                         self._forget(request)
             for final in output.finished:
                 if (request := self._live.get(final.request_id)) is not None:
                     request.finish(final)
                     self._forget(request)
+        for tell in news:
+            tell()
 
     # -- the engine's thread -------------------------------------------------------------------------------------------
 

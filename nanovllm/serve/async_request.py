@@ -1,7 +1,8 @@
 """A request as its asyncio caller sees it: events arrive in a list, and the caller takes what is there."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from math import inf
 from time import time
 
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamEvent
@@ -25,6 +26,8 @@ class AsyncRequest:
         self._num_unfinished = len(request.group)
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        # called when something has arrived; None: a task may wait for `_waiter`
+        self.on_news: Callable[[], None] | None = None
 
     @property
     def request_id(self) -> int:
@@ -43,24 +46,26 @@ class AsyncRequest:
     # -- what the AsyncLLM calls ---------------------------------------------------------------------------------------
 
     def add_event(self, event: StreamEvent) -> None:
+        """`tell` follows, once for all that has arrived."""
         self._events.append(event)
         if event.finish_reason is not None:
             self._num_unfinished -= 1
             if not self._num_unfinished:
                 self.final = self.request.output()
-        self._wake()
 
     def finish(self, output: RequestOutput) -> None:
         self.final = output
-        self._wake()
+        self.tell()
 
     def fail(self, error: Exception) -> None:
         """The caller gets this error, unless the answers are complete."""
         self._error = error
-        self._wake()
+        self.tell()
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+    def tell(self) -> None:
+        if self.on_news is not None:
+            self.on_news()
+        elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     # -- what the caller calls -----------------------------------------------------------------------------------------
@@ -68,8 +73,25 @@ class AsyncRequest:
     async def next_events(self) -> list[StreamEvent]:
         """What is new since the last call, as one event for each answer that has something; empty after the end."""
         await self._wait_for(lambda: self._events or self.final)
-        events, self._events = self._events, []
-        return events if len(events) < 2 else merged(events)
+        return self.take_events()
+
+    def take_events(self, max_events: float = inf) -> list[StreamEvent]:
+        """`next_events` without waiting, of the first `max_events` that have arrived. The error, if there is one."""
+        self._check()
+        taken, self._events = self._events, []
+        if len(taken) > max_events:
+            taken, self._events = taken[: int(max_events)], taken[int(max_events) :]
+        return taken if len(taken) < 2 else merged(taken)
+
+    @property
+    def has_events(self) -> bool:
+        """Whether there are some to take."""
+        return bool(self._events)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no more events will come, and all were taken."""
+        return self.final is not None and not self._events
 
     async def result(self) -> RequestOutput:
         """The complete answers."""
@@ -79,8 +101,7 @@ class AsyncRequest:
 
     async def _wait_for(self, is_there) -> None:
         while True:
-            if self._error is not None and self.final is None:
-                raise self._error
+            self._check()
             if is_there():
                 return
             self._waiter = asyncio.get_running_loop().create_future()
@@ -88,6 +109,10 @@ class AsyncRequest:
                 await self._waiter
             finally:
                 self._waiter = None
+
+    def _check(self) -> None:
+        if self._error is not None and self.final is None:
+            raise self._error
 
 
 def merged(events: Iterable[StreamEvent]) -> list[StreamEvent]:

@@ -148,6 +148,10 @@ class ChatAnswer(Answer):
             chunks.append(choice)
         return chunks
 
+    @property
+    def has_plain_chunks(self) -> bool:
+        return super().has_plain_chunks and not self._finds_reasoning and self._make_tool_parser is ToolParser
+
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         chunk = super()._chunk(choices, usage)
         if self.body.return_token_ids and any("role" in choice["delta"] for choice in choices):

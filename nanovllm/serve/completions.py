@@ -34,10 +34,10 @@ class CompletionAnswer(Answer):
             outputs = [replace(output, outputs=[_without_tokens(x) for x in output.outputs]) for output in outputs]
         return super()._whole(outputs)
 
-    def _events(self, prompt_index: int, events: Sequence[StreamEvent], num_levels: int = 0) -> bytes:
+    def _events(self, prompt_index: int, events: Sequence[StreamEvent]) -> bytes:
         if self.body.max_tokens == 0:
             events = [_without_tokens(event) for event in events]
-        return super()._events(prompt_index, events, num_levels)
+        return super()._events(prompt_index, events)
 
     def choices(self, prompt_index: int, output: RequestOutput) -> list[dict[str, Any]]:
         echo, choices = self._echoes[prompt_index], []

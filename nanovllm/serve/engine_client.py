@@ -24,6 +24,7 @@ from nanovllm.serve.turns import ClientTurns
 from nanovllm.utils.checks import check_int
 
 T = TypeVar("T")
+MANY_IDS = 2**14  # of a prompt, which take 0.2 ms to check
 PromptSource = Prompt | Callable[[PromptLane], Prompt]
 
 
@@ -189,11 +190,13 @@ class EngineClient(ABC):
                 return request
 
             tokenize = partial(_tokenize, prompt, chat_template_kwargs)
-            if getattr(sampling_params, "structured_outputs", None) is None:
-                made = await self._in_lane(lambda lane: make(tokenize(lane)))
-            else:
+            if getattr(sampling_params, "structured_outputs", None) is not None:
                 compile_for = partial(make, await self._in_lane(tokenize))
                 made = await self._grammar_turns.run(lambda: self._in_thread(self._grammar_pool, compile_for))
+            elif isinstance(prompt, list) and len(prompt) <= MANY_IDS and {*map(type, prompt)} == {int}:
+                made = make(tokenize(self._lane))  # there is nothing to tokenize, and a thread costs more
+            else:
+                made = await self._in_lane(lambda lane: make(tokenize(lane)))
             self.check_open()
             request = self._start(made, name)
         except BaseException:

@@ -98,6 +98,10 @@ def unreadable_body(cause: BaseException | None) -> ApiError:
     return ApiError(400, message)
 
 
+def invalid_json(problem: str, position: int | str) -> ApiError:
+    return ApiError(400, f"the body is not valid JSON: {problem} at character {position}")
+
+
 def too_deep(error: Exception, body: bytes) -> Exception:
     """The error of recursion names the field that is nested too deeply, if there is one."""
     for name, value in json.loads(body).items():
@@ -117,7 +121,7 @@ def validation_error(errors: Sequence[dict]) -> ApiError:
     path = [str(part) for part in first["loc"][1:] if not str(part).endswith("Body")]
     param = path[0] if path else None
     if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']} at character {param}")
+        return invalid_json(first["ctx"]["error"], path[0])
     if param is None or param.isdigit():
         return ApiError(400, "the body must be a JSON object")
     texts = dict.fromkeys(error["msg"] for error in errors if param in error["loc"])

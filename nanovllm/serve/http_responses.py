@@ -1,15 +1,17 @@
 """Responses, and work on behalf of a client that ends when the client goes away."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+from anyio import CancelScope, current_time
 from starlette.responses import Response
 
 from nanovllm.serve.answers import Answer, dump_json
 from nanovllm.serve.errors import ApiError, ClientGoneError, RequestTimeoutError, api_error
 
+CONNECTION = "connection"  # in the state of a request
 WRITE_SECONDS = 30.0  # in addition to the time of the request: for a client that reads slowly
 
 
@@ -33,7 +35,11 @@ class ErrorResponse(Response):
 
 
 class EventStream(Response):
-    """Server-sent events. An error after the first event is one more event."""
+    """Server-sent events. An error after the first event is one more event.
+
+    Whoever delivers what the engine has made writes it to the connection, in one piece for each step: no task is woken
+    for that. While the client has not taken the last piece, nothing is written, and the events of several steps merge.
+    """
 
     def __init__(self, answer: Answer, end: Callable[[], None], seconds: float):
         """end: called when no more events are needed. seconds: after which the events end by themselves."""
@@ -42,43 +48,66 @@ class EventStream(Response):
         self._answer, self._end, self._seconds = answer, end, seconds
 
     async def __call__(self, scope, receive, send) -> None:
+        self._connection = connection_of(scope)
+        self._loop = asyncio.get_running_loop()
+        self._is_over: asyncio.Future[None] = self._loop.create_future()
         try:
-            await while_connected(receive, self._send_all(send), self._seconds + WRITE_SECONDS)
+            with while_connected(self._connection, self._seconds + WRITE_SECONDS):
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                if begin := self._answer.begin():
+                    self._connection.write_chunk(begin)
+                self._listen(self._write)
+                self._write()
+                try:
+                    await self._is_over
+                    end = await self._answer.end()
+                except Exception as error:
+                    end = self._answer.error_event(api_error(error))
+                await send({"type": "http.response.body", "body": end})
         except (ClientGoneError, RequestTimeoutError):
             pass  # nothing reads the rest
         finally:
+            self._listen(None)
             self._end()
 
-    async def _send_all(self, send) -> None:
-        async with aclosing(self._answer.chunks()) as events:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            try:
-                async for event in events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-            except Exception as error:
-                body = self._answer.error_event(api_error(error))
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+    def _listen(self, write: Callable[[], None] | None) -> None:
+        self._connection.on_writable = write
+        for request in self._answer.requests:
+            request.on_news = write
+
+    def _write(self) -> None:
+        """Write what has arrived. It is called when there is more, and when the client has taken the last piece."""
+        if not self._connection.is_writable or self._is_over.done():
+            return
+        try:
+            if data := self._answer.take():
+                self._connection.write_chunk(data)
+            if self._answer.is_over:
+                self._is_over.set_result(None)
+            elif self._answer.has_events:
+                self._loop.call_soon(self._write)
+        except Exception as error:
+            self._is_over.set_exception(error)
 
 
-async def while_connected(receive, work: Coroutine, seconds: float | None = None) -> Any:
-    """The result of `work`. It is cancelled if the client goes away (ClientGoneError), or after `seconds`
-    (RequestTimeoutError).
+def connection_of(scope: Mapping[str, Any]) -> Any:
+    """The BoundedProtocol (request_limits.py) of a request."""
+    return scope["state"][CONNECTION]
 
-    receive: of ASGI, after the body was read.
+
+@contextmanager
+def while_connected(connection: Any, seconds: float) -> Iterator[None]:
+    """A block that is cancelled if the client goes away (ClientGoneError), or after `seconds` (RequestTimeoutError).
+
+    connection: the BoundedProtocol of the request, whose body was read.
     """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnection(receive))
-    try:
-        await asyncio.wait((task, gone), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGoneError if gone.done() else RequestTimeoutError
-    finally:
-        task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnection(receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    with CancelScope(deadline=current_time() + seconds) as scope:
+        connection.on_lost = scope.cancel
+        if connection.is_lost:
+            scope.cancel()
+        try:
+            yield
+        finally:
+            connection.on_lost = None
+    if scope.cancelled_caught:
+        raise ClientGoneError if connection.is_lost else RequestTimeoutError

@@ -5,16 +5,20 @@ import hmac
 import logging
 import os
 import socket
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
 import httptools
+from anyio import fail_after
+from starlette.requests import Request
+from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nanovllm.serve.errors import ApiError
-from nanovllm.serve.http_responses import ErrorResponse, json_response
+from nanovllm.serve.http_responses import CONNECTION, ErrorResponse, json_response
 from nanovllm.serve.settings import ServerSettings
-from nanovllm.serve.turns import CLIENT
+from nanovllm.serve.turns import CLIENT, LoopTurns
 
 logger = logging.getLogger("nanovllm")
 OPEN_PATHS = ("/", "/health", "/ping")  # need no key: the page asks for one, and monitors of the server have none
@@ -22,7 +26,9 @@ KEY_VARIABLES = ("NANOVLLM_API_KEY", "VLLM_API_KEY")  # of the environment
 HEADER_SECONDS = 10.0  # within which the headers of a request must have arrived
 MAX_HEADER_BYTES = 32 * 2**10
 LONG_HEADERS = f"the headers are longer than {MAX_HEADER_BYTES} bytes"
+ADMITTED_PER_TURN = 4  # requests for an answer, each of which takes less than a millisecond
 UNREAD_SECONDS = 120.0  # after which a connection is reset whose client takes nothing of what was sent
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class RequestLimits:
@@ -31,7 +37,11 @@ class RequestLimits:
     Routes therefore never wait for a client that sends slowly, and `receive` gives them the body at once.
     """
 
-    def __init__(self, app: Any, settings: ServerSettings):
+    def __init__(self, app: Any, settings: ServerSettings, endpoints: Mapping[str, Endpoint]):
+        """endpoints: what answers POST requests to these paths, without the layers of `app`; a few in each turn of the
+        event loop, so that a burst of requests does not hold up what else is due.
+        """
+        self._endpoints, self._turns = endpoints, LoopTurns(ADMITTED_PER_TURN)
         self.app, self.settings, self._root_path = app, settings, settings.root_path.rstrip("/")
         keys = [*(settings.api_key or ()), *(os.environ.get(name, "") for name in KEY_VARIABLES)]
         self._keys = [key.encode() for key in keys if key]
@@ -47,13 +57,19 @@ class RequestLimits:
             try:
                 headers = dict(scope["headers"])
                 self._check_host([value for name, value in scope["headers"] if name == b"host"])
-                if scope["path"].removeprefix(self._root_path) not in OPEN_PATHS:
+                path = scope["path"].removeprefix(self._root_path)
+                if path not in OPEN_PATHS:
                     keys = self._checked_keys(headers)
                     CLIENT.set((*keys, *(scope.get("client") or ())[:1]))  # with the address, without the port
                 has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
                 if scope["method"] == "POST" and has_body:
                     self._check_type(headers.get(b"content-type", b""))
                 receive = await self._with_body(headers, receive)
+                if scope["method"] == "POST" and (endpoint := self._endpoints.get(path)) is not None:
+                    await self._turns.next()
+                    response = await endpoint(Request(scope, receive))
+                    await response(scope, receive, send)
+                    return
             except ApiError as error:
                 # the rest of a body is not read, so the connection can't be used again
                 await ErrorResponse(error, connection="close")(scope, receive, send)
@@ -96,8 +112,9 @@ class RequestLimits:
         if length.isdigit() and int(length[:20]) > self.settings.max_body_bytes:
             raise self._too_long()
         try:
-            body = await asyncio.wait_for(self._read(receive), self.settings.body_timeout)
-        except asyncio.TimeoutError:
+            with fail_after(self.settings.body_timeout):
+                body = await self._read(receive)
+        except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {self.settings.body_timeout:g} seconds") from None
         first = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -131,12 +148,25 @@ class BoundedProtocol(HttpToolsProtocol):
     HTTP allows. What is no request, and what is refused before a route is known, is answered as any other error.
     """
 
+    is_lost = False  # the client has closed it
+    on_lost: Callable[[], object] | None = None  # called when it does
+    on_writable: Callable[[], None] | None = None  # called when the client has taken all that was written
     _header_timer: asyncio.TimerHandle | None = None
     _num_header_bytes = 0
     url = b""  # of the request that is being parsed
 
+    @property
+    def is_writable(self) -> bool:
+        """Whether the client has taken all that was written."""
+        return not self.flow.write_paused
+
+    def write_chunk(self, data: bytes) -> None:
+        """Write a part of a body that has no length, as a chunk of HTTP/1.1."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; else closing waits for such a client without an end
             milliseconds = int(1000 * UNREAD_SECONDS)
             connection = transport.get_extra_info("socket")
@@ -174,6 +204,10 @@ class BoundedProtocol(HttpToolsProtocol):
                 lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
                 data = b"\r\n".join([*lines, b"", data[upgrade.args[0] :]])
 
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"][CONNECTION] = self
+
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             return
@@ -193,6 +227,14 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_headers()
         super().connection_lost(exc)
+        self.is_lost = True
+        if self.on_lost is not None:
+            self.on_lost()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.on_writable is not None:
+            self.on_writable()
 
     def _refuse(self, error: ApiError) -> None:
         """Answer without the application, and close the connection."""

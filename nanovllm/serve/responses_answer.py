@@ -61,10 +61,10 @@ class ResponsesAnswer(ChatAnswer):
             pass
         return self._kept(self._response())
 
-    def _begin(self) -> bytes:
+    def begin(self) -> bytes:
         return self._encoded(self._event(name, response=self._response()) for name in ("created", "in_progress"))
 
-    def _events(self, prompt_index: int, events: Sequence[StreamEvent], num_levels: int = 0) -> bytes:
+    def _events(self, prompt_index: int, events: Sequence[StreamEvent]) -> bytes:
         return self._encoded(made for event in events for made in self._take(event))
 
     def _end(self) -> bytes:
@@ -84,7 +84,7 @@ class ResponsesAnswer(ChatAnswer):
 
     def _encoded(self, events: Iterable[Event]) -> bytes:
         """Each event is encoded before the next one is made, which may change the same item."""
-        return b"".join([server_sent_event(event, self._num_levels, event["type"]) for event in events])
+        return b"".join([server_sent_event(event, event["type"], self._num_levels) for event in events])
 
     def _event(self, name: str, /, **fields: Any) -> Event:
         return {"type": f"response.{name}", "sequence_number": next(self._numbers), **fields}

@@ -101,7 +101,7 @@ class ReplicaRequest(AsyncRequest):
             self._first_delta_time = time()
         answer.add(delta)
         self._events.append(delta)
-        self._wake()
+        self.tell()
 
     def end(self, final: Final) -> None:
         """The replica has computed the whole request."""
