@@ -40,6 +40,7 @@ class InputProcessor:
         self.all_token_bytes = TokenBytes(tokenizer, skip_special_tokens=False)  # also for log-probabilities
         self.tokenizer_lock = threading.RLock()  # it is not thread-safe
         self.grammars: Any = None  # made with the first request that has `structured_outputs`
+        self._seed = secrets.randbits(64) if config.seed is None else config.seed
         # an iterator, as `next` is atomic: a signal handler may interrupt a thread here, and add a request itself
         self._unused_ids = iter(range(MAX_REQUESTS))
 
@@ -164,6 +165,4 @@ class InputProcessor:
     def _noise_seed(self, params: SamplingParams, request_id: int) -> int:
         if params.seed is not None:
             return params.seed
-        if self.config.seed is not None:
-            return xxhash.xxh3_64_intdigest(struct.pack("<QQ", self.config.seed, request_id))
-        return secrets.randbits(64)
+        return xxhash.xxh3_64_intdigest(struct.pack("<QQ", self._seed, request_id))
