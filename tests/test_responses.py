@@ -13,7 +13,7 @@ openai = pytest.importorskip("openai")
 from openai.types.responses import Response, ResponseStreamEvent
 from test_server import MODEL, client, expected, offline, running
 
-from nanovllm.serve import api_server, chat, responses_api
+from nanovllm.serve import chat, openai_api, responses_api
 from nanovllm.serve.errors import ApiError, RequestTimeoutError
 from nanovllm.serve.responses_answer import ResponsesAnswer
 from nanovllm.serve.responses_api import ResponseStore
@@ -389,7 +389,7 @@ def test_a_short_request_with_a_long_conversation_is_prepared_in_a_thread(client
     threads = []
     conversation = chat.conversation
     monkeypatch.setattr(chat, "conversation", lambda body: threads.append(current_thread()) or conversation(body))
-    items = [{"role": "user", "content": "a"}] * api_server.MAX_MESSAGES_IN_LOOP
+    items = [{"role": "user", "content": "a"}] * openai_api.MAX_MESSAGES_IN_LOOP
     first = create(client, input=items, max_output_tokens=1, truncation="auto")
     create(client, input="b", max_output_tokens=1, truncation="auto", previous_response_id=first.id)
     assert len(threads) == 2 and threads[1] is not server.thread

@@ -20,7 +20,7 @@ from nanovllm.serve.errors import MESSAGES_PATH, ApiError
 from nanovllm.serve.protocol import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Body, ChatBody, Item, String, translated
 
 if TYPE_CHECKING:
-    from nanovllm.serve.api_server import Api
+    from nanovllm.serve.openai_api import Api
 
 BILLING_HEADER = "x-anthropic-billing-header"  # Claude Code's first system block: a hash that no two requests share
 SAME_FIELDS = {"model", "stream", "max_tokens", "temperature", "top_p", "top_k"}

@@ -1,66 +1,26 @@
-"""The application behind the HTTP API: its routes, and how each of them uses the engine."""
+"""The application behind the HTTP API: what a request passes, and how errors are answered."""
 
-import asyncio
-import json
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Match
 
 from nanovllm import __version__
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve import chat
-from nanovllm.serve.answers import Answer
 from nanovllm.serve.anthropic_api import messages_router
-from nanovllm.serve.async_request import AsyncRequest
-from nanovllm.serve.completions import CompletionAnswer, Echo
 from nanovllm.serve.engine_client import EngineClient, EngineDeadError
-from nanovllm.serve.errors import (
-    ApiError,
-    RequestTimeoutError,
-    api_error,
-    invalid_json,
-    too_deep,
-    unreadable_body,
-    validation_error,
-)
-from nanovllm.serve.http_responses import ErrorResponse, EventStream, connection_of, json_response, while_connected
+from nanovllm.serve.errors import ApiError, api_error, unreadable_body, validation_error
+from nanovllm.serve.http_responses import ErrorResponse
 from nanovllm.serve.info_api import info_router
-from nanovllm.serve.protocol import (
-    Body,
-    ChatBody,
-    ChatFields,
-    CompletionBody,
-    DetokenizeBody,
-    GenerationBody,
-    StreamOptions,
-    TokenizeBody,
-    TokenizeChatBody,
-    beam_search_params,
-    sampling_params,
-)
-from nanovllm.serve.request_limits import Endpoint, RequestLimits
+from nanovllm.serve.openai_api import Api
+from nanovllm.serve.request_limits import RequestLimits
 from nanovllm.serve.responses_api import responses_router
 from nanovllm.serve.settings import ServerSettings
-from nanovllm.serve.structured import structured_outputs, with_own_field
-from nanovllm.serve.tokenized import tokenized
-from nanovllm.serve.tool_parsers import parser_for
 from nanovllm.serve.view import view_router
-
-# what is longer is prepared by a thread, so that no other client waits
-MAX_BODY_IN_LOOP = 2**16  # bytes
-MAX_MESSAGES_IN_LOOP = 256  # with those of previous responses
-B = TypeVar("B", bound=Body)
-COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 
 
 def create_app(
@@ -114,234 +74,3 @@ async def _on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         return ErrorResponse(validation_error(error.errors()))
     return ErrorResponse(api_error(error))
-
-
-def read_body(kind: type[B], data: bytes) -> B:
-    """The body of a request. ApiError if it is no valid JSON, or not of this kind."""
-    try:
-        return kind.model_validate(json.loads(data) if data else None)
-    except json.JSONDecodeError as error:
-        raise invalid_json(error.msg, error.pos) from error
-    except ValidationError as error:
-        raise validation_error([{**found, "loc": ("body", *found["loc"])} for found in error.errors()]) from None
-    except (ValueError, RecursionError) as error:
-        raise unreadable_body(error) from error
-
-
-class Prepared(NamedTuple):
-    """What a body says, in the terms of the engine."""
-
-    prompts: list
-    params: SamplingParams
-    template_arguments: dict[str, Any] | None
-
-
-class Api:
-    """The routes, and what they share."""
-
-    def __init__(self, llm: EngineClient, settings: ServerSettings, model_names: Sequence[str], root: str):
-        """root: the model behind the names."""
-        self.llm, self.settings, self.model_names, self.root = llm, settings, model_names, root
-        parser = settings.tool_call_parser
-        if settings.chat_template is not None:
-            llm.input_processor.tokenizer.chat_template = settings.chat_template
-        self.chat_template = getattr(llm.input_processor.tokenizer, "chat_template", None)
-        self.tool_call_parser = parser_for(self.chat_template) if parser == "auto" else parser
-        # what the model recommends; the length of an answer is the API's own
-        own, recommended = asdict(SamplingParams()), asdict(llm.input_processor.default_sampling_params())
-        changed = {name: value for name, value in recommended.items() if value != own[name]}
-        self.defaults = {name: value for name, value in changed.items() if name != "max_tokens"}
-
-    def router(self) -> APIRouter:
-        router = APIRouter()
-        router.post("/v1/completions")(self.completions)
-        router.post("/v1/chat/completions")(self.chat_completions)
-        router.post("/tokenize")(self.tokenize)
-        router.post("/detokenize")(self.detokenize)
-        return router
-
-    def endpoints(self) -> dict[str, Endpoint]:
-        """The routes that most requests take, as functions of a request: FastAPI's layers cost as much as the rest."""
-
-        def endpoint(kind: type[B], answer: Callable[[B, Request], Awaitable[Response]]) -> Endpoint:
-            async def respond(request: Request) -> Response:
-                try:
-                    return await answer(read_body(kind, await request.body()), request)
-                except Exception as error:
-                    return ErrorResponse(api_error(error))
-
-            return respond
-
-        return {
-            "/v1/completions": endpoint(CompletionBody, self.completions),
-            "/v1/chat/completions": endpoint(ChatBody, self.chat_completions),
-        }
-
-    # -- generation ----------------------------------------------------------------------------------------------------
-
-    async def completions(self, body: CompletionBody, request: Request) -> Response:
-        def prepare() -> Prepared:
-            if body.best_of not in (None, body.n or 1):
-                raise ApiError(400, f"best_of={body.best_of}: must be {body.n or 1}, as `n`", "best_of")
-            if body.echo and body.stream and body.logprobs is not None:
-                raise ApiError(400, "echo: can't be streamed together with logprobs", "echo")
-            own = body.prompt_logprobs
-            prompt_logprobs = body.logprobs if own is None and body.echo else own
-            special = {"logprobs": body.logprobs, "prompt_logprobs": prompt_logprobs}
-            if body.max_tokens is None:
-                special["max_tokens"] = COMPLETION_TOKENS
-            elif body.max_tokens == 0 and body.echo:
-                special["max_tokens"] = 1  # of which CompletionAnswer shows nothing
-            params = sampling_params(body, self.defaults, structured_outputs(body), **special)
-            return Prepared(body.prompts(), params, None)
-
-        async def make_answer(requests: Sequence[AsyncRequest]) -> Answer:
-            echoes = [await self._echo(own) if body.echo else Echo() for own in requests]
-            return CompletionAnswer(body, self.model_name(body.model), requests, echoes)
-
-        return await self._respond(body, request, prepare, make_answer)
-
-    async def chat_completions(self, body: ChatBody, request: Request) -> Response:
-        return await self.converse(body, request, chat.ChatAnswer)
-
-    async def converse(self, body: ChatBody, request: Request, form: Callable[..., Answer]) -> Response:
-        """Answer a conversation. form: makes the answer, from the arguments of ChatAnswer."""
-
-        def prepare() -> Prepared:
-            if body.top_logprobs and not body.logprobs:
-                raise ApiError(400, "top_logprobs: needs logprobs=true", "top_logprobs")
-            max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-            logprobs = (body.top_logprobs or 0) if body.logprobs else None
-            special = {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs}
-            params = sampling_params(body, self.defaults, structured_outputs(body), **special)
-            return Prepared([chat.conversation(body)], params, self._template_arguments(body))
-
-        async def make_answer(requests: Sequence[AsyncRequest]) -> Answer:
-            make_parser = chat.make_tool_parser(body, self.tool_call_parser)
-            finds_reasoning = self.settings.reasoning_parser == "think"
-            name, token_bytes = self.model_name(body.model), self.llm.token_bytes
-            return form(body, name, requests, make_parser, finds_reasoning, token_bytes)
-
-        return await self._respond(body, request, prepare, make_answer)
-
-    async def _respond(
-        self,
-        body: GenerationBody,
-        request: Request,
-        prepare: Callable[[], Prepared],
-        make_answer: Callable[[Sequence[AsyncRequest]], Awaitable[Answer]],
-    ) -> Response:
-        """Check and queue the requests for all prompts, then answer at the end or piece by piece."""
-        if self.settings.enable_force_include_usage and body.stream:
-            body.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
-        body.return_tokens_as_token_ids = body.return_tokens_as_token_ids or self.settings.return_tokens_as_token_ids
-        requests: list[AsyncRequest] = []
-        seconds = self.settings.request_timeout
-        timer = asyncio.get_running_loop().call_later(seconds, self._fail, requests)
-
-        def end() -> None:
-            timer.cancel()
-            for own in requests:
-                self.llm.discard(own)
-
-        async def queue() -> Answer:
-            try:
-                num_messages = len(getattr(body, "messages", ()))
-                is_long = len(await request.body()) > MAX_BODY_IN_LOOP or num_messages > MAX_MESSAGES_IN_LOOP
-                await self._submit(body, await asyncio.to_thread(prepare) if is_long else prepare(), requests)
-                return await make_answer(requests)
-            except Exception as error:
-                if "recursion" in str(error) and not isinstance(error, ApiError):
-                    error = await asyncio.to_thread(too_deep, error, await request.body())
-                raise with_own_field(api_error(error, type(body).model_fields), body) from None
-
-        stream = None
-        try:
-            with while_connected(connection_of(request.scope), seconds):
-                answer = await queue()
-                if not body.stream:
-                    return json_response(await answer.complete())
-            stream = EventStream(answer, end, seconds)
-            return stream
-        except Exception as error:
-            return ErrorResponse(api_error(error))
-        finally:
-            if stream is None:
-                end()
-
-    async def _submit(self, body: GenerationBody, prepared: Prepared, requests: list[AsyncRequest]) -> None:
-        """Queue a request for each prompt, and add it to `requests`."""
-        self.model_name(body.model)
-        if body.stream_options is not None and not body.stream:
-            raise ApiError(400, "stream_options: needs stream=true", "stream_options")
-        if body.stream and body.prompt_logprobs:
-            raise ApiError(400, "prompt_logprobs: can't be streamed", "prompt_logprobs")
-        prompts, params, template_arguments = prepared
-        if not prompts:
-            raise ApiError(400, "prompt: there must be at least one", "prompt")
-        if len(prompts) * params.n > (bound := self.settings.max_answers):
-            raise ApiError(400, f"n={params.n}: times {len(prompts)} prompts is more than {bound} answers", "n")
-        for name in ("use_beam_search", "cache_salt"):
-            if getattr(body, name) and self.llm.engine is None:
-                raise ApiError(400, f"{name}: is not supported with several replicas", name)
-        bound = self.llm.input_processor.max_model_len
-        own_params = beam_search_params(body, params, bound) if body.use_beam_search else params
-        for prompt in prompts:
-            if body.add_special_tokens is not None or body.truncate_prompt_tokens is not None:
-                prompt = partial(tokenized, body, prompt, template_arguments, params.max_tokens)
-            arguments = prompt, own_params, None, body.priority, template_arguments, bool(body.stream), body.cache_salt
-            requests.append(await self.llm.submit(*arguments))
-
-    @staticmethod
-    def _fail(requests: Sequence[AsyncRequest]) -> None:
-        """End requests that took longer than the server allows."""
-        for request in requests:
-            request.fail(RequestTimeoutError())
-
-    async def _echo(self, request: AsyncRequest) -> Echo:
-        text, token_ids = request.request.prompt, request.prompt_token_ids
-        whole = await self.llm.detokenize(token_ids) if text is None else text
-        return Echo(whole, await self.llm.detokenize(token_ids[:1]))
-
-    def _template_arguments(self, body: ChatFields) -> dict[str, Any]:
-        return chat.template_arguments(body, self.chat_template, self.settings.trust_request_chat_template)
-
-    def model_name(self, name: str | None) -> str:
-        """The name that an answer states. ApiError for a model that is not served here."""
-        if name is not None and name not in self.model_names:
-            raise ApiError(404, f"model {name!r:.80} is not served here", "model", "model_not_found")
-        return self.model_names[0] if name is None else name
-
-    # -- tokens --------------------------------------------------------------------------------------------------------
-
-    async def tokenize(self, body: TokenizeBody | TokenizeChatBody, request: Request) -> Response:
-        async def answer() -> dict[str, Any]:
-            tokens = await self.prompt_token_ids(body)
-            max_model_len = self.llm.input_processor.config.max_model_len
-            names = self.llm.input_processor.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-            return {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": names}
-
-        return await self.answer(body, request, answer())
-
-    async def prompt_token_ids(self, body: ChatBody | TokenizeBody | TokenizeChatBody) -> list[int]:
-        """ApiError for a model that is not served here."""
-        self.model_name(body.model)
-        prompt, arguments = getattr(body, "prompt", None), None
-        if isinstance(body, ChatFields):
-            prompt, arguments = await asyncio.to_thread(chat.conversation, body), self._template_arguments(body)
-        return await self.llm.tokenize(partial(tokenized, body, prompt, arguments, None))
-
-    async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
-        async def answer() -> dict[str, Any]:
-            self.model_name(body.model)
-            return {"prompt": await self.llm.detokenize(body.tokens)}
-
-        return await self.answer(body, request, answer())
-
-    async def answer(self, body: Body, request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
-        """Do `work`, and return its result. It is cancelled if the client goes away or the request takes too long."""
-        try:
-            with while_connected(connection_of(request.scope), self.settings.request_timeout):
-                return json_response(await work)
-        except Exception as error:
-            return ErrorResponse(api_error(error, type(body).model_fields))

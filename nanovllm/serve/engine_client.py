@@ -178,11 +178,10 @@ class EngineClient(ABC):
             kind = OutputKind.DELTA if in_pieces else OutputKind.TOKENS
 
             def make(tokens: TokensPrompt) -> Any:
+                processor = self.input_processor
                 if isinstance(sampling_params, BeamSearchParams):
-                    return beam_requests(
-                        self.input_processor, tokens, sampling_params, [priority], kind, BeamCompletion
-                    )[0]
-                request = self.input_processor.request(tokens, sampling_params, kind, priority=priority)
+                    return beam_requests(processor, tokens, sampling_params, [priority], kind, BeamCompletion)[0]
+                request = processor.request(tokens, sampling_params, kind, priority=priority)
                 if cache_salt is not None:
                     salt = blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=8).digest()
                     for seq in request.group:

@@ -11,7 +11,7 @@ from nanovllm.serve.http_responses import json_response
 from nanovllm.serve.metrics import Metrics
 
 if TYPE_CHECKING:
-    from nanovllm.serve.api_server import Api
+    from nanovllm.serve.openai_api import Api
 
 
 def info_router(api: "Api") -> APIRouter:
