@@ -309,7 +309,7 @@ BUDGETS = {
     "8-bit kernels": 1040,
     "structured_outputs": 360,
     "compat": 460,
-    "serve": 3120,
+    "serve": 3130,
     "replicas": 1180,
     "page": 400,
     "benchmarks": 1000,
