@@ -12,8 +12,10 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Literal, Optional
 
 import pytest
@@ -29,15 +31,18 @@ import tokenizers
 import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.engine.outputs import OutputKind
+from nanovllm.engine.outputs import OutputKind, StreamEvent
 from nanovllm.serve import AsyncLLM, answers, http_responses, request_limits
-from nanovllm.serve.completions import CompletionAnswer
+from nanovllm.serve.async_request import AsyncRequest
+from nanovllm.serve.chat import ChatAnswer
+from nanovllm.serve.completions import CompletionAnswer, Echo
 from nanovllm.serve.prompt_lanes import PromptLane, longest_token
-from nanovllm.serve.protocol import ChatBody
+from nanovllm.serve.protocol import ChatBody, CompletionBody
 from nanovllm.serve.server import listening_socket, make_server
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.structured import structured_outputs
-from nanovllm.serve.turns import CLIENT, ClientTurns
+from nanovllm.serve.tool_parsers import ToolParser
+from nanovllm.serve.turns import CLIENT, ClientTurns, LoopTurns
 from nanovllm.utils.hub import BUNDLED
 
 ENGINE = dict(dtype="float32", device="cpu", kvcache_block_size=16, num_kvcache_blocks=256)
@@ -302,6 +307,102 @@ def test_logprobs_of_a_part_of_a_character(client, offline):
     assert all(entry.bytes for entry in answer.logprobs.content)
     data = b"".join(bytes(entry.bytes) for entry in answer.logprobs.content)
     assert data.decode(errors="replace") == answer.message.content
+
+
+class Chunks:
+    """A connection whose client takes a piece only when told to."""
+
+    def __init__(self):
+        self.written, self.is_writable, self.is_lost, self.on_writable = [], True, False, None
+
+    def write_chunk(self, data: bytes) -> None:
+        self.written.append(data)
+        self.is_writable = False
+
+    def take_all(self) -> None:
+        self.is_writable = True
+        self.on_writable()
+
+
+def stream_answer(kind, body, texts) -> tuple[list[bytes], list[dict]]:
+    """The pieces written for a stream of these texts, and its events. The client first reads when half have arrived."""
+
+    async def main():
+        connection, sent = Chunks(), []
+        group = [SimpleNamespace(prompt_token_ids=[1, 2], num_cached_tokens=0)]
+        request = AsyncRequest(SimpleNamespace(group=group, request_id=0, prompt="Hi", output=object), "a")
+        options = ((Echo(),),) if kind is CompletionAnswer else (ToolParser,)
+        answer = kind(body, MODEL, [request], *options)
+
+        async def send(message):
+            sent.append(message.get("body", b""))
+
+        stream = http_responses.EventStream(answer, lambda: None, 10.0)
+        task = asyncio.create_task(stream({"state": {"connection": connection}}, None, send))
+        await asyncio.sleep(0)
+        for i, text in enumerate([*texts, None]):
+            reason = "length" if text is None else None
+            request.add_event(StreamEvent(0, 0, 0, text or "", [i], reason, None, None))
+            request.tell()
+            if i >= len(texts) // 2:
+                connection.take_all()
+        while not task.done():
+            connection.take_all()
+            await asyncio.sleep(0)
+        assert request.on_news is None and connection.on_writable is None
+        return [*connection.written, sent[-1]]
+
+    pieces = asyncio.run(main())
+    *events, done = b"".join(pieces).split(b"\n\n")[:-1]
+    assert done == b"data: [DONE]"
+    return pieces, [json.loads(event.removeprefix(b"data: ")) for event in events]
+
+
+TEXTS = ["To", "", " be", '"\\\n', "\u4e16", answers.MARK, "\ud83d", " \x00", "or"]
+
+
+@pytest.mark.parametrize("includes_usage", [False, True])
+@pytest.mark.parametrize("kind", [CompletionAnswer, ChatAnswer])
+def test_frames_of_chunks(monkeypatch, kind, includes_usage):
+    """Chunks that are put together from a frame and a text are those that are encoded as a whole."""
+    options = dict(stream=True, stream_options={"include_usage": includes_usage})
+    prompt = {"prompt": "Hi"} if kind is CompletionAnswer else {"messages": QUESTION}
+    body = (CompletionBody if kind is CompletionAnswer else ChatBody)(**prompt, **options)
+    pieces, events = stream_answer(kind, body, TEXTS)
+    assert len(pieces) < len(TEXTS)  # those that came while the client did not read are merged
+    texts = [x["text"] if "text" in x else x["delta"].get("content", "") for event in events for x in event["choices"]]
+    assert "".join(texts) == "".join(TEXTS).replace("\ud83d", "?")
+    if includes_usage:
+        assert events.pop()["usage"]["completion_tokens"] == len(TEXTS) + 1
+    monkeypatch.setattr(kind, "has_plain_chunks", False)
+    whole = stream_answer(kind, body, TEXTS)[1][: len(events)]
+    same = {"id": "", "created": 0}
+    assert [event | same for event in events] == [event | same for event in whole]
+
+
+def test_a_burst_of_requests_goes_on_in_turns():
+    """A few in each turn of the event loop, in their order; a task that was cancelled takes no turn."""
+
+    async def main():
+        turns, admitted, by_turn = LoopTurns(3), [], []
+
+        async def arrive(i):
+            await turns.next()
+            admitted.append(i)
+
+        tasks = [asyncio.create_task(arrive(i)) for i in range(20)]
+        await asyncio.sleep(0)
+        tasks[5].cancel()
+        while len(admitted) < 19:
+            by_turn.append(len(admitted))
+            await asyncio.sleep(0)
+        assert admitted == [i for i in range(20) if i != 5]
+        assert max(after - before for before, after in pairwise(by_turn)) <= 3
+        for _ in range(3):
+            await asyncio.sleep(0)
+        await asyncio.wait_for(turns.next(), 1)  # at once, when nobody waits
+
+    asyncio.run(main())
 
 
 def test_several_answers(client, offline):

@@ -17,7 +17,7 @@ from nanovllm.serve.protocol import GenerationBody
 MIN_LOGPROB = -9999.0  # JSON has no infinity
 MANY_LOGPROBS = 32  # tokens of an event: those of several steps, for a client that reads slowly
 NUM_LEVELS = 5  # from an answer down to the log-probabilities of a token
-MARK = "\ue000"  # takes the place of a text; for private use, so nothing else in a chunk has it
+MARK = uuid4().hex  # takes the place of a text; no client can know it
 DONE = b"data: [DONE]\n\n"
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
