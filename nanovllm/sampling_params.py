@@ -2,45 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from numbers import Integral
-from typing import Any
 
-from nanovllm.utils.checks import check_bool, check_fields, check_int, check_real, check_unicode, checked
+from nanovllm.utils.checks import check_bool, check_fields, check_int, check_real, checked
 
-
-def check_strings(name: str, value: Any) -> tuple[str, ...]:
-    """The strings as a tuple. TypeError for anything else; ValueError for an empty one, or one that is not Unicode."""
-    strings = _tuple_of(str, name, value)
-    for string in strings:
-        if not string:
-            raise ValueError(f"{name}={strings!r:.80}: a string must have at least 1 character")
-        check_unicode(name, string)
-    return strings
-
-
-def check_ids(name: str, value: Any, min_length: int = 0, max_length: int | None = None) -> tuple[int, ...]:
-    """Token ids as a tuple; the vocabulary is unknown here."""
-    ids = _tuple_of(Integral, name, value)
-    check_int(f"{name}: the number of ids", len(ids), min_length, max_length)
-    return tuple([check_int(f"{name}: token id", token_id, 0) for token_id in ids])
-
-
-def check_biases(name: str, value: Any) -> dict[int, float] | None:
-    """Biases by token id; None if there are none."""
-    if not isinstance(biases := value or {}, dict):
-        raise TypeError(f"{name}={biases!r:.80}: must map token ids to numbers")
-    values = [check_real(f"{name}[{token_id!r}]", bias, -100, 100) for token_id, bias in biases.items()]
-    return dict(zip(check_ids(name, [*biases], max_length=300), values)) or None
-
-
-def _tuple_of(kind: type, name: str, value: Any) -> tuple:
-    """`value` as a tuple: a single value of this type, a collection of them, or None for none."""
-    value = value.tolist() if hasattr(value, "tolist") else value  # a NumPy array or a tensor
-    values = () if value is None else (value,) if isinstance(value, kind) else value
-    if not isinstance(values, (list, tuple, set, frozenset, range)) or not all(isinstance(v, kind) for v in values):
-        what = "a string" if kind is str else "an integer"
-        raise TypeError(f"{name}={value!r:.80}: must be {what}, or a list of those")
-    return tuple(values)
+# parameters with several values, of which most requests have none
+COLLECTIONS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "structured_outputs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,17 +56,17 @@ class SamplingParams:
     max_tokens: int | None = 64
     min_tokens: int = checked(0, check_int, low=0)
     ignore_eos: bool = checked(False, check_bool)
-    stop: str | Sequence[str] | None = checked((), check_strings)
-    stop_token_ids: Sequence[int] | None = checked((), check_ids, max_length=128)
-    bad_words: str | Sequence[str] | None = checked((), check_strings)
-    allowed_token_ids: Sequence[int] | None = checked(None, check_ids, min_length=1)
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
+    bad_words: str | Sequence[str] | None = ()
+    allowed_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool = checked(False, check_bool)
     skip_special_tokens: bool = checked(True, check_bool)
     detokenize: bool = checked(True, check_bool)
     presence_penalty: float = checked(0.0, check_real, low=-2, high=2)
     frequency_penalty: float = checked(0.0, check_real, low=-2, high=2)
     repetition_penalty: float = checked(1.0, check_real, low=0.01, high=100)
-    logit_bias: dict[int, float] | None = checked(None, check_biases)
+    logit_bias: dict[int, float] | None = None
     structured_outputs: dict[str, object] | None = None
     logprobs: int | None = checked(None, check_int, low=-1)
     prompt_logprobs: int | None = checked(None, check_int, low=-1)
@@ -112,14 +78,11 @@ class SamplingParams:
         _set(self, "seed", None if self.seed == -1 else self.seed)
         # prompt length + min_tokens must fit into an int32
         check_int("min_tokens", self.min_tokens, 0, min(self.max_tokens or 2**30, 2**30))
-        if any(not word.strip() for word in self.bad_words or ()):
-            raise ValueError(f"bad_words={self.bad_words!r:.80}: a bad word must have a character that is not a space")
-        if self.stop and not self.detokenize:
-            raise ValueError(f"detokenize=False: must be True with stop={self.stop!r:.80}, which is found in the text")
-        if self.structured_outputs is not None:
-            from nanovllm.structured_outputs.spec import check_spec  # imported lazily, as it is rarely needed
+        defaults = self.__dataclass_fields__
+        if given := [name for name in COLLECTIONS if getattr(self, name) is not defaults[name].default]:
+            from nanovllm.utils.collection_checks import check_collections  # imported lazily, as few requests have any
 
-            _set(self, "structured_outputs", check_spec(self.structured_outputs, self.ignore_eos))
+            check_collections(self, given)
 
 
 @dataclass(frozen=True, slots=True)

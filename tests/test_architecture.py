@@ -47,7 +47,7 @@ HOUSE = """
   <- models/__init__.py utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py quantization/__init__.py
   <- model_config.py attention/__init__.py structured_outputs/__init__.py compat/__init__.py
   <- structured_outputs/spec.py compat/settings.py distributed/division.py startup/devices.py
-  <- config.py sampling_params.py <- compat/params.py
+  <- utils/collection_checks.py <- config.py sampling_params.py <- compat/params.py
 0 | engine/__init__.py
 1 | engine/sequence.py <- engine/scheduled_step.py
   engine/block_manager.py engine/scheduling_policy.py engine/policies.py
@@ -362,7 +362,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 3435, 45
+CORE_LINES, CORE_FILES = 3407, 45
 ROOMS = (
     "attention",
     "benchmarks",
