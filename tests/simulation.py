@@ -1,6 +1,6 @@
 """Engines without a model: the loop of the real one around its scheduler, with checks after every move.
 
-Nothing here needs PyTorch.
+Nothing here needs PyTorch, unless rows have several tokens.
 """
 
 import itertools

@@ -61,7 +61,7 @@ HOUSE = """
 3 | quantization/scaled.py <- quantization/scaled_linear.py quantization/scaled_experts.py <- quantization/fp8_linear.py
   <- quantization/quant_config.py
   <- quantization/fp8.py quantization/int8.py <- quantization/compressed_tensors.py
-4 | engine/step_result.py engine/batch.py <- engine/request_tables.py
+4 | engine/step_result.py engine/batch.py <- engine/request_tables.py features/drafts.py
   <- features/__init__.py features/block_copies.py features/logit_edits.py features/logprobs.py
   <- graphs/ <- startup/__init__.py startup/cuda.py <- engine/model_runner.py <- startup/cuda_runner.py
 5 | distributed/__init__.py distributed/ranks.py <- distributed/peer_memory.py
@@ -295,13 +295,13 @@ def code_lines(source: str) -> int:
 
 # lines of code: what a room may grow to before it is looked at again
 BUDGETS = {
-    "core": 3665,
+    "core": 3630,
     "states": 110,
     "attention": 150,
     "kernels": 2190,
     "distributed": 520,
     "models": 250,
-    "features": 650,
+    "features": 700,
     "graphs": 200,
     "startup": 240,
     "mixture of experts": 770,
@@ -362,7 +362,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 3407, 45
+CORE_LINES, CORE_FILES = 3387, 45
 ROOMS = (
     "attention",
     "benchmarks",

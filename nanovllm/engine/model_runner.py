@@ -232,9 +232,9 @@ class ModelRunner:
         counts = accept(x.req_indices, x.positions, token_ids, self.tables)
         if counts is None:
             return token_ids, token_ids
-        proposer = next(feature for feature in self.features.values() if feature.num_drafts)
-        self.tables.last_token_ids[x.req_indices[:: self.tokens_per_row], 1:] = proposer.propose(x, counts)
-        return token_ids, torch.cat((token_ids.view(-1, self.tokens_per_row), counts.unsqueeze(1)), 1)
+        from nanovllm.features.drafts import propose  # few engines have a feature that drafts tokens
+
+        return token_ids, propose(self, x, token_ids, counts)
 
     @property
     def _cached_token_ids(self) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """From the result of a step to the outputs of requests."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from nanovllm.engine.features import FEATURES, Ends
 from nanovllm.engine.outputs import OutputCollector, OutputKind
@@ -48,47 +48,32 @@ class OutputProcessor:
 
         Returns the watched sequences that have got a token, and all that have ended.
         """
-        if result.counts is None:
-            return self._postprocess(step, result, 0)
-        self.scheduler.settle(step, result.counts)
-        rounds = [self._postprocess(step, result, i) for i in range(step.tokens_per_row)]
-        return dict.fromkeys(seq for seqs in rounds for seq in seqs)
-
-    def _postprocess(self, step: ScheduledStep, result: StepResult, i: int) -> Collection[Sequence]:
-        """`postprocess` for the i-th token of each sequence that gets so many."""
-        arrived, ends = self._append(step, result, i)
-        for name in [*FEATURES]:  # another thread may register one meanwhile
-            if name in step.feature_names:
-                FEATURES[name].load().after_step(step, arrived, ends, result.feature_results.get(name))
-        for seq, reasons in ends.items():
-            self.end(seq, *reasons)
-        for seq in arrived.values():
-            seq.limit_tokens()
-        return dict.fromkeys([*arrived.values(), *ends]) if ends else arrived.values()
-
-    def _append(self, step: ScheduledStep, result: StepResult, i: int) -> tuple[dict[int, Sequence], Ends]:
-        """Append the i-th token of each sequence that still lives, or let the scheduler hold it, if it pauses.
-
-        Returns the watched ones of these, by the index of the token, and those that end by it or by their length. Only
-        the sequences where something happens are visited one by one.
-        """
-        seqs, scheduler, num_late = step.sampled_seqs, self.scheduler, 0
-        token_ids, visited, watched = result.token_ids[i :: step.tokens_per_row], step.visited, step.watched
-        appended: Iterable[tuple[Sequence, int]] = zip(seqs, token_ids, strict=True)
         if result.counts is not None:
-            visited = [j for j, count in enumerate(result.counts) if count > i]
-            watched = sorted({*watched}.intersection(visited))
-            appended = [(seqs[j], token_ids[j]) for j in visited]
-        elif not self.eos_token_ids.isdisjoint(token_ids):
-            visited = sorted({*visited, *(j for j, x in enumerate(token_ids) if x in self.eos_token_ids)})
-        for seq, token_id in appended:
+            from nanovllm.features.drafts import postprocess_drafts  # few engines have a feature that drafts tokens
+
+            return postprocess_drafts(self, step, result)
+        arrived, ends = self.append(step.sampled_seqs, result.token_ids, step.visited, step.watched)
+        return self.run_features(step, result, arrived, ends)
+
+    def append(
+        self, seqs: list[Sequence], token_ids: list[int], visited: list[int], watched: list[int]
+    ) -> tuple[dict[int, Sequence], Ends]:
+        """Append its token to each sequence that still lives, or hold the sequence, if it pauses.
+
+        Returns the watched ones of these, by index, and those that end by the token or by their length. `visited` and
+        `watched` are those of a ScheduledStep: only where something happens are sequences visited one by one.
+        """
+        scheduler, num_late = self.scheduler, 0
+        if not self.eos_token_ids.isdisjoint(token_ids):
+            visited = sorted({*visited, *(i for i, x in enumerate(token_ids) if x in self.eos_token_ids)})
+        for seq, token_id in zip(seqs, token_ids, strict=True):
             if seq.finish_reason is not None:
                 num_late += 1  # it ended while this token was in flight, which is not part of the answer
             elif not seq.pauses:
                 seq.token_ids.append(token_id)
-        scheduler.totals["output_tokens"] += (len(seqs) if result.counts is None else len(visited)) - num_late
+        scheduler.totals["output_tokens"] += len(seqs) - num_late
         ends: Ends = {}
-        for seq in (seqs[j] for j in visited if seqs[j].finish_reason is None):
+        for seq in (seqs[i] for i in visited if seqs[i].finish_reason is None):
             seq.record_time("first_token")
             if seq.pauses:
                 from nanovllm.features.forks import hold  # beams alone pause
@@ -98,8 +83,20 @@ class OutputProcessor:
             scheduler.block_manager.cache_full_blocks(seq)
             if reasons := seq.finish_reasons(self.eos_token_ids, self.eos_token_id):
                 ends[seq] = reasons
-        k = step.tokens_per_row
-        return {j * k + i: seqs[j] for j in watched if seqs[j].finish_reason is None}, ends
+        return {i: seqs[i] for i in watched if seqs[i].finish_reason is None}, ends
+
+    def run_features(
+        self, step: ScheduledStep, result: StepResult, arrived: dict[int, Sequence], ends: Ends
+    ) -> Collection[Sequence]:
+        """Let features look at the tokens that have `arrived`, as of `StepFeature.after_step`, and end sequences."""
+        for name in [*FEATURES]:  # another thread may register one meanwhile
+            if name in step.feature_names:
+                FEATURES[name].load().after_step(step, arrived, ends, result.feature_results.get(name))
+        for seq, reasons in ends.items():
+            self.end(seq, *reasons)
+        for seq in arrived.values():
+            seq.limit_tokens()
+        return dict.fromkeys([*arrived.values(), *ends]) if ends else arrived.values()
 
     def _deliver(self, seqs: Collection[Sequence]) -> None:
         """Tell the requests of these sequences, which have got a token, have paused or have ended."""

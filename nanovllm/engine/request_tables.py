@@ -36,30 +36,27 @@ class RequestTables(NamedTuple):
 def place_decodes(tables: RequestTables, batch: DeviceBatch, block_size: int) -> None:
     """Fill in the rows of a batch that decode: token ids, positions, slots, lengths and block tables.
 
-    A sequence has `tokens_per_row` rows, which attend to one token more each: its last token, then drafts. Rows past
-    its `num_reserved` are copies of the last one. Padding has no tokens, and slots of -1.
+    A sequence has one row for its last token, or with drafts `tokens_per_row`. Padding has no tokens, and slots of -1.
     """
     k = batch.shape.tokens_per_row
     n = int(batch.num_decodes) if batch.shape.is_padded else batch.shape.num_decodes
     inputs = batch.req_indices[: n // k], batch.num_reserved[: n // k], batch.new_blocks[: n // k]
-    rows, num_reserved, new_blocks = _arrays(*inputs)
-    last_token_ids, num_tokens, block_tables = _arrays(*tables[:3])
+    rows, num_reserved, new_blocks = arrays(*inputs)
+    last_token_ids, num_tokens, block_tables = arrays(*tables[:3])
     block_tables[rows, new_blocks[:, 0]] = new_blocks[:, 1]
-    lengths, offsets = num_tokens[rows], 0
+    lengths, token_ids = num_tokens[rows], last_token_ids[rows, 0]
     if k > 1:
-        (steps,) = _arrays(torch.arange(k, device=batch.buffer.device))
-        offsets = (steps - (steps - num_reserved[:, None] + 1).clip(0)).clip(0)  # [D, k]
-        rows, num_reserved, lengths = ((x[:, None] + 0 * steps).reshape(-1) for x in (rows, num_reserved, lengths))
-        lengths, offsets = lengths + offsets.reshape(-1), offsets.reshape(-1)
+        from nanovllm.features.drafts import rows_of_drafts  # few engines have a feature that drafts tokens
+
+        rows, num_reserved, lengths, token_ids = rows_of_drafts(k, rows, num_reserved, lengths, last_token_ids)
     positions = lengths - 1
     slots = block_tables[rows, positions // block_size] * block_size + positions % block_size
     if not num_reserved.all():
         is_real = num_reserved > 0
         lengths, positions, slots = lengths * is_real, positions * is_real, (slots + 1) * is_real - 1
     fields = batch.input_ids, batch.positions, batch.slot_mapping, batch.context_lens, batch.block_tables
-    token_ids, tables_of_rows = last_token_ids[rows, offsets], block_tables[rows, : fields[-1].shape[1]]
-    token_ids = token_ids.clip(0) if k > 1 else token_ids  # -1: no draft
-    for field, values in zip(_arrays(*fields), (token_ids, positions, slots, lengths, tables_of_rows)):
+    tables_of_rows = block_tables[rows, : fields[-1].shape[1]]
+    for field, values in zip(arrays(*fields), (token_ids, positions, slots, lengths, tables_of_rows)):
         field[:n] = values
 
 
@@ -67,26 +64,20 @@ def place_decodes(tables: RequestTables, batch: DeviceBatch, block_size: int) ->
 def accept(
     req_indices: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, tables: RequestTables
 ) -> torch.Tensor | None:
-    """How many of its sampled tokens [S * k] each sequence gets: counts [S] int32; None if k, `tokens_per_row`, is 1.
+    """Each sequence's sampled token becomes its next input, and its length grows.
 
-    A draft is right if it equals the token that was sampled in its place. Rows whose position is that of the row before
-    them have none. The last token becomes the next input, and the length grows.
+    With drafts, returns how many of its k tokens each sequence gets, the right drafts and one more: counts [S] int32.
     """
-    k = tables.last_token_ids.shape[1]
-    req_indices, positions, tokens = _arrays(req_indices[::k], positions, token_ids)
-    last_token_ids, num_tokens = _arrays(*tables[:2])
-    if k == 1:
-        last_token_ids[req_indices, 0], num_tokens[req_indices] = tokens, positions + 2
-        return None
-    positions, tokens = positions.reshape(-1, k), tokens.reshape(-1, k)
-    is_right = (last_token_ids[req_indices, 1:] == tokens[:, :-1]) & (positions[:, 1:] > positions[:, :-1])
-    counts = 1 + is_right.cumprod(1).sum(1)
-    (rows,) = _arrays(torch.arange(len(tokens), device=token_ids.device))
-    last_token_ids[req_indices, 0] = tokens[rows, counts - 1]
-    num_tokens[req_indices] = positions[:, 0] + 1 + counts
-    return torch.as_tensor(counts).int()
+    if tables.last_token_ids.shape[1] > 1:
+        from nanovllm.features.drafts import accept_drafts
+
+        return accept_drafts(req_indices, positions, token_ids, tables)
+    rows, positions, token_ids = arrays(req_indices, positions, token_ids)
+    last_token_ids, num_tokens = arrays(*tables[:2])
+    last_token_ids[rows, 0], num_tokens[rows] = token_ids, positions + 2
+    return None
 
 
-def _arrays(*tensors: torch.Tensor) -> list[Any]:
+def arrays(*tensors: torch.Tensor) -> list[Any]:
     """Views by NumPy of tensors on a CPU, where it takes a fraction of PyTorch's time; both have the same operators."""
     return [x.numpy() if x.is_cpu else x for x in tensors]

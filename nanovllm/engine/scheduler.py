@@ -210,14 +210,6 @@ class Scheduler:
             self.waiting.push(seq)
         self.num_preemptions += 1
 
-    def settle(self, step: ScheduledStep, counts: list[int]) -> None:
-        """Take back what a step had reserved for drafts that were wrong: its sequences get `counts` tokens."""
-        for seq, num_reserved, count in zip(step.sampled_seqs, step.num_reserved.tolist(), counts):
-            if seq.status is not SequenceStatus.FINISHED:
-                seq.num_tokens -= num_reserved - count
-                if seq.status is SequenceStatus.RUNNING:  # else it was preempted, and has nothing computed
-                    seq.num_computed_tokens -= num_reserved - count
-
     def finish(self, seq: Sequence) -> None:
         """Forget a sequence, in any state.
 

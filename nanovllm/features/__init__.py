@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from nanovllm.engine.features import FEATURES, Feature, StepFeature
-from nanovllm.kernels.sampling_columns import COLUMNS, MAX_CUSTOM_COLUMNS, NUM_OWN_COLUMNS
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -16,6 +15,8 @@ def register_feature(feature: type[StepFeature]) -> None:
 
     ValueError if there is a parameter or a feature of this name, or no column is left.
     """
+    from nanovllm.kernels.sampling_columns import COLUMNS, MAX_CUSTOM_COLUMNS, NUM_OWN_COLUMNS  # needs torch
+
     if feature.__name__ in FEATURES:
         raise ValueError(f"feature {feature.__name__!r}: there is a feature of this name")
     if feature.num_drafts and any(getattr(known.home, "num_drafts", 0) for known in FEATURES.values()):
