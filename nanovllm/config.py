@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec
 
 import torch
 
-from nanovllm.model_config import DTYPES, ModelConfig
+from nanovllm.models import DTYPES, ModelConfig
 from nanovllm.utils.checks import check_bool, check_choice, check_fields, check_int, check_real, checked
 from nanovllm.utils.hub import find_model, find_tokenizer
 

@@ -44,8 +44,8 @@ HOUSE = """
 0 | utils/checks.py utils/context.py utils/double_buffer.py utils/download.py utils/flags.py
   utils/hub.py utils/interrupts.py utils/progress.py utils/rope_scaling.py utils/tensor_parallel.py
   utils/__init__.py moe/__init__.py moe/config.py moe/weights.py
-  <- models/__init__.py utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py quantization/__init__.py
-  <- model_config.py attention/__init__.py structured_outputs/__init__.py compat/__init__.py
+  <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py quantization/__init__.py
+  <- models/__init__.py attention/__init__.py structured_outputs/__init__.py compat/__init__.py
   <- structured_outputs/spec.py compat/settings.py distributed/division.py startup/devices.py
   <- utils/collection_checks.py <- config.py sampling_params.py <- compat/params.py
 0 | engine/__init__.py
@@ -295,12 +295,12 @@ def code_lines(source: str) -> int:
 
 # lines of code: what a room may grow to before it is looked at again
 BUDGETS = {
-    "core": 3630,
+    "core": 3520,
     "states": 110,
     "attention": 150,
     "kernels": 2190,
     "distributed": 520,
-    "models": 250,
+    "models": 290,
     "features": 700,
     "graphs": 200,
     "startup": 240,
@@ -362,7 +362,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 3387, 45
+CORE_LINES, CORE_FILES = 3385, 44
 ROOMS = (
     "attention",
     "benchmarks",

@@ -33,8 +33,7 @@ from nanovllm.benchmarks.shapes import SHAPE_ENTRIES, SHAPES, write_shape
 from nanovllm.benchmarks.sweeps import latency_sweep
 from nanovllm.config import Config
 from nanovllm.layers.attention_backends import SDPABackend
-from nanovllm.model_config import ModelConfig
-from nanovllm.models import model_class
+from nanovllm.models import ModelConfig, model_class
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 ROOT = Path(__file__).parents[1]

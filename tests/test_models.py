@@ -23,8 +23,7 @@ from nanovllm.config import Config
 from nanovllm.distributed.process_group import connect
 from nanovllm.layers.attention import Attention, KVCache
 from nanovllm.layers.attention_backends import SDPABackend
-from nanovllm.model_config import ModelConfig
-from nanovllm.models import MODELS, model_class
+from nanovllm.models import MODELS, ModelConfig, model_class
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.qwen2 import Qwen2ForCausalLM
 from nanovllm.utils.context import Context, attention_context

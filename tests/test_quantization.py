@@ -27,8 +27,7 @@ from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.layers.attention_backends import SDPABackend
 from nanovllm.layers.linear import RowParallelLinear
-from nanovllm.model_config import ModelConfig
-from nanovllm.models import model_class
+from nanovllm.models import ModelConfig, model_class
 from nanovllm.quantization.fp8 import e4m3_scheme
 from nanovllm.quantization.int8 import config_on_load as int8_config
 from nanovllm.quantization.scaled import dequantize

@@ -1,6 +1,6 @@
 """Whether a model can be divided among ranks."""
 
-from nanovllm.model_config import ModelConfig
+from nanovllm.models import ModelConfig
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 

@@ -1,4 +1,4 @@
-"""The model families: which module and class computes a checkpoint. A module is imported when its family is used.
+"""The models: which family computes a checkpoint, and its shape. The module of a family is imported when that is used.
 
 The class of a family is constructed as `cls(config, max_len, backend, tp)` (ModelConfig, the longest sequence,
 AttentionBackend, TensorParallel). CONTRIBUTING.md shows how to add one. It has:
@@ -15,8 +15,17 @@ Linear layers and experts take `config.linear_dtype`, so that their weights may 
 All else takes `config.dtype`.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
+
+import torch
+
+from nanovllm.utils.checks import check_choice, check_int, check_real
+from nanovllm.utils.hub import read_json
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float", "float16", "half", "bfloat16")}
 
 # `model_type` in config.json -> module:class, where the class has the name that transformers gives the architecture
 MODELS = {
@@ -47,3 +56,133 @@ def find_model_type(raw: dict, file: Path) -> str:
 
 def model_class(model_type: str) -> type:
     return resolve_name(MODELS[model_type])
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a checkpoint, read from its `config.json` as transformers 4 or 5 wrote it."""
+
+    model_type: str  # a key of MODELS
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    dtype: torch.dtype
+    rope_inv_freq: tuple[float, ...]  # head_dim / 2 angles per position
+    rope_scale: float  # cos and sin are multiplied by it (yarn)
+    eos_token_ids: frozenset[int]
+    # what differs between families: `read_config` of a family's class sets it
+    qk_norm: bool = False  # RMS norm of each head of queries and keys
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = None  # a token attends to so many tokens, itself included
+    moe: Any = None  # MoEConfig of moe/, if there are layers with a mixture of experts
+    quantization: Any = None  # the formats of the linear layers' weights, see quantization/
+
+    @classmethod
+    def read(cls, folder: Path, quantization: str | None = None) -> "ModelConfig":
+        """Read the config.json in `folder`; `quantization` is the setting of that name.
+
+        ValueError or TypeError with the file's name if it is invalid, or describes a model that is not supported.
+        """
+        file = folder / "config.json"
+        raw = read_json(file)
+        model_type = find_model_type(raw, file)
+        family = model_class(model_type)
+        check_choice(f"{file}: hidden_act", raw.get("hidden_act", "silu"), family.hidden_acts)
+        if raw.get("use_sliding_window"):
+            raise ValueError(f"{file}: sliding-window attention is not supported (use_sliding_window is set)")
+        for kind in raw.get("layer_types") or ():
+            check_choice(f"{file}: layer_types: a layer", kind, ("full_attention",))
+        heads = raw.get("num_attention_heads")
+        names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings"
+        try:
+            plain = {name: check_int(f"{file}: {name}", raw[name], low=1) for name in names.split()}
+            head_dim = check_int(f"{file}: head_dim", raw.get("head_dim") or raw["hidden_size"] // heads, low=2)
+            kv_heads = check_int(f"{file}: num_key_value_heads", raw.get("num_key_value_heads") or heads, low=1)
+            inv_freq, rope_scale = _rope_frequencies(raw | {"model_type": model_type}, head_dim, file)
+        except KeyError as error:  # transformers' rope initialisers raise it too
+            raise ValueError(f"{file}: has no {error}") from error
+        dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+        check_choice(f"{file}: dtype", dtype, DTYPES)
+        eos_token_ids = _eos_token_ids(file, raw, plain["vocab_size"])
+        if (generation := folder / "generation_config.json").exists():
+            eos_token_ids = _eos_token_ids(generation, raw | read_json(generation), plain["vocab_size"])
+        formats = None
+        if (quantized := raw.get("quantization_config")) or quantization is not None:
+            from nanovllm.quantization import find_quantization  # imported lazily, as it is rarely needed
+
+            formats = find_quantization(quantized, file, quantization)
+        return cls(
+            model_type=model_type,
+            **plain,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            tie_word_embeddings=raw.get("tie_word_embeddings", False),
+            dtype=DTYPES[dtype],
+            rope_inv_freq=inv_freq,
+            rope_scale=rope_scale,
+            eos_token_ids=eos_token_ids,
+            quantization=formats,
+            **family.read_config(raw, file),
+        )
+
+    @property
+    def linear_dtype(self) -> torch.dtype | None:
+        """The dtype of the weights of linear layers; None: they have another format, which allocates them."""
+        return None if self.quantization else self.dtype
+
+    @property
+    def layer_operations(self) -> int:
+        """The operations of one layer's matrix products for one token; the mean if layers differ."""
+        queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        feed_forward = 3 * self.intermediate_size
+        if self.moe:
+            fraction = len(self.moe.layers) / self.num_hidden_layers
+            feed_forward = (1 - fraction) * feed_forward + fraction * self.moe.weights_per_input
+        return round(2 * self.hidden_size * (2 * queries + 2 * keys + feed_forward))
+
+    @property
+    def context_of_equal_cost(self) -> float:
+        """The number of tokens to which one attends in the time of a layer's matrix products.
+
+        Attention reaches about two thirds of their rate.
+        """
+        return self.layer_operations / (4 * self.num_attention_heads * self.head_dim * 1.5)
+
+
+def _rope_frequencies(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...], float]:
+    """Inverse frequencies and the scale of cos and sin, from `rope_parameters` or `rope_theta` and `rope_scaling`."""
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise TypeError(f"{file}: rope_scaling={given!r:.80}: must be an object")
+    parts = {"rope_theta": raw.get("rope_theta")}, given
+    rope = {name: value for part in parts for name, value in part.items() if value is not None}
+    theta = rope.pop("rope_theta", 10000.0)
+    check_real(f"{file}: rope_theta", theta, low=1e-6, high=1e30)
+    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    inv_freq, scale = 1.0 / theta**exponents, 1.0
+    if kind != "default" or rope:
+        from nanovllm.utils.rope_scaling import scaled_frequencies
+
+        inv_freq, scale = scaled_frequencies(kind, inv_freq, theta, rope, raw, head_dim, file)
+    return tuple(inv_freq.float().tolist()), float(scale)
+
+
+def _eos_token_ids(file: Path, raw: dict, vocab_size: int) -> frozenset[int]:
+    """The end-of-sequence ids in `file`: one, several or none."""
+    ids = raw.get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    try:
+        return frozenset(check_int(f"{file}: eos_token_id", i, low=0, high=vocab_size - 1) for i in ids)
+    except TypeError as error:
+        raise ValueError(error) from error

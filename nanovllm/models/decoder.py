@@ -15,7 +15,7 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import NormInput, RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import QKNormRope, RotaryEmbedding
-from nanovllm.model_config import ModelConfig
+from nanovllm.models import ModelConfig
 from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 

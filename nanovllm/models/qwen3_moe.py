@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch import nn
 
-from nanovllm.model_config import ModelConfig
+from nanovllm.models import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.moe.config import MoEConfig
 from nanovllm.moe.experts import MoE
