@@ -6,9 +6,9 @@ import torch
 
 from nanovllm.engine import batch as batches
 from nanovllm.engine.batch import VIEWS, Batch, BatchShape
-from nanovllm.engine.decode_table import DecodeTable
 from nanovllm.engine.request_tables import RequestTables, accept, place_decodes
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
+from nanovllm.engine.scheduler import DecodeTable
 from nanovllm.engine.sequence import Sequence
 from nanovllm.graphs.cuda_graph import decode_shape
 from nanovllm.kernels.sampling_columns import column

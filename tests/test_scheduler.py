@@ -20,8 +20,7 @@ from simulation import (
     rows,
 )
 
-from nanovllm.engine.scheduler import MAX_STEPS_WITHOUT_ADMISSION
-from nanovllm.engine.scheduling_policy import MIN_SHARED_CHUNK, TokenBudget
+from nanovllm.engine.scheduling_policy import MAX_STEPS_WITHOUT_ADMISSION, MIN_SHARED_CHUNK, TokenBudget
 from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.features.forks import fork, resume
 

@@ -11,9 +11,15 @@ from conftest import generate_by_steps, step_error
 from simulation import SimulatedEngine, rows
 
 from nanovllm import BeamSearchParams, SamplingParams, SchedulingPolicy
-from nanovllm.engine.scheduler import MAX_STEPS_WITHOUT_ADMISSION
-from nanovllm.engine.scheduling_policy import FCFS, MIN_SHARED_CHUNK, TokenBudget, WaitingQueue
+from nanovllm.engine.scheduling_policy import (
+    FCFS,
+    MAX_STEPS_WITHOUT_ADMISSION,
+    MIN_SHARED_CHUNK,
+    TokenBudget,
+    WaitingQueue,
+)
 from nanovllm.engine.sequence import Sequence
+from nanovllm.features import beam_search
 
 pytestmark = pytest.mark.small_model
 
@@ -449,9 +455,9 @@ def test_low_priority_is_served_first(make_llm, call):
 def test_beams_have_the_priority_of_their_request(make_llm, monkeypatch):
     llm = make_llm(scheduling_policy="priority")
     seen = []
-    fork = llm.scheduler.fork
-    record = lambda seq, *args: seen.extend([seq, fork(seq, *args)]) or seen[-1]
-    monkeypatch.setattr(llm.scheduler, "fork", record)
+    fork = beam_search.fork
+    record = lambda scheduler, seq, *args: seen.extend([seq, fork(scheduler, seq, *args)]) or seen[-1]
+    monkeypatch.setattr(beam_search, "fork", record)
     params = BeamSearchParams(beam_width=3, max_tokens=4)
     with_priority = llm.beam_search([[5, 6], [7, 8]], params, priority=[4, -4])
     assert {(seq.request_id, seq.priority, seq.order[0]) for seq in seen} == {(0, 4, 4), (1, -4, -4)}

@@ -1,4 +1,4 @@
-"""What a scheduler goes by: who is served first, and how many tokens of prompts a step computes.
+"""What a scheduler goes by: who is served first, who is admitted, and how many tokens of prompts a step computes.
 
 policies.py has other policies than first come, first served.
 """
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from nanovllm.engine.sequence import Sequence
 
 MIN_SHARED_CHUNK = 32  # tokens; less is not worth a chunk of its own
+MAX_STEPS_WITHOUT_ADMISSION = 32
 
 
 class SchedulingPolicy:
@@ -61,6 +62,33 @@ class WaitingQueue:
         i = bisect_left(self._seqs, seq.order, key=attrgetter("order"))
         if i < len(self._seqs) and self._seqs[i] is seq:
             del self._seqs[i]
+
+
+class GroupAdmission:
+    """Admission with hysteresis: once the engine is full, sequences are admitted in groups.
+
+    A mixed step for each sequence that ends would hold up all others. So the first sequence that does not fit pauses
+    admission until a sixteenth of the running ones have ended, or for MAX_STEPS_WITHOUT_ADMISSION steps.
+    """
+
+    def __init__(self) -> None:
+        self._max_running: int | None = None  # admission is paused while more than this run
+        self._num_steps = 0  # since the pause began
+
+    def may_admit(self, num_running: int) -> bool:
+        """Whether a sequence may be admitted; called once in each step in which some wait."""
+        if self._max_running is None or num_running <= self._max_running:
+            return True
+        self._num_steps += 1
+        return self._num_steps > MAX_STEPS_WITHOUT_ADMISSION
+
+    def pause(self, num_running: int) -> None:
+        """Stop admitting sequences, as one did not fit."""
+        self._max_running, self._num_steps = max(0, num_running - max(1, num_running // 16)), 0
+
+    def resume(self) -> None:
+        """Admit sequences again, as one was admitted or none waits any more."""
+        self._max_running, self._num_steps = None, 0
 
 
 class TokenBudget(NamedTuple):
