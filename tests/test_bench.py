@@ -4,6 +4,8 @@ import importlib.util
 import json
 import math
 import os
+import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,7 +21,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 import bench
 from nanovllm import SamplingParams
-from nanovllm.benchmarks import command, engines
+from nanovllm.benchmarks import clients, command, engines, http
 from nanovllm.benchmarks.arguments import engine_settings, make_parser, parse
 from nanovllm.benchmarks.engines import ENGINES, STEPPED_ENGINES, loops, versions
 from nanovllm.benchmarks.engines.loops import measure, serve
@@ -29,6 +31,7 @@ from nanovllm.benchmarks.limits import limit_seconds
 from nanovllm.benchmarks.processes import seconds_since_start
 from nanovllm.benchmarks.requests import Request, headline, in_rounds, online, other_ids
 from nanovllm.benchmarks.results import Result, decode_rate, fastest, latencies, percentile, save_results
+from nanovllm.benchmarks.servers import cpu_times, running_server
 from nanovllm.benchmarks.shapes import SHAPE_ENTRIES, SHAPES, write_shape
 from nanovllm.benchmarks.sweeps import latency_sweep
 from nanovllm.config import Config
@@ -179,6 +182,15 @@ def main(monkeypatch, *arguments: str) -> None:
         (("--workload", "host", "--save", "a.json"), ("--save", "host", "headline")),
         (("--workload", "host", "--compare", "vllm"), ("--compare", "host", "alone")),
         (("--workload", "single,host"), ("--workload", "'host'", "only workload")),
+        (("--workload", "http,host"), ("--workload", "'http'", "only workload")),
+        (("--workload", "http", "--compare", "vllm,transformers"), ("--compare", "transformers", "http", "vllm only")),
+        (("--workload", "http", "--rounds", "3"), ("--rounds", "http", "runs of its own")),
+        (("--workload", "http", "--save", "a.json"), ("--save", "http", "headline")),
+        (("--workload", "http", "--clients", "64"), ("--clients", "'64'", "CLIENTSxINPUT/OUTPUT")),
+        (("--workload", "http", "--clients", "4x8/0"), ("--clients", "'4x8/0'", "CLIENTSxINPUT/OUTPUT")),
+        (("--workload", "http", "--clients", "4x8/8-fast"), ("--clients", "'4x8/8-fast'", "-whole or -chat")),
+        (("--workload", "http", "--server-flags", "--a 'b"), ("--server-flags", "No closing quotation")),
+        (("--clients", "4x8/8"), ("--clients", "headline,single,prefill", "must be http")),
         (("--shape", "gpt-2"), ("--shape", "'gpt-2'", "llama-3.1-8b")),
         (("--shape", "qwen3-8b", "--model", "tiny-qwen3"), ("--shape", "--model", "not allowed")),
         (("--shape", "qwen3-8b", "--compare", "transformers"), ("--compare transformers", "weights", "--shape")),
@@ -255,11 +267,16 @@ def test_the_model_of_a_shape(monkeypatch, capsys):
     assert seen["load_format"] == "dummy" and Path(seen["model"]).name == "small" and not Path(seen["model"]).exists()
 
 
-def test_tokenizer_of_a_shape(tmp_path):
-    write_shape("mistral-7b", tmp_path / "model")
+@pytest.mark.parametrize("with_text", [False, True])
+def test_tokenizer_of_a_shape(with_text, tmp_path):
+    """Its text is that of bytes; if all ids have one, a server can stream every token that random weights give."""
+    write_shape("mistral-7b", tmp_path / "model", with_text)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     text = "na\xefve \U0001f642\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text and max(tokenizer.encode(text)) < 256
+    assert [bool(tokenizer.decode([i])) for i in (0, 255, 256, 32767)] == [True, True, with_text, with_text]
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+    assert chat.strip() == "Hi"
 
 
 def test_progress(monkeypatch, capsys):
@@ -675,3 +692,196 @@ def test_plot(workload, monkeypatch, capsys, tmp_path):
     out = capsys.readouterr().out
     first = {"online": "20.00", "latency": "20.00", "batches": "768"}[workload]
     assert "vllm" in out and first in out
+
+
+# -- HTTP: servers, their clients, and what a wrong answer does
+
+FAKE_SERVER = """
+import json, os, signal, socketserver, subprocess, sys, threading, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+mode, host, port = sys.argv[1], sys.argv[2].split("=")[1], int(sys.argv[3].split("=")[1])
+if mode == "no start":
+    sys.exit("an error of the server")
+log = open(mode + ".log", "a")
+other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(os.getpid(), other.pid, file=log, flush=True)
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_): pass
+
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        print(self.path, body.decode(), file=log, flush=True)
+        body = json.loads(body)
+        num_tokens = body["max_tokens"] - (mode == "tokens")
+        usage = {"prompt_tokens": 9, "completion_tokens": num_tokens}
+        head = b"HTTP/1.1 %d OK\\r\\n" % (500 if mode == "status" else 200)
+        if body.get("stream"):
+            events = [{"choices": [{"text": str(i)}]} for i in range(num_tokens)]
+            events += [{"choices": [], "usage": usage}]
+            texts = [b"data: " + json.dumps(event).encode() + b"\\n\\n" for event in events]
+            texts += [b"data: [DONE]\\n\\n"] * (mode != "no end")
+            chunks = [b"%x\\r\\n%s\\r\\n" % (len(text), text) for text in texts]
+            if mode == "chunk":
+                chunks[2] = b"zz\\r\\n"
+            if mode in ("close", "hang"):
+                chunks = chunks[:2]
+            chunks += [b"0\\r\\n\\r\\n"] * (mode not in ("close", "hang"))
+            data = head + b"Transfer-Encoding: chunked\\r\\n\\r\\n" + b"".join(chunks)
+        else:
+            content = json.dumps({"choices": [{"text": "a"}], "usage": usage}).encode()
+            data = head + b"Content-Length: %d\\r\\n\\r\\n" % len(content) + content
+        if mode == "text":
+            data = b"Hello\\r\\n\\r\\n"
+        for part in ([data[i : i + 1] for i in range(len(data))] if mode == "bytes" else [data]):
+            self.wfile.write(part)
+            self.wfile.flush()
+        if mode == "hang":
+            time.sleep(600)
+        self.close_connection = mode == "close"
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+Server((host, port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def fake_server(monkeypatch, tmp_path):
+    """A function that makes servers behave in some way; in the end, nothing may be left of any of them."""
+    (tmp_path / "fake_server.py").write_text(FAKE_SERVER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    commands, modes, before = [], [], children()
+
+    def use(*some: str) -> list:
+        def fake(module, arguments):
+            commands.append((module, arguments))
+            return running_server("fake_server", [modes[len(commands) - 1]])
+
+        modes.extend(some)
+        monkeypatch.setattr(http, "running_server", fake)
+        monkeypatch.setattr(http, "find_spec", lambda name: True)
+        return commands
+
+    yield use
+    assert children() == before
+    pids = [int(pid) for log in tmp_path.glob("*.log") for pid in log.read_text().splitlines()[0].split()]
+    until = perf_counter() + 10  # those that were killed have a moment to end
+    while any(map(is_running, pids)):
+        assert perf_counter() < until
+
+
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def children() -> set[str]:
+    """The processes that this one has started."""
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
+def test_http(monkeypatch, capsys):
+    """The server of this package with the engine's settings; every kind of request."""
+    rows = ["2x8/6", "3x12/4-whole", "2x20/5-chat"]
+    settings = ["--device", "cpu", "--dtype", "float32", "--max-num-seqs", "3", "--no-enable-prefix-caching"]
+    options = ["--clients", ",".join(rows), "--num-seqs", "6", "--server-flags=--max-queued-requests 5"]
+    main(monkeypatch, "--workload", "http", *settings, *options)
+    out = capsys.readouterr().out
+    assert out.startswith("tiny-qwen3, torch.float32, cpu, ")
+    header, *found = table(out, "closed loop: clients x tokens of a prompt / of its answer")
+    assert header[-6:] == ["CPU", "%", "GPU", "%", "client", "%"]
+    assert sorted(row[0] for row in found) == sorted(rows) and all(row[1] == "nanovllm" for row in found)
+    for name, _, tokens, requests, *times, cpu, _, client in found:
+        output_len = int(name.split("/")[1].split("-")[0])
+        assert float(tokens) == pytest.approx(output_len * float(requests), rel=0.1) and float(cpu) > 0 <= float(client)
+        for p50, p99 in zip(times[::2], times[1::2]):
+            assert p50 == p99 == "-" if "whole" in name and p50 != times[0] else 0 <= float(p50) <= float(p99)
+    for name in rows:  # the server's process, and a thread of it
+        assert re.search(rf"\n  {name} nanovllm: \S+ \d+% \(.*\d: \d+%", out)
+
+
+def test_both_servers_get_the_same_requests(fake_server, monkeypatch, capsys, tmp_path):
+    """One after the other, vLLM's with its own defaults; no prompt comes twice, and answers may arrive in any parts."""
+    monkeypatch.setitem(SHAPES, "small", ("llama", 64, 96, 2, 4, 2, 16, 512, 256, 1e-5, 1e4, 2, True))
+    commands = fake_server("fine", "bytes")
+    options = ["--shape", "small", "--clients", "2x8/6,2x8/3-whole,1x8/2-chat", "--num-seqs", "3", "--top-k", "7"]
+    options += [
+        "--max-model-len",
+        "100",
+        "--max-num-batched-tokens",
+        "50",
+        "--server-flags=--port 5",
+        "--device",
+        "cpu",
+    ]
+    main(monkeypatch, "--workload", "http", "--compare", "vllm", *options)
+    (module, flags), (other, others) = commands
+    assert (module, other) == ("nanovllm", "vllm.entrypoints.openai.api_server")
+    assert flags[0] == "serve" and flags[-2:] == ["--port", "5"] and "--max-num-batched-tokens=50" in flags
+    same = {"--load-format=dummy", "--max-model-len=100"}
+    assert same <= set(flags) and same | {f"--model={flags[1]}", "--dtype=bfloat16"} <= set(others)
+    assert not any("port" in flag or "device" in flag for flag in others)
+    sent, again = (sorted(Path(f"{mode}.log").read_text().splitlines()[1:]) for mode in ("fine", "bytes"))
+    assert sent == again and len(set(sent)) == len(sent) == (2 + 3) + (2 + 3) + (1 + 3)
+    bodies = [json.loads(line.split(" ", 1)[1]) for line in sent]
+    assert all(body["ignore_eos"] and body["temperature"] == 0.6 and body["top_k"] == 7 for body in bodies)
+    assert all(len(body["prompt"]) == 8 for body in bodies if "prompt" in body)
+    assert sum(line.startswith("/v1/chat/completions ") for line in sent) == 4
+    streamed = [body for body in bodies if body.get("stream")]
+    assert len(streamed) == 9 and all(body["stream_options"] == {"include_usage": True} for body in streamed)
+    rows = table(capsys.readouterr().out, "closed loop: clients x tokens of a prompt / of its answer")[1:]
+    assert [row[1] for row in rows] == ["nanovllm", "vllm"] * 3
+
+
+@pytest.mark.parametrize(
+    "mode, words",
+    [
+        ("tokens", "5 tokens instead of 6"),
+        ("no end", "instead of [DONE]"),
+        ("chunk", "this is no chunk: b'zz"),
+        ("text", "this is no answer: b'hello'"),
+        ("close", "the server closed the connection"),
+        ("status", "status 500"),
+        ("hang", "nothing has arrived for 1 seconds"),
+    ],
+)
+def test_wrong_answers_end_the_run(mode, words, fake_server, monkeypatch, tmp_path):
+    """The error says which answer it was and what is wrong; nothing is left running, which the fixture checks."""
+    source = Path(clients.__file__).read_text()
+    impatient = tmp_path / "clients.py"
+    impatient.write_text(source.replace("MAX_SILENCE = 300.0", "MAX_SILENCE = 1.0"))
+    monkeypatch.setattr(clients, "__file__", str(impatient))
+    fake_server(mode)
+    with pytest.raises(SystemExit) as stopped:
+        main(monkeypatch, "--workload", "http", "--clients", "2x8/6", "--device", "cpu")
+    message = str(stopped.value)
+    assert message.startswith("nanovllm, 2x8/6: ") and words in message
+    assert re.search(r": request \d+: ", message) or mode == "hang"
+
+
+def test_a_server_that_does_not_start(fake_server, monkeypatch, capsys):
+    fake_server("no start")
+    with pytest.raises(SystemExit, match="the server ended with status 1"):
+        main(monkeypatch, "--workload", "http", "--device", "cpu")
+    assert "an error of the server" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number, expected", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_signals_leave_no_server(number, expected, fake_server):
+    fake_server()
+    handler = signal.getsignal(number)
+    with pytest.raises(expected), running_server("fake_server", ["fine"]) as server, http.ClientProcesses():
+        assert is_running(server.process.pid) and cpu_times(server)
+        signal.raise_signal(number)
+    assert not is_running(server.process.pid) and signal.getsignal(number) is handler

@@ -7,6 +7,7 @@
     nanovllm bench latency --model MODEL --max-model-len 32768      one prompt; decode behind a context
     nanovllm bench batches --model MODEL --batch-sizes 2,8,32       throughput by batch size
     nanovllm bench all,batches --model MODEL --compare vllm         both in one run
+    nanovllm bench http --model MODEL --compare vllm  clients of a server that ask again when they are answered
     nanovllm bench host                               what a step costs the host, on any machine
     nanovllm bench --model MODEL --profile FOLDER     traces of decode steps, and the time of each kernel in them
     nanovllm bench --streaming                        the headline workload by generate() and by stream()
@@ -27,6 +28,10 @@ Workloads, all with random token ids, temperature 0.6 and no end-of-sequence tok
                 decode behind contexts of 500 to 30,000 tokens, three times. --max-model-len and --max-input-len bound
                 the lengths
     batches     for each batch size, requests with 512 input and 256 output tokens
+    http        clients of `nanovllm serve`, which starts on a free port; each sends its next request when its last
+                answer has ended. Each of --clients is a row: 64x256/128 are 64 clients that stream answers of 128
+                tokens to prompts of 256, 256x200/256-chat are conversations, and 512x128/128-whole are answers that are
+                not streamed. --num-seqs is the number of requests of a row
     host        no model runs: the device is replaced by one that samples at once. For 1 to 1,024 sequences that decode,
                 the microseconds of a step's schedule, prepare and process; then those of a step of 512 sequences in the
                 whole process, until the caller of `generate` or `stream` has the text. The time of a loop of Python
@@ -44,7 +49,7 @@ it was due. TTFT is the time to its first token. The time per output token is th
 divided by the number of tokens after the first. ITL are all gaps between two tokens of a request, and the longest of
 them is reported as well. Decode speed counts the tokens that arrive while all sequences of a batch decode. Percentiles
 are interpolated between the two nearest values, so that p50 is the median. For online and latency, one loop steps both
-engines, and vLLM has the defaults of its server; the other workloads are calls of `LLM.generate`.
+engines, and vLLM has the defaults of its server. Http runs the servers, and the other workloads call `LLM.generate`.
 
 On CUDA the table has a column "of limit": the time that the hardware needs at least, divided by the measured time. The
 least time is the bytes of weights, keys and values that decode steps read, divided by the memory bandwidth, plus the
@@ -54,6 +59,8 @@ count as several times the rates of one.
 
 import argparse
 import json
+import re
+import shlex
 import tempfile
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
@@ -63,12 +70,14 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.benchmarks.engines import ENGINES, STEPPED_ENGINES
+from nanovllm.benchmarks.http import Load
 from nanovllm.benchmarks.shapes import SHAPES
 from nanovllm.benchmarks.sweeps import STEPPED, SWEEPS
 from nanovllm.benchmarks.throughput import WORKLOADS
 from nanovllm.config import Config
 from nanovllm.utils.flags import add_flags, given
 
+OTHERS = "http", "host"  # workloads that are no calls of an engine
 OWN_FLAGS = "model", "seed"  # are not the settings of these names: one may be a shape, and one is of the requests
 
 
@@ -92,6 +101,12 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--median-input-len", type=size, default=500, help="online: median prompt length")
     parser.add_argument("--median-output-len", type=size, default=160, help="online: median output length")
     parser.add_argument("--batch-sizes", type=each(size), default="2,8,32,128,512", help="batches: numbers of requests")
+    text = (
+        "http: rows, such as 64x256/128,512x128/128-whole,256x200/256-chat (seven of 1 to 512 clients; on a CPU four)"
+    )
+    parser.add_argument("--clients", type=each(load), metavar="ROWS", help=text)
+    text = "http: further flags for the server of this package, such as --server-flags='--max-queued-requests 9'"
+    parser.add_argument("--server-flags", type=words, default=[], metavar="'FLAGS'", help=text)
     parser.add_argument("--rounds", type=size, help="runs of which the fastest is reported (2; on a CPU 1)")
     parser.add_argument("--seed", type=integer(0), default=0, help="seed of the random requests")
     text = "transformers, vllm, or both with a comma between them"
@@ -122,9 +137,13 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
         parser.error("--figure and --plot need matplotlib, which `pip install 'nano-vllm[plot]'` installs")
     if first in STEPPED and (missing := [engine for engine in args.compare if engine not in STEPPED_ENGINES]):
         parser.error(f"--compare {missing[0]}: --workload {first} compares with vllm only")
+    if first == "http" and "transformers" in args.compare:
+        parser.error("--compare transformers: --workload http compares with vllm only")
+    if first != "http" and (args.clients or args.server_flags):
+        parser.error(f"--clients and --server-flags: --workload {names} must be http")
     if args.compare and first == "host":
         parser.error("--compare: --workload host measures this package alone")
-    if args.rounds and first in STEPPED:
+    if args.rounds and first in (*STEPPED, "http"):
         parser.error(f"--rounds: --workload {first} has runs of its own")
     if args.plot and not SWEEPS.keys() & args.workload:
         parser.error(f"--plot: --workload {names} must be one of {', '.join(SWEEPS)}")
@@ -148,10 +167,10 @@ def workload_names(text: str) -> list[str]:
     """Comma-separated names of workloads, where "all" stands for the first three."""
     names = dict.fromkeys(name for part in text.split(",") for name in (WORKLOADS if part == "all" else [part]))
     for name in names:
-        if name not in (*WORKLOADS, *SWEEPS, "host"):
-            choices = ", ".join(["all", *WORKLOADS, *SWEEPS, "host"])
+        if name not in (*WORKLOADS, *SWEEPS, *OTHERS):
+            choices = ", ".join(["all", *WORKLOADS, *SWEEPS, *OTHERS])
             raise ArgumentTypeError(f"{name!r}: must be one of {choices}, or several with commas")
-        if name in (*STEPPED, "host") and len(names) > 1:
+        if name in (*STEPPED, *OTHERS) and len(names) > 1:
             raise ArgumentTypeError(f"{name!r}: must be the only workload of a run")
     return list(names)
 
@@ -186,7 +205,22 @@ def integer(low: int) -> Callable[[str], int]:
 positive = checked(float, "a number", lambda value: 0 < value < inf, "greater than 0 and finite")
 
 
-def each(parse: Callable[[str], float]) -> Callable[[str], list]:
+def load(text: str) -> Load:
+    """A row of the workload http."""
+    if not (found := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)/([1-9]\d*)(?:-(whole|chat))?", text)):
+        raise ArgumentTypeError(f"{text!r}: must be CLIENTSxINPUT/OUTPUT, and -whole or -chat after it, or nothing")
+    return Load(*map(int, found.groups()[:3]), found[4] or "")
+
+
+def words(text: str) -> list[str]:
+    """As a shell splits them."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text!r}: {error}") from None
+
+
+def each(parse: Callable[[str], Any]) -> Callable[[str], list]:
     """One value or several with commas between them, in ascending order, each of them once."""
 
     def parse_all(text: str) -> list:

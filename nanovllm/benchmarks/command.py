@@ -1,6 +1,7 @@
 """The command `nanovllm bench`: from its arguments to the tables and pictures."""
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +10,10 @@ from typing import Any
 import torch
 
 from nanovllm import SamplingParams
-from nanovllm.benchmarks import calls, engines, host, pictures, processes, profiling, shapes, sweeps, throughput
+from nanovllm.benchmarks import calls, engines, host, http, pictures, processes, profiling, shapes, sweeps, throughput
 from nanovllm.benchmarks.arguments import engine_settings, make_parser, parse
 from nanovllm.benchmarks.requests import TEMPERATURE, Workloads, describe
-from nanovllm.benchmarks.results import save_results
+from nanovllm.benchmarks.results import Results, save_results
 from nanovllm.benchmarks.tables import Panel
 from nanovllm.config import Config
 
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     with tempfile.TemporaryDirectory() as folder:
         if args.shape:
             args.model = str(Path(folder) / args.shape)
-            shapes.write_shape(args.shape, Path(args.model))
+            shapes.write_shape(args.shape, Path(args.model), with_text=args.workload == ["http"])
         processes.show_engine_log()
         settings = engine_settings(args)
         try:  # before any engine is started
@@ -47,6 +48,13 @@ def run(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> N
         profiling.profile_nanovllm(args.model, settings, batch_sizes, sum(lengths) // 4, args.profile)
     elif args.workload == ["host"]:
         host.measure_host(args.model, settings)
+    elif args.workload == ["http"]:
+        try:
+            results = http.compare_servers(args, settings, config)
+        except RuntimeError as error:
+            sys.exit(f"{error}")
+        print_setup(args, config, results)
+        http.print_results(results)
     elif args.beams:
         calls.compare_beam_search(args.model, settings, args.beams, args.max_output_len or 400)
     elif args.streaming:
@@ -68,10 +76,7 @@ def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: 
     functions = engines.STEPPED_ENGINES if args.workload[0] in sweeps.STEPPED else engines.ENGINES
     results = engines.run_engines(["nanovllm", *args.compare], functions, args.model, settings, workloads | swept)
 
-    versions = engines.versions(results)
-    dtypes = str(config.dtype) + ("" if config.kv_cache_dtype == "auto" else f", cache {config.kv_cache_dtype}")
-    print(f"{args.shape or args.model}, {dtypes}, {config.device}, attention {config.attention_backend}")
-    print(versions)
+    notes = print_setup(args, config, results)
     if workloads:
         throughput.print_results(config, workloads, results)
     for name, runs in swept.items():
@@ -87,4 +92,13 @@ def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: 
         pictures.draw_panels(args.plot, f"{setup}, {device}", panels, results)
     if args.save:
         rates = {name: {engine: result[name].rate for engine, result in results.items()} for name in workloads}
-        save_results(args.save, f"{config.device}, {dtypes}, {versions}", setup, rates)
+        save_results(args.save, notes, setup, rates)
+
+
+def print_setup(args: argparse.Namespace, config: Config, results: Results) -> str:
+    """What ran where; the notes of a results file say the same."""
+    versions = engines.versions(results)
+    dtypes = str(config.dtype) + ("" if config.kv_cache_dtype == "auto" else f", cache {config.kv_cache_dtype}")
+    print(f"{args.shape or args.model}, {dtypes}, {config.device}, attention {config.attention_backend}")
+    print(versions)
+    return f"{config.device}, {dtypes}, {versions}"

@@ -37,10 +37,14 @@ FP8_CONFIG = FP8_BLOCKS | {"modules_to_not_convert": ["lm_head"]}
 for _name in [name for name in SHAPES if name.startswith("qwen3-")]:
     SHAPES[f"{_name}-fp8"] = SHAPES[_name]
     EXTRA_ENTRIES[f"{_name}-fp8"] = EXTRA_ENTRIES.get(_name, {}) | {"quantization_config": FP8_CONFIG}
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
 
-def write_shape(name: str, folder: Path) -> None:
-    """Make a folder with the config.json of a shape, and a tokenizer whose tokens are the 256 bytes; no weights."""
+def write_shape(name: str, folder: Path, with_text: bool = False) -> None:
+    """Make a folder with the config.json of a shape, and a tokenizer whose tokens are the 256 bytes; no weights.
+
+    with_text: the other ids are words, which no text becomes. A server streams no token without text.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     entries = dict(zip(SHAPE_ENTRIES, SHAPES[name], strict=True)) | EXTRA_ENTRIES.get(name, {})
@@ -49,8 +53,11 @@ def write_shape(name: str, folder: Path) -> None:
     config = {"architectures": [architecture], "torch_dtype": "bfloat16", **entries}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if with_text:
+        characters += [f"\u0120{i:x}" for i in range(len(characters), entries["vocab_size"])]  # a space, and the id
     tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(characters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))

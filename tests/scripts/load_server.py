@@ -14,7 +14,6 @@ import os
 import random
 import re
 import socket
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -23,6 +22,7 @@ from time import perf_counter, sleep
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.benchmarks.servers import Server, as_flags, running_server
 
 ENGINE = dict(device="cpu", dtype="float32", kvcache_block_size=16, num_kvcache_blocks=512, max_num_seqs=256)
 NUM_CASES = 192  # different requests
@@ -127,24 +127,11 @@ class Load:
         await asyncio.gather(*[self.client(until) for _ in range(num_clients)])
 
 
-class Server:
-    """The process, and what it uses."""
+class Watch:
+    """What a server uses."""
 
-    def __init__(self, model: str, settings: dict):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-        command = [sys.executable, "-m", "nanovllm", "serve", model, f"--port={self.port}", *flags]
-        self.process = subprocess.Popen(command)
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port)).close()
-                return
-            except ConnectionError:
-                if self.process.poll() is not None:
-                    raise
-                sleep(0.1)
+    def __init__(self, server: Server):
+        self.process, self.port = server
 
     def memory_mb(self) -> float:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
@@ -182,20 +169,18 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     cases = make_cases(random.Random(options.seed))
-    server = Server("tiny-qwen3", ENGINE)
-    try:
+    with running_server("nanovllm", ["serve", "tiny-qwen3", *as_flags(ENGINE)]) as server:
+        watch = Watch(server)
         load = Load(server.port, cases, options.seed)
         asyncio.run(load.run(options.clients, min(20.0, options.minutes * 15)))  # pools and buffers get their size
-        before = server.state()
+        before = watch.state()
         load = Load(server.port, cases, options.seed + 1)
         begin = perf_counter()
         asyncio.run(load.run(options.clients, options.minutes * 60))
         seconds = perf_counter() - begin
-        after = server.state()
-        num_preempted = server.metric("num_preemptions_total")
-    finally:
-        server.process.terminate()
-        status = server.process.wait(60)
+        after = watch.state()
+        num_preempted = watch.metric("num_preemptions_total")
+    status = server.process.returncode
     times = sorted(load.first_token_seconds)
     print(f"\n{options.clients} clients, {seconds / 60:.1f} minutes, {sum(load.counts.values())} requests")
     for name, count in sorted(load.counts.items()):

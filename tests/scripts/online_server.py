@@ -9,7 +9,6 @@ alone serves them, in a loop of `LLM.step`, then a server with the same settings
 import argparse
 import asyncio
 import json
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -17,19 +16,18 @@ from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from load_server import Server
-
 from nanovllm.benchmarks.arguments import each, integer, positive
+from nanovllm.benchmarks.clients import NUM_TOKENS
 from nanovllm.benchmarks.engines.nanovllm import step_nanovllm
 from nanovllm.benchmarks.processes import run_in_process
 from nanovllm.benchmarks.requests import TEMPERATURE, Request, Workloads
 from nanovllm.benchmarks.results import Result
+from nanovllm.benchmarks.servers import as_flags, running_server
 from nanovllm.benchmarks.shapes import SHAPES, write_shape
 from nanovllm.benchmarks.sweeps import online_sweep
 from nanovllm.config import Config
 
 USAGE = {"include_usage": True, "continuous_usage_stats": True}  # counts of tokens, as random ones may have no text
-NUM_TOKENS = re.compile(rb'"completion_tokens":(\d+)')
 
 
 async def send(port: int, request: Request, begin: float) -> list[float]:
@@ -59,16 +57,12 @@ async def send_all(port: int, requests: list[Request]) -> Result:
 
 
 def through_http(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
-    server = Server(model, settings)
-    try:
+    with running_server("nanovllm", ["serve", model, *as_flags(settings)]) as server:
         results = {}
         for name, (warm_up, requests) in workloads.items():
             asyncio.run(send_all(server.port, warm_up))
             results[name] = asyncio.run(send_all(server.port, requests))
         return results
-    finally:
-        server.process.terminate()
-        server.process.wait(60)
 
 
 def main() -> None:

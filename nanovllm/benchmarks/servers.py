@@ -1,0 +1,143 @@
+"""HTTP servers in processes of their own, and what they use."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any, NamedTuple
+
+from nanovllm.benchmarks.processes import report
+
+START_SECONDS = 1800.0  # within which a server must be ready: vLLM may compile for minutes
+END_SECONDS = 60.0  # within which it must have ended after SIGTERM
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # of this process; Ctrl-C is an exception already
+LOG_LINES = 30
+
+
+class Server(NamedTuple):
+    process: subprocess.Popen
+    port: int
+
+
+def as_flags(settings: dict[str, Any]) -> list[str]:
+    """`--name=value` for each setting, or `--name` and `--no-name`; None is none."""
+    flags = []
+    for name, value in settings.items():
+        name = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        elif value is not None:
+            flags.append(f"--{name}={value}")
+    return flags
+
+
+@contextmanager
+def running_server(module: str, arguments: Sequence[str]) -> Iterator[Server]:
+    """`python -m module` on a free port, once it is ready; it ends with the block, whatever happens there.
+
+    It has a session of its own: Ctrl-C does not reach it, and all that it has started ends with it. If the block fails,
+    the end of the server's log is printed. RuntimeError if the server does not start.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # the packages that run here
+    command = [sys.executable, "-m", module, *arguments, "--host=127.0.0.1", f"--port={port}"]
+    with tempfile.TemporaryFile() as log, ended_by_exceptions():
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        try:
+            try:
+                wait_until_ready(process, port)
+                yield Server(process, port)
+            finally:
+                end(process)
+        except Exception:
+            log.seek(0)
+            lines = log.read().decode(errors="replace").splitlines()[-LOG_LINES:]
+            report("\n".join([f"the last lines of the log of {module}:", *lines]))
+            raise
+
+
+@contextmanager
+def ended_by_exceptions() -> Iterator[None]:
+    """Within the block, a signal that would end this process at once raises SystemExit."""
+    handlers = {number: signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def wait_until_ready(process: subprocess.Popen, port: int) -> None:
+    """RuntimeError if the process ends before it answers, or takes too long."""
+    until = monotonic() + START_SECONDS
+    while process.poll() is None and monotonic() < until:
+        with suppress(OSError, HTTPException), closing(HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 200:
+                return
+        sleep(0.1)
+    ended = f"ended with status {process.returncode}" if process.returncode is not None else "is not ready"
+    raise RuntimeError(f"the server {ended} after {monotonic() - until + START_SECONDS:.0f} seconds")
+
+
+def end(process: subprocess.Popen) -> None:
+    """As its users end it; then kill what is left of its session."""
+    try:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+# -- what a server uses ------------------------------------------------------------------------------------------------
+
+Threads = dict[tuple[int, int], tuple[str, float]]  # by the ids of process and thread: name, seconds of CPU time
+
+
+def cpu_times(server: Server, since: Threads | None = None) -> Threads:
+    """Of all threads of the server's processes; only Linux tells them, so elsewhere there are none."""
+    found: Threads = {}
+    for stat in Path("/proc").glob("[0-9]*/task/[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            name, _, rest = stat.read_text(errors="replace").rpartition(")")  # a name may have any characters
+            fields = rest.split()  # from the third on
+            if int(fields[3]) == server.process.pid:  # the session
+                key, ticks = (int(stat.parts[2]), int(stat.parts[4])), int(fields[11]) + int(fields[12])
+                before = since.get(key, ("", 0.0))[1] if since else 0.0
+                found[key] = name.partition("(")[2], ticks / os.sysconf("SC_CLK_TCK") - before
+    return found
+
+
+@contextmanager
+def gpu_samples() -> Iterator[list[list[float]]]:
+    """How busy each GPU is while the block runs, in percent, once a second; none where nvidia-smi does not tell."""
+    command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
+    samples: list[list[float]] = []
+    ended = threading.Event()
+
+    def run() -> None:
+        with suppress(OSError, ValueError, subprocess.SubprocessError):
+            while not ended.wait(1):
+                lines = subprocess.run(command, capture_output=True, check=True, text=True, timeout=10).stdout
+                samples.append([float(line) for line in lines.splitlines()])
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        ended.set()
+        thread.join()
