@@ -17,6 +17,7 @@ from nanovllm.engine.outputs import RequestOutput, StreamEvent
 from nanovllm.serve import chat
 from nanovllm.serve.answers import dump_json, server_sent_event
 from nanovllm.serve.errors import MESSAGES_PATH, ApiError
+from nanovllm.serve.http_responses import json_response
 from nanovllm.serve.protocol import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Body, ChatBody, Item, String, translated
 
 if TYPE_CHECKING:
@@ -269,11 +270,8 @@ def messages_router(api: "Api") -> APIRouter:
         return await api.converse(await asyncio.to_thread(chat_body, body), request, MessagesAnswer)
 
     async def count_tokens(body: CountTokensBody, request: Request) -> Response:
-        async def answer() -> dict[str, int]:
-            conversation = await asyncio.to_thread(chat_body, body)
-            return {"input_tokens": len(await api.prompt_token_ids(conversation))}
-
-        return await api.answer(body, request, answer())
+        conversation = await asyncio.to_thread(chat_body, body)
+        return json_response({"input_tokens": len(await api.prompt_token_ids(conversation))})
 
     router = APIRouter()
     router.post(MESSAGES_PATH)(messages)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -13,8 +13,8 @@ from starlette.routing import Match
 from nanovllm import __version__
 from nanovllm.serve.anthropic_api import messages_router
 from nanovllm.serve.engine_client import EngineClient, EngineDeadError
-from nanovllm.serve.errors import ApiError, api_error, unreadable_body, validation_error
-from nanovllm.serve.http_responses import ErrorResponse
+from nanovllm.serve.errors import ApiError, api_error
+from nanovllm.serve.http_responses import endpoint, error_response
 from nanovllm.serve.info_api import info_router
 from nanovllm.serve.openai_api import Api
 from nanovllm.serve.request_limits import RequestLimits
@@ -37,16 +37,17 @@ def create_app(
     )
     own_name = Path(model).absolute().name if Path(model).expanduser().is_dir() else model  # a hub id has a `/`
     api = Api(llm, settings, settings.served_model_name or (own_name,), own_name)
-    app.include_router(api.router())
-    app.include_router(info_router(api))
-    app.include_router(messages_router(api))
-    app.include_router(responses_router(api.converse))
+    routers = [api.router(), info_router(api), messages_router(api), responses_router(api.converse)]
+    for router in routers:
+        app.include_router(router)
+    routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+    endpoints = {route.path: endpoint(route, settings.request_timeout) for route in routes if route.body_field}
     if llm.engine is not None:  # the page shows the steps of one engine
         app.include_router(view_router(llm, is_closing=is_closing))
     app.add_exception_handler(HTTPException, _on_http_error)
-    for kind in (RequestValidationError, ApiError, EngineDeadError, Exception):
+    for kind in (ApiError, EngineDeadError, Exception):
         app.add_exception_handler(kind, _on_error)
-    app.add_middleware(RequestLimits, settings=settings, endpoints=api.endpoints())
+    app.add_middleware(RequestLimits, settings=settings, endpoints=endpoints)
     if settings.allowed_origins:
         origins = [*settings.allowed_origins]
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
@@ -54,12 +55,10 @@ def create_app(
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Answer an error of the framework: an unknown path, a wrong method, a body that it can't read."""
+    """Answer an error of the framework: an unknown path, or a wrong method."""
     assert isinstance(error, HTTPException)
-    if isinstance(error.__cause__, (ValueError, RecursionError)):
-        return ErrorResponse(unreadable_body(error.__cause__))
     headers = {"allow": ", ".join(_methods(request))} if error.status_code == 405 else {}
-    return ErrorResponse(ApiError(error.status_code, str(error.detail)), **headers)
+    return error_response(ApiError(error.status_code, str(error.detail)), request.scope["path"], **headers)
 
 
 def _methods(request: Request) -> list[str]:
@@ -71,6 +70,4 @@ def _methods(request: Request) -> list[str]:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, RequestValidationError):
-        return ErrorResponse(validation_error(error.errors()))
-    return ErrorResponse(api_error(error))
+    return error_response(api_error(error), request.scope["path"])

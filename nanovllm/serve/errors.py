@@ -6,7 +6,10 @@ Those of `/v1/messages` have Anthropic's: `{"type": "error", "error": {"type", "
 import json
 import logging
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
+
+from pydantic import ValidationError
 
 from nanovllm.serve.engine_client import EngineDeadError, QueueFullError
 
@@ -78,6 +81,15 @@ def api_error(error: BaseException, fields: Container[str] | None = None) -> Api
     return ApiError(500, "internal error")
 
 
+@contextmanager
+def about(fields: Container[str]) -> Iterator[None]:
+    """A block that checks a request with these fields: its errors are those of `api_error`."""
+    try:
+        yield
+    except Exception as error:
+        raise api_error(error, fields) from None
+
+
 def _bad_request(message: str, fields: Container[str]) -> ApiError:
     name = re.match(r"\w*", message)[0]  # type: ignore[index]
     is_too_long = name == "prompt" and "max_model_len" in message
@@ -87,19 +99,16 @@ def _bad_request(message: str, fields: Container[str]) -> ApiError:
     return ApiError(400, message[:MAX_MESSAGE], name if name in fields else None, code)
 
 
-def unreadable_body(cause: BaseException | None) -> ApiError:
+def unreadable_body(error: Exception) -> ApiError:
     """The error for a body that Python's JSON parser has given up."""
-    message = "the body is not valid JSON: a number has too many digits"
-    if isinstance(cause, UnicodeDecodeError):
-        byte = cause.object[cause.start]
-        message = f"the body is not valid {cause.encoding.upper()}: byte {byte:#x} at position {cause.start}"
-    elif isinstance(cause, RecursionError):
-        message = "the body is nested too deeply: lists and objects within each other, beyond some hundred levels"
-    return ApiError(400, message)
-
-
-def invalid_json(problem: str, position: int | str) -> ApiError:
-    return ApiError(400, f"the body is not valid JSON: {problem} at character {position}")
+    problem = "not valid JSON: a number has too many digits"
+    if isinstance(error, json.JSONDecodeError):
+        problem = f"not valid JSON: {error.msg} at character {error.pos}"
+    elif isinstance(error, UnicodeDecodeError):
+        problem = f"not valid {error.encoding.upper()}: byte {error.object[error.start]:#x} at position {error.start}"
+    elif isinstance(error, RecursionError):
+        problem = "nested too deeply: lists and objects within each other, beyond some hundred levels"
+    return ApiError(400, f"the body is {problem}")
 
 
 def too_deep(error: Exception, body: bytes) -> Exception:
@@ -114,14 +123,12 @@ def too_deep(error: Exception, body: bytes) -> Exception:
     return error
 
 
-def validation_error(errors: Sequence[dict]) -> ApiError:
+def validation_error(found: ValidationError) -> ApiError:
     """The first error that pydantic has found; a field may have several, one for each type that it could have."""
-    first = errors[0]
-    # without "body", and without the names of alternatives, which are classes of ours
-    path = [str(part) for part in first["loc"][1:] if not str(part).endswith("Body")]
+    errors = found.errors()
+    # without the names of alternatives, which are classes of ours
+    path = [str(part) for part in errors[0]["loc"] if not str(part).endswith("Body")]
     param = path[0] if path else None
-    if first["type"] == "json_invalid":
-        return invalid_json(first["ctx"]["error"], path[0])
     if param is None or param.isdigit():
         return ApiError(400, "the body must be a JSON object")
     texts = dict.fromkeys(error["msg"] for error in errors if param in error["loc"])

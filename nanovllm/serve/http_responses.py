@@ -1,16 +1,28 @@
 """Responses, and work on behalf of a client that ends when the client goes away."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from anyio import CancelScope, current_time
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter, ValidationError
+from starlette.requests import Request
 from starlette.responses import Response
 
 from nanovllm.serve.answers import Answer, dump_json
-from nanovllm.serve.errors import ApiError, ClientGoneError, RequestTimeoutError, api_error
+from nanovllm.serve.errors import (
+    ApiError,
+    ClientGoneError,
+    RequestTimeoutError,
+    api_error,
+    unreadable_body,
+    validation_error,
+)
 
+Endpoint = Callable[[Request], Awaitable[Response]]
 CONNECTION = "connection"  # in the state of a request
 WRITE_SECONDS = 30.0  # in addition to the time of the request: for a client that reads slowly
 
@@ -21,17 +33,37 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
     return Response(data, status, headers, media_type="application/json")
 
 
-class ErrorResponse(Response):
-    """An error, in the form of the API whose path was called."""
+def error_response(error: ApiError, path: str, **headers: str) -> Response:
+    """An error, in the form of the API whose path was called. headers: in addition to those of the error."""
+    return json_response(error.body(path), error.status, error.headers | headers)
 
-    def __init__(self, error: ApiError, **headers: str):
-        """headers: in addition to those of the error."""
-        super().__init__(status_code=error.status)
-        self._error, self._error_headers = error, error.headers | headers
 
-    async def __call__(self, scope, receive, send) -> None:
-        body = self._error.body(scope["path"])
-        await json_response(body, self.status_code, self._error_headers)(scope, receive, send)
+def endpoint(route: APIRoute, seconds: float) -> Endpoint:
+    """What answers the requests to a route with a body. It ends if the client goes away, and after `seconds`.
+
+    FastAPI's layers would cost as much as the rest.
+    """
+    kind: TypeAdapter[Any] = TypeAdapter(route.endpoint.__annotations__["body"])
+
+    async def respond(request: Request) -> Response:
+        try:
+            body = _read(kind, await request.body())
+            with while_connected(connection_of(request.scope), seconds):
+                return await route.endpoint(body, request)
+        except Exception as error:
+            return error_response(api_error(error), request.scope["path"])
+
+    return respond
+
+
+def _read(kind: TypeAdapter[Any], data: bytes) -> Any:
+    """The body of a request. ApiError if it is no valid JSON, or not of this kind."""
+    try:
+        return kind.validate_python(json.loads(data) if data else None)
+    except ValidationError as error:
+        raise validation_error(error) from None
+    except (ValueError, RecursionError) as error:
+        raise unreadable_body(error) from error
 
 
 class EventStream(Response):

@@ -1,14 +1,13 @@
 """The routes of OpenAI's API that generate text or tokens, and how each of them uses the engine."""
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request
-from pydantic import ValidationError
 from starlette.responses import Response
 
 from nanovllm.sampling_params import SamplingParams
@@ -17,18 +16,9 @@ from nanovllm.serve.answers import Answer
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.completions import CompletionAnswer, Echo
 from nanovllm.serve.engine_client import EngineClient
-from nanovllm.serve.errors import (
-    ApiError,
-    RequestTimeoutError,
-    api_error,
-    invalid_json,
-    too_deep,
-    unreadable_body,
-    validation_error,
-)
-from nanovllm.serve.http_responses import ErrorResponse, EventStream, connection_of, json_response, while_connected
+from nanovllm.serve.errors import ApiError, RequestTimeoutError, about, api_error, too_deep
+from nanovllm.serve.http_responses import EventStream, json_response
 from nanovllm.serve.protocol import (
-    Body,
     ChatBody,
     ChatFields,
     CompletionBody,
@@ -40,7 +30,6 @@ from nanovllm.serve.protocol import (
     beam_search_params,
     sampling_params,
 )
-from nanovllm.serve.request_limits import Endpoint
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.structured import structured_outputs, with_own_field
 from nanovllm.serve.tokenized import tokenized
@@ -50,19 +39,6 @@ from nanovllm.serve.tool_parsers import parser_for
 MAX_BODY_IN_LOOP = 2**16  # bytes
 MAX_MESSAGES_IN_LOOP = 256  # with those of previous responses
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
-B = TypeVar("B", bound=Body)
-
-
-def read_body(kind: type[B], data: bytes) -> B:
-    """The body of a request. ApiError if it is no valid JSON, or not of this kind."""
-    try:
-        return kind.model_validate(json.loads(data) if data else None)
-    except json.JSONDecodeError as error:
-        raise invalid_json(error.msg, error.pos) from error
-    except ValidationError as error:
-        raise validation_error([{**found, "loc": ("body", *found["loc"])} for found in error.errors()]) from None
-    except (ValueError, RecursionError) as error:
-        raise unreadable_body(error) from error
 
 
 class Prepared(NamedTuple):
@@ -96,23 +72,6 @@ class Api:
         router.post("/tokenize")(self.tokenize)
         router.post("/detokenize")(self.detokenize)
         return router
-
-    def endpoints(self) -> dict[str, Endpoint]:
-        """The routes that most requests take, as functions of a request: FastAPI's layers cost as much as the rest."""
-
-        def endpoint(kind: type[B], answer: Callable[[B, Request], Awaitable[Response]]) -> Endpoint:
-            async def respond(request: Request) -> Response:
-                try:
-                    return await answer(read_body(kind, await request.body()), request)
-                except Exception as error:
-                    return ErrorResponse(api_error(error))
-
-            return respond
-
-        return {
-            "/v1/completions": endpoint(CompletionBody, self.completions),
-            "/v1/chat/completions": endpoint(ChatBody, self.chat_completions),
-        }
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
@@ -174,37 +133,21 @@ class Api:
         body.return_tokens_as_token_ids = body.return_tokens_as_token_ids or self.settings.return_tokens_as_token_ids
         requests: list[AsyncRequest] = []
         seconds = self.settings.request_timeout
-        timer = asyncio.get_running_loop().call_later(seconds, self._fail, requests)
-
-        def end() -> None:
-            timer.cancel()
-            for own in requests:
-                self.llm.discard(own)
-
-        async def queue() -> Answer:
+        with ExitStack() as ending:
+            ending.callback(asyncio.get_running_loop().call_later(seconds, self._fail, requests).cancel)
+            ending.callback(self._discard, requests)
             try:
                 num_messages = len(getattr(body, "messages", ()))
                 is_long = len(await request.body()) > MAX_BODY_IN_LOOP or num_messages > MAX_MESSAGES_IN_LOOP
                 await self._submit(body, await asyncio.to_thread(prepare) if is_long else prepare(), requests)
-                return await make_answer(requests)
+                answer = await make_answer(requests)
             except Exception as error:
                 if "recursion" in str(error) and not isinstance(error, ApiError):
                     error = await asyncio.to_thread(too_deep, error, await request.body())
                 raise with_own_field(api_error(error, type(body).model_fields), body) from None
-
-        stream = None
-        try:
-            with while_connected(connection_of(request.scope), seconds):
-                answer = await queue()
-                if not body.stream:
-                    return json_response(await answer.complete())
-            stream = EventStream(answer, end, seconds)
-            return stream
-        except Exception as error:
-            return ErrorResponse(api_error(error))
-        finally:
-            if stream is None:
-                end()
+            if not body.stream:
+                return json_response(await answer.complete())
+            return EventStream(answer, ending.pop_all().close, seconds)
 
     async def _submit(self, body: GenerationBody, prepared: Prepared, requests: list[AsyncRequest]) -> None:
         """Queue a request for each prompt, and add it to `requests`."""
@@ -229,6 +172,10 @@ class Api:
             arguments = prompt, own_params, None, body.priority, template_arguments, bool(body.stream), body.cache_salt
             requests.append(await self.llm.submit(*arguments))
 
+    def _discard(self, requests: Sequence[AsyncRequest]) -> None:
+        for request in requests:
+            self.llm.discard(request)
+
     @staticmethod
     def _fail(requests: Sequence[AsyncRequest]) -> None:
         """End requests that took longer than the server allows."""
@@ -252,33 +199,23 @@ class Api:
     # -- tokens --------------------------------------------------------------------------------------------------------
 
     async def tokenize(self, body: TokenizeBody | TokenizeChatBody, request: Request) -> Response:
-        async def answer() -> dict[str, Any]:
-            tokens = await self.prompt_token_ids(body)
-            max_model_len = self.llm.input_processor.config.max_model_len
-            names = self.llm.input_processor.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-            return {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": names}
-
-        return await self.answer(body, request, answer())
+        tokens, processor = await self.prompt_token_ids(body), self.llm.input_processor
+        names = processor.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        max_model_len = processor.config.max_model_len
+        return json_response(
+            {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": names}
+        )
 
     async def prompt_token_ids(self, body: ChatBody | TokenizeBody | TokenizeChatBody) -> list[int]:
-        """ApiError for a model that is not served here."""
+        """ApiError for a model that is not served here, or a prompt that can't be tokenized."""
         self.model_name(body.model)
-        prompt, arguments = getattr(body, "prompt", None), None
-        if isinstance(body, ChatFields):
-            prompt, arguments = await asyncio.to_thread(chat.conversation, body), self._template_arguments(body)
-        return await self.llm.tokenize(partial(tokenized, body, prompt, arguments, None))
+        with about(type(body).model_fields):
+            prompt, arguments = getattr(body, "prompt", None), None
+            if isinstance(body, ChatFields):
+                prompt, arguments = await asyncio.to_thread(chat.conversation, body), self._template_arguments(body)
+            return await self.llm.tokenize(partial(tokenized, body, prompt, arguments, None))
 
     async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
-        async def answer() -> dict[str, Any]:
-            self.model_name(body.model)
-            return {"prompt": await self.llm.detokenize(body.tokens)}
-
-        return await self.answer(body, request, answer())
-
-    async def answer(self, body: Body, request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
-        """Do `work`, and return its result. It is cancelled if the client goes away or the request takes too long."""
-        try:
-            with while_connected(connection_of(request.scope), self.settings.request_timeout):
-                return json_response(await work)
-        except Exception as error:
-            return ErrorResponse(api_error(error, type(body).model_fields))
+        self.model_name(body.model)
+        with about(type(body).model_fields):
+            return json_response({"prompt": await self.llm.detokenize(body.tokens)})

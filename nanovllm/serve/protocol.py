@@ -262,7 +262,7 @@ def translated(form: type[ChatBody], fields: dict[str, Any]) -> ChatBody:
     try:
         return form.model_validate(fields)
     except ValidationError as found:
-        error = validation_error([{**entry, "loc": ("body", *entry["loc"])} for entry in found.errors()])
+        error = validation_error(found)
         error.rename(form.own_names)
         raise error from None
 

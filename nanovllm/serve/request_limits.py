@@ -5,18 +5,17 @@ import hmac
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
 import httptools
 from anyio import fail_after
 from starlette.requests import Request
-from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nanovllm.serve.errors import ApiError
-from nanovllm.serve.http_responses import CONNECTION, ErrorResponse, json_response
+from nanovllm.serve.http_responses import CONNECTION, Endpoint, error_response
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.turns import CLIENT, LoopTurns
 
@@ -28,7 +27,6 @@ MAX_HEADER_BYTES = 32 * 2**10
 LONG_HEADERS = f"the headers are longer than {MAX_HEADER_BYTES} bytes"
 ADMITTED_PER_TURN = 4  # requests for an answer, each of which takes less than a millisecond
 UNREAD_SECONDS = 120.0  # after which a connection is reset whose client takes nothing of what was sent
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class RequestLimits:
@@ -38,8 +36,8 @@ class RequestLimits:
     """
 
     def __init__(self, app: Any, settings: ServerSettings, endpoints: Mapping[str, Endpoint]):
-        """endpoints: what answers POST requests to these paths, without the layers of `app`; a few in each turn of the
-        event loop, so that a burst of requests does not hold up what else is due.
+        """endpoints: what answers POST requests to these paths in the place of `app`; a few in each turn of the event
+        loop, so that a burst of requests does not hold up what else is due.
         """
         self._endpoints, self._turns = endpoints, LoopTurns(ADMITTED_PER_TURN)
         self.app, self.settings, self._root_path = app, settings, settings.root_path.rstrip("/")
@@ -72,7 +70,7 @@ class RequestLimits:
                     return
             except ApiError as error:
                 # the rest of a body is not read, so the connection can't be used again
-                await ErrorResponse(error, connection="close")(scope, receive, send)
+                await error_response(error, scope["path"], connection="close")(scope, receive, send)
                 return
             # a proxy may have left out the path or not; the protocol leaves out the body of an answer to HEAD
             method = "GET" if scope["method"] == "HEAD" else scope["method"]
@@ -240,8 +238,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Answer without the application, and close the connection."""
         self._end_headers()
         if not self.transport.is_closing():
-            body = error.body(self.url.decode("latin-1"))
-            response = json_response(body, error.status, error.headers | {"connection": "close"})
+            response = error_response(error, self.url.decode("latin-1"), connection="close")
             lines = [b"HTTP/1.1 %d %s" % (error.status, HTTPStatus(error.status).phrase.encode())]
             lines += [b"%s: %s" % header for header in response.raw_headers]
             self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
