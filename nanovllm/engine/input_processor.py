@@ -5,7 +5,6 @@ import secrets
 import struct
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -61,7 +60,7 @@ class InputProcessor:
         """What the model's `generation_config.json` recommends, and the defaults of `kind` for the rest."""
         from nanovllm.engine.recommended_params import recommended_params  # imported lazily: most requests bring theirs
 
-        return recommended_params(Path(self.config.model), kind)
+        return recommended_params(self.config.model, kind)
 
     def requests(
         self, prompts, sampling_params, kind: OutputKind, template_arguments: Mapping | None = None, priority=None
@@ -101,8 +100,8 @@ class InputProcessor:
         text, token_ids = self.tokenize(prompt, template_arguments)
         check_token_ids("stop_token_ids", params.stop_token_ids, self.config.model_config.vocab_size)
         request_id = self.next_request_id()
-        seed = self._noise_seed(params, request_id)
-        seeds = [seed, *(xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed, i)) for i in range(1, params.n))]
+        seed = _derived_seed(self._seed, request_id) if params.seed is None else params.seed
+        seeds = [seed, *(_derived_seed(seed, i) for i in range(1, params.n))]
         group = [
             Sequence(request_id, [*token_ids], params, s, self.max_model_len, i, priority=priority)
             for i, s in enumerate(seeds)
@@ -162,7 +161,6 @@ class InputProcessor:
         with self.tokenizer_lock:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def _noise_seed(self, params: SamplingParams, request_id: int) -> int:
-        if params.seed is not None:
-            return params.seed
-        return xxhash.xxh3_64_intdigest(struct.pack("<QQ", self._seed, request_id))
+
+def _derived_seed(seed: int, number: int) -> int:
+    return xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed, number))

@@ -92,7 +92,7 @@ class LLMEngine:
         outputs: dict[int, Any] = {}
         collector = OutputCollector(OutputKind.FINAL_ONLY, max_seconds=PROGRESS_SECONDS if use_tqdm else inf)
         submission = Submission(self.engine_thread, requests, collector)
-        bar: Any = nullcontext()
+        bar: Any = nullcontext(lambda num_finished, **num_tokens: None)
         if use_tqdm:
             from nanovllm.utils.progress import progress_bar  # only here: servers and libraries show none
 
@@ -100,9 +100,7 @@ class LLMEngine:
         with submission, bar as advance:
             while len(outputs) < len(requests):
                 output = self.engine_thread.take(collector)
-                if advance is not None:
-                    num_tokens = dict(prefill=output.num_prefill_tokens, decode=output.num_decode_tokens)
-                    advance(len(output.finished), **num_tokens)
+                advance(len(output.finished), prefill=output.num_prefill_tokens, decode=output.num_decode_tokens)
                 outputs |= {finished.request_id: finished for finished in output.finished}
         return [outputs[request.request_id] for request in requests]
 

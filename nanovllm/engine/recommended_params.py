@@ -8,9 +8,9 @@ from nanovllm.utils.hub import read_json
 NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 
 
-def recommended_params(folder: Path, kind: type[SamplingParams]) -> SamplingParams:
+def recommended_params(folder: str, kind: type[SamplingParams]) -> SamplingParams:
     """Those of the `generation_config.json` in `folder`, and the defaults of `kind` for the rest."""
-    file = folder / "generation_config.json"
+    file = Path(folder) / "generation_config.json"
     raw = read_json(file) if file.exists() else {}
     given = {name.replace("new_", ""): raw[name] for name in NAMES if raw.get(name) is not None}
     if raw.get("do_sample") is False:
