@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.models import DTYPES, ModelConfig
 from nanovllm.utils.checks import check_bool, check_choice, check_fields, check_int, check_real, checked
-from nanovllm.utils.hub import find_model, find_tokenizer
+from nanovllm.utils.loader import find_model, find_tokenizer
 
 # the limits of a container's memory, in the two versions of cgroups
 MEMORY_LIMITS = [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory/memory.limit_in_bytes")]

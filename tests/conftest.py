@@ -29,7 +29,7 @@ from nanovllm import LLM, kernels
 from nanovllm.engine.features import FEATURES
 from nanovllm.kernels.sampling_columns import COLUMNS
 from nanovllm.layers.sampler import gumbel_noise
-from nanovllm.utils.hub import BUNDLED
+from nanovllm.utils.loader import BUNDLED
 from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 torch.set_grad_enabled(False)

@@ -19,8 +19,7 @@ from nanovllm.engine import model_runner
 from nanovllm.layers.attention_backends import SDPABackend
 from nanovllm.models import MODELS
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.utils.hub import find_model
-from nanovllm.utils.loader import load_model
+from nanovllm.utils.loader import find_model, load_model
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 PROMPT = [5, 1999, 300, 42, 7, 7, 1024, 11]

@@ -43,7 +43,7 @@ from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.structured import structured_outputs
 from nanovllm.serve.tool_parsers import ToolParser
 from nanovllm.serve.turns import CLIENT, ClientTurns, LoopTurns
-from nanovllm.utils.hub import BUNDLED
+from nanovllm.utils.loader import BUNDLED
 
 ENGINE = dict(dtype="float32", device="cpu", kvcache_block_size=16, num_kvcache_blocks=256)
 MODEL = "tiny-qwen3"

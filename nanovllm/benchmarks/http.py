@@ -24,7 +24,7 @@ from nanovllm.benchmarks.results import Result, Results, latency_ms
 from nanovllm.benchmarks.servers import Server, Threads, as_flags, cpu_times, gpu_samples, running_server
 from nanovllm.benchmarks.tables import number, print_table
 from nanovllm.config import Config
-from nanovllm.utils.hub import load_tokenizer
+from nanovllm.utils.loader import load_tokenizer
 
 HEADER = ["clients, tokens", "server", "tok/s", "requests/s", "first ms", "p99", "gap ms", "p99", "longest ms", "p99"]
 HEADER += ["CPU %", "GPU %", "client %"]

@@ -18,7 +18,7 @@ from nanovllm.engine.outputs import OutputCollector, OutputKind, RequestOutput, 
 from nanovllm.engine.request import Prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
-from nanovllm.utils.hub import load_tokenizer
+from nanovllm.utils.loader import load_tokenizer
 
 if TYPE_CHECKING:
     from nanovllm.engine.step_callers import StepCallers

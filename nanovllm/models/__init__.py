@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from nanovllm.utils.checks import check_choice, check_int, check_real
-from nanovllm.utils.hub import read_json
+from nanovllm.utils.loader import read_json
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float", "float16", "half", "bfloat16")}
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.utils.hub import load_tokenizer
+from nanovllm.utils.loader import load_tokenizer
 
 # settings of devices and weights, which each replica checks itself, have values here that need neither
 DRIVER_OVERRIDES = {"device": "cpu", "tensor_parallel_size": 1, "load_format": "dummy", "attention_backend": "auto"}
