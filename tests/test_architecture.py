@@ -310,7 +310,7 @@ BUDGETS = {
     "8-bit kernels": 1040,
     "structured_outputs": 360,
     "compat": 460,
-    "serve": 3100,
+    "serve": 3055,
     "replicas": 1180,
     "page": 400,
     "benchmarks": 1430,

@@ -41,15 +41,15 @@ class AsyncLLM(EngineClient):
         self.engine = LLM(model, **settings)
         super().__init__(self.engine.input_processor, self.engine.config.max_num_seqs + max_queued)
         self._engine_thread = self.engine.engine_thread
-        kinds = (OutputKind.DELTA, OutputKind.TOKENS)
-        self._collectors = {kind: NotifyingCollector(kind, self._on_output, self._on_failure) for kind in kinds}
+        # also for requests of the kind TOKENS
+        self._collector = NotifyingCollector(OutputKind.DELTA, self._on_output, self._on_failure)
         self._told: asyncio.AbstractEventLoop | None = None  # the loop that knows that there are outputs
 
     # -- the event loop's thread ---------------------------------------------------------------------------------------
 
     def _start(self, request: CompletionRequest, name: str) -> AsyncRequest:
         try:
-            self._engine_thread.submit([request], self._collectors[request.kind])
+            self._engine_thread.submit([request], self._collector)
         except RuntimeError as error:
             if not self._is_closing:  # then another rank is lost
                 self._end(error)
@@ -69,19 +69,18 @@ class AsyncLLM(EngineClient):
         """Give the requests what has arrived for them since the last call."""
         self._told = None
         news: dict[Callable[[], None], None] = {}  # a stream of several requests is told once
-        for collector in self._collectors.values():
-            output = StepOutput()
-            collector.take_into(output)  # after an error `_fail_all` follows
-            for event in output.events:
-                if (request := self._live.get(event.request_id)) is not None:
-                    request.add_event(event)
-                    news[request.on_news or request.tell] = None
-                    if request.final is not None:
-                        self._forget(request)
-            for final in output.finished:
-                if (request := self._live.get(final.request_id)) is not None:
-                    request.finish(final)
+        output = StepOutput()
+        self._collector.take_into(output)  # after an error `_fail_all` follows
+        for event in output.events:
+            if (request := self._live.get(event.request_id)) is not None:
+                request.add_event(event)
+                news[request.on_news or request.tell] = None
+                if request.final is not None:
                     self._forget(request)
+        for final in output.finished:
+            if (request := self._live.get(final.request_id)) is not None:
+                request.finish(final)
+                self._forget(request)
         for tell in news:
             tell()
 
@@ -114,7 +113,7 @@ class AsyncLLM(EngineClient):
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(call)
         except RuntimeError:  # the loop was closed, and its tasks with it
-            self._engine_thread.discard([i for collector in self._collectors.values() for i in [*collector.live]])
+            self._engine_thread.discard([*self._collector.live])
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from math import inf
 from time import time
+from typing import Any
 
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamEvent
 from nanovllm.engine.request import CompletionRequest
@@ -25,8 +26,8 @@ class AsyncRequest:
         self._events: list[StreamEvent] = []
         self._num_unfinished = len(request.group)
         self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        # called when something has arrived; None: a task may wait for `_waiter`
+        self._has_news = asyncio.Event()
+        # called when something has arrived; None: a task may wait for `_has_news`
         self.on_news: Callable[[], None] | None = None
 
     @property
@@ -65,8 +66,8 @@ class AsyncRequest:
     def tell(self) -> None:
         if self.on_news is not None:
             self.on_news()
-        elif self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        else:
+            self._has_news.set()
 
     # -- what the caller calls -----------------------------------------------------------------------------------------
 
@@ -99,16 +100,20 @@ class AsyncRequest:
         assert self.final is not None
         return self.final
 
-    async def _wait_for(self, is_there) -> None:
-        while True:
+    def output(self, answers: Iterable["PartialAnswer"]) -> RequestOutput:
+        """The answers as they are now: the complete ones, or as far as they have arrived."""
+        if self.final is not None:
+            return self.final
+        metrics, outputs = RequestMetrics(self.arrival_time, None, None, None), [answer.output() for answer in answers]
+        prompt, ids = self.request.prompt, self.prompt_token_ids
+        return RequestOutput(self.request_id, prompt, ids, outputs, False, self.num_cached_tokens, None, metrics)
+
+    async def _wait_for(self, is_there: Callable[[], Any]) -> None:
+        self._check()
+        while not is_there():
+            self._has_news.clear()
+            await self._has_news.wait()
             self._check()
-            if is_there():
-                return
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
 
     def _check(self) -> None:
         if self._error is not None and self.final is None:
@@ -124,17 +129,11 @@ def merged(events: Iterable[StreamEvent]) -> list[StreamEvent]:
 
 
 def _merge(events: list[StreamEvent]) -> StreamEvent:
-    first, last = events[0], events[-1]
-    return StreamEvent(
-        first.index,
-        first.output_index,
-        first.request_id,
-        "".join([event.text for event in events]),
-        [token_id for event in events for token_id in event.token_ids],
-        last.finish_reason,
-        last.stop_reason,
-        None if last.logprobs is None else [found for event in events for found in event.logprobs or ()],
-    )
+    last, text = events[-1], "".join([event.text for event in events])
+    token_ids = [token_id for event in events for token_id in event.token_ids]
+    logprobs = None if last.logprobs is None else [found for event in events for found in event.logprobs or ()]
+    ids, reasons = (last.index, last.output_index, last.request_id), (last.finish_reason, last.stop_reason)
+    return StreamEvent(*ids, text, token_ids, *reasons, logprobs)
 
 
 class PartialAnswer:
@@ -161,39 +160,8 @@ class PartialAnswer:
 
     def output(self) -> CompletionOutput:
         """The answer so far. It has lists of its own, so it does not change when more arrives."""
-        self.texts = ["".join(self.texts)]
-        return CompletionOutput(
-            self.index,
-            self.texts[0],
-            [*self.token_ids],
-            self.cumulative_logprob,
-            None if self.logprobs is None else [*self.logprobs],
-            self.finish_reason,
-            self.stop_reason,
-        )
-
-
-class PartialOutput:
-    """The RequestOutput of a request that is still running, put together from its events."""
-
-    def __init__(self, request: AsyncRequest):
-        self._request = request
-        self._answers = [PartialAnswer(i) for i in range(request.num_answers)]
-        self._outputs = [answer.output() for answer in self._answers]
-
-    def add(self, event: StreamEvent) -> None:
-        self._answers[event.output_index].add(event)
-        self._outputs[event.output_index] = self._answers[event.output_index].output()
-
-    def output(self) -> RequestOutput:
-        request = self._request
-        return request.final or RequestOutput(
-            request.request_id,
-            request.request.prompt,
-            request.prompt_token_ids,
-            [*self._outputs],
-            False,
-            request.num_cached_tokens,
-            None,
-            RequestMetrics(request.arrival_time, None, None, None),
-        )
+        text, token_ids = "".join(self.texts), [*self.token_ids]
+        self.texts = [text]
+        logprobs = None if self.logprobs is None else [*self.logprobs]
+        reasons = self.finish_reason, self.stop_reason
+        return CompletionOutput(self.index, text, token_ids, self.cumulative_logprob, logprobs, *reasons)

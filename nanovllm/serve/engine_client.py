@@ -17,7 +17,7 @@ from nanovllm.engine.request import CompletionRequest, Prompt, TokensPrompt
 from nanovllm.features.beam_search import beam_requests
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
-from nanovllm.serve.async_request import AsyncRequest, PartialOutput
+from nanovllm.serve.async_request import AsyncRequest, PartialAnswer
 from nanovllm.serve.beams import BeamCompletion
 from nanovllm.serve.prompt_lanes import LongTextError, PromptLane
 from nanovllm.serve.turns import ClientTurns
@@ -115,11 +115,11 @@ class EngineClient(ABC):
         but the `arrival_time`.
         """
         async with self._submitted(prompt, sampling_params, request_id, priority, chat_template_kwargs) as request:
-            partial_output = PartialOutput(request)
+            answers = [PartialAnswer(i) for i in range(request.num_answers)]
             while events := await request.next_events():
                 for event in events:
-                    partial_output.add(event)
-                yield partial_output.output()
+                    answers[event.output_index].add(event)
+                yield request.output(answers)
 
     async def stream(
         self,

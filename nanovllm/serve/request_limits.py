@@ -11,7 +11,8 @@ from typing import Any
 
 import httptools
 from anyio import fail_after
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message, Receive
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nanovllm.serve.errors import ApiError
@@ -32,7 +33,7 @@ UNREAD_SECONDS = 120.0  # after which a connection is reset whose client takes n
 class RequestLimits:
     """ASGI middleware: checks the host and the key, and reads the whole body, which is bounded in size and in time.
 
-    Routes therefore never wait for a client that sends slowly, and `receive` gives them the body at once.
+    Routes therefore never wait for a client that sends slowly.
     """
 
     def __init__(self, app: Any, settings: ServerSettings, endpoints: Mapping[str, Endpoint]):
@@ -51,31 +52,29 @@ class RequestLimits:
             )
 
     async def __call__(self, scope, receive, send) -> None:
-        if scope["type"] == "http":
-            try:
-                headers = dict(scope["headers"])
-                self._check_host([value for name, value in scope["headers"] if name == b"host"])
-                path = scope["path"].removeprefix(self._root_path)
-                if path not in OPEN_PATHS:
-                    keys = self._checked_keys(headers)
-                    CLIENT.set((*keys, *(scope.get("client") or ())[:1]))  # with the address, without the port
-                has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
-                if scope["method"] == "POST" and has_body:
-                    self._check_type(headers.get(b"content-type", b""))
-                receive = await self._with_body(headers, receive)
-                if scope["method"] == "POST" and (endpoint := self._endpoints.get(path)) is not None:
-                    await self._turns.next()
-                    response = await endpoint(Request(scope, receive))
-                    await response(scope, receive, send)
-                    return
-            except ApiError as error:
-                # the rest of a body is not read, so the connection can't be used again
-                await error_response(error, scope["path"], connection="close")(scope, receive, send)
+        headers, request = dict(scope["headers"]), Request(scope, self._bounded(receive))
+        try:
+            self._check_host([value for name, value in scope["headers"] if name == b"host"])
+            path = scope["path"].removeprefix(self._root_path)
+            if path not in OPEN_PATHS:
+                keys = self._checked_keys(headers)
+                CLIENT.set((*keys, *(scope.get("client") or ())[:1]))  # with the address, without the port
+            has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+            if scope["method"] == "POST" and has_body:
+                self._check_type(headers.get(b"content-type", b""))
+            await self._read(request, headers.get(b"content-length", b""))
+            if scope["method"] == "POST" and (endpoint := self._endpoints.get(path)) is not None:
+                await self._turns.next()
+                response = await endpoint(request)
+                await response(scope, receive, send)
                 return
-            # a proxy may have left out the path or not; the protocol leaves out the body of an answer to HEAD
-            method = "GET" if scope["method"] == "HEAD" else scope["method"]
-            scope = scope | {"root_path": self._root_path, "method": method}
-        await self.app(scope, receive, send)
+        except ApiError as error:
+            # the rest of a body is not read, so the connection can't be used again
+            await error_response(error, scope["path"], connection="close")(scope, receive, send)
+            return
+        # a proxy may have left out the path or not; the protocol leaves out the body of an answer to HEAD
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        await self.app(scope | {"root_path": self._root_path, "method": method}, receive, send)
 
     def _check_host(self, hosts: list[bytes]) -> None:
         if len(hosts) > 1:  # a proxy may have looked at the other one
@@ -104,38 +103,33 @@ class RequestLimits:
         if content_type.partition(b";")[0].strip().lower() != b"application/json":
             raise ApiError(400, "the content-type of the body must be application/json")
 
-    async def _with_body(self, headers: dict[bytes, bytes], receive):
-        """A `receive` that gives the whole body first. ApiError with 413 or 408 if it is too long or too slow."""
-        length = headers.get(b"content-length", b"")
-        if length.isdigit() and int(length[:20]) > self.settings.max_body_bytes:
-            raise self._too_long()
+    async def _read(self, request: Request, length: bytes) -> None:
+        """Read the body, which the request keeps. ApiError with 413 or 408 if it is too long or too slow."""
+        self._check_length(int(length[:20]) if length.isdigit() else 0)
         try:
             with fail_after(self.settings.body_timeout):
-                body = await self._read(receive)
+                await request.body()
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {self.settings.body_timeout:g} seconds") from None
-        first = [{"type": "http.request", "body": body, "more_body": False}]
+        except ClientDisconnect:
+            raise ApiError(400, "the connection was closed within the body") from None
 
-        async def replay():
-            return first.pop() if first else await receive()
+    def _bounded(self, receive: Receive) -> Receive:
+        """`receive`, with an ApiError instead of more than a body may have."""
+        length = 0
 
-        return replay
-
-    async def _read(self, receive) -> bytes:
-        pieces, size = [], 0
-        while True:
+        async def receive_some() -> Message:
+            nonlocal length
             message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ApiError(400, "the connection was closed within the body")
-            pieces.append(message.get("body", b""))
-            size += len(pieces[-1])
-            if size > self.settings.max_body_bytes:
-                raise self._too_long()
-            if not message.get("more_body", False):
-                return b"".join(pieces)
+            length += len(message.get("body", b""))
+            self._check_length(length)
+            return message
 
-    def _too_long(self) -> ApiError:
-        return ApiError(413, f"the body is longer than {self.settings.max_body_bytes} bytes", code="body_too_long")
+        return receive_some
+
+    def _check_length(self, length: int) -> None:
+        if length > (most := self.settings.max_body_bytes):
+            raise ApiError(413, f"the body is longer than {most} bytes", code="body_too_long")
 
 
 class BoundedProtocol(HttpToolsProtocol):

@@ -6,6 +6,7 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -19,24 +20,24 @@ BACKLOG = 2048  # connections that the system accepts before the server does
 
 def listening_socket(settings: ServerSettings) -> socket.socket:
     """Reserves the address before the model is loaded. OSError if it is in use, or not an address of this machine."""
-    reserved = None
-    if settings.uds is not None:
-        reserved = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            reserved.bind(settings.uds)
-        except OSError as error:
-            reserved.close()
-            raise OSError(f"uds={settings.uds!r}: {error.strerror or error}") from error
-        return reserved
     try:
+        if settings.uds is not None:
+            return _bound(socket.AF_UNIX, settings.uds)
         family, *_, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
-        reserved = socket.socket(family, socket.SOCK_STREAM)
+        return _bound(family, address)
+    except OSError as error:
+        name = f"host={settings.host!r}, port={settings.port}" if settings.uds is None else f"uds={settings.uds!r}"
+        raise OSError(f"{name}: {error.strerror or error}") from error
+
+
+def _bound(family: int, address: Any) -> socket.socket:
+    reserved = socket.socket(family, socket.SOCK_STREAM)
+    try:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(address)
-    except OSError as error:
-        if reserved is not None:
-            reserved.close()
-        raise OSError(f"host={settings.host!r}, port={settings.port}: {error.strerror or error}") from error
+    except OSError:
+        reserved.close()
+        raise
     return reserved
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanovllm.serve.tool_parsers import PARSERS
-from nanovllm.utils.checks import check_choice, check_int, check_real
+from nanovllm.utils.checks import check_choice, check_fields, check_int, check_real, checked
 
 # names of vLLM's parsers for the same formats
 ALIASES = {
@@ -52,21 +52,21 @@ class ServerSettings:
     """
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: int = checked(8000, check_int, low=0, high=65535)
     api_key: tuple[str, ...] | None = None
     allowed_origins: tuple[str, ...] | None = None
     allowed_hosts: tuple[str, ...] | None = None
     served_model_name: tuple[str, ...] | None = None
     chat_template: str | None = None
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "none"
+    tool_call_parser: str = checked("auto", check_choice, choices=("auto", *PARSERS))
+    reasoning_parser: str = checked("none", check_choice, choices=("none", "think"))
     trust_request_chat_template: bool = False
-    max_body_bytes: int = 2 * 2**20
-    max_answers: int = 128
-    request_timeout: float = 600.0
-    body_timeout: float = 30.0
-    max_connections: int = 4096
-    drain_seconds: int = 30
+    max_body_bytes: int = checked(2 * 2**20, check_int, low=1)
+    max_answers: int = checked(128, check_int, low=1)
+    request_timeout: float = checked(600.0, check_real, low=0.001, high=1e6)
+    body_timeout: float = checked(30.0, check_real, low=0.001, high=1e6)
+    max_connections: int = checked(4096, check_int, low=1)
+    drain_seconds: int = checked(30, check_int, low=0)
     access_log: bool = False
     enable_openapi: bool = False
     enable_force_include_usage: bool = False
@@ -77,19 +77,12 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if "" in (self.api_key or ()):  # an unset variable of a shell must not open the server
             raise ValueError("api_key='': must have at least 1 character")
-        check_int("port", self.port, low=0, high=65535)
         for name, names in ALIASES.items():
             value = getattr(self, name)
             object.__setattr__(self, name, names.get(value, value))
         if self.chat_template is not None and "{" not in self.chat_template:  # no template, so a file
             object.__setattr__(self, "chat_template", Path(self.chat_template).read_text("utf-8"))
-        check_choice("tool_call_parser", self.tool_call_parser, ("auto", *PARSERS))
-        check_choice("reasoning_parser", self.reasoning_parser, ("none", "think"))
-        for name in ("max_body_bytes", "max_answers", "max_connections"):
-            check_int(name, getattr(self, name), low=1)
-        for name in ("request_timeout", "body_timeout"):
-            check_real(name, getattr(self, name), low=0.001, high=1e6)
-        check_int("drain_seconds", self.drain_seconds, low=0)
+        check_fields(self)
 
     @property
     def is_local(self) -> bool:
