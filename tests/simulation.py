@@ -18,6 +18,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_policy import TokenBudget
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.state_blocks import StateBlockManager
+from nanovllm.engine.stats import stats_of
 from nanovllm.sampling_params import SamplingParams
 
 VOCAB_SIZE, EOS, ALSO_EOS = 50, 0, 1
@@ -408,7 +409,7 @@ class Simulation(SimulatedEngine):
                 assert seq.completion_token_ids == token_ids[: len(seq.completion_token_ids)] != token_ids
             else:
                 assert (seq.completion_token_ids, seq.finish_reason) == (token_ids, reason)
-        counts = self.scheduler.stats()
+        counts = stats_of(self.scheduler)
         assert counts["blocks"]["used"] == 0 and sum(counts["blocks"].values()) == len(self.manager.blocks)
         assert counts["tokens"]["out"] == sum(len(seq.completion_token_ids) for seq in self.seqs)
         assert counts["requests"] == {"waiting": 0, "running": 0}

@@ -51,7 +51,7 @@ HOUSE = """
 1 | engine/sequence.py <- engine/scheduled_step.py
   engine/block_manager.py engine/scheduling_policy.py engine/policies.py
   <- engine/state_blocks.py
-  <- engine/scheduler.py features/forks.py
+  <- engine/scheduler.py features/forks.py <- engine/stats.py
 1 | engine/outputs.py
 1 | kernels/
 2 | engine/features.py
@@ -60,7 +60,7 @@ HOUSE = """
 3 | quantization/scaled.py <- quantization/scaled_linear.py quantization/scaled_experts.py <- quantization/fp8_linear.py
   <- quantization/quant_config.py
   <- quantization/fp8.py quantization/int8.py <- quantization/compressed_tensors.py
-4 | engine/step_result.py engine/batch.py <- engine/request_tables.py features/drafts.py
+4 | engine/batch.py <- engine/request_tables.py features/drafts.py
   <- features/__init__.py features/block_copies.py features/logit_edits.py features/logprobs.py
   <- graphs/ <- startup/__init__.py startup/cuda.py <- engine/model_runner.py <- startup/cuda_runner.py
 5 | distributed/__init__.py distributed/ranks.py <- distributed/peer_memory.py
@@ -311,7 +311,7 @@ BUDGETS = {
     "structured_outputs": 360,
     "compat": 460,
     "serve": 3055,
-    "replicas": 1180,
+    "replicas": 1185,
     "page": 400,
     "benchmarks": 1430,
 }
@@ -363,7 +363,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 3376, 42
+CORE_LINES, CORE_FILES = 3371, 41
 ROOMS = (
     "attention",
     "benchmarks",

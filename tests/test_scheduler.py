@@ -22,6 +22,7 @@ from simulation import (
 
 from nanovllm.engine.scheduling_policy import MAX_STEPS_WITHOUT_ADMISSION, MIN_SHARED_CHUNK, TokenBudget
 from nanovllm.engine.sequence import SequenceStatus
+from nanovllm.engine.stats import stats_of
 from nanovllm.features.forks import fork, resume
 
 
@@ -115,7 +116,7 @@ def test_chunks_ride_along_with_decodes():
     assert rows(step) == [(0, 7, 8), (1, 4, 6)] and step.num_decodes == 1 and step.sampled_seqs == [first, second]
     step = engine.step()
     assert rows(step) == [(0, 8, 9), (1, 6, 7)] and step.num_decodes == 2 and not step.chunks
-    assert engine.scheduler.stats()["steps"] == {"prefill": 1, "decode": 2, "mixed": 2}
+    assert stats_of(engine.scheduler)["steps"] == {"prefill": 1, "decode": 2, "mixed": 2}
 
 
 def test_prompts_first():

@@ -19,6 +19,7 @@ from nanovllm.engine.scheduling_policy import (
     WaitingQueue,
 )
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.stats import stats_of
 from nanovllm.features import beam_search
 
 pytestmark = pytest.mark.small_model
@@ -227,7 +228,7 @@ def test_no_running_sequence_misses_a_step(policy, context):
         cost = sum(TokenBudget(600, context).cost(start, end) for _, start, end in step.chunks)
         assert cost <= 600 + 3  # the last token may be one of up to three units
     assert engine.scheduler.num_preemptions == 0
-    assert engine.scheduler.stats()["steps"] == {"prefill": 1, "decode": 0, "mixed": 300}
+    assert stats_of(engine.scheduler)["steps"] == {"prefill": 1, "decode": 0, "mixed": 300}
 
 
 def test_a_step_that_decodes_nothing_has_the_whole_budget():

@@ -13,8 +13,8 @@ from nanovllm import LLM
 from nanovllm.benchmarks.engines.nanovllm import inputs, nanovllm_params
 from nanovllm.benchmarks.requests import Request, fit, random_ids
 from nanovllm.benchmarks.tables import print_table
+from nanovllm.engine.request_tables import PendingStep
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step_result import PendingStep
 
 HOST_SEQS = (1, 8, 64, 256, 512, 1024)
 

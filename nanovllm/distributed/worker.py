@@ -26,8 +26,8 @@ from nanovllm.distributed.ranks import Ranks
 from nanovllm.distributed.step_channel import NUM_BUFFERS, StepChannel, StepReader
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.model_runner import ModelRunner, make_runner
+from nanovllm.engine.request_tables import PendingStep
 from nanovllm.engine.scheduled_step import ScheduledStep
-from nanovllm.engine.step_result import PendingStep
 from nanovllm.features.logprobs import MAX_LOGPROB_ROWS
 from nanovllm.graphs.buffers import largest_batch
 from nanovllm.utils.interrupts import interrupts_held

@@ -7,10 +7,10 @@ from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_runner import ModelRunner, make_runner
 from nanovllm.engine.output_processor import OutputProcessor
+from nanovllm.engine.request_tables import PendingStep
 from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_policy import TokenBudget
-from nanovllm.engine.step_result import PendingStep
 from nanovllm.utils.context import clear_context
 from nanovllm.utils.tensor_parallel import TensorParallel
 

@@ -182,7 +182,11 @@ class LLMEngine:
         prefix) and free. `prefix_hit_rate`: the fraction of the prompts' tokens that were found. `preemptions`.
         `tokens`: in and out. `steps`: of prompts alone (prefill), of decodes alone, and mixed.
         """
-        return self.scheduler.stats() if self.model_runner is None else self.engine_thread.call(self.scheduler.stats)
+        from nanovllm.engine.stats import stats_of  # imported lazily: answers need no counts
+
+        if self.model_runner is None:
+            return stats_of(self.scheduler)
+        return self.engine_thread.call(lambda: stats_of(self.scheduler))
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. False, and nothing is done, while there are requests."""

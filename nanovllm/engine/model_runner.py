@@ -14,9 +14,15 @@ from nanovllm.config import Config
 from nanovllm.engine import batch as batches
 from nanovllm.engine.batch import BatchShape, DeviceBatch, HostBatch
 from nanovllm.engine.features import FEATURES, StepFeature
-from nanovllm.engine.request_tables import RequestTables, accept, place_decodes
+from nanovllm.engine.request_tables import (
+    ForwardOutput,
+    PendingStep,
+    RequestTables,
+    SamplerInput,
+    accept,
+    place_decodes,
+)
 from nanovllm.engine.scheduled_step import ScheduledStep
-from nanovllm.engine.step_result import ForwardOutput, PendingStep, SamplerInput
 from nanovllm.kernels.sampling_columns import WIDTH, seeds
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import make_backend

@@ -1,14 +1,16 @@
-"""What the device knows of each request: the host learns the outcome of a step one step later, if at all.
+"""What the device knows of each request, and what a step leaves there: the host learns of it one step later, if at all.
 
 A sequence that decodes may get several tokens in a step: the next one, and one for each draft that is right. So only
 the device knows how long it is when the next step is queued, and works out where that step's tokens go.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm.engine.batch import DeviceBatch
+from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.kernels import operation
 
 
@@ -30,6 +32,43 @@ class RequestTables(NamedTuple):
     ) -> "RequestTables":
         shapes = (tokens_per_row,), (), (max_blocks_per_seq + 1,), (num_params,)
         return cls(*(torch.zeros(num_requests + 1, *dims, dtype=torch.int32, device=device) for dims in shapes))
+
+
+class ForwardOutput(NamedTuple):
+    """What a step leaves on the device."""
+
+    token_ids: torch.Tensor  # [S * k] int32, sampled; k is `tokens_per_row`
+    results: torch.Tensor  # for the host: token_ids, or if k > 1 [S, k + 1], k ids and how many of them count
+    hidden_states: torch.Tensor  # [T, hidden_size]
+    sampled_hidden_states: torch.Tensor  # [S * k, hidden_size]
+
+
+class SamplerInput(NamedTuple):
+    """What the model leaves for the sampler."""
+
+    hidden_states: torch.Tensor  # [S * k, hidden_size], of the last k tokens of each sampled sequence
+    req_indices: torch.Tensor  # [S * k] int32
+    positions: torch.Tensor  # [S * k] int32
+    block_tables: torch.Tensor  # [S * k, W] int32
+
+
+class PendingStep(NamedTuple):
+    """A step that was launched: its results may not be in host memory yet."""
+
+    step: ScheduledStep | None  # only rank 0 has it, and can `wait`
+    results: torch.Tensor  # those of its ForwardOutput, in host memory
+    pending: dict[str, Any]  # what `StepFeature.after_forward` returned, by the feature's name
+    synchronize: Callable[[], None]  # waits for the device; RuntimeError if another rank is lost, or hangs
+
+    def wait(self) -> StepResult:
+        """The result, once the step is over; errors as of `synchronize`."""
+        self.synchronize()
+        assert self.step is not None
+        results = self.results[: len(self.step.sampled_seqs)]
+        of_features = {name: found.result(self.step) for name, found in self.pending.items() if found is not None}
+        if results.dim() == 1:
+            return StepResult(results.tolist(), of_features)
+        return StepResult(results[:, :-1].flatten().tolist(), of_features, results[:, -1].tolist())
 
 
 @operation

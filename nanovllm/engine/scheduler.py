@@ -67,20 +67,6 @@ class Scheduler:
     def is_finished(self) -> bool:
         return not self.live
 
-    def stats(self) -> dict:
-        """See `LLMEngine.stats`."""
-        totals, blocks = self.totals, self.block_manager
-        num_free = len(blocks.free_block_ids)
-        num_cached = sum(blocks.blocks[i].ref_count == 0 for i in [*blocks.hash_to_block_id.values()])
-        return {
-            "requests": {"waiting": len(self.waiting), "running": len(self.prefilling) + len(self.running)},
-            "blocks": {"used": len(blocks.blocks) - num_free, "cached": num_cached, "free": num_free - num_cached},
-            "prefix_hit_rate": totals["cached_tokens"] / max(1, totals["prompt_tokens"]),
-            "preemptions": self.num_preemptions,
-            "tokens": {"in": totals["prompt_tokens"], "out": totals["output_tokens"]},
-            "steps": {kind: totals[f"{kind}_steps"] for kind in ("prefill", "decode", "mixed")},
-        }
-
     def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:
         """The next step, or None if there is nothing to compute, or all that run wait for tokens in flight.
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from nanovllm.engine.request_tables import RequestTables, arrays
+from nanovllm.engine.request_tables import RequestTables, SamplerInput, arrays
 from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.step_result import SamplerInput
 
 # -- on the device: engine/request_tables.py and the runner call these; kernels do the same as the first two ----
 

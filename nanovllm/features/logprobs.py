@@ -16,9 +16,9 @@ import torch
 
 from nanovllm.engine.features import Arrays, Ends, StepFeature
 from nanovllm.engine.outputs import Logprob
+from nanovllm.engine.request_tables import ForwardOutput
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step_result import ForwardOutput
 from nanovllm.layers.sampler import token_keys
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int

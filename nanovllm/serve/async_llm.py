@@ -7,6 +7,7 @@ from typing import Any
 
 from nanovllm.engine.outputs import OutputKind, StepOutput
 from nanovllm.engine.request import CompletionRequest
+from nanovllm.engine.stats import stats_of
 from nanovllm.llm import LLM
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.engine_client import EngineClient, EngineDeadError, QueueFullError
@@ -63,7 +64,7 @@ class AsyncLLM(EngineClient):
         self._engine_thread.abort(request.request_id)
 
     async def stats(self) -> list[dict[str, Any] | None]:
-        return [self.engine.scheduler.stats()]
+        return [stats_of(self.engine.scheduler)]
 
     def _deliver(self) -> None:
         """Give the requests what has arrived for them since the last call."""

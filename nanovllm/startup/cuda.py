@@ -13,9 +13,9 @@ from torch import nn
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.features import FEATURES
+from nanovllm.engine.request_tables import SamplerInput
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step_result import SamplerInput
 from nanovllm.graphs.buffers import make_buffers
 from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs, capture_sizes, decode_shape, graph_shapes
 from nanovllm.sampling_params import SamplingParams

@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.engine.batch import BatchShape, DeviceBatch, HostBatch
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.step_result import ForwardOutput
+from nanovllm.engine.request_tables import ForwardOutput
 from nanovllm.graphs.buffers import Buffers, to_device
 from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs
 from nanovllm.startup.cuda import start_on_cuda

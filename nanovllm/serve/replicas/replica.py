@@ -10,6 +10,7 @@ from nanovllm.engine.features import FEATURES
 from nanovllm.engine.outputs import OutputKind, StepOutput, StreamEvent
 from nanovllm.engine.request import CompletionRequest, TokensPrompt
 from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.engine.stats import stats_of
 from nanovllm.llm import LLM
 from nanovllm.serve.async_request import merged
 from nanovllm.serve.notifying_collector import NotifyingCollector
@@ -104,7 +105,7 @@ class Replica:
             self._engine_thread.abort(request_id)
 
     def stats(self) -> dict[str, Any]:
-        return self.engine.scheduler.stats()
+        return stats_of(self.engine.scheduler)
 
     def reports(self) -> Iterator[bytes]:
         """Yields an encoded Report whenever there is something to report. RuntimeError if the engine has failed."""
