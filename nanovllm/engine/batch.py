@@ -107,17 +107,12 @@ class Batch(Generic[Array]):
     def from_buffer(cls, shape: BatchShape, buffer: Array) -> "Batch[Array]":
         """The views of a buffer that may be longer than the batch."""
         layout, size = _layout(shape)
-        batch = cls(shape, buffer[:size])
-        batch.feature_arrays = {name: {} for name, _ in shape.feature_shapes}
-        for home, name, begin, end, dims in layout:
-            view = buffer[begin:end].reshape(dims)
-            if home is None:
-                setattr(batch, name, view)
-            elif home is BACKEND:
-                batch.backend_arrays[name] = view
-            else:
-                batch.feature_arrays[home][name] = view
-        return batch
+        arrays = {
+            owner: {name: buffer[begin:end].reshape(dims) for name, begin, end, dims in views}
+            for owner, views in layout
+        }
+        own, of_backend = arrays.pop(OWN), arrays.pop(BACKEND)
+        return cls(shape, buffer[:size], **own, feature_arrays=arrays, backend_arrays=of_backend)
 
     @staticmethod
     def on_host(shape: BatchShape, buffer: np.ndarray | None) -> "Batch[np.ndarray]":
@@ -133,24 +128,21 @@ FeatureArrays = Mapping[str, Mapping[str, Any]]  # by feature and name: arrays, 
 HostBatch = Batch[np.ndarray]
 DeviceBatch = Batch[torch.Tensor]
 VIEWS = [f for f in fields(Batch) if "dims" in f.metadata]
-BACKEND = ""  # where a feature has a name
+OWN, BACKEND = "the batch itself", "the attention backend"  # where a feature has a name
 
 
 @lru_cache(maxsize=1024)
-def _layout(shape: BatchShape) -> tuple[list[tuple[str | None, str, int, int, Dims]], int]:
-    """For each view its feature (None for a field), name, begin, end and shape, in words; and the buffer's size."""
-    arrays: list[tuple[str | None, str, Dims]] = [(BACKEND, name, dims) for name, dims in shape.backend_shapes]
-    arrays += [
-        (None, view.name, view.metadata["dims"](shape))
-        for view in VIEWS
-        if shape.has_chunks or not view.metadata["chunks_only"]
-    ]
-    arrays += [(feature, name, dims) for feature, of_feature in shape.feature_shapes for name, dims in of_feature]
-    views, begin = [], 0
-    for home, name, dims in arrays:
-        views.append((home, name, begin, begin + prod(dims), dims))
-        begin += -(-prod(dims) // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
-    return views, begin
+def _layout(shape: BatchShape) -> tuple[list[tuple[str, list[tuple[str, int, int, Dims]]]], int]:
+    """For each owner of arrays the name, begin, end and shape of its views, in words; and the buffer's size."""
+    own = [view for view in VIEWS if shape.has_chunks or not view.metadata["chunks_only"]]
+    own_shapes = [(view.name, view.metadata["dims"](shape)) for view in own]
+    layout, begin = [], 0
+    for owner, shapes in ((BACKEND, shape.backend_shapes), (OWN, own_shapes), *shape.feature_shapes):
+        layout.append((owner, views := []))
+        for name, dims in shapes:
+            views.append((name, begin, begin + prod(dims), dims))
+            begin += -(-prod(dims) // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
+    return layout, begin
 
 
 def shape_of(step: ScheduledStep, block_size: int, backend_arrays: Mapping[str, np.ndarray]) -> BatchShape:
