@@ -349,7 +349,7 @@ def answers_to(body: ChatBody, text: str) -> tuple[dict, list[dict]]:
     output = CompletionOutput(0, text, [5], None, None, "stop", None)
     whole = RequestOutput(7, "", [1], [output], True, 0, None, RequestMetrics(0, 0, 0, 0))
     streamed = make().chunk_choices(0, StreamEvent(0, 0, 7, text, [5], "stop", None, None))
-    return make().choices(0, whole)[0], streamed
+    return make().choice(0, whole, output), streamed
 
 
 def test_reasoning_has_both_names():

@@ -9,14 +9,13 @@ from time import time
 from typing import Any
 from uuid import uuid4
 
-from nanovllm.engine.outputs import Logprob, RequestOutput, StreamEvent
+from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestOutput, StreamEvent
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.protocol import GenerationBody
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity
 MANY_LOGPROBS = 32  # tokens of an event: those of several steps, for a client that reads slowly
-NUM_LEVELS = 5  # from an answer down to the log-probabilities of a token
 MARK = uuid4().hex  # takes the place of a text; no client can know it
 DONE = b"data: [DONE]\n\n"
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -55,10 +54,12 @@ class Answer:
     id_prefix: str
     object_name: str
     chunk_name: str
+    max_levels = 5  # from an answer down to the log-probabilities of a token
 
     def __init__(self, body: GenerationBody, model: str, requests: Sequence[AsyncRequest]):
         self.body, self.requests = body, requests
         self._has_logprobs = body.logprobs not in (None, False) or body.prompt_logprobs is not None
+        self._num_levels = self.max_levels if self._has_logprobs else 0
         self.id = f"{self.id_prefix}{body.request_id or uuid4().hex}"
         self._head = {"id": self.id, "created": int(time()), "model": model}
         self._frames: dict[tuple[int, int], tuple[bytes, bytes]] = {}  # by the same as the next
@@ -70,10 +71,10 @@ class Answer:
         return await asyncio.to_thread(self._whole, outputs) if self._has_logprobs else self._whole(outputs)
 
     def _whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        choices = [choice for i, output in enumerate(outputs) for choice in self.choices(i, output)]
+        choices = [self.choice(i, output, answer) for i, output in enumerate(outputs) for answer in output.outputs]
         usage = self._usage(sum(len(answer.token_ids) for output in outputs for answer in output.outputs))
         content = {"object": self.object_name, **self._head, "choices": choices, "usage": usage, **self.extras(outputs)}
-        return dump_json(content, NUM_LEVELS if self._has_logprobs else 0)
+        return dump_json(content, self._num_levels)
 
     def begin(self) -> bytes:
         """The server-sent events before the answer."""
@@ -88,16 +89,6 @@ class Answer:
             if events := request.take_events(bound):
                 data.append(self._events(i, events))
         return b"".join(data)
-
-    @property
-    def has_events(self) -> bool:
-        """Whether `take` has left any."""
-        return any(request.has_events for request in self.requests)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing but `end` is left."""
-        return all(request.is_over for request in self.requests)
 
     async def end(self) -> bytes:
         """The server-sent events of the end."""
@@ -144,8 +135,8 @@ class Answer:
         before, after = server_sent_event(self._chunk([choice], None)).split(dump_json(MARK))
         return before, after
 
-    def choices(self, prompt_index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """The entries of `choices` for all answers to one prompt."""
+    def choice(self, prompt_index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
+        """The entry of `choices` for one of the answers to a prompt."""
         raise NotImplementedError
 
     def chunk_choices(self, prompt_index: int, event: StreamEvent) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import FastAPI, Request
 from pydantic import BeforeValidator, Field
 from starlette.responses import Response
 from typing_extensions import NotRequired, TypedDict
@@ -175,8 +175,8 @@ class MessagesAnswer(chat.ChatAnswer):
     _open_type: str | None = None  # of the last of them, until it ends
 
     def _whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        (choice,) = self.choices(0, outputs[0])
-        content = self._blocks(choice["message"]) or [{"type": "text", "text": ""}]
+        choice = self.choice(0, outputs[0], outputs[0].outputs[0])
+        content = [*self._blocks(choice["message"])] or [{"type": "text", "text": ""}]
         usage = self._tokens(len(outputs[0].outputs[0].token_ids))
         return dump_json(self._message(content) | _stop(choice) | {"usage": usage})
 
@@ -209,18 +209,16 @@ class MessagesAnswer(chat.ChatAnswer):
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self._head["model"]}
         return head | {"content": content}
 
-    def _blocks(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+    def _blocks(self, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The blocks of a message, or of a delta."""
-        blocks = []
         if thinking := message.get("reasoning_content"):
             # without a signature, clients do not send the block back
-            blocks.append({"type": "thinking", "thinking": thinking, "signature": self.id})
+            yield {"type": "thinking", "thinking": thinking, "signature": self.id}
         if text := message.get("content"):
-            blocks.append({"type": "text", "text": text})
+            yield {"type": "text", "text": text}
         for call in message.get("tool_calls", ()):
             name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
-            blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})
-        return blocks
+            yield {"type": "tool_use", "id": call["id"], "name": name, "input": arguments}
 
     def _add(self, block: dict[str, Any]) -> Iterator[bytes]:
         """Events that make a call, or add to the open block if it has the same type."""
@@ -265,15 +263,12 @@ def _stop(choice: dict[str, Any]) -> dict[str, Any]:
     return {"stop_reason": STOP_REASONS.get(reason, "end_turn"), "stop_sequence": None}
 
 
-def messages_router(api: "Api") -> APIRouter:
+def add_messages_routes(app: FastAPI, api: "Api") -> None:
+    @app.post(MESSAGES_PATH)
     async def messages(body: MessagesBody, request: Request) -> Response:
         return await api.converse(await asyncio.to_thread(chat_body, body), request, MessagesAnswer)
 
+    @app.post(f"{MESSAGES_PATH}/count_tokens")
     async def count_tokens(body: CountTokensBody, request: Request) -> Response:
         conversation = await asyncio.to_thread(chat_body, body)
         return json_response({"input_tokens": len(await api.prompt_token_ids(conversation))})
-
-    router = APIRouter()
-    router.post(MESSAGES_PATH)(messages)
-    router.post(f"{MESSAGES_PATH}/count_tokens")(count_tokens)
-    return router

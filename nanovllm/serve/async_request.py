@@ -20,24 +20,16 @@ class AsyncRequest:
     def __init__(self, request: CompletionRequest, name: str):
         """name: the request id that the caller knows."""
         self.request, self.name = request, name
+        self.request_id, self.num_answers = request.request_id, len(request.group)
         self.arrival_time = time()
         self.prompt_token_ids = request.group[0].prompt_token_ids
         self.final: RequestOutput | None = None  # the complete answers, once all have ended
         self._events: list[StreamEvent] = []
-        self._num_unfinished = len(request.group)
+        self._num_unfinished = self.num_answers
         self._error: Exception | None = None
         self._has_news = asyncio.Event()
         # called when something has arrived; None: a task may wait for `_has_news`
         self.on_news: Callable[[], None] | None = None
-
-    @property
-    def request_id(self) -> int:
-        """The request's id in the engine."""
-        return self.request.request_id
-
-    @property
-    def num_answers(self) -> int:
-        return len(self.request.group)
 
     @property
     def num_cached_tokens(self) -> int:

@@ -105,27 +105,18 @@ class ChatAnswer(Answer):
         self._role = "assistant" if body.add_generation_prompt else last.role
         self._echo = _text(last.content) if body.echo and last.role == self._role else ""
 
-    def choices(self, prompt_index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        return [self._choice(answer) for answer in output.outputs]
-
     def _make_parser(self) -> "AnswerParser":
         prompt = self.requests[0].request.prompt
         reasoning = ReasoningParser(begins_inside(prompt)) if self._finds_reasoning else None
         return AnswerParser(reasoning, self._make_tool_parser(), 1 if self.body.parallel_tool_calls is False else None)
 
-    def _choice(self, answer: CompletionOutput) -> dict[str, Any]:
+    def choice(self, prompt_index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
         parser = self._make_parser()
         message = {"role": self._role, "content": "", **self._entries(parser.feed(answer.text, is_last=True))}
         is_called_freely = parser.num_calls and self.body.tool_choice in (None, "auto")
         message["content"] = self._echo + message["content"] or (None if is_called_freely else "")
-        return {
-            "index": answer.index,
-            "message": message,
-            "logprobs": self._logprobs(answer.token_ids, answer.logprobs),
-            "finish_reason": self._finish_reason(answer.finish_reason, parser.num_calls),
-            "stop_reason": answer.stop_reason,
-            "token_ids": self._token_ids(answer.token_ids),
-        }
+        rest = self._rest(answer, parser.num_calls)
+        return {"index": answer.index, "message": message, **rest, "stop_reason": answer.stop_reason}
 
     def extras(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         return self.prompt_entries(outputs[0])
@@ -139,13 +130,10 @@ class ChatAnswer(Answer):
         if calls := delta.get("tool_calls"):
             first = parser.num_calls - len(calls)
             delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls, first)]
-        logprobs, token_ids = self._logprobs(event.token_ids, event.logprobs), self._token_ids(event.token_ids)
-        if delta or is_last or logprobs is not None or token_ids or self.body.includes_usage_everywhere:
-            choice = {"index": index, "delta": delta, "logprobs": logprobs, "token_ids": token_ids}
-            choice["finish_reason"] = self._finish_reason(event.finish_reason, parser.num_calls)
-            if is_last:
-                choice["stop_reason"] = event.stop_reason
-            chunks.append(choice)
+        rest = self._rest(event, parser.num_calls)
+        if delta or any(rest.values()) or self.body.includes_usage_everywhere:
+            stop = {"stop_reason": event.stop_reason} if is_last else {}
+            chunks.append({"index": index, "delta": delta, **rest, **stop})
         return chunks
 
     @property
@@ -166,13 +154,14 @@ class ChatAnswer(Answer):
             found["function_call"] = found.pop("tool_calls")[0]["function"]
         return found
 
-    def _token_ids(self, token_ids: list[int]) -> list[int] | None:
-        return token_ids if self.body.return_token_ids and not self._hides_tokens else None
-
-    def _finish_reason(self, reason: str | None, num_calls: int) -> str | None:
-        if reason != "stop" or not num_calls:
-            return reason
-        return "tool_calls" if self.body.functions is None else "function_call"
+    def _rest(self, piece: CompletionOutput | StreamEvent, num_calls: int) -> dict[str, Any]:
+        """What a choice has besides its message or its part of one."""
+        reason = piece.finish_reason
+        if reason == "stop" and num_calls:
+            reason = "tool_calls" if self.body.functions is None else "function_call"
+        token_ids = piece.token_ids if self.body.return_token_ids and not self._hides_tokens else None
+        logprobs = self._logprobs(piece.token_ids, piece.logprobs)
+        return {"logprobs": logprobs, "finish_reason": reason, "token_ids": token_ids}
 
     def _logprobs(self, token_ids: Iterable[int], logprobs: Iterable[Mapping[int, Logprob]] | None) -> dict | None:
         if logprobs is None or self._hides_tokens:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from nanovllm.engine.outputs import Logprob, RequestOutput, StreamEvent
+from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestOutput, StreamEvent
 from nanovllm.serve.answers import Answer, logprob_value
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.protocol import CompletionBody
@@ -39,18 +39,15 @@ class CompletionAnswer(Answer):
             events = [_without_tokens(event) for event in events]
         return super()._events(prompt_index, events)
 
-    def choices(self, prompt_index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        echo, choices = self._echoes[prompt_index], []
-        for answer in output.outputs:
-            found = None
-            if answer.logprobs is not None and self.body.echo and output.prompt_logprobs is not None:
-                token_ids = [*output.prompt_token_ids, *answer.token_ids]
-                found = self._logprobs(token_ids, [*output.prompt_logprobs, *answer.logprobs], 0, echo.first_token)
-            elif answer.logprobs is not None:
-                found = self._logprobs(answer.token_ids, answer.logprobs, len(echo.text))
-            choice = self._choice(prompt_index, answer, echo.text + answer.text, found)
-            choices.append(choice | self.prompt_entries(output))
-        return choices
+    def choice(self, prompt_index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
+        echo, found = self._echoes[prompt_index], None
+        if answer.logprobs is not None and self.body.echo and output.prompt_logprobs is not None:
+            token_ids = [*output.prompt_token_ids, *answer.token_ids]
+            found = self._logprobs(token_ids, [*output.prompt_logprobs, *answer.logprobs], 0, echo.first_token)
+        elif answer.logprobs is not None:
+            found = self._logprobs(answer.token_ids, answer.logprobs, len(echo.text))
+        number = self._number(prompt_index, answer.index)
+        return self._choice(number, echo.text + answer.text, found, answer) | self.prompt_entries(output)
 
     def chunk_choices(self, prompt_index: int, event: StreamEvent) -> list[dict[str, Any]]:
         number = self._number(prompt_index, event.output_index)
@@ -62,21 +59,17 @@ class CompletionAnswer(Answer):
         is_empty = not text and found is None and event.finish_reason is None
         if is_empty and not (self.body.includes_usage_everywhere or self.body.return_token_ids):
             return []
-        choice = self._choice(prompt_index, event, text, found)
+        choice = self._choice(number, text, found, event)
         if is_first and self.body.return_token_ids:
             choice["prompt_token_ids"] = self.requests[prompt_index].prompt_token_ids
         return [choice]
 
-    def _choice(self, prompt_index: int, answer, text: str, logprobs: dict | None) -> dict[str, Any]:
-        index = answer.output_index if isinstance(answer, StreamEvent) else answer.index
-        return {
-            "index": self._number(prompt_index, index),
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": answer.finish_reason,
-            "stop_reason": answer.stop_reason,
-            "token_ids": answer.token_ids if self.body.return_token_ids else None,
-        }
+    def _choice(
+        self, number: int, text: str, logprobs: dict | None, piece: CompletionOutput | StreamEvent
+    ) -> dict[str, Any]:
+        reasons = {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+        token_ids = piece.token_ids if self.body.return_token_ids else None
+        return {"index": number, "text": text, "logprobs": logprobs, **reasons, "token_ids": token_ids}
 
     def _number(self, prompt_index: int, answer_index: int) -> int:
         """The number of a choice: all answers to the first prompt come before those to the second."""

@@ -57,7 +57,7 @@ class EngineClient(ABC):
         self._loop: asyncio.AbstractEventLoop | None = None  # of the tasks that wait
         self._live: dict[int, AsyncRequest] = {}  # by the engine's id; for the event loop's thread only
         self._names: dict[str, AsyncRequest | None] = {}  # by the caller's id; None while the prompt is tokenized
-        self._num_live = 0  # answers
+        self.num_unfinished = 0  # answers that are running or waiting
         self._numbers = itertools.count()
         self._lane = PromptLane(processor, takes_long_texts=False)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="nanovllm-tokenizer")
@@ -169,9 +169,9 @@ class EngineClient(ABC):
         num_answers = getattr(sampling_params, "n", 1)
         if num_answers > self.max_live:
             raise ValueError(f"n={num_answers}: must be at most {self.max_live}, the answers that may run and wait")
-        if self._num_live + num_answers > self.max_live:
-            raise QueueFullError(f"{self._num_live} answers of at most {self.max_live} are running or waiting")
-        self._num_live += num_answers
+        if self.num_unfinished + num_answers > self.max_live:
+            raise QueueFullError(f"{self.num_unfinished} answers of at most {self.max_live} are running or waiting")
+        self.num_unfinished += num_answers
         self._names[name] = None
         try:
             # not FINAL_ONLY, as others may see when a token arrives
@@ -199,7 +199,7 @@ class EngineClient(ABC):
             self.check_open()
             request = self._start(made, name)
         except BaseException:
-            self._num_live -= num_answers
+            self.num_unfinished -= num_answers
             del self._names[name]
             raise
         self._live[request.request_id] = self._names[name] = request
@@ -266,11 +266,6 @@ class EngineClient(ABC):
         """How many requests are running or waiting, each with one answer or several."""
         return len(self._names)
 
-    @property
-    def num_unfinished(self) -> int:
-        """How many answers are running or waiting."""
-        return self._num_live
-
     def check_open(self) -> None:
         """EngineDeadError if no request can be accepted any more."""
         if self.error is not None:
@@ -281,7 +276,7 @@ class EngineClient(ABC):
     def _use_running_loop(self) -> None:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            if self._loop is not None and not self._loop.is_closed() and self._num_live:
+            if self._loop is not None and not self._loop.is_closed() and self.num_unfinished:
                 raise RuntimeError("requests of another event loop are running: an AsyncLLM serves one loop at a time")
             for request in [*self._live.values()]:  # whose loop was closed
                 self.discard(request)
@@ -289,7 +284,7 @@ class EngineClient(ABC):
 
     def _forget(self, request: AsyncRequest) -> None:
         del self._live[request.request_id], self._names[request.name]
-        self._num_live -= request.num_answers
+        self.num_unfinished -= request.num_answers
         for observe in self.on_end:
             observe(request)
 

@@ -6,8 +6,9 @@ Those of `/v1/messages` have Anthropic's: `{"type": "error", "error": {"type", "
 import json
 import logging
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -99,9 +100,11 @@ def _bad_request(message: str, fields: Container[str]) -> ApiError:
     return ApiError(400, message[:MAX_MESSAGE], name if name in fields else None, code)
 
 
-def unreadable_body(error: Exception) -> ApiError:
-    """The error for a body that Python's JSON parser has given up."""
+def body_error(error: Exception) -> ApiError:
+    """The error for a body that is no JSON, which Python's parser says, or none of its kind, which pydantic says."""
     problem = "not valid JSON: a number has too many digits"
+    if isinstance(error, ValidationError):
+        return _validation_error(error.errors())
     if isinstance(error, json.JSONDecodeError):
         problem = f"not valid JSON: {error.msg} at character {error.pos}"
     elif isinstance(error, UnicodeDecodeError):
@@ -123,9 +126,8 @@ def too_deep(error: Exception, body: bytes) -> Exception:
     return error
 
 
-def validation_error(found: ValidationError) -> ApiError:
-    """The first error that pydantic has found; a field may have several, one for each type that it could have."""
-    errors = found.errors()
+def _validation_error(errors: Sequence[Any]) -> ApiError:
+    """The first of these errors; a field may have several, one for each type that it could have."""
     # without the names of alternatives, which are classes of ours
     path = [str(part) for part in errors[0]["loc"] if not str(part).endswith("Body")]
     param = path[0] if path else None

@@ -8,19 +8,12 @@ from typing import Any
 
 from anyio import CancelScope, current_time
 from fastapi.routing import APIRoute
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from nanovllm.serve.answers import Answer, dump_json
-from nanovllm.serve.errors import (
-    ApiError,
-    ClientGoneError,
-    RequestTimeoutError,
-    api_error,
-    unreadable_body,
-    validation_error,
-)
+from nanovllm.serve.errors import ApiError, ClientGoneError, RequestTimeoutError, api_error, body_error
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 CONNECTION = "connection"  # in the state of a request
@@ -47,23 +40,17 @@ def endpoint(route: APIRoute, seconds: float) -> Endpoint:
 
     async def respond(request: Request) -> Response:
         try:
-            body = _read(kind, await request.body())
+            data = await request.body()
+            try:
+                body = kind.validate_python(json.loads(data) if data else None)
+            except (ValueError, RecursionError) as error:
+                raise body_error(error) from None
             with while_connected(connection_of(request.scope), seconds):
                 return await route.endpoint(body, request)
         except Exception as error:
             return error_response(api_error(error), request.scope["path"])
 
     return respond
-
-
-def _read(kind: TypeAdapter[Any], data: bytes) -> Any:
-    """The body of a request. ApiError if it is no valid JSON, or not of this kind."""
-    try:
-        return kind.validate_python(json.loads(data) if data else None)
-    except ValidationError as error:
-        raise validation_error(error) from None
-    except (ValueError, RecursionError) as error:
-        raise unreadable_body(error) from error
 
 
 class EventStream(Response):
@@ -114,9 +101,9 @@ class EventStream(Response):
         try:
             if data := self._answer.take():
                 self._connection.write_chunk(data)
-            if self._answer.is_over:
+            if all(request.is_over for request in self._answer.requests):
                 self._is_over.set_result(None)
-            elif self._answer.has_events:
+            elif any(request.has_events for request in self._answer.requests):
                 self._loop.call_soon(self._write)
         except Exception as error:
             self._is_over.set_exception(error)

@@ -3,7 +3,7 @@
 from time import time
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter
+from fastapi import FastAPI
 from starlette.responses import Response
 
 from nanovllm import __version__
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from nanovllm.serve.openai_api import Api
 
 
-def info_router(api: "Api") -> APIRouter:
+def add_info_routes(app: FastAPI, api: "Api") -> None:
     llm, metrics, started = api.llm, Metrics(api.llm, api.model_names[0]), int(time())
 
     def entry(name: str) -> dict[str, Any]:
@@ -40,13 +40,11 @@ def info_router(api: "Api") -> APIRouter:
     async def metrics_text() -> Response:
         return Response(await metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    router = APIRouter()
-    router.get("/v1/models")(models)
-    router.get("/v1/models/{name:path}")(model)
-    router.get("/health")(health)
-    router.get("/ping")(health)  # SageMaker's name
-    router.post("/ping")(health)
-    router.get("/version")(version)
-    router.get("/load")(load)
-    router.get("/metrics")(metrics_text)
-    return router
+    app.get("/v1/models")(models)
+    app.get("/v1/models/{name:path}")(model)
+    app.get("/health")(health)
+    app.get("/ping")(health)  # SageMaker's name
+    app.post("/ping")(health)
+    app.get("/version")(version)
+    app.get("/load")(load)
+    app.get("/metrics")(metrics_text)

@@ -49,8 +49,8 @@ class Metrics:
         self._llm, self._model = llm, model
         self._stats: list[dict[str, Any] | None] = []  # of each engine, as they were read last
         self._engines: list[dict[str, int]] = []  # the quantities that are shown
-        self._before_restart: list[dict[str, int]] = []  # how far the counters were when a replica was lost
-        self._restarts: list[int] = []  # of each replica
+        # how far the counters were when a replica was lost, and how often that has happened
+        self._before_restart: list[dict[str, int]] = []
         self._registry = CollectorRegistry()
         options: dict = {"labelnames": ("model_name",), "registry": self._registry}
         self._histograms = {
@@ -74,12 +74,11 @@ class Metrics:
 
     def observe(self, request: AsyncRequest) -> None:
         """Count a request that has ended. If it was dropped, its times say nothing about the engine."""
-        times = request.final.metrics if request.final is not None else None
-        if times is None or times.first_token_time is None or times.finished_time is None:
+        final = request.final
+        if final is None or (times := final.metrics).first_token_time is None or times.finished_time is None:
             self._aborted.inc(request.num_answers)
             return
-        assert request.final is not None
-        for answer in request.final.outputs:
+        for answer in final.outputs:
             self._ends.labels(self._model, str(answer.finish_reason)).inc()
             values = {
                 "request_prompt_tokens": len(request.prompt_token_ids),
@@ -117,18 +116,16 @@ class Metrics:
         for i, stats in enumerate(self._stats):
             if i == len(self._engines):
                 self._engines.append(dict(ZEROS))
-                self._before_restart.append(dict(ZEROS))
-                self._restarts.append(0)
+                self._before_restart.append(ZEROS | {"restarts": 0})
             engine, before = self._engines[i], self._before_restart[i]
             if stats is None:
                 engine |= {name: 0 for name in ZEROS if name not in COUNTERS}
                 continue
             now, restarts = _flat(stats), stats.get("restarts", 0)
-            if restarts < self._restarts[i]:  # read before the replica was lost
+            if restarts < before["restarts"]:  # read before the replica was lost
                 continue
-            if restarts > self._restarts[i]:
-                self._restarts[i] = restarts
-                before |= {name: engine[name] for name in COUNTERS}
+            if restarts > before["restarts"]:
+                before |= {"restarts": restarts, **{name: engine[name] for name in COUNTERS}}
             engine |= now | {name: max(engine[name], now[name] + before[name]) for name in COUNTERS}
 
 

@@ -5,31 +5,19 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve import chat
+from nanovllm.serve import chat, protocol
 from nanovllm.serve.answers import Answer
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.completions import CompletionAnswer, Echo
 from nanovllm.serve.engine_client import EngineClient
 from nanovllm.serve.errors import ApiError, RequestTimeoutError, about, api_error, too_deep
 from nanovllm.serve.http_responses import EventStream, json_response
-from nanovllm.serve.protocol import (
-    ChatBody,
-    ChatFields,
-    CompletionBody,
-    DetokenizeBody,
-    GenerationBody,
-    StreamOptions,
-    TokenizeBody,
-    TokenizeChatBody,
-    beam_search_params,
-    sampling_params,
-)
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.structured import structured_outputs, with_own_field
 from nanovllm.serve.tokenized import tokenized
@@ -39,14 +27,8 @@ from nanovllm.serve.tool_parsers import parser_for
 MAX_BODY_IN_LOOP = 2**16  # bytes
 MAX_MESSAGES_IN_LOOP = 256  # with those of previous responses
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
-
-
-class Prepared(NamedTuple):
-    """What a body says, in the terms of the engine."""
-
-    prompts: list
-    params: SamplingParams
-    template_arguments: dict[str, Any] | None
+# what a body says, in the terms of the engine: prompts, parameters, arguments of the chat template
+Prepared = tuple[list, SamplingParams, dict[str, Any] | None]
 
 
 class Api:
@@ -62,34 +44,30 @@ class Api:
         self.tool_call_parser = parser_for(self.chat_template) if parser == "auto" else parser
         # what the model recommends; the length of an answer is the API's own
         own, recommended = asdict(SamplingParams()), asdict(llm.input_processor.default_sampling_params())
-        changed = {name: value for name, value in recommended.items() if value != own[name]}
-        self.defaults = {name: value for name, value in changed.items() if name != "max_tokens"}
+        del recommended["max_tokens"]
+        self.defaults = {name: value for name, value in recommended.items() if value != own[name]}
 
-    def router(self) -> APIRouter:
-        router = APIRouter()
-        router.post("/v1/completions")(self.completions)
-        router.post("/v1/chat/completions")(self.chat_completions)
-        router.post("/tokenize")(self.tokenize)
-        router.post("/detokenize")(self.detokenize)
-        return router
+    def add_routes(self, app: FastAPI) -> None:
+        app.post("/v1/completions")(self.completions)
+        app.post("/v1/chat/completions")(self.chat_completions)
+        app.post("/tokenize")(self.tokenize)
+        app.post("/detokenize")(self.detokenize)
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
-    async def completions(self, body: CompletionBody, request: Request) -> Response:
+    async def completions(self, body: protocol.CompletionBody, request: Request) -> Response:
         def prepare() -> Prepared:
             if body.best_of not in (None, body.n or 1):
                 raise ApiError(400, f"best_of={body.best_of}: must be {body.n or 1}, as `n`", "best_of")
             if body.echo and body.stream and body.logprobs is not None:
                 raise ApiError(400, "echo: can't be streamed together with logprobs", "echo")
-            own = body.prompt_logprobs
-            prompt_logprobs = body.logprobs if own is None and body.echo else own
-            special = {"logprobs": body.logprobs, "prompt_logprobs": prompt_logprobs}
+            special = {"prompt_logprobs": body.logprobs} if body.echo and body.prompt_logprobs is None else {}
             if body.max_tokens is None:
                 special["max_tokens"] = COMPLETION_TOKENS
             elif body.max_tokens == 0 and body.echo:
                 special["max_tokens"] = 1  # of which CompletionAnswer shows nothing
-            params = sampling_params(body, self.defaults, structured_outputs(body), **special)
-            return Prepared(body.prompts(), params, None)
+            params = protocol.sampling_params(body, self.defaults, structured_outputs(body), **special)
+            return body.prompts(), params, None
 
         async def make_answer(requests: Sequence[AsyncRequest]) -> Answer:
             echoes = [await self._echo(own) if body.echo else Echo() for own in requests]
@@ -97,10 +75,10 @@ class Api:
 
         return await self._respond(body, request, prepare, make_answer)
 
-    async def chat_completions(self, body: ChatBody, request: Request) -> Response:
+    async def chat_completions(self, body: protocol.ChatBody, request: Request) -> Response:
         return await self.converse(body, request, chat.ChatAnswer)
 
-    async def converse(self, body: ChatBody, request: Request, form: Callable[..., Answer]) -> Response:
+    async def converse(self, body: protocol.ChatBody, request: Request, form: Callable[..., Answer]) -> Response:
         """Answer a conversation. form: makes the answer, from the arguments of ChatAnswer."""
 
         def prepare() -> Prepared:
@@ -108,9 +86,9 @@ class Api:
                 raise ApiError(400, "top_logprobs: needs logprobs=true", "top_logprobs")
             max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
             logprobs = (body.top_logprobs or 0) if body.logprobs else None
-            special = {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs}
-            params = sampling_params(body, self.defaults, structured_outputs(body), **special)
-            return Prepared([chat.conversation(body)], params, self._template_arguments(body))
+            special = {"max_tokens": max_tokens, "logprobs": logprobs}
+            params = protocol.sampling_params(body, self.defaults, structured_outputs(body), **special)
+            return [chat.conversation(body)], params, self._template_arguments(body)
 
         async def make_answer(requests: Sequence[AsyncRequest]) -> Answer:
             make_parser = chat.make_tool_parser(body, self.tool_call_parser)
@@ -122,14 +100,14 @@ class Api:
 
     async def _respond(
         self,
-        body: GenerationBody,
+        body: protocol.GenerationBody,
         request: Request,
         prepare: Callable[[], Prepared],
         make_answer: Callable[[Sequence[AsyncRequest]], Awaitable[Answer]],
     ) -> Response:
         """Check and queue the requests for all prompts, then answer at the end or piece by piece."""
         if self.settings.enable_force_include_usage and body.stream:
-            body.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
+            body.stream_options = protocol.StreamOptions(include_usage=True, continuous_usage_stats=True)
         body.return_tokens_as_token_ids = body.return_tokens_as_token_ids or self.settings.return_tokens_as_token_ids
         requests: list[AsyncRequest] = []
         seconds = self.settings.request_timeout
@@ -149,7 +127,7 @@ class Api:
                 return json_response(await answer.complete())
             return EventStream(answer, ending.pop_all().close, seconds)
 
-    async def _submit(self, body: GenerationBody, prepared: Prepared, requests: list[AsyncRequest]) -> None:
+    async def _submit(self, body: protocol.GenerationBody, prepared: Prepared, requests: list[AsyncRequest]) -> None:
         """Queue a request for each prompt, and add it to `requests`."""
         self.model_name(body.model)
         if body.stream_options is not None and not body.stream:
@@ -165,7 +143,7 @@ class Api:
             if getattr(body, name) and self.llm.engine is None:
                 raise ApiError(400, f"{name}: is not supported with several replicas", name)
         bound = self.llm.input_processor.max_model_len
-        own_params = beam_search_params(body, params, bound) if body.use_beam_search else params
+        own_params = protocol.beam_search_params(body, params, bound) if body.use_beam_search else params
         for prompt in prompts:
             if body.add_special_tokens is not None or body.truncate_prompt_tokens is not None:
                 prompt = partial(tokenized, body, prompt, template_arguments, params.max_tokens)
@@ -187,7 +165,7 @@ class Api:
         whole = await self.llm.detokenize(token_ids) if text is None else text
         return Echo(whole, await self.llm.detokenize(token_ids[:1]))
 
-    def _template_arguments(self, body: ChatFields) -> dict[str, Any]:
+    def _template_arguments(self, body: protocol.ChatFields) -> dict[str, Any]:
         return chat.template_arguments(body, self.chat_template, self.settings.trust_request_chat_template)
 
     def model_name(self, name: str | None) -> str:
@@ -198,7 +176,7 @@ class Api:
 
     # -- tokens --------------------------------------------------------------------------------------------------------
 
-    async def tokenize(self, body: TokenizeBody | TokenizeChatBody, request: Request) -> Response:
+    async def tokenize(self, body: protocol.TokenizeBody | protocol.TokenizeChatBody, request: Request) -> Response:
         tokens, processor = await self.prompt_token_ids(body), self.llm.input_processor
         names = processor.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         max_model_len = processor.config.max_model_len
@@ -206,16 +184,16 @@ class Api:
             {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": names}
         )
 
-    async def prompt_token_ids(self, body: ChatBody | TokenizeBody | TokenizeChatBody) -> list[int]:
+    async def prompt_token_ids(self, body: protocol.TextBody) -> list[int]:
         """ApiError for a model that is not served here, or a prompt that can't be tokenized."""
         self.model_name(body.model)
         with about(type(body).model_fields):
             prompt, arguments = getattr(body, "prompt", None), None
-            if isinstance(body, ChatFields):
+            if isinstance(body, protocol.ChatFields):
                 prompt, arguments = await asyncio.to_thread(chat.conversation, body), self._template_arguments(body)
             return await self.llm.tokenize(partial(tokenized, body, prompt, arguments, None))
 
-    async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
+    async def detokenize(self, body: protocol.DetokenizeBody, request: Request) -> Response:
         self.model_name(body.model)
         with about(type(body).model_fields):
             return json_response({"prompt": await self.llm.detokenize(body.tokens)})

@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from nanovllm.features.logit_edits import MAX_BAD_WORDS
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
-from nanovllm.serve.errors import ApiError, validation_error
+from nanovllm.serve.errors import ApiError, body_error
 
 logger = logging.getLogger("nanovllm")
 
@@ -262,7 +262,7 @@ def translated(form: type[ChatBody], fields: dict[str, Any]) -> ChatBody:
     try:
         return form.model_validate(fields)
     except ValidationError as found:
-        error = validation_error(found)
+        error = body_error(found)
         error.rename(form.own_names)
         raise error from None
 

@@ -1,6 +1,6 @@
 """What a model thinks before it answers: the text between `<think>` and `</think>`, found while it arrives."""
 
-from nanovllm.serve.tool_parsers import overlap
+from nanovllm.serve.tool_parsers import length_before
 
 BEGIN, END = "<think>", "</think>"
 
@@ -26,13 +26,11 @@ class ReasoningParser:
                 self._state = "after"
         reasoning = ""
         if self._state == "inside":
-            end = self._held.find(END)
-            if end < 0:
-                end = len(self._held) - (0 if is_last else overlap(self._held, END))
-                reasoning, self._held = self._held[:end], self._held[end:]
+            end = length_before(END, self._held, is_last)
+            reasoning, self._held = self._held[:end], self._held[end:]
+            if not self._held.startswith(END):
                 return reasoning, ""
-            reasoning, self._held = self._held[:end], self._held[end + len(END) :]
-            self._state = "space"
+            self._state, self._held = "space", self._held[len(END) :]
         if self._state == "space":  # between the reasoning and the answer
             self._held = self._held.lstrip("\n")
             if self._held:

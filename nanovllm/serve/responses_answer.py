@@ -12,7 +12,6 @@ from nanovllm.serve.errors import ApiError
 from nanovllm.serve.protocol import GenerationBody
 from nanovllm.serve.reasoning import END
 
-NUM_LEVELS = 8  # from an event down to the log-probabilities of a token
 # fields of the request that the response repeats
 REPEATED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls"),
@@ -38,6 +37,7 @@ TEXT_ITEMS = {
 
 class ResponsesAnswer(ChatAnswer):
     id_prefix = "resp_"
+    max_levels = 8  # from an event down to the log-probabilities of a token
 
     def __init__(self, request: GenerationBody, keep: Callable[[str, bytes], None], *arguments: Any):
         """request: the body as the client sent it. keep: is called with the id and the JSON of the complete response.
@@ -54,7 +54,6 @@ class ResponsesAnswer(ChatAnswer):
         self._held_logprobs: list[dict[str, Any]] = []  # of tokens whose text has not arrived yet
         self._generated: list[int] = []  # token ids
         self._num_reasoning_tokens = 0
-        self._num_levels = NUM_LEVELS if self._has_logprobs else 0
 
     def _whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         for _ in self._take(outputs[0].outputs[0]):

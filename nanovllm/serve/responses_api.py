@@ -2,18 +2,21 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
-from fastapi import APIRouter, Request
+from fastapi import FastAPI, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from nanovllm.serve.answers import Answer, dump_json
+from nanovllm.serve.answers import dump_json
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http_responses import json_response
 from nanovllm.serve.protocol import MAX_LOGPROBS, ChatBody, Dicts, GenerationBody, Strings, ToolDicts, only, translated
 from nanovllm.serve.responses_answer import ResponsesAnswer
+
+if TYPE_CHECKING:
+    from nanovllm.serve.openai_api import Api
 
 MAX_STORED = 1000  # responses
 MAX_STORED_BYTES = 64 * 2**20  # of their JSON, and of the conversations before them
@@ -85,11 +88,10 @@ class ResponseStore:
         self._num_bytes -= sum(map(len, self._entries.pop(name)))
 
 
-def responses_router(converse: Callable[[ChatBody, Request, Callable[..., Answer]], Awaitable[Response]]) -> APIRouter:
-    """converse: that of `Api`."""
-    store, router = ResponseStore(), APIRouter(prefix="/v1/responses")
+def add_responses_routes(app: FastAPI, api: "Api") -> None:
+    store = ResponseStore()
 
-    @router.post("")
+    @app.post("/v1/responses")
     async def create(body: ResponsesBody, request: Request) -> Response:
         previous = None if body.previous_response_id is None else store.get(body.previous_response_id)
         conversation, items = await asyncio.to_thread(_translate, body, previous)
@@ -99,24 +101,22 @@ def responses_router(converse: Callable[[ChatBody, Request, Callable[..., Answer
             if body.store:
                 loop.call_soon_threadsafe(store.add, name, response, items)
 
-        return await converse(conversation, request, lambda *arguments: ResponsesAnswer(body, keep, *arguments))
+        return await api.converse(conversation, request, lambda *arguments: ResponsesAnswer(body, keep, *arguments))
 
-    @router.get("/{name}")
+    @app.get("/v1/responses/{name}")
     async def retrieve(name: str) -> Response:
         return json_response(store.get(name)[0])
 
-    @router.post("/{name}/cancel")
+    @app.post("/v1/responses/{name}/cancel")
     async def cancel(name: str) -> Response:
         store.get(name)
         raise ApiError(400, "Cannot cancel a synchronous response.")
 
-    @router.delete("/{name}")
+    @app.delete("/v1/responses/{name}")
     async def delete(name: str) -> Response:
         store.get(name)
         store.remove(name)
         return json_response({"id": name, "object": "response", "deleted": True})
-
-    return router
 
 
 def _translate(body: ResponsesBody, previous: tuple[bytes, bytes] | None) -> tuple[ChatBody, bytes]:

@@ -37,12 +37,9 @@ class HermesParser(ToolParser):
         self._held += text
         content, calls = [], []
         while self._held:
-            begin = self._held.find(self.BEGIN)
-            if begin < 0:
-                num_kept = 0 if is_last else overlap(self._held, self.BEGIN)
-                content.append(self._take(len(self._held) - num_kept))
+            content.append(self._take(length_before(self.BEGIN, self._held, is_last)))
+            if not self._held.startswith(self.BEGIN):
                 break
-            content.append(self._take(begin))
             end = self._held.find(self.END)
             if end < 0 and not is_last:
                 break
@@ -163,6 +160,9 @@ def _call_of(value: Any, key: str) -> ToolCall | None:
     return ToolCall(value["name"], json.dumps(value[key], ensure_ascii=False))
 
 
-def overlap(text: str, tag: str) -> int:
-    """The length of the longest end of `text` that is the beginning of `tag`."""
-    return next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:n])), 0)
+def length_before(tag: str, text: str, is_last: bool) -> int:
+    """How many characters stand before the tag, or, unless the text ends here, before what may be its beginning."""
+    if (begin := text.find(tag)) >= 0 or is_last:
+        return begin if begin >= 0 else len(text)
+    longest = min(len(text), len(tag) - 1)
+    return len(text) - next((n for n in range(longest, 0, -1) if text.endswith(tag[:n])), 0)
