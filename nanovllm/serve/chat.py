@@ -1,6 +1,5 @@
 """Conversations: the template's input, and the answers of /v1/chat/completions."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
@@ -12,7 +11,7 @@ from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.protocol import ChatBody, ChatFields, Message, NamedToolChoice
 from nanovllm.serve.reasoning import ReasoningParser, begins_inside
-from nanovllm.serve.tool_parsers import PARSERS, JsonListParser, NamedParser, ToolCall, ToolParser
+from nanovllm.serve.tool_parsers import PARSERS, JsonListParser, NamedParser, ToolCall, ToolParser, parsed
 
 TEMPLATE_ROLES = {"developer": "system", "function": "tool"}  # OpenAI's newer and older names
 
@@ -208,10 +207,7 @@ def _plain_call(call: dict[str, Any], path: str) -> dict[str, Any]:
         raise ApiError(400, f"{path}: a call must have a function with a name", "messages")
     arguments = function.get("arguments", "{}")
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
+        arguments = parsed(arguments or "{}")
     if not isinstance(arguments, dict):
         raise ApiError(400, f"{path}: the arguments must be a JSON object", "messages")
     return call | {"function": function | {"arguments": arguments}}

@@ -40,9 +40,8 @@ def endpoint(route: APIRoute, seconds: float) -> Endpoint:
 
     async def respond(request: Request) -> Response:
         try:
-            data = await request.body()
             try:
-                body = kind.validate_python(json.loads(data) if data else None)
+                body = kind.validate_python(json.loads(await request.body() or b"null"))
             except (ValueError, RecursionError) as error:
                 raise body_error(error) from None
             with while_connected(connection_of(request.scope), seconds):

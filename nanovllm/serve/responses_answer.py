@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, count
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
 from nanovllm.engine.outputs import CompletionOutput, RequestOutput, StreamEvent
@@ -21,17 +21,14 @@ REPEATED = (
 Event = dict[str, Any]
 
 
-class TextItem(NamedTuple):
-    """What is the same in all items of a kind that has text."""
-
-    id_prefix: str
-    item: dict[str, Any]
-    part: dict[str, Any]
-
-
-TEXT_ITEMS = {
-    "reasoning": TextItem("rs", {"summary": []}, {"type": "reasoning_text"}),
-    "message": TextItem("msg", {"role": "assistant"}, {"type": "output_text", "annotations": [], "logprobs": []}),
+# what is the same in all items that have text: the prefix of an id, and entries of the item and of its only part
+TEXT_ITEMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "reasoning": ("rs", {"summary": []}),
+    "message": ("msg", {"role": "assistant"}),
+}
+PARTS: dict[str, dict[str, Any]] = {
+    "reasoning": {"type": "reasoning_text"},
+    "message": {"type": "output_text", "annotations": [], "logprobs": []},
 }
 
 
@@ -127,9 +124,9 @@ class ResponsesAnswer(ChatAnswer):
     def _open(self, kind: str) -> Iterator[Event]:
         yield from self._close()
         self._open_kind, self._texts, self._text_logprobs = kind, [], []
-        shape = TEXT_ITEMS[kind]
-        yield self._add_item(shape.id_prefix, type=kind, content=[], **shape.item)
-        yield self._event("content_part.added", **self._place(), content_index=0, part={"text": "", **shape.part})
+        id_prefix, entries = TEXT_ITEMS[kind]
+        yield self._add_item(id_prefix, type=kind, content=[], **entries)
+        yield self._event("content_part.added", **self._place(), content_index=0, part={"text": "", **PARTS[kind]})
 
     def _add_text(self, kind: str, text: str) -> Iterator[Event]:
         if not text:
@@ -137,8 +134,7 @@ class ResponsesAnswer(ChatAnswer):
         if self._open_kind != kind:
             yield from self._open(kind)
         self._texts.append(text)
-        name = f"{TEXT_ITEMS[kind].part['type']}.delta"
-        event = self._event(name, **self._place(), content_index=0, delta=text)
+        event = self._event(f"{PARTS[kind]['type']}.delta", **self._place(), content_index=0, delta=text)
         yield event | ({"logprobs": self._take_logprobs()} if kind == "message" else {})
 
     def _take_logprobs(self) -> list[dict[str, Any]]:
@@ -153,7 +149,7 @@ class ResponsesAnswer(ChatAnswer):
         if kind == "message":
             self._take_logprobs()  # of the token that ended the answer
             text["logprobs"] = self._text_logprobs
-        part = TEXT_ITEMS[kind].part | text
+        part = PARTS[kind] | text
         self._output[-1] |= {"content": [part], "status": status}
         yield self._event(f"{part['type']}.done", **self._place(), content_index=0, **text)
         yield self._event("content_part.done", **self._place(), content_index=0, part=part)

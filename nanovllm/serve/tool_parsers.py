@@ -19,6 +19,8 @@ Found = tuple[str, list[ToolCall]]
 class ToolParser:
     """Finds nothing: all text is content."""
 
+    _held = ""  # text that may belong to a call
+
     def feed(self, text: str, is_last: bool = False) -> Found:
         """The content and the complete calls in `text` and in what was held back; nothing is held back at the end."""
         return text, []
@@ -27,11 +29,8 @@ class ToolParser:
 class HermesParser(ToolParser):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3. Any number, between text."""
 
-    BEGIN, END = "<tool_call>", "</tool_call>"
-
-    def __init__(self) -> None:
-        self._held = ""  # begins with BEGIN or a part of it, unless it is empty or only space
-        self._has_call = False
+    BEGIN, END = "<tool_call>", "</tool_call>"  # what is held begins with BEGIN or a part of it, or is only space
+    _has_call = False
 
     def feed(self, text: str, is_last: bool = False) -> Found:
         self._held += text
@@ -45,7 +44,7 @@ class HermesParser(ToolParser):
                 break
             inner = self._held[len(self.BEGIN) : end if end >= 0 else None]
             whole = self._take(end + len(self.END) if end >= 0 else len(self._held))
-            if (call := _call_of(_parsed(inner), "arguments")) is not None:
+            if (call := _call_of(parsed(inner), "arguments")) is not None:
                 calls.append(call)
                 self._has_call = True
             else:
@@ -66,11 +65,8 @@ class Llama3Parser(ToolParser):
     """
 
     TAG = "<|python_tag|>"
-
-    def __init__(self) -> None:
-        self._held = ""
-        self._has_call = False
-        self._is_content = False  # the answer has begun with something else, or continues with it
+    _has_call = False
+    _is_content = False  # the answer has begun with something else, or continues with it
 
     def feed(self, text: str, is_last: bool = False) -> Found:
         if self._is_content:
@@ -103,14 +99,11 @@ class Llama3Parser(ToolParser):
 class WholeParser(ToolParser):
     """The whole answer is JSON that describes the calls, as structured output makes it. It is content if it was cut."""
 
-    def __init__(self) -> None:
-        self._held = ""
-
     def feed(self, text: str, is_last: bool = False) -> Found:
         self._held += text
         if not is_last:
             return "", []
-        calls = self._calls(_parsed(self._held))
+        calls = self._calls(parsed(self._held))
         return (self._held, []) if None in calls else ("", [call for call in calls if call is not None])
 
     def _calls(self, value: Any) -> list[ToolCall | None]:
@@ -129,7 +122,6 @@ class NamedParser(WholeParser):
     """The arguments of one function alone: for a named `tool_choice`."""
 
     def __init__(self, name: str) -> None:
-        super().__init__()
         self._name = name
 
     def _calls(self, value: Any) -> list[ToolCall | None]:
@@ -146,7 +138,8 @@ def parser_for(chat_template: str | None) -> str:
     return "llama3_json" if chat_template and '"parameters"' in chat_template else "none"
 
 
-def _parsed(text: str) -> Any:
+def parsed(text: str) -> Any:
+    """The value of JSON; None if it is no JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

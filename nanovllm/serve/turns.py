@@ -1,7 +1,6 @@
 """Who may use what takes long: a client with many slow requests waits for its own, and not the others for them."""
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable, Hashable
 from contextvars import ContextVar
 from typing import TypeVar
@@ -27,30 +26,10 @@ class ClientTurns:
         return await asyncio.shield(task)
 
 
-class LoopTurns:
-    """Lets a few tasks go on in each turn of the event loop, in the order in which they come."""
-
-    def __init__(self, num_tasks: int):
-        self._num_tasks = self._num_left = num_tasks
-        self._waiting: deque[asyncio.Future[None]] = deque()
+class LoopTurns(asyncio.Semaphore):
+    """Lets at most `value` tasks go on in each turn of the event loop, in the order in which they come."""
 
     async def next(self) -> None:
         """Wait until it is this task's turn."""
-        loop = asyncio.get_running_loop()
-        if self._num_left == self._num_tasks:
-            loop.call_soon(self._begin_turn, loop)
-        if self._num_left:
-            self._num_left -= 1
-            return
-        waiter = loop.create_future()
-        self._waiting.append(waiter)
-        await waiter
-
-    def _begin_turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._num_left = self._num_tasks
-        while self._waiting and self._num_left:
-            if not (waiter := self._waiting.popleft()).done():  # it is, if its task was cancelled
-                waiter.set_result(None)
-                self._num_left -= 1
-        if self._num_left < self._num_tasks:
-            loop.call_soon(self._begin_turn, loop)
+        await self.acquire()
+        asyncio.get_running_loop().call_soon(self.release)
