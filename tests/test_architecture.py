@@ -310,7 +310,7 @@ BUDGETS = {
     "8-bit kernels": 1040,
     "structured_outputs": 360,
     "compat": 460,
-    "serve": 2956,
+    "serve": 2945,
     "replicas": 1185,
     "page": 400,
     "benchmarks": 1430,

@@ -12,7 +12,7 @@ from uuid import uuid4
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestOutput, StreamEvent
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.errors import ApiError
-from nanovllm.serve.protocol import GenerationBody
+from nanovllm.serve.protocol import GenerationBody, StreamOptions
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity
 MANY_LOGPROBS = 32  # tokens of an event: those of several steps, for a client that reads slowly
@@ -59,6 +59,9 @@ class Answer:
     def __init__(self, body: GenerationBody, model: str, requests: Sequence[AsyncRequest]):
         self.body, self.requests = body, requests
         self._has_logprobs = body.logprobs not in (None, False) or body.prompt_logprobs is not None
+        options = body.stream_options or StreamOptions()
+        self._has_usage = bool(options.include_usage)
+        self._has_usage_everywhere = self._has_usage and bool(options.continuous_usage_stats)
         self._num_levels = self.max_levels if self._has_logprobs else 0
         self.id = f"{self.id_prefix}{body.request_id or uuid4().hex}"
         self._head = {"id": self.id, "created": int(time()), "model": model}
@@ -96,7 +99,7 @@ class Answer:
 
     def _end(self) -> bytes:
         """The usage if the client wants it, and the mark of the end."""
-        if not self.body.includes_usage:
+        if not self._has_usage:
             return DONE
         return server_sent_event(self._chunk([], self._usage(sum(self._num_streamed.values())))) + DONE
 
@@ -115,8 +118,9 @@ class Answer:
                 if event.text:
                     chunks += (frame[0], dump_json(event.text), frame[1])
                 continue
-            choices, everywhere = self.chunk_choices(prompt_index, event), self.body.includes_usage_everywhere
+            choices = self.chunk_choices(prompt_index, event)
             for choice in choices:
+                everywhere = self._has_usage_everywhere
                 usage = self._usage(num_tokens[choice is choices[-1]], prompt_index) if everywhere else None
                 chunks.append(server_sent_event(self._chunk([choice], usage)))
             if self.has_plain_chunks and event.finish_reason is None:
@@ -126,8 +130,7 @@ class Answer:
     @property
     def has_plain_chunks(self) -> bool:
         """Whether the chunks of a choice, but for its first and last one, differ in their text alone."""
-        body = self.body
-        return not (self._has_logprobs or body.includes_usage_everywhere or body.return_token_ids)
+        return not (self._has_logprobs or self._has_usage_everywhere or self.body.return_token_ids)
 
     def _frame(self, prompt_index: int, event: StreamEvent) -> tuple[bytes, bytes]:
         """What stands before and after the text in such chunks. Most of a stream is made of these."""
@@ -164,7 +167,7 @@ class Answer:
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         chunk = {"object": self.chunk_name, **self._head, "choices": choices}
-        return chunk | {"usage": usage} if self.body.includes_usage else chunk
+        return chunk | {"usage": usage} if self._has_usage else chunk
 
     def _usage(self, num_completion_tokens: int, prompt_index: int | None = None) -> dict[str, Any]:
         """The usage of one answer to a prompt, or of all answers."""

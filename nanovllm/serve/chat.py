@@ -130,7 +130,7 @@ class ChatAnswer(Answer):
             first = parser.num_calls - len(calls)
             delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls, first)]
         rest = self._rest(event, parser.num_calls)
-        if delta or any(rest.values()) or self.body.includes_usage_everywhere:
+        if delta or any(rest.values()) or self._has_usage_everywhere:
             stop = {"stop_reason": event.stop_reason} if is_last else {}
             chunks.append({"index": index, "delta": delta, **rest, **stop})
         return chunks

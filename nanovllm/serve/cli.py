@@ -3,12 +3,13 @@
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.vllm_flags import translate_flags
-from nanovllm.utils.flags import HelpFormatter, add_flags, given
+from nanovllm.utils.flags import add_flags, given
 
 if TYPE_CHECKING:
     from nanovllm.serve.engine_client import EngineClient
@@ -63,30 +64,31 @@ def make_parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser("nanovllm", description="LLM inference: an HTTP server, or answers right here.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    model = "a folder in the Hugging Face layout, a hub id, or tiny-qwen3, which is part of this package"
+    formatter = partial(argparse.HelpFormatter, max_help_position=32, width=110)
+
+    def add_command(name: str, text: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text, formatter_class=formatter, allow_abbrev=False)
+        text = "a folder in the Hugging Face layout, a hub id, or tiny-qwen3, which is part of this package"
+        command.add_argument("model", metavar="MODEL", help=text)
+        command.set_defaults(run=run)
+        return command
 
     text = "Serve a model with OpenAI's HTTP API, at http://127.0.0.1:8000 unless told otherwise."
-    settings = dict[str, Any](formatter_class=HelpFormatter, allow_abbrev=False)
-    command = commands.add_parser("serve", help=text, description=text, **settings)
-    command.add_argument("model", metavar="MODEL", help=model)
+    command = add_command("serve", text, serve)
     add_flags(command, ServerSettings, "server", several=("served_model_name",))
     text = "how many answers may wait in addition to the max_num_seqs that run; further ones get a 429 (default: 1024)"
     command.add_argument("--max-queued-requests", type=int, metavar="N", default=1024, help=text)
     text = "how many engines answer, each on GPUs of its own, as actors of Ray (default: 1, without Ray)"
     command.add_argument("--data-parallel-size", type=int, metavar="N", default=1, help=text)
     add_flags(command, Config, "engine", skip=("model",))
-    command.set_defaults(run=serve)
 
-    text = "Print a model's answer to a prompt while it is generated."
-    command = commands.add_parser("generate", help=text, description=text, **settings)
-    command.add_argument("model", metavar="MODEL", help=model)
+    command = add_command("generate", "Print a model's answer to a prompt while it is generated.", generate)
     command.add_argument("prompt", metavar="PROMPT", help="the prompt, or - to read it from the standard input")
     text = "the prompt is a user's message (default: if the model has a chat template)"
     command.add_argument("--chat", action=argparse.BooleanOptionalAction, help=text)
     skip = {name for name in SamplingParams.__dataclass_fields__ if name not in SIMPLE_SAMPLING}
     add_flags(command, SamplingParams, "sampling (without a flag, what the model recommends)", skip=skip)
     add_flags(command, Config, "engine", skip=("model", "seed"))
-    command.set_defaults(run=generate)
 
     text = "Measure throughput and latency; `nanovllm bench --help` lists the workloads and arguments."
     commands.add_parser("bench", help=text, add_help=False)

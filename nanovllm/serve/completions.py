@@ -57,7 +57,7 @@ class CompletionAnswer(Answer):
         self._num_characters[number] = offset + len(event.text)
         found = None if event.logprobs is None else self._logprobs(event.token_ids, event.logprobs, offset)
         is_empty = not text and found is None and event.finish_reason is None
-        if is_empty and not (self.body.includes_usage_everywhere or self.body.return_token_ids):
+        if is_empty and not (self._has_usage_everywhere or self.body.return_token_ids):
             return []
         choice = self._choice(number, text, found, event)
         if is_first and self.body.return_token_ids:

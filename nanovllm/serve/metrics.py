@@ -57,9 +57,8 @@ class Metrics:
             name: Histogram(f"vllm:{name}", text, buckets=buckets, **options).labels(model)
             for name, (text, buckets) in HISTOGRAMS.items()
         }
-        self._ends = Counter(
-            "vllm:request_success", "Answers that ended", ("model_name", "finished_reason"), registry=self._registry
-        )
+        labels = "model_name", "finished_reason"
+        self._ends = Counter("vllm:request_success", "Answers that ended", labels, registry=self._registry)
         text = "Answers that were given up, mostly as their clients went away"
         self._aborted = Counter("nanovllm:request_aborted", text, **options).labels(model)
         self._registry.register(self)  # type: ignore[arg-type]

@@ -179,10 +179,8 @@ class Api:
     async def tokenize(self, body: protocol.TokenizeBody | protocol.TokenizeChatBody, request: Request) -> Response:
         tokens, processor = await self.prompt_token_ids(body), self.llm.input_processor
         names = processor.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-        max_model_len = processor.config.max_model_len
-        return json_response(
-            {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": names}
-        )
+        lengths = {"count": len(tokens), "max_model_len": processor.config.max_model_len}
+        return json_response(lengths | {"tokens": tokens, "token_strs": names})
 
     async def prompt_token_ids(self, body: protocol.TextBody) -> list[int]:
         """ApiError for a model that is not served here, or a prompt that can't be tokenized."""

@@ -162,14 +162,6 @@ class GenerationBody(TextBody):
     thinking_token_budget: Annotated[Any, only(-1)] = None
     logprob_token_ids: Annotated[Any, only([])] = None
 
-    @property
-    def includes_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def includes_usage_everywhere(self) -> bool:
-        return bool(self.includes_usage and self.stream_options.continuous_usage_stats)  # type: ignore[union-attr]
-
 
 class CompletionBody(GenerationBody):
     prompt: str | Strings | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]

@@ -46,10 +46,8 @@ class RequestLimits:
         self._keys = [key.encode() for key in keys if key]
         self._hosts = settings.hosts()
         if not self._keys and not settings.is_local:
-            logger.warning(
-                "host=%r: every machine that reaches this address can use the server; --api-key sets a key",
-                settings.host,
-            )
+            problem = "every machine that reaches this address can use the server; --api-key sets a key"
+            logger.warning("host=%r: %s", settings.host, problem)
 
     async def __call__(self, scope, receive, send) -> None:
         headers, request = dict(scope["headers"]), Request(scope, self._bounded(receive))

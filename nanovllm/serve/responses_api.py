@@ -170,9 +170,8 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         elif kind == "function_call_output":
             message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"), i)}
         else:
-            raise ApiError(
-                400, f"input[{i}]: neither a message with a role nor a supported type: {kind!r:.80}", "input"
-            )
+            problem = f"input[{i}]: neither a message with a role nor a supported type: {kind!r:.80}"
+            raise ApiError(400, problem, "input")
         is_after_reasoning = last.keys() == {"role", "reasoning"} and kind != "reasoning"
         if message["role"] == last.get("role") == "assistant" and (is_after_reasoning or kind == "function_call"):
             last.update(message)

@@ -10,11 +10,6 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 
-class HelpFormatter(argparse.HelpFormatter):
-    def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=32, width=110)
-
-
 def add_flags(
     parser: argparse.ArgumentParser,
     settings: type,
