@@ -26,7 +26,7 @@ MAX_PRIORITY = 2**63 - 1  # and the minimum is the negative of it
 class InputProcessor:
     """Makes requests. Any thread may call it at any time."""
 
-    def __init__(self, config: Config, tokenizer):
+    def __init__(self, config: Config, tokenizer, first_request_id: int = 0):
         assert config.max_model_len is not None, "it is resolved on construction"
         self.config, self.tokenizer, self.max_model_len = config, tokenizer, config.max_model_len
         self.policy: SchedulingPolicy = FCFS()
@@ -41,7 +41,7 @@ class InputProcessor:
         self.grammars: Any = None  # made with the first request that has `structured_outputs`
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         # an iterator, as `next` is atomic: a signal handler may interrupt a thread here, and add a request itself
-        self._unused_ids = iter(range(MAX_REQUESTS))
+        self._unused_ids = iter(range(first_request_id, MAX_REQUESTS))
 
     @property
     def num_requests(self) -> int:

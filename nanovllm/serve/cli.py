@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.vllm_flags import translate_flags
+from nanovllm.utils.checks import check_int
 from nanovllm.utils.flags import add_flags, given
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = make_parser()
     if not arguments or arguments[0] != "serve":
         return parser.parse_args(arguments)
-    own = {"data_parallel_size", *Config.__dataclass_fields__, *ServerSettings.__dataclass_fields__}
+    own = {"data_parallel_size", "api_server_count", *Config.__dataclass_fields__, *ServerSettings.__dataclass_fields__}
     try:
         rest, settings = translate_flags(arguments[1:], own)
     except ValueError as error:
@@ -80,6 +81,8 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--max-queued-requests", type=int, metavar="N", default=1024, help=text)
     text = "how many engines answer, each on GPUs of its own, as actors of Ray (default: 1, without Ray)"
     command.add_argument("--data-parallel-size", type=int, metavar="N", default=1, help=text)
+    text = "how many processes speak HTTP, for one engine in another process (default: 1, in the engine's own process)"
+    command.add_argument("--api-server-count", type=int, metavar="N", default=1, help=text)
     add_flags(command, Config, "engine", skip=("model",))
 
     command = add_command("generate", "Print a model's answer to a prompt while it is generated.", generate)
@@ -107,8 +110,15 @@ def serve(options: argparse.Namespace) -> int:
     show_log()
     own = given(options, Config, skip=("model",))
     engine_settings = translate(own | options.vllm_settings, Config.__dataclass_fields__)
+    num_fronts = check_int("api_server_count", options.api_server_count, low=1)
+    if num_fronts > 1 and options.data_parallel_size > 1:
+        raise ValueError(f"api_server_count={num_fronts}: must be 1 with several replicas")
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    if num_fronts > 1:
+        from nanovllm.serve.fronts.engine_process import serve_by_fronts  # imported lazily, as few servers have them
+
+        return serve_by_fronts(num_fronts, options.model, settings, engine_settings, options.max_queued_requests)
     with server.listening_socket(settings) as listener:  # an address that is in use is an error at once
-        sys.setswitchinterval(SWITCH_INTERVAL)
         llm = make_client(options.model, options.data_parallel_size, options.max_queued_requests, engine_settings)
         try:
             return server.run_server(llm, settings, options.model, listener)

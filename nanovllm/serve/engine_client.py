@@ -19,13 +19,12 @@ from nanovllm.llm import LLM
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.serve.async_request import AsyncRequest, PartialAnswer
 from nanovllm.serve.beams import BeamCompletion
-from nanovllm.serve.prompt_lanes import LongTextError, PromptLane
+from nanovllm.serve.prompt_lanes import LongTextError, PromptLane, PromptSource
 from nanovllm.serve.turns import ClientTurns
 from nanovllm.utils.checks import check_int
 
 T = TypeVar("T")
 MANY_IDS = 2**14  # of a prompt, which take 0.2 ms to check
-PromptSource = Prompt | Callable[[PromptLane], Prompt]
 
 
 class QueueFullError(RuntimeError):
@@ -57,7 +56,7 @@ class EngineClient(ABC):
         self._loop: asyncio.AbstractEventLoop | None = None  # of the tasks that wait
         self._live: dict[int, AsyncRequest] = {}  # by the engine's id; for the event loop's thread only
         self._names: dict[str, AsyncRequest | None] = {}  # by the caller's id; None while the prompt is tokenized
-        self.num_unfinished = 0  # answers that are running or waiting
+        self._num_live = 0  # answers that are running or waiting
         self._numbers = itertools.count()
         self._lane = PromptLane(processor, takes_long_texts=False)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="nanovllm-tokenizer")
@@ -171,7 +170,7 @@ class EngineClient(ABC):
             raise ValueError(f"n={num_answers}: must be at most {self.max_live}, the answers that may run and wait")
         if self.num_unfinished + num_answers > self.max_live:
             raise QueueFullError(f"{self.num_unfinished} answers of at most {self.max_live} are running or waiting")
-        self.num_unfinished += num_answers
+        self._count(num_answers)
         self._names[name] = None
         try:
             # not FINAL_ONLY, as others may see when a token arrives
@@ -188,7 +187,7 @@ class EngineClient(ABC):
                         seq.cache_salt = int.from_bytes(salt, "little")
                 return request
 
-            tokenize = partial(_tokenize, prompt, chat_template_kwargs)
+            tokenize = lambda lane: lane.tokens_of(prompt, chat_template_kwargs)
             if getattr(sampling_params, "structured_outputs", None) is not None:
                 compile_for = partial(make, await self._in_lane(tokenize))
                 made = await self._grammar_turns.run(lambda: self._in_thread(self._grammar_pool, compile_for))
@@ -199,7 +198,7 @@ class EngineClient(ABC):
             self.check_open()
             request = self._start(made, name)
         except BaseException:
-            self.num_unfinished -= num_answers
+            self._count(-num_answers)
             del self._names[name]
             raise
         self._live[request.request_id] = self._names[name] = request
@@ -222,7 +221,8 @@ class EngineClient(ABC):
     async def tokenize(self, prompt: PromptSource, chat_template_kwargs: Mapping | None = None) -> list[int]:
         """The token ids of a prompt, with the arguments and errors of `submit`."""
         self.check_open()
-        return (await self._in_lane(partial(_tokenize, prompt, chat_template_kwargs)))["prompt_token_ids"]
+        tokens = await self._in_lane(lambda lane: lane.tokens_of(prompt, chat_template_kwargs))
+        return tokens["prompt_token_ids"]
 
     async def detokenize(self, token_ids: list[int]) -> str:
         """The text of tokens, special ones included. ValueError for an id outside of the vocabulary."""
@@ -266,6 +266,14 @@ class EngineClient(ABC):
         """How many requests are running or waiting, each with one answer or several."""
         return len(self._names)
 
+    def _count(self, change: int) -> None:
+        self._num_live += change
+
+    @property
+    def num_unfinished(self) -> int:
+        """How many answers are running or waiting."""
+        return self._num_live
+
     def check_open(self) -> None:
         """EngineDeadError if no request can be accepted any more."""
         if self.error is not None:
@@ -276,7 +284,7 @@ class EngineClient(ABC):
     def _use_running_loop(self) -> None:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            if self._loop is not None and not self._loop.is_closed() and self.num_unfinished:
+            if self._loop is not None and not self._loop.is_closed() and self._num_live:
                 raise RuntimeError("requests of another event loop are running: an AsyncLLM serves one loop at a time")
             for request in [*self._live.values()]:  # whose loop was closed
                 self.discard(request)
@@ -284,7 +292,7 @@ class EngineClient(ABC):
 
     def _forget(self, request: AsyncRequest) -> None:
         del self._live[request.request_id], self._names[request.name]
-        self.num_unfinished -= request.num_answers
+        self._count(-request.num_answers)
         for observe in self.on_end:
             observe(request)
 
@@ -308,8 +316,3 @@ class EngineClient(ABC):
 
     async def __aexit__(self, *exception) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.exit)
-
-
-def _tokenize(prompt: PromptSource, chat_template_kwargs: Mapping | None, lane: PromptLane) -> TokensPrompt:
-    text, token_ids = lane.tokenize(prompt(lane) if callable(prompt) else prompt, chat_template_kwargs)
-    return {"prompt_token_ids": token_ids} if text is None else {"prompt_token_ids": token_ids, "prompt": text}

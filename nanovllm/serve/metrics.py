@@ -1,10 +1,12 @@
 """Metrics for Prometheus, with vLLM's names where they mean the same."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.serve.async_request import AsyncRequest
@@ -61,7 +63,11 @@ class Metrics:
         self._ends = Counter("vllm:request_success", "Answers that ended", labels, registry=self._registry)
         text = "Answers that were given up, mostly as their clients went away"
         self._aborted = Counter("nanovllm:request_aborted", text, **options).labels(model)
-        self._registry.register(self)  # type: ignore[arg-type]
+        self._shown = self._registry
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # several fronts count together
+            self._shown = CollectorRegistry()
+            MultiProcessCollector(self._shown)
+        self._shown.register(self)  # type: ignore[arg-type]
         llm.on_end.append(self.observe)
         if llm.engine is not None:
             llm.engine.core.on_step.append(self._observe_step)
@@ -69,7 +75,7 @@ class Metrics:
     async def text(self) -> bytes:
         """The metrics in the text format of Prometheus."""
         self._stats = await self._llm.stats()
-        return generate_latest(self._registry)
+        return generate_latest(self._shown)
 
     def observe(self, request: AsyncRequest) -> None:
         """Count a request that has ended. If it was dropped, its times say nothing about the engine."""

@@ -139,9 +139,8 @@ class Api:
             raise ApiError(400, "prompt: there must be at least one", "prompt")
         if len(prompts) * params.n > (bound := self.settings.max_answers):
             raise ApiError(400, f"n={params.n}: times {len(prompts)} prompts is more than {bound} answers", "n")
-        for name in ("use_beam_search", "cache_salt"):
-            if getattr(body, name) and self.llm.engine is None:
-                raise ApiError(400, f"{name}: is not supported with several replicas", name)
+        if body.use_beam_search and self.llm.engine is None:
+            raise ApiError(400, "use_beam_search: is not supported with several replicas or fronts", "use_beam_search")
         bound = self.llm.input_processor.max_model_len
         own_params = protocol.beam_search_params(body, params, bound) if body.use_beam_search else params
         for prompt in prompts:

@@ -2,15 +2,18 @@
 
 import json
 import threading
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
 from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.request import Prompt, TokensPrompt
 
 LONG_TEXT = 2**14  # characters; tokenizing them takes about 15 ms
 # normalizers and pre-tokenizers that leave no part of a text without a token, see `longest_token`
 _KEEPING = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend"}
 _KEEPING |= {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeScripts"}
+PromptSource = Prompt | Callable[["PromptLane"], Prompt]
 
 
 class LongTextError(Exception):
@@ -38,6 +41,11 @@ class PromptLane(InputProcessor):
         if is_elsewhere:
             raise LongTextError
         return super().encode(text, add_special_tokens)
+
+    def tokens_of(self, prompt: PromptSource, chat_template_kwargs: Mapping | None) -> TokensPrompt:
+        """The token ids of a prompt, or of what a function returns for this lane, and the text if it has one."""
+        text, token_ids = self.tokenize(prompt(self) if callable(prompt) else prompt, chat_template_kwargs)
+        return {"prompt_token_ids": token_ids} if text is None else {"prompt_token_ids": token_ids, "prompt": text}
 
     def _check_length(self, text: str, longest_token: int, is_elsewhere: bool) -> None:
         most = (self.max_model_len - 1) * longest_token

@@ -5,6 +5,7 @@ import gc
 import signal
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,27 @@ from nanovllm.serve.settings import ServerSettings
 BACKLOG = 2048  # connections that the system accepts before the server does
 
 
-def listening_socket(settings: ServerSettings) -> socket.socket:
-    """Reserves the address before the model is loaded. OSError if it is in use, or not an address of this machine."""
+def listening_socket(settings: ServerSettings, is_shared: bool = False) -> socket.socket:
+    """Reserves the address before the model is loaded. OSError if it is in use, or not an address of this machine.
+
+    is_shared: with other sockets that are shared; the system gives each connection to one of those that listen.
+    """
     try:
         if settings.uds is not None:
-            return _bound(socket.AF_UNIX, settings.uds)
+            return _bound(socket.AF_UNIX, settings.uds, is_shared=False)
         family, *_, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
-        return _bound(family, address)
+        return _bound(family, address, is_shared)
     except OSError as error:
         name = f"host={settings.host!r}, port={settings.port}" if settings.uds is None else f"uds={settings.uds!r}"
         raise OSError(f"{name}: {error.strerror or error}") from error
 
 
-def _bound(family: int, address: Any) -> socket.socket:
+def _bound(family: int, address: Any, is_shared: bool) -> socket.socket:
     reserved = socket.socket(family, socket.SOCK_STREAM)
     try:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         reserved.bind(address)
     except OSError:
         reserved.close()
@@ -80,8 +86,17 @@ def make_server(llm: EngineClient, settings: ServerSettings, model: str) -> Serv
     return server
 
 
-def run_server(llm: EngineClient, settings: ServerSettings, model: str, listener: socket.socket) -> int:
-    """Serve until SIGTERM, Ctrl-C or a failure of the engine; the exit status of the process."""
+def run_server(
+    llm: EngineClient,
+    settings: ServerSettings,
+    model: str,
+    listener: socket.socket,
+    on_start: Callable[[], None] | None = None,
+) -> int:
+    """Serve until SIGTERM, Ctrl-C or a failure of the engine; the exit status of the process.
+
+    on_start: is called when the server listens; None: it prints where.
+    """
     server = make_server(llm, settings, model)
 
     def end(*_) -> None:
@@ -89,13 +104,12 @@ def run_server(llm: EngineClient, settings: ServerSettings, model: str, listener
         server.should_exit = True
 
     handlers = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
-    address = "unix:" + settings.uds if settings.uds else _url(*listener.getsockname()[:2])
 
     def listen() -> None:
         listener.listen(BACKLOG)
         gc.collect()
         gc.freeze()  # a collection that goes through the tokenizer and all modules halts every stream for 0.4 s
-        print(f"{model} is served at {address} (Ctrl-C ends it)", flush=True)
+        (on_start or partial(announce, settings, model, listener))()
 
     server.on_start = listen
     try:
@@ -108,5 +122,10 @@ def run_server(llm: EngineClient, settings: ServerSettings, model: str, listener
     return 1 if llm.error is not None else 0
 
 
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def announce(settings: ServerSettings, model: str, listener: socket.socket) -> None:
+    """Print where the server listens."""
+    address = f"unix:{settings.uds}"
+    if settings.uds is None:
+        host, port = listener.getsockname()[:2]
+        address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    print(f"{model} is served at {address} (Ctrl-C ends it)", flush=True)

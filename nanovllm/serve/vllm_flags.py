@@ -23,7 +23,6 @@ GROUPS: tuple[tuple[tuple, str], ...] = (
         "enable_tokenizer_info_endpoint headless tokens_only",
     ),
     ((Real,), "h11_max_header_count h11_max_incomplete_event_size max_log_len"),
-    ((1,), "api_server_count"),
     ((str,), "disable_access_log_for_endpoints fingerprint_mode guided_decoding_backend uvicorn_log_level"),
     (("auto", "string"), "chat_template_content_format"),
     (("assistant",), "response_role"),

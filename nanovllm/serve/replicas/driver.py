@@ -12,10 +12,10 @@ DRIVER_OVERRIDES = {"device": "cpu", "tensor_parallel_size": 1, "load_format": "
 ANSWERS_PER_SEQ = 2  # a replica gets at most this many times `max_num_seqs`: one batch runs while the next one waits
 
 
-def make_processor(model: str, settings: dict[str, Any]) -> InputProcessor:
+def make_processor(model: str, settings: dict[str, Any], first_request_id: int = 0) -> InputProcessor:
     """An InputProcessor like that of `LLM(model, **settings)`, with its errors. Needs no GPU and reads no weights."""
     config = Config.create(model, settings | DRIVER_OVERRIDES)
-    return InputProcessor(config, load_tokenizer(str(config.tokenizer)))
+    return InputProcessor(config, load_tokenizer(str(config.tokenizer)), first_request_id)
 
 
 def absolute_path(path: str) -> str:

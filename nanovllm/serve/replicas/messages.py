@@ -29,6 +29,7 @@ class NewRequest(NamedTuple):
     kind: OutputKind
     noise_seeds: list[int]
     generated: list[list[int]]
+    cache_salt: int = 0
 
 
 class Final(NamedTuple):

@@ -37,19 +37,23 @@ class Replica:
 
     def start(self, model: str, settings: dict[str, Any]) -> dict[str, Any]:
         """Load the model, with the errors of `LLM`. Returns what the driver needs to know of the engine."""
-        self.engine = LLM(model, **settings)
-        self._engine_thread = self.engine.engine_thread
+        self.attach(LLM(model, **settings))
+        config = self.engine.config
+        num_blocks = config.num_kvcache_blocks if config.enable_prefix_caching else 0  # that can hold prefixes
+        return {"num_blocks": num_blocks, "startup_seconds": self.engine.startup_seconds}
+
+    def attach(self, engine: LLM) -> None:
+        """Compute with an engine that was loaded already, and that others may use too; ids of requests are unique."""
+        self.engine, self._engine_thread = engine, engine.engine_thread
         self._collectors = {kind: NotifyingCollector(kind, self._notify, self._fail) for kind in OutputKind}
         self._requests: dict[int, CompletionRequest] = {}  # by id; ids are the driver's
         self._num_unfinished: dict[int, int] = {}  # answers of each request that have not ended
         self._changed = threading.Condition()  # guards what follows
         self._errors: list[tuple[int, Exception]] = []
         self._failure: BaseException | None = None
+        self.is_closed = False
         self._in_grammar_thread: set[int] = set()  # ids of requests that are not made yet
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-grammar")
-        config = self.engine.config
-        num_blocks = config.num_kvcache_blocks if config.enable_prefix_caching else 0  # that can hold prefixes
-        return {"num_blocks": num_blocks, "startup_seconds": self.engine.startup_seconds}
 
     def submit(self, data: bytes) -> None:
         """Queue requests that were checked by the driver. An error of one is reported, and concerns no other."""
@@ -108,7 +112,11 @@ class Replica:
         return stats_of(self.engine.scheduler)
 
     def reports(self) -> Iterator[bytes]:
-        """Yields an encoded Report whenever there is something to report. RuntimeError if the engine has failed."""
+        """`new_reports`, encoded."""
+        return map(encode_report, self.new_reports())
+
+    def new_reports(self) -> Iterator[Report]:
+        """Yields one whenever there is something to report. RuntimeError if the engine has failed."""
         while True:
             with self._changed:
                 while not (self._errors or self._failure or any(x.is_ready for x in self._collectors.values())):
@@ -121,15 +129,20 @@ class Replica:
             outputs = StepOutput()
             for collector in self._collectors.values():
                 collector.take_into(outputs)
-            yield encode_report(Report(*self._read(outputs), errors))
+            yield Report(*self._read(outputs), errors)
 
     def exit(self) -> None:
         """End the engine, and with it `reports`. Ray kills the actor's process instead, and with it all that it has."""
+        self.close()
+        self.engine.exit()
+
+    def close(self) -> None:
+        """End `reports`, and leave the engine as it is."""
         with self._changed:
+            self.is_closed = True
             self._failure = self._failure or RuntimeError("it was closed")
             self._changed.notify()
         self._grammar_thread.shutdown(wait=False)
-        self.engine.exit()
 
     def _make_request(self, new: NewRequest) -> CompletionRequest:
         prompt = TokensPrompt(prompt_token_ids=new.token_ids)
@@ -137,7 +150,7 @@ class Replica:
         request = processor.request(prompt, new.params, new.kind, new.prompt_index, priority=new.priority)
         request.request_id = new.request_id
         for seq, noise_seed, generated in zip(request.group, new.noise_seeds, new.generated):
-            seq.request_id, seq.noise_seed = new.request_id, noise_seed
+            seq.request_id, seq.noise_seed, seq.cache_salt = new.request_id, noise_seed, new.cache_salt
             for token_id in generated:  # as after a preemption
                 seq.token_ids.append(token_id)
                 for name in seq.feature_state:  # each token by itself, as stop strings do not count before `min_tokens`

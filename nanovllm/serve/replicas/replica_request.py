@@ -85,6 +85,7 @@ class ReplicaRequest(AsyncRequest):
             self.request.kind,
             seeds,
             generated,
+            group[0].cache_salt,
         )
 
     def add_delta(self, delta: StreamEvent) -> None:

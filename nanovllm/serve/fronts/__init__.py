@@ -1,0 +1,1 @@
+"""One engine behind several processes that speak HTTP: see `fronts` in ../README.md."""

@@ -1,0 +1,72 @@
+"""What a front and the engine's process send each other, as MessagePack: all that is new since the last message."""
+
+import socket
+import struct
+import threading
+from contextlib import suppress
+from typing import Any
+
+from msgspec import Struct, msgpack
+
+from nanovllm.engine.outputs import StreamEvent
+from nanovllm.serve.engine_client import QueueFullError
+from nanovllm.serve.replicas.messages import Final, NewRequest
+
+ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, QueueFullError)}  # others become a RuntimeError
+
+
+class FromFront(Struct, array_like=True):
+    """The first one, which is empty, says that the front accepts connections. num_stats: how many times it asks for the
+    engine's counts.
+    """
+
+    requests: list[NewRequest] = []
+    discarded: list[int] = []
+    aborted: list[int] = []
+    num_stats: int = 0
+
+
+class FromEngine(Struct, array_like=True):
+    """errors: a request's id, the name of the class of the error, and its text. stats: see `LLM.stats`. failure: that
+    has ended the engine.
+    """
+
+    deltas: list[StreamEvent] = []
+    finals: list[Final] = []
+    errors: list[tuple[int, str, str]] = []
+    stats: list[dict[str, Any]] = []
+    failure: str = ""
+
+
+decode_from_front = msgpack.Decoder(FromFront).decode
+decode_from_engine = msgpack.Decoder(FromEngine).decode
+_encode = msgpack.Encoder().encode
+_length = struct.Struct("!I")  # of a message, in front of it
+
+
+class Channel:
+    """One end of a pair of sockets. A thread may wait for messages while others send; `close` ends both."""
+
+    def __init__(self, end: socket.socket):
+        self._socket, self._lock = end, threading.Lock()
+        self._stream = end.makefile("rb")
+
+    def send(self, message: Struct) -> None:
+        """OSError if the other end is closed."""
+        data = _encode(message)
+        with self._lock:
+            self._socket.sendall(_length.pack(len(data)) + data)
+
+    def receive(self, seconds: float | None = None) -> bytes:
+        """The next message. OSError if an end is closed, or after so many seconds."""
+        self._socket.settimeout(seconds)
+        head = self._stream.read(_length.size)
+        data = self._stream.read(*_length.unpack(head)) if len(head) == _length.size else b""
+        if not data:
+            raise ConnectionError("the other end of the channel is closed")
+        return data
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()

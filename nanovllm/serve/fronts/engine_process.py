@@ -1,0 +1,158 @@
+"""The process of the engine, which starts the fronts and computes for them."""
+
+import gc
+import logging
+import os
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+from nanovllm.llm import LLM
+from nanovllm.serve.fronts.channel import Channel, FromEngine, decode_from_front
+from nanovllm.serve.fronts.front import run_front
+from nanovllm.serve.replicas.replica import Replica
+from nanovllm.serve.server import announce, listening_socket
+from nanovllm.serve.settings import ServerSettings
+
+logger = logging.getLogger("nanovllm")
+START_SECONDS = 300.0
+END_SECONDS = 10.0  # after the time in which running requests may end
+
+
+class Session(Replica):
+    """The requests of one front. A thread carries out what it asks for, and another one sends what is new."""
+
+    def __init__(self, engine: LLM, channel: Channel, on_failure: Callable[[], None]):
+        self.attach(engine)
+        self._channel, self._on_failure = channel, on_failure
+        for work in (self._carry_out, self._report):
+            threading.Thread(target=work, name="nanovllm-session", daemon=True).start()
+
+    def _carry_out(self) -> None:
+        try:
+            while True:
+                message = decode_from_front(self._channel.receive())
+                self._submit(message.requests)
+                if message.discarded:
+                    self.discard(message.discarded)
+                for request_id in message.aborted:
+                    self.abort(request_id)
+                if message.num_stats:
+                    self._channel.send(FromEngine(stats=[self.stats()] * message.num_stats))
+        except OSError:  # the front has ended
+            self.discard([*self._requests])
+            self.close()
+
+    def _report(self) -> None:
+        try:
+            for deltas, finals, errors in self.new_reports():
+                named = [(request_id, type(error).__name__, str(error)) for request_id, error in errors]
+                self._channel.send(FromEngine(deltas, finals, named))
+        except OSError:
+            pass  # the front has ended
+        except RuntimeError as error:
+            if not self.is_closed:
+                self._channel.send(FromEngine(failure=repr(error.__cause__ or error)))
+                self._on_failure()
+
+
+class Fronts:
+    """The fronts of an engine. One that ends is started again; its requests are dropped, and the others go on."""
+
+    def __init__(
+        self, num_fronts: int, engine: LLM, settings: ServerSettings, listener: socket.socket, *arguments: Any
+    ):
+        """listener: holds the address; the fronts share it if it is a Unix domain socket. `arguments` are the model,
+        the engine's settings and `max_queued` of `run_front`.
+        """
+        self.engine, self._context = engine, get_context("spawn")
+        self._num_live = self._context.Array("q", num_fronts, lock=False)
+        model, *rest = arguments
+        bound = max(1, settings.max_connections // num_fronts)
+        self._arguments = (model, replace(settings, max_connections=bound), *rest)
+        self._listener = listener if settings.uds else None
+        self._processes: list[SpawnProcess] = []
+        self.is_ending = self.has_failed = False
+
+    def start(self) -> None:
+        """Start all, side by side. RuntimeError if one of them does not start."""
+        for begun in [self._begin(index) for index in range(len(self._num_live))]:
+            self._connect(*begun)
+
+    def _begin(self, index: int) -> tuple[int, SpawnProcess, Channel]:
+        own_end, other_end = socket.socketpair()
+        self._num_live[index] = 0
+        arguments = *self._arguments, other_end, index, self._num_live, self._listener
+        process = self._context.Process(target=run_front, args=arguments, name=f"nanovllm-front-{index}")
+        process.start()
+        self._processes.append(process)
+        other_end.close()
+        return index, process, Channel(own_end)
+
+    def _connect(self, index: int, process: SpawnProcess, channel: Channel) -> None:
+        try:
+            channel.receive(START_SECONDS)  # it is ready
+        except OSError as error:
+            if not self.is_ending:
+                raise RuntimeError(f"front {index} has not started (exit status {process.exitcode})") from error
+        Session(self.engine, channel, self.fail)
+
+    def watch(self) -> None:
+        """Start those again that end, until `end`."""
+        while not self.is_ending:
+            wait([process.sentinel for process in self._processes], timeout=1.0)
+            for process in [process for process in self._processes if not process.is_alive()]:
+                self._processes.remove(process)
+                if not self.is_ending:
+                    logger.warning("%s has ended (exit status %s), and starts again", process.name, process.exitcode)
+                    self._connect(*self._begin(int(process.name.rpartition("-")[2])))
+
+    def fail(self) -> None:
+        """The engine has failed."""
+        self.has_failed = True
+        self.end()
+
+    def end(self, *_: Any) -> None:
+        """Let all drain and end."""
+        self.is_ending = True
+        for process in self._processes:
+            process.terminate()
+
+    def join(self, seconds: float) -> None:
+        for process in self._processes:
+            process.join(seconds)
+            process.kill()
+
+
+def serve_by_fronts(
+    num_fronts: int, model: str, settings: ServerSettings, engine_settings: dict[str, Any], max_queued: int
+) -> int:
+    """Serve until SIGTERM, Ctrl-C or a failure of the engine; the exit status of the process."""
+    # the address is reserved before the model is loaded, and the folder has the metrics that the fronts add up
+    with listening_socket(settings, is_shared=True) as listener, tempfile.TemporaryDirectory() as folder:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+        if settings.uds is None:
+            settings = replace(settings, port=listener.getsockname()[1])
+        engine = LLM(model, **engine_settings)
+        gc.collect()
+        gc.freeze()  # as in `run_server`
+        fronts = Fronts(num_fronts, engine, settings, listener, model, engine_settings, max_queued)
+        handlers = {number: signal.signal(number, fronts.end) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            fronts.start()
+            announce(settings, model, listener)
+            fronts.watch()
+        finally:
+            fronts.end()
+            fronts.join(settings.drain_seconds + END_SECONDS)
+            engine.exit()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    return int(fronts.has_failed)

@@ -1,0 +1,194 @@
+"""A front: the process that does HTTP, checks, tokens and text for an engine in another process."""
+
+import asyncio
+import socket
+import sys
+import threading
+from collections import deque
+from dataclasses import replace
+from typing import Any, cast
+
+from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.outputs import CompletionOutput, StreamEvent
+from nanovllm.engine.request import CompletionRequest
+from nanovllm.serve.async_request import AsyncRequest
+from nanovllm.serve.cli import SWITCH_INTERVAL, show_log
+from nanovllm.serve.engine_client import EngineClient
+from nanovllm.serve.fronts.channel import ERRORS, Channel, FromFront, decode_from_engine
+from nanovllm.serve.replicas.driver import make_processor
+from nanovllm.serve.replicas.messages import Final, NewRequest
+from nanovllm.serve.replicas.replica_request import ReplicaRequest
+from nanovllm.serve.server import listening_socket, run_server
+from nanovllm.serve.settings import ServerSettings
+
+IDS_PER_FRONT = 2**40  # ids of requests are unique among all fronts of an engine
+
+
+class FrontRequest(ReplicaRequest):
+    """A request that the engine's process computes. Its text is made here, unless the engine needs it as well."""
+
+    def __init__(self, request: CompletionRequest, name: str):
+        super().__init__(request, lambda ended: None, name)
+        params = request.params
+        self._makes_text = params.detokenize and params.logprobs is params.prompt_logprobs is None and not params.stop
+
+    def message(self, replica_index: int = 0) -> NewRequest:
+        new = super().message(replica_index)
+        return new._replace(params=replace(new.params, detokenize=False)) if self._makes_text else new
+
+    def add_delta(self, delta: StreamEvent) -> None:
+        if self._makes_text:
+            detokenizer, num_hidden = self._detokenizer(delta.output_index, delta)
+            text = detokenizer.take_text(num_hidden, delta.finish_reason is not None)
+            ids = delta.index, delta.output_index, delta.request_id
+            delta = StreamEvent(*ids, text, delta.token_ids, delta.finish_reason, delta.stop_reason, None)
+        super().add_delta(delta)
+
+    def end(self, final: Final) -> None:
+        if self._makes_text:
+            final = final._replace(answers=[self._with_text(answer) for answer in final.answers])
+        super().end(final)
+
+    def _with_text(self, answer: CompletionOutput) -> CompletionOutput:
+        detokenizer, num_hidden = self._detokenizer(answer.index, answer)
+        return replace(answer, text=detokenizer.take_text(num_hidden, is_last=True))
+
+    def _detokenizer(self, index: int, new: StreamEvent | CompletionOutput) -> tuple[Detokenizer, int]:
+        """That of an answer with the new tokens, and how many at its end are not part of the text."""
+        seq = self.request.group[index]
+        seq.token_ids += new.token_ids
+        seq.finish_reason, seq.stop_reason = new.finish_reason, new.stop_reason
+        return self.request.detokenizer(seq), self.request.num_hidden(seq)
+
+
+class FrontClient(EngineClient):
+    """The engine as a front reaches it. What is sent within one turn of the event loop is one message."""
+
+    def __init__(
+        self,
+        model: str,
+        settings: dict[str, Any],
+        max_queued: int,
+        channel: Channel,
+        index: int,
+        num_live_of_fronts: Any,
+    ):
+        """num_live_of_fronts: in shared memory, the number of answers of each front: the bound holds for their sum, but
+        for what several fronts accept in the same instant.
+        """
+        processor = make_processor(model, settings, index * IDS_PER_FRONT)
+        super().__init__(processor, processor.config.max_num_seqs + max_queued)
+        self._channel, self._index, self._num_live_of_fronts = channel, index, num_live_of_fronts
+        self._to_send: FromFront | None = None
+        self._stats: deque[asyncio.Future[dict[str, Any]]] = deque()  # that were asked for
+
+    async def start(self) -> None:
+        self._engine_loop = asyncio.get_running_loop()
+        threading.Thread(target=self._read, name="nanovllm-channel", daemon=True).start()
+
+    def _count(self, change: int) -> None:
+        super()._count(change)
+        self._num_live_of_fronts[self._index] = self._num_live
+
+    @property
+    def num_unfinished(self) -> int:
+        return sum(self._num_live_of_fronts)
+
+    def _start(self, request: CompletionRequest, name: str) -> AsyncRequest:
+        started = FrontRequest(request, name)
+        self._message().requests.append(started.message())
+        return started
+
+    def _drop(self, request: AsyncRequest) -> None:
+        self._message().discarded.append(request.request_id)
+
+    def _abort(self, request: AsyncRequest) -> None:
+        self._message().aborted.append(request.request_id)
+
+    async def stats(self) -> list[dict[str, Any] | None]:
+        self._message().num_stats += 1
+        self._stats.append(found := asyncio.get_running_loop().create_future())
+        return [await found]
+
+    def tell_ready(self) -> None:
+        self._message()
+
+    def _message(self) -> FromFront:
+        """What is sent at the end of this turn."""
+        if self._to_send is None:
+            self._to_send = FromFront()
+            self._engine_loop.call_soon(self._send)
+        return self._to_send
+
+    def _send(self) -> None:
+        assert self._to_send is not None
+        message, self._to_send = self._to_send, None
+        try:
+            self._channel.send(message)
+        except OSError as error:
+            self._fail(str(error))
+
+    # -- what arrives --------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """A thread of its own waits for messages."""
+        try:
+            while True:
+                self._engine_loop.call_soon_threadsafe(self._receive, self._channel.receive())
+        except OSError:
+            if not self._is_closing:
+                self._engine_loop.call_soon_threadsafe(self._fail, "its process has ended")
+
+    def _receive(self, data: bytes) -> None:
+        message, live = decode_from_engine(data), cast(dict[int, FrontRequest], self._live)
+        for delta in message.deltas:
+            if (request := live.get(delta.request_id)) is not None:
+                request.add_delta(delta)
+        for final in message.finals:
+            if (request := live.get(final.request_id)) is not None:
+                request.end(final)
+                self._forget(request)
+        for request_id, kind, text in message.errors:
+            if (request := live.get(request_id)) is not None:
+                self._forget(request)
+                request.fail(ERRORS.get(kind, RuntimeError)(text))
+        for stats in message.stats:
+            self._stats.popleft().set_result(stats)
+        if message.failure:
+            self._fail(message.failure)
+
+    def _fail(self, problem: str) -> None:
+        if self.error is None and not self._is_closing:
+            self.error = RuntimeError(problem)
+            self._fail_all()
+            for waiter in self._stats:
+                waiter.set_exception(self.error)
+            for report in self.on_failure:
+                report(self.error)
+
+    def exit(self) -> None:
+        self._is_closing = True
+        self._channel.close()
+        self._close_pools()
+
+
+def run_front(
+    model: str,
+    settings: ServerSettings,
+    engine_settings: dict[str, Any],
+    max_queued: int,
+    channel: socket.socket,
+    index: int,
+    num_live_of_fronts: Any,
+    listener: socket.socket | None,
+) -> None:
+    """The whole life of a front's process. listener: None is one of its own, at the address of `settings`."""
+    show_log()
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    llm = FrontClient(model, engine_settings, max_queued, Channel(channel), index, num_live_of_fronts)
+    with listener or listening_socket(settings, is_shared=True) as own_listener:
+        try:
+            status = run_server(llm, settings, model, own_listener, llm.tell_ready)
+        finally:
+            llm.exit()
+    sys.exit(status)

@@ -1,0 +1,306 @@
+"""Several HTTP processes for one engine: the answers are those of LLM, and an end takes its own requests along only."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("msgspec")
+httpx = pytest.importorskip("httpx")
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.serve import EngineDeadError, QueueFullError
+from nanovllm.serve.fronts.channel import Channel, FromEngine, FromFront, decode_from_engine, decode_from_front
+from nanovllm.serve.fronts.engine_process import Session
+from nanovllm.serve.fronts.front import FrontClient
+
+MODEL = "tiny-qwen3"
+ENGINE = dict(dtype="float32", device="cpu", kvcache_block_size=16, num_kvcache_blocks=256, max_num_seqs=8)
+PROMPTS = ["HAMLET.\nTo be, or", [300, 301, 302], [{"role": "user", "content": "What is 2 + 3?"}]]
+GREEDY = dict(temperature=0, max_tokens=12, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
+PARAMS = [
+    dict(GREEDY),
+    dict(temperature=0.9, seed=3, n=3, max_tokens=20),
+    dict(temperature=0.9, seed=5, max_tokens=40, stop=["e "]),
+    dict(temperature=0.9, seed=5, max_tokens=40, stop=["e "], include_stop_str_in_output=True),
+    dict(temperature=0, max_tokens=20, stop_token_ids=[*range(256, 384)]),
+    dict(temperature=0, max_tokens=20, stop_token_ids=[*range(256, 384)], include_stop_str_in_output=True),
+    dict(**GREEDY, logprobs=2, n=2),
+    dict(**GREEDY, prompt_logprobs=1),
+    dict(**GREEDY, detokenize=False),
+    dict(**GREEDY, presence_penalty=1.0, logit_bias={300: 5.0}, bad_words=["be"]),
+    dict(temperature=0, max_tokens=30, structured_outputs={"regex": "[0-9]{3}"}),
+]
+
+
+class Setup:
+    """An engine, and fronts of it in this process."""
+
+    def __init__(self, llm: LLM):
+        self.llm, self.num_live, self.failures = llm, [0, 0], []
+
+    def front(self, index: int = 0, max_queued: int = 8) -> FrontClient:
+        own, other = map(Channel, socket.socketpair())
+        session = Session(self.llm, own, lambda: self.failures.append(index))
+        client = FrontClient(MODEL, ENGINE, max_queued, other, index, self.num_live)
+        client.session = session
+        return client
+
+    async def wait_until_free(self, seconds: float = 5.0) -> None:
+        end = time.perf_counter() + seconds
+        while self.llm.core.output_processor.requests or self.llm.stats()["blocks"]["used"]:
+            assert time.perf_counter() < end, self.llm.stats()
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(MODEL, **ENGINE) as llm:
+        yield llm
+
+
+@pytest.fixture
+def setup(llm):
+    return Setup(llm)
+
+
+def assert_same(answers, expected) -> None:
+    for answer, own in zip(answers, expected, strict=True):
+        assert (answer.text, answer.token_ids) == (own.text, own.token_ids)
+        assert (answer.finish_reason, answer.stop_reason) == (own.finish_reason, own.stop_reason)
+        assert answer.logprobs == own.logprobs and answer.cumulative_logprob == pytest.approx(own.cumulative_logprob)
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_answers_are_those_of_generate(setup, params):
+    """Streamed and whole; a front makes the text, unless the engine needs it to stop, or for log-probabilities."""
+    prompts, params = PROMPTS[: 3 if params == GREEDY else 1], SamplingParams(**params)
+    expected = [setup.llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
+
+    async def ask(client, prompt):
+        async for output in client.generate(prompt, params):
+            last = output
+        request = await client.submit(prompt, params, in_pieces=False)
+        return last, await request.result()
+
+    async def main():
+        async with setup.front() as client:
+            found = await asyncio.gather(*[ask(client, prompt) for prompt in prompts])
+            await setup.wait_until_free()
+            assert client.num_requests == client.num_unfinished == 0
+            return found
+
+    for outputs, own in zip(asyncio.run(main()), expected, strict=True):
+        for output in outputs:
+            assert output.finished and output.prompt == own.prompt
+            assert output.prompt_token_ids == own.prompt_token_ids
+            assert output.prompt_logprobs == own.prompt_logprobs
+            assert_same(output.outputs, own.outputs)
+            times = output.metrics
+            assert times.arrival_time <= times.first_scheduled_time <= times.first_token_time <= times.finished_time
+
+
+def test_the_end_of_a_front_takes_its_own_requests_along(setup):
+    expected = setup.llm.generate([PROMPTS[0]], SamplingParams(**GREEDY), use_tqdm=False)[0]
+
+    async def main():
+        first, second = setup.front(0), setup.front(1)
+        await first.start()
+        await second.start()
+        endless = [await first.submit(PROMPTS[0], ENDLESS) for _ in range(3)]
+        other = await second.submit(PROMPTS[1], ENDLESS)
+        assert await endless[0].next_events() and await other.next_events()
+        assert first.num_unfinished == second.num_unfinished == 4
+        first.exit()
+        while len(setup.llm.core.output_processor.requests) != 1:
+            await asyncio.sleep(0.005)
+        assert await other.next_events()
+        await second.abort(other.name)
+        while events := await other.next_events():
+            last = events[-1]
+        assert last.finish_reason == "abort" and other.final.outputs[0].finish_reason == "abort"
+        request = await second.submit(PROMPTS[0], SamplingParams(**GREEDY))
+        assert_same((await request.result()).outputs, expected.outputs)
+        dropped = await second.submit(PROMPTS[1], ENDLESS)
+        assert await dropped.next_events()
+        second.discard(dropped)
+        await setup.wait_until_free()
+        assert (await second.stats())[0]["requests"] == {"waiting": 0, "running": 0}
+        second.exit()
+
+    asyncio.run(main())
+    assert setup.failures == []
+
+
+def test_bounds_hold_for_all_fronts(setup):
+    async def main():
+        async with setup.front(0, max_queued=2) as first, setup.front(1, max_queued=2) as second:
+            requests = [await client.submit(PROMPTS[1], ENDLESS) for client in [first, second] * 5]
+            for client in (first, second):
+                with pytest.raises(QueueFullError, match="10 answers of at most 10"):
+                    await client.submit(PROMPTS[1], ENDLESS)
+            for client, request in zip([first, second] * 5, requests):
+                client.discard(request)
+            await setup.wait_until_free()
+            assert setup.num_live == [0, 0]
+
+    asyncio.run(main())
+
+
+def test_errors(setup, monkeypatch):
+    """What only the engine finds is raised to its own caller; the end of the engine, to all."""
+
+    async def main():
+        async with setup.front() as client:
+            for prompt, kind in (([10**9], ValueError), ("", ValueError), (5, TypeError)):
+                with pytest.raises(kind, match="prompt"):
+                    await client.submit(prompt)
+
+            def refuse(new):
+                raise ValueError("prompt: refused")
+
+            monkeypatch.setattr(client.session, "_make_request", refuse)
+            request = await client.submit(PROMPTS[1], ENDLESS)
+            with pytest.raises(ValueError, match="prompt: refused"):
+                await request.result()
+            await setup.wait_until_free()
+
+    asyncio.run(main())
+    assert setup.failures == []
+
+
+def test_a_step_that_fails_ends_the_engine(setup, monkeypatch):
+    async def main():
+        async with setup.front() as client:
+            failed = []
+            client.on_failure.append(failed.append)
+            request = await client.submit(PROMPTS[1], ENDLESS)
+            assert await request.next_events()
+            monkeypatch.setattr(setup.llm.model_runner, "launch", None)
+            with pytest.raises(EngineDeadError, match="object is not callable"):
+                while await request.next_events():
+                    pass
+            with pytest.raises(EngineDeadError):
+                await client.submit(PROMPTS[1], ENDLESS)
+            assert len(failed) == 1 and setup.failures == [0]
+
+    asyncio.run(main())
+
+
+def test_channel():
+    one, other = map(Channel, socket.socketpair())
+    for message, decode in ((FromFront(discarded=[5]), decode_from_front), (FromEngine(), decode_from_engine)):
+        one.send(message)
+        assert decode(other.receive()) == message
+    with pytest.raises(TimeoutError):
+        other.receive(0.01)
+    waiter = threading.Timer(0.05, one.close)
+    waiter.start()
+    with pytest.raises(OSError):
+        one.receive()  # that another thread closes
+    with pytest.raises(OSError):
+        one.send(FromFront())
+    waiter.join()
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(*flags: str):
+    """`nanovllm serve` with two fronts; the process, and the URL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items()]
+    command = [sys.executable, "-m", "nanovllm", "serve", MODEL, f"--port={port}", "--api-server-count=2"]
+    process = subprocess.Popen([*command, *settings, *flags], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline().startswith("tiny-qwen3 is served at")
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def children(pid: int) -> list[int]:
+    """The processes of the fronts: children that run Python's spawn."""
+    found = subprocess.run(["pgrep", "-P", str(pid), "-f", "spawn_main"], capture_output=True, text=True, check=False)
+    return [int(line) for line in found.stdout.split()]
+
+
+def wait_for(condition, seconds: float = 60.0) -> None:
+    end = time.perf_counter() + seconds
+    while not condition():
+        assert time.perf_counter() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(not hasattr(socket, "SO_REUSEPORT"), reason="the fronts share an address by this option")
+def test_processes(llm):
+    """One server's life: answers, metrics of both fronts, the loss of a front, and a drain at the end."""
+    body = {"prompt": PROMPTS[0], **GREEDY}
+    text = llm.generate([PROMPTS[0]], SamplingParams(**GREEDY), use_tqdm=False)[0].text
+    ask = lambda url: httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+    with serving() as (process, url):
+        fronts = children(process.pid)
+        assert len(fronts) == 2
+        assert [ask(url) for _ in range(8)] == [text] * 8  # each in a connection of its own
+        for _ in range(4):
+            lines = httpx.get(f"{url}/metrics").text.splitlines()
+            assert 'vllm:request_success_total{finished_reason="length",model_name="tiny-qwen3"} 8.0' in lines
+            assert 'vllm:generation_tokens_total{model_name="tiny-qwen3"} 96.0' in lines
+        assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+
+        endless = body | {"max_tokens": 1500, "stream": True}
+        with httpx.Client() as one, one.stream("POST", f"{url}/v1/completions", json=endless, timeout=60) as stream:
+            chunks = stream.iter_lines()
+            assert next(chunks).startswith("data: ")
+            os.kill(fronts[0], signal.SIGKILL)
+            os.kill(fronts[1], signal.SIGKILL)
+            with pytest.raises(httpx.RemoteProtocolError):
+                assert not [*chunks]
+        wait_for(lambda: len(set(children(process.pid)) - set(fronts)) == 2)
+        wait_for(lambda: can_connect(url))
+        assert ask(url) == text
+        lines = httpx.get(f"{url}/metrics").text.splitlines()
+        assert 'vllm:num_requests_running{model_name="tiny-qwen3"} 0.0' in lines
+
+        with (
+            httpx.Client() as one,
+            one.stream("POST", f"{url}/v1/completions", json=endless | {"max_tokens": 100}) as x,
+        ):
+            chunks = x.iter_lines()
+            next(chunks)
+            process.send_signal(signal.SIGTERM)
+            events = [json.loads(line[6:]) for line in chunks if line.startswith("data: {")]
+            assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert process.wait(30) == 0
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in children(process.pid))
+
+
+def can_connect(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.skipif(not hasattr(socket, "SO_REUSEPORT"), reason="the fronts share an address by this option")
+def test_the_end_of_the_engine_ends_all():
+    with serving() as (process, url):
+        fronts = children(process.pid)
+        process.kill()
+        process.wait()
+        wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in fronts), 20)
+        assert not can_connect(url)
