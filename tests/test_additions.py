@@ -28,7 +28,7 @@ class ToyForCausalLM(Qwen3ForCausalLM):
     },
     "an attention backend": {
         "attention/new.py": """
-from nanovllm.layers.attention_backends import SDPABackend
+from nanovllm.layers.attention import SDPABackend
 class ToyBackend(SDPABackend):
     pass
 """,

@@ -35,7 +35,7 @@ from nanovllm.benchmarks.servers import cpu_times, running_server
 from nanovllm.benchmarks.shapes import SHAPE_ENTRIES, SHAPES, write_shape
 from nanovllm.benchmarks.sweeps import latency_sweep
 from nanovllm.config import Config
-from nanovllm.layers.attention_backends import SDPABackend
+from nanovllm.layers.attention import SDPABackend
 from nanovllm.models import ModelConfig, model_class
 from nanovllm.utils.tensor_parallel import TensorParallel
 

@@ -16,8 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEm
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.config import ModelConfig
 from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.attention import Attention, KVCache
-from nanovllm.layers.attention_backends import SDPABackend
+from nanovllm.layers.attention import Attention, KVCache, SDPABackend
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, linear

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine import model_runner
-from nanovllm.layers.attention_backends import SDPABackend
+from nanovllm.layers.attention import SDPABackend
 from nanovllm.models import MODELS
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.loader import find_model, load_model

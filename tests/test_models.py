@@ -21,8 +21,7 @@ from torch import nn
 from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.distributed.process_group import connect
-from nanovllm.layers.attention import Attention, KVCache
-from nanovllm.layers.attention_backends import SDPABackend
+from nanovllm.layers.attention import Attention, KVCache, SDPABackend
 from nanovllm.models import MODELS, ModelConfig, model_class
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.qwen2 import Qwen2ForCausalLM

@@ -21,7 +21,7 @@ TOY = """
 import torch
 import torch.nn.functional as F
 
-from nanovllm.layers.attention_backends import SDPABackend
+from nanovllm.layers.attention import SDPABackend
 
 calls = []
 

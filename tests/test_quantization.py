@@ -25,7 +25,7 @@ from test_models import requests as model_requests
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
-from nanovllm.layers.attention_backends import SDPABackend
+from nanovllm.layers.attention import SDPABackend
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.models import ModelConfig, model_class
 from nanovllm.quantization.fp8 import e4m3_scheme

@@ -24,8 +24,7 @@ from nanovllm.engine.request_tables import (
 )
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.kernels.sampling_columns import WIDTH, seeds
-from nanovllm.layers.attention import Attention
-from nanovllm.layers.attention_backends import make_backend
+from nanovllm.layers.attention import Attention, make_backend
 from nanovllm.layers.sampler import Sampler, SamplingRows, logit_cutoffs
 from nanovllm.models import model_class
 from nanovllm.utils.context import Context, attention_context

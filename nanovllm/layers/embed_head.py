@@ -6,24 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.kernels import operation
 from nanovllm.layers.linear import linear
 from nanovllm.utils.loader import Shard, parameter
 from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
-
-
-@operation
-def embed_shard(
-    token_ids: torch.Tensor, weight: torch.Tensor, first_id: int, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Rows [T, N] of weight [n, N], which are those of `first_id` and the next ids; zeros for other ids.
-
-    `out` [1, T, N] takes them.
-    """
-    local_ids = token_ids - first_id
-    is_local = (local_ids >= 0) & (local_ids < len(weight))
-    x = F.embedding(local_ids.where(is_local, 0), weight)
-    return x.masked_fill(~is_local.unsqueeze(-1), 0)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -41,6 +26,8 @@ class VocabParallelEmbedding(nn.Module):
         """token_ids [T] -> [T, hidden_size]."""
         if self.tp.size == 1:
             return PartialSum(F.embedding(token_ids, self.weight))
+        from nanovllm.layers.embed_shard import embed_shard  # one rank alone has all ids
+
         compute = partial(embed_shard, token_ids, self.weight, self.first_id)
         return self.tp.sum(compute, len(token_ids), self.weight.shape[1], self.weight.dtype)
 

@@ -184,8 +184,6 @@ class Sampler(nn.Module):
         are not drawn; `logit_cutoffs` computes `cutoffs` [S] int64.
         """
         best, token_ids = sample(logits, temperatures, seeds, positions, self.first_id, cutoffs=cutoffs)
-        return token_ids if self.tp.size == 1 else self._best_of_ranks(best, token_ids)
-
-    def _best_of_ranks(self, best: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """The ids of the largest scores of all ranks, of equal ones the lowest; the arguments [S] are this rank's."""
-        return ~self.tp.all_reduce_max(token_keys(best, token_ids)).int()
+        if self.tp.size == 1:
+            return token_ids
+        return ~self.tp.all_reduce_max(token_keys(best, token_ids)).int()  # of equal scores, the lowest id
