@@ -133,12 +133,18 @@ class Watch:
     def __init__(self, server: Server):
         self.process, self.port = server
 
+    def processes(self) -> list[Path]:
+        """The server and its fronts."""
+        main = self.process.pid
+        children = Path(f"/proc/{main}/task/{main}/children").read_text().split()
+        return [Path("/proc", str(pid)) for pid in (main, *children)]
+
     def memory_mb(self) -> float:
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024
+        found = [re.search(r"VmRSS:\s+(\d+)", (folder / "status").read_text()) for folder in self.processes()]
+        return sum(int(size[1]) for size in found) / 1024
 
     def num_handles(self) -> int:
-        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+        return sum(len([*(folder / "fd").iterdir()]) for folder in self.processes())
 
     def metric(self, name: str) -> float:
         with socket.create_connection(("127.0.0.1", self.port)) as connection:
@@ -167,9 +173,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--clients", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--api-server-count", type=int, default=1, help="the number of fronts")
     options = parser.parse_args()
     cases = make_cases(random.Random(options.seed))
-    with running_server("nanovllm", ["serve", "tiny-qwen3", *as_flags(ENGINE)]) as server:
+    fronts = f"--api-server-count={options.api_server_count}"
+    with running_server("nanovllm", ["serve", "tiny-qwen3", *as_flags(ENGINE), fronts]) as server:
         watch = Watch(server)
         load = Load(server.port, cases, options.seed)
         asyncio.run(load.run(options.clients, min(20.0, options.minutes * 15)))  # pools and buffers get their size
