@@ -224,7 +224,7 @@ def serving(*flags: str):
         port = free.getsockname()[1]
     settings = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items()]
     command = [sys.executable, "-m", "nanovllm", "serve", MODEL, f"--port={port}", "--api-server-count=2"]
-    process = subprocess.Popen([*command, *settings, *flags], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*command, *settings, *flags], stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert process.stdout.readline().startswith("tiny-qwen3 is served at")
         yield process, f"http://127.0.0.1:{port}"
@@ -282,7 +282,7 @@ def test_processes(llm):
         ):
             chunks = x.iter_lines()
             next(chunks)
-            process.send_signal(signal.SIGTERM)
+            os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C in a terminal
             events = [json.loads(line[6:]) for line in chunks if line.startswith("data: {")]
             assert events[-1]["choices"][0]["finish_reason"] == "length"
         assert process.wait(30) == 0
