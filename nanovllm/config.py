@@ -179,10 +179,9 @@ class Config:
         length = min(4096, model_len, window) if self.max_model_len is None else self.max_model_len
         check_int("max_model_len", length, low=2, high=model_len)
         if length > window:
-            raise ValueError(
-                f"max_model_len={length}: must be at most {window}, the sliding_window of the model: of the attention "
-                f"backends, 'sdpa' alone leaves out older tokens"
-            )
+            from nanovllm.utils.refusals import beyond_window
+
+            raise beyond_window(length, window)
         if self.num_kvcache_blocks is not None:
             length = min(length, self.num_kvcache_blocks * self.kvcache_block_size)
         return length

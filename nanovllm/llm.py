@@ -44,16 +44,14 @@ class LLM(LLMEngine):
         `chat_template_kwargs` are further arguments of the chat template, for example `{"enable_thinking": False}`.
         ValueError for a conversation that the template can't render.
         """
-        from nanovllm.engine.prompts import as_conversations  # imported lazily
+        from nanovllm.engine.prompts import as_conversations, check_template_arguments  # imported lazily
 
-        if not isinstance(chat_template_kwargs, Mapping | None):
-            raise TypeError(f"chat_template_kwargs={chat_template_kwargs!r:.80}: must be a dict")
         template_arguments = {
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "tools": tools,
-        } | dict(chat_template_kwargs or {})
+        } | check_template_arguments(chat_template_kwargs)
         prompts, kind = as_conversations(messages), OutputKind.FINAL_ONLY
         requests = self.input_processor.requests(prompts, sampling_params, kind, template_arguments, priority)
         return self._run(requests, use_tqdm)

@@ -41,10 +41,10 @@ SCHEDULING = [
 # each other.
 HOUSE = """
 0 | utils/checks.py utils/context.py utils/double_buffer.py utils/download.py utils/flags.py
-  utils/interrupts.py utils/progress.py utils/rope_scaling.py utils/tensor_parallel.py
+  utils/interrupts.py utils/progress.py utils/refusals.py utils/rope_scaling.py utils/tensor_parallel.py
   utils/__init__.py moe/__init__.py moe/config.py moe/weights.py
   <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py quantization/__init__.py
-  <- models/__init__.py attention/__init__.py structured_outputs/__init__.py compat/__init__.py
+  <- models/__init__.py models/architectures.py attention/__init__.py structured_outputs/__init__.py compat/__init__.py
   <- structured_outputs/spec.py compat/settings.py distributed/division.py startup/devices.py
   <- utils/collection_checks.py <- config.py sampling_params.py <- compat/params.py
 0 | engine/__init__.py
@@ -52,7 +52,7 @@ HOUSE = """
   engine/block_manager.py engine/scheduling_policy.py engine/policies.py
   <- engine/state_blocks.py
   <- engine/scheduler.py features/forks.py <- engine/stats.py
-1 | engine/outputs.py
+1 | engine/outputs.py <- engine/stream_event.py
 1 | kernels/
 2 | engine/features.py
 2 | layers/rotary_embedding.py <- layers/attention.py quantization/fp8_cache.py <- layers/ <- attention/ moe/experts.py
@@ -68,7 +68,8 @@ HOUSE = """
 5 | structured_outputs/constraint.py structured_outputs/sandbox.py <- structured_outputs/grammars.py
   <- structured_outputs/feature.py
 6 | engine/detokenizer.py
-  engine/recommended_params.py features/stop_strings.py <- engine/request.py <- engine/prompts.py
+  engine/sentencepiece.py engine/recommended_params.py features/stop_strings.py <- engine/request.py
+  <- engine/prompts.py
   engine/streamed_request.py <- engine/input_processor.py engine/output_processor.py
   <- engine/engine.py features/beam_search.py <- engine/engine_thread.py <- engine/step_callers.py engine/streams.py
   <- engine/llm_engine.py <- llm.py <- __init__.py <- compat/llm.py <- compat/vllm.py <- compat/__main__.py
@@ -305,7 +306,7 @@ def code_lines(source: str) -> int:
 
 # lines of code: what a room may grow to before it is looked at again
 BUDGETS = {
-    "core": 3520,
+    "core": 3517,
     "states": 110,
     "attention": 150,
     "kernels": 2190,
@@ -321,7 +322,7 @@ BUDGETS = {
     "compat": 460,
     "serve": 2985,
     "fronts": 330,
-    "replicas": 1190,
+    "replicas": 1193,
     "page": 400,
     "benchmarks": 1430,
 }
@@ -373,7 +374,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 3347, 40
+CORE_LINES, CORE_FILES = 3299, 40
 ROOMS = (
     "attention",
     "benchmarks",

@@ -13,7 +13,8 @@ pytest.importorskip("openai")  # of test_server
 
 from test_server import MODEL, running
 
-from nanovllm.engine.outputs import CompletionOutput, RequestOutput, StreamEvent
+from nanovllm.engine.outputs import CompletionOutput, RequestOutput
+from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve import anthropic_api
 from nanovllm.serve.anthropic_api import MessagesAnswer, MessagesBody, chat_body
 from nanovllm.serve.async_request import AsyncRequest

@@ -14,7 +14,8 @@ from fastapi import FastAPI
 from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.outputs import CompletionOutput, Logprob, OutputKind, StreamEvent
+from nanovllm.engine.outputs import CompletionOutput, Logprob, OutputKind
+from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve import replicas
 from nanovllm.serve.engine_client import EngineDeadError
 from nanovllm.serve.info_api import add_info_routes

@@ -11,7 +11,8 @@ import pytest
 from test_server import GREEDY, MODEL, PROMPT, QUESTION, TOOL, expected, offline, running
 
 from nanovllm import BeamSearchParams, SamplingParams
-from nanovllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamEvent
+from nanovllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve.chat import ChatAnswer, make_tool_parser
 from nanovllm.serve.protocol import IGNORED, ChatBody, CompletionBody, GenerationBody, IgnoredFields
 from nanovllm.serve.tokenized import tokenized

@@ -31,7 +31,8 @@ import tokenizers
 import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.engine.outputs import OutputKind, StreamEvent
+from nanovllm.engine.outputs import OutputKind
+from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve import AsyncLLM, answers, http_responses, request_limits
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.chat import ChatAnswer

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("pydantic")
 
-from nanovllm.engine.outputs import StreamEvent
+from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve.answers import dump_json
 from nanovllm.serve.chat import ChatAnswer, make_tool_parser
 from nanovllm.serve.protocol import ChatBody

@@ -4,16 +4,13 @@ Two kinds of tokenizers are known. Byte-level BPE (GPT-2, Qwen, Llama 3) writes 
 SentencePiece (Llama 2, Mistral) writes spaces as U+2581, and may write a byte as a token of its own, `<0x0A>`.
 """
 
-import re
 from codecs import getincrementaldecoder
 from itertools import islice
 
-_SPACE = "\u2581"  # of SentencePiece
 # Byte-level BPE writes printable Latin-1 bytes as themselves, and the others, in order, as the characters from 256 on.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _BYTES = {chr(byte): byte for byte in _PRINTABLE}
 _BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))}
-_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 class TokenBytes(dict[int, bytes]):
@@ -26,11 +23,11 @@ class TokenBytes(dict[int, bytes]):
         decode = getattr(decoder, "decode", "".join)
         if decode(["\u0120a", "\xc3", "\xa9"]) == " a\xe9":
             self._to_bytes = _byte_level_bytes
-        elif decode(["a", _SPACE + "b"]) == "a b":
-            self._to_bytes = _sentencepiece_bytes
         else:
-            kind = type(decoder).__name__
-            raise ValueError(f"tokenizer: its decoder is {kind!r}; must be 'ByteLevel', or one for SentencePiece")
+            from nanovllm.engine.sentencepiece import check_decoder, sentencepiece_bytes  # the rarer kind
+
+            check_decoder(decoder, decode)
+            self._to_bytes = sentencepiece_bytes
         self._decode, self._token_of = decode, tokenizer.convert_ids_to_tokens
         if skip_special_tokens:
             self |= {i: b"" for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -49,10 +46,6 @@ def _byte_level_bytes(token: str) -> bytes:
     # a token that was added to the vocabulary may be written as plain text
     is_byte_level = all(character in _BYTES for character in token)
     return bytes(map(_BYTES.__getitem__, token)) if is_byte_level else token.encode()
-
-
-def _sentencepiece_bytes(token: str) -> bytes:
-    return bytes([int(token[3:5], 16)]) if _BYTE_TOKEN.fullmatch(token) else token.replace(_SPACE, " ").encode()
 
 
 class Detokenizer:

@@ -14,7 +14,7 @@ from nanovllm.engine.engine import Engine
 from nanovllm.engine.engine_thread import EngineThread, Submission
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.outputs import OutputCollector, OutputKind, RequestOutput, StepOutput, StreamEvent
+from nanovllm.engine.outputs import OutputCollector, OutputKind, RequestOutput, StepOutput
 from nanovllm.engine.request import Prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
@@ -22,6 +22,7 @@ from nanovllm.utils.loader import load_tokenizer
 
 if TYPE_CHECKING:
     from nanovllm.engine.step_callers import StepCallers
+    from nanovllm.engine.stream_event import StreamEvent
 
 logger = logging.getLogger("nanovllm")
 PROGRESS_SECONDS = 0.1  # between two updates of a progress bar
@@ -65,7 +66,8 @@ class LLMEngine:
         self.engine_thread = EngineThread(self.core)
         weakref.finalize(self, self.engine_thread.exit)  # before the start: what is started is ended, too
         self.engine_thread.start()
-        logger.info("%s", repr(self))  # a record that is kept does not keep the engine
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("%s", repr(self))  # a record that is kept does not keep the engine
 
     def generate(
         self,
@@ -110,7 +112,7 @@ class LLMEngine:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         chat_template_kwargs: Mapping | None = None,
         priority: list[int] | None = None,
-    ) -> Iterator[StreamEvent]:
+    ) -> "Iterator[StreamEvent]":
         """The answers of `generate` piece by piece; the events of different prompts alternate.
 
         Text that may still be cut off as a stop string is held back, and no character is split. `chat_template_kwargs`
@@ -199,16 +201,9 @@ class LLMEngine:
         return self.__dict__.setdefault("step_callers", StepCallers(self.engine_thread))  # atomic, as any thread asks
 
     def __repr__(self) -> str:
-        config = self.config
-        num_tokens = (config.num_kvcache_blocks or 0) * config.kvcache_block_size
-        dtype = str(config.dtype).removeprefix("torch.") + (f" ({config.dtype_reason})" if config.dtype_reason else "")
-        cache = "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}"
-        return (
-            f"LLM({config.model!r}: {config.device}, {dtype}, attention by {config.attention_backend}, "
-            f"max_model_len {config.max_model_len:,}, {config.num_kvcache_blocks:,} blocks for {num_tokens:,} "
-            f"tokens{cache}, prefix caching {'on' if config.enable_prefix_caching else 'off'}, "
-            f"{config.tensor_parallel_size} rank{'s' * (config.tensor_parallel_size > 1)})"
-        )
+        from nanovllm.engine.stats import described  # imported lazily, as the log seldom shows it
+
+        return described(self.config)
 
     def __enter__(self):
         return self

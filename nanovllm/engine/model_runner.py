@@ -105,11 +105,9 @@ class ModelRunner:
         block_bytes = self.cache_bytes(num_blocks=1) - state_bytes
         num_blocks = self._min_of_ranks((available - state_bytes) // block_bytes)
         if num_blocks < config.max_blocks_per_seq:
-            raise ValueError(
-                f"max_model_len={config.max_model_len}: one sequence needs "
-                f"{(config.max_blocks_per_seq * block_bytes + state_bytes) / 2**30:.2f} GiB of cache, and {limit} "
-                f"{available / 2**30:.2f} GiB; lower max_model_len, or set num_kvcache_blocks"
-            )
+            from nanovllm.utils.refusals import cache_too_small
+
+            raise cache_too_small(config, block_bytes, state_bytes, available, limit)
         config.resolve(num_kvcache_blocks=num_blocks)
 
     def size_mixed_steps(self, milliseconds_per_token: float) -> None:

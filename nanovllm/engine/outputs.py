@@ -10,7 +10,7 @@ from enum import Enum, auto
 from math import inf
 from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 
 class OutputKind(Enum):
@@ -139,39 +139,19 @@ class RequestOutput(Record):
         return Record.__getitem__(owner, key)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StreamEvent(Record):
-    """The next piece of one answer. The last event of an answer has a `finish_reason`, the others None.
-
-    index: the prompt's position in its call. output_index: the answer's position among the `n` of its prompt.
-    text: the new text. What may be the beginning of a stop string is held back for a later event.
-    token_ids: the new tokens, whose text may come in a later event.
-    logprobs: of `token_ids`; None unless the request has `logprobs`.
-    """
-
-    index: int
-    output_index: int
-    request_id: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None
-    stop_reason: int | str | None
-    logprobs: list[dict[int, Logprob]] | None
-
-
 @dataclass(slots=True)
 class StepOutput:
     """What arrived for one caller since it last asked, in one step or in several.
 
     finished: the outputs of the requests that ended.
     new_tokens: (request id, token id) of every new token, in the order of arrival; only for callers of `step`.
-    events: only for callers of `stream`.
+    events: a `stream_event.StreamEvent` for each new piece; only for callers of `stream`.
     num_prefill_tokens, num_decode_tokens: how many tokens these steps computed, for all callers together.
     """
 
     finished: list[RequestOutput] = field(default_factory=list)
     new_tokens: list[tuple[int, int]] = field(default_factory=list)
-    events: list[StreamEvent] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
 

@@ -37,6 +37,13 @@ def as_conversations(messages) -> list[list[Message]]:
     return [*conversations]
 
 
+def check_template_arguments(arguments: Mapping | None) -> dict:
+    """The `chat_template_kwargs` of a call as a dict; TypeError for anything but a mapping or None."""
+    if not isinstance(arguments, Mapping | None):
+        raise TypeError(f"chat_template_kwargs={arguments!r:.80}: must be a dict")
+    return dict(arguments or {})
+
+
 def as_list(value) -> list | None:
     """The items of a list, a tuple, an iterator, an array or a tensor; None for anything else."""
     value = value.tolist() if hasattr(value, "tolist") else value

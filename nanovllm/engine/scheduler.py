@@ -76,19 +76,17 @@ class Scheduler:
         copies = self.block_manager.take_copies()
         step = ScheduledStep(tokens_per_row=self.tokens_per_row)
         if prompts_first:
-            self._schedule_chunks(step)
+            self.schedule_chunks(step)
             if not step.chunks:
                 self._schedule_decodes(step)
         else:
             self._schedule_decodes(step)
             decodes_soon = bool(step.num_decodes) or any(seq.waits_for_token for seq in self.running.values())
-            self._schedule_chunks(step, is_mixed=decodes_soon)
-        while not (step.num_decodes or step.chunks) and self.waiting:
-            paused = [seq for seq in self.running.values() if seq.is_paused]
-            if not paused:
-                break
-            self.preempt(paused[-1])  # it waits for others of its request, and those need its blocks
-            self._schedule_chunks(step)
+            self.schedule_chunks(step, is_mixed=decodes_soon)
+        if not (step.num_decodes or step.chunks) and any(seq.is_paused for seq in self.running.values()):
+            from nanovllm.features.forks import preempt_paused  # beams alone pause
+
+            preempt_paused(self, step)
         if not (step.num_decodes or step.chunks):
             self.block_manager.copies = copies
             return None
@@ -112,7 +110,7 @@ class Scheduler:
         self.decoding.capacities[rows[indices]] += self.block_manager.block_size
         self.decoding.schedule(rows, step)
 
-    def _schedule_chunks(self, step: ScheduledStep, is_mixed: bool = False) -> None:
+    def schedule_chunks(self, step: ScheduledStep, is_mixed: bool = False) -> None:
         """Schedule chunks of the prompts that are being computed, and of those that can be admitted, in order."""
         budget = self.budget
         if is_mixed:

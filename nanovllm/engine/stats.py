@@ -1,4 +1,6 @@
-"""What a scheduler has counted, and how full it is."""
+"""What an engine says of itself: how it is set, what its scheduler has counted, and how full that is."""
+
+from typing import Any
 
 from nanovllm.engine.scheduler import Scheduler
 
@@ -16,3 +18,16 @@ def stats_of(scheduler: Scheduler) -> dict:
         "tokens": {"in": totals["prompt_tokens"], "out": totals["output_tokens"]},
         "steps": {kind: totals[f"{kind}_steps"] for kind in ("prefill", "decode", "mixed")},
     }
+
+
+def described(config: Any) -> str:
+    """Of a Config, the settings in use that differ between machines and models, in a line: `repr(llm)`."""
+    num_tokens = (config.num_kvcache_blocks or 0) * config.kvcache_block_size
+    dtype = str(config.dtype).removeprefix("torch.") + (f" ({config.dtype_reason})" if config.dtype_reason else "")
+    cache = "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}"
+    return (
+        f"LLM({config.model!r}: {config.device}, {dtype}, attention by {config.attention_backend}, "
+        f"max_model_len {config.max_model_len:,}, {config.num_kvcache_blocks:,} blocks for {num_tokens:,} "
+        f"tokens{cache}, prefix caching {'on' if config.enable_prefix_caching else 'off'}, "
+        f"{config.tensor_parallel_size} rank{'s' * (config.tensor_parallel_size > 1)})"
+    )

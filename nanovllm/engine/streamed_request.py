@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from nanovllm.engine.outputs import OutputKind, StreamEvent
+from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.request import CompletionRequest
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.stream_event import StreamEvent
 
 
 class StreamedRequest(CompletionRequest):

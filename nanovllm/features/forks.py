@@ -62,6 +62,14 @@ def resume(scheduler: Scheduler, seq: Sequence, token_id: int) -> None:
     scheduler.waiting.push(seq)
 
 
+def preempt_paused(scheduler: Scheduler, step: ScheduledStep) -> None:
+    """Nothing fits into the step: paused sequences give up their blocks, which others of their requests may need."""
+    paused = [seq for seq in scheduler.running.values() if seq.is_paused]
+    while paused and scheduler.waiting and not step.chunks:
+        scheduler.preempt(paused.pop())
+        scheduler.schedule_chunks(step)
+
+
 def _copy(seq: Sequence, index: int, token_id: int) -> Sequence:
     """Another answer to the same request, with the tokens of `seq` and `token_id`; it has no blocks yet."""
     other = copy(seq)

@@ -4,7 +4,6 @@ The definitions stand where they are used, mostly in `layers/`, and are what a C
 CUDA, which computes them by Triton kernels; `register_ops` adds that of another device.
 """
 
-import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
@@ -57,9 +56,3 @@ def operation(definition: Callable[P, R]) -> Callable[P, R]:
 
     _forget.append(choose.cache_clear)
     return compute
-
-
-@cache
-def has_fp8_units(device: torch.device) -> bool:
-    """Whether the device converts and multiplies e4m3: GPUs from compute capability 8.9 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

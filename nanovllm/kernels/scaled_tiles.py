@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels import has_fp8_units
 from nanovllm.kernels.fp8 import decode_e4m3
+from nanovllm.kernels.fp8_units import has_fp8_units
 
 
 def as_loadable(values: torch.Tensor) -> torch.Tensor:

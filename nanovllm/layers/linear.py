@@ -154,7 +154,11 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         tp: TensorParallel,
         dtype: torch.dtype = torch.float32,
     ):
-        kv_tp = tp.for_heads(num_kv_heads)
+        kv_tp = tp
+        if tp.size > 1:
+            from nanovllm.distributed.division import for_heads  # ranks may share heads
+
+            kv_tp = for_heads(tp, num_kv_heads)
         local_heads = tp.shard_size("query heads", num_heads)
         local_kv_heads = kv_tp.shard_size("key-value heads", num_kv_heads)
         q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim

@@ -42,16 +42,11 @@ def find_model_type(raw: dict, file: Path) -> str:
 
     ValueError if MODELS has neither.
     """
-    model_type, architectures = raw.get("model_type"), raw.get("architectures") or ()
-    if model_type in MODELS:
+    if (model_type := raw.get("model_type")) in MODELS:
         return model_type
-    for known, location in MODELS.items():
-        if location.split(":")[1] in architectures:
-            return known
-    raise ValueError(
-        f"{file}: model_type={model_type!r} with architectures={architectures!r}: model_type must be one of "
-        f"{', '.join(map(repr, MODELS))}; nanovllm/models/__init__.py is where another family is added"
-    )
+    from nanovllm.models.architectures import find_by_architecture  # few checkpoints have a name of their own
+
+    return find_by_architecture(raw, file)
 
 
 def model_class(model_type: str) -> type:

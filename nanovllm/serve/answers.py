@@ -9,7 +9,8 @@ from time import time
 from typing import Any
 from uuid import uuid4
 
-from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestOutput, StreamEvent
+from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.protocol import GenerationBody, StreamOptions

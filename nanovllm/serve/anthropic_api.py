@@ -13,7 +13,8 @@ from pydantic import BeforeValidator, Field
 from starlette.responses import Response
 from typing_extensions import NotRequired, TypedDict
 
-from nanovllm.engine.outputs import RequestOutput, StreamEvent
+from nanovllm.engine.outputs import RequestOutput
+from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve import chat
 from nanovllm.serve.answers import dump_json, server_sent_event
 from nanovllm.serve.errors import MESSAGES_PATH, ApiError

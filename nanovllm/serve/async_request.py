@@ -6,8 +6,9 @@ from math import inf
 from time import time
 from typing import Any
 
-from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamEvent
+from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.engine.request import CompletionRequest
+from nanovllm.engine.stream_event import StreamEvent
 
 
 class AsyncRequest:

@@ -5,7 +5,8 @@ from typing import Any
 from uuid import uuid4
 
 from nanovllm.engine import prompts
-from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestOutput, StreamEvent
+from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve.answers import Answer, logprob_value
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.errors import ApiError

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestOutput, StreamEvent
+from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve.answers import Answer, logprob_value
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.protocol import CompletionBody

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
 from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.engine.outputs import OutputKind, RequestOutput, StreamEvent
+from nanovllm.engine.outputs import OutputKind, RequestOutput
 from nanovllm.engine.request import CompletionRequest, Prompt, TokensPrompt
+from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.features.beam_search import beam_requests
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams

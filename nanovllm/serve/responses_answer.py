@@ -5,7 +5,8 @@ from itertools import accumulate, count
 from typing import Any
 from uuid import uuid4
 
-from nanovllm.engine.outputs import CompletionOutput, RequestOutput, StreamEvent
+from nanovllm.engine.outputs import CompletionOutput, RequestOutput
+from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve.answers import dump_json, server_sent_event
 from nanovllm.serve.chat import ChatAnswer
 from nanovllm.serve.errors import ApiError

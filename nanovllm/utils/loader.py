@@ -149,10 +149,10 @@ def load_model(
     # old checkpoints of Llama store the frequencies of the rotary embedding, which config.json defines
     unused = (".rotary_emb.inv_freq", *(quantization.unused_tensors if quantization else ()))
     files = {name: file for name, file in files.items() if not name.endswith(unused)}
-    if missing := sorted(loaders.keys() - files.keys()):
-        raise _refused(folder, missing, "are missing")
-    if surplus := sorted(files.keys() - loaders.keys()):
-        raise _refused(folder, surplus, "belong to no parameter")
+    if files.keys() != loaders.keys():
+        from nanovllm.utils.refusals import other_tensors
+
+        raise other_tensors(folder, files.keys(), loaders.keys())
     bounds = {}
     in_order = sorted(set(files.values()))
     if show_progress and len(in_order) > 1:
@@ -171,7 +171,9 @@ def load_model(
                     bounds[name] = torch.stack(filled.aminmax())  # NaN if any element is
     are_finite = torch.stack([*bounds.values()]).isfinite().all(1).tolist()  # the only synchronization
     if broken := sorted(name for name, is_finite in zip(bounds, are_finite) if not is_finite):
-        raise _refused(folder, broken, f"are NaN or infinite in {filled.dtype}")
+        from nanovllm.utils.refusals import bad_tensors
+
+        raise bad_tensors(folder, broken, f"are NaN or infinite in {filled.dtype}")
 
 
 def find_tensors(folder: Path, dtypes: tuple[str, ...] = FLOAT_DTYPES) -> dict[str, Path]:
@@ -219,8 +221,3 @@ def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[int]]]:
         for module, *shard_id in shards_of.get(merged, [(merged,)]):
             loaders[".".join((*path, module, kind))] = parameter.weight_loader, shard_id
     return loaders
-
-
-def _refused(folder: Path, names: list[str], problem: str, limit: int = 5) -> ValueError:
-    first_names = ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
-    return ValueError(f"{folder}: {len(names)} tensors {problem}: {first_names}")

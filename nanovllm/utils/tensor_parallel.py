@@ -63,14 +63,6 @@ class TensorParallel:
         size = self.shard_size("checkpoint tensor", total)
         return slice(self.rank * size, (self.rank + 1) * size)
 
-    def for_heads(self, num_kv_heads: int) -> "TensorParallel":
-        """How key-value heads are divided: if there are fewer heads than ranks, several ranks hold the same head."""
-        if num_kv_heads >= self.size:
-            return self
-        if self.size % num_kv_heads:
-            raise ValueError(f"tensor_parallel_size={self.size}: no multiple of the key-value heads ({num_kv_heads})")
-        return TensorParallel(self.rank * num_kv_heads // self.size, num_kv_heads)
-
     def sum(self, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, split_k: int = 1) -> PartialSum:
         """The sum of what `compute` returns on every rank: [num_rows, width], or split_k > 1 parts of that shape.
 

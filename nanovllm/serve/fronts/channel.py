@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct, msgpack
 
-from nanovllm.engine.outputs import StreamEvent
+from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve.engine_client import QueueFullError
 from nanovllm.serve.replicas.messages import Final, NewRequest
 

@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any, cast
 
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.outputs import CompletionOutput, StreamEvent
+from nanovllm.engine.outputs import CompletionOutput
 from nanovllm.engine.request import CompletionRequest
+from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.cli import SWITCH_INTERVAL, show_log
 from nanovllm.serve.engine_client import EngineClient

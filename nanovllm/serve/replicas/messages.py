@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from nanovllm.engine.outputs import CompletionOutput, Logprob, OutputKind, RequestMetrics, StreamEvent
+from nanovllm.engine.outputs import CompletionOutput, Logprob, OutputKind, RequestMetrics
+from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.sampling_params import SamplingParams
 
 

@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from nanovllm.engine.features import FEATURES
-from nanovllm.engine.outputs import OutputKind, StepOutput, StreamEvent
+from nanovllm.engine.outputs import OutputKind, StepOutput
 from nanovllm.engine.request import CompletionRequest, TokensPrompt
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.stats import stats_of
+from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.llm import LLM
 from nanovllm.serve.async_request import merged
 from nanovllm.serve.notifying_collector import NotifyingCollector

@@ -1,0 +1,25 @@
+"""What a stream yields. Imported where there are streams: `generate` has none."""
+
+from dataclasses import dataclass
+
+from nanovllm.engine.outputs import Logprob, Record
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StreamEvent(Record):
+    """The next piece of one answer. The last event of an answer has a `finish_reason`, the others None.
+
+    index: the prompt's position in its call. output_index: the answer's position among the `n` of its prompt.
+    text: the new text. What may be the beginning of a stop string is held back for a later event.
+    token_ids: the new tokens, whose text may come in a later event.
+    logprobs: of `token_ids`; None unless the request has `logprobs`.
+    """
+
+    index: int
+    output_index: int
+    request_id: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None
+    logprobs: list[dict[int, Logprob]] | None

@@ -1,0 +1,17 @@
+"""The family of a checkpoint whose `model_type` is not one of ours. Imported when there is one."""
+
+from pathlib import Path
+
+from nanovllm.models import MODELS
+
+
+def find_by_architecture(raw: dict, file: Path) -> str:
+    """The key of MODELS for one of the `architectures` in a config.json; ValueError if none is known."""
+    model_type, architectures = raw.get("model_type"), raw.get("architectures") or ()
+    for known, location in MODELS.items():
+        if location.split(":")[1] in architectures:
+            return known
+    raise ValueError(
+        f"{file}: model_type={model_type!r} with architectures={architectures!r}: model_type must be one of "
+        f"{', '.join(map(repr, MODELS))}; nanovllm/models/__init__.py is where another family is added"
+    )

@@ -1,0 +1,34 @@
+"""Errors of the start that take several lines to say. Imported when one is raised."""
+
+from collections.abc import Iterable, Set
+from pathlib import Path
+from typing import Any
+
+
+def beyond_window(length: int, window: int) -> ValueError:
+    return ValueError(
+        f"max_model_len={length}: must be at most {window}, the sliding_window of the model: of the attention "
+        f"backends, 'sdpa' alone leaves out older tokens"
+    )
+
+
+def cache_too_small(config: Any, block_bytes: int, state_bytes: int, available: int, limit: str) -> ValueError:
+    """So many bytes do not hold the longest sequence of a Config; `limit` says whose bound they are."""
+    needed = config.max_blocks_per_seq * block_bytes + state_bytes
+    return ValueError(
+        f"max_model_len={config.max_model_len}: one sequence needs {needed / 2**30:.2f} GiB of cache, and {limit} "
+        f"{available / 2**30:.2f} GiB; lower max_model_len, or set num_kvcache_blocks"
+    )
+
+
+def other_tensors(folder: Path, found: Set[str], wanted: Set[str]) -> ValueError:
+    """The names of a checkpoint's tensors differ from those that a model has parameters for."""
+    if missing := wanted - found:
+        return bad_tensors(folder, missing, "are missing")
+    return bad_tensors(folder, found - wanted, "belong to no parameter")
+
+
+def bad_tensors(folder: Path, names: Iterable[str], problem: str, limit: int = 5) -> ValueError:
+    names = sorted(names)
+    first_names = ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
+    return ValueError(f"{folder}: {len(names)} tensors {problem}: {first_names}")
