@@ -185,7 +185,7 @@ def run_front(
     listener: socket.socket | None,
 ) -> None:
     """The whole life of a front's process. listener: None is one of its own, at the address of `settings`."""
-    os.setsid()  # Ctrl-C reaches the engine's process alone, which lets the fronts drain
+    os.setpgid(0, 0)  # Ctrl-C reaches the engine's process alone, which lets the fronts drain
     show_log()
     sys.setswitchinterval(SWITCH_INTERVAL)
     llm = FrontClient(model, engine_settings, max_queued, Channel(channel), index, num_live_of_fronts)
