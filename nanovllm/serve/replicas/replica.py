@@ -113,8 +113,9 @@ class Replica:
         return stats_of(self.engine.scheduler)
 
     def reports(self) -> Iterator[bytes]:
-        """`new_reports`, encoded."""
-        return map(encode_report, self.new_reports())
+        """`new_reports`, encoded. Ray needs a generator."""
+        for report in self.new_reports():
+            yield encode_report(report)
 
     def new_reports(self) -> Iterator[Report]:
         """Yields one whenever there is something to report. RuntimeError if the engine has failed."""
