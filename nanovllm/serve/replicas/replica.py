@@ -114,8 +114,7 @@ class Replica:
 
     def reports(self) -> Iterator[bytes]:
         """`new_reports`, encoded. Ray needs a generator."""
-        for report in self.new_reports():
-            yield encode_report(report)
+        yield from map(encode_report, self.new_reports())
 
     def new_reports(self) -> Iterator[Report]:
         """Yields one whenever there is something to report. RuntimeError if the engine has failed."""
