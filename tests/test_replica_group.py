@@ -722,22 +722,23 @@ def test_messages():
     "num_replicas, router, low, high", [(1, None, 0.7, 1), (2, None, 0.7, 1), (2, RoundRobin(), 0, 0.68)]
 )
 def test_hit_rate_of_real_caches(num_replicas, router, low, high):
-    """Conversations of 6 turns: the router knows what the block managers hold."""
-
-    async def converse(driver, i: int):
-        history = [(i * 37 + j) % 500 + 10 for j in range(24)]
-        homes = set()
-        for turn in range(6):
-            (request,) = driver.submit([history], replace(PARAMS, max_tokens=16, ignore_eos=True))
-            homes.add(request.replica_index)
-            output = await request.result()
-            history = history + output.token_ids + [i + 10, turn + 10]
-        return homes
+    """Five conversations of 6 turns, turn by turn: the router knows what the block managers hold."""
 
     async def run():
         async with started(num_replicas, router=router) as (driver, _):
-            homes = await asyncio.gather(*[converse(driver, i) for i in range(5)])
-            assert router is not None or all(len(own) == 1 for own in homes)
+            params = replace(PARAMS, max_tokens=16, ignore_eos=True)
+            histories = [[(i * 37 + j) % 500 + 10 for j in range(24)] for i in range(5)]
+            homes = [set() for _ in histories]
+            for turn in range(6):
+                requests = [driver.submit([history], params)[0] for history in histories]
+                for home, request in zip(homes, requests):
+                    home.add(request.replica_index)
+                outputs = [await request.result() for request in requests]
+                histories = [
+                    [*history, *output.token_ids, i + 10, turn + 10]
+                    for i, (history, output) in enumerate(zip(histories, outputs))
+                ]
+            assert router is not None or all(len(home) == 1 for home in homes)
             stats = await driver.group.stats()
             found = sum(own["prefix_hit_rate"] * own["tokens"]["in"] for own in stats)
             return found / sum(own["tokens"]["in"] for own in stats)
