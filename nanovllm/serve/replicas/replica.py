@@ -113,8 +113,9 @@ class Replica:
         return stats_of(self.engine.scheduler)
 
     def reports(self) -> Iterator[bytes]:
-        """`new_reports`, encoded. Ray needs a generator."""
-        yield from map(encode_report, self.new_reports())
+        """`new_reports`, encoded."""
+        for report in self.new_reports():  # Ray calls `send`, which `yield from` would pass on to `map`
+            yield encode_report(report)
 
     def new_reports(self) -> Iterator[Report]:
         """Yields one whenever there is something to report. RuntimeError if the engine has failed."""
