@@ -21,7 +21,7 @@ import triton.language as tl
 
 from nanovllm.attention.triton import query_tiles
 from nanovllm.kernels import ops, peers
-from nanovllm.kernels.decode_attention import CHUNK, TILE
+from nanovllm.kernels.decode_attention import NUM_IDS, TILE
 from nanovllm.kernels.dependent_launch import has_tma
 from nanovllm.kernels.peers import PeerBarrier
 from nanovllm.kernels.sampling import _gumbel
@@ -130,9 +130,9 @@ def test_decode_of_4095_tokens(dtype, splits):
 @pytest.mark.parametrize(
     "block_size, splits, lengths",
     [
-        (16, 1, [700, CHUNK * 16 + 1, CHUNK * 16, 0]),
-        (16, 5, [5 * CHUNK * 16 + 20, 700, 0, 65]),  # of the longest, all splits but the last have two chunks
-        (48, 2, [2 * CHUNK * 48 + 64]),  # the second split begins amid a block, and has two chunks
+        (16, 1, [700, NUM_IDS * 16 + 1, NUM_IDS * 16, 0]),
+        (16, 5, [5 * NUM_IDS * 16 + 20, 700, 0, 65]),  # of the longest, all splits but the last load ids twice
+        (48, 2, [2 * NUM_IDS * 48 + 64]),  # the second split begins amid a block, and loads ids twice
     ],
 )
 def test_decode_looks_up_chunks_of_blocks(block_size, splits, lengths, dtype):

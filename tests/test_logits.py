@@ -84,10 +84,10 @@ def rows_of(
     words = [
         (req_indices[i] * MAX_BAD_WORDS + j, word) for i, row in enumerate(bad_words) for j, word in enumerate(row)
     ]
-    words = [(slot, [-1] * (MAX_BAD_WORD_TOKENS - len(word)) + word) for slot, word in words]
+    words = [(entry, [-1] * (MAX_BAD_WORD_TOKENS - len(word)) + word) for entry, word in words]
     word_slots, words = map(torch.tensor, zip(*words)) if words else 2 * [torch.zeros(0)]
     tables = EditTables.zeros(n, vocab_size, torch.device(DEVICE))
-    names = "bias_slots", "bias_ids", "bias_bits", "mask_indices", "masks", "bad_word_slots", "bad_words"
+    names = "bias_entries", "bias_ids", "bias_bits", "mask_indices", "masks", "bad_word_entries", "bad_words"
     arrays = slots, ids, values.float().view(torch.int32), req_indices, masks, word_slots, words
     tables.write({name: x.int().to(DEVICE) for name, x in zip(names, arrays) if len(x)})
     rows = params, req_indices, positions, blocks, token_ids, torch.zeros(n, dtype=torch.int32)

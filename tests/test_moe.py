@@ -158,20 +158,20 @@ def random_ids(num_tokens: int, num_experts: int, top_k: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "expert_ids, first, num_experts, tile_m, chunk",
+    "expert_ids, first, num_experts, tile_m, share",
     [
         (random_ids(1, 7, 3), 0, 7, 16, 8192),
         (random_ids(70, 60, 8), 0, 60, 16, 8192),
-        (random_ids(70, 9, 4), 0, 9, 16, 128),  # several chunks
+        (random_ids(70, 9, 4), 0, 9, 16, 128),  # several shares
         (random_ids(70, 9, 4), 3, 3, 64, 128),  # this rank has the experts 3 to 5
         (random_ids(3, 128, 8), 120, 8, 16, 8192),
         (all_to(2, 65), 0, 3, 16, 8192),
         (all_to(2, 65), 0, 2, 16, 8192),  # nothing for this rank
     ],
-    ids=["few", "many", "chunks", "rank", "few of a rank", "all to one", "none"],
+    ids=["few", "many", "shares", "rank", "few of a rank", "all to one", "none"],
 )
-def test_sort_by_expert(monkeypatch, expert_ids, first, num_experts, tile_m, chunk):
-    monkeypatch.setattr(moe_routing, "MAX_CHUNK", chunk)
+def test_sort_by_expert(monkeypatch, expert_ids, first, num_experts, tile_m, share):
+    monkeypatch.setattr(moe_routing, "MAX_SHARE", share)
     rows = sort_by_expert(expert_ids.to(DEVICE), first, num_experts, tile_m)
     pairs, table = rows.pairs.tolist(), rows.table.tolist()
     expected = [torch.nonzero(expert_ids.flatten() == first + e).flatten().tolist() for e in range(num_experts)]

@@ -75,14 +75,14 @@ class LogitEdits(StepFeature):
                 masks[seq.req_index] = constraint.mask  # which allows the request's own ids only, too
         arrays: dict[str, Any] = {}
         if biases:
-            slots, ids, values = zip(*biases)
+            entries, ids, values = zip(*biases)
             bits = np.array(values, np.float32).view(np.int32)
-            arrays |= dict(bias_slots=np.array(slots), bias_ids=np.array(ids), bias_bits=bits)
+            arrays |= dict(bias_entries=np.array(entries), bias_ids=np.array(ids), bias_bits=bits)
         if bad_words:
             padded = np.full((len(bad_words), MAX_BAD_WORD_TOKENS), -1)
             for row, (_, word) in zip(padded, bad_words):
                 row[-len(word) :] = word
-            arrays |= dict(bad_word_slots=np.array([slot for slot, _ in bad_words]), bad_words=padded)
+            arrays |= dict(bad_word_entries=np.array([entry for entry, _ in bad_words]), bad_words=padded)
         if masks:
             arrays |= dict(mask_indices=np.array([*masks]), masks=[*masks.values()])
         return arrays if new or arrays else None
@@ -125,14 +125,14 @@ class EditTables(NamedTuple):
         )
 
     def write(self, arrays: Arrays) -> None:
-        """Set rows. `*_slots` are indices into a table whose first two dimensions are flattened; masks have request
+        """Set rows. `*_entries` are indices into a table whose first two dimensions are flattened; masks have request
         indices, and biases the bits of float32 numbers.
         """
-        if "bias_slots" in arrays:
-            self.bias_ids.view(-1)[arrays["bias_slots"]] = arrays["bias_ids"]
-            self.biases.view(-1)[arrays["bias_slots"]] = arrays["bias_bits"].view(torch.float32)
-        if "bad_word_slots" in arrays:
-            self.bad_words.flatten(0, 1)[arrays["bad_word_slots"]] = arrays["bad_words"]
+        if "bias_entries" in arrays:
+            self.bias_ids.view(-1)[arrays["bias_entries"]] = arrays["bias_ids"]
+            self.biases.view(-1)[arrays["bias_entries"]] = arrays["bias_bits"].view(torch.float32)
+        if "bad_word_entries" in arrays:
+            self.bad_words.flatten(0, 1)[arrays["bad_word_entries"]] = arrays["bad_words"]
         if "masks" in arrays:
             self.allowed_masks[arrays["mask_indices"]] = arrays["masks"]
 

@@ -17,7 +17,7 @@ from nanovllm.kernels.norm_rope_store import NORM_ROPE_INPUTS, norm_rope
 from nanovllm.kernels.split_sequence import NO_KEYS, choose_num_splits, combine_splits, split_sequence
 
 TILE = 64  # keys of a tile, which lies in one block
-CHUNK = 16  # block ids that are loaded at a time
+NUM_IDS = 16  # block ids that are loaded at a time
 
 
 @dependent_kernel(early=("num_seqs_ptr", "context_lens_ptr", "block_tables_ptr", *NORM_ROPE_INPUTS))
@@ -47,7 +47,7 @@ def _decode_kernel(
     GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    NUM_IDS: tl.constexpr,
     STAGES: tl.constexpr,
     IS_QKV: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -140,14 +140,14 @@ def _decode_kernel(
     if IS_FP8:
         q = as_fp8_partner(q)
 
-    b = tl.arange(0, CHUNK)
-    for chunk in range(begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE), CHUNK):
+    b = tl.arange(0, NUM_IDS)
+    for first_block in range(begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE), NUM_IDS):
         # many block ids at once: if each tile first had to load its block id, the pipeline of tiles would stall
-        block_ids = tl.load(table_ptr + chunk + b, (chunk + b) * BLOCK_SIZE < end, 0)
-        chunk_end = tl.minimum((chunk + CHUNK) * BLOCK_SIZE, end)
-        for tile in tl.range(tl.maximum(chunk * BLOCK_SIZE, begin), chunk_end, TILE, num_stages=STAGES):
+        block_ids = tl.load(table_ptr + first_block + b, (first_block + b) * BLOCK_SIZE < end, 0)
+        known_end = tl.minimum((first_block + NUM_IDS) * BLOCK_SIZE, end)
+        for tile in tl.range(tl.maximum(first_block * BLOCK_SIZE, begin), known_end, TILE, num_stages=STAGES):
             inside = tile + n < end
-            block = tl.sum(tl.where(b == tile // BLOCK_SIZE - chunk, block_ids, 0), 0).to(tl.int64)
+            block = tl.sum(tl.where(b == tile // BLOCK_SIZE - first_block, block_ids, 0), 0).to(tl.int64)
             row = ((block * BLOCK_SIZE + tile % BLOCK_SIZE + n) * KV_HEADS + kv_head) * HEAD_DIM
             k = tl.load(k_cache_ptr + row[None, :] + d[:, None], inside[None, :], 0.0)
             if IS_FP8:
@@ -303,7 +303,7 @@ def _decode(
         GROUP_PAD=max(16, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim,
         TILE=tile,
-        CHUNK=CHUNK,
+        NUM_IDS=NUM_IDS,
         STAGES=3 if head_dim * k_cache.element_size() <= 256 and not is_qkv else 2,
         IS_QKV=is_qkv,
         HAS_NORM=q_weight is not None,

@@ -256,7 +256,7 @@ def grouped_down(
 def moe_gemm(
     x: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor, first_expert: int = 0
 ) -> torch.Tensor:
-    """x [T, hidden] -> [top_k, T, hidden], whose sum over the slots is the output; T is not 0.
+    """x [T, hidden] -> [top_k, T, hidden], whose sum over the choices is the output; T is not 0.
 
     The weights are those of this rank's experts, from `first_expert` on. Parts of tokens whose experts are on other
     ranks are not written. All contiguous, rows of a multiple of 16 bytes.
@@ -287,10 +287,10 @@ def _sum_parts_kernel(
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
-    for slot in tl.static_range(TOP_K):
-        expert = tl.load(ids_ptr + token * TOP_K + slot) - first_expert
+    for choice in tl.static_range(TOP_K):
+        expert = tl.load(ids_ptr + token * TOP_K + choice) - first_expert
         limit = tl.where((expert >= 0) & (expert < E), N, 0)
-        total += tl.load(parts_ptr + (slot * num_tokens + token) * N + col, col < limit, 0.0).to(tl.float32)
+        total += tl.load(parts_ptr + (choice * num_tokens + token) * N + col, col < limit, 0.0).to(tl.float32)
     tl.store(out_ptr + token * N + col, total.to(out_ptr.dtype.element_ty), col < N)
 
 

@@ -89,8 +89,8 @@ def _down_gemv_kernel(
         gdc_wait()
     k = tl.arange(0, TILE_K)
     acc = tl.zeros([TILE_N, TILE_K], tl.float32)
-    for slot in tl.static_range(TOP_K):  # unrolled: the loads of several experts are in flight
-        pair = token * TOP_K + slot
+    for choice in tl.static_range(TOP_K):  # unrolled: the loads of several experts are in flight
+        pair = token * TOP_K + choice
         weight = tl.load(weights_ptr + pair)
         expert = tl.load(ids_ptr + pair) - first_expert
         limit = tl.where((expert >= 0) & (expert < LOCAL_E), K, 0)  # other ranks have the other experts

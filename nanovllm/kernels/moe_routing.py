@@ -1,7 +1,7 @@
 """Mixture of experts: which experts each token is routed to, and the order of the rows of the grouped products.
 
-A pair is a token and one of its `top_k` slots, with the index token * top_k + slot; its expert computes one row of the
-grouped products. Rows are pairs sorted by expert. A tile is a range of at most TILE_M rows of one expert.
+A pair is a token and one of its `top_k` choices, with the index token * top_k + choice; its expert computes one row of
+the grouped products. Rows are pairs sorted by expert. A tile is a range of at most TILE_M rows of one expert.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from nanovllm.kernels.split_k_gemm import TILE_K, TILE_N, split_k_gemm
 
 MAX_SPLIT_K = 8  # of the router's product, whose partial sums are added up by the programs that route
 ROUTE_BLOCK = 4  # tokens that a program routes, a warp for each
-MIN_CHUNK, MAX_CHUNK = 128, 4096  # pairs of a sorting program; an element for each thread at least
+MIN_SHARE, MAX_SHARE = 128, 4096  # pairs of a sorting program; an element for each thread at least
 TILE_FIELDS = tl.constexpr(3)  # expert or -1, first row, and the row after the last
 
 
@@ -93,21 +93,21 @@ def _route_kernel(
     # integers in the order of (logit, -id): of a negative number, all bits but the sign are inverted
     bits = logits.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) * 4294967296 + (BLOCK_E - 1 - expert)
-    slot = tl.arange(0, BLOCK_K)[None, :]
+    choice = tl.arange(0, BLOCK_K)[None, :]
     best = tl.zeros([BLOCK_T, BLOCK_K], tl.int64)
     for i in tl.static_range(TOP_K):
         largest = tl.max(key, 1)[:, None]
-        best = tl.where(slot == i, largest, best)
+        best = tl.where(choice == i, largest, best)
         key = tl.where(key == largest, -9223372036854775808, key)
     expert_ids = BLOCK_E - 1 - (best & 0xFFFFFFFF)
     bits = (best >> 32).to(tl.int32)
     chosen = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
-    chosen = tl.where(slot < TOP_K, chosen, float("-inf"))
+    chosen = tl.where(choice < TOP_K, chosen, float("-inf"))
 
     highest = tl.max(chosen, 1)[:, None]
     weights = tl.exp(chosen - highest)
     total = tl.sum(weights, 1) if RENORMALIZE else tl.sum(tl.exp(logits - highest), 1)
-    at, is_inside = token[:, None] * TOP_K + slot, (token < num_tokens)[:, None] & (slot < TOP_K)
+    at, is_inside = token[:, None] * TOP_K + choice, (token < num_tokens)[:, None] & (choice < TOP_K)
     tl.store(weights_ptr + at, weights / total[:, None], is_inside)
     tl.store(ids_ptr + at, expert_ids.to(tl.int32), is_inside)
 
@@ -157,62 +157,62 @@ def _count_kernel(
     num_pairs,
     first_expert,
     E: tl.constexpr,
-    CHUNK: tl.constexpr,
+    SHARE: tl.constexpr,
     BINS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """How many pairs of a chunk each expert has."""
+    """How many pairs of a share each expert has."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    pair = tl.program_id(0) * SHARE + tl.arange(0, SHARE)
     counts = tl.histogram(_load_local_ids(ids_ptr, pair, num_pairs, first_expert, E), BINS)
     tl.store(counts_ptr + tl.program_id(0) * BINS + tl.arange(0, BINS), counts)
 
 
 @dependent_kernel()
-@triton.jit(do_not_specialize=["num_pairs", "num_chunks", "num_tiles", "first_expert"])
+@triton.jit(do_not_specialize=["num_pairs", "num_shares", "num_tiles", "first_expert"])
 def _sort_kernel(
     ids_ptr,
     counts_ptr,
     pairs_ptr,
     table_ptr,
     num_pairs,
-    num_chunks,
+    num_shares,
     num_tiles,
     first_expert,
     E: tl.constexpr,
     TILE_M: tl.constexpr,
-    CHUNK: tl.constexpr,
+    SHARE: tl.constexpr,
     BINS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program for each expert and chunk of pairs writes their rows; that of the first chunk also writes the tiles.
+    """A program for each expert and share of pairs writes their rows; that of the first share also writes the tiles.
 
-    Without `counts_ptr`, there is a single chunk, which each program counts itself: that saves a kernel.
+    Without `counts_ptr`, there is a single share, which each program counts itself: that saves a kernel.
     """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    expert, chunk = tl.program_id(0), tl.program_id(1)
-    pair = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert, share = tl.program_id(0), tl.program_id(1)
+    pair = share * SHARE + tl.arange(0, SHARE)
     ids = _load_local_ids(ids_ptr, pair, num_pairs, first_expert, E)
     other = tl.arange(0, BINS)
-    before = tl.zeros([BINS], tl.int32)  # pairs of earlier chunks
+    before = tl.zeros([BINS], tl.int32)  # pairs of earlier shares
     if counts_ptr is None:
         counts = tl.histogram(ids, BINS)
     else:
         counts = tl.zeros([BINS], tl.int32)
-        for begin in range(0, num_chunks, 16):
+        for begin in range(0, num_shares, 16):
             some = begin + tl.arange(0, 16)[:, None]
-            counts_of_chunks = tl.load(counts_ptr + some * BINS + other[None, :], some < num_chunks, 0)
-            counts += tl.sum(counts_of_chunks, 0)
-            before += tl.sum(tl.where(some < chunk, counts_of_chunks, 0), 0)
+            counts_of_shares = tl.load(counts_ptr + some * BINS + other[None, :], some < num_shares, 0)
+            counts += tl.sum(counts_of_shares, 0)
+            before += tl.sum(tl.where(some < share, counts_of_shares, 0), 0)
     counts = tl.where(other < E, counts, 0)
     tiles = (counts + TILE_M - 1) // TILE_M
     first_row = tl.sum(tl.where(other < expert, counts, 0), 0)
 
-    if chunk == 0:
+    if share == 0:
         end_row = first_row + tl.sum(tl.where(other == expert, counts, 0), 0)
         tile_row = table_ptr + tl.sum(tl.where(other < expert, tiles, 0), 0) * TILE_FIELDS
         for begin in range(first_row, end_row, TILE_M):
@@ -243,21 +243,21 @@ def sort_by_expert(expert_ids: torch.Tensor, first_expert: int, num_experts: int
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=device)
     table = torch.empty((num_tiles, TILE_FIELDS.value), dtype=torch.int32, device=device)
     if num_pairs:
-        chunk = min(MAX_CHUNK, max(MIN_CHUNK, triton.next_power_of_2(num_pairs)))
-        num_chunks, counts = triton.cdiv(num_pairs, chunk), None
-        sizes = dict(E=num_experts, CHUNK=chunk, BINS=max(MIN_CHUNK, triton.next_power_of_2(num_experts + 1)))
-        if num_chunks > 1:
-            counts = torch.empty((num_chunks, sizes["BINS"]), dtype=torch.int32, device=device)
-            launch(_count_kernel, (num_chunks,), device)(
+        share = min(MAX_SHARE, max(MIN_SHARE, triton.next_power_of_2(num_pairs)))
+        num_shares, counts = triton.cdiv(num_pairs, share), None
+        sizes = dict(E=num_experts, SHARE=share, BINS=max(MIN_SHARE, triton.next_power_of_2(num_experts + 1)))
+        if num_shares > 1:
+            counts = torch.empty((num_shares, sizes["BINS"]), dtype=torch.int32, device=device)
+            launch(_count_kernel, (num_shares,), device)(
                 expert_ids, counts, num_pairs, first_expert, num_warps=4, **sizes
             )
-        launch(_sort_kernel, (num_experts, num_chunks), device)(
+        launch(_sort_kernel, (num_experts, num_shares), device)(
             expert_ids,
             counts,
             pairs,
             table,
             num_pairs,
-            num_chunks,
+            num_shares,
             num_tiles,
             first_expert,
             TILE_M=tile_m,

@@ -54,13 +54,13 @@ def _ban_bad_words(
     BLOCK_SIZE: tl.constexpr,
 ):
     """-inf for the last token of each bad word if the output ends with the word's other tokens, or it has no others."""
-    word, slot = tl.arange(0, WORDS), tl.arange(0, TOKENS)  # the last slot is for the token that is sampled now
-    at = length - (TOKENS - 1) + slot
+    word, place = tl.arange(0, WORDS), tl.arange(0, TOKENS)  # the last place is for the token that is sampled now
+    at = length - (TOKENS - 1) + place
     is_output = (at >= num_prompt) & (at < length)
     recent = _token_ids(tl.where(is_output, at, length), length, token_ids_ptr, table_ptr, BLOCK_SIZE)
     recent = tl.where(is_output, recent, -2)  # -2 equals no token id
-    words = tl.load(words_ptr + word[:, None] * TOKENS + slot[None, :], word[:, None] < num_words, -1)
-    matches = (words < 0) | (words == recent[None, :]) | (slot == TOKENS - 1)[None, :]
+    words = tl.load(words_ptr + word[:, None] * TOKENS + place[None, :], word[:, None] < num_words, -1)
+    matches = (words < 0) | (words == recent[None, :]) | (place == TOKENS - 1)[None, :]
     is_next = (tl.min(matches.to(tl.int32), 1) != 0) & (word < num_words)
     last = tl.load(words_ptr + word * TOKENS + TOKENS - 1, is_next, 0)
     tl.store(x_ptr + last, float("-inf"), is_next)

@@ -138,8 +138,8 @@ def _scaled_down_gemv_kernel(
         gdc_wait()
     k = columns_of_parts(TILE_K, BLOCK_K, LANE)
     acc = tl.zeros([TILE_N, k.shape[0]], tl.float32)
-    for slot in tl.static_range(TOP_K):  # unrolled: the loads of several experts are in flight
-        pair = token * TOP_K + slot
+    for choice in tl.static_range(TOP_K):  # unrolled: the loads of several experts are in flight
+        pair = token * TOP_K + choice
         weight = tl.load(weights_ptr + pair)
         expert = tl.load(ids_ptr + pair) - first_expert
         is_local = (expert >= 0) & (expert < LOCAL_E)  # other ranks have the other experts

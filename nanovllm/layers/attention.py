@@ -14,7 +14,7 @@ from nanovllm.kernels import operation
 from nanovllm.layers.rotary_embedding import QKNormRope, norm_rope
 from nanovllm.utils.context import Context, get_context
 
-CHUNK_SIZE = 16  # tokens that are gathered as one row; divides every `kvcache_block_size`
+SPAN_SIZE = 16  # tokens that are gathered as one row; divides every `kvcache_block_size`
 
 
 class KVCache:
@@ -44,19 +44,19 @@ class KVCache:
         self.k.flatten(0, 1).index_copy_(0, slots, k)
         self.v.flatten(0, 1).index_copy_(0, slots, v)
 
-    def gather(self, chunks: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [B, L, kv_heads, head_dim] of the chunks [B, L / CHUNK_SIZE] int32, in the model's dtype."""
-        return gather_chunks(self.k, chunks), gather_chunks(self.v, chunks)
+    def gather(self, spans: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [B, L, kv_heads, head_dim] of the spans [B, L / SPAN_SIZE] int32, in the model's dtype."""
+        return gather_spans(self.k, spans), gather_spans(self.v, spans)
 
 
-def gather_chunks(cache: torch.Tensor, chunks: torch.Tensor) -> torch.Tensor:
-    """-> [B, L, kv_heads, head_dim]; on a CPU a view, if these are the chunks of one sequence and follow each other."""
-    rows = cache.view(-1, CHUNK_SIZE * cache.shape[2] * cache.shape[3])
-    if len(chunks) == 1 and cache.is_cpu:
-        first, end = (ids := chunks[0].tolist())[0], ids[-1] + 1
+def gather_spans(cache: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
+    """-> [B, L, kv_heads, head_dim]; on a CPU a view, if these are the spans of one sequence and follow each other."""
+    rows = cache.view(-1, SPAN_SIZE * cache.shape[2] * cache.shape[3])
+    if len(spans) == 1 and cache.is_cpu:
+        first, end = (ids := spans[0].tolist())[0], ids[-1] + 1
         if ids == [*range(first, end)]:
             return rows[first:end].view(1, -1, *cache.shape[2:])
-    return rows.index_select(0, chunks.flatten()).view(len(chunks), -1, *cache.shape[2:])
+    return rows.index_select(0, spans.flatten()).view(len(spans), -1, *cache.shape[2:])
 
 
 class PagedKV(NamedTuple):
@@ -115,7 +115,7 @@ class AttentionBackend:
     """
 
     package, install = "torch", "pip install torch"  # what must be installed, and how
-    block_multiple = CHUNK_SIZE  # what `kvcache_block_size` must be a multiple of
+    block_multiple = SPAN_SIZE  # what `kvcache_block_size` must be a multiple of
     kv_cache_dtypes: tuple[str, ...] = ("auto",)  # the formats of the cache that it reads
     uses_cuda_graphs = True  # decode never reads a result on the host
     captures_chunks = False  # nor does a step with chunks, which reads their number and lengths on the device
@@ -190,11 +190,11 @@ def make_backend(name: str) -> AttentionBackend:
 class _Group(NamedTuple):
     """What is computed in one call: sequences with one query each, or one sequence with several.
 
-    L, the number of their keys, is padded to a multiple of CHUNK_SIZE: CPU kernels are compiled for fewer shapes.
+    L, the number of their keys, is padded to a multiple of SPAN_SIZE: CPU kernels are compiled for fewer shapes.
     """
 
     rows: slice  # of q
-    chunks: torch.Tensor  # [sequences, L / CHUNK_SIZE] int32: the chunks of the cache that hold their keys and values
+    spans: torch.Tensor  # [sequences, L / SPAN_SIZE] int32: the spans of the cache that hold their keys and values
     mask: torch.Tensor | None  # added to the scores; None: a query sees all keys, or if it is of a prompt those before
     is_prompt: bool
 
@@ -211,7 +211,7 @@ class SDPABackend(AttentionBackend):
         outputs = []
         for group in context.plans[cache.window]:
             attend = _attend_chunk if group.is_prompt else _attend_one_token
-            outputs.append(attend(q[group.rows], *cache.gather(group.chunks, q.dtype), group.mask))
+            outputs.append(attend(q[group.rows], *cache.gather(group.spans, q.dtype), group.mask))
         return (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).flatten(1, 2)
 
 
@@ -258,7 +258,7 @@ def _plan(context: Context, window: int | None, block_size: int, dtype: torch.dt
         bounds, mask = context.context_lens[begin:end, None, None, None], None
         if min(lengths[begin:end]) < longest or (window or longest) < longest:
             mask = _mask(bounds, longest, window, dtype)
-        yield _Group(slice(begin, end), _chunks(context.block_tables[begin:end], longest, block_size), mask, False)
+        yield _Group(slice(begin, end), _spans(context.block_tables[begin:end], longest, block_size), mask, False)
         begin = end
 
     for i in range(num_single, len(lengths)):
@@ -267,11 +267,11 @@ def _plan(context: Context, window: int | None, block_size: int, dtype: torch.dt
         if num_new < length or (window or length) < length:
             bounds = torch.arange(length - num_new + 1, length + 1, device=context.context_lens.device).unsqueeze(1)
             mask = _mask(bounds, _padded(length), window, dtype)
-        yield _Group(rows, _chunks(context.block_tables[i : i + 1], length, block_size), mask, True)
+        yield _Group(rows, _spans(context.block_tables[i : i + 1], length, block_size), mask, True)
 
 
 def _padded(length: int) -> int:
-    return -(-length // CHUNK_SIZE) * CHUNK_SIZE
+    return -(-length // SPAN_SIZE) * SPAN_SIZE
 
 
 def _mask(bounds: torch.Tensor, num_keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -283,9 +283,9 @@ def _mask(bounds: torch.Tensor, num_keys: int, window: int | None, dtype: torch.
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
-def _chunks(block_tables: torch.Tensor, length: int, block_size: int) -> torch.Tensor:
-    """The chunks [B, L / CHUNK_SIZE] int32 that hold the first `length` tokens behind each table."""
-    per_block = block_size // CHUNK_SIZE
+def _spans(block_tables: torch.Tensor, length: int, block_size: int) -> torch.Tensor:
+    """The spans [B, L / SPAN_SIZE] int32 that hold the first `length` tokens behind each table."""
+    per_block = block_size // SPAN_SIZE
     offsets = torch.arange(per_block, device=block_tables.device, dtype=torch.int32)
     tables = block_tables[:, : -(-length // block_size), None]
-    return (tables * per_block + offsets).flatten(1)[:, : -(-length // CHUNK_SIZE)]
+    return (tables * per_block + offsets).flatten(1)[:, : -(-length // SPAN_SIZE)]

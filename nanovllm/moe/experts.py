@@ -120,7 +120,7 @@ class Experts(nn.Module):
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         order = expert_ids.flatten().argsort(stable=True)
         counts = expert_ids.flatten().bincount(minlength=self.num_experts).tolist()
-        for expert, pairs in enumerate(order.split(counts)):  # pair: token * top_k + slot
+        for expert, pairs in enumerate(order.split(counts)):  # pair: token * top_k + choice
             index = expert - self.first_expert
             if len(pairs) and 0 <= index < self.num_local:
                 token = pairs // expert_ids.shape[1]

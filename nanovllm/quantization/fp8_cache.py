@@ -11,7 +11,7 @@ With two scales in bfloat16 (see `kernels/fp8.py`), a key and a value of 128 num
 import torch
 
 from nanovllm.kernels.fp8_units import has_fp8_units
-from nanovllm.layers.attention import CHUNK_SIZE, KVCache, gather_chunks
+from nanovllm.layers.attention import SPAN_SIZE, KVCache, gather_spans
 
 MIN_SCALE = 2.0**-32  # as in kernels/fp8.py
 
@@ -42,13 +42,13 @@ class FP8KVCache(KVCache):
         block_size = self.k.shape[1]
         self.scales[slots // block_size, :, slots % block_size] = pairs
 
-    def gather(self, chunks: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        chunks_per_block = self.k.shape[1] // CHUNK_SIZE
-        pairs = self.scales.unflatten(2, (chunks_per_block, CHUNK_SIZE))
-        pairs = pairs[chunks // chunks_per_block, :, chunks % chunks_per_block]  # [B, chunks, kv_heads, CHUNK_SIZE]
+    def gather(self, spans: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        spans_per_block = self.k.shape[1] // SPAN_SIZE
+        pairs = self.scales.unflatten(2, (spans_per_block, SPAN_SIZE))
+        pairs = pairs[spans // spans_per_block, :, spans % spans_per_block]  # [B, spans, kv_heads, SPAN_SIZE]
         pairs = pairs.transpose(2, 3).flatten(1, 2)  # [B, L, kv_heads]
         scales = pairs.unsqueeze(-1).view(torch.bfloat16).unbind(-1)
-        data = (gather_chunks(cache.view(torch.uint8), chunks) for cache in (self.k, self.v))
+        data = (gather_spans(cache.view(torch.uint8), spans) for cache in (self.k, self.v))
         k, v = (dequantize(*pair).to(dtype) for pair in zip(data, scales))
         return k, v
 

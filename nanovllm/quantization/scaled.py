@@ -14,7 +14,7 @@ from torch import nn
 from nanovllm.kernels import operation
 from nanovllm.utils.loader import Shard, check_shape, parameter
 
-CHUNK_ROWS = 2048  # are quantized at a time, as float32 takes four times the memory of the result
+ROWS_AT_A_TIME = 2048  # are quantized, as float32 takes four times the memory of the result
 SAFETENSORS_NAMES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}
 
 
@@ -53,9 +53,9 @@ class QuantScheme:
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Values [N, K], and scales [N / rows, K / columns] rounded up; the last blocks may be smaller."""
         rows, columns = self.block_of(tuple(weight.shape))
-        parts = [self._quantize(chunk, rows, columns) for chunk in weight.split(-(-CHUNK_ROWS // rows) * rows)]
+        parts = [self._quantize(part, rows, columns) for part in weight.split(-(-ROWS_AT_A_TIME // rows) * rows)]
         values, scales = zip(*parts)
-        return torch.cat([chunk.view(torch.int8) for chunk in values]).view(self.dtype), torch.cat(scales)
+        return torch.cat([part.view(torch.int8) for part in values]).view(self.dtype), torch.cat(scales)
 
     def _quantize(self, weight: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         n, k = weight.shape
