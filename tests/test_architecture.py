@@ -320,7 +320,7 @@ BUDGETS = {
     "8-bit kernels": 1040,
     "structured_outputs": 360,
     "compat": 460,
-    "serve": 2985,
+    "serve": 2989,
     "fronts": 330,
     "replicas": 1194,
     "page": 400,

@@ -109,6 +109,28 @@ def test_command_lines_of_vllm(monkeypatch, line, engine, server):
     assert changed == server
 
 
+@pytest.mark.parametrize(
+    "line, engine",
+    [
+        ("tiny-qwen3", {"kvcache_block_size": 16, "num_kvcache_blocks": 200}),
+        ("tiny-qwen3 --seed 1", {"seed": 1, "kvcache_block_size": 16, "num_kvcache_blocks": 200}),
+        ("tiny-qwen3 --num-kvcache-blocks 9", {"num_kvcache_blocks": 9}),
+        ("tiny-qwen3 --block-size 32", {"kvcache_block_size": 32}),
+        ("Qwen/Qwen3-8B", {}),
+    ],
+)
+def test_bundled_model_has_a_small_cache(monkeypatch, caplog, line, engine):
+    """So that its page has something to show, unless a flag says otherwise; a line at the start says it."""
+    serving, made = pytest.importorskip("nanovllm.serve.server"), []
+    monkeypatch.setattr(serving, "listening_socket", lambda settings: contextlib.nullcontext())
+    monkeypatch.setattr(cli, "make_client", lambda *arguments: made.append(arguments[-1]) or MagicMock())
+    monkeypatch.setattr(serving, "run_server", lambda *arguments: 0)
+    with pytest.raises(SystemExit), caplog.at_level("INFO", "nanovllm"):
+        cli.main(["serve", *line.split()])
+    assert made == [engine]
+    assert ("'num_kvcache_blocks': 200" in caplog.text) == (engine.get("num_kvcache_blocks") == 200)
+
+
 def test_unix_socket_chat_template_and_forced_fields(tmp_path):
     """The chat template of the server is a file here. No request asks for the usage or for ids instead of texts."""
     httpx, openai = pytest.importorskip("httpx"), pytest.importorskip("openai")

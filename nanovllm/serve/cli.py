@@ -19,6 +19,8 @@ SIMPLE_SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "n", "max_tokens", "min_tokens", "ignore_eos", "stop"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "skip_special_tokens"),
 )
+# of the bundled model: few and small blocks, so that its page shows sharing and preemptions with a few chats
+SMALL_CACHE = {"kvcache_block_size": 16, "num_kvcache_blocks": 200}
 # seconds after which a thread lets another one that waits for the interpreter run (Python has 0.005): the engine's
 # thread must not wait for the event loop while the device is idle
 SWITCH_INTERVAL = 0.001
@@ -110,6 +112,9 @@ def serve(options: argparse.Namespace) -> int:
     show_log()
     own = given(options, Config, skip=("model",))
     engine_settings = translate(own | options.vllm_settings, Config.__dataclass_fields__)
+    if options.model == "tiny-qwen3" and not engine_settings.keys() & {*SMALL_CACHE, "attention_backend"}:
+        engine_settings |= SMALL_CACHE
+        logging.getLogger("nanovllm").info("a small cache, unless flags set another one: %s", SMALL_CACHE)
     num_fronts = check_int("api_server_count", options.api_server_count, low=1)
     if num_fronts > 1 and options.data_parallel_size > 1:
         raise ValueError(f"api_server_count={num_fronts}: must be 1 with several replicas")
