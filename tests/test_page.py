@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import random
 import re
 import shutil
@@ -9,6 +10,7 @@ import threading
 from base64 import b64encode
 from collections.abc import Iterator
 from hashlib import sha256
+from pathlib import Path
 from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any
@@ -492,3 +494,73 @@ def test_recording_in_a_browser(browser, tmp_path):
     browser.press(" ")
     browser.wait_for("player.index > 0 || !playing")
     assert browser.problems[num_problems:] == []
+
+
+@pytest.mark.browser
+def test_thousands_of_blocks_in_a_browser(browser, tmp_path):
+    """What is held has cells that can be seen, and what is not is folded; a band says what is in it."""
+    engine, path = Clockwork(num_seqs=6, num_blocks=5000), tmp_path / "run.html"
+    recorder = StepRecorder(engine)
+    recorder.start()
+    for _ in range(50):
+        engine.step()
+    path.write_text(render_page(recorder.frames_since(0)[0]))
+    browser.set_window(1440, 900, prefers_color_scheme="light")
+    browser.open(path.as_uri())
+    browser.run("show(20), draw()")
+    num_held = browser.run("player.view.numHeld")
+    sizes = browser.run("[...player.view.seqs.values()].flatMap((seq) => seq.table.map((id) => placeOf(id)[2]))")
+    assert num_held >= 24 and min(sizes) >= 20
+    heights = browser.run("grid.bands.map((band) => [band.isOpen, band.height])")
+    total = sum(height for _, height in heights)
+    assert total == pytest.approx(browser.run("grid.height")) and browser.run("grid.height") < 450
+    assert sum(height for is_open, height in heights if is_open) / total > 10 * num_held / 5000
+    browser.run("byId('grid').focus(), grid.cursor = 4000, draw()")
+    assert re.fullmatch(r"Blocks \d+ to 4,999: \d+ cached, [\d,]+ free", browser.run("byId('block-info').textContent"))
+    browser.run("byId('grid').blur(), show(player.end), draw()")  # nothing is held: one band
+    assert browser.run("grid.bands.map((band) => band.isOpen)") == [False]
+    assert browser.run("grid.bands[0].text").endswith(" free")
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1440, 400])
+def test_accessibility_by_axe(server, browser, scheme, width):
+    if not (source := os.environ.get("AXE_CORE")):
+        pytest.skip("AXE_CORE is the path of axe.min.js, from `npm pack axe-core`")
+    browser.set_window(width, 850, prefers_color_scheme=scheme)
+    browser.open(server.address)
+    browser.wait_for("player.view !== null && byId('status').dataset.state === 'live'")
+    browser.run(f"{Path(source).read_text()}; 0")
+    browser.run("byId('answers').value = '4'; byId('message').value = 'To be, or not to be'; send(); 0")
+    browser.wait_for("player.view.numHeld > 0")
+    violations = "axe.run().then(({violations}) => violations.map(({id, impact, nodes}) =>"
+    violations += " [id, impact, ...nodes.map((node) => node.target.join(' '))]))"
+    assert browser.run(violations) == []
+    browser.wait_for("byId('send').textContent === 'Send'")
+    assert browser.run(violations) == []
+
+
+@pytest.mark.browser
+def test_nothing_moves_when_the_page_is_paused(server, browser):
+    """Neither at 1440 nor at 400 pixels; and what can be pressed is large enough for a finger."""
+    places = (
+        "['facts', 'status', 'step-title', 'blocks-title', 'sequences-title', 'curves', 'play', 'slider', 'follow']"
+        ".map((id) => { const {x, y} = byId(id).getBoundingClientRect(); return id === 'status' ? y : [x, y]; })"
+    )
+    for width in (1440, 400):
+        browser.set_window(width, 850, prefers_color_scheme="light")
+        browser.open(server.address)
+        browser.wait_for("player.view !== null && byId('status').dataset.state === 'live'")
+        browser.wait_for("CURVES.every((curve) => curve.value.textContent === 'idle')")
+        server.llm.generate([[5] * 40] * 3, SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
+        browser.wait_for("player.view.step >= 20 && player.view.numHeld === 0")
+        browser.run("draw()")
+        before = browser.run(places)
+        browser.run("byId('play').click(), draw()")
+        assert browser.run("byId('status').textContent") == "paused" and browser.run(places) == before
+        controls = "[...document.querySelectorAll('button, select, input, textarea, summary, #running li')]"
+        small = ".filter((node) => node.offsetParent && Math.min(node.offsetWidth, node.offsetHeight) < 24)"
+        assert browser.run(f"{controls}{small}.map((node) => node.id || node.textContent)") == []
+        assert browser.run("byId('slider').offsetWidth") >= 200
+        assert browser.run("document.documentElement.scrollWidth <= innerWidth")
