@@ -1,4 +1,4 @@
-"""The command line: `nanovllm serve`, `nanovllm generate`, `nanovllm bench`."""
+"""The command line: `nanovllm serve`, `nanovllm generate`, `nanovllm chat`, `nanovllm bench`."""
 
 import argparse
 import logging
@@ -15,10 +15,6 @@ from nanovllm.utils.flags import add_flags, given
 if TYPE_CHECKING:
     from nanovllm.serve.engine_client import EngineClient
 
-SIMPLE_SAMPLING = (
-    *("temperature", "top_k", "top_p", "min_p", "seed", "n", "max_tokens", "min_tokens", "ignore_eos", "stop"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "skip_special_tokens"),
-)
 # of the bundled model: few and small blocks, so that its page shows sharing and preemptions with a few chats
 SMALL_CACHE = {"kvcache_block_size": 16, "num_kvcache_blocks": 200}
 # seconds after which a thread lets another one that waits for the interpreter run (Python has 0.005): the engine's
@@ -63,7 +59,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def make_parser() -> argparse.ArgumentParser:
     from nanovllm.config import Config
-    from nanovllm.sampling_params import SamplingParams
+    from nanovllm.serve.terminal import commands as terminal
 
     parser = argparse.ArgumentParser("nanovllm", description="LLM inference: an HTTP server, or answers right here.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -72,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     def add_command(name: str, text: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, formatter_class=formatter, allow_abbrev=False)
         text = "a folder in the Hugging Face layout, a hub id, or tiny-qwen3, which is part of this package"
-        command.add_argument("model", metavar="MODEL", help=text)
+        command.add_argument("model", metavar="MODEL", help=text, nargs="?" if name == "chat" else None)
         command.set_defaults(run=run)
         return command
 
@@ -87,13 +83,10 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--api-server-count", type=int, metavar="N", default=1, help=text)
     add_flags(command, Config, "engine", skip=("model",))
 
-    command = add_command("generate", "Print a model's answer to a prompt while it is generated.", generate)
-    command.add_argument("prompt", metavar="PROMPT", help="the prompt, or - to read it from the standard input")
-    text = "the prompt is a user's message (default: if the model has a chat template)"
-    command.add_argument("--chat", action=argparse.BooleanOptionalAction, help=text)
-    skip = {name for name in SamplingParams.__dataclass_fields__ if name not in SIMPLE_SAMPLING}
-    add_flags(command, SamplingParams, "sampling (without a flag, what the model recommends)", skip=skip)
-    add_flags(command, Config, "engine", skip=("model", "seed"))
+    command = add_command("generate", "Print a model's answer to a prompt while it is generated.", terminal.generate)
+    terminal.add_generate_flags(command)
+    command = add_command("chat", "Talk to a model in the terminal, in several turns.", terminal.chat)
+    terminal.add_chat_flags(command)
 
     text = "Measure throughput and latency; `nanovllm bench --help` lists the workloads and arguments."
     commands.add_parser("bench", help=text, add_help=False)
@@ -147,25 +140,3 @@ def show_log() -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger("nanovllm").addHandler(handler)
     logging.getLogger("nanovllm").setLevel(logging.INFO)
-
-
-def generate(options: argparse.Namespace) -> int:
-    from dataclasses import replace
-
-    from nanovllm.config import Config
-    from nanovllm.llm import LLM
-    from nanovllm.sampling_params import SamplingParams
-
-    text = sys.stdin.read() if options.prompt == "-" else options.prompt
-    with LLM(options.model, **given(options, Config, skip=("model", "seed"))) as llm:
-        is_chat = llm.tokenizer.chat_template is not None if options.chat is None else options.chat
-        prompt = [{"role": "user", "content": text}] if is_chat else text
-        params = replace(llm.get_default_sampling_params(), **given(options, SamplingParams))
-        if params.n == 1:
-            for event in llm.stream(prompt, params):
-                print(event.text, end="", flush=True)
-            print()
-        else:
-            for answer in llm.generate(prompt, params, use_tqdm=False)[0].outputs:
-                print(f"--- {answer.index + 1} of {params.n}\n{answer.text}")
-    return 0

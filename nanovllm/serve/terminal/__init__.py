@@ -1,0 +1,1 @@
+"""`nanovllm chat`: a conversation in a terminal, with a model in this process or with a server."""

@@ -1,0 +1,81 @@
+"""The commands `nanovllm generate` and `nanovllm chat`: their flags, and what they do."""
+
+import argparse
+import os
+import sys
+from dataclasses import replace
+
+from nanovllm.config import Config
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve.terminal.waiting import waiting_for
+from nanovllm.utils.flags import add_flags, given
+
+CHAT_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos", "stop"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "skip_special_tokens"),
+)
+NO_ENGINE_FLAGS = ("model", "seed")  # --seed is that of the sampling
+
+
+def _add_settings(parser: argparse.ArgumentParser, sampling: tuple[str, ...]) -> None:
+    skip = {name for name in SamplingParams.__dataclass_fields__ if name not in sampling}
+    add_flags(parser, SamplingParams, "sampling (without a flag, what the model recommends)", skip=skip)
+    add_flags(parser, Config, "engine", skip=NO_ENGINE_FLAGS)
+
+
+def add_generate_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", metavar="PROMPT", help="the prompt, or - to read it from the standard input")
+    text = "the prompt is a user's message (default: if the model has a chat template)"
+    parser.add_argument("--chat", action=argparse.BooleanOptionalAction, help=text)
+    _add_settings(parser, (*CHAT_SAMPLING, "n"))
+
+
+def generate(options: argparse.Namespace) -> int:
+    from nanovllm.llm import LLM
+
+    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    with waiting_for(f"Loading {options.model}"):
+        llm = LLM(options.model, **given(options, Config, skip=NO_ENGINE_FLAGS))
+    with llm:
+        is_chat = llm.tokenizer.chat_template is not None if options.chat is None else options.chat
+        prompt = [{"role": "user", "content": text}] if is_chat else text
+        params = replace(llm.get_default_sampling_params(), **given(options, SamplingParams))
+        if params.n == 1:
+            for event in llm.stream(prompt, params):
+                print(event.text, end="", flush=True)
+            print()
+        else:
+            for answer in llm.generate(prompt, params, use_tqdm=False)[0].outputs:
+                print(f"--- {answer.index + 1} of {params.n}\n{answer.text}")
+    return 0
+
+
+def add_chat_flags(parser: argparse.ArgumentParser) -> None:
+    text = "talk to the server at this address instead; MODEL is its name there, by default the first one"
+    parser.add_argument("--url", metavar="URL", help=text)
+    text = "the key for that server (default: the environment variable NANOVLLM_API_KEY or OPENAI_API_KEY)"
+    parser.add_argument("--api-key", metavar="KEY", help=text)
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt")
+    _add_settings(parser, CHAT_SAMPLING)
+
+
+def chat(options: argparse.Namespace) -> int:
+    from nanovllm.serve.terminal.conversation import Conversation
+    from nanovllm.serve.terminal.sources import LocalModel, Server
+
+    params, settings = given(options, SamplingParams), given(options, Config, skip=NO_ENGINE_FLAGS)
+    if options.url is not None:
+        if settings:
+            raise ValueError(f"{', '.join(settings)}: set an engine, but the server at --url has its own")
+        keys = (options.api_key, os.environ.get("NANOVLLM_API_KEY"), os.environ.get("OPENAI_API_KEY"))
+        server = Server(options.url, options.model, next(filter(None, keys), None))
+        return Conversation(server, params, CHAT_SAMPLING, options.system).run()
+    if options.model is None:
+        raise ValueError("needs a MODEL, or the --url of a server")
+    from nanovllm.llm import LLM
+
+    SamplingParams(**params)  # errors before the model is loaded
+    with waiting_for(f"Loading {options.model}"):
+        llm = LLM(options.model, **settings)
+    with llm:
+        return Conversation(LocalModel(llm, options.model), params, CHAT_SAMPLING, options.system).run()

@@ -1,0 +1,188 @@
+"""A conversation: commands, answers as they arrive, and what they took."""
+
+import json
+import shlex
+import sys
+from contextlib import closing
+from pathlib import Path
+from time import perf_counter, strftime
+from typing import Any
+
+from nanovllm.engine.request import Message
+from nanovllm.serve.terminal.lines import LineReader, write
+from nanovllm.serve.terminal.sources import Piece, Source
+
+COMMANDS = {
+    "/help": "this list",
+    "/clear": "forget the conversation; the system prompt stays",
+    "/system": "[TEXT]: set the system prompt, or show it; /system - removes it",
+    "/params": "[NAME=VALUE ...]: set sampling parameters, or show them; NAME= takes one back",
+    "/save": "[FILE]: write the conversation as JSON into a new file",
+    "/exit": "end the chat, as Ctrl-D or two Ctrl-C do",
+}
+
+REASONS = {"length": "the limit of tokens", None: "an error"}  # why an answer ended before its end
+
+
+class Conversation:
+    """`run` is the whole of it. Answers go to the standard output, and all else to the standard error."""
+
+    def __init__(self, source: Source, params: dict[str, Any], names: tuple[str, ...], system: str | None = None):
+        """params: the sampling parameters that are set; `names` are all that can be.
+
+        ValueError or TypeError for params that a request can't have.
+        """
+        source.check(params)
+        self.source, self.params, self.names, self.system = source, params, names, system
+        self.messages: list[Message] = []
+
+    def run(self) -> int:
+        """Until the input ends; the exit status: 1 if something that was piped in has failed.
+
+        KeyboardInterrupt for a second Ctrl-C, or for the first one if the input is no terminal.
+        """
+        reader = LineReader(COMMANDS)
+        if reader.is_terminal:
+            self._note(f"{self.source.description}. /help lists the commands.")
+        try:
+            return self._run(reader)
+        finally:
+            reader.close()
+
+    def _run(self, reader: LineReader) -> int:
+        num_errors, was_interrupted = 0, False
+        while True:
+            try:
+                line = reader.read()
+                was_interrupted = False
+                if line.startswith("/"):
+                    self._command(*line.partition(" ")[::2])
+                elif line.strip():
+                    self._answer(line)
+            except EOFError:  # of the input, or of /exit
+                return int(num_errors > 0 and not reader.is_terminal)
+            except KeyboardInterrupt:
+                if was_interrupted or not reader.is_terminal:
+                    raise
+                was_interrupted = True
+                self._note("\nCtrl-C again ends the chat.")
+            except (ValueError, TypeError, OSError, RuntimeError) as error:
+                num_errors += 1
+                self._note(f"Error: {error}")
+
+    def _note(self, text: str) -> None:
+        write(text + "\n", sys.stderr, is_dim=True)
+
+    # -- commands ------------------------------------------------------------------------------------------------------
+
+    def _command(self, name: str, argument: str) -> None:
+        argument = argument.strip()
+        match name:
+            case "/help":
+                self._note("\n".join(f"{command:8} {text}" for command, text in COMMANDS.items()))
+                self._note("A line that ends with \\ is continued by the next one. Ctrl-C ends an answer.")
+            case "/clear":
+                self.messages.clear()
+            case "/system":
+                if argument:
+                    self.system = None if argument == "-" else argument
+                self._note(f"system prompt: {self.system or 'none'}")
+            case "/params":
+                if argument:
+                    self._set_params(argument)
+                values = self.source.all_params(self.params).items()
+                texts = [f"{name}={json.dumps(value)}" for name, value in values if name in self.names]
+                self._note(" ".join(texts) or "the server's own")
+            case "/save":
+                file = Path(argument or strftime("chat-%Y%m%d-%H%M%S.json")).expanduser()
+                content = {"model": self.source.name, "params": self.params, "messages": self._prompt(self.messages)}
+                with file.open("x", encoding="utf-8") as stream:  # an existing file stays as it is
+                    json.dump(content, stream, indent=1, ensure_ascii=False)
+                self._note(f"saved to {file}")
+            case "/exit" | "/quit":
+                raise EOFError
+            case _:
+                raise ValueError(f"{name}: no such command; /help lists them, and a space before it makes it a message")
+
+    def _set_params(self, argument: str) -> None:
+        params = self.params.copy()
+        for setting in shlex.split(argument):
+            name, separator, value = setting.partition("=")
+            if name not in self.names or not separator:
+                raise ValueError(f"{setting}: must be NAME=VALUE, with one of {', '.join(self.names)}")
+            if value:
+                params[name] = _value(value)
+            else:
+                params.pop(name, None)
+        self.source.check(params)
+        self.params = params
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def _prompt(self, messages: list[Message]) -> list[Message]:
+        return messages if self.system is None else [{"role": "system", "content": self.system}, *messages]
+
+    def _answer(self, question: str) -> None:
+        """Print the answer. It is kept with its question, even if Ctrl-C ends it; a question without answer is not."""
+        asked, answer = {"role": "user", "content": question}, Answer()
+        messages = [*self.messages, asked]
+        try:
+            with closing(self.source.stream(self._prompt(messages), self.params)) as pieces:
+                for piece in pieces:
+                    answer.add(piece)
+        except KeyboardInterrupt:
+            answer.finish_reason = "Ctrl-C"
+            raise
+        finally:
+            if answer.num_tokens:
+                self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+                write(answer.end_of_line, sys.stdout)
+                self._note(answer.summary())
+
+
+class Answer:
+    """Shows the pieces of an answer, and knows how fast they came."""
+
+    def __init__(self) -> None:
+        self.text, self.num_tokens = "", 0
+        self.finish_reason: str | None = None
+        self._shows_reasoning = False
+        self._start = self._first = self._last = perf_counter()
+
+    def add(self, piece: Piece) -> None:
+        self._last = perf_counter()
+        if not self.num_tokens:
+            self._first = self._last
+        self.num_tokens, self.finish_reason = piece.num_tokens, piece.finish_reason
+        if piece.reasoning:
+            write(piece.reasoning, sys.stderr, is_dim=True)
+            self._shows_reasoning = True
+        if piece.text and self._shows_reasoning:
+            write("\n\n", sys.stderr)
+            self._shows_reasoning = False
+        self.text += piece.text
+        write(piece.text, sys.stdout)
+
+    @property
+    def end_of_line(self) -> str:
+        return "" if self.text.endswith("\n") else "\n"
+
+    def summary(self) -> str:
+        """How many tokens came how fast, and why they ended."""
+        parts = [f"{self.num_tokens} tokens" if self.num_tokens > 1 else "1 token"]
+        if self.num_tokens > 1 and self._last > self._first:
+            parts.append(f"{(self.num_tokens - 1) / (self._last - self._first):.1f} tokens/s")
+        parts.append(f"first token after {self._first - self._start:.2f} s")
+        if not self.text.strip():
+            parts.append("no text")
+        if self.finish_reason != "stop":
+            parts.append(f"ended by {REASONS.get(self.finish_reason, self.finish_reason)}")
+        return f"[{', '.join(parts)}]"
+
+
+def _value(text: str) -> Any:
+    """JSON, or the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

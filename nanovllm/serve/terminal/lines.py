@@ -1,0 +1,76 @@
+"""Reads what is typed or piped, and writes to a terminal."""
+
+import os
+import sys
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+readline: Any = None
+with suppress(ImportError):  # not everywhere; lines are read without it, but not edited
+    import readline  # type: ignore[no-redef]
+
+MAX_HISTORY = 1000  # lines that are kept from one run to the next
+CONTROLS = dict.fromkeys([*range(9), *range(11, 32), 127, *range(128, 160)])  # all but tab and newline
+
+
+class LineReader:
+    """Lines of the standard input. On a terminal they can be edited, searched and completed, by readline."""
+
+    def __init__(self, commands: Collection[str]):
+        """commands: the words that Tab completes at the beginning of a line."""
+        self.is_terminal = sys.stdin.isatty()
+        self._edits = self.is_terminal and sys.stdout.isatty()
+        self._commands = sorted(commands)
+        self._history: Path | None = None
+        if self._edits and readline is not None:
+            readline.set_completer_delims(" \n")
+            readline.set_completer(self._complete)
+            uses_libedit = "libedit" in (readline.__doc__ or "")
+            readline.parse_and_bind("bind ^I rl_complete" if uses_libedit else "tab: complete")
+            readline.set_history_length(MAX_HISTORY)
+            state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+            self._history = Path(state, "nanovllm", "chat_history")
+            with suppress(OSError):
+                readline.read_history_file(self._history)
+
+    def read(self) -> str:
+        """The next line, and those that continue it, each behind a line that ends with a backslash.
+
+        EOFError at the end of the input, KeyboardInterrupt for Ctrl-C.
+        """
+        lines = [self._read_line("> ")]
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
+            with suppress(EOFError):
+                lines.append(self._read_line("… "))
+        # a terminal may send what is no UTF-8
+        return "\n".join(lines).encode(errors="replace").decode()
+
+    def _read_line(self, prompt: str) -> str:
+        if self.is_terminal and not self._edits:
+            print(prompt, end="", file=sys.stderr, flush=True)
+        return input(prompt if self._edits else "")
+
+    def _complete(self, text: str, index: int) -> str | None:
+        found = [word for word in self._commands if word.startswith(text)] if readline.get_begidx() == 0 else []
+        return found[index] if index < len(found) else None
+
+    def close(self) -> None:
+        """Keep the history, where a file can be written."""
+        if self._history is not None:
+            with suppress(OSError):
+                self._history.parent.mkdir(parents=True, exist_ok=True)
+                self._history.touch(0o600)
+                readline.write_history_file(self._history)
+
+
+def write(text: str, file: TextIO, is_dim: bool = False) -> None:
+    """Write at once. A terminal gets no control characters of a model, and dims what is beside the answer."""
+    if file.isatty():
+        text = text.translate(CONTROLS)
+        if is_dim and text and "NO_COLOR" not in os.environ:
+            text = f"\033[2m{text}\033[0m"
+    file.write(text)
+    file.flush()

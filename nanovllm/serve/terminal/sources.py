@@ -1,0 +1,161 @@
+"""Where the answers of a conversation come from: a model in this process, or a server with OpenAI's API."""
+
+import json
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import asdict, replace
+from http.client import HTTPException
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+from nanovllm.engine.request import Message
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve.reasoning import ReasoningParser, begins_inside
+from nanovllm.utils.loader import BUNDLED
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+TIMEOUT = 600.0  # seconds that a server may be silent
+
+
+class Piece(NamedTuple):
+    """The next part of an answer. The last one has a `finish_reason`.
+
+    num_tokens: of the answer so far, with those of its reasoning.
+    """
+
+    text: str
+    reasoning: str
+    num_tokens: int
+    finish_reason: str | None
+
+
+class Source(Protocol):
+    name: str  # of the model
+    description: str
+
+    def check(self, params: dict[str, Any]) -> None:
+        """ValueError or TypeError for sampling parameters that a request can't have."""
+
+    def all_params(self, params: dict[str, Any]) -> dict[str, Any]:
+        """These sampling parameters, and as far as they are known the values of the others."""
+
+    def stream(self, messages: list[Message], params: dict[str, Any]) -> Generator[Piece, None, None]:
+        """The answer to a conversation, as it arrives. ValueError, OSError or RuntimeError if there is none."""
+
+
+class LocalModel:
+    """A model in this process."""
+
+    def __init__(self, llm: "LLM", name: str):
+        if llm.tokenizer.chat_template is None:
+            raise ValueError(f"model={name!r}: has no chat template; `nanovllm generate` completes a text")
+        self.llm, self.name = llm, name
+        config = llm.config
+        dtype = str(config.dtype).removeprefix("torch.")
+        self.description = f"{name} on {config.device}, {dtype}, up to {config.max_model_len} tokens"
+        if Path(config.model).parent == BUNDLED:
+            self.description += ". It is for demonstration: it adds, sorts, counts and lists primes"
+        # an answer ends by itself, or where the context does
+        self.defaults = replace(llm.get_default_sampling_params(), max_tokens=None)
+
+    def check(self, params: dict[str, Any]) -> None:
+        replace(self.defaults, **params)
+
+    def all_params(self, params: dict[str, Any]) -> dict[str, Any]:
+        return asdict(replace(self.defaults, **params))
+
+    def stream(self, messages: list[Message], params: dict[str, Any]) -> Generator[Piece, None, None]:
+        from nanovllm.engine.prompts import render_chat
+
+        parser = ReasoningParser(begins_inside(render_chat(self.llm.tokenizer, messages, {})))
+        num_tokens = 0
+        stream: Any = self.llm.stream(messages, replace(self.defaults, **params))  # a generator
+        with closing(stream) as events:
+            for event in events:
+                num_tokens += len(event.token_ids)
+                reasoning, text = parser.feed(event.text, is_last=event.finish_reason is not None)
+                yield Piece(text, reasoning, num_tokens, event.finish_reason)
+
+
+class Server:
+    """A running server. Parameters that are not set are those that it recommends."""
+
+    def __init__(self, url: str, model: str | None, api_key: str | None):
+        """OSError if the server can't be reached or refuses, ValueError if it is none."""
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"url={url!r}: must begin with http:// or https://")
+        self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self.headers = {"content-type": "application/json"} | (
+            {"authorization": f"Bearer {api_key}"} if api_key else {}
+        )
+        self.name = model or self._first_model()
+        self.description = f"{self.name} at {self.url}"
+
+    def _first_model(self) -> str:
+        with self._open("/models") as response:
+            try:
+                return json.load(response)["data"][0]["id"]
+            except (ValueError, LookupError, TypeError):
+                raise ValueError(f"url={self.url!r}: lists no models; pass the model's name") from None
+
+    def _open(self, path: str, body: dict | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            return urlopen(Request(self.url + path, data, self.headers), timeout=TIMEOUT)
+        except HTTPError as error:
+            raise OSError(f"{self.url}{path}: status {error.code}: {_message(error.read())}") from None
+        except (URLError, HTTPException) as error:
+            raise OSError(f"{self.url}: {getattr(error, 'reason', error)!s}") from None
+
+    def check(self, params: dict[str, Any]) -> None:
+        SamplingParams(**params)
+
+    def all_params(self, params: dict[str, Any]) -> dict[str, Any]:
+        return params
+
+    def stream(self, messages: list[Message], params: dict[str, Any]) -> Generator[Piece, None, None]:
+        body = {"model": self.name, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+        parser = ReasoningParser(is_inside=False)  # for a server that leaves the reasoning in the text
+        num_tokens, finish_reason = 0, None
+        with self._open("/chat/completions", body | params) as response:
+            for chunk in self._chunks(response):
+                for choice in chunk.get("choices", []):
+                    delta = choice.get("delta") or {}
+                    reasoning = delta.get("reasoning") or delta.get("reasoning_content") or ""
+                    content = delta.get("content") or ""
+                    finish_reason = choice.get("finish_reason") or finish_reason
+                    if content or reasoning:
+                        num_tokens += 1  # about one in each chunk, until the usage tells
+                        more, text = parser.feed(content)
+                        yield Piece(text, reasoning + more, num_tokens, None)
+                num_tokens = (chunk.get("usage") or {}).get("completion_tokens", num_tokens)
+        if finish_reason is None:
+            raise OSError(f"{self.url}: the connection ended before the answer did")
+        reasoning, text = parser.feed("", is_last=True)
+        yield Piece(text, reasoning, num_tokens, finish_reason)
+
+    def _chunks(self, response: Any) -> Generator[dict, None, None]:
+        """The JSON objects of server-sent events. OSError for one that reports an error, and if the connection ends."""
+        try:
+            for line in response:
+                data = line.removeprefix(b"data:").strip()
+                if line.startswith(b"data:") and data != b"[DONE]":
+                    chunk = json.loads(data)
+                    if "error" in chunk:
+                        raise OSError(f"{self.url}: {_message(data)}")
+                    yield chunk
+        except HTTPException as error:
+            raise OSError(f"{self.url}: {error!r}") from None
+
+
+def _message(content: bytes) -> str:
+    """What a server says about an error: the message in its JSON, or the text itself."""
+    try:
+        error = json.loads(content)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, LookupError, TypeError):
+        return content.decode(errors="replace")[:500].strip()
