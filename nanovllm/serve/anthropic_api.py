@@ -6,7 +6,7 @@ Content of other types than those of `Block`, such as images, is refused by name
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
 from pydantic import BeforeValidator, Field
@@ -17,12 +17,10 @@ from nanovllm.engine.outputs import RequestOutput
 from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve import chat
 from nanovllm.serve.answers import dump_json, server_sent_event
-from nanovllm.serve.errors import MESSAGES_PATH, ApiError
+from nanovllm.serve.errors import MESSAGES_PATH, ApiError, require
 from nanovllm.serve.http_responses import json_response
+from nanovllm.serve.openai_api import Api
 from nanovllm.serve.protocol import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Body, ChatBody, Item, String, translated
-
-if TYPE_CHECKING:
-    from nanovllm.serve.openai_api import Api
 
 BILLING_HEADER = "x-anthropic-billing-header"  # Claude Code's first system block: a hash that no two requests share
 SAME_FIELDS = {"model", "stream", "max_tokens", "temperature", "top_p", "top_k"}
@@ -114,9 +112,8 @@ class MessagesBody(CountTokensBody):
 
 def chat_body(body: CountTokensBody) -> ChatBody:
     """The same request to a chat."""
-    if body.thread:  # clients know this code, and send the whole conversation from then on
-        message = "thread: this server stores no conversations; send the whole one"
-        raise ApiError(400, message, "thread", "thread_unsupported_request")
+    problem = "thread: this server stores no conversations; send the whole one"
+    require(not body.thread, problem, "thread_unsupported_request")  # clients know this code, and do so from then on
     messages = [message for given in body.messages for message in _chat_messages(given)]
     if system := _system_text(body.system or []):
         messages.insert(0, {"role": "system", "content": system})
@@ -264,7 +261,7 @@ def _stop(choice: dict[str, Any]) -> dict[str, Any]:
     return {"stop_reason": STOP_REASONS.get(reason, "end_turn"), "stop_sequence": None}
 
 
-def add_messages_routes(app: FastAPI, api: "Api") -> None:
+def add_messages_routes(app: FastAPI, api: Api) -> None:
     @app.post(MESSAGES_PATH)
     async def messages(body: MessagesBody, request: Request) -> Response:
         return await api.converse(await asyncio.to_thread(chat_body, body), request, MessagesAnswer)

@@ -9,7 +9,7 @@ from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve.answers import Answer, logprob_value
 from nanovllm.serve.async_request import AsyncRequest
-from nanovllm.serve.errors import ApiError
+from nanovllm.serve.errors import ApiError, require
 from nanovllm.serve.protocol import ChatBody, ChatFields, Message, NamedToolChoice
 from nanovllm.serve.reasoning import ReasoningParser, begins_inside
 from nanovllm.serve.tool_parsers import PARSERS, JsonListParser, NamedParser, ToolCall, ToolParser, parsed
@@ -28,9 +28,8 @@ def template_arguments(body: ChatFields, template: str | None = None, is_trustin
     template: the server's own. is_trusting: it renders those of its clients too, which are programs.
     """
     own = body.chat_template_kwargs or {}
-    if body.chat_template not in (None, template) and not is_trusting:
-        message = "chat_template: is a program, which this server accepts only with --trust-request-chat-template"
-        raise ApiError(400, message, "chat_template")
+    problem = "chat_template: is a program, which this server accepts only with --trust-request-chat-template"
+    require(is_trusting or body.chat_template in (None, template), problem)
     if reserved := own.keys() & {"chat_template", "tokenize", "tools", "messages", "conversation", "return_dict"}:
         raise ApiError(400, f"chat_template_kwargs: {min(reserved)!r} is not allowed here", "chat_template_kwargs")
     offers_tools = body.tools and getattr(body, "tool_choice", None) != "none"
@@ -204,11 +203,10 @@ def _text(content: str | list[dict[str, Any]] | None) -> str:
 
 def _plain_call(call: dict[str, Any], path: str) -> dict[str, Any]:
     function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ApiError(400, f"{path}: a call must have a function with a name", "messages")
+    has_name = isinstance(function, dict) and isinstance(function.get("name"), str)
+    require(has_name, f"{path}: a call must have a function with a name")
     arguments = function.get("arguments", "{}")
     if isinstance(arguments, str):
         arguments = parsed(arguments or "{}")
-    if not isinstance(arguments, dict):
-        raise ApiError(400, f"{path}: the arguments must be a JSON object", "messages")
+    require(isinstance(arguments, dict), f"{path}: the arguments must be a JSON object")
     return call | {"function": function | {"arguments": arguments}}

@@ -8,13 +8,14 @@ import logging
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
 from nanovllm.serve.engine_client import EngineDeadError, QueueFullError
 
 logger = logging.getLogger("nanovllm")
+T = TypeVar("T")
 MAX_MESSAGE = 500  # characters; a message may quote what a client has sent
 MAX_LEVELS = 100  # of lists and objects within each other; the templates and the grammars fail beyond
 RETRY_SECONDS = 1  # for clients that are refused because the queue is full
@@ -50,6 +51,13 @@ class ApiError(Exception):
             details = {} if self.code is None else {"details": {"error_code": self.code}}
             return {"type": "error", "error": error | details}
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def require(value: T | Literal[False] | None, problem: str, code: str | None = None) -> T:
+    """`value` if it is true; else an ApiError with 400. `problem` begins with the name of the field that has it."""
+    if not value:
+        raise ApiError(400, problem, re.split(r"\W", problem)[0], code)
+    return value
 
 
 class ClientGoneError(Exception):

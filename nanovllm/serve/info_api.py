@@ -1,7 +1,7 @@
 """Routes that tell about the server: its models, health, version, load and metrics."""
 
 from time import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.responses import Response
@@ -9,12 +9,10 @@ from starlette.responses import Response
 from nanovllm import __version__
 from nanovllm.serve.http_responses import json_response
 from nanovllm.serve.metrics import Metrics
-
-if TYPE_CHECKING:
-    from nanovllm.serve.openai_api import Api
+from nanovllm.serve.openai_api import Api
 
 
-def add_info_routes(app: FastAPI, api: "Api") -> None:
+def add_info_routes(app: FastAPI, api: Api) -> None:
     llm, metrics, started = api.llm, Metrics(api.llm, api.model_names[0]), int(time())
 
     def entry(name: str) -> dict[str, Any]:

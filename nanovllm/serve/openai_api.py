@@ -16,7 +16,7 @@ from nanovllm.serve.answers import Answer
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.completions import CompletionAnswer, Echo
 from nanovllm.serve.engine_client import EngineClient
-from nanovllm.serve.errors import ApiError, RequestTimeoutError, about, api_error, too_deep
+from nanovllm.serve.errors import ApiError, RequestTimeoutError, about, api_error, require, too_deep
 from nanovllm.serve.http_responses import EventStream, json_response
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.structured import structured_outputs, with_own_field
@@ -57,11 +57,10 @@ class Api:
 
     async def completions(self, body: protocol.CompletionBody, request: Request) -> Response:
         def prepare() -> Prepared:
-            if body.best_of not in (None, body.n or 1):
-                raise ApiError(400, f"best_of={body.best_of}: must be {body.n or 1}, as `n`", "best_of")
-            if body.echo and body.stream and body.logprobs is not None:
-                raise ApiError(400, "echo: can't be streamed together with logprobs", "echo")
-            special = {"prompt_logprobs": body.logprobs} if body.echo and body.prompt_logprobs is None else {}
+            require(body.best_of in (None, body.n or 1), f"best_of={body.best_of}: must be {body.n or 1}, as `n`")
+            has_echoed_logprobs = body.echo and body.logprobs is not None
+            require(not (has_echoed_logprobs and body.stream), "echo: can't be streamed together with logprobs")
+            special = {"prompt_logprobs": body.logprobs} if has_echoed_logprobs and body.prompt_logprobs is None else {}
             if body.max_tokens is None:
                 special["max_tokens"] = COMPLETION_TOKENS
             elif body.max_tokens == 0 and body.echo:
@@ -82,8 +81,7 @@ class Api:
         """Answer a conversation. form: makes the answer, from the arguments of ChatAnswer."""
 
         def prepare() -> Prepared:
-            if body.top_logprobs and not body.logprobs:
-                raise ApiError(400, "top_logprobs: needs logprobs=true", "top_logprobs")
+            require(body.logprobs or not body.top_logprobs, "top_logprobs: needs logprobs=true")
             max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
             logprobs = (body.top_logprobs or 0) if body.logprobs else None
             special = {"max_tokens": max_tokens, "logprobs": logprobs}
@@ -130,19 +128,16 @@ class Api:
     async def _submit(self, body: protocol.GenerationBody, prepared: Prepared, requests: list[AsyncRequest]) -> None:
         """Queue a request for each prompt, and add it to `requests`."""
         self.model_name(body.model)
-        if body.stream_options is not None and not body.stream:
-            raise ApiError(400, "stream_options: needs stream=true", "stream_options")
-        if body.stream and body.prompt_logprobs:
-            raise ApiError(400, "prompt_logprobs: can't be streamed", "prompt_logprobs")
-        prompts, params, template_arguments = prepared
-        if not prompts:
-            raise ApiError(400, "prompt: there must be at least one", "prompt")
-        if len(prompts) * params.n > (bound := self.settings.max_answers):
-            raise ApiError(400, f"n={params.n}: times {len(prompts)} prompts is more than {bound} answers", "n")
-        if body.use_beam_search and self.llm.engine is None:
-            raise ApiError(400, "use_beam_search: is not supported with several replicas or fronts", "use_beam_search")
-        bound = self.llm.input_processor.max_model_len
-        own_params = protocol.beam_search_params(body, params, bound) if body.use_beam_search else params
+        require(body.stream or body.stream_options is None, "stream_options: needs stream=true")
+        require(not (body.stream and body.prompt_logprobs), "prompt_logprobs: can't be streamed")
+        (prompts, params, template_arguments), most = prepared, self.settings.max_answers
+        require(prompts, "prompt: there must be at least one")
+        problem = f"n={params.n}: times {len(prompts)} prompts is more than {most} answers"
+        require(len(prompts) * params.n <= most, problem)
+        own_params: Any = params
+        if body.use_beam_search:
+            require(self.llm.engine, "use_beam_search: is not supported with several replicas or fronts")
+            own_params = protocol.beam_search_params(body, params, self.llm.input_processor.max_model_len)
         for prompt in prompts:
             if body.add_special_tokens is not None or body.truncate_prompt_tokens is not None:
                 prompt = partial(tokenized, body, prompt, template_arguments, params.max_tokens)

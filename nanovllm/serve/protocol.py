@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from nanovllm.features.logit_edits import MAX_BAD_WORDS
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
-from nanovllm.serve.errors import ApiError, body_error
+from nanovllm.serve.errors import body_error, require
 
 logger = logging.getLogger("nanovllm")
 
@@ -296,7 +296,7 @@ def beam_search_params(body: GenerationBody, params: SamplingParams, max_model_l
     """A search for `n` beams. ApiError for a request that also wants what a search does not have."""
     others = {name: getattr(params, name) for name in ("logprobs", "prompt_logprobs", "structured_outputs")}
     others |= {"stream": body.stream or None, "stop": params.stop or None, "cache_salt": body.cache_salt}
-    if name := next((name for name, value in others.items() if value is not None), None):
-        raise ApiError(400, f"use_beam_search: can't be combined with {name}", "use_beam_search")
+    for name, value in others.items():
+        require(value is None, f"use_beam_search: can't be combined with {name}")
     penalty = 1.0 if body.length_penalty is None else body.length_penalty
     return BeamSearchParams(params.n, params.max_tokens or max_model_len, penalty, params.ignore_eos)

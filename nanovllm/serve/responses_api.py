@@ -3,20 +3,18 @@
 import asyncio
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from fastapi import FastAPI, Request
 from pydantic import Field
 from starlette.responses import Response
 
 from nanovllm.serve.answers import dump_json
-from nanovllm.serve.errors import ApiError
+from nanovllm.serve.errors import ApiError, require
 from nanovllm.serve.http_responses import json_response
+from nanovllm.serve.openai_api import Api
 from nanovllm.serve.protocol import MAX_LOGPROBS, ChatBody, Dicts, GenerationBody, Strings, ToolDicts, only, translated
 from nanovllm.serve.responses_answer import ResponsesAnswer
-
-if TYPE_CHECKING:
-    from nanovllm.serve.openai_api import Api
 
 MAX_STORED = 1000  # responses
 MAX_STORED_BYTES = 64 * 2**20  # of their JSON, and of the conversations before them
@@ -88,7 +86,7 @@ class ResponseStore:
         self._num_bytes -= sum(map(len, self._entries.pop(name)))
 
 
-def add_responses_routes(app: FastAPI, api: "Api") -> None:
+def add_responses_routes(app: FastAPI, api: Api) -> None:
     store = ResponseStore()
 
     @app.post("/v1/responses")
@@ -128,9 +126,8 @@ def _translate(body: ResponsesBody, previous: tuple[bytes, bytes] | None) -> tup
     if previous is not None:
         items = json.loads(previous[1]) + json.loads(previous[0])["output"] + items
     dumped = dump_json(items)
-    if previous is not None and len(dumped) > MAX_CONVERSATION_BYTES:
-        message = f"previous_response_id: the conversation has more than {MAX_CONVERSATION_BYTES} bytes"
-        raise ApiError(400, message, "previous_response_id")
+    problem = f"previous_response_id: the conversation has more than {MAX_CONVERSATION_BYTES} bytes"
+    require(previous is None or len(dumped) <= MAX_CONVERSATION_BYTES, problem)
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     last = items[-1] if items else {}
     is_cut = last.get("role") == "assistant" and last.get("status") in ("in_progress", "incomplete")
@@ -184,8 +181,8 @@ def _text(content: Any, index: int) -> str:
     """The text of a string, or of parts that have text."""
     parts = content if isinstance(content, list) else [] if content is None else [{"text": content}]
     texts: list[Any] = [part.get("text", part.get("refusal")) if isinstance(part, dict) else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise ApiError(400, f"input[{index}]: the content must be text, or parts that are text", "input")
+    is_text = all(isinstance(text, str) for text in texts)
+    require(is_text, f"input[{index}]: the content must be text, or parts that are text")
     return "".join(texts)
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nanovllm.serve.errors import ApiError
+from nanovllm.serve.errors import ApiError, require
 from nanovllm.serve.protocol import ChatBody, GenerationBody, NamedToolChoice, Tool
 
 
@@ -41,26 +41,21 @@ def _of_response_format(body: GenerationBody) -> dict[str, Any] | None:
         return None
     if wanted.type == "json_object":
         return {"json_object": True}
-    if wanted.json_schema is None:
-        raise ApiError(400, "response_format: the type 'json_schema' needs a json_schema", "response_format")
-    return {"json": wanted.json_schema.schema_}
+    schema = require(wanted.json_schema, "response_format: the type 'json_schema' needs a json_schema")
+    return {"json": schema.schema_}
 
 
 def _of_tool_choice(body: ChatBody) -> dict[str, Any] | None:
     """A list of calls for "required", the arguments for a function that is named; see JsonListParser, NamedParser."""
-    tools = body.tools or []
     if body.tool_choice in (None, "none"):
         return None
-    if not tools:
-        raise ApiError(400, "tool_choice: there are no tools", "tool_choice")
+    tools = require(body.tools, "tool_choice: there are no tools")
     if body.tool_choice == "auto":
         return None
     if isinstance(body.tool_choice, NamedToolChoice):
         name = body.tool_choice.function.name
         chosen = next((tool for tool in tools if tool.function.name == name), None)
-        if chosen is None:
-            raise ApiError(400, f"tool_choice: there is no tool {name!r:.80}", "tool_choice")
-        return {"json": _parameters(chosen)}
+        return {"json": _parameters(require(chosen, f"tool_choice: there is no tool {name!r:.80}"))}
     items = {"anyOf": [_call_schema(tool, f"https://tool.invalid/{i}") for i, tool in enumerate(tools)]}
     calls = {"type": "array", "minItems": 1, "items": items}
     if body.parallel_tool_calls is False:
