@@ -21,7 +21,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.serve import EngineDeadError, QueueFullError
 from nanovllm.serve.fronts.channel import Channel, FromEngine, FromFront, decode_from_engine, decode_from_front
 from nanovllm.serve.fronts.engine_process import Session
-from nanovllm.serve.fronts.front import FrontClient
+from nanovllm.serve.fronts.front import FrontClient, FrontPlan
+from nanovllm.serve.settings import ServerSettings
 
 MODEL = "tiny-qwen3"
 ENGINE = dict(dtype="float32", device="cpu", kvcache_block_size=16, num_kvcache_blocks=256, max_num_seqs=8)
@@ -52,7 +53,8 @@ class Setup:
     def front(self, index: int = 0, max_queued: int = 8) -> FrontClient:
         own, other = map(Channel, socket.socketpair())
         session = Session(self.llm, own, lambda: self.failures.append(index))
-        client = FrontClient(MODEL, ENGINE, max_queued, other, index, self.num_live)
+        plan = FrontPlan(MODEL, ServerSettings(), ENGINE, max_queued, self.num_live, None)
+        client = FrontClient(plan, index, other)
         client.session = session
         return client
 

@@ -202,7 +202,7 @@ def _text(content: str | list[dict[str, Any]] | None) -> str:
 
 
 def _plain_call(call: dict[str, Any], path: str) -> dict[str, Any]:
-    function = call.get("function")
+    function: Any = call.get("function")
     has_name = isinstance(function, dict) and isinstance(function.get("name"), str)
     require(has_name, f"{path}: a call must have a function with a name")
     arguments = function.get("arguments", "{}")

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
-from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
+from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.outputs import OutputKind, RequestOutput
 from nanovllm.engine.request import CompletionRequest, Prompt, TokensPrompt
@@ -53,7 +53,6 @@ class EngineClient(ABC):
         self.on_failure: list[Callable[[BaseException], None]] = []  # called, by any thread, when the engine has failed
         # called by the event loop's thread when a request has ended
         self.on_end: list[Callable[[AsyncRequest], None]] = []
-        self.token_bytes = TokenBytes(processor.tokenizer, skip_special_tokens=False)
         self._loop: asyncio.AbstractEventLoop | None = None  # of the tasks that wait
         self._live: dict[int, AsyncRequest] = {}  # by the engine's id; for the event loop's thread only
         self._names: dict[str, AsyncRequest | None] = {}  # by the caller's id; None while the prompt is tokenized
@@ -233,7 +232,7 @@ class EngineClient(ABC):
         def decode() -> str:
             for token_id in token_ids:
                 check_int("tokens: token id", token_id, low=0, high=vocab_size - 1)
-            return Detokenizer(token_ids, 0, self.token_bytes).decode(is_last=True)
+            return Detokenizer(token_ids, 0, self.input_processor.all_token_bytes).decode(is_last=True)
 
         return await self._in_thread(self._pool, decode)
 

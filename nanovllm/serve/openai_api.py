@@ -91,7 +91,7 @@ class Api:
         async def make_answer(requests: Sequence[AsyncRequest]) -> Answer:
             make_parser = chat.make_tool_parser(body, self.tool_call_parser)
             finds_reasoning = self.settings.reasoning_parser == "think"
-            name, token_bytes = self.model_name(body.model), self.llm.token_bytes
+            name, token_bytes = self.model_name(body.model), self.llm.input_processor.all_token_bytes
             return form(body, name, requests, make_parser, finds_reasoning, token_bytes)
 
         return await self._respond(body, request, prepare, make_answer)

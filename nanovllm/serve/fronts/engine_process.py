@@ -12,11 +12,12 @@ from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
+from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
 from nanovllm.llm import LLM
 from nanovllm.serve.fronts.channel import Channel, FromEngine, decode_from_front
-from nanovllm.serve.fronts.front import run_front
+from nanovllm.serve.fronts.front import FrontPlan, run_front
 from nanovllm.serve.replicas.replica import Replica
 from nanovllm.serve.server import announce, listening_socket
 from nanovllm.serve.settings import ServerSettings
@@ -66,30 +67,20 @@ class Session(Replica):
 class Fronts:
     """The fronts of an engine. One that ends is started again; its requests are dropped, and the others go on."""
 
-    def __init__(
-        self, num_fronts: int, engine: LLM, settings: ServerSettings, listener: socket.socket, *arguments: Any
-    ):
-        """listener: holds the address; the fronts share it if it is a Unix domain socket. `arguments` are the model,
-        the engine's settings and `max_queued` of `run_front`.
-        """
-        self.engine, self._context = engine, get_context("spawn")
-        self._num_live = self._context.Array("q", num_fronts, lock=False)
-        model, *rest = arguments
-        bound = max(1, settings.max_connections // num_fronts)
-        self._arguments = (model, replace(settings, max_connections=bound), *rest)
-        self._listener = listener if settings.uds else None
+    def __init__(self, engine: LLM, plan: FrontPlan):
+        self.engine, self._plan, self._context = engine, plan, get_context("spawn")
         self._processes: list[SpawnProcess] = []
         self.is_ending = self.has_failed = False
 
     def start(self) -> None:
         """Start all, side by side. RuntimeError if one of them does not start."""
-        for begun in [self._begin(index) for index in range(len(self._num_live))]:
+        for begun in [self._begin(index) for index in range(len(self._plan.num_live))]:
             self._connect(*begun)
 
     def _begin(self, index: int) -> tuple[int, SpawnProcess, Channel]:
         own_end, other_end = socket.socketpair()
-        self._num_live[index] = 0
-        arguments = *self._arguments, other_end, index, self._num_live, self._listener
+        self._plan.num_live[index] = 0
+        arguments = self._plan, index, other_end
         process = self._context.Process(target=run_front, args=arguments, name=f"nanovllm-front-{index}")
         process.start()
         self._processes.append(process)
@@ -138,12 +129,14 @@ def serve_by_fronts(
     # the address is reserved before the model is loaded, and the folder has the metrics that the fronts add up
     with listening_socket(settings, is_shared=True) as listener, tempfile.TemporaryDirectory() as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+        own = replace(settings, max_connections=max(1, settings.max_connections // num_fronts))
         if settings.uds is None:
-            settings = replace(settings, port=listener.getsockname()[1])
+            own = replace(own, port=listener.getsockname()[1])
         engine = LLM(model, **engine_settings)
         gc.collect()
         gc.freeze()  # as in `run_server`
-        fronts = Fronts(num_fronts, engine, settings, listener, model, engine_settings, max_queued)
+        num_live, shared = RawArray("q", num_fronts), listener if settings.uds else None
+        fronts = Fronts(engine, FrontPlan(model, own, engine_settings, max_queued, num_live, shared))
         handlers = {number: signal.signal(number, fronts.end) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             fronts.start()

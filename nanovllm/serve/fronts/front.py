@@ -7,7 +7,7 @@ import sys
 import threading
 from collections import deque
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.outputs import CompletionOutput
@@ -24,6 +24,22 @@ from nanovllm.serve.server import listening_socket, run_server
 from nanovllm.serve.settings import ServerSettings
 
 IDS_PER_FRONT = 2**40  # ids of requests are unique among all fronts of an engine
+
+
+class FrontPlan(NamedTuple):
+    """What all fronts of an engine need to know.
+
+    num_live: in shared memory, the number of answers of each front: the bound holds for their sum, but for what several
+        fronts accept in the same instant.
+    listener: None is one of its own for each front, at the address of `settings`.
+    """
+
+    model: str
+    settings: ServerSettings
+    engine_settings: dict[str, Any]
+    max_queued: int
+    num_live: Any
+    listener: socket.socket | None
 
 
 class FrontRequest(ReplicaRequest):
@@ -66,21 +82,10 @@ class FrontRequest(ReplicaRequest):
 class FrontClient(EngineClient):
     """The engine as a front reaches it. What is sent within one turn of the event loop is one message."""
 
-    def __init__(
-        self,
-        model: str,
-        settings: dict[str, Any],
-        max_queued: int,
-        channel: Channel,
-        index: int,
-        num_live_of_fronts: Any,
-    ):
-        """num_live_of_fronts: in shared memory, the number of answers of each front: the bound holds for their sum, but
-        for what several fronts accept in the same instant.
-        """
-        processor = make_processor(model, settings, index * IDS_PER_FRONT)
-        super().__init__(processor, processor.config.max_num_seqs + max_queued)
-        self._channel, self._index, self._num_live_of_fronts = channel, index, num_live_of_fronts
+    def __init__(self, plan: FrontPlan, index: int, channel: Channel):
+        processor = make_processor(plan.model, plan.engine_settings, index * IDS_PER_FRONT)
+        super().__init__(processor, processor.config.max_num_seqs + plan.max_queued)
+        self._channel, self._index, self._num_live_of_fronts = channel, index, plan.num_live
         self._to_send: FromFront | None = None
         self._stats: deque[asyncio.Future[dict[str, Any]]] = deque()  # that were asked for
 
@@ -174,24 +179,15 @@ class FrontClient(EngineClient):
         self._close_pools()
 
 
-def run_front(
-    model: str,
-    settings: ServerSettings,
-    engine_settings: dict[str, Any],
-    max_queued: int,
-    channel: socket.socket,
-    index: int,
-    num_live_of_fronts: Any,
-    listener: socket.socket | None,
-) -> None:
-    """The whole life of a front's process. listener: None is one of its own, at the address of `settings`."""
+def run_front(plan: FrontPlan, index: int, channel: socket.socket) -> None:
+    """The whole life of a front's process."""
     os.setpgid(0, 0)  # Ctrl-C reaches the engine's process alone, which lets the fronts drain
     show_log()
     sys.setswitchinterval(SWITCH_INTERVAL)
-    llm = FrontClient(model, engine_settings, max_queued, Channel(channel), index, num_live_of_fronts)
-    with listener or listening_socket(settings, is_shared=True) as own_listener:
+    llm = FrontClient(plan, index, Channel(channel))
+    with plan.listener or listening_socket(plan.settings, is_shared=True) as listener:
         try:
-            status = run_server(llm, settings, model, own_listener, llm.tell_ready)
+            status = run_server(llm, plan.settings, plan.model, listener, llm.tell_ready)
         finally:
             llm.exit()
     sys.exit(status)
