@@ -9,26 +9,21 @@ from nanovllm.compat.settings import ALIASES, VLLM_SETTINGS, check_accepted
 
 SHORT = {"-tp": "tensor-parallel-size", "-dp": "data-parallel-size", "-pp": "pipeline-parallel-size"}
 SHORT |= {"-q": "quantization", "-ep": "enable-expert-parallel", "-O": "optimization-level"}
-# A flag of vLLM's server is accepted if its value would change nothing here: (values and types of values, flags)
-GROUPS: tuple[tuple[tuple, str], ...] = (
-    (
-        (bool,),  # what is printed, or what this server does in any case
-        "disable_fastapi_docs disable_frontend_multiprocessing disable_uvicorn_access_log enable_auto_tool_choice "
-        "enable_log_deltas enable_log_outputs enable_prompt_tokens_details enable_reasoning "
-        "enable_server_load_tracking exclude_tools_when_tool_choice_none log_error_stack",
-    ),
-    (
-        (False,),
-        "allow_credentials enable_offline_docs enable_per_request_metrics enable_request_id_headers enable_ssl_refresh "
-        "enable_tokenizer_info_endpoint headless tokens_only",
-    ),
-    ((Real,), "h11_max_header_count h11_max_incomplete_event_size max_log_len"),
-    ((str,), "disable_access_log_for_endpoints fingerprint_mode guided_decoding_backend uvicorn_log_level"),
-    (("auto", "string"), "chat_template_content_format"),
-    (("assistant",), "response_role"),
-    ((["*"],), "allowed_headers allowed_methods"),
-)
-SERVER_FLAGS = {name: accepted for accepted, names in GROUPS for name in names.split()}
+# flags of vLLM's server whose value may be one of these, or of one of these types, as it would change nothing here
+ACCEPTED: dict[str, tuple] = {
+    # what is printed, or what this server does in any case
+    "disable_fastapi_docs disable_frontend_multiprocessing disable_uvicorn_access_log enable_auto_tool_choice": (bool,),
+    "enable_log_deltas enable_log_outputs enable_prompt_tokens_details enable_reasoning": (bool,),
+    "enable_server_load_tracking exclude_tools_when_tool_choice_none log_error_stack": (bool,),
+    "allow_credentials enable_offline_docs enable_per_request_metrics enable_request_id_headers": (False,),
+    "enable_ssl_refresh enable_tokenizer_info_endpoint headless tokens_only": (False,),
+    "h11_max_header_count h11_max_incomplete_event_size max_log_len": (Real,),
+    "disable_access_log_for_endpoints fingerprint_mode guided_decoding_backend uvicorn_log_level": (str,),
+    "chat_template_content_format": ("auto", "string"),
+    "response_role": ("assistant",),
+    "allowed_headers allowed_methods": (["*"],),
+}
+SERVER_FLAGS = {name: accepted for names, accepted in ACCEPTED.items() for name in names.split()}
 
 
 def translate_flags(arguments: Iterable[str], known: Container[str]) -> tuple[list[str], dict[str, Any]]:

@@ -9,9 +9,9 @@ from collections import deque
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
-from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.outputs import CompletionOutput
 from nanovllm.engine.request import CompletionRequest
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.cli import SWITCH_INTERVAL, show_log
@@ -56,27 +56,25 @@ class FrontRequest(ReplicaRequest):
 
     def add_delta(self, delta: StreamEvent) -> None:
         if self._makes_text:
-            detokenizer, num_hidden = self._detokenizer(delta.output_index, delta)
-            text = detokenizer.take_text(num_hidden, delta.finish_reason is not None)
+            seq, is_last = self._extended(delta.output_index, delta), delta.finish_reason is not None
+            text = self.request.detokenizer(seq).take_text(self.request.num_hidden(seq), is_last)
             ids = delta.index, delta.output_index, delta.request_id
             delta = StreamEvent(*ids, text, delta.token_ids, delta.finish_reason, delta.stop_reason, None)
         super().add_delta(delta)
 
     def end(self, final: Final) -> None:
-        if self._makes_text:
-            final = final._replace(answers=[self._with_text(answer) for answer in final.answers])
+        if self._makes_text and final.answers:
+            for answer in final.answers:
+                self._extended(answer.index, answer)
+            final = final._replace(answers=self.request.output().outputs)
         super().end(final)
 
-    def _with_text(self, answer: CompletionOutput) -> CompletionOutput:
-        detokenizer, num_hidden = self._detokenizer(answer.index, answer)
-        return replace(answer, text=detokenizer.take_text(num_hidden, is_last=True))
-
-    def _detokenizer(self, index: int, new: StreamEvent | CompletionOutput) -> tuple[Detokenizer, int]:
-        """That of an answer with the new tokens, and how many at its end are not part of the text."""
+    def _extended(self, index: int, new: StreamEvent | CompletionOutput) -> Sequence:
+        """The sequence of an answer, with the new tokens."""
         seq = self.request.group[index]
         seq.token_ids += new.token_ids
         seq.finish_reason, seq.stop_reason = new.finish_reason, new.stop_reason
-        return self.request.detokenizer(seq), self.request.num_hidden(seq)
+        return seq
 
 
 class FrontClient(EngineClient):
