@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("pydantic")
 
 from nanovllm.engine.stream_event import StreamEvent
-from nanovllm.serve.answers import dump_json
+from nanovllm.serve.answers import dump_json, encoded
 from nanovllm.serve.chat import ChatAnswer, make_tool_parser
 from nanovllm.serve.protocol import ChatBody
 from nanovllm.serve.reasoning import ReasoningParser
@@ -97,11 +97,12 @@ def test_format_from_the_chat_template():
     assert parser_for("{{ messages }}") == parser_for(None) == "none"
 
 
-def test_json_in_pieces():
-    content = {"a\u00e9": [1.5, None, {"x": [True, {}], "\ud800": [[], '"b\n']}], "c": {}, "d": []}
-    for num_levels in range(6):
-        assert dump_json(content, num_levels) == dump_json(content)
-    assert json.loads(dump_json(content))["a\u00e9"][0] == 1.5
+@pytest.mark.parametrize("text", ["b", "\ud800"])
+def test_json_of_parts_that_are_encoded(text):
+    content = {"a\u00e9": [1.5, None, {"x": [True, {}], text: [[], f'"{text}\n']}], text: {}, "d": [10**30]}
+    expected = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    assert dump_json(content) == expected
+    assert dump_json({name: encoded(value) for name, value in content.items()}) == expected
 
 
 def test_chat_chunks():

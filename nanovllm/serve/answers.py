@@ -9,6 +9,8 @@ from time import time
 from typing import Any
 from uuid import uuid4
 
+import msgspec
+
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve.async_request import AsyncRequest
@@ -19,43 +21,38 @@ MIN_LOGPROB = -9999.0  # JSON has no infinity
 MANY_LOGPROBS = 32  # tokens of an event: those of several steps, for a client that reads slowly
 MARK = uuid4().hex  # takes the place of a text; no client can know it
 DONE = b"data: [DONE]\n\n"
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_encode = msgspec.json.Encoder().encode
 
 
-def dump_json(content: Any, num_levels: int = 0) -> bytes:
-    """JSON as bytes. Half of a surrogate pair, which only a client can have sent, becomes a question mark.
-
-    num_levels: the items of so many outer levels are encoded one by one. Other threads can run in between.
-    """
-    text = _encode_in_pieces(content, num_levels) if num_levels else _encode(content)
-    return text.encode("utf-8", "replace")
-
-
-def _encode_in_pieces(content: Any, num_levels: int) -> str:
-    if num_levels and isinstance(content, dict):
-        entries = [f"{_encode(name)}:{_encode_in_pieces(value, num_levels - 1)}" for name, value in content.items()]
-        return f"{{{','.join(entries)}}}"
-    if num_levels and isinstance(content, list):
-        return f"[{','.join([_encode_in_pieces(item, num_levels - 1) for item in content])}]"
-    return _encode(content)
+def dump_json(content: Any) -> bytes:
+    """JSON as bytes. Half of a surrogate pair, which only a client can have sent, becomes a question mark."""
+    try:
+        return _encode(content)
+    except UnicodeEncodeError:
+        text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), default=msgspec.json.decode)
+        return text.encode("utf-8", "replace")
 
 
-def server_sent_event(content: Any, name: str | None = None, num_levels: int = 0) -> bytes:
+def encoded(content: Any) -> msgspec.Raw:
+    """Content that is JSON already, as a part of other content."""
+    return msgspec.Raw(dump_json(content))
+
+
+def server_sent_event(content: Any, name: str | None = None) -> bytes:
     head = b"" if name is None else f"event: {name}\n".encode()
-    return head + b"data: " + dump_json(content, num_levels) + b"\n\n"
+    return head + b"data: " + dump_json(content) + b"\n\n"
 
 
 class Answer:
     """The answer to one request of a client, complete or as chunks, for one prompt or several.
 
-    Log-probabilities of many tokens take long to encode: of a whole answer, a thread does that in pieces, so that no
-    other client waits.
+    Log-probabilities of many tokens take long to encode: of a whole answer, a thread does that, token by token, so that
+    no other client waits.
     """
 
     id_prefix: str
     object_name: str
     chunk_name: str
-    max_levels = 5  # from an answer down to the log-probabilities of a token
 
     def __init__(self, body: GenerationBody, model: str, requests: Sequence[AsyncRequest]):
         self.body, self.requests = body, requests
@@ -63,7 +60,6 @@ class Answer:
         options = body.stream_options or StreamOptions()
         self._has_usage = bool(options.include_usage)
         self._has_usage_everywhere = self._has_usage and bool(options.continuous_usage_stats)
-        self._num_levels = self.max_levels if self._has_logprobs else 0
         self.id = f"{self.id_prefix}{body.request_id or uuid4().hex}"
         self._head = {"id": self.id, "created": int(time()), "model": model}
         self._frames: dict[tuple[int, int], tuple[bytes, bytes]] = {}  # by the same as the next
@@ -78,7 +74,7 @@ class Answer:
         choices = [self.choice(i, output, answer) for i, output in enumerate(outputs) for answer in output.outputs]
         usage = self._usage(sum(len(answer.token_ids) for output in outputs for answer in output.outputs))
         content = {"object": self.object_name, **self._head, "choices": choices, "usage": usage, **self.extras(outputs)}
-        return dump_json(content, self._num_levels)
+        return dump_json(content)
 
     def begin(self) -> bytes:
         """The server-sent events before the answer."""
@@ -156,7 +152,7 @@ class Answer:
         logprobs = None
         if self.body.prompt_logprobs is not None:
             logprobs = [
-                {str(i): x._asdict() | {"logprob": logprob_value(x)} for i, x in found.items()} if found else None
+                encoded({i: x._asdict() | {"logprob": logprob_value(x)} for i, x in found.items()}) if found else None
                 for found in output.prompt_logprobs or ()
             ]
         token_ids = output.prompt_token_ids if self.body.return_token_ids else None

@@ -7,7 +7,7 @@ from uuid import uuid4
 from nanovllm.engine import prompts
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.engine.stream_event import StreamEvent
-from nanovllm.serve.answers import Answer, logprob_value
+from nanovllm.serve.answers import Answer, encoded, logprob_value
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.errors import ApiError, require
 from nanovllm.serve.protocol import ChatBody, ChatFields, Message, NamedToolChoice
@@ -169,7 +169,7 @@ class ChatAnswer(Answer):
         for token_id, found in zip(token_ids, logprobs):
             entries = {i: self._logprob_entry(i, x) for i, x in found.items()}
             most_likely = sorted(found, key=lambda i: found[i].rank)[:num_top]
-            content.append(entries[token_id] | {"top_logprobs": [entries[i] for i in most_likely]})
+            content.append(encoded(entries[token_id] | {"top_logprobs": [entries[i] for i in most_likely]}))
         return {"content": content, "refusal": None}
 
     def _logprob_entry(self, token_id: int, found: Logprob) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.engine.stream_event import StreamEvent
-from nanovllm.serve.answers import Answer, logprob_value
+from nanovllm.serve.answers import Answer, encoded, logprob_value
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.protocol import CompletionBody
 
@@ -87,7 +87,7 @@ class CompletionAnswer(Answer):
             result["token_logprobs"].append(logprob_value(found[token_id]) if found else None)
             items = found.items() if found else ()
             top = {self.token_text(i, x.decoded_token) or f"token_id:{i}": logprob_value(x) for i, x in items}
-            result["top_logprobs"].append(top or None)
+            result["top_logprobs"].append(encoded(top) if top else None)
             result["text_offset"].append(offset)
             offset += len(token)
         return result

@@ -35,7 +35,6 @@ PARTS: dict[str, dict[str, Any]] = {
 
 class ResponsesAnswer(ChatAnswer):
     id_prefix = "resp_"
-    max_levels = 8  # from an event down to the log-probabilities of a token
 
     def __init__(self, request: GenerationBody, keep: Callable[[str, bytes], None], *arguments: Any):
         """request: the body as the client sent it. keep: is called with the id and the JSON of the complete response.
@@ -48,8 +47,8 @@ class ResponsesAnswer(ChatAnswer):
         self._output: list[dict[str, Any]] = []
         self._open_kind: str | None = None  # of the last item, if its text is still arriving
         self._texts: list[str] = []  # of the last item
-        self._text_logprobs: list[dict[str, Any]] = []  # of the last message
-        self._held_logprobs: list[dict[str, Any]] = []  # of tokens whose text has not arrived yet
+        self._text_logprobs: list[Any] = []  # of the last message
+        self._held_logprobs: list[Any] = []  # of tokens whose text has not arrived yet
         self._generated: list[int] = []  # token ids
         self._num_reasoning_tokens = 0
 
@@ -75,13 +74,13 @@ class ResponsesAnswer(ChatAnswer):
         return self._encoded([self._event(self._status, response=response)])
 
     def _kept(self, response: dict[str, Any]) -> bytes:
-        data = dump_json(response, self._num_levels)
+        data = dump_json(response)
         self._keep(self.id, data)
         return data
 
     def _encoded(self, events: Iterable[Event]) -> bytes:
         """Each event is encoded before the next one is made, which may change the same item."""
-        return b"".join([server_sent_event(event, event["type"], self._num_levels) for event in events])
+        return b"".join([server_sent_event(event, event["type"]) for event in events])
 
     def _event(self, name: str, /, **fields: Any) -> Event:
         return {"type": f"response.{name}", "sequence_number": next(self._numbers), **fields}
@@ -138,7 +137,7 @@ class ResponsesAnswer(ChatAnswer):
         event = self._event(f"{PARTS[kind]['type']}.delta", **self._place(), content_index=0, delta=text)
         yield event | ({"logprobs": self._take_logprobs()} if kind == "message" else {})
 
-    def _take_logprobs(self) -> list[dict[str, Any]]:
+    def _take_logprobs(self) -> list[Any]:
         taken, self._held_logprobs = self._held_logprobs, []
         self._text_logprobs += taken
         return taken
