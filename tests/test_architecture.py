@@ -306,7 +306,7 @@ def code_lines(source: str) -> int:
 
 # lines of code: what a room may grow to before it is looked at again
 BUDGETS = {
-    "core": 3517,
+    "core": 3520,
     "states": 110,
     "attention": 150,
     "kernels": 2190,
@@ -320,11 +320,11 @@ BUDGETS = {
     "8-bit kernels": 1040,
     "structured_outputs": 360,
     "compat": 460,
-    "serve": 2945,
+    "serve": 2951,
     "fronts": 310,
     "replicas": 1194,
     "page": 400,
-    "terminal": 410,
+    "terminal": 415,
     "benchmarks": 1430,
 }
 ROOM_FILES = {

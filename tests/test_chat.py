@@ -91,13 +91,19 @@ def test_turns_have_the_history(typed):
         [system, ("user", "three")],
     ]
     summaries = errors.replace("thought\n\n", "").splitlines()
-    assert re.fullmatch(r"\[1 token, first token after \d\.\d\d s\]", summaries[0])
-    assert re.fullmatch(r"\[2 tokens, [\d.]+ tokens/s, first token after \d\.\d\d s\]", summaries[1])
+    assert re.fullmatch(r"\[1 token, first token after \d\.\d\d s, finish reason: stop\]", summaries[0])
+    assert re.fullmatch(
+        r"\[2 tokens, [\d.]+ tokens/s, first token after \d\.\d\d s, finish reason: stop\]", summaries[1]
+    )
 
 
 def test_why_an_answer_has_ended_is_said(typed):
     status, _, errors, parrot = typed("a long one", "silence", "fail", "again")
-    assert "ended by the limit of tokens]" in errors and "no text]" in errors and "Error: it has failed" in errors
+    assert (
+        "finish reason: length]" in errors
+        and "no text, finish reason: stop]" in errors
+        and "Error: it has failed" in errors
+    )
     assert status == 1  # as something that was piped in has failed
     assert ("user", "fail") not in parrot.asked[-1][0] and parrot.asked[-1][0][-1] == ("user", "again")
 
@@ -222,7 +228,7 @@ def test_terminal(tmp_path):
         send("Count from 5 to 9.\n")
         wait_for("5, 6, 7, 8, 9")
         send("\x03")
-        wait_for("ended by Ctrl-C]")
+        wait_for("finish reason: Ctrl-C]")
         wait_for("Ctrl-C again ends the chat.")
         send("/params max_tokens=3 ignore_eos=false\n")
         wait_for("max_tokens=3")

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+import nanovllm
 from nanovllm.config import Config
 from nanovllm.serve import cli
 from nanovllm.serve.settings import ServerSettings
@@ -204,6 +206,48 @@ def test_generate(capsys):
     assert len(text) > 8
     assert run("KING RICHARD.\n", "--no-chat", "--n=2") == f"--- 1 of 2\n{text}--- 2 of 2\n{text}"
     assert run("What is 17 + 25?") == "42\n" == run("What is 17 + 25?", "--chat")
+
+
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        ([], "nanovllm: error: the following arguments are required: COMMAND; see nanovllm --help"),
+        (["generate"], "nanovllm generate: error: the following arguments are required: MODEL, PROMPT; see "),
+        (["serve"], "nanovllm serve: error: the following arguments are required: MODEL; see nanovllm serve --help"),
+        (["generate", "m", "p", "--max-tok=3"], "nanovllm: error: unrecognized arguments: --max-tok=3; see "),
+        (["serve", "m", "--max-num-s=3"], "nanovllm: error: unrecognized arguments: --max-num-s=3; see "),
+        (["chat", "m", "--temp=3"], "nanovllm: error: unrecognized arguments: --temp=3; see "),
+        (["bench", "--num-s=3"], "nanovllm bench: error: unrecognized arguments: --num-s=3; see "),
+        (["--vers"], "nanovllm: error: "),
+        (["generate", "tiny-qwen", "p"], "model='tiny-qwen': no such folder; did you mean 'tiny-qwen3'?"),
+        (["chat", "tiny_qwen3"], "nanovllm chat: model='tiny_qwen3': no such folder; did you mean 'tiny-qwen3'?"),
+    ],
+)
+def test_what_is_wrong_takes_one_line(arguments, error, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    line, *rest = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and error in line and not rest
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert (end.value.code, capsys.readouterr().out) == (0, f"nanovllm {nanovllm.__version__}\n")
+
+
+def test_generate_says_why_it_has_ended(capsys):
+    def run(*arguments: str) -> tuple[str, str]:
+        with pytest.raises(SystemExit):
+            cli.main(["generate", "tiny-qwen3", "What is 17 + 25?", "--temperature=0", *arguments, *CPU])
+        return capsys.readouterr()
+
+    assert re.search(r"^\[3 tokens, .*, finish reason: stop\]$", run()[1], re.MULTILINE)
+    assert "[1 token, " in (shown := run("--max-tokens=1"))[1] and ", finish reason: length]" in shown[1]
+    output, errors = run("--stop=4")  # an answer without text
+    assert output == "\n" and ", no text, finish reason: stop]" in errors
+    output, errors = run("--stop=4", "--n=2")
+    assert output == "--- 1 of 2\n\n--- 2 of 2\n\n" and errors.count(" no text, finish reason: stop]") == 2
 
 
 def test_bench(tmp_path):

@@ -75,7 +75,7 @@ from nanovllm.benchmarks.shapes import SHAPES
 from nanovllm.benchmarks.sweeps import STEPPED, SWEEPS
 from nanovllm.benchmarks.throughput import WORKLOADS
 from nanovllm.config import Config
-from nanovllm.utils.flags import add_flags, given
+from nanovllm.utils.flags import Parser, add_flags, given
 
 OTHERS = "http", "host"  # workloads that are no calls of an engine
 OWN_FLAGS = "model", "seed"  # are not the settings of these names: one may be a shape, and one is of the requests
@@ -83,7 +83,7 @@ OWN_FLAGS = "model", "seed"  # are not the settings of these names: one may be a
 
 def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """`prog`: the name of the command in its help and errors, by default that of the script."""
-    parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     size = integer(1)
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", default="tiny-qwen3", help="a folder, a hub id, or the bundled tiny-qwen3")

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import nanovllm
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.vllm_flags import translate_flags
 from nanovllm.utils.checks import check_int
-from nanovllm.utils.flags import add_flags, given
+from nanovllm.utils.flags import Parser, add_flags, given
 
 if TYPE_CHECKING:
     from nanovllm.serve.engine_client import EngineClient
@@ -61,12 +62,13 @@ def make_parser() -> argparse.ArgumentParser:
     from nanovllm.config import Config
     from nanovllm.serve.terminal import commands as terminal
 
-    parser = argparse.ArgumentParser("nanovllm", description="LLM inference: an HTTP server, or answers right here.")
+    parser = Parser("nanovllm", description="LLM inference: an HTTP server, or answers right here.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {nanovllm.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     formatter = partial(argparse.HelpFormatter, max_help_position=32, width=110)
 
     def add_command(name: str, text: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=text, formatter_class=formatter, allow_abbrev=False)
+        command = commands.add_parser(name, help=text, description=text, formatter_class=formatter)
         text = "a folder in the Hugging Face layout, a hub id, or tiny-qwen3, which is part of this package"
         command.add_argument("model", metavar="MODEL", help=text, nargs="?" if name == "chat" else None)
         command.set_defaults(run=run)

@@ -1,6 +1,7 @@
 """Fetches models from the Hugging Face hub, and says what is wrong with a file. Imported when that is needed."""
 
 import re
+from difflib import get_close_matches
 from pathlib import Path
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -9,10 +10,15 @@ DUPLICATES = ["consolidated*"]  # Mistral's own format, beside the files that tr
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
-def download(setting: str, hub_id: str, revision: str | None, with_weights: bool) -> Path:
-    """The folder with the files of a hub id, which are fetched if they are not there. FileNotFoundError with advice."""
+def download(setting: str, hub_id: str, revision: str | None, with_weights: bool, bundled: list[str]) -> Path:
+    """The folder with the files of a hub id, which are fetched if they are not there. FileNotFoundError with advice.
+
+    A name that is nearly one of `bundled` is not asked for.
+    """
     if not HUB_ID.fullmatch(hub_id):
         raise FileNotFoundError(f"{setting}={hub_id!r}: no such folder")
+    if meant := get_close_matches(hub_id, bundled, n=1):
+        raise FileNotFoundError(f"{setting}={hub_id!r}: no such folder; did you mean {meant[0]!r}?")
     from huggingface_hub import snapshot_download
 
     patterns = PLAIN_FILES + ["*.safetensors"] * with_weights

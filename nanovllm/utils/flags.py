@@ -7,7 +7,17 @@ import re
 import types
 from collections.abc import Container, Sequence
 from dataclasses import MISSING, Field, fields
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong. No flag can be shortened, as a later one could change what that means."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
 def add_flags(

@@ -68,14 +68,14 @@ def _find(setting: str, name: str, revision: str | None, with_weights: bool) -> 
     if not isinstance(name, (str, Path)):
         raise TypeError(f"{setting}={name!r}: must be a folder, a hub id, or the name of a bundled model")
     name = str(name)
-    if name in [file.parent.name for file in BUNDLED.glob("*/config.json")]:
+    if name in (bundled := [file.parent.name for file in BUNDLED.glob("*/config.json")]):
         return BUNDLED / name
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder.absolute()  # the working directory may change, and other processes read it too
     from nanovllm.utils.download import download  # a local model does without the hub's client
 
-    return download(setting, name, revision, with_weights)
+    return download(setting, name, revision, with_weights, bundled)
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------

@@ -32,6 +32,9 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
 
 def generate(options: argparse.Namespace) -> int:
     from nanovllm.llm import LLM
+    from nanovllm.serve.terminal.conversation import Answer
+    from nanovllm.serve.terminal.lines import write
+    from nanovllm.serve.terminal.sources import Piece
 
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
     with waiting_for(f"Loading {options.model}"):
@@ -41,12 +44,16 @@ def generate(options: argparse.Namespace) -> int:
         prompt = [{"role": "user", "content": text}] if is_chat else text
         params = replace(llm.get_default_sampling_params(), **given(options, SamplingParams))
         if params.n == 1:
+            shown = Answer()
             for event in llm.stream(prompt, params):
-                print(event.text, end="", flush=True)
-            print()
+                shown.add(Piece(event.text, "", shown.num_tokens + len(event.token_ids), event.finish_reason))
+            shown.close()
         else:
             for answer in llm.generate(prompt, params, use_tqdm=False)[0].outputs:
-                print(f"--- {answer.index + 1} of {params.n}\n{answer.text}")
+                print(f"--- {answer.index + 1} of {params.n}\n{answer.text}", flush=True)
+                is_empty = "" if answer.text.strip() else "no text, "
+                note = f"[{len(answer.token_ids)} tokens, {is_empty}finish reason: {answer.finish_reason}]\n"
+                write(note, sys.stderr, is_dim=True)
     return 0
 
 

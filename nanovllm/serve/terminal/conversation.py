@@ -21,8 +21,6 @@ COMMANDS = {
     "/exit": "end the chat, as Ctrl-D or two Ctrl-C do",
 }
 
-REASONS = {"length": "the limit of tokens", None: "an error"}  # why an answer ended before its end
-
 
 class Conversation:
     """`run` is the whole of it. Answers go to the standard output, and all else to the standard error."""
@@ -136,8 +134,7 @@ class Conversation:
         finally:
             if answer.num_tokens:
                 self.messages = [*messages, {"role": "assistant", "content": answer.text}]
-                write(answer.end_of_line, sys.stdout)
-                self._note(answer.summary())
+                answer.close()
 
 
 class Answer:
@@ -163,9 +160,10 @@ class Answer:
         self.text += piece.text
         write(piece.text, sys.stdout)
 
-    @property
-    def end_of_line(self) -> str:
-        return "" if self.text.endswith("\n") else "\n"
+    def close(self) -> None:
+        """End the line, and tell in another one what is known of the answer."""
+        write("" if self.text.endswith("\n") else "\n", sys.stdout)
+        write(self.summary() + "\n", sys.stderr, is_dim=True)
 
     def summary(self) -> str:
         """How many tokens came how fast, and why they ended."""
@@ -175,8 +173,7 @@ class Answer:
         parts.append(f"first token after {self._first - self._start:.2f} s")
         if not self.text.strip():
             parts.append("no text")
-        if self.finish_reason != "stop":
-            parts.append(f"ended by {REASONS.get(self.finish_reason, self.finish_reason)}")
+        parts.append(f"finish reason: {self.finish_reason or 'error'}")
         return f"[{', '.join(parts)}]"
 
 
