@@ -294,19 +294,19 @@ def test_engine_survives_an_error(make_llm, monkeypatch, several_blocks, async_s
     """Nobody gets half an answer, nothing stays queued, and what the failed step left in the cache is not used."""
     llm = make_llm(async_scheduling=async_scheduling, kvcache_block_size=16, num_kvcache_blocks=40)
     requests, expected = several_blocks  # blocks are published when they are scheduled
-    execute, calls = llm.model_runner.execute, []
+    compute, calls = llm.model_runner.compute, []
 
     def faulty(batch):
         calls.append(batch)
         if len(calls) == failing_step:
             if after:
-                execute(batch)
+                compute(batch)
             for (cache,) in llm.model_runner.caches.values():
                 cache.normal_()  # a step that failed may have written anything
             raise error("in the middle")
-        return execute(batch)
+        return compute(batch)
 
-    monkeypatch.setattr(llm.model_runner, "execute", faulty)
+    monkeypatch.setattr(llm.model_runner, "compute", faulty)
     with step_error(error, "in the middle"):
         run(llm, requests)
     assert llm.is_finished() and not llm.scheduler.waiting
@@ -324,7 +324,7 @@ def test_error_in_step_drops_what_was_added(make_llm, monkeypatch, prompts, alon
         llm.add_request(prompt, GREEDY)
     llm.step()
     with monkeypatch.context() as patch:
-        patch.setattr(llm.model_runner, "execute", lambda batch: 1 / 0)
+        patch.setattr(llm.model_runner, "compute", lambda batch: 1 / 0)
         with step_error(ZeroDivisionError):
             llm.step()
     output = llm.step()

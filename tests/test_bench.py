@@ -629,7 +629,7 @@ def test_batches(monkeypatch, capsys):
 
 def test_host(monkeypatch, capsys):
     """Each part takes time, and the sum is theirs; it gets by without a forward pass."""
-    monkeypatch.setattr("nanovllm.engine.model_runner.ModelRunner.execute", lambda *_: pytest.fail("a forward pass"))
+    monkeypatch.setattr("nanovllm.engine.model_runner.ModelRunner.compute", lambda *_: pytest.fail("a forward pass"))
     main(monkeypatch, "--workload", "host", "--max-num-seqs", "8")
     out = capsys.readouterr().out
     assert "a loop of 1,000,000 additions in Python takes" in out

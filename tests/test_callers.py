@@ -191,13 +191,13 @@ def test_loop_of_a_server(make_llm, requests, alone):
 def test_error_in_another_callers_step(make_llm, monkeypatch, requests, async_scheduling):
     """Every caller that waits gets an error, with that of the step as its cause."""
     llm = make_llm(async_scheduling=async_scheduling)
-    execute, all_here = llm.model_runner.execute, threading.Barrier(4)
+    compute, all_here = llm.model_runner.compute, threading.Barrier(4)
     seen = []
 
     def faulty(batch):
         if len(llm.core.output_processor.requests) == 4:
             raise ZeroDivisionError("in the middle")
-        return execute(batch)
+        return compute(batch)
 
     def call(i):
         all_here.wait()
@@ -207,7 +207,7 @@ def test_error_in_another_callers_step(make_llm, monkeypatch, requests, async_sc
             seen.append(error)
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.model_runner, "execute", faulty)
+        patch.setattr(llm.model_runner, "compute", faulty)
         with threads(*(lambda i=i: call(i) for i in range(4))):
             pass
     assert [type(error) for error in seen] == [RuntimeError] * 4
@@ -388,12 +388,12 @@ def test_engine_runs_ahead_of_a_stream_by_a_bound(make_llm, requests, async_sche
 
 def test_no_outputs_for_a_caller_that_has_left(make_llm, monkeypatch, requests):
     llm = make_llm()
-    made, output, execute = [], CompletionRequest.output, llm.model_runner.execute
+    made, output, compute = [], CompletionRequest.output, llm.model_runner.compute
     monkeypatch.setattr(CompletionRequest, "output", lambda request: made.append(request) or output(request))
 
     def interrupting(batch):
         signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
-        return execute(batch)
+        return compute(batch)
 
     def leave(*_):
         raise SystemExit
@@ -401,7 +401,7 @@ def test_no_outputs_for_a_caller_that_has_left(make_llm, monkeypatch, requests):
     previous = signal.signal(signal.SIGUSR1, leave)
     try:
         with monkeypatch.context() as patch, pytest.raises(SystemExit):
-            patch.setattr(llm.model_runner, "execute", interrupting)
+            patch.setattr(llm.model_runner, "compute", interrupting)
             llm.generate([requests[0][0]] * 3, replace(GREEDY, max_tokens=1000), use_tqdm=False)
     finally:
         signal.signal(signal.SIGUSR1, previous)

@@ -207,6 +207,33 @@ def test_cpu_multiplies_bfloat16(monkeypatch, is_x86, has_instructions, pytorch_
     assert cpu_multiplies(torch.bfloat16) is expected
 
 
+def test_threads_of_a_step(make_llm, monkeypatch):
+    """A small step has one thread, a prompt all of them, and errors leave the caller's number."""
+    found, num_threads = {}, torch.get_num_threads()
+
+    def spy(batch):
+        found[batch.shape.num_tokens] = torch.get_num_threads()
+        return forward(batch)
+
+    def fail(batch):
+        raise ValueError("no step")
+
+    try:
+        torch.set_num_threads(3)
+        # the engine's own thread takes the number over when it first uses PyTorch
+        llm = make_llm(max_num_seqs=2)
+        forward = llm.model_runner.forward
+        monkeypatch.setattr(llm.model_runner, "forward", spy)
+        llm.generate([[5] * 400], SamplingParams(max_tokens=3), use_tqdm=False)
+        assert found == {400: 3, 1: 1} and "cpu with 3 threads" in repr(llm)
+        monkeypatch.setattr(llm.model_runner, "forward", fail)
+        with pytest.raises(RuntimeError):
+            llm.generate("a", use_tqdm=False)
+        assert llm.engine_thread.call(torch.get_num_threads) == 3
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 def test_start_line_says_the_dtype_and_why(make_llm):
     llm = make_llm(dtype="auto")
     assert f"{str(llm.config.dtype)[6:]} ({llm.config.dtype_reason}), attention" in repr(llm)

@@ -158,7 +158,7 @@ def test_error_in_a_stream(make_llm, monkeypatch, verses):
     events = llm.stream(VERSES, GREEDY)
     next(events)
     with monkeypatch.context() as patch:
-        patch.setattr(llm.model_runner, "execute", lambda batch: 1 / 0)
+        patch.setattr(llm.model_runner, "compute", lambda batch: 1 / 0)
         with step_error(ZeroDivisionError):
             list(events)
     check_empty(llm)

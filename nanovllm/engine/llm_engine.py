@@ -184,11 +184,9 @@ class LLMEngine:
         prefix) and free. `prefix_hit_rate`: the fraction of the prompts' tokens that were found. `preemptions`.
         `tokens`: in and out. `steps`: of prompts alone (prefill), of decodes alone, and mixed.
         """
-        from nanovllm.engine.stats import stats_of  # imported lazily: answers need no counts
+        from nanovllm.engine.stats import stats_of_engine  # imported lazily: answers need no counts
 
-        if self.model_runner is None:
-            return stats_of(self.scheduler)
-        return self.engine_thread.call(lambda: stats_of(self.scheduler))
+        return stats_of_engine(self)
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. False, and nothing is done, while there are requests."""

@@ -85,13 +85,13 @@ class ModelRunner:
 
     def warm_up(self, lap: Callable[[str], None]) -> None:
         """Size and allocate the cache, and whatever else the device needs before its first step."""
-        config = self.config
+        config, model = self.config, self.config.model_config
         if config.num_kvcache_blocks is None:
             self.size_kv_cache(CPU_KV_CACHE_BYTES, "the budget on a CPU is")
         self.allocate_kv_cache(config.num_kvcache_blocks)
+        self.milliseconds_per_token = model.num_hidden_layers * model.layer_operations / CPU_OPERATIONS_PER_MS
         if config.max_num_mixed_tokens is None:
-            operations = config.model_config.num_hidden_layers * config.model_config.layer_operations
-            self.size_mixed_steps(operations / CPU_OPERATIONS_PER_MS)
+            self.size_mixed_steps(self.milliseconds_per_token)
         lap("cache")
 
     def on_device(self) -> AbstractContextManager:
@@ -159,15 +159,17 @@ class ModelRunner:
             pending = {name: self.features[name].after_forward(found, output) for name, found in arrays}
             return PendingStep(step, on_host, pending, self.end_of_step())
 
+    @torch.inference_mode()
     def compute(self, batch: HostBatch) -> tuple[torch.Tensor, ForwardOutput]:
         """Run a batch; returns its results in host memory, where they are at the end of the step, and its output."""
-        output = self.execute(batch)
-        return output.results.cpu(), output
-
-    @torch.inference_mode()
-    def execute(self, batch: HostBatch) -> ForwardOutput:
-        """Copy a batch to the device and run it there."""
-        return self.forward(batch.to(self.device))
+        # threads that share little work mostly wait for each other, the longer the busier other programs keep the cores
+        num_threads, is_small = torch.get_num_threads(), batch.shape.num_tokens * self.milliseconds_per_token < 1
+        torch.set_num_threads(1 if is_small else num_threads)
+        try:
+            output = self.forward(batch.to(self.device))
+            return output.results.cpu(), output
+        finally:
+            torch.set_num_threads(num_threads)
 
     def end_of_step(self) -> Callable[[], None]:
         """A function that waits until the device is done with what was queued so far."""

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import torch
+
 from nanovllm.engine.scheduler import Scheduler
 
 
 def stats_of(scheduler: Scheduler) -> dict:
-    """See `LLMEngine.stats`."""
+    """Only while no step runs: see `LLMEngine.stats`."""
     totals, blocks = scheduler.totals, scheduler.block_manager
     num_free = len(blocks.free_block_ids)
     num_cached = sum(blocks.blocks[i].ref_count == 0 for i in [*blocks.hash_to_block_id.values()])
@@ -20,13 +22,21 @@ def stats_of(scheduler: Scheduler) -> dict:
     }
 
 
+def stats_of_engine(llm: Any) -> dict:
+    """`LLMEngine.stats`, between two steps, or after the last one of an engine that was closed."""
+    if llm.model_runner is None:
+        return stats_of(llm.scheduler)
+    return llm.engine_thread.call(lambda: stats_of(llm.scheduler))
+
+
 def described(config: Any) -> str:
     """Of a Config, the settings in use that differ between machines and models, in a line: `repr(llm)`."""
     num_tokens = (config.num_kvcache_blocks or 0) * config.kvcache_block_size
     dtype = str(config.dtype).removeprefix("torch.") + (f" ({config.dtype_reason})" if config.dtype_reason else "")
+    threads = f" with {torch.get_num_threads()} threads" if config.device == "cpu" else ""
     cache = "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}"
     return (
-        f"LLM({config.model!r}: {config.device}, {dtype}, attention by {config.attention_backend}, "
+        f"LLM({config.model!r}: {config.device}{threads}, {dtype}, attention by {config.attention_backend}, "
         f"max_model_len {config.max_model_len:,}, {config.num_kvcache_blocks:,} blocks for {num_tokens:,} "
         f"tokens{cache}, prefix caching {'on' if config.enable_prefix_caching else 'off'}, "
         f"{config.tensor_parallel_size} rank{'s' * (config.tensor_parallel_size > 1)})"
