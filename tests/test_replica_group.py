@@ -18,7 +18,7 @@ from nanovllm.engine.outputs import CompletionOutput, Logprob, OutputKind
 from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve import replicas
 from nanovllm.serve.engine_client import EngineDeadError
-from nanovllm.serve.info_api import add_info_routes
+from nanovllm.serve.info_api import add_routes
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.replicas import group as group_module
 from nanovllm.serve.replicas import replica as replica_module
@@ -569,7 +569,7 @@ def test_health_without_a_replica():
     client = object.__new__(AsyncReplicas)
     client._is_closing, client.group, client.on_end = False, ReplicaGroup(LocalHandle, 2, 32, 16), []
     app = FastAPI()
-    add_info_routes(app, SimpleNamespace(llm=client, model_names=["tiny-qwen3"]))
+    add_routes(app, SimpleNamespace(llm=client, model_names=["tiny-qwen3"]))
     health = next(route.endpoint for route in app.routes if route.path == "/health")
     codes = []
     for num_ready in (2, 1, 0):

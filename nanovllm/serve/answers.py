@@ -38,8 +38,9 @@ def encoded(content: Any) -> msgspec.Raw:
     return msgspec.Raw(dump_json(content))
 
 
-def server_sent_event(content: Any, name: str | None = None) -> bytes:
-    head = b"" if name is None else f"event: {name}\n".encode()
+def server_sent_event(content: dict[str, Any]) -> bytes:
+    """An event. If it has a type, that is its name as well."""
+    head = f"event: {content['type']}\n".encode() if "type" in content else b""
     return head + b"data: " + dump_json(content) + b"\n\n"
 
 

@@ -201,7 +201,7 @@ class MessagesAnswer(chat.ChatAnswer):
         return _event("message_stop")
 
     def error_event(self, error: ApiError) -> bytes:
-        return server_sent_event(error.body(MESSAGES_PATH), name="error")
+        return server_sent_event(error.body(MESSAGES_PATH))
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self._head["model"]}
@@ -251,7 +251,7 @@ class MessagesAnswer(chat.ChatAnswer):
 
 
 def _event(name: str, **content: Any) -> bytes:
-    return server_sent_event({"type": name, **content}, name=name)
+    return server_sent_event({"type": name, **content})
 
 
 def _stop(choice: dict[str, Any]) -> dict[str, Any]:
@@ -261,7 +261,7 @@ def _stop(choice: dict[str, Any]) -> dict[str, Any]:
     return {"stop_reason": STOP_REASONS.get(reason, "end_turn"), "stop_sequence": None}
 
 
-def add_messages_routes(app: FastAPI, api: Api) -> None:
+def add_routes(app: FastAPI, api: Api) -> None:
     @app.post(MESSAGES_PATH)
     async def messages(body: MessagesBody, request: Request) -> Response:
         return await api.converse(await asyncio.to_thread(chat_body, body), request, MessagesAnswer)

@@ -11,14 +11,12 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from nanovllm import __version__
-from nanovllm.serve.anthropic_api import add_messages_routes
+from nanovllm.serve import anthropic_api, info_api, responses_api
 from nanovllm.serve.engine_client import EngineClient, EngineDeadError
 from nanovllm.serve.errors import ApiError, api_error
 from nanovllm.serve.http_responses import endpoint, error_response
-from nanovllm.serve.info_api import add_info_routes
 from nanovllm.serve.openai_api import Api
 from nanovllm.serve.request_limits import RequestLimits
-from nanovllm.serve.responses_api import add_responses_routes
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.view import view_router
 
@@ -38,8 +36,8 @@ def create_app(
     own_name = Path(model).absolute().name if Path(model).expanduser().is_dir() else model  # a hub id has a `/`
     api = Api(llm, settings, settings.served_model_name or (own_name,), own_name)
     api.add_routes(app)
-    for add_routes in (add_info_routes, add_messages_routes, add_responses_routes):
-        add_routes(app, api)
+    for module in (info_api, anthropic_api, responses_api):
+        module.add_routes(app, api)
     routes = [route for route in app.routes if isinstance(route, APIRoute) and route.body_field is not None]
     endpoints = {route.path: endpoint(route, settings.request_timeout) for route in routes}
     if llm.engine is not None:  # the page shows the steps of one engine

@@ -12,7 +12,7 @@ from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.openai_api import Api
 
 
-def add_info_routes(app: FastAPI, api: Api) -> None:
+def add_routes(app: FastAPI, api: Api) -> None:
     llm, metrics, started = api.llm, Metrics(api.llm, api.model_names[0]), int(time())
 
     def entry(name: str) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """Answers of /v1/responses: output items, and the typed events of a stream."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, count
 from typing import Any
 from uuid import uuid4
+
+from msgspec import Raw
 
 from nanovllm.engine.outputs import CompletionOutput, RequestOutput
 from nanovllm.engine.stream_event import StreamEvent
@@ -19,8 +21,6 @@ REPEATED = (
     *("previous_response_id", "prompt_cache_key", "reasoning", "safety_identifier", "service_tier", "text"),
     *("tool_choice", "tools", "top_logprobs", "truncation", "user"),
 )
-Event = dict[str, Any]
-
 
 # what is the same in all items that have text: the prefix of an id, and entries of the item and of its only part
 TEXT_ITEMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,42 +53,35 @@ class ResponsesAnswer(ChatAnswer):
         self._num_reasoning_tokens = 0
 
     def _whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        for _ in self._take(outputs[0].outputs[0]):
-            pass
+        self._events(0, outputs[0].outputs)
         return self._kept(self._response())
 
     def begin(self) -> bytes:
-        return self._encoded(self._event(name, response=self._response()) for name in ("created", "in_progress"))
+        return b"".join([self._event(name, response=self._response()) for name in ("created", "in_progress")])
 
-    def _events(self, prompt_index: int, events: Sequence[StreamEvent]) -> bytes:
-        return self._encoded(made for event in events for made in self._take(event))
+    def _events(self, prompt_index: int, events: Sequence[CompletionOutput | StreamEvent]) -> bytes:
+        return b"".join([made for event in events for made in self._take(event)])
 
     def _end(self) -> bytes:
-        response = self._response()
-        self._kept(response)
-        return self._encoded([self._event(self._status, response=response)])
+        return self._event(self._status, response=Raw(self._kept(self._response())))
 
     def error_event(self, error: ApiError) -> bytes:
         self._status = "failed"
         response = self._response() | {"error": {"code": "server_error", "message": error.message}}
-        return self._encoded([self._event(self._status, response=response)])
+        return self._event(self._status, response=response)
 
     def _kept(self, response: dict[str, Any]) -> bytes:
         data = dump_json(response)
         self._keep(self.id, data)
         return data
 
-    def _encoded(self, events: Iterable[Event]) -> bytes:
-        """Each event is encoded before the next one is made, which may change the same item."""
-        return b"".join([server_sent_event(event, event["type"]) for event in events])
-
-    def _event(self, name: str, /, **fields: Any) -> Event:
-        return {"type": f"response.{name}", "sequence_number": next(self._numbers), **fields}
+    def _event(self, name: str, /, **fields: Any) -> bytes:
+        return server_sent_event({"type": f"response.{name}", "sequence_number": next(self._numbers), **fields})
 
     # -- items ---------------------------------------------------------------------------------------------------------
 
-    def _take(self, piece: CompletionOutput | StreamEvent) -> Iterator[Event]:
-        """Add a piece of the answer to the output."""
+    def _take(self, piece: CompletionOutput | StreamEvent) -> Iterator[bytes]:
+        """Add a piece of the answer to the output. Each event is encoded before the next one changes the same item."""
         is_last = piece.finish_reason is not None
         self._generated += piece.token_ids
         self._held_logprobs += (self._logprobs(piece.token_ids, piece.logprobs) or {"content": []})["content"]
@@ -114,35 +107,35 @@ class ResponsesAnswer(ChatAnswer):
         """The place of the last item."""
         return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
 
-    def _item_event(self, name: str) -> Event:
+    def _item_event(self, name: str) -> bytes:
         return self._event(f"output_item.{name}", output_index=len(self._output) - 1, item=self._output[-1])
 
-    def _add_item(self, id_prefix: str, **fields: Any) -> Event:
+    def _add_item(self, id_prefix: str, **fields: Any) -> bytes:
         self._output.append({"id": f"{id_prefix}_{uuid4().hex}", "status": "in_progress", **fields})
         return self._item_event("added")
 
-    def _open(self, kind: str) -> Iterator[Event]:
+    def _open(self, kind: str) -> Iterator[bytes]:
         yield from self._close()
         self._open_kind, self._texts, self._text_logprobs = kind, [], []
         id_prefix, entries = TEXT_ITEMS[kind]
         yield self._add_item(id_prefix, type=kind, content=[], **entries)
         yield self._event("content_part.added", **self._place(), content_index=0, part={"text": "", **PARTS[kind]})
 
-    def _add_text(self, kind: str, text: str) -> Iterator[Event]:
+    def _add_text(self, kind: str, text: str) -> Iterator[bytes]:
         if not text:
             return
         if self._open_kind != kind:
             yield from self._open(kind)
         self._texts.append(text)
-        event = self._event(f"{PARTS[kind]['type']}.delta", **self._place(), content_index=0, delta=text)
-        yield event | ({"logprobs": self._take_logprobs()} if kind == "message" else {})
+        entries = {"delta": text} | ({"logprobs": self._take_logprobs()} if kind == "message" else {})
+        yield self._event(f"{PARTS[kind]['type']}.delta", **self._place(), content_index=0, **entries)
 
     def _take_logprobs(self) -> list[Any]:
         taken, self._held_logprobs = self._held_logprobs, []
         self._text_logprobs += taken
         return taken
 
-    def _close(self, status: str = "completed") -> Iterator[Event]:
+    def _close(self, status: str = "completed") -> Iterator[bytes]:
         if (kind := self._open_kind) is None:
             return
         self._open_kind, text = None, dict[str, Any](text="".join(self._texts))
@@ -155,7 +148,7 @@ class ResponsesAnswer(ChatAnswer):
         yield self._event("content_part.done", **self._place(), content_index=0, part=part)
         yield self._item_event("done")
 
-    def _add_call(self, call: dict[str, Any]) -> Iterator[Event]:
+    def _add_call(self, call: dict[str, Any]) -> Iterator[bytes]:
         yield from self._close()
         function = call["function"]
         yield self._add_item("fc", type="function_call", call_id=call["id"], name=function["name"], arguments="")

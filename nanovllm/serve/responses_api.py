@@ -86,7 +86,7 @@ class ResponseStore:
         self._num_bytes -= sum(map(len, self._entries.pop(name)))
 
 
-def add_responses_routes(app: FastAPI, api: Api) -> None:
+def add_routes(app: FastAPI, api: Api) -> None:
     store = ResponseStore()
 
     @app.post("/v1/responses")
