@@ -320,7 +320,7 @@ BUDGETS = {
     "8-bit kernels": 1040,
     "structured_outputs": 360,
     "compat": 460,
-    "serve": 2951,
+    "serve": 2941,
     "fronts": 310,
     "replicas": 1194,
     "page": 400,
