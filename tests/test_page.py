@@ -429,7 +429,7 @@ def test_page_in_a_browser(server, browser, tmp_path):
     assert browser.run("document.querySelectorAll('#log b').length") == 0
     assert "<b>17</b>" in browser.run("document.querySelector('.from-user .text').textContent")
     answer = browser.run("document.querySelector('.from-model .text').textContent")
-    assert len(answer) > 10 and browser.run("document.querySelectorAll('#log details p').length") == 3
+    assert len(answer) > 10 and browser.run("document.querySelectorAll('.from-model .answer').length") == 4
     browser.wait_for("player.view.step >= 60 && player.view.numHeld === 0")
     assert browser.run("byId('grid').toDataURL()") != untouched
     assert browser.run("player.view.counts[2]") == num_tokens + 4 * 60
@@ -538,6 +538,11 @@ def test_accessibility_by_axe(server, browser, scheme, width):
     violations += " [id, impact, ...nodes.map((node) => node.target.join(' '))]))"
     assert browser.run(violations) == []
     browser.wait_for("byId('send').textContent === 'Send'")
+    text = "# Title\n\n```python\nx = 1\n```\n- a `b`\n\n| a |\n|---|\n| 1 |\n\n> [c](https://example.org)"
+    browser.run(f"turns[1].answers[1] = {json.dumps(text)}; byId('settings').open = true; renderLog(); edit(0)")
+    browser.run("byId('max-tokens').value = 0; readSettings(); 0")
+    assert browser.run(violations) == []
+    browser.run("byId('max-tokens').value = 256; readSettings(); byId('clear').click()")
     assert browser.run(violations) == []
 
 
@@ -564,3 +569,140 @@ def test_nothing_moves_when_the_page_is_paused(server, browser):
         assert browser.run(f"{controls}{small}.map((node) => node.id || node.textContent)") == []
         assert browser.run("byId('slider').offsetWidth") >= 200
         assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.fixture(scope="module")
+def whole_server():
+    """The server of the command line, with the cache that it gives to the bundled model; its address."""
+    pytest.importorskip("fastapi")
+    from nanovllm.serve import AsyncLLM
+    from nanovllm.serve.cli import SMALL_CACHE
+    from nanovllm.serve.server import listening_socket, make_server
+    from nanovllm.serve.settings import ServerSettings
+
+    settings = ServerSettings(port=0)
+    llm = AsyncLLM("tiny-qwen3", device="cpu", dtype="float32", **SMALL_CACHE)
+    server = make_server(llm, settings, "tiny-qwen3")
+    with listening_socket(settings) as listener:
+        listener.listen()
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        server.should_exit = True
+        thread.join(20)
+    llm.exit()
+
+
+@pytest.mark.browser
+def test_demo_load_in_a_browser(whole_server, browser):
+    """A dozen prompts at once, which share a prefix and of which some are preempted; it can be stopped."""
+    browser.set_window(1440, 900, prefers_color_scheme="light")
+    browser.open(whole_server)
+    browser.wait_for("player.view !== null")
+    assert "3.7 M parameters, for demonstration" in browser.run("byId('facts').textContent")
+    browser.run("byId('demo').click()")
+    browser.wait_for("player.view.numHeld > 20")
+    assert browser.run("byId('demo').textContent").startswith("Stop the demo")
+    browser.wait_for("demo === null", seconds=120)
+    found = re.match(
+        r"15 answers with 4,\d+ tokens in \d+ s, and (\d+) preemptions?\.", browser.run("byId('demo-note').textContent")
+    )
+    assert found and int(found[1]) >= 1
+    assert browser.run("player.view.counts[1]") > 200  # tokens of prompts, found in the cache
+    browser.run("byId('demo').click()")
+    browser.wait_for("player.view.numHeld > 0")
+    browser.run("byId('demo').click()")
+    browser.wait_for("demo === null && player.view.numHeld === 0")
+    assert browser.run("byId('demo-note').textContent") == "Stopped."
+
+
+@pytest.mark.browser
+def test_chat_in_a_browser(whole_server, browser):
+    num_problems = len(browser.problems)
+    answers = "[...document.querySelectorAll('.from-model:last-child .answer .text')].map((node) => node.textContent)"
+    browser.set_window(1440, 900, prefers_color_scheme="light")
+    browser.open(whole_server)
+    browser.wait_for("document.querySelectorAll('.tries button').length === 4 && model === null")
+    # a prompt that is proposed is answered, and answered well
+    browser.run("byId('temperature').value = 0; document.querySelector('.tries button').click()")
+    browser.wait_for("turns.length === 2 && pending === null")
+    assert browser.run(answers) == ["925"]
+    about = browser.run("document.querySelector('.from-model .meta').textContent")
+    assert re.fullmatch(r"4 tokens, [\d.,]+ tokens/s, first text after [\d.,]+ ms", about)
+    # what is not valid is refused with a word
+    for field, value, word in (
+        ("max-tokens", "0", "Max tokens: must be a whole number from 1 to 2,048."),
+        ("max-tokens", "2.5", "Max tokens: must be a whole number from 1 to 2,048."),
+        ("max-tokens", "", "Max tokens: must be a whole number from 1 to 2,048."),
+        ("temperature", "3", "Temperature: must be a number from 0 to 2."),
+        ("top-p", "0", "Top-p: must be a number from 0.01 to 1."),
+    ):
+        browser.run(f"was = byId('{field}').value; byId('{field}').value = '{value}'; send('Hello'); 0")
+        assert browser.run("byId('problem').textContent") == word
+        assert browser.run("document.activeElement.id") == field and browser.run("turns.length") == 2
+        browser.run(f"byId('{field}').value = was; readSettings(); 0")
+    assert browser.run("byId('problem').textContent") == ""
+    # an edit replaces the message, and what follows it
+    browser.run("document.querySelector('.from-user .actions button').click()")
+    assert browser.run("byId('message').value") == "What is 348 + 577?"
+    browser.run("byId('message').value = 'Sort: 9, 3, 71, 20'; byId('answers').value = 4; byId('form').requestSubmit()")
+    browser.wait_for("turns.length === 2 && pending === null && turns[0].text.startsWith('Sort')")
+    assert browser.run(answers) == ["3, 9, 20, 71"] * 4
+    assert "the answers share 1 full block of 16" in browser.run("turns[1].about")
+    browser.run("document.querySelectorAll('.from-model [aria-pressed]')[2].click()")
+    assert browser.run("[turns[1].chosen, document.activeElement.textContent]") == [2, "Chosen"]
+    # a short prompt shares nothing, and the page says why
+    browser.run("byId('answers').value = 2; turns = []; send('Who are you?'); 0")
+    browser.wait_for("turns.length === 2 && pending === null")
+    assert "less than a block of 16, so the answers share no block" in browser.run("turns[1].about")
+    assert "3.7 million parameters" in browser.run(answers)[0]
+    browser.run("document.querySelector('.last button').click()")  # regenerate
+    browser.wait_for("pending !== null")
+    browser.wait_for("turns.length === 2 && pending === null")
+    # it is kept over a reload; the newest message stays in view
+    browser.run("byId('system').value = 'Be brief.'; save(); reloaded = false")
+    browser.call("Page.reload")
+    browser.wait_for(
+        "typeof reloaded === 'undefined' && document.readyState === 'complete' && turns.length === 2 && player.view !== null"
+    )
+    assert browser.run("['system', 'answers', 'temperature'].map((id) => byId(id).value)") == ["Be brief.", "2", "0"]
+    assert browser.run("messages().map(({role}) => role)") == ["system", "user", "assistant"]
+    browser.run("turns = Array.from({length: 20}, () => turns).flat(); renderLog()")
+    browser.wait_for("isAtEnd && log.scrollTop > 500")
+    browser.set_window(1440, 600, prefers_color_scheme="light")
+    browser.wait_for("log.scrollHeight - log.scrollTop - log.clientHeight < 24")
+    # a new beginning has the hints again
+    browser.run("byId('clear').click()")
+    assert browser.run("document.querySelectorAll('.tries button').length") == 4 and not browser.run("turns.length")
+    assert browser.problems[num_problems:] == []
+
+
+@pytest.mark.browser
+def test_markup_of_answers(server, browser):
+    """Some Markdown, made of nodes of the page's own; nothing else in an answer is markup."""
+    browser.set_window(1440, 900, prefers_color_scheme="light")
+    browser.open(server.address)
+
+    def render(text: str) -> str:
+        return browser.run(f"element('div', {{}}, ...markdown({json.dumps(text)})).innerHTML")
+
+    assert render("a **b** and *c* and `d*e*`") == ("<p>a <strong>b</strong> and <em>c</em> and <code>d*e*</code></p>")
+    assert render("2 * 3 * 4\nnext") == "<p>2 * 3 * 4\nnext</p>"
+    assert render("# Title\n\n> said\n> so") == "<h3>Title</h3><blockquote><p>said\nso</p></blockquote>"
+    assert render("3. x\n4. y").startswith('<ol><li value="3"') and "<ul><li" in render("- x\n  - y")
+    assert render("| a | b |\n|---|---|\n| 1 | 2 |") == (
+        "<table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td>2</td></tr></table>"
+    )
+    code = render("```python\nif a < b:\n    pass\n```\nafter")
+    assert "<code>if a &lt; b:\n    pass</code>" in code and "python" in code and code.endswith("<p>after</p>")
+    assert "<code>open" in render("```\nopen")  # while it is generated
+    assert '<a href="https://example.org/x" target="_blank" rel="noopener noreferrer">y</a>' in render(
+        "[y](https://example.org/x)"
+    )
+    for hostile in ("<img src=x onerror=alert(1)>", "[x](javascript:alert(1))", "**<script>alert(1)</script>**"):
+        html = render(hostile)
+        assert not re.search(r"<(img|script|a)\b", html), html
+    browser.run("began = performance.now()")
+    for hostile in ("`" * 20_000, "*" * 20_000, "[" * 20_000, "> " * 20_000, "|" * 20_000, "- " * 20_000, "a`" * 9000):
+        render(hostile)
+    assert browser.run("performance.now() - began") < 5000
