@@ -1,21 +1,27 @@
 """nano-vllm: compact LLM inference. `LLM(model).generate(prompts, SamplingParams(...))`."""
 
-from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from nanovllm.engine.request import TextPrompt, TokensPrompt
-from nanovllm.engine.scheduling_policy import SchedulingPolicy
-from nanovllm.llm import LLM
-from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from nanovllm.engine.request import TextPrompt, TokensPrompt
+    from nanovllm.engine.scheduling_policy import SchedulingPolicy
+    from nanovllm.llm import LLM
+    from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = [
-    "LLM",
-    "BeamSearchParams",
-    "CompletionOutput",
-    "Logprob",
-    "RequestMetrics",
-    "RequestOutput",
-    "SamplingParams",
-    "SchedulingPolicy",
-    "TextPrompt",
-    "TokensPrompt",
-]
+__all__ = ["LLM", "BeamSearchParams", "SamplingParams", "SchedulingPolicy", "TextPrompt", "TokensPrompt"]
+__all__ += ["CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"]
+
+
+def __getattr__(name: str) -> Any:
+    """A name of `__all__`, imported when it is asked for: `nanovllm --help` does without PyTorch."""
+    for home in ("sampling_params", "engine.outputs", "engine.request", "engine.scheduling_policy", "llm"):
+        if name in __all__ and hasattr(module := import_module(f"nanovllm.{home}"), name):
+            return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -26,6 +26,7 @@ RANKS = [
     "distributed/process_group.py",
     "distributed/peer_memory.py",
 ]
+LIBRARY = "llm.py"  # imports what `__init__.py` has, which imports nothing until it is asked for
 SCHEDULING = [
     "engine/detokenizer.py",
     "engine/sequence.py",
@@ -187,7 +188,7 @@ def test_optional_packages_are_imported_when_used():
     for file in FILES:
         if not file.startswith("kernels/"):
             assert not imports(file, module_level=True) & optional, file
-    assert not reach("__init__.py", module_level=True) & optional
+    assert not reach(LIBRARY, module_level=True) & optional
     assert "triton" in reach("__init__.py")  # and this walk would have seen it
 
 
@@ -206,7 +207,7 @@ NAMED_FILES = FEATURE_FILES | {
 
 def test_optional_rooms_are_imported_when_used():
     """One rank needs nothing of `distributed/`, a CPU no graphs, and only some requests need beams and grammars."""
-    loaded = reach("__init__.py", module_level=True)
+    loaded = reach(LIBRARY, module_level=True)
     rooms = [file for file in FILES if room_of(file) in ROOMS_BY_USE]
     assert len(rooms) >= 8
     for file in rooms:
@@ -221,7 +222,7 @@ def test_optional_rooms_are_imported_when_used():
 
 def test_vocabulary_of_vllm_is_imported_when_used():
     """The engine asks for its table of settings, and nothing else knows of the room."""
-    assert not any(file.startswith("compat/") for file in reach("__init__.py", module_level=True))
+    assert not any(file.startswith("compat/") for file in reach(LIBRARY, module_level=True))
     outside = [file for file in FILES if not file.startswith("compat/")]
     assert {target for file in outside for target in imports(file) if target.startswith("compat/")} == {
         "compat/settings.py"
@@ -230,7 +231,7 @@ def test_vocabulary_of_vllm_is_imported_when_used():
 
 def test_formats_of_weights_are_imported_when_used():
     """The registry knows the others by name only."""
-    loaded = reach("__init__.py", module_level=True)
+    loaded = reach(LIBRARY, module_level=True)
     assert not any(file.startswith("quantization/") for file in loaded)
     assert {"quantization/__init__.py", "quantization/fp8_cache.py"} <= reach("__init__.py")
     assert not [target for target in imports("quantization/__init__.py") if target in FILES]
@@ -320,11 +321,11 @@ BUDGETS = {
     "8-bit kernels": 1040,
     "structured_outputs": 360,
     "compat": 460,
-    "serve": 2941,
+    "serve": 2967,
     "fronts": 310,
     "replicas": 1194,
     "page": 400,
-    "terminal": 415,
+    "terminal": 442,
     "benchmarks": 1430,
 }
 ROOM_FILES = {

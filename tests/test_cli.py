@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from nanovllm.serve import cli
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.utils.flags import descriptions, given
 
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}
 CPU = ["--device=cpu", "--dtype=float32"]
 
 
@@ -236,6 +238,59 @@ def test_version(capsys):
     assert (end.value.code, capsys.readouterr().out) == (0, f"nanovllm {nanovllm.__version__}\n")
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], []], ids=str)
+def test_help_needs_no_torch(arguments):
+    """The best of three: other programs may run beside the tests."""
+    code = "import sys; from nanovllm.serve import cli\ntry: cli.main(sys.argv[1:])\n"
+    code += "finally: print(sorted({'torch', 'numpy', 'transformers', 'fastapi'} & {*sys.modules}), file=sys.stderr)"
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        ended = subprocess.run(
+            [sys.executable, "-c", code, *arguments], env=ENVIRONMENT, capture_output=True, text=True
+        )
+        seconds.append(time.perf_counter() - start)
+        assert ended.stderr.splitlines()[-1] == "[]"
+    assert min(seconds) < 0.5, seconds
+
+
+def test_names_of_the_package_are_imported_when_used():
+    from nanovllm import serve
+
+    assert {*nanovllm.__all__} <= {*dir(nanovllm)}
+    assert {getattr(nanovllm, name).__name__ for name in nanovllm.__all__} == {*nanovllm.__all__}
+    assert {getattr(serve, name).__name__ for name in serve.__all__} == {*serve.__all__}
+    for module in (nanovllm, serve):
+        with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute 'nonsense'"):
+            module.nonsense  # noqa: B018
+
+
+@pytest.fixture(scope="module")
+def completion_script():
+    command = [sys.executable, "-m", "nanovllm", "completion", "bash"]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    "line, found",
+    [
+        ("nanovllm ge", ["generate"]),
+        ("nanovllm --v", ["--version"]),
+        ("nanovllm serve --kvcache", ["--kvcache-block-size"]),
+        ("nanovllm chat tiny", ["tiny-qwen3"]),
+        ("nanovllm chat tiny-qwen3 --no-enable", ["--no-enable-prefix-caching"]),
+        ("nanovllm bench --batch", ["--batch-sizes"]),
+        ("nanovllm completion b", ["bash"]),
+        ("nanovllm generate nonsense", []),
+    ],
+)
+def test_completion(line, found, completion_script):
+    words = f"COMP_WORDS=({line}); COMP_CWORD={len(line.split()) - 1}; _nanovllm; echo ${{COMPREPLY[@]}}"
+    ended = subprocess.run(["bash", "-c", f"{completion_script}\n{words}"], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == found and not ended.stderr
+
+
 def test_generate_says_why_it_has_ended(capsys):
     def run(*arguments: str) -> tuple[str, str]:
         with pytest.raises(SystemExit):
@@ -253,9 +308,8 @@ def test_generate_says_why_it_has_ended(capsys):
 def test_bench(tmp_path):
     """It needs no clone of the repository, and starts each engine in a process of its own."""
     command = [sys.executable, "-m", "nanovllm", "bench", "single", "--compare", "transformers", "--device", "cpu"]
-    environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}
     lengths = ["--max-input-len", "16", "--max-output-len", "8"]
-    ended = subprocess.run([*command, *lengths], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    ended = subprocess.run([*command, *lengths], env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     rows = [line.split()[0] for line in ended.stdout.split("single: 1 requests")[1].splitlines()[1:4]]
     assert rows == ["engine", "nanovllm", "transformers"] and not list(tmp_path.iterdir())

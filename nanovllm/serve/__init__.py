@@ -1,5 +1,16 @@
 """The engine for asyncio, behind an HTTP address. Nothing outside of this folder imports it."""
 
-from nanovllm.serve.async_llm import AsyncLLM, EngineDeadError, QueueFullError
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanovllm.serve.async_llm import AsyncLLM, EngineDeadError, QueueFullError
 
 __all__ = ["AsyncLLM", "EngineDeadError", "QueueFullError"]
+
+
+def __getattr__(name: str) -> Any:
+    """A name of `__all__`, imported when it is asked for: the command line says its help without an engine."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("nanovllm.serve.async_llm"), name)

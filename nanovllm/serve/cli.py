@@ -1,9 +1,9 @@
-"""The command line: `nanovllm serve`, `nanovllm generate`, `nanovllm chat`, `nanovllm bench`."""
+"""The command line: `nanovllm COMMAND ...`."""
 
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,6 +16,13 @@ from nanovllm.utils.flags import Parser, add_flags, given
 if TYPE_CHECKING:
     from nanovllm.serve.engine_client import EngineClient
 
+COMMANDS = {
+    "serve": "Serve a model with OpenAI's HTTP API, at http://127.0.0.1:8000 unless told otherwise.",
+    "generate": "Print a model's answer to a prompt while it is generated.",
+    "chat": "Talk to a model in the terminal, in several turns.",
+    "bench": "Measure throughput and latency; `nanovllm bench --help` lists the workloads and arguments.",
+    "completion": "Print a script by which bash completes commands and flags.",
+}
 # of the bundled model: few and small blocks, so that its page shows sharing and preemptions with a few chats
 SMALL_CACHE = {"kvcache_block_size": 16, "num_kvcache_blocks": 200}
 # seconds after which a thread lets another one that waits for the interpreter run (Python has 0.005): the engine's
@@ -43,11 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options of a command; `vllm_settings` of `serve` are those of vLLM's engine that are no flags here."""
-    from nanovllm.config import Config
-
-    parser = make_parser()
+    chosen = next((argument for argument in arguments if argument in COMMANDS), None)
+    parser, commands = make_parser()
+    if chosen is not None:
+        add_flags_of(chosen, commands[chosen])
     if not arguments or arguments[0] != "serve":
         return parser.parse_args(arguments)
+    from nanovllm.config import Config
+
     own = {"data_parallel_size", "api_server_count", *Config.__dataclass_fields__, *ServerSettings.__dataclass_fields__}
     try:
         rest, settings = translate_flags(arguments[1:], own)
@@ -58,24 +68,50 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def make_parser() -> argparse.ArgumentParser:
-    from nanovllm.config import Config
-    from nanovllm.serve.terminal import commands as terminal
-
+def make_parser() -> tuple[Parser, dict[str, Parser]]:
+    """The parser, and those of the commands, without flags: most need PyTorch, which takes a second to import."""
     parser = Parser("nanovllm", description="LLM inference: an HTTP server, or answers right here.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {nanovllm.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    group = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     formatter = partial(argparse.HelpFormatter, max_help_position=32, width=110)
+    commands = {
+        name: group.add_parser(name, help=text, description=text, formatter_class=formatter)
+        for name, text in COMMANDS.items()
+    }
+    return parser, commands
 
-    def add_command(name: str, text: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=text, formatter_class=formatter)
+
+def add_flags_of(name: str, command: Parser) -> None:
+    """The arguments of a command, and `run`, which is what it does."""
+    if name == "completion":
+        from nanovllm.serve.terminal import completion
+
+        completion.add_arguments(command)
+    elif name != "bench":  # has a parser of its own
         text = "a folder in the Hugging Face layout, a hub id, or tiny-qwen3, which is part of this package"
         command.add_argument("model", metavar="MODEL", help=text, nargs="?" if name == "chat" else None)
-        command.set_defaults(run=run)
-        return command
+        if name == "serve":
+            add_serve_flags(command)
+        else:
+            from nanovllm.serve.terminal import commands
 
-    text = "Serve a model with OpenAI's HTTP API, at http://127.0.0.1:8000 unless told otherwise."
-    command = add_command("serve", text, serve)
+            commands.add_flags_of(name, command)
+
+
+def complete_parsers() -> dict[str, argparse.ArgumentParser]:
+    """Those of all commands, with their flags."""
+    from nanovllm.benchmarks.arguments import make_parser as make_bench_parser
+
+    _, commands = make_parser()
+    for name, command in commands.items():
+        add_flags_of(name, command)
+    return {**commands, "bench": make_bench_parser()}
+
+
+def add_serve_flags(command: Parser) -> None:
+    from nanovllm.config import Config
+
+    command.set_defaults(run=serve)
     add_flags(command, ServerSettings, "server", several=("served_model_name",))
     text = "how many answers may wait in addition to the max_num_seqs that run; further ones get a 429 (default: 1024)"
     command.add_argument("--max-queued-requests", type=int, metavar="N", default=1024, help=text)
@@ -84,15 +120,6 @@ def make_parser() -> argparse.ArgumentParser:
     text = "how many processes speak HTTP, for one engine in another process (default: 1, in the engine's own process)"
     command.add_argument("--api-server-count", type=int, metavar="N", default=1, help=text)
     add_flags(command, Config, "engine", skip=("model",))
-
-    command = add_command("generate", "Print a model's answer to a prompt while it is generated.", terminal.generate)
-    terminal.add_generate_flags(command)
-    command = add_command("chat", "Talk to a model in the terminal, in several turns.", terminal.chat)
-    terminal.add_chat_flags(command)
-
-    text = "Measure throughput and latency; `nanovllm bench --help` lists the workloads and arguments."
-    commands.add_parser("bench", help=text, add_help=False)
-    return parser
 
 
 def serve(options: argparse.Namespace) -> int:

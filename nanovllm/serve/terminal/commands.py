@@ -23,11 +23,22 @@ def _add_settings(parser: argparse.ArgumentParser, sampling: tuple[str, ...]) ->
     add_flags(parser, Config, "engine", skip=NO_ENGINE_FLAGS)
 
 
-def add_generate_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", metavar="PROMPT", help="the prompt, or - to read it from the standard input")
-    text = "the prompt is a user's message (default: if the model has a chat template)"
-    parser.add_argument("--chat", action=argparse.BooleanOptionalAction, help=text)
-    _add_settings(parser, (*CHAT_SAMPLING, "n"))
+def add_flags_of(name: str, parser: argparse.ArgumentParser) -> None:
+    """The arguments of `generate` or `chat` behind MODEL."""
+    if name == "generate":
+        parser.set_defaults(run=generate)
+        parser.add_argument("prompt", metavar="PROMPT", help="the prompt, or - to read it from the standard input")
+        text = "the prompt is a user's message (default: if the model has a chat template)"
+        parser.add_argument("--chat", action=argparse.BooleanOptionalAction, help=text)
+        _add_settings(parser, (*CHAT_SAMPLING, "n"))
+        return
+    parser.set_defaults(run=chat)
+    text = "talk to the server at this address instead; MODEL is its name there, by default the first one"
+    parser.add_argument("--url", metavar="URL", help=text)
+    text = "the key for that server (default: the environment variable NANOVLLM_API_KEY or OPENAI_API_KEY)"
+    parser.add_argument("--api-key", metavar="KEY", help=text)
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt")
+    _add_settings(parser, CHAT_SAMPLING)
 
 
 def generate(options: argparse.Namespace) -> int:
@@ -55,15 +66,6 @@ def generate(options: argparse.Namespace) -> int:
                 note = f"[{len(answer.token_ids)} tokens, {is_empty}finish reason: {answer.finish_reason}]\n"
                 write(note, sys.stderr, is_dim=True)
     return 0
-
-
-def add_chat_flags(parser: argparse.ArgumentParser) -> None:
-    text = "talk to the server at this address instead; MODEL is its name there, by default the first one"
-    parser.add_argument("--url", metavar="URL", help=text)
-    text = "the key for that server (default: the environment variable NANOVLLM_API_KEY or OPENAI_API_KEY)"
-    parser.add_argument("--api-key", metavar="KEY", help=text)
-    parser.add_argument("--system", metavar="TEXT", help="the system prompt")
-    _add_settings(parser, CHAT_SAMPLING)
 
 
 def chat(options: argparse.Namespace) -> int:
