@@ -497,6 +497,22 @@ def test_recording_in_a_browser(browser, tmp_path):
 
 
 @pytest.mark.browser
+def test_a_steady_rate_is_a_straight_line(browser, tmp_path):
+    """However steps fall into the bins of a curve."""
+    path = tmp_path / "run.html"
+    engine = dict(model="m", device="cpu", num_blocks=10, block_size=16, kv_cache_dtype="auto", max_num_seqs=4)
+    state = dict(seqs=[], waiting=[0], counts=[0, 0, 0, 0], decodes=["0"])
+    frames = [{"step": i, "time": 0.03 * i, "ms": 30.0} for i in range(1, 200)]
+    path.write_text(render_page([{"key": engine, "step": 0, "time": 0} | state, *frames]))
+    browser.set_window(1440, 900, prefers_color_scheme="light")
+    browser.open(path.as_uri())
+    browser.run("drawn = {}; drawCurve = (curve, values) => (drawn[curve.title] = values); lastCurves = 0; draw()")
+    rates = browser.run("drawn['Output tokens/s']")
+    assert len(rates) > 60 and rates == pytest.approx([1 / 0.03] * len(rates), rel=0.05)
+    assert browser.run("drawn['Time of a step']") == pytest.approx([30.0] * len(rates))
+
+
+@pytest.mark.browser
 def test_thousands_of_blocks_in_a_browser(browser, tmp_path):
     """What is held has cells that can be seen, and what is not is folded; a band says what is in it."""
     engine, path = Clockwork(num_seqs=6, num_blocks=5000), tmp_path / "run.html"
@@ -662,9 +678,8 @@ def test_chat_in_a_browser(whole_server, browser):
     # it is kept over a reload; the newest message stays in view
     browser.run("byId('system').value = 'Be brief.'; save(); reloaded = false")
     browser.call("Page.reload")
-    browser.wait_for(
-        "typeof reloaded === 'undefined' && document.readyState === 'complete' && turns.length === 2 && player.view !== null"
-    )
+    browser.wait_for("typeof reloaded === 'undefined' && document.readyState === 'complete'")
+    browser.wait_for("turns.length === 2 && player.view !== null")
     assert browser.run("['system', 'answers', 'temperature'].map((id) => byId(id).value)") == ["Be brief.", "2", "0"]
     assert browser.run("messages().map(({role}) => role)") == ["system", "user", "assistant"]
     browser.run("turns = Array.from({length: 20}, () => turns).flat(); renderLog()")
