@@ -321,7 +321,7 @@ BUDGETS = {
     "8-bit kernels": 1040,
     "structured_outputs": 360,
     "compat": 460,
-    "serve": 2967,
+    "serve": 2974,
     "fronts": 310,
     "replicas": 1194,
     "page": 400,

@@ -280,6 +280,11 @@ def test_waiting_is_said(capsys, monkeypatch):
     with waiting_for("Loading a model"):
         time.sleep(0.3)
     assert capsys.readouterr().err == "Loading a model ...\n"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    with waiting_for("Loading a model"):
+        time.sleep(0.3)
+    shown = capsys.readouterr().err  # a line that is erased in the end
+    assert "\rLoading a model: 00:00" in shown and shown.endswith("\r") and "\n" not in shown
     monkeypatch.setattr("nanovllm.serve.terminal.waiting.DELAY", 10)
     with waiting_for("Loading a model"):
         pass

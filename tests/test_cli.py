@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -329,6 +330,28 @@ def test_serve_needs_its_extra(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["serve", "tiny-qwen3"])
     assert end.value.code == 2 and "pip install 'nano-vllm[serve]'" in capsys.readouterr().err
+
+
+def test_serve_says_that_it_loads(monkeypatch, capsys):
+    """From a second on, until the server listens."""
+    pytest.importorskip("fastapi")
+    from nanovllm.serve import server as serving
+
+    def run_server(llm, settings, model, listener, on_start) -> int:
+        time.sleep(0.3)
+        assert capsys.readouterr().err == "Loading tiny-qwen3 ...\n"
+        on_start()
+        assert "tiny-qwen3 is served at http://" in capsys.readouterr().out
+        return 0
+
+    monkeypatch.setattr("nanovllm.serve.terminal.waiting.DELAY", 0.05)
+    monkeypatch.setattr(cli, "show_log", lambda: None)
+    monkeypatch.setattr(logging.getLogger("nanovllm"), "handlers", [])  # those of other tests
+    monkeypatch.setattr(cli, "make_client", lambda *arguments: MagicMock())
+    monkeypatch.setattr(serving, "run_server", run_server)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["serve", "tiny-qwen3", "--port=0"])
+    assert end.value.code == 0 and capsys.readouterr().err == ""
 
 
 def test_process_drains_after_sigterm():

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import torch
-
 from nanovllm.engine.scheduler import Scheduler
 
 
@@ -33,6 +31,8 @@ def described(config: Any) -> str:
     """Of a Config, the settings in use that differ between machines and models, in a line: `repr(llm)`."""
     num_tokens = (config.num_kvcache_blocks or 0) * config.kvcache_block_size
     dtype = str(config.dtype).removeprefix("torch.") + (f" ({config.dtype_reason})" if config.dtype_reason else "")
+    import torch  # only here: the scheduler's tests read the counts without it
+
     threads = f" with {torch.get_num_threads()} threads" if config.device == "cpu" else ""
     cache = "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}"
     return (

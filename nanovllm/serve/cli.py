@@ -4,11 +4,13 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import nanovllm
 from nanovllm.serve.settings import ServerSettings
+from nanovllm.serve.terminal.waiting import waiting_for
 from nanovllm.serve.vllm_flags import translate_flags
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.flags import Parser, add_flags, given
@@ -145,10 +147,16 @@ def serve(options: argparse.Namespace) -> int:
         from nanovllm.serve.fronts.engine_process import serve_by_fronts  # imported lazily, as few servers have them
 
         return serve_by_fronts(num_fronts, options.model, settings, engine_settings, options.max_queued_requests)
-    with server.listening_socket(settings) as listener:  # an address that is in use is an error at once
+    with server.listening_socket(settings) as listener, ExitStack() as loading:  # an address in use is an error at once
+        loading.enter_context(waiting_for(f"Loading {options.model}"))
         llm = make_client(options.model, options.data_parallel_size, options.max_queued_requests, engine_settings)
+
+        def announce() -> None:
+            loading.close()
+            server.announce(settings, options.model, listener)
+
         try:
-            return server.run_server(llm, settings, options.model, listener)
+            return server.run_server(llm, settings, options.model, listener, announce)
         finally:
             llm.exit()
 
@@ -166,6 +174,7 @@ def make_client(model: str, num_replicas: int, max_queued: int, settings: dict[s
 def show_log() -> None:
     """Print what the package logs: the engine's settings at the start, and errors."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    erase = "\r\033[K" if sys.stderr.isatty() else ""  # a line of progress that stands there
+    handler.setFormatter(logging.Formatter(f"{erase}%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger("nanovllm").addHandler(handler)
     logging.getLogger("nanovllm").setLevel(logging.INFO)
