@@ -675,13 +675,18 @@ def test_chat_in_a_browser(whole_server, browser):
     browser.run("document.querySelector('.last button').click()")  # regenerate
     browser.wait_for("pending !== null")
     browser.wait_for("turns.length === 2 && pending === null")
+    # a further message leaves the nodes of the conversation as they are, or a screen reader would read it again
+    browser.run("first = [...log.children]; send('What is 1 + 2?'); 0")
+    browser.wait_for("turns.length === 4 && pending === null")
+    assert browser.run("first.every((node, i) => node === log.children[i]) && log.childElementCount === 4")
+    assert browser.run("document.querySelectorAll('.last').length") == 1
     # it is kept over a reload; the newest message stays in view
     browser.run("byId('system').value = 'Be brief.'; save(); reloaded = false")
     browser.call("Page.reload")
     browser.wait_for("typeof reloaded === 'undefined' && document.readyState === 'complete'")
-    browser.wait_for("turns.length === 2 && player.view !== null")
+    browser.wait_for("turns.length === 4 && player.view !== null")
     assert browser.run("['system', 'answers', 'temperature'].map((id) => byId(id).value)") == ["Be brief.", "2", "0"]
-    assert browser.run("messages().map(({role}) => role)") == ["system", "user", "assistant"]
+    assert browser.run("messages().map(({role}) => role)") == ["system", *["user", "assistant"] * 2]
     browser.run("turns = Array.from({length: 20}, () => turns).flat(); renderLog()")
     browser.wait_for("isAtEnd && log.scrollTop > 500")
     browser.set_window(1440, 600, prefers_color_scheme="light")
