@@ -64,7 +64,8 @@ def typed(monkeypatch, capsys):
     """A conversation with the parrot, of these lines: (exit status, output, errors, the parrot)."""
 
     def run(*typed_lines: str, **settings):
-        rest, parrot = [*typed_lines], Parrot()
+        rest = [*typed_lines]
+        parrot = run.parrot = Parrot()
 
         def read(prompt: str = "") -> str:
             if not rest:
@@ -163,11 +164,14 @@ def test_ctrl_c_of_a_pipe_ends_the_program(typed):
         typed("interrupt me", "never reached")
 
 
-def test_ctrl_c_in_a_terminal(typed, monkeypatch, tmp_path):
+def test_ctrl_c_in_a_terminal(typed, monkeypatch):
     """The first ends the answer, of which the beginning is kept; only two in a row end the program."""
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     with pytest.raises(KeyboardInterrupt):
         typed("interrupt me", "go on", KeyboardInterrupt(), "and on", KeyboardInterrupt(), KeyboardInterrupt(), "no")
+    questions = [messages[-1][1] for messages, _ in typed.parrot.asked]
+    assert questions == ["interrupt me", "go on", "and on"]
+    assert typed.parrot.asked[1][0][:2] == [("user", "interrupt me"), ("assistant", "interrupt ")]
 
 
 # -- the whole command -------------------------------------------------------------------------------------------------
