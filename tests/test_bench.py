@@ -20,14 +20,15 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 import bench
-from nanovllm import SamplingParams
-from nanovllm.benchmarks import clients, command, engines, http
+from nanovllm import LLM, SamplingParams
+from nanovllm.benchmarks import clients, command, engines, http, sweeps
 from nanovllm.benchmarks.arguments import engine_settings, make_parser, parse
 from nanovllm.benchmarks.engines import ENGINES, STEPPED_ENGINES, loops, versions
 from nanovllm.benchmarks.engines.loops import measure, serve
 from nanovllm.benchmarks.engines.vllm import step_vllm, vllm_settings
 from nanovllm.benchmarks.host import host_calls, host_requests
 from nanovllm.benchmarks.limits import limit_seconds
+from nanovllm.benchmarks.pictures import LINE_COLORS
 from nanovllm.benchmarks.processes import seconds_since_start
 from nanovllm.benchmarks.requests import Request, headline, in_rounds, online, other_ids
 from nanovllm.benchmarks.results import Result, decode_rate, fastest, latencies, percentile, save_results
@@ -588,13 +589,70 @@ def test_online(monkeypatch, capsys):
     assert all(float(rate) > 0 for _, rate in table(out, "output tokens per second")[1:])
 
 
+def test_online_finds_rates_for_a_cpu(monkeypatch, capsys):
+    """Three rates below what a run of twelve requests has shown; the lengths are short there."""
+    monkeypatch.setattr(sweeps, "run_in_process", lambda function, *arguments: function(*arguments))
+    found = {"rate": Result(seconds=6.0)}
+    monkeypatch.setattr(sweeps, "run_nanovllm", lambda model, settings, workloads: found)
+    monkeypatch.setitem(STEPPED_ENGINES, "nanovllm", lambda model, settings, workloads: fake_results(workloads))
+    main(monkeypatch, "--workload", "online", "--device", "cpu")
+    out, err = capsys.readouterr()
+    assert "about 2 requests per second" in err and "--request-rate sets other rates" in err
+    assert [row[0] for row in table(out, "TTFT, ms")] == ["requests", "0.6", "1.2", "1.8"]
+    assert "online 0.6/s: 5 requests" in out and "online 1.8/s: 14 requests" in out  # of 8 seconds
+
+
+def fake_results(workloads) -> dict[str, Result]:
+    """Of an engine that needs a second for everything."""
+    return {
+        name: Result(1.0, token_times=[[1.0 + i for i in range(r.max_tokens)] for rs in runs[1:] for r in rs])
+        for name, runs in workloads.items()
+    }
+
+
+def test_interrupted_sweep(monkeypatch, capsys, tmp_path):
+    """Ctrl-C in the second of three batch sizes: the first is in the table and in the picture. No other engine runs."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(engines, "run_in_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setitem(ENGINES, "vllm", lambda *_: pytest.fail("another engine"))
+    generate, num_calls = LLM.generate, 0
+
+    def interrupted(self, prompts, *args, **kwargs):
+        nonlocal num_calls
+        if (num_calls := num_calls + (len(prompts) == 3)) == 2:
+            raise KeyboardInterrupt
+        return generate(self, prompts, *args, **kwargs)
+
+    monkeypatch.setattr(LLM, "generate", interrupted)
+    lengths = ["--max-input-len", "8", "--max-output-len", "4", "--compare", "vllm", "--device", "cpu"]
+    picture = tmp_path / "a.svg"
+    main(monkeypatch, "--workload", "batches", "--batch-sizes", "2,3,4", *lengths, "--plot", str(picture))
+    out, err = capsys.readouterr()
+    assert "nanovllm: interrupted, 1 of 3 workloads are complete" in err
+    header, *rows = table(out, "output tokens per second (8 in, 4 out)")
+    assert header == ["requests", "nanovllm"] and [row[0] for row in rows] == ["2", "3", "4"]
+    assert float(rows[0][1]) > 0 and rows[1][1] == rows[2][1] == "-"
+    assert "batch of 2: 2 requests" in out and "batch of 3" not in out
+    assert "this package" in picture.read_text()
+
+
+def test_interrupt_before_any_result(monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "generate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main(monkeypatch, "--workload", "batches", "--batch-sizes", "2", "--device", "cpu")
+
+
 def test_latency(monkeypatch, capsys):
     bounds = ["--max-input-len", "20", "--max-output-len", "4", "--num-seqs", "2"]
     main(monkeypatch, "--workload", "latency", *bounds, "--device", "cpu")
     out = capsys.readouterr().out
     assert "prompt of 16: 2 requests, 32 tokens in, 2 out" in out
     assert "8 sequences behind 20: 24 requests, 480 tokens in, 96 out" in out
-    header, row = table(out, "time to the token of one prompt, ms")
+    header, row = table(out, "time to first token of a single prompt, ms")
     assert " ".join(header) == "prompt tokens nanovllm median nanovllm min nanovllm p99"
     length, middle, least, p99 = map(float, row)
     assert length == 16 and 0 < least <= middle <= p99
@@ -680,15 +738,18 @@ def test_plot(workload, monkeypatch, capsys, tmp_path):
     pictures = []
     for name in ("a.svg", "b.svg"):
         arguments = ["--workload", workload, "--compare", "vllm", "--plot", str(tmp_path / name), "--device", "cpu"]
-        main(monkeypatch, *arguments, "--num-seqs", "3", "--batch-sizes", "2,3")
+        main(monkeypatch, *arguments, "--num-seqs", "3", "--batch-sizes", "2,3", "--request-rate", "8,16")
         pictures.append((tmp_path / name).read_text())
     assert pictures[0] == pictures[1] and len(pictures[0]) < 60_000
     words = {
         "online": ["TTFT, ms", "time per output token, ms", "longest gap, ms", "this package, p50", "vLLM, p99"],
-        "latency": ["time to the token of one prompt, ms", "this package, median", "vLLM, 8 sequences", "1,024"],
+        "latency": ["time to first token of a single prompt, ms", "this package, median", "vLLM, 8 sequences", "1,024"],
         "batches": ["output tokens per second", "this package", "vLLM"],
     }[workload]
     assert all(word in pictures[0] for word in ["tiny-qwen3, CPU", *words])
+    for color in LINE_COLORS["nanovllm"], LINE_COLORS["vllm"]:  # a single point of each statistic can be told apart
+        fills = {color} if workload == "batches" else {color, "#ffffff"}
+        assert {*re.findall(rf'style="fill: (#\w+); stroke: {color}', pictures[0])} == fills
     out = capsys.readouterr().out
     first = {"online": "20.00", "latency": "20.00", "batches": "768"}[workload]
     assert "vllm" in out and first in out

@@ -23,7 +23,8 @@ Workloads, all with random token ids, temperature 0.6 and no end-of-sequence tok
     single      one request; its input is an eighth of --max-input-len, its output half of --max-output-len
     prefill     an eighth of --num-seqs requests of --prefill-len tokens, with one output token each
     online      for each request rate, 20 seconds of requests, or --num-seqs; the gaps between arrivals are exponential,
-                the lengths log-normal (sigma 0.9 for inputs, 0.7 for outputs) and cut to max_model_len
+                the lengths log-normal (sigma 0.9 for inputs, 0.7 for outputs) and cut to max_model_len. On a CPU 8
+                seconds, and unless rates are given, three parts of what a short run finds possible
     latency     one prompt of 16 to 32,000 tokens and one output token, --num-seqs times; then 1 and 8 sequences that
                 decode behind contexts of 500 to 30,000 tokens, three times. --max-model-len and --max-input-len bound
                 the lengths
@@ -97,9 +98,9 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     text = "longest output (1024; on a CPU 256; of batches 256, of latency 96)"
     parser.add_argument("--max-output-len", type=size, help=text)
     parser.add_argument("--prefill-len", type=size, help="prompt length of the prefill workload (3900; on a CPU 1024)")
-    parser.add_argument("--request-rate", type=each(positive), default="8,16,24", help="online: requests per second")
-    parser.add_argument("--median-input-len", type=size, default=500, help="online: median prompt length")
-    parser.add_argument("--median-output-len", type=size, default=160, help="online: median output length")
+    parser.add_argument("--request-rate", type=each(positive), help="online: requests per second (8,16,24)")
+    parser.add_argument("--median-input-len", type=size, help="online: median prompt length (500; on a CPU 125)")
+    parser.add_argument("--median-output-len", type=size, help="online: median output length (160; on a CPU 40)")
     parser.add_argument("--batch-sizes", type=each(size), default="2,8,32,128,512", help="batches: numbers of requests")
     text = (
         "http: rows, such as 64x256/128,512x128/128-whole,256x200/256-chat (seven of 1 to 512 clients; on a CPU four)"

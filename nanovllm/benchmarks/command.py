@@ -66,6 +66,8 @@ def run(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> N
 def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> None:
     """Run the workloads on every engine; print, draw and save the results."""
     workloads = throughput.workloads(args, config)
+    if args.workload == ["online"] and config.device == "cpu" and not args.request_rate:
+        args.request_rate = sweeps.rates_of_cpu(args, settings, config)
     swept: Workloads = {}
     panels: list[Panel] = []
     for name in args.workload:
@@ -80,7 +82,9 @@ def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: 
     if workloads:
         throughput.print_results(config, workloads, results)
     for name, runs in swept.items():
-        num_runs = next(iter(results.values()))[name].num_runs
+        if name not in results["nanovllm"]:
+            continue
+        num_runs = results["nanovllm"][name].num_runs
         print(describe(name, [request for run in runs[-num_runs:] for request in run]))
     for panel in panels:
         panel.print(results)
@@ -91,7 +95,11 @@ def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: 
         device = "CPU" if config.device == "cpu" else torch.cuda.get_device_name(config.device)
         pictures.draw_panels(args.plot, f"{setup}, {device}", panels, results)
     if args.save:
-        rates = {name: {engine: result[name].rate for engine, result in results.items()} for name in workloads}
+        rates = {
+            name: {engine: result[name].rate for engine, result in results.items() if name in result}
+            for name in workloads
+            if name in results["nanovllm"]
+        }
         save_results(args.save, notes, setup, rates)
 
 

@@ -11,6 +11,7 @@ from nanovllm.benchmarks.throughput import WORKLOADS
 LABELS = dict(nanovllm="this package", vllm="vLLM", original="the original nano-vllm", transformers="transformers")
 # statistics that have no style here are in tables only
 LINE_STYLES = {"": "-", "p50": "-", "p99": "--", "median": "-", "1 sequence": "-", "8 sequences": "--"}
+MARKERS = {"nanovllm": "o", "vllm": "s", "transformers": "^"}  # so that nobody needs the colours
 LINE_COLORS = {"nanovllm": "#1a7f5a", "vllm": "#7b8a97", "transformers": "#c08a3e"}
 
 
@@ -50,7 +51,7 @@ def draw_figure(file: Path) -> None:
 
 
 def draw_panels(file: Path, title: str, panels: list[Panel], results: Results) -> None:
-    """A color for each engine, and a line style for each statistic that LINE_STYLES has."""
+    """A colour and a marker for each engine; a statistic with a dashed line has empty markers, for a single point."""
     plt = svg_pyplot()
     from matplotlib.ticker import LogLocator
 
@@ -61,7 +62,8 @@ def draw_panels(file: Path, title: str, panels: list[Panel], results: Results) -
     for panel, axes in zip(drawn, all_axes):
         for (engine, statistic), points in panel.points(results).items():
             if statistic in LINE_STYLES:
-                style = dict(linestyle=LINE_STYLES[statistic], color=LINE_COLORS[engine], marker="o", markersize=3)
+                style = dict(linestyle=LINE_STYLES[statistic], color=LINE_COLORS[engine], marker=MARKERS[engine])
+                style |= dict(markersize=4, markerfacecolor="white" if style["linestyle"] == "--" else None)
                 label = ", ".join(filter(None, [LABELS[engine], statistic]))
                 axes.plot(list(points), list(points.values()), label=label, **style)
                 axes.set_xscale("log" if "x" in panel.log else "linear")
@@ -76,7 +78,7 @@ def draw_panels(file: Path, title: str, panels: list[Panel], results: Results) -
         axes.set_title(panel.title, fontsize=9)
         axes.set_xlabel(panel.xlabel)
         axes.grid(alpha=0.25)
-        if labels != (labels := axes.get_legend_handles_labels()[1]):  # once for neighbors that have the same
+        if labels != (labels := axes.get_legend_handles_labels()[1]):  # once for neighbours that have the same
             axes.legend(fontsize=8)
     figure.suptitle(title, fontsize=9)
     figure.savefig(file, metadata={"Date": None})

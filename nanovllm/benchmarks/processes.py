@@ -36,7 +36,11 @@ def run_in_process(function, *arguments):
     """Call the function in a new process, whose end frees all memory that the function used."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=show_engine_log) as pool:
-        return pool.submit(function, *arguments).result()
+        future = pool.submit(function, *arguments)
+        try:
+            return future.result()
+        except KeyboardInterrupt:  # the terminal interrupts both processes: what that one has measured follows
+            return future.result()
 
 
 def seconds_since_start() -> float:

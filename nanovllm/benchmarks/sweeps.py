@@ -2,7 +2,10 @@
 
 import argparse
 from functools import partial
+from typing import Any
 
+from nanovllm.benchmarks.engines.nanovllm import run_nanovllm
+from nanovllm.benchmarks.processes import progress, report, run_in_process
 from nanovllm.benchmarks.requests import Workloads, fit, in_rounds, online, other_ids, same_lengths
 from nanovllm.benchmarks.results import decode_rate, latency_ms
 from nanovllm.benchmarks.tables import Panel
@@ -15,11 +18,12 @@ DECODE_SEQS = {1: "1 sequence", 8: "8 sequences"}
 
 def online_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
     """The warm-up is the first quarter of the requests with other ids, and with the same times of arrival."""
-    vocab_size, medians = config.model_config.vocab_size, (args.median_input_len, args.median_output_len)
-    names = {rate: f"online {rate:g}/s" for rate in args.request_rate}
+    vocab_size, on_cpu = config.model_config.vocab_size, config.device == "cpu"
+    medians = median_lengths(args, config)
+    names = {rate: f"online {rate:g}/s" for rate in args.request_rate or (8, 16, 24)}
     workloads = {}
     for rate, name in names.items():
-        num_seqs = args.num_seqs or max(1, round(20 * rate))
+        num_seqs = args.num_seqs or max(1, round((8 if on_cpu else 20) * rate))
         requests = online(rate, num_seqs, medians, config.max_model_len, args.seed, vocab_size)
         workloads[name] = [other_ids(requests[: -(-num_seqs // 4)], vocab_size), requests]
     x = "requests per second"
@@ -29,6 +33,23 @@ def online_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, l
         panels.append(Panel(f"{kind}, ms", x, curves, is_drawn=kind != "ITL"))
     rate = {"": (names, lambda result: result.rate)}
     return workloads, [*panels, Panel("output tokens per second", x, rate, digits=0, is_drawn=False)]
+
+
+def median_lengths(args: argparse.Namespace, config: Config) -> tuple[int, int]:
+    defaults = (125, 40) if config.device == "cpu" else (500, 160)
+    return args.median_input_len or defaults[0], args.median_output_len or defaults[1]
+
+
+def rates_of_cpu(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> list[float]:
+    """Three parts of what this CPU can do at most, which a short run measures: no fixed rates suit all of them."""
+    num_seqs, medians = 12, median_lengths(args, config)
+    requests = online(1e9, num_seqs, medians, config.max_model_len, args.seed, config.model_config.vocab_size)
+    with progress("the highest rate of requests:"):
+        workloads = {"rate": [requests[:2], other_ids(requests, config.model_config.vocab_size)]}
+        found = run_in_process(run_nanovllm, args.model, settings, workloads)
+    highest = num_seqs / found["rate"].seconds
+    report(f"about {highest:.2g} requests per second; --request-rate sets other rates than 30, 60 and 90% of it")
+    return [float(f"{part * highest:.2g}") for part in (0.3, 0.6, 0.9)]
 
 
 def latency_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
@@ -59,7 +80,7 @@ def latency_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, 
     statistics = {"median": 50, "min": 0, "p99": 99}
     first = {name: (prompts, partial(latency_ms, kind="TTFT", p=p)) for name, p in statistics.items()}
     return workloads, [
-        Panel("time to the token of one prompt, ms", "prompt tokens", first, log="xy"),
+        Panel("time to first token of a single prompt, ms", "prompt tokens", first, log="xy"),
         Panel("decode, tokens per second", "context tokens", decode, log="xy", digits=0),
     ]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isnan
+from math import isnan, nan
 
 from nanovllm.benchmarks.results import Result, Results
 
@@ -37,9 +37,9 @@ class Panel:
     is_drawn: bool = True
 
     def points(self, results: Results) -> dict[tuple[str, str], dict[float, float]]:
-        """y by x, for each engine and statistic."""
+        """y by x, for each engine and statistic, as far as there are results."""
         return {
-            (engine, statistic): {x: value(by_workload[name]) for x, name in names.items()}
+            (engine, statistic): {x: value(by_workload[name]) for x, name in names.items() if name in by_workload}
             for engine, by_workload in results.items()
             for statistic, (names, value) in self.curves.items()
         }
@@ -47,5 +47,5 @@ class Panel:
     def print(self, results: Results) -> None:
         points = self.points(results)
         xs = next(iter(self.curves.values()))[0]
-        rows = [[f"{x:,g}", *(number(curve[x], self.digits) for curve in points.values())] for x in xs]
+        rows = [[f"{x:,g}", *(number(curve.get(x, nan), self.digits) for curve in points.values())] for x in xs]
         print_table(self.title, [self.xlabel, *(" ".join(names).strip() for names in points)], rows)

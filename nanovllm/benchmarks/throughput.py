@@ -43,10 +43,13 @@ def print_results(config: Config, workloads: Workloads, results: Results) -> Non
     if rates:
         print(f"this device reads {rates[0] / 1e12:.2f} TB/s and multiplies at {rates[1] / 1e12:.0f} TFLOP/s")
     for name, (*_, requests) in workloads.items():
-        others = [result[name] for engine, result in results.items() if engine != "nanovllm"]
-        baseline = max(others or [results["nanovllm"][name]], key=lambda result: result.rate)
+        found = {engine: result[name] for engine, result in results.items() if name in result}
+        if "nanovllm" not in found:
+            continue
+        others = [result for engine, result in found.items() if engine != "nanovllm"]
+        baseline = max(others or found.values(), key=lambda result: result.rate)
         limit = limit_seconds(requests, config, *(config.tensor_parallel_size * x for x in rates)) if rates else None
-        rows = [row(engine, result[name], baseline, limit) for engine, result in results.items()]
+        rows = [row(engine, result, baseline, limit) for engine, result in found.items()]
         print_table(describe(name, requests), HEADER, rows)
     print("\ntok/s: output tokens, in prefill input tokens; TTFT: median and 99th percentile", end="")
     print("; ratio: to the fastest other engine" if len(results) > 1 else "")

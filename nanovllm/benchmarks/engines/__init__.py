@@ -20,7 +20,10 @@ STEPPED_ENGINES: Engines = {"nanovllm": step_nanovllm, "vllm": step_vllm}  # for
 
 
 def run_engines(names: list[str], functions: Engines, model: str, settings: dict, workloads: Workloads) -> Results:
-    """Several engines run in a process each; one that is not installed is left out."""
+    """Several engines run in a process each; one that is not installed is left out.
+
+    After Ctrl-C, those of the workloads that were complete; no other engine is started then.
+    """
     results = {}
     for engine in names:
         if importlib.util.find_spec(engine) is None:
@@ -29,10 +32,12 @@ def run_engines(names: list[str], functions: Engines, model: str, settings: dict
         run = functions[engine] if len(names) == 1 else partial(run_in_process, functions[engine])
         with progress(f"{engine}:"):
             results[engine] = run(model, settings, workloads)
-        for name, runs in workloads.items():
-            result = results[engine][name]
+        for name, result in results[engine].items():
+            runs = workloads[name]
             counted = [request for requests in runs[-result.num_runs :] for request in requests]
             result.num_tokens = sum(len(r.prompt) if name == "prefill" else r.max_tokens for r in counted)
+        if results[engine].keys() < workloads.keys():  # it was interrupted
+            break
     return results
 
 

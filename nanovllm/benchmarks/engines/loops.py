@@ -3,21 +3,31 @@
 from collections.abc import Callable
 from time import perf_counter, sleep
 
-from nanovllm.benchmarks.processes import progress
+from nanovllm.benchmarks.processes import progress, report
 from nanovllm.benchmarks.requests import Request, Workloads
 from nanovllm.benchmarks.results import Result
+from nanovllm.utils.progress import progress_bar, with_bar
 
 Run = Callable[[list[Request]], Result]
 Summary = Callable[[list[Result]], Result]
+BAR = dict(leave=False, disable=None, dynamic_ncols=True)  # None: no bar where stderr is no terminal
 
 
 def measure(engine: str, run: Run, workloads: Workloads, summary: Summary) -> dict[str, Result]:
-    """Do all runs of each workload, and report when it starts and ends; the first run is a warm-up."""
-    results = {}
-    for name, runs in workloads.items():
-        with progress(f"{engine}: {name}"):
-            _, *measured = [run(requests) for requests in runs]
-            results[name] = summary(measured)
+    """Do all runs of each workload, and report when it starts and ends; the first run is a warm-up.
+
+    Ctrl-C ends it with the workloads that are complete, if there are any.
+    """
+    results: dict[str, Result] = {}
+    try:
+        for i, (name, runs) in enumerate(workloads.items()):
+            with progress(f"{engine}: {name}" + f" ({i + 1} of {len(workloads)})" * (len(workloads) > 1)):
+                _, *measured = [run(requests) for requests in with_bar(runs, desc=name, unit="run", **BAR)]
+                results[name] = summary(measured)
+    except KeyboardInterrupt:
+        if not results:
+            raise
+        report(f"{engine}: interrupted, {len(results)} of {len(workloads)} workloads are complete")
     return results
 
 
@@ -29,19 +39,22 @@ def serve(engine, requests: list[Request]) -> Result:
     """
     params = [engine.params(request) for request in requests]
     times: dict[int, list[float]] = {}
-    begin = perf_counter()
-    while len(times) < len(requests) or not engine.is_finished():
-        now = perf_counter() - begin
-        while (i := len(times)) < len(requests) and requests[i].arrival <= now:
-            times[engine.add(requests[i].prompt, params[i])] = []
-        if i < len(requests) and engine.is_finished():
-            # the last millisecond is spent in this loop, because sleep() may return late
-            sleep(max(0.0, requests[i].arrival - now - 0.001))
-            continue
-        ids = engine.step()
-        now = perf_counter() - begin
-        for request_id in ids:
-            times[request_id].append(now)
-    seconds = perf_counter() - begin
+    num_tokens = sum(request.max_tokens for request in requests)
+    with progress_bar(num_tokens, desc=f"{len(requests)} requests", unit="tok", **BAR) as advance:
+        begin = perf_counter()
+        while len(times) < len(requests) or not engine.is_finished():
+            now = perf_counter() - begin
+            while (i := len(times)) < len(requests) and requests[i].arrival <= now:
+                times[engine.add(requests[i].prompt, params[i])] = []
+            if i < len(requests) and engine.is_finished():
+                # the last millisecond is spent in this loop, because sleep() may return late
+                sleep(max(0.0, requests[i].arrival - now - 0.001))
+                continue
+            ids = engine.step()
+            now = perf_counter() - begin
+            for request_id in ids:
+                times[request_id].append(now)
+            advance(len(ids))
+        seconds = perf_counter() - begin
     token_times = [[time - request.arrival for time in times[i]] for i, request in zip(times, requests)]
     return Result(seconds, token_times=token_times)
