@@ -42,11 +42,10 @@ def sampled_texts(llm: LLM, num_texts: int, length: int) -> list[list[int]]:
 
 def logits_of(llm: LLM, text: list[int]) -> torch.Tensor:
     """[len(text) - 1, vocabulary] float32: what the model expects after each token."""
-    model, seen = llm.model_runner.model, []
-    compute = type(model).compute_logits
-    model.compute_logits = lambda *arguments: seen.append(compute(model, *arguments)) or seen[-1]
+    seen: list[torch.Tensor] = []
+    hook = llm.model_runner.model.lm_head.register_forward_hook(lambda module, inputs, logits: seen.append(logits))
     llm.generate([text], SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False), use_tqdm=False)
-    del model.compute_logits
+    hook.remove()
     return torch.cat(seen)[-(len(text) - 1) :].float().cpu()
 
 
