@@ -159,6 +159,33 @@ def test_bounds_hold_for_all_fronts(setup):
     asyncio.run(main())
 
 
+def test_requests_of_all_fronts_are_computed_in_the_order_of_their_arrival(setup):
+    """Else those of the last front would wait for those of all others, and be preempted for them."""
+
+    async def main():
+        async with setup.front(0, max_queued=16) as first, setup.front(1, max_queued=16) as second:
+            running = [await second.submit(PROMPTS[1], ENDLESS) for _ in range(8)]
+            waiting = []
+            for i, client in enumerate([second, first, second, first]):
+                waiting.append((client, await client.submit(PROMPTS[1], ENDLESS)))
+                while (await client.stats())[0]["requests"] != {"running": 8, "waiting": i + 1}:
+                    await asyncio.sleep(0.005)
+            for request, (_, expected) in zip(running, waiting):
+                second.discard(request)
+                assert await asyncio.wait_for(expected.next_events(), 20)
+            orders = [
+                seq.order
+                for _, request in waiting
+                for seq in setup.llm.core.output_processor.requests[request.request_id].group
+            ]
+            assert orders == sorted(orders)
+            for client, request in [*((second, request) for request in running), *waiting]:
+                client.discard(request)
+            await setup.wait_until_free()
+
+    asyncio.run(main())
+
+
 def test_errors(setup, monkeypatch):
     """What only the engine finds is raised to its own caller; the end of the engine, to all."""
 
@@ -259,8 +286,14 @@ def test_processes(llm):
         fronts = children(process.pid)
         assert len(fronts) == 2
         assert [ask(url) for _ in range(8)] == [text] * 8  # each in a connection of its own
+        for _ in range(16):  # any front
+            answer = httpx.post(f"{url}/v1/completions", json={"prompt": [], "unknown": 1})
+            assert answer.status_code == 400
+        answer = httpx.get(f"{url}/v1/responses/resp_1")
+        assert answer.status_code == 404 and "another process of this server" in answer.json()["error"]["message"]
         for _ in range(4):
             lines = httpx.get(f"{url}/metrics").text.splitlines()
+            assert "nanovllm:ignored_request_fields_total 16.0" in lines
             assert 'vllm:request_success_total{finished_reason="length",model_name="tiny-qwen3"} 8.0' in lines
             assert 'vllm:generation_tokens_total{model_name="tiny-qwen3"} 96.0' in lines
         assert httpx.get(f"{url}/health").json() == {"status": "ok"}

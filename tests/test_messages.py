@@ -19,7 +19,7 @@ from nanovllm.serve import anthropic_api
 from nanovllm.serve.anthropic_api import MessagesAnswer, MessagesBody, chat_body
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.engine_client import EngineDeadError, QueueFullError
-from nanovllm.serve.errors import ApiError, RequestTimeoutError
+from nanovllm.serve.errors import ApiError
 from nanovllm.serve.tool_parsers import HermesParser
 
 KEY = "sk-ant"
@@ -399,7 +399,7 @@ def test_errors_have_the_shape_of_the_api(http, path):
     [
         (QueueFullError("no room"), 429, "rate_limit_error"),
         (EngineDeadError("gone"), 503, "overloaded_error"),
-        (RequestTimeoutError(), 504, "timeout_error"),
+        (TimeoutError(), 504, "timeout_error"),
         (RuntimeError("of our own"), 500, "api_error"),
     ],
 )
@@ -414,7 +414,7 @@ def test_errors_of_the_server(server, http, monkeypatch, error, status, kind):
 
 def test_error_in_a_stream(create, monkeypatch):
     def fail(*arguments):
-        raise RequestTimeoutError
+        raise TimeoutError
 
     monkeypatch.setattr(AsyncRequest, "take_events", fail)
     events = create(messages=QUESTION, stream=True, **GREEDY)

@@ -663,6 +663,7 @@ def test_chat_in_a_browser(whole_server, browser):
     assert browser.run("byId('message').value") == "What is 348 + 577?"
     browser.run("byId('message').value = 'Sort: 9, 3, 71, 20'; byId('answers').value = 4; byId('form').requestSubmit()")
     browser.wait_for("turns.length === 2 && pending === null && turns[0].text.startsWith('Sort')")
+    assert "4 of 4 answers complete, 52 tokens, " in browser.run("turns[1].about")
     assert browser.run(answers) == ["3, 9, 20, 71"] * 4
     assert "the answers share 1 full block of 16" in browser.run("turns[1].about")
     browser.run("document.querySelectorAll('.from-model [aria-pressed]')[2].click()")
@@ -672,8 +673,17 @@ def test_chat_in_a_browser(whole_server, browser):
     browser.wait_for("turns.length === 2 && pending === null")
     assert "less than a block of 16, so the answers share no block" in browser.run("turns[1].about")
     assert "3.7 million parameters" in browser.run(answers)[0]
+    # while answers are generated, the tokens of all of them are counted: a chunk has the number of its own
+    chunk = "{choices: [{index, delta: {content: 'x'}}], usage: {completion_tokens: n}}"
+    chunks = f"[5, 7].forEach((n, index) => onChunk({chunk}))"
+    wait = "await new Promise((go) => setTimeout(go, 300))"
+    meta = "shown = document.querySelector('.from-model:last-child .meta').textContent"
+    browser.run(f"real = request; request = async (path, body, signal, onChunk) => {{ {chunks}; {wait}; {meta}; }}; 0")
+    browser.run("regenerate()")
+    browser.run("request = real; 0")
+    assert browser.run("shown").startswith("0 of 2 answers complete, 12 tokens, ")
     browser.run("document.querySelector('.last button').click()")  # regenerate
-    browser.wait_for("pending !== null")
+    browser.wait_for("pending !== null && document.querySelector('.last') === null")
     browser.wait_for("turns.length === 2 && pending === null")
     # a further message leaves the nodes of the conversation as they are, or a screen reader would read it again
     browser.run("first = [...log.children]; send('What is 1 + 2?'); 0")

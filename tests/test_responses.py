@@ -14,7 +14,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from test_server import MODEL, client, expected, offline, running
 
 from nanovllm.serve import chat, openai_api, responses_api
-from nanovllm.serve.errors import ApiError, RequestTimeoutError
+from nanovllm.serve.errors import ApiError
 from nanovllm.serve.responses_answer import ResponsesAnswer
 from nanovllm.serve.responses_api import ResponseStore
 
@@ -431,7 +431,7 @@ def test_unknown_model(client):
 
 def test_an_error_within_a_stream_is_a_failed_response(client, monkeypatch):
     def take(self):
-        raise RequestTimeoutError
+        raise TimeoutError
 
     monkeypatch.setattr(ResponsesAnswer, "take", take)
     *_, last = client.responses.create(input="Hi", stream=True, **GREEDY)

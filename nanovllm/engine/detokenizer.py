@@ -53,7 +53,7 @@ class Detokenizer:
 
     It is what `tokenizer.decode` (without `clean_up_tokenization_spaces`) adds to the text of the prompt if the answer
     follows. The bytes of the tokens together are UTF-8, so a character becomes text when its last byte has arrived.
-    Bytes that are not UTF-8 become U+FFFD; `tokenizer.decode` of SentencePiece then replaces valid neighbors as well.
+    Bytes that are not UTF-8 become U+FFFD; `tokenizer.decode` of SentencePiece then replaces valid neighbours as well.
     """
 
     def __init__(self, token_ids: list[int], num_prompt_tokens: int, token_bytes: TokenBytes):

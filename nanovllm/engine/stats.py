@@ -33,7 +33,8 @@ def described(config: Any) -> str:
     dtype = str(config.dtype).removeprefix("torch.") + (f" ({config.dtype_reason})" if config.dtype_reason else "")
     import torch  # only here: the scheduler's tests read the counts without it
 
-    threads = f" with {torch.get_num_threads()} threads" if config.device == "cpu" else ""
+    num_threads = torch.get_num_threads()
+    threads = f" with {num_threads} thread{'s' * (num_threads > 1)}" if config.device == "cpu" else ""
     cache = "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}"
     return (
         f"LLM({config.model!r}: {config.device}{threads}, {dtype}, attention by {config.attention_backend}, "

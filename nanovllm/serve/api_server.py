@@ -42,8 +42,7 @@ def create_app(
     endpoints = {route.path: endpoint(route, settings.request_timeout) for route in routes}
     if llm.engine is not None:  # the page shows the steps of one engine
         app.include_router(view_router(llm, is_closing=is_closing))
-    app.add_exception_handler(HTTPException, _on_http_error)
-    for kind in (ApiError, EngineDeadError, Exception):
+    for kind in (HTTPException, ApiError, EngineDeadError, Exception):
         app.add_exception_handler(kind, _on_error)
     app.add_middleware(RequestLimits, settings=settings, endpoints=endpoints)
     if settings.allowed_origins:
@@ -52,20 +51,13 @@ def create_app(
     return app
 
 
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Answer an error of the framework: an unknown path, or a wrong method."""
-    assert isinstance(error, HTTPException)
-    headers = {"allow": ", ".join(_methods(request))} if error.status_code == 405 else {}
-    return error_response(ApiError(error.status_code, str(error.detail)), request.scope["path"], **headers)
+async def _on_error(request: Request, error: Exception) -> Response:
+    headers = {"allow": ", ".join(_methods(request))} if getattr(error, "status_code", None) == 405 else {}
+    return error_response(api_error(error), request.scope["path"], **headers)
 
 
 def _methods(request: Request) -> list[str]:
     """The methods that the path has."""
-    scopes = {method: {**request.scope, "method": method} for method in ("DELETE", "GET", "PATCH", "POST", "PUT")}
-    routes = request.app.routes
-    found = [name for name, scope in scopes.items() if any(x.matches(scope)[0] is Match.FULL for x in routes)]
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    found = sorted({method for route in routes for method in route.methods})
     return [*found, "HEAD"] if "GET" in found else found
-
-
-async def _on_error(request: Request, error: Exception) -> Response:
-    return error_response(api_error(error), request.scope["path"])

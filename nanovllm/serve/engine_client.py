@@ -99,21 +99,16 @@ class EngineClient(ABC):
     # -- requests: all of this belongs to the event loop's thread ------------------------------------------------------
 
     async def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        chat_template_kwargs: Mapping | None = None,
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
         """The answers to one prompt so far, whenever there is more of them; the last output is `finished`.
 
-        `prompt`, `sampling_params` and `priority` are those of `LLM.add_request`, with its errors, and
-        `chat_template_kwargs` are those of `LLM.chat`. `request_id` is for `abort`. QueueFullError if too many requests
+        `prompt` and `sampling_params` are those of `LLM.add_request`, with its errors. The options are its `priority`,
+        the `chat_template_kwargs` of `LLM.chat`, and a `request_id` for `abort`. QueueFullError if too many requests
         wait, EngineDeadError if the engine has failed or was closed. In all outputs but the last, `metrics` has nothing
         but the `arrival_time`.
         """
-        async with self._submitted(prompt, sampling_params, request_id, priority, chat_template_kwargs) as request:
+        async with self._submitted(prompt, sampling_params, **options) as request:
             answers = [PartialAnswer(i) for i in range(request.num_answers)]
             while events := await request.next_events():
                 for event in events:
@@ -121,23 +116,18 @@ class EngineClient(ABC):
                 yield request.output(answers)
 
     async def stream(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        chat_template_kwargs: Mapping | None = None,
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[StreamEvent]:
         """The answers piece by piece, as `LLM.stream` gives them; arguments and errors are those of `generate`."""
-        async with self._submitted(prompt, sampling_params, request_id, priority, chat_template_kwargs) as request:
+        async with self._submitted(prompt, sampling_params, **options) as request:
             while events := await request.next_events():
                 for event in events:
                     yield event
 
     @asynccontextmanager
-    async def _submitted(self, *arguments: Any) -> AsyncIterator[AsyncRequest]:
+    async def _submitted(self, *arguments: Any, **options: Any) -> AsyncIterator[AsyncRequest]:
         """The request of `submit`, which is dropped when the block ends."""
-        request = await self.submit(*arguments)
+        request = await self.submit(*arguments, **options)
         try:
             yield request
         finally:
@@ -157,8 +147,8 @@ class EngineClient(ABC):
 
         With `in_pieces=False` there is only its `result`, which takes less of the host's time. Arguments and errors are
         those of `generate`. A thread that tokenizes calls a `prompt` that is a function. Only requests of the same
-        `cache_salt` find each other's prompts in the prefix cache. Beam searches have only a `result`. There are
-        neither of these with replicas.
+        `cache_salt` find each other's prompts in the prefix cache. Beam searches have only a `result`, and are not
+        for replicas.
         """
         self.check_open()
         self._use_running_loop()

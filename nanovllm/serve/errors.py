@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 
 from nanovllm.serve.engine_client import EngineDeadError, QueueFullError
 
@@ -64,10 +65,6 @@ class ClientGoneError(Exception):
     """The client has closed its connection."""
 
 
-class RequestTimeoutError(Exception):
-    """The request took longer than the server allows."""
-
-
 def api_error(error: BaseException, fields: Container[str] | None = None) -> ApiError:
     """What a client may know of an error; anything unexpected is logged, and the client is told no more than that.
 
@@ -76,13 +73,15 @@ def api_error(error: BaseException, fields: Container[str] | None = None) -> Api
     """
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, HTTPException):  # of the framework: an unknown path, or a wrong method
+        return ApiError(error.status_code, str(error.detail))
     if isinstance(error, QueueFullError):
         return ApiError(429, f"the server is full: {error}", code="queue_full")
     if isinstance(error, EngineDeadError):
         return ApiError(503, "the engine is not running", code="engine_dead")
     if isinstance(error, ClientGoneError):
         return ApiError(499, "the client has closed its connection")  # nothing reads this any more
-    if isinstance(error, RequestTimeoutError):
+    if isinstance(error, TimeoutError):
         return ApiError(504, "the request took longer than this server allows", code="timeout")
     if isinstance(error, (ValueError, TypeError)) and fields is not None:
         return _bad_request(str(error), fields)

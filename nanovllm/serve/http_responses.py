@@ -6,14 +6,14 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from anyio import CancelScope, current_time
+from anyio import CancelScope, current_time, fail_after
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from nanovllm.serve.answers import Answer, dump_json
-from nanovllm.serve.errors import ApiError, ClientGoneError, RequestTimeoutError, api_error, body_error
+from nanovllm.serve.errors import ApiError, ClientGoneError, api_error, body_error
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 CONNECTION = "connection"  # in the state of a request
@@ -44,7 +44,7 @@ def endpoint(route: APIRoute, seconds: float) -> Endpoint:
                 body = kind.validate_python(json.loads(await request.body() or b"null"))
             except (ValueError, RecursionError) as error:
                 raise body_error(error) from None
-            with while_connected(connection_of(request.scope), seconds):
+            with while_connected(connection_of(request.scope), current_time() + seconds):
                 return await route.endpoint(body, request)
         except Exception as error:
             return error_response(api_error(error), request.scope["path"])
@@ -59,30 +59,31 @@ class EventStream(Response):
     for that. While the client has not taken the last piece, nothing is written, and the events of several steps merge.
     """
 
-    def __init__(self, answer: Answer, end: Callable[[], None], seconds: float):
-        """end: called when no more events are needed. seconds: after which the events end by themselves."""
+    def __init__(self, answer: Answer, end: Callable[[], None], until: float):
+        """end: called when no more events are needed. until: a time of the event loop's clock, when they end anyway."""
         self.status_code, self.background = 200, None
         self.init_headers({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
-        self._answer, self._end, self._seconds = answer, end, seconds
+        self._answer, self._end, self._until = answer, end, until
 
     async def __call__(self, scope, receive, send) -> None:
         self._connection = connection_of(scope)
         self._loop = asyncio.get_running_loop()
         self._is_over: asyncio.Future[None] = self._loop.create_future()
         try:
-            with while_connected(self._connection, self._seconds + WRITE_SECONDS):
+            with while_connected(self._connection, self._until + WRITE_SECONDS):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 if begin := self._answer.begin():
                     self._connection.write_chunk(begin)
                 self._listen(self._write)
                 self._write()
                 try:
-                    await self._is_over
+                    with fail_after(self._until - current_time()):
+                        await self._is_over
                     end = await self._answer.end()
                 except Exception as error:
                     end = self._answer.error_event(api_error(error))
                 await send({"type": "http.response.body", "body": end})
-        except (ClientGoneError, RequestTimeoutError):
+        except (ClientGoneError, TimeoutError):
             pass  # nothing reads the rest
         finally:
             self._listen(None)
@@ -114,12 +115,12 @@ def connection_of(scope: Mapping[str, Any]) -> Any:
 
 
 @contextmanager
-def while_connected(connection: Any, seconds: float) -> Iterator[None]:
-    """A block that is cancelled if the client goes away (ClientGoneError), or after `seconds` (RequestTimeoutError).
+def while_connected(connection: Any, until: float) -> Iterator[None]:
+    """A block that is cancelled if the client goes away (ClientGoneError), or when its time is over (TimeoutError).
 
-    connection: the BoundedProtocol of the request, whose body was read.
+    connection: the BoundedProtocol of the request, whose body was read. until: a time of the event loop's clock.
     """
-    with CancelScope(deadline=current_time() + seconds) as scope:
+    with CancelScope(deadline=until) as scope:
         connection.on_lost = scope.cancel
         if connection.is_lost:
             scope.cancel()
@@ -128,4 +129,4 @@ def while_connected(connection: Any, seconds: float) -> Iterator[None]:
         finally:
             connection.on_lost = None
     if scope.cancelled_caught:
-        raise ClientGoneError if connection.is_lost else RequestTimeoutError
+        raise ClientGoneError if connection.is_lost else TimeoutError

@@ -63,6 +63,7 @@ class Metrics:
         self._ends = Counter("vllm:request_success", "Answers that ended", labels, registry=self._registry)
         text = "Answers that were given up, mostly as their clients went away"
         self._aborted = Counter("nanovllm:request_aborted", text, **options).labels(model)
+        self._registry.register(IGNORED.count)
         self._shown = self._registry
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # several fronts count together
             self._shown = CollectorRegistry()
@@ -109,9 +110,6 @@ class Metrics:
         waiting = self._llm.num_unfinished - total["num_requests_running"]  # also those that are being tokenized
         total["num_requests_waiting"] = max(0, waiting)
         yield from _families("vllm:", [total], ["model_name"], [[self._model]])
-        ignored = CounterMetricFamily("nanovllm:ignored_request_fields", "Unknown fields of requests")
-        ignored.add_metric([], IGNORED.count)
-        yield ignored
         if len(self._engines) > 1:
             values = [[self._model, str(i)] for i in range(len(self._engines))]
             yield from _families("nanovllm:replica_", self._engines, ["model_name", "replica"], values)

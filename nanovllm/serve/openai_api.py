@@ -16,7 +16,7 @@ from nanovllm.serve.answers import Answer
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.completions import CompletionAnswer, Echo
 from nanovllm.serve.engine_client import EngineClient
-from nanovllm.serve.errors import ApiError, RequestTimeoutError, about, api_error, require, too_deep
+from nanovllm.serve.errors import ApiError, about, api_error, require, too_deep
 from nanovllm.serve.http_responses import EventStream, json_response
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.structured import structured_outputs, with_own_field
@@ -108,9 +108,8 @@ class Api:
             body.stream_options = protocol.StreamOptions(include_usage=True, continuous_usage_stats=True)
         body.return_tokens_as_token_ids = body.return_tokens_as_token_ids or self.settings.return_tokens_as_token_ids
         requests: list[AsyncRequest] = []
-        seconds = self.settings.request_timeout
+        until = asyncio.get_running_loop().time() + self.settings.request_timeout
         with ExitStack() as ending:
-            ending.callback(asyncio.get_running_loop().call_later(seconds, self._fail, requests).cancel)
             ending.callback(self._discard, requests)
             try:
                 num_messages = len(getattr(body, "messages", ()))
@@ -123,7 +122,7 @@ class Api:
                 raise with_own_field(api_error(error, type(body).model_fields), body) from None
             if not body.stream:
                 return json_response(await answer.complete())
-            return EventStream(answer, ending.pop_all().close, seconds)
+            return EventStream(answer, ending.pop_all().close, until)
 
     async def _submit(self, body: protocol.GenerationBody, prepared: Prepared, requests: list[AsyncRequest]) -> None:
         """Queue a request for each prompt, and add it to `requests`."""
@@ -147,12 +146,6 @@ class Api:
     def _discard(self, requests: Sequence[AsyncRequest]) -> None:
         for request in requests:
             self.llm.discard(request)
-
-    @staticmethod
-    def _fail(requests: Sequence[AsyncRequest]) -> None:
-        """End requests that took longer than the server allows."""
-        for request in requests:
-            request.fail(RequestTimeoutError())
 
     async def _echo(self, request: AsyncRequest) -> Echo:
         text, token_ids = request.request.prompt, request.prompt_token_ids

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal
 
+from prometheus_client import Counter
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -35,13 +36,14 @@ ToolDicts = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX
 
 
 class IgnoredFields:
-    """Counts the unknown fields of all bodies of this process, and logs each name once, as far as there are few."""
+    """Counts the unknown fields of all bodies, and logs each name once, as far as there are few."""
 
     def __init__(self) -> None:
-        self.count, self._logged = 0, set[str]()
+        self.count = Counter("nanovllm:ignored_request_fields", "Unknown fields of requests", registry=None)
+        self._logged = set[str]()
 
     def add(self, names: Collection[str]) -> None:
-        self.count += len(names)
+        self.count.inc(len(names))
         if new := {name[:80] for name in islice(names, MAX_LOGGED_NAMES - len(self._logged))} - self._logged:
             self._logged |= new
             logger.warning("fields of requests that are unknown here, and are ignored: %s", sorted(new))

@@ -19,6 +19,7 @@ from nanovllm.serve.responses_answer import ResponsesAnswer
 MAX_STORED = 1000  # responses
 MAX_STORED_BYTES = 64 * 2**20  # of their JSON, and of the conversations before them
 MAX_CONVERSATION_BYTES = 4 * 2**20  # of its JSON, together with previous responses; truncation would tokenize any
+NOT_FOUND = "It was not stored, is not kept any more, or another process of this server has it."
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 ROLES = ("user", "assistant", "system", "developer")
 
@@ -78,7 +79,7 @@ class ResponseStore:
     def get(self, name: str) -> tuple[bytes, bytes]:
         """ApiError with 404 if it is not there."""
         if name not in self._entries:
-            raise ApiError(404, f"Response with id {name!r:.80} not found.")
+            raise ApiError(404, f"Response with id {name!r:.80} not found. {NOT_FOUND}")
         self._entries[name] = self._entries.pop(name)
         return self._entries[name]
 

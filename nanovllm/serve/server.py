@@ -2,12 +2,16 @@
 
 import asyncio
 import gc
+import logging
+import resource
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 
@@ -16,7 +20,9 @@ from nanovllm.serve.engine_client import EngineClient
 from nanovllm.serve.request_limits import BoundedProtocol
 from nanovllm.serve.settings import ServerSettings
 
+logger = logging.getLogger("nanovllm")
 BACKLOG = 2048  # connections that the system accepts before the server does
+OTHER_FILES = 256  # that are open besides connections: of devices, libraries, ranks and grammars
 
 
 def listening_socket(settings: ServerSettings, is_shared: bool = False) -> socket.socket:
@@ -24,27 +30,34 @@ def listening_socket(settings: ServerSettings, is_shared: bool = False) -> socke
 
     is_shared: with other sockets that are shared; the system gives each connection to one of those that listen.
     """
+    family, address, is_unix = socket.AF_UNIX, cast(Any, settings.uds), settings.uds is not None
     try:
-        if settings.uds is not None:
-            return _bound(socket.AF_UNIX, settings.uds, is_shared=False)
-        family, *_, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
-        return _bound(family, address, is_shared)
+        if not is_unix:
+            family, *_, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
+        with ExitStack() as unused:
+            reserved = unused.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if is_shared and not is_unix:
+                if not hasattr(socket, "SO_REUSEPORT"):
+                    raise OSError("this system can't share an address among processes, so api_server_count must be 1")
+                reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            reserved.bind(address)
+            unused.pop_all()
+        return reserved
     except OSError as error:
-        name = f"host={settings.host!r}, port={settings.port}" if settings.uds is None else f"uds={settings.uds!r}"
+        name = f"uds={settings.uds!r}" if is_unix else f"host={settings.host!r}, port={settings.port}"
         raise OSError(f"{name}: {error.strerror or error}") from error
 
 
-def _bound(family: int, address: Any, is_shared: bool) -> socket.socket:
-    reserved = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if is_shared:
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        reserved.bind(address)
-    except OSError:
-        reserved.close()
-        raise
-    return reserved
+def allow_connections(number: int) -> None:
+    """A connection is an open file. Systems commonly grant 1,024 to a process that does not ask for more."""
+    limits, needed = resource.getrlimit(resource.RLIMIT_NOFILE), number + OTHER_FILES
+    granted, most = [inf if limit == resource.RLIM_INFINITY else limit for limit in limits]
+    if granted < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(min(needed, most)), limits[1]))
+    if most < needed:
+        problem = "this system allows a process %d open files (ulimit -Hn), so that connections beyond that will wait"
+        logger.warning(f"max_connections=%d: {problem}", number, most)
 
 
 class Server(uvicorn.Server):
@@ -97,13 +110,10 @@ def run_server(
 
     on_start: is called when the server listens; None: it prints where.
     """
+    allow_connections(settings.max_connections)
     server = make_server(llm, settings, model)
-
-    def end(*_) -> None:
-        """Called before uvicorn has its handlers, and after it has drained, as it then raises the signal again."""
-        server.should_exit = True
-
-    handlers = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    # uvicorn sets its handlers later than that, and when it has drained it raises the signal again
+    handlers = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def listen() -> None:
         listener.listen(BACKLOG)

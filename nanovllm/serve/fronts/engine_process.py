@@ -30,6 +30,8 @@ END_SECONDS = 10.0  # after the time in which running requests may end
 class Session(Replica):
     """The requests of one front. A thread carries out what it asks for, and another one sends what is new."""
 
+    orders_by_id = False  # ids of several fronts do not say which request came first: that is what the engine knows
+
     def __init__(self, engine: LLM, channel: Channel, on_failure: Callable[[], None]):
         self.attach(engine)
         self._channel, self._on_failure = channel, on_failure
@@ -129,9 +131,8 @@ def serve_by_fronts(
     # the address is reserved before the model is loaded, and the folder has the metrics that the fronts add up
     with listening_socket(settings, is_shared=True) as listener, tempfile.TemporaryDirectory() as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
-        own = replace(settings, max_connections=max(1, settings.max_connections // num_fronts))
-        if settings.uds is None:
-            own = replace(own, port=listener.getsockname()[1])
+        port = settings.port if settings.uds else listener.getsockname()[1]
+        own = replace(settings, port=port, max_connections=max(1, settings.max_connections // num_fronts))
         engine = LLM(model, **engine_settings)
         gc.collect()
         gc.freeze()  # as in `run_server`

@@ -15,14 +15,7 @@ from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.llm import LLM
 from nanovllm.serve.async_request import merged
 from nanovllm.serve.notifying_collector import NotifyingCollector
-from nanovllm.serve.replicas.messages import (
-    Final,
-    NewRequest,
-    Report,
-    decode_requests,
-    encode_report,
-    make_final,
-)
+from nanovllm.serve.replicas.messages import Final, NewRequest, Report, decode_requests, encode_report, make_final
 
 logger = logging.getLogger("nanovllm")
 IDLE_CHECK_SECONDS = 1.0
@@ -35,6 +28,8 @@ class Replica:
     takes longer than a step, the next report covers several steps; the engine never waits for it. This file does not
     import Ray, so that tests can run replicas without it.
     """
+
+    orders_by_id = True  # ids are one driver's: a request that another replica has begun keeps its place
 
     def start(self, model: str, settings: dict[str, Any]) -> dict[str, Any]:
         """Load the model, with the errors of `LLM`. Returns what the driver needs to know of the engine."""
@@ -158,7 +153,8 @@ class Replica:
                 for name in seq.feature_state:  # each token by itself, as stop strings do not count before `min_tokens`
                     FEATURES[name].load().after_step(ScheduledStep(), {0: seq}, {}, None)
             seq.num_tokens = len(seq.token_ids)
-        processor.set_order(*request.group)
+        if self.orders_by_id:
+            processor.set_order(*request.group)
         return request
 
     def _read(self, outputs: StepOutput) -> tuple[list[StreamEvent], list[Final]]:
