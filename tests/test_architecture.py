@@ -307,7 +307,7 @@ def code_lines(source: str) -> int:
 
 # lines of code: what a room may grow to before it is looked at again
 BUDGETS = {
-    "core": 3527,
+    "core": 3532,
     "states": 110,
     "attention": 150,
     "kernels": 2190,
@@ -321,12 +321,12 @@ BUDGETS = {
     "8-bit kernels": 1040,
     "structured_outputs": 360,
     "compat": 460,
-    "serve": 2974,
+    "serve": 2969,
     "fronts": 310,
     "replicas": 1194,
     "page": 400,
     "terminal": 442,
-    "benchmarks": 1430,
+    "benchmarks": 1466,
 }
 ROOM_FILES = {
     "__main__.py": "serve",

@@ -6,9 +6,14 @@ import ast
 import inspect
 import json
 import re
+import shlex
+import subprocess
+import sys
 import textwrap
 from dataclasses import fields
+from itertools import zip_longest
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from conftest import generate_by_steps
@@ -74,11 +79,13 @@ PROGRAMS = {
 
 
 def run(code: str, settings: str, capsys) -> None:
-    """If output stands at the end of the code, as comments, the code prints that."""
+    """Output that stands in the code, as comments, is what the code prints; or one line of it is an example."""
     names = {"LLM": LLM, "SamplingParams": SamplingParams, "SchedulingPolicy": SchedulingPolicy}
     exec(code.replace('LLM("tiny-qwen3"', f'LLM("tiny-qwen3", device="cpu"{settings}'), names)
     expected = [line[2:] for line in code.splitlines() if line.startswith("# ")]
-    assert not expected or capsys.readouterr().out.splitlines() == expected
+    if expected:
+        pairs = zip_longest(expected, capsys.readouterr().out.splitlines(), fillvalue="nothing")
+        assert [line if line.startswith("for example: ") else printed for line, printed in pairs] == expected
 
 
 @pytest.mark.parametrize("code", EXPERIMENTS)
@@ -125,8 +132,31 @@ def test_program(program, capsys, tmp_path, monkeypatch):
     run(PROGRAMS[program], "", capsys)
 
 
+CONSOLE = "\n".join(re.findall(r"```console\n(.*?)```", README, re.DOTALL)).split("$ ")[1:]
+COMMANDS = {command: shown for command, _, shown in (text.partition("\n") for text in CONSOLE) if "pip" not in command}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_of_the_readme(command, capsys):
+    """What it shows is printed, in that order; dots stand for other lines."""
+    program, *arguments = shlex.split(command)
+    lines = [line for line in COMMANDS[command].splitlines() if line not in ("", "...")]
+    assert lines
+    if command.startswith("nanovllm serve"):
+        pytest.importorskip("fastapi")
+        from nanovllm.serve.server import ServerSettings, announce
+
+        announce(ServerSettings(), *arguments[1:], MagicMock(**{"getsockname.return_value": ("127.0.0.1", 8000)}))
+        printed = capsys.readouterr().out
+    else:
+        call = [sys.executable, *(["-m", "nanovllm"] if program == "nanovllm" else []), *arguments]
+        printed = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert [line for line in printed.splitlines() if line in lines] == lines
+
+
 def test_programs_were_found():
-    assert len(PROGRAMS) >= 5 and {"README.md:1", "nanovllm/docs/how-a-request-is-served.md:0"} <= PROGRAMS.keys()
+    assert len(COMMANDS) == 3
+    assert len(PROGRAMS) >= 5 and {"README.md:0", "nanovllm/docs/how-a-request-is-served.md:0"} <= PROGRAMS.keys()
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------

@@ -67,8 +67,9 @@ class Page:
         media = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
         self.call("Emulation.setEmulatedMedia", features=media)
 
-    def screenshot(self, path: Path) -> None:
-        Path(path).write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
+    def screenshot(self) -> bytes:
+        """The window as PNG."""
+        return base64.b64decode(self.call("Page.captureScreenshot", optimizeForSpeed=True)["data"])
 
 
 @contextmanager
