@@ -420,26 +420,32 @@ def test_refused_by_flash(monkeypatch):
 
 def logits_of(llm, ids: list[int]) -> torch.Tensor:
     """[len(ids) - 1, vocabulary], of what follows each token."""
-    model, found = llm.model_runner.model, []
-    compute_logits = model.compute_logits
-    model.compute_logits = lambda *args: found.append(compute_logits(*args)) or found[-1].clone()
-    llm.generate([ids], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
-    return torch.cat([logits for logits in found if len(logits) > 1]).float()
+    found = []
+    hook = llm.model_runner.model.lm_head.register_forward_hook(lambda *call: found.append(call[-1].float()))
+    llm.generate([ids], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    hook.remove()
+    return torch.cat(found)[1 - len(ids) :]
 
 
-def test_accuracy(make_llm, tokenizer, capsys):
+def test_accuracy(make_llm, capsys):
     """What 8 bits cost, beside the rounding of bfloat16; `pytest -n 0 tests/test_fp8_cache.py -k accuracy` prints it.
 
-    The logits' error is relative to those in float32; the best token is compared with theirs, too.
+    On texts that the model itself writes in float32. The logits' error is relative to those in float32; the best token
+    is compared with theirs, too.
     """
-    ids, rows, expected = tokenizer.encode(VERSE), {}, None
+    rows, expected, settings = {}, None, dict(enable_prefix_caching=False)
+    params = SamplingParams(temperature=1.0, seed=0, n=8, max_tokens=250, ignore_eos=True)
+    (written,) = make_llm(dtype="float32", **settings).generate("HAMLET.\n", params, use_tqdm=False)
+    texts = [written.prompt_token_ids + completion.token_ids for completion in written.outputs]
+    following = torch.tensor([token_id for text in texts for token_id in text[1:]])
     for dtype in ("float32", "bfloat16"):
         for kv_cache_dtype in ("auto", "fp8"):
-            logits = logits_of(make_llm(dtype=dtype, kv_cache_dtype=kv_cache_dtype), ids)
+            llm = make_llm(dtype=dtype, kv_cache_dtype=kv_cache_dtype, **settings)
+            logits = torch.cat([logits_of(llm, text) for text in texts])
             expected = logits if expected is None else expected
             error = ((logits - expected).norm() / expected.norm()).item()
             same = (logits.argmax(-1) == expected.argmax(-1)).float().mean().item()
-            perplexity = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:])).exp().item()
+            perplexity = torch.nn.functional.cross_entropy(logits, following).exp().item()
             rows[dtype, kv_cache_dtype] = error, same, perplexity
     with capsys.disabled():
         print("\ndtype     cache  error of logits  same best token  perplexity")

@@ -49,7 +49,7 @@ from nanovllm.utils.loader import BUNDLED
 ENGINE = dict(dtype="float32", device="cpu", kvcache_block_size=16, num_kvcache_blocks=256)
 MODEL = "tiny-qwen3"
 KEY = "a secret k\u00e9y"
-QUESTION = [{"role": "user", "content": "What is 2+2?"}]
+QUESTION = [{"role": "user", "content": "Count from 5 to 19."}]
 PROMPT = "HAMLET.\nTo be, or"
 GREEDY = dict(model=MODEL, temperature=0, max_tokens=12)
 
@@ -223,7 +223,7 @@ def test_chat(client, offline):
     choice = answer.choices[0]
     assert (choice.message.content, choice.message.role, choice.finish_reason) == (output.text, "assistant", "length")
     assert choice.message.tool_calls is None and answer.usage.prompt_tokens == len(output.prompt_token_ids)
-    parts = [{"role": "user", "content": [{"type": "text", "text": "What is 2+2?"}]}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": QUESTION[0]["content"]}]}]
     assert client.chat.completions.create(messages=parts, **GREEDY).choices[0].message.content == output.text
 
 
@@ -558,6 +558,7 @@ def test_response_format(client):
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_tools_that_must_be_called(client, choice):
     options = dict(messages=QUESTION, tools=[TOOL], tool_choice=choice, **GREEDY | {"max_tokens": 100})
+    options["parallel_tool_calls"] = False  # of several this model writes on and on
     answer = client.chat.completions.create(**options).choices[0]
     call = answer.message.tool_calls[0]
     assert call.function.name == "get_weather" and json.loads(call.function.arguments)["n"] in (1, 2)
@@ -1269,7 +1270,7 @@ def test_commands_of_the_documents(server):
         pytest.skip("needs curl")
     package = Path(request_limits.__file__).parents[1]
     text = (package / "docs/serving.md").read_text() + (package.parent / "README.md").read_text()
-    lines = [line for line in text.splitlines() if line.startswith("curl ")]
+    lines = [line for line in text.replace("\\\n", " ").splitlines() if line.startswith("curl ")]
     assert len(lines) == 7
     for line in lines:
         command = shlex.split(line.replace("http://127.0.0.1:8000", server.url))

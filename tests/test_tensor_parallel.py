@@ -515,6 +515,8 @@ if True:  # no guard of __name__: the ranks do not run this
             print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in callers))
             sys.exit()
     llm = LLM("tiny-qwen3", device="cpu", dtype="float32", tensor_parallel_size=2, max_model_len=2048)
+    if what == "run":
+        answer()
     print(os.getpid(), *(process.pid for process in llm.workers.processes), flush=True)
     if what == "answer":
         for _ in range(3):
@@ -558,10 +560,10 @@ def test_ranks_end_with_the_caller(tmp_path):
     parent = call(tmp_path, "run")
     pids = [[int(pid) for pid in parent.stdout.readline().split()] for _ in ends]
     assert [len(ranks) for _, *ranks in pids] == [1] * 3
-    time.sleep(0.5)
+    time.sleep(0.5)  # most of the times they are within a step
     for (caller, _), end in zip(pids, ends):
         os.kill(caller, end)
-    output, errors = parent.communicate(timeout=SOON)
+    output, errors = parent.communicate(timeout=6 * SOON)  # a busy machine, and three processes that end at once
     assert sorted(map(int, output.split())) == sorted(-end for end in ends), errors
     assert_nothing_is_left([rank for _, rank in pids], tmp_path)
 
