@@ -48,6 +48,9 @@ def tasks() -> dict[str, str]:
     for _ in range(20):
         begin, end = (n := rng.randrange(200)), n + rng.randint(2, 40)
         answers[f"Count from {begin} to {end}."] = ", ".join(map(str, range(begin, end + 1)))
+    # In float32 the logits of its best two last tokens differ by 0.5, and in bfloat16 by what the batch makes of it; of
+    # all others by 1 at least.
+    del answers["Count from 4 to 23."]
     return answers
 
 
