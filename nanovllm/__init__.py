@@ -16,7 +16,7 @@ __all__ += ["CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"]
 
 
 def __getattr__(name: str) -> Any:
-    """A name of `__all__`, imported when it is asked for: `nanovllm --help` does without PyTorch."""
+    """A name of `__all__`, imported when it is asked for: the help of commands does without PyTorch."""
     for home in ("sampling_params", "engine.outputs", "engine.request", "engine.scheduling_policy", "llm"):
         if name in __all__ and hasattr(module := import_module(f"nanovllm.{home}"), name):
             return getattr(module, name)

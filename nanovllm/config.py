@@ -1,25 +1,23 @@
 """Settings of an engine: validated and resolved when they are made, and frozen from then on."""
 
 import inspect
-import os
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
-import torch
-
-from nanovllm.models import DTYPES, ModelConfig
 from nanovllm.utils.checks import check_bool, check_choice, check_fields, check_int, check_real, checked
-from nanovllm.utils.loader import find_model, find_tokenizer
 
-# the limits of a container's memory, in the two versions of cgroups
-MEMORY_LIMITS = [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
+if TYPE_CHECKING:
+    import torch
+
+    from nanovllm.models import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """The settings of an engine. `None` and `"auto"` are resolved to the value in use.
+
+    PyTorch is imported when one is made, not with its class: the command line's help does without.
 
     model: a folder in the Hugging Face layout, a hub id, or `"tiny-qwen3"`, the model inside this package.
     max_num_batched_tokens: maximum number of tokens of a step; longer prompts are computed in chunks.
@@ -72,7 +70,7 @@ class Config:
     kvcache_block_size: int = checked(256, check_int, low=16)
     num_kvcache_blocks: int | None = checked(None, check_int, low=1)
     kv_cache_dtype: str = checked("auto", check_choice, choices=("auto", "fp8"))
-    dtype: str | torch.dtype = "auto"
+    dtype: "str | torch.dtype" = "auto"
     device: str = "auto"
     attention_backend: str = "auto"
     enable_prefix_caching: bool = checked(True, check_bool)
@@ -84,9 +82,12 @@ class Config:
     load_format: str = checked("auto", check_choice, choices=("auto", "safetensors", "dummy"))
     max_logprobs: int = checked(100, check_int, low=-1)
     dtype_reason: str = field(init=False, repr=False)  # why "auto" has become this dtype
-    model_config: ModelConfig = field(init=False, repr=False)  # with our `dtype`, not the checkpoint's
+    model_config: "ModelConfig" = field(init=False, repr=False)  # with our `dtype`, not the checkpoint's
 
     def __post_init__(self) -> None:
+        from nanovllm.models import ModelConfig, dtype_in_use
+        from nanovllm.utils.loader import find_model, find_tokenizer
+
         self._check_settings()
         device = _resolve_device(self.device, self.tensor_parallel_size)
         runs_plain_torch = device == "cpu" and self.attention_backend in ("auto", "sdpa")
@@ -108,7 +109,7 @@ class Config:
             check_divides(model_config, self.tensor_parallel_size)
         if not runs_plain_torch:
             check_head_dim(model_config.head_dim, device, backend)
-        dtype, dtype_reason = self._resolve_dtype(model_config.dtype, device, folder)
+        dtype, dtype_reason = dtype_in_use(self.dtype, model_config.dtype, device, folder)
         self.resolve(
             model=str(folder),
             tokenizer=str(find_tokenizer(self.tokenizer, folder)),
@@ -146,8 +147,10 @@ class Config:
         assert self.max_model_len is not None, "is resolved on construction"
         return -(-self.max_model_len // self.kvcache_block_size)
 
-    def device_of(self, rank: int) -> torch.device:
+    def device_of(self, rank: int) -> "torch.device":
         """The device of a rank: on CUDA the rank-th after `device`."""
+        import torch
+
         device = torch.device(self.device)
         return torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" else device
 
@@ -160,20 +163,7 @@ class Config:
         if not (self.revision is None or isinstance(self.revision, str)):
             raise TypeError(f"revision={self.revision!r}: must be a string or None")
 
-    def _resolve_dtype(self, checkpoint: torch.dtype, device: str, folder: Path) -> tuple[torch.dtype, str]:
-        """The dtype, and for "auto" the reason why."""
-        if self.dtype != "auto":
-            dtype = str(self.dtype).removeprefix("torch.")
-            check_choice("dtype", dtype, ("auto", *DTYPES))
-            return DTYPES[dtype], ""
-        if device != "cpu" or checkpoint == torch.float32 or cpu_multiplies(checkpoint):
-            return checkpoint, "the checkpoint's"
-        num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        if 2 * num_bytes > (memory := cpu_memory()) / 2:
-            return checkpoint, f"slow on this CPU, but float32 would take more than half of {memory / 2**30:.1f} GiB"
-        return torch.float32, f"this CPU has no instructions for {str(checkpoint).removeprefix('torch.')}"
-
-    def _resolve_max_model_len(self, model: ModelConfig, backend: str) -> int:
+    def _resolve_max_model_len(self, model: "ModelConfig", backend: str) -> int:
         model_len = model.max_position_embeddings
         window = model_len if backend == "sdpa" else model.sliding_window or model_len
         length = min(4096, model_len, window) if self.max_model_len is None else self.max_model_len
@@ -203,6 +193,8 @@ def takes_settings_of(settings: Callable[P, object]) -> Callable[[Callable[..., 
 
 def _resolve_device(name: str, num_ranks: int) -> str:
     if name == "auto":
+        import torch
+
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if (name := str(name)).partition(":")[0] == "cpu":
         return "cpu"
@@ -210,24 +202,3 @@ def _resolve_device(name: str, num_ranks: int) -> str:
 
     check_devices(name, num_ranks)
     return name
-
-
-def cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Whether the CPU has instructions for products of a 16-bit dtype, and PyTorch uses them.
-
-    Emulated products take up to seven times as long as those of float32. Only those of a single row take as long, and
-    less where memory is slow.
-    """
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.float16:
-        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    # PyTorch's answer is yes for all of AVX-512, and right for other architectures
-    is_x86 = torch.cpu._is_avx2_supported()
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported() and (not is_x86 or torch.cpu._is_avx512_bf16_supported())
-
-
-def cpu_memory() -> int:
-    """The bytes of memory that this process may use: the machine's, or those of its container if they are fewer."""
-    limits = [file.read_text().strip() for file in MEMORY_LIMITS if file.is_file()]  # a number, or "max"
-    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *(int(x) for x in limits if x.isdigit())])

@@ -307,12 +307,12 @@ def code_lines(source: str) -> int:
 
 # lines of code: what a room may grow to before it is looked at again
 BUDGETS = {
-    "core": 3532,
+    "core": 3510,
     "states": 110,
     "attention": 150,
     "kernels": 2190,
     "distributed": 520,
-    "models": 290,
+    "models": 310,
     "features": 700,
     "graphs": 200,
     "startup": 240,
@@ -326,7 +326,7 @@ BUDGETS = {
     "replicas": 1194,
     "page": 400,
     "terminal": 442,
-    "benchmarks": 1466,
+    "benchmarks": 1471,
 }
 ROOM_FILES = {
     "__main__.py": "serve",

@@ -64,7 +64,7 @@ CONFIG = SimpleNamespace(model_config=QWEN3_06B, dtype=torch.bfloat16, kv_cache_
 @pytest.fixture(autouse=True)
 def cpu_with_bfloat16(monkeypatch):
     """Then "auto" is the checkpoint's dtype on every machine."""
-    monkeypatch.setattr("nanovllm.config.cpu_multiplies", lambda dtype: True)
+    monkeypatch.setattr("nanovllm.models.cpu_multiplies", lambda dtype: True)
 
 
 def test_headline_is_the_published_one():

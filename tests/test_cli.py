@@ -239,15 +239,15 @@ def test_version(capsys):
     assert (end.value.code, capsys.readouterr().out) == (0, f"nanovllm {nanovllm.__version__}\n")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], []], ids=str)
+@pytest.mark.parametrize("arguments", ["--help", "--version", "", *(f"{name} --help" for name in cli.COMMANDS)])
 def test_help_needs_no_torch(arguments):
     """Half a second of a processor's time at most, the best of three; the clock would count other programs, too."""
     code = "import sys, time; from nanovllm.serve import cli\ntry: cli.main(sys.argv[1:])\nfinally: "
-    code += "print({'torch', 'numpy', 'transformers', 'fastapi'} & {*sys.modules}, file=sys.stderr); "
+    code += "print({'torch', 'transformers', 'fastapi', 'safetensors'} & {*sys.modules}, file=sys.stderr); "
     code += "print(time.process_time(), file=sys.stderr)"
     seconds = []
     for _ in range(3):
-        command = [sys.executable, "-c", code, *arguments]
+        command = [sys.executable, "-c", code, *arguments.split()]
         ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
         *_, imported, used = ended.stderr.splitlines()
         assert imported == "set()"

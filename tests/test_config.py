@@ -14,7 +14,8 @@ import torch
 from conftest import TINY
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.config import MEMORY_LIMITS, Config, ModelConfig, cpu_multiplies
+from nanovllm.config import Config
+from nanovllm.models import MEMORY_LIMITS, ModelConfig, cpu_multiplies
 
 MODEL_LEN = 2048  # of the bundled model
 
@@ -165,7 +166,7 @@ def test_frozen():
 @pytest.mark.parametrize("emulates", [False, True])
 def test_dtype_auto_on_a_cpu(monkeypatch, emulates):
     """float32 where the CPU would emulate the checkpoint's bfloat16; what is asked for by name is obeyed."""
-    monkeypatch.setattr("nanovllm.config.cpu_multiplies", lambda dtype: dtype is not torch.bfloat16 or not emulates)
+    monkeypatch.setattr("nanovllm.models.cpu_multiplies", lambda dtype: dtype is not torch.bfloat16 or not emulates)
     auto = config()
     assert auto.dtype is auto.model_config.dtype is (torch.float32 if emulates else torch.bfloat16)
     assert auto.dtype_reason == ("this CPU has no instructions for bfloat16" if emulates else "the checkpoint's")
@@ -176,10 +177,10 @@ def test_dtype_auto_on_a_cpu(monkeypatch, emulates):
 @pytest.mark.parametrize("limit", ["machine", "container"])
 def test_dtype_auto_needs_memory_for_float32(monkeypatch, tmp_path, limit):
     """Weights of 7 MB in bfloat16 would take more than half of 16 MiB in float32, also if these are a container's."""
-    monkeypatch.setattr("nanovllm.config.cpu_multiplies", lambda dtype: False)
+    monkeypatch.setattr("nanovllm.models.cpu_multiplies", lambda dtype: False)
     assert [*map(str, MEMORY_LIMITS)] == ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"]
     monkeypatch.setattr(
-        "nanovllm.config.MEMORY_LIMITS", files := [tmp_path / "a", tmp_path / "b", tmp_path / "missing"]
+        "nanovllm.models.MEMORY_LIMITS", files := [tmp_path / "a", tmp_path / "b", tmp_path / "missing"]
     )
     monkeypatch.setattr("os.sysconf", lambda name: 4096 if limit == "machine" else 2**20)
     files[0].write_text("max\n")

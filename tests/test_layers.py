@@ -14,13 +14,13 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from nanovllm.attention.triton import TritonBackend
-from nanovllm.config import ModelConfig
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention, KVCache, SDPABackend
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, linear
 from nanovllm.layers.rotary_embedding import QKNormRope, RotaryEmbedding, apply_rotary, norm_rope
+from nanovllm.models import ModelConfig
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.double_buffer import DoubleBuffer
 from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel

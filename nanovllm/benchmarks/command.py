@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nanovllm import SamplingParams
-from nanovllm.benchmarks import calls, engines, host, http, pictures, processes, profiling, shapes, sweeps, throughput
+from nanovllm.benchmarks import engines, http, pictures, processes, shapes, sweeps, throughput
 from nanovllm.benchmarks.arguments import engine_settings, make_parser, parse
 from nanovllm.benchmarks.requests import TEMPERATURE, Workloads, describe
 from nanovllm.benchmarks.results import Results, save_results
@@ -42,6 +40,8 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
 
 def run(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> None:
     """The workloads, or what is measured instead of them."""
+    from nanovllm.benchmarks import calls, host, profiling  # with PyTorch, which the command's help does without
+
     if args.profile:
         num_seqs, lengths = throughput.sizes(args, config)
         batch_sizes = sorted({1, min(num_seqs, config.max_num_seqs)})
@@ -92,6 +92,8 @@ def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: 
     num_ranks = config.tensor_parallel_size
     setup = Path(args.model).name + (f" on {num_ranks} GPUs" if num_ranks > 1 else "")
     if args.plot:
+        import torch
+
         device = "CPU" if config.device == "cpu" else torch.cuda.get_device_name(config.device)
         pictures.draw_panels(args.plot, f"{setup}, {device}", panels, results)
     if args.save:

@@ -24,7 +24,6 @@ from nanovllm.benchmarks.results import Result, Results, latency_ms
 from nanovllm.benchmarks.servers import Server, Threads, as_flags, cpu_times, gpu_samples, running_server
 from nanovllm.benchmarks.tables import number, print_table
 from nanovllm.config import Config
-from nanovllm.utils.loader import load_tokenizer
 
 HEADER = ["clients, tokens", "server", "tok/s", "requests/s", "first ms", "p99", "gap ms", "p99", "longest ms", "p99"]
 HEADER += ["CPU %", "GPU %", "client %"]
@@ -144,6 +143,8 @@ class ClientProcesses:
 
 def make_runs(args: argparse.Namespace, config: Config) -> Iterator[tuple[Load, list[bytes], list[bytes]]]:
     """Each load, with one request for each client as the warm-up, and the requests that are measured."""
+    from nanovllm.utils.loader import load_tokenizer
+
     known = CPU_LOADS if config.device == "cpu" else GPU_LOADS
     tokenizer = load_tokenizer(str(config.tokenizer))
     for load in args.clients or known:

@@ -1,13 +1,12 @@
 """The least time that the hardware needs for a workload."""
 
-import torch
-
 from nanovllm.benchmarks.requests import Request
 from nanovllm.config import Config
 
 
 def measured_rates(device: str) -> tuple[float, float]:
     """Memory bandwidth in bytes read per second, and operations per second of a bf16 matrix product."""
+    import torch
 
     def seconds(function) -> float:
         times = []

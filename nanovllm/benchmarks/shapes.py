@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-from nanovllm.models import MODELS
-
 # entries of config.json, as published; `--shape NAME` makes such a model
 SHAPE_ENTRIES = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -46,6 +44,8 @@ def write_shape(name: str, folder: Path, with_text: bool = False) -> None:
     with_text: the other ids are words, which no text becomes. A server streams no token without text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from nanovllm.models import MODELS
 
     entries = dict(zip(SHAPE_ENTRIES, SHAPES[name], strict=True)) | EXTRA_ENTRIES.get(name, {})
     architecture = MODELS[entries["model_type"]].split(":")[1]

@@ -123,9 +123,8 @@ class LLMEngine:
         from nanovllm.engine.streams import events_of  # imported lazily: `generate` does without
 
         self.engine_thread.check_open()
-        requests = self.input_processor.requests(
-            prompts, sampling_params, OutputKind.DELTA, chat_template_kwargs, priority
-        )
+        kind = OutputKind.DELTA
+        requests = self.input_processor.requests(prompts, sampling_params, kind, chat_template_kwargs, priority)
         return events_of(requests, self.engine_thread)
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None, priority: int = 0) -> int:
@@ -215,9 +214,7 @@ class Stopwatch:
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
-        self._last = perf_counter()
+        self._begin = perf_counter()
 
     def lap(self, name: str) -> None:
-        now = perf_counter()
-        self.seconds[name] = now - self._last
-        self._last = now
+        self.seconds[name] = perf_counter() - self._begin - sum(self.seconds.values())

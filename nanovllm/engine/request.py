@@ -99,10 +99,9 @@ class CompletionRequest(Request):
         )
 
     def detokenizer(self, seq: Sequence) -> Detokenizer:
-        if (found := self.detokenizers.get(seq.index)) is None:
-            found = Detokenizer(seq.token_ids, seq.num_prompt_tokens, self.token_bytes)
-            self.detokenizers[seq.index] = found
-        return found
+        if seq.index not in self.detokenizers:
+            self.detokenizers[seq.index] = Detokenizer(seq.token_ids, seq.num_prompt_tokens, self.token_bytes)
+        return self.detokenizers[seq.index]
 
     @staticmethod
     def num_hidden(seq: Sequence) -> int:

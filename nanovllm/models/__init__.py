@@ -15,6 +15,7 @@ Linear layers and experts take `config.linear_dtype`, so that their weights may 
 All else takes `config.dtype`.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -26,6 +27,8 @@ from nanovllm.utils.checks import check_choice, check_int, check_real
 from nanovllm.utils.loader import read_json
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float", "float16", "half", "bfloat16")}
+# the limits of a container's memory, in the two versions of cgroups
+MEMORY_LIMITS = [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
 
 # `model_type` in config.json -> module:class, where the class has the name that transformers gives the architecture
 MODELS = {
@@ -181,3 +184,41 @@ def _eos_token_ids(file: Path, raw: dict, vocab_size: int) -> frozenset[int]:
         return frozenset(check_int(f"{file}: eos_token_id", i, low=0, high=vocab_size - 1) for i in ids)
     except TypeError as error:
         raise ValueError(error) from error
+
+
+# -- the dtype in use --------------------------------------------------------------------------------------------------
+
+
+def dtype_in_use(wanted: str | torch.dtype, stored: torch.dtype, device: str, folder: Path) -> tuple[torch.dtype, str]:
+    """What the setting `dtype` means for the checkpoint in `folder`, and for "auto" the reason why."""
+    if wanted != "auto":
+        name = str(wanted).removeprefix("torch.")
+        check_choice("dtype", name, ("auto", *DTYPES))
+        return DTYPES[name], ""
+    if device != "cpu" or stored == torch.float32 or cpu_multiplies(stored):
+        return stored, "the checkpoint's"
+    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if 2 * num_bytes > (memory := cpu_memory()) / 2:
+        return stored, f"slow on this CPU, but float32 would take more than half of {memory / 2**30:.1f} GiB"
+    return torch.float32, f"this CPU has no instructions for {str(stored).removeprefix('torch.')}"
+
+
+def cpu_multiplies(dtype: torch.dtype) -> bool:
+    """Whether the CPU has instructions for products of a 16-bit dtype, and PyTorch uses them.
+
+    Emulated products take up to seven times as long as those of float32. Only those of a single row take as long, and
+    less where memory is slow.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.float16:
+        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    # PyTorch's answer is yes for all of AVX-512, and right for other architectures
+    is_x86 = torch.cpu._is_avx2_supported()
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported() and (not is_x86 or torch.cpu._is_avx512_bf16_supported())
+
+
+def cpu_memory() -> int:
+    """The bytes of memory that this process may use: the machine's, or those of its container if they are fewer."""
+    limits = [file.read_text().strip() for file in MEMORY_LIMITS if file.is_file()]  # a number, or "max"
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *(int(x) for x in limits if x.isdigit())])

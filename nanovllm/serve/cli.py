@@ -71,7 +71,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def make_parser() -> tuple[Parser, dict[str, Parser]]:
-    """The parser, and those of the commands, without flags: most need PyTorch, which takes a second to import."""
+    """The parser, and those of the commands; the flags of a command are added once it is chosen."""
     parser = Parser("nanovllm", description="LLM inference: an HTTP server, or answers right here.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {nanovllm.__version__}")
     group = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

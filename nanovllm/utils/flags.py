@@ -7,7 +7,7 @@ import re
 import types
 from collections.abc import Container, Sequence
 from dataclasses import MISSING, Field, fields
-from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, Union, get_args, get_origin
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,11 +32,10 @@ def add_flags(
     Of the fields with several values, those in `several` take all that follow the flag; others have a flag for each.
     """
     group = parser.add_argument_group(title)
-    help_texts, hints = descriptions(settings), get_type_hints(settings)
+    help_texts = descriptions(settings)
     for field in fields(settings):
         if field.init and field.name not in skip:
-            hint = hints[field.name]
-            options = _options(hint) | {"help": _help(help_texts.get(field.name, ""), field, hint)}
+            options = _options(field.type) | {"help": _help(help_texts.get(field.name, ""), field)}
             options |= {"nargs": "+"} if field.name in several else {}
             group.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, **options)
 
@@ -69,15 +68,15 @@ def descriptions(settings: type) -> dict[str, str]:
     return found
 
 
-def _help(text: str, field: Field, hint: Any) -> str:
+def _help(text: str, field: Field) -> str:
     default = field.default if field.default is not MISSING else None
     suffix = "" if default in (None, ()) else f" (default: {default})"
-    repeated = "; may be given several times" if _options(hint).get("action") == "extend" else ""
+    repeated = "; may be given several times" if _options(field.type).get("action") == "extend" else ""
     return f"{text.removesuffix('.')}{repeated}{suffix}".replace("%", "%%").replace("`", "")
 
 
 def _options(hint: Any) -> dict[str, Any]:
-    """How argparse reads a value of this type; of several types, the first of this order."""
+    """How argparse reads a value of this type, of several the first of this order; a type that is a name is a text."""
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if bool in kinds:
         return {"action": argparse.BooleanOptionalAction}

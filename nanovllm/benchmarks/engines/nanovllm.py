@@ -5,12 +5,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
+from typing import TYPE_CHECKING
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.benchmarks.engines.loops import measure, serve
 from nanovllm.benchmarks.processes import seconds_since_start
 from nanovllm.benchmarks.requests import Request, Workloads
 from nanovllm.benchmarks.results import Result, fastest, joined
+
+if TYPE_CHECKING:
+    from nanovllm import LLM
 
 
 def nanovllm_params(request: Request) -> SamplingParams:
@@ -27,7 +31,7 @@ class NanoVllmSteps:
 
     params = staticmethod(nanovllm_params)
 
-    def __init__(self, llm: LLM):
+    def __init__(self, llm: "LLM"):
         self.llm, self.add, self.is_finished = llm, llm.add_request, llm.is_finished
 
     def step(self) -> list[int]:
@@ -35,8 +39,10 @@ class NanoVllmSteps:
 
 
 @contextmanager
-def started_nanovllm(model: str, settings: dict) -> Iterator[LLM]:
+def started_nanovllm(model: str, settings: dict) -> "Iterator[LLM]":
     """An `LLM` of this package; prints how long its start took if this is the command's own process."""
+    from nanovllm import LLM  # with PyTorch, which the command's help does without
+
     with LLM(model, **settings) as llm:
         loaded = seconds_since_start()
         llm.generate([1], SamplingParams(max_tokens=1), use_tqdm=False)

@@ -2,8 +2,6 @@
 
 from time import perf_counter
 
-import torch
-
 from nanovllm.benchmarks.engines.loops import measure
 from nanovllm.benchmarks.requests import TEMPERATURE, Request, Workloads
 from nanovllm.benchmarks.results import Result, fastest
@@ -12,6 +10,7 @@ from nanovllm.config import Config
 
 def run_transformers(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
     """Padded batches, one after the other; the fastest of a few batch sizes is reported, and on a CPU of two dtypes."""
+    import torch
     from transformers import AutoModelForCausalLM, StoppingCriteria
 
     config = Config.create(model, settings)
