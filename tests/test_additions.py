@@ -19,30 +19,27 @@ ROOT = Path(nanovllm.__file__).parent
 # by the name in CONTRIBUTING.md: new files with their contents, and edits of others as (what is there, a line after it)
 ADDITIONS = {
     "a model family": {
-        "models/new.py": """
+        "models/toy.py": """
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 class ToyForCausalLM(Qwen3ForCausalLM):
     pass
 """,
-        "models/__init__.py": ("MODELS = {", '"toy": "nanovllm.models.new:ToyForCausalLM",'),
     },
     "an attention backend": {
-        "attention/new.py": """
+        "attention/toy.py": """
 from nanovllm.layers.attention import SDPABackend
 class ToyBackend(SDPABackend):
     pass
 """,
-        "attention/__init__.py": ("BACKENDS: dict[str, Any] = {", '"toy": "nanovllm.attention.new:ToyBackend",'),
     },
     "a format of weights": {
-        "quantization/new.py": """
+        "quantization/formats/int6.py": """
 import torch
 from nanovllm.quantization.quant_config import ALL, QuantConfig
 from nanovllm.quantization.scaled import QuantScheme
 def config_on_load():
     return QuantConfig("int6", (((ALL,), QuantScheme(torch.int8, 31.0, 1, None)),))
 """,
-        "quantization/__init__.py": ("ON_LOAD = {", '"int6": "nanovllm.quantization.new",'),
     },
     "a feature": {
         "features/new.py": """
@@ -114,7 +111,10 @@ assert ids() != expected, "a layer with a state"
 def test_table_lists_what_is_touched():
     rows = table(section(DOCUMENTS[".github/CONTRIBUTING.md"], "What an addition touches"))
     listed = {re.findall(r"\[(.*?)\]", name)[0]: re.findall("`(.*?)`", files) for name, _, files in rows}
-    assert listed == {name: [file.removesuffix("new.py") for file in touched] for name, touched in ADDITIONS.items()}
+    for name, touched in ADDITIONS.items():
+        new = [f"{Path(file).parent}/" for file, change in touched.items() if isinstance(change, str)]
+        assert listed[name] == new + [file for file, change in touched.items() if not isinstance(change, str)]
+    assert listed.keys() == ADDITIONS.keys()
     assert [int(number) for _, number, _ in rows] == [*map(len, ADDITIONS.values())]
 
 

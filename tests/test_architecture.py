@@ -60,7 +60,7 @@ HOUSE = """
 3 | models/
 3 | quantization/scaled.py <- quantization/scaled_linear.py quantization/scaled_experts.py <- quantization/fp8_linear.py
   <- quantization/quant_config.py
-  <- quantization/fp8.py quantization/int8.py <- quantization/compressed_tensors.py
+  <- quantization/formats/
 4 | engine/batch.py <- engine/request_tables.py features/drafts.py
   <- features/__init__.py features/block_copies.py features/logit_edits.py features/logprobs.py
   <- graphs/ <- startup/__init__.py startup/cuda.py <- engine/model_runner.py <- startup/cuda_runner.py
@@ -230,7 +230,7 @@ def test_vocabulary_of_vllm_is_imported_when_used():
 
 
 def test_formats_of_weights_are_imported_when_used():
-    """The registry knows the others by name only."""
+    """The registry finds the others by their names."""
     loaded = reach(LIBRARY, module_level=True)
     assert not any(file.startswith("quantization/") for file in loaded)
     assert {"quantization/__init__.py", "quantization/fp8_cache.py"} <= reach("__init__.py")

@@ -409,7 +409,7 @@ def test_wrong_shape(checkpoint, make_llm, tensors, name, shape, needed):
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         (
             {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
-            "config.json: model_type='gpt2' .*'GPT2LMHeadModel'.*'llama', .*'qwen3'.*models/__init__.py",
+            "config.json: model_type='gpt2' .*'GPT2LMHeadModel'.*'llama', .*'qwen3'.*nanovllm/models/",
         ),
         ({"model_type": None, "architectures": None}, "model_type=None"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),

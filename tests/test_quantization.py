@@ -28,8 +28,8 @@ from nanovllm.config import Config
 from nanovllm.layers.attention import SDPABackend
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.models import ModelConfig, model_class
-from nanovllm.quantization.fp8 import e4m3_scheme
-from nanovllm.quantization.int8 import config_on_load as int8_config
+from nanovllm.quantization.formats.fp8 import e4m3_scheme
+from nanovllm.quantization.formats.int8 import config_on_load as int8_config
 from nanovllm.quantization.scaled import dequantize
 from nanovllm.quantization.scaled_linear import ScaledLinear
 from nanovllm.utils.loader import load_model
@@ -430,7 +430,7 @@ CT = compressed_tensors("channel")
 @pytest.mark.parametrize(
     "config, message",
     [
-        ({"quant_method": "gptq"}, "quant_method='gptq': must be one of 'fp8', .*quantization/__init__.py"),
+        ({"quant_method": "gptq"}, "quant_method='gptq': must be one of .*'fp8'; .*quantization/formats/"),
         ({"bits": 4}, "quant_method=None: must be one of"),
         (BLOCK | {"fmt": "e5m2"}, "fmt='e5m2'"),
         (BLOCK | {"scale_fmt": "ue8m0"}, "scale_fmt='ue8m0'"),

@@ -1,16 +1,17 @@
-"""Attention backends besides the plain one: which there are. A module is imported when its backend is used."""
+"""Attention backends besides the plain one: which there are. A module is imported when its backend is used.
+
+A backend is a module here; `triton` has the class `TritonBackend`.
+"""
 
 import importlib.util
-from pkgutil import resolve_name
+from pkgutil import iter_modules, resolve_name
 from typing import Any
 
 from nanovllm.utils.checks import check_choice
 
 # the setting `attention_backend` -> "module:class" or a class; "sdpa" is plain PyTorch, which layers/ has
-BACKENDS: dict[str, Any] = {
-    "flash": "nanovllm.attention.flash:FlashBackend",
-    "triton": "nanovllm.attention.triton:TritonBackend",
-}
+NAMES = sorted(module.name for module in iter_modules(__path__))
+BACKENDS: dict[str, Any] = {name: f"{__name__}.{name}:{name.title()}Backend" for name in NAMES}
 
 
 def backend_class(name: str) -> Any:

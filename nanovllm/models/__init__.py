@@ -1,7 +1,9 @@
 """The models: which family computes a checkpoint, and its shape. The module of a family is imported when that is used.
 
-The class of a family is constructed as `cls(config, max_len, backend, tp)` (ModelConfig, the longest sequence,
-AttentionBackend, TensorParallel). CONTRIBUTING.md shows how to add one. It has:
+A family is a module here, with the name of its `model_type` in config.json. Its class has the name that transformers
+gives the architecture: that of `qwen3_moe` is `Qwen3MoeForCausalLM`. It is constructed as `cls(config, max_len,
+backend, tp)` (ModelConfig, the longest sequence, AttentionBackend, TensorParallel). CONTRIBUTING.md shows how to add
+one. It has:
 
 - `read_config(raw, file)`: the content of config.json -> the fields of ModelConfig that depend on the family, as a
   dict. ValueError that names `file` for a model that the class can't compute
@@ -16,9 +18,10 @@ All else takes `config.dtype`.
 """
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from pkgutil import resolve_name
+from pkgutil import iter_modules, resolve_name
 from typing import Any
 
 import torch
@@ -30,13 +33,10 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "float", "float16",
 # the limits of a container's memory, in the two versions of cgroups
 MEMORY_LIMITS = [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
 
-# `model_type` in config.json -> module:class, where the class has the name that transformers gives the architecture
+# `model_type` -> module:class
 MODELS = {
-    "llama": "nanovllm.models.llama:LlamaForCausalLM",
-    "mistral": "nanovllm.models.mistral:MistralForCausalLM",
-    "qwen2": "nanovllm.models.qwen2:Qwen2ForCausalLM",
-    "qwen3": "nanovllm.models.qwen3:Qwen3ForCausalLM",
-    "qwen3_moe": "nanovllm.models.qwen3_moe:Qwen3MoeForCausalLM",
+    name: f"{__name__}.{name}:" + re.sub(r"_(?!\d)", "", name.title()) + "ForCausalLM"
+    for name in sorted({module.name for module in iter_modules(__path__)} - {"architectures", "decoder"})
 }
 
 

@@ -13,5 +13,5 @@ def find_by_architecture(raw: dict, file: Path) -> str:
             return known
     raise ValueError(
         f"{file}: model_type={model_type!r} with architectures={architectures!r}: model_type must be one of "
-        f"{', '.join(map(repr, MODELS))}; nanovllm/models/__init__.py is where another family is added"
+        f"{', '.join(map(repr, MODELS))}; another family is a file of nanovllm/models/"
     )

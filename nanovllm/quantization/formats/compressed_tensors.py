@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nanovllm.quantization.fp8 import e4m3_scheme
+from nanovllm.quantization.formats.fp8 import e4m3_scheme
 from nanovllm.quantization.quant_config import QuantConfig
 from nanovllm.quantization.scaled import QuantScheme
 from nanovllm.utils.checks import check_choice
