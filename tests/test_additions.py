@@ -43,6 +43,23 @@ def config_on_load():
     },
     "a feature": {
         "features/new.py": """
+from dataclasses import dataclass
+from nanovllm import SamplingParams
+from nanovllm.engine.features import StepFeature
+from nanovllm.features import register_feature
+@dataclass(frozen=True, kw_only=True)
+class Params(SamplingParams):
+    banned_id: int = 0
+class BannedId(StepFeature):
+    fields = ("banned_id",)
+    def edit_logits(self, logits, rows):
+        ids = rows.column("banned_id").long()
+        logits.scatter_(1, ids[:, None], logits.gather(1, ids[:, None]).masked_fill(ids[:, None] > 0, float("-inf")))
+register_feature(BannedId)
+""",
+    },
+    "a feature as a parameter of every request": {
+        "features/only_id.py": """
 from nanovllm.engine.features import StepFeature
 class OnlyId(StepFeature):
     fields = ("only_id",)
@@ -51,7 +68,7 @@ class OnlyId(StepFeature):
         rest = wanted[:, None] != rows.column("only_id").new_tensor(range(logits.shape[1])).long()
         logits.masked_fill_(rest & (wanted > 0)[:, None], float("-inf"))
 """,
-        "engine/features.py": ("FEATURES = {", '"only_id": _feature("features.new:OnlyId", "only_id"),'),
+        "engine/features.py": ("FEATURES = {", '"only_id": _feature("features.only_id:OnlyId", "only_id"),'),
         "sampling_params.py": (
             "    temperature: float = checked(1.0, check_real, low=0)",
             "only_id: int = checked(0, check_int, low=0)",
@@ -79,17 +96,21 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.serve.protocol import CompletionBody, sampling_params
 
 original, toy = sys.argv[1:]
-def ids(model=original, sampling={}, **settings):
+def ids(model=original, kind=SamplingParams, sampling={}, **settings):
     with LLM(model, device="cpu", dtype="float32", max_model_len=256, **settings) as llm:
-        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, **sampling)
+        params = kind(temperature=0, max_tokens=6, ignore_eos=True, **sampling)
         return llm.generate("HAMLET.", params, use_tqdm=False)[0].token_ids
 expected = ids()
 
 assert ids(toy) == expected, "a model family"
 assert ids(attention_backend="toy") == expected, "an attention backend"
 assert len(ids(quantization="int6")) == 6, "a format of weights"
-assert ids(sampling={"only_id": 7}) == [7] * 6 != expected, "a feature"
-assert sampling_params(CompletionBody(prompt="x", only_id=7), {}, None).only_id == 7, "a feature over HTTP"
+assert ids(sampling={"only_id": 7}) == [7] * 6 != expected, "a feature as a parameter of every request"
+assert sampling_params(CompletionBody(prompt="x", only_id=7), {}, None).only_id == 7, "the same over HTTP"
+
+from nanovllm.features.new import Params
+banned = ids(kind=Params, sampling={"banned_id": expected[0]})
+assert banned[0] != expected[0] and expected[0] not in banned and ids(kind=Params) == expected, "a feature"
 
 from nanovllm.kernels.new import calls
 assert ids() == expected and calls, "operations of another device"
