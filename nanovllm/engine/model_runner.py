@@ -12,16 +12,10 @@ from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.engine import batch as batches
+from nanovllm.engine import request_tables
 from nanovllm.engine.batch import BatchShape, DeviceBatch, HostBatch
 from nanovllm.engine.features import FEATURES, StepFeature
-from nanovllm.engine.request_tables import (
-    ForwardOutput,
-    PendingStep,
-    RequestTables,
-    SamplerInput,
-    accept,
-    place_decodes,
-)
+from nanovllm.engine.request_tables import ForwardOutput, PendingStep, RequestTables, SamplerInput
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.kernels.sampling_columns import WIDTH, seeds
 from nanovllm.layers.attention import Attention, make_backend
@@ -194,7 +188,7 @@ class ModelRunner:
     def run_model(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
         """Hidden states [T, hidden_size], and those to be sampled; keys, values and token ids are in the cache then."""
         if batch.shape.num_decodes:
-            place_decodes(self.tables, batch, self.config.kvcache_block_size)
+            request_tables.place_decodes(self.tables, batch, self.config.kvcache_block_size)
         self.slot_token_ids[batch.slot_mapping] = batch.input_ids  # a slot of -1 is the last, which belongs to no block
         with attention_context(self._context(batch)):
             hidden_states = self.model(batch.input_ids, batch.positions)
@@ -234,7 +228,7 @@ class ModelRunner:
         cutoffs = logit_cutoffs(logits, rows)
         logits = self.model.lm_head.local_logits(logits)
         token_ids = self.sampler(logits, rows.column("temperature"), seeds(params), x.positions, cutoffs)
-        counts = accept(x.req_indices, x.positions, token_ids, self.tables)
+        counts = request_tables.accept(x.req_indices, x.positions, token_ids, self.tables)
         if counts is None:
             return token_ids, token_ids
         from nanovllm.features.drafts import propose  # few engines have a feature that drafts tokens
