@@ -322,10 +322,10 @@ BUDGETS = {
     "structured_outputs": 360,
     "compat": 460,
     "serve": 2969,
-    "fronts": 310,
+    "fronts": 315,
     "replicas": 1194,
     "page": 400,
-    "terminal": 442,
+    "terminal": 455,
     "benchmarks": 1471,
 }
 ROOM_FILES = {

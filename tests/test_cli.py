@@ -14,6 +14,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from functools import cache
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -267,12 +268,25 @@ def test_names_of_the_package_are_imported_when_used():
 
 
 @pytest.fixture(scope="module")
-def completion_script():
-    command = [sys.executable, "-m", "nanovllm", "completion", "bash"]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True).stdout
+def completion_script(tmp_path_factory):
+    @cache
+    def write(shell: str) -> Path:
+        command = [sys.executable, "-m", "nanovllm", "completion", shell]
+        file = tmp_path_factory.mktemp("completion") / f"nanovllm.{shell}"
+        file.write_bytes(subprocess.run(command, env=ENVIRONMENT, capture_output=True, check=True).stdout)
+        return file
+
+    return write
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+BASH = "source {script}; COMP_WORDS=({line}); COMP_CWORD={index}; %s; echo ${{COMPREPLY[@]}}"
+COMPLETIONS = {
+    "bash": BASH % "_nanovllm",
+    "zsh": "autoload -U compinit; compinit -u -D; " + BASH % "emulate ksh -c _nanovllm",  # as bashcompinit calls it
+    "fish": "source {script}; complete -C '{line}' | cut -f 1",
+}
+
+
 @pytest.mark.parametrize(
     "line, found",
     [
@@ -286,10 +300,23 @@ def completion_script():
         ("nanovllm generate nonsense", []),
     ],
 )
-def test_completion(line, found, completion_script):
-    words = f"COMP_WORDS=({line}); COMP_CWORD={len(line.split()) - 1}; _nanovllm; echo ${{COMPREPLY[@]}}"
-    ended = subprocess.run(["bash", "-c", f"{completion_script}\n{words}"], capture_output=True, text=True, check=True)
-    assert ended.stdout.split() == found and not ended.stderr
+@pytest.mark.parametrize("shell", COMPLETIONS)
+def test_completion(shell, line, found, completion_script):
+    if shutil.which(shell) is None:
+        pytest.skip(f"needs {shell}")
+    command = COMPLETIONS[shell].format(script=completion_script(shell), line=line, index=len(line.split()) - 1)
+    folder = completion_script(shell).parent  # fish completes the names of files, too
+    ended = subprocess.run([shell, "-c", command], capture_output=True, text=True, check=True, cwd=folder)
+    words = ended.stdout.split()
+    if shell == "zsh":  # which leaves out itself what does not begin so
+        words = [word for word in words if word.startswith(line.split()[-1])]
+    assert words == found and not ended.stderr
+
+
+@pytest.mark.parametrize("shell", COMPLETIONS)
+def test_completion_has_all_commands_and_flags(shell, completion_script):
+    words = {*re.findall(r"[\w-]+", completion_script(shell).read_text())}
+    assert {*cli.COMMANDS, "--help", "--kvcache-block-size", "--top-p", "--url", "--batch-sizes", shell} <= words
 
 
 def test_generate_says_why_it_has_ended(capsys):

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import contextmanager
@@ -254,9 +255,15 @@ def serving(*flags: str):
         port = free.getsockname()[1]
     settings = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items()]
     command = [sys.executable, "-m", "nanovllm", "serve", MODEL, f"--port={port}", "--api-server-count=2"]
-    process = subprocess.Popen([*command, *settings, *flags], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    with tempfile.TemporaryFile("w+") as log:
+        streams = dict(stdout=subprocess.PIPE, stderr=log, text=True)
+        process = subprocess.Popen([*command, *settings, *flags], **streams, start_new_session=True)
+        said = process.stdout.readline()
+        log.seek(0)
+        loading = log.read()
     try:
-        assert process.stdout.readline().startswith("tiny-qwen3 is served at")
+        assert said.startswith("tiny-qwen3 is served at"), loading
+        assert "Loading tiny-qwen3 ...\n" in loading
         yield process, f"http://127.0.0.1:{port}"
     finally:
         process.kill()

@@ -23,7 +23,7 @@ COMMANDS = {
     "generate": "Print a model's answer to a prompt while it is generated.",
     "chat": "Talk to a model in the terminal, in several turns.",
     "bench": "Measure throughput and latency; `nanovllm bench --help` lists the workloads and arguments.",
-    "completion": "Print a script by which bash completes commands and flags.",
+    "completion": "Print a script by which bash, zsh or fish completes commands and flags.",
 }
 # of the bundled model: few and small blocks, so that its page shows sharing and preemptions with a few chats
 SMALL_CACHE = {"kvcache_block_size": 16, "num_kvcache_blocks": 200}

@@ -8,6 +8,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import wait
@@ -21,6 +22,7 @@ from nanovllm.serve.fronts.front import FrontPlan, run_front
 from nanovllm.serve.replicas.replica import Replica
 from nanovllm.serve.server import announce, listening_socket
 from nanovllm.serve.settings import ServerSettings
+from nanovllm.serve.terminal.waiting import waiting_for
 
 logger = logging.getLogger("nanovllm")
 START_SECONDS = 300.0
@@ -129,10 +131,12 @@ def serve_by_fronts(
 ) -> int:
     """Serve until SIGTERM, Ctrl-C or a failure of the engine; the exit status of the process."""
     # the address is reserved before the model is loaded, and the folder has the metrics that the fronts add up
-    with listening_socket(settings, is_shared=True) as listener, tempfile.TemporaryDirectory() as folder:
+    listening = listening_socket(settings, is_shared=True)
+    with listening as listener, tempfile.TemporaryDirectory() as folder, ExitStack() as loading:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
         port = settings.port if settings.uds else listener.getsockname()[1]
         own = replace(settings, port=port, max_connections=max(1, settings.max_connections // num_fronts))
+        loading.enter_context(waiting_for(f"Loading {model}"))
         engine = LLM(model, **engine_settings)
         gc.collect()
         gc.freeze()  # as in `run_server`
@@ -141,6 +145,7 @@ def serve_by_fronts(
         handlers = {number: signal.signal(number, fronts.end) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             fronts.start()
+            loading.close()
             announce(settings, model, listener)
             fronts.watch()
         finally:

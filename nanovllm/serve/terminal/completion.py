@@ -1,22 +1,29 @@
-"""`nanovllm completion bash`: a script by which bash completes commands and flags."""
+"""`nanovllm completion SHELL`: a script by which a shell completes commands and flags."""
 
 import argparse
+from collections.abc import Mapping
 
 BASH = """_nanovllm() {{
-    local words
+    local found=
     case "$COMP_CWORD ${{COMP_WORDS[1]}}" in
-        1\\ *) words="{commands}" ;;
+        1\\ *) found="{commands}" ;;
 {cases}
     esac
-    COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+    COMPREPLY=($(compgen -W "$found" -- "${{COMP_WORDS[COMP_CWORD]}}"))
 }}
 complete -o default -F _nanovllm nanovllm
 """
+ZSH = "autoload -U +X bashcompinit && bashcompinit\n"  # zsh runs bash's functions
+FILES = {
+    "bash": "~/.local/share/bash-completion/completions/nanovllm",
+    "zsh": "a file that ~/.zshrc sources after compinit",
+    "fish": "~/.config/fish/completions/nanovllm.fish",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "write its output into ~/.local/share/bash-completion/completions/nanovllm"
-    parser.add_argument("shell", choices=("bash",), help=text)
+    text = f"write its output into {', '.join(f'{file} ({shell})' for shell, file in FILES.items())}"
+    parser.add_argument("shell", choices=[*FILES], help=text)
     parser.set_defaults(run=completion)
 
 
@@ -24,9 +31,20 @@ def completion(options: argparse.Namespace) -> int:
     from nanovllm.serve.cli import complete_parsers
 
     words = {name: " ".join(_words(parser)) for name, parser in complete_parsers().items()}
-    cases = "\n".join(f'        *\\ {name}) words="{each}" ;;' for name, each in words.items())
-    print(BASH.format(commands=" ".join([*words, "--help", "--version"]), cases=cases), end="")
+    print(_fish(words) if options.shell == "fish" else ZSH * (options.shell == "zsh") + _bash(words), end="")
     return 0
+
+
+def _bash(words: Mapping[str, str]) -> str:
+    cases = "\n".join(f'        *\\ {name}) found="{each}" ;;' for name, each in words.items())
+    return BASH.format(commands=" ".join([*words, "--help", "--version"]), cases=cases)
+
+
+def _fish(words: Mapping[str, str]) -> str:
+    """A line for the commands, and one for the words of each."""
+    lines = [f"complete -c nanovllm -n __fish_use_subcommand -a '{' '.join([*words, '--help', '--version'])}'\n"]
+    lines += [f"complete -c nanovllm -n '__fish_seen_subcommand_from {name}' -a '{words[name]}'\n" for name in words]
+    return "".join(lines)
 
 
 def _words(parser: argparse.ArgumentParser) -> list[str]:
