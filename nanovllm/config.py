@@ -28,8 +28,8 @@ class Config:
     scheduling_policy: "fcfs" (first come, first served), "priority" (see `add_request`), or an object with a method
         `priority_key` (see `SchedulingPolicy` in `engine/scheduling_policy.py`).
     max_num_seqs: maximum number of sequences that run at the same time.
-    max_model_len: maximum number of tokens of a prompt and its completion; None is 4096, or if it is smaller the
-        model's own bound, or but for "sdpa" its sliding window.
+    max_model_len: maximum number of tokens of a prompt and its completion; None is 4096, or the model's own bound
+        if it is smaller.
     gpu_memory_utilization: the fraction of the GPU's memory that this engine may use for weights and cache together.
     tensor_parallel_size: 1, 2, 4 or 8 ranks that share the model; on CUDA each has a device, starting with `device`.
     expert_parallel: with several ranks, each has whole experts of a mixture; False: a part of each expert.
@@ -119,7 +119,7 @@ class Config:
             dtype=dtype,
             dtype_reason=dtype_reason,
             max_mixed_step_ms=self.max_mixed_step_ms or (250.0 if device == "cpu" else 50.0),
-            max_model_len=self._resolve_max_model_len(model_config, backend),
+            max_model_len=self._resolve_max_model_len(model_config.max_position_embeddings),
             async_scheduling=device.startswith("cuda") if self.async_scheduling is None else self.async_scheduling,
         )
 
@@ -163,15 +163,9 @@ class Config:
         if not (self.revision is None or isinstance(self.revision, str)):
             raise TypeError(f"revision={self.revision!r}: must be a string or None")
 
-    def _resolve_max_model_len(self, model: "ModelConfig", backend: str) -> int:
-        model_len = model.max_position_embeddings
-        window = model_len if backend == "sdpa" else model.sliding_window or model_len
-        length = min(4096, model_len, window) if self.max_model_len is None else self.max_model_len
-        check_int("max_model_len", length, low=2, high=model_len)
-        if length > window:
-            from nanovllm.utils.refusals import beyond_window
-
-            raise beyond_window(length, window)
+    def _resolve_max_model_len(self, max_position_embeddings: int) -> int:
+        length = min(4096, max_position_embeddings) if self.max_model_len is None else self.max_model_len
+        check_int("max_model_len", length, low=2, high=max_position_embeddings)
         if self.num_kvcache_blocks is not None:
             length = min(length, self.num_kvcache_blocks * self.kvcache_block_size)
         return length

@@ -310,7 +310,7 @@ BUDGETS = {
     "core": 3510,
     "states": 110,
     "attention": 150,
-    "kernels": 2190,
+    "kernels": 2220,
     "distributed": 520,
     "models": 310,
     "features": 700,

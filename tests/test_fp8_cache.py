@@ -129,9 +129,10 @@ def on_device(tensors: list[torch.Tensor], native: bool) -> FP8KVCache:
     return cache
 
 
-def assert_attended(out: torch.Tensor, q: torch.Tensor, contents: list, num_new: list[int]) -> None:
+def assert_attended(out: torch.Tensor, q: torch.Tensor, contents: list, num_new: list[int], window: int | None) -> None:
     """Relative to the largest number of each row, as values of one token may be a thousand times those of another."""
-    expected = [attention_reference(part, k, v) for part, (k, v) in zip(q.split(num_new), contents, strict=True)]
+    parts = zip(q.split(num_new), contents, strict=True)
+    expected = [attention_reference(part, k, v, window) for part, (k, v) in parts]
     expected = torch.cat(expected)
     size = expected.abs().amax(-1, keepdim=True).clamp_(min=1e-3)
     assert_close((out.double() / size).to(out.dtype), expected / size)
@@ -141,14 +142,15 @@ def assert_attended(out: torch.Tensor, q: torch.Tensor, contents: list, num_new:
 @each_native
 @each_dtype_or_half
 @each_heads
-@pytest.mark.parametrize("splits", [1, 3])
-def test_decode(heads, dtype, splits, native):
+@pytest.mark.parametrize("splits, window", [(1, None), (3, None), (2, 50)])
+def test_decode(heads, dtype, splits, window, native):
     group, kv_heads, head_dim, block_size = heads
     lengths = [130, block_size + 1, block_size, 65, 1, 0]
     contents, cache, context_lens, tables = paged(lengths, heads, dtype, native)
     q = randn(len(lengths), group * kv_heads, head_dim, dtype=dtype)
-    out = ops.decode_attention(q, cache.k, cache.v, context_lens, tables, 130, splits, scales=cache.scales)
-    assert_attended(out, q, contents, [1] * len(lengths))
+    args = context_lens, tables, 130, splits
+    out = ops.decode_attention(q, cache.k, cache.v, *args, scales=cache.scales, window=window)
+    assert_attended(out, q, contents, [1] * len(lengths), window)
     assert not out[-1].any()
 
 
@@ -156,7 +158,8 @@ def test_decode(heads, dtype, splits, native):
 @each_native
 @each_dtype_or_half
 @each_heads
-def test_prefill(heads, dtype, native):
+@pytest.mark.parametrize("window", [None, 50])
+def test_prefill(heads, dtype, window, native):
     group, kv_heads, head_dim, _ = heads
     num_new, num_before = [1, 63, 1, 37, 65], [0, 0, 130, 101, 22]
     lengths = [new + before for new, before in zip(num_new, num_before, strict=True)]
@@ -165,8 +168,9 @@ def test_prefill(heads, dtype, native):
     starts = F.pad(int32(num_new).cumsum(0, dtype=torch.int32), (1, 0))
     size = ops.query_tile_size(group, head_dim, dtype)
     tiles = int32([(i, first) for i, count in enumerate(num_new) for first in range(0, count, size)] + [(-1, 0)])
-    out = ops.prefill_attention(q, cache.k, cache.v, starts, context_lens, tables, tiles, scales=cache.scales)
-    assert_attended(out, q, contents, num_new)
+    args = starts, context_lens, tables, tiles
+    out = ops.prefill_attention(q, cache.k, cache.v, *args, scales=cache.scales, window=window)
+    assert_attended(out, q, contents, num_new, window)
 
 
 def rope(positions: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -207,10 +207,21 @@ def random_model(request, tmp_path_factory) -> str:
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("backend", ["sdpa", "triton"])
 @pytest.mark.parametrize(
-    "name", ["llama", "llama-3.2", "llama-biases", "qwen2", "mistral", "qwen3", "qwen3-moe", "qwen3-moe-step"]
+    "name",
+    [
+        "llama",
+        "llama-3.2",
+        "llama-biases",
+        "qwen2",
+        "mistral",
+        "mistral-window",
+        "qwen3",
+        "qwen3-moe",
+        "qwen3-moe-step",
+    ],
 )
 def test_families(make_llm, tmp_path, name, backend, enforce_eager):
-    """With and without q and k norms, biases and experts: chunks, decodes of a few sequences, and at the end of one."""
+    """With and without q and k norms, biases, windows and experts: chunks, decodes of a few sequences, then of one."""
     folder = make_checkpoint(tmp_path, name)
     settings = SMALL | {"attention_backend": backend, "enforce_eager": enforce_eager, "gpu_memory_utilization": 0.1}
     llm = make_llm(folder, device="cuda", **settings)

@@ -81,24 +81,35 @@ def paged(lengths: list[int], kv_heads: int, head_dim: int, block_size: int, dty
     return contents, *caches, int32(lengths), tables
 
 
-def attention_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The last len(q) queries of a sequence against all its keys, causally; zeros without keys."""
+def attention_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    """The last len(q) queries of a sequence against its keys, causally, or the last `window` of them; or else zeros."""
     k, v = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * q.shape[-1] ** -0.5
-    hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=DEVICE).triu(len(k) - len(q) + 1)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    seen = torch.ones(scores.shape[1:], dtype=torch.bool, device=DEVICE).tril(last := len(k) - len(q))
+    if window is not None:
+        seen = seen.triu(last + 1 - window)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
-def check_decode(lengths, heads, dtype, stale, splits):
+def forget(tables: torch.Tensor, num_before: list[int], window: int, block_size: int) -> None:
+    """Let the blocks that no query sees be block 0, which is stale: none has a bound before num_before - window + 1."""
+    for table, before in zip(tables, num_before, strict=True):
+        table[: max(0, before + 1 - window) // block_size] = 0
+
+
+def check_decode(lengths, heads, dtype, stale, splits, window=None):
     group, kv_heads, head_dim, block_size = heads
     contents, k_cache, v_cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, stale)
     q = randn(len(lengths), group * kv_heads, head_dim, dtype=dtype)
-    out = ops.decode_attention(q, k_cache, v_cache, context_lens, tables, max(lengths), splits)
-    assert_close(out, torch.cat([attention_reference(q[i : i + 1], k, v) for i, (k, v) in enumerate(contents)]))
+    if window:
+        forget(tables, [length - 1 for length in lengths], window, block_size)
+    out = ops.decode_attention(q, k_cache, v_cache, context_lens, tables, max(lengths), splits, window=window)
+    expected = [attention_reference(part, k, v, window) for part, (k, v) in zip(q.split(1), contents, strict=True)]
+    assert_close(out, torch.cat(expected))
     assert not out[context_lens == 0].any()
 
 
-def check_prefill(num_new, num_before, heads, dtype, stale):
+def check_prefill(num_new, num_before, heads, dtype, stale, window=None):
     group, kv_heads, head_dim, block_size = heads
     lengths = [new + before for new, before in zip(num_new, num_before, strict=True)]
     contents, k_cache, v_cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, stale)
@@ -106,8 +117,12 @@ def check_prefill(num_new, num_before, heads, dtype, stale):
     cu_seqlens_q = F.pad(int32(num_new).cumsum(0, dtype=torch.int32), (1, 0))
     size = ops.query_tile_size(group, head_dim, dtype)
     tiles = F.pad(torch.from_numpy(query_tiles(num_new, 0, size)), (0, 0, 0, 2), value=-1)
-    out = ops.prefill_attention(q, k_cache, v_cache, cu_seqlens_q, context_lens, tables, int32(tiles))
-    expected = [attention_reference(part, k, v) for part, (k, v) in zip(q.split(num_new), contents, strict=True)]
+    if window:
+        forget(tables, num_before, window, block_size)
+    args = cu_seqlens_q, context_lens, tables, int32(tiles)
+    out = ops.prefill_attention(q, k_cache, v_cache, *args, window=window)
+    parts = zip(q.split(num_new), contents, strict=True)
+    expected = [attention_reference(part, k, v, window) for part, (k, v) in parts]
     assert_close(out, torch.cat(expected))
 
 
@@ -118,6 +133,16 @@ def test_decode_of_a_mixed_batch(heads, dtype, stale):
     block_size = heads[-1]
     splits = {16: 16, 32: 1, 48: 4, 64: 2, 256: None}[block_size]  # some have more splits than tiles
     check_decode([65, 0, 1, block_size - 1, block_size, block_size + 1, 130], heads, dtype, stale, splits)
+
+
+WINDOWS = [1, 16, 63, 100, 5000]
+
+
+@each_dtype_or_half
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("heads, splits", [(HEADS[2], 1), (HEADS[4], 3), (HEADS[0], 4)])
+def test_decode_of_a_window(heads, splits, window, dtype):
+    check_decode([130, 0, 1, 49, 64, 65, 300], heads, dtype, NAN, splits, window)
 
 
 @each_dtype
@@ -155,7 +180,8 @@ def test_decode_looks_up_chunks_of_blocks(block_size, splits, lengths, dtype):
         ((1, 3, 128, 32), 2, True),
     ],
 )
-def test_decode_of_qkv(heads, splits, dtype, has_norm):
+@pytest.mark.parametrize("window", [None, 1, 37])
+def test_decode_of_qkv(heads, splits, dtype, has_norm, window):
     """What it stores and what comes out are those of the kernels that it stands for; a slot of -1 stores nothing."""
     group, kv_heads, head_dim, block_size = heads
     lengths = [100, 65, 1, block_size, block_size + 1]
@@ -169,10 +195,9 @@ def test_decode_of_qkv(heads, splits, dtype, has_norm):
     weights = [randn(head_dim, dtype=dtype) if has_norm else None for _ in "qk"]
     new = *weights, 1e-6, cos_sin, int32(slots)
     caches = k_cache.clone(), v_cache.clone()
-    expected = ops.decode_attention(
-        ops.norm_rope_store(qkv, *new, *caches), *caches, context_lens, tables, max(lengths), splits
-    )
-    out = ops.decode_attention_of_qkv(qkv, *new, k_cache, v_cache, context_lens, tables, max(lengths), splits)
+    args = context_lens, tables, max(lengths), splits
+    expected = ops.decode_attention(ops.norm_rope_store(qkv, *new, *caches), *caches, *args, window=window)
+    out = ops.decode_attention_of_qkv(qkv, *new, k_cache, v_cache, *args, window=window)
     assert out.isfinite().all()
     assert_close(out[:-1], expected[:-1].double())
     for cache, other in zip((k_cache, v_cache), caches):
@@ -221,6 +246,13 @@ def test_number_of_splits():
 def test_prefill_of_a_mixed_batch(heads, dtype, stale):
     """Whole prompts, last chunks of prompts, single tokens and a sequence that waits, at odds with every tile."""
     check_prefill([1, 63, 1, 0, 37, 65], [0, 0, 130, 40, 101, 22], heads, dtype, stale)
+
+
+@each_dtype_or_half
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("heads", [HEADS[2], HEADS[5], HEADS[0]])
+def test_prefill_of_a_window(heads, window, dtype):
+    check_prefill([1, 150, 1, 0, 37, 65], [0, 0, 130, 40, 301, 22], heads, dtype, NAN, window)
 
 
 @each_dtype_or_half

@@ -61,7 +61,7 @@ CASES = {
     "qwen2": ("Qwen2", 4, 2, None, {}, {"tie_word_embeddings": True}),
     "qwen2.5": ("Qwen2", 8, 2, None, YARN, {}),
     "mistral": ("Mistral", 4, 2, 32, {}, {"sliding_window": None}),
-    "mistral-window": ("Mistral", 6, 2, 16, LINEAR, {"sliding_window": MAX_LEN}),
+    "mistral-window": ("Mistral", 6, 2, 16, LINEAR, {"sliding_window": 23}),
     "qwen3": ("Qwen3", 4, 2, 32, {}, {"tie_word_embeddings": True}),
     "qwen3-biases": ("Qwen3", 6, 2, 24, YARN, {"attention_bias": True}),
     "qwen3-moe": ("Qwen3Moe", 4, 2, 32, {}, EXPERTS | {"norm_topk_prob": True}),
@@ -185,6 +185,7 @@ def logits_of_rank(
     for layer in model.modules():
         if isinstance(layer, Attention):
             layer.cache = KVCache(torch.zeros(2, 1, MAX_LEN, layer.num_kv_heads, layer.head_dim))
+            layer.cache.window = layer.window
     positions = torch.arange(num_tokens, dtype=torch.int32)
     starts, table = torch.tensor([0, num_tokens], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     context = Context(0, positions, starts[1:], table, num_tokens, num_tokens, starts)
@@ -325,28 +326,13 @@ def test_key_value_heads_and_head_dim_of_llama_2(tmp_path):
     assert (expected.num_key_value_heads, expected.head_dim) == (4, 16)
 
 
-def test_sliding_window_of_mistral(tmp_path):
-    """It bounds the length, up to which it changes nothing, but for plain attention."""
-    folder = make_checkpoint(tmp_path, "mistral")
-    lengths = []
-    settings = dict(device="cpu", attention_backend="triton")
-    for window in (None, 5000, 100):
-        edit(folder, sliding_window=window)
-        lengths.append(Config(folder, **settings).max_model_len)
-    assert lengths == [4 * MAX_LEN, 4 * MAX_LEN, 100]
-    assert Config(folder, device="cpu").max_model_len == 4 * MAX_LEN
-    assert Config(folder, **settings, max_model_len=100).max_model_len == 100
-    with pytest.raises(ValueError, match="max_model_len=101: must be at most 100, the sliding_window of the model"):
-        Config(folder, **settings, max_model_len=101)
-
-
 @pytest.mark.parametrize("window", [1, 16, 23])
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-def test_tokens_behind_a_window(make_llm, tmp_path, monkeypatch, window, kv_cache_dtype):
+@pytest.mark.parametrize("backend, kv_cache_dtype", [("sdpa", "auto"), ("sdpa", "fp8"), ("triton", "auto")])
+def test_tokens_behind_a_window(make_llm, tmp_path, monkeypatch, window, backend, kv_cache_dtype):
     """Chunks, decodes and prefix hits leave them out; in float32 FP8 rounds keys and values, nothing else."""
     monkeypatch.setitem(CASES, "mistral", (*CASES["mistral"][:-1], {"sliding_window": window}))
     folder = make_checkpoint(tmp_path, "mistral")
-    llm = make_llm(folder, kv_cache_dtype=kv_cache_dtype, **SMALL)
+    llm = make_llm(folder, attention_backend=backend, kv_cache_dtype=kv_cache_dtype, **SMALL)
     outputs = generate_by_steps(llm, requests())
     if kv_cache_dtype == "auto":
         assert_same_as_transformers(folder, outputs)

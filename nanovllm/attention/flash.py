@@ -45,6 +45,7 @@ class FlashBackend(AttentionBackend):
             context.max_context_len,
             block_table=context.block_tables[n:],
             causal=True,
+            window_size=_window_size(cache),
         )
 
     def _decode(self, q, cache, context):
@@ -56,4 +57,10 @@ class FlashBackend(AttentionBackend):
             cache_seqlens=context.context_lens[:n],
             block_table=context.block_tables[:n],
             causal=True,
+            window_size=_window_size(cache),
         ).squeeze(1)
+
+
+def _window_size(cache) -> tuple[int, int]:
+    """How many tokens before its own and after it a query sees; -1 is no bound."""
+    return (-1, -1) if cache.window is None else (cache.window - 1, 0)

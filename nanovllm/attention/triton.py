@@ -32,11 +32,12 @@ class TritonBackend(AttentionBackend):
         if context.has_chunks:
             size = self.tile_sizes[q.shape[1] // cache.k.shape[2], q.shape[2]]
             starts, tiles = context.cu_seqlens_q, context.backend_arrays[f"query_tiles_{size}"]
-            self.ops.prefill_attention(q, cache.k, cache.v, starts, lengths, tables, tiles, out, cache.scales)
+            args = q, cache.k, cache.v, starts, lengths, tables, tiles, out
+            self.ops.prefill_attention(*args, cache.scales, cache.window)
         if n:
             args = q[:n], cache.k, cache.v, lengths[:n], tables[:n], context.max_context_len
             count = context.num_decodes_on_device
-            self.ops.decode_attention(*args, num_seqs=count, out=out[:n], scales=cache.scales)
+            self.ops.decode_attention(*args, num_seqs=count, out=out[:n], scales=cache.scales, window=cache.window)
         return out
 
     def set_head_shape(self, group, head_dim, dtype):
@@ -65,6 +66,7 @@ class TritonBackend(AttentionBackend):
             context.block_tables,
             context.max_context_len,
             scales=cache.scales,
+            window=cache.window,
         )
 
 

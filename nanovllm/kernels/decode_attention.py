@@ -18,6 +18,7 @@ from nanovllm.kernels.split_sequence import NO_KEYS, choose_num_splits, combine_
 
 TILE = 64  # keys of a tile, which lies in one block
 NUM_IDS = 16  # block ids that are loaded at a time
+NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos and sin, slots
 
 
 @dependent_kernel(early=("num_seqs_ptr", "context_lens_ptr", "block_tables_ptr", *NORM_ROPE_INPUTS))
@@ -49,6 +50,7 @@ def _decode_kernel(
     TILE: tl.constexpr,
     NUM_IDS: tl.constexpr,
     STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
     IS_QKV: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_NUM_SEQS: tl.constexpr,
@@ -67,10 +69,10 @@ def _decode_kernel(
         if seq >= num_seqs:
             return
     table_ptr = block_tables_ptr + seq * table_stride
-    num_cached, per_split, num_splits = split_sequence(context_lens_ptr, seq, splits, IS_QKV, TILE)
+    first, num_cached, per_split, num_splits = split_sequence(context_lens_ptr, seq, splits, IS_QKV, TILE, WINDOW)
     if split >= num_splits:
         return
-    begin = split * per_split
+    begin = first // TILE * TILE + split * per_split
     end = tl.minimum(begin + per_split, num_cached)
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, HEAD_DIM)
@@ -147,6 +149,8 @@ def _decode_kernel(
         known_end = tl.minimum((first_block + NUM_IDS) * BLOCK_SIZE, end)
         for tile in tl.range(tl.maximum(first_block * BLOCK_SIZE, begin), known_end, TILE, num_stages=STAGES):
             inside = tile + n < end
+            if WINDOW:  # some keys of the first tile are before it, never all that a split adds up
+                inside &= tile + n >= first
             block = tl.sum(tl.where(b == tile // BLOCK_SIZE - first_block, block_ids, 0), 0).to(tl.int64)
             row = ((block * BLOCK_SIZE + tile % BLOCK_SIZE + n) * KV_HEADS + kv_head) * HEAD_DIM
             k = tl.load(k_cache_ptr + row[None, :] + d[:, None], inside[None, :], 0.0)
@@ -206,21 +210,21 @@ def decode_attention(
     num_seqs: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """q [B, heads, head_dim] attends to the context_lens[b] tokens behind block_tables[b]; zeros where there are none.
 
     caches [blocks, block_size, kv_heads, head_dim], block_size a multiple of 16, head_dim a power of two from 16;
-    context_lens [B], block_tables [B, W] int32; all but the tables contiguous. A sequence gets as many splits as it has
-    tiles, up to `splits`, which is chosen by the bound `max_context_len` if it is not given. Programs start in the
-    order of the rows, so the longest sequences should come first.
+    context_lens [B], block_tables [B, W] int32; all but the tables contiguous. With `window`, only the last so many
+    tokens count. A sequence gets as many splits as it has tiles, up to `splits`, which is chosen by the bound
+    `max_context_len` if it is not given. Programs start in the order of the rows, so the longest should come first.
 
     `out` takes the result. With num_seqs [1] int32, at least 1, only the first so many rows are computed, and the other
     rows of the result are left alone. The caches are in FP8 if they have scales: see `norm_rope_store`.
     """
     out = torch.empty_like(q) if out is None else out
-    no_norm_rope = None, None, 0.0, None, None
     caches = k_cache, v_cache, scales
-    _decode(out, q, *no_norm_rope, *caches, context_lens, block_tables, max_context_len, splits, num_seqs)
+    _decode(out, q, NO_NORM_ROPE, caches, context_lens, block_tables, max_context_len, splits, window, num_seqs)
     return out
 
 
@@ -238,41 +242,39 @@ def decode_attention_of_qkv(
     max_context_len: int,
     splits: int | None = None,
     scales: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """`norm_rope_store` of qkv [B, heads + 2 kv_heads, head_dim] and `decode_attention` of its queries in one kernel.
 
     The result for an empty sequence is any finite values.
     """
-    batch_size, num_rows, head_dim = qkv.shape
-    out = torch.empty((batch_size, num_rows - 2 * k_cache.shape[2], head_dim), dtype=qkv.dtype, device=qkv.device)
+    out = torch.empty_like(qkv[:, 2 * k_cache.shape[2] :])
     inputs = q_weight, k_weight, eps, cos_sin, slot_mapping
-    _decode(out, qkv, *inputs, k_cache, v_cache, scales, context_lens, block_tables, max_context_len, splits)
+    caches = k_cache, v_cache, scales
+    _decode(out, qkv, inputs, caches, context_lens, block_tables, max_context_len, splits, window)
     return out
 
 
 def _decode(
     out: torch.Tensor,
     q: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    cos_sin: torch.Tensor | None,
-    slot_mapping: torch.Tensor | None,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    scales: torch.Tensor | None,
+    norm_rope_inputs: tuple,
+    caches: tuple,
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
     max_context_len: int,
     splits: int | None,
+    window: int | None,
     num_seqs: torch.Tensor | None = None,
 ) -> None:
-    """Fill `out` [B, heads, head_dim]. With cos_sin, q is qkv."""
+    """Fill `out` [B, heads, head_dim]. With inputs of norm and rope, q is qkv."""
     batch_size, heads, head_dim = out.shape
+    (q_weight, k_weight, eps, cos_sin, slot_mapping), (k_cache, v_cache, scales) = norm_rope_inputs, caches
     block_size, kv_heads = k_cache.shape[1:3]
     group = heads // kv_heads
     is_qkv = cos_sin is not None
-    splits = splits or choose_num_splits(batch_size * kv_heads, max_context_len, TILE, q.device)
+    max_num_keys = min(max_context_len, window or max_context_len)
+    splits = splits or choose_num_splits(batch_size * kv_heads, max_num_keys, TILE, q.device)
     partial = lse = out  # unused without splits
     if splits > 1:
         partial = torch.empty((batch_size, heads, splits, head_dim), dtype=torch.float32, device=q.device)
@@ -305,6 +307,7 @@ def _decode(
         TILE=tile,
         NUM_IDS=NUM_IDS,
         STAGES=3 if head_dim * k_cache.element_size() <= 256 and not is_qkv else 2,
+        WINDOW=window or 0,
         IS_QKV=is_qkv,
         HAS_NORM=q_weight is not None,
         HAS_NUM_SEQS=num_seqs is not None,
@@ -314,4 +317,4 @@ def _decode(
         num_warps=2,
     )
     if splits > 1:
-        combine_splits(partial, lse, num_seqs, context_lens, out, tile, is_qkv)
+        combine_splits(partial, lse, num_seqs, context_lens, out, tile, window or 0, is_qkv)

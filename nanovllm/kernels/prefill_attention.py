@@ -29,6 +29,7 @@ def _attend_tiles(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     TILE_N: tl.constexpr,
+    WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
     IS_FP8: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -52,7 +53,11 @@ def _attend_tiles(
             k_scale, v_log2_scale = unpack_scales(pairs, stored_dtype)
             scores = scores * (k_scale * scale)[None, :] + v_log2_scale[None, :]
         if MASKED:
-            scores = tl.where((tile + n)[None, :] <= position[:, None], scores, -1e30)
+            distance = position[:, None] - (tile + n)[None, :]
+            visible = distance >= 0
+            if WINDOW:  # what a row adds up before its first visible key, `alpha` then makes zero
+                visible &= distance < WINDOW
+            scores = tl.where(visible, scores, -1e30)
             v = tl.where((tile + n < length)[:, None], v, 0.0)
         if IS_FP8:
             m_new = tl.maximum(m_i, tl.max(scores, 1))
@@ -89,6 +94,7 @@ def _prefill_kernel(
     HEAD_DIM: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    WINDOW: tl.constexpr,
     IS_FP8: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -127,14 +133,18 @@ def _prefill_kernel(
     m_i = tl.full([TILE_M], -1e30, tl.float32)
     l_i = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, HEAD_DIM], tl.float32)
+    begin = 0
     unmasked_end = (num_cached + first + 1) // TILE_N * TILE_N
+    if WINDOW:
+        begin = tl.maximum(num_cached + first + 1 - WINDOW, 0) // TILE_N * TILE_N
+        unmasked_end = begin
     end = tl.minimum(num_cached + first + TOKENS, length)
     acc, l_i, m_i = _attend_tiles(
         acc,
         l_i,
         m_i,
         q,
-        0,
+        begin,
         unmasked_end,
         position,
         k_tiles,
@@ -148,6 +158,7 @@ def _prefill_kernel(
         KV_HEADS,
         HEAD_DIM,
         TILE_N,
+        WINDOW,
         False,
         IS_FP8,
         PRECISION,
@@ -171,6 +182,7 @@ def _prefill_kernel(
         KV_HEADS,
         HEAD_DIM,
         TILE_N,
+        WINDOW,
         True,
         IS_FP8,
         PRECISION,
@@ -198,10 +210,12 @@ def prefill_attention(
     query_tiles: torch.Tensor,
     out: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """q [T, heads, head_dim], contiguous: the last tokens of B sequences, of which each begins at cu_seqlens_q [B + 1].
 
-    Every query attends to the tokens of its sequence up to and including its own. The caches already hold all of them:
+    Every query attends to the tokens of its sequence up to and including its own, or to the last `window` of them. The
+    caches already hold all of them:
     those of this step and, where context_lens[b] is greater than the number of queries, those of earlier steps. Shapes
     and scales as in `decode_attention`; at most 64 query heads to a key-value head.
 
@@ -239,6 +253,7 @@ def prefill_attention(
         HEAD_DIM=head_dim,
         TILE_M=tile_m,
         TILE_N=tile_n,
+        WINDOW=window or 0,
         IS_FP8=scales is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=4,

@@ -21,14 +21,20 @@ def choose_num_splits(num_programs: int, max_context_len: int, tile: int, device
 
 
 @triton.jit
-def split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, TILE: tl.constexpr):
-    """How many tokens of a sequence are in the cache, how many each split reads, and how many splits are used.
+def split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """The first key of a sequence that its query sees, and how many keys are in the cache.
 
-    The first split is always used: it adds the new token, or writes the zeros of an empty sequence.
+    Then how many keys each split reads, from the tile of the first one on, and how many splits are used. The first
+    split is always used: it adds the new token, or writes the zeros of an empty sequence.
     """
-    num_cached = tl.load(context_lens_ptr + seq) - (1 if IS_QKV else 0)
-    per_split = tl.maximum(tl.cdiv(tl.cdiv(num_cached, splits), TILE), 1) * TILE
-    return num_cached, per_split, tl.maximum(tl.cdiv(num_cached, per_split), 1)
+    length = tl.load(context_lens_ptr + seq)
+    num_cached = length - (1 if IS_QKV else 0)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(length - WINDOW, 0)
+    num_read = num_cached - first // TILE * TILE
+    per_split = tl.maximum(tl.cdiv(tl.cdiv(num_read, splits), TILE), 1) * TILE
+    return first, num_cached, per_split, tl.maximum(tl.cdiv(num_read, per_split), 1)
 
 
 @dependent_kernel(early=("num_seqs_ptr", "context_lens_ptr"))
@@ -44,6 +50,7 @@ def _combine_kernel(
     HEAD_DIM: tl.constexpr,
     TILE: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
     IS_QKV: tl.constexpr,
     HAS_NUM_SEQS: tl.constexpr,
     PDL: tl.constexpr,
@@ -57,7 +64,7 @@ def _combine_kernel(
             return
     d = tl.arange(0, HEAD_DIM)
     split = tl.arange(0, MAX_SPLITS)
-    num_splits = split_sequence(context_lens_ptr, row // HEADS, splits, IS_QKV, TILE)[2]
+    num_splits = split_sequence(context_lens_ptr, row // HEADS, splits, IS_QKV, TILE, WINDOW)[3]
     is_used = split < num_splits
     part = row * splits + split
     if PDL:
@@ -76,6 +83,7 @@ def combine_splits(
     context_lens: torch.Tensor,
     out: torch.Tensor,
     tile: int,
+    window: int,
     is_qkv: bool,
 ) -> None:
     """Fill out [B, heads, head_dim] with the splits' results `partial` [B, heads, splits, head_dim] float32.
@@ -95,6 +103,7 @@ def combine_splits(
         HEAD_DIM=head_dim,
         TILE=tile,
         MAX_SPLITS=MAX_SPLITS,
+        WINDOW=window,
         IS_QKV=is_qkv,
         HAS_NUM_SEQS=num_seqs is not None,
         num_warps=2,

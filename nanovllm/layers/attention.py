@@ -146,7 +146,8 @@ class AttentionBackend:
     def attend(self, q, cache: KVCache, context: Context) -> torch.Tensor:
         """Each of a step's queries against the keys of its sequence up to its own -> [T, heads, head_dim].
 
-        The rows of decodes come first. Where a sequence has no keys, which is padding, the result may be any.
+        With `cache.window`, against the last so many of them. The rows of decodes come first. Where a sequence has no
+        keys, which is padding, the result may be any.
         """
         raise NotImplementedError
 
@@ -157,10 +158,7 @@ class Attention(nn.Module):
     def __init__(
         self, num_heads: int, num_kv_heads: int, head_dim: int, backend: AttentionBackend, window: int | None = None
     ):
-        """The numbers of heads are those of this rank; `window` is how many tokens one attends to, itself included.
-
-        Only the plain backend reads it. For others, Config bounds the length by ModelConfig.sliding_window.
-        """
+        """The numbers of heads are those of this rank; `window` is how many tokens one attends to, itself included."""
         super().__init__()
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads

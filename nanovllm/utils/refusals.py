@@ -5,13 +5,6 @@ from pathlib import Path
 from typing import Any
 
 
-def beyond_window(length: int, window: int) -> ValueError:
-    return ValueError(
-        f"max_model_len={length}: must be at most {window}, the sliding_window of the model: of the attention "
-        f"backends, 'sdpa' alone leaves out older tokens"
-    )
-
-
 def cache_too_small(config: Any, block_bytes: int, state_bytes: int, available: int, limit: str) -> ValueError:
     """So many bytes do not hold the longest sequence of a Config; `limit` says whose bound they are."""
     needed = config.max_blocks_per_seq * block_bytes + state_bytes
