@@ -53,10 +53,9 @@ def _attend_tiles(
             k_scale, v_log2_scale = unpack_scales(pairs, stored_dtype)
             scores = scores * (k_scale * scale)[None, :] + v_log2_scale[None, :]
         if MASKED:
-            distance = position[:, None] - (tile + n)[None, :]
-            visible = distance >= 0
-            if WINDOW:  # what a row adds up before its first visible key, `alpha` then makes zero
-                visible &= distance < WINDOW
+            visible = (tile + n)[None, :] <= position[:, None]
+            if WINDOW:
+                visible &= (tile + n)[None, :] > position[:, None] - WINDOW
             scores = tl.where(visible, scores, -1e30)
             v = tl.where((tile + n < length)[:, None], v, 0.0)
         if IS_FP8:
@@ -65,6 +64,8 @@ def _attend_tiles(
         else:
             m_new = tl.maximum(m_i, tl.max(scores, 1) * scale)
             p = tl.exp2(scores * scale - m_new[:, None])
+        if MASKED and WINDOW:  # where a row sees no key yet, hidden scores are its greatest
+            p = tl.where(visible, p, 0.0)
         alpha = tl.exp2(m_i - m_new)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
         if IS_FP8:
@@ -133,60 +134,39 @@ def _prefill_kernel(
     m_i = tl.full([TILE_M], -1e30, tl.float32)
     l_i = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, HEAD_DIM], tl.float32)
-    begin = 0
+    begin, unmasked_begin = 0, 0
     unmasked_end = (num_cached + first + 1) // TILE_N * TILE_N
     if WINDOW:
         begin = tl.maximum(num_cached + first + 1 - WINDOW, 0) // TILE_N * TILE_N
-        unmasked_end = begin
-    end = tl.minimum(num_cached + first + TOKENS, length)
-    acc, l_i, m_i = _attend_tiles(
-        acc,
-        l_i,
-        m_i,
-        q,
-        begin,
-        unmasked_end,
-        position,
-        k_tiles,
-        v_tiles,
-        scales_ptr,
-        table_ptr,
-        kv_head,
-        scale,
-        length,
-        BLOCK_SIZE,
-        KV_HEADS,
-        HEAD_DIM,
-        TILE_N,
-        WINDOW,
-        False,
-        IS_FP8,
-        PRECISION,
-    )
-    acc, l_i, m_i = _attend_tiles(
-        acc,
-        l_i,
-        m_i,
-        q,
-        unmasked_end,
-        end,
-        position,
-        k_tiles,
-        v_tiles,
-        scales_ptr,
-        table_ptr,
-        kv_head,
-        scale,
-        length,
-        BLOCK_SIZE,
-        KV_HEADS,
-        HEAD_DIM,
-        TILE_N,
-        WINDOW,
-        True,
-        IS_FP8,
-        PRECISION,
-    )
+        unmasked_begin = tl.cdiv(tl.maximum(num_cached + first + TOKENS - WINDOW, 0), TILE_N) * TILE_N
+        unmasked_end = tl.maximum(unmasked_end, begin)
+        unmasked_begin = tl.minimum(unmasked_begin, unmasked_end)
+    bounds = begin, unmasked_begin, unmasked_end, tl.minimum(num_cached + first + TOKENS, length)
+    for part in tl.static_range(0 if WINDOW else 1, 3):  # what the window cuts, what all see, what causality cuts
+        acc, l_i, m_i = _attend_tiles(
+            acc,
+            l_i,
+            m_i,
+            q,
+            bounds[part],
+            bounds[part + 1],
+            position,
+            k_tiles,
+            v_tiles,
+            scales_ptr,
+            table_ptr,
+            kv_head,
+            scale,
+            length,
+            BLOCK_SIZE,
+            KV_HEADS,
+            HEAD_DIM,
+            TILE_N,
+            WINDOW,
+            part != 1,
+            IS_FP8,
+            PRECISION,
+        )
     tl.store(out_ptr + at, (acc / l_i[:, None]).to(out_ptr.dtype.element_ty), valid)
 
 
