@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterable
 from contextlib import contextmanager, suppress
@@ -13,6 +14,8 @@ from functools import cache
 
 # also for the processes that tests start: OpenMP threads that wait for each other are very slow when a core is busy
 os.environ["OMP_NUM_THREADS"] = "1"
+# a shell starts what it runs in the background without Ctrl-C, and programs that tests start would inherit that
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # each process would compile our sources again
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
