@@ -184,7 +184,7 @@ def test_every_flag_has_help(settings, capsys):
     assert (
         end.value.code == 0
         and "--kvcache-block-size N" in text
-        and "None is 4096, or if it is smaller" in " ".join(text.split())
+        and "None is 4096, or the model's own bound" in " ".join(text.split())
     )
     assert max(map(len, text.splitlines())) <= 110
 

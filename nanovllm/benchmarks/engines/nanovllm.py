@@ -1,6 +1,7 @@
 """This package, by `generate` and by `step`."""
 
 import multiprocessing
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -60,7 +61,7 @@ def run_nanovllm(model: str, settings: dict, workloads: Workloads) -> dict[str, 
     def run(requests: list[Request]) -> Result:
         prompts, params = inputs(requests)
         begin = perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
         seconds, metrics = perf_counter() - begin, [output.metrics for output in outputs]
         return Result(seconds, token_times=[[m.first_token_time - m.arrival_time] for m in metrics])
 

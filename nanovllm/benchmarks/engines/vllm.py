@@ -1,5 +1,6 @@
 """vLLM, by its `generate` and by the steps of its engine."""
 
+import sys
 from functools import partial
 from time import perf_counter
 
@@ -29,7 +30,7 @@ def run_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Resu
     def run(requests: list[Request]) -> Result:
         params = [SamplingParams(**r.sampling_settings(), detokenize=False) for r in requests]
         begin = perf_counter()
-        llm.generate([{"prompt_token_ids": r.prompt} for r in requests], params, use_tqdm=False)
+        llm.generate([{"prompt_token_ids": r.prompt} for r in requests], params, use_tqdm=sys.stderr.isatty())
         return Result(perf_counter() - begin)
 
     return measure("vllm", run, workloads, fastest)
