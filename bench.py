@@ -35,7 +35,7 @@ def main() -> None:
         llm.generate([[(i + 1) % vocab_size for i in prompt] for prompt in prompts], params)
 
         begin = perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params)
         seconds = perf_counter() - begin
     num_tokens = sum(len(output["token_ids"]) for output in outputs)
     print(f"{MODEL}: {num_tokens:,} tokens in {seconds:.2f} s, {num_tokens / seconds:,.0f} tokens/s")

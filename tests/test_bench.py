@@ -599,7 +599,7 @@ def test_online_finds_rates_for_a_cpu(monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert "about 2 requests per second" in err and "--request-rate sets other rates" in err
     assert [row[0] for row in table(out, "TTFT, ms")] == ["requests", "0.6", "1.2", "1.8"]
-    assert "online 0.6/s: 5 requests" in out and "online 1.8/s: 14 requests" in out  # of 8 seconds
+    assert "online 0.6/s: 4 requests" in out and "online 1.8/s: 11 requests" in out  # of 6 seconds
 
 
 def fake_results(workloads) -> dict[str, Result]:

@@ -23,7 +23,7 @@ Workloads, all with random token ids, temperature 0.6 and no end-of-sequence tok
     single      one request; its input is an eighth of --max-input-len, its output half of --max-output-len
     prefill     an eighth of --num-seqs requests of --prefill-len tokens, with one output token each
     online      for each request rate, 20 seconds of requests, or --num-seqs; the gaps between arrivals are exponential,
-                the lengths log-normal (sigma 0.9 for inputs, 0.7 for outputs) and cut to max_model_len. On a CPU 8
+                the lengths log-normal (sigma 0.9 for inputs, 0.7 for outputs) and cut to max_model_len. On a CPU 6
                 seconds, and unless rates are given, three parts of what a short run finds possible
     latency     one prompt of 16 to 32,000 tokens and one output token, --num-seqs times; then 1 and 8 sequences that
                 decode behind contexts of 500 to 30,000 tokens, three times. --max-model-len and --max-input-len bound

@@ -23,7 +23,7 @@ def online_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, l
     names = {rate: f"online {rate:g}/s" for rate in args.request_rate or (8, 16, 24)}
     workloads = {}
     for rate, name in names.items():
-        num_seqs = args.num_seqs or max(1, round((8 if on_cpu else 20) * rate))
+        num_seqs = args.num_seqs or max(1, round((6 if on_cpu else 20) * rate))
         requests = online(rate, num_seqs, medians, config.max_model_len, args.seed, vocab_size)
         workloads[name] = [other_ids(requests[: -(-num_seqs // 4)], vocab_size), requests]
     x = "requests per second"
