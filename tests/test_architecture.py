@@ -321,7 +321,7 @@ BUDGETS = {
     "8-bit kernels": 1040,
     "structured_outputs": 360,
     "compat": 460,
-    "serve": 2969,
+    "serve": 2971,
     "fronts": 315,
     "replicas": 1194,
     "page": 400,

@@ -372,7 +372,7 @@ def test_serve_says_that_it_loads(monkeypatch, capsys):
         return 0
 
     monkeypatch.setattr("nanovllm.serve.terminal.waiting.DELAY", 0.05)
-    monkeypatch.setattr(cli, "show_log", lambda: None)
+    monkeypatch.setattr(cli, "set_up_process", lambda: None)
     monkeypatch.setattr(logging.getLogger("nanovllm"), "handlers", [])  # those of other tests
     monkeypatch.setattr(cli, "make_client", lambda *arguments: MagicMock())
     monkeypatch.setattr(serving, "run_server", run_server)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.loader import read_json
+from nanovllm.utils.checks import read_json
 
 NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 

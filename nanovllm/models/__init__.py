@@ -26,8 +26,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.utils.checks import check_choice, check_int, check_real
-from nanovllm.utils.loader import read_json
+from nanovllm.utils.checks import check_choice, check_int, check_real, read_json
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float", "float16", "half", "bfloat16")}
 # the limits of a container's memory, in the two versions of cgroups

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import nanovllm
+from nanovllm.serve.process import set_up_process
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.terminal.waiting import waiting_for
 from nanovllm.serve.vllm_flags import translate_flags
@@ -27,9 +28,6 @@ COMMANDS = {
 }
 # of the bundled model: few and small blocks, so that its page shows sharing and preemptions with a few chats
 SMALL_CACHE = {"kvcache_block_size": 16, "num_kvcache_blocks": 200}
-# seconds after which a thread lets another one that waits for the interpreter run (Python has 0.005): the engine's
-# thread must not wait for the event loop while the device is idle
-SWITCH_INTERVAL = 0.001
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -88,7 +86,7 @@ def add_flags_of(name: str, command: Parser) -> None:
     if name == "completion":
         from nanovllm.serve.terminal import completion
 
-        completion.add_arguments(command)
+        completion.add_arguments(command, complete_parsers)
     elif name != "bench":  # has a parser of its own
         text = "a folder in the Hugging Face layout, a hub id, or tiny-qwen3, which is part of this package"
         command.add_argument("model", metavar="MODEL", help=text, nargs="?" if name == "chat" else None)
@@ -133,7 +131,7 @@ def serve(options: argparse.Namespace) -> int:
     from nanovllm.config import Config
 
     settings = ServerSettings(**given(options, ServerSettings))
-    show_log()
+    set_up_process()
     own = given(options, Config, skip=("model",))
     engine_settings = translate(own | options.vllm_settings, Config.__dataclass_fields__)
     if options.model == "tiny-qwen3" and not engine_settings.keys() & {*SMALL_CACHE, "attention_backend"}:
@@ -142,7 +140,6 @@ def serve(options: argparse.Namespace) -> int:
     num_fronts = check_int("api_server_count", options.api_server_count, low=1)
     if num_fronts > 1 and options.data_parallel_size > 1:
         raise ValueError(f"api_server_count={num_fronts}: must be 1 with several replicas")
-    sys.setswitchinterval(SWITCH_INTERVAL)
     if num_fronts > 1:
         from nanovllm.serve.fronts.engine_process import serve_by_fronts  # imported lazily, as few servers have them
 
@@ -169,12 +166,3 @@ def make_client(model: str, num_replicas: int, max_queued: int, settings: dict[s
     from nanovllm.serve.replicas.async_replicas import AsyncReplicas
 
     return AsyncReplicas(model, num_replicas=num_replicas, max_queued_requests=max_queued, **settings)
-
-
-def show_log() -> None:
-    """Print what the package logs: the engine's settings at the start, and errors."""
-    handler = logging.StreamHandler()
-    erase = "\r\033[K" if sys.stderr.isatty() else ""  # a line of progress that stands there
-    handler.setFormatter(logging.Formatter(f"{erase}%(asctime)s %(levelname)s %(message)s"))
-    logging.getLogger("nanovllm").addHandler(handler)
-    logging.getLogger("nanovllm").setLevel(logging.INFO)

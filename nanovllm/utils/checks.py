@@ -1,13 +1,15 @@
-"""Checks of arguments: each error states the name, the value and the bound.
+"""Checks of arguments and files: each error states the name, the value and the bound.
 
 Numbers are returned as Python's own types, as arithmetic with a fixed-width NumPy integer could overflow later.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import field, fields
 from functools import partial
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 
@@ -70,3 +72,16 @@ def _check_range(name, value, low, high):
     if high is not None and value > high:
         raise ValueError(f"{name}={value!r}: must be at most {high}")
     return value
+
+
+def read_json(file: Path) -> dict:
+    """The JSON object in `file`. ValueError with the file's name for anything else."""
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:  # the syntax or the encoding is wrong
+        from nanovllm.utils.download import broken_file  # its words are rarely needed
+
+        raise broken_file(file, f"is not valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: must hold a JSON object, not a {type(content).__name__}")
+    return content

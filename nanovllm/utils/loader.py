@@ -1,6 +1,5 @@
 """A model's files: where they are, those of JSON, and weights, from safetensors files into parameters by name."""
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,6 +8,8 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+
+from nanovllm.utils.checks import read_json
 
 BUNDLED = Path(__file__).parent.parent / "assets"
 TOKENIZER_FILES = ("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",)  # one of these is enough
@@ -49,19 +50,6 @@ def load_tokenizer(folder: str):
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # a broken file can raise anything
         raise ValueError(f"{folder}: can't load the tokenizer ({type(error).__name__}: {error})") from error
-
-
-def read_json(file: Path) -> dict:
-    """The JSON object in `file`. ValueError with the file's name for anything else."""
-    try:
-        content = json.loads(file.read_bytes())
-    except ValueError as error:  # the syntax or the encoding is wrong
-        from nanovllm.utils.download import broken_file  # its words are rarely needed
-
-        raise broken_file(file, f"is not valid JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file}: must hold a JSON object, not a {type(content).__name__}")
-    return content
 
 
 def _find(setting: str, name: str, revision: str | None, with_weights: bool) -> Path:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from nanovllm.utils.loader import read_json
+from nanovllm.utils.checks import read_json
 
 
 def find_in_files(folder: Path, stored_dtypes: Callable[[Path], dict[str, str]]) -> dict[str, tuple[Path, str]]:

@@ -14,9 +14,9 @@ from nanovllm.engine.request import CompletionRequest
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve.async_request import AsyncRequest
-from nanovllm.serve.cli import SWITCH_INTERVAL, show_log
 from nanovllm.serve.engine_client import EngineClient
 from nanovllm.serve.fronts.channel import ERRORS, Channel, FromFront, decode_from_engine
+from nanovllm.serve.process import set_up_process
 from nanovllm.serve.replicas.driver import make_processor
 from nanovllm.serve.replicas.messages import Final, NewRequest
 from nanovllm.serve.replicas.replica_request import ReplicaRequest
@@ -180,8 +180,7 @@ class FrontClient(EngineClient):
 def run_front(plan: FrontPlan, index: int, channel: socket.socket) -> None:
     """The whole life of a front's process."""
     os.setpgid(0, 0)  # Ctrl-C reaches the engine's process alone, which lets the fronts drain
-    show_log()
-    sys.setswitchinterval(SWITCH_INTERVAL)
+    set_up_process()
     llm = FrontClient(plan, index, Channel(channel))
     with plan.listener or listening_socket(plan.settings, is_shared=True) as listener:
         try:

@@ -16,15 +16,13 @@ except ImportError as error:
     raise ImportError("ray is not installed; pip install 'nano-vllm[ray]'") from error
 
 from nanovllm.config import Config
+from nanovllm.serve.process import SWITCH_INTERVAL
 from nanovllm.serve.replicas.driver import ANSWERS_PER_SEQ, absolute_path
 from nanovllm.serve.replicas.group import RESTART_TIMEOUT, ReplicaGroup
 from nanovllm.serve.replicas.replica import Replica
 from nanovllm.serve.replicas.replica_state import ClusterDeadError
 from nanovllm.serve.replicas.routing import Router
 
-# seconds after which a thread lets another one that waits for the interpreter run (Python has 0.005): the engine's
-# thread must not wait for the one that sends reports
-SWITCH_INTERVAL = 0.001
 # of an actor: a replica's calls must keep their order, and it is started again here, not by Ray
 RESERVED_OPTIONS = {"concurrency_groups", "lifetime", "max_concurrency", "max_restarts", "max_task_retries", "name"}
 NODE_CHECK_SECONDS = 10.0  # between two looks whether Ray still runs here, while a replica starts

@@ -1,7 +1,7 @@
 """`nanovllm completion SHELL`: a script by which a shell completes commands and flags."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 BASH = """_nanovllm() {{
     local found=
@@ -21,17 +21,18 @@ FILES = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+Parsers = Mapping[str, argparse.ArgumentParser]  # of all commands
+
+
+def add_arguments(parser: argparse.ArgumentParser, make_parsers: Callable[[], Parsers]) -> None:
     text = f"write its output into {', '.join(f'{file} ({shell})' for shell, file in FILES.items())}"
     parser.add_argument("shell", choices=[*FILES], help=text)
-    parser.set_defaults(run=completion)
+    parser.set_defaults(run=lambda options: completion(options.shell, make_parsers()))
 
 
-def completion(options: argparse.Namespace) -> int:
-    from nanovllm.serve.cli import complete_parsers
-
-    words = {name: " ".join(_words(parser)) for name, parser in complete_parsers().items()}
-    print(_fish(words) if options.shell == "fish" else ZSH * (options.shell == "zsh") + _bash(words), end="")
+def completion(shell: str, parsers: Parsers) -> int:
+    words = {name: " ".join(_words(parser)) for name, parser in parsers.items()}
+    print(_fish(words) if shell == "fish" else ZSH * (shell == "zsh") + _bash(words), end="")
     return 0
 
 
