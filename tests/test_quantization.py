@@ -28,18 +28,18 @@ from nanovllm.config import Config
 from nanovllm.layers.attention import SDPABackend
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.models import ModelConfig, model_class
+from nanovllm.quantization import scaled as scaled_weights
 from nanovllm.quantization.formats.fp8 import e4m3_scheme
 from nanovllm.quantization.formats.int8 import config_on_load as int8_config
-from nanovllm.quantization.scaled import dequantize
 from nanovllm.quantization.scaled_linear import ScaledLinear
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 __all__ = ["gelu_family"]  # a fixture
+dequantize = scaled_weights.dequantize.__wrapped__  # as it is defined, on a GPU too
 ops = pytest.importorskip("nanovllm.kernels.ops")
 from nanovllm.kernels import mix_experts, moe_gemm, moe_routing, scaled_linear
 from nanovllm.kernels.scaled_gemv import choose_gemv_split_k, scaled_gemv
-from nanovllm.kernels.scaled_moe_gemm import scaled_moe_gemm
 from nanovllm.kernels.scaled_moe_gemv import scaled_moe_gemv
 
 E4M3 = torch.float8_e4m3fn
@@ -241,7 +241,7 @@ def test_fp8_units(monkeypatch, use_ops, make_llm, tmp_path, name, format_name):
     calls = []
     kernels = {"scaled_gemv", "scaled_gemm", "quantize_rows", "rms_norm_quantize"}
     act = set() if name == "llama-gelu" else {"silu_and_mul_quantize"}
-    kernels |= {"scaled_moe_gemv", "scaled_moe_gemm"} if name == "qwen3-moe" else act
+    kernels |= {"scaled_moe_gemv", "moe_gemm"} if name == "qwen3-moe" else act
     for kernel in kernels:
         for module in (ops, mix_experts, scaled_linear):
             if (call := getattr(module, kernel, None)) is not None:
@@ -705,7 +705,7 @@ def test_scaled_moe_gemv(few_programs, shape):
 @pytest.mark.parametrize("shape", EXPERT_SHAPES[:3], ids=str)
 def test_scaled_moe_gemm(fresh_memory_is_nan, shape, num_tokens, quantize):
     x, routing, gate_up, down = expert_inputs(num_tokens, *shape[1:])
-    parts = scaled_moe_gemm(x, routing, gate_up, down, 0, quantize)
+    parts = moe_gemm.moe_gemm(x, routing, gate_up, down, 0, quantize)
     expected = experts_reference(x, routing, gate_up, down)
     assert parts.shape == (shape[2], *x.shape)
     difference = (parts.double().sum(0) - expected).norm() / expected.norm()
@@ -720,7 +720,7 @@ def test_experts_of_other_ranks(few_programs, quantize):
     weights = torch.where(routing.expert_ids >= 2, routing.weights, 0.0)
     expected = experts_reference(x, routing._replace(weights=weights), gate_up, down)
     assert_close(scaled_moe_gemv(x, routing, *local, 2), expected, 10 * max(1.0, expected.abs().max().item()))
-    parts = scaled_moe_gemm(x, routing, *local, 2, quantize)
+    parts = moe_gemm.moe_gemm(x, routing, *local, 2, quantize)
     y = moe_gemm.sum_local_parts(parts, routing, 2, 2)
     difference = (y.double() - expected).norm() / expected.norm()
     assert difference < (0.06 if quantize else 0.003), difference

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.fp8 import decode_e4m3
-from nanovllm.kernels.scaled_tiles import as_loadable, block_shape
+from nanovllm.kernels.tiles import as_loadable, block_shape
 
 BLOCK = 2048
 

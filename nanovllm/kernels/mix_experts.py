@@ -8,7 +8,6 @@ from nanovllm.kernels.gemv import gemv
 from nanovllm.kernels.moe_gemm import moe_gemm, sum_local_parts
 from nanovllm.kernels.moe_gemv import MAX_GEMV_TOKENS, moe_gemv
 from nanovllm.kernels.moe_routing import route, router_logits
-from nanovllm.kernels.scaled_moe_gemm import scaled_moe_gemm
 from nanovllm.kernels.scaled_moe_gemv import scaled_moe_gemv
 
 
@@ -46,10 +45,7 @@ def _by_gemm(x, layer, slot_mapping):
     experts, tp, rows = layer.experts, layer.tp, x.tensor()
     routing = route(router_logits(rows, layer.gate.weight), layer.top_k, layer.renormalize, slot_mapping)
     weights, first = experts.format.stacks(experts), experts.first_expert
-    if experts.format.is_scaled:
-        parts = scaled_moe_gemm(rows, routing, *weights, first, experts.format.quantizes_activations)
-    else:
-        parts = moe_gemm(rows, routing, *weights, first)
+    parts = moe_gemm(rows, routing, *weights, first, experts.format.quantizes_activations)
     if tp.size == 1:
         return tp.sum(lambda out: parts.squeeze(0), *rows.shape, rows.dtype, layer.top_k)
     compute = partial(sum_local_parts, parts, routing, first, experts.num_local)

@@ -1,10 +1,11 @@
 """Mixture of experts for many tokens: grouped products over rows that are sorted by expert (moe_routing.py).
 
+Weights may be 8-bit values times scales. Then as in scaled_gemm.py, the products are those of e4m3 where there are FP8
+units, for which the inputs of both products are quantized before; elsewhere weights are converted to the dtype of x.
+
 Each token's `top_k` parts of the output are stored apart, for the next norm to add up: rows in the order of experts
 could be added to their tokens only by atomic additions, in an order that would change from run to run.
 """
-
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,17 +14,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, has_tma, launch
 from nanovllm.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing, sort_by_expert
+from nanovllm.kernels.quantize_rows import quantize_rows
+from nanovllm.kernels.tiles import (
+    Tiles,
+    as_loadable,
+    block_shape,
+    dot_values,
+    group_size,
+    load_tile,
+    tensors_of,
+    times_scales,
+)
 
 GROUP_M = 4  # tiles of rows that take the same tile of weights one after the other, which is then in the L2 cache
-
-
-class Tiles(NamedTuple):
-    """How a product is divided."""
-
-    tile_n: int
-    tile_k: int
-    stages: int
-    warps: int
 
 
 # by TILE_M, for elements of two bytes; where weights are the bound, two programs fit on a multiprocessor, so that one
@@ -41,6 +44,13 @@ DOWN = {
     128: Tiles(128, 64, 3, 4),
 }
 FLOAT32 = Tiles(32, 16, 3, 4)  # without tensor cores, for tests: larger tiles exceed the registers
+# of 8-bit values. While a program multiplies its products by scales, it leaves the tensor cores to others on the same
+# multiprocessor. With a larger TILE_M registers would spill.
+SCALED_GATE_UP = {16: Tiles(64, 128, 4, 4), 32: Tiles(64, 128, 3, 4), 64: Tiles(64, 128, 4, 4)}
+SCALED_DOWN = {16: Tiles(128, 128, 4, 4), 32: Tiles(128, 128, 3, 4), 64: Tiles(128, 128, 3, 4)}
+MAX_SCALED_TILE_M = 64
+
+Weight = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # [experts, N, K]; or such values, and scales
 
 
 def choose_tile_m(num_pairs: int, num_experts: int) -> int:
@@ -66,93 +76,59 @@ def load_row_tile(table_ptr, tile):
 
 
 @triton.jit
-def load_tile(
-    tiles, ptr, first_row, begin, is_row, K: tl.constexpr, ROWS: tl.constexpr, TILE_K: tl.constexpr, TMA: tl.constexpr
-):
-    """A tile [ROWS, TILE_K] of a matrix with K columns, from its descriptor, or its pointer on GPUs without TMA.
-
-    A descriptor also reads rows that are not `is_row`, and zeros beyond the matrix.
-    """
-    if TMA:
-        tile = tiles.load([first_row, begin])
-    else:
-        row = (first_row + tl.arange(0, ROWS)).to(tl.int64)
-        k = begin + tl.arange(0, TILE_K)
-        tile = tl.load(ptr + row[:, None] * K + k[None, :], is_row[:, None] & (k < K)[None, :], 0.0)
-    return tile
-
-
-@dependent_kernel()
-@triton.jit(do_not_specialize=["num_tiles"])
-def _grouped_gate_up_kernel(
-    x_ptr,
-    w_ptr,
-    w_tiles,
-    pairs_ptr,
-    table_ptr,
-    out_ptr,
-    num_tiles,
-    N,
+def add_product(
+    acc,
+    w,
+    x,
+    x_scales,
+    w_scales,
+    begin,
     K: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    TMA: tl.constexpr,
-    PDL: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_SCALED: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    tile, first_n = tile_of_program(num_tiles, N, TILE_N, GROUP_M)
-    expert, first_row, end_row = load_row_tile(table_ptr, tile)
-    if expert < 0:
-        return
-    row = first_row + tl.arange(0, TILE_M)
-    is_used = row < end_row
-    token = tl.load(pairs_ptr + row, is_used, 0) // TOP_K
-    k = tl.arange(0, TILE_K)
-    x = x_ptr + token.to(tl.int64)[:, None] * K + k[None, :]
-    gate_row = expert * 2 * N + first_n
-    n = first_n + tl.arange(0, TILE_N)
-    # transposed, as in split_k_gemm.py
-    gate = tl.zeros([TILE_N, TILE_M], tl.float32)
-    up = tl.zeros([TILE_N, TILE_M], tl.float32)
-    for begin in tl.range(0, K, TILE_K, num_stages=STAGES):
-        # weights first: they do not wait for `token`
-        gate_w = load_tile(w_tiles, w_ptr, gate_row, begin, n < N, K, TILE_N, TILE_K, TMA)
-        up_w = load_tile(w_tiles, w_ptr, gate_row + N, begin, n < N, K, TILE_N, TILE_K, TMA)
-        x_tile = tl.load(x + begin, is_used[:, None] & (begin + k < K)[None, :], 0.0).T
-        gate = tl.dot(gate_w, x_tile, gate, input_precision=PRECISION)
-        up = tl.dot(up_w, x_tile, up, input_precision=PRECISION)
-    y = (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row.to(tl.int64)[:, None] * N + n[None, :], y.T, is_used[:, None] & (n < N)[None, :])
+    """acc [ROWS, M] plus w [ROWS, C] times x [C, M], the inputs from `begin` on; scales as for `times_scales`."""
+    if IS_SCALED:
+        product = dot_values(w, x, PRECISION)
+        acc += times_scales(product, x_scales, w_scales, begin, K, X_GROUP, BLOCK_N, BLOCK_K, ROWS, False)
+    else:
+        acc = tl.dot(w, x, acc, input_precision=PRECISION)
+    return acc
 
 
 @dependent_kernel()
-@triton.jit(do_not_specialize=["num_tiles", "num_tokens"])
-def _grouped_down_kernel(
-    h_ptr,
-    h_tiles,
+@triton.jit(do_not_specialize=["num_tiles", "num_tokens", "x_scale_stride"])
+def _grouped_kernel(
+    x_ptr,
+    x_tiles,
+    x_scale_ptr,
     w_ptr,
     w_tiles,
+    scale_ptr,
     weights_ptr,
     pairs_ptr,
     table_ptr,
     out_ptr,
     num_tiles,
     num_tokens,
+    x_scale_stride,
     N,
     K: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     TOP_K: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     STAGES: tl.constexpr,
     GROUP_M: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_SCALED: tl.constexpr,
     TMA: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -166,105 +142,127 @@ def _grouped_down_kernel(
         return
     row = first_row + tl.arange(0, TILE_M)
     is_used = row < end_row
-    # loaded before the products and needed after them
     pair = tl.load(pairs_ptr + row, is_used, 0)
-    weight = tl.load(weights_ptr + pair, is_used, 0.0)
+    k = tl.arange(0, TILE_K)
     n = first_n + tl.arange(0, TILE_N)
+    first_w = expert * (2 * N if IS_GATED else N) + first_n  # of gate; the rows of up are N rows behind these
+    end_w = first_w - first_n + N
+    w_scales = scale_ptr, first_w, end_w
+    if IS_GATED:
+        x_row = pair // TOP_K
+        x = x_ptr + x_row.to(tl.int64)[:, None] * K + k[None, :]
+        up = tl.zeros([TILE_N, TILE_M], tl.float32)
+        up_scales = scale_ptr, first_w + N, end_w + N
+    else:
+        x_row = row
+        weight = tl.load(weights_ptr + pair, is_used, 0.0)  # before the products, which take long
+    x_scales = x_scale_ptr, x_row, is_used, x_scale_stride
+    # transposed, as in split_k_gemm.py
     acc = tl.zeros([TILE_N, TILE_M], tl.float32)
     for begin in tl.range(0, K, TILE_K, num_stages=STAGES):
-        h = load_tile(h_tiles, h_ptr, first_row, begin, is_used, K, TILE_M, TILE_K, TMA).T
-        w = load_tile(w_tiles, w_ptr, expert * N + first_n, begin, n < N, K, TILE_N, TILE_K, TMA)
-        acc = tl.dot(w, h, acc, input_precision=PRECISION)
-    y = (acc * weight[None, :]).to(out_ptr.dtype.element_ty)
-    out_row = (pair % TOP_K).to(tl.int64) * num_tokens + pair // TOP_K
-    tl.store(out_ptr + out_row[:, None] * N + n[None, :], y.T, is_used[:, None] & (n < N)[None, :])
+        # weights first: they do not wait for `pair`
+        w = load_tile(w_tiles, w_ptr, first_w, begin, n < N, K, TILE_N, TILE_K, TMA)
+        if IS_GATED:
+            up_w = load_tile(w_tiles, w_ptr, first_w + N, begin, n < N, K, TILE_N, TILE_K, TMA)
+            x_tile = tl.load(x + begin, is_used[:, None] & (begin + k < K)[None, :], 0.0).T
+        else:
+            x_tile = load_tile(x_tiles, x_ptr, first_row, begin, is_used, K, TILE_M, TILE_K, TMA).T
+        acc = add_product(
+            acc, w, x_tile, x_scales, w_scales, begin, K, X_GROUP, BLOCK_N, BLOCK_K, TILE_N, PRECISION, IS_SCALED
+        )
+        if IS_GATED:
+            up = add_product(
+                up, up_w, x_tile, x_scales, up_scales, begin, K, X_GROUP, BLOCK_N, BLOCK_K, TILE_N, PRECISION, IS_SCALED
+            )
+    if IS_SCALED:
+        acc = times_scales(acc, x_scales, w_scales, 0, K, X_GROUP, BLOCK_N, BLOCK_K, TILE_N, True)
+    if IS_GATED:
+        if IS_SCALED:
+            up = times_scales(up, x_scales, up_scales, 0, K, X_GROUP, BLOCK_N, BLOCK_K, TILE_N, True)
+        y = acc / (1.0 + tl.exp(-acc)) * up
+        out_row = row.to(tl.int64)
+    else:
+        y = acc * weight[None, :]
+        out_row = (pair % TOP_K).to(tl.int64) * num_tokens + pair // TOP_K
+    out = out_ptr + out_row[:, None] * N + n[None, :]
+    tl.store(out, y.to(out_ptr.dtype.element_ty).T, is_used[:, None] & (n < N)[None, :])
 
 
-def tile_descriptor(matrix: torch.Tensor, num_rows: int, options: dict[str, Any]) -> TensorDescriptor | None:
-    """A TMA descriptor of tiles of `num_rows` rows; None on GPUs without TMA."""
-    return TensorDescriptor.from_tensor(matrix, [num_rows, options["TILE_K"]]) if options["TMA"] else None
-
-
-def _product_options(tiles: Tiles, rows: ExpertRows, x: torch.Tensor, k: int) -> dict[str, Any]:
-    """The launch options that both products share, for x [_, k] and weights of its dtype."""
-    tiles = FLOAT32 if x.dtype == torch.float32 else tiles
-    use_tma = has_tma(x.device) and k * x.element_size() % 16 == 0
-    return dict(
-        TILE_M=rows.tile_m,
-        TILE_N=tiles.tile_n,
-        TILE_K=tiles.tile_k,
-        STAGES=tiles.stages if use_tma else min(3, tiles.stages),  # other GPUs may have 99 KB of shared memory
-        GROUP_M=GROUP_M,
-        TMA=use_tma,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=tiles.warps,
-    )
-
-
-def grouped_gate_up(
-    x: torch.Tensor, weight: torch.Tensor, rows: ExpertRows, top_k: int, tiles: Tiles | None = None
+def _grouped_product(
+    x: torch.Tensor, weight: Weight, rows: ExpertRows, routing: Routing, out: torch.Tensor, quantize: bool
 ) -> torch.Tensor:
-    """silu(x W_gate^T) * (x W_up^T) of each row: x [T, hidden], weight [experts, 2 * size, hidden] -> [rows, size]."""
-    num_tiles, size, hidden = len(rows.table), weight.shape[1] // 2, weight.shape[2]
-    options = _product_options(tiles or GATE_UP[rows.tile_m], rows, x, hidden)
-    out = torch.empty((len(rows.pairs), size), dtype=x.dtype, device=x.device)
-    launch(_grouped_gate_up_kernel, (num_tiles * triton.cdiv(size, options["TILE_N"]),), x.device)(
-        x,
-        weight,
-        tile_descriptor(weight.flatten(0, 1), options["TILE_N"], options),
-        rows.pairs,
-        rows.table,
-        out,
-        num_tiles,
-        size,
-        K=hidden,
-        TOP_K=top_k,
-        **options,
-    )
-    return out
-
-
-def grouped_down(
-    h: torch.Tensor, weight: torch.Tensor, rows: ExpertRows, routing: Routing, tiles: Tiles | None = None
-) -> torch.Tensor:
-    """h W^T of each row times its routing weight: h [rows, size], weight [experts, hidden, size] -> [top_k, T, hidden].
-
-    Parts of tokens whose experts are on other ranks are not written.
-    """
-    (num_tokens, top_k), (_, hidden, size), num_tiles = routing.weights.shape, weight.shape, len(rows.table)
-    options = _product_options(tiles or DOWN[rows.tile_m], rows, h, size)
-    out = torch.empty((top_k, num_tokens, hidden), dtype=h.dtype, device=h.device)
-    launch(_grouped_down_kernel, (num_tiles * triton.cdiv(hidden, options["TILE_N"]),), h.device)(
-        h,
-        tile_descriptor(h, rows.tile_m, options),
-        weight,
-        tile_descriptor(weight.flatten(0, 1), options["TILE_N"], options),
+    """Fill `out`: [rows, size] is what gate and up give, [top_k, T, hidden] what down gives."""
+    is_gated, is_scaled, dtype = out.dim() == 2, isinstance(weight, tuple), x.dtype
+    values, scales = weight if is_scaled else (weight, None)
+    k, n, (block_n, block_k) = values.shape[2], out.shape[-1], block_shape(values, scales)
+    if is_scaled:
+        tiles = (SCALED_GATE_UP if is_gated else SCALED_DOWN)[rows.tile_m]
+    else:
+        tiles = FLOAT32 if dtype == torch.float32 else (GATE_UP if is_gated else DOWN)[rows.tile_m]
+    if block_k < k:  # a tile lies in one block
+        tiles = tiles._replace(tile_k=min(tiles.tile_k, block_k & -block_k))
+    use_tma = has_tma(x.device) and k * values.element_size() % 16 == 0 and not (is_scaled and dtype == torch.float32)
+    if not use_tma:  # other GPUs may have 99 KB of shared memory
+        tiles = tiles._replace(stages=2 if is_scaled else 3)
+    inputs = quantize_rows(x, block_k) if quantize else x
+    (elements, x_scales, x_scale_stride), values = tensors_of(inputs), as_loadable(values)
+    num_tiles, (num_tokens, top_k) = len(rows.table), routing.weights.shape
+    launch(_grouped_kernel, (num_tiles * triton.cdiv(n, tiles.tile_n),), x.device)(
+        elements,
+        _descriptor(elements, rows.tile_m, tiles) if use_tma and not is_gated else None,
+        x_scales,
+        values,
+        _descriptor(values.flatten(0, 1), tiles.tile_n, tiles) if use_tma else None,
+        scales,
         routing.weights,
         rows.pairs,
         rows.table,
         out,
         num_tiles,
         num_tokens,
-        hidden,
-        K=size,
+        x_scale_stride,
+        n,
+        K=k,
+        X_GROUP=group_size(inputs, k),
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
         TOP_K=top_k,
-        **options,
+        TILE_M=rows.tile_m,
+        TILE_N=tiles.tile_n,
+        TILE_K=tiles.tile_k,
+        STAGES=tiles.stages,
+        GROUP_M=GROUP_M,
+        IS_GATED=is_gated,
+        IS_SCALED=is_scaled,
+        TMA=use_tma,
+        PRECISION="ieee" if dtype == torch.float32 else "tf32",
+        num_warps=tiles.warps,
     )
     return out
 
 
 def moe_gemm(
-    x: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor, first_expert: int = 0
+    x: torch.Tensor, routing: Routing, gate_up: Weight, down: Weight, first_expert: int = 0, quantize: bool = False
 ) -> torch.Tensor:
     """x [T, hidden] -> [top_k, T, hidden], whose sum over the choices is the output; T is not 0.
 
-    The weights are those of this rank's experts, from `first_expert` on. Parts of tokens whose experts are on other
-    ranks are not written. All contiguous, rows of a multiple of 16 bytes.
+    The weights are those of this rank's experts, from `first_expert` on: gate_up [experts, 2 * size, hidden] and
+    down [experts, hidden, size]. Parts of tokens whose experts are on other ranks are not written. All contiguous, rows
+    of a multiple of 16 bytes. Of 8-bit values, the scales are [experts, N / block rows, K / block columns], with at
+    least 32 columns; with `quantize`, the products are those of e4m3.
     """
+    is_scaled = isinstance(down, tuple)
+    num_local, hidden, size = (down[0] if is_scaled else down).shape
     tile_m = choose_tile_m(routing.expert_ids.numel(), routing.num_experts)
-    rows = sort_by_expert(routing.expert_ids, first_expert, len(gate_up), tile_m)
-    h = grouped_gate_up(x, gate_up, rows, routing.expert_ids.shape[1])
-    return grouped_down(h, down, rows, routing)
+    tile_m = min(MAX_SCALED_TILE_M, tile_m) if is_scaled else tile_m
+    rows = sort_by_expert(routing.expert_ids, first_expert, num_local, tile_m)
+    h = _grouped_product(x, gate_up, rows, routing, x.new_empty(len(rows.pairs), size), quantize)
+    out = x.new_empty(routing.weights.shape[1], len(x), hidden)
+    return _grouped_product(h, down, rows, routing, out, quantize)
+
+
+def _descriptor(matrix: torch.Tensor, num_rows: int, tiles: Tiles) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(matrix, [num_rows, tiles.tile_k])
 
 
 @dependent_kernel()

@@ -9,8 +9,7 @@ import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.fp8 import encode_e4m3
-from nanovllm.kernels.scaled_gemm import QuantizedRows
-from nanovllm.kernels.scaled_tiles import as_loadable, scale_of
+from nanovllm.kernels.tiles import QuantizedRows, as_loadable, scale_of
 
 ROW_MULTIPLE = 16  # the library's products want numbers of rows that it divides
 SLOW_ROWS = range(129, 256)  # take the library as long as 256 rows, or longer

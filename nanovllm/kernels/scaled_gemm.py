@@ -3,8 +3,6 @@
 x may be quantized too, to e4m3, for GPUs with FP8 units. Otherwise W is converted to the dtype of x.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -18,8 +16,17 @@ from nanovllm.kernels.dependent_launch import (
     launch,
     num_sms,
 )
-from nanovllm.kernels.moe_gemm import Tiles, load_tile
-from nanovllm.kernels.scaled_tiles import as_loadable, block_shape, dot_values, scales_of_rows, scales_of_x
+from nanovllm.kernels.tiles import (
+    QuantizedRows,
+    Tiles,
+    as_loadable,
+    block_shape,
+    dot_values,
+    group_size,
+    load_tile,
+    tensors_of,
+    times_scales,
+)
 
 TILE_K = 128
 # by TILE_M; two programs or more fit on a multiprocessor
@@ -29,31 +36,6 @@ TILES = {
     64: Tiles(64, TILE_K, 4, 4),
     128: Tiles(64, TILE_K, 4, 4),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizedRows:
-    """Activations [T, K] as e4m3 times scales. Rows after those are padding, which is not initialized."""
-
-    values: torch.Tensor  # [T and padding, K] float8_e4m3fn
-    scales: torch.Tensor  # [T and padding, K / group] float32, the scales of a group of inputs next to each other
-    num_rows: int
-    dtype: torch.dtype  # of the activations before, and of products
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-
-def tensors_of(x: torch.Tensor | QuantizedRows) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """What a kernel takes for activations: their elements, scales, and the stride from one group's to the next."""
-    if isinstance(x, QuantizedRows):
-        return as_loadable(x.values), x.scales, x.scales.stride(1)
-    return x, None, 0
-
-
-def group_size(x: torch.Tensor | QuantizedRows, num_inputs: int) -> int:
-    """How many inputs of a row share a scale; all where there are no scales."""
-    return num_inputs // x.scales.shape[1] if isinstance(x, QuantizedRows) else num_inputs
 
 
 @dependent_kernel()
@@ -85,12 +67,13 @@ def _scaled_gemm_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    COLUMNS: tl.constexpr = K // BLOCK_K
     first_m = tl.program_id(0) * TILE_M
     first_n = tl.program_id(1) * TILE_N
     split = tl.program_id(2)
     m = first_m + tl.arange(0, TILE_M)
     n = first_n + tl.arange(0, TILE_N)
+    x_scales = x_scale_ptr, m, m < M, x_scale_stride
+    w_scales = scale_ptr, first_n, N
     # transposed, as in split_k_gemm.py
     acc = tl.zeros([TILE_N, TILE_M], tl.float32)
     first_k = split * K_PER_SPLIT
@@ -98,15 +81,8 @@ def _scaled_gemm_kernel(
         w = load_tile(w_tiles, w_ptr, first_n, begin, n < N, K, TILE_N, TILE_K, TMA)
         x = load_tile(x_tiles, x_ptr, first_m, begin, m < M, K, TILE_M, TILE_K, TMA)
         product = dot_values(w, x.T, PRECISION)
-        if X_GROUP < K:
-            product *= scales_of_x(x_scale_ptr, begin, m, m < M, x_scale_stride, X_GROUP)
-        if COLUMNS > 1:
-            product *= scales_of_rows(scale_ptr + begin // BLOCK_K, first_n, N, COLUMNS, BLOCK_N, TILE_N)
-        acc += product
-    if X_GROUP == K:
-        acc *= scales_of_x(x_scale_ptr, 0, m, m < M, x_scale_stride, X_GROUP)
-    if COLUMNS == 1:
-        acc *= scales_of_rows(scale_ptr, first_n, N, COLUMNS, BLOCK_N, TILE_N)
+        acc += times_scales(product, x_scales, w_scales, begin, K, X_GROUP, BLOCK_N, BLOCK_K, TILE_N, False)
+    acc = times_scales(acc, x_scales, w_scales, 0, K, X_GROUP, BLOCK_N, BLOCK_K, TILE_N, True)
     out = out_ptr + (split * M + m[:, None]) * N + n[None, :]
     tl.store(out, acc.T.to(out_ptr.dtype.element_ty), (m < M)[:, None] & (n < N)[None, :])
 

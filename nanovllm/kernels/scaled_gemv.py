@@ -10,7 +10,7 @@ import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.fp8 import decode_e4m3
-from nanovllm.kernels.scaled_tiles import as_loadable, block_shape, columns_of_parts
+from nanovllm.kernels.tiles import as_loadable, block_shape, columns_of_parts
 
 TILE_SIZE = 4096  # weights of a tile, or pairs of them if gated
 NUM_TILES = 2  # of a program, which loads both before it waits; with more, the compiler loads the others too late

@@ -2,7 +2,7 @@
 
 from nanovllm.kernels.scaled_gemm import choose_scaled_split_k, scaled_gemm
 from nanovllm.kernels.scaled_gemv import choose_gemv_split_k, scaled_gemv
-from nanovllm.kernels.scaled_tiles import block_shape
+from nanovllm.kernels.tiles import block_shape
 
 MAX_SCALED_ROWS = 64  # with more rows, weights are converted once, for a product of the library
 MIN_BLOCK_COLUMNS = 32  # the least that tensor cores multiply in FP8, and so do our matrix products

@@ -7,7 +7,7 @@ import triton.language as tl
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.fp8 import decode_e4m3
 from nanovllm.kernels.moe_routing import Routing
-from nanovllm.kernels.scaled_tiles import as_loadable, block_shape, columns_of_parts
+from nanovllm.kernels.tiles import as_loadable, block_shape, columns_of_parts
 
 GATE_UP_TILE = 4, 2048, 4  # TILE_N, TILE_K and warps
 DOWN_TILE = 2, 256, 1  # a warp alone has no barriers, and all its loads are in flight

@@ -35,6 +35,7 @@ class ExpertsFormat:
     # the end of a checkpoint's name for a tensor of one expert, and of the stacked parameter that holds it
     suffixes: ClassVar = {"weight": ""}
     is_scaled = False  # `stacks` have scales
+    quantizes_activations = False  # of many tokens
 
     def weight(self, experts: "Experts", name: str, index: int, dtype: torch.dtype) -> torch.Tensor:
         """One expert's weight as a matrix of this dtype."""

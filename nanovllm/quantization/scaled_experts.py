@@ -11,7 +11,6 @@ class ScaledExperts(ExpertsFormat):
     """Weights that are read as 8-bit values, and multiplied in the dtype of the activations (W8A16)."""
 
     is_scaled = True
-    quantizes_activations = False
 
     def __init__(self, experts: Experts, scheme: QuantScheme):
         suffix = None if scheme.scale_name is None else scheme.scale_name.removeprefix("weight")
