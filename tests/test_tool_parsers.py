@@ -13,7 +13,7 @@ from nanovllm.serve.answers import dump_json, encoded
 from nanovllm.serve.chat import ChatAnswer, make_tool_parser
 from nanovllm.serve.protocol import ChatBody
 from nanovllm.serve.reasoning import ReasoningParser
-from nanovllm.serve.tool_parsers import HermesParser, JsonListParser, Llama3Parser, NamedParser, ToolCall, parser_for
+from nanovllm.serve.tool_parsers import HermesParser, Llama3Parser, ToolCall, WholeParser, parser_for
 
 F, G = '{"name": "f", "arguments": {"a": "</x> \\u00e9"}}', '{"name": "g", "arguments": {}}'
 CALLS = [ToolCall("f", '{"a": "</x> é"}'), ToolCall("g", "{}")]
@@ -35,10 +35,10 @@ CASES = [
     (Llama3Parser, LLAMA_F[:-2], None, []),
     (Llama3Parser, "<|python", None, []),
     (Llama3Parser, "", "", []),
-    (JsonListParser, f"[{LLAMA_F}, {LLAMA_G}]", "", CALLS),
-    (JsonListParser, f"[{LLAMA_F}", None, []),
-    (lambda: NamedParser("g"), "{}", "", CALLS[1:]),
-    (lambda: NamedParser("g"), '{"a": "cut', None, []),
+    (WholeParser, f"[{LLAMA_F}, {LLAMA_G}]", "", CALLS),
+    (WholeParser, f"[{LLAMA_F}", None, []),
+    (lambda: WholeParser("g"), "{}", "", CALLS[1:]),
+    (lambda: WholeParser("g"), '{"a": "cut', None, []),
 ]
 
 
@@ -131,6 +131,6 @@ def test_chat_chunks():
         for choice in answer.chunk_choices(0, StreamEvent(0, 0, 7, piece, [5], None, None, None))
     ]
     assert [len(choice["delta"].get("tool_calls", ())) for choice in choices] == [0, 1]
-    for choice, name in [("none", "ToolParser"), ("required", "JsonListParser"), ("auto", "Llama3Parser")]:
+    for choice, name in [("none", "ToolParser"), ("required", "WholeParser"), ("auto", "Llama3Parser")]:
         parser = make_tool_parser(body.model_copy(update={"tool_choice": choice}), "llama3_json")()
         assert type(parser).__name__ == name

@@ -5,6 +5,7 @@ Content of other types than those of `Block`, such as images, is refused by name
 
 import asyncio
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -114,9 +115,8 @@ def chat_body(body: CountTokensBody) -> ChatBody:
     """The same request to a chat."""
     problem = "thread: this server stores no conversations; send the whole one"
     require(not body.thread, problem, "thread_unsupported_request")  # clients know this code, and do so from then on
-    messages = [message for given in body.messages for message in _chat_messages(given)]
-    if system := _system_text(body.system or []):
-        messages.insert(0, {"role": "system", "content": system})
+    system = InputMessage.model_construct(role="system", content=body.system or [])
+    messages = [message for given in (system, *body.messages) for message in _chat_messages(given)]
     fields = body.model_dump(include=SAME_FIELDS) | {"messages": messages}
     if body.tools:
         fields["tools"] = [{"type": "function", "function": tool.function()} for tool in body.tools]
@@ -138,30 +138,25 @@ def chat_body(body: CountTokensBody) -> ChatBody:
 
 def _chat_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
     """Results of tools are messages of their own, before the rest."""
-    found: dict[str, list[Any]] = {}
+    found = defaultdict[str, list[Any]](list)
     for block in message.content:
-        found.setdefault(block["type"], []).append(block)
-    for result in found.get("tool_result", ()):
+        found[block["type"]].append(block)
+    for result in found["tool_result"]:
         yield {"role": "tool", "tool_call_id": result["tool_use_id"], "content": result.get("content")}
     entry: dict[str, Any] = {"role": message.role}
-    texts = found.get("text", [])
+    texts = found["text"]
     if message.role == "system":
-        entry |= {"content": text} if (text := _system_text(texts)) else {}
-    elif texts:
+        text = "".join([block["text"] for block in texts if not block["text"].startswith(BILLING_HEADER)])
+        texts = _as_blocks(text) if text else []
+    if texts:
         entry["content"] = texts if len(texts) > 1 else texts[0]["text"]
-    if "thinking" in found:
-        entry["reasoning"] = "".join([block["thinking"] for block in found["thinking"]])
-    if "tool_use" in found:
-        entry["tool_calls"] = [
-            {"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": block["input"]}}
-            for block in found["tool_use"]
-        ]
+    if thoughts := found["thinking"]:
+        entry["reasoning"] = "".join([block["thinking"] for block in thoughts])
+    for call in found["tool_use"]:
+        function = {"name": call["name"], "arguments": call["input"]}
+        entry.setdefault("tool_calls", []).append({"id": call["id"], "type": "function", "function": function})
     if len(entry) > 1 or message.role == "assistant":
         yield entry
-
-
-def _system_text(blocks: Sequence[TextBlock]) -> str:
-    return "".join([block["text"] for block in blocks if not block["text"].startswith(BILLING_HEADER)])
 
 
 class MessagesAnswer(chat.ChatAnswer):
@@ -204,8 +199,7 @@ class MessagesAnswer(chat.ChatAnswer):
         return server_sent_event(error.body(MESSAGES_PATH))
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self.id, "type": "message", "role": "assistant", "model": self._head["model"]}
-        return head | {"content": content}
+        return {"id": self.id, "type": "message", "role": "assistant", "model": self._head["model"], "content": content}
 
     def _blocks(self, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The blocks of a message, or of a delta."""

@@ -45,8 +45,7 @@ def create_app(
     for kind in (HTTPException, ApiError, EngineDeadError, Exception):
         app.add_exception_handler(kind, _on_error)
     app.add_middleware(RequestLimits, settings=settings, endpoints=endpoints)
-    if settings.allowed_origins:
-        origins = [*settings.allowed_origins]
+    if origins := settings.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app
 

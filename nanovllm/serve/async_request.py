@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Iterable
 from math import inf
 from time import time
-from typing import Any
 
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.engine.request import CompletionRequest
@@ -57,16 +56,14 @@ class AsyncRequest:
         self.tell()
 
     def tell(self) -> None:
-        if self.on_news is not None:
-            self.on_news()
-        else:
-            self._has_news.set()
+        (self.on_news or self._has_news.set)()
 
     # -- what the caller calls -----------------------------------------------------------------------------------------
 
     async def next_events(self) -> list[StreamEvent]:
         """What is new since the last call, as one event for each answer that has something; empty after the end."""
-        await self._wait_for(lambda: self._events or self.final)
+        while not (self._events or self.final):
+            await self._wait()
         return self.take_events()
 
     def take_events(self, max_events: float = inf) -> list[StreamEvent]:
@@ -89,8 +86,8 @@ class AsyncRequest:
 
     async def result(self) -> RequestOutput:
         """The complete answers."""
-        await self._wait_for(lambda: self.final)
-        assert self.final is not None
+        while self.final is None:
+            await self._wait()
         return self.final
 
     def output(self, answers: Iterable["PartialAnswer"]) -> RequestOutput:
@@ -101,12 +98,11 @@ class AsyncRequest:
         prompt, ids = self.request.prompt, self.prompt_token_ids
         return RequestOutput(self.request_id, prompt, ids, outputs, False, self.num_cached_tokens, None, metrics)
 
-    async def _wait_for(self, is_there: Callable[[], Any]) -> None:
+    async def _wait(self) -> None:
+        """Until the next `tell`."""
         self._check()
-        while not is_there():
-            self._has_news.clear()
-            await self._has_news.wait()
-            self._check()
+        self._has_news.clear()
+        await self._has_news.wait()
 
     def _check(self) -> None:
         if self._error is not None and self.final is None:

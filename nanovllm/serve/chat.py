@@ -12,7 +12,7 @@ from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.errors import ApiError, require
 from nanovllm.serve.protocol import ChatBody, ChatFields, Message, NamedToolChoice
 from nanovllm.serve.reasoning import ReasoningParser, begins_inside
-from nanovllm.serve.tool_parsers import PARSERS, JsonListParser, NamedParser, ToolCall, ToolParser, parsed
+from nanovllm.serve.tool_parsers import PARSERS, ToolCall, ToolParser, WholeParser, parsed
 
 TEMPLATE_ROLES = {"developer": "system", "function": "tool"}  # OpenAI's newer and older names
 
@@ -52,8 +52,8 @@ def make_tool_parser(body: ChatBody, name: str) -> Callable[[], ToolParser]:
     if not body.tools or choice == "none":
         return ToolParser
     if isinstance(choice, NamedToolChoice):
-        return lambda: NamedParser(choice.function.name)
-    return JsonListParser if choice == "required" else PARSERS[name]
+        return lambda: WholeParser(choice.function.name)
+    return WholeParser if choice == "required" else PARSERS[name]
 
 
 class AnswerParser:

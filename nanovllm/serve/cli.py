@@ -9,6 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import nanovllm
+from nanovllm.compat.settings import translate
+from nanovllm.config import Config
 from nanovllm.serve.process import set_up_process
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.terminal.waiting import waiting_for
@@ -56,16 +58,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         add_flags_of(chosen, commands[chosen])
     if not arguments or arguments[0] != "serve":
         return parser.parse_args(arguments)
-    from nanovllm.config import Config
 
     own = {"data_parallel_size", "api_server_count", *Config.__dataclass_fields__, *ServerSettings.__dataclass_fields__}
     try:
         rest, settings = translate_flags(arguments[1:], own)
     except ValueError as error:
         parser.error(str(error))
-    options = parser.parse_args(["serve", *rest])
-    options.vllm_settings = settings
-    return options
+    return parser.parse_args(["serve", *rest], argparse.Namespace(vllm_settings=settings))
 
 
 def make_parser() -> tuple[Parser, dict[str, Parser]]:
@@ -109,8 +108,6 @@ def complete_parsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def add_serve_flags(command: Parser) -> None:
-    from nanovllm.config import Config
-
     command.set_defaults(run=serve)
     add_flags(command, ServerSettings, "server", several=("served_model_name",))
     text = "how many answers may wait in addition to the max_num_seqs that run; further ones get a 429 (default: 1024)"
@@ -127,8 +124,6 @@ def serve(options: argparse.Namespace) -> int:
         from nanovllm.serve import server
     except ImportError as error:
         raise ImportError(f"{error.name} is not installed; pip install 'nano-vllm[serve]'") from error
-    from nanovllm.compat.settings import translate
-    from nanovllm.config import Config
 
     settings = ServerSettings(**given(options, ServerSettings))
     set_up_process()

@@ -3,9 +3,8 @@
 import asyncio
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, MutableSequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -56,7 +55,9 @@ class EngineClient(ABC):
         self._loop: asyncio.AbstractEventLoop | None = None  # of the tasks that wait
         self._live: dict[int, AsyncRequest] = {}  # by the engine's id; for the event loop's thread only
         self._names: dict[str, AsyncRequest | None] = {}  # by the caller's id; None while the prompt is tokenized
-        self._num_live = 0  # answers that are running or waiting
+        # answers that are running or waiting, of each client that shares `max_live`; this one's are those at `_index`
+        self._num_live: MutableSequence[int] = [0]
+        self._index = 0
         self._numbers = itertools.count()
         self._lane = PromptLane(processor, takes_long_texts=False)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="nanovllm-tokenizer")
@@ -108,28 +109,25 @@ class EngineClient(ABC):
         wait, EngineDeadError if the engine has failed or was closed. In all outputs but the last, `metrics` has nothing
         but the `arrival_time`.
         """
-        async with self._submitted(prompt, sampling_params, **options) as request:
+        request = await self.submit(prompt, sampling_params, **options)
+        try:
             answers = [PartialAnswer(i) for i in range(request.num_answers)]
             while events := await request.next_events():
                 for event in events:
                     answers[event.output_index].add(event)
                 yield request.output(answers)
+        finally:
+            self.discard(request)
 
     async def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[StreamEvent]:
         """The answers piece by piece, as `LLM.stream` gives them; arguments and errors are those of `generate`."""
-        async with self._submitted(prompt, sampling_params, **options) as request:
+        request = await self.submit(prompt, sampling_params, **options)
+        try:
             while events := await request.next_events():
                 for event in events:
                     yield event
-
-    @asynccontextmanager
-    async def _submitted(self, *arguments: Any, **options: Any) -> AsyncIterator[AsyncRequest]:
-        """The request of `submit`, which is dropped when the block ends."""
-        request = await self.submit(*arguments, **options)
-        try:
-            yield request
         finally:
             self.discard(request)
 
@@ -160,7 +158,7 @@ class EngineClient(ABC):
             raise ValueError(f"n={num_answers}: must be at most {self.max_live}, the answers that may run and wait")
         if self.num_unfinished + num_answers > self.max_live:
             raise QueueFullError(f"{self.num_unfinished} answers of at most {self.max_live} are running or waiting")
-        self._count(num_answers)
+        self._num_live[self._index] += num_answers
         self._names[name] = None
         try:
             # not FINAL_ONLY, as others may see when a token arrives
@@ -188,7 +186,7 @@ class EngineClient(ABC):
             self.check_open()
             request = self._start(made, name)
         except BaseException:
-            self._count(-num_answers)
+            self._num_live[self._index] -= num_answers
             del self._names[name]
             raise
         self._live[request.request_id] = self._names[name] = request
@@ -256,13 +254,10 @@ class EngineClient(ABC):
         """How many requests are running or waiting, each with one answer or several."""
         return len(self._names)
 
-    def _count(self, change: int) -> None:
-        self._num_live += change
-
     @property
     def num_unfinished(self) -> int:
         """How many answers are running or waiting."""
-        return self._num_live
+        return sum(self._num_live)
 
     def check_open(self) -> None:
         """EngineDeadError if no request can be accepted any more."""
@@ -274,7 +269,7 @@ class EngineClient(ABC):
     def _use_running_loop(self) -> None:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            if self._loop is not None and not self._loop.is_closed() and self._num_live:
+            if self._loop is not None and not self._loop.is_closed() and self._names:
                 raise RuntimeError("requests of another event loop are running: an AsyncLLM serves one loop at a time")
             for request in [*self._live.values()]:  # whose loop was closed
                 self.discard(request)
@@ -282,7 +277,7 @@ class EngineClient(ABC):
 
     def _forget(self, request: AsyncRequest) -> None:
         del self._live[request.request_id], self._names[request.name]
-        self._count(-request.num_answers)
+        self._num_live[self._index] -= request.num_answers
         for observe in self.on_end:
             observe(request)
 
@@ -305,4 +300,4 @@ class EngineClient(ABC):
         return self
 
     async def __aexit__(self, *exception) -> None:
-        await asyncio.get_running_loop().run_in_executor(None, self.exit)
+        await asyncio.to_thread(self.exit)

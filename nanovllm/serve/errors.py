@@ -19,7 +19,8 @@ logger = logging.getLogger("nanovllm")
 T = TypeVar("T")
 MAX_MESSAGE = 500  # characters; a message may quote what a client has sent
 MAX_LEVELS = 100  # of lists and objects within each other; the templates and the grammars fail beyond
-RETRY_SECONDS = 1  # for clients that are refused because the queue is full
+RETRY = {"retry-after": "1"}  # seconds; for clients that are refused because the queue is full
+HEADERS = {401: {"www-authenticate": "Bearer"}, 429: RETRY, 503: RETRY}  # by the status
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 MESSAGES_PATH = "/v1/messages"  # Anthropic's API
@@ -32,17 +33,12 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = HEADERS.get(status, {})
 
     def rename(self, names: Mapping[str, str]) -> None:
         """names: what the client calls a field, for fields of other names."""
         if self.param is not None and (own := names.get(self.param)) is not None:
             self.message, self.param = self.message.replace(self.param, own, 1), own
-
-    @property
-    def headers(self) -> dict[str, str]:
-        if self.status == 401:
-            return {"www-authenticate": "Bearer"}
-        return {"retry-after": str(RETRY_SECONDS)} if self.status in (429, 503) else {}
 
     def body(self, path: str = "") -> dict:
         """The body of the response, as a client of the API at this path reads it."""
@@ -100,10 +96,9 @@ def about(fields: Container[str]) -> Iterator[None]:
 
 def _bad_request(message: str, fields: Container[str]) -> ApiError:
     name = re.match(r"\w*", message)[0]  # type: ignore[index]
-    is_too_long = name == "prompt" and "max_model_len" in message
+    code = "context_length_exceeded" if name == "prompt" and "max_model_len" in message else None
     if name == "prompt" and "messages" in fields:
         name = "messages"
-    code = "context_length_exceeded" if is_too_long else None
     return ApiError(400, message[:MAX_MESSAGE], name if name in fields else None, code)
 
 

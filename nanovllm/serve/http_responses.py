@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from anyio import CancelScope, current_time, fail_after
@@ -16,7 +16,7 @@ from nanovllm.serve.answers import Answer, dump_json
 from nanovllm.serve.errors import ApiError, ClientGoneError, api_error, body_error
 
 Endpoint = Callable[[Request], Awaitable[Response]]
-CONNECTION = "connection"  # in the state of a request
+CONNECTION = "connection"  # in the state of a request: its BoundedProtocol (request_limits.py)
 WRITE_SECONDS = 30.0  # in addition to the time of the request: for a client that reads slowly
 
 
@@ -44,7 +44,7 @@ def endpoint(route: APIRoute, seconds: float) -> Endpoint:
                 body = kind.validate_python(json.loads(await request.body() or b"null"))
             except (ValueError, RecursionError) as error:
                 raise body_error(error) from None
-            with while_connected(connection_of(request.scope), current_time() + seconds):
+            with while_connected(request.scope["state"][CONNECTION], current_time() + seconds):
                 return await route.endpoint(body, request)
         except Exception as error:
             return error_response(api_error(error), request.scope["path"])
@@ -66,14 +66,14 @@ class EventStream(Response):
         self._answer, self._end, self._until = answer, end, until
 
     async def __call__(self, scope, receive, send) -> None:
-        self._connection = connection_of(scope)
-        self._loop = asyncio.get_running_loop()
-        self._is_over: asyncio.Future[None] = self._loop.create_future()
+        connection = self._connection = scope["state"][CONNECTION]
+        self._is_over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
-            with while_connected(self._connection, self._until + WRITE_SECONDS):
+            # once the client is gone, or late, nothing reads the rest
+            with suppress(ClientGoneError, TimeoutError), while_connected(connection, self._until + WRITE_SECONDS):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 if begin := self._answer.begin():
-                    self._connection.write_chunk(begin)
+                    connection.write_chunk(begin)
                 self._listen(self._write)
                 self._write()
                 try:
@@ -83,8 +83,6 @@ class EventStream(Response):
                 except Exception as error:
                     end = self._answer.error_event(api_error(error))
                 await send({"type": "http.response.body", "body": end})
-        except (ClientGoneError, TimeoutError):
-            pass  # nothing reads the rest
         finally:
             self._listen(None)
             self._end()
@@ -104,14 +102,9 @@ class EventStream(Response):
             if all(request.is_over for request in self._answer.requests):
                 self._is_over.set_result(None)
             elif any(request.has_events for request in self._answer.requests):
-                self._loop.call_soon(self._write)
+                self._is_over.get_loop().call_soon(self._write)
         except Exception as error:
             self._is_over.set_exception(error)
-
-
-def connection_of(scope: Mapping[str, Any]) -> Any:
-    """The BoundedProtocol (request_limits.py) of a request."""
-    return scope["state"][CONNECTION]
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Metrics for Prometheus, with vLLM's names where they mean the same."""
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +9,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.engine_client import EngineClient
 from nanovllm.serve.protocol import IGNORED
@@ -50,28 +50,29 @@ class Metrics:
     def __init__(self, llm: EngineClient, model: str):
         self._llm, self._model = llm, model
         self._stats: list[dict[str, Any] | None] = []  # of each engine, as they were read last
-        self._engines: list[dict[str, int]] = []  # the quantities that are shown
+        self._engines: defaultdict[int, dict[str, int]] = defaultdict(ZEROS.copy)  # the quantities that are shown
         # how far the counters were when a replica was lost, and how often that has happened
-        self._before_restart: list[dict[str, int]] = []
-        self._registry = CollectorRegistry()
-        options: dict = {"labelnames": ("model_name",), "registry": self._registry}
+        self._before_restart: defaultdict[int, dict[str, int]] = defaultdict((ZEROS | {"restarts": 0}).copy)
+        registry = self._shown = CollectorRegistry()
+        options: dict = {"labelnames": ("model_name",), "registry": registry}
         self._histograms = {
             name: Histogram(f"vllm:{name}", text, buckets=buckets, **options).labels(model)
             for name, (text, buckets) in HISTOGRAMS.items()
         }
         labels = "model_name", "finished_reason"
-        self._ends = Counter("vllm:request_success", "Answers that ended", labels, registry=self._registry)
+        self._ends = Counter("vllm:request_success", "Answers that ended", labels, registry=registry)
         text = "Answers that were given up, mostly as their clients went away"
         self._aborted = Counter("nanovllm:request_aborted", text, **options).labels(model)
-        self._registry.register(IGNORED.count)
-        self._shown = self._registry
+        registry.register(IGNORED.count)
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # several fronts count together
             self._shown = CollectorRegistry()
             MultiProcessCollector(self._shown)
         self._shown.register(self)  # type: ignore[arg-type]
         llm.on_end.append(self.observe)
         if llm.engine is not None:
-            llm.engine.core.on_step.append(self._observe_step)
+            observe_step = self._histograms["iteration_tokens_total"].observe
+            num_tokens = lambda step: sum(step.chunk_lens) + len(step.sampled_seqs)
+            llm.engine.core.on_step.append(lambda step, result: observe_step(num_tokens(step)))
 
     async def text(self) -> bytes:
         """The metrics in the text format of Prometheus."""
@@ -99,27 +100,20 @@ class Metrics:
             for name, value in values.items():
                 self._histograms[name].observe(value or 0.0)
 
-    def _observe_step(self, step: ScheduledStep, result: StepResult) -> None:
-        num_tokens = sum(step.chunk_lens) + len(step.sampled_seqs)
-        self._histograms["iteration_tokens_total"].observe(num_tokens)
-
     def collect(self) -> Iterator[Metric]:
         """The state of the engine, for the registry: of several replicas the sums, and then each of them."""
         self._count()
-        total = {name: sum(engine[name] for engine in self._engines) for name in ZEROS}
+        total = {name: sum(engine[name] for engine in self._engines.values()) for name in ZEROS}
         waiting = self._llm.num_unfinished - total["num_requests_running"]  # also those that are being tokenized
         total["num_requests_waiting"] = max(0, waiting)
-        yield from _families("vllm:", [total], ["model_name"], [[self._model]])
+        yield from _families("vllm:", ["model_name"], [([self._model], total)])
         if len(self._engines) > 1:
-            values = [[self._model, str(i)] for i in range(len(self._engines))]
-            yield from _families("nanovllm:replica_", self._engines, ["model_name", "replica"], values)
+            replicas = [([self._model, str(i)], engine) for i, engine in self._engines.items()]
+            yield from _families("nanovllm:replica_", ["model_name", "replica"], replicas)
 
     def _count(self) -> None:
         """Take over what the engines say. Counters never go back: not after a restart, nor when a reading is late."""
         for i, stats in enumerate(self._stats):
-            if i == len(self._engines):
-                self._engines.append(dict(ZEROS))
-                self._before_restart.append(ZEROS | {"restarts": 0})
             engine, before = self._engines[i], self._before_restart[i]
             if stats is None:
                 engine |= {name: 0 for name in ZEROS if name not in COUNTERS}
@@ -147,14 +141,12 @@ def _flat(stats: dict[str, Any]) -> dict[str, int]:
     }
 
 
-def _families(
-    prefix: str, engines: list[dict[str, int]], labels: list[str], values: list[list[str]]
-) -> Iterator[Metric]:
-    """A gauge or a counter for each quantity, with an entry for each of `engines`; `values` are those of its labels."""
-    shown = [engine | {"kv_cache_usage_perc": engine["used_blocks"] / max(1, engine["blocks"])} for engine in engines]
-    for family, texts in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+def _families(prefix: str, labels: list[str], engines: list[tuple[list[str], dict[str, int]]]) -> Iterator[Metric]:
+    """A gauge or a counter for each quantity, with an entry for each of `engines`, after the values of its labels."""
+    for kind, texts in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
         for name, text in texts.items():
-            found = family(f"{prefix}{name}", text, labels=labels)
-            for own, engine in zip(values, shown):
-                found.add_metric(own, engine[name])
-            yield found
+            family = kind(f"{prefix}{name}", text, labels=labels)
+            for values, engine in engines:
+                usage = engine["used_blocks"] / max(1, engine["blocks"])
+                family.add_metric(values, usage if name == "kv_cache_usage_perc" else engine[name])
+            yield family

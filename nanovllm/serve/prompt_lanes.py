@@ -56,9 +56,8 @@ class PromptLane(InputProcessor):
             num_bytes = len(normalizer.normalize_str(data.decode()).encode())  # which may be fewer
         if num_bytes > most:
             bound = f"max_model_len={self.max_model_len}: this model's maximum context length is so many tokens"
-            raise ValueError(
-                f"prompt: has at least {-(-num_bytes // longest_token)} tokens; must be fewer than {bound}"
-            )
+            num_tokens = -(-num_bytes // longest_token)
+            raise ValueError(f"prompt: has at least {num_tokens} tokens; must be fewer than {bound}")
 
 
 def longest_token(tokenizer: Any) -> int | None:

@@ -6,14 +6,13 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
-from http import HTTPStatus
 from typing import Any
 
 import httptools
 from anyio import fail_after
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Message, Receive
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import ASGIApp, Message, Receive
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http_responses import CONNECTION, Endpoint, error_response
@@ -58,21 +57,21 @@ class RequestLimits:
                 keys = self._checked_keys(headers)
                 CLIENT.set((*keys, *(scope.get("client") or ())[:1]))  # with the address, without the port
             has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
-            if scope["method"] == "POST" and has_body:
-                self._check_type(headers.get(b"content-type", b""))
+            content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+            # a web page of another origin can send any other type without asking first (a CORS preflight)
+            if scope["method"] == "POST" and has_body and content_type != b"application/json":
+                raise ApiError(400, "the content-type of the body must be application/json")
             await self._read(request, headers.get(b"content-length", b""))
-            if scope["method"] == "POST" and (endpoint := self._endpoints.get(path)) is not None:
+            answer: ASGIApp = self.app
+            if scope["method"] == "POST" and path in self._endpoints:
                 await self._turns.next()
-                response = await endpoint(request)
-                await response(scope, receive, send)
-                return
+                answer = await self._endpoints[path](request)
         except ApiError as error:
             # the rest of a body is not read, so the connection can't be used again
-            await error_response(error, scope["path"], connection="close")(scope, receive, send)
-            return
+            answer = error_response(error, scope["path"], connection="close")
         # a proxy may have left out the path or not; the protocol leaves out the body of an answer to HEAD
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        await self.app(scope | {"root_path": self._root_path, "method": method}, receive, send)
+        await answer(scope | {"root_path": self._root_path, "method": method}, receive, send)
 
     def _check_host(self, hosts: list[bytes]) -> None:
         if len(hosts) > 1:  # a proxy may have looked at the other one
@@ -94,12 +93,6 @@ class RequestLimits:
             message = "a valid API key is needed, as `Authorization: Bearer KEY` or `x-api-key: KEY`"
             raise ApiError(401, message, code="invalid_api_key")
         return matches
-
-    @staticmethod
-    def _check_type(content_type: bytes) -> None:
-        """A web page of another origin can send any other type without asking first (a CORS preflight)."""
-        if content_type.partition(b";")[0].strip().lower() != b"application/json":
-            raise ApiError(400, "the content-type of the body must be application/json")
 
     async def _read(self, request: Request, length: bytes) -> None:
         """Read the body, which the request keeps. ApiError with 413 or 408 if it is too long or too slow."""
@@ -157,11 +150,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; else closing waits for such a client without an end
-            milliseconds = int(1000 * UNREAD_SECONDS)
-            connection = transport.get_extra_info("socket")
-            if connection.family != socket.AF_UNIX:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        connection = transport.get_extra_info("socket")
+        # only Linux has it; elsewhere closing waits for such a client without an end
+        if hasattr(socket, "TCP_USER_TIMEOUT") and connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_SECONDS))
         self._begin_headers()
 
     def data_received(self, data: bytes) -> None:
@@ -170,8 +162,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         try:
             self._parse(data)
-        except ApiError as error:
-            self._refuse(error)
         except httptools.HttpParserError as error:
             own = error.__context__  # of a callback
             self._refuse(own if isinstance(own, ApiError) else ApiError(400, f"this is not valid HTTP/1.1: {error}"))
@@ -188,7 +178,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 data = b""
             except httptools.HttpParserUpgrade as upgrade:
                 if b"upgrade" not in dict(self.headers):  # as with the method CONNECT
-                    raise ApiError(400, "this is not valid HTTP/1.1: it asks for another protocol") from None
+                    raise httptools.HttpParserError("it asks for another protocol") from None
                 version = self.parser.get_http_version().encode()
                 lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
                 lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
@@ -231,9 +221,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._end_headers()
         if not self.transport.is_closing():
             response = error_response(error, self.url.decode("latin-1"), connection="close")
-            lines = [b"HTTP/1.1 %d %s" % (error.status, HTTPStatus(error.status).phrase.encode())]
-            lines += [b"%s: %s" % header for header in response.raw_headers]
-            self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
+            headers = [b"%s: %s\r\n" % header for header in response.raw_headers]
+            self.transport.write(b"".join([STATUS_LINE[error.status], *headers, b"\r\n", bytes(response.body)]))
             self.transport.close()
 
     def _begin_headers(self) -> None:

@@ -22,14 +22,10 @@ REPEATED = (
     *("tool_choice", "tools", "top_logprobs", "truncation", "user"),
 )
 
-# what is the same in all items that have text: the prefix of an id, and entries of the item and of its only part
-TEXT_ITEMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "reasoning": ("rs", {"summary": []}),
-    "message": ("msg", {"role": "assistant"}),
-}
-PARTS: dict[str, dict[str, Any]] = {
-    "reasoning": {"type": "reasoning_text"},
-    "message": {"type": "output_text", "annotations": [], "logprobs": []},
+# items that have text: the prefix of the id, and further entries of the item and of its only part
+TEXT_ITEMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "reasoning": ("rs", {"summary": []}, {"type": "reasoning_text"}),
+    "message": ("msg", {"role": "assistant"}, {"type": "output_text", "annotations": [], "logprobs": []}),
 }
 
 
@@ -46,6 +42,7 @@ class ResponsesAnswer(ChatAnswer):
         self._status = "in_progress"
         self._output: list[dict[str, Any]] = []
         self._open_kind: str | None = None  # of the last item, if its text is still arriving
+        self._part: dict[str, Any] = {}  # of the last item, but for its text
         self._texts: list[str] = []  # of the last item
         self._text_logprobs: list[Any] = []  # of the last message
         self._held_logprobs: list[Any] = []  # of tokens whose text has not arrived yet
@@ -54,7 +51,7 @@ class ResponsesAnswer(ChatAnswer):
 
     def _whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         self._events(0, outputs[0].outputs)
-        return self._kept(self._response())
+        return self._kept()
 
     def begin(self) -> bytes:
         return b"".join([self._event(name, response=self._response()) for name in ("created", "in_progress")])
@@ -63,15 +60,16 @@ class ResponsesAnswer(ChatAnswer):
         return b"".join([made for event in events for made in self._take(event)])
 
     def _end(self) -> bytes:
-        return self._event(self._status, response=Raw(self._kept(self._response())))
+        return self._event(self._status, response=Raw(self._kept()))
 
     def error_event(self, error: ApiError) -> bytes:
         self._status = "failed"
         response = self._response() | {"error": {"code": "server_error", "message": error.message}}
         return self._event(self._status, response=response)
 
-    def _kept(self, response: dict[str, Any]) -> bytes:
-        data = dump_json(response)
+    def _kept(self) -> bytes:
+        """The JSON of the complete response, which may be stored now."""
+        data = dump_json(self._response())
         self._keep(self.id, data)
         return data
 
@@ -87,12 +85,12 @@ class ResponsesAnswer(ChatAnswer):
         self._held_logprobs += (self._logprobs(piece.token_ids, piece.logprobs) or {"content": []})["content"]
         found = self._entries(self._parser.feed(piece.text, is_last))
         yield from self._add_text("reasoning", found.get("reasoning", ""))
-        if not found.keys() <= {"reasoning", "reasoning_content"} and self._open_kind == "reasoning":
+        if self._open_kind == "reasoning" and found.keys() & {"content", "tool_calls"}:
             pieces = [self._token_bytes[token_id] for token_id in self._generated]
             end = b"".join(pieces).find(END.encode()) + len(END)
             self._num_reasoning_tokens = 1 + sum(length < end for length in accumulate(map(len, pieces)))
             del self._held_logprobs[: self._num_reasoning_tokens]
-        yield from self._add_text("message", found.get("content") or "")
+        yield from self._add_text("message", found.get("content", ""))
         for call in found.get("tool_calls", ()):
             yield from self._add_call(call)
         if is_last:
@@ -107,7 +105,9 @@ class ResponsesAnswer(ChatAnswer):
         """The place of the last item."""
         return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
 
-    def _item_event(self, name: str) -> bytes:
+    def _item_event(self, name: str, **changes: Any) -> bytes:
+        """An event with the whole last item, after these changes of it."""
+        self._output[-1] |= changes
         return self._event(f"output_item.{name}", output_index=len(self._output) - 1, item=self._output[-1])
 
     def _add_item(self, id_prefix: str, **fields: Any) -> bytes:
@@ -117,9 +117,9 @@ class ResponsesAnswer(ChatAnswer):
     def _open(self, kind: str) -> Iterator[bytes]:
         yield from self._close()
         self._open_kind, self._texts, self._text_logprobs = kind, [], []
-        id_prefix, entries = TEXT_ITEMS[kind]
+        id_prefix, entries, self._part = TEXT_ITEMS[kind]
         yield self._add_item(id_prefix, type=kind, content=[], **entries)
-        yield self._event("content_part.added", **self._place(), content_index=0, part={"text": "", **PARTS[kind]})
+        yield self._event("content_part.added", **self._place(), content_index=0, part={"text": "", **self._part})
 
     def _add_text(self, kind: str, text: str) -> Iterator[bytes]:
         if not text:
@@ -128,7 +128,7 @@ class ResponsesAnswer(ChatAnswer):
             yield from self._open(kind)
         self._texts.append(text)
         entries = {"delta": text} | ({"logprobs": self._take_logprobs()} if kind == "message" else {})
-        yield self._event(f"{PARTS[kind]['type']}.delta", **self._place(), content_index=0, **entries)
+        yield self._event(f"{self._part['type']}.delta", **self._place(), content_index=0, **entries)
 
     def _take_logprobs(self) -> list[Any]:
         taken, self._held_logprobs = self._held_logprobs, []
@@ -142,11 +142,10 @@ class ResponsesAnswer(ChatAnswer):
         if kind == "message":
             self._take_logprobs()  # of the token that ended the answer
             text["logprobs"] = self._text_logprobs
-        part = PARTS[kind] | text
-        self._output[-1] |= {"content": [part], "status": status}
+        part = self._part | text
         yield self._event(f"{part['type']}.done", **self._place(), content_index=0, **text)
         yield self._event("content_part.done", **self._place(), content_index=0, part=part)
-        yield self._item_event("done")
+        yield self._item_event("done", content=[part], status=status)
 
     def _add_call(self, call: dict[str, Any]) -> Iterator[bytes]:
         yield from self._close()
@@ -154,8 +153,7 @@ class ResponsesAnswer(ChatAnswer):
         yield self._add_item("fc", type="function_call", call_id=call["id"], name=function["name"], arguments="")
         yield self._event("function_call_arguments.delta", **self._place(), delta=function["arguments"])
         yield self._event("function_call_arguments.done", **self._place(), **function)
-        self._output[-1] |= {"arguments": function["arguments"], "status": "completed"}
-        yield self._item_event("done")
+        yield self._item_event("done", arguments=function["arguments"], status="completed")
 
     # -- the response --------------------------------------------------------------------------------------------------
 

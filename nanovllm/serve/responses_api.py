@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from fastapi import FastAPI, Request
@@ -20,8 +19,6 @@ MAX_STORED = 1000  # responses
 MAX_STORED_BYTES = 64 * 2**20  # of their JSON, and of the conversations before them
 MAX_CONVERSATION_BYTES = 4 * 2**20  # of its JSON, together with previous responses; truncation would tokenize any
 NOT_FOUND = "It was not stored, is not kept any more, or another process of this server has it."
-INCLUDE_LOGPROBS = "message.output_text.logprobs"
-ROLES = ("user", "assistant", "system", "developer")
 
 
 class ResponsesBody(GenerationBody):
@@ -51,7 +48,7 @@ class ResponsesBody(GenerationBody):
 class Conversation(ChatBody):
     """What a request to /v1/responses is translated into."""
 
-    own_names: ClassVar[Mapping[str, str]] = {
+    own_names: ClassVar = {
         "messages": "input",
         "max_completion_tokens": "max_output_tokens",
         "response_format": "text",
@@ -132,7 +129,10 @@ def _translate(body: ResponsesBody, previous: tuple[bytes, bytes] | None) -> tup
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     last = items[-1] if items else {}
     is_cut = last.get("role") == "assistant" and last.get("status") in ("in_progress", "incomplete")
-    has_logprobs = INCLUDE_LOGPROBS in body.include
+    answer_format = body.text.get("format")
+    if isinstance(answer_format, dict) and answer_format.get("type") == "json_schema":
+        answer_format = {"type": "json_schema", "json_schema": answer_format}
+    has_logprobs = "message.output_text.logprobs" in body.include
     # whoever has the id of a stored response can read it, so it can be neither chosen nor guessed
     names = body.model_fields_set & ChatBody.model_fields.keys() - {"request_id"}
     common = {name: getattr(body, name) for name in names}
@@ -140,7 +140,7 @@ def _translate(body: ResponsesBody, previous: tuple[bytes, bytes] | None) -> tup
         "messages": instructions + _messages(items),
         "n": 1,
         "max_completion_tokens": body.max_output_tokens,
-        "response_format": _response_format(body.text),
+        "response_format": answer_format,
         "logprobs": has_logprobs,
         "top_logprobs": body.top_logprobs if has_logprobs else None,
         "reasoning_effort": body.reasoning.get("effort"),
@@ -156,11 +156,10 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
         kind, last = item.get("type") or "message", messages[-1] if messages else {}
-        if kind == "message" and item.get("role") in ROLES:
+        if kind == "message" and item.get("role") in ("user", "assistant", "system", "developer"):
             message = {"role": item["role"], "content": _text(item.get("content"), i)}
         elif kind == "reasoning":
-            reasoning = _text(item.get("content") or item.get("summary"), i)
-            message = {"role": "assistant", "reasoning": reasoning}
+            message = {"role": "assistant", "reasoning": _text(item.get("content") or item.get("summary"), i)}
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -185,13 +184,6 @@ def _text(content: Any, index: int) -> str:
     is_text = all(isinstance(text, str) for text in texts)
     require(is_text, f"input[{index}]: the content must be text, or parts that are text")
     return "".join(texts)
-
-
-def _response_format(text: dict[str, Any]) -> Any:
-    wanted = text.get("format")
-    if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": wanted}
-    return wanted
 
 
 def _tools(body: ResponsesBody) -> dict[str, Any]:

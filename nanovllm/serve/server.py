@@ -8,7 +8,6 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, cast
@@ -104,11 +103,11 @@ def run_server(
     settings: ServerSettings,
     model: str,
     listener: socket.socket,
-    on_start: Callable[[], None] | None = None,
+    on_start: Callable[[], None] = lambda: None,
 ) -> int:
     """Serve until SIGTERM, Ctrl-C or a failure of the engine; the exit status of the process.
 
-    on_start: is called when the server listens; None: it prints where.
+    on_start: is called when the server listens.
     """
     allow_connections(settings.max_connections)
     server = make_server(llm, settings, model)
@@ -119,7 +118,7 @@ def run_server(
         listener.listen(BACKLOG)
         gc.collect()
         gc.freeze()  # a collection that goes through the tokenizer and all modules halts every stream for 0.4 s
-        (on_start or partial(announce, settings, model, listener))()
+        on_start()
 
     server.on_start = listen
     try:

@@ -46,7 +46,7 @@ def _of_response_format(body: GenerationBody) -> dict[str, Any] | None:
 
 
 def _of_tool_choice(body: ChatBody) -> dict[str, Any] | None:
-    """A list of calls for "required", the arguments for a function that is named; see JsonListParser, NamedParser."""
+    """A list of calls for "required", the arguments for a function that is named; see WholeParser."""
     if body.tool_choice in (None, "none"):
         return None
     tools = require(body.tools, "tool_choice: there are no tools")

@@ -11,11 +11,7 @@ from nanovllm.utils.checks import check_int
 
 
 def tokenized(
-    body: TextBody,
-    prompt: Any,
-    template_arguments: Mapping | None,
-    max_tokens: int | None,
-    lane: PromptLane,
+    body: TextBody, prompt: Any, template_arguments: Mapping | None, max_tokens: int | None, lane: PromptLane
 ) -> TokensPrompt:
     """The token ids of a prompt, and its text. ValueError if more tokens are to be kept than fit before `max_tokens`.
 

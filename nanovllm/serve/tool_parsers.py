@@ -97,35 +97,24 @@ class Llama3Parser(ToolParser):
 
 
 class WholeParser(ToolParser):
-    """The whole answer is JSON that describes the calls, as structured output makes it. It is content if it was cut."""
+    """The whole answer is JSON that describes the calls, as structured output makes it. It is content if it was cut.
+
+    `[{"name": ..., "parameters": {...}}, ...]`: for `tool_choice="required"`. With the name of a function, it is the
+    arguments of one call: for a named `tool_choice`.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        self._name = name
 
     def feed(self, text: str, is_last: bool = False) -> Found:
         self._held += text
         if not is_last:
             return "", []
-        calls = self._calls(parsed(self._held))
+        value = parsed(self._held)
+        if self._name is not None:
+            return ("", [ToolCall(self._name, self._held)]) if isinstance(value, dict) else (self._held, [])
+        calls = [_call_of(item, "parameters") for item in value] if isinstance(value, list) else [None]
         return (self._held, []) if None in calls else ("", [call for call in calls if call is not None])
-
-    def _calls(self, value: Any) -> list[ToolCall | None]:
-        """None for what is no call."""
-        raise NotImplementedError
-
-
-class JsonListParser(WholeParser):
-    """`[{"name": ..., "parameters": {...}}, ...]`: for `tool_choice="required"`."""
-
-    def _calls(self, value: Any) -> list[ToolCall | None]:
-        return [_call_of(item, "parameters") for item in value] if isinstance(value, list) else [None]
-
-
-class NamedParser(WholeParser):
-    """The arguments of one function alone: for a named `tool_choice`."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def _calls(self, value: Any) -> list[ToolCall | None]:
-        return [ToolCall(self._name, self._held) if isinstance(value, dict) else None]
 
 
 PARSERS: dict[str, type[ToolParser]] = {"hermes": HermesParser, "llama3_json": Llama3Parser, "none": ToolParser}

@@ -44,7 +44,7 @@ def translate_flags(arguments: Iterable[str], known: Container[str]) -> tuple[li
         elif not flag.startswith("--") or name in known or (accepted is None and name not in ALIASES):
             own.append(flag + separator + value)
         else:
-            has_no_value = name.startswith("enable_") if accepted is None else any(_is_bool(x) for x in accepted)
+            has_no_value = name.startswith("enable_") or any(x is bool or isinstance(x, bool) for x in accepted or ())
             if not has_no_value and not separator and rest:
                 value = rest.pop(0)
             settings[name] = is_on if has_no_value and not separator else _value(value)
@@ -61,10 +61,6 @@ def _long(argument: str) -> str:
     if argument.startswith("-O") and argument[2:].isdigit():
         return f"--optimization-level={argument[2:]}"
     return f"--{SHORT[argument]}" if argument in SHORT else argument
-
-
-def _is_bool(accepted: Any) -> bool:
-    return accepted is bool or isinstance(accepted, bool)
 
 
 def _value(text: str) -> Any:

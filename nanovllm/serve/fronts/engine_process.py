@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from multiprocessing import get_context
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from multiprocessing.sharedctypes import RawArray
@@ -72,42 +71,41 @@ class Fronts:
     """The fronts of an engine. One that ends is started again; its requests are dropped, and the others go on."""
 
     def __init__(self, engine: LLM, plan: FrontPlan):
-        self.engine, self._plan, self._context = engine, plan, get_context("spawn")
-        self._processes: list[SpawnProcess] = []
+        self.engine, self._plan = engine, plan
+        self._processes: dict[int, SpawnProcess] = {}  # by index
         self.is_ending = self.has_failed = False
 
     def start(self) -> None:
         """Start all, side by side. RuntimeError if one of them does not start."""
-        for begun in [self._begin(index) for index in range(len(self._plan.num_live))]:
-            self._connect(*begun)
+        for index, channel in enumerate([self._begin(index) for index in range(len(self._plan.num_live))]):
+            self._connect(index, channel)
 
-    def _begin(self, index: int) -> tuple[int, SpawnProcess, Channel]:
+    def _begin(self, index: int) -> Channel:
         own_end, other_end = socket.socketpair()
         self._plan.num_live[index] = 0
-        arguments = self._plan, index, other_end
-        process = self._context.Process(target=run_front, args=arguments, name=f"nanovllm-front-{index}")
+        process = SpawnProcess(target=run_front, args=(self._plan, index, other_end), name=f"nanovllm-front-{index}")
         process.start()
-        self._processes.append(process)
+        self._processes[index] = process
         other_end.close()
-        return index, process, Channel(own_end)
+        return Channel(own_end)
 
-    def _connect(self, index: int, process: SpawnProcess, channel: Channel) -> None:
+    def _connect(self, index: int, channel: Channel) -> None:
         try:
             channel.receive(START_SECONDS)  # it is ready
         except OSError as error:
             if not self.is_ending:
-                raise RuntimeError(f"front {index} has not started (exit status {process.exitcode})") from error
+                status = self._processes[index].exitcode
+                raise RuntimeError(f"front {index} has not started (exit status {status})") from error
         Session(self.engine, channel, self.fail)
 
     def watch(self) -> None:
         """Start those again that end, until `end`."""
         while not self.is_ending:
-            wait([process.sentinel for process in self._processes], timeout=1.0)
-            for process in [process for process in self._processes if not process.is_alive()]:
-                self._processes.remove(process)
-                if not self.is_ending:
+            wait([process.sentinel for process in self._processes.values()], timeout=1.0)
+            for index, process in self._processes.items():
+                if not (process.is_alive() or self.is_ending):
                     logger.warning("%s has ended (exit status %s), and starts again", process.name, process.exitcode)
-                    self._connect(*self._begin(int(process.name.rpartition("-")[2])))
+                    self._connect(index, self._begin(index))
 
     def fail(self) -> None:
         """The engine has failed."""
@@ -117,11 +115,11 @@ class Fronts:
     def end(self, *_: Any) -> None:
         """Let all drain and end."""
         self.is_ending = True
-        for process in self._processes:
+        for process in self._processes.values():
             process.terminate()
 
     def join(self, seconds: float) -> None:
-        for process in self._processes:
+        for process in self._processes.values():
             process.join(seconds)
             process.kill()
 

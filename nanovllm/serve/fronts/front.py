@@ -83,21 +83,13 @@ class FrontClient(EngineClient):
     def __init__(self, plan: FrontPlan, index: int, channel: Channel):
         processor = make_processor(plan.model, plan.engine_settings, index * IDS_PER_FRONT)
         super().__init__(processor, processor.config.max_num_seqs + plan.max_queued)
-        self._channel, self._index, self._num_live_of_fronts = channel, index, plan.num_live
+        self._num_live, self._index, self._channel = plan.num_live, index, channel
         self._to_send: FromFront | None = None
         self._stats: deque[asyncio.Future[dict[str, Any]]] = deque()  # that were asked for
 
     async def start(self) -> None:
         self._engine_loop = asyncio.get_running_loop()
         threading.Thread(target=self._read, name="nanovllm-channel", daemon=True).start()
-
-    def _count(self, change: int) -> None:
-        super()._count(change)
-        self._num_live_of_fronts[self._index] = self._num_live
-
-    @property
-    def num_unfinished(self) -> int:
-        return sum(self._num_live_of_fronts)
 
     def _start(self, request: CompletionRequest, name: str) -> AsyncRequest:
         started = FrontRequest(request, name)
@@ -111,6 +103,7 @@ class FrontClient(EngineClient):
         self._message().aborted.append(request.request_id)
 
     async def stats(self) -> list[dict[str, Any] | None]:
+        self.check_open()
         self._message().num_stats += 1
         self._stats.append(found := asyncio.get_running_loop().create_future())
         return [await found]
@@ -122,12 +115,11 @@ class FrontClient(EngineClient):
         """What is sent at the end of this turn."""
         if self._to_send is None:
             self._to_send = FromFront()
-            self._engine_loop.call_soon(self._send)
+            self._engine_loop.call_soon(self._send, self._to_send)
         return self._to_send
 
-    def _send(self) -> None:
-        assert self._to_send is not None
-        message, self._to_send = self._to_send, None
+    def _send(self, message: FromFront) -> None:
+        self._to_send = None
         try:
             self._channel.send(message)
         except OSError as error:
@@ -158,7 +150,8 @@ class FrontClient(EngineClient):
                 self._forget(request)
                 request.fail(ERRORS.get(kind, RuntimeError)(text))
         for stats in message.stats:
-            self._stats.popleft().set_result(stats)
+            if not (waiter := self._stats.popleft()).done():  # who asked may be gone
+                waiter.set_result(stats)
         if message.failure:
             self._fail(message.failure)
 
@@ -167,7 +160,8 @@ class FrontClient(EngineClient):
             self.error = RuntimeError(problem)
             self._fail_all()
             for waiter in self._stats:
-                waiter.set_exception(self.error)
+                if not waiter.done():
+                    waiter.set_exception(self.error)
             for report in self.on_failure:
                 report(self.error)
 
