@@ -209,6 +209,22 @@ def test_errors(setup, monkeypatch):
     assert setup.failures == []
 
 
+def test_whoever_asked_for_figures_may_be_gone(setup):
+    """What comes with them still arrives."""
+
+    async def main():
+        async with setup.front() as client:
+            request = await client.submit(PROMPTS[0], SamplingParams(**GREEDY))
+            gone, other = (asyncio.ensure_future(client.stats()) for _ in range(2))
+            await asyncio.sleep(0)  # one message asks for both
+            gone.cancel()
+            assert (await asyncio.wait_for(other, 5))[0]["requests"].keys() == {"waiting", "running"}
+            assert len((await request.result()).outputs[0].token_ids) == 12
+
+    asyncio.run(main())
+    assert setup.failures == []
+
+
 def test_a_step_that_fails_ends_the_engine(setup, monkeypatch):
     async def main():
         async with setup.front() as client:
@@ -222,6 +238,8 @@ def test_a_step_that_fails_ends_the_engine(setup, monkeypatch):
                     pass
             with pytest.raises(EngineDeadError):
                 await client.submit(PROMPTS[1], ENDLESS)
+            with pytest.raises(EngineDeadError):
+                await client.stats()
             assert len(failed) == 1
             await asyncio.to_thread(wait_for, lambda: setup.failures == [0])  # the session's thread says it last
 
