@@ -17,9 +17,9 @@ from nanovllm.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing, sort_
 from nanovllm.kernels.quantize_rows import quantize_rows
 from nanovllm.kernels.tiles import (
     Tiles,
+    add_product,
     as_loadable,
     block_shape,
-    dot_values,
     group_size,
     load_tile,
     tensors_of,
@@ -73,31 +73,6 @@ def load_row_tile(table_ptr, tile):
     """A tile's expert, or -1; its first row, and the row after its last."""
     field = table_ptr + tile * TILE_FIELDS
     return tl.load(field), tl.load(field + 1), tl.load(field + 2)
-
-
-@triton.jit
-def add_product(
-    acc,
-    w,
-    x,
-    x_scales,
-    w_scales,
-    begin,
-    K: tl.constexpr,
-    X_GROUP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    IS_SCALED: tl.constexpr,
-):
-    """acc [ROWS, M] plus w [ROWS, C] times x [C, M], the inputs from `begin` on; scales as for `times_scales`."""
-    if IS_SCALED:
-        product = dot_values(w, x, PRECISION)
-        acc += times_scales(product, x_scales, w_scales, begin, K, X_GROUP, BLOCK_N, BLOCK_K, ROWS, False)
-    else:
-        acc = tl.dot(w, x, acc, input_precision=PRECISION)
-    return acc
 
 
 @dependent_kernel()

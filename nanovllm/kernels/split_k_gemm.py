@@ -13,6 +13,17 @@ from nanovllm.kernels.dependent_launch import (
     launch,
     num_sms,
 )
+from nanovllm.kernels.tiles import (
+    QuantizedRows,
+    Tiles,
+    add_product,
+    as_loadable,
+    block_shape,
+    group_size,
+    load_tile,
+    tensors_of,
+    times_scales,
+)
 
 FEW_WEIGHTS = 5 * 2**20
 MAX_ROWS = 256  # with few weights; half of it with more
@@ -21,19 +32,29 @@ TILE_K = 128
 
 
 @dependent_kernel()
-@triton.jit(do_not_specialize=["M"])
-def _split_k_gemm_kernel(
+@triton.jit(do_not_specialize=["M", "x_scale_stride"])
+def _split_k_kernel(
+    x_ptr,
     x_tiles,
+    x_scale_ptr,
+    w_ptr,
     w_tiles,
+    scale_ptr,
     out_ptr,
     M,
     N,
+    x_scale_stride,
     K: tl.constexpr,
     K_PER_SPLIT: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     STAGES: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    TMA: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -43,15 +64,68 @@ def _split_k_gemm_kernel(
     first_m = tl.program_id(0) * TILE_M
     first_n = tl.program_id(1) * TILE_N
     split = tl.program_id(2)
+    m = first_m + tl.arange(0, TILE_M)
+    n = first_n + tl.arange(0, TILE_N)
+    x_scales = x_scale_ptr, m, m < M, x_scale_stride
+    w_scales = scale_ptr, first_n, N
     # transposed: tensor cores multiply 64 rows at a time, and W has many rows where x has few
     acc = tl.zeros([TILE_N, TILE_M], tl.float32)
     first_k = split * K_PER_SPLIT
     for begin in tl.range(first_k, tl.minimum(first_k + K_PER_SPLIT, K), TILE_K, num_stages=STAGES):
-        w = w_tiles.load([first_n, begin])
-        acc = tl.dot(w, x_tiles.load([first_m, begin]).T, acc, input_precision=PRECISION)
-    m = first_m + tl.arange(0, TILE_M)[:, None]
-    n = first_n + tl.arange(0, TILE_N)[None, :]
-    tl.store(out_ptr + (split * M + m) * N + n, acc.T.to(out_ptr.dtype.element_ty), (m < M) & (n < N))
+        w = load_tile(w_tiles, w_ptr, first_n, begin, n < N, K, TILE_N, TILE_K, TMA)
+        x = load_tile(x_tiles, x_ptr, first_m, begin, m < M, K, TILE_M, TILE_K, TMA).T
+        acc = add_product(
+            acc, w, x, x_scales, w_scales, begin, K, X_GROUP, BLOCK_N, BLOCK_K, TILE_N, PRECISION, IS_SCALED
+        )
+    if IS_SCALED:
+        acc = times_scales(acc, x_scales, w_scales, 0, K, X_GROUP, BLOCK_N, BLOCK_K, TILE_N, True)
+    out = out_ptr + (split * M + m[:, None]) * N + n[None, :]
+    tl.store(out, acc.T.to(out_ptr.dtype.element_ty), (m < M)[:, None] & (n < N)[None, :])
+
+
+def split_k_product(
+    x: torch.Tensor | QuantizedRows,
+    values: torch.Tensor,
+    scales: torch.Tensor | None,
+    tile_m: int,
+    tiles: Tiles,
+    split_k: int,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """`split_k_gemm` or, with scales, `scaled_gemm`, by these tiles."""
+    (m, (n, k)), is_scaled, (block_n, block_k) = (len(x), values.shape), scales is not None, block_shape(values, scales)
+    out = torch.empty((split_k, m, n), dtype=x.dtype, device=values.device) if out is None else out
+    (rows, x_scales, x_scale_stride), values = tensors_of(x), as_loadable(values)
+    tile_k = tiles.tile_k if block_k == k else min(tiles.tile_k, block_k & -block_k)  # a tile lies in one block
+    use_tma = not is_scaled or (has_tma(values.device) and k % 16 == 0 and x.dtype != torch.float32)
+    # the smallest tiles leave half of the memory as cache, like the kernels around them: see dependent_launch.py
+    grid = triton.cdiv(m, tile_m), triton.cdiv(n, tiles.tile_n), split_k
+    launch(_split_k_kernel, grid, values.device, shared=50 if tile_m == 16 else 100)(
+        rows,
+        TensorDescriptor.from_tensor(rows, [tile_m, tile_k]) if use_tma else None,
+        x_scales,
+        values,
+        TensorDescriptor.from_tensor(values, [tiles.tile_n, tile_k]) if use_tma else None,
+        scales,
+        out,
+        m,
+        n,
+        x_scale_stride,
+        K=k,
+        K_PER_SPLIT=triton.cdiv(triton.cdiv(k, split_k), tile_k) * tile_k,
+        X_GROUP=group_size(x, k),
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        TILE_M=tile_m,
+        TILE_N=tiles.tile_n,
+        TILE_K=tile_k,
+        STAGES=tiles.stages if use_tma else min(3, tiles.stages),
+        IS_SCALED=is_scaled,
+        TMA=use_tma,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=tiles.warps,
+    )
+    return out
 
 
 def _tile_m(m: int, weight: torch.Tensor) -> int:
@@ -83,25 +157,6 @@ def split_k_gemm(
 
     All contiguous, rows of a multiple of 16 bytes. `out` takes the result.
     """
-    (m, k), n = x.shape, weight.shape[0]
-    out = torch.empty((split_k, m, n), dtype=x.dtype, device=x.device) if out is None else out
-    tile_m = _tile_m(m, weight)
-    k_per_split = triton.cdiv(triton.cdiv(k, split_k), TILE_K) * TILE_K
-    grid = triton.cdiv(m, tile_m), triton.cdiv(n, TILE_N), split_k
-    # the smallest tiles leave half of the memory as cache, like the kernels around them: see dependent_launch.py
-    launch(_split_k_gemm_kernel, grid, x.device, shared=50 if tile_m == 16 else 100)(
-        TensorDescriptor.from_tensor(x, [tile_m, TILE_K]),
-        TensorDescriptor.from_tensor(weight, [TILE_N, TILE_K]),
-        out,
-        m,
-        n,
-        K=k,
-        K_PER_SPLIT=k_per_split,
-        TILE_M=tile_m,
-        TILE_N=TILE_N,
-        TILE_K=TILE_K,
-        STAGES=6 if tile_m in (32, 64) else 4,
-        num_warps=4,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-    )
-    return out
+    tile_m = _tile_m(len(x), weight)
+    tiles = Tiles(TILE_N, TILE_K, 6 if tile_m in (32, 64) else 4, 4)
+    return split_k_product(x, weight, None, tile_m, tiles, split_k, out)

@@ -53,9 +53,12 @@ def as_loadable(values: torch.Tensor) -> torch.Tensor:
 
 
 def block_shape(values: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, int]:
-    """Rows and columns of a weight [.., N, K] that share a scale; all where there are no scales."""
+    """Rows and columns of a weight [.., N, K] that share a scale.
+
+    A row where there are no scales: kernels are compiled for a shape of blocks, and not again for each N.
+    """
     if scales is None:
-        return values.shape[-2], values.shape[-1]
+        return 1, values.shape[-1]
     return values.shape[-2] // scales.shape[-2], values.shape[-1] // scales.shape[-1]
 
 
@@ -145,6 +148,31 @@ def times_scales(
     if (BLOCK_K == K) == WHOLE:
         y *= scales_of_rows(scale_ptr + begin // BLOCK_K, first_n, end_n, K // BLOCK_K, BLOCK_N, ROWS)
     return y
+
+
+@triton.jit
+def add_product(
+    acc,
+    w,
+    x,
+    x_scales,
+    w_scales,
+    begin,
+    K: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+):
+    """acc [ROWS, M] plus w [ROWS, C] times x [C, M], the inputs from `begin` on; scales as for `times_scales`."""
+    if IS_SCALED:
+        product = dot_values(w, x, PRECISION)
+        acc += times_scales(product, x_scales, w_scales, begin, K, X_GROUP, BLOCK_N, BLOCK_K, ROWS, False)
+    else:
+        acc = tl.dot(w, x, acc, input_precision=PRECISION)
+    return acc
 
 
 @triton.jit
