@@ -326,7 +326,7 @@ BUDGETS = {
     "replicas": 1194,
     "page": 400,
     "terminal": 455,
-    "benchmarks": 1475,
+    "benchmarks": 1510,
 }
 ROOM_FILES = {
     "__main__.py": "serve",

@@ -27,7 +27,7 @@ from nanovllm.benchmarks.engines import ENGINES, STEPPED_ENGINES, loops, version
 from nanovllm.benchmarks.engines.loops import measure, serve
 from nanovllm.benchmarks.engines.vllm import step_vllm, vllm_settings
 from nanovllm.benchmarks.host import host_calls, host_requests
-from nanovllm.benchmarks.limits import limit_seconds
+from nanovllm.benchmarks.limits import Rates, limits
 from nanovllm.benchmarks.pictures import LINE_COLORS
 from nanovllm.benchmarks.processes import seconds_since_start
 from nanovllm.benchmarks.requests import Request, headline, in_rounds, online, other_ids
@@ -59,6 +59,7 @@ QWEN3_06B = ModelConfig(
     eos_token_ids=frozenset({151645}),
 )
 CONFIG = SimpleNamespace(model_config=QWEN3_06B, dtype=torch.bfloat16, kv_cache_dtype="auto", max_num_seqs=512)
+CONFIG.max_num_batched_tokens = 16384
 
 
 @pytest.fixture(autouse=True)
@@ -97,20 +98,39 @@ def test_the_script_without_arguments(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith(f"tiny-qwen3: {num_tokens} tokens in ")
 
 
-def test_limit():
-    """The limit of one step is a sum that one can check by hand; that of the headline was derived separately."""
-    weights = 2 * (28 * (4096 * 1024 + 2048 * 1024 + 6144 * 1024 + 3072 * 1024) + 151936 * 1024)
+INFINITE = float("inf")
+WEIGHTS = 28 * (4096 * 1024 + 2048 * 1024 + 6144 * 1024 + 3072 * 1024)  # of Qwen3-0.6B, and
+HEAD = 151936 * 1024
+
+
+def test_limits():
+    """Those of few steps are sums that one can check by hand; those of the headline were derived separately."""
     keys_and_values = 28 * 2 * 8 * 128 * 2
-    one_step = limit_seconds([Request([0] * 9, 2)], CONFIG, 1.0, float("inf"))
-    assert one_step == weights + 10 * keys_and_values
-    prefill_only = limit_seconds([Request([0], 1)], CONFIG, 1.0, 1.0)
-    assert prefill_only == weights + 2 * 16 * 128 * 28  # two operations a weight, and one key that one query attends to
-    requests = headline(256, 1024, 1024, seed=0, vocab_size=151936)
-    rate = 133_966 / limit_seconds(requests, CONFIG, 4.45e12, 790e12)
-    assert rate == pytest.approx(37_556, rel=0.01)
+    weights = 2 * (WEIGHTS + HEAD)
+    two_steps = [Request([0] * 9, 2)]
+    assert limits(two_steps, CONFIG, Rates(1.0, INFINITE)).stepwise == 2 * weights + 10 * keys_and_values
     fp8 = SimpleNamespace(**vars(CONFIG) | {"kv_cache_dtype": "fp8"})
-    one_step = limit_seconds([Request([0] * 9, 2)], fp8, 1.0, float("inf"))
-    assert one_step == weights + 10 * 28 * 8 * 260
+    assert limits(two_steps, fp8, Rates(1.0, INFINITE)).stepwise == 2 * weights + 10 * 28 * 8 * 260
+    # two operations a weight, and of attention four for each dimension of a query, of 45 and 10 pairs with keys
+    operations = 2 * (10 * WEIGHTS + 2 * HEAD) + 4 * (9 * 9 / 2 + 10) * 16 * 128 * 28
+    assert limits(two_steps, CONFIG, Rates(INFINITE, 1.0)) == (operations, operations)
+    requests = headline(256, 1024, 1024, seed=0, vocab_size=151936)
+    found = limits(requests, CONFIG, Rates(4.45e12, 700e12))
+    assert 133_966 / found.stepwise == pytest.approx(37_000, rel=0.02)
+    assert 133_966 / found.overlap == pytest.approx(39_600, rel=0.02)
+
+
+def test_limits_of_waves():
+    """A sequence begins when another one has ended; a step that computes several reads the weights once."""
+    weights, rates = 2 * (WEIGHTS + HEAD), Rates(1.0, INFINITE)
+    keys_and_values = 28 * 2 * 8 * 128 * 2
+    requests = [Request([0], 1), Request([0], 3), Request([0], 1)]
+    together = limits(requests, CONFIG, rates).stepwise
+    assert together == 3 * weights + (2 + 3) * keys_and_values
+    two = SimpleNamespace(**vars(CONFIG) | {"max_num_seqs": 2})
+    assert limits(requests, two, rates).stepwise == together + weights
+    long = SimpleNamespace(**vars(CONFIG) | {"max_num_batched_tokens": 2})
+    assert limits([Request([0] * 5, 1)], long, rates).stepwise == 3 * weights
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (2, 7), (100_000, 1), (1, 100_000)])
@@ -247,8 +267,9 @@ def test_fp8_shapes(name, tmp_path):
     assert replace(fp8.model_config, quantization=None) == plain.model_config
     assert fp8.model_config.quantization.scheme_of("model.layers.3.self_attn.q_proj").block_rows == 128
     requests = [Request([1] * 100, 100)]
-    ratio = limit_seconds(requests, fp8, 4e12, 7e14) / limit_seconds(requests, plain, 4e12, 7e14)
-    assert 0.5 < ratio < 0.6
+    rates = Rates(4e12, 7e14)
+    for ours, theirs in zip(limits(requests, fp8, rates), limits(requests, plain, rates)):
+        assert 0.5 < ours / theirs < 0.6
 
 
 def test_the_model_of_a_shape(monkeypatch, capsys):

@@ -52,10 +52,10 @@ them is reported as well. Decode speed counts the tokens that arrive while all s
 are interpolated between the two nearest values, so that p50 is the median. For online and latency, one loop steps both
 engines, and vLLM has the defaults of its server. Http runs the servers, and the other workloads call `LLM.generate`.
 
-On CUDA the table has a column "of limit": the time that the hardware needs at least, divided by the measured time. The
-least time is the bytes of weights, keys and values that decode steps read, divided by the memory bandwidth, plus the
-operations of the prefill, divided by the matrix product rate. Both rates are measured on this device; several ranks
-count as several times the rates of one.
+On CUDA the table says which part of the measured time the hardware needs at least. A step reads weights, keys and
+values, and multiplies; "of limit" is the sum over the steps of what takes longer, where a step computes prompts or
+decodes, and "of overlap" is the longer of all reading and all multiplying of the run. The memory's bandwidth and the
+rate of matrix products are measured on this device under load; several ranks count as several times the rates of one.
 """
 
 import argparse

@@ -1,58 +1,116 @@
 """The least time that the hardware needs for a workload."""
 
+from itertools import islice
+from time import perf_counter
+from typing import Any, NamedTuple
+
 from nanovllm.benchmarks.requests import Request
 from nanovllm.config import Config
 
+SECONDS = 2.0  # of load before a rate is measured: the clocks of a chip that draws much power fall within a second
 
-def measured_rates(device: str) -> tuple[float, float]:
-    """Memory bandwidth in bytes read per second, and operations per second of a bf16 matrix product."""
+
+class Rates(NamedTuple):
+    """What a chip sustains; several ranks have several times as much."""
+
+    bytes_per_s: float
+    operations_per_s: float  # of products in bf16; FP8 units multiply twice as fast
+
+    def times(self, num_ranks: int) -> "Rates":
+        return Rates(*(num_ranks * rate for rate in self))
+
+
+class Limits(NamedTuple):
+    """The least seconds of a run.
+
+    stepwise: if each step computes either prompts or decodes, and reads while it multiplies.
+    overlap: if all reading and all multiplying of the run does so.
+    """
+
+    stepwise: float
+    overlap: float
+
+
+def measured_rates(device: str) -> Rates:
     import torch
 
     def seconds(function) -> float:
-        times = []
-        for _ in range(8):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        """Of one call, while the chip is under load."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        loaded = perf_counter() + SECONDS
+        while perf_counter() < loaded:
             begin.record()
-            function()
+            for _ in range(20):
+                function()
             end.record()
             end.synchronize()
-            times.append(begin.elapsed_time(end) / 1000)
-        return min(times)
+        return begin.elapsed_time(end) / 20 / 1000
 
     size = 8192
     torch.cuda.set_device(torch.device(device).index or 0)
     large = torch.ones(2**31 // 4, device="cuda")
     square = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
-    return large.nbytes / seconds(large.sum), 2 * size**3 / seconds(lambda: square @ square)
+    return Rates(large.nbytes / seconds(large.sum), 2 * size**3 / seconds(lambda: square @ square))
 
 
-def limit_seconds(requests: list[Request], config: Config, bytes_per_s: float, operations_per_s: float) -> float:
-    """The least time for the requests: operations of the prefill, plus bytes that the decode steps must read.
+def limits(requests: list[Request], config: Config, rates: Rates) -> Limits:
+    """Of requests that are given at once, and begin in their order as soon as fewer than `max_num_seqs` run."""
+    costs, waiting = StepCosts(config, rates), iter(requests)
+    running: list[list[int]] = []  # tokens of each sequence, and how many more it gets
+    steps = []  # seconds to read and to multiply
+    while True:
+        if new := [*islice(waiting, config.max_num_seqs - len(running))]:
+            steps.append(costs.of_prompts([len(request.prompt) for request in new]))
+            running += [[len(request.prompt) + 1, request.max_tokens - 1] for request in new]
+        running = [sequence for sequence in running if sequence[1]]
+        if running:
+            steps.append(costs.of_decodes(len(running), sum(length for length, _ in running)))
+            running = [[length + 1, num_left - 1] for length, num_left in running]
+        elif not new:
+            return Limits(sum(map(max, steps)), max(map(sum, zip(*steps))))
 
-    An engine that runs prefill and decode in the same step could overlap the two, and be faster than this. Of a mixture
-    of experts, a step reads as many as its tokens choose on average if each expert is as likely.
-    """
-    shape = config.model_config
-    heads, kv_heads, head_dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-    all_layer_weights = shape.layer_operations // 2 * shape.num_hidden_layers  # each is multiplied and added
-    head_weights = shape.hidden_size * shape.vocab_size
-    head_bytes = head_dim + 2 if config.kv_cache_dtype == "fp8" else head_dim * config.dtype.itemsize  # 2 of a scale
-    kv_bytes = 2 * shape.num_hidden_layers * kv_heads * head_bytes  # per token
-    lengths = [(len(r.prompt), r.max_tokens) for r in requests]
-    num_read = sum(sum(range(prompt + 1, prompt + tokens)) for prompt, tokens in lengths)
-    num_decoded = sum(tokens - 1 for _, tokens in lengths)
-    num_steps = max(max(tokens - 1 for _, tokens in lengths), -(-num_decoded // config.max_num_seqs))
-    batch_size = num_decoded / max(1, num_steps)
-    num_weights = all_layer_weights
-    if moe := shape.moe:
-        is_read = 1 - (1 - moe.top_k / moe.num_experts) ** batch_size
-        num_more_experts = moe.num_experts * is_read - moe.top_k  # than a single token chooses
-        expert_weights = 3 * shape.hidden_size * moe.intermediate_size * len(moe.layers)
-        num_weights += max(0, num_more_experts) * expert_weights
-    weight_bytes = num_weights * (1 if shape.quantization else config.dtype.itemsize)
-    num_bytes = num_read * kv_bytes + num_steps * (weight_bytes + head_weights * config.dtype.itemsize)
-    attention = sum(2 * prompt**2 * heads * head_dim * shape.num_hidden_layers for prompt, _ in lengths)
-    # FP8 units multiply twice as fast
-    speed_up = 2 if shape.quantization and shape.quantization.dtype.is_floating_point else 1
-    linear = sum(2 * prompt * all_layer_weights / speed_up + 2 * head_weights for prompt, _ in lengths)
-    return num_bytes / bytes_per_s + (linear + attention) / operations_per_s
+
+class StepCosts:
+    """The seconds that a step's reading takes, and those of its products."""
+
+    def __init__(self, config: Config, rates: Rates):
+        shape: Any = config.model_config
+        self.shape, self.rates, self.max_num_tokens = shape, rates, config.max_num_batched_tokens
+        # those that a token is multiplied with
+        self.weights = shape.layer_operations // 2 * shape.num_hidden_layers
+        self.head_weights = shape.hidden_size * shape.vocab_size
+        self.weight_size, self.head_size = 1 if shape.quantization else config.dtype.itemsize, config.dtype.itemsize
+        # FP8 units multiply twice as fast
+        self.speed_up = 2 if shape.quantization and shape.quantization.dtype.is_floating_point else 1
+        head_bytes = shape.head_dim + 2 if config.kv_cache_dtype == "fp8" else shape.head_dim * self.head_size
+        self.kv_bytes = 2 * shape.num_hidden_layers * shape.num_key_value_heads * head_bytes  # of a token
+        # of a query and a key: their product, and that of the value
+        self.attention = 4 * shape.num_attention_heads * shape.head_dim * shape.num_hidden_layers
+
+    def of_prompts(self, lengths: list[int]) -> tuple[float, float]:
+        num_tokens = sum(lengths)
+        num_steps = -(-num_tokens // self.max_num_tokens)
+        num_pairs = sum(length**2 for length in lengths) / 2
+        return self._seconds(
+            num_tokens, len(lengths), num_steps * self._weight_bytes(num_tokens / num_steps), num_pairs
+        )
+
+    def of_decodes(self, num_seqs: int, num_keys: int) -> tuple[float, float]:
+        num_bytes = self._weight_bytes(num_seqs) + num_keys * self.kv_bytes
+        return self._seconds(num_seqs, num_seqs, num_bytes, num_keys)
+
+    def _seconds(self, num_tokens: int, num_sampled: int, num_bytes: float, num_pairs: float) -> tuple[float, float]:
+        linear = 2 * num_tokens * self.weights / self.speed_up + 2 * num_sampled * self.head_weights
+        operations = linear + num_pairs * self.attention
+        return num_bytes / self.rates.bytes_per_s, operations / self.rates.operations_per_s
+
+    def _weight_bytes(self, num_tokens: float) -> float:
+        """Of a mixture, as many experts as so many tokens choose on average if each expert is as likely."""
+        num_weights: float = self.weights
+        if moe := self.shape.moe:
+            is_read = 1 - (1 - moe.top_k / moe.num_experts) ** num_tokens
+            num_more_experts = moe.num_experts * is_read - moe.top_k  # than a single token chooses
+            num_weights += (
+                max(0, num_more_experts) * 3 * self.shape.hidden_size * moe.intermediate_size * len(moe.layers)
+            )
+        return num_weights * self.weight_size + self.head_weights * self.head_size

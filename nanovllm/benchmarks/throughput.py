@@ -2,7 +2,7 @@
 
 import argparse
 
-from nanovllm.benchmarks.limits import limit_seconds, measured_rates
+from nanovllm.benchmarks.limits import Limits, limits, measured_rates
 from nanovllm.benchmarks.processes import run_in_process
 from nanovllm.benchmarks.requests import Request, Workloads, describe, fit, headline, in_rounds, same_lengths
 from nanovllm.benchmarks.results import Result, Results, latency_ms
@@ -10,7 +10,7 @@ from nanovllm.benchmarks.tables import number, print_table
 from nanovllm.config import Config
 
 WORKLOADS = {"headline": "headline", "single": "single stream", "prefill": "prefill"}
-HEADER = ["engine", "s", "tok/s", "TTFT ms", "p99", "ratio", "of limit", ""]
+HEADER = ["engine", "s", "tok/s", "TTFT ms", "p99", "ratio", "of limit", "of overlap", ""]
 
 
 def sizes(args: argparse.Namespace, config: Config) -> tuple[int, list[int]]:
@@ -41,23 +41,24 @@ def workloads(args: argparse.Namespace, config: Config) -> Workloads:
 def print_results(config: Config, workloads: Workloads, results: Results) -> None:
     rates = None if config.device == "cpu" else run_in_process(measured_rates, config.device)
     if rates:
-        print(f"this device reads {rates[0] / 1e12:.2f} TB/s and multiplies at {rates[1] / 1e12:.0f} TFLOP/s")
+        read, multiplied = (rate / 1e12 for rate in rates)
+        print(f"under load, this device reads {read:.2f} TB/s and multiplies at {multiplied:.0f} TFLOP/s")
     for name, (*_, requests) in workloads.items():
         found = {engine: result[name] for engine, result in results.items() if name in result}
         if "nanovllm" not in found:
             continue
         others = [result for engine, result in found.items() if engine != "nanovllm"]
         baseline = max(others or found.values(), key=lambda result: result.rate)
-        limit = limit_seconds(requests, config, *(config.tensor_parallel_size * x for x in rates)) if rates else None
-        rows = [row(engine, result, baseline, limit) for engine, result in found.items()]
+        least = limits(requests, config, rates.times(config.tensor_parallel_size)) if rates else None
+        rows = [row(engine, result, baseline, least) for engine, result in found.items()]
         print_table(describe(name, requests), HEADER, rows)
     print("\ntok/s: output tokens, in prefill input tokens; TTFT: median and 99th percentile", end="")
     print("; ratio: to the fastest other engine" if len(results) > 1 else "")
 
 
-def row(engine: str, result: Result, baseline: Result, limit: float | None) -> list[str]:
+def row(engine: str, result: Result, baseline: Result, least: Limits | None) -> list[str]:
     """The cells below HEADER."""
     ttft = [number(latency_ms(result, "TTFT", p), 1) for p in (50, 99)]
-    of_limit = f"{limit / result.seconds:.2f}" if limit else "-"
+    of_limits = [f"{seconds / result.seconds:.2f}" for seconds in least] if least else ["-", "-"]
     ratio = f"{result.rate / baseline.rate:.2f}"
-    return [engine, f"{result.seconds:.2f}", f"{result.rate:,.0f}", *ttft, ratio, of_limit, result.note]
+    return [engine, f"{result.seconds:.2f}", f"{result.rate:,.0f}", *ttft, ratio, *of_limits, result.note]
