@@ -25,6 +25,7 @@ from nanovllm.benchmarks.arguments import make_parser
 from nanovllm.benchmarks.throughput import WORKLOADS
 from nanovllm.config import Config
 from nanovllm.engine.engine import Engine
+from nanovllm.layers.attention import Attention, PagedKV
 
 ROOT = Path(__file__).parents[1]
 PATHS = [ROOT / "README.md", ROOT / ".github/CONTRIBUTING.md", ROOT / "tests/README.md"]
@@ -109,11 +110,14 @@ def test_own_feature(capsys):
     run(FEATURE, "", capsys)
 
 
-def test_own_backend(capsys, monkeypatch, make_llm):
-    """It computes what the plain backend does, also for chunks of prompts beside decodes."""
+@pytest.mark.parametrize("window", [None, 7])
+def test_own_backend(capsys, monkeypatch, make_llm, window):
+    """It computes what the plain backend does, also for chunks of prompts beside decodes, and with a window."""
     monkeypatch.setattr(attention, "BACKENDS", attention.BACKENDS.copy())
     run(BACKEND, "", capsys)
     assert capsys.readouterr().out.strip()
+    spec = lambda layer: PagedKV(layer.num_kv_heads, layer.head_dim, window)
+    monkeypatch.setattr(Attention, "cache_spec", spec)
     prompts = ["List the primes up to 17.", "HAMLET.", "Who are you? " * 20]
     texts = []
     for backend in ("one by one", "sdpa"):
