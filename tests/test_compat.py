@@ -230,7 +230,12 @@ def test_beam_search(llm):
     params = vllm.BeamSearchParams(beam_width=2, max_tokens=4, temperature=0.0, length_penalty=1.0)
     prompts = [{"prompt": PROMPT}, vllm.TokensPrompt(prompt_token_ids=[5, 6, 7]), PROMPT[:7]]
     outputs = llm.beam_search(prompts, params, lora_request=None, concurrency_limit=2)
-    assert outputs == llm.beam_search(prompts, params) and len(outputs) == 3
+    together = llm.beam_search(prompts, params)
+    assert len(outputs) == len(together) == 3
+    for sequence, other in zip(*([x for output in found for x in output.sequences] for found in (outputs, together))):
+        assert (sequence.tokens, sequence.text) == (other.tokens, other.text)
+        # the products of a batch of another size round differently
+        assert sequence.cum_logprob == pytest.approx(other.cum_logprob, abs=1e-3)
     for output, ids in zip(outputs, (llm.tokenizer.encode(PROMPT), [5, 6, 7], llm.tokenizer.encode(PROMPT[:7]))):
         first, second = output.sequences
         assert first.tokens[: len(ids)] == ids and first.text == llm.tokenizer.decode(first.tokens)
