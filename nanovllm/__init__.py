@@ -7,8 +7,9 @@ if TYPE_CHECKING:
     from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from nanovllm.engine.request import TextPrompt, TokensPrompt
     from nanovllm.engine.scheduling_policy import SchedulingPolicy
+    from nanovllm.features.beam_params import BeamSearchParams
     from nanovllm.llm import LLM
-    from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+    from nanovllm.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "BeamSearchParams", "SamplingParams", "SchedulingPolicy", "TextPrompt", "TokensPrompt"]
@@ -17,7 +18,8 @@ __all__ += ["CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"]
 
 def __getattr__(name: str) -> Any:
     """A name of `__all__`, imported when it is asked for: the help of commands does without PyTorch."""
-    for home in ("sampling_params", "engine.outputs", "engine.request", "engine.scheduling_policy", "llm"):
+    homes = "sampling_params", "engine.outputs", "engine.request", "engine.scheduling_policy", "llm"
+    for home in (*homes, "features.beam_params"):  # what a plain `generate` imports comes first
         if name in __all__ and hasattr(module := import_module(f"nanovllm.{home}"), name):
             return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

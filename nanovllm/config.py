@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from nanovllm.models import ModelConfig
 
 
+LOGPROBS_MODES = ("raw_logprobs", "temperature_logprobs", "processed_logprobs")
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """The settings of an engine. `None` and `"auto"` are resolved to the value in use.
@@ -50,6 +53,9 @@ class Config:
     quantization: None is the checkpoint's own; "fp8" or "int8" quantize the weights of linear layers while they are
         loaded, see quantization/.
     load_format: "auto" and "safetensors" read the weights; "dummy" makes random ones and needs no weight files.
+    logprobs_mode: what a request's `logprobs` are of: "raw_logprobs", the model's own logits; "temperature_logprobs",
+        these divided by the request's temperature (by 1 if it is 0), which is what trainers compute; or
+        "processed_logprobs", the distribution that is sampled from, after penalties, temperature and filters.
     max_logprobs: the bound of a request's `logprobs` and `prompt_logprobs`; -1 is the size of the vocabulary.
 
     Raises ValueError or TypeError with the value and the bound, FileNotFoundError if there is no such model.
@@ -80,6 +86,7 @@ class Config:
     revision: str | None = None
     quantization: str | None = None
     load_format: str = checked("auto", check_choice, choices=("auto", "safetensors", "dummy"))
+    logprobs_mode: str = checked("raw_logprobs", check_choice, choices=LOGPROBS_MODES)
     max_logprobs: int = checked(100, check_int, low=-1)
     dtype_reason: str = field(init=False, repr=False)  # why "auto" has become this dtype
     model_config: "ModelConfig" = field(init=False, repr=False)  # with our `dtype`, not the checkpoint's

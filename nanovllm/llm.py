@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.outputs import OutputKind, RequestOutput
 from nanovllm.engine.request import Message, Prompt
-from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from nanovllm.features.beam_params import BeamSearchParams
     from nanovllm.features.beam_search import BeamSearchOutput
 
 
@@ -59,7 +60,7 @@ class LLM(LLMEngine):
     def beam_search(
         self,
         prompts: Prompt | list[Prompt],
-        params: BeamSearchParams,
+        params: "BeamSearchParams",
         use_tqdm: bool = False,
         priority: list[int] | None = None,
     ) -> "list[BeamSearchOutput]":

@@ -40,8 +40,9 @@ class SamplingParams:
         strings) or "grammar" (llguidance's variant of Lark). An answer that ends by itself has this form. Needs
         llguidance: `pip install 'nano-vllm[serve]'`. docs/structured-outputs.md has the rest.
     logprobs: return the log-probability of each generated token and of this many of the most likely ones (-1 is all).
-        They are the model's own: temperature, penalties and filters do not change them.
-    prompt_logprobs: the same for the tokens of the prompt; such a request does not read the prefix cache.
+        They are the model's own, before penalties, temperature and filters, unless `logprobs_mode` says otherwise.
+    prompt_logprobs: the same for the tokens of the prompt, always the model's own; such a request does not read the
+        prefix cache.
 
     Raises ValueError (TypeError for a value of the wrong type) with the value and the bound. What depends on the model
     is checked when a request is made.
@@ -83,28 +84,6 @@ class SamplingParams:
             from nanovllm.utils.collection_checks import check_collections  # imported lazily, as few requests have any
 
             check_collections(self, given)
-
-
-@dataclass(frozen=True, slots=True)
-class BeamSearchParams:
-    """The parameters of `LLM.beam_search`.
-
-    beam_width: the number of beams, and of answers; at most half the vocabulary.
-    max_tokens: maximum number of tokens of a beam.
-    length_penalty: the score of a beam is its cumulative log-probability / its number of tokens ** length_penalty.
-    ignore_eos: no beam ends before `max_tokens`.
-    """
-
-    beam_width: int
-    max_tokens: int
-    # within these bounds, number of tokens ** length_penalty does not overflow a float
-    length_penalty: float = checked(1.0, check_real, low=-10, high=10)
-    ignore_eos: bool = checked(False, check_bool)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        for name in ("beam_width", "max_tokens"):
-            _set(self, name, check_int(name, getattr(self, name), low=1))
 
 
 def check_token_ids(name: str, token_ids: Iterable[int] | None, vocab_size: int) -> None:

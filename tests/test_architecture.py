@@ -47,7 +47,7 @@ HOUSE = """
   <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py quantization/__init__.py
   <- models/__init__.py models/architectures.py attention/__init__.py structured_outputs/__init__.py compat/__init__.py
   <- structured_outputs/spec.py compat/settings.py distributed/division.py startup/devices.py
-  <- utils/collection_checks.py <- config.py sampling_params.py <- compat/params.py
+  <- utils/collection_checks.py <- config.py sampling_params.py features/beam_params.py <- compat/params.py
 0 | engine/__init__.py
 1 | engine/sequence.py <- engine/scheduled_step.py
   engine/block_manager.py engine/scheduling_policy.py engine/policies.py
@@ -73,7 +73,7 @@ HOUSE = """
   <- engine/prompts.py
   engine/streamed_request.py <- engine/input_processor.py engine/output_processor.py
   <- engine/engine.py features/beam_search.py <- engine/engine_thread.py <- engine/step_callers.py engine/streams.py
-  <- engine/llm_engine.py <- llm.py <- __init__.py <- compat/llm.py <- compat/vllm.py <- compat/__main__.py
+  <- engine/llm_engine.py rollout/ <- llm.py <- __init__.py <- compat/llm.py <- compat/vllm.py <- compat/__main__.py
 7 | benchmarks/__init__.py benchmarks/clients.py benchmarks/processes.py benchmarks/requests.py benchmarks/results.py
   benchmarks/shapes.py
   <- benchmarks/limits.py benchmarks/servers.py benchmarks/tables.py benchmarks/engines/loops.py <- benchmarks/engines/
@@ -311,14 +311,15 @@ BUDGETS = {
     "states": 110,
     "attention": 150,
     "kernels": 2370,
-    "distributed": 520,
+    "distributed": 535,
     "models": 310,
-    "features": 700,
+    "features": 712,
     "graphs": 200,
     "startup": 240,
     "mixture of experts": 750,
     "quantization": 480,
     "8-bit kernels": 650,
+    "rollout": 230,
     "structured_outputs": 360,
     "compat": 460,
     "serve": 2910,
@@ -384,6 +385,7 @@ ROOMS = (
     "graphs",
     "moe",
     "quantization",
+    "rollout",
     "serve",
     "startup",
     "structured_outputs",

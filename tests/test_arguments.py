@@ -339,7 +339,6 @@ def test_settings_and_parameters(call, error, arguments, words):
         ("compilation_config", "O3", "of type int or of type dict or None"),
         ("enable_lora", True, "False"),
         ("skip_tokenizer_init", True, "False"),
-        ("logprobs_mode", "raw_logits", "'raw_logprobs'"),
     ],
 )
 def test_settings_of_vllm_that_would_change_something(name, value, accepted):

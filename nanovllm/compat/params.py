@@ -8,6 +8,7 @@ from typing import Any
 
 import nanovllm.sampling_params as ours
 from nanovllm.compat.settings import select
+from nanovllm.features import beam_params
 from nanovllm.structured_outputs.spec import check_spec
 from nanovllm.utils.checks import check_bool
 
@@ -123,7 +124,7 @@ class SamplingParams(ours.SamplingParams):
             object.__setattr__(self, field, getattr(changed, field))
 
 
-class BeamSearchParams(ours.BeamSearchParams):
+class BeamSearchParams(beam_params.BeamSearchParams):
     """Our BeamSearchParams with vLLM's names."""
 
     def __init__(self, beam_width: int, max_tokens: int, ignore_eos: bool = False, **params: Any):

@@ -99,7 +99,6 @@ GROUPS: tuple[tuple[tuple, str], ...] = (
     (("mp",), "data_parallel_backend"),
     (("127.0.0.1",), "master_addr"),
     ((29501,), "master_port"),
-    (("raw_logprobs",), "logprobs_mode"),
     (("linear",), "expert_placement_strategy"),
     (("ag_rs",), "dcp_comm_backend"),
     (("allgather_reducescatter",), "all2all_backend"),

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 
@@ -43,8 +44,11 @@ class StepChannel:
         """The file descriptors of the memory, and of a reader's semaphores of free and filled buffers."""
         return self._file.fileno(), self._free[reader], self._filled[reader]
 
-    def send(self, shape: BatchShape, words: np.ndarray, timeout: float) -> None:
-        """RuntimeError if a reader has freed no buffer for `timeout` seconds; then no reader gets this step."""
+    def send(self, shape: Any, words: np.ndarray, timeout: float) -> None:
+        """Send a batch, whose shape is a BatchShape, or another message, which is what pickle takes for a shape.
+
+        RuntimeError if a reader has freed no buffer for `timeout` seconds; then no reader gets this step.
+        """
         for rank, free in enumerate(self._free, 1):
             poll = select.poll()
             poll.register(free, select.POLLIN)
@@ -52,7 +56,7 @@ class StepChannel:
                 raise RuntimeError(f"rank {rank} has taken no step for {timeout:.0f} s")
         for free in self._free:
             os.eventfd_read(free)
-        buffer, pickled = next(self._buffers), pickle.dumps(tuple(shape))
+        buffer, pickled = next(self._buffers), pickle.dumps(tuple(shape) if isinstance(shape, BatchShape) else shape)
         buffer[0] = len(pickled)
         buffer.view(np.uint8)[4 : 4 + len(pickled)] = np.frombuffer(pickled, np.uint8)
         buffer[HEADER : HEADER + len(words)] = words
@@ -77,12 +81,12 @@ class StepReader:
         self._buffers = _buffers(memory, HEADER + capacity)
 
     @contextmanager
-    def receive(self) -> Iterator[tuple[BatchShape, np.ndarray]]:
-        """The next batch's shape, and words that begin with its contents; they are valid within the block only."""
+    def receive(self) -> Iterator[tuple[Any, np.ndarray]]:
+        """What `send` was given: words that begin with those that were sent are valid within the block only."""
         os.eventfd_read(self._filled)
         buffer = next(self._buffers)
         shape = pickle.loads(buffer.view(np.uint8)[4 : 4 + buffer[0]])
-        yield BatchShape(*shape), buffer[HEADER:]
+        yield BatchShape(*shape) if type(shape) is tuple else shape, buffer[HEADER:]
         os.eventfd_write(self._free, 1)
 
 

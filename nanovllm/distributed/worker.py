@@ -17,14 +17,16 @@ from contextlib import suppress
 from copy import copy
 from pathlib import Path
 from time import monotonic, sleep
+from typing import Any
 
+import numpy as np
 import torch
 
 from nanovllm.config import Config
 from nanovllm.distributed import process_group
 from nanovllm.distributed.ranks import Ranks
 from nanovllm.distributed.step_channel import NUM_BUFFERS, StepChannel, StepReader
-from nanovllm.engine.batch import Batch
+from nanovllm.engine.batch import Batch, BatchShape
 from nanovllm.engine.model_runner import ModelRunner, make_runner
 from nanovllm.engine.request_tables import PendingStep
 from nanovllm.engine.scheduled_step import ScheduledStep
@@ -111,6 +113,11 @@ class Workers:
         channel.send(batch.shape, batch.buffer, STEP_TIMEOUT)
         self.check()
         return runner.launch(batch, step)
+
+    def send(self, message: Any, words: np.ndarray) -> None:
+        """Send a message, with at most `largest_batch` words, to all other ranks, which call its `receive`."""
+        self.check()
+        self._channel.send(message, words, STEP_TIMEOUT)
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Kill all ranks after an error of rank 0. Returns the error to raise: `error`, or the failure that caused it.
@@ -282,8 +289,12 @@ def work(fd: int) -> None:
 def serve(runner: ModelRunner, reader: StepReader) -> None:
     """Run the steps that rank 0 sends, forever."""
     in_flight: list[PendingStep] = []
+    incoming: dict[str, Any] = {}  # what messages keep until all parts have arrived
     while True:
         with reader.receive() as (shape, words):
+            if not isinstance(shape, BatchShape):
+                shape.receive(words, runner, incoming)  # such as rollout.weights.TensorPart
+                continue
             if len(in_flight) == NUM_BUFFERS:  # this step gets the host buffer of the step before the last
                 in_flight.pop(0).synchronize()
             batch = Batch.on_host(shape, runner.host_buffer(shape))

@@ -17,6 +17,10 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 CLOSED = "this engine was closed by exit()"
 
 
+class UnavailableError(RuntimeError):
+    """The engine can't do this now: it is paused, its weights are being replaced, or it has requests."""
+
+
 class Engine:
     """Scheduler, model runner, ranks and output processor: `LLMEngine.core`. An `EngineThread` calls its methods."""
 
@@ -53,6 +57,7 @@ class Engine:
         # for viewers: each is called after a step whose result was processed; an error is one of that step
         self.on_step: list[Callable[[ScheduledStep, StepResult], None]] = []
         self._in_flight: tuple[ScheduledStep, PendingStep] | None = None
+        self.unavailable: dict[str, str] = {}  # why there are no steps for now, and no requests taken: see rollout/
 
     def step(self) -> None:
         """Launch the next step, and process the result of this one or, with `async_scheduling`, of the one before."""
@@ -69,17 +74,16 @@ class Engine:
             for hook in [*self.on_step]:
                 hook(step, result)
 
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. False, and nothing is done, while there are requests."""
-        if self.scheduler.is_finished():
-            self.scheduler.block_manager.clear_prefix_cache()
-        return self.scheduler.is_finished()
-
     def check_open(self) -> None:
         """RuntimeError if the engine was closed or has failed."""
         if self.model_runner is None:
             raise RuntimeError(CLOSED)
         self.workers.check()
+
+    def check_available(self) -> None:
+        """UnavailableError if the engine makes no steps for now."""
+        for reason in [*self.unavailable.values()]:
+            raise UnavailableError(reason)
 
     def drop_requests(self) -> None:
         """Forget all requests, and rebuild the state: after an error, in the middle of a step, and at the end."""

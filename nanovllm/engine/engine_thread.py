@@ -47,8 +47,9 @@ class EngineThread:
     # -- for all threads -----------------------------------------------------------------------------------------------
 
     def submit(self, requests: Collection[Request], collector: OutputCollector) -> None:
-        """Queue requests, whose outputs go to `collector`."""
+        """Queue requests, whose outputs go to `collector`. UnavailableError while the engine takes none."""
         self.check_open()
+        self.engine.check_available()
         for request in requests:
             request.collector = collector
         self._post(partial(self._output_processor.add, requests), collector)
@@ -156,7 +157,8 @@ class EngineThread:
                 self._sleep()
 
     def _steps_are_wanted(self) -> bool:
-        return any(collector.wants_steps for collector in [*self._output_processor.collectors])
+        wanted = any(collector.wants_steps for collector in [*self._output_processor.collectors])
+        return wanted and not self.engine.unavailable
 
     def _sleep(self) -> None:
         self._is_asleep = True

@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from math import inf
@@ -188,8 +188,30 @@ class LLMEngine:
         return stats_of_engine(self)
 
     def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. False, and nothing is done, while there are requests."""
-        return self.engine_thread.call(self.core.reset_prefix_cache)
+        """Empty the prefix cache. False, and nothing is done, while requests are being computed."""
+        from nanovllm.rollout import (
+            reset_prefix_cache,  # imported lazily, as are the next ones: few engines are trained
+        )
+
+        return reset_prefix_cache(self)
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """Replace weights in place by tensors with the names of a checkpoint: see `nanovllm.rollout.load_weights`."""
+        from nanovllm.rollout import load_weights
+
+        load_weights(self, weights)
+
+    def pause(self, mode: str = "abort") -> None:
+        """Make no steps until `resume`: see `nanovllm.rollout.pause`."""
+        from nanovllm.rollout import pause
+
+        pause(self, mode)
+
+    def resume(self) -> None:
+        """Generate again after `pause`."""
+        from nanovllm.rollout import resume
+
+        resume(self)
 
     @property
     def _step_callers(self) -> "StepCallers":

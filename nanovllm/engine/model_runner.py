@@ -183,7 +183,7 @@ class ModelRunner:
         """A whole step on the device. CUDA graphs capture this for decode batches, so it never waits for the device."""
         hidden_states, sampler_input = self.run_model(batch)
         self.upload(batch)
-        return ForwardOutput(*self.sample(sampler_input), hidden_states, sampler_input.hidden_states)
+        return ForwardOutput(*self.sample(sampler_input), hidden_states, sampler_input)
 
     def run_model(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
         """Hidden states [T, hidden_size], and those to be sampled; keys, values and token ids are in the cache then."""
@@ -217,17 +217,19 @@ class ModelRunner:
             num_decodes_on_device=batch.num_decodes if shape.is_padded else None,
         )
 
+    def sampling_rows(self, x: SamplerInput) -> SamplingRows:
+        params, scratch = self.tables.params.index_select(0, x.req_indices), self._num_finished_programs
+        return SamplingRows(params, x.req_indices, x.positions, x.block_tables, self._cached_token_ids, scratch)
+
     def sample(self, x: SamplerInput) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample a token for each row: ForwardOutput's `token_ids` and `results`."""
-        params = self.tables.params.index_select(0, x.req_indices)
-        scratch = self._num_finished_programs
-        rows = SamplingRows(params, x.req_indices, x.positions, x.block_tables, self._cached_token_ids, scratch)
-        logits = self.model.compute_logits(x.hidden_states, params)  # [S, vocabulary]
+        rows = self.sampling_rows(x)
+        logits = self.model.compute_logits(x.hidden_states, rows.params)  # [S, vocabulary]
         for feature in self.features.values():
             feature.edit_logits(logits, rows)
         cutoffs = logit_cutoffs(logits, rows)
         logits = self.model.lm_head.local_logits(logits)
-        token_ids = self.sampler(logits, rows.column("temperature"), seeds(params), x.positions, cutoffs)
+        token_ids = self.sampler(logits, rows.column("temperature"), seeds(rows.params), x.positions, cutoffs)
         counts = request_tables.accept(x.req_indices, x.positions, token_ids, self.tables)
         if counts is None:
             return token_ids, token_ids
@@ -246,8 +248,6 @@ class ModelRunner:
             model = model_class(config.model_type)(config, self.config.max_model_len, self.backend, self.tp)
         with torch.device("cpu"):  # safetensors reads into tensors on the default device, whichever the caller has set
             load_model(model, Path(self.config.model), self.device, self.config.load_format, self.tp.rank == 0)
-        for parameter in model.parameters():  # each loader refers to its parameter: a cycle that would outlive `exit`
-            del parameter.weight_loader
         return model.eval()
 
     def allocate_kv_cache(self, num_blocks: int, num_layers: int | None = None) -> None:
@@ -282,6 +282,8 @@ class ModelRunner:
         """Free the device's memory."""
         for layer in (layer for layers in self.cache_groups.values() for layer in layers):
             layer.cache = None
+        for parameter in self.model.parameters():  # each refers to its loader, which refers to it
+            del parameter.weight_loader
         self.model = self.tables = self.slot_token_ids = None
         self.cache_groups, self.caches, self.features = {}, {}, {}
         self.tp.close()

@@ -40,7 +40,7 @@ class ForwardOutput(NamedTuple):
     token_ids: torch.Tensor  # [S * k] int32, sampled; k is `tokens_per_row`
     results: torch.Tensor  # for the host: token_ids, or if k > 1 [S, k + 1], k ids and how many of them count
     hidden_states: torch.Tensor  # [T, hidden_size]
-    sampled_hidden_states: torch.Tensor  # [S * k, hidden_size]
+    sampler_input: "SamplerInput"
 
 
 class SamplerInput(NamedTuple):

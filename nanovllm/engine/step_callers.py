@@ -30,17 +30,19 @@ class StepCallers:
         """See `LLMEngine.step`."""
         if (thread := threading.current_thread()) in self.collectors:
             self._step_callers.add(thread)
-        collectors, output, failure = self._collectors_to_read(), StepOutput(), None
+        engine, collectors = self._engine_thread.engine, self._collectors_to_read()
+        output, failure = StepOutput(), None
 
         def work() -> None:
-            if not any(collector.is_ready for collector in collectors):
-                self._engine_thread.engine.step()
+            if not (engine.unavailable or any(collector.is_ready for collector in collectors)):
+                engine.step()
                 for collector in collectors:
                     collector.flush()
 
         try:
             self._engine_thread.check_may_wait()
             self._engine_thread.call(work)
+            engine.check_available()
         except RuntimeError as error:
             failure = error  # what came before it is returned first
         for collector in collectors:

@@ -11,9 +11,10 @@ from nanovllm.engine.outputs import OutputKind, Record
 from nanovllm.engine.prompts import as_priorities, as_prompts
 from nanovllm.engine.request import Prompt, Request
 from nanovllm.engine.sequence import Sequence
+from nanovllm.features.beam_params import BeamSearchParams
 from nanovllm.features.forks import fork, resume
 from nanovllm.features.logprobs import TokenLogprobs
-from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 
 

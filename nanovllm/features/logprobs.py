@@ -1,4 +1,5 @@
-"""Log-probabilities of generated tokens and of prompts: those of the model's own logits, before any edit of them.
+"""Log-probabilities of generated tokens, as the setting `logprobs_mode` wants them, and of prompts, by the model's own
+logits.
 
 A request wants them by `SamplingParams.logprobs` or `prompt_logprobs`; a beam search wants them for its candidates. The
 batch carries which tokens (LogprobRequest), every rank computes them after the step (PendingLogprobs), and they reach
@@ -7,7 +8,7 @@ the host with its result. Outputs have them with the tokens' text (OutputLogprob
 
 from codecs import getincrementaldecoder
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -16,13 +17,12 @@ import torch
 
 from nanovllm.engine.features import Arrays, Ends, StepFeature
 from nanovllm.engine.outputs import Logprob
-from nanovllm.engine.request_tables import ForwardOutput
+from nanovllm.engine.request_tables import ForwardOutput, SamplerInput
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.sampler import token_keys
+from nanovllm.layers.sampler import logit_cutoffs, token_keys
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
-from nanovllm.utils.tensor_parallel import TensorParallel
 
 ALL_TOKENS = 2**30  # for `num_top`: more than any vocabulary has
 MAX_LOGPROB_ROWS = 64  # computed at a time, as log-probabilities take more memory than logits
@@ -88,10 +88,10 @@ class TokenLogprobs(StepFeature):
         return len(LogprobRequest._fields) * (config.max_num_batched_tokens + config.max_num_seqs) + 4
 
     def __init__(self, runner: Any):
-        self._compute_logits, self._tp = runner.model.compute_logits, runner.tp
+        self._runner = runner
 
     def after_forward(self, arrays: Arrays, output: ForwardOutput) -> "PendingLogprobs":
-        return PendingLogprobs(arrays["requests"], self._compute_logits, output, self._tp)
+        return PendingLogprobs(arrays["requests"], self._runner, output)
 
     @classmethod
     def after_step(
@@ -144,46 +144,33 @@ class PendingLogprobs:
     """The log-probabilities of a step on their way to host memory."""
 
     @torch.inference_mode()
-    def __init__(
-        self,
-        requests: np.ndarray,
-        compute_logits: Callable,
-        output: ForwardOutput,
-        tp: TensorParallel,
-    ):
+    def __init__(self, requests: np.ndarray, runner: Any, output: ForwardOutput):
         """`requests` [n, 4] are LogprobRequests."""
         self._requests = [LogprobRequest(*row) for row in requests.tolist()]
-        on_device = self._compute(compute_logits, *output)
-        tp.barrier(output.token_ids.device)  # no rank overwrites peer memory that another still reads
+        on_device = self._compute(runner, output)
+        runner.tp.barrier(output.token_ids.device)  # no rank overwrites peer memory that another still reads
         on_host = [torch.empty_like(x, device="cpu", pin_memory=x.is_cuda) for x in on_device]
         self._on_host = [y.copy_(x, non_blocking=True) for x, y in zip(on_device, on_host)]
 
-    def _compute(
-        self,
-        compute_logits: Callable,
-        token_ids: torch.Tensor,
-        results: torch.Tensor,
-        hidden_states: torch.Tensor,
-        sampled_hidden_states: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+    def _compute(self, runner: Any, output: ForwardOutput) -> tuple[torch.Tensor, ...]:
         """The tensors of `log_probabilities` for all requests.
 
         Logits are computed again: in pieces for prompts, but for all sampled rows at once, as in the step itself. The
         rounding of a matrix product depends on its number of rows; so a greedy token has rank 1 here too.
         """
-        requests = self._requests
+        requests, hidden_states = self._requests, output.hidden_states
         num_prompt = sum(request.token_id >= 0 for request in requests)
         num_top = max(request.num_top for request in requests)
         columns = torch.tensor([request[1:] for request in requests], device="cpu", pin_memory=hidden_states.is_cuda)
         rows, indices, chosen = columns.to(hidden_states.device, non_blocking=True).unbind(1)
-        chosen = torch.cat((chosen[:num_prompt], token_ids[indices[num_prompt:]]))
+        chosen = torch.cat((chosen[:num_prompt], output.token_ids[indices[num_prompt:]]))
         pieces = []
         for first in range(0, num_prompt, MAX_LOGPROB_ROWS):
             piece = slice(first, min(first + MAX_LOGPROB_ROWS, num_prompt))
-            logits = compute_logits(hidden_states.index_select(0, rows[piece]))
+            logits = runner.model.compute_logits(hidden_states.index_select(0, rows[piece]))
             pieces.append(log_probabilities(logits, chosen[piece], num_top))
         if num_prompt < len(requests):
-            logits = compute_logits(sampled_hidden_states)
+            logits = sampled_logits(runner, output.sampler_input)
         for first in range(num_prompt, len(requests), MAX_LOGPROB_ROWS):
             piece = slice(first, first + MAX_LOGPROB_ROWS)
             pieces.append(log_probabilities(logits.index_select(0, rows[piece]), chosen[piece], num_top))
@@ -203,6 +190,22 @@ class PendingLogprobs:
             [logprobs.get(i) for i in range(len(step.sampled_seqs) * step.tokens_per_row)],
             [prompt_logprobs.get(i) for i in range(len(step.chunks))],
         )
+
+
+def sampled_logits(runner: Any, x: SamplerInput) -> torch.Tensor:
+    """The logits [S, vocabulary] of which log-probabilities are wanted, by the setting `logprobs_mode`."""
+    logits, mode = runner.model.compute_logits(x.hidden_states), runner.config.logprobs_mode
+    if mode == "raw_logprobs":
+        return logits
+    rows = runner.sampling_rows(x)
+    if mode == "processed_logprobs":
+        for feature in runner.features.values():
+            feature.edit_logits(logits, rows)
+        cutoffs, logits = logit_cutoffs(logits, rows), logits.float()
+        keys = token_keys(logits, torch.arange(logits.shape[1], device=logits.device))
+        logits.masked_fill_(keys < cutoffs.unsqueeze(1), -torch.inf)
+    temperatures = rows.column("temperature")
+    return logits.float() / temperatures.where(temperatures > 0, 1).unsqueeze(1)
 
 
 def log_probabilities(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:

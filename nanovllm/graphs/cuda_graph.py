@@ -209,4 +209,4 @@ class MixedGraphs:
         write_requests()
         size = next(size for size in self.sample_sizes if size >= shape.num_sampled)
         self.samplers[size].replay()
-        return ForwardOutput(*self.sampled[size], self.hidden_states, self._rows(size).hidden_states)
+        return ForwardOutput(*self.sampled[size], self.hidden_states, self._rows(size))

@@ -3,7 +3,7 @@
 The order of all that edits logits, as vLLM defines it, is: logit biases, and stop ids that min_tokens bans; penalties;
 allowed ids (of a request, or of a structured output after its last token) and bad words; features that were registered
 from outside; temperature; min-p; top-k; top-p. What stands before the registered features is done by
-features/logit_edits.py. Log-probabilities are those of the model's own logits, before all of this.
+features/logit_edits.py. Log-probabilities are by default those of the model's own logits, before all of this.
 
 Each of several ranks computes the logits of its own range of the vocabulary. Only requests with min-p, top-k or top-p
 need complete rows; all other edits are of single tokens, so each rank makes them in its own range. Each rank draws from

@@ -120,12 +120,16 @@ class ScaledWeight:
         if (selected := self.select(*arguments)) is None:
             return None
         shard, index = selected
-        if callable(weight) or self.scheme.scale_name is None:
+        if self.must_quantize(weight):
             return self.quantize_shard(check_shape(weight, shard.shape)[...], shard, index)
         found, needed = weight.get_dtype(), SAFETENSORS_NAMES[self.scheme.dtype]
         if found != needed:
             raise ValueError(f"the checkpoint has dtype {found}, its quantization_config needs {needed}")
         return _nan_of(shard.copy(values[index], weight))
+
+    def must_quantize(self, weight) -> bool:
+        """Whether a weight has no scales: random numbers, a trainer's tensor, or one of an unquantized checkpoint."""
+        return callable(weight) or isinstance(weight, torch.Tensor) or self.scheme.scale_name is None
 
     def quantize_shard(self, weight: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:
         """Quantize a whole weight, as blocks may be larger than a rank's part, and copy a shard; returns its scales."""

@@ -62,7 +62,7 @@ class StackedWeight(ScaledWeight):
         """Load one expert's weight or, without arguments, those of all experts, which are not quantized yet."""
         if arguments:
             return super()._load_values(values, weight, *arguments)
-        if not callable(weight) and self.scheme.scale_name is not None:
+        if not self.must_quantize(weight):
             raise ValueError("quantized experts in one tensor are not supported: each needs tensors of its own")
         sizes = [shard.shape[0] for shard in self.shards.values()]
         weight = check_shape(weight, (self.num_experts, sum(sizes), next(iter(self.shards.values())).shape[1]))

@@ -14,9 +14,10 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.outputs import OutputKind, RequestOutput
 from nanovllm.engine.request import CompletionRequest, Prompt, TokensPrompt
 from nanovllm.engine.stream_event import StreamEvent
+from nanovllm.features.beam_params import BeamSearchParams
 from nanovllm.features.beam_search import beam_requests
 from nanovllm.llm import LLM
-from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.async_request import AsyncRequest, PartialAnswer
 from nanovllm.serve.beams import BeamCompletion
 from nanovllm.serve.prompt_lanes import LongTextError, PromptLane, PromptSource

@@ -14,8 +14,9 @@ from prometheus_client import Counter
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from nanovllm.features.beam_params import BeamSearchParams
 from nanovllm.features.logit_edits import MAX_BAD_WORDS
-from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.errors import body_error, require
 
 logger = logging.getLogger("nanovllm")

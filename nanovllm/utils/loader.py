@@ -132,11 +132,7 @@ def load_model(
         from nanovllm.moe.weights import split_experts
 
         split_experts(loaders, model, files)
-    if model.config.tie_word_embeddings:
-        files.pop("lm_head.weight", None)  # a tied checkpoint may carry the embedding twice
-    # old checkpoints of Llama store the frequencies of the rotary embedding, which config.json defines
-    unused = (".rotary_emb.inv_freq", *(quantization.unused_tensors if quantization else ()))
-    files = {name: file for name, file in files.items() if not name.endswith(unused)}
+    files = {name: file for name, file in files.items() if not name.endswith(unused_names(model))}
     if files.keys() != loaders.keys():
         from nanovllm.utils.refusals import other_tensors
 
@@ -162,6 +158,15 @@ def load_model(
         from nanovllm.utils.refusals import bad_tensors
 
         raise bad_tensors(folder, broken, f"are NaN or infinite in {filled.dtype}")
+
+
+def unused_names(model: nn.Module) -> tuple[str, ...]:
+    """How the names of tensors end that a checkpoint may have, and `model` does not take."""
+    # a tied checkpoint may carry the embedding twice
+    tied = ("lm_head.weight",) if model.config.tie_word_embeddings else ()
+    scales = model.config.quantization.unused_tensors if model.config.quantization else ()
+    # old checkpoints of Llama store the frequencies of the rotary embedding, which config.json defines
+    return (".rotary_emb.inv_freq", *tied, *scales)
 
 
 def find_tensors(folder: Path, dtypes: tuple[str, ...] = FLOAT_DTYPES) -> dict[str, Path]:

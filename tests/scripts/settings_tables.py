@@ -5,7 +5,8 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 from nanovllm.config import Config
-from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.features.beam_params import BeamSearchParams
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.utils.flags import descriptions
 

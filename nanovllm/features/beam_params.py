@@ -1,0 +1,27 @@
+"""The parameters of a beam search, which check themselves."""
+
+from dataclasses import dataclass
+
+from nanovllm.utils.checks import check_bool, check_fields, check_int, check_real, checked
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchParams:
+    """The parameters of `LLM.beam_search`.
+
+    beam_width: the number of beams, and of answers; at most half the vocabulary.
+    max_tokens: maximum number of tokens of a beam.
+    length_penalty: the score of a beam is its cumulative log-probability / its number of tokens ** length_penalty.
+    ignore_eos: no beam ends before `max_tokens`.
+    """
+
+    beam_width: int
+    max_tokens: int
+    # within these bounds, number of tokens ** length_penalty does not overflow a float
+    length_penalty: float = checked(1.0, check_real, low=-10, high=10)
+    ignore_eos: bool = checked(False, check_bool)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("beam_width", "max_tokens"):
+            object.__setattr__(self, name, check_int(name, getattr(self, name), low=1))  # it is frozen

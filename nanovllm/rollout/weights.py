@@ -1,0 +1,229 @@
+"""New weights for a running engine, in place: their addresses stay, so CUDA graphs stay valid."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from nanovllm.engine.engine import Engine, UnavailableError
+from nanovllm.engine.engine_thread import EngineThread
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.graphs.buffers import largest_batch
+from nanovllm.moe.weights import split_experts
+from nanovllm.utils.loader import check_shape, find_tensors, open_safetensors, unused_names, weight_loaders
+
+LOADING = "the weights are being replaced: load_weights() has not returned yet"
+INCOMPLETE = "load_weights() has failed in the middle: load all weights, in one call, before the engine can generate"
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# formats of a checkpoint's 8-bit values, as safetensors names them
+QUANTIZED = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}
+
+
+def load_weights(llm: LLMEngine, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Replace weights of a running engine by tensors on any device, all of them or some, and empty the prefix cache.
+
+    `weights` are (name, tensor) as a checkpoint of the model has them, before layers are merged, divided over ranks or
+    quantized: the state dict of transformers' model. Where the engine's weights are 8-bit, it quantizes tensors of
+    other dtypes again; it also takes 8-bit values and scales as the checkpoint has them. The caller's thread iterates,
+    so a generator that makes one tensor at a time needs memory for one.
+
+    UnavailableError while there are requests, unless the engine is paused; and new requests get one until this returns.
+    Each tensor is checked before it is written: TypeError if it is none; ValueError that names it if the model has no
+    such tensor, or if it has another shape, is not floating point, NaN or infinite. If anything is raised after the
+    first write, the engine takes no requests until a call has loaded all weights.
+    """
+    update = WeightUpdate(llm.core)
+    _in_engine(llm.engine_thread, update.begin)
+    try:
+        for name, tensor in weights:
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                torch.cuda.current_stream(tensor.device).synchronize()  # the engine's thread has a stream of its own
+            _in_engine(llm.engine_thread, partial(update.load, name, tensor))
+    except BaseException as error:
+        may_have_written = update.has_written or not isinstance(error, Exception)  # Ctrl-C does not end `load`
+        update.end(is_complete=not (may_have_written or update.was_incomplete))
+        raise
+    update.end(is_complete=not update.was_incomplete or update.weights.has_all())
+
+
+def weights_of(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of the checkpoint in `folder`, by name, each read when it is asked for.
+
+    FileNotFoundError or ValueError that names the file if one is missing or broken.
+    """
+    files = find_tensors(Path(folder), ("F64", "F32", "F16", "BF16", *QUANTIZED.values()))
+    for file in sorted(set(files.values())):
+        with open_safetensors(file) as tensors:
+            for name in (name for name, holder in files.items() if holder == file):
+                yield name, tensors.get_tensor(name)
+
+
+def _in_engine(thread: EngineThread, work: Callable[[], None]) -> None:
+    """Do `work` in the engine's thread, between two steps. Its errors of these kinds are raised here, and end nothing.
+
+    Any other one ends all requests, as an error of a step does.
+    """
+
+    def error_of_work() -> Exception | None:
+        try:
+            return work()
+        except (ValueError, TypeError, UnavailableError) as error:
+            return error
+
+    if (error := thread.call(lambda: [error_of_work()])[0]) is not None:
+        raise error
+
+
+class WeightUpdate:
+    """One call of `load_weights`. The engine's thread calls `begin` and `load`, the caller's `end`."""
+
+    def __init__(self, core: Engine):
+        self.core = core
+        self.has_written = self.is_over = False
+
+    def begin(self) -> None:
+        scheduler, unavailable = self.core.scheduler, self.core.unavailable
+        if (state := unavailable.get("weights")) == LOADING:
+            raise UnavailableError(LOADING)
+        if scheduler.live and "paused" not in unavailable:
+            raise UnavailableError(f"{len(scheduler.live)} requests have not ended: call pause(), or let them end")
+        self.was_incomplete = state is not None
+        self.weights = ModelWeights(self.core.model_runner.model)
+        unavailable["weights"] = LOADING
+        scheduler.block_manager.clear_prefix_cache()  # no sequence holds blocks: there is none, or all are paused
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """Load a tensor on all ranks: on the others last, as what is wrong with it shows on rank 0."""
+        if self.is_over or self.weights.is_unused(name):
+            return
+        self.weights.check(name, tensor)
+        had_written, self.has_written = self.has_written, True
+        try:
+            self.weights.load(name, tensor)
+        except ValueError:
+            self.has_written = had_written  # a loader checks before it writes
+            raise
+        if self.core.workers.processes:
+            for part, words in parts_of(name, tensor, 4 * largest_batch(self.core.config)):
+                self.core.workers.send(part, words)
+
+    def end(self, is_complete: bool) -> None:
+        self.is_over = True
+        if is_complete:
+            self.core.unavailable.pop("weights", None)
+        else:
+            self.core.unavailable["weights"] = INCOMPLETE
+
+
+class ModelWeights:
+    """The tensors of a checkpoint that a rank's model has a place for."""
+
+    def __init__(self, model: nn.Module):
+        self.model, self.loaders = model, weight_loaders(model)
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of weights of which this rank may have no part
+        self._loaded: set[str] = set()
+        self._quantized: set[str] = set()  # those of `_loaded` whose scales were made here
+        for path, experts in model.named_modules():
+            for name, (parameter, ids) in getattr(experts, "tensors_of_experts", dict)().items():
+                self.loaders[f"{path}.{name}"] = parameter.weight_loader, [*ids]
+                if name.endswith(".weight"):
+                    self._shapes[f"{path}.{name}"] = experts.shard(ids[1]).shape
+        formats = model.config.quantization.dtypes if model.config.quantization else ()
+        self._dtypes = (*FLOATS, *(dtype for dtype, name in QUANTIZED.items() if name in formats))
+
+    def is_unused(self, name: str) -> bool:
+        return isinstance(name, str) and name.endswith(unused_names(self.model))
+
+    def check(self, name: str, tensor: torch.Tensor) -> None:
+        """The errors of `load_weights`, but for those of shapes that the loader itself checks before it writes."""
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"weights: {name!r:.80} has a {type(tensor).__name__}: must be a torch.Tensor")
+        if name not in self.loaders:
+            raise ValueError(f"weights: {name!r:.200}: the model has no such tensor")
+        if tensor.dtype not in self._dtypes:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in self._dtypes)
+            raise ValueError(f"{name}: its dtype is {str(tensor.dtype).removeprefix('torch.')}: must be one of {known}")
+        if name in self._shapes:
+            _named(name, check_shape, tensor, self._shapes[name])
+        values = tensor.float() if tensor.dtype in QUANTIZED else tensor.to(self.model.config.dtype)
+        if not values.isfinite().all():
+            raise ValueError(f"{name}: is NaN or infinite in {values.dtype}")
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        load, ids = self.loaders[name]
+        is_quantized = tensor.dtype in QUANTIZED
+        with torch.no_grad():
+            _named(name, load, TensorSlice(tensor) if is_quantized else tensor.detach(), *ids)
+        self._loaded.add(name)
+        if not is_quantized:
+            self._quantized.add(name)
+
+    def has_all(self) -> bool:
+        """Whether no weight of the model is left that was not loaded."""
+        loaders = weight_loaders(self.model)
+        split_experts(loaders, self.model, self._loaded)
+        left = loaders.keys() - self._loaded
+        return all(name.rpartition("_scale")[0] in self._quantized for name in left)
+
+
+def _named(name: str, work: Callable, *arguments: Any) -> None:
+    try:
+        work(*arguments)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+class TensorSlice:
+    """8-bit values with the methods of a safetensors slice."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return [*self._tensor.shape]
+
+    def get_dtype(self) -> str:
+        return QUANTIZED[self._tensor.dtype]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._tensor[index]
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+class TensorPart(NamedTuple):
+    """A message to another rank: bytes of a tensor, from `begin` on."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    num_bytes: int
+
+    def receive(self, words: np.ndarray, runner: Any, incoming: dict[Any, Any]) -> None:
+        """Keep the part in `incoming`, and load the tensor when it is the last one."""
+        if self.begin == 0:
+            size = math.prod(self.shape) * self.dtype.itemsize
+            incoming[self.name] = np.empty(size, np.uint8)
+        data, end = incoming[self.name], self.begin + self.num_bytes
+        data[self.begin : end] = words.view(np.uint8)[: self.num_bytes]
+        if end == len(data):
+            if ModelWeights not in incoming:
+                incoming[ModelWeights] = ModelWeights(runner.model)
+            tensor = torch.from_numpy(incoming.pop(self.name)).view(self.dtype).view(self.shape)
+            incoming[ModelWeights].load(self.name, tensor)
+
+
+def parts_of(name: str, tensor: torch.Tensor, max_bytes: int) -> Iterator[tuple[TensorPart, np.ndarray]]:
+    """A tensor as messages of at most so many bytes: each part, and its words."""
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    for begin in range(0, len(data), max_bytes):
+        part = data[begin : begin + max_bytes]
+        words = np.pad(part, (0, -len(part) % 4)).view(np.int32)
+        yield TensorPart(name, tensor.dtype, tuple(tensor.shape), begin, len(part)), words
