@@ -340,3 +340,64 @@ def test_what_folders_hold(tmp_path):
     assert {name for name, _ in weights_of(TINY)} == load_file(f"{TINY}/model.safetensors").keys()
     with pytest.raises(FileNotFoundError):
         next(weights_of(tmp_path))
+
+
+# -- the server --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def serve():
+    test_server = pytest.importorskip("test_server")
+    servers = []
+
+    def start(**settings):
+        servers.append(test_server.RunningServer(**settings))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def test_http(make_llm, serve, tmp_path):
+    httpx = pytest.importorskip("httpx")
+    perturbed(TINY, tmp_path / "new")
+    server = serve(enable_dev_endpoints=True, engine_settings={"logprobs_mode": "processed_logprobs"})
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        body = dict(prompt=PROMPTS[0], temperature=0, max_tokens=12, ignore_eos=True, return_token_ids=True)
+
+        def complete(**fields):
+            answer = client.post("/v1/completions", json=body | fields)
+            return answer.status_code, answer.json()
+
+        _, before = complete()
+        # a stream that is kept goes on
+        with client.stream("POST", "/v1/completions", json=body | {"stream": True, "max_tokens": 200}) as stream:
+            events = stream.iter_lines()
+            next(events)
+            assert client.post("/pause", params={"mode": "keep"}).json() == {"status": "paused"}
+            assert client.get("/is_paused").json() == {"is_paused": True}
+            status, refused = complete()
+            assert status == 503 and refused["error"]["code"] == "engine_unavailable"
+            answer = client.post("/update_weights", json={"path": str(tmp_path / "none")})
+            assert answer.status_code == 400 and str(tmp_path / "none") in answer.json()["error"]["message"]
+            answer = client.post("/update_weights", json={"path": str(tmp_path / "new")})
+            assert answer.json() == {"status": "updated"}
+            assert client.post("/resume").json() == {"status": "resumed"}
+            assert [*events][-2:][0] == "data: [DONE]"
+        assert client.post("/reset_prefix_cache").json() == {"success": True}
+        fresh = make_llm(str(tmp_path / "new"))
+        _, after = complete()
+        assert after["choices"][0]["token_ids"] == fresh.generate([PROMPTS[0]], GREEDY, use_tqdm=False)[0].token_ids
+        assert after["choices"][0]["token_ids"] != before["choices"][0]["token_ids"]
+        answer = client.post("/pause", params={"mode": "wait"})
+        assert answer.status_code == 400 and "must be one of 'abort', 'keep'" in answer.json()["error"]["message"]
+        # a token that a filter removes has no log-probability, and JSON has no infinity
+        _, answer = complete(temperature=1.0, top_k=1, logprobs=2, max_tokens=1)
+        values = [*answer["choices"][0]["logprobs"]["top_logprobs"][0].values()]
+        assert sorted(values) == [-9999.0, 0.0]
+
+
+def test_http_without_the_flag(serve):
+    httpx = pytest.importorskip("httpx")
+    assert httpx.post(f"{serve().url}/pause").status_code == 404

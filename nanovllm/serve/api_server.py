@@ -38,6 +38,10 @@ def create_app(
     api.add_routes(app)
     for module in (info_api, anthropic_api, responses_api):
         module.add_routes(app, api)
+    if settings.enable_dev_endpoints and llm.engine is not None:
+        from nanovllm.serve import dev_api  # only where it is asked for
+
+        dev_api.add_routes(app, llm.engine)
     routes = [route for route in app.routes if isinstance(route, APIRoute) and route.body_field is not None]
     endpoints = {route.path: endpoint(route, settings.request_timeout) for route in routes}
     if llm.engine is not None:  # the page shows the steps of one engine

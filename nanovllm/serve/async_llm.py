@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from nanovllm.engine.engine import UnavailableError
 from nanovllm.engine.outputs import OutputKind, StepOutput
 from nanovllm.engine.request import CompletionRequest
 from nanovllm.engine.stats import stats_of
@@ -51,6 +52,8 @@ class AsyncLLM(EngineClient):
     def _start(self, request: CompletionRequest, name: str) -> AsyncRequest:
         try:
             self._engine_thread.submit([request], self._collector)
+        except UnavailableError:  # for now
+            raise
         except RuntimeError as error:
             if not self._is_closing:  # then another rank is lost
                 self._end(error)

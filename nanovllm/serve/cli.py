@@ -135,6 +135,8 @@ def serve(options: argparse.Namespace) -> int:
     num_fronts = check_int("api_server_count", options.api_server_count, low=1)
     if num_fronts > 1 and options.data_parallel_size > 1:
         raise ValueError(f"api_server_count={num_fronts}: must be 1 with several replicas")
+    if settings.enable_dev_endpoints and max(num_fronts, options.data_parallel_size) > 1:
+        raise ValueError("enable_dev_endpoints: needs api_server_count=1 and data_parallel_size=1")
     if num_fronts > 1:
         from nanovllm.serve.fronts.engine_process import serve_by_fronts  # imported lazily, as few servers have them
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
+from nanovllm.engine.engine import UnavailableError
 from nanovllm.serve.engine_client import EngineDeadError, QueueFullError
 
 logger = logging.getLogger("nanovllm")
@@ -73,13 +74,15 @@ def api_error(error: BaseException, fields: Container[str] | None = None) -> Api
         return ApiError(error.status_code, str(error.detail))
     if isinstance(error, QueueFullError):
         return ApiError(429, f"the server is full: {error}", code="queue_full")
+    if isinstance(error, UnavailableError):
+        return ApiError(503, str(error), code="engine_unavailable")
     if isinstance(error, EngineDeadError):
         return ApiError(503, "the engine is not running", code="engine_dead")
     if isinstance(error, ClientGoneError):
         return ApiError(499, "the client has closed its connection")  # nothing reads this any more
     if isinstance(error, TimeoutError):
         return ApiError(504, "the request took longer than this server allows", code="timeout")
-    if isinstance(error, (ValueError, TypeError)) and fields is not None:
+    if isinstance(error, (ValueError, TypeError, FileNotFoundError)) and fields is not None:
         return _bad_request(str(error), fields)
     logger.error("a request failed", exc_info=error)
     return ApiError(500, "internal error")

@@ -1,0 +1,49 @@
+"""Routes for whoever trains the model that is served: pauses, new weights, an empty prefix cache.
+
+`--enable-dev-endpoints` adds them, as they are not for clients.
+"""
+
+from asyncio import to_thread
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from nanovllm.llm import LLM
+from nanovllm.rollout import weights_of
+from nanovllm.serve.errors import about
+from nanovllm.serve.http_responses import json_response
+
+
+class WeightsBody(BaseModel):
+    path: str
+
+
+def add_routes(app: FastAPI, llm: LLM) -> None:
+    async def pause(mode: str = "abort") -> Response:
+        with about(("mode",)):
+            await to_thread(llm.pause, mode)
+        return json_response({"status": "paused"})
+
+    async def resume() -> Response:
+        with about(()):
+            await to_thread(llm.resume)
+        return json_response({"status": "resumed"})
+
+    async def is_paused() -> Response:
+        return json_response({"is_paused": "paused" in llm.core.unavailable})
+
+    async def reset_prefix_cache() -> Response:
+        return json_response({"success": await to_thread(llm.reset_prefix_cache)})
+
+    async def update_weights(body: WeightsBody, request: Request) -> Response:
+        with about(("path",)):
+            await to_thread(lambda: llm.load_weights(weights_of(body.path)))
+        return json_response({"status": "updated"})
+
+    app.post("/pause")(pause)
+    app.post("/resume")(resume)
+    app.get("/is_paused")(is_paused)
+    app.post("/reset_prefix_cache")(reset_prefix_cache)
+    app.post("/update_weights")(update_weights)
