@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import CUDA, DEVICE, DTYPES, each_dtype
+from conftest import CUDA, DEVICE, DTYPES, each_dtype, randn
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -18,7 +18,7 @@ from transformers import (
 triton = pytest.importorskip("triton")
 
 from nanovllm.features.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, EditTables, penalize
-from nanovllm.features.logprobs import log_probabilities
+from nanovllm.features.logprobs import log_probabilities, token_logprobs
 from nanovllm.kernels import filters, ops, penalties, sampling_columns
 from nanovllm.kernels.sampling_columns import COLUMNS, WIDTH, column
 from nanovllm.layers import sampler as plain
@@ -301,6 +301,22 @@ def test_log_probabilities_are_in_order(most, dtype):
         assert order[ranks[i] - 1] == chosen[i]
     torch.testing.assert_close(values, logits.float().log_softmax(-1).gather(1, ids))
     assert ranks[3] == 1
+
+
+@each_dtype
+@pytest.mark.parametrize("num_rows, vocab_size", [(1, 1), (3, 1000), (2, 2049)])
+def test_token_logprobs(num_rows, vocab_size, dtype):
+    logits = (randn(num_rows, vocab_size + 3, dtype=dtype) * 3)[:, :vocab_size]  # rows that do not follow each other
+    token_ids = torch.arange(num_rows, device=DEVICE, dtype=torch.int32) * 700 % vocab_size
+    if vocab_size > 1:
+        logits[0, 1:1000] = -torch.inf  # more than a tile
+        logits[-1] = logits[-1].round()  # many are equal
+    expected = logits.double().log_softmax(-1).gather(1, token_ids[:, None].long()).squeeze(1)
+    for compute in (ops.token_logprobs, token_logprobs.__wrapped__):
+        logprobs, ranks = compute(logits, token_ids)
+        torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+        for row, token_id, rank in zip(logits.tolist(), token_ids.tolist(), ranks.tolist()):
+            assert sorted(range(vocab_size), key=lambda i: (-row[i], i))[rank - 1] == token_id
 
 
 # -- biases and penalties ----------------------------------------------------------------------------------------------

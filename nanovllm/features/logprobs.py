@@ -20,6 +20,7 @@ from nanovllm.engine.outputs import Logprob
 from nanovllm.engine.request_tables import ForwardOutput, SamplerInput
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
+from nanovllm.kernels import operation
 from nanovllm.layers.sampler import logit_cutoffs, token_keys
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
@@ -146,7 +147,7 @@ class PendingLogprobs:
     @torch.inference_mode()
     def __init__(self, requests: np.ndarray, runner: Any, output: ForwardOutput):
         """`requests` [n, 4] are LogprobRequests."""
-        self._requests = [LogprobRequest(*row) for row in requests.tolist()]
+        self._requests = requests.tolist()  # of LogprobRequests, whose many objects would take longer than the rest
         on_device = self._compute(runner, output)
         runner.tp.barrier(output.token_ids.device)  # no rank overwrites peer memory that another still reads
         on_host = [torch.empty_like(x, device="cpu", pin_memory=x.is_cuda) for x in on_device]
@@ -159,10 +160,9 @@ class PendingLogprobs:
         rounding of a matrix product depends on its number of rows; so a greedy token has rank 1 here too.
         """
         requests, hidden_states = self._requests, output.hidden_states
-        num_prompt = sum(request.token_id >= 0 for request in requests)
-        num_top = max(request.num_top for request in requests)
-        columns = torch.tensor([request[1:] for request in requests], device="cpu", pin_memory=hidden_states.is_cuda)
-        rows, indices, chosen = columns.to(hidden_states.device, non_blocking=True).unbind(1)
+        columns = torch.tensor(requests, device="cpu", pin_memory=hidden_states.is_cuda)
+        num_prompt, num_top = int((columns[:, 3] >= 0).sum()), int(columns[:, 0].max())
+        _, rows, indices, chosen = columns.to(hidden_states.device, non_blocking=True).unbind(1)
         chosen = torch.cat((chosen[:num_prompt], output.token_ids[indices[num_prompt:]]))
         pieces = []
         for first in range(0, num_prompt, MAX_LOGPROB_ROWS):
@@ -180,12 +180,14 @@ class PendingLogprobs:
         """The result, once the device has finished the step."""
         prompt_logprobs, logprobs = defaultdict(list), {}
         for request, ids, values, rank in zip(self._requests, *(x.tolist() for x in self._on_host)):
+            num_top, _, result_index, token_id = request
             found = {ids[0]: (values[0], rank)}
-            found |= zip(ids[1 : request.num_top + 1], zip(values[1:], count(1)))
-            if request.token_id < 0:
-                logprobs[request.result_index] = found
+            if num_top:
+                found |= zip(ids[1 : num_top + 1], zip(values[1:], count(1)))
+            if token_id < 0:
+                logprobs[result_index] = found
             else:
-                prompt_logprobs[request.result_index].append(found)
+                prompt_logprobs[result_index].append(found)
         return StepLogprobs(
             [logprobs.get(i) for i in range(len(step.sampled_seqs) * step.tokens_per_row)],
             [prompt_logprobs.get(i) for i in range(len(step.chunks))],
@@ -208,12 +210,28 @@ def sampled_logits(runner: Any, x: SamplerInput) -> torch.Tensor:
     return logits.float() / temperatures.where(temperatures > 0, 1).unsqueeze(1)
 
 
+@operation
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities [S] float32 of `token_ids` [S], one of each row of logits [S, vocabulary], and their ranks [S].
+
+    Before a token are those with a larger logit, and of equal ones those with a lower id.
+    """
+    logits, token_ids = logits.float(), token_ids.unsqueeze(1).long()
+    chosen = logits.gather(1, token_ids)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    is_before = (logits > chosen) | ((logits == chosen) & (ids < token_ids))
+    return chosen.squeeze(1) - logits.logsumexp(1), is_before.sum(1, dtype=torch.int32) + 1
+
+
 def log_probabilities(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
     """Log-probabilities of `token_ids` [S] and of the `num_top` most likely tokens (all, if there are fewer).
 
     Returns three tensors. Ids and log-probabilities [S, 1 + num_top]: first of `token_ids`, then of the top tokens in
     descending order of `token_keys`. Ranks [S] of `token_ids` in that order; 1 is the most likely token.
     """
+    if num_top == 0:
+        logprobs, ranks = token_logprobs(logits, token_ids)
+        return token_ids.int().unsqueeze(1), logprobs.unsqueeze(1), ranks
     logits, token_ids = logits.float(), token_ids.unsqueeze(1).long()
     keys = token_keys(logits, torch.arange(logits.shape[1], device=logits.device))
     ranks = (keys > keys.gather(1, token_ids)).sum(-1) + 1

@@ -12,6 +12,7 @@ from nanovllm.kernels.filters import logit_cutoffs
 from nanovllm.kernels.gemv import gemv
 from nanovllm.kernels.host_memory import copy_from_host, copy_to_host
 from nanovllm.kernels.layernorm import rms_norm
+from nanovllm.kernels.logprobs import token_logprobs
 from nanovllm.kernels.mix_experts import mix_experts
 from nanovllm.kernels.norm_rope_store import norm_rope_store
 from nanovllm.kernels.peers import all_reduce_max, gather_columns, sum_rms_norm

@@ -1,0 +1,41 @@
+"""The log-probability of one token of each row, in one pass over its logits; features/logprobs.py defines it."""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.dependent_launch import launch_ordinary
+
+
+@triton.jit
+def _token_logprobs_kernel(logits_ptr, ids_ptr, logprobs_ptr, ranks_ptr, vocab_size, stride, TILE: tl.constexpr):
+    row = tl.program_id(0)
+    logits = logits_ptr + row.to(tl.int64) * stride
+    token_id = tl.load(ids_ptr + row)
+    chosen = tl.load(logits + token_id).to(tl.float32)
+    # each lane has the largest of its logits so far, and the sum of their exponentials relative to it
+    largest = tl.full([TILE], float("-inf"), tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    num_before = tl.zeros([TILE], tl.int32)
+    for begin in range(0, vocab_size, TILE):
+        column = begin + tl.arange(0, TILE)
+        logit = tl.load(logits + column, column < vocab_size, float("-inf")).to(tl.float32)
+        num_before += ((logit > chosen) | ((logit == chosen) & (column < token_id))).to(tl.int32)
+        new_largest = tl.maximum(largest, logit)
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a difference of infinities would be NaN
+        total = total * tl.exp(largest - shift) + tl.exp(logit - shift)
+        largest = new_largest
+    maximum = tl.max(largest, 0)
+    log_sum = maximum + tl.log(tl.sum(total * tl.exp(largest - maximum), 0))
+    tl.store(logprobs_ptr + row, chosen - log_sum)
+    tl.store(ranks_ptr + row, 1 + tl.sum(num_before, 0))
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    num_rows, vocab_size = logits.shape
+    logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    ranks = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    launch_ordinary(_token_logprobs_kernel, (num_rows,))(
+        logits, token_ids, logprobs, ranks, vocab_size, logits.stride(0), TILE=1024, num_warps=4
+    )
+    return logprobs, ranks
