@@ -587,6 +587,45 @@ def test_nothing_moves_when_the_page_is_paused(server, browser):
         assert browser.run("document.documentElement.scrollWidth <= innerWidth")
 
 
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1440, 1366, 1100, 900, 400])
+def test_nothing_moves_while_sequences_come_and_go(browser, tmp_path, width):
+    """Whether none or 64 run, whether some wait, and whatever numbers stand beside the curves."""
+    engine, path = Clockwork(num_seqs=64, num_blocks=200), tmp_path / "run.html"
+    recorder = StepRecorder(engine)
+    recorder.start()
+    engine.run()
+    path.write_text(render_page(recorder.frames_since(0)[0]))
+    browser.set_window(width, 900, prefers_color_scheme="light")
+    browser.open(path.as_uri())
+    ids = ["blocks-title", "sequences-title", "curves"]
+    states = [f"show(Math.round(player.end * {part})), draw()" for part in (0, 0.1, 0.4, 0.7, 1)]
+    states += [f"CURVES.forEach((curve) => curve.value.textContent = '{text}')" for text in ("idle", "up to 1,888 ms")]
+    shown = f"{ids}.map((id) => byId(id).getBoundingClientRect().y)"
+    places = {(*browser.run(f"{state}; {shown}.concat(byId('curves').offsetHeight, grid.width)"),) for state in states}
+    assert len(places) == 1
+    numbers = "[...player.frames.keys()].map((i) => (player.seek(i), [player.view.waiting[0], player.view.seqs.size]))"
+    waiting, alive = zip(*browser.run(numbers))
+    assert max(waiting) > 12 and max(alive) == 64
+    if width == 1440:
+        assert browser.run("byId('engine').scrollHeight <= byId('engine').clientHeight")
+
+
+@pytest.mark.browser
+def test_a_window_without_width_breaks_nothing(browser, tmp_path):
+    engine, path, num_problems = Clockwork(num_seqs=6, num_blocks=5000), tmp_path / "run.html", len(browser.problems)
+    recorder = StepRecorder(engine)
+    recorder.start()
+    engine.step()
+    path.write_text(render_page(recorder.frames_since(0)[0]))
+    browser.set_window(1, 900, prefers_color_scheme="light")
+    browser.open(path.as_uri())
+    assert browser.run("draw(), byId('grid').parentElement.clientWidth") == 0
+    browser.set_window(1440, 900, prefers_color_scheme="light")
+    browser.wait_for("grid.width > 400 && grid.columns > 10")
+    assert browser.problems[num_problems:] == []
+
+
 @pytest.fixture(scope="module")
 def whole_server():
     """The server of the command line, with the cache that it gives to the bundled model; its address."""
