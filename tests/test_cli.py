@@ -218,10 +218,30 @@ def test_generate(capsys):
         ([], "nanovllm: error: the following arguments are required: COMMAND; see nanovllm --help"),
         (["generate"], "nanovllm generate: error: the following arguments are required: MODEL, PROMPT; see "),
         (["serve"], "nanovllm serve: error: the following arguments are required: MODEL; see nanovllm serve --help"),
-        (["generate", "m", "p", "--max-tok=3"], "nanovllm: error: unrecognized arguments: --max-tok=3; see "),
-        (["serve", "m", "--max-num-s=3"], "nanovllm: error: unrecognized arguments: --max-num-s=3; see "),
-        (["chat", "m", "--temp=3"], "nanovllm: error: unrecognized arguments: --temp=3; see "),
-        (["bench", "--num-s=3"], "nanovllm bench: error: unrecognized arguments: --num-s=3; see "),
+        (
+            ["generate", "m", "p", "--max-tok=3"],
+            "error: unrecognized arguments: --max-tok=3 (did you mean --max-tokens?); see nanovllm generate --help",
+        ),
+        (
+            ["serve", "m", "--max-num-s=3"],
+            "nanovllm serve: error: unrecognized arguments: --max-num-s=3 (did you mean --max-num-seqs?)",
+        ),
+        (
+            ["serve", "m", "n", "--zzz"],
+            "nanovllm serve: error: unrecognized arguments: n --zzz; see nanovllm serve --help",
+        ),
+        (["serve", "m", "--response-role=x"], "nanovllm serve: error: response_role='x'"),
+        (
+            ["chat", "m", "--temp=3"],
+            "nanovllm chat: error: unrecognized arguments: --temp=3 (did you mean --temperature?)",
+        ),
+        (
+            ["bench", "--num-s=3"],
+            "nanovllm bench: error: unrecognized arguments: --num-s=3 (did you mean --num-seqs?); see ",
+        ),
+        (["chat"], "nanovllm chat: needs a MODEL, or the --url of a server"),
+        (["generate", "tiny-qwen3", "p", "--max-tokens=0"], "nanovllm generate: max_tokens=0: must be at least 1"),
+        (["chat", "../nothing"], "nanovllm chat: model='../nothing': no such folder"),
         (["--vers"], "nanovllm: error: "),
         (["generate", "tiny-qwen", "p"], "model='tiny-qwen': no such folder; did you mean 'tiny-qwen3'?"),
         (["chat", "tiny_qwen3"], "nanovllm chat: model='tiny_qwen3': no such folder; did you mean 'tiny-qwen3'?"),
@@ -240,8 +260,11 @@ def test_version(capsys):
     assert (end.value.code, capsys.readouterr().out) == (0, f"nanovllm {nanovllm.__version__}\n")
 
 
-@pytest.mark.parametrize("arguments", ["--help", "--version", "", *(f"{name} --help" for name in cli.COMMANDS)])
-def test_help_needs_no_torch(arguments):
+NO_TORCH = ["--help", "--version", "", *(f"{name} --help" for name in cli.COMMANDS), "chat", "chat m --url http://x"]
+
+
+@pytest.mark.parametrize("arguments", NO_TORCH)
+def test_help_and_a_chat_with_a_server_need_no_torch(arguments):
     """Half a second of a processor's time at most, the best of three; the clock would count other programs, too."""
     code = "import sys, time; from nanovllm.serve import cli\ntry: cli.main(sys.argv[1:])\nfinally: "
     code += "print({'torch', 'transformers', 'fastapi', 'safetensors'} & {*sys.modules}, file=sys.stderr); "
@@ -249,7 +272,7 @@ def test_help_needs_no_torch(arguments):
     seconds = []
     for _ in range(3):
         command = [sys.executable, "-c", code, *arguments.split()]
-        ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+        ended = subprocess.run(command, env=ENVIRONMENT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         *_, imported, used = ended.stderr.splitlines()
         assert imported == "set()"
         seconds.append(float(used))

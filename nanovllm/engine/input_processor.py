@@ -159,7 +159,7 @@ class InputProcessor:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         check_unicode("prompt", text)
         with self.tokenizer_lock:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
 
 
 def _derived_seed(seed: int, number: int) -> int:

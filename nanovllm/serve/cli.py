@@ -63,7 +63,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     try:
         rest, settings = translate_flags(arguments[1:], own)
     except ValueError as error:
-        parser.error(str(error))
+        commands["serve"].error(str(error))
     return parser.parse_args(["serve", *rest], argparse.Namespace(vllm_settings=settings))
 
 
@@ -121,7 +121,8 @@ def add_serve_flags(command: Parser) -> None:
 
 def serve(options: argparse.Namespace) -> int:
     try:
-        from nanovllm.serve import server
+        with waiting_for("Starting"):
+            from nanovllm.serve import server  # with PyTorch, which takes seconds
     except ImportError as error:
         raise ImportError(f"{error.name} is not installed; pip install 'nano-vllm[serve]'") from error
 

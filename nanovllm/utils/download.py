@@ -4,7 +4,7 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 PLAIN_FILES = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
 DUPLICATES = ["consolidated*"]  # Mistral's own format, beside the files that transformers reads
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"

@@ -7,6 +7,7 @@ import re
 import types
 from collections.abc import Container, Sequence
 from dataclasses import MISSING, Field, fields
+from difflib import get_close_matches
 from typing import Any, NoReturn, Union, get_args, get_origin
 
 
@@ -15,6 +16,16 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, allow_abbrev=False, **options)
+
+    def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
+        """Nothing may be left over; that of a command is the command's own error, and its help has the flags."""
+        parsed, rest = super().parse_known_args(*arguments, **options)
+        if rest:
+            typed, flags = rest[0].partition("=")[0], [*self._option_string_actions]
+            meant = [flag for flag in flags if flag.startswith(typed)][:3] or get_close_matches(typed, flags, n=1)
+            hint = f" (did you mean {' or '.join(meant)}?)" if meant else ""
+            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        return parsed, rest
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
@@ -55,16 +66,9 @@ def _items(values: list[str]) -> list[str]:
 def descriptions(settings: type) -> dict[str, str]:
     """The text after `name: ` in a docstring, with its continuation lines, which are indented."""
     found: dict[str, str] = {}
-    name = ""
-    for line in inspect.cleandoc(settings.__doc__ or "").splitlines():  # Python 3.13 removes the indentation itself
-        if match := re.match(r"(\w+(?:, \w+)*): (.*)", line):
-            name, text = match[1], match[2]
-        elif line.startswith("    ") and name:
-            text = f"{found[name]} {line.strip()}"
-        else:
-            name = ""
-            continue
-        found |= dict.fromkeys([name, *name.split(", ")], text)
+    text = inspect.cleandoc(settings.__doc__ or "")  # Python 3.13 removes the indentation itself
+    for names, lines in re.findall(r"^(\w+(?:, \w+)*): (.*(?:\n    .*)*)", text, re.MULTILINE):
+        found |= dict.fromkeys(names.split(", "), " ".join(lines.split()))
     return found
 
 

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from dataclasses import replace
+from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
@@ -41,16 +42,22 @@ def add_flags_of(name: str, parser: argparse.ArgumentParser) -> None:
     _add_settings(parser, CHAT_SAMPLING)
 
 
+def _load(options: argparse.Namespace) -> Any:
+    """The LLM."""
+    SamplingParams(**given(options, SamplingParams))  # errors before the model is loaded
+    with waiting_for(f"Loading {options.model}"):
+        from nanovllm.llm import LLM  # PyTorch, which takes seconds
+
+        return LLM(options.model, **given(options, Config, skip=NO_ENGINE_FLAGS))
+
+
 def generate(options: argparse.Namespace) -> int:
-    from nanovllm.llm import LLM
     from nanovllm.serve.terminal.conversation import Answer
     from nanovllm.serve.terminal.lines import write
     from nanovllm.serve.terminal.sources import Piece
 
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
-    with waiting_for(f"Loading {options.model}"):
-        llm = LLM(options.model, **given(options, Config, skip=NO_ENGINE_FLAGS))
-    with llm:
+    with _load(options) as llm:
         is_chat = llm.tokenizer.chat_template is not None if options.chat is None else options.chat
         prompt = [{"role": "user", "content": text}] if is_chat else text
         params = replace(llm.get_default_sampling_params(), **given(options, SamplingParams))
@@ -69,22 +76,17 @@ def generate(options: argparse.Namespace) -> int:
 
 
 def chat(options: argparse.Namespace) -> int:
+    if options.model is None and options.url is None:
+        raise ValueError("needs a MODEL, or the --url of a server")
     from nanovllm.serve.terminal.conversation import Conversation
     from nanovllm.serve.terminal.sources import LocalModel, Server
 
-    params, settings = given(options, SamplingParams), given(options, Config, skip=NO_ENGINE_FLAGS)
+    params = given(options, SamplingParams)
     if options.url is not None:
-        if settings:
+        if settings := given(options, Config, skip=NO_ENGINE_FLAGS):
             raise ValueError(f"{', '.join(settings)}: set an engine, but the server at --url has its own")
         keys = (options.api_key, os.environ.get("NANOVLLM_API_KEY"), os.environ.get("OPENAI_API_KEY"))
         server = Server(options.url, options.model, next(filter(None, keys), None))
         return Conversation(server, params, CHAT_SAMPLING, options.system).run()
-    if options.model is None:
-        raise ValueError("needs a MODEL, or the --url of a server")
-    from nanovllm.llm import LLM
-
-    SamplingParams(**params)  # errors before the model is loaded
-    with waiting_for(f"Loading {options.model}"):
-        llm = LLM(options.model, **settings)
-    with llm:
+    with _load(options) as llm:
         return Conversation(LocalModel(llm, options.model), params, CHAT_SAMPLING, options.system).run()

@@ -13,7 +13,6 @@ from urllib.request import Request, urlopen
 from nanovllm.engine.request import Message
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.reasoning import ReasoningParser, begins_inside
-from nanovllm.utils.loader import BUNDLED
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -51,6 +50,8 @@ class LocalModel:
     """A model in this process."""
 
     def __init__(self, llm: "LLM", name: str):
+        from nanovllm.utils.loader import BUNDLED  # PyTorch, which a chat with a server does without
+
         if llm.tokenizer.chat_template is None:
             raise ValueError(f"model={name!r}: has no chat template; `nanovllm generate` completes a text")
         self.llm, self.name = llm, name

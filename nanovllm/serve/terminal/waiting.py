@@ -26,6 +26,7 @@ def waiting_for(text: str) -> Iterator[None]:
             bar.start_t -= DELAY
             while not is_done.wait(0.25):
                 bar.refresh()
+        sys.stderr.write("\033[K\r")  # what a terminal has shown of a Ctrl-C
 
     thread = threading.Thread(target=show, daemon=True)
     thread.start()
