@@ -23,7 +23,9 @@ def main() -> None:
     model, max_tokens, temperature = (settings.pop(name) for name in ("model", "max_tokens", "temperature"))
 
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("nanovllm").setLevel(logging.INFO)  # a line on what runs, once the engine has started
+    logger = logging.getLogger("nanovllm")
+    logger.setLevel(logging.INFO)  # a line on what runs, once the engine has started
+    logger.info("Loading %s", model)
     with LLM(model, **settings) as llm:
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
         conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
