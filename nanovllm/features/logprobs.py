@@ -31,14 +31,17 @@ MAX_LOGPROB_ROWS = 64  # computed at a time, as log-probabilities take more memo
 # (log-probability, rank) by token id: first the token of the text, then the most likely ones in descending order. The
 # most likely token has rank 1; of equally likely tokens the one with the lower id comes first.
 Logprobs = dict[int, tuple[float, int]]
+# the same as a tuple of its items, which is how they are kept: Python's garbage collector soon leaves tuples of numbers
+# alone, and so many dicts would make it go through all objects of the process again and again
+KeptLogprobs = tuple[tuple[int, tuple[float, int]], ...]
 
 
 class SequenceLogprobs:
     """The log-probabilities of a sequence that have arrived."""
 
     def __init__(self) -> None:
-        self.of_tokens: list[Logprobs] = []  # for each generated token
-        self.of_prompt: list[Logprobs | None] = [None]  # for each token of the prompt; the first has none
+        self.of_tokens: list[KeptLogprobs] = []  # for each generated token
+        self.of_prompt: list[KeptLogprobs | None] = [None]  # for each token of the prompt; the first has none
         self.candidates: Logprobs = {}  # for the next token, of a sequence that pauses
 
     def take_candidates(self) -> Logprobs:
@@ -103,14 +106,15 @@ class TokenLogprobs(StepFeature):
             return
         for (seq, start, _), found in zip(step.chunks, result.of_prompts):
             if found:
-                seq.feature_state["logprobs"].of_prompt[start + 1 : start + 1 + len(found)] = found
+                kept = (tuple(each.items()) for each in found)
+                seq.feature_state["logprobs"].of_prompt[start + 1 : start + 1 + len(found)] = kept
         for i, seq in arrived.items():
             if (of_token := result.of_tokens[i]) is None:
                 continue
             if seq.pauses:
                 seq.feature_state["logprobs"].candidates = of_token
             else:
-                seq.feature_state["logprobs"].of_tokens.append(of_token)
+                seq.feature_state["logprobs"].of_tokens.append(tuple(of_token.items()))
 
 
 class LogprobRequest(NamedTuple):
@@ -286,13 +290,13 @@ class LogprobTexts:
         self._token_bytes, self._detokenize = token_bytes, detokenize
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
-    def add(self, logprobs: Iterable[Logprobs | None]) -> list[dict[int, Logprob]]:
+    def add(self, logprobs: Iterable[KeptLogprobs | None]) -> list[dict[int, Logprob]]:
         """The next tokens. The first entry of each dict is the token itself, the others are alternatives to it."""
         result = []
         for found in logprobs:
             assert found, "a token without log-probabilities"
-            text_of = self.decode(next(iter(found)), found) if self._detokenize else {}
-            result.append({i: Logprob(*value, text_of.get(i)) for i, value in found.items()})
+            text_of = self.decode(found[0][0], (i for i, _ in found)) if self._detokenize else {}
+            result.append({i: Logprob(*value, text_of.get(i)) for i, value in found})
         return result
 
     def decode(self, token_id: int, alternatives: Iterable[int] = ()) -> dict[int, str]:
