@@ -313,7 +313,7 @@ BUDGETS = {
     "kernels": 2395,
     "distributed": 535,
     "models": 310,
-    "features": 725,
+    "features": 730,
     "graphs": 200,
     "startup": 240,
     "mixture of experts": 750,
