@@ -6,7 +6,14 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch, prefetch_rows
+from nanovllm.kernels.dependent_launch import (
+    dependent_kernel,
+    gdc_launch_and_wait,
+    gdc_launch_dependents,
+    gdc_wait,
+    launch,
+    prefetch_rows,
+)
 
 
 @triton.jit
@@ -81,6 +88,30 @@ def reads_in_a_function(x_ptr, PDL: tl.constexpr):
 
 
 @triton.jit
+def reads_one_of_several(x_ptrs, PDL: tl.constexpr):
+    _, second_ptr = x_ptrs
+    load_at(second_ptr, 3)
+    gdc_wait()
+
+
+@triton.jit
+def reads_a_named_one(x_ptrs, PDL: tl.constexpr):
+    tl.load(x_ptrs.scale + 3)
+    gdc_wait()
+
+
+@triton.jit
+def reads_and_then_begins(x_ptr, PDL: tl.constexpr):
+    tl.load(x_ptr)
+    gdc_launch_and_wait(PDL)
+
+
+@triton.jit
+def begins_for_another_reason(x_ptr, IS_LARGE: tl.constexpr, PDL: tl.constexpr):
+    gdc_launch_and_wait(IS_LARGE)
+
+
+@triton.jit
 def reads_a_tile(x_tiles, PDL: tl.constexpr):
     x_tiles.load([0, 0])
     gdc_wait()
@@ -138,6 +169,10 @@ def test_a_kernel_that_keeps_the_contract():
         (reads, "reads .*'x_ptr'"),
         (reads_by_another_name, "reads .*'x_ptr'"),
         (reads_in_a_function, "reads .*'x_ptr'"),
+        (reads_one_of_several, "reads .*'x_ptrs'"),
+        (reads_a_named_one, "reads .*'x_ptrs'"),
+        (reads_and_then_begins, "reads .*'x_ptr'"),
+        (begins_for_another_reason, "never waits"),
         (reads_a_tile, "reads .*'x_tiles'"),
         (reads_a_pointer, "not derived from a parameter"),
         (writes, "writes memory"),

@@ -35,17 +35,22 @@ from nanovllm.kernels.launch_contract import check_early_reads
 __all__ = [
     "compile_only",
     "dependent_kernel",
+    "gdc_launch_and_wait",
     "gdc_launch_dependents",
     "gdc_wait",
     "has_tma",
     "launch",
     "launch_ordinary",
+    "next_power_of_2",
     "num_sms",
     "prefetch_rows",
 ]
 
 
 IS_TRITON_3_4 = not hasattr(triton, "AsyncCompileMode")  # the oldest that is supported
+
+# for kernels
+next_power_of_2 = tl.constexpr_function(triton.next_power_of_2) if IS_TRITON_3_4 else triton.next_power_of_2
 
 
 class DependentKernel:
@@ -61,6 +66,14 @@ class DependentKernel:
 def dependent_kernel(early: tuple[str, ...] = ()) -> Callable[..., DependentKernel]:
     """A decorator for a `triton.jit` kernel; `early` names the pointer parameters that it reads before it waits."""
     return partial(DependentKernel, early=early)
+
+
+@triton.jit
+def gdc_launch_and_wait(PDL: tl.constexpr):
+    """The first line of a kernel that does nothing before it waits."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit

@@ -4,13 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import launch_ordinary
+from nanovllm.kernels.dependent_launch import launch_ordinary, next_power_of_2
 
 
 @triton.jit
-def _embed_range_kernel(ids_ptr, weight_ptr, out_ptr, first_id, num_ids, N: tl.constexpr, BLOCK: tl.constexpr):
+def _embed_range_kernel(ids_ptr, weight_ptr, out_ptr, first_id, num_ids, N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    col = tl.arange(0, BLOCK)
+    col = tl.arange(0, next_power_of_2(N))
     at = tl.load(ids_ptr + row).to(tl.int64) - first_id
     width = tl.where((at >= 0) & (at < num_ids), N, 0)
     tl.store(out_ptr + row * N + col, tl.load(weight_ptr + at * N + col, col < width, 0.0), col < N)
@@ -23,6 +23,4 @@ def embed_range(token_ids: torch.Tensor, weight: torch.Tensor, first_id: int, ou
     attention reads early (dependent_launch.py).
     """
     num_ids, n = weight.shape
-    launch_ordinary(_embed_range_kernel, (len(token_ids),))(
-        token_ids, weight, out, first_id, num_ids, N=n, BLOCK=triton.next_power_of_2(n)
-    )
+    launch_ordinary(_embed_range_kernel, (len(token_ids),))(token_ids, weight, out, first_id, num_ids, N=n)

@@ -1,55 +1,51 @@
 """y = x W^T + b for a single row of x, with the norm before it and the activation after it; bound by reading W."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.tiles import Tiles
+
+
+class Inputs(NamedTuple):
+    """What makes the row that is multiplied; None where there is none."""
+
+    x: torch.Tensor
+    residual: torch.Tensor | None
+    total: torch.Tensor  # takes x + residual
+    norm_weight: torch.Tensor | None
 
 
 @triton.jit
-def _load_input(
-    x_ptr, residual_ptr, sum_ptr, norm_weight_ptr, k, inside, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr
-):
+def _load_input(x_ptrs, k, inside):
     """A tile of the row that is multiplied, not yet divided by its root mean square, and the squares for that."""
-    x = tl.load(x_ptr + k, inside, 0.0).to(tl.float32)
+    x = tl.load(x_ptrs.x + k, inside, 0.0).to(tl.float32)
     squares = x
-    if HAS_NORM:
-        if HAS_RESIDUAL:
-            summed = (x + tl.load(residual_ptr + k, inside, 0.0).to(tl.float32)).to(sum_ptr.dtype.element_ty)
+    if x_ptrs.norm_weight is not None:
+        if x_ptrs.residual is not None:
+            total = x + tl.load(x_ptrs.residual + k, inside, 0.0).to(tl.float32)
+            total = total.to(x_ptrs.total.dtype.element_ty)
             if tl.program_id(0) == 0:
-                tl.store(sum_ptr + k, summed, inside)
-            x = summed.to(tl.float32)
+                tl.store(x_ptrs.total + k, total, inside)
+            x = total.to(tl.float32)
         squares = x * x
-        x = x * tl.load(norm_weight_ptr + k, inside, 0.0).to(tl.float32)
+        x = x * tl.load(x_ptrs.norm_weight + k, inside, 0.0).to(tl.float32)
     return x[None, :], squares
 
 
-@dependent_kernel(early=("w_ptr", "bias_ptr"))
+@dependent_kernel(early=("w_ptrs",))
 @triton.jit
 def _gemv_kernel(
-    x_ptr,
-    residual_ptr,
-    sum_ptr,
-    norm_weight_ptr,
-    w_ptr,
-    bias_ptr,
-    out_ptr,
-    N,
-    eps,
-    K: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    GATED: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptrs, w_ptrs, out_ptr, N, eps, K: tl.constexpr, TILES: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr
 ):
     if PDL:
         gdc_launch_dependents()
-    n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
-    k = tl.arange(0, TILE_K)
+    w_ptr, bias_ptr = w_ptrs
+    n = tl.program_id(0) * TILES.tile_n + tl.arange(0, TILES.tile_n)
+    k = tl.arange(0, TILES.tile_k)
     rows = (n < N)[:, None]
     w = w_ptr + n[:, None].to(tl.int64) * K + k[None, :]
     up = w + N * K
@@ -57,30 +53,30 @@ def _gemv_kernel(
     w_tile = tl.load(w, rows & (k < K)[None, :], 0.0).to(tl.float32)
     if GATED:
         up_tile = tl.load(up, rows & (k < K)[None, :], 0.0).to(tl.float32)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         bias = tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)
         if GATED:
             up_bias = tl.load(bias_ptr + N + n, n < N, 0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-    x, squares = _load_input(x_ptr, residual_ptr, sum_ptr, norm_weight_ptr, k, k < K, HAS_NORM, HAS_RESIDUAL)
+    x, squares = _load_input(x_ptrs, k, k < K)
     acc = w_tile * x
     if GATED:
         up_acc = up_tile * x
-    for begin in tl.range(TILE_K, K, TILE_K, num_stages=3):
+    for begin in tl.range(TILES.tile_k, K, TILES.tile_k, num_stages=TILES.stages):
         at = begin + k
-        x, more = _load_input(x_ptr, residual_ptr, sum_ptr, norm_weight_ptr, at, at < K, HAS_NORM, HAS_RESIDUAL)
+        x, more = _load_input(x_ptrs, at, at < K)
         squares += more
         acc += tl.load(w + begin, rows & (at < K)[None, :], 0.0).to(tl.float32) * x
         if GATED:
             up_acc += tl.load(up + begin, rows & (at < K)[None, :], 0.0).to(tl.float32) * x
-    scale = tl.rsqrt(tl.sum(squares, 0) / K + eps) if HAS_NORM else 1.0
+    scale = tl.rsqrt(tl.sum(squares, 0) / K + eps) if x_ptrs.norm_weight is not None else 1.0
     y = tl.sum(acc, 1) * scale
-    if HAS_BIAS:
+    if bias_ptr is not None:
         y += bias
     if GATED:
         up_y = tl.sum(up_acc, 1) * scale
-        if HAS_BIAS:
+        if bias_ptr is not None:
             up_y += up_bias
         y = y / (1.0 + tl.exp(-y)) * up_y
     tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), n < N)
@@ -106,29 +102,13 @@ def gemv(
     assert norm_weight is not None or residual is None
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     out = torch.empty((1, n), dtype=x.dtype, device=x.device) if out is None else out
-    summed = x if residual is None else torch.empty_like(x)
+    inputs = Inputs(x, residual, x if residual is None else torch.empty_like(x), norm_weight)
     tile_size = (8192 if gated else 16384) // x.element_size()  # in weights; a gated product loads two tiles
     tile_k = min(tile_size // 4, triton.next_power_of_2(k))
-    tile_n = tile_size // tile_k
+    tiles = Tiles(tile_size // tile_k, tile_k, stages=3, warps=4)
     # short products gain from overlapping kernels, long ones from the driver's own division of cache and shared memory
     shared = 50 if weight.numel() <= 2**23 else None
-    launch(_gemv_kernel, (triton.cdiv(n, tile_n),), x.device, shared)(
-        x,
-        residual,
-        summed,
-        norm_weight,
-        weight,
-        bias,
-        out,
-        n,
-        eps,
-        K=k,
-        TILE_N=tile_n,
-        TILE_K=tile_k,
-        HAS_NORM=norm_weight is not None,
-        HAS_RESIDUAL=residual is not None,
-        HAS_BIAS=bias is not None,
-        GATED=gated,
-        num_warps=4,
+    launch(_gemv_kernel, (triton.cdiv(n, tiles.tile_n),), x.device, shared)(
+        inputs, (weight, bias), out, n, eps, K=k, TILES=tiles, GATED=gated, num_warps=tiles.warps
     )
-    return out, summed
+    return out, inputs.total

@@ -1,7 +1,8 @@
 """What a dependent kernel may do before it waits (see dependent_launch.py), checked in its source when it is defined.
 
-Pointer parameters are named `*_ptr`, tensor descriptors `*_tiles`; the constexpr PDL is set in dependent launches. The
-check follows addresses from these parameters through assignments and into the functions that the kernel calls.
+Pointer parameters are named `*_ptr`, tuples of them `*_ptrs`, tensor descriptors `*_tiles`; the constexpr PDL is set in
+dependent launches. The check follows addresses from these parameters through assignments and into the functions that
+the kernel calls.
 """
 
 import ast
@@ -10,6 +11,8 @@ from functools import cache
 from pathlib import Path
 
 ADDRESS_FUNCTIONS = ("multiple_of", "max_contiguous")  # of triton.language: they neither read nor write memory
+ADDRESS_ENDINGS = ("_ptr", "_ptrs", "_tiles")  # of the names of parameters
+WAITS = ("gdc_wait()", "gdc_launch_and_wait(PDL)")
 PREFETCH = "prefetch_rows"  # brings memory into the cache; its values are read after the wait
 
 
@@ -32,7 +35,7 @@ class _Body:
         self.node = _functions_of(function.__code__.co_filename)[function.__code__.co_firstlineno]
         parameters = [argument.arg for argument in self.node.args.args]
         if roots_of_arguments is None:  # a kernel, not a function that it calls
-            roots_of_arguments = [{name} if name.endswith(("_ptr", "_tiles")) else set() for name in parameters]
+            roots_of_arguments = [{name} if name.endswith(ADDRESS_ENDINGS) else set() for name in parameters]
         # local name -> the kernel's pointer parameters that an address in it may be derived from
         self.roots = dict(zip(parameters, roots_of_arguments))
         self.reads: set[str] = set()
@@ -50,7 +53,7 @@ class _Body:
                     return True
             elif isinstance(statement, (ast.If, ast.For, ast.While)):
                 self.run_conditional(statement)
-            elif isinstance(statement, ast.Expr) and _called(statement.value) == "gdc_wait":
+            elif ast.unparse(statement) in WAITS:
                 return True
             elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
                 targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]

@@ -12,37 +12,18 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, has_tma, launch
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, has_tma, launch
 from nanovllm.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing, sort_by_expert
 from nanovllm.kernels.quantize_rows import quantize_rows
-from nanovllm.kernels.tiles import (
-    Tiles,
-    add_product,
-    as_loadable,
-    block_shape,
-    group_size,
-    load_tile,
-    tensors_of,
-    times_scales,
-)
+from nanovllm.kernels.tiles import Tiles, add_product, block_shape, load_tile, operands_of, times_scales
 
-GROUP_M = 4  # tiles of rows that take the same tile of weights one after the other, which is then in the L2 cache
-
+# tiles of rows that take the same tile of weights one after the other, which is then in the L2 cache
+GROUP_M = tl.constexpr(4)
 
 # by TILE_M, for elements of two bytes; where weights are the bound, two programs fit on a multiprocessor, so that one
 # reads while the other begins or ends. In GATE_UP, tile_n outputs need twice as many rows of weights.
-GATE_UP = {
-    16: Tiles(64, 128, 3, 4),
-    32: Tiles(64, 64, 5, 4),
-    64: Tiles(64, 64, 4, 4),
-    128: Tiles(128, 64, 4, 8),
-}
-DOWN = {
-    16: Tiles(128, 128, 3, 4),
-    32: Tiles(128, 64, 5, 4),
-    64: Tiles(128, 64, 4, 4),
-    128: Tiles(128, 64, 3, 4),
-}
+GATE_UP = {16: Tiles(64, 128, 3, 4), 32: Tiles(64, 64, 5, 4), 64: Tiles(64, 64, 4, 4), 128: Tiles(128, 64, 4, 8)}
+DOWN = {16: Tiles(128, 128, 3, 4), 32: Tiles(128, 64, 5, 4), 64: Tiles(128, 64, 4, 4), 128: Tiles(128, 64, 3, 4)}
 FLOAT32 = Tiles(32, 16, 3, 4)  # without tensor cores, for tests: larger tiles exceed the registers
 # of 8-bit values. While a program multiplies its products by scales, it leaves the tensor cores to others on the same
 # multiprocessor. With a larger TILE_M registers would spill.
@@ -59,7 +40,7 @@ def choose_tile_m(num_pairs: int, num_experts: int) -> int:
 
 
 @triton.jit
-def tile_of_program(num_tiles, N, TILE_N: tl.constexpr, GROUP_M: tl.constexpr):
+def tile_of_program(num_tiles, N, TILE_N: tl.constexpr):
     """This program's tile of rows and first output: GROUP_M tiles of rows take a tile of outputs after each other."""
     tiles_per_group = GROUP_M * tl.cdiv(N, TILE_N)
     first_tile = tl.program_id(0) // tiles_per_group * GROUP_M
@@ -76,85 +57,62 @@ def load_row_tile(table_ptr, tile):
 
 
 @dependent_kernel()
-@triton.jit(do_not_specialize=["num_tiles", "num_tokens", "x_scale_stride"])
+@triton.jit(do_not_specialize=["num_tiles", "num_tokens"])
 def _grouped_kernel(
-    x_ptr,
     x_tiles,
-    x_scale_ptr,
-    w_ptr,
     w_tiles,
-    scale_ptr,
-    weights_ptr,
-    pairs_ptr,
-    table_ptr,
+    scale_ptrs,
+    routing_ptrs,
     out_ptr,
     num_tiles,
     num_tokens,
-    x_scale_stride,
     N,
-    K: tl.constexpr,
-    X_GROUP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    SHAPE: tl.constexpr,
+    TILES: tl.constexpr,
     TOP_K: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    GROUP_M: tl.constexpr,
     IS_GATED: tl.constexpr,
-    IS_SCALED: tl.constexpr,
-    TMA: tl.constexpr,
     PDL: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    tile, first_n = tile_of_program(num_tiles, N, TILE_N, GROUP_M)
+    """x_tiles is a pointer if IS_GATED: the rows of x are those of tokens, in the order of experts."""
+    gdc_launch_and_wait(PDL)
+    weights_ptr, pairs_ptr, table_ptr = routing_ptrs
+    tile, first_n = tile_of_program(num_tiles, N, TILES.tile_n)
     expert, first_row, end_row = load_row_tile(table_ptr, tile)
     if expert < 0:
         return
-    row = first_row + tl.arange(0, TILE_M)
+    row = first_row + tl.arange(0, TILES.tile_m)
     is_used = row < end_row
     pair = tl.load(pairs_ptr + row, is_used, 0)
-    k = tl.arange(0, TILE_K)
-    n = first_n + tl.arange(0, TILE_N)
+    k = tl.arange(0, TILES.tile_k)
+    n = first_n + tl.arange(0, TILES.tile_n)
     first_w = expert * (2 * N if IS_GATED else N) + first_n  # of gate; the rows of up are N rows behind these
     end_w = first_w - first_n + N
-    w_scales = scale_ptr, first_w, end_w
+    w_scales = scale_ptrs.w, first_w, end_w
     if IS_GATED:
         x_row = pair // TOP_K
-        x = x_ptr + x_row.to(tl.int64)[:, None] * K + k[None, :]
-        up = tl.zeros([TILE_N, TILE_M], tl.float32)
-        up_scales = scale_ptr, first_w + N, end_w + N
+        x = x_tiles + x_row.to(tl.int64)[:, None] * SHAPE.k + k[None, :]
+        up = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
+        up_scales = scale_ptrs.w, first_w + N, end_w + N
     else:
         x_row = row
         weight = tl.load(weights_ptr + pair, is_used, 0.0)  # before the products, which take long
-    x_scales = x_scale_ptr, x_row, is_used, x_scale_stride
+    x_scales = scale_ptrs.x, x_row, is_used, scale_ptrs.x_stride
     # transposed, as in split_k_gemm.py
-    acc = tl.zeros([TILE_N, TILE_M], tl.float32)
-    for begin in tl.range(0, K, TILE_K, num_stages=STAGES):
+    acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
+    for begin in tl.range(0, SHAPE.k, TILES.tile_k, num_stages=TILES.stages):
         # weights first: they do not wait for `pair`
-        w = load_tile(w_tiles, w_ptr, first_w, begin, n < N, K, TILE_N, TILE_K, TMA)
+        w = load_tile(w_tiles, first_w, begin, n < N, SHAPE.k, TILES)
         if IS_GATED:
-            up_w = load_tile(w_tiles, w_ptr, first_w + N, begin, n < N, K, TILE_N, TILE_K, TMA)
-            x_tile = tl.load(x + begin, is_used[:, None] & (begin + k < K)[None, :], 0.0).T
+            up_w = load_tile(w_tiles, first_w + N, begin, n < N, SHAPE.k, TILES)
+            x_tile = tl.load(x + begin, is_used[:, None] & (begin + k < SHAPE.k)[None, :], 0.0).T
         else:
-            x_tile = load_tile(x_tiles, x_ptr, first_row, begin, is_used, K, TILE_M, TILE_K, TMA).T
-        acc = add_product(
-            acc, w, x_tile, x_scales, w_scales, begin, K, X_GROUP, BLOCK_N, BLOCK_K, TILE_N, PRECISION, IS_SCALED
-        )
+            x_tile = load_tile(x_tiles, first_row, begin, is_used, SHAPE.k, TILES).T
+        acc = add_product(acc, w, x_tile, x_scales, w_scales, begin, SHAPE, TILES)
         if IS_GATED:
-            up = add_product(
-                up, up_w, x_tile, x_scales, up_scales, begin, K, X_GROUP, BLOCK_N, BLOCK_K, TILE_N, PRECISION, IS_SCALED
-            )
-    if IS_SCALED:
-        acc = times_scales(acc, x_scales, w_scales, 0, K, X_GROUP, BLOCK_N, BLOCK_K, TILE_N, True)
+            up = add_product(up, up_w, x_tile, x_scales, up_scales, begin, SHAPE, TILES)
+    acc = times_scales(acc, x_scales, w_scales, 0, SHAPE, TILES, True)
     if IS_GATED:
-        if IS_SCALED:
-            up = times_scales(up, x_scales, up_scales, 0, K, X_GROUP, BLOCK_N, BLOCK_K, TILE_N, True)
-        y = acc / (1.0 + tl.exp(-acc)) * up
+        y = acc / (1.0 + tl.exp(-acc)) * times_scales(up, x_scales, up_scales, 0, SHAPE, TILES, True)
         out_row = row.to(tl.int64)
     else:
         y = acc * weight[None, :]
@@ -167,51 +125,27 @@ def _grouped_product(
     x: torch.Tensor, weight: Weight, rows: ExpertRows, routing: Routing, out: torch.Tensor, quantize: bool
 ) -> torch.Tensor:
     """Fill `out`: [rows, size] is what gate and up give, [top_k, T, hidden] what down gives."""
-    is_gated, is_scaled, dtype = out.dim() == 2, isinstance(weight, tuple), x.dtype
+    is_gated, is_scaled, is_float32 = out.dim() == 2, isinstance(weight, tuple), x.dtype == torch.float32
     values, scales = weight if is_scaled else (weight, None)
-    k, n, (block_n, block_k) = values.shape[2], out.shape[-1], block_shape(values, scales)
+    inputs = quantize_rows(x, block_shape(values, scales)[1]) if quantize else x
+    elements, values, scales, shape = operands_of(inputs, values, scales)
     if is_scaled:
         tiles = (SCALED_GATE_UP if is_gated else SCALED_DOWN)[rows.tile_m]
     else:
-        tiles = FLOAT32 if dtype == torch.float32 else (GATE_UP if is_gated else DOWN)[rows.tile_m]
-    if block_k < k:  # a tile lies in one block
-        tiles = tiles._replace(tile_k=min(tiles.tile_k, block_k & -block_k))
-    use_tma = has_tma(x.device) and k * values.element_size() % 16 == 0 and not (is_scaled and dtype == torch.float32)
-    if not use_tma:  # other GPUs may have 99 KB of shared memory
-        tiles = tiles._replace(stages=2 if is_scaled else 3)
-    inputs = quantize_rows(x, block_k) if quantize else x
-    (elements, x_scales, x_scale_stride), values = tensors_of(inputs), as_loadable(values)
-    num_tiles, (num_tokens, top_k) = len(rows.table), routing.weights.shape
+        tiles = FLOAT32 if is_float32 else (GATE_UP if is_gated else DOWN)[rows.tile_m]
+    if shape.block_k < shape.k:  # a tile lies in one block
+        tiles = tiles._replace(tile_k=min(tiles.tile_k, shape.block_k & -shape.block_k))
+    if has_tma(x.device) and shape.k * values.element_size() % 16 == 0 and not (is_scaled and is_float32):
+        weight_tiles = TensorDescriptor.from_tensor(values.flatten(0, 1), [tiles.tile_n, tiles.tile_k])
+        if not is_gated:
+            elements = TensorDescriptor.from_tensor(elements, [rows.tile_m, tiles.tile_k])
+    else:  # other GPUs may have 99 KB of shared memory
+        weight_tiles, tiles = values, tiles._replace(stages=2 if is_scaled else 3, tma=False)
+    num_tiles, (num_tokens, top_k), n = len(rows.table), routing.weights.shape, out.shape[-1]
+    operands = elements, weight_tiles, scales, (routing.weights, rows.pairs, rows.table), out
+    constants = dict(SHAPE=shape, TILES=tiles._replace(tile_m=rows.tile_m), TOP_K=top_k, IS_GATED=is_gated)
     launch(_grouped_kernel, (num_tiles * triton.cdiv(n, tiles.tile_n),), x.device)(
-        elements,
-        _descriptor(elements, rows.tile_m, tiles) if use_tma and not is_gated else None,
-        x_scales,
-        values,
-        _descriptor(values.flatten(0, 1), tiles.tile_n, tiles) if use_tma else None,
-        scales,
-        routing.weights,
-        rows.pairs,
-        rows.table,
-        out,
-        num_tiles,
-        num_tokens,
-        x_scale_stride,
-        n,
-        K=k,
-        X_GROUP=group_size(inputs, k),
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        TOP_K=top_k,
-        TILE_M=rows.tile_m,
-        TILE_N=tiles.tile_n,
-        TILE_K=tiles.tile_k,
-        STAGES=tiles.stages,
-        GROUP_M=GROUP_M,
-        IS_GATED=is_gated,
-        IS_SCALED=is_scaled,
-        TMA=use_tma,
-        PRECISION="ieee" if dtype == torch.float32 else "tf32",
-        num_warps=tiles.warps,
+        *operands, num_tiles, num_tokens, n, **constants, num_warps=tiles.warps
     )
     return out
 
@@ -236,10 +170,6 @@ def moe_gemm(
     return _grouped_product(h, down, rows, routing, out, quantize)
 
 
-def _descriptor(matrix: torch.Tensor, num_rows: int, tiles: Tiles) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(matrix, [num_rows, tiles.tile_k])
-
-
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_tokens", "first_expert"])
 def _sum_parts_kernel(
@@ -254,9 +184,7 @@ def _sum_parts_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    gdc_launch_and_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -278,15 +206,6 @@ def sum_local_parts(
     out = torch.empty_like(parts[0]) if out is None else out
     block = min(2048, triton.next_power_of_2(n))
     launch(_sum_parts_kernel, (num_tokens, triton.cdiv(n, block)), parts.device)(
-        parts,
-        routing.expert_ids,
-        out,
-        num_tokens,
-        first_expert,
-        N=n,
-        E=num_experts,
-        TOP_K=top_k,
-        BLOCK=block,
-        num_warps=4,
+        parts, routing.expert_ids, out, num_tokens, first_expert, N=n, E=num_experts, TOP_K=top_k, BLOCK=block
     )
     return out

@@ -3,11 +3,13 @@
 Both kernels are bound by the reading of weights.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
 from nanovllm.kernels.moe_routing import Routing
 
 MAX_GEMV_TOKENS = 4  # with more tokens, several choose the same expert, whose weights a grouped product reads once
@@ -16,49 +18,45 @@ DOWN_TILE = 2, 256, 1  # of several tokens; a warp alone has no barriers, and al
 DOWN_TILE_OF_ONE = 1, 256, 1
 
 
+class Sizes(NamedTuple):
+    """What the kernels are compiled for."""
+
+    k: int
+    num_local: int  # experts of this rank
+    top_k: int
+    tile_n: int
+    tile_k: int
+
+
 @dependent_kernel()
 @triton.jit(do_not_specialize=["first_expert"])
 def _gate_up_gemv_kernel(
-    x_ptr,
-    norm_weight_ptr,
-    w_ptr,
-    ids_ptr,
-    out_ptr,
-    first_expert,
-    eps,
-    N,
-    K: tl.constexpr,
-    LOCAL_E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, norm_weight_ptr, w_ptr, ids_ptr, out_ptr, first_expert, eps, N, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    gdc_launch_and_wait(PDL)
+    K: tl.constexpr = SIZES.k
+    TILE_K: tl.constexpr = SIZES.tile_k
     pair = tl.program_id(1)
-    token = pair // TOP_K
+    token = pair // SIZES.top_k
     expert = tl.load(ids_ptr + pair) - first_expert
-    if (expert < 0) | (expert >= LOCAL_E):
+    if (expert < 0) | (expert >= SIZES.num_local):
         return
-    n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    n = tl.program_id(0) * SIZES.tile_n + tl.arange(0, SIZES.tile_n)
     k = tl.arange(0, TILE_K)
     gate_w = w_ptr + (expert.to(tl.int64) * 2 * N + n)[:, None] * K + k[None, :]
     up_w = gate_w + N * K
-    gate = tl.zeros([TILE_N, TILE_K], tl.float32)
-    up = tl.zeros([TILE_N, TILE_K], tl.float32)
-    squares = tl.zeros([TILE_K], tl.float32)
+    gate = tl.zeros([n.shape[0], k.shape[0]], tl.float32)
+    up = tl.zeros([n.shape[0], k.shape[0]], tl.float32)
+    squares = tl.zeros([k.shape[0]], tl.float32)
     for begin in tl.static_range(0, K, TILE_K):  # unrolled: several loads are in flight
         x = tl.load(x_ptr + token * K + begin + k, begin + k < K, 0.0).to(tl.float32)
-        if HAS_NORM:
+        if norm_weight_ptr is not None:
             squares += x * x
             x *= tl.load(norm_weight_ptr + begin + k, begin + k < K, 0.0).to(tl.float32)
         inside = (n < N)[:, None] & (begin + k < K)[None, :]
         gate += tl.load(gate_w + begin, inside, 0.0).to(tl.float32) * x[None, :]
         up += tl.load(up_w + begin, inside, 0.0).to(tl.float32) * x[None, :]
-    scale = tl.rsqrt(tl.sum(squares, 0) / K + eps) if HAS_NORM else 1.0
+    scale = tl.rsqrt(tl.sum(squares, 0) / K + eps) if norm_weight_ptr is not None else 1.0
     y = tl.sum(gate, 1) * scale
     y = y / (1.0 + tl.exp(-y)) * (tl.sum(up, 1) * scale)
     tl.store(out_ptr + pair * N + n, y.to(out_ptr.dtype.element_ty), n < N)
@@ -67,33 +65,22 @@ def _gate_up_gemv_kernel(
 @dependent_kernel()
 @triton.jit(do_not_specialize=["first_expert"])
 def _down_gemv_kernel(
-    h_ptr,
-    w_ptr,
-    weights_ptr,
-    ids_ptr,
-    out_ptr,
-    first_expert,
-    N,
-    K: tl.constexpr,
-    LOCAL_E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    PDL: tl.constexpr,
+    h_ptr, w_ptr, weights_ptr, ids_ptr, out_ptr, first_expert, N, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
     """The sum over a token's experts, all in one program."""
+    K: tl.constexpr = SIZES.k
+    TILE_K: tl.constexpr = SIZES.tile_k
+    TOP_K: tl.constexpr = SIZES.top_k
     token = tl.program_id(1)
-    n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    n = tl.program_id(0) * SIZES.tile_n + tl.arange(0, SIZES.tile_n)
+    gdc_launch_and_wait(PDL)
     k = tl.arange(0, TILE_K)
-    acc = tl.zeros([TILE_N, TILE_K], tl.float32)
+    acc = tl.zeros([n.shape[0], k.shape[0]], tl.float32)
     for choice in tl.static_range(TOP_K):  # unrolled: the loads of several experts are in flight
         pair = token * TOP_K + choice
         weight = tl.load(weights_ptr + pair)
         expert = tl.load(ids_ptr + pair) - first_expert
-        limit = tl.where((expert >= 0) & (expert < LOCAL_E), K, 0)  # other ranks have the other experts
+        limit = tl.where((expert >= 0) & (expert < SIZES.num_local), K, 0)  # other ranks have the other experts
         w = w_ptr + (expert.to(tl.int64) * N + n)[:, None] * K + k[None, :]
         for begin in tl.static_range(0, K, TILE_K):
             inside = begin + k < limit
@@ -121,37 +108,14 @@ def moe_gemv(
     (num_tokens, top_k), (num_local, hidden, size) = routing.expert_ids.shape, down.shape
     h = torch.empty((num_tokens * top_k, size), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x) if out is None else out
-    constants = dict(LOCAL_E=num_local, TOP_K=top_k)
     tile_n, tile_k, num_warps = GATE_UP_TILE
+    sizes = Sizes(hidden, num_local, top_k, tile_n, tile_k)
     launch(_gate_up_gemv_kernel, (triton.cdiv(size, tile_n), num_tokens * top_k), x.device, shared=50)(
-        x,
-        norm_weight,
-        gate_up,
-        routing.expert_ids,
-        h,
-        first_expert,
-        eps,
-        size,
-        K=hidden,
-        HAS_NORM=norm_weight is not None,
-        TILE_N=tile_n,
-        TILE_K=tile_k,
-        num_warps=num_warps,
-        **constants,
+        x, norm_weight, gate_up, routing.expert_ids, h, first_expert, eps, size, SIZES=sizes, num_warps=num_warps
     )
     tile_n, tile_k, num_warps = DOWN_TILE if num_tokens > 1 else DOWN_TILE_OF_ONE
+    sizes = Sizes(size, num_local, top_k, tile_n, tile_k)
     launch(_down_gemv_kernel, (triton.cdiv(hidden, tile_n), num_tokens), x.device, shared=50)(
-        h,
-        down,
-        routing.weights,
-        routing.expert_ids,
-        out,
-        first_expert,
-        hidden,
-        K=size,
-        TILE_N=tile_n,
-        TILE_K=tile_k,
-        num_warps=num_warps,
-        **constants,
+        h, down, *routing[:2], out, first_expert, hidden, SIZES=sizes, num_warps=num_warps
     )
     return out

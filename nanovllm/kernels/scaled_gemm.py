@@ -10,25 +10,18 @@ from nanovllm.kernels.dependent_launch import num_sms
 from nanovllm.kernels.split_k_gemm import split_k_product
 from nanovllm.kernels.tiles import QuantizedRows, Tiles
 
-TILE_K = 128
-# by TILE_M; two programs or more fit on a multiprocessor
-TILES = {
-    16: Tiles(64, TILE_K, 6, 4),
-    32: Tiles(64, TILE_K, 6, 4),
-    64: Tiles(64, TILE_K, 4, 4),
-    128: Tiles(64, TILE_K, 4, 4),
-}
+
+def _tiles(num_rows: int) -> Tiles:
+    """Two programs or more fit on a multiprocessor."""
+    tile_m = min(128, max(16, triton.next_power_of_2(num_rows)))
+    return Tiles(64, 128, 6 if tile_m <= 32 else 4, 4, tile_m)
 
 
 def choose_scaled_split_k(num_rows: int, num_outputs: int, device: torch.device, max_split_k: int) -> int:
     """The best number of partial sums, at most `max_split_k`, for `scaled_gemm` of a product."""
-    tile_m = _tile_m(num_rows)
-    num_tiles = triton.cdiv(num_outputs, TILES[tile_m].tile_n) * triton.cdiv(num_rows, tile_m)
+    tiles = _tiles(num_rows)
+    num_tiles = triton.cdiv(num_outputs, tiles.tile_n) * triton.cdiv(num_rows, tiles.tile_m)
     return max(1, min(max_split_k, 2 * num_sms(device) // num_tiles))
-
-
-def _tile_m(num_rows: int) -> int:
-    return min(128, max(16, triton.next_power_of_2(num_rows)))
 
 
 def scaled_gemm(
@@ -43,5 +36,4 @@ def scaled_gemm(
     W is values [N, K] times scales [N / block rows, K / block columns], of at least 32 columns. All contiguous. `out`
     takes the result.
     """
-    tile_m = _tile_m(len(x))
-    return split_k_product(x, values, scales, tile_m, TILES[tile_m], split_k, out)
+    return split_k_product(x, values, scales, _tiles(len(x)), split_k, out)

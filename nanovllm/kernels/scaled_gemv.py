@@ -10,7 +10,7 @@ import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.fp8 import decode_e4m3
-from nanovllm.kernels.tiles import as_loadable, block_shape, columns_of_parts
+from nanovllm.kernels.tiles import Tiles, as_loadable, columns_of_parts, shape_of
 
 TILE_SIZE = 4096  # weights of a tile, or pairs of them if gated
 NUM_TILES = 2  # of a program, which loads both before it waits; with more, the compiler loads the others too late
@@ -21,92 +21,64 @@ SHORT = 2**24  # products with at most so many weights are short
 
 
 @triton.jit
-def _load_tile(
-    w_ptr,
-    scale_ptr,
-    bias_ptr,
-    first_n,
-    k,
-    is_column,
-    N,
-    K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    MATRICES: tl.constexpr,
-):
+def _load_tile(w_ptrs, first_n, k, is_column, N, SHAPE: tl.constexpr, ROWS: tl.constexpr, MATRICES: tl.constexpr):
     """The weights of ROWS rows from first_n on [ROWS, MATRICES, parts, lane], 0 where not is_column, and what their
     products are multiplied by and what is added [ROWS, MATRICES]: 1 and 0 without scales of rows and without a bias.
 
     k and is_column are [parts, lane].
     """
+    w_ptr, scale_ptr, bias_ptr = w_ptrs
     n = tl.minimum(first_n + tl.arange(0, ROWS), N - 1)  # a mask would take registers, and time
     row = n[:, None] + tl.arange(0, MATRICES)[None, :] * N
-    w = w_ptr + row.to(tl.int64)[:, :, None, None] * K + k[None, None]
+    w = w_ptr + row.to(tl.int64)[:, :, None, None] * SHAPE.k + k[None, None]
     # weights are read once, and should not displace x in the cache
     tile = tl.load(w, is_column[None, None], 0.0, eviction_policy="evict_first")
-    factors = tl.load(scale_ptr + row // BLOCK_N) if BLOCK_K == K else 1.0
+    factors = tl.load(scale_ptr + row // SHAPE.block_n) if SHAPE.block_k == SHAPE.k else 1.0
     bias = tl.load(bias_ptr + row).to(tl.float32) if bias_ptr is not None else 0.0
     return tile, factors, bias
 
 
-@dependent_kernel(early=("w_ptr", "scale_ptr", "bias_ptr"))
+@dependent_kernel(early=("w_ptrs",))
 @triton.jit
 def _scaled_gemv_kernel(
-    x_ptr,
-    w_ptr,
-    scale_ptr,
-    bias_ptr,
-    out_ptr,
-    N,
-    K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    K_PER_SPLIT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    NUM_TILES: tl.constexpr,
-    MATRICES: tl.constexpr,
-    MAX_LANE: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, w_ptrs, out_ptr, N, SHAPE: tl.constexpr, TILES: tl.constexpr, MATRICES: tl.constexpr, PDL: tl.constexpr
 ):
     if PDL:
         gdc_launch_dependents()
-    COLUMNS: tl.constexpr = K // BLOCK_K
-    first_n = tl.program_id(0) * (TILE_N * NUM_TILES)
+    COLUMNS: tl.constexpr = SHAPE.k // SHAPE.block_k
+    NUM_TILES: tl.constexpr = TILES.stages
+    first_n = tl.program_id(0) * (TILES.tile_n * NUM_TILES)
     split = tl.program_id(1)
-    part_k = columns_of_parts(TILE_K, BLOCK_K, MAX_LANE)
-    k = split * K_PER_SPLIT + part_k
-    is_column = part_k < K_PER_SPLIT
-    if SPLIT_K * K_PER_SPLIT > K:
-        is_column = is_column & (k < K)
+    part_k = columns_of_parts(
+        TILES.tile_k, SHAPE.block_k, 8 * MATRICES
+    )  # weights that a thread loads at once; measured
+    k = split * SHAPE.k_per_split + part_k
+    is_column = part_k < SHAPE.k_per_split
+    if SHAPE.split_k * SHAPE.k_per_split > SHAPE.k:
+        is_column = is_column & (k < SHAPE.k)
     # load the first tiles of W while the kernel before still runs
-    tile, factors, bias = _load_tile(
-        w_ptr, scale_ptr, bias_ptr, first_n, k, is_column, N, K, BLOCK_N, BLOCK_K, TILE_N, MATRICES
-    )
+    tile, factors, bias = _load_tile(w_ptrs, first_n, k, is_column, N, SHAPE, TILES.tile_n, MATRICES)
     if NUM_TILES == 2:
-        next_tile, next_factors, next_bias = _load_tile(
-            w_ptr, scale_ptr, bias_ptr, first_n + TILE_N, k, is_column, N, K, BLOCK_N, BLOCK_K, TILE_N, MATRICES
-        )
+        next_n = first_n + TILES.tile_n
+        next_tile, next_factors, next_bias = _load_tile(w_ptrs, next_n, k, is_column, N, SHAPE, TILES.tile_n, MATRICES)
     if COLUMNS > 1:  # all rows of the program are in the same row of blocks
-        block_row = (first_n + tl.arange(0, MATRICES) * N) // BLOCK_N
-        column = split * K_PER_SPLIT + tl.arange(0, k.shape[0]) * k.shape[1]
-        scales_at = scale_ptr + block_row[:, None] * COLUMNS + (column // BLOCK_K)[None, :]
-        scales = tl.load(scales_at, (column < K)[None, :], 0.0)[None]
+        block_row = (first_n + tl.arange(0, MATRICES) * N) // SHAPE.block_n
+        column = split * SHAPE.k_per_split + tl.arange(0, k.shape[0]) * k.shape[1]
+        scales_at = w_ptrs[1] + block_row[:, None] * COLUMNS + (column // SHAPE.block_k)[None, :]
+        scales = tl.load(scales_at, (column < SHAPE.k)[None, :], 0.0)[None]
     else:
         scales = tl.full([1, 1, k.shape[0]], 1.0, tl.float32)
     if PDL:
         gdc_wait()
     x = tl.load(x_ptr + k, is_column, 0.0).to(tl.float32)[None, None]
     for i in tl.static_range(NUM_TILES):
-        y = tl.sum(tl.sum(decode_e4m3(tile, tl.float32) * x, 3) * scales, 2) * factors + bias  # [TILE_N, MATRICES]
+        y = tl.sum(tl.sum(decode_e4m3(tile, tl.float32) * x, 3) * scales, 2) * factors + bias  # [tile_n, MATRICES]
+        n = first_n + i * TILES.tile_n + tl.arange(0, TILES.tile_n)
         if MATRICES == 2:
             gate, up = tl.split(y)
             y = gate / (1.0 + tl.exp(-gate)) * up
         else:
-            y = tl.reshape(y, [TILE_N])
-        n = first_n + i * TILE_N + tl.arange(0, TILE_N)
+            y = tl.reshape(y, n.shape)
         tl.store(out_ptr + split * N + n, y.to(out_ptr.dtype.element_ty), n < N)
         if i + 1 < NUM_TILES:
             tile, factors, bias = next_tile, next_factors, next_bias
@@ -151,34 +123,24 @@ def scaled_gemv(
     assert split_k == 1 or (not gated and bias is None)
     matrices = 2 if gated else 1
     n, k = values.shape[0] // matrices, values.shape[1]
-    block_n, block_k = block_shape(values, scales)
     out = torch.empty((split_k, 1, n), dtype=x.dtype, device=x.device) if out is None else out
-    k_per_split = _k_per_split(k, split_k)
-    tile_k = triton.next_power_of_2(k_per_split)
+    shape = shape_of(values, scales)._replace(split_k=split_k, k_per_split=_k_per_split(k, split_k))
+    tile_k, num_tiles = triton.next_power_of_2(shape.k_per_split), NUM_TILES
     tile_n = max(1, TILE_SIZE // tile_k)
-    num_tiles = NUM_TILES
-    if block_k < k:  # all rows of a program are in the same row of blocks
-        tile_n = min(tile_n, block_n)
-        num_tiles = min(num_tiles, block_n // tile_n)
+    if shape.block_k < k:  # all rows of a program are in the same row of blocks
+        tile_n = min(tile_n, shape.block_n)
+        num_tiles = min(num_tiles, shape.block_n // tile_n)
+    tiles = Tiles(tile_n, tile_k, num_tiles, min(16, max(1, tile_n * tile_k // 2048)))
     # as for gemv: short products gain from overlapping kernels
     shared = 50 if values.numel() <= SHORT else None
     launch(_scaled_gemv_kernel, (triton.cdiv(n, tile_n * num_tiles), split_k), x.device, shared)(
         x,
-        as_loadable(values),
-        scales,
-        bias,
+        (as_loadable(values), scales, bias),
         out,
         n,
-        K=k,
-        SPLIT_K=split_k,
-        K_PER_SPLIT=k_per_split,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        TILE_N=tile_n,
-        TILE_K=tile_k,
-        NUM_TILES=num_tiles,
+        SHAPE=shape,
+        TILES=tiles,
         MATRICES=matrices,
-        MAX_LANE=16 if gated else 8,  # weights that a thread loads at once; measured
-        num_warps=min(16, max(1, tile_n * tile_k // 2048)),
+        num_warps=tiles.warps,
     )
     return out if split_k > 1 else out[0]

@@ -5,25 +5,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import (
-    dependent_kernel,
-    gdc_launch_dependents,
-    gdc_wait,
-    has_tma,
-    launch,
-    num_sms,
-)
-from nanovllm.kernels.tiles import (
-    QuantizedRows,
-    Tiles,
-    add_product,
-    as_loadable,
-    block_shape,
-    group_size,
-    load_tile,
-    tensors_of,
-    times_scales,
-)
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, has_tma, launch, num_sms
+from nanovllm.kernels.tiles import QuantizedRows, Tiles, add_product, load_tile, operands_of, times_scales
 
 FEW_WEIGHTS = 5 * 2**20
 MAX_ROWS = 256  # with few weights; half of it with more
@@ -32,53 +15,27 @@ TILE_K = 128
 
 
 @dependent_kernel()
-@triton.jit(do_not_specialize=["M", "x_scale_stride"])
+@triton.jit(do_not_specialize=["M"])
 def _split_k_kernel(
-    x_ptr,
-    x_tiles,
-    x_scale_ptr,
-    w_ptr,
-    w_tiles,
-    scale_ptr,
-    out_ptr,
-    M,
-    N,
-    x_scale_stride,
-    K: tl.constexpr,
-    K_PER_SPLIT: tl.constexpr,
-    X_GROUP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    IS_SCALED: tl.constexpr,
-    TMA: tl.constexpr,
-    PDL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x_tiles, w_tiles, scale_ptrs, out_ptr, M, N, SHAPE: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    first_m = tl.program_id(0) * TILE_M
-    first_n = tl.program_id(1) * TILE_N
+    gdc_launch_and_wait(PDL)
+    first_m = tl.program_id(0) * TILES.tile_m
+    first_n = tl.program_id(1) * TILES.tile_n
     split = tl.program_id(2)
-    m = first_m + tl.arange(0, TILE_M)
-    n = first_n + tl.arange(0, TILE_N)
-    x_scales = x_scale_ptr, m, m < M, x_scale_stride
-    w_scales = scale_ptr, first_n, N
+    m = first_m + tl.arange(0, TILES.tile_m)
+    n = first_n + tl.arange(0, TILES.tile_n)
+    x_scales = scale_ptrs.x, m, m < M, scale_ptrs.x_stride
+    w_scales = scale_ptrs.w, first_n, N
     # transposed: tensor cores multiply 64 rows at a time, and W has many rows where x has few
-    acc = tl.zeros([TILE_N, TILE_M], tl.float32)
-    first_k = split * K_PER_SPLIT
-    for begin in tl.range(first_k, tl.minimum(first_k + K_PER_SPLIT, K), TILE_K, num_stages=STAGES):
-        w = load_tile(w_tiles, w_ptr, first_n, begin, n < N, K, TILE_N, TILE_K, TMA)
-        x = load_tile(x_tiles, x_ptr, first_m, begin, m < M, K, TILE_M, TILE_K, TMA).T
-        acc = add_product(
-            acc, w, x, x_scales, w_scales, begin, K, X_GROUP, BLOCK_N, BLOCK_K, TILE_N, PRECISION, IS_SCALED
-        )
-    if IS_SCALED:
-        acc = times_scales(acc, x_scales, w_scales, 0, K, X_GROUP, BLOCK_N, BLOCK_K, TILE_N, True)
+    acc = tl.zeros([n.shape[0], m.shape[0]], tl.float32)
+    first_k = split * SHAPE.k_per_split
+    end_k = tl.minimum(first_k + SHAPE.k_per_split, SHAPE.k)
+    for begin in tl.range(first_k, end_k, TILES.tile_k, num_stages=TILES.stages):
+        w = load_tile(w_tiles, first_n, begin, n < N, SHAPE.k, TILES)
+        x = load_tile(x_tiles, first_m, begin, m < M, SHAPE.k, TILES).T
+        acc = add_product(acc, w, x, x_scales, w_scales, begin, SHAPE, TILES)
+    acc = times_scales(acc, x_scales, w_scales, 0, SHAPE, TILES, True)
     out = out_ptr + (split * M + m[:, None]) * N + n[None, :]
     tl.store(out, acc.T.to(out_ptr.dtype.element_ty), (m < M)[:, None] & (n < N)[None, :])
 
@@ -87,43 +44,26 @@ def split_k_product(
     x: torch.Tensor | QuantizedRows,
     values: torch.Tensor,
     scales: torch.Tensor | None,
-    tile_m: int,
     tiles: Tiles,
     split_k: int,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     """`split_k_gemm` or, with scales, `scaled_gemm`, by these tiles."""
-    (m, (n, k)), is_scaled, (block_n, block_k) = (len(x), values.shape), scales is not None, block_shape(values, scales)
-    out = torch.empty((split_k, m, n), dtype=x.dtype, device=values.device) if out is None else out
-    (rows, x_scales, x_scale_stride), values = tensors_of(x), as_loadable(values)
-    tile_k = tiles.tile_k if block_k == k else min(tiles.tile_k, block_k & -block_k)  # a tile lies in one block
-    use_tma = not is_scaled or (has_tma(values.device) and k % 16 == 0 and x.dtype != torch.float32)
+    m, (n, k), device = len(x), values.shape, values.device
+    out = torch.empty((split_k, m, n), dtype=x.dtype, device=device) if out is None else out
+    rows, weight, scales, shape = operands_of(x, values, scales)
+    if shape.block_k < k:  # a tile lies in one block
+        tiles = tiles._replace(tile_k=min(tiles.tile_k, shape.block_k & -shape.block_k))
+    if scales.w is not None and not (has_tma(device) and k % 16 == 0 and x.dtype != torch.float32):
+        tiles = tiles._replace(stages=min(3, tiles.stages), tma=False)
+    shape = shape._replace(k_per_split=triton.cdiv(triton.cdiv(k, split_k), tiles.tile_k) * tiles.tile_k)
+    if tiles.tma:
+        rows = TensorDescriptor.from_tensor(rows, [tiles.tile_m, tiles.tile_k])
+        weight = TensorDescriptor.from_tensor(weight, [tiles.tile_n, tiles.tile_k])
     # the smallest tiles leave half of the memory as cache, like the kernels around them: see dependent_launch.py
-    grid = triton.cdiv(m, tile_m), triton.cdiv(n, tiles.tile_n), split_k
-    launch(_split_k_kernel, grid, values.device, shared=50 if tile_m == 16 else 100)(
-        rows,
-        TensorDescriptor.from_tensor(rows, [tile_m, tile_k]) if use_tma else None,
-        x_scales,
-        values,
-        TensorDescriptor.from_tensor(values, [tiles.tile_n, tile_k]) if use_tma else None,
-        scales,
-        out,
-        m,
-        n,
-        x_scale_stride,
-        K=k,
-        K_PER_SPLIT=triton.cdiv(triton.cdiv(k, split_k), tile_k) * tile_k,
-        X_GROUP=group_size(x, k),
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        TILE_M=tile_m,
-        TILE_N=tiles.tile_n,
-        TILE_K=tile_k,
-        STAGES=tiles.stages if use_tma else min(3, tiles.stages),
-        IS_SCALED=is_scaled,
-        TMA=use_tma,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=tiles.warps,
+    grid = triton.cdiv(m, tiles.tile_m), triton.cdiv(n, tiles.tile_n), split_k
+    launch(_split_k_kernel, grid, device, shared=50 if tiles.tile_m == 16 else 100)(
+        rows, weight, scales, out, m, n, SHAPE=shape, TILES=tiles, num_warps=tiles.warps
     )
     return out
 
@@ -158,5 +98,5 @@ def split_k_gemm(
     All contiguous, rows of a multiple of 16 bytes. `out` takes the result.
     """
     tile_m = _tile_m(len(x), weight)
-    tiles = Tiles(TILE_N, TILE_K, 6 if tile_m in (32, 64) else 4, 4)
-    return split_k_product(x, weight, None, tile_m, tiles, split_k, out)
+    tiles = Tiles(TILE_N, TILE_K, 6 if tile_m in (32, 64) else 4, 4, tile_m)
+    return split_k_product(x, weight, None, tiles, split_k, out)

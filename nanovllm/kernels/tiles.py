@@ -12,12 +12,36 @@ from nanovllm.kernels.fp8_units import has_fp8_units
 
 
 class Tiles(NamedTuple):
-    """How a product is divided."""
+    """How a product is divided; a constant of kernels."""
 
     tile_n: int
     tile_k: int
     stages: int
     warps: int
+    tile_m: int = 0  # where a table of tiles is not by it
+    tma: bool = True  # tiles are loaded from descriptors, not pointers
+
+
+class Shape(NamedTuple):
+    """How many inputs a product has, and which share a scale; a constant of kernels.
+
+    Where there are no scales, all inputs of a row do: kernels are not compiled again for each N.
+    """
+
+    k: int
+    k_per_split: int
+    x_group: int  # inputs of a row of x
+    block_n: int  # rows of the weight, and
+    block_k: int  # its inputs
+    split_k: int = 1
+
+
+class Scales(NamedTuple):
+    """The scales of x and of the weight for a kernel; None where they have none."""
+
+    x: torch.Tensor | None
+    x_stride: int  # from the scales of one group of inputs to those of the next
+    w: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +57,21 @@ class QuantizedRows:
         return self.num_rows
 
 
-def tensors_of(x: torch.Tensor | QuantizedRows) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """What a kernel takes for activations: their elements, scales, and the stride from one group's to the next."""
-    if isinstance(x, QuantizedRows):
-        return as_loadable(x.values), x.scales, x.scales.stride(1)
-    return x, None, 0
+def operands_of(
+    x: torch.Tensor | QuantizedRows, values: torch.Tensor, scales: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, Scales, Shape]:
+    """What a kernel takes for activations and a weight [.., N, K]: their elements and scales, and the shape."""
+    values, shape = as_loadable(values), shape_of(values, scales)
+    if not isinstance(x, QuantizedRows):
+        return x, values, Scales(None, 0, scales), shape
+    shape = shape._replace(x_group=shape.k // x.scales.shape[1])
+    return as_loadable(x.values), values, Scales(x.scales, x.scales.stride(1), scales), shape
 
 
-def group_size(x: torch.Tensor | QuantizedRows, num_inputs: int) -> int:
-    """How many inputs of a row share a scale; all where there are no scales."""
-    return num_inputs // x.scales.shape[1] if isinstance(x, QuantizedRows) else num_inputs
+def shape_of(values: torch.Tensor, scales: torch.Tensor | None) -> Shape:
+    """The shape of a product of unquantized activations, which is not split."""
+    k = values.shape[-1]
+    return Shape(k, k, k, *block_shape(values, scales))
 
 
 def as_loadable(values: torch.Tensor) -> torch.Tensor:
@@ -53,29 +82,24 @@ def as_loadable(values: torch.Tensor) -> torch.Tensor:
 
 
 def block_shape(values: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, int]:
-    """Rows and columns of a weight [.., N, K] that share a scale.
-
-    A row where there are no scales: kernels are compiled for a shape of blocks, and not again for each N.
-    """
+    """Rows and columns of a weight [.., N, K] that share a scale; a row where there are no scales."""
     if scales is None:
         return 1, values.shape[-1]
     return values.shape[-2] // scales.shape[-2], values.shape[-1] // scales.shape[-1]
 
 
 @triton.jit
-def load_tile(
-    tiles, ptr, first_row, begin, is_row, K: tl.constexpr, ROWS: tl.constexpr, TILE_K: tl.constexpr, TMA: tl.constexpr
-):
-    """A tile [ROWS, TILE_K] of a matrix with K columns, from its descriptor, or its pointer on GPUs without TMA.
+def load_tile(tiles, first_row, begin, is_row, K: tl.constexpr, TILES: tl.constexpr):
+    """A tile [rows, tile_k] of a matrix with K columns, from its descriptor, or its pointer on GPUs without TMA.
 
     A descriptor also reads rows that are not `is_row`, and zeros beyond the matrix.
     """
-    if TMA:
+    if TILES.tma:
         tile = tiles.load([first_row, begin])
     else:
-        row = (first_row + tl.arange(0, ROWS)).to(tl.int64)
-        k = begin + tl.arange(0, TILE_K)
-        tile = tl.load(ptr + row[:, None] * K + k[None, :], is_row[:, None] & (k < K)[None, :], 0.0)
+        row = (first_row + tl.arange(0, is_row.shape[0])).to(tl.int64)
+        k = begin + tl.arange(0, TILES.tile_k)
+        tile = tl.load(tiles + row[:, None] * K + k[None, :], is_row[:, None] & (k < K)[None, :], 0.0)
     return tile
 
 
@@ -95,13 +119,13 @@ def as_factor(x):
 
 
 @triton.jit
-def dot_values(w, x, PRECISION: tl.constexpr):
+def dot_values(w, x):
     """The product of values w [N, C] and x [C, M]: of e4m3 if x is quantized too, else in the dtype of x."""
     if x.dtype == w.dtype:
         y = tl.dot(as_factor(w), as_factor(x))
     else:
         # by way of float32: there is no conversion of e4m3 to bfloat16 for compute capability 8.9
-        y = tl.dot(decode_e4m3(w, tl.float32).to(x.dtype), x, input_precision=PRECISION)
+        y = tl.dot(decode_e4m3(w, tl.float32).to(x.dtype), x, input_precision="ieee")
     return y
 
 
@@ -124,54 +148,30 @@ def scales_of_x(x_scale_ptr, begin, row, is_row, stride, GROUP: tl.constexpr):
 
 
 @triton.jit
-def times_scales(
-    y,
-    x_scales,
-    w_scales,
-    begin,
-    K: tl.constexpr,
-    X_GROUP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """y [ROWS, M] times the scales of the M rows of x and of these ROWS of the weight.
+def times_scales(y, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr):
+    """y [tile_n, M] times the scales of the M rows of x and of these tile_n of the weight, if it has scales.
 
-    WHOLE: only those that all K inputs share; else only those that fewer share, for the inputs from `begin` on.
+    WHOLE: only those that all inputs share; else only those that fewer share, for the inputs from `begin` on.
     x_scales: pointer, row, whether it is one, stride of groups. w_scales: pointer, first row, the row after the last.
     """
     x_scale_ptr, row, is_row, stride = x_scales
     scale_ptr, first_n, end_n = w_scales
-    if (X_GROUP == K) == WHOLE:
-        y *= scales_of_x(x_scale_ptr, begin, row, is_row, stride, X_GROUP)
-    if (BLOCK_K == K) == WHOLE:
-        y *= scales_of_rows(scale_ptr + begin // BLOCK_K, first_n, end_n, K // BLOCK_K, BLOCK_N, ROWS)
+    if scale_ptr is not None:
+        if (SHAPE.x_group == SHAPE.k) == WHOLE:
+            y *= scales_of_x(x_scale_ptr, begin, row, is_row, stride, SHAPE.x_group)
+        if (SHAPE.block_k == SHAPE.k) == WHOLE:
+            scales_at = scale_ptr + begin // SHAPE.block_k
+            y *= scales_of_rows(scales_at, first_n, end_n, SHAPE.k // SHAPE.block_k, SHAPE.block_n, TILES.tile_n)
     return y
 
 
 @triton.jit
-def add_product(
-    acc,
-    w,
-    x,
-    x_scales,
-    w_scales,
-    begin,
-    K: tl.constexpr,
-    X_GROUP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    IS_SCALED: tl.constexpr,
-):
-    """acc [ROWS, M] plus w [ROWS, C] times x [C, M], the inputs from `begin` on; scales as for `times_scales`."""
-    if IS_SCALED:
-        product = dot_values(w, x, PRECISION)
-        acc += times_scales(product, x_scales, w_scales, begin, K, X_GROUP, BLOCK_N, BLOCK_K, ROWS, False)
+def add_product(acc, w, x, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.constexpr):
+    """acc [tile_n, M] plus w [tile_n, C] times x [C, M], the inputs from `begin` on; scales as for `times_scales`."""
+    if w_scales[0] is None:
+        acc = tl.dot(w, x, acc, input_precision="ieee")
     else:
-        acc = tl.dot(w, x, acc, input_precision=PRECISION)
+        acc += times_scales(dot_values(w, x), x_scales, w_scales, begin, SHAPE, TILES, False)
     return acc
 
 
