@@ -9,11 +9,13 @@ from nanovllm.kernels.dependent_launch import (
     gdc_launch_dependents,
     gdc_wait,
     launch,
+    next_power_of_2,
     num_sms,
     prefetch_rows,
 )
 from nanovllm.kernels.fp8 import ONES, as_fp8_partner, decode_e4m3, decode_e4m3_pairs, store_row, unpack_scales
-from nanovllm.kernels.norm_rope_store import NORM_ROPE_INPUTS, norm_rope
+from nanovllm.kernels.norm_rope_store import norm_rope
+from nanovllm.kernels.paged_cache import layout_of
 from nanovllm.kernels.split_sequence import NO_KEYS, choose_num_splits, combine_splits, split_sequence
 
 TILE = 64  # keys of a tile, which lies in one block
@@ -21,55 +23,46 @@ NUM_IDS = 16  # block ids that are loaded at a time
 NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos and sin, slots
 
 
-@dependent_kernel(early=("num_seqs_ptr", "context_lens_ptr", "block_tables_ptr", *NORM_ROPE_INPUTS))
+@dependent_kernel(early=("seq_ptrs", "norm_rope_ptrs"))
 @triton.jit(do_not_specialize=["table_stride", "splits"])
 def _decode_kernel(
     q_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    scales_ptr,
-    num_seqs_ptr,
-    context_lens_ptr,
-    block_tables_ptr,
-    out_ptr,
-    partial_ptr,
-    lse_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    cos_sin_ptr,
-    slot_mapping_ptr,
+    norm_rope_ptrs,
+    cache_ptrs,
+    seq_ptrs,
+    out_ptrs,
     scale,
-    eps,
     table_stride,
     splits,
-    BLOCK_SIZE: tl.constexpr,
-    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE: tl.constexpr,
+    CACHE: tl.constexpr,
     NUM_IDS: tl.constexpr,
     STAGES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    IS_QKV: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_NUM_SEQS: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    IS_FP8: tl.constexpr,
-    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
+    q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, slot_mapping_ptr = norm_rope_ptrs
+    k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
+    num_seqs_ptr, context_lens_ptr, block_tables_ptr = seq_ptrs
+    out_ptr, partial_ptr, lse_ptr = out_ptrs
+    IS_QKV: tl.constexpr = cos_sin_ptr is not None
+    HAS_NORM: tl.constexpr = q_weight_ptr is not None
+    IS_FP8: tl.constexpr = scales_ptr is not None
+    BLOCK_SIZE: tl.constexpr = CACHE.block_size
+    KV_HEADS: tl.constexpr = CACHE.kv_heads
+    HEAD_DIM: tl.constexpr = CACHE.head_dim
+    TILE: tl.constexpr = CACHE.tile
+    GROUP_PAD: tl.constexpr = max(16, next_power_of_2(GROUP))
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
-    if HAS_NUM_SEQS:
+    if num_seqs_ptr is not None:
         num_seqs = tl.load(num_seqs_ptr)
         if seq >= num_seqs:
             return
     table_ptr = block_tables_ptr + seq * table_stride
-    first, num_cached, per_split, num_splits = split_sequence(context_lens_ptr, seq, splits, IS_QKV, TILE, WINDOW)
+    first, num_cached, per_split, num_splits = split_sequence(context_lens_ptr, seq, splits, IS_QKV, CACHE)
     if split >= num_splits:
         return
     begin = first // TILE * TILE + split * per_split
@@ -149,14 +142,14 @@ def _decode_kernel(
         known_end = tl.minimum((first_block + NUM_IDS) * BLOCK_SIZE, end)
         for tile in tl.range(tl.maximum(first_block * BLOCK_SIZE, begin), known_end, TILE, num_stages=STAGES):
             inside = tile + n < end
-            if WINDOW:  # some keys of the first tile are before it, never all that a split adds up
+            if CACHE.window:  # some keys of the first tile are before it, never all that a split adds up
                 inside &= tile + n >= first
             block = tl.sum(tl.where(b == tile // BLOCK_SIZE - first_block, block_ids, 0), 0).to(tl.int64)
             row = ((block * BLOCK_SIZE + tile % BLOCK_SIZE + n) * KV_HEADS + kv_head) * HEAD_DIM
             k = tl.load(k_cache_ptr + row[None, :] + d[:, None], inside[None, :], 0.0)
             if IS_FP8:
                 k = decode_e4m3(k, q.dtype)
-            scores = tl.dot(q, k, input_precision=PRECISION) * scale
+            scores = tl.dot(q, k, input_precision="ieee") * scale
             if IS_FP8:
                 scale_at = (block * KV_HEADS + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE + n
                 pairs = tl.load(scales_ptr + scale_at, inside, ONES)
@@ -169,19 +162,19 @@ def _decode_kernel(
             if IS_FP8:
                 v = tl.load(v_pair_ptr + (row // 2)[:, None] + pair[None, :], inside[:, None], 0)
                 v_even, v_odd = decode_e4m3_pairs(v, v_cache_ptr.dtype.element_ty, q.dtype)
-                acc_even = acc_even * alpha[:, None] + tl.dot(p.to(q.dtype), v_even, input_precision=PRECISION)
-                acc_odd = acc_odd * alpha[:, None] + tl.dot(p.to(q.dtype), v_odd, input_precision=PRECISION)
+                acc_even = acc_even * alpha[:, None] + tl.dot(p.to(q.dtype), v_even, input_precision="ieee")
+                acc_odd = acc_odd * alpha[:, None] + tl.dot(p.to(q.dtype), v_odd, input_precision="ieee")
                 p = p * tl.exp2(-v_log2_scale)[None, :]
             else:
                 v = tl.load(v_cache_ptr + row[:, None] + d[None, :], inside[:, None], 0.0)
-                acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+                acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
             l_i = l_i * alpha + tl.sum(p, 1)
             m_i = m_new
 
     if IS_FP8:
         acc = tl.interleave(acc_even, acc_odd)
     acc = acc / tl.maximum(l_i, 1e-30)[:, None]
-    if IS_SPLIT:
+    if partial_ptr is not None:
         part = (first_row + g) * splits + split
         tl.store(lse_ptr + part, tl.where(l_i > 0, m_i + tl.log2(tl.maximum(l_i, 1e-30)), NO_KEYS), g < GROUP)
         tl.store(partial_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, in_group)
@@ -223,8 +216,8 @@ def decode_attention(
     rows of the result are left alone. The caches are in FP8 if they have scales: see `norm_rope_store`.
     """
     out = torch.empty_like(q) if out is None else out
-    caches = k_cache, v_cache, scales
-    _decode(out, q, NO_NORM_ROPE, caches, context_lens, block_tables, max_context_len, splits, window, num_seqs)
+    seqs = num_seqs, context_lens, block_tables
+    _decode(out, q, NO_NORM_ROPE, (k_cache, v_cache, scales), seqs, max_context_len, splits, window)
     return out
 
 
@@ -249,72 +242,26 @@ def decode_attention_of_qkv(
     The result for an empty sequence is any finite values.
     """
     out = torch.empty_like(qkv[:, 2 * k_cache.shape[2] :])
-    inputs = q_weight, k_weight, eps, cos_sin, slot_mapping
-    caches = k_cache, v_cache, scales
-    _decode(out, qkv, inputs, caches, context_lens, block_tables, max_context_len, splits, window)
+    inputs, seqs = (q_weight, k_weight, eps, cos_sin, slot_mapping), (None, context_lens, block_tables)
+    _decode(out, qkv, inputs, (k_cache, v_cache, scales), seqs, max_context_len, splits, window)
     return out
 
 
-def _decode(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    norm_rope_inputs: tuple,
-    caches: tuple,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    max_context_len: int,
-    splits: int | None,
-    window: int | None,
-    num_seqs: torch.Tensor | None = None,
-) -> None:
-    """Fill `out` [B, heads, head_dim]. With inputs of norm and rope, q is qkv."""
+def _decode(out, q, norm_rope_inputs, caches, seqs, max_context_len, splits, window) -> None:
+    """Fill `out` [B, heads, head_dim]. With inputs of norm and rope, q is qkv. `seqs` are num_seqs, lengths, tables."""
     batch_size, heads, head_dim = out.shape
-    (q_weight, k_weight, eps, cos_sin, slot_mapping), (k_cache, v_cache, scales) = norm_rope_inputs, caches
-    block_size, kv_heads = k_cache.shape[1:3]
-    group = heads // kv_heads
-    is_qkv = cos_sin is not None
+    layout, is_qkv = layout_of(caches[0], TILE, window), norm_rope_inputs is not NO_NORM_ROPE
     max_num_keys = min(max_context_len, window or max_context_len)
-    splits = splits or choose_num_splits(batch_size * kv_heads, max_num_keys, TILE, q.device)
-    partial = lse = out  # unused without splits
+    splits = splits or choose_num_splits(batch_size * layout.kv_heads, max_num_keys, TILE, q.device)
+    partial = lse = None
     if splits > 1:
         partial = torch.empty((batch_size, heads, splits, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((batch_size, heads, splits), dtype=torch.float32, device=q.device)
-    tile = min(TILE, block_size & -block_size)  # the largest power of two that divides the block, or less
-    launch(_decode_kernel, (kv_heads, batch_size, splits), q.device, shared=50 if is_qkv else 100)(
-        q,
-        k_cache,
-        v_cache,
-        scales,
-        num_seqs,
-        context_lens,
-        block_tables,
-        out,
-        partial,
-        lse,
-        q_weight,
-        k_weight,
-        cos_sin,
-        slot_mapping,
-        head_dim**-0.5 * 1.4426950408889634,  # log2(e): the kernel computes powers of two
-        eps,
-        block_tables.stride(0),
-        splits,
-        BLOCK_SIZE=block_size,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        GROUP_PAD=max(16, triton.next_power_of_2(group)),
-        HEAD_DIM=head_dim,
-        TILE=tile,
-        NUM_IDS=NUM_IDS,
-        STAGES=3 if head_dim * k_cache.element_size() <= 256 and not is_qkv else 2,
-        WINDOW=window or 0,
-        IS_QKV=is_qkv,
-        HAS_NORM=q_weight is not None,
-        HAS_NUM_SEQS=num_seqs is not None,
-        IS_SPLIT=splits > 1,
-        IS_FP8=scales is not None,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=2,
+    scale = head_dim**-0.5 * 1.4426950408889634  # log2(e): the kernel computes powers of two
+    constants = dict(GROUP=heads // layout.kv_heads, CACHE=layout, NUM_IDS=NUM_IDS, num_warps=2)
+    constants["STAGES"] = 3 if head_dim * caches[0].element_size() <= 256 and not is_qkv else 2
+    launch(_decode_kernel, (layout.kv_heads, batch_size, splits), q.device, shared=50 if is_qkv else 100)(
+        q, norm_rope_inputs, caches, seqs, (out, partial, lse), scale, seqs[2].stride(0), splits, **constants
     )
     if splits > 1:
-        combine_splits(partial, lse, num_seqs, context_lens, out, tile, window or 0, is_qkv)
+        combine_splits(partial, lse, seqs[:2], out, layout, is_qkv)

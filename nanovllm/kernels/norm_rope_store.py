@@ -6,9 +6,9 @@ import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.fp8 import bfloat16_bits, encode_rows
+from nanovllm.kernels.paged_cache import CacheLayout
 
-# written before the qkv projection starts, so a dependent kernel may read it early (see dependent_launch.py)
-NORM_ROPE_INPUTS = ("q_weight_ptr", "k_weight_ptr", "cos_sin_ptr", "slot_mapping_ptr")
+ROWS = tl.constexpr(16)  # of a program
 
 
 @triton.jit
@@ -27,27 +27,11 @@ def norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM: tl.constexpr):
     return rotated.to(x.dtype)
 
 
-@dependent_kernel(early=NORM_ROPE_INPUTS)
+# the inputs of norm and rope are written before the qkv projection starts (see dependent_launch.py)
+@dependent_kernel(early=("norm_rope_ptrs",))
 @triton.jit
 def _norm_rope_store_kernel(
-    qkv_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    cos_sin_ptr,
-    slot_mapping_ptr,
-    q_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    scales_ptr,
-    eps,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    IS_FP8: tl.constexpr,
-    PDL: tl.constexpr,
+    qkv_ptr, norm_rope_ptrs, q_ptr, cache_ptrs, HEADS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr
 ):
     """A program takes one token and ROWS of its rows in qkv: the query heads, then the key heads, then the value heads.
 
@@ -55,6 +39,11 @@ def _norm_rope_store_kernel(
     """
     if PDL:
         gdc_launch_dependents()
+    q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, slot_mapping_ptr = norm_rope_ptrs
+    k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
+    BLOCK_SIZE: tl.constexpr = CACHE.block_size
+    KV_HEADS: tl.constexpr = CACHE.kv_heads
+    HEAD_DIM: tl.constexpr = CACHE.head_dim
     token = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, HEAD_DIM)[None, :]
@@ -67,7 +56,7 @@ def _norm_rope_store_kernel(
     cos_ptr = cos_sin_ptr + token * (2 * HEAD_DIM)
     cos = tl.load(cos_ptr + d)
     sin = tl.load(cos_ptr + HEAD_DIM + d)
-    if HAS_NORM:
+    if q_weight_ptr is not None:
         cos = cos * tl.where(is_q, tl.load(q_weight_ptr + d), tl.load(k_weight_ptr + d))
         sin = sin * tl.where(is_q, tl.load(q_weight_ptr + d_swapped), tl.load(k_weight_ptr + d_swapped))
     if PDL:
@@ -75,10 +64,10 @@ def _norm_rope_store_kernel(
     x_ptr = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + row) * HEAD_DIM
     x = tl.load(x_ptr + d, is_q | is_k | is_v, 0.0)
     x_swapped = tl.load(x_ptr + d_swapped, is_q | is_k, 0.0)
-    y = norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM)
+    y = norm_rope(x, x_swapped, cos, sin, eps, q_weight_ptr is not None)
     tl.store(q_ptr + (token * HEADS + row) * HEAD_DIM + d, y, is_q)
     k, v = y, x
-    if IS_FP8:
+    if scales_ptr is not None:
         k, scales = encode_rows(tl.where(is_v, x, y), k_cache_ptr.dtype.element_ty)
         v = k
         kv_head = row - HEADS - tl.where(is_v, KV_HEADS, 0)
@@ -111,29 +100,12 @@ def norm_rope_store(
     [blocks, kv_heads, block_size].
     """
     num_tokens, num_rows, head_dim = qkv.shape
-    block_size, kv_heads = k_cache.shape[1:3]
-    heads = num_rows - 2 * kv_heads
+    layout = CacheLayout(*k_cache.shape[1:])
+    heads = num_rows - 2 * layout.kv_heads
     q = torch.empty((num_tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if num_tokens:
-        rows_per_program = 16
-        launch(_norm_rope_store_kernel, (num_tokens, triton.cdiv(num_rows, rows_per_program)), qkv.device)(
-            qkv,
-            q_weight,
-            k_weight,
-            cos_sin,
-            slot_mapping,
-            q,
-            k_cache,
-            v_cache,
-            scales,
-            eps,
-            HEADS=heads,
-            KV_HEADS=kv_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_SIZE=block_size,
-            ROWS=rows_per_program,
-            HAS_NORM=q_weight is not None,
-            IS_FP8=scales is not None,
-            num_warps=4 if num_tokens < 1024 else 1,
+        inputs, caches = (q_weight, k_weight, eps, cos_sin, slot_mapping), (k_cache, v_cache, scales)
+        launch(_norm_rope_store_kernel, (num_tokens, triton.cdiv(num_rows, ROWS.value)), qkv.device)(
+            qkv, inputs, q, caches, HEADS=heads, CACHE=layout, num_warps=4 if num_tokens < 1024 else 1
         )
     return q

@@ -7,46 +7,32 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, has_tma, launch
 from nanovllm.kernels.fp8 import ONES, as_fp8_partner, decode_e4m3, unpack_scales
+from nanovllm.kernels.paged_cache import layout_of
 
 
 @triton.jit
 def _attend_tiles(
-    acc,
-    l_i,
-    m_i,
-    q,
-    begin,
-    end,
-    position,
-    k_tiles,
-    v_tiles,
-    scales_ptr,
-    table_ptr,
-    kv_head,
-    scale,
-    length,
-    BLOCK_SIZE: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MASKED: tl.constexpr,
-    IS_FP8: tl.constexpr,
-    PRECISION: tl.constexpr,
+    state, q, begin, end, position, keys, kv_head, scale, length, CACHE: tl.constexpr, MASKED: tl.constexpr
 ):
-    n = tl.arange(0, TILE_N)
-    for tile in tl.range(begin, end, TILE_N, num_stages=2):  # a tile lies in one block
+    """The state is the sums of values and of weights, and the maxima of scores, with the keys from begin to end."""
+    acc, l_i, m_i = state
+    k_tiles, v_tiles, scales_ptr, table_ptr = keys
+    IS_FP8: tl.constexpr = scales_ptr is not None
+    BLOCK_SIZE: tl.constexpr = CACHE.block_size
+    HEAD_DIM: tl.constexpr = CACHE.head_dim
+    n = tl.arange(0, CACHE.tile)
+    for tile in tl.range(begin, end, CACHE.tile, num_stages=2):
         block = tl.load(table_ptr + tile // BLOCK_SIZE)
         slot = block * BLOCK_SIZE + tile % BLOCK_SIZE
         k = k_tiles.load([slot, kv_head * HEAD_DIM])
         if IS_FP8:
             stored_dtype: tl.constexpr = k.dtype
             k = decode_e4m3(k, q.dtype)
-        scores = tl.dot(q, k.T, input_precision=PRECISION)
+        scores = tl.dot(q, k.T, input_precision="ieee")
         v = v_tiles.load([slot, kv_head * HEAD_DIM])
         if IS_FP8:
             v = decode_e4m3(v, q.dtype)
-            scale_at = (block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE + n
+            scale_at = (block.to(tl.int64) * CACHE.kv_heads + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE + n
             pairs = tl.load(scales_ptr + scale_at)  # without a mask, so that several are loaded at once
             if MASKED:
                 pairs = tl.where(tile + n < length, pairs, ONES)
@@ -54,8 +40,8 @@ def _attend_tiles(
             scores = scores * (k_scale * scale)[None, :] + v_log2_scale[None, :]
         if MASKED:
             visible = (tile + n)[None, :] <= position[:, None]
-            if WINDOW:
-                visible &= (tile + n)[None, :] > position[:, None] - WINDOW
+            if CACHE.window:
+                visible &= (tile + n)[None, :] > position[:, None] - CACHE.window
             scores = tl.where(visible, scores, -1e30)
             v = tl.where((tile + n < length)[:, None], v, 0.0)
         if IS_FP8:
@@ -64,10 +50,10 @@ def _attend_tiles(
         else:
             m_new = tl.maximum(m_i, tl.max(scores, 1) * scale)
             p = tl.exp2(scores * scale - m_new[:, None])
-        if MASKED and WINDOW:  # where a row sees no key yet, hidden scores are its greatest
+        if MASKED and CACHE.window:  # where a row sees no key yet, hidden scores are its greatest
             p = tl.where(visible, p, 0.0)
         alpha = tl.exp2(m_i - m_new)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         if IS_FP8:
             p = p * tl.exp2(-v_log2_scale)[None, :]
         l_i = l_i * alpha + tl.sum(p, 1)
@@ -75,33 +61,30 @@ def _attend_tiles(
     return acc, l_i, m_i
 
 
-@dependent_kernel(early=("query_tiles_ptr", "cu_seqlens_q_ptr", "context_lens_ptr"))
+@dependent_kernel(early=("query_ptrs",))
 @triton.jit(do_not_specialize=["table_stride"])
 def _prefill_kernel(
     q_ptr,
     k_tiles,
     v_tiles,
     scales_ptr,
-    query_tiles_ptr,
-    cu_seqlens_q_ptr,
-    context_lens_ptr,
+    query_ptrs,
     block_tables_ptr,
     out_ptr,
     scale,
     table_stride,
-    BLOCK_SIZE: tl.constexpr,
-    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
     TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    IS_FP8: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CACHE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
+    query_tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr = query_ptrs
+    KV_HEADS: tl.constexpr = CACHE.kv_heads
+    HEAD_DIM: tl.constexpr = CACHE.head_dim
+    TILE_N: tl.constexpr = CACHE.tile
+    WINDOW: tl.constexpr = CACHE.window
     if not PDL:  # pointers: the descriptors are made here, where the strides are constants, so that loads stay wide
         ROW: tl.constexpr = KV_HEADS * HEAD_DIM
         k_tiles = tl.make_tensor_descriptor(k_tiles, [2147483647, ROW], [ROW, 1], [TILE_N, HEAD_DIM])
@@ -126,7 +109,7 @@ def _prefill_kernel(
     row = (first_row + token).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + m % GROUP
     at = row[:, None] * HEAD_DIM + d[None, :]
     q = tl.load(q_ptr + at, valid, 0.0)
-    if IS_FP8:
+    if scales_ptr is not None:
         q = as_fp8_partner(q)
     num_cached = length - num_new  # tokens computed in earlier steps
     position = num_cached + token
@@ -142,31 +125,12 @@ def _prefill_kernel(
         unmasked_end = tl.maximum(unmasked_end, begin)
         unmasked_begin = tl.minimum(unmasked_begin, unmasked_end)
     bounds = begin, unmasked_begin, unmasked_end, tl.minimum(num_cached + first + TOKENS, length)
+    state, keys = (acc, l_i, m_i), (k_tiles, v_tiles, scales_ptr, table_ptr)
     for part in tl.static_range(0 if WINDOW else 1, 3):  # what the window cuts, what all see, what causality cuts
-        acc, l_i, m_i = _attend_tiles(
-            acc,
-            l_i,
-            m_i,
-            q,
-            bounds[part],
-            bounds[part + 1],
-            position,
-            k_tiles,
-            v_tiles,
-            scales_ptr,
-            table_ptr,
-            kv_head,
-            scale,
-            length,
-            BLOCK_SIZE,
-            KV_HEADS,
-            HEAD_DIM,
-            TILE_N,
-            WINDOW,
-            part != 1,
-            IS_FP8,
-            PRECISION,
+        state = _attend_tiles(
+            state, q, bounds[part], bounds[part + 1], position, keys, kv_head, scale, length, CACHE, part != 1
         )
+    acc, l_i, _ = state
     tl.store(out_ptr + at, (acc / l_i[:, None]).to(out_ptr.dtype.element_ty), valid)
 
 
@@ -204,38 +168,16 @@ def prefill_attention(
     of other queries are left alone.
     """
     heads, head_dim = q.shape[1:]
-    block_size, kv_heads = k_cache.shape[1:3]
-    group = heads // kv_heads
-    out = torch.empty_like(q) if out is None else out
     tile_m, tile_n = _tile_sizes(head_dim, q.dtype)
-    tile_n = min(tile_n, block_size & -block_size)  # the largest power of two that divides the block
-    k_tiles, v_tiles = k_cache, v_cache
+    layout = layout_of(k_cache, tile_n, window)
+    out = torch.empty_like(q) if out is None else out
+    caches = k_cache, v_cache
     if has_tma(q.device):  # a tile is loaded by one instruction
-        k_tiles, v_tiles = (
-            TensorDescriptor.from_tensor(cache.flatten(0, 1).flatten(1), [tile_n, head_dim])
-            for cache in (k_cache, v_cache)
-        )
-    launch(_prefill_kernel, (len(query_tiles), kv_heads), q.device)(
-        q,
-        k_tiles,
-        v_tiles,
-        scales,
-        query_tiles,
-        cu_seqlens_q,
-        context_lens,
-        block_tables,
-        out,
-        head_dim**-0.5 * 1.4426950408889634,
-        block_tables.stride(0),
-        BLOCK_SIZE=block_size,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        TILE_M=tile_m,
-        TILE_N=tile_n,
-        WINDOW=window or 0,
-        IS_FP8=scales is not None,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=4,
+        shape = [layout.tile, head_dim]
+        caches = (TensorDescriptor.from_tensor(cache.flatten(0, 1).flatten(1), shape) for cache in caches)
+    queries, scale = (query_tiles, cu_seqlens_q, context_lens), head_dim**-0.5 * 1.4426950408889634
+    constants = dict(GROUP=heads // layout.kv_heads, TILE_M=tile_m, CACHE=layout)
+    launch(_prefill_kernel, (len(query_tiles), layout.kv_heads), q.device)(
+        q, *caches, scales, queries, block_tables, out, scale, block_tables.stride(0), **constants, num_warps=4
     )
     return out
