@@ -6,11 +6,13 @@ of the tokens with this logit are kept, one more pass over the tiles finds the l
 once.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch, num_sms
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch, num_sms
 from nanovllm.kernels.sampling_params import MIN_P, TEMPERATURE, TOP_K, TOP_P, is_filtered, load_float
 from nanovllm.kernels.token_order import LAST_ID, ordered_bits, token_key
 
@@ -21,32 +23,52 @@ MAX_PROGRAMS_PER_ROW = 16  # programs that share the computation of a row's tile
 LOW_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # trailing zero bits of such a number in float32
 
 
+class Row(NamedTuple):
+    """A row of logits, in the kernel."""
+
+    logits_ptr: tl.tensor
+    tile_maxima: tl.tensor
+    tiles_ptr: tl.tensor  # takes a list of tiles
+    vocab_size: tl.tensor
+    max: tl.tensor
+    temperature: tl.tensor
+
+
 @triton.jit
-def _list_tiles(tile_maxima, tiles_ptr, bound):
-    """Write the tiles with an entry >= `bound` to `tiles_ptr`, in ascending order; returns their number."""
-    is_listed = (tile_maxima >= bound).to(tl.int32)
+def _list_tiles(row, bound):
+    """Write the tiles with an entry >= `bound` to the row's list, in ascending order; returns their number."""
+    is_listed = (row.tile_maxima >= bound).to(tl.int32)
     tl.debug_barrier()  # all threads have read the previous list
-    tl.store(tiles_ptr + tl.cumsum(is_listed, 0) - 1, tl.arange(0, tile_maxima.shape[0]), is_listed != 0)
+    at = row.tiles_ptr + tl.cumsum(is_listed, 0) - 1
+    tl.store(at, tl.arange(0, row.tile_maxima.shape[0]), is_listed != 0)
     tl.debug_barrier()
     return tl.sum(is_listed, 0)
 
 
 @triton.jit
-def _sum_above(
-    row_ptr, tile_maxima, tiles_ptr, vocab_size, bound_1, bound_2, bound_3, row_max, temperature, BY_MASS: tl.constexpr
-):
+def _load_tiles(row, entry, num_listed):
+    """The ids of the listed tiles at `entry` [GROUP], and their logits, both [GROUP, TILE]; -inf outside."""
+    tile = tl.load(row.tiles_ptr + entry, entry < num_listed, row.vocab_size)
+    ids = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    return ids, tl.load(row.logits_ptr + ids, ids < row.vocab_size, float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _weight(x, row):
+    return tl.exp((x - row.max) / row.temperature)
+
+
+@triton.jit
+def _sum_above(row, bound_1, bound_2, bound_3, BY_MASS: tl.constexpr):
     """For each of three ascending bounds, the number of entries >= the bound; with BY_MASS the sum of their weights
-    exp((entry - row_max) / temperature).
+    exp((entry - max) / temperature).
     """
-    num_listed = _list_tiles(tile_maxima, tiles_ptr, bound_1)
+    num_listed = _list_tiles(row, bound_1)
     sum_1 = tl.zeros([GROUP, TILE], tl.float32)
     sum_2, sum_3 = sum_1, sum_1
     for first in tl.range(0, num_listed, GROUP, num_stages=STAGES):
-        entry = first + tl.arange(0, GROUP)
-        tile = tl.load(tiles_ptr + entry, entry < num_listed, vocab_size)
-        ids = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-        x = tl.load(row_ptr + ids, ids < vocab_size, float("-inf")).to(tl.float32)
-        weight = tl.where(ids < vocab_size, tl.exp((x - row_max) / temperature) if BY_MASS else 1.0, 0.0)
+        ids, x = _load_tiles(row, first + tl.arange(0, GROUP), num_listed)
+        weight = tl.where(ids < row.vocab_size, _weight(x, row) if BY_MASS else 1.0, 0.0)
         sum_1 += tl.where(x >= bound_1, weight, 0.0)
         sum_2 += tl.where(x >= bound_2, weight, 0.0)
         sum_3 += tl.where(x >= bound_3, weight, 0.0)
@@ -66,45 +88,30 @@ def _value(key, LOW: tl.constexpr):
 
 
 @triton.jit
-def _probe(quarters, iteration, low, high, row_max, temperature, LOW: tl.constexpr):
+def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
     """A key between `low` and `high`, so many quarters of the way: of the difference of the logits in the first four
     iterations, of the difference of the keys afterwards, as numbers are densest around 0.
     """
-    begin = tl.maximum(_value(low, LOW), row_max - 32 * temperature)
+    begin = tl.maximum(_value(low, LOW), row.max - 32 * row.temperature)
     key = _key(begin + (_value(high, LOW) - begin) * (quarters / 4), LOW)
     key = tl.where(iteration < 4, key, low + (high - low) * quarters // 4)
     return tl.minimum(tl.maximum(key, low), high - 1)
 
 
 @triton.jit
-def _search(
-    row_ptr,
-    tile_maxima,
-    tiles_ptr,
-    vocab_size,
-    lower_bound,
-    row_max,
-    temperature,
-    target,
-    BY_MASS: tl.constexpr,
-    LOW: tl.constexpr,
-):
-    """The smallest number in `lower_bound` to `row_max` such that the entries above it sum up to less than `target`;
-    and that sum (see `_sum_above`).
+def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
+    """The smallest number in `lower_bound` to the row's maximum such that the entries above it sum up to less than
+    `target`; and that sum (see `_sum_above`).
     """
-    low, high = _key(lower_bound, LOW), _key(row_max, LOW)
+    low, high = _key(lower_bound, LOW), _key(row.max, LOW)
     above = 0.0  # the sum of the entries above `high`
     iteration = 0
     while low < high:
-        a, b, c = (
-            _probe(1, iteration, low, high, row_max, temperature, LOW),
-            _probe(2, iteration, low, high, row_max, temperature, LOW),
-            _probe(3, iteration, low, high, row_max, temperature, LOW),
-        )
+        a = _probe(1, iteration, low, high, row, LOW)
+        b = _probe(2, iteration, low, high, row, LOW)
+        c = _probe(3, iteration, low, high, row, LOW)
         next_a, next_b, next_c = _value(a + 1, LOW), _value(b + 1, LOW), _value(c + 1, LOW)
-        above_a, above_b, above_c = _sum_above(
-            row_ptr, tile_maxima, tiles_ptr, vocab_size, next_a, next_b, next_c, row_max, temperature, BY_MASS
-        )
+        above_a, above_b, above_c = _sum_above(row, next_a, next_b, next_c, BY_MASS)
         high = tl.where(above_a < target, a, tl.where(above_b < target, b, tl.where(above_c < target, c, high)))
         above = tl.where(above_c < target, above_c, above)
         above = tl.where(above_a < target, above_a, tl.where(above_b < target, above_b, above))
@@ -114,25 +121,24 @@ def _search(
 
 
 @triton.jit
-def _find_equal(row_ptr, tile_maxima, tiles_ptr, counts_ptr, vocab_size, value, n, TILES: tl.constexpr):
+def _find_equal(row, counts_ptr, value, n):
     """The id of the `n`-th entry, in ascending order, that equals `value`; LAST_ID if there are fewer."""
-    num_listed = _list_tiles(tile_maxima, tiles_ptr, value)
+    num_listed = _list_tiles(row, value)
     for first in tl.range(0, num_listed, GROUP, num_stages=STAGES):
         entry = first + tl.arange(0, GROUP)
-        tile = tl.load(tiles_ptr + entry, entry < num_listed, vocab_size)
-        ids = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-        x = tl.load(row_ptr + ids, ids < vocab_size, float("-inf")).to(tl.float32)
+        _, x = _load_tiles(row, entry, num_listed)
         tl.store(counts_ptr + entry, tl.sum((x == value).to(tl.float32), 1), entry < num_listed)
     tl.debug_barrier()
-    entry = tl.arange(0, TILES)
+    entry = tl.arange(0, row.tile_maxima.shape[0])
     counts = tl.load(counts_ptr + entry, entry < num_listed, 0.0).to(tl.int32)
     cumulative = tl.cumsum(counts, 0)
     has_nth = (cumulative - counts < n) & (cumulative >= n)  # for one tile at most
     before = tl.sum(tl.where(has_nth, cumulative - counts, 0), 0)
     exists = tl.max(has_nth.to(tl.int32), 0) != 0
-    tile = tl.load(tiles_ptr + tl.sum(tl.where(has_nth, entry, 0), 0), exists, 0)
+    tile = tl.load(row.tiles_ptr + tl.sum(tl.where(has_nth, entry, 0), 0), exists, 0)
     ids = tile * TILE + tl.arange(0, TILE)
-    equal = (tl.load(row_ptr + ids, ids < vocab_size, float("-inf")).to(tl.float32) == value).to(tl.int32)
+    x = tl.load(row.logits_ptr + ids, ids < row.vocab_size, float("-inf")).to(tl.float32)
+    equal = (x == value).to(tl.int32)
     is_nth = (equal != 0) & (before + tl.cumsum(equal, 0) == n) & exists
     return tl.min(tl.where(is_nth, ids, LAST_ID), 0)
 
@@ -142,8 +148,7 @@ def _find_equal(row_ptr, tile_maxima, tiles_ptr, counts_ptr, vocab_size, value, 
 def _cutoff_kernel(
     logits_ptr,
     params_ptr,
-    tile_maxima_ptr,
-    tiles_ptr,
+    tile_ptrs,
     num_finished_ptr,
     out_ptr,
     vocab_size,
@@ -153,9 +158,8 @@ def _cutoff_kernel(
     LOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    gdc_launch_and_wait(PDL)
+    tile_maxima_ptr, tiles_ptr = tile_ptrs
     row = tl.program_id(0).to(tl.int64)
     num_programs = tl.num_programs(1)
     params_ptr += row * WIDTH
@@ -188,52 +192,35 @@ def _cutoff_kernel(
         tile_maxima = tl.load(tile_maxima_ptr + tl.arange(0, TILES), tl.arange(0, TILES) < num_tiles, float("-inf"))
         row_max = tl.max(tile_maxima, 0)
         row_max = tl.where(row_max == 0, 0.0, row_max)  # the key of -0 differs
+        this = Row(row_ptr, tile_maxima, tiles_ptr, vocab_size, row_max, temperature)
         if min_p > 0:
             cutoff = row_max + temperature * tl.log(min_p)
         if top_k > 0:  # at least k entries are as large as the k-th largest tile maximum
             kth = tl.where(tl.arange(0, TILES) == top_k - 1, tl.sort(tile_maxima, descending=True), float("-inf"))
             lower_bound = tl.maximum(cutoff, tl.max(kth, 0))
-            target = top_k.to(tl.float32)
-            kth_largest, above = _search(
-                row_ptr, tile_maxima, tiles_ptr, vocab_size, lower_bound, row_max, temperature, target, False, LOW
-            )
+            kth_largest, above = _search(this, lower_bound, top_k.to(tl.float32), False, LOW)
             num_equal = tl.where(kth_largest >= cutoff, top_k - above.to(tl.int32), num_equal)
             cutoff = tl.maximum(cutoff, kth_largest)
         if top_p < 1:
             if is_top_p_only:
                 tile_masses = tl.load(tile_masses_ptr + tl.arange(0, TILES), tl.arange(0, TILES) < num_tiles, 0.0)
-                mass = tl.sum(tile_masses * tl.exp((tile_maxima - row_max) / temperature), 0)
+                mass = tl.sum(tile_masses * _weight(tile_maxima, this), 0)
             else:
                 next_number = _value(_key(cutoff, LOW) + 1, LOW)
-                mass, above, _ = _sum_above(
-                    row_ptr,
-                    tile_maxima,
-                    tiles_ptr,
-                    vocab_size,
-                    cutoff,
-                    next_number,
-                    next_number,
-                    row_max,
-                    temperature,
-                    True,
-                )
-                mass = tl.minimum(mass, above + num_equal.to(tl.float32) * tl.exp((cutoff - row_max) / temperature))
+                mass, above, _ = _sum_above(this, cutoff, next_number, next_number, True)
+                mass = tl.minimum(mass, above + num_equal.to(tl.float32) * _weight(cutoff, this))
             target = top_p * mass
             # all entries below this number together weigh less than 1 - top_p of the largest entry alone
             lower_bound = tl.maximum(cutoff, row_max - temperature * tl.log(vocab_size / (1 - top_p)))
-            nucleus, above = _search(
-                row_ptr, tile_maxima, tiles_ptr, vocab_size, lower_bound, row_max, temperature, target, True, LOW
-            )
-            num_needed = tl.ceil((target - above) / tl.exp((nucleus - row_max) / temperature))
+            nucleus, above = _search(this, lower_bound, target, True, LOW)
+            num_needed = tl.ceil((target - above) / _weight(nucleus, this))
             num_needed = tl.minimum(tl.maximum(num_needed, 1.0), 1e9).to(tl.int32)
             num_equal = tl.where(nucleus > cutoff, num_needed, num_equal)
             num_equal = tl.where(nucleus == cutoff, tl.minimum(num_equal, num_needed), num_equal)
             cutoff = tl.maximum(cutoff, nucleus)
         last_id = tl.full([], LAST_ID, tl.int32)
         if (num_equal < LAST_ID) & (cutoff > float("-inf")):
-            last_id = _find_equal(
-                row_ptr, tile_maxima, tiles_ptr, tile_masses_ptr, vocab_size, cutoff, num_equal, TILES
-            )
+            last_id = _find_equal(this, tile_masses_ptr, cutoff, num_equal)
         tl.store(out_ptr + row, token_key(cutoff, last_id))
 
 
@@ -244,25 +231,15 @@ def logit_cutoffs(logits: torch.Tensor, rows) -> torch.Tensor:
     """
     num_rows, vocab_size = logits.shape
     tiles = max(GROUP.value, triton.next_power_of_2(triton.cdiv(vocab_size, TILE.value)))
-    tile_maxima = torch.empty(
-        (num_rows, 2, tiles), dtype=torch.float32, device=logits.device
-    )  # and the masses of tiles
+    # and the masses of tiles
+    tile_maxima = torch.empty((num_rows, 2, tiles), dtype=torch.float32, device=logits.device)
     tile_lists = torch.empty((num_rows, tiles), dtype=torch.int32, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
         num_programs = max(1, min(MAX_PROGRAMS_PER_ROW, 2 * num_sms(logits.device) // num_rows))
+        pointers = logits, rows.params, (tile_maxima, tile_lists), rows.num_finished_programs, out
+        constants = dict(WIDTH=rows.params.shape[1], TILES=tiles, LOW=LOW_BITS[logits.dtype], num_warps=16)
         launch(_cutoff_kernel, (num_rows, num_programs), logits.device)(
-            logits,
-            rows.params,
-            tile_maxima,
-            tile_lists,
-            rows.num_finished_programs,
-            out,
-            vocab_size,
-            logits.stride(0),
-            WIDTH=rows.params.shape[1],
-            TILES=tiles,
-            LOW=LOW_BITS[logits.dtype],
-            num_warps=16,
+            *pointers, vocab_size, logits.stride(0), **constants
         )
     return out

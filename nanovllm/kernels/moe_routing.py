@@ -12,16 +12,16 @@ import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import (
     dependent_kernel,
-    gdc_launch_dependents,
-    gdc_wait,
+    gdc_launch_and_wait,
     has_tma,
     launch,
+    next_power_of_2,
     num_sms,
 )
 from nanovllm.kernels.split_k_gemm import TILE_K, TILE_N, split_k_gemm
 
 MAX_SPLIT_K = 8  # of the router's product, whose partial sums are added up by the programs that route
-ROUTE_BLOCK = 4  # tokens that a program routes, a warp for each
+BLOCK_T = tl.constexpr(4)  # tokens that a program routes, a warp for each
 MIN_SHARE, MAX_SHARE = 128, 4096  # pairs of a sorting program; an element for each thread at least
 TILE_FIELDS = tl.constexpr(3)  # expert or -1, first row, and the row after the last
 
@@ -61,23 +61,20 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _route_kernel(
     logits_ptr,
     slot_mapping_ptr,
-    weights_ptr,
-    ids_ptr,
+    out_ptrs,
     num_tokens,
     part_size,
     E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     TOP_K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """NaN, which unused rows may have, counts as -inf, and so does an id without an expert: ids are always valid."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    gdc_launch_and_wait(PDL)
+    weights_ptr, ids_ptr = out_ptrs
+    BLOCK_E: tl.constexpr = next_power_of_2(E)
+    BLOCK_K: tl.constexpr = next_power_of_2(TOP_K)
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     source = token
     if slot_mapping_ptr is not None:
@@ -123,21 +120,9 @@ def route(logits: torch.Tensor, top_k: int, renormalize: bool, slot_mapping: tor
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
     expert_ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
     if num_tokens:
-        launch(_route_kernel, (triton.cdiv(num_tokens, ROUTE_BLOCK),), logits.device)(
-            logits,
-            slot_mapping,
-            weights,
-            expert_ids,
-            num_tokens,
-            num_tokens * num_experts,
-            E=num_experts,
-            BLOCK_E=triton.next_power_of_2(num_experts),
-            TOP_K=top_k,
-            BLOCK_K=triton.next_power_of_2(top_k),
-            SPLIT_K=split_k,
-            RENORMALIZE=renormalize,
-            BLOCK_T=ROUTE_BLOCK,
-            num_warps=ROUTE_BLOCK,
+        constants = dict(E=num_experts, TOP_K=top_k, SPLIT_K=split_k, RENORMALIZE=renormalize, num_warps=BLOCK_T.value)
+        launch(_route_kernel, (triton.cdiv(num_tokens, BLOCK_T.value),), logits.device)(
+            logits, slot_mapping, (weights, expert_ids), num_tokens, num_tokens * num_experts, **constants
         )
     return Routing(weights, expert_ids, num_experts)
 
@@ -149,25 +134,22 @@ def _load_local_ids(ids_ptr, pair, num_pairs, first_expert, E: tl.constexpr):
     return tl.where((expert >= 0) & (expert < E) & (pair < num_pairs), expert, E)
 
 
+class SortSizes(NamedTuple):
+    """What the kernels that sort are compiled for."""
+
+    num_experts: int  # of this rank
+    share: int  # pairs of a program
+    bins: int  # a power of two, more than there are experts
+
+
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_pairs", "first_expert"])
-def _count_kernel(
-    ids_ptr,
-    counts_ptr,
-    num_pairs,
-    first_expert,
-    E: tl.constexpr,
-    SHARE: tl.constexpr,
-    BINS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _count_kernel(ids_ptr, counts_ptr, num_pairs, first_expert, SIZES: tl.constexpr, PDL: tl.constexpr):
     """How many pairs of a share each expert has."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    pair = tl.program_id(0) * SHARE + tl.arange(0, SHARE)
-    counts = tl.histogram(_load_local_ids(ids_ptr, pair, num_pairs, first_expert, E), BINS)
-    tl.store(counts_ptr + tl.program_id(0) * BINS + tl.arange(0, BINS), counts)
+    gdc_launch_and_wait(PDL)
+    pair = tl.program_id(0) * SIZES.share + tl.arange(0, SIZES.share)
+    counts = tl.histogram(_load_local_ids(ids_ptr, pair, num_pairs, first_expert, SIZES.num_experts), SIZES.bins)
+    tl.store(counts_ptr + tl.program_id(0) * SIZES.bins + tl.arange(0, SIZES.bins), counts)
 
 
 @dependent_kernel()
@@ -181,21 +163,19 @@ def _sort_kernel(
     num_shares,
     num_tiles,
     first_expert,
-    E: tl.constexpr,
+    SIZES: tl.constexpr,
     TILE_M: tl.constexpr,
-    SHARE: tl.constexpr,
-    BINS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program for each expert and share of pairs writes their rows; that of the first share also writes the tiles.
 
     Without `counts_ptr`, there is a single share, which each program counts itself: that saves a kernel.
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    gdc_launch_and_wait(PDL)
+    E: tl.constexpr = SIZES.num_experts
+    BINS: tl.constexpr = SIZES.bins
     expert, share = tl.program_id(0), tl.program_id(1)
-    pair = share * SHARE + tl.arange(0, SHARE)
+    pair = share * SIZES.share + tl.arange(0, SIZES.share)
     ids = _load_local_ids(ids_ptr, pair, num_pairs, first_expert, E)
     other = tl.arange(0, BINS)
     before = tl.zeros([BINS], tl.int32)  # pairs of earlier shares
@@ -245,23 +225,10 @@ def sort_by_expert(expert_ids: torch.Tensor, first_expert: int, num_experts: int
     if num_pairs:
         share = min(MAX_SHARE, max(MIN_SHARE, triton.next_power_of_2(num_pairs)))
         num_shares, counts = triton.cdiv(num_pairs, share), None
-        sizes = dict(E=num_experts, SHARE=share, BINS=max(MIN_SHARE, triton.next_power_of_2(num_experts + 1)))
+        sizes = SortSizes(num_experts, share, max(MIN_SHARE, triton.next_power_of_2(num_experts + 1)))
         if num_shares > 1:
-            counts = torch.empty((num_shares, sizes["BINS"]), dtype=torch.int32, device=device)
-            launch(_count_kernel, (num_shares,), device)(
-                expert_ids, counts, num_pairs, first_expert, num_warps=4, **sizes
-            )
-        launch(_sort_kernel, (num_experts, num_shares), device)(
-            expert_ids,
-            counts,
-            pairs,
-            table,
-            num_pairs,
-            num_shares,
-            num_tiles,
-            first_expert,
-            TILE_M=tile_m,
-            num_warps=4,
-            **sizes,
-        )
+            counts = torch.empty((num_shares, sizes.bins), dtype=torch.int32, device=device)
+            launch(_count_kernel, (num_shares,), device)(expert_ids, counts, num_pairs, first_expert, SIZES=sizes)
+        tensors, numbers = (expert_ids, counts, pairs, table), (num_pairs, num_shares, num_tiles, first_expert)
+        launch(_sort_kernel, (num_experts, num_shares), device)(*tensors, *numbers, SIZES=sizes, TILE_M=tile_m)
     return ExpertRows(pairs, table, tile_m)

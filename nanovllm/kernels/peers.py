@@ -11,10 +11,12 @@ import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import (
     dependent_kernel,
+    gdc_launch_and_wait,
     gdc_launch_dependents,
     gdc_wait,
     launch,
     launch_ordinary,
+    next_power_of_2,
 )
 from nanovllm.kernels.sampling_params import is_filtered
 
@@ -34,6 +36,11 @@ class PeerBarrier(NamedTuple):
     aborted: torch.Tensor
     rank: int
 
+    @property
+    def arguments(self) -> tuple:
+        """What kernels take for it."""
+        return (self.addresses, self.aborted), self.data_offset, self.flags_offset, self.rank
+
 
 @triton.jit
 def _pointer_to_rank(addresses_ptr, other, offset, dtype: tl.constexpr):
@@ -41,17 +48,18 @@ def _pointer_to_rank(addresses_ptr, other, offset, dtype: tl.constexpr):
 
 
 @triton.jit
-def _signal(addresses_ptr, flags_offset, rank, SIZE: tl.constexpr):
+def _signal(peer_ptrs, flags_offset, rank, SIZE: tl.constexpr):
     """Tell the other ranks' programs that wait for this one that all earlier writes of this GPU can be read."""
     for other in tl.static_range(SIZE):
         if other != rank:
-            theirs = _pointer_to_rank(addresses_ptr, other, flags_offset, tl.int32) + tl.program_id(0) * SIZE + rank
+            theirs = _pointer_to_rank(peer_ptrs[0], other, flags_offset, tl.int32) + tl.program_id(0) * SIZE + rank
             tl.atomic_xchg(theirs, 1, sem="release", scope="sys")
 
 
 @triton.jit
-def _wait(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE: tl.constexpr):
+def _wait(peer_ptrs, flags_offset, rank, SIZE: tl.constexpr):
     """Wait until every other rank has signalled. The waiting program clears its flags, before they can be set again."""
+    addresses_ptr, aborted_ptr = peer_ptrs
     mine = _pointer_to_rank(addresses_ptr, rank, flags_offset, tl.int32) + tl.program_id(0) * SIZE
     for other in tl.static_range(SIZE):
         if other != rank:
@@ -67,18 +75,16 @@ def _wait(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE: tl.constexpr):
 @dependent_kernel(early=("weight_ptr",))
 @triton.jit(do_not_specialize=["rank", "num_rows", "offset", "flags_offset"])
 def _sum_rms_norm_kernel(
-    addresses_ptr,
+    peer_ptrs,
     offset,
     flags_offset,
-    aborted_ptr,
+    rank,
     sum_ptr,
     weight_ptr,
     out_ptr,
-    rank,
     num_rows,
     eps,
     N: tl.constexpr,
-    BLOCK: tl.constexpr,
     SPLIT_K: tl.constexpr,
     SIZE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -87,11 +93,13 @@ def _sum_rms_norm_kernel(
     if PDL:
         gdc_launch_dependents()
     dtype: tl.constexpr = out_ptr.dtype.element_ty
+    BLOCK: tl.constexpr = next_power_of_2(N)
     col = tl.arange(0, BLOCK)
     weight = tl.load(weight_ptr + col, col < N, 0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-    _signal(addresses_ptr, flags_offset, rank, SIZE)
+    _signal(peer_ptrs, flags_offset, rank, SIZE)
+    addresses_ptr = peer_ptrs[0]
     mine = _pointer_to_rank(addresses_ptr, rank, offset, dtype)
     at = tl.program_id(0).to(tl.int64) * N + col
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
@@ -103,7 +111,7 @@ def _sum_rms_norm_kernel(
         if HAS_RESIDUAL:
             x = tl.load(sum_ptr + at, col < N, 0.0).to(tl.float32)
         if row == tl.program_id(0):
-            _wait(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE)
+            _wait(peer_ptrs, flags_offset, rank, SIZE)
         for other in tl.static_range(SIZE):  # in the same order on every rank, so that all get the same sum
             theirs = _pointer_to_rank(addresses_ptr, other, offset, dtype)
             y = tl.zeros([BLOCK], tl.float32)
@@ -127,73 +135,39 @@ def sum_rms_norm(
 
     `parts` [split_k, T, N] are this rank's, at the barrier's data offset. `residual` [T, N] becomes the sum.
     """
-    addresses, offset, flags_offset, max_programs, aborted, rank = barrier
     split_k, num_rows, n = parts.shape
     total = torch.empty_like(parts[0]) if residual is None else residual
     out = torch.empty_like(total)
-    block = triton.next_power_of_2(n)
-    launch(_sum_rms_norm_kernel, (max(1, min(num_rows, max_programs)),), parts.device)(
-        addresses,
-        offset,
-        flags_offset,
-        aborted,
-        total,
-        weight,
-        out,
-        rank,
-        num_rows,
-        eps,
-        N=n,
-        BLOCK=block,
-        SPLIT_K=split_k,
-        SIZE=len(addresses),
-        HAS_RESIDUAL=residual is not None,
-        num_warps=max(4, min(16, block // 256)),
-        num_stages=1,  # a pipeline would read the other ranks' parts before the wait
+    constants = dict(N=n, SPLIT_K=split_k, SIZE=len(barrier.addresses), HAS_RESIDUAL=residual is not None)
+    constants["num_warps"] = max(4, min(16, triton.next_power_of_2(n) // 256))
+    constants["num_stages"] = 1  # a pipeline would read the other ranks' parts before the wait
+    launch(_sum_rms_norm_kernel, (max(1, min(num_rows, barrier.max_programs)),), parts.device)(
+        *barrier.arguments, total, weight, out, num_rows, eps, **constants
     )
     return out, total
 
 
 @triton.jit(do_not_specialize=["rank", "num_keys", "offset", "flags_offset"])
 def _max_kernel(
-    keys_ptr,
-    addresses_ptr,
-    offset,
-    flags_offset,
-    aborted_ptr,
-    out_ptr,
-    rank,
-    num_keys,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    peer_ptrs, offset, flags_offset, rank, keys_ptr, out_ptr, num_keys, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     best = tl.load(keys_ptr + at, at < num_keys, 0)
-    tl.store(_pointer_to_rank(addresses_ptr, rank, offset, tl.int64) + at, best, at < num_keys)
+    tl.store(_pointer_to_rank(peer_ptrs[0], rank, offset, tl.int64) + at, best, at < num_keys)
     tl.debug_barrier()  # one thread signals, after all have written
-    _signal(addresses_ptr, flags_offset, rank, SIZE)
-    _wait(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE)
+    _signal(peer_ptrs, flags_offset, rank, SIZE)
+    _wait(peer_ptrs, flags_offset, rank, SIZE)
     for other in tl.static_range(SIZE):
-        theirs = _pointer_to_rank(addresses_ptr, other, offset, tl.int64) + at
+        theirs = _pointer_to_rank(peer_ptrs[0], other, offset, tl.int64) + at
         best = tl.maximum(best, tl.load(theirs, at < num_keys, 0, cache_modifier=".cg"))
     tl.store(out_ptr + at, best, at < num_keys)
 
 
 def all_reduce_max(keys: torch.Tensor, barrier: PeerBarrier) -> torch.Tensor:
     """The elementwise maximum of all ranks' keys [S] int64. S may be 0: the ranks wait for each other all the same."""
-    addresses, offset, flags_offset, _, aborted, rank = barrier
     out = torch.empty_like(keys)
     launch_ordinary(_max_kernel, (max(1, triton.cdiv(len(keys), KEYS_PER_PROGRAM)),))(
-        keys,
-        addresses,
-        offset,
-        flags_offset,
-        aborted,
-        out,
-        rank,
-        len(keys),
-        SIZE=len(addresses),
-        BLOCK=KEYS_PER_PROGRAM,
+        *barrier.arguments, keys, out, len(keys), SIZE=len(barrier.addresses), BLOCK=KEYS_PER_PROGRAM
     )
     return out
 
@@ -201,13 +175,12 @@ def all_reduce_max(keys: torch.Tensor, barrier: PeerBarrier) -> torch.Tensor:
 @dependent_kernel()
 @triton.jit(do_not_specialize=["rank", "num_rows", "offset", "flags_offset"])
 def _gather_kernel(
-    addresses_ptr,
+    peer_ptrs,
     offset,
     flags_offset,
-    aborted_ptr,
+    rank,
     params_ptr,
     out_ptr,
-    rank,
     num_rows,
     n,
     WIDTH: tl.constexpr,
@@ -215,12 +188,10 @@ def _gather_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    gdc_launch_and_wait(PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    _signal(addresses_ptr, flags_offset, rank, SIZE)
-    _wait(addresses_ptr, flags_offset, aborted_ptr, rank, SIZE)
+    _signal(peer_ptrs, flags_offset, rank, SIZE)
+    _wait(peer_ptrs, flags_offset, rank, SIZE)
     tiles = tl.cdiv(n, BLOCK)
     col = tl.arange(0, BLOCK)
     for piece in range(tl.program_id(0), num_rows * SIZE * tiles, tl.num_programs(0)):
@@ -230,7 +201,7 @@ def _gather_kernel(
         width = n
         if params_ptr is not None:
             width = tl.where((other == rank) | is_filtered(params_ptr + row * WIDTH), n, 0)
-        theirs = _pointer_to_rank(addresses_ptr, other, offset, dtype)
+        theirs = _pointer_to_rank(peer_ptrs[0], other, offset, dtype)
         x = tl.load(theirs + row * n + at, at < width, 0.0, cache_modifier=".cg")
         tl.store(out_ptr + (row * SIZE + other) * n + at, x, at < width)
 
@@ -243,23 +214,11 @@ def gather_columns(
     With `sampling_params` [S, WIDTH] int32 (sampling_columns.py), rows that are not filtered lack the other ranks'
     columns. S may be 0: the ranks wait for each other all the same.
     """
-    addresses, offset, flags_offset, max_programs, aborted, rank = barrier
-    (num_rows, n), size, block = mine.shape, len(addresses), 2048
+    (num_rows, n), size, block = mine.shape, len(barrier.addresses), 2048
     out = torch.empty((num_rows, size * n), dtype=mine.dtype, device=mine.device)
     pieces = num_rows * size * triton.cdiv(n, block)
-    launch(_gather_kernel, (max(1, min(pieces, max_programs)),), mine.device)(
-        addresses,
-        offset,
-        flags_offset,
-        aborted,
-        sampling_params,
-        out,
-        rank,
-        num_rows,
-        n,
-        WIDTH=0 if sampling_params is None else sampling_params.shape[1],
-        SIZE=size,
-        BLOCK=block,
-        num_stages=1,
+    width = 0 if sampling_params is None else sampling_params.shape[1]
+    launch(_gather_kernel, (max(1, min(pieces, barrier.max_programs)),), mine.device)(
+        *barrier.arguments, sampling_params, out, num_rows, n, WIDTH=width, SIZE=size, BLOCK=block, num_stages=1
     )
     return out

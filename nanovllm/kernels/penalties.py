@@ -5,11 +5,13 @@ a zero: the first thread that does so for a token gets the count and edits the t
 the memory is all zeros again. Rows without such parameters end at once.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
 from nanovllm.kernels.sampling_params import column_constant, load_float
 
 PRESENCE_PENALTY = column_constant("presence_penalty")
@@ -25,8 +27,20 @@ NUM_BAD_WORDS = column_constant("num_bad_words")
 IN_PROMPT = tl.constexpr(1 << 30)  # a flag in a count, whose lower bits count the output's tokens
 
 
+class Sizes(NamedTuple):
+    """What the kernel is compiled for."""
+
+    num_columns: int  # of a row of sampling parameters
+    max_biases: int
+    max_words: int
+    word_tokens: int
+    block_size: int
+
+
 @triton.jit
-def _token_ids(at, length, token_ids_ptr, table_ptr, BLOCK_SIZE: tl.constexpr):
+def _token_ids(at, tokens, BLOCK_SIZE: tl.constexpr):
+    """The token ids at positions; `tokens` of a sequence are pointers to all and to its block table, and its length."""
+    token_ids_ptr, table_ptr, length = tokens
     block = tl.load(table_ptr + at // BLOCK_SIZE, at < length, 0).to(tl.int64)
     return tl.load(token_ids_ptr + block * BLOCK_SIZE + at % BLOCK_SIZE, at < length, 0)
 
@@ -41,23 +55,15 @@ def _ban_unset(x_ptr, mask_ptr, vocab_size, TILE: tl.constexpr):
 
 
 @triton.jit
-def _ban_bad_words(
-    x_ptr,
-    words_ptr,
-    num_words,
-    length,
-    num_prompt,
-    token_ids_ptr,
-    table_ptr,
-    WORDS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
+def _ban_bad_words(x_ptr, words_ptr, num_words, tokens, num_prompt, SIZES: tl.constexpr):
     """-inf for the last token of each bad word if the output ends with the word's other tokens, or it has no others."""
-    word, place = tl.arange(0, WORDS), tl.arange(0, TOKENS)  # the last place is for the token that is sampled now
+    TOKENS: tl.constexpr = SIZES.word_tokens
+    length = tokens[2]
+    # the last place is for the token that is sampled now
+    word, place = tl.arange(0, SIZES.max_words), tl.arange(0, TOKENS)
     at = length - (TOKENS - 1) + place
     is_output = (at >= num_prompt) & (at < length)
-    recent = _token_ids(tl.where(is_output, at, length), length, token_ids_ptr, table_ptr, BLOCK_SIZE)
+    recent = _token_ids(tl.where(is_output, at, length), tokens, SIZES.block_size)
     recent = tl.where(is_output, recent, -2)  # -2 equals no token id
     words = tl.load(words_ptr + word[:, None] * TOKENS + place[None, :], word[:, None] < num_words, -1)
     matches = (words < 0) | (words == recent[None, :]) | (place == TOKENS - 1)[None, :]
@@ -69,49 +75,29 @@ def _ban_bad_words(
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def _penalize_kernel(
-    logits_ptr,
-    all_params_ptr,
-    req_indices_ptr,
-    bias_ids_ptr,
-    biases_ptr,
-    allowed_ids_ptr,
-    bad_words_ptr,
-    token_ids_ptr,
-    tables_ptr,
-    positions_ptr,
-    counts_ptr,
-    num_rows,
-    vocab_size,
-    stride,
-    counts_stride,
-    table_stride,
-    mask_stride,
-    WIDTH: tl.constexpr,
-    MAX_BIASES: tl.constexpr,
-    WORDS: tl.constexpr,
-    WORD_TOKENS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    PDL: tl.constexpr,
+    logits_ptr, row_ptrs, edit_ptrs, num_rows, vocab_size, strides, table_stride, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    gdc_launch_and_wait(PDL)
+    all_params_ptr, req_indices_ptr, token_ids_ptr, tables_ptr, positions_ptr = row_ptrs
+    bias_ids_ptr, biases_ptr, allowed_ids_ptr, bad_words_ptr, counts_ptr = edit_ptrs
+    stride, counts_stride, mask_stride = strides
+    TILE: tl.constexpr = 1024
     dtype: tl.constexpr = logits_ptr.dtype.element_ty
     counts_ptr += tl.program_id(0) * counts_stride
     for row in range(tl.program_id(0).to(tl.int64), num_rows, tl.num_programs(0)):
-        params_ptr = all_params_ptr + row * WIDTH
+        params_ptr = all_params_ptr + row * SIZES.num_columns
         x_ptr = logits_ptr + row * stride
         table_ptr = tables_ptr + row * table_stride
         request = tl.load(req_indices_ptr + row).to(tl.int64)
         length = tl.load(positions_ptr + row) + 1
+        tokens = token_ids_ptr, table_ptr, length
         num_prompt = tl.load(params_ptr + NUM_PROMPT_TOKENS)
         has_allowed_ids, num_bad_words = tl.load(params_ptr + HAS_ALLOWED_IDS), tl.load(params_ptr + NUM_BAD_WORDS)
         num_biases = tl.load(params_ptr + NUM_BIASES)
         num_stops = tl.where(length < tl.load(params_ptr + MIN_LEN), tl.load(params_ptr + NUM_STOPS), 0)
         if num_biases + num_stops > 0:
-            at = tl.arange(0, MAX_BIASES)
-            entry = request * MAX_BIASES + at
+            at = tl.arange(0, SIZES.max_biases)
+            entry = request * SIZES.max_biases + at
             ids = tl.load(bias_ids_ptr + entry, at < num_biases + num_stops, 0)
             bias = tl.load(biases_ptr + entry, at < num_biases, 0.0)
             x = tl.load(x_ptr + ids, at < num_biases, 0.0).to(tl.float32) + bias
@@ -123,13 +109,13 @@ def _penalize_kernel(
             repetition = load_float(params_ptr, REPETITION_PENALTY)
             for first in range(0, length, TILE):
                 at = first + tl.arange(0, TILE)
-                count = counts_ptr + _token_ids(at, length, token_ids_ptr, table_ptr, BLOCK_SIZE)
+                count = counts_ptr + _token_ids(at, tokens, SIZES.block_size)
                 tl.atomic_or(count, IN_PROMPT, at < num_prompt, sem="relaxed")
                 tl.atomic_add(count, 1, (at >= num_prompt) & (at < length), sem="relaxed")
             tl.debug_barrier()
             for first in range(0, length, TILE):
                 at = first + tl.arange(0, TILE)
-                ids = _token_ids(at, length, token_ids_ptr, table_ptr, BLOCK_SIZE)
+                ids = _token_ids(at, tokens, SIZES.block_size)
                 count = tl.where(at < length, tl.atomic_xchg(counts_ptr + ids, 0, at < length, sem="relaxed"), 0)
                 x = tl.load(x_ptr + ids, count > 0, 0.0).to(tl.float32)
                 x = tl.where(x > 0, x / repetition, x * repetition)
@@ -141,46 +127,18 @@ def _penalize_kernel(
         if has_allowed_ids != 0:
             _ban_unset(x_ptr, allowed_ids_ptr + request * mask_stride, vocab_size, 4 * TILE)
         if num_bad_words > 0:
-            words_ptr = bad_words_ptr + request * WORDS * WORD_TOKENS
-            _ban_bad_words(
-                x_ptr,
-                words_ptr,
-                num_bad_words,
-                length,
-                num_prompt,
-                token_ids_ptr,
-                table_ptr,
-                WORDS,
-                WORD_TOKENS,
-                BLOCK_SIZE,
-            )
+            words_ptr = bad_words_ptr + request * SIZES.max_words * SIZES.word_tokens
+            _ban_bad_words(x_ptr, words_ptr, num_bad_words, tokens, num_prompt, SIZES)
 
 
 def penalize(logits: torch.Tensor, rows, tables) -> None:
     """Edit logits [S, vocabulary] in place, with layers.sampler.SamplingRows and features.logit_edits.EditTables."""
     if len(logits):
-        launch(_penalize_kernel, (min(len(logits), len(tables.token_counts)),), logits.device)(
-            logits,
-            rows.params,
-            rows.req_indices,
-            tables.bias_ids,
-            tables.biases,
-            tables.allowed_masks,
-            tables.bad_words,
-            rows.token_ids,
-            rows.block_tables,
-            rows.positions,
-            tables.token_counts,
-            *logits.shape,
-            logits.stride(0),
-            tables.token_counts.stride(0),
-            rows.block_tables.stride(0),
-            tables.allowed_masks.stride(0),
-            WIDTH=rows.params.shape[1],
-            MAX_BIASES=tables.biases.shape[1],
-            WORDS=tables.bad_words.shape[1],
-            WORD_TOKENS=tables.bad_words.shape[2],
-            BLOCK_SIZE=rows.token_ids.shape[1],
-            TILE=1024,
-            num_warps=8,
+        params, token_ids, counts = rows.params, rows.token_ids, tables.token_counts
+        row_tensors = params, rows.req_indices, token_ids, rows.block_tables, rows.positions
+        edits = tables.bias_ids, tables.biases, tables.allowed_masks, tables.bad_words, counts
+        strides = logits.stride(0), counts.stride(0), tables.allowed_masks.stride(0)
+        sizes = Sizes(params.shape[1], tables.biases.shape[1], *tables.bad_words.shape[1:], token_ids.shape[1])
+        launch(_penalize_kernel, (min(len(logits), len(counts)),), logits.device)(
+            logits, row_tensors, edits, *logits.shape, strides, rows.block_tables.stride(0), SIZES=sizes, num_warps=8
         )

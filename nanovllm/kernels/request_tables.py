@@ -8,32 +8,18 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import launch_ordinary
+from nanovllm.kernels.dependent_launch import launch_ordinary, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["width"])
 def _place_decodes_kernel(
-    req_indices_ptr,
-    num_reserved_ptr,
-    new_blocks_ptr,
-    num_decodes_ptr,
-    last_token_ids_ptr,
-    num_tokens_ptr,
-    tables_ptr,
-    input_ids_ptr,
-    positions_ptr,
-    slots_ptr,
-    context_lens_ptr,
-    block_tables_ptr,
-    width,
-    TABLE_WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    K: tl.constexpr,
-    HAS_NUM_DECODES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    batch_ptrs, table_ptrs, out_ptrs, width, TABLE_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, K: tl.constexpr
 ):
+    req_indices_ptr, num_reserved_ptr, new_blocks_ptr, num_decodes_ptr = batch_ptrs
+    last_token_ids_ptr, num_tokens_ptr, tables_ptr = table_ptrs
+    input_ids_ptr, positions_ptr, slots_ptr, context_lens_ptr, block_tables_ptr = out_ptrs
     seq = tl.program_id(0)
-    if HAS_NUM_DECODES:
+    if num_decodes_ptr is not None:
         num_decodes = tl.load(num_decodes_ptr)
         if seq * K >= num_decodes:
             return
@@ -42,7 +28,7 @@ def _place_decodes_kernel(
     new_column = tl.load(new_blocks_ptr + 2 * seq)
     new_block = tl.load(new_blocks_ptr + 2 * seq + 1)
     num_tokens = tl.load(num_tokens_ptr + req_index)
-    columns = tl.arange(0, BLOCK)
+    columns = tl.arange(0, next_power_of_2(TABLE_WIDTH - 1))
     table_ptr = tables_ptr + req_index * TABLE_WIDTH
     table = tl.where(columns == new_column, new_block, tl.load(table_ptr + columns, columns < width, 0))
     if new_column >= 0:
@@ -86,28 +72,14 @@ def _accept_kernel(
 def place_decodes(tables, batch, block_size: int) -> None:
     """`batch` is an engine.batch.Batch on the device, and `tables` are engine.request_tables.RequestTables."""
     k, table_width = batch.shape.tokens_per_row, tables.block_tables.shape[1]
-    block = triton.next_power_of_2(table_width - 1)
-    grid = (batch.shape.num_decodes // k,)
-    launch_ordinary(_place_decodes_kernel, grid)(
-        batch.req_indices,
-        batch.num_reserved,
-        batch.new_blocks,
-        batch.num_decodes if batch.shape.is_padded else None,
-        tables.last_token_ids,
-        tables.num_tokens,
-        tables.block_tables,
-        batch.input_ids,
-        batch.positions,
-        batch.slot_mapping,
-        batch.context_lens,
-        batch.block_tables,
-        batch.block_tables.shape[1],
-        TABLE_WIDTH=table_width,
-        BLOCK_SIZE=block_size,
-        K=k,
-        HAS_NUM_DECODES=batch.shape.is_padded,
-        BLOCK=block,
-        num_warps=max(1, min(8, block // 512)),
+    num_decodes = batch.num_decodes if batch.shape.is_padded else None
+    inputs = batch.req_indices, batch.num_reserved, batch.new_blocks, num_decodes
+    outputs = batch.input_ids, batch.positions, batch.slot_mapping, batch.context_lens, batch.block_tables
+    own = tables.last_token_ids, tables.num_tokens, tables.block_tables
+    constants = dict(TABLE_WIDTH=table_width, BLOCK_SIZE=block_size, K=k)
+    constants["num_warps"] = max(1, min(8, triton.next_power_of_2(table_width - 1) // 512))
+    launch_ordinary(_place_decodes_kernel, (batch.shape.num_decodes // k,))(
+        inputs, own, outputs, batch.block_tables.shape[1], **constants
     )
 
 

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import launch_ordinary
+from nanovllm.kernels.dependent_launch import launch_ordinary, next_power_of_2
 from nanovllm.kernels.sampling_columns import PHILOX_ROUNDS
 from nanovllm.kernels.token_order import logit_and_id
 
@@ -29,17 +29,11 @@ def _gumbel(bits, HARDWARE: tl.constexpr):
 @triton.jit
 def _sample_split_kernel(
     logits_ptr,
-    temperatures_ptr,
-    seeds_ptr,
-    positions_ptr,
-    cutoffs_ptr,
-    best_ptr,
-    index_ptr,
+    row_ptrs,
+    out_ptrs,
     vocab_size,
     stride,
     first_id,
-    temperature_stride,
-    seed_stride,
     PER_SPLIT: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -47,6 +41,8 @@ def _sample_split_kernel(
     HARDWARE: tl.constexpr,
     FIRST_ID_MOD_4: tl.constexpr,
 ):
+    temperatures_ptr, temperature_stride, seeds_ptr, seed_stride, positions_ptr, cutoffs_ptr = row_ptrs
+    best_ptr, index_ptr = out_ptrs
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     temperature = tl.load(temperatures_ptr + row * temperature_stride)
@@ -58,9 +54,8 @@ def _sample_split_kernel(
         cutoff, last_id = logit_and_id(tl.load(cutoffs_ptr + row))
     best = tl.full([], float("-inf"), tl.float32)
     # noise is made for four tokens at once, so splits begin at the multiple of four at or before the first id
-    index = tl.maximum(
-        split * PER_SPLIT - FIRST_ID_MOD_4, 0
-    )  # a valid token even if no score is above -inf, as with NaN
+    # a valid token even if no score is above -inf, as with NaN
+    index = tl.maximum(split * PER_SPLIT - FIRST_ID_MOD_4, 0)
     for tile in range(0, PER_SPLIT, TILE):
         column = split * PER_SPLIT + tile + tl.arange(0, TILE) - FIRST_ID_MOD_4
         inside = (column >= 0) & (column < vocab_size) if FIRST_ID_MOD_4 else column < vocab_size
@@ -84,9 +79,9 @@ def _sample_split_kernel(
 
 
 @triton.jit
-def _sample_reduce_kernel(best_ptr, index_ptr, score_ptr, out_ptr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def _sample_reduce_kernel(best_ptr, index_ptr, score_ptr, out_ptr, SPLITS: tl.constexpr):
     row = tl.program_id(0)
-    split = tl.arange(0, BLOCK)
+    split = tl.arange(0, next_power_of_2(SPLITS))
     best = tl.load(best_ptr + row * SPLITS + split, split < SPLITS, float("-inf"))
     index = tl.load(index_ptr + row * SPLITS + split, split < SPLITS, 2147483647)
     score = tl.max(best, 0)
@@ -118,26 +113,17 @@ def sample(
     score = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     if num_rows:
+        rows = temperatures, temperatures.stride(0), seeds, seeds.stride(0), positions, cutoffs
+        constants = dict(PER_SPLIT=per_split, TILE=tile, SPLITS=splits, ROUNDS=PHILOX_ROUNDS, HARDWARE=logits.is_cuda)
         launch_ordinary(_sample_split_kernel, (num_rows, splits))(
             logits,
-            temperatures,
-            seeds,
-            positions,
-            cutoffs,
-            best,
-            index,
+            rows,
+            (best, index),
             vocab_size,
             logits.stride(0),
             first_id,
-            temperatures.stride(0),
-            seeds.stride(0),
-            PER_SPLIT=per_split,
-            TILE=tile,
-            SPLITS=splits,
-            ROUNDS=PHILOX_ROUNDS,
-            HARDWARE=logits.is_cuda,
+            **constants,
             FIRST_ID_MOD_4=first_id_mod_4,
         )
-        block = triton.next_power_of_2(splits)
-        launch_ordinary(_sample_reduce_kernel, (num_rows,))(best, index, score, out, SPLITS=splits, BLOCK=block)
+        launch_ordinary(_sample_reduce_kernel, (num_rows,))(best, index, score, out, SPLITS=splits)
     return score, out
