@@ -310,7 +310,7 @@ BUDGETS = {
     "core": 3510,
     "states": 110,
     "attention": 150,
-    "kernels": 1955,
+    "kernels": 1965,
     "distributed": 535,
     "models": 310,
     "features": 730,
