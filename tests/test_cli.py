@@ -53,7 +53,7 @@ def test_every_setting_is_a_flag():
     )
     server = given(options, ServerSettings)
     assert server == dict(port=0, api_key=("a", "b"), allowed_origins=("https://x.org",), request_timeout=5.0)
-    assert ServerSettings(**server).drain_seconds == 30 and options.max_queued_requests == 1024
+    assert ServerSettings(**server).drain_seconds == 30 and ServerSettings(**server).max_queued_requests == 1024
     assert given(parse("serve", "m"), Config) == {"model": "m"}
     options = parse("generate", "m", "p", "--temperature=0.5", "--stop=a", "--stop=b", "--seed=4", "--max-num-seqs=2")
     assert (options.temperature, options.stop, options.seed, options.max_num_seqs) == (0.5, ["a", "b"], 4, 2)
@@ -108,8 +108,8 @@ def test_command_lines_of_vllm(monkeypatch, line, engine, server):
     monkeypatch.setattr(serving, "run_server", lambda *arguments: 0)
     with pytest.raises(SystemExit) as end:
         cli.main(["serve", *line.split()])
-    settings, (model, num_replicas, _, engine_settings) = made
-    assert (end.value.code, model, num_replicas, engine_settings) == (0, "Qwen/Qwen3-8B", 1, engine)
+    settings, (model, of_client, engine_settings) = made
+    assert (end.value.code, model, of_client, engine_settings) == (0, "Qwen/Qwen3-8B", settings, engine)
     default = ServerSettings()
     changed = {name: value for name, value in vars(settings).items() if value != getattr(default, name)}
     assert changed == server

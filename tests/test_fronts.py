@@ -54,7 +54,8 @@ class Setup:
     def front(self, index: int = 0, max_queued: int = 8) -> FrontClient:
         own, other = map(Channel, socket.socketpair())
         session = Session(self.llm, own, lambda: self.failures.append(index))
-        plan = FrontPlan(MODEL, ServerSettings(), ENGINE, max_queued, self.num_live, None)
+        settings = ServerSettings(max_queued_requests=max_queued)
+        plan = FrontPlan(MODEL, settings, ENGINE, self.num_live, None)
         client = FrontClient(plan, index, other)
         client.session = session
         return client

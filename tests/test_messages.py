@@ -18,9 +18,9 @@ from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve import anthropic_api
 from nanovllm.serve.anthropic_api import MessagesAnswer, MessagesBody, chat_body
 from nanovllm.serve.async_request import AsyncRequest
+from nanovllm.serve.chat import Formats
 from nanovllm.serve.engine_client import EngineDeadError, QueueFullError
 from nanovllm.serve.errors import ApiError
-from nanovllm.serve.tool_parsers import HermesParser
 
 KEY = "sk-ant"
 QUESTION = [{"role": "user", "content": "What is 17 + 25?"}]
@@ -302,7 +302,7 @@ def answer_to(text: str, finish_reason: str = "stop"):
     """The answer to a request with tools of a model that reasons and has written `text`; whole, and streamed."""
     body, _ = converted([USER], tools=[TOOL], stream=True)
     request = SimpleNamespace(request=SimpleNamespace(prompt="Hi"), prompt_token_ids=[1, 2, 3], num_cached_tokens=2)
-    one, two = (MessagesAnswer(body, MODEL, [request], HermesParser, True) for _ in range(2))
+    one, two = (MessagesAnswer(body, MODEL, [request], Formats("hermes", True)) for _ in range(2))
     ids = [*range(len(text))]
     output = CompletionOutput(0, text, ids, None, None, finish_reason, None)
     whole = json.loads(one._whole([RequestOutput(0, "Hi", [1, 2, 3], [output], True, 2, None, None)]))

@@ -17,8 +17,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.outputs import CompletionOutput, Logprob, OutputKind
 from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve import replicas
+from nanovllm.serve.api_server import add_info_routes
 from nanovllm.serve.engine_client import EngineDeadError
-from nanovllm.serve.info_api import add_routes
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.replicas import group as group_module
 from nanovllm.serve.replicas import replica as replica_module
@@ -237,11 +237,11 @@ def test_other_tokens_after_a_loss_are_an_error():
     request = ReplicaRequest(made, ended.append)
     assert request.message(0).generated == [[]]
     logprobs = [{1: Logprob(-1.0, 1, "a")}, {2: Logprob(-1.0, 1, "b")}]
-    request.add_delta(StreamEvent(0, 0, 0, "ab", [1, 2], None, None, logprobs))
+    request.add_event(StreamEvent(0, 0, 0, "ab", [1, 2], None, None, logprobs))
     request.message(1)
-    request.add_delta(StreamEvent(0, 0, 0, "a", [1], None, None, None))
+    request.add_event(StreamEvent(0, 0, 0, "a", [1], None, None, None))
     with pytest.raises(RuntimeError, match="another one has sampled other tokens"):
-        request.add_delta(StreamEvent(0, 0, 0, "xc", [9, 3], None, None, None))
+        request.add_event(StreamEvent(0, 0, 0, "xc", [9, 3], None, None, None))
 
 
 def test_grammars_are_compiled_beside_other_requests(monkeypatch):
@@ -569,7 +569,7 @@ def test_health_without_a_replica():
     client = object.__new__(AsyncReplicas)
     client._is_closing, client.group, client.on_end = False, ReplicaGroup(LocalHandle, 2, 32, 16), []
     app = FastAPI()
-    add_routes(app, SimpleNamespace(llm=client, model_names=["tiny-qwen3"]))
+    add_info_routes(app, SimpleNamespace(llm=client, model_names=["tiny-qwen3"]))
     health = next(route.endpoint for route in app.routes if route.path == "/health")
     codes = []
     for num_ready in (2, 1, 0):

@@ -13,9 +13,9 @@ from test_server import GREEDY, MODEL, PROMPT, QUESTION, TOOL, expected, offline
 from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.engine.stream_event import StreamEvent
-from nanovllm.serve.chat import ChatAnswer, make_tool_parser
+from nanovllm.serve.chat import ChatAnswer, Formats
+from nanovllm.serve.prompt_lanes import tokenized
 from nanovllm.serve.protocol import IGNORED, ChatBody, CompletionBody, GenerationBody, IgnoredFields
-from nanovllm.serve.tokenized import tokenized
 
 httpx = pytest.importorskip("httpx")
 __all__ = ["offline"]  # a fixture
@@ -349,7 +349,7 @@ def answers_to(body: ChatBody, text: str) -> tuple[dict, list[dict]]:
     request = SimpleNamespace(prompt_token_ids=[1], num_cached_tokens=0, request=SimpleNamespace(prompt=""))
 
     def make():
-        return ChatAnswer(body, "m", [request], make_tool_parser(body, "hermes"), finds_reasoning=True)
+        return ChatAnswer(body, "m", [request], Formats("hermes", finds_reasoning=True))
 
     output = CompletionOutput(0, text, [5], None, None, "stop", None)
     whole = RequestOutput(7, "", [1], [output], True, 0, None, RequestMetrics(0, 0, 0, 0))

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from itertools import pairwise
@@ -35,14 +36,13 @@ from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve import AsyncLLM, answers, http_responses, request_limits
 from nanovllm.serve.async_request import AsyncRequest
-from nanovllm.serve.chat import ChatAnswer
+from nanovllm.serve.chat import ChatAnswer, Formats
 from nanovllm.serve.completions import CompletionAnswer, Echo
 from nanovllm.serve.prompt_lanes import PromptLane, longest_token
 from nanovllm.serve.protocol import ChatBody, CompletionBody
 from nanovllm.serve.server import listening_socket, make_server
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.structured import structured_outputs
-from nanovllm.serve.tool_parsers import ToolParser
 from nanovllm.serve.turns import CLIENT, ClientTurns, LoopTurns
 from nanovllm.utils.loader import BUNDLED
 
@@ -332,7 +332,7 @@ def stream_answer(kind, body, texts) -> tuple[list[bytes], list[dict]]:
         connection, sent = Chunks(), []
         group = [SimpleNamespace(prompt_token_ids=[1, 2], num_cached_tokens=0)]
         request = AsyncRequest(SimpleNamespace(group=group, request_id=0, prompt="Hi", output=object), "a")
-        options = ((Echo(),),) if kind is CompletionAnswer else (ToolParser,)
+        options = ((Echo(),),) if kind is CompletionAnswer else (Formats("none"),)
         answer = kind(body, MODEL, [request], *options)
 
         async def send(message):
@@ -404,6 +404,61 @@ def test_a_burst_of_requests_goes_on_in_turns():
         await asyncio.wait_for(turns.next(), 1)  # at once, when nobody waits
 
     asyncio.run(main())
+
+
+def test_a_burst_of_requests_holds_up_nothing_else(server, monkeypatch):
+    """Of requests that arrive at once, a few are submitted in each turn of the event loop: streams go on between."""
+    loop, submit, turn, submitted = server.server.servers[0].get_loop(), server.llm.submit, [0], []
+
+    def count_turns():
+        turn[0] += 1
+        if len(submitted) < 60:
+            loop.call_soon(count_turns)
+
+    def spy(*arguments):
+        submitted.append(turn[0])
+        return submit(*arguments)
+
+    monkeypatch.setattr(server.llm, "submit", spy)
+    body = json.dumps({"prompt": [300, 301], "max_tokens": 1}).encode()
+    connections = [socket.create_connection(("127.0.0.1", server.port), 20) for _ in range(60)]
+    loop.call_soon_threadsafe(time.sleep, 0.3)  # meanwhile all of them arrive
+    loop.call_soon_threadsafe(count_turns)
+    for connection in connections:
+        connection.sendall(head("/v1/completions", f"content-length: {len(body)}") + body)
+    for connection in connections:
+        assert connection.recv(100).startswith(b"HTTP/1.1 200 OK")
+        connection.close()
+    assert len(submitted) == 60 and max(Counter(submitted).values()) == request_limits.ADMITTED_PER_TURN
+
+
+def test_streams_to_the_byte(server, offline):
+    """Of requests in one connection: chunks of just the stated sizes, and then the answer to the next request."""
+    text = expected(offline, PROMPT).text
+    with (
+        closing(socket.create_connection(("127.0.0.1", server.port), 20)) as connection,
+        connection.makefile("rb") as received,
+    ):
+        for stream in (True, True, False, True):
+            body = json.dumps({"prompt": PROMPT, "stream": stream, **GREEDY}).encode()
+            connection.sendall(head("/v1/completions", f"content-length: {len(body)}") + body)
+            assert received.readline() == b"HTTP/1.1 200 OK\r\n"
+            lines = dict(line[:-2].split(b": ") for line in iter(received.readline, b"\r\n"))
+            assert (b"content-length" in lines) != stream
+            if not stream:
+                whole = json.loads(received.read(int(lines[b"content-length"])))
+                assert whole["choices"][0]["text"] == text
+                continue
+            assert lines[b"transfer-encoding"] == b"chunked" and b"connection" not in lines
+            data, size = b"", 1
+            while size:
+                line = received.readline()
+                size = int(line, 16)
+                data += received.read(size)
+                assert line == b"%x\r\n" % size and received.read(2) == b"\r\n"
+            *events, done = data.decode().split("\n\n")[:-1]
+            assert done == "data: [DONE]" and data.endswith(b"\n\n")
+            assert "".join(json.loads(event[6:])["choices"][0]["text"] for event in events) == text
 
 
 def test_several_answers(client, offline):

@@ -10,7 +10,7 @@ pytest.importorskip("pydantic")
 
 from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve.answers import dump_json, encoded
-from nanovllm.serve.chat import ChatAnswer, make_tool_parser
+from nanovllm.serve.chat import ChatAnswer, Formats, make_tool_parser
 from nanovllm.serve.protocol import ChatBody
 from nanovllm.serve.reasoning import ReasoningParser
 from nanovllm.serve.tool_parsers import HermesParser, Llama3Parser, ToolCall, WholeParser, parser_for
@@ -110,7 +110,7 @@ def test_chat_chunks():
     tool = {"type": "function", "function": {"name": "f"}}
     body = ChatBody(messages=[{"role": "user", "content": "x"}], tools=[tool])
     request = SimpleNamespace(prompt_token_ids=[1], num_cached_tokens=0, request=SimpleNamespace(prompt="<think>\n"))
-    answer = ChatAnswer(body, "m", [request], make_tool_parser(body, "hermes"), finds_reasoning=True)
+    answer = ChatAnswer(body, "m", [request], Formats("hermes", finds_reasoning=True))
     pieces = ["Well", "</think>", "\n\nHi", f"<tool_call>{F}", "</tool_call>", f"<tool_call>{G}</tool_call>", ""]
     choices = []
     for i, piece in enumerate(pieces):
@@ -124,7 +124,7 @@ def test_chat_chunks():
     assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"a": "</x> é"}, {}]
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
     one = body.model_copy(update={"parallel_tool_calls": False})
-    answer = ChatAnswer(one, "m", [request], make_tool_parser(one, "hermes"))
+    answer = ChatAnswer(one, "m", [request], Formats("hermes"))
     choices = [
         choice
         for piece in (f"<tool_call>{F}</tool_call>", f"<tool_call>{G}</tool_call>")

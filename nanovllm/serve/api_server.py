@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from time import time
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
@@ -11,10 +13,11 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from nanovllm import __version__
-from nanovllm.serve import anthropic_api, info_api, responses_api
+from nanovllm.serve import anthropic_api, responses_api
 from nanovllm.serve.engine_client import EngineClient, EngineDeadError
 from nanovllm.serve.errors import ApiError, api_error
-from nanovllm.serve.http_responses import endpoint, error_response
+from nanovllm.serve.http_responses import endpoint, error_response, json_response
+from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.openai_api import Api
 from nanovllm.serve.request_limits import RequestLimits
 from nanovllm.serve.settings import ServerSettings
@@ -36,8 +39,8 @@ def create_app(
     own_name = Path(model).absolute().name if Path(model).expanduser().is_dir() else model  # a hub id has a `/`
     api = Api(llm, settings, settings.served_model_name or (own_name,), own_name)
     api.add_routes(app)
-    for module in (info_api, anthropic_api, responses_api):
-        module.add_routes(app, api)
+    for add_routes in (add_info_routes, anthropic_api.add_routes, responses_api.add_routes):
+        add_routes(app, api)
     if settings.enable_dev_endpoints and llm.engine is not None:
         from nanovllm.serve import dev_api  # only where it is asked for
 
@@ -52,6 +55,43 @@ def create_app(
     if origins := settings.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app
+
+
+def add_info_routes(app: FastAPI, api: Api) -> None:
+    """What tells about the server: its models, health, version, load and metrics."""
+    llm, metrics, started = api.llm, Metrics(api.llm, api.model_names[0]), int(time())
+
+    def entry(name: str) -> dict[str, Any]:
+        found = {"id": name, "object": "model", "created": started, "owned_by": "nano-vllm"}
+        return found | {"root": api.root, "parent": None, "max_model_len": llm.input_processor.config.max_model_len}
+
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [entry(name) for name in api.model_names]})
+
+    async def model(name: str) -> Response:
+        return json_response(entry(api.model_name(name)))
+
+    async def health() -> Response:
+        health = llm.health()
+        return json_response(health, 503 if health["status"] == "unavailable" else 200)
+
+    async def version() -> Response:
+        return json_response({"version": __version__})
+
+    async def load() -> Response:
+        return json_response({"server_load": llm.num_requests})
+
+    async def metrics_text() -> Response:
+        return Response(await metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    app.get("/v1/models")(models)
+    app.get("/v1/models/{name:path}")(model)
+    app.get("/health")(health)
+    app.get("/ping")(health)  # SageMaker's name
+    app.post("/ping")(health)
+    app.get("/version")(version)
+    app.get("/load")(load)
+    app.get("/metrics")(metrics_text)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

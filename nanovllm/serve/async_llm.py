@@ -69,31 +69,19 @@ class AsyncLLM(EngineClient):
     async def stats(self) -> list[dict[str, Any] | None]:
         return [stats_of(self.engine.scheduler)]
 
-    def _deliver(self) -> None:
-        """Give the requests what has arrived for them since the last call."""
+    def _take(self) -> None:
+        """Deliver what has arrived since the last call."""
         self._told = None
-        news: dict[Callable[[], None], None] = {}  # a stream of several requests is told once
         output = StepOutput()
         self._collector.take_into(output)  # after an error `_fail_all` follows
-        for event in output.events:
-            if (request := self._live.get(event.request_id)) is not None:
-                request.add_event(event)
-                news[request.on_news or request.tell] = None
-                if request.final is not None:
-                    self._forget(request)
-        for final in output.finished:
-            if (request := self._live.get(final.request_id)) is not None:
-                request.finish(final)
-                self._forget(request)
-        for tell in news:
-            tell()
+        self._deliver(output.events, output.finished)
 
     # -- the engine's thread -------------------------------------------------------------------------------------------
 
     def _on_output(self) -> None:
         if self._told is not (loop := self._loop):
             self._told = loop
-            self._call_in_loop(self._deliver)
+            self._call_in_loop(self._take)
 
     def _on_failure(self, error: RuntimeError) -> None:
         if self._is_closing or error.__cause__ is None:  # by `exit`, or at the end of the interpreter
@@ -103,13 +91,12 @@ class AsyncLLM(EngineClient):
             self._end(error.__cause__)
 
     def _end(self, error: BaseException) -> None:
-        self._is_closing, self.error = True, error
-        self._call_in_loop(self._fail_all)
+        self._is_closing = True
         logger.error("the engine has failed", exc_info=error)
         try:
-            for report in self.on_failure:
-                report(error)
+            self._fail(error)
         finally:
+            self._call_in_loop(self._fail_all)
             self.engine.exit()
 
     def _call_in_loop(self, call: Callable[[], None]) -> None:
@@ -123,6 +110,5 @@ class AsyncLLM(EngineClient):
 
     def exit(self) -> None:
         """End the engine after the current step, and free the device's memory. Callers get an EngineDeadError."""
-        self._is_closing = True
+        super().exit()
         self.engine.exit()
-        self._close_pools()

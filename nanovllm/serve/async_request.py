@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from math import inf
 from time import time
+from typing import Any
 
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.engine.request import CompletionRequest
@@ -46,9 +47,9 @@ class AsyncRequest:
             if not self._num_unfinished:
                 self.final = self.request.output()
 
-    def finish(self, output: RequestOutput) -> None:
-        self.final = output
-        self.tell()
+    def finish(self, final: Any) -> None:
+        """The end, in the form in which the engine's process says it. `tell` follows."""
+        self.final = final
 
     def fail(self, error: Exception) -> None:
         """The caller gets this error, unless the answers are complete."""
@@ -78,11 +79,6 @@ class AsyncRequest:
     def has_events(self) -> bool:
         """Whether there are some to take."""
         return bool(self._events)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no more events will come, and all were taken."""
-        return self.final is not None and not self._events
 
     async def result(self) -> RequestOutput:
         """The complete answers."""

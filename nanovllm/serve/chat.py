@@ -1,7 +1,8 @@
 """Conversations: the template's input, and the answers of /v1/chat/completions."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from nanovllm.engine import prompts
@@ -14,6 +15,7 @@ from nanovllm.serve.protocol import ChatBody, ChatFields, Message, NamedToolChoi
 from nanovllm.serve.reasoning import ReasoningParser, begins_inside
 from nanovllm.serve.tool_parsers import PARSERS, ToolCall, ToolParser, WholeParser, parsed
 
+TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "documents", "chat_template")
 TEMPLATE_ROLES = {"developer": "system", "function": "tool"}  # OpenAI's newer and older names
 
 
@@ -34,13 +36,7 @@ def template_arguments(body: ChatFields, template: str | None = None, is_trustin
         raise ApiError(400, f"chat_template_kwargs: {min(reserved)!r} is not allowed here", "chat_template_kwargs")
     offers_tools = body.tools and getattr(body, "tool_choice", None) != "none"
     tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()] if offers_tools else None
-    arguments: dict[str, Any] = {
-        "add_generation_prompt": body.add_generation_prompt,
-        "continue_final_message": body.continue_final_message,
-        "tools": tools,
-        "documents": body.documents,
-        "chat_template": body.chat_template,
-    }
+    arguments: dict[str, Any] = {"tools": tools} | {name: getattr(body, name) for name in TEMPLATE_FIELDS}
     if (effort := body.reasoning_effort) is not None:
         arguments |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     return arguments | own
@@ -81,24 +77,28 @@ class AnswerParser:
         return {name: value for name, value in found.items() if value}
 
 
+class Formats(NamedTuple):
+    """How a model writes its answers.
+
+    tool_calls: one of PARSERS. token_bytes: of each token id, for log-probabilities; a token may end within a
+        character.
+    """
+
+    tool_calls: str
+    finds_reasoning: bool = False
+    token_bytes: Mapping[int, bytes] = MappingProxyType({})
+
+
 class ChatAnswer(Answer):
     id_prefix, object_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     body: ChatBody
 
-    def __init__(
-        self,
-        body: ChatBody,
-        model: str,
-        requests: Sequence[AsyncRequest],
-        make_tool_parser: Callable[[], ToolParser],
-        finds_reasoning: bool = False,
-        token_bytes: Mapping[int, bytes] | None = None,
-    ):
-        """token_bytes: of each token id, for log-probabilities; a token may end within a character."""
+    def __init__(self, body: ChatBody, model: str, requests: Sequence[AsyncRequest], formats: Formats):
         super().__init__(body, model, requests)
-        self._token_bytes = {} if token_bytes is None else token_bytes
-        self._make_tool_parser, self._finds_reasoning = make_tool_parser, finds_reasoning
-        self._hides_tokens = finds_reasoning and not body.include_reasoning  # those of the reasoning are among them
+        self._make_tool_parser = make_tool_parser(body, formats.tool_calls)
+        self._finds_reasoning, self._token_bytes = formats.finds_reasoning, formats.token_bytes
+        # those of the reasoning are among them
+        self._hides_tokens = self._finds_reasoning and not body.include_reasoning
         self._streams: dict[int, AnswerParser] = {}  # by answer
         last = body.messages[-1]
         self._role = "assistant" if body.add_generation_prompt else last.role

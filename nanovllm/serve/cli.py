@@ -15,7 +15,6 @@ from nanovllm.serve.process import set_up_process
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.terminal.waiting import waiting_for
 from nanovllm.serve.vllm_flags import translate_flags
-from nanovllm.utils.checks import check_int
 from nanovllm.utils.flags import Parser, add_flags, given
 
 if TYPE_CHECKING:
@@ -59,8 +58,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if not arguments or arguments[0] != "serve":
         return parser.parse_args(arguments)
 
-    own = {"data_parallel_size", "api_server_count", *Config.__dataclass_fields__, *ServerSettings.__dataclass_fields__}
     try:
+        own = Config.__dataclass_fields__ | ServerSettings.__dataclass_fields__
         rest, settings = translate_flags(arguments[1:], own)
     except ValueError as error:
         commands["serve"].error(str(error))
@@ -110,12 +109,6 @@ def complete_parsers() -> dict[str, argparse.ArgumentParser]:
 def add_serve_flags(command: Parser) -> None:
     command.set_defaults(run=serve)
     add_flags(command, ServerSettings, "server", several=("served_model_name",))
-    text = "how many answers may wait in addition to the max_num_seqs that run; further ones get a 429 (default: 1024)"
-    command.add_argument("--max-queued-requests", type=int, metavar="N", default=1024, help=text)
-    text = "how many engines answer, each on GPUs of its own, as actors of Ray (default: 1, without Ray)"
-    command.add_argument("--data-parallel-size", type=int, metavar="N", default=1, help=text)
-    text = "how many processes speak HTTP, for one engine in another process (default: 1, in the engine's own process)"
-    command.add_argument("--api-server-count", type=int, metavar="N", default=1, help=text)
     add_flags(command, Config, "engine", skip=("model",))
 
 
@@ -133,34 +126,30 @@ def serve(options: argparse.Namespace) -> int:
     if options.model == "tiny-qwen3" and not engine_settings.keys() & {*SMALL_CACHE, "attention_backend"}:
         engine_settings |= SMALL_CACHE
         logging.getLogger("nanovllm").info("a small cache, unless flags set another one: %s", SMALL_CACHE)
-    num_fronts = check_int("api_server_count", options.api_server_count, low=1)
-    if num_fronts > 1 and options.data_parallel_size > 1:
-        raise ValueError(f"api_server_count={num_fronts}: must be 1 with several replicas")
-    if settings.enable_dev_endpoints and max(num_fronts, options.data_parallel_size) > 1:
-        raise ValueError("enable_dev_endpoints: needs api_server_count=1 and data_parallel_size=1")
-    if num_fronts > 1:
-        from nanovllm.serve.fronts.engine_process import serve_by_fronts  # imported lazily, as few servers have them
-
-        return serve_by_fronts(num_fronts, options.model, settings, engine_settings, options.max_queued_requests)
     with server.listening_socket(settings) as listener, ExitStack() as loading:  # an address in use is an error at once
         loading.enter_context(waiting_for(f"Loading {options.model}"))
-        llm = make_client(options.model, options.data_parallel_size, options.max_queued_requests, engine_settings)
 
         def announce() -> None:
             loading.close()
             server.announce(settings, options.model, listener)
 
+        if settings.api_server_count > 1:
+            from nanovllm.serve.fronts.engine_process import serve_by_fronts  # imported lazily: few servers have them
+
+            return serve_by_fronts(options.model, settings, engine_settings, listener, announce)
+        llm = make_client(options.model, settings, engine_settings)
         try:
             return server.run_server(llm, settings, options.model, listener, announce)
         finally:
             llm.exit()
 
 
-def make_client(model: str, num_replicas: int, max_queued: int, settings: dict[str, Any]) -> "EngineClient":
-    if num_replicas == 1:
+def make_client(model: str, settings: ServerSettings, engine_settings: dict[str, Any]) -> "EngineClient":
+    common = {"max_queued_requests": settings.max_queued_requests, **engine_settings}
+    if settings.data_parallel_size == 1:
         from nanovllm.serve.async_llm import AsyncLLM
 
-        return AsyncLLM(model, max_queued_requests=max_queued, **settings)
+        return AsyncLLM(model, **common)
     from nanovllm.serve.replicas.async_replicas import AsyncReplicas
 
-    return AsyncReplicas(model, num_replicas=num_replicas, max_queued_requests=max_queued, **settings)
+    return AsyncReplicas(model, num_replicas=settings.data_parallel_size, **common)

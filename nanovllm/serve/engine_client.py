@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, MutableSequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, MutableSequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -51,8 +51,7 @@ class EngineClient(ABC):
         """max_live: how many answers may run and wait. Each of `n` counts."""
         self.input_processor, self.max_live = processor, max_live
         self.on_failure: list[Callable[[BaseException], None]] = []  # called, by any thread, when the engine has failed
-        # called by the event loop's thread when a request has ended
-        self.on_end: list[Callable[[AsyncRequest], None]] = []
+        self.on_end: list[Callable[[AsyncRequest], None]] = []  # called, in the event loop, when a request has ended
         self._loop: asyncio.AbstractEventLoop | None = None  # of the tasks that wait
         self._live: dict[int, AsyncRequest] = {}  # by the engine's id; for the event loop's thread only
         self._names: dict[str, AsyncRequest | None] = {}  # by the caller's id; None while the prompt is tokenized
@@ -89,9 +88,11 @@ class EngineClient(ABC):
     async def stats(self) -> list[dict[str, Any] | None]:
         """`LLM.stats` of each engine; None for one that does not run at the moment."""
 
-    @abstractmethod
     def exit(self) -> None:
         """End the engine. Callers get an EngineDeadError. Any thread may call this."""
+        self._is_closing = True
+        for pool in (self._pool, self._long_pool, self._grammar_pool):
+            pool.shutdown(wait=False)  # what waits there gets an EngineDeadError
 
     def health(self) -> dict[str, Any]:
         """The body of `/health`; with `status` "unavailable" its code is 503. EngineDeadError as in `check_open`."""
@@ -210,8 +211,7 @@ class EngineClient(ABC):
     async def tokenize(self, prompt: PromptSource, chat_template_kwargs: Mapping | None = None) -> list[int]:
         """The token ids of a prompt, with the arguments and errors of `submit`."""
         self.check_open()
-        tokens = await self._in_lane(lambda lane: lane.tokens_of(prompt, chat_template_kwargs))
-        return tokens["prompt_token_ids"]
+        return (await self._in_lane(lambda lane: lane.tokens_of(prompt, chat_template_kwargs)))["prompt_token_ids"]
 
     async def detokenize(self, token_ids: list[int]) -> str:
         """The text of tokens, special ones included. ValueError for an id outside of the vocabulary."""
@@ -282,6 +282,29 @@ class EngineClient(ABC):
         for observe in self.on_end:
             observe(request)
 
+    def _deliver(self, events: Iterable[StreamEvent], finals: Iterable[Any]) -> None:
+        """Give the requests what has arrived for them."""
+        news: dict[Callable[[], None], None] = {}  # a stream of several requests is told once
+        for event in events:
+            if (request := self._live.get(event.request_id)) is not None:
+                request.add_event(event)
+                news[request.on_news or request.tell] = None
+                if request.final is not None:
+                    self._forget(request)
+        for final in finals:
+            if (request := self._live.get(final.request_id)) is not None:
+                request.finish(final)
+                news[request.on_news or request.tell] = None
+                self._forget(request)
+        for tell in news:
+            tell()
+
+    def _fail(self, error: BaseException) -> None:
+        """The engine has failed: nothing is accepted from now on. Requests are told by `_fail_all`."""
+        self.error = error
+        for report in self.on_failure:
+            report(error)
+
     def _fail_all(self) -> None:
         for request in [*self._live.values()]:
             try:
@@ -289,12 +312,6 @@ class EngineClient(ABC):
             except EngineDeadError as error:
                 request.fail(error)
             self._forget(request)
-
-    # -- the end -------------------------------------------------------------------------------------------------------
-
-    def _close_pools(self) -> None:
-        for pool in (self._pool, self._long_pool, self._grammar_pool):
-            pool.shutdown(wait=False)  # what waits there gets an EngineDeadError
 
     async def __aenter__(self):
         await self.start()

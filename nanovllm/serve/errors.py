@@ -58,10 +58,6 @@ def require(value: T | Literal[False] | None, problem: str, code: str | None = N
     return value
 
 
-class ClientGoneError(Exception):
-    """The client has closed its connection."""
-
-
 def api_error(error: BaseException, fields: Container[str] | None = None) -> ApiError:
     """What a client may know of an error; anything unexpected is logged, and the client is told no more than that.
 
@@ -78,8 +74,6 @@ def api_error(error: BaseException, fields: Container[str] | None = None) -> Api
         return ApiError(503, str(error), code="engine_unavailable")
     if isinstance(error, EngineDeadError):
         return ApiError(503, "the engine is not running", code="engine_dead")
-    if isinstance(error, ClientGoneError):
-        return ApiError(499, "the client has closed its connection")  # nothing reads this any more
     if isinstance(error, TimeoutError):
         return ApiError(504, "the request took longer than this server allows", code="timeout")
     if isinstance(error, (ValueError, TypeError, FileNotFoundError)) and fields is not None:

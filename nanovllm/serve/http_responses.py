@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nanovllm.serve.answers import Answer, dump_json
-from nanovllm.serve.errors import ApiError, ClientGoneError, api_error, body_error
+from nanovllm.serve.errors import ApiError, api_error, body_error
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 CONNECTION = "connection"  # in the state of a request: its BoundedProtocol (request_limits.py)
@@ -70,7 +70,7 @@ class EventStream(Response):
         self._is_over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
             # once the client is gone, or late, nothing reads the rest
-            with suppress(ClientGoneError, TimeoutError), while_connected(connection, self._until + WRITE_SECONDS):
+            with suppress(ApiError, TimeoutError), while_connected(connection, self._until + WRITE_SECONDS):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 if begin := self._answer.begin():
                     connection.write_chunk(begin)
@@ -99,17 +99,17 @@ class EventStream(Response):
         try:
             if data := self._answer.take():
                 self._connection.write_chunk(data)
-            if all(request.is_over for request in self._answer.requests):
-                self._is_over.set_result(None)
-            elif any(request.has_events for request in self._answer.requests):
+            if any(request.has_events for request in self._answer.requests):
                 self._is_over.get_loop().call_soon(self._write)
+            elif all(request.final is not None for request in self._answer.requests):
+                self._is_over.set_result(None)
         except Exception as error:
             self._is_over.set_exception(error)
 
 
 @contextmanager
 def while_connected(connection: Any, until: float) -> Iterator[None]:
-    """A block that is cancelled if the client goes away (ClientGoneError), or when its time is over (TimeoutError).
+    """A block that is cancelled if the client goes away (an ApiError), or when its time is over (TimeoutError).
 
     connection: the BoundedProtocol of the request, whose body was read. until: a time of the event loop's clock.
     """
@@ -122,4 +122,5 @@ def while_connected(connection: Any, until: float) -> Iterator[None]:
         finally:
             connection.on_lost = None
     if scope.cancelled_caught:
-        raise ClientGoneError if connection.is_lost else TimeoutError
+        # nothing reads the first any more
+        raise ApiError(499, "the client has closed its connection") if connection.is_lost else TimeoutError

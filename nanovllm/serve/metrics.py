@@ -2,7 +2,7 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -26,19 +26,21 @@ HISTOGRAMS = {
     "request_generation_tokens": ("Tokens of an answer", TOKENS),
     "iteration_tokens_total": ("Tokens of prompts that a step computes, and tokens that it samples", STEP_TOKENS),
 }
-GAUGES = {
-    "num_requests_running": "Answers that hold cache blocks",
-    "num_requests_waiting": "Answers that wait for cache blocks",
-    "kv_cache_usage_perc": "Fraction of the cache blocks in use",
+# what an engine says of itself: a description, and where it stands in `LLM.stats`
+Quantities = dict[str, tuple[str, Callable[[dict[str, Any]], int]]]
+GAUGES: Quantities = {
+    "num_requests_running": ("Answers that hold cache blocks", lambda now: now["requests"]["running"]),
+    "num_requests_waiting": ("Answers that wait for cache blocks", lambda now: now["requests"]["waiting"]),
+    "kv_cache_usage_perc": ("Fraction of the cache blocks in use", lambda now: now["blocks"]["used"]),
 }
-COUNTERS = {
-    "prompt_tokens": "Tokens of prompts",
-    "generation_tokens": "Generated tokens",
-    "prefix_cache_queries": "Tokens of prompts that were looked up",
-    "prefix_cache_hits": "Those that were found",
-    "num_preemptions": "Sequences that gave up their cache blocks",
+COUNTERS: Quantities = {
+    "prompt_tokens": ("Tokens of prompts", lambda now: now["tokens"]["in"]),
+    "generation_tokens": ("Generated tokens", lambda now: now["tokens"]["out"]),
+    "prefix_cache_queries": ("Tokens of prompts that were looked up", lambda now: now["tokens"]["in"]),
+    "prefix_cache_hits": ("Those that were found", lambda now: round(now["prefix_hit_rate"] * now["tokens"]["in"])),
+    "num_preemptions": ("Sequences that gave up their cache blocks", lambda now: now["preemptions"]),
 }
-ZEROS = dict.fromkeys(("num_requests_running", "num_requests_waiting", "used_blocks", "blocks", *COUNTERS), 0)
+ZEROS = dict.fromkeys((*GAUGES, *COUNTERS, "blocks"), 0)
 
 
 class Metrics:
@@ -118,35 +120,22 @@ class Metrics:
             if stats is None:
                 engine |= {name: 0 for name in ZEROS if name not in COUNTERS}
                 continue
-            now, restarts = _flat(stats), stats.get("restarts", 0)
+            now = {name: read(stats) for name, (_, read) in (GAUGES | COUNTERS).items()}
+            restarts = stats.get("restarts", 0)
             if restarts < before["restarts"]:  # read before the replica was lost
                 continue
             if restarts > before["restarts"]:
                 before |= {"restarts": restarts, **{name: engine[name] for name in COUNTERS}}
             engine |= now | {name: max(engine[name], now[name] + before[name]) for name in COUNTERS}
-
-
-def _flat(stats: dict[str, Any]) -> dict[str, int]:
-    requests, blocks, tokens = stats["requests"], stats["blocks"], stats["tokens"]
-    return {
-        "num_requests_running": requests["running"],
-        "num_requests_waiting": requests["waiting"],
-        "used_blocks": blocks["used"],
-        "blocks": sum(blocks.values()),
-        "prompt_tokens": tokens["in"],
-        "generation_tokens": tokens["out"],
-        "prefix_cache_queries": tokens["in"],
-        "prefix_cache_hits": round(stats["prefix_hit_rate"] * tokens["in"]),
-        "num_preemptions": stats["preemptions"],
-    }
+            engine["blocks"] = sum(stats["blocks"].values())
 
 
 def _families(prefix: str, labels: list[str], engines: list[tuple[list[str], dict[str, int]]]) -> Iterator[Metric]:
     """A gauge or a counter for each quantity, with an entry for each of `engines`, after the values of its labels."""
-    for kind, texts in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
-        for name, text in texts.items():
+    for kind, quantities in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+        for name, (text, _) in quantities.items():
             family = kind(f"{prefix}{name}", text, labels=labels)
             for values, engine in engines:
-                usage = engine["used_blocks"] / max(1, engine["blocks"])
-                family.add_metric(values, usage if name == "kv_cache_usage_perc" else engine[name])
+                scale = max(1, engine["blocks"]) if name == "kv_cache_usage_perc" else 1
+                family.add_metric(values, engine[name] / scale)
             yield family

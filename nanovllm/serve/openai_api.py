@@ -18,9 +18,9 @@ from nanovllm.serve.completions import CompletionAnswer, Echo
 from nanovllm.serve.engine_client import EngineClient
 from nanovllm.serve.errors import ApiError, about, api_error, require, too_deep
 from nanovllm.serve.http_responses import EventStream, json_response
+from nanovllm.serve.prompt_lanes import tokenized
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.structured import structured_outputs, with_own_field
-from nanovllm.serve.tokenized import tokenized
 from nanovllm.serve.tool_parsers import parser_for
 
 # what is longer is prepared by a thread, so that no other client waits
@@ -29,6 +29,8 @@ MAX_MESSAGES_IN_LOOP = 256  # with those of previous responses
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 # what a body says, in the terms of the engine: prompts, parameters, arguments of the chat template
 Prepared = tuple[list, SamplingParams, dict[str, Any] | None]
+Prepare = Callable[[], Prepared]
+MakeAnswer = Callable[[Sequence[AsyncRequest]], Awaitable[Answer]]
 
 
 class Api:
@@ -41,7 +43,9 @@ class Api:
         if settings.chat_template is not None:
             llm.input_processor.tokenizer.chat_template = settings.chat_template
         self.chat_template = getattr(llm.input_processor.tokenizer, "chat_template", None)
-        self.tool_call_parser = parser_for(self.chat_template) if parser == "auto" else parser
+        tool_calls = parser_for(self.chat_template) if parser == "auto" else parser
+        finds_reasoning = settings.reasoning_parser == "think"
+        self.formats = chat.Formats(tool_calls, finds_reasoning, llm.input_processor.all_token_bytes)
         # what the model recommends; the length of an answer is the API's own
         own, recommended = asdict(SamplingParams()), asdict(llm.input_processor.default_sampling_params())
         del recommended["max_tokens"]
@@ -89,19 +93,12 @@ class Api:
             return [chat.conversation(body)], params, self._template_arguments(body)
 
         async def make_answer(requests: Sequence[AsyncRequest]) -> Answer:
-            make_parser = chat.make_tool_parser(body, self.tool_call_parser)
-            finds_reasoning = self.settings.reasoning_parser == "think"
-            name, token_bytes = self.model_name(body.model), self.llm.input_processor.all_token_bytes
-            return form(body, name, requests, make_parser, finds_reasoning, token_bytes)
+            return form(body, self.model_name(body.model), requests, self.formats)
 
         return await self._respond(body, request, prepare, make_answer)
 
     async def _respond(
-        self,
-        body: protocol.GenerationBody,
-        request: Request,
-        prepare: Callable[[], Prepared],
-        make_answer: Callable[[Sequence[AsyncRequest]], Awaitable[Answer]],
+        self, body: protocol.GenerationBody, request: Request, prepare: Prepare, make_answer: MakeAnswer
     ) -> Response:
         """Check and queue the requests for all prompts, then answer at the end or piece by piece."""
         if self.settings.enable_force_include_usage and body.stream:

@@ -7,7 +7,9 @@ from copy import deepcopy
 from typing import Any
 
 from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.prompts import is_conversation, render_chat
 from nanovllm.engine.request import Prompt, TokensPrompt
+from nanovllm.utils.checks import check_int
 
 LONG_TEXT = 2**14  # characters; tokenizing them takes about 15 ms
 # normalizers and pre-tokenizers that leave no part of a text without a token, see `longest_token`
@@ -45,7 +47,7 @@ class PromptLane(InputProcessor):
     def tokens_of(self, prompt: PromptSource, chat_template_kwargs: Mapping | None) -> TokensPrompt:
         """The token ids of a prompt, or of what a function returns for this lane, and the text if it has one."""
         text, token_ids = self.tokenize(prompt(self) if callable(prompt) else prompt, chat_template_kwargs)
-        return {"prompt_token_ids": token_ids} if text is None else {"prompt_token_ids": token_ids, "prompt": text}
+        return _tokens_prompt(token_ids, text)
 
     def _check_length(self, text: str, longest_token: int, is_elsewhere: bool) -> None:
         most = (self.max_model_len - 1) * longest_token
@@ -58,6 +60,36 @@ class PromptLane(InputProcessor):
             bound = f"max_model_len={self.max_model_len}: this model's maximum context length is so many tokens"
             num_tokens = -(-num_bytes // longest_token)
             raise ValueError(f"prompt: has at least {num_tokens} tokens; must be fewer than {bound}")
+
+
+def tokenized(
+    body: Any, prompt: Any, template_arguments: Mapping | None, max_tokens: int | None, lane: PromptLane
+) -> TokensPrompt:
+    """The token ids of a prompt as the fields of a protocol.TextBody say, and its text.
+
+    ValueError if more tokens are to be kept than fit before `max_tokens`.
+    Unless the request says otherwise, special tokens are added to text, but not to what a chat template makes.
+    """
+    adds_special, num_kept, tokenizer = body.add_special_tokens, body.truncate_prompt_tokens, lane.tokenizer
+    with lane.tokenizer_lock:
+        if is_conversation(prompt):
+            prompt, adds_special = render_chat(tokenizer, prompt, template_arguments or {}), bool(adds_special)
+        if isinstance(prompt, str):
+            token_ids = lane.encode(prompt, adds_special is not False, is_cut=num_kept is not None)
+        else:
+            token_ids, prompt = prompt, None
+        if num_kept is not None:
+            most = lane.max_model_len - max(1, max_tokens or 0)
+            num_kept = most if num_kept == -1 else check_int("truncate_prompt_tokens", num_kept, 0, most)
+            if num_kept < len(token_ids):
+                is_left = body.truncation_side == "left"
+                token_ids = token_ids[len(token_ids) - num_kept :] if is_left else token_ids[:num_kept]
+                prompt = tokenizer.decode(token_ids)
+    return _tokens_prompt(token_ids, prompt)
+
+
+def _tokens_prompt(token_ids: list[int], text: str | None) -> TokensPrompt:
+    return {"prompt_token_ids": token_ids} if text is None else {"prompt_token_ids": token_ids, "prompt": text}
 
 
 def longest_token(tokenizer: Any) -> int | None:

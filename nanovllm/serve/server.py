@@ -24,10 +24,10 @@ BACKLOG = 2048  # connections that the system accepts before the server does
 OTHER_FILES = 256  # that are open besides connections: of devices, libraries, ranks and grammars
 
 
-def listening_socket(settings: ServerSettings, is_shared: bool = False) -> socket.socket:
+def listening_socket(settings: ServerSettings) -> socket.socket:
     """Reserves the address before the model is loaded. OSError if it is in use, or not an address of this machine.
 
-    is_shared: with other sockets that are shared; the system gives each connection to one of those that listen.
+    Several HTTP processes share it; the system gives each connection to one of the sockets that listen.
     """
     family, address, is_unix = socket.AF_UNIX, cast(Any, settings.uds), settings.uds is not None
     try:
@@ -36,7 +36,7 @@ def listening_socket(settings: ServerSettings, is_shared: bool = False) -> socke
         with ExitStack() as unused:
             reserved = unused.enter_context(socket.socket(family, socket.SOCK_STREAM))
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if is_shared and not is_unix:
+            if settings.api_server_count > 1 and not is_unix:
                 if not hasattr(socket, "SO_REUSEPORT"):
                     raise OSError("this system can't share an address among processes, so api_server_count must be 1")
                 reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -103,7 +103,7 @@ def run_server(
     settings: ServerSettings,
     model: str,
     listener: socket.socket,
-    on_start: Callable[[], None] = lambda: None,
+    on_start: Callable[[], object] = lambda: None,
 ) -> int:
     """Serve until SIGTERM, Ctrl-C or a failure of the engine; the exit status of the process.
 

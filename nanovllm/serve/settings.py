@@ -48,6 +48,9 @@ class ServerSettings:
     return_tokens_as_token_ids: log-probabilities name every token as `token_id:ID`.
     root_path: the path under which a proxy shows this server.
     uds: the path of a Unix domain socket to listen on instead of `host` and `port`.
+    max_queued_requests: how many answers may wait in addition to the `max_num_seqs` that run; further ones get a 429.
+    data_parallel_size: how many engines answer, each on its own GPUs; several are actors of Ray.
+    api_server_count: how many processes do HTTP; several have one engine, in another process.
 
     Raises ValueError or TypeError with the value and the bound.
     """
@@ -75,6 +78,9 @@ class ServerSettings:
     return_tokens_as_token_ids: bool = False
     root_path: str = ""
     uds: str | None = None
+    max_queued_requests: int = checked(1024, check_int, low=0)
+    data_parallel_size: int = checked(1, check_int, low=1)
+    api_server_count: int = checked(1, check_int, low=1)
 
     def __post_init__(self) -> None:
         if "" in (self.api_key or ()):  # an unset variable of a shell must not open the server
@@ -85,6 +91,10 @@ class ServerSettings:
         if self.chat_template is not None and "{" not in self.chat_template:  # no template, so a file
             object.__setattr__(self, "chat_template", Path(self.chat_template).read_text("utf-8"))
         check_fields(self)
+        if self.api_server_count > 1 and self.data_parallel_size > 1:
+            raise ValueError(f"api_server_count={self.api_server_count}: must be 1 with several replicas")
+        if self.enable_dev_endpoints and max(self.api_server_count, self.data_parallel_size) > 1:
+            raise ValueError("enable_dev_endpoints: needs api_server_count=1 and data_parallel_size=1")
 
     @property
     def is_local(self) -> bool:

@@ -1,7 +1,6 @@
 """What a front and the engine's process send each other, as MessagePack: all that is new since the last message."""
 
 import socket
-import struct
 import threading
 from contextlib import suppress
 from typing import Any
@@ -16,14 +15,14 @@ ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, QueueFullError
 
 
 class FromFront(Struct, array_like=True):
-    """The first one, which is empty, says that the front accepts connections. num_stats: how many times it asks for the
-    engine's counts.
+    """The first one, which is empty, says that the front accepts connections. wants_stats: it asks for the engine's
+    counts.
     """
 
     requests: list[NewRequest] = []
     discarded: list[int] = []
     aborted: list[int] = []
-    num_stats: int = 0
+    wants_stats: bool = False
 
 
 class FromEngine(Struct, array_like=True):
@@ -34,14 +33,14 @@ class FromEngine(Struct, array_like=True):
     deltas: list[StreamEvent] = []
     finals: list[Final] = []
     errors: list[tuple[int, str, str]] = []
-    stats: list[dict[str, Any]] = []
+    stats: dict[str, Any] = {}
     failure: str = ""
 
 
 decode_from_front = msgpack.Decoder(FromFront).decode
 decode_from_engine = msgpack.Decoder(FromEngine).decode
 _encode = msgpack.Encoder().encode
-_length = struct.Struct("!I")  # of a message, in front of it
+LENGTH_BYTES = 4  # of a message's length, in front of it
 
 
 class Channel:
@@ -55,13 +54,12 @@ class Channel:
         """OSError if the other end is closed."""
         data = _encode(message)
         with self._lock:
-            self._socket.sendall(_length.pack(len(data)) + data)
+            self._socket.sendall(len(data).to_bytes(LENGTH_BYTES, "big") + data)
 
     def receive(self, seconds: float | None = None) -> bytes:
         """The next message. OSError if an end is closed, or after so many seconds."""
         self._socket.settimeout(seconds)
-        head = self._stream.read(_length.size)
-        data = self._stream.read(*_length.unpack(head)) if len(head) == _length.size else b""
+        data = self._stream.read(int.from_bytes(self._stream.read(LENGTH_BYTES), "big"))
         if not data:
             raise ConnectionError("the other end of the channel is closed")
         return data

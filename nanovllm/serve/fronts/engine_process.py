@@ -8,7 +8,6 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
@@ -19,9 +18,7 @@ from nanovllm.llm import LLM
 from nanovllm.serve.fronts.channel import Channel, FromEngine, decode_from_front
 from nanovllm.serve.fronts.front import FrontPlan, run_front
 from nanovllm.serve.replicas.replica import Replica
-from nanovllm.serve.server import announce, listening_socket
 from nanovllm.serve.settings import ServerSettings
-from nanovllm.serve.terminal.waiting import waiting_for
 
 logger = logging.getLogger("nanovllm")
 START_SECONDS = 300.0
@@ -48,8 +45,8 @@ class Session(Replica):
                     self.discard(message.discarded)
                 for request_id in message.aborted:
                     self.abort(request_id)
-                if message.num_stats:
-                    self._channel.send(FromEngine(stats=[self.stats()] * message.num_stats))
+                if message.wants_stats:
+                    self._channel.send(FromEngine(stats=self.stats()))
         except OSError:  # the front has ended
             self.discard([*self._requests])
             self.close()
@@ -125,26 +122,29 @@ class Fronts:
 
 
 def serve_by_fronts(
-    num_fronts: int, model: str, settings: ServerSettings, engine_settings: dict[str, Any], max_queued: int
+    model: str,
+    settings: ServerSettings,
+    engine_settings: dict[str, Any],
+    listener: socket.socket,
+    on_start: Callable[[], None],
 ) -> int:
-    """Serve until SIGTERM, Ctrl-C or a failure of the engine; the exit status of the process."""
-    # the address is reserved before the model is loaded, and the folder has the metrics that the fronts add up
-    listening = listening_socket(settings, is_shared=True)
-    with listening as listener, tempfile.TemporaryDirectory() as folder, ExitStack() as loading:
+    """Serve until SIGTERM, Ctrl-C or a failure of the engine; the exit status of the process.
+
+    listener: has reserved the address, at which the fronts listen. on_start: is called when they do.
+    """
+    with tempfile.TemporaryDirectory() as folder:  # it has the metrics that the fronts add up
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
-        port = settings.port if settings.uds else listener.getsockname()[1]
+        num_fronts, port = settings.api_server_count, settings.port if settings.uds else listener.getsockname()[1]
         own = replace(settings, port=port, max_connections=max(1, settings.max_connections // num_fronts))
-        loading.enter_context(waiting_for(f"Loading {model}"))
         engine = LLM(model, **engine_settings)
         gc.collect()
         gc.freeze()  # as in `run_server`
         num_live, shared = RawArray("q", num_fronts), listener if settings.uds else None
-        fronts = Fronts(engine, FrontPlan(model, own, engine_settings, max_queued, num_live, shared))
+        fronts = Fronts(engine, FrontPlan(model, own, engine_settings, num_live, shared))
         handlers = {number: signal.signal(number, fronts.end) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             fronts.start()
-            loading.close()
-            announce(settings, model, listener)
+            on_start()
             fronts.watch()
         finally:
             fronts.end()

@@ -5,9 +5,8 @@ import os
 import socket
 import sys
 import threading
-from collections import deque
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from nanovllm.engine.outputs import CompletionOutput
 from nanovllm.engine.request import CompletionRequest
@@ -37,7 +36,6 @@ class FrontPlan(NamedTuple):
     model: str
     settings: ServerSettings
     engine_settings: dict[str, Any]
-    max_queued: int
     num_live: Any
     listener: socket.socket | None
 
@@ -54,20 +52,20 @@ class FrontRequest(ReplicaRequest):
         new = super().message(replica_index)
         return new._replace(params=replace(new.params, detokenize=False)) if self._makes_text else new
 
-    def add_delta(self, delta: StreamEvent) -> None:
+    def add_event(self, event: StreamEvent) -> None:
         if self._makes_text:
-            seq, is_last = self._extended(delta.output_index, delta), delta.finish_reason is not None
+            seq, is_last = self._extended(event.output_index, event), event.finish_reason is not None
             text = self.request.detokenizer(seq).take_text(self.request.num_hidden(seq), is_last)
-            ids = delta.index, delta.output_index, delta.request_id
-            delta = StreamEvent(*ids, text, delta.token_ids, delta.finish_reason, delta.stop_reason, None)
-        super().add_delta(delta)
+            ids = event.index, event.output_index, event.request_id
+            event = StreamEvent(*ids, text, event.token_ids, event.finish_reason, event.stop_reason, None)
+        super().add_event(event)
 
-    def end(self, final: Final) -> None:
+    def finish(self, final: Final) -> None:
         if self._makes_text and final.answers:
             for answer in final.answers:
                 self._extended(answer.index, answer)
             final = final._replace(answers=self.request.output().outputs)
-        super().end(final)
+        super().finish(final)
 
     def _extended(self, index: int, new: StreamEvent | CompletionOutput) -> Sequence:
         """The sequence of an answer, with the new tokens."""
@@ -82,10 +80,10 @@ class FrontClient(EngineClient):
 
     def __init__(self, plan: FrontPlan, index: int, channel: Channel):
         processor = make_processor(plan.model, plan.engine_settings, index * IDS_PER_FRONT)
-        super().__init__(processor, processor.config.max_num_seqs + plan.max_queued)
+        super().__init__(processor, processor.config.max_num_seqs + plan.settings.max_queued_requests)
         self._num_live, self._index, self._channel = plan.num_live, index, channel
         self._to_send: FromFront | None = None
-        self._stats: deque[asyncio.Future[dict[str, Any]]] = deque()  # that were asked for
+        self._stats: asyncio.Future[dict[str, Any]] | None = None  # that were asked for
 
     async def start(self) -> None:
         self._engine_loop = asyncio.get_running_loop()
@@ -93,25 +91,22 @@ class FrontClient(EngineClient):
 
     def _start(self, request: CompletionRequest, name: str) -> AsyncRequest:
         started = FrontRequest(request, name)
-        self._message().requests.append(started.message())
+        self.next_message().requests.append(started.message())
         return started
 
     def _drop(self, request: AsyncRequest) -> None:
-        self._message().discarded.append(request.request_id)
+        self.next_message().discarded.append(request.request_id)
 
     def _abort(self, request: AsyncRequest) -> None:
-        self._message().aborted.append(request.request_id)
+        self.next_message().aborted.append(request.request_id)
 
     async def stats(self) -> list[dict[str, Any] | None]:
         self.check_open()
-        self._message().num_stats += 1
-        self._stats.append(found := asyncio.get_running_loop().create_future())
-        return [await found]
+        self.next_message().wants_stats = True
+        self._stats = self._stats or asyncio.get_running_loop().create_future()
+        return [await asyncio.shield(self._stats)]  # who asked may go away
 
-    def tell_ready(self) -> None:
-        self._message()
-
-    def _message(self) -> FromFront:
+    def next_message(self) -> FromFront:
         """What is sent at the end of this turn."""
         if self._to_send is None:
             self._to_send = FromFront()
@@ -123,7 +118,7 @@ class FrontClient(EngineClient):
         try:
             self._channel.send(message)
         except OSError as error:
-            self._fail(str(error))
+            self._lose(str(error))
 
     # -- what arrives --------------------------------------------------------------------------------------------------
 
@@ -134,41 +129,32 @@ class FrontClient(EngineClient):
                 self._engine_loop.call_soon_threadsafe(self._receive, self._channel.receive())
         except OSError:
             if not self._is_closing:
-                self._engine_loop.call_soon_threadsafe(self._fail, "its process has ended")
+                self._engine_loop.call_soon_threadsafe(self._lose, "its process has ended")
 
     def _receive(self, data: bytes) -> None:
-        message, live = decode_from_engine(data), cast(dict[int, FrontRequest], self._live)
-        for delta in message.deltas:
-            if (request := live.get(delta.request_id)) is not None:
-                request.add_delta(delta)
-        for final in message.finals:
-            if (request := live.get(final.request_id)) is not None:
-                request.end(final)
-                self._forget(request)
+        message = decode_from_engine(data)
+        self._deliver(message.deltas, message.finals)
         for request_id, kind, text in message.errors:
-            if (request := live.get(request_id)) is not None:
+            if (request := self._live.get(request_id)) is not None:
                 self._forget(request)
                 request.fail(ERRORS.get(kind, RuntimeError)(text))
-        for stats in message.stats:
-            if not (waiter := self._stats.popleft()).done():  # who asked may be gone
-                waiter.set_result(stats)
+        if message.stats and self._stats is not None:
+            self._stats.set_result(message.stats)
+            self._stats = None
         if message.failure:
-            self._fail(message.failure)
+            self._lose(message.failure)
 
-    def _fail(self, problem: str) -> None:
+    def _lose(self, problem: str) -> None:
+        """The engine has failed, or its process has ended."""
         if self.error is None and not self._is_closing:
-            self.error = RuntimeError(problem)
+            self._fail(RuntimeError(problem))
             self._fail_all()
-            for waiter in self._stats:
-                if not waiter.done():
-                    waiter.set_exception(self.error)
-            for report in self.on_failure:
-                report(self.error)
+            if self._stats is not None:
+                self._stats.set_exception(RuntimeError(problem))
 
     def exit(self) -> None:
-        self._is_closing = True
+        super().exit()
         self._channel.close()
-        self._close_pools()
 
 
 def run_front(plan: FrontPlan, index: int, channel: socket.socket) -> None:
@@ -176,9 +162,9 @@ def run_front(plan: FrontPlan, index: int, channel: socket.socket) -> None:
     os.setpgid(0, 0)  # Ctrl-C reaches the engine's process alone, which lets the fronts drain
     set_up_process()
     llm = FrontClient(plan, index, Channel(channel))
-    with plan.listener or listening_socket(plan.settings, is_shared=True) as listener:
+    with plan.listener or listening_socket(plan.settings) as listener:
         try:
-            status = run_server(llm, plan.settings, plan.model, listener, llm.tell_ready)
+            status = run_server(llm, plan.settings, plan.model, listener, llm.next_message)
         finally:
             llm.exit()
     sys.exit(status)

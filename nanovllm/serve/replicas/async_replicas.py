@@ -74,9 +74,7 @@ class AsyncReplicas(EngineClient):
 
     def _on_failure(self, error: BaseException) -> None:
         if not self._is_closing:
-            self.error = error
-            for report in self.on_failure:
-                report(error)
+            self._fail(error)
 
     def exit(self) -> None:
         """Kill the replicas, and end Ray if this object has started it. RuntimeError in the event loop's thread."""
@@ -90,7 +88,7 @@ class AsyncReplicas(EngineClient):
             asyncio.run_coroutine_threadsafe(self.group.close(), loop).result()
         else:
             self.group.kill()
-        self._close_pools()
+        super().exit()
         self.input_processor.close()
         if self._owns_ray:
             actors.disconnect()

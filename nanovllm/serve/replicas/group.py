@@ -15,8 +15,7 @@ from nanovllm.serve.replicas.routing import GuardedRouter, PrefixRouter, Router
 
 logger = logging.getLogger("nanovllm")
 MAX_FAILURES = 3  # in a row, of a replica or while a request is computed; see ReplicaGroup
-# before a replica is started again, times its failures in a row; the ranks of a dead engine need a moment to end
-RESTART_SECONDS = 2.0
+RESTART_SECONDS = 2.0  # before a restart, times the failures in a row; ranks of a dead engine need a moment to end
 START_LOG_SECONDS = 60.0  # between two lines of the log about a replica that has not started yet
 RESTART_TIMEOUT = 1800.0
 
@@ -53,8 +52,7 @@ class ReplicaGroup:
         self.error: Exception | None = None  # that ended the group
         self.on_failure: list[Callable[[BaseException], None]] = []  # the group has ended
         self._launch, self._max_answers = launch, max_answers
-        self._block_size, self._given_router = block_size, router
-        self._restart_timeout = restart_timeout
+        self._block_size, self._given_router, self._restart_timeout = block_size, router, restart_timeout
         self._waiting: list[tuple[tuple, ReplicaRequest]] = []  # a heap, in the order of the scheduling policy
         self._poison_requests: deque[ReplicaRequest] = deque()  # possible ones, that wait for a replica to themselves
         self._is_flushing = False
@@ -254,7 +252,8 @@ class ReplicaGroup:
         for delta in report.deltas:
             if (request := replica.requests.get(delta.request_id)) is not None:
                 try:
-                    request.add_delta(delta)
+                    request.add_event(delta)
+                    request.tell()
                 except RuntimeError as error:
                     self.discard([request])
                     self._fail(request, error)
@@ -262,7 +261,8 @@ class ReplicaGroup:
             if (request := replica.requests.get(final.request_id)) is not None:
                 replica.release(request)
                 replica.num_failures = 0
-                request.end(final)
+                request.finish(final)
+                request.tell()
                 request.on_end(request)
                 assert request.final is not None
                 self._router.computed(replica.index, request.prompt_token_ids + request.final.token_ids)

@@ -89,7 +89,7 @@ class ReplicaRequest(AsyncRequest):
             group[0].cache_salt,
         )
 
-    def add_delta(self, delta: StreamEvent) -> None:
+    def add_event(self, delta: StreamEvent) -> None:
         """RuntimeError as in `ResumableAnswer.skip`."""
         answer = self._answers[delta.output_index]
         if answer.finish_reason is not None:
@@ -103,9 +103,8 @@ class ReplicaRequest(AsyncRequest):
             self._first_delta_time = time()
         answer.add(delta)
         self._events.append(delta)
-        self.tell()
 
-    def end(self, final: Final) -> None:
+    def finish(self, final: Final) -> None:
         """The replica has computed the whole request."""
         # a replica that took the request over may also have found generated tokens
         self.num_cached_tokens = min(final.num_cached_tokens, len(self.prompt_token_ids))
@@ -114,7 +113,7 @@ class ReplicaRequest(AsyncRequest):
         )
         if self.num_failures and self._first_delta_time is not None:  # another replica had sampled the first token
             first_token = self._first_delta_time
-        self.finish(
+        super().finish(
             RequestOutput(
                 self.request_id,
                 self.request.prompt,
@@ -133,7 +132,8 @@ class ReplicaRequest(AsyncRequest):
             if answer.finish_reason is None:
                 ids = self.request.index, answer.index, self.request_id
                 self._add(answer, StreamEvent(*ids, "", [], "abort", None, None))
-        self.end(Final(self.request_id, [], 0, None, (None, None, time() - self._sent_time)))
+        self.finish(Final(self.request_id, [], 0, None, (None, None, time() - self._sent_time)))
+        self.tell()
 
     def fail_after_losses(self, cause: Exception) -> None:
         self.fail(
