@@ -3,8 +3,11 @@
 from dataclasses import replace
 from time import time
 
-from nanovllm.engine.outputs import CompletionOutput, RequestOutput
-from nanovllm.features.beam_search import BeamRequest
+from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.outputs import CompletionOutput, OutputKind, RequestOutput
+from nanovllm.engine.request import TokensPrompt
+from nanovllm.features.beam_params import BeamSearchParams
+from nanovllm.features.beam_search import BeamRequest, beam_requests
 
 
 class BeamCompletion(BeamRequest):
@@ -19,3 +22,9 @@ class BeamCompletion(BeamRequest):
         metrics, num_cached_tokens = replace(self.metrics(), finished_time=time()), self._root.num_cached_tokens
         prompt, ids = found.prompt, found.prompt_token_ids
         return RequestOutput(found.request_id, prompt, ids, answers, found.finished, num_cached_tokens, None, metrics)
+
+
+def beam_completion(
+    processor: InputProcessor, prompt: TokensPrompt, params: BeamSearchParams, priority: int, kind: OutputKind
+) -> BeamRequest:
+    return beam_requests(processor, prompt, params, [priority], kind, BeamCompletion)[0]

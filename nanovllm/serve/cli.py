@@ -9,12 +9,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import nanovllm
+from nanovllm.compat.flags import translate_flags
 from nanovllm.compat.settings import translate
 from nanovllm.config import Config
 from nanovllm.serve.process import set_up_process
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.terminal.waiting import waiting_for
-from nanovllm.serve.vllm_flags import translate_flags
 from nanovllm.utils.flags import Parser, add_flags, given
 
 if TYPE_CHECKING:

@@ -15,11 +15,10 @@ from nanovllm.engine.outputs import OutputKind, RequestOutput
 from nanovllm.engine.request import CompletionRequest, Prompt, TokensPrompt
 from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.features.beam_params import BeamSearchParams
-from nanovllm.features.beam_search import beam_requests
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.async_request import AsyncRequest, PartialAnswer
-from nanovllm.serve.beams import BeamCompletion
+from nanovllm.serve.beams import beam_completion
 from nanovllm.serve.prompt_lanes import LongTextError, PromptLane, PromptSource
 from nanovllm.serve.turns import ClientTurns
 from nanovllm.utils.checks import check_int
@@ -169,7 +168,7 @@ class EngineClient(ABC):
             def make(tokens: TokensPrompt) -> Any:
                 processor = self.input_processor
                 if isinstance(sampling_params, BeamSearchParams):
-                    return beam_requests(processor, tokens, sampling_params, [priority], kind, BeamCompletion)[0]
+                    return beam_completion(processor, tokens, sampling_params, priority, kind)
                 request = processor.request(tokens, sampling_params, kind, priority=priority)
                 if cache_salt is not None:
                     salt = blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=8).digest()
