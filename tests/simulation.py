@@ -133,13 +133,14 @@ class SimulatedEngine:
         assert all(seq.status is SequenceStatus.RUNNING for seq in live)
         waiting = [*scheduler.waiting]
         assert all(seq.status is SequenceStatus.WAITING for seq in waiting)
-        assert [seq.order for seq in waiting] == sorted(seq.order for seq in waiting)
+        orders = [seq.order for seq in waiting]
+        assert orders == sorted(orders)
         assert len(waiting) + len(live) == sum(map(len, scheduler.live.values()))
         assert len(live) <= scheduler.max_num_seqs
         indices = [seq.req_index for seq in live]
         assert sorted(indices + scheduler.free_req_indices) == list(range(scheduler.max_num_seqs))
 
-        held = Counter(block_id for seq in live for block_id in seq.block_table)
+        held = Counter(itertools.chain.from_iterable([seq.block_table for seq in live]))
         assert {block.block_id: block.ref_count for block in manager.blocks if block.ref_count} == held
         assert manager.free_block_ids.keys() == set(range(len(manager.blocks))) - held.keys()
         self.check_findable()
@@ -151,8 +152,9 @@ class SimulatedEngine:
         ended = [seq for seq in self.unfinished if seq.status is SequenceStatus.FINISHED]
         self.unfinished.difference_update(ended)  # if one held a block later, that would be one too many above
         assert {*live, *waiting} == self.unfinished
-        assert all(seq.num_tokens - len(seq.token_ids) == in_flight.get(seq, 0) for seq in self.unfinished)
-        assert all(seq.block_table == [] and seq.req_index == -1 for seq in (*waiting, *ended))
+        expected = map(in_flight.__getitem__, self.unfinished)
+        assert [seq.num_tokens - len(seq.token_ids) for seq in self.unfinished] == [*expected]
+        assert not any(seq.block_table or seq.req_index != -1 for seq in (*waiting, *ended))
         for seq in live:
             assert len(set(seq.block_table)) == len(seq.block_table)
             self.check_cached(seq)
@@ -172,18 +174,19 @@ class SimulatedEngine:
     def check_findable(self) -> None:
         """Every block that has a hash is known by it, once."""
         manager = self.manager
-        known = [(key, block_id) for key, block_id in manager.hash_to_block_id.items()]
+        known = [*manager.hash_to_block_id.items()]
         known += [(key, block_id) for key, others in manager.duplicates.items() for block_id in others]
-        assert sorted(known) == sorted((b.hash, b.block_id) for b in manager.blocks if b.hash is not None)
+        expected = {(block.hash, block.block_id) for block in manager.blocks if block.hash is not None}
+        assert {*known} == expected and len(known) == len(expected)
         assert manager.duplicates.keys() <= manager.hash_to_block_id.keys() and all(manager.duplicates.values())
 
     def check_cached(self, seq: Sequence) -> None:
         """Only full blocks whose tokens are known and computed can be found, and by the right tokens."""
-        size = self.manager.block_size
-        for i, block in enumerate(self.manager.blocks[block_id] for block_id in seq.block_table):
-            if block.hash is not None:
-                assert (i + 1) * size <= min(seq.num_computed_tokens, len(seq.token_ids))
-                assert block.token_ids == seq.token_ids[i * size : (i + 1) * size]
+        size, blocks = self.manager.block_size, self.manager.blocks
+        num_full = min(seq.num_computed_tokens, len(seq.token_ids)) // size
+        for i, block_id in enumerate(seq.block_table):
+            if blocks[block_id].hash is not None:
+                assert i < num_full and blocks[block_id].token_ids == seq.token_ids[i * size : (i + 1) * size]
 
 
 # -- random requests on a device that has a cache ----------------------------------------------------------------------
@@ -259,7 +262,7 @@ class Simulation(SimulatedEngine):
         ]
         self.tokens = {seq: true_tokens(requests[seq.request_id], seq.index) for group in self.groups for seq in group}
         self.marks = {seq: fingerprints(token_ids) for seq, token_ids in self.tokens.items()}
-        self.cache: dict[int, int] = {}  # slot -> fingerprint
+        self.cache = [[0] * self.manager.block_size for _ in self.manager.blocks]  # fingerprints
         # on the device, by request index
         self.last_token_ids: dict[int, int] = {}
         self.num_tokens: dict[int, int] = {}
@@ -298,11 +301,10 @@ class Simulation(SimulatedEngine):
         """Write the cache, check that it holds what is read, and sample each sequence's own token."""
         rows = self.rows_on_device(step)
         self.check_step(step, rows)
-        size = self.manager.block_size
-        before = dict(self.cache)
-        for source, target in step.copies:
-            for offset in range(size):
-                self.cache[target * size + offset] = before.get(source * size + offset)
+        num_blocks, size = self.manager.num_blocks, self.manager.block_size
+        copied = {target: [*self.cache[source]] for source, target in step.copies if target < num_blocks}
+        for target, marks in copied.items():
+            self.cache[target] = marks
         for i, column, block_id in step.new_blocks:
             table = self.block_tables[step.req_indices[i]]
             assert column == len(table)
@@ -312,24 +314,23 @@ class Simulation(SimulatedEngine):
             assert self.block_tables[seq.req_index] == seq.block_table
         counts = [1] * len(step.sampled_seqs)
         for i, (seq, start, end) in enumerate(rows):
-            is_right = [True] * (end - start)
+            num_right = end - start
             if i < step.num_decodes:
-                is_right[1:] = [self.random.random() < 0.7 for _ in is_right[1:]]
-                counts[i] = (*is_right, False).index(False)
-            for position in range(start, end):
-                mark = self.marks[seq][position] if all(is_right[: position + 1 - start]) else -1
-                self.cache[self.slot(seq, position)] = mark
+                are_right = [self.random.random() < 0.7 for _ in range(num_right - 1)]
+                counts[i] = num_right = (True, *are_right, False).index(False)
+            marks = self.marks[seq][start : start + num_right] + [-1] * (end - start - num_right)
+            for position, mark in enumerate(marks, start):
+                self.cache[seq.block_table[position // size]][position % size] = mark
         for i, (seq, start, end) in enumerate(rows):
             num_read = start + counts[i] if i < step.num_decodes else end
-            context = [self.cache[self.slot(seq, position)] for position in range(num_read)]
-            assert context == self.marks[seq][:num_read], "another sequence's keys and values"
+            assert self.read(seq, num_read) == self.marks[seq][:num_read], "another sequence's keys and values"
         token_ids, k = [], step.tokens_per_row
         copied = self.manager.copies  # what the next step copies can't be read yet
         for seq, row, count in zip(step.sampled_seqs, step.sampled_rows, counts, strict=True):
             end = rows[row].start + count if row < step.num_decodes else rows[row].end
-            context = [self.cache[self.slot(seq, p)] for p in range(end) if self.block(seq, p) not in copied]
+            context = self.read(seq, end, unless=copied)
             assert context == self.marks[seq][: len(context)], "what was shared is not its own prompt's"
-            assert len(context) == end or end - len(context) == end % self.manager.block_size
+            assert len(context) == end or end - len(context) == end % size
             token_ids += [*self.tokens[seq][end + 1 - count : end + 1], *[-1] * (k - count)]
             self.last_token_ids[seq.req_index] = self.tokens[seq][end]
             self.num_tokens[seq.req_index] = end + 1
@@ -348,11 +349,12 @@ class Simulation(SimulatedEngine):
             rows[i] = ScheduledSequence(seq, first, first + num_reserved)
         return rows
 
-    def block(self, seq: Sequence, position: int) -> int:
-        return seq.block_table[position // self.manager.block_size]
-
-    def slot(self, seq: Sequence, position: int) -> int:
-        return self.block(seq, position) * self.manager.block_size + position % self.manager.block_size
+    def read(self, seq: Sequence, end: int, unless=()) -> list[int]:
+        """What the cache holds for the first tokens of `seq`, but for some blocks."""
+        size = self.manager.block_size
+        block_ids = seq.block_table[: -(-end // size)]
+        ends = range(end, 0, -size)  # within each block
+        return [mark for x, n in zip(block_ids, ends) if x not in unless for mark in self.cache[x][:n]]
 
     def check_step(self, step: ScheduledStep, rows: list[ScheduledSequence]):
         """Its rows are within the bounds, and write into nothing that others hold."""
@@ -368,21 +370,21 @@ class Simulation(SimulatedEngine):
                 self.seen["hits"] += start > 0
                 self.seen["left behind"] += seq.index > 0
         for seq, row in zip(step.sampled_seqs, step.sampled_rows):
-            if seq is not step.rows[row].seq:
-                assert row >= step.num_decodes and seq.group is step.rows[row].seq.group and seq not in self.first_start
+            if seq is not (first := rows[row].seq):
+                assert row >= step.num_decodes and seq.group is first.group and seq not in self.first_start
                 num_full, in_part = divmod(seq.num_prompt_tokens, self.manager.block_size)
-                self.first_start[seq] = self.first_start[step.rows[row].seq]
+                self.first_start[seq] = self.first_start[first]
                 readers.update(seq.block_table[:num_full])
                 writers.update(seq.block_table[num_full:])
                 assert len(seq.block_table) == num_full + 1
                 source = self.manager.copies.get(seq.block_table[-1])
-                assert source == (step.rows[row].seq.block_table[num_full] if in_part else None)
+                assert source == (first.block_table[num_full] if in_part else None)
                 self.seen["forks"] += 1
         for block_id, num_writers in writers.items():  # who else holds it reads what this same step writes
             assert num_writers == 1 and self.manager.blocks[block_id].ref_count == 1 + readers[block_id]
-        decodes = [seq for seq, _, _ in step.rows[: step.num_decodes]]
+        decodes = [seq for seq, _, _ in rows[: step.num_decodes]]
         complete = [seq for seq, _, end in step.chunks if end == len(seq.token_ids)]
-        owners = [seq for seq, row in zip(step.sampled_seqs, step.sampled_rows) if step.rows[row].seq is seq]
+        owners = [seq for seq, row in zip(step.sampled_seqs, step.sampled_rows) if rows[row].seq is seq]
         assert owners == decodes + complete and step.sampled_seqs[: step.num_decodes] == decodes
         assert step.sampled_rows == sorted(step.sampled_rows) and len({*step.sampled_seqs}) == len(step.sampled_seqs)
         num_chunk_tokens = sum(end - start for _, start, end in step.chunks)
@@ -393,7 +395,7 @@ class Simulation(SimulatedEngine):
             self.seen["mixed"] += 1
         if step.chunks:
             assert step.num_decodes * step.tokens_per_row + num_chunk_tokens <= bound
-        assert len({seq for seq, _, _ in step.rows}) == len(step.rows) <= self.scheduler.max_num_seqs
+        assert len({seq for seq, _, _ in rows}) == len(rows) <= self.scheduler.max_num_seqs
         self.seen["chunks"] += len(step.chunks) - len(complete)
         self.seen["shared within a step"] += bool(writers.keys() & readers.keys())
 
@@ -441,16 +443,16 @@ class StateSimulation(Simulation):
             if target >= num_blocks:
                 self.states[target - num_blocks] = before[source - num_blocks]
                 self.seen["copies of states"] += 1
-        chunks = zip(step.chunks, step.state_rows, strict=True)
-        decodes = ((row, row.seq.req_index) for row in step.rows[: step.num_decodes])
+        chunks, rows = zip(step.chunks, step.state_rows, strict=True), step.rows
+        decodes = ((row, row.seq.req_index) for row in rows[: step.num_decodes])
         for (seq, start, _), row in (*decodes, *chunks):
             assert self.states[row] == (self.marks[seq][start - 1] if start else 0), "another sequence's state"
             self.seen["snapshots read"] += row > self.manager.zeros
-        for seq, _, end in step.rows:
+        for seq, _, end in rows:
             self.states[seq.req_index] = self.marks[seq][end - 1]
         result = super().compute(step, token_id)
         for block_id, row in self.manager.snapshots.items():
-            assert self.states[row] == self.cache[(block_id + 1) * self.manager.block_size - 1]
+            assert self.states[row] == self.cache[block_id][-1]
         return result
 
     def check_accounting(self) -> None:

@@ -38,7 +38,7 @@ def test_random_requests_with_drafts(name, asynchronous, seed):
     assert seen["right drafts"] > seen["wrong drafts"] > 100
 
 
-@pytest.mark.parametrize("asynchronous, seed", [(False, 0), (True, 1), (True, 2), (False, 3)])
+@pytest.mark.parametrize("asynchronous, seed", [(False, 0), (True, 1)])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_random_requests(name, asynchronous, seed):
     """The same requests get the same answers under all settings, and what a setting is there for did happen."""
@@ -67,7 +67,7 @@ def test_random_requests_for_several_answers(name, asynchronous):
     assert (seen["left behind"] > 0) == (name != "all at once")  # to be computed again, as not all fit
 
 
-@pytest.mark.parametrize("max_n, asynchronous, seed", [(1, False, 0), (1, True, 1), (6, False, 2), (6, True, 3)])
+@pytest.mark.parametrize("max_n, asynchronous, seed", [(1, False, 0), (6, True, 3)])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_random_requests_with_states(name, max_n, asynchronous, seed):
     """Each chunk begins with the state that the tokens before it have left, found or computed or forked."""

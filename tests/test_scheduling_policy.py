@@ -149,8 +149,9 @@ class AtRandom:
         return self.random()
 
 
-@pytest.mark.parametrize("asynchronous, seed", [(False, 0), (True, 1), (True, 2), (False, 3)])
-@pytest.mark.parametrize("num_blocks", [20, 120])  # of which a sequence has at most 14
+@pytest.mark.parametrize(  # of the blocks a sequence has at most 14
+    "num_blocks, asynchronous, seed", [(20, False, 0), (20, True, 1), (120, True, 2), (120, False, 3)]
+)
 def test_accounting_in_random_traffic(num_blocks, asynchronous, seed):
     """Under any order, with aborts and preemptions: blocks and request indices are those of the running sequences, and
     each request ends with the tokens that it is to have.
@@ -214,7 +215,7 @@ def test_waiting_queue():
 def test_no_running_sequence_misses_a_step(policy, context):
     """While long prompts arrive all the time: each step decodes all that run, and its chunks stay in the budget."""
     rng = random.Random(1)
-    engine = Engine(policy, num_blocks=100_000, mixed=600, context_of_equal_cost=context)
+    engine = Engine(policy, num_blocks=10_000, mixed=600, context_of_equal_cost=context)
     for _ in range(8):
         engine.add(20, max_tokens=10_000)
     engine.step()
@@ -249,7 +250,7 @@ def test_prompts_and_decodes_fit_into_max_num_batched_tokens():
 
 def test_steps_are_longer_the_more_prompts_wait():
     """Half of the bound, or a quarter of the tokens that wait, but not more than the bound; decodes are part of it."""
-    engine = Engine(mixed=800, num_blocks=100_000)
+    engine = Engine(mixed=800)
     engine.add(5, max_tokens=10_000)
     engine.step()
     for length, expected in ((1600, [399, 399, 399, 399, 4]), (2400, [599, 449]), (9000, [799, 799])):
@@ -271,7 +272,7 @@ def test_prompts_get_a_part_of_a_step_however_many_decode():
 def test_a_short_prompt_gets_its_token_in_the_first_step(num_long):
     """Each long prompt before it takes half of what is left of the budget, and the short one fits into the rest."""
     mixed = 2 ** (num_long - 1) * 2 * MIN_SHARED_CHUNK
-    engine = Engine(num_blocks=100_000, mixed=mixed + 1, budget=10_000)  # a token for the sequence that decodes
+    engine = Engine(num_blocks=10_000, mixed=mixed + 1, budget=10_000)  # a token for the sequence that decodes
     engine.add(5)
     engine.step()
     for _ in range(num_long):
@@ -285,7 +286,7 @@ def test_a_short_prompt_gets_its_token_in_the_first_step(num_long):
 def test_a_short_prompt_behind_many_long_ones():
     """It does not wait for the last two of them, which share the budget with it."""
     mixed = 4 * MIN_SHARED_CHUNK
-    engine = Engine(num_blocks=100_000, mixed=mixed + 1)
+    engine = Engine(mixed=mixed + 1)
     engine.add(5)
     engine.step()
     longs = [engine.add(10 * mixed, max_tokens=1) for _ in range(6)]
@@ -300,7 +301,7 @@ def test_a_short_prompt_behind_many_long_ones():
 def test_a_long_prompt_is_not_overtaken_without_end(num_decoding, context):
     """Short ones arrive in every step, more than can be computed; the first gets half of the budget all the time."""
     mixed, length = 1024, 20_000
-    engine = Engine(num_blocks=100_000, max_num_seqs=2000, budget=mixed, mixed=mixed, context_of_equal_cost=context)
+    engine = Engine(max_num_seqs=2000, budget=mixed, mixed=mixed, context_of_equal_cost=context)
     for _ in range(num_decoding):
         engine.add(5, max_tokens=10_000)
         engine.step()
