@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 
+gc.disable()  # it would go through all modules again and again while they are imported; on when tests are collected
 # also for the processes that tests start: OpenMP threads that wait for each other are very slow when a core is busy
 os.environ["OMP_NUM_THREADS"] = "1"
 # a shell starts what it runs in the background without Ctrl-C, and programs that tests start would inherit that
@@ -118,6 +119,11 @@ each_dtype_or_half = pytest.mark.parametrize(
 )
 
 
+def pairs(first: Iterable, second: Iterable) -> list[tuple]:
+    """All on a GPU; every other one, as on a chessboard, in the interpreter, which takes long for each."""
+    return [(a, b) for i, a in enumerate(first) for j, b in enumerate(second) if CUDA or (i + j) % 2 == 0]
+
+
 class Peers(TensorParallel):
     """A rank that writes its part of a sum to memory of others."""
 
@@ -197,6 +203,7 @@ def interrupts(pytestconfig) -> int:
 
 def pytest_collection_finish():
     """So that no garbage collection during a test goes through all modules and tests."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -5,7 +5,18 @@ import importlib.util
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CUDA, DEVICE, NAN, TINY, TOLERANCE, assert_close, each_dtype_or_half, generate_by_steps, randn
+from conftest import (
+    CUDA,
+    DEVICE,
+    NAN,
+    TINY,
+    TOLERANCE,
+    assert_close,
+    each_dtype_or_half,
+    generate_by_steps,
+    pairs,
+    randn,
+)
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.config import Config
@@ -91,11 +102,7 @@ def has_native_e4m3() -> bool:
 # --- kernels
 
 # group: query heads to a key-value head. Block sizes below, above and at odds with the kernels' tiles of keys
-each_heads = pytest.mark.parametrize(
-    "heads",  # group, kv_heads, head_dim, block_size
-    [(1, 3, 128, 256), (2, 1, 64, 16), (3, 2, 32, 48), (16, 1, 32, 64)],
-    ids=lambda heads: "g{}-kv{}-d{}-b{}".format(*heads),
-)
+HEADS = [(1, 3, 128, 256), (2, 1, 64, 16), (3, 2, 32, 48), (16, 1, 32, 64)]  # group, kv_heads, head_dim, block_size
 each_native = pytest.mark.parametrize("native", [False] + [True] * has_native_e4m3())
 
 
@@ -141,9 +148,9 @@ def assert_attended(out: torch.Tensor, q: torch.Tensor, contents: list, num_new:
 @needs_triton
 @each_native
 @each_dtype_or_half
-@each_heads
-@pytest.mark.parametrize("splits, window", [(1, None), (3, None), (2, 50)])
-def test_decode(heads, dtype, splits, window, native):
+@pytest.mark.parametrize("heads, case", pairs(HEADS, [(1, None), (3, None), (2, 50)]))
+def test_decode(heads, case, dtype, native):
+    splits, window = case
     group, kv_heads, head_dim, block_size = heads
     lengths = [130, block_size + 1, block_size, 65, 1, 0]
     contents, cache, context_lens, tables = paged(lengths, heads, dtype, native)
@@ -157,9 +164,8 @@ def test_decode(heads, dtype, splits, window, native):
 @needs_triton
 @each_native
 @each_dtype_or_half
-@each_heads
-@pytest.mark.parametrize("window", [None, 50])
-def test_prefill(heads, dtype, window, native):
+@pytest.mark.parametrize("heads, window", pairs(HEADS, [None, 50]))
+def test_prefill(heads, window, dtype, native):
     group, kv_heads, head_dim, _ = heads
     num_new, num_before = [1, 63, 1, 37, 65], [0, 0, 130, 101, 22]
     lengths = [new + before for new, before in zip(num_new, num_before, strict=True)]

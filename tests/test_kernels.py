@@ -13,6 +13,7 @@ from conftest import (
     each_dtype,
     each_dtype_or_half,
     noise_of_rows,
+    pairs,
     randn,
 )
 
@@ -139,9 +140,9 @@ WINDOWS = [1, 16, 63, 100, 5000]
 
 
 @each_dtype_or_half
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("heads, splits", [(HEADS[2], 1), (HEADS[4], 3), (HEADS[0], 4)])
-def test_decode_of_a_window(heads, splits, window, dtype):
+@pytest.mark.parametrize("window, case", pairs(WINDOWS, [(HEADS[2], 1), (HEADS[4], 3), (HEADS[0], 4)]))
+def test_decode_of_a_window(window, case, dtype):
+    heads, splits = case
     check_decode([130, 0, 1, 49, 64, 65, 300], heads, dtype, NAN, splits, window)
 
 
@@ -166,23 +167,26 @@ def test_decode_looks_up_chunks_of_blocks(block_size, splits, lengths, dtype):
 
 @each_dtype_or_half
 @pytest.mark.parametrize(
-    "heads, splits, has_norm",
-    [
-        ((2, 2, 32, 16), 1, True),
-        ((2, 2, 32, 16), 7, True),
-        ((3, 1, 64, 48), 1, True),
-        ((3, 1, 64, 48), 3, True),
-        ((3, 1, 64, 48), 3, False),
-        ((7, 1, 128, 32), 2, False),
-        ((16, 1, 32, 256), 3, True),
-        ((1, 3, 128, 32), 1, True),
-        ((1, 3, 128, 32), 1, False),
-        ((1, 3, 128, 32), 2, True),
-    ],
+    "case, window",
+    pairs(
+        [  # heads, splits, has_norm
+            ((2, 2, 32, 16), 1, True),
+            ((2, 2, 32, 16), 7, True),
+            ((3, 1, 64, 48), 1, True),
+            ((3, 1, 64, 48), 3, True),
+            ((3, 1, 64, 48), 3, False),
+            ((7, 1, 128, 32), 2, False),
+            ((16, 1, 32, 256), 3, True),
+            ((1, 3, 128, 32), 1, True),
+            ((1, 3, 128, 32), 1, False),
+            ((1, 3, 128, 32), 2, True),
+        ],
+        [None, 1, 37],
+    ),
 )
-@pytest.mark.parametrize("window", [None, 1, 37])
-def test_decode_of_qkv(heads, splits, dtype, has_norm, window):
+def test_decode_of_qkv(case, window, dtype):
     """What it stores and what comes out are those of the kernels that it stands for; a slot of -1 stores nothing."""
+    heads, splits, has_norm = case
     group, kv_heads, head_dim, block_size = heads
     lengths = [100, 65, 1, block_size, block_size + 1]
     _, k_cache, v_cache, context_lens, tables = paged([*lengths, 0], kv_heads, head_dim, block_size, dtype, NAN)
@@ -249,9 +253,8 @@ def test_prefill_of_a_mixed_batch(heads, dtype, stale):
 
 
 @each_dtype_or_half
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("heads", [HEADS[2], HEADS[5], HEADS[0]])
-def test_prefill_of_a_window(heads, window, dtype):
+@pytest.mark.parametrize("window, heads", pairs(WINDOWS, [HEADS[2], HEADS[5], HEADS[0]]))
+def test_prefill_of_a_window(window, heads, dtype):
     check_prefill([1, 150, 1, 0, 37, 65], [0, 0, 130, 40, 301, 22], heads, dtype, NAN, window)
 
 
@@ -329,11 +332,15 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor, gated: bool = False,
 
 @each_dtype_or_half
 @pytest.mark.parametrize(  # below, above and at odds with tiles of 2048 inputs, gated of 1024
-    "n, k", [(1, 1), (7, 1), (257, 7), (257, 33), (1, 1024), (7, 1500), (257, 1030), (7, 2048), (1, 2055), (7, 5120)]
+    "shape, before",
+    pairs(
+        [(1, 1), (7, 1), (257, 7), (257, 33), (1, 1024), (7, 1500), (257, 1030), (7, 2048), (1, 2055), (7, 5120)],
+        ["nothing", "norm", "sum and norm"],
+    ),
 )
-@pytest.mark.parametrize("before", ["nothing", "norm", "sum and norm"])
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
-def test_gemv(gated, before, n, k, dtype):
+def test_gemv(gated, before, shape, dtype):
+    n, k = shape
     x, residual = randn(1, k, dtype=dtype), randn(1, k, dtype=dtype) if "sum" in before else None
     weight, norm_weight = randn(2 * n if gated else n, k, dtype=dtype) / k**0.5, None
     total = x if residual is None else x + residual

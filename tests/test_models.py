@@ -326,8 +326,13 @@ def test_key_value_heads_and_head_dim_of_llama_2(tmp_path):
     assert (expected.num_key_value_heads, expected.head_dim) == (4, 16)
 
 
-@pytest.mark.parametrize("window", [1, 16, 23])
-@pytest.mark.parametrize("backend, kv_cache_dtype", [("sdpa", "auto"), ("sdpa", "fp8"), ("triton", "auto")])
+@pytest.mark.parametrize(
+    "backend, kv_cache_dtype, window",
+    [
+        *(("sdpa", kv_cache_dtype, window) for kv_cache_dtype in ("auto", "fp8") for window in (1, 16, 23)),
+        ("triton", "auto", 23),  # test_kernels.py has the others
+    ],
+)
 def test_tokens_behind_a_window(make_llm, tmp_path, monkeypatch, window, backend, kv_cache_dtype):
     """Chunks, decodes and prefix hits leave them out; in float32 FP8 rounds keys and values, nothing else."""
     monkeypatch.setitem(CASES, "mistral", (*CASES["mistral"][:-1], {"sliding_window": window}))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, TINY, Peers, assert_close, each_dtype_or_half, generate_by_steps, randn
+from conftest import DEVICE, TINY, Peers, assert_close, each_dtype_or_half, generate_by_steps, pairs, randn
 from safetensors.torch import load_file, save_file
 from test_models import (
     SMALL,
@@ -701,8 +701,7 @@ def test_scaled_moe_gemv(few_programs, shape):
 
 
 @pytest.mark.parametrize("quantize", [False, True], ids=["a16", "a8"])
-@pytest.mark.parametrize("num_tokens", [5, 30, 120])
-@pytest.mark.parametrize("shape", EXPERT_SHAPES[:3], ids=str)
+@pytest.mark.parametrize("shape, num_tokens", pairs(EXPERT_SHAPES[:3], [5, 30, 120]))
 def test_scaled_moe_gemm(fresh_memory_is_nan, shape, num_tokens, quantize):
     x, routing, gate_up, down = expert_inputs(num_tokens, *shape[1:])
     parts = moe_gemm.moe_gemm(x, routing, gate_up, down, 0, quantize)
