@@ -1,6 +1,7 @@
 """What requests ask of the sampler, through the engine: the same whatever becomes of them on the way."""
 
 import random
+from functools import cache
 
 import numpy as np
 import pytest
@@ -42,6 +43,12 @@ def model(model_name):
 
 
 @pytest.fixture(scope="module")
+def logprobs_of(model):
+    """A function from token ids to the log-probabilities of what follows each."""
+    return cache(lambda *ids: model(torch.tensor([ids])).logits[0].log_softmax(-1))
+
+
+@pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     """Of many lengths; some begin with the same two blocks."""
     rng = random.Random(0)
@@ -77,7 +84,7 @@ def watch(llm) -> dict:
 
 
 @each_world
-def test_logprobs(make_llm, model, prompts, world, async_scheduling):
+def test_logprobs(make_llm, logprobs_of, prompts, world, async_scheduling):
     """Of greedy answers and of prompts; a request that did not ask gets none."""
     llm = make_llm(**WORLDS[world], async_scheduling=async_scheduling)
     seen = watch(llm)
@@ -90,7 +97,7 @@ def test_logprobs(make_llm, model, prompts, world, async_scheduling):
     assert llm.scheduler.num_preemptions > 0 or "few" not in world
     for request, ((most, of_prompt), prompt, answer) in enumerate(zip(asks, prompts, answers)):
         ids = prompt + answer["token_ids"]
-        expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        expected = logprobs_of(*ids)
         assert expected[len(prompt) - 1 : -1].argmax(-1).tolist() == answer["token_ids"]
         for position in range(1, len(ids)):
             wanted = of_prompt if position < len(prompt) else most

@@ -3,7 +3,7 @@
 import random
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -69,9 +69,16 @@ def folder(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def reference(folder):
+    """A function from token ids to the log-probabilities of what follows each."""
     model = patched(reference_model(folder, ignore_mismatched_sizes=True))
     model.load_state_dict(load_file(f"{folder}/model.safetensors"), strict=False)
-    return model
+
+    @cache  # most answers are the same in all tests
+    @torch.no_grad()
+    def logprobs(*token_ids: int) -> torch.Tensor:
+        return model(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+
+    return logprobs
 
 
 def patched(model):
@@ -119,12 +126,11 @@ def poison(llm):
     return llm
 
 
-@torch.no_grad()
 def assert_same_as_reference(reference, outputs) -> None:
     for output in outputs:
         for answer in output.outputs:
             token_ids = output.prompt_token_ids + answer.token_ids
-            logprobs = reference(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+            logprobs = reference(*token_ids)
             n = len(output.prompt_token_ids)
             expected = logprobs[range(n - 1, len(token_ids) - 1), answer.token_ids].tolist()
             found = [logprob[token_id].logprob for token_id, logprob in zip(answer.token_ids, answer.logprobs)]
@@ -175,9 +181,7 @@ def test_beams(make_stateful, reference):
         n = len(output.prompt_token_ids)
         for beam in output.outputs:
             token_ids = output.prompt_token_ids + beam.token_ids
-            with torch.no_grad():
-                logprobs = reference(torch.tensor([token_ids])).logits[0].log_softmax(-1)
-            expected = logprobs[range(n - 1, len(token_ids) - 1), beam.token_ids].sum().item()
+            expected = reference(*token_ids)[range(n - 1, len(token_ids) - 1), beam.token_ids].sum().item()
             assert beam.cumulative_logprob == pytest.approx(expected, abs=5e-3)
 
 
