@@ -276,7 +276,9 @@ def test_help_and_a_chat_with_a_server_need_no_torch(arguments):
         *_, imported, used = ended.stderr.splitlines()
         assert imported == "set()"
         seconds.append(float(used))
-    assert min(seconds) < 0.5, seconds
+        if seconds[-1] < 0.5:
+            return
+    pytest.fail(f"{seconds} s")
 
 
 def test_names_of_the_package_are_imported_when_used():
