@@ -1,5 +1,6 @@
 """Shared fixtures. The test model is the bundled one; the reference is transformers' Qwen3 with the same weights."""
 
+import atexit
 import gc
 import inspect
 import json
@@ -206,10 +207,7 @@ def pytest_collection_finish():
     gc.enable()
     gc.collect()
     gc.freeze()
-
-
-def pytest_unconfigure():
-    gc.unfreeze()  # else libraries report at the exit that their objects are left
+    atexit.register(gc.unfreeze)  # else libraries report that their objects are left; pytest collects all before
 
 
 def pytest_collection_modifyitems(items):

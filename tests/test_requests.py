@@ -163,7 +163,7 @@ def penalized(model, tokenizer, prompts, asks) -> list[list[int]]:
                     "presence_penalty", 0
                 )
             if "allowed_token_ids" in ask:
-                scores[0, [i for i in range(2048) if i not in ask["allowed_token_ids"]]] = -torch.inf
+                scores[0, [*{*range(2048)} - {*ask["allowed_token_ids"]}]] = -torch.inf
             for *begin, last in bad_words:
                 if answer[len(answer) - len(begin) :] == begin:
                     scores[0, last] = -torch.inf
