@@ -322,7 +322,7 @@ BUDGETS = {
     "8-bit kernels": 507,
     "rollout": 240,
     "structured_outputs": 360,
-    "compat": 515,
+    "compat": 535,
     "serve": 2840,
     "fronts": 290,
     "replicas": 1190,

@@ -20,6 +20,7 @@ from nanovllm.compat import vllm
 from nanovllm.compat.params import ACCEPTED
 from nanovllm.compat.settings import STRUCTURED_OUTPUTS_CONFIG, VLLM_SETTINGS
 from nanovllm.config import Config
+from nanovllm.rollout import weights_of
 
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 PROMPT = "HAMLET.\nTo be, or not to be"
@@ -286,6 +287,26 @@ def test_program_that_imports_vllm(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == ["True True", "False True"]
+
+
+def test_what_trl_calls():
+    """Its colocated mode: a rank is one of its own processes, and weights are loaded one by one."""
+    refused = pytest.raises(ValueError, match="tensor_parallel_size=2: must be 1, as ranks can't be processes of")
+    with refused:
+        vllm.LLM(TINY, distributed_executor_backend="external_launcher", tensor_parallel_size=2)
+    options = dict(max_model_len=None, enable_sleep_mode=False, model_impl="vllm", trust_remote_code=False)
+    with vllm.LLM(TINY, distributed_executor_backend="external_launcher", tensor_parallel_size=1, **options) as llm:
+        before = llm.generate(PROMPT, vllm.SamplingParams(**GREEDY))[0].token_ids
+        load = llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights
+        norm = dict(weights_of(TINY))["model.norm.weight"]
+        load([("model.norm.weight", norm.flip(0))])
+        assert llm.generate(PROMPT, vllm.SamplingParams(**GREEDY))[0].token_ids != before
+        load([("model.norm.weight", norm)])
+        assert llm.reset_prefix_cache()
+        assert llm.generate(PROMPT, vllm.SamplingParams(**GREEDY))[0].token_ids == before
+    with pytest.raises(NotImplementedError, match="call LLM.load_weights"):
+        vllm.NCCLWeightTransferEngine.trainer_init({})
+    assert vllm.get_ip().count(".") == 3
 
 
 def test_compat_without_a_program(monkeypatch):

@@ -60,12 +60,22 @@ class LLM(nanovllm.LLM):
             settings["structured_outputs_config"] = {x: config[x] for x in config if x not in RESTRICTIONS}
         for name, value in self._restrictions.items():
             check_bool(name, value)
+        if settings.get("distributed_executor_backend") == "external_launcher":  # a process of the caller for each rank
+            if (size := settings.get("tensor_parallel_size") or 1) != 1:
+                raise ValueError(f"tensor_parallel_size={size}: must be 1, as ranks can't be processes of the caller")
+            settings = settings | {"distributed_executor_backend": None}
         super().__init__(model, **{"seed": 0} | settings)
         self.chat_template, self.skip_tokenizer_init = chat_template, skip_tokenizer_init
 
     @property
     def llm_engine(self) -> "LLM":
         return self
+
+    @property
+    def model_executor(self) -> SimpleNamespace:
+        """The path by which trainers reach vLLM's model, which here has `load_weights` only."""
+        model = SimpleNamespace(load_weights=self.load_weights)
+        return SimpleNamespace(driver_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
 
     @cached_property
     def model_config(self) -> SimpleNamespace:

@@ -5,6 +5,7 @@ no setting for the engine. Names that are missing here are an ImportError or an 
 """
 
 import gc
+import socket
 import sys
 from dataclasses import dataclass
 from importlib.metadata import Distribution, DistributionFinder
@@ -26,8 +27,9 @@ from nanovllm.utils.loader import find_tokenizer
 
 __version__ = "0.26.0"  # of vLLM, whose names these are
 MODULES = (
-    "config distributed entrypoints entrypoints.llm exceptions inputs logprobs lora lora.request outputs "
-    "renderers renderers.hf sampling_params tokenizers"
+    "config distributed distributed.weight_transfer distributed.weight_transfer.nccl_engine entrypoints "
+    "entrypoints.llm exceptions inputs logprobs lora lora.request outputs renderers renderers.hf sampling_params "
+    "tokenizers utils utils.network_utils"
 )
 GuidedDecodingParams = StructuredOutputsParams
 PromptType = Prompt
@@ -42,6 +44,23 @@ class LoRARequest:
     lora_name: str = ""
     lora_int_id: int = 0
     lora_path: str = ""
+
+
+class NCCLWeightTransferEngine:
+    """What sends weights to vLLM's server. TRL imports it in any case; here it does nothing but raise."""
+
+    def __init__(self, *args: Any, **options: Any):
+        raise NotImplementedError("weights are sent by NCCL to vLLM's server only: here, call LLM.load_weights")
+
+    trainer_init = trainer_send_weights = __init__
+
+
+NCCLTrainerSendWeightsArgs = NCCLWeightTransferEngine
+
+
+def get_ip() -> str:
+    """The address of this machine, as its own name resolves."""
+    return socket.gethostbyname(socket.gethostname())
 
 
 def get_tokenizer(tokenizer_name: str, **options: Any) -> Any:
