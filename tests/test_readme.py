@@ -73,7 +73,7 @@ FEATURE, BACKEND, STATE = blocks(DOCUMENTS[".github/CONTRIBUTING.md"])
 PROGRAMS = {
     f"{document}:{i}": code
     for document, text in DOCUMENTS.items()
-    if document not in (".github/CONTRIBUTING.md", "nanovllm/docs/experiments.md")
+    if document not in (".github/CONTRIBUTING.md", "nanovllm/docs/experiments.md", "nanovllm/docs/training.md")
     for i, code in enumerate(blocks(text))
     if 'LLM("tiny-qwen3"' in code
 }
