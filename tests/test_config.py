@@ -225,7 +225,7 @@ def test_threads_of_a_step(make_llm, monkeypatch):
         llm = make_llm(max_num_seqs=2)
         forward = llm.model_runner.forward
         monkeypatch.setattr(llm.model_runner, "forward", spy)
-        llm.generate([[5] * 400], SamplingParams(max_tokens=3), use_tqdm=False)
+        llm.generate([[5] * 400], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
         assert found == {400: 3, 1: 1} and "cpu with 3 threads" in repr(llm)
         monkeypatch.setattr(llm.model_runner, "forward", fail)
         with pytest.raises(RuntimeError):
