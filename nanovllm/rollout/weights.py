@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
 from nanovllm.engine.engine import Engine, UnavailableError
 from nanovllm.engine.engine_thread import EngineThread
@@ -69,13 +68,16 @@ def _in_engine(thread: EngineThread, work: Callable[[], None]) -> None:
     Any other one ends all requests, as an error of a step does.
     """
 
-    def error_of_work() -> Exception | None:
-        try:
-            return work()
-        except (ValueError, TypeError, UnavailableError) as error:
-            return error
+    errors: list[Exception] = []
 
-    if (error := thread.call(lambda: [error_of_work()])[0]) is not None:
+    def attempt() -> None:
+        try:
+            work()
+        except (ValueError, TypeError, UnavailableError) as error:
+            errors.append(error)
+
+    thread.call(attempt)
+    for error in errors:
         raise error
 
 
@@ -93,6 +95,7 @@ class WeightUpdate:
         if scheduler.live and "paused" not in unavailable:
             raise UnavailableError(f"{len(scheduler.live)} requests have not ended: call pause(), or let them end")
         self.was_incomplete = state is not None
+        assert self.core.model_runner is not None, "the engine is open"
         self.weights = ModelWeights(self.core.model_runner.model)
         unavailable["weights"] = LOADING
         scheduler.block_manager.clear_prefix_cache()  # no sequence holds blocks: there is none, or all are paused
@@ -123,7 +126,7 @@ class WeightUpdate:
 class ModelWeights:
     """The tensors of a checkpoint that a rank's model has a place for."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: Any):
         self.model, self.loaders = model, weight_loaders(model)
         self._shapes: dict[str, tuple[int, ...]] = {}  # of weights of which this rank may have no part
         self._loaded: set[str] = set()
