@@ -189,9 +189,7 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. False, and nothing is done, while requests are being computed."""
-        from nanovllm.rollout import (
-            reset_prefix_cache,  # imported lazily, as are the next ones: few engines are trained
-        )
+        from nanovllm.rollout import reset_prefix_cache  # imported lazily, as below: few engines are trained
 
         return reset_prefix_cache(self)
 

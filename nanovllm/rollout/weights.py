@@ -14,13 +14,19 @@ from nanovllm.engine.engine_thread import EngineThread
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.graphs.buffers import largest_batch
 from nanovllm.moe.weights import split_experts
-from nanovllm.utils.loader import check_shape, find_tensors, open_safetensors, unused_names, weight_loaders
+from nanovllm.quantization.scaled import SAFETENSORS_NAMES
+from nanovllm.utils.loader import (
+    FLOAT_DTYPES,
+    check_shape,
+    find_tensors,
+    open_safetensors,
+    unused_names,
+    weight_loaders,
+)
 
 LOADING = "the weights are being replaced: load_weights() has not returned yet"
 INCOMPLETE = "load_weights() has failed in the middle: load all weights, in one call, before the engine can generate"
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# formats of a checkpoint's 8-bit values, as safetensors names them
-QUANTIZED = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}
 
 
 def load_weights(llm: LLMEngine, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -55,7 +61,7 @@ def weights_of(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
 
     FileNotFoundError or ValueError that names the file if one is missing or broken.
     """
-    files = find_tensors(Path(folder), ("F64", "F32", "F16", "BF16", *QUANTIZED.values()))
+    files = find_tensors(Path(folder), (*FLOAT_DTYPES, *SAFETENSORS_NAMES.values()))
     for file in sorted(set(files.values())):
         with open_safetensors(file) as tensors:
             for name in (name for name, holder in files.items() if holder == file):
@@ -137,7 +143,7 @@ class ModelWeights:
                 if name.endswith(".weight"):
                     self._shapes[f"{path}.{name}"] = experts.shard(ids[1]).shape
         formats = model.config.quantization.dtypes if model.config.quantization else ()
-        self._dtypes = (*FLOATS, *(dtype for dtype, name in QUANTIZED.items() if name in formats))
+        self._dtypes = (*FLOATS, *(dtype for dtype, name in SAFETENSORS_NAMES.items() if name in formats))
 
     def is_unused(self, name: str) -> bool:
         return isinstance(name, str) and name.endswith(unused_names(self.model))
@@ -153,13 +159,13 @@ class ModelWeights:
             raise ValueError(f"{name}: its dtype is {str(tensor.dtype).removeprefix('torch.')}: must be one of {known}")
         if name in self._shapes:
             _named(name, check_shape, tensor, self._shapes[name])
-        values = tensor.float() if tensor.dtype in QUANTIZED else tensor.to(self.model.config.dtype)
+        values = tensor.float() if tensor.dtype in SAFETENSORS_NAMES else tensor.to(self.model.config.dtype)
         if not values.isfinite().all():
             raise ValueError(f"{name}: is NaN or infinite in {values.dtype}")
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         load, ids = self.loaders[name]
-        is_quantized = tensor.dtype in QUANTIZED
+        is_quantized = tensor.dtype in SAFETENSORS_NAMES
         with torch.no_grad():
             _named(name, load, TensorSlice(tensor) if is_quantized else tensor.detach(), *ids)
         self._loaded.add(name)
@@ -191,7 +197,7 @@ class TensorSlice:
         return [*self._tensor.shape]
 
     def get_dtype(self) -> str:
-        return QUANTIZED[self._tensor.dtype]
+        return SAFETENSORS_NAMES[self._tensor.dtype]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self._tensor[index]
