@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+from scaling import growth
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.engine.engine_thread import EngineThread
@@ -247,7 +248,7 @@ def test_abort_many_that_wait(make_llm):
         check_whole(llm)
         return took
 
-    assert seconds(8_000) < 12 * seconds(1_600)
+    assert growth(seconds, 800, 8_000, rounds=3) < 25  # a search through the queue makes it 44
 
 
 def test_abort_before_any_request(make_llm):

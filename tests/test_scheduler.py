@@ -1,6 +1,5 @@
 """Who runs when. Random requests run on a device without a model, and everything is checked after every move."""
 
-import gc
 import random
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 from time import thread_time
 
 import pytest
+from scaling import growth
 from simulation import (
     ALSO_EOS,
     EOS,
@@ -381,20 +381,14 @@ def test_abort_takes_no_longer_where_many_wait():
         engine = SimulatedEngine(num_blocks=10)
         seqs = [engine.add(prompt(9, first=100 * i)) for i in range(num_waiting)]
         order = random.Random(0).sample(range(len(seqs)), len(seqs))
-        gc.collect()
-        gc.disable()
-        try:
-            begin = thread_time()
-            for request_id in order:
-                engine.abort(request_id)
-            elapsed = thread_time() - begin
-        finally:
-            gc.enable()
+        begin = thread_time()
+        for request_id in order:
+            engine.abort(request_id)
+        elapsed = thread_time() - begin
         assert engine.scheduler.is_finished()
         return elapsed
 
-    few, many = (min(seconds(num_waiting) for _ in range(4)) for num_waiting in (1_000, 10_000))
-    assert many < 30 * few  # and not 100 times as long
+    assert growth(seconds, 1_000, 10_000) < 45  # a search through the queue makes it 80
 
 
 def test_reset_repairs_anything():
