@@ -15,6 +15,8 @@ def check_divides(model: ModelConfig, num_ranks: int) -> None:
         tp.shard_size("experts", model.moe.num_experts)
     elif model.moe:
         tp.shard_size("inner size of the experts", model.moe.intermediate_size)
+    if model.hybrid:
+        model.hybrid.check_divides(tp)
     tp.shard_size("vocabulary", model.vocab_size)
 
 

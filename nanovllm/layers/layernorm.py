@@ -15,7 +15,7 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of x + residual, and x + residual, both [T, N]; the latter may overwrite the residual."""
     total = x.reduce() if residual is None else residual.add_(x.reduce())
-    return F.rms_norm(total, weight.shape, weight, eps), total
+    return F.rms_norm(total.to(weight.dtype), weight.shape, weight, eps).to(total.dtype), total
 
 
 class NormInput:

@@ -112,11 +112,7 @@ class MergedColumnParallelLinear(LinearBase):
     """
 
     def __init__(
-        self,
-        input_size: int,
-        outputs: list[tuple[int, TensorParallel]],
-        bias: bool,
-        dtype: torch.dtype = torch.float32,
+        self, input_size: int, outputs: list[tuple[int, TensorParallel]], bias: bool, dtype: torch.dtype = torch.float32
     ):
         local_sizes = [tp.shard_size("outputs of a layer", size) for size, tp in outputs]
         super().__init__(sum(local_sizes), input_size, bias, dtype)

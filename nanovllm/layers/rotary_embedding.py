@@ -8,9 +8,10 @@ from torch import nn
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates the pair (x[i], x[i + head_dim / 2]) of every head by position times the i-th inverse frequency.
+    """Rotates the pair (x[i], x[i + N / 2]) of every head by position times the i-th of N / 2 inverse frequencies.
 
-    One float32 table [max_len, 2, head_dim] serves all layers. It holds each position's cosines, and its sines negated
+    N is head_dim, or less: then the rest of a head is not rotated. One float32 table [max_len, 2, N] serves all layers.
+    It holds each position's cosines, and its sines negated
     in their first half, so that the rotation is x * cos + (x with its halves swapped) * sin.
     """
 
@@ -22,14 +23,16 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos_sin", table, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        """The table's rows [T, 2, head_dim] for positions [T], which all layers of a step share."""
+        """The table's rows [T, 2, N] for positions [T], which all layers of a step share."""
         return self.cos_sin.index_select(0, positions)
 
 
 def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, head_dim], rotated by cos_sin [T, 2, head_dim]."""
-    cos, sin = cos_sin.to(x.dtype).unsqueeze(2).unbind(1)  # [T, 1, head_dim]
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    """x [T, heads, head_dim], of which the first N numbers are rotated by cos_sin [T, 2, N]."""
+    cos, sin = cos_sin.to(x.dtype).unsqueeze(2).unbind(1)  # [T, 1, N]
+    size = cos.shape[-1]
+    rotated = torch.addcmul(x[..., :size] * cos, x[..., :size].roll(size // 2, -1), sin)
+    return rotated if size == x.shape[-1] else torch.cat((rotated, x[..., size:]), -1)
 
 
 def norm_rope(x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor) -> torch.Tensor:
@@ -49,4 +52,4 @@ class QKNormRope(NamedTuple):
     q_weight: torch.Tensor | None  # [head_dim], of the norm; None: no norm
     k_weight: torch.Tensor | None  # [head_dim]; None if and only if q_weight is
     eps: float  # of the norm
-    cos_sin: torch.Tensor  # [T, 2, head_dim], from RotaryEmbedding
+    cos_sin: torch.Tensor  # [T, 2, N], from RotaryEmbedding

@@ -7,7 +7,9 @@ one. It has:
 
 - `read_config(raw, file)`: the content of config.json -> the fields of ModelConfig that depend on the family, as a
   dict. ValueError that names `file` for a model that the class can't compute
-- `hidden_acts`: the values of `hidden_act` in config.json that the class computes
+- `hidden_acts`, `layer_types`: the values of `hidden_act` and `layer_types` in config.json that the class computes
+- `defaults`: entries of config.json that may be absent
+- `unused_prefixes`: how the names of tensors begin that a checkpoint may have, and the class does not take
 - `packed_modules_mapping`: a checkpoint's module -> (the merged module that holds it, its shard id there)
 - `config`, and `lm_head`, a ParallelLMHead
 - `forward(token_ids, positions)`: [T] each -> hidden states [T, hidden_size]
@@ -35,7 +37,7 @@ MEMORY_LIMITS = [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory
 # `model_type` -> module:class
 MODELS = {
     name: f"{__name__}.{name}:" + re.sub(r"_(?!\d)", "", name.title()) + "ForCausalLM"
-    for name in sorted({module.name for module in iter_modules(__path__)} - {"architectures", "decoder"})
+    for name in sorted({module.name for module in iter_modules(__path__)} - {"architectures", "decoder", "hybrid"})
 }
 
 
@@ -71,7 +73,7 @@ class ModelConfig:
     rms_norm_eps: float
     tie_word_embeddings: bool
     dtype: torch.dtype
-    rope_inv_freq: tuple[float, ...]  # head_dim / 2 angles per position
+    rope_inv_freq: tuple[float, ...]  # an angle per position for each two numbers of a head that are rotated
     rope_scale: float  # cos and sin are multiplied by it (yarn)
     eos_token_ids: frozenset[int]
     # what differs between families: `read_config` of a family's class sets it
@@ -81,6 +83,8 @@ class ModelConfig:
     mlp_bias: bool = False
     sliding_window: int | None = None  # a token attends to so many tokens, itself included
     moe: Any = None  # MoEConfig of moe/, if there are layers with a mixture of experts
+    attention_fraction: float = 1.0  # of the layers
+    hybrid: Any = None  # HybridConfig of hybrid.py, if there are layers with a state
     quantization: Any = None  # the formats of the linear layers' weights, see quantization/
 
     @classmethod
@@ -93,11 +97,12 @@ class ModelConfig:
         raw = read_json(file)
         model_type = find_model_type(raw, file)
         family = model_class(model_type)
+        raw = family.defaults | (raw.get("text_config") or {}) | raw  # of several parts, we compute the text's
         check_choice(f"{file}: hidden_act", raw.get("hidden_act", "silu"), family.hidden_acts)
         if raw.get("use_sliding_window"):
             raise ValueError(f"{file}: sliding-window attention is not supported (use_sliding_window is set)")
         for kind in raw.get("layer_types") or ():
-            check_choice(f"{file}: layer_types: a layer", kind, ("full_attention",))
+            check_choice(f"{file}: layer_types: a layer", kind, family.layer_types)
         heads = raw.get("num_attention_heads")
         names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings"
         try:
@@ -145,7 +150,8 @@ class ModelConfig:
         if self.moe:
             fraction = len(self.moe.layers) / self.num_hidden_layers
             feed_forward = (1 - fraction) * feed_forward + fraction * self.moe.weights_per_input
-        return round(2 * self.hidden_size * (2 * queries + 2 * keys + feed_forward))
+        more = self.hybrid.more_weights(queries, keys) if self.hybrid else 0
+        return round(2 * self.hidden_size * (2 * queries + 2 * keys + feed_forward + more))
 
     @property
     def context_of_equal_cost(self) -> float:
@@ -153,7 +159,7 @@ class ModelConfig:
 
         Attention reaches about two thirds of their rate.
         """
-        return self.layer_operations / (4 * self.num_attention_heads * self.head_dim * 1.5)
+        return self.layer_operations / (4 * self.num_attention_heads * self.head_dim * self.attention_fraction * 1.5)
 
 
 def _rope_frequencies(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...], float]:
@@ -161,7 +167,7 @@ def _rope_frequencies(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise TypeError(f"{file}: rope_scaling={given!r:.80}: must be an object")
-    parts = {"rope_theta": raw.get("rope_theta")}, given
+    parts = {name: raw.get(name) for name in ("rope_theta", "partial_rotary_factor")}, given
     rope = {name: value for part in parts for name, value in part.items() if value is not None}
     theta = rope.pop("rope_theta", 10000.0)
     check_real(f"{file}: rope_theta", theta, low=1e-6, high=1e30)

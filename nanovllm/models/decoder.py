@@ -23,12 +23,9 @@ class DecoderAttention(nn.Module):
     def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TensorParallel):
         super().__init__()
         head_dim, num_heads, num_kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
-        self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, head_dim, num_heads, num_kv_heads, config.qkv_bias, tp, config.linear_dtype
-        )
-        self.o_proj = RowParallelLinear(
-            num_heads * head_dim, config.hidden_size, config.o_bias, tp, config.linear_dtype
-        )
+        hidden_size, dtype = config.hidden_size, config.linear_dtype
+        self.qkv_proj = QKVParallelLinear(hidden_size, head_dim, num_heads, num_kv_heads, config.qkv_bias, tp, dtype)
+        self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, config.o_bias, tp, dtype)
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, config.dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, config.dtype) if config.qk_norm else None
         heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
@@ -69,18 +66,11 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    def __init__(
-        self,
-        config: ModelConfig,
-        mlps: Iterable[nn.Module],
-        max_len: int,
-        backend: AttentionBackend,
-        tp: TensorParallel,
-    ):
+    def __init__(self, config: ModelConfig, layers: Iterable[nn.Module], max_len: int, tp: TensorParallel):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, config.dtype)
         self.rotary_emb = RotaryEmbedding(config.rope_inv_freq, config.rope_scale, max_len)
-        self.layers = nn.ModuleList(DecoderLayer(config, mlp, backend, tp) for mlp in mlps)
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -97,6 +87,9 @@ class DecoderForCausalLM(nn.Module):
     """Token ids and positions [T] to hidden states [T, hidden_size], of which `compute_logits` makes logits."""
 
     hidden_acts: ClassVar = ("silu",)  # values of `hidden_act` in config.json that the class computes
+    layer_types: ClassVar = ("full_attention",)  # and of `layer_types`
+    defaults: ClassVar[dict] = {}  # entries of config.json that may be absent
+    unused_prefixes: ClassVar = ()  # of the names of a checkpoint's tensors that the class does not take
     # a checkpoint's module -> the merged module that holds it, and its shard id there
     packed_modules_mapping: ClassVar = {
         "q_proj": ("qkv_proj", 0),
@@ -109,11 +102,15 @@ class DecoderForCausalLM(nn.Module):
     def __init__(self, config: ModelConfig, max_len: int, backend: AttentionBackend, tp: TensorParallel):
         super().__init__()
         self.config = config
-        mlps = (self.make_mlp(config, i, tp) for i in range(config.num_hidden_layers))
-        self.model = DecoderModel(config, mlps, max_len, backend, tp)
+        layers = (self.make_layer(config, i, backend, tp) for i in range(config.num_hidden_layers))
+        self.model = DecoderModel(config, layers, max_len, tp)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, config.dtype)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    @classmethod
+    def make_layer(cls, config: ModelConfig, i: int, backend: AttentionBackend, tp: TensorParallel) -> nn.Module:
+        return DecoderLayer(config, cls.make_mlp(config, i, tp), backend, tp)
 
     @staticmethod
     def make_mlp(config: ModelConfig, layer_index: int, tp: TensorParallel) -> nn.Module:

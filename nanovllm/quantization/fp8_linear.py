@@ -57,9 +57,9 @@ class FP8Linear(ScaledLinear):
         return y if act is None else act(y)
 
     def _quantized(self, x: NormInput) -> Any:
-        """The norm quantizes the rows, unless it also adds up the parts of several ranks."""
+        """The norm quantizes the rows, unless it is computed already, or also adds up the parts of several ranks."""
         parts, residual = x.x, x.residual_before
-        if parts.barrier is not None:
+        if x.total is not None or parts.barrier is not None:
             return x.tensor()
         if residual is None:
             x.total = parts.reduce()

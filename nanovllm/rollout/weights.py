@@ -19,8 +19,8 @@ from nanovllm.utils.loader import (
     FLOAT_DTYPES,
     check_shape,
     find_tensors,
+    is_unused,
     open_safetensors,
-    unused_names,
     weight_loaders,
 )
 
@@ -146,7 +146,7 @@ class ModelWeights:
         self._dtypes = (*FLOATS, *(dtype for dtype, name in SAFETENSORS_NAMES.items() if name in formats))
 
     def is_unused(self, name: str) -> bool:
-        return isinstance(name, str) and name.endswith(unused_names(self.model))
+        return isinstance(name, str) and is_unused(self.model, name)
 
     def check(self, name: str, tensor: torch.Tensor) -> None:
         """The errors of `load_weights`, but for those of shapes that the loader itself checks before it writes."""

@@ -132,7 +132,7 @@ def load_model(
         from nanovllm.moe.weights import split_experts
 
         split_experts(loaders, model, files)
-    files = {name: file for name, file in files.items() if not name.endswith(unused_names(model))}
+    files = {name: file for name, file in files.items() if not is_unused(model, name)}
     if files.keys() != loaders.keys():
         from nanovllm.utils.refusals import other_tensors
 
@@ -160,13 +160,13 @@ def load_model(
         raise bad_tensors(folder, broken, f"are NaN or infinite in {filled.dtype}")
 
 
-def unused_names(model: nn.Module) -> tuple[str, ...]:
-    """How the names of tensors end that a checkpoint may have, and `model` does not take."""
+def is_unused(model: nn.Module, name: str) -> bool:
+    """Whether a checkpoint may have a tensor of this name, and `model` does not take it."""
     # a tied checkpoint may carry the embedding twice
     tied = ("lm_head.weight",) if model.config.tie_word_embeddings else ()
     scales = model.config.quantization.unused_tensors if model.config.quantization else ()
     # old checkpoints of Llama store the frequencies of the rotary embedding, which config.json defines
-    return (".rotary_emb.inv_freq", *tied, *scales)
+    return name.endswith((".rotary_emb.inv_freq", *tied, *scales)) or name.startswith(model.unused_prefixes)
 
 
 def find_tensors(folder: Path, dtypes: tuple[str, ...] = FLOAT_DTYPES) -> dict[str, Path]:

@@ -22,6 +22,9 @@ def scaled_frequencies(
     """
     for name in NUMBERS & rope.keys():
         check_real(f"{file}: {name}", rope[name], low=1e-6, high=1e30)
+    if (fraction := rope.pop("partial_rotary_factor", None)) is not None:  # of a head that is rotated
+        head_dim = int(head_dim * check_real(f"{file}: partial_rotary_factor", fraction, low=1e-6, high=1.0))
+        inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
     check_choice(f"{file}: rope type", kind, ("default", "linear", "yarn", "llama3"))
     if kind == "yarn":
         return _yarn_frequencies(raw, head_dim, theta, rope)
@@ -47,7 +50,8 @@ def _yarn_frequencies(raw: Mapping, head_dim: int, theta: float, rope: dict) -> 
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    shape = {name: value for name, value in raw.items() if not name.startswith("rope_")}
+    names = ("max_position_embeddings", "hidden_size", "num_attention_heads")
+    shape = {"model_type": "llama", **{name: raw[name] for name in names}}  # the frequencies of all families
     scaling = {"rope_type": "yarn", **rope}
     config = AutoConfig.for_model(**shape | {"head_dim": head_dim, "rope_theta": theta, "rope_scaling": scaling})
     with torch.device("cpu"):

@@ -1,0 +1,67 @@
+"""Column-parallel layers whose rows lie apart in a checkpoint's weight: interleaved by heads, or side by side."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.layers.linear import LinearBase, QKVParallelLinear
+from nanovllm.utils.loader import Shard, check_shape
+
+
+class RowRanges(NamedTuple):
+    """In place of a Shard: several ranges of the rows of a checkpoint's weight, which become one in the rank's own."""
+
+    shape: tuple[int, ...]  # of the whole weight
+    ranges: tuple[range, ...]
+    first_row: int = 0  # in the rank's own weight
+
+    @property
+    def parts(self) -> list[Shard]:
+        parts, row = [], self.first_row
+        for rows in self.ranges:
+            parts.append(Shard(self.shape, slice(rows.start, rows.stop), first_row=row))
+            row += len(rows)
+        return parts
+
+    def copy(self, target: torch.Tensor, weight) -> torch.Tensor:
+        """As `Shard.copy`."""
+        weight = check_shape(weight, self.shape[: target.dim()])
+        for part in self.parts:
+            part.copy(target, weight)
+        return target.narrow(0, self.first_row, sum(map(len, self.ranges)))
+
+
+class ScatteredColumnParallelLinear(LinearBase):
+    """`weights` lists for each weight of the checkpoint its number of rows, and the ranges of them that a rank has."""
+
+    def __init__(self, input_size: int, weights: Iterable[tuple[int, tuple[range, ...]]], dtype: torch.dtype | None):
+        self.weights, self.input_size = [*weights], input_size
+        self.local_sizes = [sum(map(len, ranges)) for _, ranges in self.weights]
+        super().__init__(sum(self.local_sizes), input_size, False, dtype)
+
+    def shard_ids(self) -> list[tuple[int, ...]]:
+        return [(i,) for i in range(len(self.weights))] if len(self.weights) > 1 else [()]
+
+    def shard(self, shard_id: int = 0) -> RowRanges:
+        num_rows, ranges = self.weights[shard_id]
+        return RowRanges((num_rows, self.input_size), ranges, sum(self.local_sizes[:shard_id]))
+
+
+class GatedQKVParallelLinear(QKVParallelLinear):
+    """Gates, queries, keys and values: a checkpoint has the gate of each head after its query, in the same weight.
+
+    `num_heads` and the result's first part count gates and queries, of which the gates of all heads come first.
+    """
+
+    def __init__(self, hidden_size, head_dim, num_heads, num_kv_heads, bias, tp, dtype):
+        super().__init__(hidden_size, head_dim, 2 * num_heads, num_kv_heads, bias, tp, dtype)
+        self.head_dim = head_dim
+
+    def shard(self, shard_id: int = 0) -> Shard:
+        shard = super().shard(shard_id)
+        if shard_id:
+            return shard
+        starts = range(shard.shape[0])[shard.rows][:: self.head_dim]  # of queries and gates in turn
+        ranges = [range(start, start + self.head_dim) for start in (*starts[1::2], *starts[::2])]
+        return RowRanges(shard.shape, tuple(ranges))  # type: ignore[return-value]

@@ -1,0 +1,26 @@
+"""What is multiplied by the sigmoid of a gate: the output of attention, and that of a shared expert."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.kernels import operation
+from nanovllm.utils.loader import Shard, parameter
+
+
+@operation
+def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x [T, N] times the sigmoid of gate [T, N or 1], computed in float32 and rounded once."""
+    return (x.float() * gate.float().sigmoid()).to(x.dtype)
+
+
+class SigmoidGate(nn.Module):
+    """A gate for each row, from the product of the layer's input with one vector, which is never quantized."""
+
+    def __init__(self, input_size: int, dtype: torch.dtype):
+        super().__init__()
+        self.weight = parameter((1, input_size), Shard((1, input_size)).copy, dtype)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """y [T, N], gated by what x [T, input_size] says."""
+        return sigmoid_gate(y, F.linear(x, self.weight))

@@ -1,0 +1,191 @@
+"""Decoders in which most layers keep a state by the gated delta rule, and the others have gated attention.
+
+The families are subclasses. They differ in how checkpoints store the projections, and in the feed-forward layers.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from nanovllm.layers.attention import Attention, AttentionBackend
+from nanovllm.layers.gated_delta_net import DeltaHeads, GatedDeltaNet
+from nanovllm.layers.layernorm import NormInput, RMSNorm
+from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.layers.rotary_embedding import QKNormRope
+from nanovllm.layers.scattered_linear import GatedQKVParallelLinear
+from nanovllm.layers.sigmoid_gate import SigmoidGate, sigmoid_gate
+from nanovllm.models import ModelConfig
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderMLP
+from nanovllm.models.qwen3_moe import Qwen3MoeForCausalLM
+from nanovllm.moe.experts import MoE
+from nanovllm.utils.checks import check_int
+from nanovllm.utils.loader import Shard, parameter
+from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
+
+
+@dataclass(frozen=True, slots=True)
+class HybridConfig:
+    """What ModelConfig does not have of such a model."""
+
+    attention_layers: frozenset[int]
+    heads: DeltaHeads
+    num_layers: int
+    shared_size: int  # the inner size of a shared expert; 0: there is none
+    is_nested: bool  # the decoder is a part of a checkpoint, where its weights are under `model.language_model`
+    left_out: tuple[str, ...]  # other parts of the checkpoint
+
+    def more_weights(self, queries: int, keys: int) -> float:
+        """Of a layer's input, on average: weights that multiply it beside those of plain attention and experts."""
+        state_inputs, fraction = sum(self.heads.sizes), len(self.attention_layers) / self.num_layers
+        values = self.heads.sizes[2]
+        state = state_inputs + 2 * values + 2 * self.heads.num_values - 2 * (queries + keys)
+        return fraction * queries + (1 - fraction) * state + 3 * self.shared_size
+
+    def check_divides(self, tp: TensorParallel) -> None:
+        self.heads.of_rank(tp)
+        tp.shard_size("inner size of the shared expert", self.shared_size)
+
+
+class ZeroCenteredRMSNorm(RMSNorm):
+    """A checkpoint has the difference of the weight from one, which may be too small for 16 bits beside it."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__(size, eps)
+        load = Shard((size,)).copy
+        self.weight = parameter((size,), lambda target, weight: load(target, weight).add_(1), torch.float32)
+
+
+class GatedAttention(nn.Module):
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TensorParallel):
+        super().__init__()
+        dim, num_heads, num_kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+        sizes = config.hidden_size, dim, num_heads, num_kv_heads
+        self.qkv_proj = GatedQKVParallelLinear(*sizes, config.qkv_bias, tp, config.linear_dtype)
+        self.o_proj = RowParallelLinear(num_heads * dim, config.hidden_size, config.o_bias, tp, config.linear_dtype)
+        self.q_norm = ZeroCenteredRMSNorm(dim, config.rms_norm_eps)
+        self.k_norm = ZeroCenteredRMSNorm(dim, config.rms_norm_eps)
+        heads = self.qkv_proj.num_heads // 2, self.qkv_proj.num_kv_heads
+        self.attn = Attention(*heads, dim, backend)
+
+    def forward(self, x: NormInput, cos_sin: torch.Tensor) -> PartialSum:
+        gate_qkv, num_gates = self.qkv_proj(x), self.attn.num_heads * self.attn.head_dim
+        norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+        attended = self.attn(gate_qkv[:, num_gates:].contiguous(), QKNormRope(*norms, cos_sin))
+        return self.o_proj(sigmoid_gate(attended, gate_qkv[:, :num_gates]))
+
+
+class SharedExpertMoE(MoE):
+    """A mixture of experts, and one more that every token has."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel):
+        super().__init__(config.hidden_size, config.moe, tp, config.linear_dtype)
+        self.shared_expert = DecoderMLP(replace(config, intermediate_size=config.hybrid.shared_size), tp)
+        self.shared_expert_gate = SigmoidGate(config.hidden_size, config.dtype)
+
+    def forward(self, x: NormInput) -> PartialSum:
+        chosen = super().forward(x).reduce()
+        return PartialSum(chosen + self.shared_expert_gate(x.tensor(), self.shared_expert(x).reduce()))
+
+
+class HybridLayer(nn.Module):
+    """As DecoderLayer, with one of two layers before the feed-forward one, named as in checkpoints."""
+
+    def __init__(self, config: ModelConfig, mixer: nn.Module, mlp: nn.Module):
+        super().__init__()
+        self.input_layernorm = ZeroCenteredRMSNorm(config.hidden_size, config.rms_norm_eps)
+        if isinstance(mixer, GatedDeltaNet):
+            self.linear_attn, self.self_attn = mixer, None
+        else:
+            self.self_attn = mixer
+        self.post_attention_layernorm = ZeroCenteredRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = mlp
+
+    def forward(self, x: PartialSum, residual: torch.Tensor | None, cos_sin: torch.Tensor):
+        normed = self.input_layernorm(x, residual)
+        x = self.linear_attn(normed) if self.self_attn is None else self.self_attn(normed, cos_sin)
+        normed = self.post_attention_layernorm(x, normed.residual)
+        return self.mlp(normed), normed.residual
+
+
+class NestedModel(nn.Module):
+    """A decoder under the name that it has in a checkpoint of several parts."""
+
+    def __init__(self, language_model: nn.Module):
+        super().__init__()
+        self.language_model = language_model
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.language_model(token_ids, positions)
+
+
+class HybridForCausalLM(DecoderForCausalLM):
+    layer_types = ("linear_attention", "full_attention")
+    unused_prefixes = ("model.visual.", "mtp.")
+    # what is absent has the value that transformers gives it
+    defaults: ClassVar = {
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    }
+
+    def __init__(self, config: ModelConfig, max_len: int, backend: AttentionBackend, tp: TensorParallel):
+        super().__init__(config, max_len, backend, tp)
+        self.model.norm = ZeroCenteredRMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.hybrid.is_nested:
+            self.model = NestedModel(self.model)
+
+    @staticmethod
+    def delta_net_weights(heads: DeltaHeads, tp: TensorParallel) -> tuple[list, list]:
+        """Where a checkpoint has a rank's part of [q, k, v, z] and of [b, a]: see ScatteredColumnParallelLinear."""
+        raise NotImplementedError
+
+    @classmethod
+    def make_layer(cls, config: ModelConfig, i: int, backend: AttentionBackend, tp: TensorParallel) -> nn.Module:
+        if i in config.hybrid.attention_layers:
+            mixer: nn.Module = GatedAttention(config, backend, tp)
+        else:
+            heads, weights = config.hybrid.heads, cls.delta_net_weights(config.hybrid.heads, tp)
+            dtypes = config.dtype, config.linear_dtype
+            mixer = GatedDeltaNet(config.hidden_size, heads, config.rms_norm_eps, weights, dtypes, tp)
+        return HybridLayer(config, mixer, cls.make_mlp(config, i, tp))
+
+    @staticmethod
+    def make_mlp(config: ModelConfig, layer_index: int, tp: TensorParallel) -> nn.Module:
+        has_experts = config.moe and layer_index in config.moe.layers
+        return SharedExpertMoE(config, tp) if has_experts else DecoderMLP(config, tp)
+
+    @classmethod
+    def read_config(cls, raw: dict, file: Path) -> dict:
+        names = "num_key_heads num_value_heads key_head_dim value_head_dim conv_kernel_dim"
+        heads = DeltaHeads(*(check_int(f"{file}: linear_{n}", raw[f"linear_{n}"], low=1) for n in names.split()))
+        if heads.num_values % heads.num_keys:
+            raise ValueError(
+                f"{file}: linear_num_value_heads={heads.num_values}: must be a multiple of linear_num_key_heads "
+                f"({heads.num_keys})"
+            )
+        num_layers, bias = raw["num_hidden_layers"], raw.get("attention_bias", False)
+        interval = check_int(f"{file}: full_attention_interval", raw["full_attention_interval"], low=1)
+        kinds = raw.get("layer_types") or [cls.layer_types[(i + 1) % interval == 0] for i in range(num_layers)]
+        if len(kinds) != num_layers:
+            raise ValueError(f"{file}: layer_types: lists {len(kinds)} layers, not {num_layers} (num_hidden_layers)")
+        attention_layers = frozenset(i for i, kind in enumerate(kinds) if kind == "full_attention")
+        if not attention_layers:
+            raise ValueError(f"{file}: layer_types: at least one layer must be 'full_attention'")
+        parts = {"vision": raw.get("vision_config"), "MTP": raw.get("mtp_num_hidden_layers")}
+        left_out = tuple(name for name, found in parts.items() if found)
+        shared_size, moe = 0, {}
+        if "num_experts" in raw:
+            moe = {"moe": Qwen3MoeForCausalLM.read_config(raw, file)["moe"]}
+            name = "shared_expert_intermediate_size"
+            shared_size = check_int(f"{file}: {name}", raw[name], low=1)
+        hybrid = HybridConfig(attention_layers, heads, num_layers, shared_size, "text_config" in raw, left_out)
+        fraction = len(attention_layers) / num_layers
+        return {"qkv_bias": bias, "o_bias": bias, "attention_fraction": fraction, "hybrid": hybrid, **moe}

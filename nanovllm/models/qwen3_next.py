@@ -1,0 +1,35 @@
+"""Qwen3-Next: mixtures of experts with a shared one, and projections that are interleaved by key heads."""
+
+from itertools import accumulate, chain, pairwise
+from typing import ClassVar
+
+from nanovllm.layers.gated_delta_net import DeltaHeads
+from nanovllm.models.hybrid import HybridForCausalLM
+from nanovllm.utils.tensor_parallel import TensorParallel
+
+
+class Qwen3NextForCausalLM(HybridForCausalLM):
+    defaults: ClassVar = HybridForCausalLM.defaults | {
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+    }
+
+    @staticmethod
+    def delta_net_weights(heads: DeltaHeads, tp: TensorParallel) -> tuple[list, list]:
+        group = heads.num_values // heads.num_keys
+        values = group * heads.value_dim
+        qkvz, ba = (heads.key_dim, heads.key_dim, values, values), (group, group)
+        return [_interleaved(qkvz, heads.num_keys, tp)], [_interleaved(ba, heads.num_keys, tp)]
+
+
+def _interleaved(sizes: tuple[int, ...], num_heads: int, tp: TensorParallel) -> tuple[int, tuple[range, ...]]:
+    """A weight that has for each key head rows of all kinds, `sizes` of each; a rank's has all heads of one kind first.
+
+    Its number of rows, and those of the rank.
+    """
+    starts = [head * sum(sizes) for head in range(num_heads)[tp.local_slice(num_heads)]]
+    bounds = pairwise(accumulate(sizes, initial=0))
+    return num_heads * sum(sizes), tuple(chain(*([range(s + a, s + b) for s in starts] for a, b in bounds)))
