@@ -30,7 +30,8 @@ class Config:
         on CUDA and estimated on a CPU. A step has half of them while few tokens wait; see `TokenBudget.for_mixed_step`.
     scheduling_policy: "fcfs" (first come, first served), "priority" (see `add_request`), or an object with a method
         `priority_key` (see `SchedulingPolicy` in `engine/scheduling_policy.py`).
-    max_num_seqs: maximum number of sequences that run at the same time.
+    max_num_seqs: maximum number of sequences that run at the same time. It is lowered for models with layers that keep
+        a state, unless `num_kvcache_blocks` is set, so that states take at most half of the cache's memory.
     max_model_len: maximum number of tokens of a prompt and its completion; None is 4096, or the model's own bound
         if it is smaller.
     gpu_memory_utilization: the fraction of the GPU's memory that this engine may use for weights and cache together.

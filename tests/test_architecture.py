@@ -319,7 +319,7 @@ BUDGETS = {
     "graphs": 200,
     "startup": 240,
     "mixture of experts": 587,
-    "quantization": 480,
+    "quantization": 485,
     "8-bit kernels": 507,
     "rollout": 240,
     "structured_outputs": 360,

@@ -2,6 +2,8 @@
 
 import random
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -9,10 +11,19 @@ import pytest
 import torch
 import transformers
 from conftest import TINY, generate_by_steps
+from safetensors.torch import load_file, save_file
+from test_models import edit
+from test_quantization import BLOCK, FORMATS, write_quantized
 from test_states import assert_same_as_reference, poison
 
-from nanovllm import SamplingParams
+from nanovllm import BeamSearchParams, SamplingParams
+from nanovllm.config import Config
+from nanovllm.distributed.process_group import connect
+from nanovllm.layers.attention import SDPABackend
 from nanovllm.layers.gated_delta_net import chunk_delta_rule, recurrent_delta_rule
+from nanovllm.models import ModelConfig, model_class
+from nanovllm.utils.context import Context, attention_context
+from nanovllm.utils.loader import load_model
 
 qwen3_next = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
 pytest.importorskip("transformers.models.qwen3_5_moe", reason="transformers 4 does not have Qwen3.5")
@@ -60,7 +71,9 @@ def make_checkpoint(folder: Path, name: str, is_whole: bool = False) -> str:
     )
     if is_whole:
         vision = VISION | {"num_position_embeddings": 16}
-        config = getattr(transformers, f"{family}Config")(text_config=shape | entries, vision_config=vision)
+        config = getattr(transformers, f"{family}Config")(
+            text_config=shape | entries, vision_config=vision, tie_word_embeddings="tie_word_embeddings" in entries
+        )
         model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
     else:
         config = getattr(transformers, f"{family}Config" if family == "Qwen3Next" else f"{family}TextConfig")
@@ -118,10 +131,12 @@ def make_requests() -> list[tuple[list[int], SamplingParams]]:
     prompts = [ids(n) for n in (1, 2, 3, 16, 63, 64, 65)] + [ids(300), shared, shared[:70] + ids(9), shared + ids(20)]
     kinds = [{}, {"n": 3}, {"prompt_logprobs": 0}, {"temperature": 0.0}, {"presence_penalty": 0.5}]
     options = dict(ignore_eos=True, logprobs=0, detokenize=False)
-    return [
-        (prompt, SamplingParams(**{"temperature": 1.0, "seed": i, "max_tokens": 2 + 5 * i % 23, **options, **kind}))
-        for i, (prompt, kind) in enumerate(zip(prompts, 3 * kinds))
-    ]
+    requests = []
+    for i, (prompt, kind) in enumerate(zip(prompts, 3 * kinds)):
+        max_tokens = 40 if 2 < i < 7 else 2 + i
+        params = SamplingParams(**{"temperature": 1.0, "seed": i, "max_tokens": max_tokens, **options, **kind})
+        requests.append((prompt, params))
+    return requests
 
 
 # -- the rule ----------------------------------------------------------------------------------------------------------
@@ -156,3 +171,173 @@ def test_parity(make_hybrid, checkpoints, name):
     outputs = generate_by_steps(llm, make_requests())
     assert_same_as_reference(checkpoints.model(name), outputs)
     assert len({token_id for output in outputs for token_id in output.outputs[0].token_ids}) > 12
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules(make_hybrid, checkpoints, schedule, async_scheduling):
+    """The second time, prompts are hit; what a sequence leaves in a row, another does not see."""
+    llm = make_hybrid("qwen3_5", **SCHEDULES[schedule], async_scheduling=async_scheduling)
+    requests = make_requests()
+    outputs = [llm.generate(*map(list, zip(*requests)), use_tqdm=False) for _ in range(2)]
+    assert_same_as_reference(checkpoints.model("qwen3_5"), [*outputs[0], *outputs[1]])
+    hits = [output.num_cached_tokens for output in outputs[1]]
+    assert any(hits) == (schedule in ("at once", "chunks")) or schedule in ("preemptions", "one at a time")
+    assert llm.stats()["preemptions"] > 0 or schedule != "preemptions"
+    assert llm.stats()["blocks"]["used"] == 0
+
+
+def test_a_prompt_of_2000_tokens(make_hybrid, checkpoints):
+    rng = random.Random(1)
+    prompt = [rng.randrange(5, 500) for _ in range(2000)]
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    sizes = dict(max_model_len=2048, num_kvcache_blocks=130, max_num_batched_tokens=777)
+    llm = make_hybrid("qwen3_next", **sizes)
+    assert_same_as_reference(checkpoints.model("qwen3_next"), llm.generate([prompt], params, use_tqdm=False))
+
+
+def test_beams(make_hybrid, checkpoints):
+    """Beams fork, and copy the state, after each token."""
+    llm, logprobs = make_hybrid("qwen3_5_moe"), checkpoints.model("qwen3_5_moe")
+    prompts = [prompt for prompt, _ in make_requests()[1:5]]
+    outputs = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True))
+    for output in outputs:
+        n = len(output.prompt_token_ids)
+        for beam in output.outputs:
+            token_ids = output.prompt_token_ids + beam.token_ids
+            expected = logprobs(*token_ids)[range(n - 1, len(token_ids) - 1), beam.token_ids].sum().item()
+            assert beam.cumulative_logprob == pytest.approx(expected, abs=5e-3)
+
+
+def test_abort(make_hybrid, checkpoints):
+    """The rows of sequences that are dropped, in chunks of their prompt or while they decode, are used again."""
+    llm = make_hybrid("qwen3_5", max_num_seqs=3, async_scheduling=True, **SCHEDULES["chunks"])
+    requests = make_requests()
+    for steps in (1, 4, 9):
+        ids = [llm.add_request(*request) for request in requests[6:10]]
+        for _ in range(steps):
+            llm.step()
+        for request_id in ids:
+            llm.abort(request_id)
+    assert_same_as_reference(checkpoints.model("qwen3_5"), generate_by_steps(llm, requests))
+
+
+@pytest.mark.parametrize("enable_prefix_caching, num_seqs", [(True, 9), (False, 18)])
+def test_states_take_half_of_the_cache(make_hybrid, checkpoints, monkeypatch, enable_prefix_caching, num_seqs):
+    """So `max_num_seqs` follows from the memory: rows are for sequences, snapshots, padding and zeros."""
+    row_bytes = 2 * (3 * (2 * 32 + 144) + 6 * 16 * 24) * 4
+    monkeypatch.setattr("nanovllm.engine.model_runner.CPU_KV_CACHE_BYTES", 2 * 20 * row_bytes + 1000)
+    sizes = dict(max_num_seqs=512, num_kvcache_blocks=None, max_model_len=16)
+    llm = make_hybrid("qwen3_5", **sizes, enable_prefix_caching=enable_prefix_caching)
+    tensors = (x for spec, found in llm.model_runner.caches.items() if spec.of_states for x in found)
+    assert sum(x.nbytes for x in tensors) == 20 * row_bytes
+    assert llm.config.max_num_seqs == num_seqs and f" {num_seqs} states," in repr(llm)
+    requests = [(prompt[:10], replace(params, max_tokens=5)) for prompt, params in make_requests()]
+    assert_same_as_reference(checkpoints.model("qwen3_5"), generate_by_steps(llm, requests))
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def logits_of_rank(rank: int, size: int, folder: str, store: Path, prompt: list[int]) -> torch.Tensor:
+    """[len(prompt), vocabulary], of a rank that is a thread, in two chunks and then token by token."""
+    config, num_tokens, outputs = ModelConfig.read(Path(folder)), len(prompt), []
+    with torch.inference_mode():
+        tp = connect(rank, size, store, torch.device("cpu"), 0)
+        model = model_class(config.model_type)(config, num_tokens, SDPABackend(), tp)
+        load_model(model, Path(folder), torch.device("cpu"))
+        settings = Config(folder, device="cpu", kvcache_block_size=16 * (-(-num_tokens // 16)), max_num_seqs=1)
+        for layer in model.modules():
+            if hasattr(layer, "cache_spec"):
+                tensors = (torch.zeros(x.shape, dtype=x.dtype) for x in layer.cache_spec().tensors(1, 1, settings))
+                layer.cache = layer.cache_spec().make([tensor[:, 0] for tensor in tensors], settings)
+        for begin, end in [(0, 20), (20, 90), *((i, i + 1) for i in range(90, num_tokens))]:
+            int32 = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)
+            positions, starts = torch.arange(begin, end, dtype=torch.int32), int32(0, end - begin)
+            shape = dict(max_seqlen_q=end - begin, cu_seqlens_q=starts) if begin < 90 else {}
+            shape |= dict(state_rows=int32(0, 0)[:, None])
+            table = torch.zeros(1, 1, dtype=torch.int32)
+            with attention_context(Context(int(begin >= 90), positions, int32(end), table, end, **shape)):
+                outputs.append(model.compute_logits(model(torch.tensor(prompt[begin:end]), positions)))
+        tp.close()
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize(
+    "name, size",
+    [("qwen3_next", 2), ("qwen3_next", 4), ("qwen3_5", 2), ("qwen3_5_moe", 4), ("qwen3_5-tied-whole", 2)],
+)
+def test_ranks(checkpoints, tmp_path, name, size):
+    """Each has its heads of both kinds of layers, and their part of the state."""
+    prompt = make_requests()[7][0][:100]
+    expected = checkpoints.model(name)(*prompt)
+    with ThreadPoolExecutor(size) as pool:
+        arguments = size, checkpoints.folder(name), tmp_path, prompt
+        for logits in pool.map(lambda rank: logits_of_rank(rank, *arguments), range(size)):
+            torch.testing.assert_close(logits.log_softmax(-1), expected, rtol=1e-4, atol=2e-3)
+
+
+def test_engine_of_two_ranks(make_llm, checkpoints):
+    settings = SETTINGS | SCHEDULES["chunks"]
+    llm = make_llm(checkpoints.folder("qwen3_5_moe-whole"), tensor_parallel_size=2, **settings)
+    assert_same_as_reference(checkpoints.model("qwen3_5_moe-whole"), generate_by_steps(llm, make_requests()[:9]))
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def test_parts_that_are_left_out(make_hybrid, make_llm, checkpoints, tmp_path):
+    """Weights of the vision part, and of the drafting layers (MTP), are known by their names; others are refused."""
+    folder = shutil.copytree(checkpoints.folder("qwen3_5-whole"), tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    assert any(name.startswith("model.visual.") for name in tensors)
+    save_file(tensors | {"mtp.fc.weight": torch.ones(2, 2)}, folder / "model.safetensors")
+    assert "without its vision part" in repr(make_llm(str(folder), **SETTINGS))
+    assert "without" not in repr(make_hybrid("qwen3_5"))
+    save_file(tensors | {"model.audio.weight": torch.ones(2, 2)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="1 tensors belong to no parameter: model.audio.weight"):
+        make_llm(str(folder), **SETTINGS)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe-whole"])
+def test_fp8(make_hybrid, make_llm, checkpoints, monkeypatch, tmp_path, name):
+    """Weights that are interleaved by heads have their scales so too; gates of the delta rule are not quantized."""
+    ends = ("_proj.weight", "_qkv.weight", "_qkvz.weight", "_proj_z.weight", "_expert.weight")
+    monkeypatch.setattr("test_quantization.is_linear", lambda name: name.endswith(ends) and ".visual." not in name)
+    ignore = [f"re:.*{name}" for name in ("lm_head", "in_proj_a", "in_proj_b", "shared_expert_gate", "visual.")]
+    sizes = BLOCK | {"weight_block_size": [8, 16]}, (8, 16, "weight_scale_inv")
+    monkeypatch.setitem(FORMATS, "block", sizes)
+    quantized, plain = write_quantized(checkpoints.folder(name), tmp_path, "block", modules_to_not_convert=ignore)
+    requests = [(prompt, replace(params, temperature=0.0)) for prompt, params in make_requests()[:6]]
+    outputs = [generate_by_steps(make_llm(folder, **SETTINGS), requests) for folder in (quantized, plain)]
+    for ours, expected in zip(*outputs):
+        assert ours["token_ids"] == expected["token_ids"]
+
+
+def test_fp8_on_load(make_llm, checkpoints, monkeypatch, tmp_path):
+    """Each row has a scale."""
+    ends = ("_proj.weight", "_qkv.weight", "_proj_z.weight", "_proj_a.weight", "_proj_b.weight")
+    monkeypatch.setattr("test_quantization.is_linear", lambda name: name.endswith(ends))
+    _, plain = write_quantized(checkpoints.folder("qwen3_5"), tmp_path, "ct-channel")
+    requests = [(prompt, replace(params, temperature=0.0)) for prompt, params in make_requests()[:6]]
+    expected = generate_by_steps(make_llm(plain, **SETTINGS), requests)
+    found = generate_by_steps(make_llm(checkpoints.folder("qwen3_5"), quantization="fp8", **SETTINGS), requests)
+    assert [output["token_ids"] for output in found] == [output["token_ids"] for output in expected]
+
+
+@pytest.mark.parametrize(
+    "entries, size, message",
+    [
+        ({"layer_types": KINDS[:2]}, 1, r"layer_types: lists 2 layers, not 3 \(num_hidden_layers\)"),
+        ({"layer_types": 3 * KINDS[:1]}, 1, "at least one layer must be 'full_attention'"),
+        ({"layer_types": [*KINDS[:2], "sliding"]}, 1, "a layer='sliding': must be one of 'linear_attention'"),
+        ({"linear_num_value_heads": 7}, 1, "linear_num_value_heads=7: must be a multiple of linear_num_key_heads"),
+        ({"linear_key_head_dim": 0}, 1, "linear_key_head_dim=0: must be at least 1"),
+        ({}, 4, r"does not divide the key heads of linear attention \(2\)"),
+    ],
+)
+def test_what_is_refused(checkpoints, tmp_path, entries, size, message):
+    folder = shutil.copytree(checkpoints.folder("qwen3_5"), tmp_path / "model")
+    edit(str(folder), **entries)
+    with pytest.raises(ValueError, match=message):
+        Config(str(folder), device="cpu", tensor_parallel_size=size)

@@ -44,11 +44,10 @@ class Engine:
         assert config.num_kvcache_blocks and config.max_num_mixed_tokens, "the model runner has set them"
         sizes = config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching
         block_manager = BlockManager(*sizes)
-        if self.model_runner.keeps_states:
+        if num_rows := self.model_runner.num_state_rows:
             from nanovllm.engine.state_blocks import StateBlockManager  # few models have layers with a state
-            from nanovllm.layers.state import num_rows
 
-            block_manager = StateBlockManager(*sizes, config.max_num_seqs, num_rows(config))
+            block_manager = StateBlockManager(*sizes, config.max_num_seqs, num_rows)
         mixed = TokenBudget(config.max_num_mixed_tokens, config.model_config.context_of_equal_cost)
         budget = TokenBudget(config.max_num_batched_tokens)
         tokens_per_row = self.model_runner.tokens_per_row

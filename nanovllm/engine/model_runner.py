@@ -58,7 +58,11 @@ class ModelRunner:
                 self.cache_groups.setdefault(layer.cache_spec(), []).append(layer)
             if isinstance(layer, Attention):
                 self.backend.set_head_shape(layer.num_heads // layer.num_kv_heads, layer.head_dim, config.dtype)
-        self.keeps_states = any(spec.of_states for spec in self.cache_groups)
+        self.num_state_rows = 0
+        if any(spec.of_states for spec in self.cache_groups):
+            from nanovllm.layers.state import fit_states  # few models have layers with a state
+
+            self.num_state_rows = fit_states(self)
         self.caches: dict[Any, list[torch.Tensor]] = {}  # the tensors of each group
         self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
         self.pad_req_index = config.max_num_seqs
@@ -67,7 +71,7 @@ class ModelRunner:
         if registered:
             from nanovllm.features import num_drafts  # few engines have features from outside
 
-            self.tokens_per_row += num_drafts(registered.values(), config, self.keeps_states)
+            self.tokens_per_row += num_drafts(registered.values(), config, self.num_state_rows > 0)
         sizes = config.max_num_seqs, self.tokens_per_row, config.max_blocks_per_seq, WIDTH
         self.tables = RequestTables.zeros(*sizes, self.device)
         num_rows = config.max_num_seqs * self.tokens_per_row
@@ -81,12 +85,16 @@ class ModelRunner:
         """Size and allocate the cache, and whatever else the device needs before its first step."""
         config, model = self.config, self.config.model_config
         if config.num_kvcache_blocks is None:
-            self.size_kv_cache(CPU_KV_CACHE_BYTES, "the budget on a CPU is")
+            self.size_kv_cache(self.cache_budget(), "the budget on a CPU is")
         self.allocate_kv_cache(config.num_kvcache_blocks)
         self.milliseconds_per_token = model.num_hidden_layers * model.layer_operations / CPU_OPERATIONS_PER_MS
         if config.max_num_mixed_tokens is None:
             self.size_mixed_steps(self.milliseconds_per_token)
         lap("cache")
+
+    def cache_budget(self) -> int:
+        """The bytes for the cache if its size is not set; a subclass may estimate them before it has measured them."""
+        return CPU_KV_CACHE_BYTES
 
     def on_device(self) -> AbstractContextManager:
         """Suspend the caller's autocast, which would change our dtypes; a subclass also makes the device current."""
@@ -97,7 +105,7 @@ class ModelRunner:
         """Set how many cache blocks fit into so many bytes. ValueError, which begins with `limit`, for too few."""
         config, state_bytes = self.config, self.cache_bytes(num_blocks=0)
         block_bytes = self.cache_bytes(num_blocks=1) - state_bytes
-        num_blocks = self._min_of_ranks((available - state_bytes) // block_bytes)
+        num_blocks = self.min_of_ranks((available - state_bytes) // block_bytes)
         if num_blocks < config.max_blocks_per_seq:
             from nanovllm.utils.refusals import cache_too_small
 
@@ -107,11 +115,11 @@ class ModelRunner:
     def size_mixed_steps(self, milliseconds_per_token: float) -> None:
         """Set how many tokens of prompts are computed within `max_mixed_step_ms`."""
         num_fitting = int(self.config.max_mixed_step_ms / milliseconds_per_token)
-        num_tokens = self._min_of_ranks(max(MIN_MIXED_TOKENS, num_fitting))  # all ranks capture the same graphs
+        num_tokens = self.min_of_ranks(max(MIN_MIXED_TOKENS, num_fitting))  # all ranks capture the same graphs
         # whole tiles of the matrix products, whose rows past the last token would be padding
         self.config.resolve(max_num_mixed_tokens=num_tokens // 1024 * 1024 or num_tokens // 64 * 64)
 
-    def _min_of_ranks(self, number: int) -> int:
+    def min_of_ranks(self, number: int) -> int:
         return -self.tp.all_reduce_max(torch.tensor([-number], device=self.device)).item()
 
     def run(self, step: ScheduledStep) -> PendingStep:

@@ -35,10 +35,12 @@ def described(config: Any) -> str:
 
     num_threads = torch.get_num_threads()
     threads = f" with {num_threads} thread{'s' * (num_threads > 1)}" if config.device == "cpu" else ""
+    hybrid = config.model_config.hybrid
+    left_out, states = (hybrid.left_out, f"{config.max_num_seqs:,} states, ") if hybrid else ("", "")
     cache = "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}"
     return (
-        f"LLM({config.model!r}: {config.device}{threads}, {dtype}, attention by {config.attention_backend}, "
+        f"LLM({config.model!r}{left_out}: {config.device}{threads}, {dtype}, attention by {config.attention_backend}, "
         f"max_model_len {config.max_model_len:,}, {config.num_kvcache_blocks:,} blocks for {num_tokens:,} "
-        f"tokens{cache}, prefix caching {'on' if config.enable_prefix_caching else 'off'}, "
+        f"tokens{cache}, {states}prefix caching {'on' if config.enable_prefix_caching else 'off'}, "
         f"{config.tensor_parallel_size} rank{'s' * (config.tensor_parallel_size > 1)})"
     )

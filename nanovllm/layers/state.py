@@ -52,3 +52,19 @@ class StateSpec(NamedTuple):
 def num_rows(config: Any) -> int:
     """Rows for running sequences, padding and zeros, and as many snapshots for prefix hits as running sequences."""
     return config.max_num_seqs * (1 + config.enable_prefix_caching) + 2
+
+
+def fit_states(runner: Any) -> int:
+    """The number of rows, for a ModelRunner whose model is loaded.
+
+    States take at most half of the memory for the cache, for which `max_num_seqs` is lowered, to 1 at least. It stays
+    as it is if `num_kvcache_blocks` is set: then the cache has the size that the caller wants.
+    """
+    config = runner.config
+    if config.num_kvcache_blocks is None:
+        groups = [(spec, len(layers)) for spec, layers in runner.cache_groups.items() if spec.of_states]
+        num_bytes = sum(x.nbytes for spec, n in groups for x in spec.tensors(n, 0, config)) // num_rows(config)
+        num_fitting = runner.cache_budget() // 2 // num_bytes
+        num_seqs = runner.min_of_ranks((num_fitting - 2) // (1 + config.enable_prefix_caching))
+        config.resolve(max_num_seqs=max(1, min(config.max_num_seqs, num_seqs)))
+    return num_rows(config)

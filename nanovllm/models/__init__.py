@@ -7,13 +7,17 @@ one. It has:
 
 - `read_config(raw, file)`: the content of config.json -> the fields of ModelConfig that depend on the family, as a
   dict. ValueError that names `file` for a model that the class can't compute
-- `hidden_acts`, `layer_types`: the values of `hidden_act` and `layer_types` in config.json that the class computes
-- `defaults`: entries of config.json that may be absent
-- `unused_prefixes`: how the names of tensors begin that a checkpoint may have, and the class does not take
+- `hidden_acts`: the values of `hidden_act` in config.json that the class computes
 - `packed_modules_mapping`: a checkpoint's module -> (the merged module that holds it, its shard id there)
 - `config`, and `lm_head`, a ParallelLMHead
 - `forward(token_ids, positions)`: [T] each -> hidden states [T, hidden_size]
 - `compute_logits(hidden_states, sampling_params)`: `lm_head` of hidden states
+
+It may have:
+
+- `layer_types`: those of config.json that the class computes; without it, `full_attention`
+- `defaults`: entries of config.json, or of its `text_config`, that may be absent
+- `unused_prefixes`: how the names of tensors begin that a checkpoint may have, and the class does not take
 
 Linear layers and experts take `config.linear_dtype`, so that their weights may have another format (quantization/).
 All else takes `config.dtype`.
@@ -97,12 +101,12 @@ class ModelConfig:
         raw = read_json(file)
         model_type = find_model_type(raw, file)
         family = model_class(model_type)
-        raw = family.defaults | (raw.get("text_config") or {}) | raw  # of several parts, we compute the text's
+        raw = getattr(family, "defaults", {}) | (raw.get("text_config") or {}) | raw
         check_choice(f"{file}: hidden_act", raw.get("hidden_act", "silu"), family.hidden_acts)
         if raw.get("use_sliding_window"):
             raise ValueError(f"{file}: sliding-window attention is not supported (use_sliding_window is set)")
         for kind in raw.get("layer_types") or ():
-            check_choice(f"{file}: layer_types: a layer", kind, family.layer_types)
+            check_choice(f"{file}: layer_types: a layer", kind, getattr(family, "layer_types", ("full_attention",)))
         heads = raw.get("num_attention_heads")
         names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings"
         try:

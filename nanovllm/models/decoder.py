@@ -87,9 +87,6 @@ class DecoderForCausalLM(nn.Module):
     """Token ids and positions [T] to hidden states [T, hidden_size], of which `compute_logits` makes logits."""
 
     hidden_acts: ClassVar = ("silu",)  # values of `hidden_act` in config.json that the class computes
-    layer_types: ClassVar = ("full_attention",)  # and of `layer_types`
-    defaults: ClassVar[dict] = {}  # entries of config.json that may be absent
-    unused_prefixes: ClassVar = ()  # of the names of a checkpoint's tensors that the class does not take
     # a checkpoint's module -> the merged module that holds it, and its shard id there
     packed_modules_mapping: ClassVar = {
         "q_proj": ("qkv_proj", 0),

@@ -35,7 +35,7 @@ class HybridConfig:
     num_layers: int
     shared_size: int  # the inner size of a shared expert; 0: there is none
     is_nested: bool  # the decoder is a part of a checkpoint, where its weights are under `model.language_model`
-    left_out: tuple[str, ...]  # other parts of the checkpoint
+    left_out: str  # other parts of the checkpoint, for the log
 
     def more_weights(self, queries: int, keys: int) -> float:
         """Of a layer's input, on average: weights that multiply it beside those of plain attention and experts."""
@@ -180,7 +180,8 @@ class HybridForCausalLM(DecoderForCausalLM):
         if not attention_layers:
             raise ValueError(f"{file}: layer_types: at least one layer must be 'full_attention'")
         parts = {"vision": raw.get("vision_config"), "MTP": raw.get("mtp_num_hidden_layers")}
-        left_out = tuple(name for name, found in parts.items() if found)
+        names_of_parts = " and ".join(name for name, found in parts.items() if found)
+        left_out = f" without its {names_of_parts} part" if names_of_parts else ""
         shared_size, moe = 0, {}
         if "num_experts" in raw:
             moe = {"moe": Qwen3MoeForCausalLM.read_config(raw, file)["moe"]}

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels import operation
+from nanovllm.layers.scattered_linear import RowRanges
 from nanovllm.utils.loader import Shard, check_shape, parameter
 
 ROWS_AT_A_TIME = 2048  # are quantized, as float32 takes four times the memory of the result
@@ -48,7 +49,8 @@ class QuantScheme:
             columns = _power_of_two(self.block_columns, columns)
         if self.block_rows is None:  # weights that share a layer have different scales
             return Block(1, columns)
-        return Block(_power_of_two(self.block_rows, *(len(range(s.shape[0])[s.rows]) for s in shards)), columns)
+        parts = [part for shard in shards for part in _parts_of(shard)]
+        return Block(_power_of_two(self.block_rows, *(len(range(p.shape[0])[p.rows]) for p in parts)), columns)
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Values [N, K], and scales [N / rows, K / columns] rounded up; the last blocks may be smaller."""
@@ -148,11 +150,18 @@ class ScaledWeight:
         needed = -(-n // block.rows), -(-k // block.columns)
         if scales.numel() != needed[0] * needed[1]:
             raise ValueError(f"the checkpoint has scales of shape {list(scales.shape)}, the model needs {list(needed)}")
-        own_rows, own_columns = range(n)[shard.rows], range(k)[shard.columns]
-        rows = [row // block.rows for row in own_rows[:: self.block.rows]]
-        columns = [column // block.columns for column in own_columns[:: self.block.columns]]
-        target = self.scales[index].narrow(0, shard.first_row // self.block.rows, len(rows))
-        return target.copy_(scales.reshape(needed)[_slice_of(rows)][:, _slice_of(columns)])
+        scales, copied = scales.reshape(needed), []
+        for part in _parts_of(shard):
+            own_rows, own_columns = range(n)[part.rows], range(k)[part.columns]
+            rows = [row // block.rows for row in own_rows[:: self.block.rows]]
+            columns = [column // block.columns for column in own_columns[:: self.block.columns]]
+            target = self.scales[index].narrow(0, part.first_row // self.block.rows, len(rows))
+            copied.append(target.copy_(scales[_slice_of(rows)][:, _slice_of(columns)]))
+        return torch.cat(copied)
+
+
+def _parts_of(shard: Shard | RowRanges) -> list[Shard]:
+    return shard.parts if isinstance(shard, RowRanges) else [shard]
 
 
 def _slice_of(indices: list[int]) -> slice | list[int]:

@@ -12,7 +12,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request_tables import ForwardOutput
 from nanovllm.graphs.buffers import Buffers, to_device
 from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs
-from nanovllm.startup.cuda import start_on_cuda
+from nanovllm.startup.cuda import RESERVE_BYTES, start_on_cuda
 from nanovllm.utils.tensor_parallel import STEP_TIMEOUT
 
 
@@ -27,6 +27,12 @@ class CUDAModelRunner(ModelRunner):
 
     def warm_up(self, lap: Callable[[str], None]) -> None:
         start_on_cuda(self, lap, self._memory_before)
+
+    def cache_budget(self) -> int:
+        """Without what steps need, which is measured later."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        weights = torch.cuda.memory_allocated(self.device) - self._memory_before
+        return min(free, int(total * self.config.gpu_memory_utilization) - weights) - RESERVE_BYTES
 
     @contextmanager
     def on_device(self) -> Iterator[None]:

@@ -166,7 +166,8 @@ def is_unused(model: nn.Module, name: str) -> bool:
     tied = ("lm_head.weight",) if model.config.tie_word_embeddings else ()
     scales = model.config.quantization.unused_tensors if model.config.quantization else ()
     # old checkpoints of Llama store the frequencies of the rotary embedding, which config.json defines
-    return name.endswith((".rotary_emb.inv_freq", *tied, *scales)) or name.startswith(model.unused_prefixes)
+    prefixes = getattr(model, "unused_prefixes", ())
+    return name.endswith((".rotary_emb.inv_freq", *tied, *scales)) or name.startswith(prefixes)
 
 
 def find_tensors(folder: Path, dtypes: tuple[str, ...] = FLOAT_DTYPES) -> dict[str, Path]:

@@ -51,8 +51,7 @@ def _yarn_frequencies(raw: Mapping, head_dim: int, theta: float, rope: dict) -> 
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     names = ("max_position_embeddings", "hidden_size", "num_attention_heads")
-    shape = {"model_type": "llama", **{name: raw[name] for name in names}}  # the frequencies of all families
-    scaling = {"rope_type": "yarn", **rope}
-    config = AutoConfig.for_model(**shape | {"head_dim": head_dim, "rope_theta": theta, "rope_scaling": scaling})
+    shape = {name: raw[name] for name in names} | {"head_dim": head_dim, "rope_theta": theta}
+    config = AutoConfig.for_model("llama", **shape, rope_scaling={"rope_type": "yarn", **rope})  # as for any family
     with torch.device("cpu"):
         return ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
