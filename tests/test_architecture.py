@@ -329,7 +329,7 @@ BUDGETS = {
     "replicas": 1190,
     "page": 400,
     "terminal": 455,
-    "benchmarks": 1510,
+    "benchmarks": 1525,
 }
 ROOM_FILES = {
     "__main__.py": "serve",

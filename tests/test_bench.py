@@ -120,6 +120,21 @@ def test_limits():
     assert 133_966 / found.overlap == pytest.approx(39_600, rel=0.02)
 
 
+@pytest.mark.parametrize("name, num_layers, num_heads", [("qwen3.5-9b", 24, 32), ("qwen3.6-27b", 48, 48)])
+def test_limits_with_states(name, num_layers, num_heads, tmp_path):
+    """A prompt writes its state, and a decode reads and writes it; a layer in four has keys and values."""
+    write_shape(name, tmp_path / name)
+    config = Config(str(tmp_path / name), device="cpu", load_format="dummy", dtype="bfloat16")
+    shape = config.model_config
+    with torch.device("meta"):
+        model = model_class(shape.model_type)(shape, 2, SDPABackend(), TensorParallel())
+    linear = {path: x.numel() for path, x in model.named_parameters() if x.dim() == 2 and "embed" not in path}
+    state = num_layers * (4 * num_heads * 128 * 128 + 2 * 3 * 128 * (2 * 16 + num_heads))
+    found = limits([Request([0] * 9, 2)], config, Rates(1.0, INFINITE)).stepwise
+    keys_and_values = 10 * shape.num_hidden_layers // 4 * 2 * 4 * 256 * 2
+    assert found == pytest.approx(2 * 2 * sum(linear.values()) + 3 * state + keys_and_values, rel=1e-6)
+
+
 def test_limits_of_waves():
     """A sequence begins when another one has ended; a step that computes several reads the weights once."""
     weights, rates = 2 * (WEIGHTS + HEAD), Rates(1.0, INFINITE)
@@ -238,6 +253,9 @@ NUM_PARAMETERS = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "mistral-7b": 7_248_023_552,
+    "qwen3.5-9b": 8_953_803_264,
+    "qwen3.6-27b": 26_895_998_464,
+    "qwen3.5-35b-a3b": 34_660_610_688,
 }
 
 
@@ -248,8 +266,9 @@ def test_shapes(name, tmp_path):
     config = Config(str(tmp_path / name), device="cpu", load_format="dummy").model_config
     theirs = AutoConfig.from_pretrained(tmp_path / name)
     for entry in SHAPE_ENTRIES:
-        if entry not in ("head_dim", "rope_theta", "eos_token_id"):
-            assert getattr(config, entry) == getattr(theirs, entry), entry
+        if entry not in ("head_dim", "rope_theta", "eos_token_id", "model_type"):
+            assert getattr(config, entry) == getattr(theirs, entry, 512), entry  # 512: a size that no layer has
+    assert config.model_type == theirs.model_type.removesuffix("_text")
     assert config.dtype == torch.bfloat16 and config.eos_token_ids == {theirs.eos_token_id}
     with torch.device("meta"):
         model = model_class(config.model_type)(config, 2, SDPABackend(), TensorParallel())

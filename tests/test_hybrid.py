@@ -222,6 +222,25 @@ def test_abort(make_hybrid, checkpoints):
     assert_same_as_reference(checkpoints.model("qwen3_5"), generate_by_steps(llm, requests))
 
 
+def test_hits_of_conversations(make_hybrid):
+    """Of six turns each, in turn, on as many snapshots as conversations: at least half of what attention would find."""
+    num_conversations, rng = 6, random.Random(2)
+    sizes = dict(max_num_seqs=num_conversations, max_model_len=1024, num_kvcache_blocks=400)
+    llm = make_hybrid("qwen3_5-tied", **sizes)
+    histories = [[rng.randrange(5, 500) for _ in range(20)] for _ in range(num_conversations)]
+    found = findable = 0
+    for turn in range(6):
+        params = SamplingParams(temperature=0.0, max_tokens=5 + 9 * turn, ignore_eos=True)
+        for some in (histories[:4], histories[4:]):
+            for history in some:
+                findable += (len(history) - 1) // 16 * 16 if turn else 0  # the last token was not computed
+                history += [rng.randrange(5, 500) for _ in range(rng.randrange(5, 60))]
+            for history, output in zip(some, llm.generate(some, params, use_tqdm=False)):
+                found += output.num_cached_tokens
+                history += output.outputs[0].token_ids
+    assert found > findable / 2
+
+
 @pytest.mark.parametrize("enable_prefix_caching, num_seqs", [(True, 9), (False, 18)])
 def test_states_take_half_of_the_cache(make_hybrid, checkpoints, monkeypatch, enable_prefix_caching, num_seqs):
     """So `max_num_seqs` follows from the memory: rows are for sequences, snapshots, padding and zeros."""

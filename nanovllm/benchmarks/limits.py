@@ -83,25 +83,29 @@ class StepCosts:
         # FP8 units multiply twice as fast
         self.speed_up = 2 if shape.quantization and shape.quantization.dtype.is_floating_point else 1
         head_bytes = shape.head_dim + 2 if config.kv_cache_dtype == "fp8" else shape.head_dim * self.head_size
-        self.kv_bytes = 2 * shape.num_hidden_layers * shape.num_key_value_heads * head_bytes  # of a token
+        num_attention_layers = round(shape.num_hidden_layers * shape.attention_fraction)
+        self.kv_bytes = 2 * num_attention_layers * shape.num_key_value_heads * head_bytes  # of a token
         # of a query and a key: their product, and that of the value
-        self.attention = 4 * shape.num_attention_heads * shape.head_dim * shape.num_hidden_layers
+        self.attention = 4 * shape.num_attention_heads * shape.head_dim * num_attention_layers
+        # of a sequence, and of a token for each number of it: decay, product with the key, correction, with the query
+        self.state_bytes = shape.hybrid.state_bytes(self.head_size) if shape.hybrid else 0
+        self.rule = 7 * self.state_bytes // 4
 
     def of_prompts(self, lengths: list[int]) -> tuple[float, float]:
         num_tokens = sum(lengths)
         num_steps = -(-num_tokens // self.max_num_tokens)
         num_pairs = sum(length**2 for length in lengths) / 2
-        return self._seconds(
-            num_tokens, len(lengths), num_steps * self._weight_bytes(num_tokens / num_steps), num_pairs
-        )
+        num_bytes = num_steps * self._weight_bytes(num_tokens / num_steps) + len(lengths) * self.state_bytes
+        return self._seconds(num_tokens, len(lengths), num_bytes, num_pairs)
 
     def of_decodes(self, num_seqs: int, num_keys: int) -> tuple[float, float]:
         num_bytes = self._weight_bytes(num_seqs) + num_keys * self.kv_bytes
+        num_bytes += 2 * num_seqs * self.state_bytes  # which are read and written
         return self._seconds(num_seqs, num_seqs, num_bytes, num_keys)
 
     def _seconds(self, num_tokens: int, num_sampled: int, num_bytes: float, num_pairs: float) -> tuple[float, float]:
         linear = 2 * num_tokens * self.weights / self.speed_up + 2 * num_sampled * self.head_weights
-        operations = linear + num_pairs * self.attention
+        operations = linear + num_pairs * self.attention + num_tokens * self.rule
         return num_bytes / self.rates.bytes_per_s, operations / self.rates.operations_per_s
 
     def _weight_bytes(self, num_tokens: float) -> float:

@@ -16,6 +16,9 @@ class StateBlockManager(BlockManager):
     snapshot: there a prefix is used for the second time. Chunks end at these boundaries. So a snapshot costs a copy of
     the state, and a step more for its prompt. It is taken, and can be found, from the step after that chunk on. When
     there are too many, the one that was found least recently goes, and each goes with its block.
+
+    Where the blocks that were found end with an answer, a conversation goes on. Its next prompt will begin with all of
+    this one: so there is no snapshot at the end of the answer, and the one that was found is the next to go.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool, max_num_seqs: int, num_rows: int):
@@ -30,19 +33,22 @@ class StateBlockManager(BlockManager):
         self._untaken: dict[int, int] = {}  # of the next step: they can't be found yet
         self._first_rows: dict[Sequence, int] = {}  # what the first chunk of a sequence reads
         self._boundaries: dict[Sequence, list[int]] = {}  # numbers of tokens, the first one last
+        self._decoded: set[int] = set()  # ids of cached blocks that answers have filled
 
     def allocate(self, seq: Sequence) -> None:
-        num_found = len(super()._cached_prefix(seq)) * self.block_size
+        found = super()._cached_prefix(seq)
+        is_conversation = bool(found) and found[-1] in self._decoded
         super().allocate(seq)
         num_hit, row = seq.num_computed_tokens, self.zeros
         if num_hit:
             block_id = seq.block_table[num_hit // self.block_size - 1]
-            self.snapshots.move_to_end(block_id)
+            self.snapshots.move_to_end(block_id, last=not is_conversation)
             row = self.snapshots[block_id]
         self._first_rows[seq] = row
         if self.enable_prefix_caching:
             last = (len(seq.token_ids) - 1) // self.block_size * self.block_size
-            self._boundaries[seq] = sorted({n for n in (num_found, last) if n > num_hit}, reverse=True)
+            first = last if is_conversation else len(found) * self.block_size
+            self._boundaries[seq] = sorted({n for n in (first, last) if n > num_hit}, reverse=True)
 
     def fork(self, seq: Sequence, other: Sequence) -> None:
         super().fork(seq, other)
@@ -56,6 +62,9 @@ class StateBlockManager(BlockManager):
 
     def cache_full_blocks(self, seq: Sequence) -> None:
         super().cache_full_blocks(seq)
+        num_full = min(seq.num_computed_tokens, len(seq.token_ids)) // self.block_size
+        if self.enable_prefix_caching and num_full * self.block_size > seq.num_prompt_tokens:
+            self._decoded.add(seq.block_table[num_full - 1])
         boundaries = self._boundaries.get(seq)
         if boundaries and seq.num_computed_tokens == boundaries[-1]:
             self._take_snapshot(seq, boundaries.pop() // self.block_size - 1)
@@ -72,11 +81,13 @@ class StateBlockManager(BlockManager):
 
     def clear_prefix_cache(self) -> None:
         super().clear_prefix_cache()
+        self._decoded.clear()
         for block_id in [*self.snapshots, *self._untaken]:
             self._forget_snapshot(block_id)
 
     def evict(self, block: Block, block_hash: int) -> None:
         super().evict(block, block_hash)
+        self._decoded.discard(block.block_id)
         self._forget_snapshot(block.block_id)
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:

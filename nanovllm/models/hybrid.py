@@ -21,7 +21,7 @@ from nanovllm.models import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderMLP
 from nanovllm.models.qwen3_moe import Qwen3MoeForCausalLM
 from nanovllm.moe.experts import MoE
-from nanovllm.utils.checks import check_int
+from nanovllm.utils.checks import check_choice, check_int
 from nanovllm.utils.loader import Shard, parameter
 from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
@@ -43,6 +43,12 @@ class HybridConfig:
         values = self.heads.sizes[2]
         state = state_inputs + 2 * values + 2 * self.heads.num_values - 2 * (queries + keys)
         return fraction * queries + (1 - fraction) * state + 3 * self.shared_size
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Of a sequence, with inputs of so many bytes each."""
+        heads = self.heads
+        window, matrices = (heads.conv_size - 1) * sum(heads.sizes), heads.sizes[2] * heads.key_dim
+        return (self.num_layers - len(self.attention_layers)) * (itemsize * window + 4 * matrices)
 
     def check_divides(self, tp: TensorParallel) -> None:
         self.heads.of_rank(tp)
@@ -171,6 +177,7 @@ class HybridForCausalLM(DecoderForCausalLM):
                 f"{file}: linear_num_value_heads={heads.num_values}: must be a multiple of linear_num_key_heads "
                 f"({heads.num_keys})"
             )
+        check_choice(f"{file}: attn_output_gate", raw.get("attn_output_gate", True), (True,))
         num_layers, bias = raw["num_hidden_layers"], raw.get("attention_bias", False)
         interval = check_int(f"{file}: full_attention_interval", raw["full_attention_interval"], low=1)
         kinds = raw.get("layer_types") or [cls.layer_types[(i + 1) % interval == 0] for i in range(num_layers)]
