@@ -194,7 +194,8 @@ def test_decode_of_qkv(case, window, dtype):
     slots = tables.gather(1, last.clamp(min=0)[:, None] // block_size)[:, 0] * block_size + last % block_size
     slots[-1] = -1
     qkv = randn(len(lengths) + 1, (group + 2) * kv_heads, head_dim, dtype=dtype)
-    inv_freq = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    rotary = head_dim // 4 if head_dim == 64 else head_dim
+    inv_freq = 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
     cos_sin = RotaryEmbedding(tuple(inv_freq.tolist()), 1.25, 300).to(DEVICE)(last.clamp(min=0))
     weights = [randn(head_dim, dtype=dtype) if has_norm else None for _ in "qk"]
     new = *weights, 1e-6, cos_sin, int32(slots)
@@ -420,13 +421,16 @@ def test_choose_split_k(monkeypatch):
 
 @each_dtype
 @pytest.mark.parametrize("num_tokens", [0, 1, 7])
-@pytest.mark.parametrize("heads, kv_heads, head_dim", [(1, 1, 32), (5, 1, 64), (3, 3, 32), (16, 2, 128)])
+@pytest.mark.parametrize(
+    "heads, kv_heads, head_dim, rotary",
+    [(1, 1, 32, 32), (5, 1, 64, 24), (3, 3, 32, 32), (16, 2, 128, 128), (2, 1, 256, 64)],
+)
 @pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no norm"])
-def test_norm_rope_store(has_norm, heads, kv_heads, head_dim, num_tokens, dtype):
+def test_norm_rope_store(has_norm, heads, kv_heads, head_dim, rotary, num_tokens, dtype):
     qkv = randn(num_tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
     qkv[1:2] *= 1e-3  # where eps counts
     q_weight, k_weight = (randn(head_dim, dtype=dtype) if has_norm else None for _ in "qk")
-    inv_freq = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    inv_freq = 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
     positions = torch.randint(300, (num_tokens,))
     cos_sin = RotaryEmbedding(tuple(inv_freq.tolist()), 1.25, 300)(positions).to(DEVICE)
     caches = [randn(6, 16, kv_heads, head_dim, dtype=dtype) for _ in "kv"]
@@ -439,8 +443,8 @@ def test_norm_rope_store(has_norm, heads, kv_heads, head_dim, num_tokens, dtype)
 
     def norm_rope(x, weight):
         normed = rms_norm_reference(x, weight, 1e-6) if has_norm else x.double()
-        turned = torch.complex(*normed.chunk(2, -1)) * turn
-        return torch.cat((turned.real, turned.imag), -1)
+        turned = torch.complex(*normed[..., :rotary].chunk(2, -1)) * turn
+        return torch.cat((turned.real, turned.imag, normed[..., rotary:]), -1)
 
     q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
     expected = [cache.double() for cache in caches]

@@ -14,7 +14,7 @@ from nanovllm.kernels.dependent_launch import (
     prefetch_rows,
 )
 from nanovllm.kernels.fp8 import ONES, as_fp8_partner, decode_e4m3, decode_e4m3_pairs, store_row, unpack_scales
-from nanovllm.kernels.norm_rope_store import norm_rope
+from nanovllm.kernels.norm_rope_store import load_cos_sin, norm_rope
 from nanovllm.kernels.paged_cache import layout_of
 from nanovllm.kernels.split_sequence import NO_KEYS, choose_num_splits, combine_splits, split_sequence
 
@@ -36,6 +36,7 @@ def _decode_kernel(
     splits,
     GROUP: tl.constexpr,
     CACHE: tl.constexpr,
+    ROTARY: tl.constexpr,
     NUM_IDS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -71,10 +72,8 @@ def _decode_kernel(
     d = tl.arange(0, HEAD_DIM)
     n = tl.arange(0, TILE)
     in_group = (g < GROUP)[:, None]
-    swapped = (d + HEAD_DIM // 2) % HEAD_DIM
     if IS_QKV:  # the kernel before writes none of this
-        cos = tl.load(cos_sin_ptr + seq * (2 * HEAD_DIM) + d)
-        sin = tl.load(cos_sin_ptr + seq * (2 * HEAD_DIM) + HEAD_DIM + d)
+        cos, sin, swapped = load_cos_sin(cos_sin_ptr, seq, d, HEAD_DIM, ROTARY)
         q_cos, q_sin, k_cos, k_sin = cos, sin, cos, sin
         if HAS_NORM:
             q_cos, q_sin = cos * tl.load(q_weight_ptr + d), sin * tl.load(q_weight_ptr + swapped)
@@ -259,6 +258,7 @@ def _decode(out, q, norm_rope_inputs, caches, seqs, max_context_len, splits, win
         lse = torch.empty((batch_size, heads, splits), dtype=torch.float32, device=q.device)
     scale = head_dim**-0.5 * 1.4426950408889634  # log2(e): the kernel computes powers of two
     constants = dict(GROUP=heads // layout.kv_heads, CACHE=layout, NUM_IDS=NUM_IDS, num_warps=2)
+    constants["ROTARY"] = norm_rope_inputs[3].shape[2] if is_qkv else head_dim
     constants["STAGES"] = 3 if head_dim * caches[0].element_size() <= 256 and not is_qkv else 2
     launch(_decode_kernel, (layout.kv_heads, batch_size, splits), q.device, shared=50 if is_qkv else 100)(
         q, norm_rope_inputs, caches, seqs, (out, partial, lse), scale, seqs[2].stride(0), splits, **constants

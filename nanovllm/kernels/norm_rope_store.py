@@ -27,11 +27,32 @@ def norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM: tl.constexpr):
     return rotated.to(x.dtype)
 
 
+@triton.jit
+def load_cos_sin(cos_sin_ptr, token, d, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
+    """A token's cosines and sines for the numbers d of a head, and which number each is rotated with.
+
+    Only the first ROTARY numbers of a head are rotated.
+    """
+    cos_ptr = cos_sin_ptr + token * (2 * ROTARY)
+    if ROTARY == HEAD_DIM:
+        return tl.load(cos_ptr + d), tl.load(cos_ptr + ROTARY + d), (d + ROTARY // 2) % ROTARY
+    is_rotated = d < ROTARY
+    swapped = tl.where(is_rotated, (d + ROTARY // 2) % ROTARY, d)
+    return tl.load(cos_ptr + d, is_rotated, 1.0), tl.load(cos_ptr + ROTARY + d, is_rotated, 0.0), swapped
+
+
 # the inputs of norm and rope are written before the qkv projection starts (see dependent_launch.py)
 @dependent_kernel(early=("norm_rope_ptrs",))
 @triton.jit
 def _norm_rope_store_kernel(
-    qkv_ptr, norm_rope_ptrs, q_ptr, cache_ptrs, HEADS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr
+    qkv_ptr,
+    norm_rope_ptrs,
+    q_ptr,
+    cache_ptrs,
+    HEADS: tl.constexpr,
+    CACHE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program takes one token and ROWS of its rows in qkv: the query heads, then the key heads, then the value heads.
 
@@ -47,15 +68,12 @@ def _norm_rope_store_kernel(
     token = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, HEAD_DIM)[None, :]
-    d_swapped = (d + HEAD_DIM // 2) % HEAD_DIM
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     has_slot = slot + 0 * row >= 0  # a column like `row`: Triton's interpreter can't combine a scalar mask with it
     is_q = row < HEADS
     is_k = has_slot & (row >= HEADS) & (row < HEADS + KV_HEADS)
     is_v = has_slot & (row >= HEADS + KV_HEADS) & (row < HEADS + 2 * KV_HEADS)
-    cos_ptr = cos_sin_ptr + token * (2 * HEAD_DIM)
-    cos = tl.load(cos_ptr + d)
-    sin = tl.load(cos_ptr + HEAD_DIM + d)
+    cos, sin, d_swapped = load_cos_sin(cos_sin_ptr, token, d, HEAD_DIM, ROTARY)
     if q_weight_ptr is not None:
         cos = cos * tl.where(is_q, tl.load(q_weight_ptr + d), tl.load(k_weight_ptr + d))
         sin = sin * tl.where(is_q, tl.load(q_weight_ptr + d_swapped), tl.load(k_weight_ptr + d_swapped))
@@ -94,7 +112,8 @@ def norm_rope_store(
 
     The caches are [blocks, block_size, kv_heads, head_dim]. slot_mapping [T] has each token's index in the first two of
     these dimensions, flattened; -1: its key and value are not stored. The weights of the norms are [head_dim], or both
-    None for no norm. cos_sin [T, 2, head_dim] float32 is RotaryEmbedding's. head_dim is a power of two.
+    None for no norm. cos_sin [T, 2, N] float32 is RotaryEmbedding's, for the first N numbers of a head. head_dim is a
+    power of two.
 
     Caches with `scales` are in FP8 (see fp8.py): for each key and its value a pair of scales, bfloat16 in an int32,
     [blocks, kv_heads, block_size].
@@ -105,7 +124,7 @@ def norm_rope_store(
     q = torch.empty((num_tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if num_tokens:
         inputs, caches = (q_weight, k_weight, eps, cos_sin, slot_mapping), (k_cache, v_cache, scales)
-        launch(_norm_rope_store_kernel, (num_tokens, triton.cdiv(num_rows, ROWS.value)), qkv.device)(
-            qkv, inputs, q, caches, HEADS=heads, CACHE=layout, num_warps=4 if num_tokens < 1024 else 1
-        )
+        constants = dict(HEADS=heads, CACHE=layout, ROTARY=cos_sin.shape[2], num_warps=4 if num_tokens < 1024 else 1)
+        grid = num_tokens, triton.cdiv(num_rows, ROWS.value)
+        launch(_norm_rope_store_kernel, grid, qkv.device)(qkv, inputs, q, caches, **constants)
     return q
