@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import TINY, generate_by_steps
+from conftest import DEVICE, TINY, TOLERANCE, each_dtype, generate_by_steps
 from safetensors.torch import load_file, save_file
 from test_models import edit
 from test_quantization import BLOCK, FORMATS, write_quantized
@@ -20,10 +20,19 @@ from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.config import Config
 from nanovllm.distributed.process_group import connect
 from nanovllm.layers.attention import SDPABackend
-from nanovllm.layers.gated_delta_net import chunk_delta_rule, recurrent_delta_rule
+from nanovllm.layers.gated_delta_net import (
+    DeltaHeads,
+    GatedDeltaNet,
+    chunk_delta_rule,
+    delta_net_step,
+    recurrent_delta_rule,
+)
+from nanovllm.layers.sigmoid_gate import sigmoid_gate
+from nanovllm.layers.state import State
 from nanovllm.models import ModelConfig, model_class
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.loader import load_model
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 qwen3_next = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
 pytest.importorskip("transformers.models.qwen3_5_moe", reason="transformers 4 does not have Qwen3.5")
@@ -161,6 +170,52 @@ def test_delta_rule(num_tokens):
         torch.testing.assert_close(after[0].mT, expected[1], rtol=1e-5, atol=2e-5)
 
 
+def layer_of(heads: DeltaHeads, dtype: torch.dtype) -> GatedDeltaNet:
+    """With random weights, as large as they are in trained models."""
+    weights = [(sum(heads.sizes) + heads.sizes[2], (range(sum(heads.sizes) + heads.sizes[2]),))]
+    gates = [(2 * heads.num_values, (range(2 * heads.num_values),))]
+    layer = GatedDeltaNet(8, heads, 1e-6, (weights, gates), (dtype, dtype), TensorParallel()).to(DEVICE)
+    for name, parameter in layer.named_parameters():
+        parameter.normal_()
+        if name == "A_log":
+            parameter.sub_(2)
+    return layer
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("heads", [(2, 6, 16, 16, 4), (1, 1, 32, 24, 4), (3, 6, 24, 20, 2), (2, 2, 128, 64, 3)])
+@each_dtype
+def test_step_kernel(dtype, heads, num_rows):
+    """Each state is read and written in its row, and no other row."""
+    ops = pytest.importorskip("nanovllm.kernels.ops")
+    torch.manual_seed(0)
+    heads = DeltaHeads(*heads)
+    layer = layer_of(heads, dtype)
+    draw = lambda *shape, dtype=dtype: torch.randn(shape, dtype=dtype, device=DEVICE)
+    tensors = (torch.empty(1, 7, *shape, dtype=kind) for shape, kind in zip(*layer.cache_spec()[:2]))
+    states = State(*(draw(*x.shape, dtype=x.dtype) for x in tensors))
+    expected_states = State(*(x[None].clone() for x in states.tensors))
+    rows = torch.tensor([5, 0, 3][:num_rows], dtype=torch.int32, device=DEVICE)
+    inputs = draw(num_rows, sum(heads.sizes) + heads.sizes[2]), draw(num_rows, 2 * heads.num_values), layer
+    expected = delta_net_step.__wrapped__(*inputs, expected_states, rows)
+    out = ops.delta_net_step(*inputs, states, rows)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, expected, rtol=10 * TOLERANCE[dtype], atol=10 * TOLERANCE[dtype])
+    for found, wanted in zip(states.tensors, expected_states.tensors):
+        torch.testing.assert_close(found, wanted, rtol=10 * TOLERANCE[dtype], atol=10 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("shape, width", [((1, 5), 5), ((3, 3000), 3000), ((4, 70), 1)])
+@each_dtype
+def test_sigmoid_gate_kernel(dtype, shape, width):
+    """Of gates that are a part of wider rows."""
+    ops = pytest.importorskip("nanovllm.kernels.ops")
+    x, gates = (torch.randn(n, shape[0], dtype=dtype, device=DEVICE).T for n in (shape[1], width + 3))
+    x, gate = x.contiguous(), gates.contiguous()[:, 1 : width + 1]
+    out = ops.sigmoid_gate(x, gate)
+    torch.testing.assert_close(out, sigmoid_gate.__wrapped__(x, gate), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
 # -- the families ------------------------------------------------------------------------------------------------------
 
 
@@ -171,6 +226,18 @@ def test_parity(make_hybrid, checkpoints, name):
     outputs = generate_by_steps(llm, make_requests())
     assert_same_as_reference(checkpoints.model(name), outputs)
     assert len({token_id for output in outputs for token_id in output.outputs[0].token_ids}) > 12
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")
+def test_parity_on_kernels(use_ops, make_hybrid, checkpoints):
+    """Of all layers: chunks, several decodes, and a single one."""
+    pytest.importorskip("triton")
+    use_ops()
+    llm = make_hybrid("qwen3_5-tied", attention_backend="triton", **SCHEDULES["chunks"])
+    requests = [
+        (prompt, replace(params, max_tokens=2 + (i == 2))) for i, (prompt, params) in enumerate(make_requests())
+    ]
+    assert_same_as_reference(checkpoints.model("qwen3_5-tied"), generate_by_steps(llm, requests[1:5]))
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -316,6 +383,20 @@ def test_parts_that_are_left_out(make_hybrid, make_llm, checkpoints, tmp_path):
     save_file(tensors | {"model.audio.weight": torch.ones(2, 2)}, folder / "model.safetensors")
     with pytest.raises(ValueError, match="1 tensors belong to no parameter: model.audio.weight"):
         make_llm(str(folder), **SETTINGS)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe-whole"])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_load_weights(make_llm, checkpoints, name, is_nested):
+    """A trainer may have the whole model or its text alone; norms become those around one."""
+    weights = transformers.AutoModelForCausalLM.from_pretrained(checkpoints.folder(name), dtype=torch.float32)
+    weights = weights.state_dict()
+    if is_nested:
+        weights = {key.replace("model.", "model.language_model.", 1): weight for key, weight in weights.items()}
+    llm = make_llm(checkpoints.folder(name), load_format="dummy", **SETTINGS)
+    llm.load_weights(weights.items())
+    outputs = generate_by_steps(llm, make_requests()[:4])
+    assert_same_as_reference(checkpoints.model(name), outputs)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe-whole"])

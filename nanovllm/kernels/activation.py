@@ -1,4 +1,4 @@
-"""The activation of SwiGLU in one pass."""
+"""The activation of SwiGLU in one pass, and gates that are sigmoids."""
 
 import torch
 import triton
@@ -27,4 +27,28 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     if num_rows:
         block = min(2048, triton.next_power_of_2(n))
         launch(_silu_and_mul_kernel, (num_rows, triton.cdiv(n, block)), x.device)(x, out, n, BLOCK=block, num_warps=8)
+    return out
+
+
+@dependent_kernel()
+@triton.jit
+def _sigmoid_gate_kernel(
+    x_ptr, gate_ptr, out_ptr, gate_stride, n, IS_ONE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    gdc_launch_and_wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_ptr + row * gate_stride + (0 * col if IS_ONE else col), col < n, 0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * n + col, col < n, 0.0).to(tl.float32)
+    tl.store(out_ptr + row * n + col, x / (1.0 + tl.exp(-gate)), col < n)
+
+
+def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x [T, n], contiguous, times the sigmoid of gate [T, n or 1], whose rows may lie apart."""
+    (num_rows, n), out = x.shape, torch.empty_like(x)
+    if num_rows:
+        block = min(2048, triton.next_power_of_2(n))
+        launch(_sigmoid_gate_kernel, (num_rows, triton.cdiv(n, block)), x.device)(
+            x, gate, out, gate.stride(0), n, IS_ONE=gate.shape[1] == 1, BLOCK=block, num_warps=8
+        )
     return out

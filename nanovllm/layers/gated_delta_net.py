@@ -24,7 +24,6 @@ from nanovllm.utils.loader import Shard, parameter
 from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 CHUNK = 64  # tokens whose updates of a state are made at once
-L2_EPS = 1e-6
 
 
 class DeltaHeads(NamedTuple):
@@ -91,6 +90,7 @@ class GatedDeltaNet(nn.Module):
     first, whose channels are those of queries, keys and values; and `matrices` [rows, heads, value_dim, key_dim].
     """
 
+    l2_eps = 1e-6  # of queries and keys
     captures_chunks = False  # the definition reads the lengths of chunks on the host
 
     def __init__(
@@ -183,7 +183,7 @@ def _rule_inputs(qkv: torch.Tensor, ba: torch.Tensor, layer: GatedDeltaNet) -> t
     heads, (num_queries, _, num_values) = layer.heads, layer.heads.sizes
     qk, v = qkv.split((2 * num_queries, num_values), 1)
     qk = qk.unflatten(1, (2, heads.num_keys, heads.key_dim))
-    qk = qk * (qk.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()
+    qk = qk * (qk.square().sum(-1, keepdim=True) + layer.l2_eps).rsqrt()
     q, k = qk.repeat_interleave(heads.num_values // heads.num_keys, 2).unbind(1)
     b, a = ba.float().chunk(2, 1)
     log_decay = -layer.A_log.exp() * F.softplus(a + layer.dt_bias)

@@ -110,6 +110,7 @@ class WeightUpdate:
         """Load a tensor on all ranks: on the others last, as what is wrong with it shows on rank 0."""
         if self.is_over or self.weights.is_unused(name):
             return
+        name = self.weights.own_name(name)
         self.weights.check(name, tensor)
         had_written, self.has_written = self.has_written, True
         try:
@@ -147,6 +148,12 @@ class ModelWeights:
 
     def is_unused(self, name: str) -> bool:
         return isinstance(name, str) and is_unused(self.model, name)
+
+    def own_name(self, name: str) -> str:
+        """The text of a checkpoint of several parts may be trained alone, or the other way round."""
+        parts = str(name).split(".language_model.", 1)
+        other = ".".join(parts) if len(parts) > 1 else str(name).replace("model.", "model.language_model.", 1)
+        return other if other in self.loaders else name
 
     def check(self, name: str, tensor: torch.Tensor) -> None:
         """The errors of `load_weights`, but for those of shapes that the loader itself checks before it writes."""
