@@ -6,6 +6,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from test_models import requests as model_requests
 from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.layers.attention import SDPABackend
+from nanovllm.layers.layernorm import NormInput
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.models import ModelConfig, model_class
 from nanovllm.quantization import scaled as scaled_weights
@@ -33,7 +35,7 @@ from nanovllm.quantization.formats.fp8 import e4m3_scheme
 from nanovllm.quantization.formats.int8 import config_on_load as int8_config
 from nanovllm.quantization.scaled_linear import ScaledLinear
 from nanovllm.utils.loader import load_model
-from nanovllm.utils.tensor_parallel import TensorParallel
+from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 __all__ = ["gelu_family"]  # a fixture
 dequantize = scaled_weights.dequantize.__wrapped__  # as it is defined, on a GPU too
@@ -256,6 +258,17 @@ def test_fp8_units(monkeypatch, use_ops, make_llm, tmp_path, name, format_name):
     split_ks = [a[5] for kernel, a in calls if kernel == "scaled_gemv" and len(a) > 5]
     assert max(split_ks) == (1 if name == "llama-biases" else 2)
     assert_near_transformers(plain, outputs, 0.5)
+
+
+def test_two_products_of_a_norm():
+    """The residual is added once, also where both layers let the norm quantize their rows."""
+    from nanovllm.quantization.fp8_linear import FP8Linear
+
+    x, residual, weight = randn(3, 64), randn(3, 64), randn(64)
+    normed = NormInput(PartialSum(x.clone()), residual.clone(), weight, 1e-6)
+    for _ in range(2):
+        FP8Linear._quantized(SimpleNamespace(group=64), normed)
+        assert_close(normed.residual, (x + residual).double())
 
 
 def assert_near_transformers(plain: str, outputs: list, tolerance: float, share: float = 1.0) -> None:

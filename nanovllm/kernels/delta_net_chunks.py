@@ -49,7 +49,7 @@ def _convolve(x_ptr, window_ptr, weight_ptr, t, begin, end, channel, inside, STR
 
 
 @dependent_kernel()
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _inputs_kernel(
     x_ptr,
     ba_ptr,
@@ -109,7 +109,7 @@ def _inputs_kernel(
 
 
 @dependent_kernel()
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _chunks_kernel(
     k_ptr,
     v_ptr,
@@ -177,7 +177,7 @@ def _shift_window(x_ptr, window_ptr, rows, channel, inside, CHANNELS: tl.constex
 
 
 @dependent_kernel()
-@triton.jit
+@triton.jit(do_not_specialize=["rows_stride"])
 def _states_kernel(
     x_ptr,
     input_ptrs,
@@ -279,7 +279,8 @@ def delta_net_chunks(
     v, w = make(heads.sizes[2]), make(heads.num_values * heads.key_dim)
     decay, beta = make(heads.num_values, dtype=torch.float32), make(heads.num_values, dtype=torch.float32)
     max_chunks = num_tokens // CHUNK.value + num_seqs
-    seqs = dict(HEADS=heads, SEQS_PAD=triton.next_power_of_2(num_seqs))
+    # two variants up to 1,024 sequences, as each is compiled
+    seqs = dict(HEADS=heads, SEQS_PAD=32 if num_seqs <= 32 else max(1024, triton.next_power_of_2(num_seqs)))
     precision = "ieee" if qkvz.dtype == torch.float32 else "tf32"
     weights = layer.conv1d.weight, layer.A_log, layer.dt_bias
     launch(_inputs_kernel, (max_chunks, 2 * heads.num_keys + heads.num_values), device)(
