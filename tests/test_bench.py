@@ -263,6 +263,8 @@ NUM_PARAMETERS = {
 def test_shapes(name, tmp_path):
     """They have as many parameters as the published checkpoints, and transformers reads the same numbers."""
     write_shape(name, tmp_path / name)
+    if "qwen3_5" in SHAPES[name][0]:
+        pytest.importorskip("transformers.models.qwen3_5", reason="transformers 4 does not have Qwen3.5")
     config = Config(str(tmp_path / name), device="cpu", load_format="dummy").model_config
     theirs = AutoConfig.from_pretrained(tmp_path / name)
     for entry in SHAPE_ENTRIES:
