@@ -147,7 +147,7 @@ def make_requests() -> list[tuple[list[int], SamplingParams]]:
     options = dict(ignore_eos=True, logprobs=0, detokenize=False)
     requests = []
     for i, (prompt, kind) in enumerate(zip(prompts, 3 * kinds)):
-        max_tokens = 40 if 2 < i < 7 else 2 + i
+        max_tokens = 24 if 2 < i < 7 else 2 + i
         params = SamplingParams(**{"temperature": 1.0, "seed": i, "max_tokens": max_tokens, **options, **kind})
         requests.append((prompt, params))
     return requests
@@ -278,7 +278,7 @@ def test_parity_on_kernels(use_ops, make_hybrid, checkpoints):
 def test_schedules(make_hybrid, checkpoints, schedule, async_scheduling):
     """The second time, prompts are hit; what a sequence leaves in a row, another does not see."""
     llm = make_hybrid("qwen3_5", **SCHEDULES[schedule], async_scheduling=async_scheduling)
-    requests = make_requests()[: 9 if schedule == "one at a time" else None]
+    requests = make_requests()[: 7 if schedule == "one at a time" else None]
     outputs = [llm.generate(*map(list, zip(*requests)), use_tqdm=False) for _ in range(2)]
     assert_same_as_reference(checkpoints.model("qwen3_5"), [*outputs[0], *outputs[1]])
     hits = [output.num_cached_tokens for output in outputs[1]]

@@ -11,8 +11,8 @@ class RotaryEmbedding(nn.Module):
     """Rotates the pair (x[i], x[i + N / 2]) of every head by position times the i-th of N / 2 inverse frequencies.
 
     N is head_dim, or less: then the rest of a head is not rotated. One float32 table [max_len, 2, N] serves all layers.
-    It holds each position's cosines, and its sines negated
-    in their first half, so that the rotation is x * cos + (x with its halves swapped) * sin.
+    It holds each position's cosines, and its sines negated in their first half, so that the rotation is
+    x * cos + (x with its halves swapped) * sin.
     """
 
     def __init__(self, inv_freq: tuple[float, ...], scale: float, max_len: int):
