@@ -57,6 +57,7 @@ class Config:
     logprobs_mode: what a request's `logprobs` are of: "raw_logprobs", the model's own logits; "temperature_logprobs",
         these divided by the request's temperature (by 1 if it is 0), which is what trainers compute; or
         "processed_logprobs", the distribution that is sampled from, after penalties, temperature and filters.
+    enable_sleep_mode: `sleep` gives memory back until `wake_up`; see docs/training.md.
     max_logprobs: the bound of a request's `logprobs` and `prompt_logprobs`; -1 is the size of the vocabulary.
 
     Raises ValueError or TypeError with the value and the bound, FileNotFoundError if there is no such model.
@@ -89,6 +90,7 @@ class Config:
     load_format: str = checked("auto", check_choice, choices=("auto", "safetensors", "dummy"))
     logprobs_mode: str = checked("raw_logprobs", check_choice, choices=LOGPROBS_MODES)
     max_logprobs: int = checked(100, check_int, low=-1)
+    enable_sleep_mode: bool = checked(False, check_bool)
     dtype_reason: str = field(init=False, repr=False)  # why "auto" has become this dtype
     model_config: "ModelConfig" = field(init=False, repr=False)  # with our `dtype`, not the checkpoint's
 

@@ -41,7 +41,7 @@ SCHEDULING = [
 # folder or a group. An indented line continues the one before. A floor may have several lines, which do not know of
 # each other.
 HOUSE = """
-0 | utils/checks.py utils/context.py utils/double_buffer.py utils/download.py utils/flags.py
+0 | utils/checks.py utils/context.py utils/cuda_driver.py utils/double_buffer.py utils/download.py utils/flags.py
   utils/interrupts.py utils/progress.py utils/refusals.py utils/rope_scaling.py utils/tensor_parallel.py
   utils/__init__.py moe/__init__.py moe/config.py moe/weights.py
   <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py quantization/__init__.py
@@ -63,7 +63,7 @@ HOUSE = """
   <- quantization/formats/
 4 | engine/batch.py <- engine/request_tables.py features/drafts.py
   <- features/__init__.py features/block_copies.py features/logit_edits.py features/logprobs.py
-  <- graphs/ <- startup/__init__.py startup/cuda.py <- engine/model_runner.py <- startup/cuda_runner.py
+  <- graphs/ <- startup/__init__.py startup/arena.py startup/cuda.py <- engine/model_runner.py <- startup/cuda_runner.py
 5 | distributed/__init__.py distributed/ranks.py <- distributed/peer_memory.py
   <- distributed/process_group.py distributed/step_channel.py <- distributed/worker.py
 5 | structured_outputs/constraint.py structured_outputs/sandbox.py <- structured_outputs/grammars.py
@@ -318,14 +318,14 @@ BUDGETS = {
     "gated delta rule": 190,
     "features": 730,
     "graphs": 200,
-    "startup": 240,
+    "startup": 340,
     "mixture of experts": 587,
     "quantization": 485,
     "8-bit kernels": 507,
-    "rollout": 240,
+    "rollout": 400,
     "structured_outputs": 360,
     "compat": 535,
-    "serve": 2840,
+    "serve": 2850,
     "fronts": 290,
     "replicas": 1190,
     "page": 400,
@@ -352,6 +352,7 @@ ROOM_FILES = {
     "kernels/scaled_gemv.py": "8-bit kernels",
     "kernels/scaled_linear.py": "8-bit kernels",
     "kernels/scaled_moe_gemv.py": "8-bit kernels",
+    "utils/cuda_driver.py": "distributed",
     "utils/flags.py": "serve",
     "serve/dev_api.py": "rollout",
     "serve/frames.py": "page",

@@ -53,7 +53,7 @@ GROUPS: tuple[tuple[tuple, str], ...] = (
         "disable_sliding_window enable_cumem_allocator enable_dbo enable_elastic_ep enable_ep_weight_filter "
         "enable_eplb enable_layerwise_nvtx_tracing enable_lora enable_mamba_cache_stochastic_rounding "
         "enable_mixed_moe_lora_format enable_mm_embeds enable_moe_shared_loras enable_prompt_embeds "
-        "enable_return_routed_experts enable_sleep_mode enable_tower_connector_lora fail_on_environ_validation "
+        "enable_return_routed_experts enable_tower_connector_lora fail_on_environ_validation "
         "fully_sharded_loras kv_sharing_fast_prefill mm_encoder_only numa_bind ray_workers_use_nsight "
         "skip_tokenizer_init specialize_active_lora tokens_only",
     ),

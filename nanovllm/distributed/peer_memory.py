@@ -8,6 +8,7 @@ from torch.distributed import Store
 from nanovllm.distributed.ranks import Ranks
 from nanovllm.kernels import ops
 from nanovllm.kernels.peers import PeerBarrier
+from nanovllm.utils.cuda_driver import DeviceBytes, call_driver
 from nanovllm.utils.double_buffer import DoubleBuffer
 from nanovllm.utils.tensor_parallel import Compute, PartialSum
 
@@ -62,7 +63,7 @@ class PeerMemory:
             torch.cuda.synchronize()  # creates the CUDA context that the driver calls need
             self._pointers = [0] * size
             self._pointers[rank] = _allocate(num_bytes)
-            self.memory = torch.as_tensor(_Bytes(self._pointers[rank], num_bytes), device=device)
+            self.memory = DeviceBytes(self._pointers[rank], num_bytes).tensor(device)
             self.memory[: self.sums_offset].zero_()
             torch.cuda.synchronize()  # the flags are cleared before another rank can set them
             store.set(str(rank), _handle_of(self._pointers[rank]))
@@ -100,7 +101,7 @@ class PeerMemory:
         with torch.cuda.device(self.device):
             for rank, pointer in enumerate(self._pointers):
                 name = "cuMemFree_v2" if rank == self.rank else "cuIpcCloseMemHandle"
-                _cuda(name, ctypes.c_uint64(pointer))
+                call_driver(name, ctypes.c_uint64(pointer))
 
 
 class PeerTensorParallel(Ranks):
@@ -147,36 +148,19 @@ class _Handle(ctypes.Structure):
     _fields_ = [("bytes", ctypes.c_byte * 64)]
 
 
-class _Bytes:
-    """Device memory in the form that torch.as_tensor takes without a copy."""
-
-    def __init__(self, pointer: int, num_bytes: int):
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "version": 3,
-        }
-
-
-def _cuda(name: str, *arguments) -> None:
-    if error := getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments):
-        raise RuntimeError(f"{name}: CUDA error {error}")
-
-
 def _allocate(num_bytes: int) -> int:
     pointer = ctypes.c_uint64()
-    _cuda("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
+    call_driver("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
     return pointer.value
 
 
 def _handle_of(pointer: int) -> bytes:
     handle = _Handle()
-    _cuda("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(pointer))
+    call_driver("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(pointer))
     return bytes(handle)
 
 
 def _open(handle: bytes) -> int:
     pointer, enable_peer_access = ctypes.c_uint64(), 1
-    _cuda("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _Handle.from_buffer_copy(handle), enable_peer_access)
+    call_driver("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _Handle.from_buffer_copy(handle), enable_peer_access)
     return pointer.value

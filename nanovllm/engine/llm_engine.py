@@ -2,10 +2,11 @@
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from math import inf
+from pkgutil import resolve_name
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanovllm")
 PROGRESS_SECONDS = 0.1  # between two updates of a progress bar
+
+
+def imported_when_called(home: str) -> Any:
+    """A method that is the function `home`, "module:name", which few engines need."""
+    return lambda self, *args, **options: resolve_name(home)(self, *args, **options)
 
 
 class LLMEngine:
@@ -187,29 +193,14 @@ class LLMEngine:
 
         return stats_of_engine(self)
 
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. False, and nothing is done, while requests are being computed."""
-        from nanovllm.rollout import reset_prefix_cache  # imported lazily, as below: few engines are trained
-
-        return reset_prefix_cache(self)
-
-    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
-        """Replace weights in place by tensors with the names of a checkpoint: see `nanovllm.rollout.load_weights`."""
-        from nanovllm.rollout import load_weights
-
-        load_weights(self, weights)
-
-    def pause(self, mode: str = "abort") -> None:
-        """Make no steps until `resume`: see `nanovllm.rollout.pause`."""
-        from nanovllm.rollout import pause
-
-        pause(self, mode)
-
-    def resume(self) -> None:
-        """Generate again after `pause`."""
-        from nanovllm.rollout import resume
-
-        resume(self)
+    # what trainers call: `nanovllm.rollout` has the signatures, and what they do
+    load_weights = imported_when_called("nanovllm.rollout:load_weights")
+    pause = imported_when_called("nanovllm.rollout:pause")
+    resume = imported_when_called("nanovllm.rollout:resume")
+    reset_prefix_cache = imported_when_called("nanovllm.rollout:reset_prefix_cache")
+    sleep = imported_when_called("nanovllm.rollout:sleep")
+    wake_up = imported_when_called("nanovllm.rollout:wake_up")
+    is_sleeping = imported_when_called("nanovllm.rollout:is_sleeping")
 
     @property
     def _step_callers(self) -> "StepCallers":

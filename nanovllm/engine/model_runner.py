@@ -45,6 +45,7 @@ class ModelRunner:
         self.config = config
         self.tp = tp
         self.device = config.device_of(tp.rank)
+        self.sleepers: dict[str, Any] = {}  # what holds the memory that `sleep` gives back, by tag: see rollout/
         with self.on_device():
             self._start(config, lap)
 
@@ -293,7 +294,7 @@ class ModelRunner:
         for parameter in self.model.parameters():  # each refers to its loader, which refers to it
             del parameter.weight_loader
         self.model = self.tables = self.slot_token_ids = None
-        self.cache_groups, self.caches, self.features = {}, {}, {}
+        self.cache_groups, self.caches, self.features, self.sleepers = {}, {}, {}, {}
         self.tp.close()
 
 

@@ -1,9 +1,10 @@
-"""What a trainer needs of a running engine: new weights in place, and a pause while they change.
+"""What a trainer needs of a running engine: new weights in place, pauses, and its memory while it does not generate.
 
-`LLM.load_weights`, `LLM.pause` and `LLM.resume` import this folder when they are called.
+`LLM.load_weights`, `LLM.sleep` and the like import this folder when they are called.
 """
 
 from nanovllm.rollout.pausing import pause, reset_prefix_cache, resume
+from nanovllm.rollout.sleep import is_sleeping, sleep, wake_up
 from nanovllm.rollout.weights import load_weights, weights_of
 
-__all__ = ["load_weights", "pause", "reset_prefix_cache", "resume", "weights_of"]
+__all__ = ["is_sleeping", "load_weights", "pause", "reset_prefix_cache", "resume", "sleep", "wake_up", "weights_of"]

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from nanovllm.engine.engine import Engine, UnavailableError
-from nanovllm.engine.engine_thread import EngineThread
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.graphs.buffers import largest_batch
 from nanovllm.moe.weights import split_experts
 from nanovllm.quantization.scaled import SAFETENSORS_NAMES
+from nanovllm.rollout.changes import LOADING, check_idle, in_engine
 from nanovllm.utils.loader import (
     FLOAT_DTYPES,
     check_shape,
@@ -24,7 +24,6 @@ from nanovllm.utils.loader import (
     weight_loaders,
 )
 
-LOADING = "the weights are being replaced: load_weights() has not returned yet"
 INCOMPLETE = "load_weights() has failed in the middle: load all weights, in one call, before the engine can generate"
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -43,12 +42,12 @@ def load_weights(llm: LLMEngine, weights: Iterable[tuple[str, torch.Tensor]]) ->
     first write, the engine takes no requests until a call has loaded all weights.
     """
     update = WeightUpdate(llm.core)
-    _in_engine(llm.engine_thread, update.begin)
+    in_engine(llm.engine_thread, update.begin)
     try:
         for name, tensor in weights:
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
                 torch.cuda.current_stream(tensor.device).synchronize()  # the engine's thread has a stream of its own
-            _in_engine(llm.engine_thread, partial(update.load, name, tensor))
+            in_engine(llm.engine_thread, partial(update.load, name, tensor))
     except BaseException as error:
         may_have_written = update.has_written or not isinstance(error, Exception)  # Ctrl-C does not end `load`
         update.end(is_complete=not (may_have_written or update.was_incomplete))
@@ -68,25 +67,6 @@ def weights_of(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
-def _in_engine(thread: EngineThread, work: Callable[[], None]) -> None:
-    """Do `work` in the engine's thread, between two steps. Its errors of these kinds are raised here, and end nothing.
-
-    Any other one ends all requests, as an error of a step does.
-    """
-
-    errors: list[Exception] = []
-
-    def attempt() -> None:
-        try:
-            work()
-        except (ValueError, TypeError, UnavailableError) as error:
-            errors.append(error)
-
-    thread.call(attempt)
-    for error in errors:
-        raise error
-
-
 class WeightUpdate:
     """One call of `load_weights`. The engine's thread calls `begin` and `load`, the caller's `end`."""
 
@@ -95,16 +75,15 @@ class WeightUpdate:
         self.has_written = self.is_over = False
 
     def begin(self) -> None:
-        scheduler, unavailable = self.core.scheduler, self.core.unavailable
-        if (state := unavailable.get("weights")) == LOADING:
-            raise UnavailableError(LOADING)
-        if scheduler.live and "paused" not in unavailable:
-            raise UnavailableError(f"{len(scheduler.live)} requests have not ended: call pause(), or let them end")
-        self.was_incomplete = state is not None
-        assert self.core.model_runner is not None, "the engine is open"
-        self.weights = ModelWeights(self.core.model_runner.model)
+        check_idle(self.core)
+        runner, unavailable = self.core.model_runner, self.core.unavailable
+        assert runner is not None, "the engine is open"
+        if "weights" in runner.sleepers and not runner.sleepers["weights"].is_mapped:
+            raise UnavailableError("the weights sleep: call wake_up(tags=['weights']) before load_weights()")
+        self.was_incomplete = "weights" in unavailable
+        self.weights = ModelWeights(runner.model)
         unavailable["weights"] = LOADING
-        scheduler.block_manager.clear_prefix_cache()  # no sequence holds blocks: there is none, or all are paused
+        self.core.scheduler.block_manager.clear_prefix_cache()  # no sequence holds blocks
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Load a tensor on all ranks: on the others last, as what is wrong with it shows on rank 0."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from nanovllm.engine.engine import UnavailableError
@@ -68,6 +68,17 @@ class AsyncLLM(EngineClient):
 
     async def stats(self) -> list[dict[str, Any] | None]:
         return [stats_of(self.engine.scheduler)]
+
+    async def sleep(self, level: int = 1) -> int:
+        """`LLM.sleep`, with its errors. The event loop goes on meanwhile."""
+        return await asyncio.to_thread(self.engine.sleep, level)
+
+    async def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """`LLM.wake_up`."""
+        await asyncio.to_thread(self.engine.wake_up, tags)
+
+    async def is_sleeping(self) -> bool:
+        return self.engine.is_sleeping()
 
     def _take(self) -> None:
         """Deliver what has arrived since the last call."""

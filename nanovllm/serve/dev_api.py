@@ -1,11 +1,12 @@
-"""Routes for whoever trains the model that is served: pauses, new weights, an empty prefix cache.
+"""Routes for whoever trains the model that is served: pauses, new weights, sleep, an empty prefix cache.
 
 `--enable-dev-endpoints` adds them, as they are not for clients.
 """
 
 from asyncio import to_thread
+from typing import Annotated
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
@@ -42,6 +43,22 @@ def add_routes(app: FastAPI, llm: LLM) -> None:
             await to_thread(lambda: llm.load_weights(weights_of(body.path)))
         return json_response({"status": "updated"})
 
+    async def sleep(level: int = 1) -> Response:
+        with about(("level", "enable_sleep_mode")):
+            num_bytes = await to_thread(llm.sleep, level)
+        return json_response({"status": "asleep", "num_bytes": num_bytes})
+
+    async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> Response:
+        with about(("tags", "enable_sleep_mode")):
+            await to_thread(llm.wake_up, tags)
+        return json_response({"is_sleeping": llm.is_sleeping()})
+
+    async def is_sleeping() -> Response:
+        return json_response({"is_sleeping": llm.is_sleeping()})
+
+    app.post("/sleep")(sleep)
+    app.post("/wake_up")(wake_up)
+    app.get("/is_sleeping")(is_sleeping)
     app.post("/pause")(pause)
     app.post("/resume")(resume)
     app.get("/is_paused")(is_paused)

@@ -38,7 +38,8 @@ def start_on_cuda(runner: Any, lap: Callable[[str], None], memory_before: int) -
     if config.num_kvcache_blocks is None:
         limit = f"gpu_memory_utilization={config.gpu_memory_utilization} of this GPU leaves"
         runner.size_kv_cache(memory_left(runner, memory_before), limit)
-    runner.allocate_kv_cache(config.num_kvcache_blocks)
+    with runner.arena("kv_cache"):
+        runner.allocate_kv_cache(config.num_kvcache_blocks)
     if config.max_num_mixed_tokens is None:
         runner.size_mixed_steps(milliseconds_per_token(runner))
     lap("warm-up")
@@ -56,7 +57,8 @@ def memory_left(runner: Any, memory_before: int) -> int:
     config = runner.config
     peak = warmup_model(runner)
     free, total = torch.cuda.mem_get_info(runner.device)
-    ours = int(total * config.gpu_memory_utilization) - (peak - memory_before) - runner.tp.num_bytes
+    uncounted = runner.tp.num_bytes + sum(arena.num_bytes for arena in runner.sleepers.values())  # by PyTorch
+    ours = int(total * config.gpu_memory_utilization) - (peak - memory_before) - uncounted
     # other processes may use the rest
     left = free - (peak - torch.cuda.memory_allocated(runner.device)) - RESERVE_BYTES
     return max(0, min(ours, left))

@@ -1,7 +1,7 @@
 """A rank on CUDA: steps are queued, and run by graphs where these were captured."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from time import perf_counter, sleep
 
 import numpy as np
@@ -12,6 +12,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request_tables import ForwardOutput
 from nanovllm.graphs.buffers import Buffers, to_device
 from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs
+from nanovllm.startup.arena import Arena
 from nanovllm.startup.cuda import RESERVE_BYTES, start_on_cuda
 from nanovllm.utils.tensor_parallel import STEP_TIMEOUT
 
@@ -24,6 +25,17 @@ class CUDAModelRunner(ModelRunner):
     def _start(self, config, lap):
         self._memory_before = torch.cuda.memory_allocated(self.device)
         super()._start(config, lap)
+
+    def _load_model(self):
+        with self.arena("weights"):
+            return super()._load_model()
+
+    def arena(self, tag: str) -> AbstractContextManager:
+        """Where new tensors lie that `sleep` is to give back under this tag."""
+        if not self.config.enable_sleep_mode:
+            return nullcontext()
+        self.sleepers[tag] = Arena(self.device)
+        return self.sleepers[tag]
 
     def warm_up(self, lap: Callable[[str], None]) -> None:
         start_on_cuda(self, lap, self._memory_before)
@@ -82,7 +94,7 @@ class CUDAModelRunner(ModelRunner):
                 raise RuntimeError(f"a step was not over after {STEP_TIMEOUT:.0f} s")
 
     def zeros(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(like, device=self.device)
+        return torch.empty(like.shape, dtype=like.dtype, device=self.device).zero_()  # `empty`: see Arena
 
     def synchronize(self) -> None:
         """Wait until the device has nothing left to do."""

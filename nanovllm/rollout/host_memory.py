@@ -1,0 +1,72 @@
+"""What sleeps on a CPU: memory of the system, which has no addresses that must stay. startup/arena.py is for CUDA."""
+
+from typing import Any
+
+from torch import nn
+
+
+class HostWeights:
+    """The memory of a model's parameters, with the interface of an Arena.
+
+    Weights that are kept in host memory stay where they are.
+    """
+
+    is_mapped = True
+
+    def __init__(self, model: nn.Module):
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
+        self._sizes = [(storage, storage.nbytes()) for storage in storages.values()]
+        self._are_kept = False
+
+    def keep(self) -> None:
+        self._are_kept = True
+
+    def unmap(self) -> int:
+        self.is_mapped = False
+        if self._are_kept:
+            return 0
+        for storage, _ in self._sizes:
+            storage.resize_(0)
+        return sum(size for _, size in self._sizes)
+
+    def drop_copies(self) -> int:
+        was_kept, self._are_kept = self._are_kept, False
+        return self.unmap() if was_kept else 0
+
+    def map(self) -> None:
+        if not self._are_kept:
+            try:
+                for storage, size in self._sizes:
+                    storage.resize_(size)
+            except RuntimeError:
+                self.unmap()
+                raise
+        self.is_mapped = True
+
+    def fill(self) -> None:
+        self._are_kept = False  # what was dropped may have any values until it is loaded
+
+
+class HostCache:
+    """The cache of a ModelRunner, of which a block is left, with the interface of an Arena."""
+
+    is_mapped = True
+
+    def __init__(self, runner: Any):
+        self._runner = runner
+
+    def unmap(self) -> int:
+        before = self._num_bytes()
+        self._runner.allocate_kv_cache(num_blocks=1)
+        self.is_mapped = False
+        return before - self._num_bytes()
+
+    def map(self) -> None:
+        self._runner.allocate_kv_cache(self._runner.config.num_kvcache_blocks)
+        self.is_mapped = True
+
+    def fill(self) -> None:
+        """It is filled with zeros already."""
+
+    def _num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensors in self._runner.caches.values() for tensor in tensors)

@@ -1,0 +1,148 @@
+"""Memory of the engine for somebody else: given back by `sleep`, and taken again by `wake_up`, on all ranks."""
+
+import logging
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm.engine.engine import Engine, UnavailableError
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.rollout.changes import check_idle, in_engine
+from nanovllm.rollout.host_memory import HostCache, HostWeights
+from nanovllm.utils.checks import check_choice
+
+TAGS = ("weights", "kv_cache")
+ASLEEP = "the engine sleeps: wake_up() lets it generate again"
+DROPPED = "sleep(level=2) has dropped the weights: load all weights, in one call, before the engine can generate"
+logger = logging.getLogger("nanovllm")
+
+
+def sleep(llm: LLMEngine, level: int = 1) -> int:
+    """Give back the memory of weights and cache, and refuse to generate until `wake_up`.
+
+    Level 1 keeps the weights in host memory. Level 2 drops them: after `wake_up`, `load_weights` has to load all. What
+    sleeps already stays asleep; level 2 then drops the weights that level 1 has kept.
+
+    Returns how many bytes each device, or the CPU, has got back. ValueError for another level, and if the engine was
+    started without `enable_sleep_mode=True`. UnavailableError while there are requests, unless the engine is paused,
+    and while weights are being replaced; then nothing has changed.
+    """
+    check_choice("level", level, (1, 2))
+    _check_enabled(llm)
+
+    def work() -> int:
+        core = llm.core
+        check_idle(core)
+        if (num_bytes := _on_all_ranks(core, MemoryCall("release", level))) is None:
+            raise UnavailableError("sleep(level=1): the host's memory does not suffice to keep the weights")
+        core.scheduler.block_manager.clear_prefix_cache()  # no sequence holds blocks
+        core.unavailable |= {"asleep": ASLEEP} | ({"weights": DROPPED} if level == 2 else {})
+        return num_bytes
+
+    num_bytes = in_engine(llm.engine_thread, work)
+    logger.info("asleep: each device has got back %.2f GiB", num_bytes / 2**30)
+    return num_bytes
+
+
+def wake_up(llm: LLMEngine, tags: Collection[str] | None = None) -> None:
+    """Take memory again: of "weights", of the "kv_cache", which is empty then, or, with None, of both.
+
+    What is awake stays as it is. The engine generates when both are awake, and after level 2 when weights are loaded.
+    UnavailableError, and all ranks stay as they were, if a device has not enough memory. ValueError for other tags.
+    """
+    for tag in TAGS if tags is None else tags:
+        check_choice("tags", tag, TAGS)
+    _check_enabled(llm)
+
+    def work() -> None:
+        core = llm.core
+        if not _on_all_ranks(core, MemoryCall("take", tags=tuple(TAGS if tags is None else tags))):
+            raise UnavailableError("there is not enough memory to wake up: the engine still sleeps")
+        if all(sleeper.is_mapped for sleeper in sleepers_of(core.model_runner).values()):
+            core.unavailable.pop("asleep", None)
+
+    in_engine(llm.engine_thread, work)
+    llm.engine_thread.wake()  # requests that were kept go on
+
+
+def is_sleeping(llm: LLMEngine) -> bool:
+    """Whether weights or cache sleep."""
+    return "asleep" in llm.core.unavailable
+
+
+def _check_enabled(llm: LLMEngine) -> None:
+    if not llm.config.enable_sleep_mode:
+        raise ValueError("enable_sleep_mode=False: must be True when the engine is started, for it to sleep")
+
+
+# -- each rank ---------------------------------------------------------------------------------------------------------
+
+
+class MemoryCall(NamedTuple):
+    """What all ranks are to do; also a message to the others."""
+
+    name: str  # "release" or "take"
+    level: int = 0
+    tags: tuple[str, ...] = ()
+
+    def receive(self, words: np.ndarray, runner: Any, incoming: dict[Any, Any]) -> None:
+        self.do(runner)
+
+    def do(self, runner: Any) -> int | None:
+        with runner.on_device():
+            return release(runner, self.level) if self.name == "release" else take(runner, self.tags)
+
+
+def _on_all_ranks(core: Engine, call: MemoryCall) -> int | None:
+    """What `call` returns on this rank."""
+    if core.workers.processes:
+        core.workers.send(call, np.empty(0, np.int32))
+    return call.do(core.model_runner)
+
+
+def sleepers_of(runner: Any) -> dict[str, Any]:
+    """What holds a rank's memory, by tag: on CUDA, an Arena each."""
+    if not runner.sleepers:
+        runner.sleepers = {"weights": HostWeights(runner.model), "kv_cache": HostCache(runner)}
+    return runner.sleepers
+
+
+def release(runner: Any, level: int) -> int | None:
+    """Give this rank's memory back; returns how many bytes that are, or None if a rank could not keep its weights."""
+    sleepers, num_bytes = sleepers_of(runner), 0
+    weights = sleepers["weights"]
+    if level == 1 and weights.is_mapped and not _all_can(runner, weights.keep):
+        weights.drop_copies()
+        return None
+    if level == 2:
+        num_bytes += weights.drop_copies()
+    return num_bytes + sum(sleeper.unmap() for sleeper in sleepers.values() if sleeper.is_mapped)
+
+
+def take(runner: Any, tags: Collection[str]) -> bool:
+    """Take this rank's memory again. False, and nothing has changed, if a rank has not enough."""
+    woken = [sleeper for tag, sleeper in sleepers_of(runner).items() if tag in tags and not sleeper.is_mapped]
+
+    def map_all() -> None:
+        for sleeper in woken:
+            sleeper.map()
+
+    can_wake = _all_can(runner, map_all)
+    for sleeper in woken:
+        if can_wake:
+            sleeper.fill()
+        elif sleeper.is_mapped:
+            sleeper.unmap()
+    return can_wake
+
+
+def _all_can(runner: Any, work: Callable[[], None]) -> bool:
+    """Whether all ranks have the memory that `work` takes."""
+    try:
+        work()
+        lacks_memory = 0
+    except (RuntimeError, MemoryError):  # torch.OutOfMemoryError is one
+        lacks_memory = 1
+    return not runner.tp.all_reduce_max(torch.tensor([lacks_memory], dtype=torch.int64, device=runner.device)).item()

@@ -1,0 +1,34 @@
+"""Calls of CUDA's driver, by ctypes, and tensors at addresses that it returns."""
+
+import ctypes
+from typing import Any
+
+import torch
+
+OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+
+
+def call_driver(name: str, *arguments: Any) -> None:
+    """torch.OutOfMemoryError if the device's memory does not suffice, and RuntimeError for any other error."""
+    if error := getattr(_driver(), name)(*arguments):
+        kind = torch.OutOfMemoryError if error == OUT_OF_MEMORY else RuntimeError
+        raise kind(f"{name}: CUDA error {error}")
+
+
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+class DeviceBytes:
+    """Device memory in the form that torch.as_tensor takes without a copy. The tensor keeps this object alive."""
+
+    def __init__(self, address: int, num_bytes: int):
+        self.address, self.num_bytes = address, num_bytes
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self.num_bytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+    def tensor(self, device: torch.device) -> torch.Tensor:
+        """[num_bytes] uint8."""
+        return torch.as_tensor(self, device=device)
