@@ -318,7 +318,7 @@ BUDGETS = {
     "gated delta rule": 190,
     "features": 730,
     "graphs": 200,
-    "startup": 340,
+    "startup": 350,
     "mixture of experts": 587,
     "quantization": 485,
     "8-bit kernels": 507,

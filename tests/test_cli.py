@@ -319,7 +319,7 @@ COMPLETIONS = {
         ("nanovllm --v", ["--version"]),
         ("nanovllm serve --kvcache", ["--kvcache-block-size"]),
         ("nanovllm chat tiny", ["tiny-qwen3"]),
-        ("nanovllm chat tiny-qwen3 --no-enable", ["--no-enable-prefix-caching"]),
+        ("nanovllm chat tiny-qwen3 --no-enable-p", ["--no-enable-prefix-caching"]),
         ("nanovllm bench --batch", ["--batch-sizes"]),
         ("nanovllm completion b", ["bash"]),
         ("nanovllm generate nonsense", []),

@@ -50,10 +50,14 @@ def assert_sleeps_and_wakes(llm, folder: str) -> None:
         llm.load_weights([])
     llm.wake_up(["weights"])
     tensors = [*weights_of(folder)]
-    llm.load_weights(tensors[:-1])
+    for tensor in tensors[:-1]:  # in any number of calls, as TRL does
+        llm.load_weights([tensor])
+    assert_refuses(llm, "the engine sleeps|has dropped the weights")
     llm.wake_up(["kv_cache"])
-    assert_refuses(llm, r"sleep\(level=2\) has dropped|load all weights, in one call")
-    llm.load_weights(tensors)
+    assert_refuses(llm, r"sleep\(level=2\) has dropped the weights: load all weights before")
+    with pytest.raises(ValueError, match="no such tensor"):
+        llm.load_weights([("x", tensors[0][1])])
+    llm.load_weights(tensors[-1:])
     assert answers(llm) == before
     assert pointers == [id(p) for p in llm.model_runner.model.parameters()]
 

@@ -1,13 +1,19 @@
 """How the engine is changed: in its own thread, between two steps, and while no request is computed."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from nanovllm.engine.engine import Engine, UnavailableError
 from nanovllm.engine.engine_thread import EngineThread
 
 T = TypeVar("T")
 LOADING = "the weights are being replaced: load_weights() has not returned yet"
+
+
+class Dropped(str):
+    """Why there are no steps after `sleep(level=2)`, in a sentence, and what `load_weights` has loaded since."""
+
+    weights: Any = None  # a ModelWeights
 
 
 def check_idle(core: Engine) -> None:

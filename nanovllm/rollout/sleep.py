@@ -9,21 +9,21 @@ import torch
 
 from nanovllm.engine.engine import Engine, UnavailableError
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.rollout.changes import check_idle, in_engine
+from nanovllm.rollout.changes import Dropped, check_idle, in_engine
 from nanovllm.rollout.host_memory import HostCache, HostWeights
 from nanovllm.utils.checks import check_choice
 
 TAGS = ("weights", "kv_cache")
 ASLEEP = "the engine sleeps: wake_up() lets it generate again"
-DROPPED = "sleep(level=2) has dropped the weights: load all weights, in one call, before the engine can generate"
+DROPPED = "sleep(level=2) has dropped the weights: load all weights before the engine can generate"
 logger = logging.getLogger("nanovllm")
 
 
 def sleep(llm: LLMEngine, level: int = 1) -> int:
     """Give back the memory of weights and cache, and refuse to generate until `wake_up`.
 
-    Level 1 keeps the weights in host memory. Level 2 drops them: after `wake_up`, `load_weights` has to load all. What
-    sleeps already stays asleep; level 2 then drops the weights that level 1 has kept.
+    Level 1 keeps the weights in host memory. Level 2 drops them: after `wake_up`, one or more calls of `load_weights`
+    have to load all. What sleeps already stays asleep; level 2 then drops the weights that level 1 has kept.
 
     Returns how many bytes each device, or the CPU, has got back. ValueError for another level, and if the engine was
     started without `enable_sleep_mode=True`. UnavailableError while there are requests, unless the engine is paused,
@@ -38,7 +38,7 @@ def sleep(llm: LLMEngine, level: int = 1) -> int:
         if (num_bytes := _on_all_ranks(core, MemoryCall("release", level))) is None:
             raise UnavailableError("sleep(level=1): the host's memory does not suffice to keep the weights")
         core.scheduler.block_manager.clear_prefix_cache()  # no sequence holds blocks
-        core.unavailable |= {"asleep": ASLEEP} | ({"weights": DROPPED} if level == 2 else {})
+        core.unavailable |= {"asleep": ASLEEP} | ({"weights": Dropped(DROPPED)} if level == 2 else {})
         return num_bytes
 
     num_bytes = in_engine(llm.engine_thread, work)

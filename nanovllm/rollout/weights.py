@@ -14,7 +14,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.graphs.buffers import largest_batch
 from nanovllm.moe.weights import split_experts
 from nanovllm.quantization.scaled import SAFETENSORS_NAMES
-from nanovllm.rollout.changes import LOADING, check_idle, in_engine
+from nanovllm.rollout.changes import LOADING, Dropped, check_idle, in_engine
 from nanovllm.utils.loader import (
     FLOAT_DTYPES,
     check_shape,
@@ -36,7 +36,8 @@ def load_weights(llm: LLMEngine, weights: Iterable[tuple[str, torch.Tensor]]) ->
     other dtypes again; it also takes 8-bit values and scales as the checkpoint has them. The caller's thread iterates,
     so a generator that makes one tensor at a time needs memory for one.
 
-    UnavailableError while there are requests, unless the engine is paused; and new requests get one until this returns.
+    UnavailableError while there are requests, unless the engine is paused, and while the weights sleep. New requests
+    get one until this returns.
     Each tensor is checked before it is written: TypeError if it is none; ValueError that names it if the model has no
     such tensor, or if it has another shape, is not floating point, NaN or infinite. If anything is raised after the
     first write, the engine takes no requests until a call has loaded all weights.
@@ -49,10 +50,9 @@ def load_weights(llm: LLMEngine, weights: Iterable[tuple[str, torch.Tensor]]) ->
                 torch.cuda.current_stream(tensor.device).synchronize()  # the engine's thread has a stream of its own
             in_engine(llm.engine_thread, partial(update.load, name, tensor))
     except BaseException as error:
-        may_have_written = update.has_written or not isinstance(error, Exception)  # Ctrl-C does not end `load`
-        update.end(is_complete=not (may_have_written or update.was_incomplete))
+        update.end(is_broken=update.has_written or not isinstance(error, Exception))  # Ctrl-C does not end `load`
         raise
-    update.end(is_complete=not update.was_incomplete or update.weights.has_all())
+    update.end(is_broken=False)
 
 
 def weights_of(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -80,8 +80,10 @@ class WeightUpdate:
         assert runner is not None, "the engine is open"
         if "weights" in runner.sleepers and not runner.sleepers["weights"].is_mapped:
             raise UnavailableError("the weights sleep: call wake_up(tags=['weights']) before load_weights()")
-        self.was_incomplete = "weights" in unavailable
+        self.reason_before = reason = unavailable.get("weights")
         self.weights = ModelWeights(runner.model)
+        if isinstance(reason, Dropped):
+            self.weights = reason.weights = reason.weights or self.weights
         unavailable["weights"] = LOADING
         self.core.scheduler.block_manager.clear_prefix_cache()  # no sequence holds blocks
 
@@ -101,12 +103,14 @@ class WeightUpdate:
             for part, words in parts_of(name, tensor, 4 * largest_batch(self.core.config)):
                 self.core.workers.send(part, words)
 
-    def end(self, is_complete: bool) -> None:
+    def end(self, is_broken: bool) -> None:
         self.is_over = True
-        if is_complete:
-            self.core.unavailable.pop("weights", None)
-        else:
+        if is_broken:
             self.core.unavailable["weights"] = INCOMPLETE
+        elif self.reason_before is None or self.weights.has_all():
+            self.core.unavailable.pop("weights")
+        else:
+            self.core.unavailable["weights"] = self.reason_before
 
 
 class ModelWeights:

@@ -43,7 +43,7 @@ class ServerSettings:
     drain_seconds: after SIGTERM or Ctrl-C, how long requests that are running may go on.
     access_log: print a line for each request.
     enable_openapi: describe the API at `/openapi.json`.
-    enable_dev_endpoints: clients may pause the engine, replace its weights, and take its memory.
+    enable_dev_endpoints: clients may pause the engine and replace its weights.
     enable_force_include_usage: every chunk of a stream has the usage, whether its request asks for it or not.
     return_tokens_as_token_ids: log-probabilities name every token as `token_id:ID`.
     root_path: the path under which a proxy shows this server.
