@@ -58,6 +58,8 @@ class Config:
         these divided by the request's temperature (by 1 if it is 0), which is what trainers compute; or
         "processed_logprobs", the distribution that is sampled from, after penalties, temperature and filters.
     enable_sleep_mode: `sleep` gives memory back until `wake_up`; see docs/training.md.
+    batch_invariant: tokens and log-probabilities of a request are the same bits in any batch; slow, and for a CPU
+        alone so far.
     max_logprobs: the bound of a request's `logprobs` and `prompt_logprobs`; -1 is the size of the vocabulary.
 
     Raises ValueError or TypeError with the value and the bound, FileNotFoundError if there is no such model.
@@ -91,6 +93,7 @@ class Config:
     logprobs_mode: str = checked("raw_logprobs", check_choice, choices=LOGPROBS_MODES)
     max_logprobs: int = checked(100, check_int, low=-1)
     enable_sleep_mode: bool = checked(False, check_bool)
+    batch_invariant: bool = checked(False, check_bool)
     dtype_reason: str = field(init=False, repr=False)  # why "auto" has become this dtype
     model_config: "ModelConfig" = field(init=False, repr=False)  # with our `dtype`, not the checkpoint's
 
@@ -100,13 +103,12 @@ class Config:
 
         self._check_settings()
         device = _resolve_device(self.device, self.tensor_parallel_size)
-        runs_plain_torch = device == "cpu" and self.attention_backend in ("auto", "sdpa")
-        if runs_plain_torch:
-            backend, block_multiple = "sdpa", 16
-        else:
+        runs_plain_torch = device == "cpu" and self.attention_backend in ("auto", "sdpa") and not self.batch_invariant
+        backend, block_multiple = "sdpa", 16
+        if not runs_plain_torch:
             from nanovllm.attention import check_head_dim, resolve_backend  # what kernels need
 
-            backend, block_multiple = resolve_backend(self.attention_backend, device, self.kv_cache_dtype)
+            backend, block_multiple = resolve_backend(self, device)
         if (block_size := self.kvcache_block_size) % block_multiple:
             raise ValueError(f"kvcache_block_size={block_size}: must be a multiple of {block_multiple} for {backend!r}")
         folder = find_model(self.model, self.revision, with_weights=self.load_format != "dummy")

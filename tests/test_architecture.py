@@ -64,6 +64,7 @@ HOUSE = """
 4 | engine/batch.py <- engine/request_tables.py features/drafts.py
   <- features/__init__.py features/block_copies.py features/logit_edits.py features/logprobs.py
   <- graphs/ <- startup/__init__.py startup/arena.py startup/cuda.py <- engine/model_runner.py <- startup/cuda_runner.py
+  invariant/__init__.py invariant/ops.py <- invariant/attention.py <- invariant/cpu.py
 5 | distributed/__init__.py distributed/ranks.py <- distributed/peer_memory.py
   <- distributed/process_group.py distributed/step_channel.py <- distributed/worker.py
 5 | structured_outputs/constraint.py structured_outputs/sandbox.py <- structured_outputs/grammars.py
@@ -318,6 +319,7 @@ BUDGETS = {
     "gated delta rule": 190,
     "features": 730,
     "graphs": 200,
+    "invariant": 150,
     "startup": 350,
     "mixture of experts": 587,
     "quantization": 485,

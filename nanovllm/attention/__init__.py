@@ -19,9 +19,15 @@ def backend_class(name: str) -> Any:
     return resolve_name(home) if isinstance(home, str) else home
 
 
-def resolve_backend(name: str, device: str, kv_cache_dtype: str) -> tuple[str, int]:
+def resolve_backend(config: Any, device: str) -> tuple[str, int]:
     """The backend in use, and what `kvcache_block_size` must be a multiple of. ValueError if it can't run here."""
+    name, kv_cache_dtype = config.attention_backend, config.kv_cache_dtype
     check_choice("attention_backend", name, ("auto", *BACKENDS, "sdpa"))
+    if config.batch_invariant:
+        check_choice("batch_invariant=True is for a CPU so far: device", device, ("cpu",))
+        check_choice("batch_invariant=True has its own backend: attention_backend", name, ("auto", "sdpa"))
+        # gloo adds up the parts of more ranks in an order that depends on the size of the batch
+        check_choice("batch_invariant=True: tensor_parallel_size", config.tensor_parallel_size, (1, 2))
     if name == "auto":
         name = "triton" if device.startswith("cuda") and importlib.util.find_spec("triton") else "sdpa"
     if name == "sdpa":

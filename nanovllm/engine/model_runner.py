@@ -298,11 +298,11 @@ class ModelRunner:
         self.tp.close()
 
 
-# by the type of the device, module:class of a runner that queues steps; other devices have a ModelRunner
-RUNNERS = {"cuda": "nanovllm.startup.cuda_runner:CUDAModelRunner"}
+# by the type of the device, and by the setting, module:class of a runner; others have a ModelRunner
+RUNNERS = {"cuda": "nanovllm.startup.cuda_runner:CUDAModelRunner", "cpu-invariant": "nanovllm.invariant.cpu:CPURunner"}
 
 
 def make_runner(config: Config, lap: Callable[[str], None], tp: TensorParallel) -> ModelRunner:
     """The runner of this rank's device."""
-    home = RUNNERS.get(config.device_of(tp.rank).type)
+    home = RUNNERS.get(config.device_of(tp.rank).type + "-invariant" * config.batch_invariant)
     return (resolve_name(home) if home else ModelRunner)(config, lap, tp)

@@ -6,6 +6,7 @@ CUDA, which computes them by Triton kernels; `register_ops` adds that of another
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from functools import cache, wraps
 from typing import ParamSpec, TypeVar
 
@@ -14,20 +15,22 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_tables: dict[str, Mapping[str, Callable]] = {}  # by the type of the device
+_tables: dict[str, Mapping[str, Callable]] = {}  # by the type of the device, and the variant
+# which operations the steps of this thread use, beside those of the device: "", or "-invariant" (see invariant/)
+variant: ContextVar[str] = ContextVar("variant of the operations", default="")
 _forget: list[Callable[[], None]] = []  # who computes an operation, of each operation
 
 
 def ops_for(device: torch.device) -> Mapping[str, Callable]:
-    """The operations that a device computes in its own way, by name; a CPU has none."""
-    if device.type not in _tables:
-        has_kernels = device.type == "cuda" and importlib.util.find_spec("triton") is not None
-        _tables[device.type] = vars(importlib.import_module("nanovllm.kernels.ops")) if has_kernels else {}
-    return _tables[device.type]
+    """The operations that a device computes in its own way, by name; a CPU has none, unless a variant is set."""
+    if (kind := device.type + variant.get()) not in _tables:
+        has_kernels = kind == "cuda" and importlib.util.find_spec("triton") is not None
+        _tables[kind] = vars(importlib.import_module("nanovllm.kernels.ops")) if has_kernels else {}
+    return _tables[kind]
 
 
 def register_ops(device_type: str, table: Mapping[str, Callable]) -> None:
-    """Let all devices of a type compute the operations that `table` has by their names.
+    """Let all devices of a type, or of a type and a variant, compute the operations that `table` has by their names.
 
     A function takes and returns what the definition does. What it returns NotImplemented for, the definition computes.
     """
@@ -40,7 +43,7 @@ def operation(definition: Callable[P, R]) -> Callable[P, R]:
     """A decorator: the device of the first argument computes the operation in its own way, or as it is defined."""
 
     @cache  # a small model on a CPU computes 50 operations for a token
-    def choose(device: torch.device) -> Callable:
+    def choose(device: torch.device, variant: str) -> Callable:
         if (own := ops_for(device).get(definition.__name__)) is None:
             return definition
 
@@ -52,7 +55,7 @@ def operation(definition: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(definition)
     def compute(x, *args, **options):
-        return choose(x.device)(x, *args, **options)
+        return choose(x.device, variant.get())(x, *args, **options)
 
     _forget.append(choose.cache_clear)
     return compute

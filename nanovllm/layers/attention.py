@@ -256,7 +256,7 @@ def _plan(context: Context, window: int | None, block_size: int, dtype: torch.dt
         bounds, mask = context.context_lens[begin:end, None, None, None], None
         if min(lengths[begin:end]) < longest or (window or longest) < longest:
             mask = _mask(bounds, longest, window, dtype)
-        yield _Group(slice(begin, end), _spans(context.block_tables[begin:end], longest, block_size), mask, False)
+        yield _Group(slice(begin, end), spans_of(context.block_tables[begin:end], longest, block_size), mask, False)
         begin = end
 
     for i in range(num_single, len(lengths)):
@@ -265,7 +265,7 @@ def _plan(context: Context, window: int | None, block_size: int, dtype: torch.dt
         if num_new < length or (window or length) < length:
             bounds = torch.arange(length - num_new + 1, length + 1, device=context.context_lens.device).unsqueeze(1)
             mask = _mask(bounds, _padded(length), window, dtype)
-        yield _Group(rows, _spans(context.block_tables[i : i + 1], length, block_size), mask, True)
+        yield _Group(rows, spans_of(context.block_tables[i : i + 1], length, block_size), mask, True)
 
 
 def _padded(length: int) -> int:
@@ -281,7 +281,7 @@ def _mask(bounds: torch.Tensor, num_keys: int, window: int | None, dtype: torch.
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
-def _spans(block_tables: torch.Tensor, length: int, block_size: int) -> torch.Tensor:
+def spans_of(block_tables: torch.Tensor, length: int, block_size: int) -> torch.Tensor:
     """The spans [B, L / SPAN_SIZE] int32 that hold the first `length` tokens behind each table."""
     per_block = block_size // SPAN_SIZE
     offsets = torch.arange(per_block, device=block_tables.device, dtype=torch.int32)

@@ -1,0 +1,62 @@
+"""A rank on a CPU for the setting `batch_invariant`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.invariant import ops
+from nanovllm.invariant.attention import KEYS, InvariantBackend
+from nanovllm.kernels import register_ops, variant
+from nanovllm.layers.attention import Attention
+
+VARIANT = "-invariant"
+register_ops("cpu" + VARIANT, vars(ops))
+
+
+class CPURunner(ModelRunner):
+    """Computes each row of a step as if it were alone."""
+
+    def _load_model(self) -> nn.Module:
+        self.backend = InvariantBackend()
+        return super()._load_model()
+
+    def warm_up(self, lap: Callable[[str], None]) -> None:
+        if self.keeps_states:
+            raise ValueError("batch_invariant=True: must be False for a model whose layers keep a state")
+        super().warm_up(lap)
+        check_products(self.model, self.config.dtype)
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        token = variant.set(VARIANT)
+        try:
+            with super().on_device(), ops.one_thread():
+                yield
+        finally:
+            variant.reset(token)
+
+
+@torch.inference_mode()
+def check_products(model: nn.Module, dtype: torch.dtype) -> None:
+    """RuntimeError if this CPU's library multiplies equal rows of a block with different results.
+
+    That it does not is all that the promise rests on, beside that equal calls have equal results.
+    """
+    random = torch.Generator().manual_seed(0)
+    results = {}  # by what is multiplied
+    for p in {tuple(p.shape[-2:]): p for p in model.parameters() if p.dim() >= 2}.values():  # [..., outputs, inputs]
+        weight = p.reshape(-1, *p.shape[-2:])[0].to(dtype)
+        row = torch.randn(weight.shape[1], generator=random).to(dtype)
+        results[f"{[*weight.shape]} of {dtype}"] = ops.linear(row.expand(ops.ROWS, -1), weight)
+    for layer in {layer.cache_spec(): layer for layer in model.modules() if isinstance(layer, Attention)}.values():
+        keys = torch.randn(layer.num_kv_heads, KEYS, layer.head_dim, generator=random)
+        num_rows = ops.ROWS * layer.num_heads // layer.num_kv_heads
+        scores = keys[:, :1].repeat(1, num_rows, 1) @ keys.transpose(1, 2)
+        values = scores[:, :1].repeat(1, num_rows, 1) @ keys
+        results[f"{[*keys.shape]}, keys and values"] = torch.cat((scores, values), 2).transpose(0, 1)
+    for name, rows in results.items():
+        if not torch.equal(rows, rows[:1].expand_as(rows)):
+            raise RuntimeError(f"batch_invariant=True: equal rows times {name} have different results on this CPU")

@@ -1,0 +1,91 @@
+"""The operations whose definitions depend on the number of rows, for a CPU.
+
+A runner computes a step in one thread, so no loop over elements is cut at a place that depends on the batch. Then all
+that is elementwise, and what is reduced over the last dimension, depends on its own row. Products do not, as the
+library chooses its method by their shape: they are computed in blocks of the same shape, in all threads. Nor do
+functions of few elements, of which some are computed in vectors and the rest one by one.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.features import logprobs
+from nanovllm.layers import sampler
+from nanovllm.layers.sampler import SamplingRows
+
+ROWS = 16  # of a product
+num_threads: ContextVar[int] = ContextVar("threads of a product")
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """For a step, whose products take as many threads as PyTorch had before."""
+    before = torch.get_num_threads()
+    token = num_threads.set(before)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        num_threads.reset(token)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    split_k: int = 1,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    y = x.new_empty(len(x), len(weight)) if out is None else out[0]
+    torch.set_num_threads(num_threads.get())
+    for rows, result in zip(x.split(ROWS), y.split(ROWS)):
+        # always a copy, whose memory is aligned in the same way
+        result.copy_(F.linear(padded(rows), weight, bias)[: len(rows)])
+    torch.set_num_threads(1)
+    return y
+
+
+def padded(rows: torch.Tensor) -> torch.Tensor:
+    """At most ROWS rows, and zeros: a copy [ROWS, ...]."""
+    block = rows.new_zeros(ROWS, *rows.shape[1:])
+    block[: len(rows)] = rows
+    return block
+
+
+def sample(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    first_id: int = 0,
+    cutoffs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row by row, as each draws other tokens whose noise is computed."""
+    if len(logits) <= 1:
+        return NotImplemented
+    found = []
+    for i in range(len(logits)):
+        row = slice(i, i + 1)
+        own_cutoffs = None if cutoffs is None else cutoffs[row]
+        draw = logits[row], temperatures[row], seeds[row], positions[row], first_id
+        found.append(sampler.sample(*draw, cutoffs=own_cutoffs))
+    best, token_ids = zip(*found)
+    return torch.cat(best), torch.cat(token_ids)
+
+
+def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    if len(logits) <= 1:
+        return NotImplemented
+    each = [rows._replace(params=params) for params in rows.params.split(1)]
+    return torch.cat([sampler.logit_cutoffs(row, own) for row, own in zip(logits.split(1), each)])
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log-probabilities that a request also gets in a step in which others want those of the most likely tokens."""
+    _, ranks = logprobs.token_logprobs.__wrapped__(logits, token_ids)  # the definition
+    return logits.float().log_softmax(-1).gather(1, token_ids.unsqueeze(1).long()).squeeze(1), ranks
