@@ -319,7 +319,7 @@ BUDGETS = {
     "gated delta rule": 190,
     "features": 730,
     "graphs": 200,
-    "invariant": 150,
+    "invariant": 170,
     "startup": 350,
     "mixture of experts": 587,
     "quantization": 485,

@@ -1,15 +1,27 @@
 """Attention whose sums have one order, by the positions of the keys, for each query."""
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 
-from nanovllm.invariant.ops import ROWS, padded
 from nanovllm.layers.attention import AttentionBackend, spans_of
+from nanovllm.utils.context import Context
 
-KEYS = 256  # of a block; block j has the keys of the positions from j * KEYS on
+QUERIES = 4  # of a block: the fewer, the less a decode step computes in vain
+KEYS = 128  # of a block; block j has the keys of the positions from j * KEYS on
+
+
+class _Sequence(NamedTuple):
+    """What all layers with the same window know of a sequence."""
+
+    spans: torch.Tensor  # as `spans_of` returns them
+    queries: list[tuple[slice, torch.Tensor]]  # blocks: rows of q, and [key blocks, QUERIES, 1, KEYS], which are hidden
 
 
 class InvariantBackend(AttentionBackend):
-    """Multiplies blocks of ROWS queries of a sequence by blocks of KEYS keys, in float32.
+    """Multiplies blocks of queries of a sequence by blocks of its keys, in float32.
 
     All calls have the same shapes. The exponentials are relative to the largest score of all blocks; the blocks are
     added up from the first position on. A block that a query does not see adds zeros to it.
@@ -18,44 +30,53 @@ class InvariantBackend(AttentionBackend):
     uses_cuda_graphs = False
 
     def attend(self, q, cache, context):
-        starts = context.cu_seqlens_q.tolist() if context.has_chunks else range(len(q) + 1)
+        if cache.window not in context.plans:  # by the first layer of a step
+            context.plans[cache.window] = [*_plan(context, cache.window, cache.k.shape[1])]
         out = torch.empty_like(q)
-        for i, length in enumerate(context.context_lens.tolist()):
-            spans = spans_of(context.block_tables[i : i + 1], length, cache.k.shape[1])
+        for spans, queries in context.plans[cache.window]:
             k, v = (_blocks(x[0]) for x in cache.gather(spans, q.dtype))
-            for begin in range(starts[i], starts[i + 1], ROWS):
-                rows = slice(begin, min(begin + ROWS, starts[i + 1]))
-                position = length - (starts[i + 1] - begin)  # of the first query
-                out[rows] = _attend(q[rows], k, v, position, cache.window)
+            for rows, hidden in queries:
+                out[rows] = _attend(q[rows], k, v, hidden)
         return out
+
+
+def _plan(context: Context, window: int | None, block_size: int) -> Iterator[_Sequence]:
+    lengths = context.context_lens.tolist()
+    starts = context.cu_seqlens_q.tolist() if context.cu_seqlens_q is not None else range(len(lengths) + 1)
+    for i, length in enumerate(lengths):
+        queries = []
+        for begin in range(starts[i], starts[i + 1], QUERIES):
+            end = min(begin + QUERIES, starts[i + 1])
+            last = length - 1 - (starts[i + 1] - end)  # the position of the last query; padding repeats it
+            positions = torch.arange(last - (end - begin) + 1, last - (end - begin) + 1 + QUERIES).clamp_(max=last)
+            positions, keys = positions[:, None, None], torch.arange((last // KEYS + 1) * KEYS)
+            hidden = keys > positions  # [QUERIES, 1, keys]
+            if window is not None:
+                hidden |= keys <= positions - window
+            queries.append((slice(begin, end), hidden.unflatten(2, (-1, KEYS)).movedim(2, 0)))
+        yield _Sequence(spans_of(context.block_tables[i : i + 1], length, block_size), queries)
 
 
 def _blocks(x: torch.Tensor) -> torch.Tensor:
     """[L, kv_heads, head_dim] -> [blocks, kv_heads, KEYS, head_dim] float32, with zeros at the end."""
-    x = torch.nn.functional.pad(x.float(), (0, 0, 0, 0, 0, -len(x) % KEYS))
+    x = F.pad(x.float(), (0, 0, 0, 0, 0, -len(x) % KEYS))
     return x.unflatten(0, (-1, KEYS)).transpose(1, 2).contiguous()
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, window: int | None) -> torch.Tensor:
-    """At most ROWS queries [n, heads, head_dim] of positions that begin with `position`, with the blocks -> as q."""
-    num_queries, num_kv_heads, head_dim = len(q), k.shape[1], q.shape[2]
-    x = padded(q.float()).unflatten(1, (num_kv_heads, -1)) * head_dim**-0.5  # [ROWS, kv_heads, group, head_dim]
-    group = x.shape[2]
-    x = x.transpose(0, 1).reshape(num_kv_heads, ROWS * group, head_dim)
-    positions = torch.arange(position, position + ROWS).clamp_(max=position + num_queries - 1)
-    positions = positions.repeat_interleave(group).unsqueeze(1)  # [ROWS * group, 1]
-    scores = []
-    for j in range((position + num_queries - 1) // KEYS + 1):
-        keys = torch.arange(j * KEYS, (j + 1) * KEYS)
-        is_hidden = keys > positions
-        if window is not None:
-            is_hidden |= keys <= positions - window
-        scores.append((x @ k[j].transpose(1, 2)).masked_fill_(is_hidden, -torch.inf))
-    largest = torch.stack([block.amax(-1, keepdim=True) for block in scores]).amax(0)
-    total, weights_sum = torch.zeros_like(x), torch.zeros_like(largest)
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Attention of at most QUERIES queries [n, heads, head_dim] to blocks of keys and values -> as q."""
+    num_queries = len(q)
+    x = F.pad(q.float(), (0, 0, 0, 0, 0, QUERIES - num_queries)) * q.shape[2] ** -0.5
+    x = x.unflatten(1, (k.shape[1], -1)).transpose(0, 1)  # [kv_heads, QUERIES, group, head_dim]
+    rows = x.flatten(1, 2).contiguous()
+    scores = [(rows @ keys.transpose(1, 2)).view(*x.shape[:3], KEYS) for keys in k[: len(hidden)]]
+    for block, is_hidden in zip(scores, hidden):
+        block.masked_fill_(is_hidden, -torch.inf)
+    largest = torch.stack([block.amax(3, keepdim=True) for block in scores]).amax(0)
+    total = weights_sum = torch.zeros(())
     for block, values in zip(scores, v):
-        weights = (block - largest).exp_()
-        total += weights @ values
-        weights_sum += weights.sum(-1, keepdim=True)
-    attended = (total / weights_sum).unflatten(1, (ROWS, group)).transpose(0, 1)[:num_queries]
-    return attended.reshape(q.shape).to(q.dtype)
+        weights = block.sub_(largest).exp_()
+        total = total + (weights.flatten(1, 2) @ values)
+        weights_sum = weights_sum + weights.sum(3, keepdim=True)
+    attended = total.view(x.shape) / weights_sum  # [kv_heads, QUERIES, group, head_dim]
+    return attended.transpose(0, 1)[:num_queries].reshape(q.shape).to(q.dtype)

@@ -8,7 +8,7 @@ from torch import nn
 
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.invariant import ops
-from nanovllm.invariant.attention import KEYS, InvariantBackend
+from nanovllm.invariant.attention import KEYS, QUERIES, InvariantBackend
 from nanovllm.kernels import register_ops, variant
 from nanovllm.layers.attention import Attention
 
@@ -53,7 +53,7 @@ def check_products(model: nn.Module, dtype: torch.dtype) -> None:
         results[f"{[*weight.shape]} of {dtype}"] = ops.linear(row.expand(ops.ROWS, -1), weight)
     for layer in {layer.cache_spec(): layer for layer in model.modules() if isinstance(layer, Attention)}.values():
         keys = torch.randn(layer.num_kv_heads, KEYS, layer.head_dim, generator=random)
-        num_rows = ops.ROWS * layer.num_heads // layer.num_kv_heads
+        num_rows = QUERIES * layer.num_heads // layer.num_kv_heads
         scores = keys[:, :1].repeat(1, num_rows, 1) @ keys.transpose(1, 2)
         values = scores[:, :1].repeat(1, num_rows, 1) @ keys
         results[f"{[*keys.shape]}, keys and values"] = torch.cat((scores, values), 2).transpose(0, 1)

@@ -43,18 +43,14 @@ def linear(
 ) -> torch.Tensor:
     y = x.new_empty(len(x), len(weight)) if out is None else out[0]
     torch.set_num_threads(num_threads.get())
-    for rows, result in zip(x.split(ROWS), y.split(ROWS)):
-        # always a copy, whose memory is aligned in the same way
-        result.copy_(F.linear(padded(rows), weight, bias)[: len(rows)])
+    for begin in range(0, len(x), ROWS):
+        rows = slice(begin, begin + ROWS)
+        block = x.new_zeros(ROWS, x.shape[1])  # always a copy, whose memory is aligned in the same way
+        num_rows = len(x[rows])
+        block[:num_rows] = x[rows]
+        y[rows] = F.linear(block, weight, bias)[:num_rows]
     torch.set_num_threads(1)
     return y
-
-
-def padded(rows: torch.Tensor) -> torch.Tensor:
-    """At most ROWS rows, and zeros: a copy [ROWS, ...]."""
-    block = rows.new_zeros(ROWS, *rows.shape[1:])
-    block[: len(rows)] = rows
-    return block
 
 
 def sample(

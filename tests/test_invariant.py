@@ -1,0 +1,241 @@
+"""`batch_invariant`: a request gets the same bits alone and in any batch."""
+
+import random
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import TINY
+from test_models import MAX_LEN, VOCAB_SIZE, make_checkpoint
+
+from nanovllm import SamplingParams
+from nanovllm.config import Config
+from nanovllm.features.logprobs import log_probabilities
+from nanovllm.invariant import cpu, ops
+from nanovllm.invariant.attention import InvariantBackend
+from nanovllm.kernels import variant
+from nanovllm.kernels.sampling_columns import WIDTH, column_index
+from nanovllm.layers import sampler
+from nanovllm.layers.attention import KVCache, SDPABackend
+from nanovllm.layers.linear import linear
+from nanovllm.layers.sampler import SamplingRows
+from nanovllm.utils.context import Context
+
+PREFIX = [*range(50, 90)]
+
+
+def make_requests(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of all lengths, some with a common prefix, greedy and sampled, with filters and penalties."""
+    made = []
+    for i in range(8):
+        prompt = [rng.randrange(VOCAB_SIZE) for _ in range((1, 100, 17, 2, 33, 15, 16, 3)[i])]
+        ways = [dict(temperature=0), dict(temperature=0.8), dict(temperature=1.3, top_k=20, top_p=0.9, min_p=0.01)]
+        edits = [{}, dict(repetition_penalty=1.2, frequency_penalty=0.3, logit_bias={5: 2.0})]
+        params = SamplingParams(
+            **rng.choice(ways),
+            **rng.choice(edits),
+            seed=i,
+            max_tokens=30 if len(prompt) < 20 else rng.choice([1, 5]),  # some are preempted
+            ignore_eos=True,
+            logprobs=rng.choice([0, 0, 3]),
+            prompt_logprobs=i // 2 if i % 4 == 0 else None,  # such prompts are not looked for in the cache
+            detokenize=False,
+        )
+        made.append((PREFIX * (i % 2) + prompt, params))
+    return made
+
+
+def bits(output) -> list:
+    """A token with all of its log-probabilities, for each of the prompt and of the answer."""
+    answer = output.outputs[0]
+    tokens = [(None, entries) for entries in (output.prompt_logprobs or [None])[1:]]
+    tokens += zip(answer.token_ids, answer.logprobs, strict=True)
+    return [(i, [(key, x.logprob, x.rank) for key, x in entries.items()]) for i, entries in tokens]
+
+
+def assert_invariant(make_llm, folder: str, **settings) -> None:
+    """Each request alone, in whole chunks, against random batches in small engines."""
+    rng = random.Random(str(settings))
+    settings |= dict(batch_invariant=True, max_model_len=MAX_LEN)
+    made = make_requests(rng)
+    llm = make_llm(folder, enable_prefix_caching=False, max_num_seqs=1, num_kvcache_blocks=16, **settings)
+    alone = [bits(llm.generate([prompt], params, use_tqdm=False)[0]) for prompt, params in made]
+    llm.exit()
+    num_preemptions = num_found = num_compared = 0
+    for i in range(2):
+        llm = make_llm(
+            folder,
+            kvcache_block_size=16,
+            num_kvcache_blocks=(MAX_LEN // 16, 64)[i],  # with few blocks there are preemptions, with many prefix hits
+            max_num_batched_tokens=rng.choice([7, 16, 33, 64]),
+            max_num_seqs=rng.choice([6, 8]),
+            async_scheduling=i % 2 == 0,
+            **settings,
+        )
+        order = rng.sample(range(len(made)), len(made))
+        if i == 0:  # those with long answers run at the same time
+            order.sort(key=lambda j: -made[j][1].max_tokens)
+        outputs = llm.generate([made[j][0] for j in order], [made[j][1] for j in order], use_tqdm=False)
+        for j, output in zip(order, outputs):
+            found = bits(output)
+            differing = [n for n, (x, y) in enumerate(zip(found, alone[j], strict=True)) if x != y]
+            assert not differing, (j, made[j][1], differing)
+            num_compared += len(found)
+            num_found += output.num_cached_tokens
+        num_preemptions += llm.stats()["preemptions"]
+        llm.exit()
+    assert num_preemptions and num_found and num_compared > 200, (num_preemptions, num_found, num_compared)
+
+
+@pytest.mark.parametrize(
+    "name, settings",
+    [
+        ("llama-3.2", {"dtype": "float32"}),
+        ("mistral-window", {"dtype": "bfloat16", "quantization": "int8"}),
+        ("qwen3-moe", {"dtype": "float32", "kv_cache_dtype": "fp8", "logprobs_mode": "processed_logprobs"}),
+    ],
+)
+def test_no_bit_differs(make_llm, tmp_path, name, settings):
+    assert_invariant(make_llm, make_checkpoint(tmp_path, name), **settings)
+
+
+def test_two_ranks(make_llm, tmp_path):
+    """For each number of ranks, its own bits."""
+    folder = make_checkpoint(tmp_path, "llama-3.2")
+    settings = dict(batch_invariant=True, max_model_len=MAX_LEN, kvcache_block_size=16, num_kvcache_blocks=40)
+    llm = make_llm(folder, tensor_parallel_size=2, **settings)
+    made = make_requests(random.Random(1))
+    together = llm.generate([prompt for prompt, _ in made], [params for _, params in made], use_tqdm=False)
+    for (prompt, params), output in zip(made[:4], together):
+        assert bits(llm.generate([prompt], params, use_tqdm=False)[0]) == bits(output)
+
+
+def test_beside_an_engine_without(make_llm):
+    """The setting belongs to an engine, not to the process; and the answers are almost those of the other one."""
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0)
+    plain, ours = make_llm(), make_llm(batch_invariant=True)
+    for _ in range(2):
+        outputs = [llm.generate([PREFIX], params, use_tqdm=False)[0].outputs[0] for llm in (plain, ours)]
+        logprobs = [[entry[i].logprob for i, entry in zip(x.token_ids, x.logprobs)] for x in outputs]
+        assert outputs[0].token_ids == outputs[1].token_ids and logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
+    assert variant.get() == ""
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def invariant():
+    token = variant.set(cpu.VARIANT)
+    try:
+        with ops.one_thread():
+            yield
+    finally:
+        variant.reset(token)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_have_one_shape(monkeypatch, dtype):
+    """Whatever the number of rows, the library sees ROWS of them."""
+    seen = []
+    weight, bias = torch.randn(24, 40).to(dtype), torch.randn(24).to(dtype)
+    x = torch.randn(50, 40).to(dtype)
+    expected = F.linear(x.double(), weight.double(), bias.double())
+
+    def watched(rows, *arguments):
+        seen.append((rows.shape, rows.is_contiguous(), rows.data_ptr() % 64, torch.get_num_threads()))
+        return torch._C._nn.linear(rows, *arguments)
+
+    monkeypatch.setattr(ops.F, "linear", watched)
+    with invariant():
+        for num_rows in (0, 1, 15, 16, 17, 50):
+            y = linear(x[:num_rows], weight, bias)
+            torch.testing.assert_close(y.double(), expected[:num_rows], atol=0.1, rtol=0.02)
+            out = torch.empty(1, num_rows, 24, dtype=dtype)
+            assert linear(x[:num_rows], weight, bias, 1, out).data_ptr() == out.data_ptr() and torch.equal(out[0], y)
+        assert torch.get_num_threads() == 1
+    assert set(seen) == {((ops.ROWS, 40), True, 0, torch.get_num_threads())} and len(seen) == 2 * (1 + 1 + 1 + 2 + 4)
+
+
+def test_rows_are_sampled_alone(monkeypatch):
+    """And a log-probability is the same, whether others want those of the most likely tokens or not."""
+    torch.manual_seed(0)
+    logits, temperatures = torch.randn(7, 203), torch.tensor([0.0, 1.0, 0.5, 2.0, 0.0, 1.0, 3.0])
+    seeds, positions = torch.arange(14, dtype=torch.int32).view(7, 2), torch.arange(7, dtype=torch.int32)
+    params = torch.zeros(7, WIDTH, dtype=torch.int32)
+    for name, values in {"temperature": temperatures, "top_p": torch.full((7,), 0.8), "min_p": torch.zeros(7)}.items():
+        params[:, column_index(name)] = values.view(torch.int32)
+    rows = SamplingRows(params, *[None] * 5)
+    expected = sampler.logit_cutoffs(logits, rows)
+    drawn = sampler.sample(logits, temperatures, seeds, positions, 0, cutoffs=expected)
+    num_rows, add_noise = [], sampler.add_noise
+
+    def watched(scores, *arguments):
+        num_rows.append(len(scores))
+        return add_noise(scores, *arguments)
+
+    monkeypatch.setattr(sampler, "add_noise", watched)
+    with invariant():
+        assert torch.equal(sampler.logit_cutoffs(logits, rows), expected)
+        scores, token_ids = sampler.sample(logits, temperatures, seeds, positions, 0, cutoffs=expected)
+        assert torch.equal(token_ids, drawn[1]) and num_rows == [1] * 5
+        torch.testing.assert_close(scores, drawn[0])
+        few, many = (log_probabilities(logits, token_ids, num_top) for num_top in (0, 4))
+        assert all(torch.equal(x.view(7, -1)[:, 0], y.view(7, -1)[:, 0]) for x, y in zip(few, many))
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_attention(window):
+    """Near the plain backend; a chunk's queries have the bits of decode steps."""
+    torch.manual_seed(0)
+    lengths, chunks = [1, 17, 256, 257, 600], [1, 1, 1, 30, 41]
+    num_blocks = [-(-length // 16) for length in lengths]
+    tables = torch.zeros(len(lengths), max(num_blocks), dtype=torch.int32)
+    for row, order in zip(tables, torch.randperm(sum(num_blocks)).int().split(num_blocks)):
+        row[: len(order)] = order
+    cache = KVCache(torch.randn(2, sum(num_blocks), 16, 2, 24))
+    cache.window = window
+    q = torch.randn(sum(chunks), 6, 24)
+
+    def context(lengths, tables, chunks):
+        starts = torch.tensor([0, *chunks]).cumsum(0).int()
+        lengths = torch.tensor(lengths, dtype=torch.int32)
+        sizes = (3, None, lengths, tables, 600, max(chunks))
+        return Context(*sizes, cu_seqlens_q=starts if max(chunks) > 1 else None)
+
+    found = InvariantBackend().attend(q, cache, context(lengths, tables, chunks))
+    torch.testing.assert_close(found, SDPABackend().attend(q, cache, context(lengths, tables, chunks)))
+    first = 0
+    for length, table, size in zip(lengths, tables, chunks):
+        ends = [*range(length - size + 1, length + 1)]
+        decode = context(ends, table.expand(size, -1), [1] * size)
+        assert torch.equal(
+            InvariantBackend().attend(q[first : first + size], cache, decode), found[first : first + size]
+        )
+        first += size
+
+
+def test_a_library_whose_rows_differ_is_refused(make_llm, monkeypatch):
+    def uneven(x, weight, bias=None):
+        y = torch._C._nn.linear(x, weight, bias)
+        y[-1] *= 1 + 1e-6
+        return y
+
+    monkeypatch.setattr(ops.F, "linear", uneven)
+    with pytest.raises(RuntimeError, match=r"equal rows times \[\d+, \d+\] of torch.float32 have different results"):
+        make_llm(batch_invariant=True)
+
+
+def test_settings(monkeypatch):
+    def refused(message, **settings):
+        with pytest.raises(ValueError, match=message):
+            Config(TINY, batch_invariant=True, **{"device": "cpu"} | settings)
+
+    assert Config(TINY, device="cpu", batch_invariant=True).attention_backend == "sdpa"
+    refused(
+        "batch_invariant=True has its own backend: attention_backend='flash'", device="cpu", attention_backend="flash"
+    )
+    refused("batch_invariant=True: tensor_parallel_size=4: must be one of 1, 2", tensor_parallel_size=4)
+    monkeypatch.setattr("nanovllm.config._resolve_device", lambda name, num_ranks: "cuda:0")
+    refused("batch_invariant=True is for a CPU so far: device='cuda:0': must be one of 'cpu'", device="cuda")
