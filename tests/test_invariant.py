@@ -36,7 +36,7 @@ def make_requests(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
             **rng.choice(ways),
             **rng.choice(edits),
             seed=i,
-            max_tokens=30 if len(prompt) < 20 else rng.choice([1, 5]),  # some are preempted
+            max_tokens=20 if len(prompt) < 20 else rng.choice([1, 5]),  # some are preempted
             ignore_eos=True,
             logprobs=rng.choice([0, 0, 3]),
             prompt_logprobs=i // 2 if i % 4 == 0 else None,  # such prompts are not looked for in the cache
@@ -107,7 +107,7 @@ def test_two_ranks(make_llm, tmp_path):
     llm = make_llm(folder, tensor_parallel_size=2, **settings)
     made = make_requests(random.Random(1))
     together = llm.generate([prompt for prompt, _ in made], [params for _, params in made], use_tqdm=False)
-    for (prompt, params), output in zip(made[:4], together):
+    for (prompt, params), output in zip(made[:3], together):
         assert bits(llm.generate([prompt], params, use_tqdm=False)[0]) == bits(output)
 
 
