@@ -320,7 +320,7 @@ COMPLETIONS = {
         ("nanovllm serve --kvcache", ["--kvcache-block-size"]),
         ("nanovllm chat tiny", ["tiny-qwen3"]),
         ("nanovllm chat tiny-qwen3 --no-enable-p", ["--no-enable-prefix-caching"]),
-        ("nanovllm bench --batch", ["--batch-sizes"]),
+        ("nanovllm bench --batch-s", ["--batch-sizes"]),
         ("nanovllm completion b", ["bash"]),
         ("nanovllm generate nonsense", []),
     ],
