@@ -143,6 +143,7 @@ def _all_can(runner: Any, work: Callable[[], None]) -> bool:
     try:
         work()
         lacks_memory = 0
-    except (RuntimeError, MemoryError):  # torch.OutOfMemoryError is one
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is one
+        logger.warning("rank %d lacks memory: %s", runner.tp.rank, str(error))  # a record that is kept holds no tensors
         lacks_memory = 1
     return not runner.tp.all_reduce_max(torch.tensor([lacks_memory], dtype=torch.int64, device=runner.device)).item()

@@ -51,6 +51,7 @@ class Arena(TorchDispatchMode):
         location = _Location(ON_DEVICE, device.index or 0)
         self._prop, self._access = _AllocationProp(PINNED, 0, location), _AccessDesc(location, READ_AND_WRITE)
         granularity = ctypes.c_size_t()
+        _synchronize(device)  # creates the CUDA context that the driver calls need
         call_driver("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._prop), 0)
         self._granularity = granularity.value
 
