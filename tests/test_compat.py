@@ -294,7 +294,7 @@ def test_what_trl_calls():
     refused = pytest.raises(ValueError, match="tensor_parallel_size=2: must be 1, as ranks can't be processes of")
     with refused:
         vllm.LLM(TINY, distributed_executor_backend="external_launcher", tensor_parallel_size=2)
-    options = dict(max_model_len=None, enable_sleep_mode=False, model_impl="vllm", trust_remote_code=False)
+    options = dict(max_model_len=None, enable_sleep_mode=True, model_impl="vllm", trust_remote_code=False)
     with vllm.LLM(TINY, distributed_executor_backend="external_launcher", tensor_parallel_size=1, **options) as llm:
         before = llm.generate(PROMPT, vllm.SamplingParams(**GREEDY))[0].token_ids
         load = llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights
@@ -302,7 +302,12 @@ def test_what_trl_calls():
         load([("model.norm.weight", norm.flip(0))])
         assert llm.generate(PROMPT, vllm.SamplingParams(**GREEDY))[0].token_ids != before
         load([("model.norm.weight", norm)])
+        llm.sleep(level=2)
+        llm.wake_up(tags=["weights"])
+        for weight in weights_of(TINY):
+            load([weight])
         assert llm.reset_prefix_cache()
+        llm.wake_up(tags=["kv_cache"])
         assert llm.generate(PROMPT, vllm.SamplingParams(**GREEDY))[0].token_ids == before
     with pytest.raises(NotImplementedError, match="call LLM.load_weights"):
         vllm.NCCLWeightTransferEngine.trainer_init({})
