@@ -568,6 +568,9 @@ def test_tokenizer_of_another_folder(checkpoint, make_llm, tensors):
     (Path(folder) / "tokenizer.json").unlink()
     llm = make_llm(folder, tokenizer="tiny-qwen3")
     assert llm.config.tokenizer == TINY and llm.tokenizer.decode(llm.tokenizer.encode("Hello")) == "Hello"
+    num_decoded = len(llm.input_processor.token_bytes)
+    (output,) = llm.generate([[5, 6]], SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False), use_tqdm=False)
+    assert output.text == "" and len(output.token_ids) == 4 and len(llm.input_processor.token_bytes) == num_decoded
 
 
 @pytest.mark.parametrize(
