@@ -314,7 +314,7 @@ BUDGETS = {
     "attention": 150,
     "kernels": 2010,
     "delta rule kernels": 380,
-    "distributed": 535,
+    "distributed": 540,
     "models": 510,  # of which hybrids are 190
     "gated delta rule": 190,
     "features": 730,

@@ -36,7 +36,7 @@ def make_requests(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
             **rng.choice(ways),
             **rng.choice(edits),
             seed=i,
-            max_tokens=20 if len(prompt) < 20 else rng.choice([1, 5]),  # some are preempted
+            max_tokens=26 if len(prompt) < 20 else rng.choice([1, 5]),  # some are preempted
             ignore_eos=True,
             logprobs=rng.choice([0, 0, 3]),
             prompt_logprobs=i // 2 if i % 4 == 0 else None,  # such prompts are not looked for in the cache
@@ -67,9 +67,9 @@ def assert_invariant(make_llm, folder: str, **settings) -> None:
         llm = make_llm(
             folder,
             kvcache_block_size=16,
-            num_kvcache_blocks=(MAX_LEN // 16, 64)[i],  # with few blocks there are preemptions, with many prefix hits
-            max_num_batched_tokens=rng.choice([7, 16, 33, 64]),
-            max_num_seqs=rng.choice([6, 8]),
+            num_kvcache_blocks=(10, 64)[i],  # with few blocks there are preemptions, with many prefix hits
+            max_num_batched_tokens=(33, rng.choice([7, 16, 64]))[i],
+            max_num_seqs=8,
             async_scheduling=i % 2 == 0,
             **settings,
         )

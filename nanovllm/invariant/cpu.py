@@ -24,7 +24,7 @@ class CPURunner(ModelRunner):
         return super()._load_model()
 
     def warm_up(self, lap: Callable[[str], None]) -> None:
-        if self.keeps_states:
+        if self.num_state_rows:
             raise ValueError("batch_invariant=True: must be False for a model whose layers keep a state")
         super().warm_up(lap)
         check_products(self.model, self.config.dtype)

@@ -111,13 +111,12 @@ def sleepers_of(runner: Any) -> dict[str, Any]:
 
 def release(runner: Any, level: int) -> int | None:
     """Give this rank's memory back; returns how many bytes that are, or None if a rank could not keep its weights."""
-    sleepers, num_bytes = sleepers_of(runner), 0
+    sleepers = sleepers_of(runner)
     weights = sleepers["weights"]
     if level == 1 and weights.is_mapped and not _all_can(runner, weights.keep):
         weights.drop_copies()
         return None
-    if level == 2:
-        num_bytes += weights.drop_copies()
+    num_bytes = weights.drop_copies() if level == 2 else 0
     return num_bytes + sum(sleeper.unmap() for sleeper in sleepers.values() if sleeper.is_mapped)
 
 

@@ -44,6 +44,7 @@ class CUDAModelRunner(ModelRunner):
         """Without what steps need, which is measured later."""
         free, total = torch.cuda.mem_get_info(self.device)
         weights = torch.cuda.memory_allocated(self.device) - self._memory_before
+        weights += sum(arena.num_bytes for arena in self.sleepers.values())
         return min(free, int(total * self.config.gpu_memory_utilization) - weights) - RESERVE_BYTES
 
     @contextmanager
