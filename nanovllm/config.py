@@ -61,6 +61,7 @@ class Config:
     batch_invariant: tokens and log-probabilities of a request are the same bits in any batch; slow, and for a CPU
         alone so far.
     max_logprobs: the bound of a request's `logprobs` and `prompt_logprobs`; -1 is the size of the vocabulary.
+    speculative_config: a dict that says how tokens are drafted, see `spec_decode/config.py`; None: not at all.
 
     Raises ValueError or TypeError with the value and the bound, FileNotFoundError if there is no such model.
     """
@@ -94,6 +95,7 @@ class Config:
     max_logprobs: int = checked(100, check_int, low=-1)
     enable_sleep_mode: bool = checked(False, check_bool)
     batch_invariant: bool = checked(False, check_bool)
+    speculative_config: Any = None
     dtype_reason: str = field(init=False, repr=False)  # why "auto" has become this dtype
     model_config: "ModelConfig" = field(init=False, repr=False)  # with our `dtype`, not the checkpoint's
 
@@ -134,6 +136,10 @@ class Config:
             max_model_len=self._resolve_max_model_len(model_config.max_position_embeddings),
             async_scheduling=device.startswith("cuda") if self.async_scheduling is None else self.async_scheduling,
         )
+        if self.speculative_config is not None:
+            from nanovllm.spec_decode.config import read_speculative_config  # few engines draft tokens
+
+            self.resolve(speculative_config=read_speculative_config(self))
 
     def resolve(self, **settings) -> None:
         """Replace settings by the values in use. The ModelRunner alone calls this later, with what it has measured."""

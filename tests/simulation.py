@@ -1,12 +1,13 @@
 """Engines without a model: the loop of the real one around its scheduler, with checks after every move.
 
-Nothing here needs PyTorch, unless rows have several tokens.
+Nothing here needs PyTorch.
 """
 
 import itertools
 import random
 from collections import Counter, deque
 from math import inf
+from types import SimpleNamespace
 from typing import NamedTuple
 from zlib import crc32
 
@@ -20,6 +21,8 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.state_blocks import StateBlockManager
 from nanovllm.engine.stats import stats_of
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.spec_decode.output_processor import DraftingOutputProcessor
+from nanovllm.spec_decode.proposer import Proposer
 
 VOCAB_SIZE, EOS, ALSO_EOS = 50, 0, 1
 MAX_LEN = 64
@@ -27,6 +30,18 @@ MAX_LEN = 64
 
 def rows(step: ScheduledStep) -> list[tuple[int, int, int]]:
     return [(seq.request_id, start, end) for seq, start, end in step.rows]
+
+
+class RandomDrafts(Proposer):
+    """Any number of drafts; whether they are right is for the simulation."""
+
+    def __init__(self, settings):
+        super().__init__(settings)
+        self.random = random.Random(0)
+
+    def draft(self, seq, num_drafts):
+        assert seq.num_tokens == len(seq.token_ids)
+        return [0] * self.random.randint(0, num_drafts)
 
 
 class SimulatedEngine:
@@ -46,7 +61,8 @@ class SimulatedEngine:
         max_num_mixed_tokens=64,
         context_of_equal_cost=inf,
         enable_prefix_caching=True,
-        tokens_per_row=1,
+        num_drafts=0,
+        drafts_on_host=False,
         max_len=MAX_LEN,
         asynchronous=False,
         checked=False,
@@ -57,8 +73,14 @@ class SimulatedEngine:
             StateBlockManager(*sizes, max_num_seqs, 2 * max_num_seqs + 2) if keeps_states else BlockManager(*sizes)
         )
         budgets = TokenBudget(max_num_batched_tokens), TokenBudget(max_num_mixed_tokens, context_of_equal_cost)
-        self.scheduler = Scheduler(self.manager, max_num_seqs, *budgets, tokens_per_row)
+        self.scheduler = Scheduler(self.manager, max_num_seqs, *budgets)
         self.outputs = OutputProcessor(self.scheduler, frozenset({EOS, ALSO_EOS}))
+        if num_drafts:
+            sizes = dict(num_speculative_tokens=num_drafts, disable_by_batch_size=max(3, max_num_seqs - 2))
+            settings = SimpleNamespace(method="draft_model", is_synthetic=False, **sizes)
+            self.outputs = DraftingOutputProcessor(self.scheduler, frozenset({EOS, ALSO_EOS}), settings)
+            if drafts_on_host:
+                self.outputs.proposer = RandomDrafts(settings)
         self.policy, self.max_len, self.checked = make_policy(policy), max_len, checked
         self.num_requests = 0
         self.seqs: list[Sequence] = []  # all that were queued
@@ -166,7 +188,8 @@ class SimulatedEngine:
         assert all(seq.num_computed_tokens == seq.num_tokens - 1 for seq in seqs)
         rows = [seq.req_index for seq in seqs]
         assert table.seqs[rows].tolist() == seqs
-        assert table.numbers[rows, :3].tolist() == [[s.num_tokens, s.num_computed_tokens, s.token_limit] for s in seqs]
+        counts = [[s.num_tokens, s.num_computed_tokens, s.token_limit, s.num_drafts] for s in seqs]
+        assert table.numbers[rows, :4].tolist() == counts
         assert table.capacities[rows].tolist() == [len(seq.block_table) * self.manager.block_size for seq in seqs]
         others = sorted({*range(self.scheduler.max_num_seqs)} - {*rows})
         assert not table.numbers[others].any() and not any(table.seqs[others])

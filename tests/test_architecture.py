@@ -16,6 +16,7 @@ import pytest
 import nanovllm
 from nanovllm.engine.features import FEATURES
 from nanovllm.engine.model_runner import RUNNERS
+from nanovllm.spec_decode.proposer import PROPOSERS
 
 ROOT = Path(nanovllm.__file__).parent
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
@@ -47,9 +48,11 @@ HOUSE = """
   <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py quantization/__init__.py
   <- models/__init__.py models/architectures.py attention/__init__.py structured_outputs/__init__.py compat/__init__.py
   <- structured_outputs/spec.py compat/settings.py compat/flags.py distributed/division.py startup/devices.py
-  <- utils/collection_checks.py <- config.py sampling_params.py features/beam_params.py <- compat/params.py
+  <- utils/collection_checks.py spec_decode/__init__.py spec_decode/config.py
+  <- config.py sampling_params.py features/beam_params.py <- compat/params.py
 0 | engine/__init__.py
 1 | engine/sequence.py <- engine/scheduled_step.py
+  spec_decode/proposer.py spec_decode/ngram.py spec_decode/suffix.py
   engine/block_manager.py engine/scheduling_policy.py engine/policies.py
   <- engine/state_blocks.py
   <- engine/scheduler.py features/forks.py <- engine/stats.py
@@ -61,8 +64,9 @@ HOUSE = """
 3 | quantization/scaled.py <- quantization/scaled_linear.py quantization/scaled_experts.py <- quantization/fp8_linear.py
   <- quantization/quant_config.py
   <- quantization/formats/
-4 | engine/batch.py <- engine/request_tables.py features/drafts.py
+4 | engine/batch.py <- engine/request_tables.py spec_decode/rows.py
   <- features/__init__.py features/block_copies.py features/logit_edits.py features/logprobs.py
+  spec_decode/feature.py spec_decode/draft_model.py
   <- graphs/ <- startup/__init__.py startup/arena.py startup/cuda.py <- engine/model_runner.py <- startup/cuda_runner.py
   invariant/__init__.py invariant/ops.py <- invariant/attention.py <- invariant/cpu.py
 5 | distributed/__init__.py distributed/ranks.py <- distributed/peer_memory.py
@@ -73,6 +77,7 @@ HOUSE = """
   engine/sentencepiece.py engine/recommended_params.py features/stop_strings.py <- engine/request.py
   <- engine/prompts.py
   engine/streamed_request.py <- engine/input_processor.py engine/output_processor.py
+  <- spec_decode/output_processor.py
   <- engine/engine.py features/beam_search.py <- engine/engine_thread.py <- engine/step_callers.py engine/streams.py
   <- engine/llm_engine.py rollout/ <- llm.py <- __init__.py <- compat/llm.py <- compat/vllm.py <- compat/__main__.py
 7 | benchmarks/__init__.py benchmarks/clients.py benchmarks/processes.py benchmarks/requests.py benchmarks/results.py
@@ -199,11 +204,10 @@ def test_ranks_do_without_transformers():
     assert "transformers" in reach("engine/llm_engine.py")
 
 
-ROOMS_BY_USE = ("distributed", "features", "graphs", "startup", "structured_outputs")
+ROOMS_BY_USE = ("distributed", "features", "graphs", "spec_decode", "startup", "structured_outputs")
 FEATURE_FILES = {feature.home.split(":")[0].replace(".", "/") + ".py" for feature in FEATURES.values()}
-NAMED_FILES = FEATURE_FILES | {
-    home.split(":")[0].removeprefix("nanovllm.").replace(".", "/") + ".py" for home in RUNNERS.values()
-}
+HOMES = *RUNNERS.values(), *(home for home in PROPOSERS.values() if isinstance(home, str))
+NAMED_FILES = FEATURE_FILES | {home.split(":")[0].removeprefix("nanovllm.").replace(".", "/") + ".py" for home in HOMES}
 
 
 def test_optional_rooms_are_imported_when_used():
@@ -216,6 +220,7 @@ def test_optional_rooms_are_imported_when_used():
             "distributed/__init__.py",
             "features/__init__.py",
             "graphs/__init__.py",
+            "spec_decode/__init__.py",
             "startup/__init__.py",
             "structured_outputs/__init__.py",
         }
@@ -325,6 +330,7 @@ BUDGETS = {
     "quantization": 485,
     "8-bit kernels": 507,
     "rollout": 400,
+    "spec_decode": 620,
     "structured_outputs": 360,
     "compat": 535,
     "serve": 2850,
@@ -399,6 +405,7 @@ ROOMS = (
     "quantization",
     "rollout",
     "serve",
+    "spec_decode",
     "startup",
     "structured_outputs",
 )

@@ -67,10 +67,11 @@ def prepare(step: ScheduledStep, arrays=None, shape: BatchShape | None = None) -
     return batches.prepare_batch(step, shape, backend_arrays, arrays or {}, buffer, BLOCK_SIZE, pad_req_index=8)
 
 
-def decodes(seqs: list[Sequence], tokens_per_row: int = 1) -> ScheduledStep:
+def decodes(seqs: list[Sequence], num_drafts: int = 0) -> ScheduledStep:
     """The first has just got its last block."""
-    table, step = DecodeTable(6, BLOCK_SIZE, tokens_per_row), ScheduledStep(tokens_per_row=tokens_per_row)
+    table, step = DecodeTable(6, BLOCK_SIZE), ScheduledStep()
     for seq in seqs:
+        seq.num_drafts = num_drafts
         table.add(seq)
     table.schedule(np.array([seq.req_index for seq in seqs]), step)
     step.new_blocks = [(0, len(seqs[0].block_table) - 1, seqs[0].block_table[-1])]
@@ -172,7 +173,7 @@ def test_decode_with_padding():
 def test_drafts():
     """The host planned for one token more than the device has. The second sequence may get two tokens, no third."""
     seqs = [sequence(0, range(7), [7, 2]), sequence(1, range(3), [3], max_tokens=2), sequence(2, range(5), [0, 4])]
-    tables, step = tables_of(seqs[:2], 1, tokens_per_row=3), decodes(seqs[:2], 3)
+    tables, step = tables_of(seqs[:2], 1, tokens_per_row=3), decodes(seqs[:2], 2)
     assert step.num_reserved.tolist() == [3, 2] and step.context_lens.tolist() == [9, 4]
     batch = prepare(step, shape=decode_shape(3, 3, 3))
     place_decodes(tables, batch.to(CPU), BLOCK_SIZE)
@@ -194,8 +195,7 @@ def test_drafts():
     assert batch.req_indices.tolist() == [5, 4, 3] and batch.new_block_tables.tolist() == [[0, 4, 0]]
 
     # the first sequence's first draft is right; the second's is, too; nothing is drafted for the third
-    req_indices, positions = batch.req_indices.repeat(3), batch.positions[batch.logits_indices]
-    x = map(torch.from_numpy, (req_indices, positions))
+    x = map(torch.from_numpy, (batch.req_indices, batch.positions[batch.logits_indices]))
     counts = accept(*x, torch.tensor([1, 9, 3, 101, 8, 8, 0, 0, 0], dtype=torch.int32), tables)
     assert counts.tolist() == [2, 2, 1]
     assert tables.last_token_ids[[5, 4, 3], 0].tolist() == [9, 8, 0]
@@ -226,8 +226,7 @@ def test_kernels_of_request_tables(seed, use_ops):
         batch = Batch.from_buffer(shape, torch.from_numpy(host.buffer.copy()))
         ours = RequestTables(*(x.clone() for x in tables))
         place_decodes(ours, batch, size)
-        req_indices = batch.req_indices[:num_real].repeat_interleave(k)
-        counts = accept(req_indices, batch.positions[: num_real * k].clone(), token_ids, ours)
+        counts = accept(batch.req_indices[:num_real], batch.positions[: num_real * k].clone(), token_ids, ours)
         results.append([batch.buffer, ours.block_tables[:, :-1], *ours[:2], *([] if counts is None else [counts])])
     assert all(torch.equal(*both) for both in zip(*results, strict=True))
     assert k == 1 or len(results[0]) == 5

@@ -3,12 +3,10 @@
 import random
 
 import pytest
-import torch
 from conftest import generate_by_steps
 
 from nanovllm import BeamSearchParams, SamplingParams
-from nanovllm.engine.features import StepFeature
-from nanovllm.features import register_feature
+from nanovllm.spec_decode.proposer import PROPOSERS, Proposer
 from nanovllm.startup.cuda import dummy_prefill
 
 pytestmark = pytest.mark.small_model
@@ -19,31 +17,23 @@ SHORT_PROMPTS = 1, 3, 14
 KINDS = ("right", "wrong", "mixed")
 
 
-class KnownAnswers(StepFeature):
+class KnownAnswers(Proposer):
     """Drafts what follows a sequence's tokens in `texts`, or something else than that, as `kind` says."""
 
-    num_drafts = NUM_DRAFTS
     kind = "right"
     texts: tuple[list[int], ...] = ()
 
-    def __init__(self, runner):
-        self.runner, self.random = runner, random.Random(0)
+    def __init__(self, settings):
+        super().__init__(settings)
+        self.random = random.Random(0)
 
-    def propose(self, x, counts):
-        k, rows = 1 + self.num_drafts, []
-        for req_index, table in zip(x.req_indices[::k].tolist(), x.block_tables[::k]):
-            tables = self.runner.tables
-            length = int(tables.num_tokens[req_index])
-            cached = self.runner._cached_token_ids[table].flatten()[: length - 1].tolist()
-            rows.append(self.drafts([*cached, int(tables.last_token_ids[req_index, 0])]))
-        return torch.tensor(rows, dtype=torch.int32).view(-1, self.num_drafts)
-
-    def drafts(self, token_ids: list[int]) -> list[int]:
+    def draft(self, seq, num_drafts):
+        token_ids = seq.token_ids
         known = [text for text in self.texts if text[: len(token_ids)] == token_ids]
-        right = (self.random.choice(known)[len(token_ids) :] if known else []) + [0] * self.num_drafts
+        right = (self.random.choice(known)[len(token_ids) :] if known else []) + [0] * num_drafts
         is_right = [self.kind == "right" or (self.kind == "mixed" and self.random.random() < 0.6) for _ in right]
         other = lambda x: self.random.choice([(x + 1) % 2045, -1])  # -1 is no draft
-        return [x if ok else other(x) for x, ok in zip(right, is_right)][: self.num_drafts]
+        return [x if ok else other(x) for x, ok in zip(right, is_right)][:num_drafts]
 
 
 def prompts_of(rng: random.Random, lengths: tuple[int, ...]) -> list[list[int]]:
@@ -84,9 +74,15 @@ def ranks_of(logprobs) -> list | None:
 
 @pytest.fixture
 def drafts(monkeypatch):
-    register_feature(KnownAnswers)
+    """Settings of an engine that drafts, with KnownAnswers of a kind."""
+    monkeypatch.setitem(PROPOSERS, "ngram", KnownAnswers)
     monkeypatch.setattr(KnownAnswers, "texts", ())
-    return lambda kind: monkeypatch.setattr(KnownAnswers, "kind", kind)
+
+    def use(kind: str, num_drafts: int = NUM_DRAFTS) -> dict:
+        monkeypatch.setattr(KnownAnswers, "kind", kind)
+        return {"speculative_config": {"method": "ngram", "num_speculative_tokens": num_drafts}}
+
+    return use
 
 
 SETTINGS = dict(max_model_len=96, kvcache_block_size=16, num_kvcache_blocks=64, max_num_seqs=8, dtype="float32")
@@ -105,18 +101,15 @@ def test_the_text_is_the_same(make_llm, monkeypatch, drafts, schedule, async_sch
     prompts = prompts_of(rng, SHORT_PROMPTS if schedule == "preemptions" else PROMPT_LENGTHS)
     params = [params_of(rng, i) for i in range(len(prompts))]
     settings = SETTINGS | SCHEDULES[schedule] | dict(async_scheduling=async_scheduling)
-    with monkeypatch.context() as without:
-        without.setattr(KnownAnswers, "num_drafts", 0)
-        llm = make_llm(**settings)
-        expected = llm.generate(prompts, params, use_tqdm=False)
-        assert llm.stats()["preemptions"] > 0 or schedule != "preemptions"
-        num_steps = {"without": sum(llm.stats()["steps"].values())}
-        llm.exit()
+    llm = make_llm(**settings)
+    expected = llm.generate(prompts, params, use_tqdm=False)
+    assert llm.stats()["preemptions"] > 0 or schedule != "preemptions"
+    num_steps = {"without": sum(llm.stats()["steps"].values())}
+    llm.exit()
     texts = tuple([*output.prompt_token_ids, *a.token_ids] for output in expected for a in output.outputs)
     monkeypatch.setattr(KnownAnswers, "texts", texts)
     for kind in KINDS:
-        drafts(kind)
-        llm = make_llm(**settings)
+        llm = make_llm(**settings, **drafts(kind))
         if kind == "mixed":  # beside chunks of other prompts
             assert answers(generate_by_steps(llm, zip(prompts, params))) == answers(expected)
         else:
@@ -134,7 +127,7 @@ def test_streams(make_llm, drafts):
     rng = random.Random(0)
     prompts = prompts_of(rng, PROMPT_LENGTHS)[:6]
     params = [SamplingParams(temperature=0.0, max_tokens=20, logprobs=1, ignore_eos=True, stop=["zz"])] * len(prompts)
-    llm = make_llm(**SETTINGS, async_scheduling=True)
+    llm = make_llm(**SETTINGS, async_scheduling=True, **drafts("right"))
     expected = llm.generate(prompts, params, use_tqdm=False)
     KnownAnswers.texts = tuple([*output.prompt_token_ids, *output.outputs[0].token_ids] for output in expected)
     texts, logprobs, sizes = [""] * len(prompts), [[] for _ in prompts], set()
@@ -152,10 +145,9 @@ def test_aborted_and_late_requests(make_llm, drafts):
     rng = random.Random(1)
     prompts = prompts_of(rng, SHORT_PROMPTS)
     params = [params_of(rng, i) for i in range(len(prompts))]
-    llm = make_llm(**SETTINGS | dict(num_kvcache_blocks=8, async_scheduling=True))
+    llm = make_llm(**SETTINGS | dict(num_kvcache_blocks=8, async_scheduling=True), **drafts("mixed"))
     expected = llm.generate(prompts, params, use_tqdm=False)
     KnownAnswers.texts = tuple([*x.prompt_token_ids, *a.token_ids] for x in expected for a in x.outputs)
-    drafts("mixed")
     found, pending, live = {}, list(range(len(prompts))), {}
     while pending or live:
         if pending and rng.random() < 0.5:
@@ -170,30 +162,16 @@ def test_aborted_and_late_requests(make_llm, drafts):
     assert llm.stats()["blocks"]["used"] == 0
 
 
-def test_beams_get_one_token_after_the_other(make_llm, monkeypatch, drafts):
+def test_beams_get_one_token_after_the_other(make_llm, drafts):
     search = lambda llm: [[beam.token_ids for beam in x.outputs] for x in llm.beam_search(prompts, params)]
     prompts, params = [[5, 6, 7], [8, 9]], BeamSearchParams(3, 8)
-    with monkeypatch.context() as without:
-        without.setattr(KnownAnswers, "num_drafts", 0)
-        expected = search(make_llm(**SETTINGS))
-    assert search(make_llm(**SETTINGS, async_scheduling=True)) == expected
-
-
-def test_two_that_draft():
-    register_feature(KnownAnswers)
-    with pytest.raises(ValueError, match="num_drafts=1: another feature drafts"):
-        register_feature(type("Other", (StepFeature,), {"num_drafts": 1}))
+    expected = search(make_llm(**SETTINGS))
+    assert search(make_llm(**SETTINGS, async_scheduling=True, **drafts("right"))) == expected
 
 
 @pytest.mark.parametrize("num_seqs", [1, 2, 8])
 def test_steps_of_the_start(make_llm, drafts, num_seqs):
     """CUDA warms up with these."""
-    runner = make_llm(**SETTINGS).model_runner
+    runner = make_llm(**SETTINGS, **drafts("right")).model_runner
     result = runner.run(dummy_prefill(num_seqs, 5, 16, runner.tokens_per_row)).wait()
     assert result.counts == [1] * num_seqs and len(result.token_ids) == num_seqs * (1 + NUM_DRAFTS)
-
-
-def test_drafts_longer_than_a_block(make_llm, monkeypatch, drafts):
-    monkeypatch.setattr(KnownAnswers, "num_drafts", 16)
-    with pytest.raises(ValueError, match="num_drafts=16: must be at most 15, one less than kvcache_block_size=16"):
-        make_llm(**SETTINGS)

@@ -21,9 +21,8 @@ from test_models import requests as requests_of_models
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.benchmarks.shapes import write_shape
-from nanovllm.engine.features import StepFeature
-from nanovllm.features import register_feature
 from nanovllm.features.logit_edits import bad_word_token_ids
+from nanovllm.spec_decode.proposer import PROPOSERS, Proposer
 
 pytestmark = pytest.mark.gpu
 
@@ -73,24 +72,16 @@ def test_right_answers(make_llm, chat, backend, async_scheduling, enforce_eager)
     assert bool(llm.model_runner.graphs) == (backend != "sdpa" and not enforce_eager)
 
 
-class Bigrams(StepFeature):
+class Bigrams(Proposer):
     """Drafts the token that followed a token in known answers: sometimes right, sometimes wrong."""
 
-    num_drafts = 2
     next_token_ids: Mapping[int, int] = MappingProxyType({})
 
-    def __init__(self, runner):
-        self.runner = runner
-        self.next = torch.full((runner.config.model_config.vocab_size,), -1, dtype=torch.int64, device=runner.device)
-        for token_id, next_token_id in self.next_token_ids.items():
-            self.next[token_id] = next_token_id
-
-    def propose(self, x, counts):
-        drafts = self.runner.tables.last_token_ids[x.req_indices[:: 1 + self.num_drafts], :1]
-        for _ in range(self.num_drafts):
-            last = drafts[:, -1:].long()
-            drafts = torch.cat([drafts, torch.where(last < 0, -1, self.next[last]).int()], dim=1)
-        return drafts[:, 1:]
+    def draft(self, seq, num_drafts):
+        drafts = [seq.last_token]
+        while len(drafts) <= num_drafts and (following := self.next_token_ids.get(drafts[-1])) is not None:
+            drafts.append(following)
+        return drafts[1:]
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
@@ -100,12 +91,12 @@ def test_drafts(make_llm, chat, tokenizer, monkeypatch, async_scheduling, enforc
     expected = tasks()
     pairs = (pair for answer in expected.values() for pair in pairwise(tokenizer.encode(answer)))
     monkeypatch.setattr(Bigrams, "next_token_ids", dict(pairs))
+    monkeypatch.setitem(PROPOSERS, "ngram", Bigrams)
+    drafting = {"method": "ngram", "num_speculative_tokens": 2, "disable_by_batch_size": 20}
     steps = {}
     for num_drafts in (0, 2):
-        monkeypatch.setattr(Bigrams, "num_drafts", num_drafts)
-        if num_drafts:
-            register_feature(Bigrams)
         llm = make_llm(
+            speculative_config=drafting if num_drafts else None,
             device="cuda",
             dtype="auto",
             async_scheduling=async_scheduling,

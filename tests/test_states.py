@@ -13,8 +13,6 @@ from test_models import make_checkpoint, reference_model
 from test_readme import STATE
 
 from nanovllm import BeamSearchParams, SamplingParams
-from nanovllm.engine.features import StepFeature
-from nanovllm.features import register_feature
 from nanovllm.models import MODELS
 from nanovllm.models.decoder import DecoderAttention, DecoderMLP
 from nanovllm.models.llama import LlamaForCausalLM
@@ -214,9 +212,8 @@ def test_snapshots_are_bounded(make_stateful, reference):
 
 def test_drafts_are_refused(make_stateful):
     """A state can't go back to the last token that was right."""
-    register_feature(type("Drafts", (StepFeature,), {"num_drafts": 2}))
-    with pytest.raises(ValueError, match="num_drafts=2: must be 0 with layers that keep a state"):
-        make_stateful()
+    with pytest.raises(ValueError, match="method='ngram': can't be used with layers of a state"):
+        make_stateful(speculative_config={"method": "ngram", "num_speculative_tokens": 2})
 
 
 def test_memory(make_stateful):

@@ -68,7 +68,7 @@ GROUPS: tuple[tuple[tuple, str], ...] = (
         "mm_processor_kwargs numa_bind_cpus numa_bind_nodes otlp_traces_endpoint override_attention_dtype "
         "pooler_config prefix_match_unit quantization_config reasoning_config reasoning_parser_plugin "
         "safetensors_load_strategy scheduler_cls served_model_name spec_method spec_model spec_tokens "
-        "speculative_config tokenizer_revision video_pruning_rate weight_transfer_config",
+        "tokenizer_revision video_pruning_rate weight_transfer_config",
     ),
     (
         (None, {}),

@@ -30,6 +30,7 @@ from nanovllm.engine.batch import Batch, BatchShape
 from nanovllm.engine.model_runner import ModelRunner, make_runner
 from nanovllm.engine.request_tables import PendingStep
 from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.features import check_ranks
 from nanovllm.features.logprobs import MAX_LOGPROB_ROWS
 from nanovllm.graphs.buffers import largest_batch
 from nanovllm.utils.interrupts import interrupts_held
@@ -56,6 +57,7 @@ class Workers:
     """
 
     def __init__(self, config: Config):
+        check_ranks(config.tensor_parallel_size)
         self.config = config
         self.failure: str | None = None
         self.tp = Ranks()

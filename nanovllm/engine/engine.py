@@ -50,9 +50,12 @@ class Engine:
             block_manager = StateBlockManager(*sizes, config.max_num_seqs, num_rows)
         mixed = TokenBudget(config.max_num_mixed_tokens, config.model_config.context_of_equal_cost)
         budget = TokenBudget(config.max_num_batched_tokens)
-        tokens_per_row = self.model_runner.tokens_per_row
-        self.scheduler = Scheduler(block_manager, config.max_num_seqs, budget, mixed, tokens_per_row)
-        self.output_processor = OutputProcessor(self.scheduler, config.model_config.eos_token_ids)
+        self.scheduler = Scheduler(block_manager, config.max_num_seqs, budget, mixed)
+        self.output_processor = OutputProcessor(self.scheduler, eos_token_ids := config.model_config.eos_token_ids)
+        if config.speculative_config is not None:
+            from nanovllm.spec_decode.output_processor import DraftingOutputProcessor  # few engines draft tokens
+
+            self.output_processor = DraftingOutputProcessor(self.scheduler, eos_token_ids, config.speculative_config)
         # for viewers: each is called after a step whose result was processed; an error is one of that step
         self.on_step: list[Callable[[ScheduledStep, StepResult], None]] = []
         self._in_flight: tuple[ScheduledStep, PendingStep] | None = None

@@ -25,7 +25,6 @@ class StepFeature:
     """
 
     fields: tuple[str, ...] = ()  # of a feature from outside: parameters, numbers of which 0 does not ask for it
-    num_drafts = 0  # of a feature from outside: tokens that it proposes for each sequence after each step
 
     @classmethod
     def attach(cls, request: Any, processor: Any) -> None:
@@ -57,21 +56,13 @@ class StepFeature:
         """Allocate what it has on the device of this ModelRunner: on CUDA, before graphs are captured."""
 
     def upload(self, arrays: Arrays) -> None:
-        """Take the arrays of `prepare`, on the device, before tokens are sampled. No graph contains this."""
+        """Take the arrays of `prepare`, on the device, before the model runs. No graph contains this."""
 
     def edit_logits(self, logits: Any, rows: Any) -> None:
         """Edit logits [S, vocabulary] in place; `rows` are layers.sampler.SamplingRows.
 
         CUDA graphs contain this, so it must not wait for the device, and runs whether a request asks for it or not.
         """
-
-    def propose(self, x: Any, counts: Any) -> Any:
-        """Drafts [S, num_drafts] of the tokens after the last one of each sequence, or -1, if `num_drafts` is not 0.
-
-        `x` is the SamplerInput of the step, in which each sequence got counts [S] tokens; the runner's `tables` have
-        the last ones and the lengths. CUDA graphs contain this.
-        """
-        raise NotImplementedError
 
     def after_forward(self, arrays: Arrays, output: Any) -> Any:
         """Compute more from a step's ForwardOutput; `arrays` are those of `prepare`. No graph contains this.
@@ -119,4 +110,5 @@ FEATURES = {
     "logprobs": _feature("features.logprobs:TokenLogprobs", "logprobs", "prompt_logprobs"),
     "structured_outputs": _feature("structured_outputs.feature:StructuredOutputs", "structured_outputs"),
     "stop_strings": _feature("features.stop_strings:StopStrings", "stop"),
+    "spec_decode": _feature("spec_decode.feature:Speculation"),  # asked for by `speculative_config`
 }

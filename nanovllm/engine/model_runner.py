@@ -67,19 +67,18 @@ class ModelRunner:
         self.caches: dict[Any, list[torch.Tensor]] = {}  # the tensors of each group
         self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
         self.pad_req_index = config.max_num_seqs
-        registered = {name: feature.home for name, feature in FEATURES.items() if isinstance(feature.home, type)}
-        self.tokens_per_row = 1
-        if registered:
-            from nanovllm.features import num_drafts  # few engines have features from outside
-
-            self.tokens_per_row += num_drafts(registered.values(), config, self.num_state_rows > 0)
+        loaded = [name for name, feature in FEATURES.items() if isinstance(feature.home, type)]  # those from outside
+        self.tokens_per_row = 1  # of any step: at most
+        if config.speculative_config is not None:
+            loaded.append("spec_decode")
+            self.tokens_per_row += config.speculative_config.num_speculative_tokens
         sizes = config.max_num_seqs, self.tokens_per_row, config.max_blocks_per_seq, WIDTH
         self.tables = RequestTables.zeros(*sizes, self.device)
         num_rows = config.max_num_seqs * self.tokens_per_row
         # zeros that kernels of filters count in, and leave as zeros
         self._num_finished_programs = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
         self.features: dict[str, StepFeature] = {}
-        self.add_features(registered)
+        self.add_features(loaded)
         self.warm_up(lap)
 
     def warm_up(self, lap: Callable[[str], None]) -> None:
@@ -140,6 +139,8 @@ class ModelRunner:
         return shape
 
     def prepare(self, step: ScheduledStep) -> HostBatch:
+        if step.tokens_per_row > 1:
+            step.feature_names.add("spec_decode")
         names = sorted(step.feature_names)  # the same layout in every run
         prepared = {name: FEATURES[name].load().prepare(step) for name in names}
         arrays = {name: found for name, found in prepared.items() if found is not None}
@@ -190,8 +191,8 @@ class ModelRunner:
 
     def forward(self, batch: DeviceBatch) -> ForwardOutput:
         """A whole step on the device. CUDA graphs capture this for decode batches, so it never waits for the device."""
-        hidden_states, sampler_input = self.run_model(batch)
         self.upload(batch)
+        hidden_states, sampler_input = self.run_model(batch)
         return ForwardOutput(*self.sample(sampler_input), hidden_states, sampler_input)
 
     def run_model(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
@@ -201,14 +202,11 @@ class ModelRunner:
         self.slot_token_ids[batch.slot_mapping] = batch.input_ids  # a slot of -1 is the last, which belongs to no block
         with attention_context(self._context(batch)):
             hidden_states = self.model(batch.input_ids, batch.positions)
-        req_indices = batch.req_indices
-        if self.tokens_per_row > 1:
-            req_indices = req_indices.repeat_interleave(self.tokens_per_row)
         if not batch.shape.has_chunks:
-            return hidden_states, SamplerInput(hidden_states, req_indices, batch.positions, batch.block_tables)
+            return hidden_states, SamplerInput(hidden_states, batch.req_indices, batch.positions, batch.block_tables)
         sampled, positions = (x.index_select(0, batch.logits_indices) for x in (hidden_states, batch.positions))
         block_tables = batch.block_tables.index_select(0, batch.sampled_rows)
-        return hidden_states, SamplerInput(sampled, req_indices, positions, block_tables)
+        return hidden_states, SamplerInput(sampled, batch.req_indices, positions, block_tables)
 
     def _context(self, batch: DeviceBatch) -> Context:
         shape = batch.shape
@@ -227,8 +225,11 @@ class ModelRunner:
         )
 
     def sampling_rows(self, x: SamplerInput) -> SamplingRows:
-        params, scratch = self.tables.params.index_select(0, x.req_indices), self._num_finished_programs
-        return SamplingRows(params, x.req_indices, x.positions, x.block_tables, self._cached_token_ids, scratch)
+        req_indices, num_rows = x.req_indices, len(x.positions)
+        if num_rows > len(req_indices):  # drafts
+            req_indices = req_indices.repeat_interleave(num_rows // len(req_indices))
+        params, scratch = self.tables.params.index_select(0, req_indices), self._num_finished_programs
+        return SamplingRows(params, req_indices, x.positions, x.block_tables, self._cached_token_ids, scratch)
 
     def sample(self, x: SamplerInput) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample a token for each row: ForwardOutput's `token_ids` and `results`."""
@@ -242,9 +243,7 @@ class ModelRunner:
         counts = request_tables.accept(x.req_indices, x.positions, token_ids, self.tables)
         if counts is None:
             return token_ids, token_ids
-        from nanovllm.features.drafts import propose  # few engines have a feature that drafts tokens
-
-        return token_ids, propose(self, x, token_ids, counts)
+        return token_ids, torch.cat((token_ids.view(len(counts), -1), counts.unsqueeze(1)), 1)
 
     @property
     def _cached_token_ids(self) -> torch.Tensor:

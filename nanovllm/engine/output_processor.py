@@ -48,10 +48,6 @@ class OutputProcessor:
 
         Returns the watched sequences that have got a token, and all that have ended.
         """
-        if result.counts is not None:
-            from nanovllm.features.drafts import postprocess_drafts  # few engines have a feature that drafts tokens
-
-            return postprocess_drafts(self, step, result)
         arrived, ends = self.append(step.sampled_seqs, result.token_ids, step.visited, step.watched)
         return self.run_features(step, result, arrived, ends)
 

@@ -17,7 +17,7 @@ from nanovllm.kernels import operation
 class RequestTables(NamedTuple):
     """Arrays of int32, by request index. The last row is for padding: its parameters, zeros, mean greedy sampling."""
 
-    last_token_ids: torch.Tensor  # [requests, tokens_per_row]: the last token, and drafts of those after it; -1: none
+    last_token_ids: torch.Tensor  # [requests, K]: the last token, and drafts of those after it, -1 where there is none
     num_tokens: torch.Tensor  # [requests]: the last token included
     block_tables: torch.Tensor  # [requests, W + 1]; the last column takes new blocks of column -1: none
     params: torch.Tensor  # [requests, WIDTH]: see kernels/sampling_columns.py
@@ -37,7 +37,7 @@ class RequestTables(NamedTuple):
 class ForwardOutput(NamedTuple):
     """What a step leaves on the device."""
 
-    token_ids: torch.Tensor  # [S * k] int32, sampled; k is `tokens_per_row`
+    token_ids: torch.Tensor  # [S * k] int32, sampled; k is the step's `tokens_per_row`
     results: torch.Tensor  # for the host: token_ids, or if k > 1 [S, k + 1], k ids and how many of them count
     hidden_states: torch.Tensor  # [T, hidden_size]
     sampler_input: "SamplerInput"
@@ -47,7 +47,7 @@ class SamplerInput(NamedTuple):
     """What the model leaves for the sampler."""
 
     hidden_states: torch.Tensor  # [S * k, hidden_size], of the last k tokens of each sampled sequence
-    req_indices: torch.Tensor  # [S * k] int32
+    req_indices: torch.Tensor  # [S] int32
     positions: torch.Tensor  # [S * k] int32
     block_tables: torch.Tensor  # [S * k, W] int32
 
@@ -85,7 +85,7 @@ def place_decodes(tables: RequestTables, batch: DeviceBatch, block_size: int) ->
     block_tables[rows, new_blocks[:, 0]] = new_blocks[:, 1]
     lengths, token_ids = num_tokens[rows], last_token_ids[rows, 0]
     if k > 1:
-        from nanovllm.features.drafts import rows_of_drafts  # few engines have a feature that drafts tokens
+        from nanovllm.spec_decode.rows import rows_of_drafts  # few engines draft tokens
 
         rows, num_reserved, lengths, token_ids = rows_of_drafts(k, rows, num_reserved, lengths, last_token_ids)
     positions = lengths - 1
@@ -105,10 +105,11 @@ def accept(
 ) -> torch.Tensor | None:
     """Each sequence's sampled token becomes its next input, and its length grows.
 
-    With drafts, returns how many of its k tokens each sequence gets, the right drafts and one more: counts [S] int32.
+    req_indices [S]; positions and token_ids [S * k]. With drafts, where k is more than 1, returns how many of its k
+    tokens each sequence gets, the right drafts and one more: counts [S] int32.
     """
-    if tables.last_token_ids.shape[1] > 1:
-        from nanovllm.features.drafts import accept_drafts
+    if len(token_ids) > len(req_indices):
+        from nanovllm.spec_decode.rows import accept_drafts
 
         return accept_drafts(req_indices, positions, token_ids, tables)
     rows, positions, token_ids = arrays(req_indices, positions, token_ids)

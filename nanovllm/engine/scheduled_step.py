@@ -21,8 +21,8 @@ class ScheduledSequence(NamedTuple):
 class ScheduledStep:
     """One step: first the rows of sequences that decode one token, then chunks of prompts.
 
-    Sequences only get several tokens if a feature drafts some, and no feature of this package does: read
-    `tokens_per_row` as 1 at first, here and elsewhere.
+    Sequences only get several tokens with `speculative_config`: read `tokens_per_row` as 1 at first, here and
+    elsewhere.
 
     req_indices [D]: of the sequences that decode.
     num_reserved [D]: how many tokens each of them may get, at most `tokens_per_row`.
@@ -32,12 +32,12 @@ class ScheduledStep:
     state_rows: the state that each chunk begins with, which layers without a state do not read; see layers/state.py.
     sampled_seqs: the sequences that get a token from this step, those that decode first.
     sampled_rows: the row from which each of them gets it, in ascending order; answers to one prompt share a row.
-    visited: indices of `sampled_seqs`, in ascending order, whose token may be the last one or fill a block; all, if
-        rows may get several tokens. Tokens of the others are only appended, unless they turn out to end the sequence.
+    visited: indices of `sampled_seqs`, in ascending order, whose token may be the last one or fill a block. Tokens of
+        the others are only appended, unless they turn out to end the sequence.
     watched: indices of `sampled_seqs`, in ascending order, whose every token a feature or a caller looks at.
     feature_names: of the features with work on the host in this step.
     copies: (from, to) of cache blocks, and of states, that are copied before the step's keys and values are stored.
-    tokens_per_row: how many a sequence may get in any step: its next one, and one for each draft that may be right.
+    tokens_per_row: the largest of `num_reserved`, or 1: a row is so wide, for a token and drafts of those after it.
     scheduled_at: when its scheduling began, in seconds of `time.perf_counter`.
     """
 

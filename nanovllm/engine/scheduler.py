@@ -17,6 +17,8 @@ MAX_COUNTED_PROMPTS = 64  # of those that wait, when their tokens are counted
 class Scheduler:
     """Continuous batching with mixed steps: each running sequence decodes a token, beside chunks of prompts.
 
+    A sequence with drafts decodes these too, in the same row.
+
     Prompts are computed in their `Sequence.order`, as far as the step's TokenBudget goes. A full engine
     admits new sequences in groups: see GroupAdmission. `schedule` may be called again before the last step's tokens
     have arrived, but only once; sequences that wait for their tokens are then left out.
@@ -25,17 +27,9 @@ class Scheduler:
     nothing else runs. Those that fit are sampled in the step that computes the prompt, the rest find it in the cache.
     """
 
-    def __init__(
-        self,
-        block_manager: BlockManager,
-        max_num_seqs: int,
-        budget: TokenBudget,
-        mixed_budget: TokenBudget,
-        tokens_per_row: int = 1,
-    ):
+    def __init__(self, block_manager: BlockManager, max_num_seqs: int, budget: TokenBudget, mixed_budget: TokenBudget):
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
-        self.tokens_per_row = tokens_per_row  # see ScheduledStep
         self.budget = budget
         # of steps in which sequences decode too
         self.mixed_budget = mixed_budget._replace(num_tokens=min(mixed_budget.num_tokens, budget.num_tokens))
@@ -51,7 +45,7 @@ class Scheduler:
         self.prefilling: dict[tuple[int, int], Sequence] = {}  # these hold blocks, and their prompt is being computed
         self.running: dict[tuple[int, int], Sequence] = {}  # these decode, or have got a token and pause
         # the running ones that decode
-        self.decoding = DecodeTable(self.max_num_seqs, self.block_manager.block_size, self.tokens_per_row)
+        self.decoding = DecodeTable(self.max_num_seqs, self.block_manager.block_size)
         self.admission = GroupAdmission()
         self.free_req_indices = [*reversed(range(self.max_num_seqs))]
 
@@ -74,7 +68,7 @@ class Scheduler:
         """
         # what earlier steps have left to copy; forks of this step copy in the next one, when the contents are complete
         copies = self.block_manager.take_copies()
-        step = ScheduledStep(tokens_per_row=self.tokens_per_row)
+        step = ScheduledStep()
         if prompts_first:
             self.schedule_chunks(step)
             if not step.chunks:
@@ -105,7 +99,7 @@ class Scheduler:
             self.preempt(max((*self.running.values(), *self.prefilling.values()), key=attrgetter("order")))
             rows = self.decoding.ready()
         for i, seq in zip(indices, self.decoding.seqs[rows[indices]]):
-            self.block_manager.may_append(seq, self.tokens_per_row - 1)
+            self.block_manager.may_append(seq, seq.num_drafts)
             step.new_blocks.append((i, len(seq.block_table) - 1, seq.block_table[-1]))
         self.decoding.capacities[rows[indices]] += self.block_manager.block_size
         self.decoding.schedule(rows, step)
@@ -116,7 +110,7 @@ class Scheduler:
         if is_mixed:
             seqs = (*self.prefilling.values(), *islice(self.waiting, MAX_COUNTED_PROMPTS))
             num_left = sum(seq.num_tokens - seq.num_computed_tokens for seq in seqs)
-            budget = self.mixed_budget.for_mixed_step(step.num_decodes * self.tokens_per_row, num_left)
+            budget = self.mixed_budget.for_mixed_step(step.num_decodes * step.tokens_per_row, num_left)
         started = deque(sorted(self.prefilling.values(), key=attrgetter("order")))
         can_admit = True
         while budget.num_tokens >= 1:
@@ -190,6 +184,7 @@ class Scheduler:
         """Free the blocks of a running sequence and queue it again, to be recomputed from the tokens it has."""
         self.release(seq)
         seq.status = SequenceStatus.WAITING
+        seq.limit_tokens()
         if not seq.is_paused:
             self.waiting.push(seq)
         self.num_preemptions += 1
@@ -222,23 +217,23 @@ class Scheduler:
 class DecodeTable:
     """What each step reads or changes of the sequences that decode, by request index. Rows without a sequence are 0.
 
-    numbers [rows, 7]: `Sequence.counts`; the tokens for which its blocks have slots; the order in which the sequences
+    numbers [rows, 8]: `Sequence.counts`; the tokens for which its blocks have slots; the order in which the sequences
         began to decode; the number of tokens from which on a token may end it, which is the last one, or any if it has
         stop ids; and `Sequence.is_watched`.
     """
 
-    def __init__(self, max_num_seqs: int, block_size: int, tokens_per_row: int = 1):
-        self.block_size, self.tokens_per_row = block_size, tokens_per_row
+    def __init__(self, max_num_seqs: int, block_size: int):
+        self.block_size = block_size
         self.seqs = np.full(max_num_seqs, None, object)
-        self.numbers = np.zeros((max_num_seqs, 7), np.int64)
-        self.num_tokens, self.num_computed_tokens, self.token_limits, *others = self.numbers.T
+        self.numbers = np.zeros((max_num_seqs, 8), np.int64)
+        self.num_tokens, self.num_computed_tokens, self.token_limits, self.num_drafts, *others = self.numbers.T
         self.capacities, self.serials, self.may_end_from, self.is_watched = others
 
     def add(self, seq: Sequence) -> None:
         i, may_end_from = seq.req_index, 0 if seq.params.stop_token_ids else seq.max_num_tokens
         capacity = len(seq.block_table) * self.block_size
         self.numbers[i] = *seq.counts, capacity, self.serials.max() + 1, may_end_from, seq.is_watched
-        seq.counts = self.numbers[i, :3].data  # its items are Python's integers
+        seq.counts = self.numbers[i, :4].data  # its items are Python's integers
         self.seqs[i] = seq
 
     def remove(self, seq: Sequence) -> None:
@@ -258,7 +253,7 @@ class DecodeTable:
 
     def num_reserved(self, rows: np.ndarray) -> np.ndarray:
         """How many tokens each of `rows` may get in a step."""
-        return np.minimum(self.token_limits[rows] - self.num_tokens[rows], self.tokens_per_row)
+        return np.minimum(self.token_limits[rows] - self.num_tokens[rows], 1 + self.num_drafts[rows])
 
     def without_slot(self, rows: np.ndarray) -> list[int]:
         """The indices of those `rows` that need another block for the tokens of a step."""
@@ -269,10 +264,10 @@ class DecodeTable:
         num_reserved = self.num_reserved(rows)
         num_tokens = self.num_tokens[rows] + num_reserved
         step.req_indices, step.num_reserved, step.context_lens = rows, num_reserved, num_tokens - 1
+        step.tokens_per_row = num_reserved.max(initial=1).item()
         step.sampled_seqs, step.sampled_rows = self.seqs[rows].tolist(), [*range(len(rows))]
         fills_block = num_tokens % self.block_size <= 1  # it can be cached when its last token arrives, or the next one
-        may_change = fills_block | (num_tokens >= self.may_end_from[rows]) | (self.tokens_per_row > 1)
-        step.visited = may_change.nonzero()[0].tolist()
+        step.visited = (fills_block | (num_tokens >= self.may_end_from[rows])).nonzero()[0].tolist()
         step.watched = self.is_watched[rows].nonzero()[0].tolist()
         self.num_computed_tokens[rows] = num_tokens - 1
         self.num_tokens[rows] = num_tokens

@@ -32,6 +32,7 @@ class Sequence:
     num_tokens = _count(0)
     num_computed_tokens = _count(1)  # their keys and values are in the cache, or in a step that was scheduled
     token_limit = _count(2)  # no decode step is scheduled once `num_tokens` is that
+    num_drafts = _count(3)  # of the tokens after its next one: a step may give it one token more than that
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class Sequence:
         self.token_ids = token_ids
         self.num_prompt_tokens = len(token_ids)
         self.max_num_tokens = max_len if params.max_tokens is None else min(len(token_ids) + params.max_tokens, max_len)
-        self.counts: Any = [len(token_ids), 0, self.max_num_tokens]  # while it decodes: its row of a DecodeTable
+        self.counts: Any = [len(token_ids), 0, self.max_num_tokens, 0]  # while it decodes: its row of a DecodeTable
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []  # of the full blocks of token_ids, computed when they are needed
@@ -116,10 +117,11 @@ class Sequence:
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 
-    def limit_tokens(self) -> None:
-        """If it waits for its tokens, let it decode one after those that have reached the host."""
+    def limit_tokens(self, num_drafts: int = 0) -> None:
+        """There are so many drafts. If it waits for its tokens, let it decode these and one more."""
+        self.num_drafts = num_drafts
         if self.waits_for_token:
-            self.token_limit = min(len(self.token_ids) + 1, self.max_num_tokens)
+            self.token_limit = min(len(self.token_ids) + 1 + num_drafts, self.max_num_tokens)
 
     def finish_reasons(self, eos_token_ids: Collection[int], eos_token_id: int | None) -> tuple[str, int | None] | None:
         """(finish reason, stop reason) if the last token ends this sequence; `eos_token_id` is the tokenizer's own."""

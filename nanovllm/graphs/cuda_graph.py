@@ -135,7 +135,7 @@ def graph_shapes(config: Config, backend: AttentionBackend, tokens_per_row: int 
 class MixedGraphs:
     """Steps with chunks of prompts, in two graphs: the model by `graph_shape`, and the sampler by sampled rows.
 
-    So a chunk does not pay for the logits of all its tokens. Between the two, the sampling parameters of new requests
+    So a chunk does not pay for the logits of all its tokens. Before the two, the sampling parameters of new requests
     and the arrays of features are written. No graph can contain this, as their sizes differ. The batch lies in the
     device's buffer before.
     """
@@ -167,6 +167,7 @@ class MixedGraphs:
         max_tokens = max(shape.num_tokens for shape in shapes)
         self.hidden_states = hidden_states.new_zeros(max_tokens, hidden_states.shape[1])
         self.input = SamplerInput(*(x.new_zeros(num_rows, *x.shape[1:]) for x in example))
+        self.input = self._rows(num_rows // self.tokens_per_row)
         sample(self._rows(1))  # a forward is complete, which matters to ranks: see PeerMemory
 
         def model_part(shape: BatchShape) -> None:
@@ -174,7 +175,7 @@ class MixedGraphs:
             self.hidden_states[: shape.num_tokens] = hidden_states
             for ours, theirs in zip(self.input, found):
                 ours[: len(theirs)] = theirs
-            self.input.req_indices[shape.num_samples :] = pad_req_index
+            self.input.req_indices[shape.num_samples // self.tokens_per_row :] = pad_req_index
 
         for shape in sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True):
             model_part(shape)  # compiles kernels, which a capture must not do
@@ -188,7 +189,8 @@ class MixedGraphs:
             self.samplers[size], self.sampled[size] = _capture(partial(sample, self._rows(size)), pool)
 
     def _rows(self, num_seqs: int) -> SamplerInput:
-        return SamplerInput(*(x[: num_seqs * self.tokens_per_row] for x in self.input))
+        rows = SamplerInput(*(x[: num_seqs * self.tokens_per_row] for x in self.input))
+        return rows._replace(req_indices=self.input.req_indices[:num_seqs])
 
     def shape_for(self, step: BatchShape) -> BatchShape | None:
         """The smallest captured shape that holds a step; None if there is none."""
@@ -205,8 +207,8 @@ class MixedGraphs:
 
     def replay(self, shape: BatchShape, write_requests: Callable[[], None]) -> ForwardOutput:
         """Run the batch in the device's buffer."""
-        self.models[shape.graph_shape].replay()
         write_requests()
+        self.models[shape.graph_shape].replay()
         size = next(size for size in self.sample_sizes if size >= shape.num_sampled)
         self.samplers[size].replay()
         return ForwardOutput(*self.sampled[size], self.hidden_states, self._rows(size))

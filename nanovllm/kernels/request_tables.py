@@ -53,7 +53,7 @@ def _accept_kernel(
     req_indices_ptr, positions_ptr, token_ids_ptr, last_token_ids_ptr, num_tokens_ptr, counts_ptr, K: tl.constexpr
 ):
     seq = tl.program_id(0)
-    req_index = tl.load(req_indices_ptr + seq * K).to(tl.int64)
+    req_index = tl.load(req_indices_ptr + seq).to(tl.int64)
     position = tl.load(positions_ptr + seq * K)
     token_id = tl.load(token_ids_ptr + seq * K)
     count = 1
@@ -84,11 +84,10 @@ def place_decodes(tables, batch, block_size: int) -> None:
 
 
 def accept(req_indices: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, tables) -> torch.Tensor | None:
-    """req_indices, positions and token_ids [S * k] int32 -> counts [S] int32, or None if k is 1."""
+    """req_indices [S], positions and token_ids [S * k], all int32 -> counts [S] int32, or None if k is 1."""
     k = tables.last_token_ids.shape[1]
     num_seqs = len(token_ids) // k
-    # ones: where kernels are only compiled, a proposer runs all the same
-    counts = torch.ones(num_seqs, dtype=torch.int32, device=token_ids.device) if k > 1 else None
+    counts = torch.empty(num_seqs, dtype=torch.int32, device=token_ids.device) if k > 1 else None
     launch_ordinary(_accept_kernel, (num_seqs,))(
         req_indices, positions, token_ids, tables.last_token_ids, tables.num_tokens, counts, K=k, num_warps=1
     )

@@ -132,7 +132,8 @@ def compile_kernels(runner: Any) -> None:
         for shape in shapes:
             _, x = runner.run_model(Batch.from_buffer(shape, buffer))
             # the graphs of decodes have the same numbers of samples as those of chunks
-            runner.sample(SamplerInput(*(rows[:k] for rows in x)) if shape.has_chunks else x)
+            first = SamplerInput(*(rows[:k] for rows in x))._replace(req_indices=x.req_indices[:1])
+            runner.sample(first if shape.has_chunks else x)
 
     runner.allocate_kv_cache(16, num_layers=1)
     layers, model.layers = model.layers, first_layers_of_each_kind(model.layers)

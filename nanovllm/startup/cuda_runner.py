@@ -10,6 +10,7 @@ import torch
 from nanovllm.engine.batch import BatchShape, DeviceBatch, HostBatch
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request_tables import ForwardOutput
+from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.graphs.buffers import Buffers, to_device
 from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs
 from nanovllm.startup.arena import Arena
@@ -51,6 +52,10 @@ class CUDAModelRunner(ModelRunner):
     def on_device(self) -> Iterator[None]:
         with torch.cuda.device(self.device), super().on_device():
             yield
+
+    def prepare(self, step: ScheduledStep) -> HostBatch:
+        step.tokens_per_row = self.tokens_per_row  # graphs have rows of this many; further ones are copies of the last
+        return super().prepare(step)
 
     def host_buffer(self, shape: BatchShape) -> np.ndarray:
         """Pinned memory. Two buffers take turns: the step that used this one must be over before the call."""

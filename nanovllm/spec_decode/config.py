@@ -1,0 +1,172 @@
+"""The setting `speculative_config`: checked before anything is loaded."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from nanovllm.utils.checks import check_choice, check_fields, check_int, check_real, checked, read_json
+
+METHODS = ("ngram", "suffix", "draft_model")
+LATER = ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator")  # vLLM has them
+
+
+def check_rates(name: str, value: Any) -> tuple[float, ...]:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise TypeError(f"{name}={value!r}: must be a list of numbers")
+    rates = tuple(check_real(f"{name}: a rate", rate, 0.0, 1.0) for rate in value)
+    if list(rates) != sorted(rates, reverse=True):
+        raise ValueError(f"{name}={value!r}: must not rise")
+    return rates
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """How tokens are drafted, with vLLM's names.
+
+    method: "ngram", "suffix" or "draft_model", which is the default if there is a `model`.
+    num_speculative_tokens: the most drafts of a sequence in a step; of "suffix" the default is
+        `suffix_decoding_max_tree_depth`.
+    prompt_lookup_min, prompt_lookup_max: of "ngram", how many of the last tokens must have occurred before. The most
+        are tried first.
+    suffix_decoding_max_tree_depth: of "suffix", the longest context that is looked for.
+    suffix_decoding_max_cached_requests: how many requests' tokens are remembered; 0: each request finds its own alone.
+    suffix_decoding_max_spec_factor: so many drafts at most for each token of the context that was found.
+    suffix_decoding_min_token_prob: drafts end where they are less likely than that, by how often they have occurred.
+    model: of "draft_model", the drafting model, in the form of the setting `model`.
+    revision: of that model.
+    draft_tensor_parallel_size: 1: each rank has the whole drafting model.
+    disable_by_batch_size: nothing is drafted while more sequences run; None is as many as was measured to pay.
+    rejection_sample_method: "strict", or "synthetic", which is for measuring: drafts are taken at given rates, and the
+        text means nothing.
+    synthetic_acceptance_rates: the probability that the first i drafts are all taken, for each i.
+    """
+
+    method: str | None = None
+    num_speculative_tokens: int | None = checked(None, check_int, low=1)
+    prompt_lookup_min: int | None = checked(None, check_int, low=1, high=64)
+    prompt_lookup_max: int | None = checked(None, check_int, low=1, high=64)
+    suffix_decoding_max_tree_depth: int = checked(24, check_int, low=1, high=1024)
+    suffix_decoding_max_cached_requests: int = checked(10000, check_int, low=0)
+    suffix_decoding_max_spec_factor: float = checked(1.0, check_real, low=0.0)
+    suffix_decoding_min_token_prob: float = checked(0.1, check_real, low=0.0, high=1.0)
+    model: str | None = None
+    revision: str | None = None
+    draft_tensor_parallel_size: int | None = checked(None, check_int, low=1, high=1)
+    disable_by_batch_size: int | None = checked(None, check_int, low=1)
+    rejection_sample_method: str = checked("strict", check_choice, choices=("strict", "synthetic"))
+    synthetic_acceptance_rates: tuple[float, ...] | None = checked(None, check_rates)
+    draft_model_config: Any = None  # a ModelConfig, of "draft_model"
+
+    @property
+    def is_synthetic(self) -> bool:
+        return self.rejection_sample_method == "synthetic"
+
+
+# the settings that belong to one method
+OWN = {
+    "ngram": ("prompt_lookup_",),
+    "suffix": ("suffix_decoding_",),
+    "draft_model": ("model", "revision", "draft_tensor_parallel_size"),
+}
+KEYS = [field.name for field in fields(SpeculativeConfig)][:-1]
+DEFAULT_MAX_SEQS = 16  # of `disable_by_batch_size`
+
+
+def read_speculative_config(config: Any) -> SpeculativeConfig:
+    """The resolved form of `config.speculative_config`: a dict, or JSON of one; `config` is a Config.
+
+    Errors name the key, the value and the bound.
+    """
+    given = config.speculative_config
+    if isinstance(given, SpeculativeConfig):
+        return given
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise ValueError(f"speculative_config={given!r:.80}: is not JSON ({error})") from None
+    if not isinstance(given, Mapping):
+        raise TypeError(f"speculative_config={given!r:.80}: must be a dict, or JSON of one")
+    values = {name: value for name, value in given.items() if value is not None}
+    for name in values:
+        if name not in KEYS:
+            raise TypeError(f"speculative_config: unknown key {name!r}: must be one of {', '.join(KEYS)}")
+    method = values.setdefault("method", "draft_model" if "model" in values else None)
+    if method in LATER:
+        raise ValueError(f"speculative_config: method={method!r}: is not there yet; must be one of {_names(METHODS)}")
+    if method not in METHODS:
+        raise ValueError(f"speculative_config: method={method!r}: must be one of {_names(METHODS)}")
+    for owner, prefixes in OWN.items():
+        for name in values:
+            if owner != method and name.startswith(prefixes):
+                raise ValueError(f"speculative_config: {name}={values[name]!r}: is of method {owner!r} alone")
+    settings = SpeculativeConfig(**values)
+    try:
+        check_fields(settings)
+        _resolve(settings, config)
+    except (TypeError, ValueError, FileNotFoundError) as error:
+        raise type(error)(f"speculative_config: {error}") from error
+    return settings
+
+
+def _resolve(settings: SpeculativeConfig, config: Any) -> None:
+    """Replace None by the values in use, and check what depends on several settings."""
+    set_ = lambda name, value: object.__setattr__(settings, name, value)
+    if settings.method == "ngram":
+        least, most = settings.prompt_lookup_min, settings.prompt_lookup_max
+        set_("prompt_lookup_min", least or min(2, most or 2))
+        set_("prompt_lookup_max", most or max(5, least or 5))
+        check_int("prompt_lookup_min", settings.prompt_lookup_min, 1, settings.prompt_lookup_max)
+    if settings.num_speculative_tokens is None:
+        if settings.method != "suffix":
+            raise ValueError(f"num_speculative_tokens=None: must be given for method {settings.method!r}")
+        set_("num_speculative_tokens", min(settings.suffix_decoding_max_tree_depth, config.kvcache_block_size - 1))
+    block_size = config.kvcache_block_size
+    bound = f"num_speculative_tokens, less than kvcache_block_size={block_size},"
+    k = check_int(bound, settings.num_speculative_tokens, 1, block_size - 1)
+    if settings.disable_by_batch_size is None:
+        set_("disable_by_batch_size", DEFAULT_MAX_SEQS)
+    rates = settings.synthetic_acceptance_rates
+    if settings.is_synthetic != (rates is not None):
+        bound = "must be given with rejection_sample_method='synthetic', and only then"
+        raise ValueError(f"synthetic_acceptance_rates={rates!r}: {bound}")
+    if rates is not None and len(rates) != k:
+        raise ValueError(f"synthetic_acceptance_rates={rates!r}: must have num_speculative_tokens={k} rates")
+    if settings.method == "draft_model":
+        _resolve_draft_model(settings, config, set_)
+
+
+def _resolve_draft_model(settings: SpeculativeConfig, config: Any, set_: Any) -> None:
+    from dataclasses import replace
+
+    from nanovllm.models import ModelConfig
+    from nanovllm.utils.loader import find_model
+
+    if settings.model is None:
+        raise ValueError("model=None: must be given for method 'draft_model'")
+    if config.device != "cpu":
+        raise ValueError(f"method='draft_model': needs device='cpu' so far, not {config.device!r}")
+    folder = find_model(settings.model, settings.revision, with_weights=config.load_format != "dummy")
+    draft, target = ModelConfig.read(folder), config.model_config
+    if draft.vocab_size != target.vocab_size:
+        bound = f"must have {target.vocab_size:,}, as {config.model}"
+        raise ValueError(f"model={settings.model!r}: has a vocabulary of {draft.vocab_size:,} ids; {bound}")
+    files = folder / "tokenizer.json", Path(config.tokenizer) / "tokenizer.json"
+    if all(file.is_file() for file in files) and _vocabulary(files[0]) != _vocabulary(files[1]):
+        raise ValueError(f"model={settings.model!r}: its tokenizer has another vocabulary than {files[1]}")
+    if draft.max_position_embeddings < config.max_model_len:
+        bound = f"must have at least max_model_len={config.max_model_len:,}"
+        raise ValueError(f"model={settings.model!r}: has {draft.max_position_embeddings:,} positions; {bound}")
+    set_("model", str(folder))
+    set_("draft_model_config", replace(draft, dtype=config.dtype))
+
+
+def _vocabulary(file: Path) -> Any:
+    model = read_json(file).get("model")
+    return model.get("vocab") if isinstance(model, dict) else None
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return ", ".join(map(repr, names))

@@ -1,0 +1,142 @@
+"""Several tokens of a step to their sequences, and what is drafted for the next step."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from nanovllm.engine.output_processor import OutputProcessor
+from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.spec_decode.proposer import Drafts, make_proposer
+
+MEMORY = 8  # steps with drafts, about, over which the accepted ones are averaged
+MIN_ACCEPTED = 0.3  # drafts in a step, on average, for which it pays to verify them
+PAUSES = 16, 512  # tokens: the first pause of a sequence, and the longest
+
+
+@dataclass
+class Pace:
+    """How often a sequence drafts: not for a while, if few of its drafts were right.
+
+    It begins with a mean of one accepted draft in a step. Below MIN_ACCEPTED it pauses, for twice as many tokens as the
+    last time. When it tries again, its mean is halfway to that bound.
+    """
+
+    mean: float = 1.0
+    pause: int = 0  # tokens until it drafts again
+    next_pause: int = PAUSES[0]
+
+    def accepted(self, number: int) -> None:
+        self.mean += (number - self.mean) / MEMORY
+        if self.mean < MIN_ACCEPTED:
+            self.pause, self.next_pause = self.next_pause, min(2 * self.next_pause, PAUSES[1])
+            self.mean = (1 + MIN_ACCEPTED) / 2
+        elif self.mean > 1:
+            self.next_pause = PAUSES[0]
+
+
+class DraftingOutputProcessor(OutputProcessor):
+    """After each step, drafts tokens for its sequences: `Sequence.num_drafts` and `feature_state["spec_decode"]`.
+
+    The scheduler sees the former alone. Sequences that wait for each of their tokens anyway, for a mask or as beams,
+    have no drafts.
+    """
+
+    def __init__(self, scheduler: Scheduler, eos_token_ids: frozenset[int], settings):
+        """`settings` are a SpeculativeConfig."""
+        super().__init__(scheduler, eos_token_ids)
+        self.settings, self.proposer = settings, make_proposer(settings)
+        self.paces: dict[Sequence, Pace] = {}  # of those that may draft
+        self.is_off = False  # as too many sequences run
+
+    def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
+        if result.counts is None:
+            if not self.proposer.on_host:  # when it was scheduled, a step with drafts may have been in flight
+                step.visited = [*range(len(step.sampled_seqs))]
+            changed = super().postprocess(step, result)
+            num_new = [1] * len(step.sampled_seqs)
+        else:
+            changed = self._postprocess_rounds(step, result, result.counts)
+            num_new = result.counts
+        for seq in step.new_seqs:
+            if (drafts := seq.feature_state.get("spec_decode")) is not None:
+                drafts.is_new = True
+        self._draft(step.sampled_seqs, num_new)
+        return changed
+
+    def _postprocess_rounds(self, step: ScheduledStep, result: StepResult, counts: list[int]) -> Collection[Sequence]:
+        """In the i-th round, the i-th token of each sequence that gets so many."""
+        k = step.tokens_per_row
+        self._settle(step, counts)
+        changed, step_watched = dict[Sequence, None](), {*step.watched}
+        for i in range(k):
+            chosen = [j for j, count in enumerate(counts) if count > i]  # of the step's `sampled_seqs`
+            seqs, token_ids = [step.sampled_seqs[j] for j in chosen], [result.token_ids[j * k + i] for j in chosen]
+            watched = [place for place, j in enumerate(chosen) if j in step_watched]
+            arrived, ends = self.append(seqs, token_ids, [*range(len(seqs))], watched)
+            arrived = {chosen[place] * k + i: seq for place, seq in arrived.items()}
+            changed |= dict.fromkeys(self.run_features(step, result, arrived, ends))
+        return changed
+
+    def _settle(self, step: ScheduledStep, counts: list[int]) -> None:
+        """Take back what a step had reserved for drafts that were wrong: its sequences get `counts` tokens."""
+        totals = self.scheduler.totals
+        for seq, num_reserved, count in zip(step.sampled_seqs, step.num_reserved.tolist(), counts):
+            if num_reserved == 1 or seq.status is SequenceStatus.FINISHED:
+                continue
+            seq.num_tokens -= num_reserved - count
+            if seq.status is SequenceStatus.RUNNING:  # else it was preempted, and has nothing computed
+                seq.num_computed_tokens -= num_reserved - count
+            totals["drafts"] += 1
+            totals["draft_tokens"] += num_reserved - 1
+            for i in range(count - 1):
+                totals[f"accepted_{i}"] += 1
+            if not self.settings.is_synthetic:
+                self.paces[seq].accepted(count - 1)
+
+    def _draft(self, seqs: list[Sequence], num_new: list[int]) -> None:
+        is_off = len(self.scheduler.running) > self.settings.disable_by_batch_size
+        if is_off and not self.is_off:
+            for seq in self.paces:
+                self._plan(seq, [], may_draft=False)
+        self.is_off = is_off
+        if is_off:
+            return
+        for seq, number in zip(seqs, num_new):
+            pace = self.paces.get(seq)
+            if pace is None:
+                if seq.status is SequenceStatus.FINISHED or seq.waits_for_token or seq.pauses:
+                    continue
+                pace = self.paces[seq] = Pace()
+                seq.feature_state["spec_decode"] = Drafts()
+            pace.pause = max(0, pace.pause - number)
+            self._plan(seq, *self._drafts_of(seq, pace))
+
+    def _drafts_of(self, seq: Sequence, pace: Pace) -> tuple[list[int], bool]:
+        """Drafts, and whether there may be some in later steps."""
+        k = min(self.settings.num_speculative_tokens, seq.max_num_tokens - len(seq.token_ids) - 1)
+        if pace.pause or k <= 0:
+            return [], False
+        if not self.proposer.on_host:
+            return [-1] * k, True
+        if seq.num_tokens > len(seq.token_ids) or seq.status is not SequenceStatus.RUNNING:
+            return [], True  # a token is in flight, or it was preempted
+        drafts = self.proposer.draft(seq, k)
+        return drafts + [0] * (k - len(drafts)) * self.settings.is_synthetic, True
+
+    def _plan(self, seq: Sequence, drafts: list[int], may_draft: bool) -> None:
+        if self.proposer.on_host:
+            seq.waits_for_token = may_draft
+            seq.token_limit = seq.max_num_tokens
+        seq.feature_state["spec_decode"].token_ids = drafts
+        seq.limit_tokens(len(drafts) if seq.status is SequenceStatus.RUNNING else 0)
+
+    def end(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        super().end(seq, reason, stop_reason)
+        if self.paces.pop(seq, None) is not None:
+            self.proposer.forget(seq)
+
+    def reset(self) -> None:
+        super().reset()
+        self.paces.clear()
+        self.proposer.reset()

@@ -1,0 +1,171 @@
+"""Suffix decoding: what followed the longest context that has occurred before, in this request or in earlier ones.
+
+After Oliaro et al., "SuffixDecoding: extreme speculative decoding for emerging AI applications" (2024), whose suffix
+trees are suffix automata here: Blumer et al., "The smallest automaton recognizing the subwords of a text" (1985).
+"""
+
+from dataclasses import dataclass, field
+
+from nanovllm.engine.sequence import Sequence
+from nanovllm.spec_decode.proposer import Proposer
+
+MAX_TOKENS = 2**16  # of one automaton: some 40 MiB; there are two
+MAX_COUNTED = 32  # contexts that end at a token, when their occurrences are counted: the longest ones
+ROOT = 0  # the state of the empty context
+
+
+class SuffixAutomaton:
+    """All contexts of texts, in time and memory that grow with their length.
+
+    A state stands for contexts that occur at the same places: `lengths` has the longest one's, and `links` the state of
+    its longest suffix that also occurs elsewhere. `next` has the states of contexts that are a token longer, and
+    `counts` about how often each occurs.
+    """
+
+    def __init__(self) -> None:
+        self.next: list[dict[int, int]] = [{}]
+        self.links, self.lengths, self.counts = [-1], [0], [0]
+        self.num_tokens = 0
+
+    def extend(self, state: int, token_id: int) -> int:
+        """Add a token to the text whose state is `state`; returns its new state. A text begins with ROOT."""
+        self.num_tokens += 1
+        if (new := self.next[state].get(token_id)) is not None:  # another text has gone this way
+            if self.lengths[new] > self.lengths[state] + 1:
+                new = self._split(new, state, token_id)
+        else:
+            new = self._add({}, ROOT, self.lengths[state] + 1, 0)
+            before: int = state
+            while before >= 0 and token_id not in self.next[before]:
+                self.next[before][token_id] = new
+                before = self.links[before]
+            if before >= 0:
+                found = self.next[before][token_id]
+                is_longer = self.lengths[found] > self.lengths[before] + 1
+                self.links[new] = self._split(found, before, token_id) if is_longer else found
+        counted = new
+        for _ in range(MAX_COUNTED):
+            if counted <= ROOT:
+                break
+            self.counts[counted] += 1
+            counted = self.links[counted]
+        return new
+
+    def _add(self, following: dict[int, int], link: int, length: int, count: int) -> int:
+        self.next.append(following)
+        self.links.append(link)
+        self.lengths.append(length)
+        self.counts.append(count)
+        return len(self.links) - 1
+
+    def _split(self, state: int, before: int, token_id: int) -> int:
+        """The contexts of `state` that are no longer than one of `before` and a token get a state of their own."""
+        copied = {**self.next[state]}, self.links[state], self.lengths[before] + 1, self.counts[state]
+        self.links[state] = new = self._add(*copied)
+        while before >= 0 and self.next[before].get(token_id) == state:
+            self.next[before][token_id] = new
+            before = self.links[before]
+        return new
+
+    def follow(self, state: int, length: int, token_id: int) -> tuple[int, int]:
+        """The state and the length of the longest context that has occurred, after one of `length` and a token."""
+        while state >= 0 and token_id not in self.next[state]:
+            state = self.links[state]
+            length = self.lengths[state] if state >= 0 else -1
+        return (self.next[state][token_id], length + 1) if state >= 0 else (ROOT, 0)
+
+    def context(self, state: int, length: int, depth: int) -> tuple[int, int]:
+        """The state and the length of the longest suffix that was continued, of at most `depth` tokens."""
+        while state > ROOT and (not self.next[state] or self.lengths[self.links[state]] >= depth):
+            state = self.links[state]
+            length = self.lengths[state]
+        return state, min(length, depth)
+
+    def draft(self, state: int, num_drafts: int, min_probability: float) -> list[int]:
+        """The most frequent continuation, as far as it is likely enough."""
+        drafts: list[int] = []
+        probability = 1.0
+        while len(drafts) < num_drafts and (following := self.next[state]):
+            token_id = max(following, key=lambda x: self.counts[following[x]])
+            total = sum(self.counts[x] for x in following.values())
+            state = following[token_id]
+            probability *= self.counts[state] / max(1, total)
+            if probability < min_probability:
+                break
+            drafts.append(token_id)
+        return drafts
+
+
+@dataclass
+class Memory:
+    """Texts that are remembered: the newest in an automaton that grows, those before in one that does not."""
+
+    growing: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    old: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    num_texts: int = 0  # in `growing`
+
+
+@dataclass
+class Place:
+    """Where a sequence is in a memory."""
+
+    memory: Memory
+    num_read: int = 0  # of its tokens
+    state: int = ROOT  # in `memory.growing`, of its text
+    old_state: int = ROOT  # in `memory.old`, of the context that was found
+    old_length: int = 0
+
+
+class Suffix(Proposer):
+    """Requests share a memory. One with a `cache_salt` has its own: nobody else can tell what it has computed."""
+
+    def __init__(self, settings):
+        super().__init__(settings)
+        self.shared = Memory()
+        self.places: dict[Sequence, Place] = {}
+
+    def draft(self, seq, num_drafts):
+        settings = self.settings
+        if (place := self.places.get(seq)) is None:
+            is_alone = seq.cache_salt or not settings.suffix_decoding_max_cached_requests
+            place = self.places[seq] = Place(Memory() if is_alone else self.shared)
+            place.memory.num_texts += 1
+        self._read(place, seq.token_ids)
+        memory, depth = place.memory, settings.suffix_decoding_max_tree_depth
+        found = (
+            (memory.growing, *memory.growing.context(place.state, memory.growing.lengths[place.state], depth)),
+            (memory.old, *memory.old.context(place.old_state, place.old_length, depth)),
+        )
+        automaton, state, length = max(found, key=lambda x: x[2])  # of equally long ones, the newest
+        num_drafts = min(num_drafts, int(settings.suffix_decoding_max_spec_factor * length))
+        return automaton.draft(state, num_drafts, settings.suffix_decoding_min_token_prob) if state else []
+
+    def _read(self, place: Place, token_ids: list[int]) -> None:
+        memory = place.memory
+        for token_id in token_ids[place.num_read :]:
+            place.state = memory.growing.extend(place.state, token_id)
+            place.old_state, place.old_length = memory.old.follow(place.old_state, place.old_length, token_id)
+        place.num_read = len(token_ids)
+        max_texts = -(-self.settings.suffix_decoding_max_cached_requests // 2)
+        if memory is self.shared and (memory.growing.num_tokens > MAX_TOKENS or memory.num_texts > max_texts):
+            self._renew(memory)
+
+    def _renew(self, memory: Memory) -> None:
+        """Begin a new automaton, and forget the one before the last. Of live sequences it has their last tokens."""
+        memory.old, memory.growing, memory.num_texts = memory.growing, SuffixAutomaton(), 0
+        for seq, place in self.places.items():
+            if place.memory is memory:
+                place.old_state, place.old_length = place.state, memory.old.lengths[place.state]
+                place.state = ROOT
+                depth = self.settings.suffix_decoding_max_tree_depth
+                for token_id in seq.token_ids[max(0, place.num_read - depth) : place.num_read]:
+                    place.state = memory.growing.extend(place.state, token_id)
+
+    def forget(self, seq):
+        """The answer's last tokens are remembered, too."""
+        if (place := self.places.pop(seq, None)) is not None and place.memory is self.shared:
+            self._read(place, seq.token_ids)
+
+    def reset(self):
+        self.places.clear()
+        self.shared = Memory()
