@@ -10,6 +10,13 @@ def stats_of(scheduler: Scheduler) -> dict:
     totals, blocks = scheduler.totals, scheduler.block_manager
     num_free = len(blocks.free_block_ids)
     num_cached = sum(blocks.blocks[i].ref_count == 0 for i in [*blocks.hash_to_block_id.values()])
+    accepted = [totals[f"accepted_{i}"] for i in range(totals["num_speculative_tokens"])]
+    drafts = {
+        "drafts": totals["drafts"],  # sequences that had some, summed over steps
+        "draft_tokens": totals["draft_tokens"],
+        "accepted_tokens": sum(accepted),
+        "accepted_per_position": accepted,
+    }
     return {
         "requests": {"waiting": len(scheduler.waiting), "running": len(scheduler.prefilling) + len(scheduler.running)},
         "blocks": {"used": len(blocks.blocks) - num_free, "cached": num_cached, "free": num_free - num_cached},
@@ -17,6 +24,7 @@ def stats_of(scheduler: Scheduler) -> dict:
         "preemptions": scheduler.num_preemptions,
         "tokens": {"in": totals["prompt_tokens"], "out": totals["output_tokens"]},
         "steps": {kind: totals[f"{kind}_steps"] for kind in ("prefill", "decode", "mixed")},
+        **({"spec_decode": drafts} if accepted else {}),
     }
 
 

@@ -39,7 +39,11 @@ COUNTERS: Quantities = {
     "prefix_cache_queries": ("Tokens of prompts that were looked up", lambda now: now["tokens"]["in"]),
     "prefix_cache_hits": ("Those that were found", lambda now: round(now["prefix_hit_rate"] * now["tokens"]["in"])),
     "num_preemptions": ("Sequences that gave up their cache blocks", lambda now: now["preemptions"]),
+    "spec_decode_num_drafts": ("Steps of sequences with drafts", lambda now: _drafts(now, "drafts")),
+    "spec_decode_num_draft_tokens": ("Drafted tokens", lambda now: _drafts(now, "draft_tokens")),
+    "spec_decode_num_accepted_tokens": ("Drafts that were right", lambda now: _drafts(now, "accepted_tokens")),
 }
+PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 ZEROS = dict.fromkeys((*GAUGES, *COUNTERS, "blocks"), 0)
 
 
@@ -109,6 +113,14 @@ class Metrics:
         waiting = self._llm.num_unfinished - total["num_requests_running"]  # also those that are being tokenized
         total["num_requests_waiting"] = max(0, waiting)
         yield from _families("vllm:", ["model_name"], [([self._model], total)])
+        accepted = [_drafts(stats, "accepted_per_position", []) for stats in self._stats if stats]
+        if numbers := [sum(column) for column in zip(*accepted)]:
+            family = CounterMetricFamily(
+                f"vllm:{PER_POSITION}", "The same by position", labels=["model_name", "position"]
+            )
+            for position, number in enumerate(numbers):
+                family.add_metric([self._model, str(position)], number)
+            yield family
         if len(self._engines) > 1:
             replicas = [([self._model, str(i)], engine) for i, engine in self._engines.items()]
             yield from _families("nanovllm:replica_", ["model_name", "replica"], replicas)
@@ -128,6 +140,11 @@ class Metrics:
                 before |= {"restarts": restarts, **{name: engine[name] for name in COUNTERS}}
             engine |= now | {name: max(engine[name], now[name] + before[name]) for name in COUNTERS}
             engine["blocks"] = sum(stats["blocks"].values())
+
+
+def _drafts(stats: dict[str, Any], name: str, default: Any = 0) -> Any:
+    """What an engine with `speculative_config` counts; any other one has counted nothing."""
+    return stats.get("spec_decode", {}).get(name, default)
 
 
 def _families(prefix: str, labels: list[str], engines: list[tuple[list[str], dict[str, int]]]) -> Iterator[Metric]:

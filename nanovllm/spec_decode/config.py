@@ -58,6 +58,7 @@ class SpeculativeConfig:
     rejection_sample_method: str = checked("strict", check_choice, choices=("strict", "synthetic"))
     synthetic_acceptance_rates: tuple[float, ...] | None = checked(None, check_rates)
     draft_model_config: Any = None  # a ModelConfig, of "draft_model"
+    drafts_with_masks: bool = False  # whether sequences whose tokens are masked have drafts
 
     @property
     def is_synthetic(self) -> bool:
@@ -70,7 +71,7 @@ OWN = {
     "suffix": ("suffix_decoding_",),
     "draft_model": ("model", "revision", "draft_tensor_parallel_size"),
 }
-KEYS = [field.name for field in fields(SpeculativeConfig)][:-1]
+KEYS = [field.name for field in fields(SpeculativeConfig)][:-2]  # the others are resolved
 DEFAULT_MAX_SEQS = 16  # of `disable_by_batch_size`
 
 
@@ -126,6 +127,7 @@ def _resolve(settings: SpeculativeConfig, config: Any) -> None:
     block_size = config.kvcache_block_size
     bound = f"num_speculative_tokens, less than kvcache_block_size={block_size},"
     k = check_int(bound, settings.num_speculative_tokens, 1, block_size - 1)
+    set_("drafts_with_masks", config.device == "cpu" and settings.method != "draft_model")
     if settings.disable_by_batch_size is None:
         set_("disable_by_batch_size", DEFAULT_MAX_SEQS)
     rates = settings.synthetic_acceptance_rates

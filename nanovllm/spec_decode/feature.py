@@ -26,7 +26,14 @@ class Speculation(StepFeature):
             are_new.append(state.is_new)
             state.is_new = False
         new_blocks = [(step.req_indices[i], column, block_id) for i, column, block_id in step.new_blocks]
+        masks: dict[str, Any] = {}
+        for seq in (step.sampled_seqs[i] for i in rows):
+            if (constraint := seq.feature_state.get("structured_outputs")) is not None:
+                own_masks = constraint.next_mask, *constraint.draft_masks
+                masks.setdefault("mask_indices", []).extend([np.array(seq.req_index)] * len(own_masks))
+                masks.setdefault("masks", []).extend(own_masks)
         return dict(
+            masks,
             req_indices=step.req_indices[rows],
             num_drafts=step.num_reserved[rows] - 1,
             are_new=np.array(are_new),
@@ -36,14 +43,16 @@ class Speculation(StepFeature):
 
     @classmethod
     def max_words(cls, config: Any) -> int:
-        return config.max_num_seqs * 7 + 5 * 4 if config.speculative_config else 0
+        masks = -(-config.model_config.vocab_size // 32) + 1
+        return config.max_num_seqs * (7 + masks) + 7 * 4 if config.speculative_config else 0
 
     def __init__(self, runner: Any):
         self.tables, settings = runner.tables, runner.config.speculative_config
         self.rates = self.drafter = None
+        self.masks: Arrays = {}  # of this step
         if settings is None:  # on CUDA, the start loads all features
             return
-        if runner.keeps_states:
+        if runner.num_state_rows:
             raise ValueError(f"speculative_config: method={settings.method!r}: can't be used with layers of a state")
         if settings.is_synthetic:
             rates = torch.tensor((1.0, *settings.synthetic_acceptance_rates), device=runner.device)
@@ -56,19 +65,42 @@ class Speculation(StepFeature):
             self.drafter = DraftModel(runner)
 
     def upload(self, arrays: Arrays) -> None:
+        self.masks = arrays if "masks" in arrays else {}
         drafts = self.drafter.draft(arrays) if self.drafter else arrays["drafts"]
         self.tables.last_token_ids[arrays["req_indices"].long(), 1 : 1 + drafts.shape[1]] = drafts
 
+    def after_forward(self, arrays: Arrays, output: Any) -> None:
+        self.masks = {}
+
     def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> None:
-        """With `synthetic_acceptance_rates`, let drafts be right so often, whatever the model says."""
-        if self.rates is None:
-            return
+        """Apply the mask of each draft of structured outputs; `features.logit_edits` has allowed what any of them does.
+
+        With `synthetic_acceptance_rates`, let drafts be right so often, whatever the model says.
+        """
+        if self.masks:
+            self._mask(logits, rows)
+        if self.rates is not None:
+            self._impose_rates(logits, rows, self.rates)
+
+    def _mask(self, logits: torch.Tensor, rows: SamplingRows) -> None:
+        for req_index in self.masks["mask_indices"].unique():
+            own_rows = (rows.req_indices == req_index).nonzero()[:, 0]
+            masks = self.masks["masks"][self.masks["mask_indices"] == req_index].view(torch.uint8)
+            bits = (masks[:, :, None] >> torch.arange(8, device=masks.device, dtype=torch.uint8)) & 1
+            is_allowed = bits.flatten(1).bool()[:, : logits.shape[1]]
+            for row, allowed in zip(own_rows, is_allowed):
+                logits[row].masked_fill_(~allowed, -torch.inf)
+
+    def _impose_rates(self, logits: torch.Tensor, rows: SamplingRows, rates: torch.Tensor) -> None:
         req_indices, positions = rows.req_indices.long(), rows.positions.long()
-        offsets = (positions + 1 - self.tables.num_tokens[req_indices]).clamp(0, len(self.rates) - 1)
+        offsets = (positions + 1 - self.tables.num_tokens[req_indices]).clamp(0, len(rates) - 1)
         next_positions, next_indices = (x.roll(-1) for x in (positions, req_indices))
         is_drafted = (next_positions == positions + 1) & (next_indices == req_indices)
         drafts = self.tables.last_token_ids[req_indices, 1 + offsets].clamp(min=0).long()
-        random = (positions * 40503 + req_indices * 69621 + 12345) * 2654435761 % 2**32 / 2**32
-        value = torch.where(random < self.rates[offsets], 1e4, -torch.inf).to(logits.dtype)
+        random = positions * 65537 + req_indices
+        for _ in range(3):  # mixes the bits: neighbours are to differ
+            random = ((random ^ (random >> 16)) * 0x45D9F3B) % 2**32
+        random = random / 2**32
+        value = torch.where(random < rates[offsets], 1e4, -torch.inf).to(logits.dtype)
         old = logits.gather(1, drafts[:, None])
         logits.scatter_(1, drafts[:, None], torch.where(is_drafted, value, old[:, 0])[:, None])

@@ -38,8 +38,8 @@ class Pace:
 class DraftingOutputProcessor(OutputProcessor):
     """After each step, drafts tokens for its sequences: `Sequence.num_drafts` and `feature_state["spec_decode"]`.
 
-    The scheduler sees the former alone. Sequences that wait for each of their tokens anyway, for a mask or as beams,
-    have no drafts.
+    The scheduler sees the former alone. Beams have no drafts, nor have sequences whose tokens are masked on the host,
+    unless their drafts are made there too.
     """
 
     def __init__(self, scheduler: Scheduler, eos_token_ids: frozenset[int], settings):
@@ -48,6 +48,7 @@ class DraftingOutputProcessor(OutputProcessor):
         self.settings, self.proposer = settings, make_proposer(settings)
         self.paces: dict[Sequence, Pace] = {}  # of those that may draft
         self.is_off = False  # as too many sequences run
+        scheduler.totals["num_speculative_tokens"] = settings.num_speculative_tokens
 
     def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
         if result.counts is None:
@@ -105,12 +106,16 @@ class DraftingOutputProcessor(OutputProcessor):
         for seq, number in zip(seqs, num_new):
             pace = self.paces.get(seq)
             if pace is None:
-                if seq.status is SequenceStatus.FINISHED or seq.waits_for_token or seq.pauses:
+                if seq.status is SequenceStatus.FINISHED or not self._may_draft(seq):
                     continue
                 pace = self.paces[seq] = Pace()
                 seq.feature_state["spec_decode"] = Drafts()
             pace.pause = max(0, pace.pause - number)
             self._plan(seq, *self._drafts_of(seq, pace))
+
+    def _may_draft(self, seq: Sequence) -> bool:
+        is_masked = "structured_outputs" in seq.feature_state and self.settings.drafts_with_masks
+        return not seq.pauses and (is_masked or not seq.waits_for_token)
 
     def _drafts_of(self, seq: Sequence, pace: Pace) -> tuple[list[int], bool]:
         """Drafts, and whether there may be some in later steps."""
@@ -122,11 +127,15 @@ class DraftingOutputProcessor(OutputProcessor):
         if seq.num_tokens > len(seq.token_ids) or seq.status is not SequenceStatus.RUNNING:
             return [], True  # a token is in flight, or it was preempted
         drafts = self.proposer.draft(seq, k)
-        return drafts + [0] * (k - len(drafts)) * self.settings.is_synthetic, True
+        if self.settings.is_synthetic:
+            drafts += [0] * (k - len(drafts))
+        if (constraint := seq.feature_state.get("structured_outputs")) is not None:
+            drafts = constraint.draft(drafts, k)
+        return drafts, True
 
     def _plan(self, seq: Sequence, drafts: list[int], may_draft: bool) -> None:
         if self.proposer.on_host:
-            seq.waits_for_token = may_draft
+            seq.waits_for_token = may_draft or "structured_outputs" in seq.feature_state
             seq.token_limit = seq.max_num_tokens
         seq.feature_state["spec_decode"].token_ids = drafts
         seq.limit_tokens(len(drafts) if seq.status is SequenceStatus.RUNNING else 0)

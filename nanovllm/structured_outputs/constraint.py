@@ -27,7 +27,8 @@ class Constraint:
         """`matcher` is at its start, and belongs to this constraint alone."""
         self._seq, self._matcher = proxy(seq), matcher  # a cycle would keep both until the garbage collector runs
         self._num_consumed = 0  # generated tokens that the matcher has
-        self.mask = mask_of((), vocab_size)  # [ceil(vocabulary / 32)] int32: bits of the ids that may come next
+        self.next_mask = mask_of((), vocab_size)  # [ceil(vocabulary / 32)] int32: bits of the ids that may come next
+        self.draft_masks: list[np.ndarray] = []  # those after the drafts of the next step
         self.error: str | None = None  # why there is no next token
         params = seq.params
         self._stops = np.array(params.stop_token_ids or (), np.int64)
@@ -47,23 +48,49 @@ class Constraint:
     def set_mask(self, mask: np.ndarray | None) -> None:
         """`mask` is the grammar's own, without the bans of other parameters; None if its state is an error."""
         if mask is None or self._matcher.is_error():
-            self.mask[:] = 0
+            self.next_mask[:] = 0
             reason = _first_line(self._matcher.get_error())
             says_nothing = reason in ("", "NoExtensionBias")  # the second is what llguidance calls it
             self.error = f"structured_outputs: {'no token is allowed' if says_nothing else reason}"
         else:
-            self.mask = self._with_bans(mask)
-            self.error = None if self.mask.any() else "structured_outputs: the parameters allow no token"
+            self.next_mask = self._with_bans(mask, self._seq.completion_token_ids)
+            self.error = None if self.next_mask.any() else "structured_outputs: the parameters allow no token"
 
-    def _with_bans(self, mask: np.ndarray) -> np.ndarray:
+    @property
+    def mask(self) -> np.ndarray:
+        """The mask of the next token; with drafts, the ids that may come next or after one of them."""
+        masks = self.draft_masks if self._seq.num_drafts else ()
+        return np.bitwise_or.reduce([self.next_mask, *masks])
+
+    def draft(self, drafts: list[int], num_drafts: int) -> list[int]:
+        """As many of the drafts as are allowed and do not end the answer; if none, what the grammar forces, at most so
+        many. Sets `draft_masks`.
+        """
+        return self._allowed_of(drafts) or self._allowed_of(self._matcher.compute_ff_tokens()[:num_drafts])
+
+    def _allowed_of(self, drafts: list[int]) -> list[int]:
+        completion, mask = self._seq.completion_token_ids, self.next_mask
+        self.draft_masks, num_before = [], len(completion)
+        for token_id in drafts:
+            if token_id < 0 or token_id in self._ends or not mask[token_id // 32] >> token_id % 32 & 1:
+                break
+            self._matcher.consume_token(token_id)
+            completion.append(token_id)
+            raw = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(mask)].copy()
+            mask = self._with_bans(raw, completion)
+            self.draft_masks.append(mask)
+        self._matcher.rollback(len(self.draft_masks))
+        return completion[num_before:]
+
+    def _with_bans(self, mask: np.ndarray, completion: list[int]) -> np.ndarray:
         seq = self._seq
         if len(self._stops):
             _set_bits(mask, self._stops, self._matcher.is_accepting())
-        if seq.num_completion_tokens < seq.params.min_tokens:
+        if len(completion) < seq.params.min_tokens:
             _set_bits(mask, self._ends, False)
         if self._allowed is not None:
             mask &= self._allowed
-        recent = seq.completion_token_ids[-MAX_BAD_WORD_TOKENS:] if self._bad_words else []
+        recent = completion[-MAX_BAD_WORD_TOKENS:]
         for *start, last in self._bad_words:
             if not start or recent[-len(start) :] == start:
                 _set_bits(mask, np.array([last]), False)

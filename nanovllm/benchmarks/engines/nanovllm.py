@@ -58,12 +58,23 @@ def started_nanovllm(model: str, settings: dict) -> "Iterator[LLM]":
 def run_nanovllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
     """`LLM.generate` of this package; its outputs tell when their first tokens arrived."""
 
+    def drafts_since(before: dict) -> str:
+        """How many drafts were right, in all and by their position."""
+        if not (now := llm.stats().get("spec_decode")):
+            return ""
+        num_drafts, drafted, accepted = (now[x] - before[x] for x in ("drafts", "draft_tokens", "accepted_tokens"))
+        positions = zip(now["accepted_per_position"], before["accepted_per_position"])
+        rates = " ".join(f"{(x - y) / max(1, num_drafts):.2f}" for x, y in positions)
+        return f"{accepted:,} of {drafted:,} drafts right ({rates})"
+
     def run(requests: list[Request]) -> Result:
         prompts, params = inputs(requests)
+        drafts_before = llm.stats().get("spec_decode", {})
         begin = perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
         seconds, metrics = perf_counter() - begin, [output.metrics for output in outputs]
-        return Result(seconds, token_times=[[m.first_token_time - m.arrival_time] for m in metrics])
+        times = [[m.first_token_time - m.arrival_time] for m in metrics]
+        return Result(seconds, token_times=times, note=drafts_since(drafts_before))
 
     with started_nanovllm(model, settings) as llm:
         return measure("nanovllm", run, workloads, fastest)

@@ -1,0 +1,395 @@
+"""Exact speculation: each method drafts what it should, and not one token differs, whatever is drafted."""
+
+import json
+import random
+import shutil
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+from conftest import TINY, generate_by_steps, noise_of_rows
+from test_drafts import SCHEDULES, answers, params_of
+from test_models import VOCAB_SIZE, make_checkpoint
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.sampler import KEEPS_ALL, token_keys
+from nanovllm.spec_decode import suffix
+from nanovllm.spec_decode.output_processor import Pace
+from nanovllm.spec_decode.proposer import PROPOSERS, Proposer
+from nanovllm.spec_decode.suffix import ROOT, SuffixAutomaton
+
+NUM_DRAFTS = 4
+METHODS = {
+    "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    "suffix": {"suffix_decoding_max_tree_depth": 8},
+    "draft_model": {"model": TINY},
+}
+SETTINGS = dict(max_model_len=128, kvcache_block_size=16, num_kvcache_blocks=80, max_num_seqs=8)
+
+
+def drafting(method: str, **others) -> dict:
+    keys = {"method": method, "num_speculative_tokens": NUM_DRAFTS, **METHODS[method], **others}
+    return {"speculative_config": keys}
+
+
+def accepted(llm: LLM) -> tuple[int, int]:
+    """Accepted and drafted tokens."""
+    found = llm.stats()["spec_decode"]
+    return sum(found["accepted_per_position"]), found["draft_tokens"]
+
+
+@pytest.fixture
+def margins(monkeypatch):
+    """What an engine samples is no near tie: `margins(llm)` watches, and at the end of the test checks.
+
+    Rows of several tokens round differently than single ones.
+    """
+    gaps: list[float] = []
+
+    def watch(llm: LLM) -> LLM:
+        def look(sampler, inputs):
+            logits, temperatures, seeds, positions, cutoffs = inputs
+            scores, is_drawn = logits.clone(), temperatures > 0
+            keys = token_keys(scores, torch.arange(scores.shape[1]))
+            scores[(keys < cutoffs[:, None]) & (cutoffs > KEEPS_ALL)[:, None]] = -torch.inf
+            scores[is_drawn] /= temperatures[is_drawn, None]
+            scores[is_drawn] += noise_of_rows(seeds[is_drawn], positions[is_drawn], scores.shape[1])
+            best = scores.topk(2).values
+            gaps.extend((best[:, 0] - best[:, 1]).tolist())
+
+        llm.model_runner.sampler.register_forward_pre_hook(look)
+        return llm
+
+    yield watch
+    assert min(gaps) > 1e-4
+
+
+WORDS = ["cat", "dog", "house", "tree", "river", "king", "queen", "night", "day", "word", "sea", "star"]
+
+
+def requests(chat, rng: random.Random, number: int = 8, max_len: int = 64) -> tuple[list, list]:
+    """Tasks, some of whose answers repeat their prompts, or the ends of such prompts; and parameters of all kinds."""
+    tasks = ["Copy: " + " ".join(rng.choices(WORDS, k=6)) for _ in range(number)]
+    tasks[::3] = [f"Count from {i} to {i + 9}." for i in range(3, 3 + len(tasks[::3]))]
+    return [chat(task)[-max_len:] for task in tasks], [params_of(rng, i) for i in range(number)]
+
+
+def random_requests(vocab_size: int, rng: random.Random) -> tuple[list, list]:
+    """Prompts that repeat themselves, as do the answers of random models."""
+    phrases = [[rng.randrange(5, vocab_size) for _ in range(rng.randint(1, 9))] for _ in range(4)]
+    prompts = [[x for _ in range(rng.randint(1, 5)) for x in rng.choice(phrases)] for _ in range(14)]
+    params = [params_of(rng, i) for i in range(len(prompts))]
+    return prompts, [replace(x, bad_words=None, stop=None, stop_token_ids=None, logit_bias=None) for x in params]
+
+
+@pytest.mark.parametrize("schedule, async_scheduling", [("at once", False), ("preemptions", True), ("chunks", True)])
+def test_not_one_token_differs(make_llm, chat, margins, schedule, async_scheduling):
+    sizes = dict(number=14, max_len=14) if schedule == "preemptions" else {}
+    prompts, params = requests(chat, random.Random(schedule), **sizes)
+    settings = SETTINGS | SCHEDULES[schedule] | dict(async_scheduling=async_scheduling)
+    llm = margins(make_llm(**settings))
+    expected = answers(llm.generate(prompts, params, use_tqdm=False))
+    assert llm.stats()["preemptions"] > 0 or schedule != "preemptions"
+    assert "spec_decode" not in llm.stats()
+    llm.exit()
+    for method in METHODS:
+        llm = make_llm(**settings, **drafting(method))
+        assert answers(llm.generate(prompts, params, use_tqdm=False)) == expected, method
+        again = generate_by_steps(llm, zip(prompts[:4], params[:4]))  # with prefix hits, and chunks beside decodes
+        assert answers(again) == expected[:4], method
+        assert accepted(llm)[0] > 0 and llm.stats()["blocks"]["used"] == 0
+        assert not llm.core.output_processor.paces
+        llm.exit()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_another_family(make_llm, margins, tmp_path, method):
+    """Layers with a window, and a draft model with another shape of keys."""
+    model, other = (make_checkpoint(tmp_path / name, name) for name in ("mistral-window", "llama"))
+    prompts, params = random_requests(VOCAB_SIZE, random.Random(3))
+    expected = margins(make_llm(model, **SETTINGS)).generate(prompts, params, use_tqdm=False)
+    llm = make_llm(model, **SETTINGS, **drafting(method, **{"model": other} if method == "draft_model" else {}))
+    assert answers(llm.generate(prompts, params, use_tqdm=False)) == answers(expected)
+    assert accepted(llm)[0] > 0
+
+
+def test_ranks(make_llm, chat):
+    """Each rank has the same drafts: those of the host in its batch, those of a model as all ranks agree."""
+    prompts, params = requests(chat, random.Random(5), 4)
+    settings = SETTINGS | dict(tensor_parallel_size=2)
+    expected = answers(make_llm(**settings).generate(prompts, params, use_tqdm=False))
+    for method in ("suffix", "draft_model"):
+        llm = make_llm(**settings, **drafting(method))
+        assert answers(llm.generate(prompts, params, use_tqdm=False)) == expected
+        assert accepted(llm)[0] > 0
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_the_model_as_its_own_drafter(make_llm, chat, async_scheduling):
+    """It draws what the model will: with the same noise, filters, penalties, and all tokens in its cache.
+
+    Few blocks and short steps let sequences be preempted, and prompts be computed in pieces.
+    """
+    prompts, params = requests(chat, random.Random(7), max_len=14)
+    settings = SETTINGS | dict(num_kvcache_blocks=8, max_num_batched_tokens=24, async_scheduling=async_scheduling)
+    llm = make_llm(**settings, **drafting("draft_model"))
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert llm.stats()["preemptions"] > 0
+    num_accepted, num_drafted = accepted(llm)
+    num_late = sum(len(output.outputs) for output in outputs) * 2 * NUM_DRAFTS  # drafts past the end of an answer
+    assert num_drafted - num_late <= num_accepted > 100
+
+
+def test_the_drafter_catches_up(make_llm, chat):
+    """While too many sequences run, it computes nothing; later it needs what they have generated meanwhile."""
+    llm = make_llm(**SETTINGS, **drafting("draft_model", disable_by_batch_size=2))
+    prompts = [chat(f"Count from {i} to {i + 9}.") for i in range(3)]
+    params = [
+        SamplingParams(temperature=1.0, seed=i, max_tokens=n, ignore_eos=True) for i, n in enumerate((20, 60, 60))
+    ]
+    drafted = []
+    llm.core.on_step.append(lambda step, result: drafted.append(step.tokens_per_row > 1))
+    llm.generate(prompts, params, use_tqdm=False)
+    assert not any(drafted[:20]) and all(drafted[22:30])
+    num_accepted, num_drafted = accepted(llm)
+    assert num_drafted - 2 * NUM_DRAFTS <= num_accepted > 50
+
+
+@pytest.mark.skipif(not find_spec("llguidance"), reason="llguidance is not installed")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_structured_outputs(make_llm, margins, async_scheduling, method):
+    """What the grammar forbids is cut from the drafts, and what it forces is drafted."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 9},
+            "numbers": {"type": "array", "items": {"enum": [1, 2]}},
+        },
+        "required": ["name", "numbers"],
+        "additionalProperties": False,
+    }
+    grammars = [{"json": json.dumps(schema)}, {"regex": "(ab|ba){8}[cd]"}, {"choice": ["KING RICHARD", "KING HENRY"]}]
+    options = [{}, {"n": 3, "top_p": 0.9}, {"min_tokens": 3, "repetition_penalty": 1.1}, {"logprobs": 2}]
+    requests = [
+        (
+            "HAMLET" * i,
+            SamplingParams(temperature=0.8 * (i % 3), seed=i, max_tokens=40, structured_outputs=own, **option),
+        )
+        for i, (own, option) in enumerate(zip(2 * grammars, 2 * options), 1)
+    ]
+    requests += [("ROMEO", SamplingParams(temperature=0.7, seed=1, max_tokens=30))]
+    settings = SETTINGS | dict(num_kvcache_blocks=20, async_scheduling=async_scheduling)
+    expected = answers(margins(make_llm(**settings)).generate(*map(list, zip(*requests)), use_tqdm=False))
+    llm = make_llm(**settings, **drafting(method))
+    steps = []
+    llm.core.on_step.append(lambda step, result: steps.append(step))
+    assert answers(llm.generate(*map(list, zip(*requests)), use_tqdm=False)) == expected
+    masked = [
+        num_reserved > 1 and "structured_outputs" in seq.feature_state
+        for step in steps
+        for seq, num_reserved in zip(step.sampled_seqs, step.num_reserved)
+    ]
+    assert any(masked) == (method != "draft_model")
+
+
+# -- adaptation --------------------------------------------------------------------------------------------------------
+
+
+class Wrong(Proposer):
+    """But for the tokens from some number on, which are known."""
+
+    known: tuple[int, ...] = ()
+
+    def draft(self, seq, num_drafts):
+        return [*self.known[len(seq.token_ids) :], *[7] * num_drafts][:num_drafts]
+
+
+def test_a_sequence_whose_drafts_are_wrong_pauses(make_llm, monkeypatch):
+    monkeypatch.setitem(PROPOSERS, "ngram", Wrong)
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    settings = SETTINGS | dict(max_model_len=512)
+    llm = make_llm(**settings, **drafting("ngram"))
+    steps = []
+    llm.core.on_step.append(lambda step, result: steps.append(step.tokens_per_row > 1))
+    output = llm.generate("HAMLET", params, use_tqdm=False)[0]
+    assert len(steps) > 180 and 5 < sum(steps) < 40
+    first = steps.index(True)
+    assert not all(steps[first : first + 20]) and any(steps[60:])
+    # when drafts begin to be right, it soon drafts always
+    prompt = output.prompt_token_ids
+    monkeypatch.setattr(
+        Wrong, "known", (*[7] * (len(prompt) + 100), *[*prompt, *output.outputs[0].token_ids][len(prompt) + 100 :])
+    )
+    del steps[:]
+    again = llm.generate("HAMLET", params, use_tqdm=False)[0]
+    assert again.outputs[0].token_ids == output.outputs[0].token_ids
+    assert len(steps) < 160 and all(steps[-20:-2])
+
+
+def test_pace():
+    pace = Pace()
+    lengths = []
+    for _ in range(8):
+        num_steps = 0
+        while not pace.pause:
+            pace.accepted(0)
+            num_steps += 1
+        lengths.append((num_steps, pace.pause))
+        pace.pause = 0
+    assert lengths == [(10, 16), *[(6, n) for n in (32, 64, 128, 256, 512, 512, 512)]]
+    for _ in range(30):
+        pace.accepted(2)
+    assert pace.next_pause == 16
+
+
+def test_large_batches_do_not_draft(make_llm):
+    """Nor does any sequence wait for its tokens then."""
+    llm = make_llm(**SETTINGS, **drafting("ngram", disable_by_batch_size=3), async_scheduling=True)
+    prompts = [[5, 6, 7, 8] * 4] * 6
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (20, 20, 20, 40, 60, 60)]
+    steps = []
+    llm.core.on_step.append(lambda step, result: steps.append((len(step.sampled_seqs), step.tokens_per_row)))
+    expected = [
+        [*output.outputs[0].token_ids] for output in make_llm(**SETTINGS).generate(prompts, params, use_tqdm=False)
+    ]
+    assert [[*x.outputs[0].token_ids] for x in llm.generate(prompts, params, use_tqdm=False)] == expected
+    assert all(k == 1 for num_seqs, k in steps if num_seqs > 3) and any(k > 1 for _, k in steps)
+    assert len([k for num_seqs, k in steps if num_seqs > 3]) <= 21
+
+
+# -- what is drafted ---------------------------------------------------------------------------------------------------
+
+
+def brute_force_context(text: list[int]) -> list[int]:
+    """The longest suffix that has occurred before, and was continued."""
+    for start in range(len(text)):
+        suffix = text[start:]
+        if any(text[i : i + len(suffix)] == suffix for i in range(start)):
+            return suffix
+    return []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_suffix_automaton(seed):
+    rng = random.Random(seed)
+    automaton, state, text = SuffixAutomaton(), ROOT, []
+    for _ in range(120):
+        text.append(rng.choice([1, 2, 3][: rng.randint(1, 3)]))
+        state = automaton.extend(state, text[-1])
+        found, length = automaton.context(state, automaton.lengths[state], 1000)
+        assert length == len(brute_force_context(text))
+        if length:
+            drafts = automaton.draft(found, 5, 0.0)
+            joined = [*text[len(text) - length :], *drafts]
+            assert drafts and any(text[i : i + len(joined)] == joined for i in range(len(text)))
+    assert len(automaton.links) <= 2 * len(text)
+
+
+def test_suffixes_of_several_texts():
+    """Each is followed on its own; the most frequent continuation wins, as far as it is likely."""
+    automaton = SuffixAutomaton()
+    states = [ROOT] * 4
+    texts = [1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [9, 2, 3, 4, 6], [8, 2, 3]
+    for i in range(5):
+        states = [automaton.extend(s, text[i]) if i < len(text) else s for s, text in zip(states, texts)]
+    state, length = automaton.context(states[3], 3, 24)
+    assert length == 2 and automaton.draft(state, 9, 0.1) == [4, 6] and automaton.draft(state, 9, 0.9) == [4]
+    assert automaton.context(states[3], 3, 1)[1] == 1
+    state, length = ROOT, 0
+    for token_id in (7, 3, 4):
+        state, length = automaton.follow(state, length, token_id)
+    assert length == 2 and automaton.draft(state, 1, 0.1) == [6]
+
+
+def test_suffixes_of_earlier_answers(make_llm, monkeypatch):
+    """Later requests draft from them, but not with another salt; old ones are forgotten."""
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    llm = make_llm(**SETTINGS, **drafting("suffix"))
+
+    def num_accepted(prompt: list[int], salt: int = 0) -> int:
+        before = accepted(llm)[0]
+        with monkeypatch.context() as salted:
+            salted.setattr(Sequence, "cache_salt", salt, raising=False)
+            salted.setattr(Sequence, "__setattr__", lambda seq, *x: x[0] == "cache_salt" or object.__setattr__(seq, *x))
+            llm.generate([prompt], params, use_tqdm=False)
+        return accepted(llm)[0] - before
+
+    prompt = [100, 200, 300]
+    alone = num_accepted(prompt)
+    assert num_accepted(prompt) > alone + 15
+    assert num_accepted(prompt, salt=9) == alone
+    monkeypatch.setattr(suffix, "MAX_TOKENS", 50)
+    for i in range(5):
+        num_accepted([1000 + i])
+    assert num_accepted(prompt) == alone
+    llm.exit()
+    llm = make_llm(**SETTINGS, **drafting("suffix", suffix_decoding_max_cached_requests=0))
+    assert num_accepted(prompt) == num_accepted(prompt) == alone
+
+
+def test_acceptance_can_be_imposed(make_llm):
+    """To measure speed with a model that would accept few drafts."""
+    rates = [0.8, 0.64, 0.5, 0.0]
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+    llm = make_llm(**SETTINGS, **drafting("ngram", **synthetic))
+    params = SamplingParams(temperature=1.0, max_tokens=110, ignore_eos=True)
+    llm.generate([[i, i + 1] for i in range(5, 25)], params, use_tqdm=False)
+    stats = llm.stats()["spec_decode"]
+    found = [n / stats["drafts"] for n in stats["accepted_per_position"]]
+    assert found == pytest.approx(rates, abs=0.06) and stats["drafts"] > 500
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+REFUSED = [
+    ({"method": "ngram"}, "num_speculative_tokens=None: must be given"),
+    (
+        {"method": "n-gram", "num_speculative_tokens": 2},
+        "method='n-gram': must be one of 'ngram', 'suffix', 'draft_model'",
+    ),
+    ({"method": "eagle3", "num_speculative_tokens": 2}, "method='eagle3': is not there yet"),
+    ({"method": "mtp", "num_speculative_tokens": 2}, "method='mtp': is not there yet"),
+    ({"num_speculative_tokens": 2}, "method=None: must be one of"),
+    ({"method": "ngram", "num_speculative_tokens": 16}, "less than kvcache_block_size=16,=16: must be at most 15"),
+    ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0: must be at least 1"),
+    ({"method": "ngram", "num_speculative_tokens": 2.5}, "num_speculative_tokens=2.5: must be an integer"),
+    ({"method": "ngram", "num_speculative_tokens": 2, "lookup": 3}, "unknown key 'lookup': must be one of method, "),
+    ({"method": "suffix", "prompt_lookup_max": 3}, "prompt_lookup_max=3: is of method 'ngram' alone"),
+    (
+        {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 3, "prompt_lookup_max": 2},
+        "must be at most 2",
+    ),
+    ({"method": "draft_model", "num_speculative_tokens": 2}, "model=None: must be given"),
+    ({"model": "no-such-model/here", "num_speculative_tokens": 2}, "no-such-model"),
+    ({"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic"}, "must be given with"),
+    ({"method": "ngram", "num_speculative_tokens": 2, "synthetic_acceptance_rates": [1, 0]}, "must be given with"),
+    ("{", "is not JSON"),
+    ([], "must be a dict"),
+]
+
+
+@pytest.mark.parametrize("given, message", REFUSED)
+def test_refused_settings(given, message):
+    with pytest.raises((ValueError, TypeError, FileNotFoundError), match="speculative_config") as raised:
+        LLM(TINY, device="cpu", kvcache_block_size=16, speculative_config=given)
+    assert message in str(raised.value)
+
+
+def test_another_vocabulary(tmp_path):
+    """It is seen before any weight is read: there is none."""
+    small = make_checkpoint(tmp_path / "small", "llama")
+    (tmp_path / "small" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="has a vocabulary of 512 ids; must have 2,048, as .*tiny-qwen3"):
+        LLM(TINY, device="cpu", speculative_config={"model": small, "num_speculative_tokens": 2})
+    other = tmp_path / "other"
+    shutil.copytree(TINY, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = [*vocabulary][300:302]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match="its tokenizer has another vocabulary"):
+        LLM(TINY, device="cpu", speculative_config={"model": str(other), "num_speculative_tokens": 2})
