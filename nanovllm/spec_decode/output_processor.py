@@ -10,29 +10,43 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.spec_decode.proposer import Drafts, make_proposer
 
 MEMORY = 8  # steps with drafts, about, over which the accepted ones are averaged
-MIN_ACCEPTED = 0.3  # drafts in a step, on average, for which it pays to verify them
 PAUSES = 16, 512  # tokens: the first pause of a sequence, and the longest
+FIXED_ROWS = 16  # so many rows take as long as what does not grow with a step's rows; measured on a CPU
 
 
 @dataclass
 class Pace:
     """How often a sequence drafts: not for a while, if few of its drafts were right.
 
-    It begins with a mean of one accepted draft in a step. Below MIN_ACCEPTED it pauses, for twice as many tokens as the
-    last time. When it tries again, its mean is halfway to that bound.
+    It begins with a mean of two accepted drafts in a step. Below what pays it pauses, for twice as many tokens as the
+    last time. Then it begins a little above that.
     """
 
-    mean: float = 1.0
+    mean: float = 2.0
     pause: int = 0  # tokens until it drafts again
     next_pause: int = PAUSES[0]
 
-    def accepted(self, number: int) -> None:
+    def accepted(self, number: int, num_paying: float) -> None:
+        """Drafts of a step that were right, and as many as pay for such a step."""
         self.mean += (number - self.mean) / MEMORY
-        if self.mean < MIN_ACCEPTED:
+        if self.mean < num_paying:
             self.pause, self.next_pause = self.next_pause, min(2 * self.next_pause, PAUSES[1])
-            self.mean = (1 + MIN_ACCEPTED) / 2
-        elif self.mean > 1:
+            self.mean = 1.5 * num_paying
+        elif self.mean > 2 * num_paying:
             self.next_pause = PAUSES[0]
+
+
+def width_that_pays(drafts: list[tuple[int, float]], num_seqs: int) -> int:
+    """How many drafts a sequence may have in a step: all of its rows are as wide as the widest.
+
+    `drafts` are the lengths of those there are, and how many of them are expected to be right.
+    """
+
+    def rate(width: int) -> float:
+        num_tokens = num_seqs + sum(min(width, length, expected) for length, expected in drafts)
+        return num_tokens / (FIXED_ROWS + num_seqs * (1 + width))
+
+    return max({0, *(length for length, _ in drafts)}, key=lambda width: (rate(width), -width))
 
 
 class DraftingOutputProcessor(OutputProcessor):
@@ -93,7 +107,8 @@ class DraftingOutputProcessor(OutputProcessor):
             for i in range(count - 1):
                 totals[f"accepted_{i}"] += 1
             if not self.settings.is_synthetic:
-                self.paces[seq].accepted(count - 1)
+                num_paying = step.num_decodes * (step.tokens_per_row - 1) / (FIXED_ROWS + step.num_decodes)
+                self.paces[seq].accepted(count - 1, num_paying)
 
     def _draft(self, seqs: list[Sequence], num_new: list[int]) -> None:
         is_off = len(self.scheduler.running) > self.settings.disable_by_batch_size
@@ -103,6 +118,8 @@ class DraftingOutputProcessor(OutputProcessor):
         self.is_off = is_off
         if is_off:
             return
+        planned: list[tuple[Sequence, list[int], bool]] = []
+        expected: list[tuple[int, float]] = []
         for seq, number in zip(seqs, num_new):
             pace = self.paces.get(seq)
             if pace is None:
@@ -111,7 +128,13 @@ class DraftingOutputProcessor(OutputProcessor):
                 pace = self.paces[seq] = Pace()
                 seq.feature_state["spec_decode"] = Drafts()
             pace.pause = max(0, pace.pause - number)
-            self._plan(seq, *self._drafts_of(seq, pace))
+            drafts, may_draft = self._drafts_of(seq, pace)
+            planned.append((seq, drafts, may_draft))
+            if drafts:
+                expected.append((len(drafts), pace.mean))
+        width = width_that_pays(expected, len(self.scheduler.running))
+        for seq, drafts, may_draft in planned:
+            self._plan(seq, drafts if self.settings.is_synthetic else drafts[:width], may_draft)
 
     def _may_draft(self, seq: Sequence) -> bool:
         is_masked = "structured_outputs" in seq.feature_state and self.settings.drafts_with_masks

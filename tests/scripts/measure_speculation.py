@@ -1,4 +1,4 @@
-"""What speculation brings on the bundled model's tasks, on a CPU: python tests/scripts/measure_speculation.py [--rounds N]
+"""What speculation brings on the bundled model's tasks, on a CPU: python tests/scripts/measure_speculation.py
 
 For each task and method: how many drafts were right, the mean number of tokens of a step that had drafts, and the speed
 with and without, in alternating pairs. The texts must be the same.
@@ -61,7 +61,7 @@ def compare(plain: LLM, llm: LLM, task: str, temperature: float, args: argparse.
     before = llm.stats()["spec_decode"]
     rates: dict[LLM, list[float]] = {plain: [], llm: []}
     for i in range(args.rounds):
-        texts = tasks(random.Random(i), max(args.number, batch_size))[task]
+        texts = tasks(random.Random(f"{i} {temperature}"), max(args.number, batch_size))[task]
         is_raw = task == "Hamlet"
         if not is_raw:
             conversations = [[{"role": "user", "content": text}] for text in texts]
