@@ -61,8 +61,8 @@ class Config:
     batch_invariant: tokens and log-probabilities of a request are the same bits in any batch; slow, and for a CPU
         alone so far.
     max_logprobs: the bound of a request's `logprobs` and `prompt_logprobs`; -1 is the size of the vocabulary.
-    speculative_config: how tokens are drafted, a dict with the keys of `SpeculativeConfig` in `spec_decode/config.py`, or
-        JSON of one; None: not at all.
+    speculative_config: how tokens are drafted, a dict with the keys of `SpeculativeConfig` in `spec_decode/config.py`,
+        or JSON of one; None: not at all.
 
     Raises ValueError or TypeError with the value and the bound, FileNotFoundError if there is no such model.
     """

@@ -5,6 +5,7 @@ import random
 import shutil
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,11 @@ from test_drafts import SCHEDULES, answers, params_of
 from test_models import VOCAB_SIZE, make_checkpoint
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduling_policy import TokenBudget
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.stats import stats_of
 from nanovllm.layers.sampler import KEEPS_ALL, token_keys
 from nanovllm.spec_decode import suffix
 from nanovllm.spec_decode.output_processor import Pace, width_that_pays
@@ -402,3 +407,23 @@ def test_another_vocabulary(tmp_path):
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ValueError, match="its tokenizer has another vocabulary"):
         LLM(TINY, device="cpu", speculative_config={"model": str(other), "num_speculative_tokens": 2})
+
+
+def test_metrics():
+    """Of two engines, the sums; what another engine says has none."""
+    Metrics = pytest.importorskip("nanovllm.serve.metrics", exc_type=ImportError).Metrics
+    drafts = {"drafts": 4, "draft_tokens": 8, "accepted_tokens": 5, "accepted_per_position": [3, 2]}
+    stats = stats_of(Scheduler(BlockManager(4, 16), 2, TokenBudget(8), TokenBudget(8)))
+    metrics = Metrics(SimpleNamespace(on_end=[], num_unfinished=0, engine=None), "tiny-qwen3")
+    for found in ([stats], [stats | {"spec_decode": drafts}, stats | {"spec_decode": drafts}]):
+        metrics._stats = found
+        samples = [x for family in metrics.collect() for x in family.samples if "vllm:spec" in x.name]
+    values = {(sample.name, sample.labels.get("position")): sample.value for sample in samples}
+    name = "vllm:spec_decode_num"
+    assert values == {
+        (f"{name}_drafts_total", None): 8,
+        (f"{name}_draft_tokens_total", None): 16,
+        (f"{name}_accepted_tokens_total", None): 10,
+        (f"{name}_accepted_tokens_per_pos_total", "0"): 6,
+        (f"{name}_accepted_tokens_per_pos_total", "1"): 4,
+    }
