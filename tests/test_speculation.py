@@ -251,10 +251,10 @@ def test_pace():
 
 
 def test_widths_that_pay():
-    """A lone sequence drafts if a quarter of a token is right; of many, most must have several."""
-    assert width_that_pays([], 1) == width_that_pays([(4, 0.2)], 1) == 0
+    """A lone sequence drafts if half a token is right; of many, most must have some."""
+    assert width_that_pays([], 1) == width_that_pays([(4, 0.5)], 1) == 0
     assert width_that_pays([(4, 1.5)], 1) == 4 and width_that_pays([(4, 4.0), (2, 2.0)], 2) == 4
-    assert width_that_pays([(4, 3.0)], 8) == width_that_pays([(4, 1.0)] * 8, 8) == 0
+    assert width_that_pays([(4, 3.0)], 8) == width_that_pays([(4, 0.7)] * 8, 8) == 0
     assert width_that_pays([(4, 3.0)] * 8, 8) == 4
     assert width_that_pays([(2, 2.0)] * 7 + [(20, 3.0)], 8) == 2
 

@@ -11,7 +11,9 @@ from nanovllm.spec_decode.proposer import Drafts, make_proposer
 
 MEMORY = 8  # steps with drafts, about, over which the accepted ones are averaged
 PAUSES = 16, 512  # tokens: the first pause of a sequence, and the longest
-FIXED_ROWS = 16  # so many rows take as long as what does not grow with a step's rows; measured on a CPU
+# measured with the bundled model on a CPU, in the time of another row: what does not grow with a step's rows, and
+# a step of a single row, whose products are simpler
+FIXED_COST, SINGLE_ROW_COST = 32, 24
 
 
 @dataclass
@@ -36,6 +38,11 @@ class Pace:
             self.next_pause = PAUSES[0]
 
 
+def cost(num_rows: int) -> int:
+    """The time of a step, in the time that another row takes."""
+    return FIXED_COST + num_rows if num_rows > 1 else SINGLE_ROW_COST
+
+
 def width_that_pays(drafts: list[tuple[int, float]], num_seqs: int) -> int:
     """How many drafts a sequence may have in a step: all of its rows are as wide as the widest.
 
@@ -44,7 +51,7 @@ def width_that_pays(drafts: list[tuple[int, float]], num_seqs: int) -> int:
 
     def rate(width: int) -> float:
         num_tokens = num_seqs + sum(min(width, length, expected) for length, expected in drafts)
-        return num_tokens / (FIXED_ROWS + num_seqs * (1 + width))
+        return num_tokens / cost(num_seqs * (1 + width))
 
     return max({0, *(length for length, _ in drafts)}, key=lambda width: (rate(width), -width))
 
@@ -107,7 +114,7 @@ class DraftingOutputProcessor(OutputProcessor):
             for i in range(count - 1):
                 totals[f"accepted_{i}"] += 1
             if not self.settings.is_synthetic:
-                num_paying = step.num_decodes * (step.tokens_per_row - 1) / (FIXED_ROWS + step.num_decodes)
+                num_paying = cost(step.num_decodes * step.tokens_per_row) / cost(step.num_decodes) - 1
                 self.paces[seq].accepted(count - 1, num_paying)
 
     def _draft(self, seqs: list[Sequence], num_new: list[int]) -> None:
