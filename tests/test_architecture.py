@@ -314,7 +314,7 @@ def code_lines(source: str) -> int:
 
 # lines of code: what a room may grow to before it is looked at again
 BUDGETS = {
-    "core": 3510,
+    "core": 3520,
     "states": 110,
     "attention": 150,
     "kernels": 2010,
@@ -325,12 +325,12 @@ BUDGETS = {
     "features": 730,
     "graphs": 200,
     "invariant": 170,
-    "startup": 350,
+    "startup": 360,
     "mixture of experts": 587,
     "quantization": 485,
     "8-bit kernels": 507,
     "rollout": 400,
-    "spec_decode": 620,
+    "spec_decode": 630,
     "structured_outputs": 375,
     "compat": 535,
     "serve": 2865,

@@ -485,3 +485,15 @@ def test_what_is_refused(checkpoints, tmp_path, entries, size, message):
     edit(str(folder), **entries)
     with pytest.raises(ValueError, match=message):
         Config(str(folder), device="cpu", tensor_parallel_size=size)
+
+
+def test_sleep_and_the_same_bits(make_llm, checkpoints):
+    """States are given back with the cache, and are zeros again; products of states have no invariant form yet."""
+    settings = SETTINGS | {"enable_sleep_mode": True}
+    llm, requests = make_llm(checkpoints.folder("qwen3_5-tied"), **settings), make_requests()[:6]
+    for _ in range(2):
+        assert_same_as_reference(checkpoints.model("qwen3_5-tied"), generate_by_steps(llm, requests))
+        assert llm.sleep(level=1) > sum(x.nbytes for x in llm.model_runner.model.parameters())
+        llm.wake_up()
+    with pytest.raises(ValueError, match="batch_invariant=True: must be False for a model whose layers keep a state"):
+        make_llm(checkpoints.folder("qwen3_5-tied"), batch_invariant=True, **SETTINGS)

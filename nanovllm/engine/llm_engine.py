@@ -29,9 +29,14 @@ logger = logging.getLogger("nanovllm")
 PROGRESS_SECONDS = 0.1  # between two updates of a progress bar
 
 
-def imported_when_called(home: str) -> Any:
-    """A method that is the function `home`, "module:name", which few engines need."""
-    return lambda self, *args, **options: resolve_name(home)(self, *args, **options)
+class ImportedMethod:
+    """A method that is the function `home`, "module:name", of a room that few engines need."""
+
+    def __init__(self, home: str):
+        self.home = home
+
+    def __get__(self, llm: "LLMEngine | None", kind: type) -> Any:
+        return resolve_name(self.home).__get__(llm, kind)
 
 
 class LLMEngine:
@@ -193,14 +198,14 @@ class LLMEngine:
 
         return stats_of_engine(self)
 
-    # what trainers call: `nanovllm.rollout` has the signatures, and what they do
-    load_weights = imported_when_called("nanovllm.rollout:load_weights")
-    pause = imported_when_called("nanovllm.rollout:pause")
-    resume = imported_when_called("nanovllm.rollout:resume")
-    reset_prefix_cache = imported_when_called("nanovllm.rollout:reset_prefix_cache")
-    sleep = imported_when_called("nanovllm.rollout:sleep")
-    wake_up = imported_when_called("nanovllm.rollout:wake_up")
-    is_sleeping = imported_when_called("nanovllm.rollout:is_sleeping")
+    # what trainers call
+    load_weights = ImportedMethod("nanovllm.rollout:load_weights")
+    pause = ImportedMethod("nanovllm.rollout:pause")
+    resume = ImportedMethod("nanovllm.rollout:resume")
+    reset_prefix_cache = ImportedMethod("nanovllm.rollout:reset_prefix_cache")
+    sleep = ImportedMethod("nanovllm.rollout:sleep")
+    wake_up = ImportedMethod("nanovllm.rollout:wake_up")
+    is_sleeping = ImportedMethod("nanovllm.rollout:is_sleeping")
 
     @property
     def _step_callers(self) -> "StepCallers":
