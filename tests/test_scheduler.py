@@ -258,7 +258,9 @@ def test_preempted_sequence_goes_on_from_what_it_has():
     seq = engine.add(prompt(6))
     for _ in range(5):
         engine.step()
+    seq.limit_tokens(num_drafts=2)
     engine.scheduler.preempt(seq)
+    assert seq.num_drafts == 0  # they were of tokens that it has to compute first
     assert len(seq.token_ids) == 11
     step = engine.step()
     assert step.num_decodes == 0 and rows(step) == [(0, 8, 11)]
