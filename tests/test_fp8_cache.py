@@ -205,7 +205,10 @@ def test_store_by_norm_rope_store(heads, num_tokens, dtype, native):
     expected, cache = on_device(tensors, native), on_device(tensors, native)
     if is_stored.any():
         expected.store_kvcache(slots[is_stored], k, v)
-    assert torch.equal(ops.norm_rope_store(qkv, *new, cache.k, cache.v, cache.scales), q)
+    own_q = ops.norm_rope_store(qkv, *new, cache.k, cache.v, cache.scales)
+    # in float32 the compiler may fuse other products and sums in a kernel that stores something else
+    tolerance = 1e-6 if dtype == torch.float32 and CUDA else 0
+    torch.testing.assert_close(own_q, q, rtol=tolerance, atol=tolerance)
     for ours, theirs in zip((cache.k, cache.v, cache.scales), (expected.k, expected.v, expected.scales)):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 

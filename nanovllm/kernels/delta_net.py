@@ -27,16 +27,14 @@ def _silu(x):
 @triton.jit
 def _convolve_and_shift(x_ptr, window_ptr, weight_ptr, channel, inside, CHANNELS: tl.constexpr, SIZE: tl.constexpr):
     """SiLU of the convolution of some channels, in float32. Their window [SIZE - 1, CHANNELS] moves by one input."""
-    x = tl.load(x_ptr + channel, inside, 0.0)
-    y = x.to(tl.float32) * tl.load(weight_ptr + channel * SIZE + SIZE - 1, inside, 0.0).to(tl.float32)
-    for i in tl.static_range(SIZE - 1):
-        before = tl.load(window_ptr + i * CHANNELS + channel, inside, 0.0)
-        y += before.to(tl.float32) * tl.load(weight_ptr + channel * SIZE + i, inside, 0.0).to(tl.float32)
-        if i > 0:
-            tl.store(window_ptr + (i - 1) * CHANNELS + channel, before, inside)
-    if SIZE > 1:
-        tl.store(window_ptr + (SIZE - 2) * CHANNELS + channel, x, inside)
-    return _silu(y)
+    i = tl.arange(0, next_power_of_2(SIZE))[:, None]
+    channel, inside = channel[None, :], inside[None, :]
+    inputs = tl.load(window_ptr + i * CHANNELS + channel, (i < SIZE - 1) & inside, 0.0)
+    inputs += tl.load(x_ptr + channel + 0 * i, (i == SIZE - 1) & inside, 0.0)
+    weight = tl.load(weight_ptr + channel * SIZE + i, (i < SIZE) & inside, 0.0)
+    tl.debug_barrier()  # all threads have read the window
+    tl.store(window_ptr + (i - 1) * CHANNELS + channel, inputs, (i > 0) & (i < SIZE) & inside)
+    return _silu(tl.sum(inputs.to(tl.float32) * weight.to(tl.float32), 0))
 
 
 @triton.jit

@@ -33,8 +33,9 @@ def _chunk_of(starts_ptr, num_seqs, index, SEQS_PAD: tl.constexpr):
 
 
 @triton.jit
-def _convolve(x_ptr, window_ptr, weight_ptr, t, begin, end, channel, inside, STRIDE, CHANNELS, SIZE: tl.constexpr):
+def _convolve(ptrs, t, begin, end, channel, inside, STRIDE, CHANNELS, SIZE: tl.constexpr):
     """SiLU of the convolution [tokens, channels] of tokens t, in float32; before `begin` is the window."""
+    x_ptr, window_ptr, weight_ptr = ptrs
     y = tl.zeros([t.shape[0], channel.shape[0]], tl.float32)
     for i in tl.static_range(SIZE):
         s = t - (SIZE - 1) + i
@@ -80,25 +81,24 @@ def _inputs_kernel(
     t = first + tl.arange(0, CHUNK)
     window = window_ptr + tl.load(rows_ptr + seq).to(tl.int64) * ((HEADS.conv_size - 1) * CHANNELS)
     stride = CHANNELS + VALUES
+    convolution = x_ptr, window, conv_ptr
     if head < 2 * NUM_KEYS:
         d = tl.arange(0, next_power_of_2(HEADS.key_dim))
-        inside = d < HEADS.key_dim
+        in_key = d < HEADS.key_dim
         channel = head * HEADS.key_dim + d
-        y = _convolve(x_ptr, window, conv_ptr, t, begin, end, channel, inside, stride, CHANNELS, HEADS.conv_size)
+        qk = _convolve(convolution, t, begin, end, channel, in_key, stride, CHANNELS, HEADS.conv_size)
         scale = tl.where(head < NUM_KEYS, HEADS.key_dim, 1)
-        y *= tl.rsqrt((tl.sum(y * y, 1) + L2_EPS) * scale)[:, None]
+        qk *= tl.rsqrt((tl.sum(qk * qk, 1) + L2_EPS) * scale)[:, None]
         target = q_ptr if head < NUM_KEYS else k_ptr
         own = head % NUM_KEYS * HEADS.key_dim + d
-        at = t[:, None].to(tl.int64) * KEYS + own[None, :]
-        tl.store(target + at, y, (t < end)[:, None] & inside[None, :])
+        tl.store(target + t[:, None].to(tl.int64) * KEYS + own[None, :], qk, (t < end)[:, None] & in_key[None, :])
     else:
         head -= 2 * NUM_KEYS
         e = tl.arange(0, next_power_of_2(HEADS.value_dim))
-        inside = e < HEADS.value_dim
-        channel = 2 * KEYS + head * HEADS.value_dim + e
-        y = _convolve(x_ptr, window, conv_ptr, t, begin, end, channel, inside, stride, CHANNELS, HEADS.conv_size)
-        at = t[:, None].to(tl.int64) * VALUES + (head * HEADS.value_dim + e)[None, :]
-        tl.store(v_ptr + at, y, (t < end)[:, None] & inside[None, :])
+        in_value, own_value = e < HEADS.value_dim, head * HEADS.value_dim + e
+        v = _convolve(convolution, t, begin, end, 2 * KEYS + own_value, in_value, stride, CHANNELS, HEADS.conv_size)
+        value_at = t[:, None].to(tl.int64) * VALUES + own_value[None, :]
+        tl.store(v_ptr + value_at, v, (t < end)[:, None] & in_value[None, :])
         b = tl.load(ba_ptr + t * (2 * NUM_VALUES) + head, t < end, 0.0).to(tl.float32)
         a = tl.load(ba_ptr + t * (2 * NUM_VALUES) + NUM_VALUES + head, t < end, 0.0).to(tl.float32)
         a += tl.load(dt_bias_ptr + head)

@@ -11,6 +11,9 @@ from nanovllm.spec_decode.proposer import Drafts, make_proposer
 
 MEMORY = 8  # steps with drafts, about, over which the accepted ones are averaged
 PAUSES = 16, 512  # tokens: the first pause of a sequence, and the longest
+# if every eighth sequence drafts on the host, all wait for their tokens: others would decode twice meanwhile, but so
+# often the weights would be read twice too
+MANY = 8
 # measured with the bundled model on a CPU, in the time of another row: what does not grow with a step's rows, and
 # a step of a single row, whose products are simpler
 FIXED_COST, SINGLE_ROW_COST = 32, 24
@@ -68,7 +71,9 @@ class DraftingOutputProcessor(OutputProcessor):
         super().__init__(scheduler, eos_token_ids)
         self.settings, self.proposer = settings, make_proposer(settings)
         self.paces: dict[Sequence, Pace] = {}  # of those that may draft
+        self.arrived: dict[Sequence, None] = {}  # of these, those that have got tokens and are to be planned
         self.is_off = False  # as too many sequences run
+        self.all_wait = False  # for their tokens, as many sequences draft on the host
         scheduler.totals["num_speculative_tokens"] = settings.num_speculative_tokens
 
     def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
@@ -120,28 +125,48 @@ class DraftingOutputProcessor(OutputProcessor):
     def _draft(self, seqs: list[Sequence], num_new: list[int]) -> None:
         is_off = len(self.scheduler.running) > self.settings.disable_by_batch_size
         if is_off and not self.is_off:
+            self.all_wait = False
             for seq in self.paces:
                 self._plan(seq, [], may_draft=False)
+            self.arrived.clear()
         self.is_off = is_off
         if is_off:
             return
-        planned: list[tuple[Sequence, list[int], bool]] = []
-        expected: list[tuple[int, float]] = []
         for seq, number in zip(seqs, num_new):
-            pace = self.paces.get(seq)
-            if pace is None:
+            if seq not in self.paces:
                 if seq.status is SequenceStatus.FINISHED or not self._may_draft(seq):
                     continue
-                pace = self.paces[seq] = Pace()
+                self.paces[seq] = Pace()
                 seq.feature_state["spec_decode"] = Drafts()
-            pace.pause = max(0, pace.pause - number)
-            drafts, may_draft = self._drafts_of(seq, pace)
+            self.paces[seq].pause = max(0, self.paces[seq].pause - number)
+            self.arrived[seq] = None
+        if self._hold_for_others():
+            return
+        num_drafting = sum(not pace.pause for pace in self.paces.values())
+        self.all_wait = num_drafting * MANY >= len(self.scheduler.running)
+        planned: list[tuple[Sequence, list[int], bool]] = []
+        expected: list[tuple[int, float]] = []
+        for seq in self.arrived:
+            drafts, may_draft = self._drafts_of(seq, self.paces[seq])
             planned.append((seq, drafts, may_draft))
             if drafts:
-                expected.append((len(drafts), pace.mean))
+                expected.append((len(drafts), self.paces[seq].mean))
+        self.arrived.clear()
         width = width_that_pays(expected, len(self.scheduler.running))
         for seq, drafts, may_draft in planned:
             self._plan(seq, drafts if self.settings.is_synthetic else drafts[:width], may_draft)
+
+    def _hold_for_others(self) -> bool:
+        """While sequences that draft on the host are in the step in flight, those whose tokens have arrived wait too.
+
+        Else the two would take turns from then on, in twice as many steps.
+        """
+        if not any(seq.waits_for_token and seq.num_tokens > len(seq.token_ids) for seq in self.paces):
+            return False
+        for seq in self.arrived:
+            if seq.waits_for_token:
+                seq.token_limit = seq.num_tokens
+        return True
 
     def _may_draft(self, seq: Sequence) -> bool:
         is_masked = "structured_outputs" in seq.feature_state and self.settings.drafts_with_masks
@@ -165,7 +190,7 @@ class DraftingOutputProcessor(OutputProcessor):
 
     def _plan(self, seq: Sequence, drafts: list[int], may_draft: bool) -> None:
         if self.proposer.on_host:
-            seq.waits_for_token = may_draft or "structured_outputs" in seq.feature_state
+            seq.waits_for_token = may_draft or self.all_wait or "structured_outputs" in seq.feature_state
             seq.token_limit = seq.max_num_tokens
         seq.feature_state["spec_decode"].token_ids = drafts
         seq.limit_tokens(len(drafts) if seq.status is SequenceStatus.RUNNING else 0)
@@ -173,9 +198,11 @@ class DraftingOutputProcessor(OutputProcessor):
     def end(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         super().end(seq, reason, stop_reason)
         if self.paces.pop(seq, None) is not None:
+            self.arrived.pop(seq, None)
             self.proposer.forget(seq)
 
     def reset(self) -> None:
         super().reset()
         self.paces.clear()
+        self.arrived.clear()
         self.proposer.reset()
