@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import TINY
 from test_models import SMALL, make_checkpoint
-from test_rollout import GREEDY, PROMPTS, answers, serve  # noqa: F401  (`serve` is a fixture)
+from test_rollout import GREEDY, PROMPTS, answers, bits, serve  # noqa: F401  (`serve` is a fixture)
 
 from nanovllm import SamplingParams
 from nanovllm.engine import model_runner
@@ -399,7 +399,7 @@ def test_an_engine_in_arenas(make_llm, monkeypatch, driver, tmp_path, quantizati
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("settings", [{}, {"quantization": "fp8"}], ids=["plain", "fp8"])
 def test_on_a_gpu(make_llm, enforce_eager, settings):
-    """The bytes come back to the device, the addresses stay, and so do the graphs."""
+    """The bytes come back to the device, the addresses stay, and so do the graphs; new weights come from anywhere."""
     llm = make_llm(
         device="cuda",
         dtype="bfloat16",
@@ -414,7 +414,8 @@ def test_on_a_gpu(make_llm, enforce_eager, settings):
     tensors = [*runner.model.parameters(), *(tensor for found in runner.caches.values() for tensor in found)]
     addresses = [tensor.data_ptr() for tensor in tensors]
     in_arenas = sum(arena.num_bytes for arena in runner.sleepers.values())
-    for level in (1, 2, 1):
+    weights = {name: tensor.clone() for name, tensor in bits(llm).items()}
+    for level, device in ((1, None), (2, "cpu"), (2, "cuda"), (1, None)):
         free = torch.cuda.mem_get_info()[0]
         assert llm.sleep(level) == in_arenas
         assert torch.cuda.mem_get_info()[0] - free >= in_arenas
@@ -422,8 +423,9 @@ def test_on_a_gpu(make_llm, enforce_eager, settings):
             answers(llm)
         llm.wake_up(["weights"])
         if level == 2:
-            llm.load_weights(weights_of(TINY))
+            llm.load_weights((name, weight.to(device)) for name, weight in weights_of(TINY))
         llm.wake_up(["kv_cache"])
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in bits(llm).items())
         assert answers(llm) == before
         assert addresses == [tensor.data_ptr() for tensor in tensors] and runner.graphs is graphs
 

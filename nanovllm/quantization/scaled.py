@@ -135,7 +135,8 @@ class ScaledWeight:
 
     def quantize_shard(self, weight: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:
         """Quantize a whole weight, as blocks may be larger than a rank's part, and copy a shard; returns its scales."""
-        values, scales = self.scheme.quantize(weight)
+        # wherever it comes from, by the arithmetic of one device: on CUDA, a quotient may be rounded otherwise
+        values, scales = self.scheme.quantize(weight.to(self.values.device))
         shard.copy(self.values[index], values)
         return self._copy_scales(scales, shard, index)
 
