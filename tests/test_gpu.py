@@ -22,6 +22,7 @@ from test_models import requests as requests_of_models
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.benchmarks.shapes import write_shape
 from nanovllm.features.logit_edits import bad_word_token_ids
+from nanovllm.features.logprobs import unpack
 from nanovllm.spec_decode.proposer import PROPOSERS, Proposer
 
 pytestmark = pytest.mark.gpu
@@ -500,7 +501,7 @@ def test_logprobs_of_greedy_tokens(make_llm):
     assert len(steps) == 12
     for step in steps[:1] + steps[-1:]:  # the host memory of the others has been reused
         result = step.wait().feature_results["logprobs"]
-        for logprobs in result.of_tokens:
+        for logprobs in map(unpack, result.of_tokens):
             assert len(logprobs) == 3 and list(logprobs.values()) == sorted(logprobs.values(), key=lambda x: x[1])
             assert [rank for _, rank in logprobs.values()] == [1, 2, 3]
     assert [len(x) for x in steps[0].wait().feature_results["logprobs"].of_prompts] == [2, 39]

@@ -304,16 +304,18 @@ def test_log_probabilities_are_in_order(most, dtype):
 
 
 @each_dtype
-@pytest.mark.parametrize("num_rows, vocab_size", [(1, 1), (3, 1000), (2, 2049)])
-def test_token_logprobs(num_rows, vocab_size, dtype):
+@pytest.mark.parametrize("num_rows, vocab_size, is_divided", [(1, 1, False), (3, 1000, True), (2, 8200, False)])
+def test_token_logprobs(num_rows, vocab_size, is_divided, dtype):
     logits = (randn(num_rows, vocab_size + 3, dtype=dtype) * 3)[:, :vocab_size]  # rows that do not follow each other
     token_ids = torch.arange(num_rows, device=DEVICE, dtype=torch.int32) * 700 % vocab_size
     if vocab_size > 1:
-        logits[0, 1:1000] = -torch.inf  # more than a tile
+        logits[0, 1:-3] = -torch.inf  # more than a tile
         logits[-1] = logits[-1].round()  # many are equal
-    expected = logits.double().log_softmax(-1).gather(1, token_ids[:, None].long()).squeeze(1)
+    temperatures = torch.linspace(0.3, 2, num_rows, device=DEVICE) if is_divided else None
+    divided = logits.double() if temperatures is None else logits.double() / temperatures[:, None].double()
+    expected = divided.log_softmax(-1).gather(1, token_ids[:, None].long()).squeeze(1)
     for compute in (ops.token_logprobs, token_logprobs.__wrapped__):
-        logprobs, ranks = compute(logits, token_ids)
+        logprobs, ranks = compute(logits, token_ids, temperatures)
         torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
         for row, token_id, rank in zip(logits.tolist(), token_ids.tolist(), ranks.tolist()):
             assert sorted(range(vocab_size), key=lambda i: (-row[i], i))[rank - 1] == token_id

@@ -11,7 +11,7 @@ from transformers import Qwen3ForCausalLM, RepetitionPenaltyLogitsProcessor
 from nanovllm import SamplingParams
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.logit_edits import bad_word_token_ids, check_edits
-from nanovllm.features.logprobs import StepLogprobs, TokenLogprobs
+from nanovllm.features.logprobs import StepLogprobs, TokenLogprobs, unpack
 
 pytestmark = pytest.mark.small_model
 
@@ -75,9 +75,11 @@ def watch(llm) -> dict:
     def record(step, result) -> None:
         found = result.feature_results.get("logprobs", StepLogprobs([], []))
         for seq, row, logprobs in zip(step.sampled_seqs, step.sampled_rows, found.of_tokens):
-            seen[seq.request_id, step.rows[row].end] = logprobs
+            seen[seq.request_id, step.rows[row].end] = logprobs and unpack(logprobs)
         for row, prompt_logprobs in zip(step.chunks, found.of_prompts):
-            seen.update({(row.seq.request_id, row.start + 1 + i): x for i, x in enumerate(prompt_logprobs or ())})
+            seen.update(
+                {(row.seq.request_id, row.start + 1 + i): unpack(x) for i, x in enumerate(prompt_logprobs or ())}
+            )
 
     llm.core.on_step.append(record)
     return seen
@@ -227,7 +229,8 @@ def test_logprobs_of_the_whole_vocabulary(make_llm, model):
         TokenLogprobs.watch(seq)
         llm.scheduler.add(seq)
     token_ids, features, _ = runner.run(llm.scheduler.schedule()).wait()
-    of_tokens, of_prompts = features["logprobs"]
+    of_tokens = [unpack(x) for x in features["logprobs"].of_tokens]
+    of_prompts = [found and [*map(unpack, found)] for found in features["logprobs"].of_prompts]
     assert [len(x) for x in of_tokens] == [2048, 2] and of_prompts[1] is None
     expected = [model(torch.tensor([ids])).logits[0].log_softmax(-1) for ids in prompts]
     check_logprobs(of_tokens[0], token_ids[0], expected[0][2], -1)

@@ -196,7 +196,7 @@ LARGEST = largest_batch(
 # of 4 sequences and 32 tokens: the lists of all, and log-probabilities of every token
 EDITS = {"bias_entries": (2048,), "bias_ids": (2048,), "bias_bits": (2048,), "bad_word_entries": (512,)}
 EDITS |= {"bad_words": (512, 16), "mask_indices": (4,), "masks": (4, 64)}
-LARGEST_FEATURES = ("logit_edits", tuple(EDITS.items())), ("logprobs", (("requests", (36, 4)),))
+LARGEST_FEATURES = ("logit_edits", tuple(EDITS.items())), ("logprobs", (("requests", (36, 4)), ("is_edited", (1,))))
 
 
 @pytest.fixture

@@ -119,7 +119,7 @@ class LLM(nanovllm.LLM):
         select("argument", unused, (), UNUSED)
         prompts = [self._prompt(prompt, **tokenization_kwargs or {}) for prompt in as_prompts(prompts)]
         answers = super().generate(prompts, self._params(sampling_params), bool(use_tqdm), priority)
-        return _with_flat_logprobs(answers, sampling_params)
+        return _with_logprobs(answers, sampling_params)
 
     def chat(  # type: ignore[override]
         self,
@@ -135,7 +135,7 @@ class LLM(nanovllm.LLM):
         options = select("argument", options | {"lora_request": lora_request}, names, UNUSED)
         template = chat_template or self.chat_template
         answers = super().chat(messages, self._params(sampling_params), bool(use_tqdm), template, **options)
-        return _with_flat_logprobs(answers, sampling_params)
+        return _with_logprobs(answers, sampling_params)
 
     def beam_search(  # type: ignore[override]
         self,
@@ -194,16 +194,14 @@ class LLM(nanovllm.LLM):
         return {"prompt": text, "prompt_token_ids": ids}
 
 
-def _with_flat_logprobs(answers: list[RequestOutput], params: Any) -> list[RequestOutput]:
-    """The answers, with the log-probabilities of those that have `flat_logprobs` in their own type."""
+def _with_logprobs(answers: list[RequestOutput], params: Any) -> list[RequestOutput]:
+    """The answers, with log-probabilities as lists, or in the type that `flat_logprobs` asks for."""
     each = params if isinstance(params, (list, tuple)) else [params] * len(answers)
-    return [_flat(answer) if getattr(own, "flat_logprobs", False) else answer for answer, own in zip(answers, each)]
+    kinds = (FlatLogprobs if getattr(own, "flat_logprobs", False) else list for own in each)
+    return [_with_type(answer, kind) for answer, kind in zip(answers, kinds)]
 
 
-def _flat(answer: RequestOutput) -> RequestOutput:
-    answer = replace(answer, outputs=[_with_type(output, "logprobs") for output in answer.outputs])
-    return _with_type(answer, "prompt_logprobs")
-
-
-def _with_type(record: Any, name: str) -> Any:
-    return record if record[name] is None else replace(record, **{name: FlatLogprobs(record[name])})
+def _with_type(answer: RequestOutput, kind: type) -> RequestOutput:
+    outputs = [x if x.logprobs is None else replace(x, logprobs=kind(x.logprobs)) for x in answer.outputs]
+    of_prompt = answer.prompt_logprobs
+    return replace(answer, outputs=outputs, prompt_logprobs=None if of_prompt is None else kind(of_prompt))

@@ -31,7 +31,7 @@ from nanovllm.engine.model_runner import ModelRunner, make_runner
 from nanovllm.engine.request_tables import PendingStep
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.features import check_ranks
-from nanovllm.features.logprobs import MAX_LOGPROB_ROWS
+from nanovllm.features.logprobs import MAX_TOP_ROWS
 from nanovllm.graphs.buffers import largest_batch
 from nanovllm.utils.interrupts import interrupts_held
 from nanovllm.utils.tensor_parallel import STEP_TIMEOUT
@@ -266,7 +266,7 @@ def connect(rank: int, config: Config, folder: Path) -> Ranks:
     """Connect a rank with the others through files in `folder`; returns when all are connected."""
     model, size = config.model_config, config.tensor_parallel_size
     sums = max(config.max_num_batched_tokens, config.max_num_seqs) * model.hidden_size
-    logits = max(config.max_num_seqs, MAX_LOGPROB_ROWS) * model.vocab_size // size
+    logits = max(config.max_num_seqs, MAX_TOP_ROWS) * model.vocab_size // size
     num_bytes = max(sums, logits) * config.dtype.itemsize  # of the largest sum or gathered part
     return process_group.connect(rank, size, folder, config.device_of(rank), num_bytes)
 

@@ -7,39 +7,47 @@ the host with its result. Outputs have them with the tokens' text (OutputLogprob
 """
 
 from codecs import getincrementaldecoder
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections import abc, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from nanovllm.engine.features import Arrays, Ends, StepFeature
+from nanovllm.engine.features import FEATURES, Arrays, Ends, StepFeature
 from nanovllm.engine.outputs import Logprob
 from nanovllm.engine.request_tables import ForwardOutput, SamplerInput
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import operation
-from nanovllm.layers.sampler import logit_cutoffs, token_keys
+from nanovllm.layers.sampler import SamplingRows, logit_cutoffs, token_keys
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
+from nanovllm.utils.cuda_driver import DeviceBytes
 
 ALL_TOKENS = 2**30  # for `num_top`: more than any vocabulary has
-MAX_LOGPROB_ROWS = 64  # computed at a time, as log-probabilities take more memory than logits
+# rows that are computed at a time: log-probabilities of all tokens take more memory than logits, that of one takes less
+MAX_TOP_ROWS, MAX_ROWS = 64, 256
 
 # (log-probability, rank) by token id: first the token of the text, then the most likely ones in descending order. The
 # most likely token has rank 1; of equally likely tokens the one with the lower id comes first.
 Logprobs = dict[int, tuple[float, int]]
-# the same as a tuple of its items, which is how they are kept: Python's garbage collector soon leaves tuples of numbers
-# alone, and so many dicts would make it go through all objects of the process again and again
-KeptLogprobs = tuple[tuple[int, tuple[float, int]], ...]
+# the same as it is kept: id, log-probability and rank of each, in one tuple. Python's garbage collector soon leaves
+# tuples of numbers alone, and so many dicts would make it go through all objects of the process again and again
+KeptLogprobs = tuple[Any, ...]
+
+
+def unpack(kept: KeptLogprobs) -> Logprobs:
+    return {i: (value, rank) for i, value, rank in zip(kept[::3], kept[1::3], kept[2::3])}
 
 
 class SequenceLogprobs:
     """The log-probabilities of a sequence that have arrived."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_edited: bool) -> None:
+        self.is_edited = is_edited  # whether features edit the logits
         self.of_tokens: list[KeptLogprobs] = []  # for each generated token
         self.of_prompt: list[KeptLogprobs | None] = [None]  # for each token of the prompt; the first has none
         self.candidates: Logprobs = {}  # for the next token, of a sequence that pauses
@@ -58,8 +66,8 @@ class StepLogprobs(NamedTuple):
         None where there are no such tokens. A chunk that is computed again after a preemption has them again.
     """
 
-    of_tokens: list[Logprobs | None]
-    of_prompts: list[list[Logprobs] | None]
+    of_tokens: list[KeptLogprobs | None]
+    of_prompts: list[list[KeptLogprobs] | None]
 
 
 class TokenLogprobs(StepFeature):
@@ -78,24 +86,44 @@ class TokenLogprobs(StepFeature):
     @staticmethod
     def watch(seq: Sequence) -> None:
         """Collect what the parameters of `seq` ask for."""
-        seq.feature_state["logprobs"] = SequenceLogprobs()
+        others = [FEATURES[name] for name in seq.feature_state if name != "logprobs"]
+        others += [feature for feature in FEATURES.values() if isinstance(feature.home, type)]  # these see all rows
+        is_edited = any(feature.load().edit_logits is not StepFeature.edit_logits for feature in others)
+        seq.feature_state["logprobs"] = SequenceLogprobs(is_edited)
         seq.is_watched |= seq.params.logprobs is not None
         seq.skips_prefix_hits = seq.params.prompt_logprobs is not None  # which need every position computed
 
     @classmethod
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
-        requests = logprob_requests(step)
-        return {"requests": np.array(requests)} if requests else None
+        if not len(requests := logprob_requests(step)):
+            return None
+        own = (step.sampled_seqs[i].feature_state.get("logprobs") for i in step.watched)
+        return {"requests": requests, "is_edited": np.array([any(x is not None and x.is_edited for x in own)])}
 
     @classmethod
     def max_words(cls, config: Any) -> int:
-        return len(LogprobRequest._fields) * (config.max_num_batched_tokens + config.max_num_seqs) + 4
+        return len(LogprobRequest._fields) * (config.max_num_batched_tokens + config.max_num_seqs) + 1 + 2 * 4
 
     def __init__(self, runner: Any):
         self._runner = runner
+        self._logits_of_graphs: dict[tuple[int, int], Callable[[], torch.Tensor]] = {}  # by positions, and how many
+
+    def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> None:
+        """Edit nothing, but note where a CUDA graph has its logits: they lie there until the next graph is replayed.
+
+        A tensor that owned this memory would keep it from the other graphs.
+        """
+        if logits.is_cuda and torch.cuda.is_current_stream_capturing():
+            memory, like = DeviceBytes(logits.data_ptr(), logits.nbytes), logits.to("meta")
+            view = cache(lambda: memory.tensor(rows.positions.device).view(like.dtype).view(like.shape))
+            self._logits_of_graphs[rows.positions.data_ptr(), len(logits)] = view
 
     def after_forward(self, arrays: Arrays, output: ForwardOutput) -> "PendingLogprobs":
-        return PendingLogprobs(arrays["requests"], self._runner, output)
+        positions, find = output.sampler_input.positions, None
+        # each rank has a part of the logits, and rates may be imposed on drafts
+        if not arrays["is_edited"][0] and self._runner.tp.size == self._runner.tokens_per_row == 1:
+            find = self._logits_of_graphs.get((positions.data_ptr(), len(positions)))
+        return PendingLogprobs(arrays["requests"], self._runner, output, find and find())
 
     @classmethod
     def after_step(
@@ -106,15 +134,14 @@ class TokenLogprobs(StepFeature):
             return
         for (seq, start, _), found in zip(step.chunks, result.of_prompts):
             if found:
-                kept = (tuple(each.items()) for each in found)
-                seq.feature_state["logprobs"].of_prompt[start + 1 : start + 1 + len(found)] = kept
+                seq.feature_state["logprobs"].of_prompt[start + 1 : start + 1 + len(found)] = found
         for i, seq in arrived.items():
             if (of_token := result.of_tokens[i]) is None:
                 continue
             if seq.pauses:
-                seq.feature_state["logprobs"].candidates = of_token
+                seq.feature_state["logprobs"].candidates = unpack(of_token)
             else:
-                seq.feature_state["logprobs"].of_tokens.append(tuple(of_token.items()))
+                seq.feature_state["logprobs"].of_tokens.append(of_token)
 
 
 class LogprobRequest(NamedTuple):
@@ -129,19 +156,24 @@ class LogprobRequest(NamedTuple):
     token_id: int = -1
 
 
-def logprob_requests(step: ScheduledStep) -> list[LogprobRequest]:
-    """The requests of a step: first those for tokens of prompts, then those for `sampled_seqs`."""
-    requests, first = [], step.num_decodes * step.tokens_per_row
+def logprob_requests(step: ScheduledStep) -> np.ndarray:
+    """The LogprobRequests of a step [n, 4]: first those for tokens of prompts, then those for `sampled_seqs`."""
+    of_prompts, first, k = [], step.num_decodes * step.tokens_per_row, step.tokens_per_row
     for i, (seq, start, end) in enumerate(step.chunks):
         if (num_top := seq.params.prompt_logprobs) is not None:
-            num_top = ALL_TOKENS if num_top < 0 else num_top
             positions = range(start + 1, min(end + 1, seq.num_prompt_tokens))
-            requests += [LogprobRequest(num_top, first + p - 1 - start, i, seq.token_ids[p]) for p in positions]
+            of_prompts += [LogprobRequest(num_top, first + p - 1 - start, i, seq.token_ids[p]) for p in positions]
         first += end - start
-    for i in step.watched:
-        if (num_top := step.sampled_seqs[i].params.logprobs) is not None:
-            rows = range(i * step.tokens_per_row, (i + 1) * step.tokens_per_row)
-            requests += [LogprobRequest(ALL_TOKENS if num_top < 0 else num_top, row, row) for row in rows]
+    # all sequences of a batch may want theirs, in each step
+    all_top = [step.sampled_seqs[i].params.logprobs for i in step.watched]
+    wanted = [i for i, num_top in zip(step.watched, all_top) if num_top is not None]
+    requests = np.full((len(of_prompts) + len(wanted) * k, len(LogprobRequest._fields)), -1, np.int32)
+    num_top, rows, result_indices, _ = requests[len(of_prompts) :].T
+    num_top[:] = np.repeat([num_top for num_top in all_top if num_top is not None], k)
+    rows[:] = result_indices[:] = (np.array(wanted, np.int32)[:, None] * k + np.arange(k)).ravel()
+    if of_prompts:
+        requests[: len(of_prompts)] = of_prompts
+    requests[requests[:, 0] < 0, 0] = ALL_TOKENS
     return requests
 
 
@@ -149,60 +181,69 @@ class PendingLogprobs:
     """The log-probabilities of a step on their way to host memory."""
 
     @torch.inference_mode()
-    def __init__(self, requests: np.ndarray, runner: Any, output: ForwardOutput):
-        """`requests` [n, 4] are LogprobRequests."""
-        self._requests = requests.tolist()  # of LogprobRequests, whose many objects would take longer than the rest
-        on_device = self._compute(runner, output)
+    def __init__(self, requests: np.ndarray, runner: Any, output: ForwardOutput, logits: torch.Tensor | None):
+        """`requests` [n, 4] are LogprobRequests. `logits` are those of the sampled rows, if they are still there."""
+        self._requests = requests.copy()  # from memory that a later step overwrites
+        on_device = self._compute(runner, output, logits)
         runner.tp.barrier(output.token_ids.device)  # no rank overwrites peer memory that another still reads
         on_host = [torch.empty_like(x, device="cpu", pin_memory=x.is_cuda) for x in on_device]
         self._on_host = [y.copy_(x, non_blocking=True) for x, y in zip(on_device, on_host)]
 
-    def _compute(self, runner: Any, output: ForwardOutput) -> tuple[torch.Tensor, ...]:
+    def _compute(self, runner: Any, output: ForwardOutput, logits: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """The tensors of `log_probabilities` for all requests.
 
-        Logits are computed again: in pieces for prompts, but for all sampled rows at once, as in the step itself. The
-        rounding of a matrix product depends on its number of rows; so a greedy token has rank 1 here too.
+        Logits that are not there any more are computed again: in pieces for prompts, but for all sampled rows at once,
+        as in the step itself. The rounding of a matrix product depends on its number of rows; so a greedy token has
+        rank 1 here too.
         """
         requests, hidden_states = self._requests, output.hidden_states
-        columns = torch.tensor(requests, device="cpu", pin_memory=hidden_states.is_cuda)
-        num_prompt, num_top = int((columns[:, 3] >= 0).sum()), int(columns[:, 0].max())
-        _, rows, indices, chosen = columns.to(hidden_states.device, non_blocking=True).unbind(1)
+        columns = torch.tensor(requests.T, device="cpu", pin_memory=hidden_states.is_cuda)
+        num_prompt, num_top = int((requests[:, 3] >= 0).sum()), int(requests[:, 0].max())
+        _, rows, indices, chosen = columns.to(hidden_states.device, non_blocking=True)
         chosen = torch.cat((chosen[:num_prompt], output.token_ids[indices[num_prompt:]]))
         pieces = []
-        for first in range(0, num_prompt, MAX_LOGPROB_ROWS):
-            piece = slice(first, min(first + MAX_LOGPROB_ROWS, num_prompt))
-            logits = runner.model.compute_logits(hidden_states.index_select(0, rows[piece]))
-            pieces.append(log_probabilities(logits, chosen[piece], num_top))
-        if num_prompt < len(requests):
-            logits = sampled_logits(runner, output.sampler_input)
-        for first in range(num_prompt, len(requests), MAX_LOGPROB_ROWS):
-            piece = slice(first, first + MAX_LOGPROB_ROWS)
-            pieces.append(log_probabilities(logits.index_select(0, rows[piece]), chosen[piece], num_top))
+        for own_rows, ids in zip(rows[:num_prompt].split(MAX_TOP_ROWS), chosen[:num_prompt].split(MAX_TOP_ROWS)):
+            own = runner.model.compute_logits(hidden_states.index_select(0, own_rows))
+            pieces.append(log_probabilities(own, ids, num_top))
+        if num_sampled := len(requests) - num_prompt:
+            of_rows = sampled_logits(runner, output.sampler_input, logits)
+            if not (requests[num_prompt:, 1] == np.arange(num_sampled)).all():
+                of_rows = [x.index_select(0, rows[num_prompt:]) for x in of_rows]
+            size = MAX_TOP_ROWS if num_top else MAX_ROWS
+            for first in range(0, num_sampled, size):
+                own, *temperatures = (x[first : min(first + size, num_sampled)] for x in of_rows)
+                pieces.append(log_probabilities(own, chosen[num_prompt:][first : first + size], num_top, *temperatures))
         return tuple(map(torch.cat, zip(*pieces)))
 
     def result(self, step: ScheduledStep) -> StepLogprobs:
         """The result, once the device has finished the step."""
-        prompt_logprobs, logprobs = defaultdict(list), {}
-        for request, ids, values, rank in zip(self._requests, *(x.tolist() for x in self._on_host)):
-            num_top, _, result_index, token_id = request
-            found = {ids[0]: (values[0], rank)}
+        found: list[KeptLogprobs] = []
+        on_host = (x.numpy().tolist() for x in self._on_host)  # PyTorch's own `tolist` takes fifty times as long
+        for num_top, ids, values, rank in zip(self._requests[:, 0].tolist(), *on_host):
+            kept: KeptLogprobs = (ids[0], values[0], rank)
             if num_top:
-                found |= zip(ids[1 : num_top + 1], zip(values[1:], count(1)))
+                top = zip(ids[1 : num_top + 1], values[1:], count(1))
+                kept += tuple(x for entry in top if entry[0] != ids[0] for x in entry)
+            found.append(kept)
+        of_tokens: list[KeptLogprobs | None] = [None] * (len(step.sampled_seqs) * step.tokens_per_row)
+        of_prompts = defaultdict(list)
+        for (_, _, i, token_id), kept in zip(self._requests.tolist(), found):
             if token_id < 0:
-                logprobs[result_index] = found
+                of_tokens[i] = kept
             else:
-                prompt_logprobs[result_index].append(found)
-        return StepLogprobs(
-            [logprobs.get(i) for i in range(len(step.sampled_seqs) * step.tokens_per_row)],
-            [prompt_logprobs.get(i) for i in range(len(step.chunks))],
-        )
+                of_prompts[i].append(kept)
+        return StepLogprobs(of_tokens, [of_prompts.get(i) for i in range(len(step.chunks))])
 
 
-def sampled_logits(runner: Any, x: SamplerInput) -> torch.Tensor:
-    """The logits [S, vocabulary] of which log-probabilities are wanted, by the setting `logprobs_mode`."""
-    logits, mode = runner.model.compute_logits(x.hidden_states), runner.config.logprobs_mode
+def sampled_logits(runner: Any, x: SamplerInput, logits: torch.Tensor | None) -> list[torch.Tensor]:
+    """The logits [S, vocabulary] of which log-probabilities are wanted by the setting `logprobs_mode`, and unless they
+    are the model's own, the temperatures [S] that divide them. `logits` are the model's own, if they are still there.
+    """
+    mode = runner.config.logprobs_mode
+    if logits is None or mode == "processed_logprobs":
+        logits = runner.model.compute_logits(x.hidden_states)
     if mode == "raw_logprobs":
-        return logits
+        return [logits]
     rows = runner.sampling_rows(x)
     if mode == "processed_logprobs":
         for feature in runner.features.values():
@@ -211,37 +252,47 @@ def sampled_logits(runner: Any, x: SamplerInput) -> torch.Tensor:
         keys = token_keys(logits, torch.arange(logits.shape[1], device=logits.device))
         logits.masked_fill_(keys < cutoffs.unsqueeze(1), -torch.inf)
     temperatures = rows.column("temperature")
-    return logits.float() / temperatures.where(temperatures > 0, 1).unsqueeze(1)
+    return [logits, temperatures.where(temperatures > 0, 1)]
 
 
 @operation
-def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities [S] float32 of `token_ids` [S], one of each row of logits [S, vocabulary], and their ranks [S].
 
-    Before a token are those with a larger logit, and of equal ones those with a lower id.
+    The logits are divided by `temperatures` [S]. Before a token are those with a larger logit, and of equal ones those
+    with a lower id.
     """
-    logits, token_ids = logits.float(), token_ids.unsqueeze(1).long()
+    logits, token_ids = _divided(logits, temperatures), token_ids.unsqueeze(1).long()
     chosen = logits.gather(1, token_ids)
     ids = torch.arange(logits.shape[1], device=logits.device)
     is_before = (logits > chosen) | ((logits == chosen) & (ids < token_ids))
     return chosen.squeeze(1) - logits.logsumexp(1), is_before.sum(1, dtype=torch.int32) + 1
 
 
-def log_probabilities(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
-    """Log-probabilities of `token_ids` [S] and of the `num_top` most likely tokens (all, if there are fewer).
+def log_probabilities(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, temperatures: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Log-probabilities of `token_ids` [S] and of the `num_top` most likely tokens (all, if there are fewer), by logits
+    [S, vocabulary] that are divided by `temperatures` [S].
 
     Returns three tensors. Ids and log-probabilities [S, 1 + num_top]: first of `token_ids`, then of the top tokens in
     descending order of `token_keys`. Ranks [S] of `token_ids` in that order; 1 is the most likely token.
     """
     if num_top == 0:
-        logprobs, ranks = token_logprobs(logits, token_ids)
+        logprobs, ranks = token_logprobs(logits, token_ids, temperatures)
         return token_ids.int().unsqueeze(1), logprobs.unsqueeze(1), ranks
-    logits, token_ids = logits.float(), token_ids.unsqueeze(1).long()
+    logits, token_ids = _divided(logits, temperatures), token_ids.unsqueeze(1).long()
     keys = token_keys(logits, torch.arange(logits.shape[1], device=logits.device))
     ranks = (keys > keys.gather(1, token_ids)).sum(-1) + 1
     top_ids = ~keys.topk(min(num_top, keys.shape[1])).values & 0xFFFFFFFF  # a key's low word is ~id
     ids = torch.cat((token_ids, top_ids), 1)
     return ids.int(), logits.log_softmax(-1).gather(1, ids), ranks.int()
+
+
+def _divided(logits: torch.Tensor, temperatures: torch.Tensor | None) -> torch.Tensor:
+    return logits.float() if temperatures is None else logits.float() / temperatures.unsqueeze(1)
 
 
 class OutputLogprobs:
@@ -263,12 +314,13 @@ class OutputLogprobs:
             self._streamed[seq.index] = self._new_texts()
         return self._streamed[seq.index].add(found[start - seq.num_prompt_tokens :])
 
-    def of_answer(self, seq: Sequence) -> tuple[list[dict[int, Logprob]] | None, float | None]:
+    def of_answer(self, seq: Sequence) -> tuple[Iterable[dict[int, Logprob]] | None, float | None]:
         """The entries for each token of the answer, and the sum of its log-probabilities."""
         if self._params.logprobs is None:
             return None, None
-        logprobs = self._new_texts().add(seq.feature_state["logprobs"].of_tokens)
-        return logprobs, sum(found[token_id].logprob for token_id, found in zip(seq.completion_token_ids, logprobs))
+        found = seq.feature_state["logprobs"].of_tokens
+        # the first entry of each is the token itself
+        return DeferredList(lambda: self._new_texts().add(found)), sum(value for _, value, *_ in found)
 
     def of_prompt(self, seq: Sequence) -> list[dict[int, Logprob] | None] | None:
         """The entries for each token of the prompt; None for the first."""
@@ -277,6 +329,34 @@ class OutputLogprobs:
         texts = self._new_texts()
         texts.decode(seq.token_ids[0])
         return [None, *texts.add(seq.feature_state["logprobs"].of_prompt[1:])]
+
+
+class DeferredList(abc.Sequence):
+    """A list that is made when it is first read, by the thread that reads it: a step would wait for so many objects."""
+
+    def __init__(self, make: Callable[[], list]):
+        self._list = cache(make)
+
+    def __len__(self) -> int:
+        return len(self._list())
+
+    def __getitem__(self, index):
+        return self._list()[index]
+
+    def __add__(self, other: Iterable) -> list:
+        return [*self, *other]
+
+    def __radd__(self, other: Iterable) -> list:
+        return [*other, *self]
+
+    def __eq__(self, other: object) -> bool:
+        return self._list() == (other._list() if isinstance(other, DeferredList) else other)
+
+    def __repr__(self) -> str:
+        return repr(self._list())
+
+    def __reduce__(self):
+        return list, (self._list(),)
 
 
 class LogprobTexts:
@@ -293,10 +373,14 @@ class LogprobTexts:
     def add(self, logprobs: Iterable[KeptLogprobs | None]) -> list[dict[int, Logprob]]:
         """The next tokens. The first entry of each dict is the token itself, the others are alternatives to it."""
         result = []
-        for found in logprobs:
-            assert found, "a token without log-probabilities"
-            text_of = self.decode(found[0][0], (i for i, _ in found)) if self._detokenize else {}
-            result.append({i: Logprob(*value, text_of.get(i)) for i, value in found})
+        for kept in logprobs:
+            assert kept, "a token without log-probabilities"
+            found = unpack(kept).items()
+            if self._detokenize:
+                text_of = self.decode(kept[0], kept[::3])
+                result.append({i: Logprob(*value, text_of[i]) for i, value in found})
+            else:
+                result.append({i: Logprob(*value, None) for i, value in found})
         return result
 
     def decode(self, token_id: int, alternatives: Iterable[int] = ()) -> dict[int, str]:

@@ -81,7 +81,10 @@ def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     return torch.cat([sampler.logit_cutoffs(row, own) for row, own in zip(logits.split(1), each)])
 
 
-def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The log-probabilities that a request also gets in a step in which others want those of the most likely tokens."""
-    _, ranks = logprobs.token_logprobs.__wrapped__(logits, token_ids)  # the definition
-    return logits.float().log_softmax(-1).gather(1, token_ids.unsqueeze(1).long()).squeeze(1), ranks
+    _, ranks = logprobs.token_logprobs.__wrapped__(logits, token_ids, temperatures)  # the definition
+    logits = logits.float() if temperatures is None else logits.float() / temperatures.unsqueeze(1)
+    return logits.log_softmax(-1).gather(1, token_ids.unsqueeze(1).long()).squeeze(1), ranks

@@ -6,20 +6,27 @@ import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import launch_ordinary
 
+MAX_TILE = 8192  # logits that a program loads at a time: there may be as few programs as sequences
+
 
 @triton.jit
-def _token_logprobs_kernel(logits_ptr, ids_ptr, logprobs_ptr, ranks_ptr, vocab_size, stride, TILE: tl.constexpr):
+def _token_logprobs_kernel(
+    logits_ptr, ids_ptr, temperatures_ptr, logprobs_ptr, ranks_ptr, vocab_size, stride, TILE: tl.constexpr
+):
     row = tl.program_id(0)
+    temperature = 1.0
+    if temperatures_ptr is not None:
+        temperature = tl.load(temperatures_ptr + row)
     logits = logits_ptr + row.to(tl.int64) * stride
     token_id = tl.load(ids_ptr + row)
-    chosen = tl.load(logits + token_id).to(tl.float32)
+    chosen = tl.load(logits + token_id).to(tl.float32) / temperature
     # each lane has the largest of its logits so far, and the sum of their exponentials relative to it
     largest = tl.full([TILE], float("-inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
     num_before = tl.zeros([TILE], tl.int32)
     for begin in range(0, vocab_size, TILE):
         column = begin + tl.arange(0, TILE)
-        logit = tl.load(logits + column, column < vocab_size, float("-inf")).to(tl.float32)
+        logit = tl.load(logits + column, column < vocab_size, float("-inf")).to(tl.float32) / temperature
         num_before += ((logit > chosen) | ((logit == chosen) & (column < token_id))).to(tl.int32)
         new_largest = tl.maximum(largest, logit)
         shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a difference of infinities would be NaN
@@ -31,11 +38,16 @@ def _token_logprobs_kernel(logits_ptr, ids_ptr, logprobs_ptr, ranks_ptr, vocab_s
     tl.store(ranks_ptr + row, 1 + tl.sum(num_before, 0))
 
 
-def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, vocab_size = logits.shape
     logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     ranks = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    tile = min(MAX_TILE, triton.next_power_of_2(vocab_size))
     launch_ordinary(_token_logprobs_kernel, (num_rows,))(
-        logits, token_ids, logprobs, ranks, vocab_size, logits.stride(0), TILE=1024, num_warps=4
+        *(logits, token_ids, temperatures, logprobs, ranks, vocab_size, logits.stride(0)),
+        TILE=tile,
+        num_warps=16 if tile == MAX_TILE else 4,
     )
     return logprobs, ranks
