@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import DEVICE, DTYPES, TINY, TOLERANCE, each_dtype, generate_by_steps, pairs
+from conftest import DEVICE, DTYPES, TINY, TOLERANCE, each_dtype, generate_by_steps, pairs, runs_as_on_cuda
 from safetensors.torch import load_file, save_file
+from test_cuda_graph import capture
 from test_models import edit
 from test_quantization import BLOCK, FORMATS, write_quantized
 from test_states import assert_same_as_reference, poison
@@ -19,6 +20,9 @@ from test_states import assert_same_as_reference, poison
 from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.config import Config
 from nanovllm.distributed.process_group import connect
+from nanovllm.graphs import cuda_graph
+from nanovllm.graphs.buffers import make_buffers
+from nanovllm.graphs.cuda_graph import MixedGraphs, graph_shapes
 from nanovllm.layers.attention import SDPABackend
 from nanovllm.layers.gated_delta_net import (
     DeltaHeads,
@@ -203,44 +207,60 @@ class RuleCase:
         shapes = zip(*layer.cache_spec()[:2])
         return State(*(torch.randn(1, num_rows, *shape, device=DEVICE).to(dtype) for shape, dtype in shapes))
 
-    def check(self, op, plain_op, num_tokens: int, *indices: torch.Tensor) -> None:
+    def check(self, op, plain_op, num_tokens: int, *arguments, count: int | None = None) -> None:
+        """Rows that are not to be written keep their NaN."""
         sizes = sum(self.heads.sizes) + self.heads.sizes[2], 2 * self.heads.num_values
         inputs = [torch.randn(num_tokens, size, device=DEVICE).to(self.dtype) for size in sizes]
         layer = layer_of(self.heads, torch.float32)
         layer.load_state_dict(self.layer.state_dict())
         expected_states = State(*(x[None].to(torch.float32, copy=True) for x in self.states.tensors))
-        expected = plain_op(*(x.float() for x in inputs), layer, expected_states, *indices)
-        out = op(*inputs, self.layer, self.states, *indices)
-        assert out.dtype == self.dtype
+        counts = [] if count is None else [torch.tensor([count], dtype=torch.int32, device=DEVICE)]
+        out = torch.full((num_tokens, self.heads.sizes[2]), torch.nan, device=DEVICE).to(self.dtype)
+        expected = out.float()
+        plain_op(*(x.float() for x in inputs), layer, expected_states, *arguments, expected, *counts)
+        op(*inputs, self.layer, self.states, *arguments, out, *counts)
+        assert torch.equal(out.isnan(), expected.isnan())
+        out, expected = out.nan_to_num(), expected.nan_to_num()
         for found, wanted in zip((out, *self.states.tensors), (expected, *expected_states.tensors)):
             for row, wanted_row in zip(found.flatten(1).float(), wanted.flatten(1)):
-                error = (row - wanted_row).norm() / wanted_row.norm()
+                error = (row - wanted_row).norm() / wanted_row.norm().clamp(min=1e-9)
                 assert error < 4 * TOLERANCE[self.dtype], error
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("num_rows, count", [(1, None), (3, None), (3, 2)])
 @pytest.mark.parametrize("heads", [(2, 6, 16, 16, 4), (1, 1, 32, 24, 4), (3, 6, 24, 20, 2), (2, 2, 128, 64, 3)])
 @each_dtype
-def test_step_kernel(dtype, heads, num_rows):
+def test_step_kernel(dtype, heads, num_rows, count):
     """Each state is read and written in its row, and no other row."""
     ops = pytest.importorskip("nanovllm.kernels.ops")
     rows = torch.tensor([5, 0, 3][:num_rows], dtype=torch.int32, device=DEVICE)
-    RuleCase(heads, dtype, 7).check(ops.delta_net_step, delta_net_step.__wrapped__, num_rows, rows)
+    case = RuleCase(heads, dtype, 7)
+    case.check(ops.delta_net_step, delta_net_step.__wrapped__, num_rows, rows, count=count)
 
 
+@pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize(
     "heads, dtype",
     pairs([(1, 2, 16, 16, 4), (1, 1, 24, 40, 2)], DTYPES),
     ids=str,
 )
-def test_chunks_kernel(heads, dtype):
-    """Of sequences with fewer tokens than a window, a chunk and more; a snapshot is read, and stays."""
+def test_chunks_kernel(heads, dtype, is_padded):
+    """Of sequences with fewer tokens than a window, a chunk and more; a snapshot is read, and stays.
+
+    As in a CUDA graph, with room for three sequences that decode, of which there are two, and for a chunk more.
+    """
     ops = pytest.importorskip("nanovllm.kernels.ops")
     lengths = [1, 70, 2, 64, 3, 3]
     rows = torch.tensor([[5, 0, 3, 1, 8, 8], [5, 0, 3, 1, 2, 4]], dtype=torch.int32, device=DEVICE)
+    num_tokens, num_seqs, count = sum(lengths), len(lengths), None
+    if is_padded:
+        lengths, count = [1, 1, *lengths, 0, 0], 2
+        num_tokens, num_seqs = num_tokens + 2 + 9, num_seqs + 1
+        rows = torch.nn.functional.pad(rows, (2, 2), value=6)
     starts = torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, torch.int32)
     case = RuleCase(heads, dtype, 9)
-    case.check(ops.delta_net_chunks, delta_net_chunks.__wrapped__, sum(lengths), rows, starts)
+    arguments = rows, starts, num_seqs
+    case.check(ops.delta_net_chunks, delta_net_chunks.__wrapped__, num_tokens, *arguments, count=count)
 
 
 @pytest.mark.parametrize("shape, width", [((1, 5), 5), ((3, 3000), 3000), ((4, 70), 1)])
@@ -278,6 +298,32 @@ def test_parity_on_kernels(use_ops, make_hybrid, checkpoints):
     assert_same_as_reference(checkpoints.model("qwen3_5-tied"), generate_by_steps(llm, requests[1:5]))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs graphs as Python code")
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # in a tile of no queries
+def test_padded_steps(make_hybrid, checkpoints, use_ops, monkeypatch):
+    """Graphs have room for more sequences that decode, chunks and tokens than there are."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(cuda_graph, "TOKEN_SIZES", (8, 24))
+    monkeypatch.setattr(cuda_graph, "_capture", capture)
+    use_ops("norm_rope_and_store")
+    settings = dict(max_num_seqs=4, max_model_len=96, max_num_batched_tokens=24, max_num_mixed_tokens=24)
+    llm = make_hybrid("qwen3_5-tied", attention_backend="triton", num_kvcache_blocks=24, **settings)
+    runner = llm.model_runner
+    runs_as_on_cuda(runner)
+    runner.buffers = make_buffers(llm.config, torch.device("cpu"), 1)
+    shapes, buffer = graph_shapes(llm.config, runner.backend), runner.buffers.device
+    with torch.inference_mode():
+        parts = runner.pad_req_index, runner.run_model, runner.sample
+        graphs = MixedGraphs(shapes, llm.config.max_num_seqs, buffer, *parts, pool=None)
+    runner.mixed_graphs = graphs
+    rng = random.Random(1)
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=5, ignore_eos=True, logprobs=0, detokenize=False)
+    requests = [([rng.randrange(5, 500) for _ in range(n)], params) for n in (1, 3, 30, 9, 17)]
+    assert_same_as_reference(checkpoints.model("qwen3_5-tied"), generate_by_steps(llm, requests))
+    replayed = {shape.num_decodes for shape in shapes if graphs.models[shape.graph_shape].num_replays}
+    assert replayed == {0, 4}
+
+
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules(make_hybrid, checkpoints, schedule, async_scheduling):
@@ -296,9 +342,9 @@ def test_schedules(make_hybrid, checkpoints, schedule, async_scheduling):
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
 def test_on_a_gpu(make_hybrid, checkpoints, name, enforce_eager):
-    """Graphs contain steps that only decode; padding has a row of its own."""
+    """Also steps with chunks are graphs; padding has a row of its own."""
     llm = make_hybrid(name, device="cuda", enforce_eager=enforce_eager, **SCHEDULES["chunks"])
-    assert bool(llm.model_runner.graphs) != enforce_eager and llm.model_runner.mixed_graphs is None
+    assert bool(llm.model_runner.graphs) == bool(llm.model_runner.mixed_graphs) == (not enforce_eager)
     for _ in range(2):
         assert_same_as_reference(checkpoints.model(name), generate_by_steps(llm, make_requests()))
 

@@ -50,13 +50,14 @@ def _load_tile(matrix_ptr, n, TILE: tl.constexpr, HEADS: tl.constexpr):
 
 
 # the states were written by the step before, and there is an ordinary launch, the embedding, between
-@dependent_kernel(early=("rows_ptr", "state_ptrs"))
+@dependent_kernel(early=("rows_ptr", "state_ptrs", "count_ptr"))
 @triton.jit
 def _delta_net_step_kernel(
     x_ptr,
     ba_ptr,
     rows_ptr,
     state_ptrs,
+    count_ptr,
     weight_ptrs,
     out_ptr,
     eps,
@@ -83,6 +84,11 @@ def _delta_net_step_kernel(
     NUM_TILES: tl.constexpr = (VALUE_DIM + TILE - 1) // TILE
     key_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
+    num_seqs = tl.num_programs(1)
+    if count_ptr is not None:
+        num_seqs = tl.load(count_ptr)
+    if seq >= num_seqs:
+        return
     row = tl.load(rows_ptr + seq).to(tl.int64)
     matrix = matrix_ptr + (row * NUM_VALUES + key_head * GROUP) * (VALUE_DIM * KEY_DIM)
     next_state, next_addresses, next_inside = _load_tile(matrix, 0, TILE, HEADS)
@@ -121,19 +127,25 @@ def _delta_net_step_kernel(
             tl.store(out, y * inverse_rms * norm_weight * _silu(z), e_all < VALUE_DIM)
 
 
-def delta_net_step(qkvz: torch.Tensor, ba: torch.Tensor, layer: Any, states: Any, rows: torch.Tensor) -> torch.Tensor:
+def delta_net_step(
+    qkvz: torch.Tensor,
+    ba: torch.Tensor,
+    layer: Any,
+    states: Any,
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    count: torch.Tensor | None = None,
+) -> None:
     """As its definition in layers/gated_delta_net.py, with convolutions in float32."""
-    windows, matrices = states.tensors
     heads, grid = layer.heads, (layer.heads.num_keys, len(rows))
-    out = torch.empty((len(rows), heads.num_values * heads.value_dim), dtype=qkvz.dtype, device=qkvz.device)
+    windows, matrices = states.tensors
     weights = layer.conv1d.weight, layer.A_log, layer.dt_bias, layer.norm.weight
     # few programs load a whole head at once; of many, several share a multiprocessor
     is_few = grid[0] * grid[1] <= num_sms(qkvz.device)
     tile = min(next_power_of_2(heads.value_dim), 128) if is_few else 32
     launch(_delta_net_step_kernel, grid, qkvz.device, shared=50)(
-        *(qkvz, ba, rows, (windows, matrices), weights, out, layer.eps, layer.l2_eps),
+        *(qkvz, ba, rows, (windows, matrices), count, weights, out, layer.eps, layer.l2_eps),
         HEADS=heads,
         TILE=tile,
         num_warps=16 if tile == 128 else 4,
     )
-    return out

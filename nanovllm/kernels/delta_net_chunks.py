@@ -33,6 +33,14 @@ def _chunk_of(starts_ptr, num_seqs, index, SEQS_PAD: tl.constexpr):
 
 
 @triton.jit
+def _after(ptr, count_ptr):
+    """The pointer behind what belongs to sequences that decode."""
+    if count_ptr is not None:
+        ptr += tl.load(count_ptr)
+    return ptr
+
+
+@triton.jit
 def _convolve(ptrs, t, begin, end, channel, inside, STRIDE, CHANNELS, SIZE: tl.constexpr):
     """SiLU of the convolution [tokens, channels] of tokens t, in float32; before `begin` is the window."""
     x_ptr, window_ptr, weight_ptr = ptrs
@@ -66,7 +74,8 @@ def _inputs_kernel(
 ):
     """A program takes a chunk, and a head: queries first, then keys, then values with their gates."""
     gdc_launch_and_wait(PDL)
-    starts_ptr, rows_ptr = seq_ptrs
+    starts_ptr, rows_ptr, count_ptr = seq_ptrs
+    starts_ptr, rows_ptr = _after(starts_ptr, count_ptr), _after(rows_ptr, count_ptr)
     conv_ptr, a_log_ptr, dt_bias_ptr = weight_ptrs
     q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr = out_ptrs
     NUM_KEYS: tl.constexpr = HEADS.num_keys
@@ -115,7 +124,7 @@ def _chunks_kernel(
     v_ptr,
     w_ptr,
     gate_ptrs,
-    starts_ptr,
+    seq_ptrs,
     num_seqs,
     HEADS: tl.constexpr,
     SEQS_PAD: tl.constexpr,
@@ -127,6 +136,8 @@ def _chunks_kernel(
     """
     gdc_launch_and_wait(PDL)
     decay_ptr, beta_ptr = gate_ptrs
+    starts_ptr, _, count_ptr = seq_ptrs
+    starts_ptr = _after(starts_ptr, count_ptr)
     NUM_VALUES: tl.constexpr = HEADS.num_values
     GROUP: tl.constexpr = NUM_VALUES // HEADS.num_keys
     KEYS: tl.constexpr = HEADS.num_keys * HEADS.key_dim
@@ -196,7 +207,8 @@ def _states_kernel(
     """
     gdc_launch_and_wait(PDL)
     q_ptr, k_ptr, v_ptr, w_ptr, decay_ptr = input_ptrs
-    starts_ptr, rows_ptr = seq_ptrs
+    starts_ptr, rows_ptr, count_ptr = seq_ptrs
+    starts_ptr, rows_ptr = _after(starts_ptr, count_ptr), _after(rows_ptr, count_ptr)
     window_ptr, matrix_ptr = state_ptrs
     NUM_VALUES: tl.constexpr = HEADS.num_values
     GROUP: tl.constexpr = NUM_VALUES // HEADS.num_keys
@@ -252,28 +264,43 @@ def _states_kernel(
 
 
 @dependent_kernel()
-@triton.jit
-def _gated_norm_kernel(y_ptr, x_ptr, norm_ptr, out_ptr, eps, CHANNELS, HEADS: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize=["num_seqs"])
+def _gated_norm_kernel(
+    y_ptr, x_ptr, norm_ptr, out_ptr, seq_ptrs, num_seqs, eps, CHANNELS, HEADS: tl.constexpr, PDL: tl.constexpr
+):
     gdc_launch_and_wait(PDL)
+    starts_ptr, _, count_ptr = seq_ptrs
+    starts_ptr = _after(starts_ptr, count_ptr)
     NUM_VALUES: tl.constexpr = HEADS.num_values
     VALUE_DIM: tl.constexpr = HEADS.value_dim
     token = tl.program_id(0).to(tl.int64)
+    if token < tl.load(starts_ptr):
+        return
     head = tl.arange(0, next_power_of_2(NUM_VALUES))[:, None]
     e = tl.arange(0, next_power_of_2(VALUE_DIM))[None, :]
     inside = (head < NUM_VALUES) & (e < VALUE_DIM)
+    is_there = inside & (token + 0 * e < tl.load(starts_ptr + num_seqs))
     at = token * (NUM_VALUES * VALUE_DIM) + head * VALUE_DIM + e
-    y = tl.load(y_ptr + at, inside, 0.0).to(tl.float32)
+    y = tl.load(y_ptr + at, is_there, 0.0).to(tl.float32)
     y *= tl.rsqrt(tl.sum(y * y, 1) / VALUE_DIM + eps)[:, None] * tl.load(norm_ptr + e, e < VALUE_DIM, 0.0)
-    z = tl.load(x_ptr + at + (token + 1) * CHANNELS, inside, 0.0).to(tl.float32)
+    z = tl.load(x_ptr + at + (token + 1) * CHANNELS, is_there, 0.0).to(tl.float32)
     tl.store(out_ptr + at, y * _silu(z), inside)
 
 
 def delta_net_chunks(
-    qkvz: torch.Tensor, ba: torch.Tensor, layer: Any, states: Any, state_rows: torch.Tensor, starts: torch.Tensor
-) -> torch.Tensor:
+    qkvz: torch.Tensor,
+    ba: torch.Tensor,
+    layer: Any,
+    states: Any,
+    state_rows: torch.Tensor,
+    starts: torch.Tensor,
+    num_seqs: int,
+    out: torch.Tensor,
+    count: torch.Tensor | None = None,
+) -> None:
     """As its definition in layers/gated_delta_net.py."""
     (windows, matrices), heads, device = states.tensors, layer.heads, qkvz.device
-    num_tokens, num_seqs = len(qkvz), len(starts) - 1
+    num_tokens, of_seqs = len(qkvz), (starts, state_rows, count)
     make = lambda *shape, dtype=qkvz.dtype: torch.empty((num_tokens, *shape), dtype=dtype, device=device)
     q, k = make(heads.sizes[0]), make(heads.sizes[1])
     v, w = make(heads.sizes[2]), make(heads.num_values * heads.key_dim)
@@ -284,21 +311,19 @@ def delta_net_chunks(
     precision = "ieee" if qkvz.dtype == torch.float32 else "tf32"
     weights = layer.conv1d.weight, layer.A_log, layer.dt_bias
     launch(_inputs_kernel, (max_chunks, 2 * heads.num_keys + heads.num_values), device)(
-        *(qkvz, ba, (starts, state_rows), windows, weights, (q, k, v, decay, beta), num_seqs, layer.l2_eps), **seqs
+        *(qkvz, ba, of_seqs, windows, weights, (q, k, v, decay, beta), num_seqs, layer.l2_eps), **seqs
     )
     launch(_chunks_kernel, (max_chunks, heads.num_values), device)(
-        *(k, v, w, (decay, beta), starts, num_seqs), PRECISION=precision, **seqs
+        *(k, v, w, (decay, beta), of_seqs, num_seqs), PRECISION=precision, **seqs
     )
     tile = min(VALUE_TILE, next_power_of_2(heads.value_dim))
     launch(_states_kernel, (triton.cdiv(heads.value_dim, tile), heads.num_values, num_seqs), device)(
-        *(qkvz, (q, k, v, w, decay), (starts, state_rows), (windows, matrices), state_rows.stride(0)),
+        *(qkvz, (q, k, v, w, decay), of_seqs, (windows, matrices), state_rows.stride(0)),
         HEADS=heads,
         TILE=tile,
         STAGES=2 if has_tma(device) else 1,  # by shared memory
         PRECISION=precision,
     )
-    out = torch.empty_like(v)
     launch(_gated_norm_kernel, (num_tokens,), device)(
-        *(v, qkvz, layer.norm.weight, out, layer.eps, sum(heads.sizes)), HEADS=heads
+        *(v, qkvz, layer.norm.weight, out, of_seqs, num_seqs, layer.eps, sum(heads.sizes)), HEADS=heads
     )
-    return out

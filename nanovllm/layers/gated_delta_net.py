@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.kernels import operation
+from nanovllm.kernels import operation, ops_for
 from nanovllm.layers.layernorm import NormInput
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.scattered_linear import RowRanges, ScatteredColumnParallelLinear
@@ -91,7 +91,6 @@ class GatedDeltaNet(nn.Module):
     """
 
     l2_eps = 1e-6  # of queries and keys
-    captures_chunks = False  # the definition reads the lengths of chunks on the host
 
     def __init__(
         self, hidden_size: int, heads: DeltaHeads, eps: float, weights: tuple, dtypes: tuple, tp: TensorParallel
@@ -114,6 +113,11 @@ class GatedDeltaNet(nn.Module):
         self.norm.weight = parameter((heads.value_dim,), Shard((heads.value_dim,)).copy, torch.float32)
         self.out_proj = RowParallelLinear(heads.sizes[2], hidden_size, False, tp, linear_dtype)
 
+    @property
+    def captures_chunks(self) -> bool:
+        """Whether a CUDA graph can contain chunks: the definition reads their lengths on the host."""
+        return "delta_net_chunks" in ops_for(self.A_log.device)
+
     def cache_spec(self) -> StateSpec:
         heads = self.heads
         shapes = (heads.conv_size - 1, sum(heads.sizes)), (heads.num_values, heads.value_dim, heads.key_dim)
@@ -121,14 +125,16 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: NormInput) -> PartialSum:
         qkvz, ba, context = self.in_proj_qkvz(x), self.in_proj_ba(x), get_context()
-        if not context.has_chunks:
-            return self.out_proj(delta_net_step(qkvz, ba, self, self.cache, context.state_rows[1]))
-        n, parts = context.num_decodes, []  # rows of one token come first
-        if n:
-            parts.append(delta_net_step(qkvz[:n], ba[:n], self, self.cache, context.state_rows[1, :n]))
-        starts = context.cu_seqlens_q[n:] - n
-        parts.append(delta_net_chunks(qkvz[n:], ba[n:], self, self.cache, context.state_rows[:, n:], starts))
-        return self.out_proj(torch.cat(parts) if n else parts[0])
+        out = torch.empty_like(qkvz[:, : self.heads.sizes[2]], memory_format=torch.contiguous_format)
+        n, count, rows = context.num_decodes, context.num_decodes_on_device, context.state_rows
+        if n:  # they come first
+            delta_net_step(qkvz[:n], ba[:n], self, self.cache, rows[1, :n], out[:n], count)
+        if (starts := context.cu_seqlens_q) is not None:
+            num_seqs = len(starts) - 1 - n
+            if count is None:
+                starts, rows = starts[n:], rows[:, n:]
+            delta_net_chunks(qkvz, ba, self, self.cache, rows, starts, num_seqs, out, count)
+        return self.out_proj(out)
 
 
 def ranges_of_rank(sizes: tuple[int, ...], tp: TensorParallel) -> tuple[range, ...]:
@@ -138,38 +144,61 @@ def ranges_of_rank(sizes: tuple[int, ...], tp: TensorParallel) -> tuple[range, .
 
 
 @operation
-def delta_net_step(qkvz: torch.Tensor, ba: torch.Tensor, layer: Any, states: State, rows: torch.Tensor) -> torch.Tensor:
-    """Convolution, gates, delta rule and gated norm of one token for each of B sequences -> [B, heads * value_dim].
+def delta_net_step(
+    qkvz: torch.Tensor,
+    ba: torch.Tensor,
+    layer: Any,
+    states: State,
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    count: torch.Tensor | None = None,
+) -> None:
+    """Convolution, gates, delta rule and gated norm of one token for each of B sequences, into `out`.
 
-    qkvz [B, channels + heads * value_dim]; ba [B, 2 heads]; layer: a GatedDeltaNet. The states in `rows` [B], all
-    different but for padding, are read and overwritten.
+    qkvz [B, channels + heads * value_dim]; ba [B, 2 heads]; layer: a GatedDeltaNet; out [B, heads * value_dim]. The
+    states in `rows` [B], all different but for padding, are read and overwritten. With `count` [1] int32, only so many
+    of the sequences are there.
     """
-    (windows, matrices), rows = states.tensors, rows.long()
-    qkv, z = qkvz.split((windows.shape[2], layer.heads.sizes[2]), 1)
+    n = len(rows) if count is None else int(count)
+    (windows, matrices), rows = states.tensors, rows[:n].long()
+    qkv, z = qkvz[:n].split((windows.shape[2], layer.heads.sizes[2]), 1)
     inputs = torch.cat((windows[rows], qkv[:, None]), 1)
     windows[rows] = inputs[:, 1:]
-    out, matrices[rows] = delta_rule_step(*_rule_inputs(_convolve(inputs, layer)[:, 0], ba, layer), matrices[rows])
-    return _gated_norm(out, z, layer)
+    values = _rule_inputs(_convolve(inputs, layer)[:, 0], ba[:n], layer)
+    read, matrices[rows] = delta_rule_step(*values, matrices[rows])
+    out[:n] = _gated_norm(read, z, layer)
 
 
 @operation
 def delta_net_chunks(
-    qkvz: torch.Tensor, ba: torch.Tensor, layer: Any, states: State, state_rows: torch.Tensor, starts: torch.Tensor
-) -> torch.Tensor:
-    """As `delta_net_step`, of several tokens for each sequence: its own are `starts[i]` to `starts[i + 1]` [B + 1].
+    qkvz: torch.Tensor,
+    ba: torch.Tensor,
+    layer: Any,
+    states: State,
+    state_rows: torch.Tensor,
+    starts: torch.Tensor,
+    num_seqs: int,
+    out: torch.Tensor,
+    count: torch.Tensor | None = None,
+) -> None:
+    """As `delta_net_step`, of several tokens for each of B sequences: its own are `starts[i]` to `starts[i + 1]`.
 
-    The states are read from the rows `state_rows[0]`, and written to `state_rows[1]`.
+    The states are read from the rows `state_rows[0]` [B], and written to `state_rows[1]`. With `count` [1] int32, so
+    many other sequences stand before these in `starts` and `state_rows`. Rows of `out` after the last token become 0.
     """
     windows, matrices = states.tensors
     qkv, z = qkvz.split((windows.shape[2], layer.heads.sizes[2]), 1)
-    outputs, bounds = [], starts.tolist()
-    for read, written, begin, end in zip(*state_rows.tolist(), bounds, bounds[1:]):
+    first = 0 if count is None else int(count)
+    bounds = starts[first : first + num_seqs + 1].tolist()
+    for read, written, begin, end in zip(*state_rows[:, first:].tolist(), bounds, bounds[1:]):
+        if begin == end:
+            continue  # padding
         inputs = torch.cat((windows[read], qkv[begin:end]))
         windows[written] = inputs[end - begin :]
         values = _rule_inputs(_convolve(inputs[None], layer)[0], ba[begin:end], layer)
-        out, matrices[written] = chunk_delta_rule(*values, matrices[read])
-        outputs.append(out)
-    return _gated_norm(torch.cat(outputs), z, layer)
+        y, matrices[written] = chunk_delta_rule(*values, matrices[read])
+        out[begin:end] = _gated_norm(y, z[begin:end], layer)
+    out[bounds[-1] :] = 0
 
 
 def _convolve(inputs: torch.Tensor, layer: GatedDeltaNet) -> torch.Tensor:
