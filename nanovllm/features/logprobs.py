@@ -197,7 +197,8 @@ class PendingLogprobs:
         rank 1 here too.
         """
         requests, hidden_states = self._requests, output.hidden_states
-        columns = torch.tensor(requests.T, device="cpu", pin_memory=hidden_states.is_cuda)
+        columns = torch.from_numpy(requests.T.copy())
+        columns = columns.pin_memory() if hidden_states.is_cuda else columns
         num_prompt, num_top = int((requests[:, 3] >= 0).sum()), int(requests[:, 0].max())
         _, rows, indices, chosen = columns.to(hidden_states.device, non_blocking=True)
         chosen = torch.cat((chosen[:num_prompt], output.token_ids[indices[num_prompt:]]))
