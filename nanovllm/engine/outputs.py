@@ -3,7 +3,7 @@
 Records are frozen. Their lists belong to the caller: the engine neither changes nor reads them afterwards.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -68,7 +68,7 @@ class CompletionOutput(Record):
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None
-    logprobs: list[dict[int, Logprob]] | None
+    logprobs: Sequence[dict[int, Logprob]] | None  # made when it is first read
     finish_reason: str | None
     stop_reason: int | str | None
 

@@ -5,7 +5,6 @@ It is bound by the states, 64 KiB for each head of the published models, which i
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
@@ -127,15 +126,7 @@ def _delta_net_step_kernel(
             tl.store(out, y * inverse_rms * norm_weight * _silu(z), e_all < VALUE_DIM)
 
 
-def delta_net_step(
-    qkvz: torch.Tensor,
-    ba: torch.Tensor,
-    layer: Any,
-    states: Any,
-    rows: torch.Tensor,
-    out: torch.Tensor,
-    count: torch.Tensor | None = None,
-) -> None:
+def delta_net_step(qkvz, ba, layer: Any, states: Any, rows, out, count=None) -> None:
     """As its definition in layers/gated_delta_net.py, with convolutions in float32."""
     heads, grid = layer.heads, (layer.heads.num_keys, len(rows))
     windows, matrices = states.tensors

@@ -287,17 +287,7 @@ def _gated_norm_kernel(
     tl.store(out_ptr + at, y * _silu(z), inside)
 
 
-def delta_net_chunks(
-    qkvz: torch.Tensor,
-    ba: torch.Tensor,
-    layer: Any,
-    states: Any,
-    state_rows: torch.Tensor,
-    starts: torch.Tensor,
-    num_seqs: int,
-    out: torch.Tensor,
-    count: torch.Tensor | None = None,
-) -> None:
+def delta_net_chunks(qkvz, ba, layer: Any, states: Any, state_rows, starts, num_seqs: int, out, count=None) -> None:
     """As its definition in layers/gated_delta_net.py."""
     (windows, matrices), heads, device = states.tensors, layer.heads, qkvz.device
     num_tokens, of_seqs = len(qkvz), (starts, state_rows, count)

@@ -144,15 +144,7 @@ def ranges_of_rank(sizes: tuple[int, ...], tp: TensorParallel) -> tuple[range, .
 
 
 @operation
-def delta_net_step(
-    qkvz: torch.Tensor,
-    ba: torch.Tensor,
-    layer: Any,
-    states: State,
-    rows: torch.Tensor,
-    out: torch.Tensor,
-    count: torch.Tensor | None = None,
-) -> None:
+def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -> None:
     """Convolution, gates, delta rule and gated norm of one token for each of B sequences, into `out`.
 
     qkvz [B, channels + heads * value_dim]; ba [B, 2 heads]; layer: a GatedDeltaNet; out [B, heads * value_dim]. The
@@ -170,17 +162,7 @@ def delta_net_step(
 
 
 @operation
-def delta_net_chunks(
-    qkvz: torch.Tensor,
-    ba: torch.Tensor,
-    layer: Any,
-    states: State,
-    state_rows: torch.Tensor,
-    starts: torch.Tensor,
-    num_seqs: int,
-    out: torch.Tensor,
-    count: torch.Tensor | None = None,
-) -> None:
+def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, num_seqs: int, out, count=None) -> None:
     """As `delta_net_step`, of several tokens for each of B sequences: its own are `starts[i]` to `starts[i + 1]`.
 
     The states are read from the rows `state_rows[0]` [B], and written to `state_rows[1]`. With `count` [1] int32, so
