@@ -65,7 +65,8 @@ HOUSE = """
   <- quantization/quant_config.py
   <- quantization/formats/
 4 | engine/batch.py <- engine/request_tables.py spec_decode/rows.py
-  <- features/__init__.py features/block_copies.py features/logit_edits.py features/logprobs.py
+  <- features/__init__.py features/block_copies.py features/logit_edits.py features/logprob_outputs.py
+  <- features/logprobs.py
   spec_decode/feature.py spec_decode/draft_model.py
   <- graphs/ <- startup/__init__.py startup/arena.py startup/cuda.py <- engine/model_runner.py <- startup/cuda_runner.py
   invariant/__init__.py invariant/ops.py <- invariant/attention.py <- invariant/cpu.py

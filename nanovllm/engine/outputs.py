@@ -123,7 +123,7 @@ class RequestOutput(Record):
         return self.outputs[0].cumulative_logprob
 
     @property
-    def logprobs(self) -> list[dict[int, Logprob]] | None:
+    def logprobs(self) -> Sequence[dict[int, Logprob]] | None:
         return self.outputs[0].logprobs
 
     @property
