@@ -36,6 +36,7 @@ assert AutoTokenizer  # imported here, as two threads that import it at the same
 SETTINGS = dict(
     dtype="float32", device="cpu", kvcache_block_size=16, num_kvcache_blocks=256, max_model_len=256, max_num_seqs=16
 )
+MODEL = TINY  # or what a fixture sets
 PROMPTS = [f"{'To be, or not to be' if i % 2 else 'Whether it is nobler'}, said number {i}:" for i in range(10)]
 PARAMS = SamplingParams(temperature=0.8, max_tokens=20)
 LONG = replace(PARAMS, max_tokens=70, ignore_eos=True)
@@ -53,7 +54,7 @@ class LocalHandle:
     async def start(self):
         if self.fails_to_start:
             raise RuntimeError("no GPU")
-        facts = await asyncio.to_thread(self.replica.start, TINY, SETTINGS)
+        facts = await asyncio.to_thread(self.replica.start, MODEL, SETTINGS)
         self.is_started = True
         return facts
 
@@ -90,6 +91,14 @@ class LocalHandle:
             self.replica.exit()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def use_small_model(small_model):
+    """No text matters, and its steps take less."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "MODEL", small_model)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
     monkeypatch.setattr(group_module, "RESTART_SECONDS", 0.01)
@@ -99,7 +108,7 @@ class Driver:
     """Makes requests and waits for them, as RayLLM and the server do."""
 
     def __init__(self, group: ReplicaGroup, seed: int | None = 3):
-        self.group, self.input_processor = group, make_processor("tiny-qwen3", SETTINGS | {"seed": seed})
+        self.group, self.input_processor = group, make_processor(MODEL, SETTINGS | {"seed": seed})
         self.ended: list[ReplicaRequest] = []
 
     def submit(self, prompts, params=PARAMS, kind=OutputKind.FINAL_ONLY) -> list[ReplicaRequest]:
@@ -130,7 +139,7 @@ def one_engine():
     """A function that does on one engine what Driver does on many."""
 
     def generate(prompts, params=PARAMS, seed=3):
-        with LLM(TINY, **SETTINGS, seed=seed) as llm:
+        with LLM(MODEL, **SETTINGS, seed=seed) as llm:
             return llm.generate(prompts, params, use_tqdm=False)
 
     return generate
@@ -748,7 +757,7 @@ def test_hit_rate_of_real_caches(num_replicas, router, low, high):
 
 def test_stage_of_ray_data(one_engine):
     """The class that `ray.data` calls is a function of columns; an invalid row concerns no other."""
-    stage = NanoVLLM("tiny-qwen3", dict(temperature=0.8, max_tokens=20), **SETTINGS, seed=3)
+    stage = NanoVLLM(MODEL, dict(temperature=0.8, max_tokens=20), **SETTINGS, seed=3)
     try:
         long, conversation = "word " * 300, [{"role": "user", "content": "Hello", "name": None}]
         batch = {"prompt": [*PROMPTS, long, conversation], "id": [*range(12)]}
