@@ -142,11 +142,17 @@ def offline():
         yield llm
 
 
+EXPECTED = {}  # by prompt and parameters
+
+
 def expected(offline, prompt, **params):
-    params = SamplingParams(**{"temperature": 0, "max_tokens": 12} | params)
-    return (offline.chat if isinstance(prompt, list) and isinstance(prompt[0], dict) else offline.generate)(
-        prompt, params, use_tqdm=False
-    )[0]
+    """The output of `offline`, which computes it once."""
+    key = json.dumps([prompt, params], sort_keys=True)
+    if key not in EXPECTED:
+        ask = offline.chat if isinstance(prompt, list) and isinstance(prompt[0], dict) else offline.generate
+        sampling = SamplingParams(**{"temperature": 0, "max_tokens": 12} | params)
+        (EXPECTED[key],) = ask(prompt, sampling, use_tqdm=False)
+    return EXPECTED[key]
 
 
 # -- the openai package ------------------------------------------------------------------------------------------------
