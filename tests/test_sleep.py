@@ -68,10 +68,10 @@ def test_levels(make_llm, tmp_path, name, settings):
     assert_sleeps_and_wakes(make_llm(folder, **SMALL | SETTINGS, **settings), folder)
 
 
-def test_ranks(make_llm, monkeypatch):
+def test_ranks(make_llm, small_model, monkeypatch):
     """Where one rank has not enough memory to wake up, all go on sleeping."""
-    llm = make_llm(tensor_parallel_size=2, **SETTINGS)
-    assert_sleeps_and_wakes(llm, TINY)
+    llm = make_llm(small_model, tensor_parallel_size=2, **SETTINGS)
+    assert_sleeps_and_wakes(llm, small_model)
     before = answers(llm)
     llm.sleep()
 
