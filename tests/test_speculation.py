@@ -109,15 +109,15 @@ def test_not_one_token_differs(make_llm, chat, margins, schedule, async_scheduli
         llm.exit()
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_another_family(make_llm, margins, tmp_path, method):
+def test_another_family(make_llm, margins, tmp_path):
     """Layers with a window, and a draft model with another shape of keys."""
     model, other = (make_checkpoint(tmp_path / name, name) for name in ("mistral-window", "llama"))
     prompts, params = random_requests(VOCAB_SIZE, random.Random(3))
     expected = margins(make_llm(model, **SETTINGS)).generate(prompts, params, use_tqdm=False)
-    llm = make_llm(model, **SETTINGS, **drafting(method, **{"model": other} if method == "draft_model" else {}))
-    assert answers(llm.generate(prompts, params, use_tqdm=False)) == answers(expected)
-    assert accepted(llm)[0] > 0
+    for method in METHODS:
+        llm = make_llm(model, **SETTINGS, **drafting(method, **{"model": other} if method == "draft_model" else {}))
+        assert answers(llm.generate(prompts, params, use_tqdm=False)) == answers(expected), method
+        assert accepted(llm)[0] > 0, method
 
 
 def test_ranks(make_llm, chat):
@@ -132,14 +132,14 @@ def test_ranks(make_llm, chat):
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_the_model_as_its_own_drafter(make_llm, chat, async_scheduling):
+def test_the_model_as_its_own_drafter(make_llm, small_model, chat, async_scheduling):
     """It draws what the model will: with the same noise, filters, penalties, and all tokens in its cache.
 
     Few blocks and short steps let sequences be preempted, and prompts be computed in pieces.
     """
-    prompts, params = requests(chat, random.Random(7), max_len=14)
+    prompts, params = requests(chat, random.Random(7), 14, max_len=14)
     settings = SETTINGS | dict(num_kvcache_blocks=8, max_num_batched_tokens=24, async_scheduling=async_scheduling)
-    llm = make_llm(**settings, **drafting("draft_model"))
+    llm = make_llm(small_model, **settings, **drafting("draft_model", model=small_model))
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert llm.stats()["preemptions"] > 0
     num_accepted, num_drafted = accepted(llm)
@@ -147,9 +147,9 @@ def test_the_model_as_its_own_drafter(make_llm, chat, async_scheduling):
     assert num_drafted - num_late <= num_accepted > 100
 
 
-def test_the_drafter_catches_up(make_llm, chat):
+def test_the_drafter_catches_up(make_llm, small_model, chat):
     """While too many sequences run, it computes nothing; later it needs what they have generated meanwhile."""
-    llm = make_llm(**SETTINGS, **drafting("draft_model", disable_by_batch_size=2))
+    llm = make_llm(small_model, **SETTINGS, **drafting("draft_model", model=small_model, disable_by_batch_size=2))
     prompts = [chat(f"Count from {i} to {i + 9}.") for i in range(3)]
     params = [
         SamplingParams(temperature=1.0, seed=i, max_tokens=n, ignore_eos=True) for i, n in enumerate((20, 60, 60))
@@ -163,9 +163,7 @@ def test_the_drafter_catches_up(make_llm, chat):
 
 
 @pytest.mark.skipif(not find_spec("llguidance"), reason="llguidance is not installed")
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("async_scheduling", [False, True])
-def test_structured_outputs(make_llm, margins, async_scheduling, method):
+def test_structured_outputs(make_llm, margins):
     """What the grammar forbids is cut from the drafts, and what it forces is drafted."""
     schema = {
         "type": "object",
@@ -186,18 +184,19 @@ def test_structured_outputs(make_llm, margins, async_scheduling, method):
         for i, (own, option) in enumerate(zip(2 * grammars, 2 * options), 1)
     ]
     requests += [("ROMEO", SamplingParams(temperature=0.7, seed=1, max_tokens=30))]
-    settings = SETTINGS | dict(num_kvcache_blocks=20, async_scheduling=async_scheduling)
+    settings = SETTINGS | dict(num_kvcache_blocks=20)
     expected = answers(margins(make_llm(**settings)).generate(*map(list, zip(*requests)), use_tqdm=False))
-    llm = make_llm(**settings, **drafting(method))
-    steps = []
-    llm.core.on_step.append(lambda step, result: steps.append(step))
-    assert answers(llm.generate(*map(list, zip(*requests)), use_tqdm=False)) == expected
-    masked = [
-        num_reserved > 1 and "structured_outputs" in seq.feature_state
-        for step in steps
-        for seq, num_reserved in zip(step.sampled_seqs, step.num_reserved)
-    ]
-    assert any(masked) == (method != "draft_model")
+    for method, async_scheduling in zip(METHODS, (False, True, True)):
+        llm = make_llm(**settings, **drafting(method), async_scheduling=async_scheduling)
+        steps = []
+        llm.core.on_step.append(lambda step, result, steps=steps: steps.append(step))
+        assert answers(llm.generate(*map(list, zip(*requests)), use_tqdm=False)) == expected, method
+        masked = [
+            num_reserved > 1 and "structured_outputs" in seq.feature_state
+            for step in steps
+            for seq, num_reserved in zip(step.sampled_seqs, step.num_reserved)
+        ]
+        assert any(masked) == (method != "draft_model"), method
 
 
 # -- adaptation --------------------------------------------------------------------------------------------------------
@@ -212,11 +211,11 @@ class Wrong(Proposer):
         return [*self.known[len(seq.token_ids) :], *[7] * num_drafts][:num_drafts]
 
 
-def test_a_sequence_whose_drafts_are_wrong_pauses(make_llm, monkeypatch):
+def test_a_sequence_whose_drafts_are_wrong_pauses(make_llm, small_model, monkeypatch):
     monkeypatch.setitem(PROPOSERS, "ngram", Wrong)
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
     settings = SETTINGS | dict(max_model_len=512)
-    llm = make_llm(**settings, **drafting("ngram"))
+    llm = make_llm(small_model, **settings, **drafting("ngram"))
     steps = []
     llm.core.on_step.append(lambda step, result: steps.append(step.tokens_per_row > 1))
     output = llm.generate("HAMLET", params, use_tqdm=False)[0]
@@ -259,16 +258,15 @@ def test_widths_that_pay():
     assert width_that_pays([(2, 2.0)] * 7 + [(20, 3.0)], 8) == 2
 
 
-def test_large_batches_do_not_draft(make_llm):
+def test_large_batches_do_not_draft(make_llm, small_model):
     """Nor does any sequence wait for its tokens then."""
-    llm = make_llm(**SETTINGS, **drafting("ngram", disable_by_batch_size=3), async_scheduling=True)
+    llm = make_llm(small_model, **SETTINGS, **drafting("ngram", disable_by_batch_size=3), async_scheduling=True)
     prompts = [[5, 6, 7, 8] * 4] * 6
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (20, 20, 20, 40, 60, 60)]
     steps = []
     llm.core.on_step.append(lambda step, result: steps.append((len(step.sampled_seqs), step.tokens_per_row)))
-    expected = [
-        [*output.outputs[0].token_ids] for output in make_llm(**SETTINGS).generate(prompts, params, use_tqdm=False)
-    ]
+    plain = make_llm(small_model, **SETTINGS)
+    expected = [[*x.outputs[0].token_ids] for x in plain.generate(prompts, params, use_tqdm=False)]
     assert [[*x.outputs[0].token_ids] for x in llm.generate(prompts, params, use_tqdm=False)] == expected
     assert all(k == 1 for num_seqs, k in steps if num_seqs > 3) and any(k > 1 for _, k in steps)
     assert len([k for num_seqs, k in steps if num_seqs > 3]) <= 21
@@ -318,10 +316,10 @@ def test_suffixes_of_several_texts():
     assert length == 2 and automaton.draft(state, 1, 0.1) == [6]
 
 
-def test_suffixes_of_earlier_answers(make_llm, monkeypatch):
+def test_suffixes_of_earlier_answers(make_llm, small_model, monkeypatch):
     """Later requests draft from them, but not with another salt; old ones are forgotten."""
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    llm = make_llm(**SETTINGS, **drafting("suffix"))
+    llm = make_llm(small_model, **SETTINGS, **drafting("suffix"))
 
     def num_accepted(prompt: list[int], salt: int = 0) -> int:
         before = accepted(llm)[0]
@@ -340,15 +338,15 @@ def test_suffixes_of_earlier_answers(make_llm, monkeypatch):
         num_accepted([1000 + i])
     assert num_accepted(prompt) == alone
     llm.exit()
-    llm = make_llm(**SETTINGS, **drafting("suffix", suffix_decoding_max_cached_requests=0))
+    llm = make_llm(small_model, **SETTINGS, **drafting("suffix", suffix_decoding_max_cached_requests=0))
     assert num_accepted(prompt) == num_accepted(prompt) == alone
 
 
-def test_acceptance_can_be_imposed(make_llm):
+def test_acceptance_can_be_imposed(make_llm, small_model):
     """To measure speed with a model that would accept few drafts."""
     rates = [0.8, 0.64, 0.5, 0.0]
     synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
-    llm = make_llm(**SETTINGS, **drafting("ngram", **synthetic))
+    llm = make_llm(small_model, **SETTINGS, **drafting("ngram", **synthetic))
     params = SamplingParams(temperature=1.0, max_tokens=110, ignore_eos=True)
     llm.generate([[i, i + 1] for i in range(5, 25)], params, use_tqdm=False)
     stats = llm.stats()["spec_decode"]
