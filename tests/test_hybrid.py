@@ -15,7 +15,6 @@ from conftest import (
     TINY,
     TOLERANCE,
     each_dtype,
-    each_dtype_or_half,
     generate_by_steps,
     pairs,
     runs_as_on_cuda,
@@ -248,7 +247,7 @@ def test_step_kernel(dtype, heads, num_rows, count):
 
 
 @pytest.mark.parametrize("heads, is_padded", pairs([(1, 2, 16, 16, 4), (1, 1, 24, 40, 2)], [True, False]), ids=str)
-@each_dtype_or_half
+@each_dtype
 def test_chunks_kernel(dtype, heads, is_padded):
     """Of sequences with fewer tokens than a window, a chunk and more; a snapshot is read, and stays.
 
@@ -451,7 +450,7 @@ def logits_of_rank(rank: int, size: int, folder: str, store: Path, prompt: list[
 
 @pytest.mark.parametrize(
     "name, size",
-    [("qwen3_next", 2), ("qwen3_5", 2), ("qwen3_5_moe", 4), ("qwen3_5-tied-whole", 2)],
+    [("qwen3_next", 2), ("qwen3_next", 4), ("qwen3_5", 2), ("qwen3_5_moe", 4), ("qwen3_5-tied-whole", 2)],
 )
 def test_ranks(checkpoints, tmp_path, name, size):
     """Each has its heads of both kinds of layers, and their part of the state."""
