@@ -124,6 +124,21 @@ def test_the_text_is_the_same(make_llm, monkeypatch, drafts, schedule):
     assert num_steps["right"] < 0.6 * num_steps["without"] and num_steps["right"] < num_steps["wrong"], num_steps
 
 
+def test_sequences_that_draft_share_steps(make_llm, drafts):
+    """Those that begin to draft while a step is in flight would else be in every other step from then on."""
+    prompts = [[50 + i] * 20 for i in range(8)]
+    requests = [(prompt, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)) for prompt in prompts]
+    outputs = generate_by_steps(make_llm(**SETTINGS), requests)
+    KnownAnswers.texts = tuple([*x.prompt_token_ids, *x.outputs[0].token_ids] for x in outputs)
+    num_steps = []
+    for async_scheduling in (False, True):
+        bounds = dict(max_num_batched_tokens=24, max_num_mixed_tokens=24)  # prompts come in turn
+        llm = make_llm(**SETTINGS | bounds, async_scheduling=async_scheduling, **drafts("right", num_drafts=1))
+        generate_by_steps(llm, requests)
+        num_steps.append(sum(llm.stats()["steps"].values()))
+    assert num_steps[1] < 1.2 * num_steps[0], num_steps
+
+
 def test_streams(make_llm, drafts):
     """Several tokens, their text and their log-probabilities in an event."""
     rng = random.Random(0)

@@ -101,8 +101,8 @@ class TokenLogprobs(StepFeature):
         A tensor that owned this memory would keep it from the other graphs.
         """
         if logits.is_cuda and torch.cuda.is_current_stream_capturing():
-            memory, like = DeviceBytes(logits.data_ptr(), logits.nbytes), logits.to("meta")
-            view = cache(lambda: memory.tensor(rows.positions.device).view(like.dtype).view(like.shape))
+            memory, like, device = DeviceBytes(logits.data_ptr(), logits.nbytes), logits.to("meta"), logits.device
+            view = cache(lambda: memory.tensor(device).view(like.dtype).view(like.shape))
             self._logits_of_graphs[rows.positions.data_ptr(), len(logits)] = view
 
     def after_forward(self, arrays: Arrays, output: ForwardOutput) -> "PendingLogprobs":

@@ -140,7 +140,7 @@ class DraftingOutputProcessor(OutputProcessor):
                 seq.feature_state["spec_decode"] = Drafts()
             self.paces[seq].pause = max(0, self.paces[seq].pause - number)
             self.arrived[seq] = None
-        if self._hold_for_others():
+        if self.proposer.on_host and self._hold_for_others():
             return
         num_drafting = sum(not pace.pause for pace in self.paces.values())
         self.all_wait = num_drafting * MANY >= len(self.scheduler.running)
