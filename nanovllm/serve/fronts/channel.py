@@ -39,7 +39,7 @@ class FromEngine(Struct, array_like=True):
 
 decode_from_front = msgpack.Decoder(FromFront).decode
 decode_from_engine = msgpack.Decoder(FromEngine).decode
-_encode = msgpack.Encoder().encode
+_encode = msgpack.Encoder(enc_hook=list).encode  # log-probabilities are sequences of a type of their own
 LENGTH_BYTES = 4  # of a message's length, in front of it
 
 
