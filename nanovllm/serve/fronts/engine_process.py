@@ -58,7 +58,7 @@ class Session(Replica):
                 self._channel.send(FromEngine(deltas, finals, named))
         except OSError:
             pass  # the front has ended
-        except RuntimeError as error:
+        except Exception as error:  # the engine has failed, or a message can't be encoded: nobody is to wait for ever
             if not self.is_closed:
                 self._channel.send(FromEngine(failure=repr(error.__cause__ or error)))
                 self._on_failure()
