@@ -10,15 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import (
-    DEVICE,
-    TINY,
-    TOLERANCE,
-    each_dtype,
-    generate_by_steps,
-    pairs,
-    runs_as_on_cuda,
-)
+from conftest import DEVICE, TINY, TOLERANCE, each_dtype, generate_by_steps, pairs, runs_as_on_cuda
 from safetensors.torch import load_file, save_file
 from test_cuda_graph import capture
 from test_models import edit
@@ -209,11 +201,8 @@ class RuleCase:
         torch.manual_seed(0)
         self.heads, self.dtype = DeltaHeads(*heads), dtype
         self.layer = layer_of(self.heads, dtype)
-        self.states = self.make_states(self.layer, num_rows)
-
-    def make_states(self, layer, num_rows: int) -> State:
-        shapes = zip(*layer.cache_spec()[:2])
-        return State(*(torch.randn(1, num_rows, *shape, device=DEVICE).to(dtype) for shape, dtype in shapes))
+        shapes = zip(*self.layer.cache_spec()[:2])
+        self.states = State(*(torch.randn(1, num_rows, *shape, device=DEVICE).to(kind) for shape, kind in shapes))
 
     def check(self, op, plain_op, num_tokens: int, *arguments, count: int | None = None) -> None:
         """Rows that are not to be written keep their NaN."""

@@ -252,7 +252,7 @@ def token_logprobs(
     The logits are divided by `temperatures` [S]. Before a token are those with a larger logit, and of equal ones those
     with a lower id.
     """
-    logits, token_ids = _divided(logits, temperatures), token_ids.unsqueeze(1).long()
+    logits, token_ids = divided(logits, temperatures), token_ids.unsqueeze(1).long()
     chosen = logits.gather(1, token_ids)
     ids = torch.arange(logits.shape[1], device=logits.device)
     is_before = (logits > chosen) | ((logits == chosen) & (ids < token_ids))
@@ -271,7 +271,7 @@ def log_probabilities(
     if num_top == 0:
         logprobs, ranks = token_logprobs(logits, token_ids, temperatures)
         return token_ids.int().unsqueeze(1), logprobs.unsqueeze(1), ranks
-    logits, token_ids = _divided(logits, temperatures), token_ids.unsqueeze(1).long()
+    logits, token_ids = divided(logits, temperatures), token_ids.unsqueeze(1).long()
     keys = token_keys(logits, torch.arange(logits.shape[1], device=logits.device))
     ranks = (keys > keys.gather(1, token_ids)).sum(-1) + 1
     top_ids = ~keys.topk(min(num_top, keys.shape[1])).values & 0xFFFFFFFF  # a key's low word is ~id
@@ -279,5 +279,6 @@ def log_probabilities(
     return ids.int(), logits.log_softmax(-1).gather(1, ids), ranks.int()
 
 
-def _divided(logits: torch.Tensor, temperatures: torch.Tensor | None) -> torch.Tensor:
+def divided(logits: torch.Tensor, temperatures: torch.Tensor | None) -> torch.Tensor:
+    """Logits [S, vocabulary] over temperatures [S], in float32."""
     return logits.float() if temperatures is None else logits.float() / temperatures.unsqueeze(1)

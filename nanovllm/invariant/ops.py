@@ -86,5 +86,5 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The log-probabilities that a request also gets in a step in which others want those of the most likely tokens."""
     _, ranks = logprobs.token_logprobs.__wrapped__(logits, token_ids, temperatures)  # the definition
-    logits = logits.float() if temperatures is None else logits.float() / temperatures.unsqueeze(1)
-    return logits.log_softmax(-1).gather(1, token_ids.unsqueeze(1).long()).squeeze(1), ranks
+    values = logprobs.divided(logits, temperatures).log_softmax(-1)
+    return values.gather(1, token_ids.unsqueeze(1).long()).squeeze(1), ranks

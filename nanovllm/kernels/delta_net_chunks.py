@@ -33,11 +33,14 @@ def _chunk_of(starts_ptr, num_seqs, index, SEQS_PAD: tl.constexpr):
 
 
 @triton.jit
-def _after(ptr, count_ptr):
-    """The pointer behind what belongs to sequences that decode."""
+def _of_chunks(seq_ptrs):
+    """Where the starts and the rows of states begin that belong to chunks: behind those of sequences that decode."""
+    starts_ptr, rows_ptr, count_ptr = seq_ptrs
     if count_ptr is not None:
-        ptr += tl.load(count_ptr)
-    return ptr
+        num_decodes = tl.load(count_ptr)
+        starts_ptr += num_decodes
+        rows_ptr += num_decodes
+    return starts_ptr, rows_ptr
 
 
 @triton.jit
@@ -74,8 +77,7 @@ def _inputs_kernel(
 ):
     """A program takes a chunk, and a head: queries first, then keys, then values with their gates."""
     gdc_launch_and_wait(PDL)
-    starts_ptr, rows_ptr, count_ptr = seq_ptrs
-    starts_ptr, rows_ptr = _after(starts_ptr, count_ptr), _after(rows_ptr, count_ptr)
+    starts_ptr, rows_ptr = _of_chunks(seq_ptrs)
     conv_ptr, a_log_ptr, dt_bias_ptr = weight_ptrs
     q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr = out_ptrs
     NUM_KEYS: tl.constexpr = HEADS.num_keys
@@ -136,8 +138,7 @@ def _chunks_kernel(
     """
     gdc_launch_and_wait(PDL)
     decay_ptr, beta_ptr = gate_ptrs
-    starts_ptr, _, count_ptr = seq_ptrs
-    starts_ptr = _after(starts_ptr, count_ptr)
+    starts_ptr, _ = _of_chunks(seq_ptrs)
     NUM_VALUES: tl.constexpr = HEADS.num_values
     GROUP: tl.constexpr = NUM_VALUES // HEADS.num_keys
     KEYS: tl.constexpr = HEADS.num_keys * HEADS.key_dim
@@ -207,8 +208,7 @@ def _states_kernel(
     """
     gdc_launch_and_wait(PDL)
     q_ptr, k_ptr, v_ptr, w_ptr, decay_ptr = input_ptrs
-    starts_ptr, rows_ptr, count_ptr = seq_ptrs
-    starts_ptr, rows_ptr = _after(starts_ptr, count_ptr), _after(rows_ptr, count_ptr)
+    starts_ptr, rows_ptr = _of_chunks(seq_ptrs)
     window_ptr, matrix_ptr = state_ptrs
     NUM_VALUES: tl.constexpr = HEADS.num_values
     GROUP: tl.constexpr = NUM_VALUES // HEADS.num_keys
@@ -269,8 +269,7 @@ def _gated_norm_kernel(
     y_ptr, x_ptr, norm_ptr, out_ptr, seq_ptrs, num_seqs, eps, CHANNELS, HEADS: tl.constexpr, PDL: tl.constexpr
 ):
     gdc_launch_and_wait(PDL)
-    starts_ptr, _, count_ptr = seq_ptrs
-    starts_ptr = _after(starts_ptr, count_ptr)
+    starts_ptr, _ = _of_chunks(seq_ptrs)
     NUM_VALUES: tl.constexpr = HEADS.num_values
     VALUE_DIM: tl.constexpr = HEADS.value_dim
     token = tl.program_id(0).to(tl.int64)

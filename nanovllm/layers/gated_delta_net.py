@@ -125,7 +125,7 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: NormInput) -> PartialSum:
         qkvz, ba, context = self.in_proj_qkvz(x), self.in_proj_ba(x), get_context()
-        out = torch.empty_like(qkvz[:, : self.heads.sizes[2]], memory_format=torch.contiguous_format)
+        out = qkvz.new_empty(len(qkvz), self.heads.sizes[2])
         n, count, rows = context.num_decodes, context.num_decodes_on_device, context.state_rows
         if n:  # they come first
             delta_net_step(qkvz[:n], ba[:n], self, self.cache, rows[1, :n], out[:n], count)

@@ -73,7 +73,6 @@ class DraftingOutputProcessor(OutputProcessor):
         self.paces: dict[Sequence, Pace] = {}  # of those that may draft
         self.arrived: dict[Sequence, None] = {}  # of these, those that have got tokens and are to be planned
         self.is_off = False  # as too many sequences run
-        self.all_wait = False  # for their tokens, as many sequences draft on the host
         scheduler.totals["num_speculative_tokens"] = settings.num_speculative_tokens
 
     def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
@@ -125,9 +124,8 @@ class DraftingOutputProcessor(OutputProcessor):
     def _draft(self, seqs: list[Sequence], num_new: list[int]) -> None:
         is_off = len(self.scheduler.running) > self.settings.disable_by_batch_size
         if is_off and not self.is_off:
-            self.all_wait = False
             for seq in self.paces:
-                self._plan(seq, [], may_draft=False)
+                self._plan(seq, [], waits=False)
             self.arrived.clear()
         self.is_off = is_off
         if is_off:
@@ -143,7 +141,7 @@ class DraftingOutputProcessor(OutputProcessor):
         if self.proposer.on_host and self._hold_for_others():
             return
         num_drafting = sum(not pace.pause for pace in self.paces.values())
-        self.all_wait = num_drafting * MANY >= len(self.scheduler.running)
+        all_wait = num_drafting * MANY >= len(self.scheduler.running)
         planned: list[tuple[Sequence, list[int], bool]] = []
         expected: list[tuple[int, float]] = []
         for seq in self.arrived:
@@ -154,7 +152,7 @@ class DraftingOutputProcessor(OutputProcessor):
         self.arrived.clear()
         width = width_that_pays(expected, len(self.scheduler.running))
         for seq, drafts, may_draft in planned:
-            self._plan(seq, drafts if self.settings.is_synthetic else drafts[:width], may_draft)
+            self._plan(seq, drafts if self.settings.is_synthetic else drafts[:width], may_draft or all_wait)
 
     def _hold_for_others(self) -> bool:
         """While sequences that draft on the host are in the step in flight, those whose tokens have arrived wait too.
@@ -188,9 +186,9 @@ class DraftingOutputProcessor(OutputProcessor):
             drafts = constraint.draft(drafts, k)
         return drafts, True
 
-    def _plan(self, seq: Sequence, drafts: list[int], may_draft: bool) -> None:
+    def _plan(self, seq: Sequence, drafts: list[int], waits: bool) -> None:
         if self.proposer.on_host:
-            seq.waits_for_token = may_draft or self.all_wait or "structured_outputs" in seq.feature_state
+            seq.waits_for_token = waits or "structured_outputs" in seq.feature_state
             seq.token_limit = seq.max_num_tokens
         seq.feature_state["spec_decode"].token_ids = drafts
         seq.limit_tokens(len(drafts) if seq.status is SequenceStatus.RUNNING else 0)
