@@ -6,7 +6,6 @@ free memory, and loads all weights in place from tensors of the same device. The
 """
 
 import argparse
-import random
 import tempfile
 from pathlib import Path
 from time import perf_counter
@@ -15,9 +14,8 @@ import torch
 import transformers
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.benchmarks.requests import headline, in_rounds
 from nanovllm.benchmarks.shapes import SHAPES, write_shape
-
-VOCABULARY, NUM_REQUESTS = 150_000, 256
 
 
 def seconds(work, *arguments) -> float:
@@ -28,20 +26,18 @@ def seconds(work, *arguments) -> float:
     return perf_counter() - begin
 
 
-def measure_logprobs(model: str, rounds: int) -> None:
-    rng = random.Random(0)
-    prompts = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(100, 1024))] for _ in range(NUM_REQUESTS)]
-    lengths = [rng.randint(100, 1024) for _ in prompts]
-
-    def tokens_per_second(**options) -> float:
-        # each run has other prompts, so that none is found in the prefix cache
-        own = [[rng.randrange(VOCABULARY), *prompt] for prompt in prompts]
-        same = dict(temperature=0.6, ignore_eos=True, detokenize=False)
-        params = [SamplingParams(max_tokens=length, **same, **options) for length in lengths]
-        return sum(lengths) / seconds(llm.generate, own, params, False)
-
+def measure_logprobs(model: str, rounds: int, num_requests: int = 256) -> None:
+    ways = {"without": {}, "logprobs=0": {"logprobs": 0}, "logprobs=1": {"logprobs": 1}}
     with LLM(model, load_format="dummy") as llm:
-        ways = {"without": {}, "logprobs=0": {"logprobs": 0}, "logprobs=1": {"logprobs": 1}}
+        vocab_size = llm.config.model_config.vocab_size
+        requests = headline(num_requests, 1024, 1024, 0, vocab_size)
+        runs = iter(in_rounds(requests, len(ways) * (1 + rounds), vocab_size))
+
+        def tokens_per_second(**options) -> float:
+            own = next(runs)
+            params = [SamplingParams(**x.sampling_settings(), detokenize=False, **options) for x in own]
+            return sum(x.max_tokens for x in own) / seconds(llm.generate, [x.prompt for x in own], params, False)
+
         for i in range(1 + rounds):  # the first round warms up
             found = {name: tokens_per_second(**options) for name, options in ways.items()}
             if i:
