@@ -12,8 +12,9 @@ from test_models import MAX_LEN, VOCAB_SIZE, make_checkpoint
 from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.features.logprobs import log_probabilities
-from nanovllm.invariant import cpu, ops
-from nanovllm.invariant.attention import InvariantBackend
+from nanovllm.invariant import VARIANT
+from nanovllm.invariant import cpu_ops as ops
+from nanovllm.invariant.cpu_attention import InvariantBackend
 from nanovllm.kernels import variant
 from nanovllm.kernels.sampling_columns import WIDTH, column_index
 from nanovllm.layers import sampler
@@ -57,20 +58,20 @@ def bits(output) -> list:
 def assert_invariant(make_llm, folder: str, **settings) -> None:
     """Each request alone, in whole chunks, against random batches in small engines."""
     rng = random.Random(str(settings))
-    settings |= dict(batch_invariant=True, max_model_len=MAX_LEN)
+    settings |= dict(batch_invariant=True, max_model_len=MAX_LEN, kvcache_block_size=16)
     made = make_requests(rng)
-    llm = make_llm(folder, enable_prefix_caching=False, max_num_seqs=1, num_kvcache_blocks=16, **settings)
+    llm = make_llm(folder, enable_prefix_caching=False, max_num_seqs=1, num_kvcache_blocks=64, **settings)
     alone = [bits(llm.generate([prompt], params, use_tqdm=False)[0]) for prompt, params in made]
     llm.exit()
     num_preemptions = num_found = num_compared = 0
     for i in range(2):
         llm = make_llm(
             folder,
-            kvcache_block_size=16,
             num_kvcache_blocks=(10, 64)[i],  # with few blocks there are preemptions, with many prefix hits
             max_num_batched_tokens=(33, rng.choice([7, 16, 64]))[i],
             max_num_seqs=8,
             async_scheduling=i % 2 == 0,
+            enforce_eager=i == 1,
             **settings,
         )
         order = rng.sample(range(len(made)), len(made))
@@ -100,6 +101,23 @@ def test_no_bit_differs(make_llm, tmp_path, name, settings):
     assert_invariant(make_llm, make_checkpoint(tmp_path, name), **settings)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name, settings",
+    [
+        ("llama-3.2", {}),
+        ("qwen2.5", {"dtype": "float16"}),  # biases
+        ("mistral-window", {"quantization": "int8"}),
+        ("qwen3", {"quantization": "fp8", "logprobs_mode": "processed_logprobs"}),
+        ("qwen3", {"kv_cache_dtype": "fp8", "logprobs_mode": "temperature_logprobs"}),
+        ("qwen3-moe", {}),
+        ("qwen3-moe", {"quantization": "fp8"}),
+    ],
+)
+def test_no_bit_differs_on_a_gpu(make_llm, tmp_path, name, settings):
+    assert_invariant(make_llm, make_checkpoint(tmp_path, name), **{"device": "cuda", "dtype": "bfloat16"} | settings)
+
+
 def test_two_ranks(make_llm, tmp_path):
     """For each number of ranks, its own bits."""
     folder = make_checkpoint(tmp_path, "llama-3.2")
@@ -127,7 +145,7 @@ def test_beside_an_engine_without(make_llm):
 
 @contextmanager
 def invariant():
-    token = variant.set(cpu.VARIANT)
+    token = variant.set(VARIANT)
     try:
         with ops.one_thread():
             yield
@@ -238,4 +256,6 @@ def test_settings(monkeypatch):
     )
     refused("batch_invariant=True: tensor_parallel_size=4: must be one of 1, 2", tensor_parallel_size=4)
     monkeypatch.setattr("nanovllm.config._resolve_device", lambda name, num_ranks: "cuda:0")
-    refused("batch_invariant=True is for a CPU so far: device='cuda:0': must be one of 'cpu'", device="cuda")
+    assert Config(TINY, device="cuda", batch_invariant=True).attention_backend == "triton"
+    refused("batch_invariant=True: tensor_parallel_size=2: must be one of 1", device="cuda", tensor_parallel_size=2)
+    refused("batch_invariant=True has its own backend: attention_backend='sdpa'", attention_backend="sdpa")

@@ -24,10 +24,12 @@ def resolve_backend(config: Any, device: str) -> tuple[str, int]:
     name, kv_cache_dtype = config.attention_backend, config.kv_cache_dtype
     check_choice("attention_backend", name, ("auto", *BACKENDS, "sdpa"))
     if config.batch_invariant:
-        check_choice("batch_invariant=True is for a CPU so far: device", device, ("cpu",))
-        check_choice("batch_invariant=True has its own backend: attention_backend", name, ("auto", "sdpa"))
-        # gloo adds up the parts of more ranks in an order that depends on the size of the batch
-        check_choice("batch_invariant=True: tensor_parallel_size", config.tensor_parallel_size, (1, 2))
+        own = "sdpa" if device == "cpu" else "triton"
+        check_choice("batch_invariant=True has its own backend: attention_backend", name, ("auto", own))
+        # gloo adds up the parts of more ranks in an order that depends on the size of the batch, and NCCL those of two
+        num_ranks = (1, 2) if device == "cpu" else (1,)
+        check_choice("batch_invariant=True: tensor_parallel_size", config.tensor_parallel_size, num_ranks)
+        name = own
     if name == "auto":
         name = "triton" if device.startswith("cuda") and importlib.util.find_spec("triton") else "sdpa"
     if name == "sdpa":

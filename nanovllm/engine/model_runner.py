@@ -297,11 +297,12 @@ class ModelRunner:
         self.tp.close()
 
 
-# by the type of the device, and by the setting, module:class of a runner; others have a ModelRunner
-RUNNERS = {"cuda": "nanovllm.startup.cuda_runner:CUDAModelRunner", "cpu-invariant": "nanovllm.invariant.cpu:CPURunner"}
+# by the type of the device, module:class of a runner; others have a ModelRunner
+RUNNERS = {"cuda": "nanovllm.startup.cuda_runner:CUDAModelRunner"}
 
 
 def make_runner(config: Config, lap: Callable[[str], None], tp: TensorParallel) -> ModelRunner:
     """The runner of this rank's device."""
-    home = RUNNERS.get(config.device_of(tp.rank).type + "-invariant" * config.batch_invariant)
+    kind = config.device_of(tp.rank).type
+    home = f"nanovllm.invariant.{kind}:Runner" if config.batch_invariant else RUNNERS.get(kind)
     return (resolve_name(home) if home else ModelRunner)(config, lap, tp)

@@ -276,7 +276,13 @@ def log_probabilities(
     ranks = (keys > keys.gather(1, token_ids)).sum(-1) + 1
     top_ids = ~keys.topk(min(num_top, keys.shape[1])).values & 0xFFFFFFFF  # a key's low word is ~id
     ids = torch.cat((token_ids, top_ids), 1)
-    return ids.int(), logits.log_softmax(-1).gather(1, ids), ranks.int()
+    return ids.int(), gather_logprobs(logits, ids), ranks.int()
+
+
+@operation
+def gather_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities [S, n] float32 of ids [S, n] in each row of logits [S, vocabulary] float32."""
+    return logits.log_softmax(-1).gather(1, ids)
 
 
 def divided(logits: torch.Tensor, temperatures: torch.Tensor | None) -> torch.Tensor:

@@ -14,9 +14,14 @@ from nanovllm.layers.attention import AttentionBackend
 from nanovllm.utils.double_buffer import DoubleBuffer
 
 
-def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture, ascending: densest where steps are short, and always max_num_seqs itself."""
+def capture_sizes(max_num_seqs: int, fills_tiles: bool) -> list[int]:
+    """Batch sizes to capture, ascending: densest where steps are short, and always max_num_seqs itself.
+
+    With `fills_tiles` only those that fill the tiles of our products, which are slow where they exceed the rows.
+    """
     sizes = [1, 2, 4, 8, *range(16, 256, 16), *range(256, max_num_seqs, 32)]
+    if fills_tiles:
+        sizes = [size for size in sizes if size <= 64 or size % 128 == 0]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
@@ -57,7 +62,7 @@ class DecodeGraphs:
         from nanovllm.kernels import ops
 
         max_num_seqs, self.max_blocks_per_seq = config.max_num_seqs, config.max_blocks_per_seq
-        self.graph_bs = capture_sizes(max_num_seqs)
+        self.graph_bs = capture_sizes(max_num_seqs, config.batch_invariant)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.outputs: dict[int, ForwardOutput] = {}  # tensors that each replay overwrites
         # the batches are zeros: padding

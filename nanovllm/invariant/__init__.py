@@ -3,6 +3,15 @@
 A library may compute a row of a product in another way when there are more or fewer rows, and so round it otherwise.
 Here each operation computes a row in the same way wherever it stands: in a batch or alone, in a chunk or a decode step.
 
-`cpu.py` is the runner that `engine/model_runner.py` chooses; it sets the variant of the operations (`ops.py`) and the
-attention backend (`attention.py`). Kernels of a GPU would be a table and a runner of the same kind.
+`cpu.py` and `cuda.py` have the runners that `engine/model_runner.py` chooses, by the type of the device. A runner sets
+the variant of the operations (`cpu_ops.py`, `cuda_ops.py`) and the attention backend. What makes the kernels of CUDA
+independent of the batch is told in `kernels/invariant_gemm.py` and `kernels/invariant_attention.py`.
 """
+
+VARIANT = "-invariant"  # of the operations: see kernels/__init__.py
+
+
+def refuse_states(num_state_rows: int) -> None:
+    """ValueError for a model with layers whose results depend on where a prompt is cut into chunks."""
+    if num_state_rows:
+        raise ValueError("batch_invariant=True: must be False for a model whose layers keep a state")

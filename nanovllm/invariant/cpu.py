@@ -7,16 +7,15 @@ import torch
 from torch import nn
 
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.invariant import ops
-from nanovllm.invariant.attention import KEYS, QUERIES, InvariantBackend
+from nanovllm.invariant import VARIANT, cpu_ops, refuse_states
+from nanovllm.invariant.cpu_attention import KEYS, QUERIES, InvariantBackend
 from nanovllm.kernels import register_ops, variant
 from nanovllm.layers.attention import Attention
 
-VARIANT = "-invariant"
-register_ops("cpu" + VARIANT, vars(ops))
+register_ops("cpu" + VARIANT, vars(cpu_ops))
 
 
-class CPURunner(ModelRunner):
+class Runner(ModelRunner):
     """Computes each row of a step as if it were alone."""
 
     def _load_model(self) -> nn.Module:
@@ -24,8 +23,7 @@ class CPURunner(ModelRunner):
         return super()._load_model()
 
     def warm_up(self, lap: Callable[[str], None]) -> None:
-        if self.num_state_rows:
-            raise ValueError("batch_invariant=True: must be False for a model whose layers keep a state")
+        refuse_states(self.num_state_rows)
         super().warm_up(lap)
         check_products(self.model, self.config.dtype)
 
@@ -33,7 +31,7 @@ class CPURunner(ModelRunner):
     def on_device(self) -> Iterator[None]:
         token = variant.set(VARIANT)
         try:
-            with super().on_device(), ops.one_thread():
+            with super().on_device(), cpu_ops.one_thread():
                 yield
         finally:
             variant.reset(token)
@@ -50,7 +48,7 @@ def check_products(model: nn.Module, dtype: torch.dtype) -> None:
     for p in {tuple(p.shape[-2:]): p for p in model.parameters() if p.dim() >= 2}.values():  # [..., outputs, inputs]
         weight = p.reshape(-1, *p.shape[-2:])[0].to(dtype)
         row = torch.randn(weight.shape[1], generator=random).to(dtype)
-        results[f"{[*weight.shape]} of {dtype}"] = ops.linear(row.expand(ops.ROWS, -1), weight)
+        results[f"{[*weight.shape]} of {dtype}"] = cpu_ops.linear(row.expand(cpu_ops.ROWS, -1), weight)
     for layer in {layer.cache_spec(): layer for layer in model.modules() if isinstance(layer, Attention)}.values():
         keys = torch.randn(layer.num_kv_heads, KEYS, layer.head_dim, generator=random)
         num_rows = QUERIES * layer.num_heads // layer.num_kv_heads

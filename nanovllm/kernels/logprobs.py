@@ -10,9 +10,8 @@ MAX_TILE = 8192  # logits that a program loads at a time: there may be as few pr
 
 
 @triton.jit
-def _token_logprobs_kernel(
-    logits_ptr, ids_ptr, temperatures_ptr, logprobs_ptr, ranks_ptr, vocab_size, stride, TILE: tl.constexpr
-):
+def _token_logprobs_kernel(logits_ptr, ids_ptr, temperatures_ptr, out_ptrs, vocab_size, stride, TILE: tl.constexpr):
+    logprobs_ptr, log_sums_ptr, ranks_ptr = out_ptrs
     row = tl.program_id(0)
     temperature = 1.0
     if temperatures_ptr is not None:
@@ -35,19 +34,30 @@ def _token_logprobs_kernel(
     maximum = tl.max(largest, 0)
     log_sum = maximum + tl.log(tl.sum(total * tl.exp(largest - maximum), 0))
     tl.store(logprobs_ptr + row, chosen - log_sum)
+    tl.store(log_sums_ptr + row, log_sum)
     tl.store(ranks_ptr + row, 1 + tl.sum(num_before, 0))
+
+
+def _compute(logits, token_ids, temperatures) -> tuple[torch.Tensor, ...]:
+    num_rows, vocab_size = logits.shape
+    logprobs, log_sums = torch.empty((2, num_rows), dtype=torch.float32, device=logits.device)
+    ranks = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    tile = min(MAX_TILE, triton.next_power_of_2(vocab_size))
+    launch_ordinary(_token_logprobs_kernel, (num_rows,))(
+        *(logits, token_ids, temperatures, (logprobs, log_sums, ranks), vocab_size, logits.stride(0)),
+        TILE=tile,
+        num_warps=16 if tile == MAX_TILE else 4,
+    )
+    return logprobs, log_sums, ranks
 
 
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    num_rows, vocab_size = logits.shape
-    logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    ranks = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    tile = min(MAX_TILE, triton.next_power_of_2(vocab_size))
-    launch_ordinary(_token_logprobs_kernel, (num_rows,))(
-        *(logits, token_ids, temperatures, logprobs, ranks, vocab_size, logits.stride(0)),
-        TILE=tile,
-        num_warps=16 if tile == MAX_TILE else 4,
-    )
+    logprobs, _, ranks = _compute(logits, token_ids, temperatures)
     return logprobs, ranks
+
+
+def log_sums_and_ranks(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logarithm [S] of the sum of the exponentials of logits [S, vocabulary], and the ranks [S] of tokens [S]."""
+    return _compute(logits, token_ids, None)[1:]

@@ -14,7 +14,7 @@ from nanovllm.kernels.scaled_moe_gemv import scaled_moe_gemv
 def mix_experts(x, layer, slot_mapping):
     if len(x) == 0:
         return NotImplemented
-    return _by_gemv(x, layer, slot_mapping) if len(x) <= MAX_GEMV_TOKENS else _by_gemm(x, layer, slot_mapping)
+    return _by_gemv(x, layer, slot_mapping) if len(x) <= MAX_GEMV_TOKENS else mix_by_gemm(x, layer, slot_mapping)
 
 
 def _by_gemv(x, layer, slot_mapping):
@@ -40,10 +40,10 @@ def _by_gemv(x, layer, slot_mapping):
     return layer.tp.sum(compute, len(x), len(x.weight), x.weight.dtype)
 
 
-def _by_gemm(x, layer, slot_mapping):
+def mix_by_gemm(x, layer, slot_mapping, router=router_logits):
     """Mix the experts by grouped products. On a single rank, the next norm adds up each token's `top_k` parts."""
     experts, tp, rows = layer.experts, layer.tp, x.tensor()
-    routing = route(router_logits(rows, layer.gate.weight), layer.top_k, layer.renormalize, slot_mapping)
+    routing = route(router(rows, layer.gate.weight), layer.top_k, layer.renormalize, slot_mapping)
     weights, first = experts.format.stacks(experts), experts.first_expert
     parts = moe_gemm(rows, routing, *weights, first, experts.format.quantizes_activations)
     if tp.size == 1:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels import ops
+from nanovllm.kernels import ops, variant
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import NormInput
 from nanovllm.layers.linear import LinearBase
@@ -24,6 +24,7 @@ class FP8Linear(ScaledLinear):
     """Rows come as a tensor, or quantized by the norm or the activation before."""
 
     max_split_k_rows = 128  # a product with few output tiles is faster split than by the library
+    min_rows = 2  # that are quantized: one row is bound by reading the weights
 
     def __init__(self, layer: LinearBase, scheme: QuantScheme):
         super().__init__(layer, scheme)
@@ -36,9 +37,11 @@ class FP8Linear(ScaledLinear):
         self.library_multiplies = (
             has_library_scales and n % 16 == k % 16 == 0 and _has_scaled_mm(self.values.device, is_row)
         )
+        if variant.get():  # all numbers of rows are computed in the same way
+            self.min_rows, self.library_multiplies = 1, False
 
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
-        if len(x) == 1 or not self.suits_gemm:
+        if len(x) < self.min_rows or not self.suits_gemm:
             return super().linear(layer, x, bias, split_k, out)
         if not isinstance(x, ops.QuantizedRows):
             x = ops.quantize_rows(x, self.group)
@@ -51,7 +54,7 @@ class FP8Linear(ScaledLinear):
         return y if split_k > 1 else y[0]
 
     def norm_linear(self, layer: LinearBase, x: NormInput, act: SiluAndMul | None) -> Any:
-        if len(x) == 1 or not self.suits_gemm:
+        if len(x) < self.min_rows or not self.suits_gemm:
             return super().norm_linear(layer, x, act)
         y = self.linear(layer, self._quantized(x), layer.bias)
         return y if act is None else act(y)
@@ -91,7 +94,7 @@ class FP8SiluAndMul(SiluAndMul):
         self.consumer = consumer
 
     def forward(self, x: torch.Tensor) -> Any:
-        if len(x) == 1 or not self.consumer.suits_gemm:
+        if len(x) < self.consumer.min_rows or not self.consumer.suits_gemm:
             return super().forward(x)
         return ops.silu_and_mul_quantize(x, self.consumer.group)
 

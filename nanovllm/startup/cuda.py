@@ -121,7 +121,7 @@ def compile_kernels(runner: Any) -> None:
     from nanovllm.kernels.dependent_launch import compile_only
 
     config, model = runner.config, getattr(runner.model.model, "language_model", runner.model.model)
-    sizes, k = capture_sizes(config.max_num_seqs), runner.tokens_per_row
+    sizes, k = capture_sizes(config.max_num_seqs, config.batch_invariant), runner.tokens_per_row
     decodes = [decode_shape(size, config.max_blocks_per_seq, k) for size in sizes]
     chunks = graph_shapes(config, runner.backend, k) if captures_chunks(runner) else []
     rows = [(shape, shape.num_tokens if shape.has_chunks else shape.num_tokens // k) for shape in decodes + chunks]

@@ -1,0 +1,46 @@
+"""A rank on CUDA for the setting `batch_invariant`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from nanovllm.attention.triton import TritonBackend
+from nanovllm.invariant import VARIANT, cuda_ops, refuse_states
+from nanovllm.kernels import ops, register_ops, variant
+from nanovllm.kernels.dependent_launch import has_tma
+from nanovllm.startup.cuda_runner import CUDAModelRunner
+from nanovllm.utils.checks import check_choice
+
+register_ops("cuda" + VARIANT, vars(ops) | vars(cuda_ops))
+
+
+class InvariantTritonBackend(TritonBackend):
+    def __init__(self):
+        super().__init__()
+        self.ops = cuda_ops
+
+
+class Runner(CUDAModelRunner):
+    """Computes each row of a step by kernels to which the other rows make no difference."""
+
+    def _load_model(self) -> nn.Module:
+        check_choice("batch_invariant=True on CUDA: dtype", self.config.dtype, (torch.bfloat16, torch.float16))
+        if not has_tma(self.device):  # which has the instructions whose results are known to agree
+            raise ValueError(f"batch_invariant=True: {torch.cuda.get_device_name(self.device)} is older than Hopper")
+        self.backend = InvariantTritonBackend()
+        return super()._load_model()
+
+    def warm_up(self, lap: Callable[[str], None]) -> None:
+        refuse_states(self.num_state_rows)
+        super().warm_up(lap)
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        token = variant.set(VARIANT)
+        try:
+            with super().on_device():
+                yield
+        finally:
+            variant.reset(token)

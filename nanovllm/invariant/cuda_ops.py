@@ -1,0 +1,63 @@
+"""The operations whose kernels depend on the number of rows, by kernels that don't: for the table of CUDA.
+
+What is not here computes each row in the same way wherever it stands.
+"""
+
+import torch
+
+from nanovllm.features.logprobs import divided
+from nanovllm.kernels.invariant_attention import decode_attention, prefill_attention, query_tile_size
+from nanovllm.kernels.invariant_gemm import invariant_product
+from nanovllm.kernels.logprobs import log_sums_and_ranks
+from nanovllm.kernels.mix_experts import mix_by_gemm
+from nanovllm.kernels.scaled_linear import suits_scaled_gemm
+
+__all__ = ["decode_attention", "prefill_attention", "query_tile_size"]
+
+
+def fuses_qk_norm_rope(batch_size, kv_heads, device):
+    return False
+
+
+def linear(x, weight, bias=None, split_k=1, out=None):
+    return invariant_product(x, weight, None, bias, None if out is None else out[0])
+
+
+def norm_linear(x, weight, bias=None, act=None):
+    return NotImplemented
+
+
+def best_split_k(x, weight, max_split_k):
+    return 1
+
+
+def scaled_linear(x, values, scales, bias=None, act=None, split_k=1, out=None):
+    if not suits_scaled_gemm(values, scales):
+        return NotImplemented
+    y = invariant_product(x, values, scales, bias, None if out is None else out[0])
+    return y if act is None else act(y)
+
+
+def best_scaled_split_k(values, scales, num_rows, max_split_k, max_rows=None):
+    return 1
+
+
+def mix_experts(x, layer, slot_mapping):
+    if len(x) == 0:
+        return NotImplemented
+    return mix_by_gemm(x, layer, slot_mapping, _router_logits)
+
+
+def _router_logits(x, weight):
+    return invariant_product(x, weight, out=x.new_empty(len(x), len(weight), dtype=torch.float32))[None]
+
+
+def token_logprobs(logits, token_ids, temperatures=None):
+    logits = divided(logits, temperatures)
+    log_sums, ranks = log_sums_and_ranks(logits, token_ids)
+    return logits.gather(1, token_ids.unsqueeze(1).long()).squeeze(1) - log_sums, ranks
+
+
+def gather_logprobs(logits, ids):
+    """For requests that also want those of the most likely tokens; of the same token it is the same."""
+    return logits.gather(1, ids) - log_sums_and_ranks(logits, ids[:, 0])[0].unsqueeze(1)
