@@ -1,11 +1,12 @@
 """Attention whose results depend in no bit on the batch, on chunks, or on how keys are split over programs.
 
-One kernel computes decodes and chunks of prompts, so both have the same instructions for each query. Keys are added up
-in tiles, and tiles in segments, which begin at absolute positions. Each segment has sums of its own, which are added up
-in order: a query's segments may be computed by one program, or by several (flash-decoding).
-"""
+The kernels of decodes and of chunks have the same arithmetic for each query (`_add_tile`). Keys are added up in tiles,
+and tiles in segments, which begin at absolute positions. Each segment has sums of its own, which are added up in order:
+so a query's segments may be computed by one program, or by several (flash-decoding).
 
-from typing import NamedTuple
+That sums of products are equal in tiles of any number of rows is a property of Hopper's tensor cores, which tests/
+test_invariant.py checks on a GPU; and so is that a row's weights are added up in the same order.
+"""
 
 import torch
 import triton
@@ -18,13 +19,16 @@ from nanovllm.kernels.dependent_launch import (
     gdc_wait,
     has_tma,
     launch,
+    next_power_of_2,
+    prefetch_rows,
 )
 from nanovllm.kernels.fp8 import ONES, as_fp8_partner, decode_e4m3, unpack_scales
-from nanovllm.kernels.paged_cache import CacheLayout, layout_of
+from nanovllm.kernels.paged_cache import layout_of
 from nanovllm.kernels.split_sequence import NO_KEYS, choose_num_splits
 
-# keys, a multiple of every tile: the fewer, the more programs a sequence has, and the more often each begins anew
+# keys, a multiple of every tile: the fewer, the more programs a sequence has, and the more is added up again
 SEGMENT = tl.constexpr(1024)
+NUM_IDS = tl.constexpr(16)  # block ids that are loaded at a time
 
 
 @triton.jit
@@ -34,13 +38,65 @@ def _fma(x, factor, y):
 
 
 @triton.jit
+def _add_tile(sums, scores, v, scale, pairs, visible, stored_dtype: tl.constexpr):
+    """Add a tile of keys to the sums: of weighted values and of weights, relative to the largest score.
+
+    Scores are products of queries and keys. `visible` is None if all keys are; else values of others are zeros. In FP8
+    `pairs` are the scales of keys and values.
+    """
+    acc, total, largest = sums
+    factor = tl.full([1], 1.0, tl.float32)
+    if pairs is None:
+        factor = factor * scale
+    else:
+        k_scale, v_log2_scale = unpack_scales(pairs, stored_dtype)
+        scores = _fma(scores, (k_scale * scale)[None, :], v_log2_scale[None, :])
+    seen = scores
+    if visible is not None:
+        seen = tl.where(visible, scores, NO_KEYS)
+    new_largest = tl.maximum(largest, tl.max(seen, 1) * factor)
+    weights = tl.exp2(_fma(scores, factor[None, :], -new_largest[:, None]))
+    if visible is not None:
+        weights = tl.where(visible, weights, 0.0)
+    shrinks = tl.exp2(largest - new_largest)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrinks[:, None], input_precision="ieee")
+    if pairs is not None:
+        weights = weights * tl.exp2(-v_log2_scale)[None, :]
+    return acc, _fma(total, shrinks, tl.sum(weights, 1)), new_largest
+
+
+@triton.jit
+def _no_keys(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    acc, total = tl.zeros([ROWS, HEAD_DIM], tl.float32), tl.zeros([ROWS], tl.float32)
+    return acc, total, tl.full([ROWS], NO_KEYS, tl.float32)
+
+
+@triton.jit
+def _add_segment(done, segment):
+    """The sums of some segments and of the next one."""
+    acc_before, total_before, largest_before = done
+    acc, total, largest = segment
+    new_largest = tl.maximum(largest_before, largest)
+    shrinks, factor = tl.exp2(largest_before - new_largest), tl.exp2(largest - new_largest)
+    new_acc = _fma(acc, factor[:, None], acc_before * shrinks[:, None])
+    return new_acc, _fma(total, factor, total_before * shrinks), new_largest
+
+
+@triton.jit
+def _store_attended(out_ptr, at, done, mask):
+    acc, total, _ = done
+    tl.store(out_ptr + at, (acc / tl.maximum(total, 1e-30)[:, None]).to(out_ptr.dtype.element_ty), mask)
+
+
+# -- chunks ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
 def _add_tiles(
     sums, q, begin, end, position, keys, scale, length, CACHE: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Add the keys from begin to end to the sums of weighted values and of weights, relative to the largest score."""
-    acc, total, largest = sums
+    """Add the keys from begin to end to a segment's sums."""
     k_tiles, v_tiles, scales_ptr, table_ptr, kv_head = keys
-    IS_FP8: tl.constexpr = scales_ptr is not None
     BLOCK_SIZE: tl.constexpr = CACHE.block_size
     HEAD_DIM: tl.constexpr = CACHE.head_dim
     n = tl.arange(0, CACHE.tile)
@@ -49,93 +105,60 @@ def _add_tiles(
         slot = block * BLOCK_SIZE + tile % BLOCK_SIZE
         k = k_tiles.load([slot, kv_head * HEAD_DIM])
         v = v_tiles.load([slot, kv_head * HEAD_DIM])
-        if IS_FP8:
+        stored_dtype: tl.constexpr = k.dtype
+        pairs, visible = None, None
+        if scales_ptr is not None:
             scale_at = (block.to(tl.int64) * CACHE.kv_heads + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE + n
             pairs = tl.load(scales_ptr + scale_at)  # without a mask, so that several are loaded at once
             if MASKED:
                 pairs = tl.where(tile + n < length, pairs, ONES)
-            k_scale, v_log2_scale = unpack_scales(pairs, k.dtype)
             k, v = decode_e4m3(k, q.dtype), decode_e4m3(v, q.dtype)
-        scores = tl.dot(q, k.T, input_precision="ieee")
-        factor = scale
-        if IS_FP8:
-            scores, factor = _fma(scores, (k_scale * scale)[None, :], v_log2_scale[None, :]), 1.0
-        seen = scores
         if MASKED:
             visible = (tile + n)[None, :] <= position[:, None]
             if CACHE.window:
                 visible &= (tile + n)[None, :] > position[:, None] - CACHE.window
-            seen = tl.where(visible, scores, NO_KEYS)
             v = tl.where((tile + n < length)[:, None], v, 0.0)
-        new_largest = tl.maximum(largest, tl.max(seen, 1) * factor)
-        weights = tl.exp2(_fma(scores, factor, -new_largest[:, None]))
-        if MASKED:
-            weights = tl.where(visible, weights, 0.0)
-        shrinks = tl.exp2(largest - new_largest)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrinks[:, None], input_precision="ieee")
-        if IS_FP8:
-            weights = weights * tl.exp2(-v_log2_scale)[None, :]
-        total = _fma(total, shrinks, tl.sum(weights, 1))
-        largest = new_largest
-    return acc, total, largest
-
-
-@triton.jit
-def _add_segment(sums, acc, total, largest):
-    """Add the sums of a segment to those of the segments before."""
-    acc_before, total_before, largest_before = sums
-    new_largest = tl.maximum(largest_before, largest)
-    shrinks, factor = tl.exp2(largest_before - new_largest), tl.exp2(largest - new_largest)
-    acc = _fma(acc, factor[:, None], acc_before * shrinks[:, None])
-    return acc, _fma(total, factor, total_before * shrinks), new_largest
+        scores = tl.dot(q, k.T, input_precision="ieee")
+        sums = _add_tile(sums, scores, v, scale, pairs, visible, stored_dtype)
+    return sums
 
 
 @dependent_kernel(early=("query_ptrs",))
-@triton.jit(do_not_specialize=["table_stride", "splits"])
-def _attention_kernel(
+@triton.jit(do_not_specialize=["table_stride"])
+def _prefill_kernel(
     q_ptr,
     k_tiles,
     v_tiles,
     scales_ptr,
     query_ptrs,
     block_tables_ptr,
-    out_ptrs,
+    out_ptr,
     scale,
     table_stride,
-    splits,
     GROUP: tl.constexpr,
     TILE_M: tl.constexpr,
     CACHE: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has a tile of queries with all heads of a key-value head: of a chunk, or a single one that decodes."""
+    """As in prefill_attention.py, but segment by segment."""
     if PDL:
         gdc_launch_dependents()
-    query_tiles_ptr, cu_seqlens_q_ptr, num_seqs_ptr, context_lens_ptr = query_ptrs
-    out_ptr, acc_ptr, sums_ptr = out_ptrs
+    query_tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr = query_ptrs
     HEADS: tl.constexpr = CACHE.kv_heads * GROUP
     HEAD_DIM: tl.constexpr = CACHE.head_dim
+    TOKENS: tl.constexpr = TILE_M // GROUP  # a tile has TOKENS tokens with all query heads of one kv head
     if not PDL:  # pointers: the descriptors are made here, where the strides are constants, so that loads stay wide
         ROW: tl.constexpr = CACHE.kv_heads * HEAD_DIM
         k_tiles = tl.make_tensor_descriptor(k_tiles, [2147483647, ROW], [ROW, 1], [CACHE.tile, HEAD_DIM])
         v_tiles = tl.make_tensor_descriptor(v_tiles, [2147483647, ROW], [ROW, 1], [CACHE.tile, HEAD_DIM])
-    kv_head, split = tl.program_id(0), tl.program_id(2)
-    TOKENS: tl.constexpr = 1 if query_tiles_ptr is None else TILE_M // GROUP
-    if query_tiles_ptr is None:
-        seq, first, num_new = tl.program_id(1), 0, 1
-        first_row = seq
-        if num_seqs_ptr is not None:
-            num_seqs = tl.load(num_seqs_ptr)
-            if seq >= num_seqs:
-                return
-    else:
-        seq = tl.load(query_tiles_ptr + 2 * tl.program_id(1))
-        first = tl.load(query_tiles_ptr + 2 * tl.program_id(1) + 1)
-        if seq < 0:
-            return
-        first_row = tl.load(cu_seqlens_q_ptr + seq)
-        num_new = tl.load(cu_seqlens_q_ptr + seq + 1) - first_row
+    kv_head = tl.program_id(0)
+    seq = tl.load(query_tiles_ptr + 2 * tl.program_id(1))
+    first = tl.load(query_tiles_ptr + 2 * tl.program_id(1) + 1)
+    if seq < 0:
+        return
+    first_row = tl.load(cu_seqlens_q_ptr + seq)
+    num_new = tl.load(cu_seqlens_q_ptr + seq + 1) - first_row
     length = tl.load(context_lens_ptr + seq)
     num_cached = length - num_new  # tokens computed in earlier steps
     begin, end = 0, tl.minimum(num_cached + first + TOKENS, length)
@@ -143,132 +166,43 @@ def _attention_kernel(
     if CACHE.window:
         begin = tl.maximum(num_cached + first + 1 - CACHE.window, 0) // CACHE.tile * CACHE.tile
         unmasked_begin = tl.cdiv(tl.maximum(num_cached + first + TOKENS - CACHE.window, 0), CACHE.tile) * CACHE.tile
-    first_segment, end_segment = begin // SEGMENT, tl.cdiv(end, SEGMENT)
-    per_split = tl.maximum(tl.cdiv(end_segment - first_segment, splits), 1)
-    own_segment = first_segment + split * per_split
-    end_own = tl.minimum(own_segment + per_split, end_segment)
-    if (own_segment >= end_own) & (split > 0):
-        return
-
     m = tl.arange(0, TILE_M)
     d = tl.arange(0, HEAD_DIM)
     token = first + m // GROUP
-    valid = (m < TOKENS * GROUP) & (token < num_new)
+    valid = ((m < TOKENS * GROUP) & (token < num_new))[:, None]
     position = num_cached + token
     row = (first_row + token).to(tl.int64) * HEADS + kv_head * GROUP + m % GROUP
     at = row[:, None] * HEAD_DIM + d[None, :]
     if PDL:
         gdc_wait()
-    q = tl.load(q_ptr + at, valid[:, None], 0.0)
+    q = tl.load(q_ptr + at, valid, 0.0)
     if scales_ptr is not None:
         q = as_fp8_partner(q)
     keys = k_tiles, v_tiles, scales_ptr, block_tables_ptr + seq.to(tl.int64) * table_stride, kv_head
-    zeros, no_keys = tl.zeros([TILE_M, HEAD_DIM], tl.float32), tl.full([TILE_M], NO_KEYS, tl.float32)
-    acc, total, largest = zeros, tl.zeros([TILE_M], tl.float32), no_keys
-    for segment in range(own_segment, end_own):
+    done = _no_keys(TILE_M, HEAD_DIM)
+    for segment in range(begin // SEGMENT, tl.cdiv(end, SEGMENT)):
         first_key = tl.maximum(segment * SEGMENT, begin)
         end_key = tl.minimum((segment + 1) * SEGMENT, end)
         middle = tl.minimum(tl.maximum(unmasked_begin, first_key), end_key)
         last = tl.minimum(tl.maximum(unmasked_end, middle), end_key)
-        sums = zeros, tl.zeros([TILE_M], tl.float32), no_keys
+        sums = _no_keys(TILE_M, HEAD_DIM)
         if CACHE.window:  # what the window cuts, what all queries see, what causality cuts
             sums = _add_tiles(sums, q, first_key, middle, position, keys, scale, length, CACHE, STAGES, True)
             first_key = middle
         sums = _add_tiles(sums, q, first_key, last, position, keys, scale, length, CACHE, STAGES, False)
         sums = _add_tiles(sums, q, last, end_key, position, keys, scale, length, CACHE, STAGES, True)
-        if acc_ptr is None:
-            acc, total, largest = _add_segment((acc, total, largest), *sums)
-        else:
-            part = (segment - first_segment) * (tl.num_programs(1) * HEADS) + row
-            tl.store(acc_ptr + part[:, None] * HEAD_DIM + d[None, :], sums[0], valid[:, None])
-            tl.store(sums_ptr + 2 * part, sums[1], valid)
-            tl.store(sums_ptr + 2 * part + 1, sums[2], valid)
-    if acc_ptr is None:
-        out = (acc / tl.maximum(total, 1e-30)[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + at, out, valid[:, None])
+        done = _add_segment(done, sums)
+    _store_attended(out_ptr, at, done, valid)
 
 
-@dependent_kernel(early=("query_ptrs",))
-@triton.jit
-def _add_segments_kernel(query_ptrs, out_ptrs, num_rows, HEADS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr):
-    """The result of one query and head from its segments' sums; it adds them up as a single program does."""
-    if PDL:
-        gdc_launch_dependents()
-    num_seqs_ptr, context_lens_ptr = query_ptrs
-    out_ptr, acc_ptr, sums_ptr = out_ptrs
-    row = tl.program_id(0).to(tl.int64)
-    if num_seqs_ptr is not None:
-        num_seqs = tl.load(num_seqs_ptr)
-        if row >= num_seqs * HEADS:
-            return
-    length = tl.load(context_lens_ptr + row // HEADS)
-    begin = 0
-    if CACHE.window:
-        begin = tl.maximum(length - CACHE.window, 0) // CACHE.tile * CACHE.tile
-    HEAD_DIM: tl.constexpr = CACHE.head_dim
-    d = tl.arange(0, HEAD_DIM)[None, :]
-    one = tl.arange(0, 1)
-    sums = tl.zeros([1, HEAD_DIM], tl.float32), tl.zeros([1], tl.float32), tl.full([1], NO_KEYS, tl.float32)
-    if PDL:
-        gdc_wait()
-    for i in range(tl.cdiv(length, SEGMENT) - begin // SEGMENT):
-        part = i * num_rows + row
-        acc = tl.load(acc_ptr + part * HEAD_DIM + d)
-        sums = _add_segment(sums, acc, tl.load(sums_ptr + 2 * part + one), tl.load(sums_ptr + 2 * part + 1 + one))
-    out = (sums[0] / tl.maximum(sums[1], 1e-30)[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * HEAD_DIM + d, out)
-
-
-class Tiles(NamedTuple):
-    """How the work is divided. Rows of scores lie in threads in the same way, whatever the number of rows."""
-
-    rows: int  # of queries and heads
-    keys: int
-    warps: int
-    stages: int  # of loads: of a block's id, and of tiles of keys
-
-
-def _tiles(head_dim: int, dtype: torch.dtype, is_decode: bool) -> Tiles:
-    if dtype == torch.float32 or head_dim > 128:
-        return Tiles(64, 32, 8, 4)
-    return Tiles(64, 64, 4, 4) if is_decode else Tiles(128, 64, 8, 4)
+def _tile_sizes(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Query rows and keys of a tile, as in prefill_attention.py. Decodes have the same keys."""
+    return (64, 32) if dtype == torch.float32 or head_dim > 128 else (128, 64)
 
 
 def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
-    """The number of tokens of a chunk's tile, where `group` query heads share a key-value head."""
-    return _tiles(head_dim, dtype, is_decode=False).rows // group
-
-
-def decode_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    max_context_len: int,
-    num_seqs: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
-    window: int | None = None,
-    splits: int | None = None,
-) -> torch.Tensor:
-    """What decode_attention.py has under this name, with the same arguments."""
-    out = torch.empty_like(q) if out is None else out
-    heads, kv_heads = q.shape[1], k_cache.shape[2]
-    num_segments = triton.cdiv(max_context_len, SEGMENT.value)
-    if splits is None:
-        splits = choose_num_splits(len(q) * kv_heads, max_context_len, SEGMENT.value, q.device)
-    partial = None, None
-    if splits > 1:
-        shape = num_segments, len(q), heads
-        partial = tuple(torch.empty((*shape, n), dtype=torch.float32, device=q.device) for n in (q.shape[2], 2))
-    queries, caches = (None, None, num_seqs, context_lens), (k_cache, v_cache, scales)
-    layout = _attend(q, caches, queries, block_tables, (out, *partial), splits, window)
-    if splits > 1:
-        launch(_add_segments_kernel, (len(q) * heads,), q.device, shared=50)(
-            queries[2:], (out, *partial), len(q) * heads, HEADS=heads, CACHE=layout, num_warps=1
-        )
-    return out
+    """The number of tokens of a tile, where `group` query heads share a key-value head."""
+    return _tile_sizes(head_dim, dtype)[0] // group
 
 
 def prefill_attention(
@@ -284,26 +218,208 @@ def prefill_attention(
     window: int | None = None,
 ) -> torch.Tensor:
     """What prefill_attention.py has under this name, with the same arguments."""
+    heads, head_dim = q.shape[1:]
+    tile_m, tile_n = _tile_sizes(head_dim, q.dtype)
+    layout = layout_of(k_cache, tile_n, window)
     out = torch.empty_like(q) if out is None else out
-    queries, caches = (query_tiles, cu_seqlens_q, None, context_lens), (k_cache, v_cache, scales)
-    _attend(q, caches, queries, block_tables, (out, None, None), 1, window)
+    caches = k_cache, v_cache
+    if has_tma(q.device):  # a tile is loaded by one instruction
+        shape = [layout.tile, head_dim]
+        caches = (TensorDescriptor.from_tensor(cache.flatten(0, 1).flatten(1), shape) for cache in caches)
+    queries, scale = (query_tiles, cu_seqlens_q, context_lens), head_dim**-0.5 * 1.4426950408889634
+    constants = dict(GROUP=heads // layout.kv_heads, TILE_M=tile_m, CACHE=layout, STAGES=5 if tile_n == 64 else 4)
+    launch(_prefill_kernel, (layout.kv_heads, len(query_tiles)), q.device)(
+        q, *caches, scales, queries, block_tables, out, scale, block_tables.stride(0), **constants, num_warps=8
+    )
     return out
 
 
-def _attend(q, caches, queries, block_tables, outputs, splits: int, window: int | None) -> CacheLayout:
-    (num_rows, heads, head_dim), query_tiles = q.shape, queries[0]
-    tiles = _tiles(head_dim, q.dtype, is_decode=query_tiles is None)
-    layout = layout_of(caches[0], tiles.keys, window)
-    if has_tma(q.device):  # a tile is loaded by one instruction
-        shape = [layout.tile, head_dim]
-        k_tiles, v_tiles = (TensorDescriptor.from_tensor(x.flatten(0, 1).flatten(1), shape) for x in caches[:2])
-        caches = k_tiles, v_tiles, caches[2]
+# -- decodes -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _segments_of(context_lens_ptr, seq, splits, CACHE: tl.constexpr):
+    """The first key that a decoding query sees, the first and the end of its segments, and how many a split has."""
+    length = tl.load(context_lens_ptr + seq)
+    first = 0
+    if CACHE.window:
+        first = tl.maximum(length - CACHE.window, 0)
+    first_segment, end_segment = first // SEGMENT, tl.cdiv(length, SEGMENT)
+    return length, first, first_segment, end_segment, tl.maximum(tl.cdiv(end_segment - first_segment, splits), 1)
+
+
+@triton.jit
+def _store_part(part_ptrs, part, sums, mask, HEAD_DIM: tl.constexpr):
+    acc_ptr, total_ptr, largest_ptr = part_ptrs
+    acc, total, largest = sums
+    tl.store(acc_ptr + part[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], acc, mask[:, None])
+    tl.store(total_ptr + part, total, mask)
+    tl.store(largest_ptr + part, largest, mask)
+
+
+@triton.jit
+def _add_parts(part_ptrs, row, num_parts, stride, mask, HEAD_DIM: tl.constexpr):
+    """The sums of all segments of some rows, of which each has stored its own."""
+    acc_ptr, total_ptr, largest_ptr = part_ptrs
+    done = _no_keys(row.shape[0], HEAD_DIM)
+    for i in range(num_parts):
+        part = i * stride + row
+        acc = tl.load(acc_ptr + part[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], mask[:, None], 0.0)
+        sums = acc, tl.load(total_ptr + part, mask, 0.0), tl.load(largest_ptr + part, mask, NO_KEYS)
+        done = _add_segment(done, sums)
+    return done
+
+
+@dependent_kernel(early=("seq_ptrs",))
+@triton.jit(do_not_specialize=["table_stride", "splits"])
+def _decode_kernel(
+    q_ptr,
+    cache_ptrs,
+    seq_ptrs,
+    out_ptrs,
+    scale,
+    table_stride,
+    splits,
+    GROUP: tl.constexpr,
+    CACHE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """As in decode_attention.py, but a split has whole segments. If it has several, it stores the sums of each."""
+    if PDL:
+        gdc_launch_dependents()
+    k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
+    num_seqs_ptr, context_lens_ptr, block_tables_ptr = seq_ptrs
+    out_ptr, part_ptrs = out_ptrs
+    BLOCK_SIZE: tl.constexpr = CACHE.block_size
+    KV_HEADS: tl.constexpr = CACHE.kv_heads
+    HEAD_DIM: tl.constexpr = CACHE.head_dim
+    TILE: tl.constexpr = CACHE.tile
+    GROUP_PAD: tl.constexpr = max(16, next_power_of_2(GROUP))
+    kv_head = tl.program_id(0)
+    seq = tl.program_id(1).to(tl.int64)
+    if num_seqs_ptr is not None:
+        num_seqs = tl.load(num_seqs_ptr)
+        if seq >= num_seqs:
+            return
+    table_ptr = block_tables_ptr + seq * table_stride
+    length, first, first_segment, end_segment, per_split = _segments_of(context_lens_ptr, seq, splits, CACHE)
+    segment = first_segment + tl.program_id(2) * per_split
+    if (segment >= end_segment) & (tl.program_id(2) > 0):
+        return
+    begin = tl.maximum(segment * SEGMENT, first // TILE * TILE)
+    end = tl.minimum((segment + per_split) * SEGMENT, length)
+    g = tl.arange(0, GROUP_PAD)
+    d = tl.arange(0, HEAD_DIM)
+    n = tl.arange(0, TILE)
+    in_group = g < GROUP
+    row = seq * (KV_HEADS * GROUP) + kv_head * GROUP + g
+    stride = tl.num_programs(1) * (KV_HEADS * GROUP)
+    part = row - first_segment * stride  # of segment 0
+    if PDL:
+        # the cached keys and values are prefetched while the kernel before still runs
+        tokens = tl.maximum(tl.minimum(begin + n, end - 1), 0)
+        blocks = tl.load(table_ptr + tokens // BLOCK_SIZE).to(tl.int64)
+        rows = ((blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
+        prefetch_rows(k_cache_ptr + rows, HEAD_DIM)
+        prefetch_rows(v_cache_ptr + rows, HEAD_DIM)
+        gdc_wait()
+    q = tl.load(q_ptr + row[:, None] * HEAD_DIM + d[None, :], in_group[:, None], 0.0)
+    if scales_ptr is not None:
+        q = as_fp8_partner(q)
+    acc, total, largest = _no_keys(GROUP_PAD, HEAD_DIM)
+    b = tl.arange(0, NUM_IDS)
+    for first_block in range(begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE), NUM_IDS):
+        # many block ids at once: if each tile first had to load its block id, the pipeline of tiles would stall
+        block_ids = tl.load(table_ptr + first_block + b, (first_block + b) * BLOCK_SIZE < end, 0)
+        known_end = tl.minimum((first_block + NUM_IDS) * BLOCK_SIZE, end)
+        for tile in tl.range(tl.maximum(first_block * BLOCK_SIZE, begin), known_end, TILE, num_stages=STAGES):
+            inside = tile + n < end
+            if CACHE.window:
+                inside &= tile + n >= first
+            block = tl.sum(tl.where(b == tile // BLOCK_SIZE - first_block, block_ids, 0), 0).to(tl.int64)
+            at = ((block * BLOCK_SIZE + tile % BLOCK_SIZE + n) * KV_HEADS + kv_head) * HEAD_DIM
+            k = tl.load(k_cache_ptr + at[None, :] + d[:, None], inside[None, :], 0.0)
+            v = tl.load(v_cache_ptr + at[:, None] + d[None, :], inside[:, None], 0.0)
+            pairs = None
+            if scales_ptr is not None:
+                scale_at = (block * KV_HEADS + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE + n
+                pairs = tl.load(scales_ptr + scale_at, inside, ONES)
+                k, v = decode_e4m3(k, q.dtype), decode_e4m3(v, q.dtype)
+            scores = tl.dot(q, k, input_precision="ieee")
+            sums = acc, total, largest
+            stored_dtype: tl.constexpr = k_cache_ptr.dtype.element_ty
+            acc, total, largest = _add_tile(sums, scores, v, scale, pairs, inside[None, :], stored_dtype)
+            next_tile = tile + TILE
+            if (next_tile // SEGMENT * SEGMENT == next_tile) & (end_segment - first_segment > 1):
+                _store_part(part_ptrs, part + stride * (tile // SEGMENT), (acc, total, largest), in_group, HEAD_DIM)
+                largest = tl.full([GROUP_PAD], NO_KEYS, tl.float32)  # with the next one, these sums shrink to nothing
+    out_at = row[:, None] * HEAD_DIM + d[None, :]
+    if end_segment - first_segment <= 1:
+        _store_attended(out_ptr, out_at, (acc, total, largest), in_group[:, None])
+    else:
+        if end // SEGMENT * SEGMENT != end:
+            _store_part(part_ptrs, part + stride * (end // SEGMENT), (acc, total, largest), in_group, HEAD_DIM)
+        if first_segment + per_split >= end_segment:  # this program has all
+            tl.debug_barrier()
+            done = _add_parts(part_ptrs, row, end_segment - first_segment, stride, in_group, HEAD_DIM)
+            _store_attended(out_ptr, out_at, done, in_group[:, None])
+
+
+@dependent_kernel(early=("seq_ptrs",))
+@triton.jit(do_not_specialize=["splits"])
+def _combine_kernel(seq_ptrs, out_ptrs, splits, HEADS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr):
+    """The result of one query and head whose segments several programs have computed."""
+    if PDL:
+        gdc_launch_dependents()
+    num_seqs_ptr, context_lens_ptr = seq_ptrs
+    out_ptr, part_ptrs = out_ptrs
+    HEAD_DIM: tl.constexpr = CACHE.head_dim
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    seq = tl.program_id(0) // HEADS
+    if num_seqs_ptr is not None:
+        num_seqs = tl.load(num_seqs_ptr)
+        if seq >= num_seqs:
+            return
+    _, _, first_segment, end_segment, per_split = _segments_of(context_lens_ptr, seq, splits, CACHE)
+    is_split = first_segment + per_split < end_segment
+    if PDL:
+        gdc_wait()
+    if is_split:
+        done = _add_parts(part_ptrs, row, end_segment - first_segment, tl.num_programs(0), row >= 0, HEAD_DIM)
+        _store_attended(out_ptr, row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], done, row[:, None] >= 0)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    max_context_len: int,
+    splits: int | None = None,
+    num_seqs: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """What decode_attention.py has under this name, with the same arguments."""
+    batch_size, heads, head_dim = q.shape
+    out = torch.empty_like(q) if out is None else out
+    layout = layout_of(k_cache, _tile_sizes(head_dim, q.dtype)[1], window)
+    num_segments = triton.cdiv(min(max_context_len, (window or max_context_len) + SEGMENT.value), SEGMENT.value)
+    splits = splits or choose_num_splits(batch_size * layout.kv_heads, max_context_len, SEGMENT.value, q.device)
+    shape = (num_segments, batch_size * heads) if num_segments > 1 else (0, 0)
+    parts = [torch.empty((*shape, *x), dtype=torch.float32, device=q.device) for x in ((head_dim,), (), ())]
+    seqs, outputs = (num_seqs, context_lens, block_tables), (out, tuple(parts))
     scale = head_dim**-0.5 * 1.4426950408889634  # log2(e): the kernel computes powers of two
-    grid = layout.kv_heads, num_rows if query_tiles is None else len(query_tiles), splits
-    constants = dict(
-        GROUP=heads // layout.kv_heads, TILE_M=tiles.rows, CACHE=layout, STAGES=tiles.stages, num_warps=tiles.warps
+    constants = dict(GROUP=heads // layout.kv_heads, CACHE=layout, num_warps=2)
+    constants["STAGES"] = 3 if head_dim * k_cache.element_size() <= 256 else 2
+    launch(_decode_kernel, (layout.kv_heads, batch_size, splits), q.device)(
+        q, (k_cache, v_cache, scales), seqs, outputs, scale, block_tables.stride(0), splits, **constants
     )
-    launch(_attention_kernel, grid, q.device)(
-        q, *caches, queries, block_tables, outputs, scale, block_tables.stride(0), splits, **constants
-    )
-    return layout
+    if splits > 1:
+        launch(_combine_kernel, (batch_size * heads,), q.device)(
+            seqs[:2], outputs, splits, HEADS=heads, CACHE=layout, num_warps=1
+        )
+    return out
