@@ -4,8 +4,8 @@ The kernels of decodes and of chunks have the same arithmetic for each query (`_
 and tiles in segments, which begin at absolute positions. Each segment has sums of its own, which are added up in order:
 so a query's segments may be computed by one program, or by several (flash-decoding).
 
-That sums of products are equal in tiles of any number of rows is a property of Hopper's tensor cores, which tests/
-test_invariant.py checks on a GPU; and so is that a row's weights are added up in the same order.
+That products are the same in tiles of any number of rows is a property of Hopper's tensor cores, which
+tests/test_invariant.py checks.
 """
 
 import torch
@@ -26,8 +26,8 @@ from nanovllm.kernels.fp8 import ONES, as_fp8_partner, decode_e4m3, unpack_scale
 from nanovllm.kernels.paged_cache import layout_of
 from nanovllm.kernels.split_sequence import NO_KEYS, choose_num_splits
 
-# keys, a multiple of every tile: the fewer, the more programs a sequence has, and the more is added up again
-SEGMENT = tl.constexpr(1024)
+# keys, a multiple of every tile: the fewer, the more programs a sequence has, and the more often sums are added up
+SEGMENT = tl.constexpr(512)
 NUM_IDS = tl.constexpr(16)  # block ids that are loaded at a time
 
 
@@ -42,9 +42,13 @@ def _add_tile(sums, scores, v, scale, pairs, visible, stored_dtype: tl.constexpr
     """Add a tile of keys to the sums: of weighted values and of weights, relative to the largest score.
 
     Scores are products of queries and keys. `visible` is None if all keys are; else values of others are zeros. In FP8
-    `pairs` are the scales of keys and values.
+    `pairs` are the scales of keys and values. Weights are added up by a product with ones, [ROWS, 16]: an order that
+    does not depend on which threads have them.
     """
     acc, total, largest = sums
+    # over small scales of values, weights may exceed the range of float16
+    DTYPE: tl.constexpr = tl.bfloat16 if pairs is not None and v.dtype == tl.float16 else v.dtype
+    ones = tl.full([v.shape[0], 16], 1.0, DTYPE)
     factor = tl.full([1], 1.0, tl.float32)
     if pairs is None:
         factor = factor * scale
@@ -62,13 +66,22 @@ def _add_tile(sums, scores, v, scale, pairs, visible, stored_dtype: tl.constexpr
     acc = tl.dot(weights.to(v.dtype), v, acc * shrinks[:, None], input_precision="ieee")
     if pairs is not None:
         weights = weights * tl.exp2(-v_log2_scale)[None, :]
-    return acc, _fma(total, shrinks, tl.sum(weights, 1)), new_largest
+    total = tl.dot(weights.to(DTYPE), ones, total * shrinks[:, None], input_precision="ieee")
+    return acc, total, new_largest
 
 
 @triton.jit
 def _no_keys(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    acc, total = tl.zeros([ROWS, HEAD_DIM], tl.float32), tl.zeros([ROWS], tl.float32)
+    """The sums before the first tile."""
+    acc, total = tl.zeros([ROWS, HEAD_DIM], tl.float32), tl.zeros([ROWS, 16], tl.float32)
     return acc, total, tl.full([ROWS], NO_KEYS, tl.float32)
+
+
+@triton.jit
+def _segment_of(sums):
+    """The sums after the last tile, with the weights' as [ROWS]."""
+    acc, total, largest = sums
+    return acc, tl.max(total, 1), largest
 
 
 @triton.jit
@@ -179,7 +192,7 @@ def _prefill_kernel(
     if scales_ptr is not None:
         q = as_fp8_partner(q)
     keys = k_tiles, v_tiles, scales_ptr, block_tables_ptr + seq.to(tl.int64) * table_stride, kv_head
-    done = _no_keys(TILE_M, HEAD_DIM)
+    done = _segment_of(_no_keys(TILE_M, HEAD_DIM))
     for segment in range(begin // SEGMENT, tl.cdiv(end, SEGMENT)):
         first_key = tl.maximum(segment * SEGMENT, begin)
         end_key = tl.minimum((segment + 1) * SEGMENT, end)
@@ -191,7 +204,7 @@ def _prefill_kernel(
             first_key = middle
         sums = _add_tiles(sums, q, first_key, last, position, keys, scale, length, CACHE, STAGES, False)
         sums = _add_tiles(sums, q, last, end_key, position, keys, scale, length, CACHE, STAGES, True)
-        done = _add_segment(done, sums)
+        done = _add_segment(done, _segment_of(sums))
     _store_attended(out_ptr, at, done, valid)
 
 
@@ -251,7 +264,7 @@ def _segments_of(context_lens_ptr, seq, splits, CACHE: tl.constexpr):
 @triton.jit
 def _store_part(part_ptrs, part, sums, mask, HEAD_DIM: tl.constexpr):
     acc_ptr, total_ptr, largest_ptr = part_ptrs
-    acc, total, largest = sums
+    acc, total, largest = _segment_of(sums)
     tl.store(acc_ptr + part[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], acc, mask[:, None])
     tl.store(total_ptr + part, total, mask)
     tl.store(largest_ptr + part, largest, mask)
@@ -261,7 +274,7 @@ def _store_part(part_ptrs, part, sums, mask, HEAD_DIM: tl.constexpr):
 def _add_parts(part_ptrs, row, num_parts, stride, mask, HEAD_DIM: tl.constexpr):
     """The sums of all segments of some rows, of which each has stored its own."""
     acc_ptr, total_ptr, largest_ptr = part_ptrs
-    done = _no_keys(row.shape[0], HEAD_DIM)
+    done = _segment_of(_no_keys(row.shape[0], HEAD_DIM))
     for i in range(num_parts):
         part = i * stride + row
         acc = tl.load(acc_ptr + part[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], mask[:, None], 0.0)
@@ -356,7 +369,7 @@ def _decode_kernel(
                 largest = tl.full([GROUP_PAD], NO_KEYS, tl.float32)  # with the next one, these sums shrink to nothing
     out_at = row[:, None] * HEAD_DIM + d[None, :]
     if end_segment - first_segment <= 1:
-        _store_attended(out_ptr, out_at, (acc, total, largest), in_group[:, None])
+        _store_attended(out_ptr, out_at, _segment_of((acc, total, largest)), in_group[:, None])
     else:
         if end // SEGMENT * SEGMENT != end:
             _store_part(part_ptrs, part + stride * (end // SEGMENT), (acc, total, largest), in_group, HEAD_DIM)
@@ -413,7 +426,7 @@ def decode_attention(
     parts = [torch.empty((*shape, *x), dtype=torch.float32, device=q.device) for x in ((head_dim,), (), ())]
     seqs, outputs = (num_seqs, context_lens, block_tables), (out, tuple(parts))
     scale = head_dim**-0.5 * 1.4426950408889634  # log2(e): the kernel computes powers of two
-    constants = dict(GROUP=heads // layout.kv_heads, CACHE=layout, num_warps=2)
+    constants = dict(GROUP=heads // layout.kv_heads, CACHE=layout, num_warps=4)
     constants["STAGES"] = 3 if head_dim * k_cache.element_size() <= 256 else 2
     launch(_decode_kernel, (layout.kv_heads, batch_size, splits), q.device)(
         q, (k_cache, v_cache, scales), seqs, outputs, scale, block_tables.stride(0), splits, **constants

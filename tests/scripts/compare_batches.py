@@ -64,7 +64,7 @@ def main(args: argparse.Namespace, model: str) -> None:
             alone += answers(llm, [request])
         num_differing = report("all at once, with graphs", answers(llm, requests), alone, llm)
         num_differing += report("again, with prefix hits", answers(llm, requests), alone, llm)
-    small = dict(num_kvcache_blocks=40, max_num_batched_tokens=rng.choice([300, 500, 900]), enforce_eager=True)
+    small = dict(num_kvcache_blocks=24, max_num_batched_tokens=rng.choice([300, 500, 900]), enforce_eager=True)
     with LLM(model, max_num_seqs=24, **settings | small) as llm:
         order = rng.sample(range(len(requests)), len(requests))
         found = answers(llm, [requests[i] for i in order])
