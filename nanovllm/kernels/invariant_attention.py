@@ -4,8 +4,8 @@ The kernels of decodes and of chunks have the same arithmetic for each query (`_
 and tiles in segments, which begin at absolute positions. Each segment has sums of its own, which are added up in order:
 so a query's segments may be computed by one program, or by several (flash-decoding).
 
-That products are the same in tiles of any number of rows is a property of Hopper's tensor cores, which
-tests/test_invariant.py checks.
+That products are the same in tiles of any number of rows, transposed or not, is a property of Hopper's instructions for
+64 rows (wgmma; mma.sync rounds otherwise). tests/test_invariant.py checks it.
 """
 
 import torch
@@ -38,50 +38,50 @@ def _fma(x, factor, y):
 
 
 @triton.jit
-def _add_tile(sums, scores, v, scale, pairs, visible, stored_dtype: tl.constexpr):
+def _add_tile(sums, scores, v, scale, pairs, visible, stored_dtype: tl.constexpr, KEYS: tl.constexpr):
     """Add a tile of keys to the sums: of weighted values and of weights, relative to the largest score.
 
-    Scores are products of queries and keys. `visible` is None if all keys are; else values of others are zeros. In FP8
-    `pairs` are the scales of keys and values. Weights are added up by a product with ones, [ROWS, 16]: an order that
-    does not depend on which threads have them.
+    Scores are products of queries and keys, whose dimension is KEYS: 1, or 0 where all is transposed. `visible` is None
+    if all keys are; else values of others are zeros. In FP8 `pairs` are the scales of keys and values. A product with
+    ones adds up the weights, in an order that does not depend on which threads have them.
     """
     acc, total, largest = sums
     # over small scales of values, weights may exceed the range of float16
     DTYPE: tl.constexpr = tl.bfloat16 if pairs is not None and v.dtype == tl.float16 else v.dtype
-    ones = tl.full([v.shape[0], 16], 1.0, DTYPE)
-    factor = tl.full([1], 1.0, tl.float32)
+    factor = tl.full([1, 1], 1.0, tl.float32)
     if pairs is None:
         factor = factor * scale
     else:
         k_scale, v_log2_scale = unpack_scales(pairs, stored_dtype)
-        scores = _fma(scores, (k_scale * scale)[None, :], v_log2_scale[None, :])
+        k_scale, v_log2_scale = tl.expand_dims(k_scale * scale, 1 - KEYS), tl.expand_dims(v_log2_scale, 1 - KEYS)
+        scores = _fma(scores, k_scale, v_log2_scale)
     seen = scores
     if visible is not None:
         seen = tl.where(visible, scores, NO_KEYS)
-    new_largest = tl.maximum(largest, tl.max(seen, 1) * factor)
-    weights = tl.exp2(_fma(scores, factor[None, :], -new_largest[:, None]))
+    new_largest = tl.maximum(largest, tl.max(seen, KEYS, keep_dims=True) * factor)
+    weights = tl.exp2(_fma(scores, factor, -new_largest))
     if visible is not None:
         weights = tl.where(visible, weights, 0.0)
     shrinks = tl.exp2(largest - new_largest)
-    acc = tl.dot(weights.to(v.dtype), v, acc * shrinks[:, None], input_precision="ieee")
+    p = weights.to(v.dtype)
     if pairs is not None:
-        weights = weights * tl.exp2(-v_log2_scale)[None, :]
-    total = tl.dot(weights.to(DTYPE), ones, total * shrinks[:, None], input_precision="ieee")
+        weights = weights * tl.exp2(-v_log2_scale)
+    if KEYS == 1:
+        acc = tl.dot(p, v, acc * shrinks, input_precision="ieee")
+        ones = tl.full([v.shape[0], 16], 1.0, DTYPE)
+        total = tl.dot(weights.to(DTYPE), ones, total * shrinks, input_precision="ieee")
+    else:
+        acc = tl.dot(v.T, p, acc * shrinks, input_precision="ieee")
+        ones = tl.full([64, v.shape[0]], 1.0, DTYPE)
+        total = tl.dot(ones, weights.to(DTYPE), total * shrinks, input_precision="ieee")
     return acc, total, new_largest
 
 
 @triton.jit
-def _no_keys(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The sums before the first tile."""
-    acc, total = tl.zeros([ROWS, HEAD_DIM], tl.float32), tl.zeros([ROWS, 16], tl.float32)
-    return acc, total, tl.full([ROWS], NO_KEYS, tl.float32)
-
-
-@triton.jit
-def _segment_of(sums):
-    """The sums after the last tile, with the weights' as [ROWS]."""
+def _segment_of(sums, KEYS: tl.constexpr):
+    """The sums after the last tile, of which those of weights are all the same."""
     acc, total, largest = sums
-    return acc, tl.max(total, 1), largest
+    return acc, tl.max(total, KEYS, keep_dims=True), largest
 
 
 @triton.jit
@@ -91,14 +91,13 @@ def _add_segment(done, segment):
     acc, total, largest = segment
     new_largest = tl.maximum(largest_before, largest)
     shrinks, factor = tl.exp2(largest_before - new_largest), tl.exp2(largest - new_largest)
-    new_acc = _fma(acc, factor[:, None], acc_before * shrinks[:, None])
-    return new_acc, _fma(total, factor, total_before * shrinks), new_largest
+    return _fma(acc, factor, acc_before * shrinks), _fma(total, factor, total_before * shrinks), new_largest
 
 
 @triton.jit
 def _store_attended(out_ptr, at, done, mask):
     acc, total, _ = done
-    tl.store(out_ptr + at, (acc / tl.maximum(total, 1e-30)[:, None]).to(out_ptr.dtype.element_ty), mask)
+    tl.store(out_ptr + at, (acc / tl.maximum(total, 1e-30)).to(out_ptr.dtype.element_ty), mask)
 
 
 # -- chunks ------------------------------------------------------------------------------------------------------------
@@ -132,7 +131,7 @@ def _add_tiles(
                 visible &= (tile + n)[None, :] > position[:, None] - CACHE.window
             v = tl.where((tile + n < length)[:, None], v, 0.0)
         scores = tl.dot(q, k.T, input_precision="ieee")
-        sums = _add_tile(sums, scores, v, scale, pairs, visible, stored_dtype)
+        sums = _add_tile(sums, scores, v, scale, pairs, visible, stored_dtype, 1)
     return sums
 
 
@@ -192,25 +191,26 @@ def _prefill_kernel(
     if scales_ptr is not None:
         q = as_fp8_partner(q)
     keys = k_tiles, v_tiles, scales_ptr, block_tables_ptr + seq.to(tl.int64) * table_stride, kv_head
-    done = _segment_of(_no_keys(TILE_M, HEAD_DIM))
+    acc, no_keys = tl.zeros([TILE_M, HEAD_DIM], tl.float32), tl.full([TILE_M, 1], NO_KEYS, tl.float32)
+    done = acc, tl.zeros([TILE_M, 1], tl.float32), no_keys
     for segment in range(begin // SEGMENT, tl.cdiv(end, SEGMENT)):
         first_key = tl.maximum(segment * SEGMENT, begin)
         end_key = tl.minimum((segment + 1) * SEGMENT, end)
         middle = tl.minimum(tl.maximum(unmasked_begin, first_key), end_key)
         last = tl.minimum(tl.maximum(unmasked_end, middle), end_key)
-        sums = _no_keys(TILE_M, HEAD_DIM)
+        sums = acc, tl.zeros([TILE_M, 16], tl.float32), no_keys
         if CACHE.window:  # what the window cuts, what all queries see, what causality cuts
             sums = _add_tiles(sums, q, first_key, middle, position, keys, scale, length, CACHE, STAGES, True)
             first_key = middle
         sums = _add_tiles(sums, q, first_key, last, position, keys, scale, length, CACHE, STAGES, False)
         sums = _add_tiles(sums, q, last, end_key, position, keys, scale, length, CACHE, STAGES, True)
-        done = _add_segment(done, _segment_of(sums))
+        done = _add_segment(done, _segment_of(sums, 1))
     _store_attended(out_ptr, at, done, valid)
 
 
 def _tile_sizes(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Query rows and keys of a tile, as in prefill_attention.py. Decodes have the same keys."""
-    return (64, 32) if dtype == torch.float32 or head_dim > 128 else (128, 64)
+    """Query rows of a tile, and keys, also of one of decodes."""
+    return (64 if dtype == torch.float32 or head_dim > 128 else 128), 64
 
 
 def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -240,7 +240,7 @@ def prefill_attention(
         shape = [layout.tile, head_dim]
         caches = (TensorDescriptor.from_tensor(cache.flatten(0, 1).flatten(1), shape) for cache in caches)
     queries, scale = (query_tiles, cu_seqlens_q, context_lens), head_dim**-0.5 * 1.4426950408889634
-    constants = dict(GROUP=heads // layout.kv_heads, TILE_M=tile_m, CACHE=layout, STAGES=5 if tile_n == 64 else 4)
+    constants = dict(GROUP=heads // layout.kv_heads, TILE_M=tile_m, CACHE=layout, STAGES=5 if head_dim <= 128 else 4)
     launch(_prefill_kernel, (layout.kv_heads, len(query_tiles)), q.device)(
         q, *caches, scales, queries, block_tables, out, scale, block_tables.stride(0), **constants, num_warps=8
     )
@@ -264,22 +264,24 @@ def _segments_of(context_lens_ptr, seq, splits, CACHE: tl.constexpr):
 @triton.jit
 def _store_part(part_ptrs, part, sums, mask, HEAD_DIM: tl.constexpr):
     acc_ptr, total_ptr, largest_ptr = part_ptrs
-    acc, total, largest = _segment_of(sums)
-    tl.store(acc_ptr + part[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], acc, mask[:, None])
+    acc, total, largest = _segment_of(sums, 0)
+    tl.store(acc_ptr + part * HEAD_DIM + tl.arange(0, HEAD_DIM)[:, None], acc, mask)
     tl.store(total_ptr + part, total, mask)
     tl.store(largest_ptr + part, largest, mask)
 
 
 @triton.jit
 def _add_parts(part_ptrs, row, num_parts, stride, mask, HEAD_DIM: tl.constexpr):
-    """The sums of all segments of some rows, of which each has stored its own."""
+    """The sums [HEAD_DIM, ROWS] of all segments of some rows [1, ROWS], of which each has stored its own."""
     acc_ptr, total_ptr, largest_ptr = part_ptrs
-    done = _segment_of(_no_keys(row.shape[0], HEAD_DIM))
+    ROWS: tl.constexpr = row.shape[1]
+    acc, total = tl.zeros([HEAD_DIM, ROWS], tl.float32), tl.zeros([1, ROWS], tl.float32)
+    done = acc, total, tl.full([1, ROWS], NO_KEYS, tl.float32)
     for i in range(num_parts):
         part = i * stride + row
-        acc = tl.load(acc_ptr + part[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], mask[:, None], 0.0)
-        sums = acc, tl.load(total_ptr + part, mask, 0.0), tl.load(largest_ptr + part, mask, NO_KEYS)
-        done = _add_segment(done, sums)
+        acc = tl.load(acc_ptr + part * HEAD_DIM + tl.arange(0, HEAD_DIM)[:, None], mask, 0.0)
+        segment = acc, tl.load(total_ptr + part, mask, 0.0), tl.load(largest_ptr + part, mask, NO_KEYS)
+        done = _add_segment(done, segment)
     return done
 
 
@@ -298,7 +300,10 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """As in decode_attention.py, but a split has whole segments. If it has several, it stores the sums of each."""
+    """As in decode_attention.py, but a split has whole segments. Of a sequence with several, it stores each one's sums.
+
+    All is transposed, so that tensor cores multiply 64 keys at a time by the same instructions as in chunks.
+    """
     if PDL:
         gdc_launch_dependents()
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
@@ -322,7 +327,7 @@ def _decode_kernel(
         return
     begin = tl.maximum(segment * SEGMENT, first // TILE * TILE)
     end = tl.minimum((segment + per_split) * SEGMENT, length)
-    g = tl.arange(0, GROUP_PAD)
+    g = tl.arange(0, GROUP_PAD)[None, :]
     d = tl.arange(0, HEAD_DIM)
     n = tl.arange(0, TILE)
     in_group = g < GROUP
@@ -337,10 +342,12 @@ def _decode_kernel(
         prefetch_rows(k_cache_ptr + rows, HEAD_DIM)
         prefetch_rows(v_cache_ptr + rows, HEAD_DIM)
         gdc_wait()
-    q = tl.load(q_ptr + row[:, None] * HEAD_DIM + d[None, :], in_group[:, None], 0.0)
+    row_at = row * HEAD_DIM + d[:, None]
+    q = tl.load(q_ptr + row_at, in_group, 0.0)
     if scales_ptr is not None:
         q = as_fp8_partner(q)
-    acc, total, largest = _no_keys(GROUP_PAD, HEAD_DIM)
+    acc, total = tl.zeros([HEAD_DIM, GROUP_PAD], tl.float32), tl.zeros([64, GROUP_PAD], tl.float32)
+    largest = tl.full([1, GROUP_PAD], NO_KEYS, tl.float32)
     b = tl.arange(0, NUM_IDS)
     for first_block in range(begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE), NUM_IDS):
         # many block ids at once: if each tile first had to load its block id, the pipeline of tiles would stall
@@ -352,31 +359,32 @@ def _decode_kernel(
                 inside &= tile + n >= first
             block = tl.sum(tl.where(b == tile // BLOCK_SIZE - first_block, block_ids, 0), 0).to(tl.int64)
             at = ((block * BLOCK_SIZE + tile % BLOCK_SIZE + n) * KV_HEADS + kv_head) * HEAD_DIM
-            k = tl.load(k_cache_ptr + at[None, :] + d[:, None], inside[None, :], 0.0)
+            k = tl.load(k_cache_ptr + at[:, None] + d[None, :], inside[:, None], 0.0)
             v = tl.load(v_cache_ptr + at[:, None] + d[None, :], inside[:, None], 0.0)
             pairs = None
             if scales_ptr is not None:
                 scale_at = (block * KV_HEADS + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE + n
                 pairs = tl.load(scales_ptr + scale_at, inside, ONES)
                 k, v = decode_e4m3(k, q.dtype), decode_e4m3(v, q.dtype)
-            scores = tl.dot(q, k, input_precision="ieee")
+            scores = tl.dot(k, q, input_precision="ieee")
             sums = acc, total, largest
             stored_dtype: tl.constexpr = k_cache_ptr.dtype.element_ty
-            acc, total, largest = _add_tile(sums, scores, v, scale, pairs, inside[None, :], stored_dtype)
+            acc, total, largest = _add_tile(sums, scores, v, scale, pairs, inside[:, None], stored_dtype, 0)
             next_tile = tile + TILE
             if (next_tile // SEGMENT * SEGMENT == next_tile) & (end_segment - first_segment > 1):
                 _store_part(part_ptrs, part + stride * (tile // SEGMENT), (acc, total, largest), in_group, HEAD_DIM)
-                largest = tl.full([GROUP_PAD], NO_KEYS, tl.float32)  # with the next one, these sums shrink to nothing
-    out_at = row[:, None] * HEAD_DIM + d[None, :]
+                largest = tl.full(
+                    [1, GROUP_PAD], NO_KEYS, tl.float32
+                )  # with the next one, these sums shrink to nothing
     if end_segment - first_segment <= 1:
-        _store_attended(out_ptr, out_at, _segment_of((acc, total, largest)), in_group[:, None])
+        _store_attended(out_ptr, row_at, _segment_of((acc, total, largest), 0), in_group)
     else:
         if end // SEGMENT * SEGMENT != end:
             _store_part(part_ptrs, part + stride * (end // SEGMENT), (acc, total, largest), in_group, HEAD_DIM)
         if first_segment + per_split >= end_segment:  # this program has all
             tl.debug_barrier()
             done = _add_parts(part_ptrs, row, end_segment - first_segment, stride, in_group, HEAD_DIM)
-            _store_attended(out_ptr, out_at, done, in_group[:, None])
+            _store_attended(out_ptr, row_at, done, in_group)
 
 
 @dependent_kernel(early=("seq_ptrs",))
@@ -388,7 +396,7 @@ def _combine_kernel(seq_ptrs, out_ptrs, splits, HEADS: tl.constexpr, CACHE: tl.c
     num_seqs_ptr, context_lens_ptr = seq_ptrs
     out_ptr, part_ptrs = out_ptrs
     HEAD_DIM: tl.constexpr = CACHE.head_dim
-    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)[None, :]
     seq = tl.program_id(0) // HEADS
     if num_seqs_ptr is not None:
         num_seqs = tl.load(num_seqs_ptr)
@@ -400,7 +408,7 @@ def _combine_kernel(seq_ptrs, out_ptrs, splits, HEADS: tl.constexpr, CACHE: tl.c
         gdc_wait()
     if is_split:
         done = _add_parts(part_ptrs, row, end_segment - first_segment, tl.num_programs(0), row >= 0, HEAD_DIM)
-        _store_attended(out_ptr, row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], done, row[:, None] >= 0)
+        _store_attended(out_ptr, row * HEAD_DIM + tl.arange(0, HEAD_DIM)[:, None], done, row >= 0)
 
 
 def decode_attention(
