@@ -26,7 +26,7 @@ from nanovllm.utils.context import Context
 PREFIX = [*range(50, 90)]
 
 
-def make_requests(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
+def make_requests(rng: random.Random, prefix=PREFIX, max_tokens=26) -> list[tuple[list[int], SamplingParams]]:
     """Prompts of all lengths, some with a common prefix, greedy and sampled, with filters and penalties."""
     made = []
     for i in range(8):
@@ -37,13 +37,13 @@ def make_requests(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
             **rng.choice(ways),
             **rng.choice(edits),
             seed=i,
-            max_tokens=26 if len(prompt) < 20 else rng.choice([1, 5]),  # some are preempted
+            max_tokens=max_tokens if len(prompt) < 20 else rng.choice([1, 5]),  # some are preempted
             ignore_eos=True,
             logprobs=rng.choice([0, 0, 3]),
             prompt_logprobs=i // 2 if i % 4 == 0 else None,  # such prompts are not looked for in the cache
             detokenize=False,
         )
-        made.append((PREFIX * (i % 2) + prompt, params))
+        made.append((prefix * (i % 2) + prompt, params))
     return made
 
 
@@ -58,8 +58,10 @@ def bits(output) -> list:
 def assert_invariant(make_llm, folder: str, **settings) -> None:
     """Each request alone, in whole chunks, against random batches in small engines."""
     rng = random.Random(str(settings))
-    settings |= dict(batch_invariant=True, max_model_len=MAX_LEN, kvcache_block_size=16)
-    made = make_requests(rng)
+    on_gpu = settings.get("device") == "cuda"
+    block_size, few_blocks = (64, 6) if on_gpu else (16, 10)
+    settings |= dict(batch_invariant=True, max_model_len=MAX_LEN, kvcache_block_size=block_size)
+    made = make_requests(rng, PREFIX[:35] * 2, 60) if on_gpu else make_requests(rng)
     llm = make_llm(folder, enable_prefix_caching=False, max_num_seqs=1, num_kvcache_blocks=64, **settings)
     alone = [bits(llm.generate([prompt], params, use_tqdm=False)[0]) for prompt, params in made]
     llm.exit()
@@ -67,7 +69,7 @@ def assert_invariant(make_llm, folder: str, **settings) -> None:
     for i in range(2):
         llm = make_llm(
             folder,
-            num_kvcache_blocks=(10, 64)[i],  # with few blocks there are preemptions, with many prefix hits
+            num_kvcache_blocks=(few_blocks, 64)[i],  # with few blocks there are preemptions, with many prefix hits
             max_num_batched_tokens=(33, rng.choice([7, 16, 64]))[i],
             max_num_seqs=8,
             async_scheduling=i % 2 == 0,

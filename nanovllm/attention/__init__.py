@@ -44,7 +44,7 @@ def resolve_backend(config: Any, device: str) -> tuple[str, int]:
     if kv_cache_dtype not in backend.kv_cache_dtypes:
         accepted = " or ".join(map(repr, backend.kv_cache_dtypes))
         raise ValueError(f"kv_cache_dtype={kv_cache_dtype!r}: must be {accepted} for attention_backend={name!r}")
-    return name, backend.block_multiple
+    return name, 64 if config.batch_invariant else backend.block_multiple  # its tiles of keys, which lie in one block
 
 
 def check_head_dim(head_dim: int, device: str, backend: str) -> None:

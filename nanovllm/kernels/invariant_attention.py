@@ -379,7 +379,8 @@ def _decode_kernel(
     if end_segment - first_segment <= 1:
         _store_attended(out_ptr, row_at, _segment_of((acc, total, largest), 0), in_group)
     else:
-        if end // SEGMENT * SEGMENT != end:
+        end_tile = tl.cdiv(end, TILE) * TILE
+        if end_tile // SEGMENT * SEGMENT != end_tile:  # else the loop has stored it
             _store_part(part_ptrs, part + stride * (end // SEGMENT), (acc, total, largest), in_group, HEAD_DIM)
         if first_segment + per_split >= end_segment:  # this program has all
             tl.debug_barrier()
