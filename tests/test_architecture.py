@@ -327,7 +327,7 @@ BUDGETS = {
     "features": 730,
     "graphs": 200,
     "invariant": 245,
-    "invariant kernels": 345,
+    "invariant kernels": 450,  # attention of decodes and of chunks, and products, beside the fast ones
     "startup": 360,
     "mixture of experts": 587,
     "quantization": 485,
