@@ -16,7 +16,7 @@ from nanovllm.attention.triton import query_tiles
 from nanovllm.features.logprobs import divided, log_probabilities
 from nanovllm.graphs.cuda_graph import capture_sizes
 from nanovllm.invariant import cuda_ops
-from nanovllm.kernels import invariant_attention, ops
+from nanovllm.kernels import invariant_decode, invariant_prefill, ops
 from nanovllm.kernels.invariant_gemm import WIDE_128, WIDE_256, invariant_product
 from nanovllm.quantization.scaled import dequantize
 
@@ -29,8 +29,9 @@ def kernels(monkeypatch) -> int:
     for module in (test_fp8_cache, test_kernels):
         monkeypatch.setattr(module, "ops", cuda_ops)
     if not CUDA:
-        monkeypatch.setattr(invariant_attention, "SEGMENT", tl.constexpr(128))
-    return invariant_attention.SEGMENT.value
+        for module in (invariant_decode, invariant_prefill):
+            monkeypatch.setattr(module, "SEGMENT", tl.constexpr(128))
+    return invariant_decode.SEGMENT.value
 
 
 HEADS = [(1, 2, 128, 256), (2, 1, 64, 64), (3, 2, 32, 48), (7, 1, 64, 32), (16, 1, 32, 256)]

@@ -6,8 +6,9 @@ What is not here computes each row in the same way wherever it stands.
 import torch
 
 from nanovllm.features.logprobs import divided
-from nanovllm.kernels.invariant_attention import decode_attention, prefill_attention, query_tile_size
+from nanovllm.kernels.invariant_decode import decode_attention
 from nanovllm.kernels.invariant_gemm import invariant_product
+from nanovllm.kernels.invariant_prefill import prefill_attention, query_tile_size
 from nanovllm.kernels.logprobs import log_sums_and_ranks
 from nanovllm.kernels.mix_experts import mix_by_gemm
 from nanovllm.kernels.scaled_linear import suits_scaled_gemm
