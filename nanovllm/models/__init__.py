@@ -92,13 +92,13 @@ class ModelConfig:
     quantization: Any = None  # the formats of the linear layers' weights, see quantization/
 
     @classmethod
-    def read(cls, folder: Path, quantization: str | None = None) -> "ModelConfig":
-        """Read the config.json in `folder`; `quantization` is the setting of that name.
+    def read(cls, folder: Path, quantization: str | None = None, raw: dict | None = None) -> "ModelConfig":
+        """Read the config.json in `folder`, or take `raw` from it; `quantization` is the setting of that name.
 
         ValueError or TypeError with the file's name if it is invalid, or describes a model that is not supported.
         """
         file = folder / "config.json"
-        raw = read_json(file)
+        raw = raw or read_json(file)
         model_type = find_model_type(raw, file)
         family = model_class(model_type)
         raw = getattr(family, "defaults", {}) | (raw.get("text_config") or {}) | raw

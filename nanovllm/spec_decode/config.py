@@ -8,8 +8,9 @@ from typing import Any
 
 from nanovllm.utils.checks import check_choice, check_fields, check_int, check_real, checked, read_json
 
-METHODS = ("ngram", "suffix", "draft_model")
-LATER = ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator")  # vLLM has them
+METHODS = ("ngram", "suffix", "draft_model", "eagle3")
+ON_DEVICE = ("draft_model", "eagle3")
+LATER = ("eagle", "mtp", "medusa", "mlp_speculator")  # vLLM has them
 
 
 def check_rates(name: str, value: Any) -> tuple[float, ...]:
@@ -25,7 +26,7 @@ def check_rates(name: str, value: Any) -> tuple[float, ...]:
 class SpeculativeConfig:
     """How tokens are drafted, with vLLM's names.
 
-    method: "ngram", "suffix" or "draft_model", which is the default if there is a `model`.
+    method: "ngram", "suffix", "eagle3" or "draft_model", which is the default if there is a `model`.
     num_speculative_tokens: the most drafts of a sequence in a step; of "suffix" the default is
         `suffix_decoding_max_tree_depth`.
     prompt_lookup_min, prompt_lookup_max: of "ngram", how many of the last tokens must have occurred before. The most
@@ -34,7 +35,7 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_requests: how many requests' tokens are remembered; 0: each request finds its own alone.
     suffix_decoding_max_spec_factor: so many drafts at most for each token of the context that was found.
     suffix_decoding_min_token_prob: drafts end where they are less likely than that, by how often they have occurred.
-    model: of "draft_model", the drafting model, in the form of the setting `model`.
+    model: of "draft_model" and "eagle3", the drafting model or the head, in the form of the setting `model`.
     revision: of that model.
     draft_tensor_parallel_size: 1: each rank has the whole drafting model.
     disable_by_batch_size: nothing is drafted while more sequences run; None is as many as was measured to pay.
@@ -57,7 +58,7 @@ class SpeculativeConfig:
     disable_by_batch_size: int | None = checked(None, check_int, low=1)
     rejection_sample_method: str = checked("strict", check_choice, choices=("strict", "synthetic"))
     synthetic_acceptance_rates: tuple[float, ...] | None = checked(None, check_rates)
-    draft_model_config: Any = None  # a ModelConfig, of "draft_model"
+    draft_model_config: Any = None  # a ModelConfig, of "draft_model"; an Eagle3Config, of "eagle3"
     drafts_with_masks: bool = False  # whether sequences whose tokens are masked have drafts
 
     @property
@@ -65,11 +66,13 @@ class SpeculativeConfig:
         return self.rejection_sample_method == "synthetic"
 
 
-# the settings that belong to one method
-OWN = {
-    "ngram": ("prompt_lookup_",),
-    "suffix": ("suffix_decoding_",),
-    "draft_model": ("model", "revision", "draft_tensor_parallel_size"),
+# the methods that the settings belong to which begin so
+OWNERS = {
+    "prompt_lookup_": ("ngram",),
+    "suffix_decoding_": ("suffix",),
+    "model": ON_DEVICE,
+    "revision": ON_DEVICE,
+    "draft_tensor_parallel_size": ON_DEVICE,
 }
 KEYS = [field.name for field in fields(SpeculativeConfig)][:-2]  # the others are resolved
 DEFAULT_MAX_SEQS = 16  # of `disable_by_batch_size`
@@ -99,10 +102,10 @@ def read_speculative_config(config: Any) -> SpeculativeConfig:
         raise ValueError(f"speculative_config: method={method!r}: is not there yet; must be one of {_names(METHODS)}")
     if method not in METHODS:
         raise ValueError(f"speculative_config: method={method!r}: must be one of {_names(METHODS)}")
-    for owner, prefixes in OWN.items():
+    for prefix, owners in OWNERS.items():
         for name in values:
-            if owner != method and name.startswith(prefixes):
-                raise ValueError(f"speculative_config: {name}={values[name]!r}: is of method {owner!r} alone")
+            if method not in owners and name.startswith(prefix):
+                raise ValueError(f"speculative_config: {name}={values[name]!r}: is of method {_names(owners)} alone")
     settings = SpeculativeConfig(**values)
     try:
         check_fields(settings)
@@ -127,7 +130,7 @@ def _resolve(settings: SpeculativeConfig, config: Any) -> None:
     block_size = config.kvcache_block_size
     bound = f"num_speculative_tokens, less than kvcache_block_size={block_size},"
     k = check_int(bound, settings.num_speculative_tokens, 1, block_size - 1)
-    set_("drafts_with_masks", config.device == "cpu" and settings.method != "draft_model")
+    set_("drafts_with_masks", config.device == "cpu" and settings.method not in ON_DEVICE)
     if settings.disable_by_batch_size is None:
         set_("disable_by_batch_size", DEFAULT_MAX_SEQS)
     rates = settings.synthetic_acceptance_rates
@@ -136,21 +139,34 @@ def _resolve(settings: SpeculativeConfig, config: Any) -> None:
         raise ValueError(f"synthetic_acceptance_rates={rates!r}: {bound}")
     if rates is not None and len(rates) != k:
         raise ValueError(f"synthetic_acceptance_rates={rates!r}: must have num_speculative_tokens={k} rates")
-    if settings.method == "draft_model":
-        _resolve_draft_model(settings, config, set_)
+    if settings.method in ON_DEVICE:
+        if settings.model is None:
+            raise ValueError(f"model=None: must be given for method {settings.method!r}")
+        if config.device != "cpu":
+            raise ValueError(f"method={settings.method!r}: needs device='cpu' so far, not {config.device!r}")
+        _resolve_model(settings, config, set_)
 
 
-def _resolve_draft_model(settings: SpeculativeConfig, config: Any, set_: Any) -> None:
+def _resolve_model(settings: SpeculativeConfig, config: Any, set_: Any) -> None:
+    from nanovllm.utils.loader import find_model
+
+    with_weights = config.load_format != "dummy"
+    folder = find_model(settings.model, settings.revision, with_weights)
+    if settings.method == "eagle3":
+        from nanovllm.spec_decode.eagle3_checkpoint import read_eagle3_config
+
+        found = read_eagle3_config(folder, config.model_config, config.dtype, with_weights)
+    else:
+        found = _read_draft_model_config(settings, config, folder)
+    set_("model", str(folder))
+    set_("draft_model_config", found)
+
+
+def _read_draft_model_config(settings: SpeculativeConfig, config: Any, folder: Path) -> Any:
     from dataclasses import replace
 
     from nanovllm.models import ModelConfig
-    from nanovllm.utils.loader import find_model
 
-    if settings.model is None:
-        raise ValueError("model=None: must be given for method 'draft_model'")
-    if config.device != "cpu":
-        raise ValueError(f"method='draft_model': needs device='cpu' so far, not {config.device!r}")
-    folder = find_model(settings.model, settings.revision, with_weights=config.load_format != "dummy")
     draft, target = ModelConfig.read(folder), config.model_config
     if draft.vocab_size != target.vocab_size:
         bound = f"must have {target.vocab_size:,}, as {config.model}"
@@ -161,8 +177,7 @@ def _resolve_draft_model(settings: SpeculativeConfig, config: Any, set_: Any) ->
     if draft.max_position_embeddings < config.max_model_len:
         bound = f"must have at least max_model_len={config.max_model_len:,}"
         raise ValueError(f"model={settings.model!r}: has {draft.max_position_embeddings:,} positions; {bound}")
-    set_("model", str(folder))
-    set_("draft_model_config", replace(draft, dtype=config.dtype))
+    return replace(draft, dtype=config.dtype)
 
 
 def _vocabulary(file: Path) -> Any:

@@ -63,6 +63,10 @@ class Speculation(StepFeature):
             from nanovllm.spec_decode.draft_model import DraftModel
 
             self.drafter = DraftModel(runner)
+        elif settings.method == "eagle3":
+            from nanovllm.spec_decode.eagle3 import Eagle3
+
+            self.drafter = Eagle3(runner)
 
     def upload(self, arrays: Arrays) -> None:
         self.masks = arrays if "masks" in arrays else {}

@@ -48,6 +48,7 @@ PROPOSERS: dict[str, str | Callable[..., Proposer]] = {
     "ngram": "nanovllm.spec_decode.ngram:NGram",
     "suffix": "nanovllm.spec_decode.suffix:Suffix",
     "draft_model": DeviceProposer,
+    "eagle3": DeviceProposer,
 }
 
 

@@ -1,0 +1,104 @@
+"""The checkpoint of an EAGLE-3 head, as its authors or as `speculators` store it: its shape and its tensors."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.models import ModelConfig
+from nanovllm.utils.checks import check_bool, check_choice, check_int, read_json
+from nanovllm.utils.download import broken_file
+from nanovllm.utils.loader import FLOAT_DTYPES, find_tensors, open_safetensors, stored_dtypes
+
+VARIANTS = "fc_norm", "norm_before_fc", "norm_output"  # of later heads, whose layers are connected otherwise
+DTYPES = (*FLOAT_DTYPES, "I64", "I32", "BOOL")  # the vocabularies are mapped by integers
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Config:
+    """The shape of a head, which fits the model it is for."""
+
+    layer: ModelConfig  # of its layer; the vocabulary is the model's
+    draft_vocab_size: int  # tokens that it can draft
+    target_hidden_size: int
+    layer_ids: tuple[int, ...]  # it reads the hidden states before these layers of the model
+    norm_before_residual: bool  # the layer adds to the norm of the hidden states, and not to these themselves
+    has_embeddings: bool  # else it uses the model's
+
+
+def read_eagle3_config(folder: Path, target: ModelConfig, dtype: torch.dtype, with_weights: bool) -> Eagle3Config:
+    """The head in `folder` for a model `target`, in the dtype of the engine.
+
+    ValueError or TypeError that names the file and the value if it can't be computed, or is for another model.
+    """
+    file = folder / "config.json"
+    raw = read_json(file)
+    if "speculators_model_type" in raw:
+        check_choice(f"{file}: speculators_model_type", raw["speculators_model_type"], ("eagle3",))
+    given = raw.get("transformer_layer_config")  # of speculators
+    layer = ModelConfig.read(folder, raw=raw if given is None else given)
+    if layer.quantization or layer.moe or layer.hybrid:
+        raise ValueError(f"{file}: must describe a dense layer, not quantized")
+    check_int(f"{file}: num_hidden_layers", layer.num_hidden_layers, 1, 1)
+    for name in VARIANTS:
+        if raw.get(name):
+            raise ValueError(f"{file}: {name}={raw[name]!r}: is not supported")
+    of_authors = raw.get("eagle_config") or {}
+    check_choice(f"{file}: use_aux_hidden_state", of_authors.get("use_aux_hidden_state", True), (True,))
+    target_hidden_size = raw.get("target_hidden_size") or layer.hidden_size
+    names = ("vocab_size", layer.vocab_size), ("target_hidden_size", target_hidden_size)
+    for (name, found), wanted in zip(names, (target.vocab_size, target.hidden_size)):
+        if found != wanted:
+            raise ValueError(f"{file}: {name}={found!r}: must be {wanted}, as of the model")
+    draft_vocab_size = raw.get("draft_vocab_size") or layer.vocab_size
+    has_embeddings = with_weights and "embed_tokens.weight" in read_tensors(folder)
+    if layer.hidden_size != target.hidden_size and with_weights and not has_embeddings:
+        raise ValueError(f"{file}: hidden_size={layer.hidden_size}: must be {target.hidden_size}, as of the model")
+    return Eagle3Config(
+        layer=replace(layer, dtype=dtype),
+        draft_vocab_size=check_int(f"{file}: draft_vocab_size", draft_vocab_size, 1, layer.vocab_size),
+        target_hidden_size=target.hidden_size,
+        layer_ids=_layer_ids(file, raw, target.num_hidden_layers),
+        norm_before_residual=check_bool(f"{file}: norm_before_residual", raw.get("norm_before_residual", False)),
+        has_embeddings=has_embeddings or layer.hidden_size != target.hidden_size,
+    )
+
+
+def _layer_ids(file: Path, raw: dict, num_layers: int) -> tuple[int, ...]:
+    """The layers of the model before which the head reads hidden states; those of its `eagle_config` are after them."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    ids: Any = raw.get(name)
+    offset = 0
+    if ids is None and (ids := (raw.get("eagle_config") or {}).get(name)) is not None:
+        offset = 1
+    if ids is None:
+        ids = [2, num_layers // 2, num_layers - 3]
+    bound = f"must be three layers of the model's {num_layers}, in ascending order"
+    if not isinstance(ids, list) or len(ids) != 3:
+        raise ValueError(f"{file}: {name}={ids!r}: {bound}")
+    found = tuple(check_int(f"{file}: {name}: a layer", i, 0, num_layers - 1 - offset) + offset for i in ids)
+    if list(found) != sorted(found):
+        raise ValueError(f"{file}: {name}={ids!r}: {bound}")
+    return found
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors on the CPU, with the names that `spec_decode/eagle3_head.py` has; pages are read when they are used.
+
+    Of the two forms, one names the layer `midlayer`, the other `layers.0`. Many heads are `pytorch_model.bin`, of which
+    tensors alone are read.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    pickled = folder / "pytorch_model.bin"
+    if pickled.is_file() and not any(folder.glob("*.safetensors")):
+        try:
+            tensors = torch.load(pickled, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # a broken file can raise anything
+            raise broken_file(pickled, f"can't be read ({type(error).__name__}: {error})") from error
+    else:
+        for file in {*find_tensors(folder, DTYPES).values()}:
+            with open_safetensors(file) as opened:
+                tensors |= {name: opened.get_tensor(name) for name in stored_dtypes(file)}
+    names = {name: name.removeprefix("model.").replace("midlayer.", "layers.0.", 1) for name in tensors}
+    return {names[name]: tensor for name, tensor in tensors.items()}

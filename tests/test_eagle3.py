@@ -1,0 +1,237 @@
+"""EAGLE-3: a head drafts what its definition says, whatever happens to its sequences, and no token differs."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import TINY, generate_by_steps, noise_of_rows
+from safetensors.torch import load_file, save_file
+from test_drafts import SCHEDULES, answers, params_of
+from transformers import AutoModelForCausalLM
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.kernels.sampling_columns import column, seeds
+from nanovllm.spec_decode.eagle3 import Eagle3
+
+NUM_DRAFTS = 3
+SETTINGS = dict(max_model_len=96, kvcache_block_size=16, num_kvcache_blocks=64, max_num_seqs=8)
+SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.7, 0.5, 0.3]}
+EPS = 1e-5
+
+# what differs between heads; the model has 4 layers, and 256 numbers of a hidden state
+HEADS = {
+    "plain": dict(layer_ids=[1, 2, 3], draft_vocab_size=600),
+    "norms": dict(layer_ids=[0, 2, 3], model_type="qwen3", norm_before_residual=True),
+    "own embeddings": dict(layer_ids=[0, 0, 1], hidden_size=96, norm_before_residual=True, draft_vocab_size=900),
+}
+
+
+def eagle(folder: Path, **others) -> dict:
+    keys = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": NUM_DRAFTS}
+    return {"speculative_config": keys | others}
+
+
+def write_head(folder: Path, form: str, seed: int = 0, tensors: dict | None = None, **options) -> Path:
+    """A head with random weights, in the form of its authors, theirs with a pickle, or that of speculators."""
+    target = json.loads((Path(options.pop("target", TINY)) / "config.json").read_text())
+    size, vocab_size = target["hidden_size"], target["vocab_size"]
+    options = {"hidden_size": size, "draft_vocab_size": vocab_size, "norm_before_residual": False} | options
+    layer_ids, own_size, num_own = (options.pop(x) for x in ("layer_ids", "hidden_size", "draft_vocab_size"))
+    layer = dict(
+        model_type=options.pop("model_type", "llama"),
+        hidden_size=own_size,
+        intermediate_size=80,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        max_position_embeddings=64,
+        rms_norm_eps=EPS,
+        rope_theta=500.0,
+        vocab_size=vocab_size,
+        hidden_act="silu",
+    )
+    layer |= {name: options.pop(name) for name in [*options] if name in layer}
+    raw = options | {"draft_vocab_size": num_own, "target_hidden_size": size}
+    if form == "speculators":
+        raw |= {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}
+        raw |= {"eagle_aux_hidden_state_layer_ids": layer_ids, "transformer_layer_config": layer}
+    else:
+        raw |= {"architectures": ["LlamaForCausalLMEagle3"], **layer}
+        raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in layer_ids]}
+        if 0 in layer_ids:  # which that form can't say
+            raw["eagle_aux_hidden_state_layer_ids"] = layer_ids
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    tensors = tensors or random_tensors(layer, size, num_own, seed)
+    if form != "speculators":
+        tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    if form == "pickle":
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def random_tensors(layer: dict, size: int, num_own: int, seed: int) -> dict[str, torch.Tensor]:
+    own, queries, keys = layer["hidden_size"], *(layer[f"num_{x}_heads"] * layer["head_dim"] for x in KINDS_OF_HEADS)
+    shapes = {
+        "fc": (own, 3 * size),
+        "layers.0.self_attn.q_proj": (queries, 2 * own),
+        "layers.0.self_attn.k_proj": (keys, 2 * own),
+        "layers.0.self_attn.v_proj": (keys, 2 * own),
+        "layers.0.self_attn.o_proj": (own, queries),
+        "layers.0.mlp.gate_proj": (80, own),
+        "layers.0.mlp.up_proj": (80, own),
+        "layers.0.mlp.down_proj": (own, 80),
+        "lm_head": (num_own, own),
+        **{f"layers.0.{x}": (own,) for x in ("input_layernorm", "hidden_norm", "post_attention_layernorm")},
+        "norm": (own,),
+    }
+    if own != size:
+        shapes["embed_tokens"] = layer["vocab_size"], own
+    if layer["model_type"] == "qwen3":
+        shapes |= {f"layers.0.self_attn.{x}_norm": (layer["head_dim"],) for x in "qk"}
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(shape, generator=generator)
+    tensors = {
+        f"{name}.weight": 3 * draw(*shape) / shape[1] ** 0.5 if len(shape) > 1 else 1 + 0.3 * draw(*shape)
+        for name, shape in shapes.items()
+    }
+    if num_own < layer["vocab_size"]:
+        own_ids = torch.randperm(layer["vocab_size"], generator=generator)[:num_own].sort().values
+        tensors["d2t"] = own_ids - torch.arange(num_own)
+        tensors["t2d"] = torch.zeros(layer["vocab_size"], dtype=torch.bool).index_fill(0, own_ids, True)
+    return tensors
+
+
+KINDS_OF_HEADS = "attention", "key_value"
+
+
+# -- what is drafted ---------------------------------------------------------------------------------------------------
+
+
+class Reference:
+    """The definition of EAGLE-3, on hidden states of transformers; each draft computes all rows from the first on."""
+
+    def __init__(self, folder: Path):
+        raw = json.loads((folder / "config.json").read_text())
+        self.layer = raw.get("transformer_layer_config", raw)
+        self.before = raw["norm_before_residual"]
+        ids = raw.get("eagle_aux_hidden_state_layer_ids")
+        self.layer_ids = ids or [i + 1 for i in raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
+        tensors = load_file(folder / "model.safetensors")
+        self.w = {name.replace("midlayer.", "layers.0.").removesuffix(".weight"): x for name, x in tensors.items()}
+        self.model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+        self.hidden: dict[tuple, torch.Tensor] = {}
+
+    def of_model(self, token_ids: tuple[int, ...]) -> torch.Tensor:
+        """What the head reads [T, its size] of the model's tokens, one longer text at a time."""
+        known = next((x for text, x in self.hidden.items() if text[: len(token_ids)] == token_ids), None)
+        if known is None:
+            output = self.model(torch.tensor([token_ids]), output_hidden_states=True)
+            three = torch.cat([output.hidden_states[i][0] for i in self.layer_ids], -1)
+            known = self.hidden[token_ids] = three @ self.w["fc"].T
+        return known[: len(token_ids)]
+
+    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.w[name], EPS)
+
+    def next_hidden(self, token_ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
+        """Tokens 1, 2, ... and hidden states 0, 1, ... -> the hidden state that follows the last one."""
+        w, size = self.w, self.layer["head_dim"]
+        embeddings = w.get("embed_tokens", self.model.get_input_embeddings().weight)[token_ids]
+        normed = self.norm("layers.0.hidden_norm", hidden)
+        both = torch.cat((self.norm("layers.0.input_layernorm", embeddings), normed), -1)
+        q, k, v = (
+            (both @ w[f"layers.0.self_attn.{x}_proj"].T).unflatten(-1, (-1, size)).transpose(0, 1) for x in "qkv"
+        )
+        if self.layer["model_type"] == "qwen3":
+            q, k = self.norm("layers.0.self_attn.q_norm", q), self.norm("layers.0.self_attn.k_norm", k)
+        frequencies = self.layer["rope_theta"] ** (-torch.arange(0, size, 2) / size)
+        rotate = torch.polar(torch.ones(()), torch.arange(len(token_ids))[:, None] * frequencies)
+        q, k = (torch.complex(*x.chunk(2, -1)) * rotate for x in (q, k))
+        q, k = (torch.cat((x.real, x.imag), -1) for x in (q, k))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = (normed if self.before else hidden) + attended.transpose(0, 1).flatten(1) @ w["layers.0.self_attn.o_proj"].T
+        y = self.norm("layers.0.post_attention_layernorm", x)
+        gate, up, down = (w[f"layers.0.mlp.{name}_proj"] for name in ("gate", "up", "down"))
+        return (x + (F.silu(y @ gate.T) * (y @ up.T)) @ down.T)[-1]
+
+    def drafts(self, token_ids: tuple[int, ...], temperature: float, seed: torch.Tensor, num_drafts: int) -> list[int]:
+        """The drafts after some tokens; -1 from a near tie on."""
+        hidden, tokens = self.of_model(token_ids)[:-1], [*token_ids]
+        for _ in range(num_drafts):
+            hidden = torch.cat((hidden, self.next_hidden(tokens[1:], hidden)[None]))
+            own = self.norm("norm", hidden[-1]) @ self.w["lm_head"].T
+            ids = self.w.get("d2t", torch.zeros(len(own), dtype=torch.int64)) + torch.arange(len(own))
+            scores = torch.full((2048,), -torch.inf).index_copy(0, ids, own)
+            if temperature:
+                noise = noise_of_rows(seed[None], torch.tensor([len(tokens) - 1]), 2048)[0]
+                scores = scores / temperature + noise
+            best = scores.topk(2)
+            if best.values[0] - best.values[1] < 1e-3:
+                return tokens[len(token_ids) :] + [-1] * (num_drafts - len(tokens) + len(token_ids))
+            tokens.append(best.indices[0].item())
+        return tokens[len(token_ids) :]
+
+
+@pytest.fixture
+def drafted(monkeypatch) -> list[tuple]:
+    """What heads draft: (token ids so far, temperature, seed, drafts)."""
+    found, draft = [], Eagle3.draft
+
+    def record(self, arrays):
+        drafts, runner = draft(self, arrays), self.runner
+        for own, i in zip(drafts.tolist(), arrays["req_indices"].tolist()):
+            length = int(runner.tables.num_tokens[i])
+            places = torch.arange(length)
+            slots = runner.tables.block_tables[i][places // 16].long() * 16 + places % 16
+            params = runner.tables.params[i]
+            temperature, seed = column(params[None], "temperature").item(), seeds(params[None])[0].clone()
+            found.append((tuple(runner.slot_token_ids[slots].tolist()), temperature, seed, [x for x in own if x >= 0]))
+        return drafts
+
+    monkeypatch.setattr(Eagle3, "draft", record)
+    return found
+
+
+def requests_of_heads() -> list[tuple]:
+    """Some share a prefix, some are short, and one has three answers; no two that share a block go on otherwise."""
+    rng = random.Random(0)
+    ids = lambda n: [rng.randrange(5, 2000) for _ in range(n)]
+    prefix = ids(40)
+    prompts = [prefix, ids(1), ids(17), prefix + ids(3), ids(30), ids(5)]
+    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=12 + i, ignore_eos=True) for i in range(6)]
+    params[4] = SamplingParams(temperature=1.0, seed=9, n=3, max_tokens=9, ignore_eos=True)
+    return [*zip(prompts, params)]
+
+
+@pytest.mark.parametrize(
+    "head, form, schedule, async_scheduling",
+    [
+        ("plain", "authors", "chunks", False),
+        ("norms", "speculators", "preemptions", True),
+        ("own embeddings", "authors", "at once", True),
+    ],
+)
+def test_drafts_are_those_of_the_definition(make_llm, tmp_path, drafted, head, form, schedule, async_scheduling):
+    """In chunks of prompts, after hits, in forks and after preemptions; after drafts that were taken, and others."""
+    folder = write_head(tmp_path / "head", form, **HEADS[head])
+    settings = SETTINGS | SCHEDULES[schedule] | dict(async_scheduling=async_scheduling)
+    llm = make_llm(**settings, **eagle(folder, **SYNTHETIC))
+    generate_by_steps(llm, requests_of_heads())
+    generate_by_steps(llm, requests_of_heads()[:2])  # which finds the prompt in the cache
+    stats = llm.stats()
+    assert stats["preemptions"] > 0 or schedule != "preemptions"
+    assert 0 < stats["spec_decode"]["accepted_tokens"] < stats["spec_decode"]["draft_tokens"]
+    reference, num_compared = Reference(folder), 0
+    for token_ids, temperature, seed, drafts in sorted(drafted, key=lambda x: -len(x[0])):
+        expected = reference.drafts(token_ids, temperature, seed, len(drafts))
+        num_sure = (*expected, -1).index(-1)
+        assert drafts[:num_sure] == expected[:num_sure], (len(token_ids), temperature)
+        num_compared += num_sure
+    assert num_compared > 100
