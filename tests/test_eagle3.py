@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,19 @@ import torch
 import torch.nn.functional as F
 from conftest import TINY, generate_by_steps, noise_of_rows
 from safetensors.torch import load_file, save_file
-from test_drafts import SCHEDULES, answers, params_of
+from test_drafts import PROMPT_LENGTHS, SCHEDULES, SHORT_PROMPTS, answers, params_of, prompts_of
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.sampling_columns import column, seeds
+from nanovllm.layers.attention import SDPABackend
+from nanovllm.models import ModelConfig
 from nanovllm.spec_decode.eagle3 import Eagle3
+from nanovllm.spec_decode.eagle3_checkpoint import read_eagle3_config
+from nanovllm.spec_decode.eagle3_head import Eagle3Head
 
 NUM_DRAFTS = 3
+KINDS_OF_HEADS = "attention", "key_value"
 SETTINGS = dict(max_model_len=96, kvcache_block_size=16, num_kvcache_blocks=64, max_num_seqs=8)
 SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.7, 0.5, 0.3]}
 EPS = 1e-5
@@ -106,9 +112,6 @@ def random_tensors(layer: dict, size: int, num_own: int, seed: int) -> dict[str,
         tensors["d2t"] = own_ids - torch.arange(num_own)
         tensors["t2d"] = torch.zeros(layer["vocab_size"], dtype=torch.bool).index_fill(0, own_ids, True)
     return tensors
-
-
-KINDS_OF_HEADS = "attention", "key_value"
 
 
 # -- what is drafted ---------------------------------------------------------------------------------------------------
@@ -211,18 +214,23 @@ def requests_of_heads() -> list[tuple]:
 
 
 @pytest.mark.parametrize(
-    "head, form, schedule, async_scheduling",
+    "head, form, schedule, max_seqs, async_scheduling",
     [
-        ("plain", "authors", "chunks", False),
-        ("norms", "speculators", "preemptions", True),
-        ("own embeddings", "authors", "at once", True),
+        ("plain", "authors", "chunks", 4, False),
+        ("norms", "speculators", "preemptions", 8, True),
+        ("own embeddings", "authors", "at once", 8, True),
     ],
 )
-def test_drafts_are_those_of_the_definition(make_llm, tmp_path, drafted, head, form, schedule, async_scheduling):
-    """In chunks of prompts, after hits, in forks and after preemptions; after drafts that were taken, and others."""
+def test_drafts_are_those_of_the_definition(
+    make_llm, tmp_path, drafted, head, form, schedule, max_seqs, async_scheduling
+):
+    """In chunks of prompts, after hits, in forks and after preemptions; after drafts that were taken, and others.
+
+    While more than `max_seqs` sequences run, there are no drafts, and the head computes these rows later.
+    """
     folder = write_head(tmp_path / "head", form, **HEADS[head])
     settings = SETTINGS | SCHEDULES[schedule] | dict(async_scheduling=async_scheduling)
-    llm = make_llm(**settings, **eagle(folder, **SYNTHETIC))
+    llm = make_llm(**settings, **eagle(folder, **SYNTHETIC, disable_by_batch_size=max_seqs))
     generate_by_steps(llm, requests_of_heads())
     generate_by_steps(llm, requests_of_heads()[:2])  # which finds the prompt in the cache
     stats = llm.stats()
@@ -235,3 +243,159 @@ def test_drafts_are_those_of_the_definition(make_llm, tmp_path, drafted, head, f
         assert drafts[:num_sure] == expected[:num_sure], (len(token_ids), temperature)
         num_compared += num_sure
     assert num_compared > 100
+
+
+def test_forms_are_the_same_head(make_llm, tmp_path, drafted):
+    found = []
+    for form in ("authors", "pickle", "speculators"):
+        llm = make_llm(**SETTINGS, **eagle(write_head(tmp_path / form, form, **HEADS["plain"])))
+        generate_by_steps(llm, requests_of_heads()[2:4])
+        found.append([drafts for _, _, _, drafts in drafted])
+        drafted.clear()
+        llm.exit()
+    assert found[0] == found[1] == found[2] and len(found[0]) > 8
+
+
+# -- what becomes of drafts --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bigrams(small_model, tmp_path_factory) -> tuple[str, Path]:
+    """A model whose next token depends on the last one alone, and a head that predicts the same.
+
+    The model's layers add nothing. The head's attention finds a row's own embedding, and nothing else reaches the norm.
+    """
+    folder = tmp_path_factory.mktemp("bigrams")
+    shutil.copytree(small_model, folder / "model")
+    weights = load_file(folder / "model/model.safetensors")
+    adds = lambda name: name.endswith(("o_proj.weight", "down_proj.weight"))
+    save_file({k: x * 0 if adds(k) else x for k, x in weights.items()}, folder / "model/model.safetensors")
+    size = len(weights["model.norm.weight"])
+    shape = dict(num_attention_heads=1, num_key_value_heads=1, head_dim=size, rms_norm_eps=1e-6)
+    layer = dict(model_type="llama", hidden_size=size, vocab_size=2048) | shape
+    tensors = random_tensors(layer, size, 2048, seed=1)
+    own_embedding = torch.cat((torch.eye(size), torch.zeros(size, size)), 1)
+    for name in ("q", "k", "v"):
+        tensors[f"layers.0.self_attn.{name}_proj.weight"] = own_embedding * (1 if name == "v" else 4)
+    tensors["layers.0.self_attn.o_proj.weight"] = torch.eye(size)
+    for name in ("mlp.down_proj", "hidden_norm"):
+        tensors[f"layers.0.{name}.weight"] *= 0
+    for name in ("layers.0.input_layernorm", "norm"):
+        tensors[f"{name}.weight"] = torch.ones(size)
+    tensors["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    options = dict(target=folder / "model", layer_ids=[0, 1, 1], norm_before_residual=True, **shape)
+    return str(folder / "model"), write_head(folder / "head", "speculators", tensors=tensors, **options)
+
+
+@pytest.mark.parametrize("schedule, async_scheduling", [("preemptions", False), ("chunks", True)])
+def test_not_one_token_differs(make_llm, bigrams, small_model, tmp_path, schedule, async_scheduling):
+    """Whether all drafts are right, or hardly any."""
+    model, right = bigrams
+    wrong = write_head(tmp_path / "wrong", "authors", target=small_model, layer_ids=[0, 1, 1])
+    rng = random.Random(schedule)
+    prompts = prompts_of(rng, SHORT_PROMPTS if schedule == "preemptions" else PROMPT_LENGTHS)
+    params = [params_of(rng, i) for i in range(len(prompts))]
+    settings = SETTINGS | SCHEDULES[schedule] | dict(async_scheduling=async_scheduling)
+    for target, head in ((model, right), (small_model, wrong)):
+        llm = make_llm(target, **settings)
+        expected = answers(llm.generate(prompts, params, use_tqdm=False))
+        llm.exit()
+        llm = make_llm(target, **settings, **eagle(head))
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        stats = llm.stats()
+        assert answers(outputs) == expected
+        assert answers(generate_by_steps(llm, zip(prompts[:4], params[:4]))) == expected[:4]
+        assert stats["preemptions"] > 0 or schedule != "preemptions"
+        num_drafted, num_accepted = (stats["spec_decode"][name] for name in ("draft_tokens", "accepted_tokens"))
+        if head is right:  # but for drafts past the end of an answer
+            assert num_drafted - sum(len(x.outputs) for x in outputs) * 2 * NUM_DRAFTS <= num_accepted > 100
+        else:
+            assert num_accepted < 0.2 * num_drafted > 20
+        llm.exit()
+
+
+def test_ranks(make_llm, bigrams):
+    """Each has the whole head, and embeddings that are divided."""
+    model, head = bigrams
+    prompts = [[5, 6, 7], [8] * 20]
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
+    found = []
+    for settings in ({}, {"tensor_parallel_size": 2, **eagle(head)}):
+        llm = make_llm(model, **SETTINGS, **settings)
+        found.append(answers(llm.generate(prompts, params, use_tqdm=False)))
+    assert found[0] == found[1]
+    assert llm.stats()["spec_decode"]["accepted_tokens"] >= 20
+
+
+def test_dummy_weights(make_llm, tmp_path):
+    """Of a head whose tensors are not there."""
+    folder = write_head(tmp_path / "head", "speculators", **HEADS["own embeddings"])
+    (folder / "model.safetensors").unlink()
+    llm = make_llm(**SETTINGS, **eagle(folder), load_format="dummy")
+    llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+    assert llm.stats()["spec_decode"]["draft_tokens"] > 0
+
+
+# -- heads that are refused --------------------------------------------------------------------------------------------
+
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+REFUSED = [
+    ({"speculators_model_type": "eagle"}, "config.json: speculators_model_type='eagle': must be one of 'eagle3'"),
+    ({"target_hidden_size": 320}, "config.json: target_hidden_size=320: must be 256, as of the model"),
+    ({"hidden_size": 128}, "config.json: hidden_size=128: must be 256, as of the model"),
+    ({"vocab_size": 2047}, "config.json: vocab_size=2047: must be 2048, as of the model"),
+    ({"draft_vocab_size": 2049}, "config.json: draft_vocab_size=2049: must be at most 2048"),
+    ({"num_hidden_layers": 2}, "config.json: num_hidden_layers=2: must be at most 1"),
+    ({"norm_output": True}, "config.json: norm_output=True: is not supported"),
+    ({"norm_before_residual": "yes"}, "config.json: norm_before_residual='yes': must be True or False"),
+    ({"model_type": "gpt"}, "config.json: model_type='gpt'"),
+    ({LAYERS: [1, 2]}, f"config.json: {LAYERS}=[1, 2]: must be three layers of the model's 4, in ascending order"),
+    ({LAYERS: [1, 3, 2]}, f"config.json: {LAYERS}=[1, 3, 2]: must be three layers"),
+    ({LAYERS: [1, 2, 4]}, f"config.json: {LAYERS}: a layer=4: must be at most 3"),
+    ({"eagle_config": {LAYERS: [0, 1, 3]}}, f"config.json: {LAYERS}: a layer=3: must be at most 2"),
+    ({"eagle_config": {}}, f"config.json: {LAYERS}=[2, 2, 1]: must be three layers of the model's 4"),
+    ({"eagle_config": {"use_aux_hidden_state": False}}, "config.json: use_aux_hidden_state=False: must be one of True"),
+]
+
+
+@pytest.mark.parametrize("changes, message", REFUSED)
+def test_refused_heads(tmp_path, changes, message):
+    """Before the model is loaded."""
+    folder = write_head(tmp_path / "head", "authors", **HEADS["plain"])
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises((ValueError, TypeError), match="speculative_config: ") as raised:
+        LLM(TINY, device="cpu", **eagle(folder))
+    assert f"{folder}/{message}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("d2t", None, "1 tensors are missing: d2t"),
+        ("d2t", lambda x: x[1:], "d2t: the checkpoint has shape [599], the model needs [600]"),
+        ("d2t", lambda x: x + 2000, "d2t: must lead to different token ids from 0 to 2047"),
+        ("d2t", lambda x: -torch.arange(600), "d2t: must lead to different token ids"),
+        ("fc.weight", None, "1 tensors are missing: fc.weight"),
+        ("fc.weight", lambda x: x[:, 1:], "fc.weight: the checkpoint has shape [256, 767], the model needs [256, 768]"),
+        ("norm.weight", lambda x: x * torch.nan, "1 tensors are NaN or infinite in torch.float32: norm.weight"),
+        ("fc.bias", lambda x: torch.ones(256), "1 tensors belong to no parameter: fc.bias"),
+    ],
+)
+def test_refused_tensors(tmp_path, name, change, message):
+    folder = write_head(tmp_path / "head", "authors", **HEADS["plain"])
+    tensors = load_file(folder / "model.safetensors")
+    value = tensors.pop(name, None)
+    save_file(tensors | ({name: change(value).contiguous()} if change else {}), folder / "model.safetensors")
+    config = read_eagle3_config(folder, ModelConfig.read(Path(TINY)), torch.float32, with_weights=True)
+    head = Eagle3Head(config, 16, SDPABackend())
+    with pytest.raises(ValueError, match=str(folder)) as raised:
+        head.load(folder)
+    assert message in str(raised.value)
+
+
+def test_a_broken_pickle(tmp_path):
+    folder = write_head(tmp_path / "head", "pickle", **HEADS["plain"])
+    (folder / "pytorch_model.bin").write_bytes(b"PK")
+    with pytest.raises(ValueError, match=r"speculative_config: .*pytorch_model.bin: can't be read"):
+        LLM(TINY, device="cpu", **eagle(folder))
