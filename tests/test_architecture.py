@@ -48,7 +48,7 @@ HOUSE = """
   <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py quantization/__init__.py
   <- models/__init__.py models/architectures.py attention/__init__.py structured_outputs/__init__.py compat/__init__.py
   <- structured_outputs/spec.py compat/settings.py compat/flags.py distributed/division.py startup/devices.py
-  <- utils/collection_checks.py spec_decode/__init__.py spec_decode/config.py
+  <- utils/collection_checks.py spec_decode/__init__.py spec_decode/config.py spec_decode/eagle3_checkpoint.py
   <- config.py sampling_params.py features/beam_params.py <- compat/params.py
 0 | engine/__init__.py
 1 | engine/sequence.py <- engine/scheduled_step.py
@@ -67,7 +67,7 @@ HOUSE = """
 4 | engine/batch.py <- engine/request_tables.py spec_decode/rows.py
   <- features/__init__.py features/block_copies.py features/logit_edits.py features/logprob_outputs.py
   <- features/logprobs.py
-  spec_decode/feature.py spec_decode/draft_model.py
+  spec_decode/feature.py spec_decode/draft_model.py spec_decode/eagle3.py
   <- graphs/ <- startup/__init__.py startup/arena.py startup/cuda.py <- engine/model_runner.py <- startup/cuda_runner.py
   invariant/__init__.py invariant/cpu_ops.py invariant/cuda_ops.py <- invariant/cpu_attention.py
   <- invariant/cpu.py invariant/cuda.py
@@ -291,12 +291,14 @@ def test_benchmarks_are_an_extra():
 
 
 def test_families_are_named_in_models_only():
+    """A head that drafts is no family."""
     for file in FILES:
         if room_of(file) != "models":
             tree = ast.parse((ROOT / file).read_text())
             names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
             assert not any("qwen" in name.lower() for name in names), file
-            assert not any(target.startswith("models/") and target != "models/__init__.py" for target in imports(file))
+            heads = {"models/eagle3.py"} if room_of(file) == "spec_decode" else set()
+            assert {x for x in imports(file) if x.startswith("models/")} <= {"models/__init__.py"} | heads, file
 
 
 def code_lines(source: str) -> int:
@@ -322,7 +324,7 @@ BUDGETS = {
     "kernels": 2015,
     "delta rule kernels": 395,  # with what graphs need: the number of sequences that decode is on the device
     "distributed": 540,
-    "models": 510,  # of which hybrids are 190
+    "models": 620,  # of which hybrids are 190, and the head of EAGLE-3 is 110
     "gated delta rule": 190,
     "features": 730,
     "graphs": 200,
@@ -333,7 +335,7 @@ BUDGETS = {
     "quantization": 485,
     "8-bit kernels": 507,
     "rollout": 400,
-    "spec_decode": 650,  # with those that wait so that they share steps
+    "spec_decode": 790,  # of which heads of EAGLE-3 are 130
     "structured_outputs": 375,
     "compat": 535,
     "serve": 2865,

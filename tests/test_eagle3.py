@@ -17,9 +17,9 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.sampling_columns import column, seeds
 from nanovllm.layers.attention import SDPABackend
 from nanovllm.models import ModelConfig
+from nanovllm.models.eagle3 import Eagle3Head
 from nanovllm.spec_decode.eagle3 import Eagle3
-from nanovllm.spec_decode.eagle3_checkpoint import read_eagle3_config
-from nanovllm.spec_decode.eagle3_head import Eagle3Head
+from nanovllm.spec_decode.eagle3_checkpoint import read_eagle3_config, read_tensors
 
 NUM_DRAFTS = 3
 KINDS_OF_HEADS = "attention", "key_value"
@@ -390,7 +390,7 @@ def test_refused_tensors(tmp_path, name, change, message):
     config = read_eagle3_config(folder, ModelConfig.read(Path(TINY)), torch.float32, with_weights=True)
     head = Eagle3Head(config, 16, SDPABackend())
     with pytest.raises(ValueError, match=str(folder)) as raised:
-        head.load(folder)
+        head.load(read_tensors(folder), folder)
     assert message in str(raised.value)
 
 

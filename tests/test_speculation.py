@@ -360,9 +360,10 @@ REFUSED = [
     ({"method": "ngram"}, "num_speculative_tokens=None: must be given"),
     (
         {"method": "n-gram", "num_speculative_tokens": 2},
-        "method='n-gram': must be one of 'ngram', 'suffix', 'draft_model'",
+        "method='n-gram': must be one of 'ngram', 'suffix', 'draft_model', 'eagle3'",
     ),
-    ({"method": "eagle3", "num_speculative_tokens": 2}, "method='eagle3': is not there yet"),
+    ({"method": "eagle3", "num_speculative_tokens": 2}, "model=None: must be given for method 'eagle3'"),
+    ({"method": "ngram", "num_speculative_tokens": 2, "model": "x"}, "is of method 'draft_model', 'eagle3' alone"),
     ({"method": "mtp", "num_speculative_tokens": 2}, "method='mtp': is not there yet"),
     ({"num_speculative_tokens": 2}, "method=None: must be one of"),
     ({"method": "ngram", "num_speculative_tokens": 16}, "less than kvcache_block_size=16,=16: must be at most 15"),

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.models.eagle3 import Eagle3Head
 from nanovllm.spec_decode.draft_model import DraftModel
-from nanovllm.spec_decode.eagle3_head import Eagle3Head
+from nanovllm.spec_decode.eagle3_checkpoint import read_tensors
 from nanovllm.utils.context import get_context
 
 
@@ -41,7 +42,7 @@ class Eagle3(DraftModel):
 
             load_dummy(self.model, weight_loaders(self.model))
         else:
-            self.model.load(folder)
+            self.model.load(read_tensors(folder), folder)
 
     def capture(self, index: int, attention: nn.Module, args: tuple, output: Any) -> None:
         """Take the hidden states before a layer [T, hidden_size], when its attention has computed their norm.

@@ -84,7 +84,7 @@ def _layer_ids(file: Path, raw: dict, num_layers: int) -> tuple[int, ...]:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors on the CPU, with the names that `spec_decode/eagle3_head.py` has; pages are read when they are used.
+    """The tensors on the CPU, with the names of `models/eagle3.py`; pages are read when they are used.
 
     Of the two forms, one names the layer `midlayer`, the other `layers.0`. Many heads are `pytorch_model.bin`, of which
     tensors alone are read.

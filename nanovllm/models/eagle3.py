@@ -15,7 +15,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ColumnParallelLinear, QKVParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderMLP
-from nanovllm.spec_decode.eagle3_checkpoint import Eagle3Config, read_tensors
+from nanovllm.spec_decode.eagle3_checkpoint import Eagle3Config
 from nanovllm.utils.loader import weight_loaders
 from nanovllm.utils.refusals import bad_tensors, other_tensors
 from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
@@ -67,10 +67,7 @@ class Eagle3Layer(DecoderLayer):
 
 
 class Eagle3Head(nn.Module):
-    """Row p has the hidden state of position p and the token of position p + 1, and predicts what follows that.
-
-    Names are those of `read_tensors`.
-    """
+    """Row p has the hidden state of position p and the token of position p + 1, and predicts what follows that."""
 
     packed_modules_mapping: ClassVar = DecoderForCausalLM.packed_modules_mapping
 
@@ -98,11 +95,13 @@ class Eagle3Head(nn.Module):
         return of_all.index_copy_(1, self.token_ids, logits)
 
     @torch.no_grad()
-    def load(self, folder: Path) -> None:
-        """Fill it from the checkpoint in `folder`. ValueError that names what is missing, surplus or wrong there."""
-        tensors, loaders = read_tensors(folder), weight_loaders(self)
-        offsets = tensors.pop("d2t", None)
-        tensors.pop("t2d", None)  # whether the head has a token: says the same
+    def load(self, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+        """Fill it with tensors of `folder`, as `spec_decode/eagle3_checkpoint.py` reads them.
+
+        ValueError that names what is missing, surplus or wrong.
+        """
+        loaders, offsets = weight_loaders(self), tensors.get("d2t")
+        tensors = {name: x for name, x in tensors.items() if name not in ("d2t", "t2d")}  # of which t2d says the same
         if self.config.draft_vocab_size < self.config.layer.vocab_size and offsets is None:
             raise bad_tensors(folder, ["d2t"], "are missing")
         if tensors.keys() != loaders.keys():
