@@ -41,7 +41,7 @@ MEMORY_LIMITS = [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory
 # `model_type` -> module:class
 MODELS = {
     name: f"{__name__}.{name}:" + re.sub(r"_(?!\d)", "", name.title()) + "ForCausalLM"
-    for name in sorted({x.name for x in iter_modules(__path__)} - {"architectures", "decoder", "eagle3", "hybrid"})
+    for name in sorted({x.name for x in iter_modules(__path__)} - {"architectures", "decoder", "heads", "hybrid"})
 }
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from nanovllm.utils.checks import check_choice, check_fields, check_int, check_real, checked, read_json
 
-METHODS = ("ngram", "suffix", "draft_model", "eagle3")
-ON_DEVICE = ("draft_model", "eagle3")
-LATER = ("eagle", "mtp", "medusa", "mlp_speculator")  # vLLM has them
+METHODS = ("ngram", "suffix", "draft_model", "eagle3", "mtp")
+WITH_MODEL = ("draft_model", "eagle3")
+LATER = ("eagle", "medusa", "mlp_speculator")  # vLLM has them
 
 
 def check_rates(name: str, value: Any) -> tuple[float, ...]:
@@ -26,7 +26,7 @@ def check_rates(name: str, value: Any) -> tuple[float, ...]:
 class SpeculativeConfig:
     """How tokens are drafted, with vLLM's names.
 
-    method: "ngram", "suffix", "eagle3" or "draft_model", which is the default if there is a `model`.
+    method: "ngram", "suffix", "eagle3", "mtp" or "draft_model", which is the default if there is a `model`.
     num_speculative_tokens: the most drafts of a sequence in a step; of "suffix" the default is
         `suffix_decoding_max_tree_depth`.
     prompt_lookup_min, prompt_lookup_max: of "ngram", how many of the last tokens must have occurred before. The most
@@ -58,7 +58,7 @@ class SpeculativeConfig:
     disable_by_batch_size: int | None = checked(None, check_int, low=1)
     rejection_sample_method: str = checked("strict", check_choice, choices=("strict", "synthetic"))
     synthetic_acceptance_rates: tuple[float, ...] | None = checked(None, check_rates)
-    draft_model_config: Any = None  # a ModelConfig, of "draft_model"; an Eagle3Config, of "eagle3"
+    draft_model_config: Any = None  # a ModelConfig, of "draft_model" and "mtp"; an Eagle3Config, of "eagle3"
     drafts_with_masks: bool = False  # whether sequences whose tokens are masked have drafts
 
     @property
@@ -70,9 +70,9 @@ class SpeculativeConfig:
 OWNERS = {
     "prompt_lookup_": ("ngram",),
     "suffix_decoding_": ("suffix",),
-    "model": ON_DEVICE,
-    "revision": ON_DEVICE,
-    "draft_tensor_parallel_size": ON_DEVICE,
+    "model": WITH_MODEL,
+    "revision": WITH_MODEL,
+    "draft_tensor_parallel_size": WITH_MODEL,
 }
 KEYS = [field.name for field in fields(SpeculativeConfig)][:-2]  # the others are resolved
 DEFAULT_MAX_SEQS = 16  # of `disable_by_batch_size`
@@ -130,7 +130,7 @@ def _resolve(settings: SpeculativeConfig, config: Any) -> None:
     block_size = config.kvcache_block_size
     bound = f"num_speculative_tokens, less than kvcache_block_size={block_size},"
     k = check_int(bound, settings.num_speculative_tokens, 1, block_size - 1)
-    set_("drafts_with_masks", config.device == "cpu" and settings.method not in ON_DEVICE)
+    set_("drafts_with_masks", config.device == "cpu" and settings.method in ("ngram", "suffix"))
     if settings.disable_by_batch_size is None:
         set_("disable_by_batch_size", DEFAULT_MAX_SEQS)
     rates = settings.synthetic_acceptance_rates
@@ -139,23 +139,25 @@ def _resolve(settings: SpeculativeConfig, config: Any) -> None:
         raise ValueError(f"synthetic_acceptance_rates={rates!r}: {bound}")
     if rates is not None and len(rates) != k:
         raise ValueError(f"synthetic_acceptance_rates={rates!r}: must have num_speculative_tokens={k} rates")
-    if settings.method in ON_DEVICE:
-        if settings.model is None:
-            raise ValueError(f"model=None: must be given for method {settings.method!r}")
-        if config.device != "cpu":
-            raise ValueError(f"method={settings.method!r}: needs device='cpu' so far, not {config.device!r}")
-        _resolve_model(settings, config, set_)
+    if settings.method in ("ngram", "suffix"):
+        return
+    if settings.method in WITH_MODEL and settings.model is None:
+        raise ValueError(f"model=None: must be given for method {settings.method!r}")
+    if config.device != "cpu":
+        raise ValueError(f"method={settings.method!r}: needs device='cpu' so far, not {config.device!r}")
+    _resolve_model(settings, config, set_)
 
 
 def _resolve_model(settings: SpeculativeConfig, config: Any, set_: Any) -> None:
+    from nanovllm.spec_decode.head_checkpoint import check_mtp, read_eagle3_config
     from nanovllm.utils.loader import find_model
 
-    with_weights = config.load_format != "dummy"
-    folder = find_model(settings.model, settings.revision, with_weights)
-    if settings.method == "eagle3":
-        from nanovllm.spec_decode.eagle3_checkpoint import read_eagle3_config
-
-        found = read_eagle3_config(folder, config.model_config, config.dtype, with_weights)
+    found, with_weights = config.model_config, config.load_format != "dummy"
+    folder = find_model(settings.model or config.model, settings.revision, with_weights)
+    if settings.method == "mtp":
+        check_mtp(folder, found, with_weights)
+    elif settings.method == "eagle3":
+        found = read_eagle3_config(folder, found, config.dtype, with_weights)
     else:
         found = _read_draft_model_config(settings, config, folder)
     set_("model", str(folder))

@@ -126,13 +126,16 @@ class DraftModel:
     def chain(self, token_slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
         """Drafts follow rows [S] whose tokens have these cache slots."""
 
+    def compute_logits(self, hidden_states: torch.Tensor, sampling_params: torch.Tensor) -> torch.Tensor:
+        return self.model.compute_logits(hidden_states, sampling_params)
+
     def _sample(self, hidden_states: torch.Tensor, req_indices: torch.Tensor, positions: Any) -> torch.Tensor:
         """What the model would draw from these logits: with the same edits, filters and noise."""
         runner, positions = self.runner, positions.int()
         params, block_tables = runner.tables.params[req_indices], runner.tables.block_tables[req_indices, :-1]
         scratch = runner._num_finished_programs
         rows = SamplingRows(params, req_indices.int(), positions, block_tables, runner._cached_token_ids, scratch)
-        logits = self.model.compute_logits(hidden_states, params)
+        logits = self.compute_logits(hidden_states, params)
         for feature in runner.features.values():
             feature.edit_logits(logits, rows)
         cutoffs = logit_cutoffs(logits, rows)

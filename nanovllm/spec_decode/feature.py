@@ -1,5 +1,6 @@
 """Drafts as a feature of a step: they are written where the step's input is read."""
 
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,13 @@ import torch
 from nanovllm.engine.features import Arrays, StepFeature
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.layers.sampler import SamplingRows
+
+# by method: what drafts on the device
+DRAFTERS = {
+    "draft_model": "nanovllm.spec_decode.draft_model:DraftModel",
+    "eagle3": "nanovllm.spec_decode.heads:Eagle3",
+    "mtp": "nanovllm.spec_decode.heads:Mtp",
+}
 
 
 class Speculation(StepFeature):
@@ -59,14 +67,8 @@ class Speculation(StepFeature):
             self.rates = (rates[1:] / rates[:-1].clamp(min=1e-9)).clamp(
                 max=1
             )  # of each draft, if those before are right
-        if settings.method == "draft_model":
-            from nanovllm.spec_decode.draft_model import DraftModel
-
-            self.drafter = DraftModel(runner)
-        elif settings.method == "eagle3":
-            from nanovllm.spec_decode.eagle3 import Eagle3
-
-            self.drafter = Eagle3(runner)
+        if (drafter := DRAFTERS.get(settings.method)) is not None:
+            self.drafter = resolve_name(drafter)(runner)
 
     def upload(self, arrays: Arrays) -> None:
         self.masks = arrays if "masks" in arrays else {}

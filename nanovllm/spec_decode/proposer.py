@@ -49,6 +49,7 @@ PROPOSERS: dict[str, str | Callable[..., Proposer]] = {
     "suffix": "nanovllm.spec_decode.suffix:Suffix",
     "draft_model": DeviceProposer,
     "eagle3": DeviceProposer,
+    "mtp": DeviceProposer,
 }
 
 

@@ -1,4 +1,4 @@
-"""The checkpoint of an EAGLE-3 head, as its authors or as `speculators` store it: its shape and its tensors."""
+"""The checkpoints of heads: of EAGLE-3, as its authors or as `speculators` store it, and those of the model itself."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,7 +84,7 @@ def _layer_ids(file: Path, raw: dict, num_layers: int) -> tuple[int, ...]:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors on the CPU, with the names of `models/eagle3.py`; pages are read when they are used.
+    """The tensors on the CPU, with the names of `models/heads.py`; pages are read when they are used.
 
     Of the two forms, one names the layer `midlayer`, the other `layers.0`. Many heads are `pytorch_model.bin`, of which
     tensors alone are read.
@@ -102,3 +102,26 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
                 tensors |= {name: opened.get_tensor(name) for name in stored_dtypes(file)}
     names = {name: name.removeprefix("model.").replace("midlayer.", "layers.0.", 1) for name in tensors}
     return {names[name]: tensor for name, tensor in tensors.items()}
+
+
+def check_mtp(folder: Path, target: ModelConfig, with_weights: bool) -> None:
+    """ValueError unless the checkpoint of a model `target` in `folder` has a head that can be computed."""
+    if not target.hybrid:
+        raise ValueError(f"method='mtp': models of the family {target.model_type!r} have no head")
+    if len(target.hybrid.attention_layers) < target.num_hidden_layers:
+        raise ValueError("method='mtp': can't be used with layers of a state")
+    if target.quantization:
+        raise ValueError("method='mtp': the head of a quantized model is not supported")
+    names = [name for name in find_tensors(folder) if name.startswith("mtp.")] if with_weights else ["mtp."]
+    if not names or any(name.startswith("mtp.layers.1.") for name in names):
+        raise ValueError(f"method='mtp': {folder}: must have a head of one layer (mtp.layers.0)")
+
+
+def read_mtp_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the head on the CPU, with the names of `models/heads.py`."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, file in find_tensors(folder).items():
+        if name.startswith("mtp."):
+            with open_safetensors(file) as opened:
+                tensors[name.removeprefix("mtp.")] = opened.get_tensor(name)
+    return tensors

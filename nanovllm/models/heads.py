@@ -1,6 +1,7 @@
-"""The head of EAGLE-3: a decoder layer that continues a model's hidden states.
+"""Heads that draft: a decoder layer that continues a model's hidden states.
 
-After Li et al., "EAGLE-3: scaling up inference acceleration of large language models via training-time test" (2025).
+Row p of a head has a hidden state of position p and the embedding of the token of position p + 1. It predicts the token
+after that, and a hidden state in the place of the model's at p + 1.
 """
 
 from pathlib import Path
@@ -14,10 +15,10 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ColumnParallelLinear, QKVParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.models import ModelConfig, model_class
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderMLP
-from nanovllm.spec_decode.eagle3_checkpoint import Eagle3Config
-from nanovllm.utils.loader import weight_loaders
-from nanovllm.utils.refusals import bad_tensors, other_tensors
+from nanovllm.models.hybrid import ZeroCenteredRMSNorm
+from nanovllm.spec_decode.head_checkpoint import Eagle3Config
 from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 
@@ -36,13 +37,17 @@ class PagedHidden(NamedTuple):
         return parts[0].flatten(0, 2)  # [slots, size]
 
 
-class HiddenStates(ColumnParallelLinear):
-    """Three hidden states of the model [T, 3 * its size] to one of the head, which is kept by cache slot."""
+class HiddenStates(nn.Module):
+    """What a head reads of each token of the model, by cache slot."""
 
     cache: torch.Tensor | None = None  # [slots, size]
 
+    def __init__(self, size: int):
+        super().__init__()
+        self.size = size
+
     def cache_spec(self) -> PagedHidden:
-        return PagedHidden(self.weight.shape[0])
+        return PagedHidden(self.size)
 
 
 class Eagle3Layer(DecoderLayer):
@@ -67,7 +72,9 @@ class Eagle3Layer(DecoderLayer):
 
 
 class Eagle3Head(nn.Module):
-    """Row p has the hidden state of position p and the token of position p + 1, and predicts what follows that."""
+    """After Li et al., "EAGLE-3: scaling up inference acceleration of large language models via training-time test"
+    (2025): it reads three hidden states of the model, and has logits of a part of the vocabulary.
+    """
 
     packed_modules_mapping: ClassVar = DecoderForCausalLM.packed_modules_mapping
 
@@ -76,7 +83,8 @@ class Eagle3Head(nn.Module):
         self.config, tp, layer = config, TensorParallel(), config.layer
         size, dtype = layer.hidden_size, layer.dtype
         self.embed_tokens = VocabParallelEmbedding(layer.vocab_size, size, tp, dtype) if config.has_embeddings else None
-        self.fc = HiddenStates(3 * config.target_hidden_size, size, False, tp, dtype)
+        self.hidden_states = HiddenStates(size)  # products of `fc`
+        self.fc = ColumnParallelLinear(3 * config.target_hidden_size, size, False, tp, dtype)
         self.rotary_emb = RotaryEmbedding(layer.rope_inv_freq, layer.rope_scale, max_len)
         self.layers = nn.ModuleList([Eagle3Layer(config, backend, tp)])
         self.norm = RMSNorm(size, layer.rms_norm_eps, dtype)
@@ -94,30 +102,8 @@ class Eagle3Head(nn.Module):
         of_all = logits.new_full((len(logits), self.config.layer.vocab_size), -torch.inf)
         return of_all.index_copy_(1, self.token_ids, logits)
 
-    @torch.no_grad()
-    def load(self, tensors: dict[str, torch.Tensor], folder: Path) -> None:
-        """Fill it with tensors of `folder`, as `spec_decode/eagle3_checkpoint.py` reads them.
-
-        ValueError that names what is missing, surplus or wrong.
-        """
-        loaders, offsets = weight_loaders(self), tensors.get("d2t")
-        tensors = {name: x for name, x in tensors.items() if name not in ("d2t", "t2d")}  # of which t2d says the same
-        if self.config.draft_vocab_size < self.config.layer.vocab_size and offsets is None:
-            raise bad_tensors(folder, ["d2t"], "are missing")
-        if tensors.keys() != loaders.keys():
-            raise other_tensors(folder, tensors.keys(), loaders.keys())
-        for name, (load, shard_id) in loaders.items():
-            try:
-                filled = load(tensors[name], *shard_id)
-            except ValueError as error:
-                raise ValueError(f"{folder}: {name}: {error}") from error
-            if not filled.isfinite().all():
-                raise bad_tensors(folder, [name], f"are NaN or infinite in {filled.dtype}")
-        if offsets is not None:
-            self._map_vocabulary(folder, offsets.long())
-
-    def _map_vocabulary(self, folder: Path, offsets: torch.Tensor) -> None:
-        """Token i of the head is token i + offsets[i] of the model."""
+    def map_vocabulary(self, offsets: torch.Tensor, folder: Path) -> None:
+        """Token i of the head is token i + offsets[i] of the model. ValueError that names `folder` if that can't be."""
         size, vocab_size = self.config.draft_vocab_size, self.config.layer.vocab_size
         if offsets.shape != (size,):
             raise ValueError(f"{folder}: d2t: the checkpoint has shape {list(offsets.shape)}, the model needs [{size}]")
@@ -125,3 +111,31 @@ class Eagle3Head(nn.Module):
         if token_ids.min() < 0 or token_ids.max() >= vocab_size or len(token_ids.unique()) < size:
             raise ValueError(f"{folder}: d2t: must lead to different token ids from 0 to {vocab_size - 1}")
         self.token_ids.copy_(token_ids)
+
+
+class MtpHead(nn.Module):
+    """The head that Qwen3.5 and Qwen3-Next have in their own checkpoints ("multi-token prediction").
+
+    It is a layer of the model, with full attention, that begins with the model's last hidden states. Embeddings and
+    logits are the model's.
+    """
+
+    packed_modules_mapping: ClassVar = DecoderForCausalLM.packed_modules_mapping
+
+    def __init__(self, config: ModelConfig, max_len: int, backend: AttentionBackend):
+        super().__init__()
+        size, tp = config.hidden_size, TensorParallel()
+        make_layer = model_class(config.model_type).make_layer  # type: ignore[attr-defined]
+        self.hidden_states = HiddenStates(size)
+        self.pre_fc_norm_embedding = ZeroCenteredRMSNorm(size, config.rms_norm_eps)
+        self.pre_fc_norm_hidden = ZeroCenteredRMSNorm(size, config.rms_norm_eps)
+        self.fc = ColumnParallelLinear(2 * size, size, False, tp, config.dtype)
+        self.rotary_emb = RotaryEmbedding(config.rope_inv_freq, config.rope_scale, max_len)
+        self.layers = nn.ModuleList([make_layer(config, min(config.hybrid.attention_layers), backend, tp)])
+        self.norm = ZeroCenteredRMSNorm(size, config.rms_norm_eps)
+
+    def forward(self, embeddings: PartialSum, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Rows [T] -> hidden states [T, hidden_size] in the place of the model's last ones at the next positions."""
+        normed = self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(PartialSum(hidden_states))
+        x = self.fc(torch.cat([x.tensor() for x in normed], -1))
+        return self.norm(*self.layers[0](PartialSum(x), None, self.rotary_emb(positions))).tensor()

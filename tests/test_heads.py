@@ -1,4 +1,4 @@
-"""EAGLE-3: a head drafts what its definition says, whatever happens to its sequences, and no token differs."""
+"""Heads draft what their definitions say, whatever happens to their sequences, and no token differs."""
 
 import json
 import random
@@ -17,9 +17,9 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.sampling_columns import column, seeds
 from nanovllm.layers.attention import SDPABackend
 from nanovllm.models import ModelConfig
-from nanovllm.models.eagle3 import Eagle3Head
-from nanovllm.spec_decode.eagle3 import Eagle3
-from nanovllm.spec_decode.eagle3_checkpoint import read_eagle3_config, read_tensors
+from nanovllm.models.heads import Eagle3Head
+from nanovllm.spec_decode.head_checkpoint import read_eagle3_config
+from nanovllm.spec_decode.heads import Eagle3, Head
 
 NUM_DRAFTS = 3
 KINDS_OF_HEADS = "attention", "key_value"
@@ -118,9 +118,40 @@ def random_tensors(layer: dict, size: int, num_own: int, seed: int) -> dict[str,
 
 
 class Reference:
-    """The definition of EAGLE-3, on hidden states of transformers; each draft computes all rows from the first on."""
+    """A definition, on hidden states of transformers; each draft computes all rows from the first on."""
 
     def __init__(self, folder: Path):
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.embeddings = self.model.get_input_embeddings().weight
+        self.hidden: dict[tuple, torch.Tensor] = {}
+
+    def of_model(self, token_ids: tuple[int, ...]) -> torch.Tensor:
+        """What the head reads [T, its size] of the model's tokens."""
+        known = next((x for text, x in self.hidden.items() if text[: len(token_ids)] == token_ids), None)
+        if known is None:
+            output = self.model(torch.tensor([token_ids]), output_hidden_states=True)
+            known = self.hidden[token_ids] = self.read([x[0] for x in output.hidden_states])
+        return known[: len(token_ids)]
+
+    def drafts(self, token_ids: tuple[int, ...], temperature: float, seed: torch.Tensor, num_drafts: int) -> list[int]:
+        """The drafts after some tokens; -1 from a near tie on."""
+        hidden, tokens = self.of_model(token_ids)[:-1], [*token_ids]
+        for _ in range(num_drafts):
+            hidden = torch.cat((hidden, self.next_hidden(tokens[1:], hidden)[None]))
+            scores = self.logits(hidden[-1])
+            if temperature:
+                scores = scores / temperature
+                scores += noise_of_rows(seed[None], torch.tensor([len(tokens) - 1]), len(scores))[0]
+            best = scores.topk(2)
+            if best.values[0] - best.values[1] < 1e-3:
+                return tokens[len(token_ids) :] + [-1] * (num_drafts - len(tokens) + len(token_ids))
+            tokens.append(best.indices[0].item())
+        return tokens[len(token_ids) :]
+
+
+class Eagle3Reference(Reference):
+    def __init__(self, folder: Path):
+        super().__init__(TINY)
         raw = json.loads((folder / "config.json").read_text())
         self.layer = raw.get("transformer_layer_config", raw)
         self.before = raw["norm_before_residual"]
@@ -128,17 +159,15 @@ class Reference:
         self.layer_ids = ids or [i + 1 for i in raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
         tensors = load_file(folder / "model.safetensors")
         self.w = {name.replace("midlayer.", "layers.0.").removesuffix(".weight"): x for name, x in tensors.items()}
-        self.model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-        self.hidden: dict[tuple, torch.Tensor] = {}
+        self.embeddings = self.w.get("embed_tokens", self.embeddings)
 
-    def of_model(self, token_ids: tuple[int, ...]) -> torch.Tensor:
-        """What the head reads [T, its size] of the model's tokens, one longer text at a time."""
-        known = next((x for text, x in self.hidden.items() if text[: len(token_ids)] == token_ids), None)
-        if known is None:
-            output = self.model(torch.tensor([token_ids]), output_hidden_states=True)
-            three = torch.cat([output.hidden_states[i][0] for i in self.layer_ids], -1)
-            known = self.hidden[token_ids] = three @ self.w["fc"].T
-        return known[: len(token_ids)]
+    def read(self, hidden_states: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([hidden_states[i] for i in self.layer_ids], -1) @ self.w["fc"].T
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        own = self.norm("norm", hidden) @ self.w["lm_head"].T
+        ids = self.w.get("d2t", torch.zeros(len(own), dtype=torch.int64)) + torch.arange(len(own))
+        return torch.full((2048,), -torch.inf).index_copy(0, ids, own)
 
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, x.shape[-1:], self.w[name], EPS)
@@ -146,7 +175,7 @@ class Reference:
     def next_hidden(self, token_ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
         """Tokens 1, 2, ... and hidden states 0, 1, ... -> the hidden state that follows the last one."""
         w, size = self.w, self.layer["head_dim"]
-        embeddings = w.get("embed_tokens", self.model.get_input_embeddings().weight)[token_ids]
+        embeddings = self.embeddings[token_ids]
         normed = self.norm("layers.0.hidden_norm", hidden)
         both = torch.cat((self.norm("layers.0.input_layernorm", embeddings), normed), -1)
         q, k, v = (
@@ -164,28 +193,45 @@ class Reference:
         gate, up, down = (w[f"layers.0.mlp.{name}_proj"] for name in ("gate", "up", "down"))
         return (x + (F.silu(y @ gate.T) * (y @ up.T)) @ down.T)[-1]
 
-    def drafts(self, token_ids: tuple[int, ...], temperature: float, seed: torch.Tensor, num_drafts: int) -> list[int]:
-        """The drafts after some tokens; -1 from a near tie on."""
-        hidden, tokens = self.of_model(token_ids)[:-1], [*token_ids]
-        for _ in range(num_drafts):
-            hidden = torch.cat((hidden, self.next_hidden(tokens[1:], hidden)[None]))
-            own = self.norm("norm", hidden[-1]) @ self.w["lm_head"].T
-            ids = self.w.get("d2t", torch.zeros(len(own), dtype=torch.int64)) + torch.arange(len(own))
-            scores = torch.full((2048,), -torch.inf).index_copy(0, ids, own)
-            if temperature:
-                noise = noise_of_rows(seed[None], torch.tensor([len(tokens) - 1]), 2048)[0]
-                scores = scores / temperature + noise
-            best = scores.topk(2)
-            if best.values[0] - best.values[1] < 1e-3:
-                return tokens[len(token_ids) :] + [-1] * (num_drafts - len(tokens) + len(token_ids))
-            tokens.append(best.indices[0].item())
-        return tokens[len(token_ids) :]
+
+class MtpReference(Reference):
+    """The layer is transformers' own."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        tensors = load_file(folder / "model.safetensors")
+        self.w = {name.removeprefix("mtp."): x for name, x in tensors.items() if name.startswith("mtp.")}
+        self.layer = type(self.model.model.layers[0])(self.model.config, 0).eval()
+        own = {name.removeprefix("layers.0."): x for name, x in self.w.items() if name.startswith("layers.0.")}
+        if num_experts := getattr(self.model.config, "num_experts", 0):  # stacked, in transformers
+            gate, up, down = (
+                torch.stack([own.pop(f"mlp.experts.{i}.{name}_proj.weight") for i in range(num_experts)])
+                for name in ("gate", "up", "down")
+            )
+            own |= {"mlp.experts.gate_up_proj": torch.cat((gate, up), 1), "mlp.experts.down_proj": down}
+        self.layer.load_state_dict(own)
+
+    def read(self, hidden_states: list[torch.Tensor]) -> torch.Tensor:
+        return hidden_states[-1]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.model.lm_head(hidden)
+
+    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], 1 + self.w[f"{name}.weight"], self.model.config.rms_norm_eps)
+
+    def next_hidden(self, token_ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
+        embeddings = self.norm("pre_fc_norm_embedding", self.embeddings[token_ids])
+        both = torch.cat((embeddings, self.norm("pre_fc_norm_hidden", hidden)), -1)
+        x = (both @ self.w["fc.weight"].T)[None]
+        cos_sin = self.model.model.rotary_emb(x, torch.arange(len(token_ids))[None])
+        return self.norm("norm", self.layer(x, position_embeddings=cos_sin, attention_mask=None)[0])[-1]
 
 
 @pytest.fixture
 def drafted(monkeypatch) -> list[tuple]:
     """What heads draft: (token ids so far, temperature, seed, drafts)."""
-    found, draft = [], Eagle3.draft
+    found, draft = [], Head.draft
 
     def record(self, arrays):
         drafts, runner = draft(self, arrays), self.runner
@@ -198,14 +244,14 @@ def drafted(monkeypatch) -> list[tuple]:
             found.append((tuple(runner.slot_token_ids[slots].tolist()), temperature, seed, [x for x in own if x >= 0]))
         return drafts
 
-    monkeypatch.setattr(Eagle3, "draft", record)
+    monkeypatch.setattr(Head, "draft", record)
     return found
 
 
-def requests_of_heads() -> list[tuple]:
+def requests_of_heads(vocab_size: int = 2048) -> list[tuple]:
     """Some share a prefix, some are short, and one has three answers; no two that share a block go on otherwise."""
     rng = random.Random(0)
-    ids = lambda n: [rng.randrange(5, 2000) for _ in range(n)]
+    ids = lambda n: [rng.randrange(5, vocab_size) for _ in range(n)]
     prefix = ids(40)
     prompts = [prefix, ids(1), ids(17), prefix + ids(3), ids(30), ids(5)]
     params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=12 + i, ignore_eos=True) for i in range(6)]
@@ -236,13 +282,77 @@ def test_drafts_are_those_of_the_definition(
     stats = llm.stats()
     assert stats["preemptions"] > 0 or schedule != "preemptions"
     assert 0 < stats["spec_decode"]["accepted_tokens"] < stats["spec_decode"]["draft_tokens"]
-    reference, num_compared = Reference(folder), 0
+    compare(Eagle3Reference(folder), drafted)
+
+
+def compare(reference: Reference, drafted: list[tuple]) -> None:
+    num_compared = 0
     for token_ids, temperature, seed, drafts in sorted(drafted, key=lambda x: -len(x[0])):
         expected = reference.drafts(token_ids, temperature, seed, len(drafts))
         num_sure = (*expected, -1).index(-1)
         assert drafts[:num_sure] == expected[:num_sure], (len(token_ids), temperature)
         num_compared += num_sure
-    assert num_compared > 100
+    assert num_compared > 60
+
+
+@pytest.fixture
+def mtp_folder(tmp_path, monkeypatch, request) -> Path:
+    """A model of Qwen3.5 without states, and its head; the family may be another."""
+    pytest.importorskip("transformers.models.qwen3_5_moe", reason="transformers 4 does not have Qwen3.5")
+    import test_hybrid
+
+    family = getattr(request, "param", "Qwen3_5")
+    entries = test_hybrid.EXPERTS if family == "Qwen3_5Moe" else {}
+    case = family, ["full_attention"] * 2, (4, 2, 32), (2, 2, 8, 8), entries
+    monkeypatch.setitem(test_hybrid.CASES, "attention", case)
+    folder = Path(test_hybrid.make_checkpoint(tmp_path / "model", "attention"))
+    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator)
+    own = {"mtp.fc.weight": draw(64, 128) / 8}
+    own |= {f"mtp.{name}.weight": 0.3 * draw(64) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    for name, x in tensors.items():
+        if name.startswith("model.layers.0."):
+            own[name.replace("model.", "mtp.")] = draw(*x.shape) * (x.shape[-1] ** -0.5 if x.dim() > 1 else 0.3)
+    save_file(tensors | own, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "mtp_folder, schedule, async_scheduling",
+    [("Qwen3_5", "chunks", True), ("Qwen3_5Moe", "preemptions", False)],
+    indirect=["mtp_folder"],
+)
+def test_mtp(make_llm, mtp_folder, drafted, schedule, async_scheduling):
+    """A head in the model's own checkpoint; its drafts, and that no token differs."""
+    settings = SETTINGS | SCHEDULES[schedule] | dict(async_scheduling=async_scheduling)
+    mtp = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
+    llm = make_llm(str(mtp_folder), **settings, speculative_config=mtp | SYNTHETIC)
+    generate_by_steps(llm, requests_of_heads(512))
+    compare(MtpReference(mtp_folder), drafted)
+    llm.exit()
+    expected = answers(generate_by_steps(make_llm(str(mtp_folder), **settings), requests_of_heads(512)))
+    llm = make_llm(str(mtp_folder), **settings, speculative_config=mtp)
+    assert answers(generate_by_steps(llm, requests_of_heads(512))) == expected
+    assert llm.stats()["spec_decode"]["draft_tokens"] > 50
+
+
+def test_refused_mtp(tmp_path, mtp_folder):
+    settings = {"device": "cpu", "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+    with pytest.raises(ValueError, match="method='mtp': models of the family 'qwen3' have no head"):
+        LLM(TINY, **settings)
+    config = json.loads((mtp_folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": ["linear_attention", "full_attention"]}))
+    shutil.copy(mtp_folder / "tokenizer.json", tmp_path)
+    with pytest.raises(ValueError, match="method='mtp': can't be used with layers of a state"):
+        LLM(str(tmp_path), **settings)
+    tensors = load_file(mtp_folder / "model.safetensors")
+    for name, message in [("mtp.layers.1.x", "must have a head of one layer"), ("mtp.x", "belong to no parameter: x")]:
+        save_file(tensors | {name: torch.ones(1)}, mtp_folder / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            LLM(str(mtp_folder), dtype="float32", **settings)
+    save_file({name: x for name, x in tensors.items() if "mtp" not in name}, mtp_folder / "model.safetensors")
+    with pytest.raises(ValueError, match="must have a head of one layer"):
+        LLM(str(mtp_folder), **settings)
 
 
 def test_forms_are_the_same_head(make_llm, tmp_path, drafted):
@@ -388,9 +498,10 @@ def test_refused_tensors(tmp_path, name, change, message):
     value = tensors.pop(name, None)
     save_file(tensors | ({name: change(value).contiguous()} if change else {}), folder / "model.safetensors")
     config = read_eagle3_config(folder, ModelConfig.read(Path(TINY)), torch.float32, with_weights=True)
-    head = Eagle3Head(config, 16, SDPABackend())
+    head = Eagle3.__new__(Eagle3)
+    head.model = Eagle3Head(config, 16, SDPABackend())
     with pytest.raises(ValueError, match=str(folder)) as raised:
-        head.load(read_tensors(folder), folder)
+        head.fill(folder)
     assert message in str(raised.value)
 
 

@@ -1,0 +1,122 @@
+"""Heads draft from the hidden states of the model, which are kept beside its keys and values."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.models.heads import Eagle3Head, MtpHead
+from nanovllm.spec_decode.draft_model import DraftModel
+from nanovllm.spec_decode.head_checkpoint import read_mtp_tensors, read_tensors
+from nanovllm.utils.context import get_context
+from nanovllm.utils.loader import weight_loaders
+from nanovllm.utils.refusals import bad_tensors, other_tensors
+
+
+class Head(DraftModel):
+    """What the head reads of a token is written in each step of the model, by cache slot, whether it drafts or not.
+
+    So a hit, a fork or a preemption leaves it right, and the head computes rows when it is to draft, as a draft model
+    does. A row needs the token of the next position. In a block that sequences share, the last row is that of the
+    sequence which has computed it last; the others' drafts may be a little worse.
+
+    In a chain of drafts, the head's own hidden states are written in the place of the model's. In the same step, the
+    model computes these positions and overwrites them.
+    """
+
+    shift = 1
+
+    def make_model(self) -> nn.Module:
+        """The head, which has `hidden_states`, a HiddenStates. Hooks call `keep` in each step of the model."""
+        model = self.runner.model.model
+        self.decoder = getattr(model, "language_model", model)  # of a checkpoint with other parts
+        self.embed_tokens = self.decoder.embed_tokens
+        config = self.runner.config
+        return self.make_head(config.speculative_config.draft_model_config, config.max_model_len)
+
+    def make_head(self, config: Any, max_len: int) -> nn.Module:
+        raise NotImplementedError
+
+    def keep(self, hidden_states: torch.Tensor) -> None:
+        """Write what the head reads of this step's tokens [T, size]. A CUDA graph of the model contains this."""
+        self.model.hidden_states.cache[get_context().slot_mapping] = hidden_states
+
+    def compute(self, slots: torch.Tensor, token_slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        embeddings = self.embed_tokens(self.runner.slot_token_ids[token_slots])
+        return self.model(embeddings, positions, self.model.hidden_states.cache[slots])
+
+    def chain(self, token_slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
+        self.model.hidden_states.cache[token_slots] = hidden_states
+
+    def load(self, folder: Path, load_format: str) -> None:
+        if load_format == "dummy":
+            from nanovllm.utils.dummy_weights import load_dummy
+
+            load_dummy(self.model, weight_loaders(self.model))
+        else:
+            self.fill(folder)
+
+    def fill(self, folder: Path) -> None:
+        raise NotImplementedError
+
+
+class Eagle3(Head):
+    def make_head(self, config: Any, max_len: int) -> Eagle3Head:
+        head = Eagle3Head(config, max_len, self.backend)
+        self.embed_tokens = head.embed_tokens or self.embed_tokens
+        self.parts: list[Any] = [None] * len(config.layer_ids)  # hidden states of a step, so far
+        for i, layer_id in enumerate(config.layer_ids):
+            self.decoder.layers[layer_id].self_attn.register_forward_hook(partial(self.capture, i))
+        return head
+
+    def capture(self, index: int, attention: nn.Module, args: tuple, output: Any) -> None:
+        """Take the hidden states before a layer [T, hidden_size], when its attention has computed their norm."""
+        self.parts[index] = args[0].residual.clone()  # which the layer overwrites
+        if index == len(self.parts) - 1:
+            self.keep(self.model.fc(torch.cat(self.parts, -1)))
+            self.parts = [None] * len(self.parts)
+
+    def fill(self, folder: Path) -> None:
+        tensors, config = read_tensors(folder), self.model.config
+        offsets = tensors.pop("d2t", None)
+        tensors.pop("t2d", None)  # whether the head has a token: says the same
+        if offsets is not None:
+            self.model.map_vocabulary(offsets.long(), folder)
+        elif config.draft_vocab_size < config.layer.vocab_size:
+            raise bad_tensors(folder, ["d2t"], "are missing")
+        fill(self.model, tensors, folder)
+
+
+class Mtp(Head):
+    """The head has no logits of its own: those are the model's, of which each rank has a part."""
+
+    def make_head(self, config: Any, max_len: int) -> MtpHead:
+        self.decoder.register_forward_hook(lambda model, args, output: self.keep(output))
+        return MtpHead(config, max_len, self.backend)
+
+    def fill(self, folder: Path) -> None:
+        fill(self.model, read_mtp_tensors(folder), folder)
+
+    def compute_logits(self, hidden_states: torch.Tensor, sampling_params: torch.Tensor) -> torch.Tensor:
+        return self.runner.model.compute_logits(hidden_states)
+
+
+@torch.no_grad()
+def fill(head: nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Fill a head with tensors of `folder`. ValueError that names what is missing, surplus or wrong."""
+    loaders = weight_loaders(head)
+    if any(name.startswith("layers.0.mlp.experts.") for name in loaders):
+        from nanovllm.moe.weights import split_experts
+
+        split_experts(loaders, head, tensors)
+    if tensors.keys() != loaders.keys():
+        raise other_tensors(folder, tensors.keys(), loaders.keys())
+    for name, (load, shard_id) in loaders.items():
+        try:
+            filled = load(tensors[name], *shard_id)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {name}: {error}") from error
+        if filled is not None and not filled.isfinite().all():
+            raise bad_tensors(folder, [name], f"are NaN or infinite in {filled.dtype}")
