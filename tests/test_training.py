@@ -44,6 +44,7 @@ prompts = Dataset.from_list([{"prompt": [{"role": "user", "content": f"Sort: {i}
 settings = GRPOConfig(
     sys.argv[2], per_device_train_batch_size=8, max_completion_length=16, max_steps=2, logging_steps=1, bf16=False,
     report_to="none", use_cpu=True, use_vllm=True, vllm_mode="colocate", learning_rate=1e-4, temperature=0.9,
+    vllm_enable_sleep_mode=sys.argv[3] == "True",
 )
 length = lambda completions, **columns: [float(len(message["content"])) for (message,) in completions]
 trainer = GRPOTrainer(sys.argv[1], length, args=settings, train_dataset=prompts)
@@ -53,10 +54,14 @@ print(json.dumps([x for x in trainer.state.log_history if "reward" in x]))
 """
 
 
-def test_colocated_vllm(tmp_path):
-    """TRL's own measure of how far the log-probabilities are apart, also after a step, thus with new weights."""
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_colocated_vllm(tmp_path, sleeps):
+    """TRL's own measure of how far the log-probabilities are apart, also after a step, thus with new weights.
+
+    It may let the engine sleep between rollouts.
+    """
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "nanovllm.compat", str(tmp_path / "program.py"), TINY, str(tmp_path)]
+    command = [sys.executable, "-m", "nanovllm.compat", str(tmp_path / "program.py"), TINY, str(tmp_path), str(sleeps)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
