@@ -329,7 +329,7 @@ BUDGETS = {
     "gated delta rule": 190,
     "features": 730,
     "graphs": 200,
-    "invariant": 245,
+    "invariant": 250,
     "invariant kernels": 470,  # attention of decodes and of chunks, and products, beside the fast ones
     "startup": 360,
     "mixture of experts": 587,

@@ -1,5 +1,7 @@
 """Kernels whose rows do not depend on the batch: against plain PyTorch, and on a GPU bit by bit against each other."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,9 +18,12 @@ from nanovllm.attention.triton import query_tiles
 from nanovllm.features.logprobs import divided, log_probabilities
 from nanovllm.graphs.cuda_graph import capture_sizes
 from nanovllm.invariant import cuda_ops
+from nanovllm.invariant.cuda import Runner
 from nanovllm.kernels import invariant_decode, invariant_prefill, ops
 from nanovllm.kernels.invariant_gemm import WIDE_128, WIDE_256, invariant_product
+from nanovllm.layers.attention import Attention
 from nanovllm.quantization.scaled import dequantize
+from nanovllm.startup.cuda_runner import CUDAModelRunner
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 
@@ -107,6 +112,18 @@ def test_log_probabilities():
     found = cuda_ops.gather_logprobs(divided(logits, temperatures), expected_ids.long())
     torch.testing.assert_close(found, expected)
     assert torch.equal(found[:, 0], alone) and torch.equal(ranks, expected_ranks)
+
+
+def test_memory_of_decodes(kernels, monkeypatch):
+    """What is kept free for them is what they allocate."""
+    runner, found = Runner.__new__(Runner), []
+    runner.tokens_per_row, runner.config = 2, SimpleNamespace(max_num_seqs=3, max_model_len=kernels + 1)
+    runner.model = torch.nn.ModuleList([Attention(4, 2, 32, None), Attention(4, 2, 64, None, window=10)])
+    monkeypatch.setattr(CUDAModelRunner, "size_kv_cache", lambda self, *arguments: found.append(arguments))
+    runner.size_kv_cache(10**6, "limit")
+    runner.config.max_model_len = kernels
+    runner.size_kv_cache(10**6, "limit")
+    assert found == [(10**6 - 2 * 24 * (64 + 2) * 4, "limit"), (10**6, "limit")]
 
 
 def test_graphs_fill_tiles():

@@ -10,6 +10,8 @@ from nanovllm.attention.triton import TritonBackend
 from nanovllm.invariant import VARIANT, cuda_ops, refuse_states
 from nanovllm.kernels import ops, register_ops, variant
 from nanovllm.kernels.dependent_launch import has_tma
+from nanovllm.kernels.invariant_decode import empty_parts
+from nanovllm.layers.attention import Attention
 from nanovllm.startup.cuda_runner import CUDAModelRunner
 from nanovllm.utils.checks import check_choice
 
@@ -35,6 +37,14 @@ class Runner(CUDAModelRunner):
     def warm_up(self, lap: Callable[[str], None]) -> None:
         refuse_states(self.num_state_rows)
         super().warm_up(lap)
+
+    def size_kv_cache(self, available: int, limit: str) -> None:
+        """Without what the largest decode step needs besides, which `largest_prefill` does not show."""
+        num_rows, max_len = self.config.max_num_seqs * self.tokens_per_row, self.config.max_model_len
+        layers = (layer for layer in self.model.modules() if isinstance(layer, Attention))
+        shapes = {(num_rows * layer.num_heads, layer.head_dim, max_len, layer.window) for layer in layers}
+        needed = max(sum(part.nbytes for part in empty_parts(*shape, "meta")) for shape in shapes)
+        super().size_kv_cache(available - needed, limit)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:

@@ -143,9 +143,8 @@ def _decode_kernel(
             next_tile = tile + TILE
             if (next_tile // SEGMENT * SEGMENT == next_tile) & (end_segment - first_segment > 1):
                 _store_part(part_ptrs, part + stride * (tile // SEGMENT), (acc, total, largest), in_group, HEAD_DIM)
-                largest = tl.full(
-                    [1, GROUP_PAD], NO_KEYS, tl.float32
-                )  # with the next one, these sums shrink to nothing
+                # so these sums shrink to nothing when the next ones begin
+                largest = tl.full([1, GROUP_PAD], NO_KEYS, tl.float32)
     if end_segment - first_segment <= 1:
         store_attended(out_ptr, row_at, segment_of((acc, total, largest), 0), in_group)
     else:
@@ -182,6 +181,15 @@ def _combine_kernel(seq_ptrs, out_ptrs, splits, HEADS: tl.constexpr, CACHE: tl.c
         store_attended(out_ptr, row * HEAD_DIM + tl.arange(0, HEAD_DIM)[:, None], done, row >= 0)
 
 
+def empty_parts(
+    num_rows: int, head_dim: int, max_context_len: int, window: int | None, device: torch.device | str
+) -> tuple[torch.Tensor, ...]:
+    """What takes the sums of each segment, for so many queries times heads; nothing if there is one segment at most."""
+    num_segments = triton.cdiv(min(max_context_len, (window or max_context_len) + SEGMENT.value), SEGMENT.value)
+    shape = (num_segments, num_rows) if num_segments > 1 else (0, 0)
+    return tuple(torch.empty((*shape, *x), dtype=torch.float32, device=device) for x in ((head_dim,), (), ()))
+
+
 def decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -199,11 +207,9 @@ def decode_attention(
     batch_size, heads, head_dim = q.shape
     out = torch.empty_like(q) if out is None else out
     layout = layout_of(k_cache, tile_sizes(head_dim, q.dtype)[1], window)
-    num_segments = triton.cdiv(min(max_context_len, (window or max_context_len) + SEGMENT.value), SEGMENT.value)
     splits = splits or choose_num_splits(batch_size * layout.kv_heads, max_context_len, SEGMENT.value, q.device)
-    shape = (num_segments, batch_size * heads) if num_segments > 1 else (0, 0)
-    parts = [torch.empty((*shape, *x), dtype=torch.float32, device=q.device) for x in ((head_dim,), (), ())]
-    seqs, outputs = (num_seqs, context_lens, block_tables), (out, tuple(parts))
+    parts = empty_parts(batch_size * heads, head_dim, max_context_len, window, q.device)
+    seqs, outputs = (num_seqs, context_lens, block_tables), (out, parts)
     scale = head_dim**-0.5 * 1.4426950408889634  # log2(e): the kernel computes powers of two
     constants = dict(GROUP=heads // layout.kv_heads, CACHE=layout, num_warps=4)
     constants["STAGES"] = 3 if head_dim * k_cache.element_size() <= 256 else 2
