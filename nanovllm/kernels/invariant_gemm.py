@@ -1,8 +1,8 @@
 """y = x W^T + b whose rows depend in no bit on how many there are: each output is one sum, in the order of inputs.
 
-Tensor cores add up 16-bit products in the same way in tiles of any size, by the instructions for 64 rows, which are rows
-of weights here: so tiles are chosen by the number of rows of x. With 8-bit numbers steps have one length, as each ends
-with a multiplication by scales.
+Tensor cores add up 16-bit products in the same way in tiles of any size, by their instructions for 64 rows. These are
+rows of weights here, and tiles are chosen by the number of rows of x. With 8-bit numbers steps have one length, as each
+ends with a multiplication by scales.
 """
 
 import torch
