@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CUDA, DEVICE, DTYPES, NAN, Peers, assert_close, each_dtype, randn
+from conftest import CUDA, DEVICE, DTYPES, NAN, Peers, assert_close, each_dtype, each_dtype_or_half, pairs, randn
 
 triton = pytest.importorskip("triton")
 
@@ -19,10 +19,9 @@ from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 # both ways of reading tiles, which the interpreter can run as well
+DTYPES_AND_TMA = [(dtype, tma) for dtype in DTYPES for tma in (False, True) if CUDA or tma == (dtype == torch.float16)]
 each_dtype_and_tma = pytest.mark.parametrize(
-    "dtype, tma",
-    [(dtype, tma) for dtype in DTYPES for tma in (False, True) if CUDA or tma == (dtype == torch.float16)],
-    ids=lambda value: str(value).removeprefix("torch."),
+    "dtype, tma", DTYPES_AND_TMA, ids=lambda value: str(value).removeprefix("torch.")
 )
 
 
@@ -235,7 +234,7 @@ def test_moe_gemv(few_programs, shape, dtype):
     assert_close(out, expected)
 
 
-@each_dtype
+@each_dtype_or_half
 def test_moe_gemv_of_the_norm(dtype):
     """With tiles of the sizes that a GPU has."""
     x, _, routing, gate_up, down = inputs(1, 5, 2, 40, 300, dtype)
@@ -245,10 +244,10 @@ def test_moe_gemv_of_the_norm(dtype):
     assert_close(moe_gemv.moe_gemv(x, routing, gate_up, down, 0, norm_weight, eps), expected)
 
 
-@each_dtype_and_tma
-@pytest.mark.parametrize("shape", GEMM_SHAPES, ids=str)
-def test_moe_gemm(use_tma, shape, tma, dtype):
+@pytest.mark.parametrize("shape, dtype_and_tma", pairs(GEMM_SHAPES, DTYPES_AND_TMA), ids=str)
+def test_moe_gemm(use_tma, shape, dtype_and_tma):
     """All widths of tiles that the number of rows may have, the last ones not full, and sizes at odds with tiles."""
+    dtype, tma = dtype_and_tma
     use_tma(tma)
     x, _, routing, gate_up, down = inputs(*shape, dtype)
     parts = moe_gemm.moe_gemm(x, routing, gate_up, down)
@@ -367,7 +366,7 @@ def test_layer_against_transformers(path, num_tokens, num_experts, top_k, renorm
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True], ids=["inner size", "experts"])
-@pytest.mark.parametrize("num_tokens, size, peers", [(1, 4, False), (1, 2, True), (2, 2, False), (7, 4, True)])
+@pytest.mark.parametrize("num_tokens, size, peers", [(1, 4, False), (1, 2, True), (2, 2, False), (7, 2, True)])
 def test_parts_of_ranks_add_up(path, num_tokens, size, peers, expert_parallel):
     peers = peers and path == "kernels"  # ranks that read each other's memory have kernels
     weights = checkpoint(8, 64, 48)

@@ -213,7 +213,7 @@ def test_engine_of_two_ranks(make_llm, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")
-@pytest.mark.parametrize("name, format_name", [("llama-biases", "small-blocks"), ("llama-gelu", "small-blocks")])
+@pytest.mark.parametrize("name, format_name", [("llama-biases", "small-blocks"), ("llama-gelu", "block")])
 def test_parity_on_kernels(monkeypatch, use_ops, make_llm, tmp_path, name, format_name):
     """Without FP8 units: chunks, several decodes, and a single one."""
     use_ops("linear", "norm_linear", "best_split_k", "add_rms_norm", *SCALED)
