@@ -366,7 +366,9 @@ def test_layer_against_transformers(path, num_tokens, num_experts, top_k, renorm
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True], ids=["inner size", "experts"])
-@pytest.mark.parametrize("num_tokens, size, peers", [(1, 4, False), (1, 2, True), (2, 2, False), (7, 4 if CUDA else 2, True)])
+@pytest.mark.parametrize(
+    "num_tokens, size, peers", [(1, 4, False), (1, 2, True), (2, 2, False), (7, 4 if CUDA else 2, True)]
+)
 def test_parts_of_ranks_add_up(path, num_tokens, size, peers, expert_parallel):
     peers = peers and path == "kernels"  # ranks that read each other's memory have kernels
     weights = checkpoint(8, 64, 48)

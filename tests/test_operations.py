@@ -143,13 +143,18 @@ def operations() -> dict:
     return found
 
 
-def test_kernels_take_what_definitions_take():
+@pytest.mark.parametrize("variant", ["", "-invariant"])
+def test_kernels_take_what_definitions_take(variant):
     """By the same names, those without a default in the same places. A kernel may have more options."""
     ops = pytest.importorskip("nanovllm.kernels.ops")
-    found = operations()
+    table, found = vars(ops), operations()
     assert len(found) >= 14
+    if variant:
+        table = table | vars(importlib.import_module("nanovllm.invariant.cuda_ops"))
+    else:
+        del found["gather_logprobs"]  # the library is as fast
     for name, definition in found.items():
-        theirs = inspect.signature(getattr(ops, name)).parameters
+        theirs = inspect.signature(table[name]).parameters
         ours = inspect.signature(definition).parameters
         assert ours.keys() <= theirs.keys(), name
         required = [p.name for p in ours.values() if p.default is p.empty]
