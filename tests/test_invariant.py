@@ -12,8 +12,8 @@ from test_models import MAX_LEN, VOCAB_SIZE, make_checkpoint
 from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.features.logprobs import log_probabilities
-from nanovllm.invariant import VARIANT
 from nanovllm.invariant import cpu_ops as ops
+from nanovllm.invariant import invariant_operations
 from nanovllm.invariant.cpu_attention import InvariantBackend
 from nanovllm.kernels import variant
 from nanovllm.kernels.sampling_columns import WIDTH, column_index
@@ -147,12 +147,8 @@ def test_beside_an_engine_without(make_llm):
 
 @contextmanager
 def invariant():
-    token = variant.set(VARIANT)
-    try:
-        with ops.one_thread():
-            yield
-    finally:
-        variant.reset(token)
+    with invariant_operations(), ops.one_thread():
+        yield
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

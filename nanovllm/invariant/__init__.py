@@ -8,7 +8,22 @@ the variant of the operations (`cpu_ops.py`, `cuda_ops.py`) and the attention ba
 independent of the batch is told in `kernels/invariant_gemm.py` and `kernels/invariant_attention.py`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nanovllm.kernels import variant
+
 VARIANT = "-invariant"  # of the operations: see kernels/__init__.py
+
+
+@contextmanager
+def invariant_operations() -> Iterator[None]:
+    """Let this thread use the operations of this variant."""
+    token = variant.set(VARIANT)
+    try:
+        yield
+    finally:
+        variant.reset(token)
 
 
 def refuse_states(num_state_rows: int) -> None:

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.invariant import VARIANT, cpu_ops, refuse_states
+from nanovllm.invariant import VARIANT, cpu_ops, invariant_operations, refuse_states
 from nanovllm.invariant.cpu_attention import KEYS, QUERIES, InvariantBackend
-from nanovllm.kernels import register_ops, variant
+from nanovllm.kernels import register_ops
 from nanovllm.layers.attention import Attention
 
 register_ops("cpu" + VARIANT, vars(cpu_ops))
@@ -29,12 +29,8 @@ class Runner(ModelRunner):
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        token = variant.set(VARIANT)
-        try:
-            with super().on_device(), cpu_ops.one_thread():
-                yield
-        finally:
-            variant.reset(token)
+        with invariant_operations(), super().on_device(), cpu_ops.one_thread():
+            yield
 
 
 @torch.inference_mode()

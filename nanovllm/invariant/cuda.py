@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from nanovllm.attention.triton import TritonBackend
-from nanovllm.invariant import VARIANT, cuda_ops, refuse_states
-from nanovllm.kernels import ops, register_ops, variant
+from nanovllm.invariant import VARIANT, cuda_ops, invariant_operations, refuse_states
+from nanovllm.kernels import ops, register_ops
 from nanovllm.kernels.dependent_launch import has_tma
 from nanovllm.kernels.invariant_decode import empty_parts
 from nanovllm.layers.attention import Attention
@@ -48,9 +48,5 @@ class Runner(CUDAModelRunner):
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        token = variant.set(VARIANT)
-        try:
-            with super().on_device():
-                yield
-        finally:
-            variant.reset(token)
+        with invariant_operations(), super().on_device():
+            yield
