@@ -16,6 +16,8 @@ from nanovllm.rollout import weights_of
 
 PROMPTS = [[7, 8, 9, 10] * 6, [300, 20, 1]]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+EXPERTS_ON_TWO = {"tensor_parallel_size": 2, "expert_parallel": True}
 WAYS = [GREEDY, SamplingParams(temperature=0.9, seed=4, max_tokens=12, ignore_eos=True)]
 
 
@@ -115,6 +117,31 @@ def test_ranks(make_llm, tmp_path, settings):
     found = answers(llm)
     llm.exit()
     assert found != before and found == answers(make_llm(str(tmp_path / "new"), **SMALL, **settings))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name, settings",
+    [
+        ("llama-3.2", {}),
+        ("mistral-window", {"quantization": "int8"}),
+        ("qwen3-moe", {"quantization": "fp8"}),
+        ("qwen3-moe", {"enforce_eager": True}),
+        pytest.param("llama-3.2", {"tensor_parallel_size": 2}, marks=TWO_GPUS),
+        pytest.param("qwen3-moe", {"tensor_parallel_size": 2}, marks=TWO_GPUS),
+        pytest.param("qwen3-moe", EXPERTS_ON_TWO | {"quantization": "fp8"}, marks=TWO_GPUS),
+    ],
+)
+def test_on_a_gpu(make_llm, tmp_path, name, settings):
+    """From tensors of the GPU, under graphs that were captured before."""
+    folder = make_checkpoint(tmp_path / "old", name)
+    weights = perturbed(folder, tmp_path / "new")
+    settings = {"device": "cuda", "dtype": "bfloat16"} | settings
+    llm, fresh = (make_llm(str(path), **SMALL, **settings) for path in (folder, tmp_path / "new"))
+    before = answers(llm)
+    llm.load_weights((name, tensor.cuda()) for name, tensor in weights.items())
+    assert_loaded(llm, fresh)
+    assert answers(llm) != before
 
 
 def test_the_prefix_cache_is_emptied(make_llm):
