@@ -11,6 +11,8 @@ from test_models import MAX_LEN, VOCAB_SIZE, make_checkpoint
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
+from nanovllm.distributed import process_group
+from nanovllm.distributed.worker import Workers
 from nanovllm.features.logprobs import log_probabilities
 from nanovllm.invariant import cpu_ops as ops
 from nanovllm.invariant import invariant_operations
@@ -260,5 +262,10 @@ def test_settings(monkeypatch):
     refused("batch_invariant=True: tensor_parallel_size=4: must be one of 1, 2", tensor_parallel_size=4)
     monkeypatch.setattr("nanovllm.config._resolve_device", lambda name, num_ranks: "cuda:0")
     assert Config(TINY, device="cuda", batch_invariant=True).attention_backend == "triton"
-    assert Config(TINY, device="cuda", batch_invariant=True, tensor_parallel_size=4).tensor_parallel_size == 4
+    several = Config(TINY, device="cuda", batch_invariant=True, tensor_parallel_size=4)
+    monkeypatch.setattr(process_group, "can_read_peers", lambda device, rank, size: size == 2)
+    with pytest.raises(
+        ValueError, match="tensor_parallel_size=4: must be 1, as these GPUs can't read each other's memory"
+    ):
+        Workers(several)
     refused("batch_invariant=True has its own backend: attention_backend='sdpa'", attention_backend="sdpa")

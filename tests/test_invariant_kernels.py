@@ -15,7 +15,6 @@ from test_kernels import int32, linear_reference, paged
 from test_quantization import WIDE, as_floats, scaled
 
 from nanovllm.attention.triton import query_tiles
-from nanovllm.distributed.process_group import GroupTensorParallel
 from nanovllm.features.logprobs import divided, log_probabilities
 from nanovllm.graphs.cuda_graph import capture_sizes
 from nanovllm.invariant import cuda_ops
@@ -125,14 +124,6 @@ def test_memory_of_decodes(kernels, monkeypatch):
     runner.config.max_model_len = kernels
     runner.size_kv_cache(10**6, "limit")
     assert found == [(10**6 - 2 * 24 * (64 + 2) * 4, "limit"), (10**6, "limit")]
-
-
-def test_sums_of_a_process_group_are_refused():
-    runner, tp = Runner.__new__(Runner), GroupTensorParallel.__new__(GroupTensorParallel)
-    tp.size, runner.tp, runner.config = 4, tp, SimpleNamespace(dtype=torch.bfloat16)
-    runner.device = torch.device("cpu")
-    with pytest.raises(ValueError, match="tensor_parallel_size=4: must be 1 on GPUs that can't read each other's"):
-        runner._load_model()
 
 
 def test_graphs_fill_tiles():

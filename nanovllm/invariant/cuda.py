@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from nanovllm.attention.triton import TritonBackend
-from nanovllm.distributed.process_group import GroupTensorParallel
 from nanovllm.invariant import VARIANT, cuda_ops, invariant_operations, refuse_states
 from nanovllm.kernels import ops, register_ops
 from nanovllm.kernels.dependent_launch import has_tma
@@ -15,8 +14,6 @@ from nanovllm.kernels.invariant_decode import empty_parts
 from nanovllm.layers.attention import Attention
 from nanovllm.startup.cuda_runner import CUDAModelRunner
 from nanovllm.utils.checks import check_choice
-
-PEERS_NEEDED = "must be 1 on GPUs that can't read each other's memory: NCCL adds up in an order that may vary"
 
 register_ops("cuda" + VARIANT, vars(ops) | vars(cuda_ops))
 
@@ -32,8 +29,6 @@ class Runner(CUDAModelRunner):
 
     def _load_model(self) -> nn.Module:
         check_choice("batch_invariant=True on CUDA: dtype", self.config.dtype, (torch.bfloat16, torch.float16))
-        if isinstance(self.tp, GroupTensorParallel):  # which adds up in orders of its own
-            raise ValueError(f"batch_invariant=True: tensor_parallel_size={self.tp.size}: {PEERS_NEEDED}")
         if not has_tma(self.device):  # which has the instructions whose results are known to agree
             raise ValueError(f"batch_invariant=True: {torch.cuda.get_device_name(self.device)} is older than Hopper")
         self.backend = InvariantTritonBackend()
