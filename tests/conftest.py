@@ -31,6 +31,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined, so it is set before any import
 
 from nanovllm import LLM, kernels
+from nanovllm.engine import model_runner
 from nanovllm.engine.features import FEATURES
 from nanovllm.kernels.sampling_columns import COLUMNS
 from nanovllm.layers.sampler import gumbel_noise
@@ -38,6 +39,7 @@ from nanovllm.utils.loader import BUNDLED
 from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 torch.set_grad_enabled(False)
+model_runner.CPU_KV_CACHE_BYTES = 2**26  # in 1 GiB the small model has 131,072 blocks, which takes a second to make
 
 
 def speed_up_interpreter() -> None:
