@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    atexit.register(os._exit, 0)  # the first is called last: to take all modules apart would be two seconds of work
 gc.disable()  # it would go through all modules again and again while they are imported; on when tests are collected
 # also for the processes that tests start: OpenMP threads that wait for each other are very slow when a core is busy
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -207,7 +209,6 @@ def interrupts(pytestconfig) -> int:
 def pytest_collection_finish():
     """So that no garbage collection during a test goes through all modules and tests."""
     gc.enable()
-    gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # else libraries report that their objects are left; pytest collects all before
 
