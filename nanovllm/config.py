@@ -38,7 +38,8 @@ class Config:
     tensor_parallel_size: 1, 2, 4 or 8 ranks that share the model; on CUDA each has a device, starting with `device`.
     expert_parallel: with several ranks, each has whole experts of a mixture; False: a part of each expert.
     enforce_eager: do not use CUDA graphs.
-    kvcache_block_size: tokens of a cache block, a multiple of 16 (of 256 for the `flash` backend).
+    kvcache_block_size: tokens of a cache block, a multiple of 16 (of 256 for the `flash` backend, of 64
+        with `batch_invariant` on CUDA).
     num_kvcache_blocks: None is as many as fit into memory, and is replaced by that number once the engine has started.
         A given number also bounds `max_model_len`.
     kv_cache_dtype: "auto" is `dtype`; "fp8" is e4m3 with a scale for each key and value, for "triton" and "sdpa".

@@ -498,6 +498,16 @@ def test_broken_checkpoints(make_llm, tmp_path, change, message):
         make_llm(folder)
 
 
+def test_weights_that_give_no_scales(make_llm, tmp_path):
+    """What is checked of weights that are quantized here are their scales, which have another dtype than the norms."""
+    folder = make_checkpoint(tmp_path, "qwen3")
+    file, name = Path(folder) / "model.safetensors", "model.layers.0.self_attn.q_proj.weight"
+    weights = load_file(file)
+    save_file(weights | {name: torch.full_like(weights[name], torch.nan)}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"1 tensors are NaN or infinite in torch.float32: {name}"):
+        make_llm(folder, quantization="fp8", dtype="bfloat16")
+
+
 def test_config_is_data(tmp_path):
     """It goes to the other ranks."""
     import pickle

@@ -36,7 +36,7 @@ class BatchShape(NamedTuple):
     max_seqlen_q: int = 1
     backend_shapes: ArrayShapes = ()  # of `backend_arrays`
     is_padded: bool = False  # whether these are upper bounds, in a step with chunks; the real numbers are on the device
-    tokens_per_row: int = 1  # see ScheduledStep; a sequence that decodes counts as so many, each a token longer
+    tokens_per_row: int = 1  # see ScheduledStep; a sequence that decodes has this many, each a token longer
 
     num_sampled: int = 0  # sequences that get tokens, without padding
     num_new_requests: int = 0  # sampled for the first time since they were admitted
@@ -67,15 +67,15 @@ def _view(dims: Callable[[BatchShape], Dims], chunks_only: bool = False) -> Any:
 class Batch(Generic[Array]):
     """The int32 arrays of one step: numpy on the host, torch on the device. Each field states its shape.
 
-    What depends on prompts is None in steps that only decode. The first fields are all that the host knows of rows that
-    decode; from `input_ids` on, the device fills in their rows (engine.request_tables.place_decodes). The views whose
-    shapes depend on BatchShape.graph_shape come before the rest: CUDA graphs read these and no others.
+    What depends on prompts is None in steps that only decode. Of rows that decode, the host knows the first three
+    fields; the device fills in their rows of the next five (engine.request_tables.place_decodes). Views whose shapes
+    depend on BatchShape.graph_shape come before the rest: CUDA graphs read these and no others.
     """
 
     shape: BatchShape
     buffer: Array
 
-    req_indices: Array = _view(lambda s: (s.num_samples // s.tokens_per_row,))  # where what is sampled has its tables
+    req_indices: Array = _view(lambda s: (s.num_samples // s.tokens_per_row,))  # of each sampled sequence
     num_reserved: Array = _view(lambda s: (s.num_decodes // s.tokens_per_row,))  # see ScheduledStep; 0: padding
     new_blocks: Array = _view(lambda s: (s.num_decodes // s.tokens_per_row, 2))  # column and block id; column -1: none
 
@@ -86,8 +86,8 @@ class Batch(Generic[Array]):
     block_tables: Array = _view(lambda s: (s.num_seqs, s.max_blocks_per_seq))
 
     cu_seqlens_q: Array = _view(lambda s: (s.num_seqs + 1,), chunks_only=True)
-    logits_indices: Array = _view(lambda s: (s.num_samples,), chunks_only=True)  # the tokens that are sampled, and
-    sampled_rows: Array = _view(lambda s: (s.num_samples,), chunks_only=True)  # their sequences
+    logits_indices: Array = _view(lambda s: (s.num_samples,), chunks_only=True)  # token whose logits are sampled
+    sampled_rows: Array = _view(lambda s: (s.num_samples,), chunks_only=True)  # its row in `block_tables`
     state_rows: Array = _view(lambda s: (2, s.num_seqs), chunks_only=True)  # read and written: see layers/state.py
     num_decodes: Array = _view(lambda s: (1,), chunks_only=True)  # for CUDA graphs, whose shape has an upper bound
     params: Array = _view(lambda s: (s.num_new_requests, WIDTH), chunks_only=True)  # new requests are sampled last

@@ -87,7 +87,7 @@ class BlockManager:
         return len(seq.block_table) * self.block_size >= seq.num_tokens or bool(self.free_block_ids)
 
     def may_append(self, seq: Sequence, num_drafts: int = 0) -> None:
-        """Add a block if the last token of `seq`, or one of so many drafts after it, is the first of a block."""
+        """Add a block if the last token of `seq`, or one of its drafts, is the first of a block."""
         if len(seq.block_table) * self.block_size < seq.num_tokens + num_drafts:
             seq.block_table.append(self._allocate_block())
 

@@ -49,32 +49,31 @@ class Engine:
 
             block_manager = StateBlockManager(*sizes, config.max_num_seqs, num_rows)
         mixed = TokenBudget(config.max_num_mixed_tokens, config.model_config.context_of_equal_cost)
-        budget = TokenBudget(config.max_num_batched_tokens)
+        budget, eos_token_ids = TokenBudget(config.max_num_batched_tokens), config.model_config.eos_token_ids
         self.scheduler = Scheduler(block_manager, config.max_num_seqs, budget, mixed)
-        self.output_processor = OutputProcessor(self.scheduler, eos_token_ids := config.model_config.eos_token_ids)
+        self.output_processor = OutputProcessor(self.scheduler, eos_token_ids)
         if config.speculative_config is not None:
             from nanovllm.spec_decode.output_processor import DraftingOutputProcessor  # few engines draft tokens
 
             self.output_processor = DraftingOutputProcessor(self.scheduler, eos_token_ids, config.speculative_config)
         # for viewers: each is called after a step whose result was processed; an error is one of that step
         self.on_step: list[Callable[[ScheduledStep, StepResult], None]] = []
-        self._in_flight: tuple[ScheduledStep, PendingStep] | None = None
+        self._in_flight: PendingStep | None = None
         self.unavailable: dict[str, str] = {}  # why there are no steps for now, and no requests taken: see rollout/
 
     def step(self) -> None:
         """Launch the next step, and process the result of this one or, with `async_scheduling`, of the one before."""
-        # offline: one call of `generate` alone, which gets all answers together, so that prompts are computed first
+        # prompts come first if one `generate` has the engine to itself: it returns all answers together
         scheduled = self.scheduler.schedule(prompts_first=self.output_processor.is_offline)
-        launched = (scheduled, self.workers.launch(self.model_runner, scheduled)) if scheduled else None
+        launched = self.workers.launch(self.model_runner, scheduled) if scheduled else None
         due = launched  # the step whose result is processed now
         if self.config.async_scheduling:
             due, self._in_flight = self._in_flight, launched
         if due:
-            step, pending = due
-            result = pending.wait()
-            self.output_processor.process(step, result)
+            result = due.wait()
+            self.output_processor.process(due.step, result)
             for hook in [*self.on_step]:
-                hook(step, result)
+                hook(due.step, result)
 
     def check_open(self) -> None:
         """RuntimeError if the engine was closed or has failed."""
@@ -84,8 +83,8 @@ class Engine:
 
     def check_available(self) -> None:
         """UnavailableError if the engine makes no steps for now."""
-        for reason in [*self.unavailable.values()]:
-            raise UnavailableError(reason)
+        if reasons := [*self.unavailable.values()]:
+            raise UnavailableError(reasons[0])
 
     def drop_requests(self) -> None:
         """Forget all requests, and rebuild the state: after an error, in the middle of a step, and at the end."""

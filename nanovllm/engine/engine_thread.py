@@ -91,7 +91,7 @@ class EngineThread:
         return value
 
     def check_may_wait(self) -> None:
-        """RuntimeError in the thread itself, and as of `check_open`."""
+        """RuntimeError in the thread itself; otherwise as `check_open`."""
         if threading.current_thread() is self._thread:
             raise RuntimeError("this is the engine's own thread, in a hook or a finalizer: it can't wait for a step")
         self.check_open()
@@ -134,7 +134,7 @@ class EngineThread:
         try:
             while not self._is_closing:
                 try:
-                    self._run_until_closing()
+                    self._turn()
                 except BaseException as error:
                     self._recover(error)
         finally:
@@ -145,16 +145,16 @@ class EngineThread:
                 ends.callback(self.engine.drop_requests)
                 ends.callback(self._fail_callers, CLOSED)
 
-    def _run_until_closing(self) -> None:
-        while not self._is_closing:
-            for _ in range(len(self._commands)):
-                self._commands[0][0]()  # not bound to a name, which would keep its requests alive
-                self._commands.popleft()
-            if self._steps_are_wanted():
-                self.engine.check_open()
-                self.engine.step()
-            else:
-                self._sleep()
+    def _turn(self) -> None:
+        """The commands that have come, and a step, or a sleep until there is one to make."""
+        for _ in range(len(self._commands)):
+            self._commands[0][0]()  # not bound to a name, which would keep its requests alive
+            self._commands.popleft()
+        if self._steps_are_wanted():
+            self.engine.check_open()
+            self.engine.step()
+        else:
+            self._sleep()
 
     def _steps_are_wanted(self) -> bool:
         wanted = any(collector.wants_steps for collector in [*self._output_processor.collectors])

@@ -18,13 +18,13 @@ Ends = dict[Sequence, tuple[str, int | str | None]]  # finish reason and stop re
 
 
 class StepFeature:
-    """The hooks of a feature. But for `attach`, they do nothing here.
+    """The hooks of a feature. Except for `attach` and `prepare`, they do nothing here.
 
     The class methods run in rank 0's process, and know sequences. Each rank makes one object, which knows its device
     and batches, and no sequences.
     """
 
-    fields: tuple[str, ...] = ()  # of a feature from outside: parameters, numbers of which 0 does not ask for it
+    fields: tuple[str, ...] = ()  # of a registered feature: its numeric parameters; 0: not asked for
 
     @classmethod
     def attach(cls, request: Any, processor: Any) -> None:

@@ -151,7 +151,7 @@ class InputProcessor:
         if not ids:
             raise ValueError("prompt: a decoder prompt cannot be empty; it must have at least 1 token")
         if len(ids) >= self.max_model_len:
-            bound = f"max_model_len={self.max_model_len}: this model's maximum context length is so many tokens"
+            bound = f"max_model_len={(n := self.max_model_len)}: this model's maximum context length is {n} tokens"
             raise ValueError(f"prompt: has {len(ids)} tokens; must be fewer than {bound}")
         check_token_ids("prompt", (min(ids), max(ids)), self.config.model_config.vocab_size)
         return text, ids

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from nanovllm.config import Config
-from nanovllm.engine import batch as batches
 from nanovllm.engine import request_tables
-from nanovllm.engine.batch import BatchShape, DeviceBatch, HostBatch
+from nanovllm.engine.batch import BatchShape, DeviceBatch, HostBatch, prepare_batch, shape_of
 from nanovllm.engine.features import FEATURES, StepFeature
 from nanovllm.engine.request_tables import ForwardOutput, PendingStep, RequestTables, SamplerInput
 from nanovllm.engine.scheduled_step import ScheduledStep
@@ -102,7 +101,7 @@ class ModelRunner:
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     def size_kv_cache(self, available: int, limit: str) -> None:
-        """Set how many cache blocks fit into so many bytes. ValueError, which begins with `limit`, for too few."""
+        """Set how many cache blocks fit into `available` bytes. ValueError, which begins with `limit`, for too few."""
         config, state_bytes = self.config, self.cache_bytes(num_blocks=0)
         block_bytes = self.cache_bytes(num_blocks=1) - state_bytes
         num_blocks = self.min_of_ranks((available - state_bytes) // block_bytes)
@@ -146,12 +145,12 @@ class ModelRunner:
         arrays = {name: found for name, found in prepared.items() if found is not None}
         block_size, first_row = self.config.kvcache_block_size, step.num_decodes * step.tokens_per_row
         backend_arrays = self.backend.prepare_chunks(step.chunk_lens, first_row) if step.chunks else {}
-        shape = self.padded(batches.shape_of(step, block_size, backend_arrays))
+        shape = self.padded(shape_of(step, block_size, backend_arrays))
         buffer = self.host_buffer(shape)
-        return batches.prepare_batch(step, shape, backend_arrays, arrays, buffer, block_size, self.pad_req_index)
+        return prepare_batch(step, shape, backend_arrays, arrays, buffer, block_size, self.pad_req_index)
 
     def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:
-        """Queue a batch that lies in `host_buffer`; this returns while the step, or even the one before, still runs."""
+        """Launch a prepared batch. On CUDA it is only queued: this returns while it, or even the step before, runs."""
         self.tp.check()
         with self.on_device():
             if batch.shape.num_block_copies:
@@ -166,7 +165,7 @@ class ModelRunner:
     @torch.inference_mode()
     def compute(self, batch: HostBatch) -> tuple[torch.Tensor, ForwardOutput]:
         """Run a batch; returns its results in host memory, where they are at the end of the step, and its output."""
-        # threads that share little work mostly wait for each other, the longer the busier other programs keep the cores
+        # with little work to share, threads mostly wait for each other, all the more on busy cores
         num_threads, is_small = torch.get_num_threads(), batch.shape.num_tokens * self.milliseconds_per_token < 1
         torch.set_num_threads(1 if is_small else num_threads)
         try:
@@ -180,7 +179,7 @@ class ModelRunner:
         return lambda: None
 
     def upload(self, batch: DeviceBatch) -> None:
-        """Write what is known of new requests and the arrays of features into the tables on the device."""
+        """Write the parameters and block tables of new requests to the device's tables; features take their arrays."""
         if batch.shape.num_new_requests:
             new = batch.new_req_indices.long()
             self.tables.params[new] = batch.params
@@ -196,7 +195,7 @@ class ModelRunner:
         return ForwardOutput(*self.sample(sampler_input), hidden_states, sampler_input)
 
     def run_model(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
-        """Hidden states [T, hidden_size], and those to be sampled; keys, values and token ids are in the cache then."""
+        """Hidden states [T, hidden_size] and the sampler's input; the cache then has the step's keys and token ids."""
         if batch.shape.num_decodes:
             request_tables.place_decodes(self.tables, batch, self.config.kvcache_block_size)
         self.slot_token_ids[batch.slot_mapping] = batch.input_ids  # a slot of -1 is the last, which belongs to no block

@@ -23,8 +23,7 @@ class OutputProcessor:
     @property
     def is_offline(self) -> bool:
         """Whether one caller alone waits, and for complete answers: then only the end of the last one matters."""
-        kinds = [collector.kind for collector in [*self.collectors]]
-        return kinds == [OutputKind.FINAL_ONLY]
+        return [collector.kind for collector in self.collectors] == [OutputKind.FINAL_ONLY]
 
     def add(self, requests: Collection[Request]) -> None:
         for request in requests:
@@ -84,7 +83,7 @@ class OutputProcessor:
     def run_features(
         self, step: ScheduledStep, result: StepResult, arrived: dict[int, Sequence], ends: Ends
     ) -> Collection[Sequence]:
-        """Let features look at the tokens that have `arrived`, as of `StepFeature.after_step`, and end sequences."""
+        """Let features look at the tokens that have `arrived`, as `StepFeature.after_step` says, and end sequences."""
         for name in [*FEATURES]:  # another thread may register one meanwhile
             if name in step.feature_names:
                 FEATURES[name].load().after_step(step, arrived, ends, result.feature_results.get(name))

@@ -174,8 +174,8 @@ class OutputCollector:
     """
 
     def __init__(self, kind: OutputKind, max_steps_ahead: float = inf, max_seconds: float = inf):
-        """max_steps_ahead: while the outputs of so many steps are unread, the engine makes no step for this caller.
-        max_seconds: without any output, the caller is told so often what the steps have computed.
+        """max_steps_ahead: while the outputs of this many steps are unread, the engine makes no step for this caller.
+        max_seconds: without any output, the caller is told this often what the steps have computed.
         """
         self.kind = kind
         self.max_steps_ahead = max_steps_ahead

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.engine.batch import DeviceBatch
-from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
+from nanovllm.engine.scheduled_step import StepResult
 from nanovllm.kernels import operation
 
 
@@ -55,15 +55,14 @@ class SamplerInput(NamedTuple):
 class PendingStep(NamedTuple):
     """A step that was launched: its results may not be in host memory yet."""
 
-    step: ScheduledStep | None  # only rank 0 has it, and can `wait`
+    step: Any  # a ScheduledStep; only rank 0 has it, and can `wait`
     results: torch.Tensor  # those of its ForwardOutput, in host memory
     pending: dict[str, Any]  # what `StepFeature.after_forward` returned, by the feature's name
     synchronize: Callable[[], None]  # waits for the device; RuntimeError if another rank is lost, or hangs
 
     def wait(self) -> StepResult:
-        """The result, once the step is over; errors as of `synchronize`."""
+        """The result, once the step is over; errors are those of `synchronize`."""
         self.synchronize()
-        assert self.step is not None
         results = self.results[: len(self.step.sampled_seqs)]
         of_features = {name: found.result(self.step) for name, found in self.pending.items() if found is not None}
         if results.dim() == 1:

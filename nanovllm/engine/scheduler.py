@@ -84,7 +84,7 @@ class Scheduler:
         if not (step.num_decodes or step.chunks):
             self.block_manager.copies = copies
             return None
-        watched = map(step.sampled_seqs.__getitem__, step.watched)
+        watched = (step.sampled_seqs[i] for i in step.watched)
         with_features = *watched, *(chunk.seq for chunk in step.chunks), *step.new_seqs
         step.feature_names = {name for seq in with_features for name in seq.feature_state}
         step.copies = [(source, target) for target, source in copies.items()]
@@ -218,8 +218,8 @@ class DecodeTable:
     """What each step reads or changes of the sequences that decode, by request index. Rows without a sequence are 0.
 
     numbers [rows, 8]: `Sequence.counts`; the tokens for which its blocks have slots; the order in which the sequences
-        began to decode; the number of tokens from which on a token may end it, which is the last one, or any if it has
-        stop ids; and `Sequence.is_watched`.
+        began to decode; the length from which on a token may end it: its maximum, or 0 if it has stop ids; and
+        `Sequence.is_watched`.
     """
 
     def __init__(self, max_num_seqs: int, block_size: int):

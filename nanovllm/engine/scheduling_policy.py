@@ -76,7 +76,7 @@ class GroupAdmission:
         self._num_steps = 0  # since the pause began
 
     def may_admit(self, num_running: int) -> bool:
-        """Whether a sequence may be admitted; called once in each step in which some wait."""
+        """Whether a sequence may be admitted. While admission is paused, this is asked, and counted, once a step."""
         if self._max_running is None or num_running <= self._max_running:
             return True
         self._num_steps += 1

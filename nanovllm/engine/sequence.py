@@ -118,7 +118,7 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     def limit_tokens(self, num_drafts: int = 0) -> None:
-        """There are so many drafts. If it waits for its tokens, let it decode these and one more."""
+        """Set the number of drafts. If the sequence waits for its tokens, let it decode these and one more."""
         self.num_drafts = num_drafts
         if self.waits_for_token:
             self.token_limit = min(len(self.token_ids) + 1 + num_drafts, self.max_num_tokens)

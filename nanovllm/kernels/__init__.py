@@ -18,7 +18,7 @@ R = TypeVar("R")
 _tables: dict[str, Mapping[str, Callable]] = {}  # by the type of the device, and the variant
 # which operations the steps of this thread use, beside those of the device: "", or "-invariant" (see invariant/)
 variant: ContextVar[str] = ContextVar("variant of the operations", default="")
-_forget: list[Callable[[], None]] = []  # who computes an operation, of each operation
+_forget: list[Callable[[], None]] = []  # each clears an operation's cached choice of who computes it
 
 
 def ops_for(device: torch.device) -> Mapping[str, Callable]:

@@ -33,7 +33,7 @@ class KVCache:
 
     @staticmethod
     def tensors(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """What the caches of some layers consist of, as for `PagedKV.tensors`.
+        """What the caches of some layers consist of, on the meta device: see layers/state.py.
 
         shape is (2, layers, blocks, block_size, kv_heads, head_dim), that of the first tensor.
         """
@@ -53,16 +53,16 @@ def gather_spans(cache: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
     """-> [B, L, kv_heads, head_dim]; on a CPU a view, if these are the spans of one sequence and follow each other."""
     rows = cache.view(-1, SPAN_SIZE * cache.shape[2] * cache.shape[3])
     if len(spans) == 1 and cache.is_cpu:
-        first, end = (ids := spans[0].tolist())[0], ids[-1] + 1
-        if ids == [*range(first, end)]:
-            return rows[first:end].view(1, -1, *cache.shape[2:])
+        ids = spans[0].tolist()
+        if ids == [*range(ids[0], ids[-1] + 1)]:
+            return rows[ids[0] : ids[-1] + 1].view(1, -1, *cache.shape[2:])
     return rows.index_select(0, spans.flatten()).view(len(spans), -1, *cache.shape[2:])
 
 
 class PagedKV(NamedTuple):
     """The spec of attention: a key and a value of each token and head, in blocks that a sequence's table lists.
 
-    layers/state.py says what a spec is, and has the other one.
+    layers/state.py says what a spec is, and lists the others.
     """
 
     num_kv_heads: int
@@ -118,7 +118,7 @@ class AttentionBackend:
     block_multiple = SPAN_SIZE  # what `kvcache_block_size` must be a multiple of
     kv_cache_dtypes: tuple[str, ...] = ("auto",)  # the formats of the cache that it reads
     uses_cuda_graphs = True  # decode never reads a result on the host
-    captures_chunks = False  # nor does a step with chunks, which reads their number and lengths on the device
+    captures_chunks = False  # whether graphs contain steps with chunks, whose lengths are then read on the device
 
     @staticmethod
     def devices() -> tuple[str, ...] | None:
@@ -193,7 +193,7 @@ class _Group(NamedTuple):
 
     rows: slice  # of q
     spans: torch.Tensor  # [sequences, L / SPAN_SIZE] int32: the spans of the cache that hold their keys and values
-    mask: torch.Tensor | None  # added to the scores; None: a query sees all keys, or if it is of a prompt those before
+    mask: torch.Tensor | None  # added to the scores; None: a single query sees all keys, a chunk's those up to its own
     is_prompt: bool
 
 

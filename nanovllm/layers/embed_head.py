@@ -36,7 +36,7 @@ class ParallelLMHead(VocabParallelEmbedding):
     """Hidden states [S, hidden_size] to logits [S, vocabulary]."""
 
     def forward(self, x: torch.Tensor, sampling_params: torch.Tensor | None = None) -> torch.Tensor:
-        """With `sampling_params`, the params of layers.sampler' SamplingRows, rows that are not filtered may lack the
+        """With `sampling_params`, `SamplingRows.params` of layers/sampler.py, rows that are not filtered may lack the
         logits of the other ranks' ranges: those rows are sampled from this rank's own range.
         """
         compute = partial(linear, x, self.weight, None, 1)

@@ -24,8 +24,8 @@ def linear(
 ) -> torch.Tensor:
     """x [T, inputs] times weight [outputs, inputs] transposed, plus the bias -> [T, outputs].
 
-    With split_k > 1, as `best_split_k` returns it, the result is [split_k, T, outputs], to be summed. `out` [split_k,
-    T, outputs] takes the result.
+    With split_k > 1, as `best_split_k` returns it, the result is [split_k, T, outputs], to be summed; for this
+    definition it returns 1. `out` [split_k, T, outputs] takes the result.
     """
     if out is not None:
         return torch.mm(x, weight.t(), out=out[0]) if bias is None else torch.addmm(bias, x, weight.t(), out=out[0])
@@ -166,7 +166,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 class RowParallelLinear(LinearBase):
     """x and W are divided along the inputs: each rank has its range of x, and y is the sum over the ranks.
 
-    A rank with a small batch may split its own product so as well, where several partial sums are faster (split-K). The
+    With a small batch, a rank may also split its own product into partial sums (split-K), where that is faster. The
     next norm adds up all that is still in parts.
     """
 

@@ -85,7 +85,7 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    sliding_window: int | None = None  # a token attends to so many tokens, itself included
+    sliding_window: int | None = None  # the number of tokens that a token attends to, itself included
     moe: Any = None  # MoEConfig of moe/, if there are layers with a mixture of experts
     attention_fraction: float = 1.0  # of the layers
     hybrid: Any = None  # HybridConfig of hybrid.py, if there are layers with a state

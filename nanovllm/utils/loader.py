@@ -157,7 +157,7 @@ def load_model(
     if broken := sorted(name for name, is_finite in zip(bounds, are_finite) if not is_finite):
         from nanovllm.utils.refusals import bad_tensors
 
-        raise bad_tensors(folder, broken, f"are NaN or infinite in {filled.dtype}")
+        raise bad_tensors(folder, broken, f"are NaN or infinite in {bounds[broken[0]].dtype}")
 
 
 def is_unused(model: nn.Module, name: str) -> bool:

@@ -12,7 +12,8 @@ class PartialSum:
     """A [T, N] tensor as a sum of parts, which its reader adds up, in the kernel that reads it if there is one.
 
     parts: [T, N], or with split_k > 1 [split_k, T, N], to be summed over the first dimension.
-    barrier: where the parts of the other ranks are to be added too (distributed/peer_memory.py); None: nowhere.
+    barrier: what the kernel that reads it waits at, to add the other ranks' parts too (distributed/peer_memory.py);
+        None: there are none.
     """
 
     __slots__ = ("device", "parts", "split_k")
@@ -66,7 +67,7 @@ class TensorParallel:
     def sum(self, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, split_k: int = 1) -> PartialSum:
         """The sum of what `compute` returns on every rank: [num_rows, width], or split_k > 1 parts of that shape.
 
-        Ranks that read each other's memory give it the part of theirs, [split_k, num_rows, width], to write to.
+        Ranks that read each other's memory pass `compute` what it writes to, [split_k, num_rows, width] of that memory.
         """
         return PartialSum(compute(None), split_k)
 
