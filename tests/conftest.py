@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    atexit.register(os._exit, 0)  # the first is called last: to take all modules apart would be two seconds of work
 gc.disable()  # it would go through all modules again and again while they are imported; on when tests are collected
 # also for the processes that tests start: OpenMP threads that wait for each other are very slow when a core is busy
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -31,6 +33,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined, so it is set before any import
 
 from nanovllm import LLM, kernels
+from nanovllm.engine import model_runner
 from nanovllm.engine.features import FEATURES
 from nanovllm.kernels.sampling_columns import COLUMNS
 from nanovllm.layers.sampler import gumbel_noise
@@ -38,6 +41,7 @@ from nanovllm.utils.loader import BUNDLED
 from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 torch.set_grad_enabled(False)
+model_runner.CPU_KV_CACHE_BYTES = 2**26  # in 1 GiB the small model has 131,072 blocks, which takes a second to make
 
 
 def speed_up_interpreter() -> None:
@@ -205,7 +209,6 @@ def interrupts(pytestconfig) -> int:
 def pytest_collection_finish():
     """So that no garbage collection during a test goes through all modules and tests."""
     gc.enable()
-    gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # else libraries report that their objects are left; pytest collects all before
 

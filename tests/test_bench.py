@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -367,28 +368,27 @@ def test_time_since_the_start_of_the_process(monkeypatch):
     assert 0 <= seconds_since_start() <= before + 0.1
 
 
-SHORT = ("--device", "cpu", "--num-seqs", "3", "--max-input-len", "32", "--max-output-len", "24")
+CPU = ("--device", "cpu", "--dtype", "float32")
+SHORT = (*CPU, "--num-seqs", "3", "--max-input-len", "32", "--max-output-len", "24")
 
 
-def run(*arguments: str) -> str:
-    command = [sys.executable, "bench.py", *SHORT, *arguments]
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-
-
-def test_one_call_does_all_workloads():
-    out = run("--prefill-len", "40")
+def test_one_call_does_all_workloads(monkeypatch, capsys):
+    """The script with arguments, as a program."""
+    monkeypatch.setattr(sys, "argv", ["bench.py", *SHORT, "--prefill-len", "40"])
+    runpy.run_path(str(ROOT / "bench.py"), run_name="__main__")
+    out = capsys.readouterr().out
     assert "from start to the first token" in out
     assert [line.split(":")[0] for line in out.splitlines() if "requests" in line] == ["headline", "single", "prefill"]
 
 
 def test_streaming_beside_generate(monkeypatch, capsys):
-    main(monkeypatch, *SHORT, "--streaming")
+    main(monkeypatch, *SHORT, "--max-output-len", "4", "--streaming")
     out = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in out] == ["generate", "stream", "stream"] and "median of 7 pairs" in out[-1]
 
 
 def test_beams_beside_transformers(monkeypatch, capsys):
-    main(monkeypatch, "--beams", "2", "--max-output-len", "4", "--device", "cpu")
+    main(monkeypatch, "--beams", "2", "--max-output-len", "4", *CPU)
     out = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in out] == ["2", "nanovllm", "transformers"] and "20 tokens in, 4 out" in out[0]
 
@@ -620,7 +620,7 @@ def table(out: str, title: str) -> list[list[str]]:
 
 def test_online(monkeypatch, capsys):
     lengths = ["--median-input-len", "20", "--median-output-len", "6", "--num-seqs", "6"]
-    main(monkeypatch, "--workload", "online", "--request-rate", "40,20", *lengths, "--device", "cpu")
+    main(monkeypatch, "--workload", "online", "--request-rate", "40,20", *lengths, *CPU)
     out = capsys.readouterr().out
     assert "online 20/s: 6 requests, " in out and "online 40/s: 6 requests, " in out
     for kind in ("TTFT", "time per output token", "longest gap", "ITL"):
@@ -690,7 +690,7 @@ def test_interrupt_before_any_result(monkeypatch):
 
 def test_latency(monkeypatch, capsys):
     bounds = ["--max-input-len", "20", "--max-output-len", "4", "--num-seqs", "2"]
-    main(monkeypatch, "--workload", "latency", *bounds, "--device", "cpu")
+    main(monkeypatch, "--workload", "latency", *bounds, *CPU)
     out = capsys.readouterr().out
     assert "prompt of 16: 2 requests, 32 tokens in, 2 out" in out
     assert "8 sequences behind 20: 24 requests, 480 tokens in, 96 out" in out
@@ -720,7 +720,7 @@ def test_latency_lengths_fit():
 def test_batches(monkeypatch, capsys):
     """A row for each size; the lengths are exact."""
     lengths = ["--max-input-len", "8", "--max-output-len", "4"]
-    main(monkeypatch, "--workload", "batches", "--batch-sizes", "5,2,2", *lengths, "--device", "cpu")
+    main(monkeypatch, "--workload", "batches", "--batch-sizes", "5,2,2", *lengths, *CPU)
     out = capsys.readouterr().out
     assert "batch of 5: 5 requests, 40 tokens in, 20 out" in out
     rows = table(out, "output tokens per second (8 in, 4 out)")
@@ -730,7 +730,7 @@ def test_batches(monkeypatch, capsys):
 def test_host(monkeypatch, capsys):
     """Each part takes time, and the sum is theirs; it gets by without a forward pass."""
     monkeypatch.setattr("nanovllm.engine.model_runner.ModelRunner.compute", lambda *_: pytest.fail("a forward pass"))
-    main(monkeypatch, "--workload", "host", "--max-num-seqs", "8")
+    main(monkeypatch, "--workload", "host", "--max-num-seqs", "8", *CPU)
     out = capsys.readouterr().out
     assert "a loop of 1,000,000 additions in Python takes" in out
     header, *rows = table(

@@ -21,6 +21,7 @@ from unittest.mock import MagicMock
 import pytest
 
 import nanovllm
+from nanovllm.benchmarks import engines
 from nanovllm.config import Config
 from nanovllm.serve import cli
 from nanovllm.serve.settings import ServerSettings
@@ -358,14 +359,23 @@ def test_generate_says_why_it_has_ended(capsys):
     assert output == "--- 1 of 2\n\n--- 2 of 2\n\n" and errors.count(" no text, finish reason: stop]") == 2
 
 
-def test_bench(tmp_path):
-    """It needs no clone of the repository, and starts each engine in a process of its own."""
-    command = [sys.executable, "-m", "nanovllm", "bench", "single", "--compare", "transformers", "--device", "cpu"]
-    lengths = ["--max-input-len", "16", "--max-output-len", "8"]
-    ended = subprocess.run([*command, *lengths], env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    rows = [line.split()[0] for line in ended.stdout.split("single: 1 requests")[1].splitlines()[1:4]]
-    assert rows == ["engine", "nanovllm", "transformers"] and not list(tmp_path.iterdir())
+def test_bench(tmp_path, monkeypatch, capsys):
+    """It writes no file, and gives each engine a process of its own; transformers' is this one here."""
+    in_process, started = engines.run_in_process, []
+
+    def run(function, *arguments):
+        started.append(function)
+        return in_process(function, *arguments) if function is engines.run_nanovllm else function(*arguments)
+
+    monkeypatch.setattr(engines, "run_in_process", run)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        cli.main(
+            ["bench", "single", "--compare=transformers", "--device=cpu", "--max-input-len=16", "--max-output-len=8"]
+        )
+    rows = [line.split()[0] for line in capsys.readouterr().out.split("single: 1 requests")[1].splitlines()[1:4]]
+    assert rows == ["engine", "nanovllm", "transformers"] and end.value.code == 0
+    assert started == [engines.run_nanovllm, engines.run_transformers] and not list(tmp_path.iterdir())
 
 
 def test_bench_has_its_own_arguments(capsys):
@@ -406,15 +416,21 @@ def test_serve_says_that_it_loads(monkeypatch, capsys):
     assert end.value.code == 0 and capsys.readouterr().err == ""
 
 
-def test_process_drains_after_sigterm():
-    """The whole way: `python -m nanovllm serve`, an answer that is running at SIGTERM is completed, status 0."""
+def test_process_serves_a_chat_and_drains_after_sigterm():
+    """The whole way: `python -m nanovllm serve`, `nanovllm chat --url` with it, status 0 of both; an answer that is
+    running at SIGTERM is completed.
+    """
     pytest.importorskip("fastapi")
-    command = [sys.executable, "-m", "nanovllm", "serve", "tiny-qwen3", "--port=0", "--drain-seconds=20", *CPU]
+    program = [sys.executable, "-m", "nanovllm"]
+    command = [*program, "serve", "tiny-qwen3", "--port=0", "--drain-seconds=20", *CPU]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         line = process.stdout.readline()  # is printed when connections are accepted
         assert "tiny-qwen3" in line and "http://127.0.0.1:" in line
         url = line[line.index("http") :].split()[0]
+        command = [*program, "chat", f"--url={url}", "--temperature=0"]
+        chat = subprocess.run(command, input="What is 17 + 25?\n", env=ENVIRONMENT, capture_output=True, text=True)
+        assert (chat.returncode, chat.stdout) == (0, "42\n") and "tokens/s, first token after" in chat.stderr
         body = dict(prompt="HAMLET.\n", temperature=0, max_tokens=300, ignore_eos=True, stream=True)
         headers = {"content-type": "application/json"}
         request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)

@@ -16,6 +16,7 @@ from nanovllm.graphs import cuda_graph
 from nanovllm.graphs.buffers import make_buffers
 from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs, graph_shapes
 from nanovllm.layers.attention import AttentionBackend
+from nanovllm.utils import dummy_weights
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")
@@ -55,9 +56,10 @@ def one_layer(tmp_path) -> str:
 @pytest.mark.parametrize("num_drafts", [0, 2])
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # in a tile of no queries
 def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, drafts, num_drafts):
-    monkeypatch.setattr(cuda_graph, "TOKEN_SIZES", (4, 8, 32))
+    """Nor do the kernels: what is expected comes from steps without padding, of plain PyTorch."""
+    monkeypatch.setattr(cuda_graph, "TOKEN_SIZES", (4, 32))
     monkeypatch.setattr(cuda_graph, "_capture", capture)
-    use_ops("norm_rope_and_store")
+    monkeypatch.setattr(dummy_weights, "BOUND", 1.0)  # each token depends on all before it
     prompts = [[i % 90 + 5 for i in range(k, k + n)] for k, n in [(0, 20), (7, 3), (40, 1), (0, 25), (3, 23), (9, 9)]]
     params = [
         SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, logprobs=2),
@@ -71,11 +73,9 @@ def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, draf
         prompts.append([50, 51, 52, 53, 54])
         grammar = {"regex": "[a-d]{20}"}
         params.append(SamplingParams(temperature=0.8, max_tokens=6, seed=4, structured_outputs=grammar))
-    llm = make_llm(
-        one_layer,
+    settings = dict(
         load_format="dummy",
         logprobs_mode="processed_logprobs",  # which takes what a graph leaves of the sampler's input
-        attention_backend="triton",
         async_scheduling=True,
         max_num_seqs=5,
         max_model_len=64,
@@ -85,24 +85,27 @@ def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, draf
         max_num_mixed_tokens=12,
         **drafts("mixed", num_drafts) if num_drafts else {},
     )
-    expected = generate_by_steps(llm, zip(prompts, params))
-    assert llm.reset_prefix_cache()
+    expected = generate_by_steps(make_llm(one_layer, **settings), zip(prompts, params))
     texts = tuple([*output.prompt_token_ids, *x.token_ids] for output in expected for x in output.outputs)
     monkeypatch.setattr(KnownAnswers, "texts", texts)
     use_ops("norm_rope_and_store", "place_decodes", "accept")
 
+    llm = make_llm(one_layer, attention_backend="triton", **settings)
     runner, k = llm.model_runner, 1 + num_drafts
     assert runner.tokens_per_row == k
     shapes = graph_shapes(llm.config, runner.backend, k)
-    sizes = [(shape.num_decodes, shape.num_tokens) for shape in shapes]
-    assert sizes == [(0, 4), (0, 8), (0, 12), *([(4, 4), (5, 8), (5, 12)] if k == 1 else [(3, 4), (6, 8), (12, 12)])]
+    assert [(shape.num_decodes, shape.num_tokens) for shape in shapes] == [
+        (0, 4),
+        (0, 12),
+        *([(4, 4), (5, 12)] if k == 1 else [(3, 4), (12, 12)]),
+    ]
     runs_as_on_cuda(runner)
     runner.buffers = make_buffers(llm.config, torch.device("cpu"), k)
     parts = runner.run_model, runner.sample
     with torch.inference_mode():
         decode_graphs = DecodeGraphs(llm.config, k, runner.buffers.device, runner.forward, pool=None)
-        settings = llm.config.max_num_seqs, runner.buffers.device, runner.pad_req_index
-        graphs = MixedGraphs(shapes, *settings, *parts, pool=None)
+        sizes = llm.config.max_num_seqs, runner.buffers.device, runner.pad_req_index
+        graphs = MixedGraphs(shapes, *sizes, *parts, pool=None)
     runner.graphs, runner.mixed_graphs = decode_graphs, graphs
     outputs = generate_by_steps(llm, zip(prompts, params))
     assert {size for size, graph in decode_graphs.graphs.items() if graph.num_replays} >= (
@@ -110,7 +113,7 @@ def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, draf
     )
     num_replays = {shape: graphs.models[shape.graph_shape].num_replays for shape in shapes}
     assert sum(num_replays.values()) == sum(graph.num_replays for graph in graphs.samplers.values())
-    assert {shape.num_decodes for shape, count in num_replays.items() if count} >= {0, 5 if k == 1 else 6}, num_replays
+    assert {shape.num_decodes for shape, count in num_replays.items() if count} >= {0, 5 if k == 1 else 12}, num_replays
     for output, reference in zip(outputs, expected, strict=True):
         for ours, theirs in zip(output.outputs, reference.outputs, strict=True):
             assert ours.token_ids == theirs.token_ids

@@ -11,6 +11,9 @@ import tempfile
 import threading
 import time
 from contextlib import contextmanager
+from multiprocessing.context import SpawnProcess
+from multiprocessing.sharedctypes import RawArray
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +25,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.serve import EngineDeadError, QueueFullError
 from nanovllm.serve.fronts.channel import Channel, FromEngine, FromFront, decode_from_engine, decode_from_front
 from nanovllm.serve.fronts.engine_process import Session
-from nanovllm.serve.fronts.front import FrontClient, FrontPlan
+from nanovllm.serve.fronts.front import FrontClient, FrontPlan, run_front
 from nanovllm.serve.settings import ServerSettings
 
 MODEL = "tiny-qwen3"
@@ -266,17 +269,21 @@ def test_channel():
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def serving(*flags: str):
-    """`nanovllm serve` with two fronts; the process, and the URL."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+@contextmanager
+def serving():
+    """`nanovllm serve` with two fronts; the process, and the URL."""
+    port = free_port()
     settings = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items()]
     command = [sys.executable, "-m", "nanovllm", "serve", MODEL, f"--port={port}", "--api-server-count=2"]
     with tempfile.TemporaryFile("w+") as log:
         streams = dict(stdout=subprocess.PIPE, stderr=log, text=True)
-        process = subprocess.Popen([*command, *settings, *flags], **streams, start_new_session=True)
+        process = subprocess.Popen([*command, *settings], **streams, start_new_session=True)
         said = process.stdout.readline()
         log.seek(0)
         loading = log.read()
@@ -295,6 +302,21 @@ def children(pid: int) -> list[int]:
     return [int(line) for line in found.stdout.split()]
 
 
+def sockets(pid: int) -> set[str]:
+    """The inodes of the sockets that a process has open."""
+    names = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+    return {name.removeprefix("socket:[").rstrip("]") for name in names if name.startswith("socket:")}
+
+
+def front_of(response, fronts: list[int]) -> int:
+    """The front that answers: the one which has the other end of the client's connection."""
+    port = response.extensions["network_stream"].get_extra_info("client_addr")[1]
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    inodes = {inode for _, _, remote, *_, inode in (line[:10] for line in lines) if remote.endswith(f":{port:04X}")}
+    (front,) = (pid for pid in fronts if inodes & sockets(pid))
+    return front
+
+
 def wait_for(condition, seconds: float = 60.0) -> None:
     end = time.perf_counter() + seconds
     while not condition():
@@ -311,6 +333,8 @@ def test_processes(llm):
     with serving() as (process, url):
         fronts = children(process.pid)
         assert len(fronts) == 2
+        for pid, other in (fronts, [fronts[0], process.pid], [fronts[1], process.pid]):
+            assert not sockets(pid) & sockets(other)  # so that the end of a process closes its channels
         assert [ask(url) for _ in range(8)] == [text] * 8  # each in a connection of its own
         for _ in range(16):  # any front
             answer = httpx.post(f"{url}/v1/completions", json={"prompt": [], "unknown": 1})
@@ -328,11 +352,12 @@ def test_processes(llm):
         with httpx.Client() as one, one.stream("POST", f"{url}/v1/completions", json=endless, timeout=60) as stream:
             chunks = stream.iter_lines()
             assert next(chunks).startswith("data: ")
-            os.kill(fronts[0], signal.SIGKILL)
-            os.kill(fronts[1], signal.SIGKILL)
+            lost = front_of(stream, fronts)
+            os.kill(lost, signal.SIGKILL)
             with pytest.raises(httpx.RemoteProtocolError):
                 assert not [*chunks]
-        wait_for(lambda: len(set(children(process.pid)) - set(fronts)) == 2)
+        wait_for(lambda: lost not in children(process.pid) and len(children(process.pid)) == 2)
+        assert {*fronts} - {*children(process.pid)} == {lost}
         wait_for(lambda: can_connect(url))
         assert ask(url) == text
         lines = httpx.get(f"{url}/metrics").text.splitlines()
@@ -359,10 +384,19 @@ def can_connect(url: str) -> bool:
 
 
 @pytest.mark.skipif(not hasattr(socket, "SO_REUSEPORT"), reason="the fronts share an address by this option")
-def test_the_end_of_the_engine_ends_all():
-    with serving() as (process, url):
-        fronts = children(process.pid)
+def test_the_end_of_the_engine_ends_a_front():
+    """All that a front sees of it is that the channel is closed."""
+    own, other = socket.socketpair()
+    port = free_port()
+    plan = FrontPlan(MODEL, ServerSettings(port=port), ENGINE, RawArray("q", 1), None)
+    process = SpawnProcess(target=run_front, args=(plan, 0, other))
+    process.start()
+    other.close()
+    try:
+        Channel(own).receive(60)  # it is ready
+        wait_for(lambda: can_connect(f"http://127.0.0.1:{port}"))
+        own.close()
+        process.join(20)
+        assert process.exitcode == 1
+    finally:
         process.kill()
-        process.wait()
-        wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in fronts), 20)
-        assert not can_connect(url)

@@ -11,6 +11,8 @@ from test_models import MAX_LEN, VOCAB_SIZE, make_checkpoint
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
+from nanovllm.distributed import process_group
+from nanovllm.distributed.worker import Workers
 from nanovllm.features.logprobs import log_probabilities
 from nanovllm.invariant import invariant_operations
 from nanovllm.invariant.cpu import cpu_ops as ops  # which it registers
@@ -24,6 +26,8 @@ from nanovllm.layers.sampler import SamplingRows
 from nanovllm.utils.context import Context
 
 PREFIX = [*range(50, 90)]
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+EXPERTS_ON_TWO = {"tensor_parallel_size": 2, "expert_parallel": True}
 
 
 def make_requests(rng: random.Random, prefix=PREFIX, max_tokens=26) -> list[tuple[list[int], SamplingParams]]:
@@ -114,6 +118,9 @@ def test_no_bit_differs(make_llm, tmp_path, name, settings):
         ("qwen3", {"kv_cache_dtype": "fp8", "logprobs_mode": "temperature_logprobs"}),
         ("qwen3-moe", {}),
         ("qwen3-moe", {"quantization": "fp8"}),
+        pytest.param("llama-3.2", {"tensor_parallel_size": 2}, marks=TWO_GPUS),
+        pytest.param("qwen3-moe", {"tensor_parallel_size": 2}, marks=TWO_GPUS),
+        pytest.param("qwen3-moe", EXPERTS_ON_TWO | {"quantization": "fp8"}, marks=TWO_GPUS),
     ],
 )
 def test_no_bit_differs_on_a_gpu(make_llm, tmp_path, name, settings):
@@ -255,5 +262,10 @@ def test_settings(monkeypatch):
     refused("batch_invariant=True: tensor_parallel_size=4: must be one of 1, 2", tensor_parallel_size=4)
     monkeypatch.setattr("nanovllm.config._resolve_device", lambda name, num_ranks: "cuda:0")
     assert Config(TINY, device="cuda", batch_invariant=True).attention_backend == "triton"
-    refused("batch_invariant=True: tensor_parallel_size=2: must be one of 1", device="cuda", tensor_parallel_size=2)
+    several = Config(TINY, device="cuda", batch_invariant=True, tensor_parallel_size=4)
+    monkeypatch.setattr(process_group, "can_read_peers", lambda device, rank, size: size == 2)
+    with pytest.raises(
+        ValueError, match="tensor_parallel_size=4: must be 1, as these GPUs can't read each other's memory"
+    ):
+        Workers(several)
     refused("batch_invariant=True has its own backend: attention_backend='sdpa'", attention_backend="sdpa")

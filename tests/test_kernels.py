@@ -23,7 +23,7 @@ import triton.language as tl
 from nanovllm.attention.triton import query_tiles
 from nanovllm.kernels import ops, peers
 from nanovllm.kernels.decode_attention import NUM_IDS, TILE
-from nanovllm.kernels.dependent_launch import has_tma
+from nanovllm.kernels.dependent_launch import has_tma, num_sms
 from nanovllm.kernels.peers import PeerBarrier
 from nanovllm.kernels.sampling import _gumbel
 from nanovllm.kernels.sampling_columns import PHILOX_ROUNDS, WIDTH, column
@@ -235,11 +235,13 @@ def test_a_step_of_decodes_and_chunks(splits, dtype):
 
 
 def test_number_of_splits():
-    for programs in (1, 2, 3, 8, 1000):
+    device = torch.device(DEVICE)
+    for batch_size, kv_heads in ((1, 1), (1, 2), (3, 1), (2, 8), (1000, 1)):
         for length in (0, 1, TILE, TILE + 1, 7 * TILE, 10**6):
-            splits = choose_num_splits(programs, length, TILE, torch.device(DEVICE))
-            assert 1 <= splits <= min(MAX_SPLITS, max(1, -(-length // TILE)))
-    few, many = (choose_num_splits(programs, 10**6, TILE, torch.device(DEVICE)) for programs in (1, 3000))
+            splits = choose_num_splits(batch_size, kv_heads, length, TILE, device)
+            most = num_sms(device) // kv_heads if batch_size == 1 else MAX_SPLITS
+            assert 1 <= splits <= min(max(1, most), max(1, -(-length // TILE)))
+    few, many = (choose_num_splits(batch_size, 1, 10**6, TILE, device) for batch_size in (2, 3000))
     assert few > many == 1
 
 

@@ -4,17 +4,22 @@ A first difference is excused only where the reference's own two best logits are
 printed. What follows it in that answer is a different text and is not compared.
 """
 
+import json
 import random
+import shutil
+from collections.abc import Iterable
+from functools import cache
 
 import pytest
 import torch
 from conftest import TINY, generate_by_steps
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import SamplingParams
 
 MARGIN = 2e-4
 SHARED_PREFIX = 300
 NUM_VERSES = 24  # the first requests
+MAX_ANSWER, MAX_RANDOM = 80, 24  # the most tokens that follow text, and random ids
 SONNET = """Shall I compare thee to a summer's day?
 Thou art more lovely and more temperate:
 Rough winds do shake the darling buds of May,
@@ -51,15 +56,17 @@ def questions(rng: random.Random) -> list[str]:
 
 @pytest.fixture(scope="module")
 def requests(chat, tokenizer) -> list[tuple[list[int], int]]:
-    """(prompt, max_tokens): chat prompts with one right answer, verse, random ids of all lengths, shared prefixes."""
+    """(prompt, max_tokens): verse, chat prompts with one right answer, random ids of all lengths, shared prefixes."""
     rng = random.Random(0)
     ids = lambda n: [rng.randrange(2045) for _ in range(n)]
-    made = [(chat(question), 100) for question in questions(rng)]
+    made = [(chat(question), MAX_ANSWER) for question in questions(rng)]
     verse = tokenizer.encode(SONNET)
-    verses = [(verse[: rng.randint(2, len(verse))], rng.randint(60, 120)) for _ in range(NUM_VERSES)]
+    verses = [
+        (verse[: rng.randint(2, len(verse))], rng.randint(MAX_ANSWER // 2, MAX_ANSWER)) for _ in range(NUM_VERSES)
+    ]
     lengths = [1, 1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 255, 256, 257, 511, 512, 513, 1023, 1024, 1500]
     lengths += [int(1.8 ** rng.uniform(2, 10)) for _ in range(35)]
-    made += [(ids(length), rng.randint(1, 24)) for length in lengths]
+    made += [(ids(length), rng.randint(1, MAX_RANDOM)) for length in lengths]
     prefix = ids(SHARED_PREFIX)
     made += [(prefix + ids(rng.randint(1, 40)), 8) for _ in range(20)]
     rng.shuffle(made)
@@ -69,62 +76,60 @@ def requests(chat, tokenizer) -> list[tuple[list[int], int]]:
 
 
 @pytest.fixture(scope="module")
-def offline(requests) -> tuple[list[dict], dict]:
-    """The answers to one call of `generate`, and the engine's statistics."""
-    with LLM("tiny-qwen3", dtype="float32", device="cpu", max_num_seqs=50, async_scheduling=True) as llm:
-        prompts = [prompt for prompt, _ in requests]
-        return llm.generate(prompts, params_of(requests), use_tqdm=False), llm.stats()
+def random_model(small_model, tmp_path_factory) -> str:
+    """The small model with so many end ids that half of its longest answers end before their last possible token."""
+    folder = shutil.copytree(small_model, tmp_path_factory.mktemp("random") / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(0, 2048, 128)]}))
+    return str(folder)
+
+
+class Reference:
+    """transformers' greedy ids of requests, and by how much each of them led.
+
+    The first answer of an engine serves as a draft: transformers computes its logits in one forward. From the first
+    token on that is not its own choice, it goes on by itself.
+    """
+
+    def __init__(self, folder: str):
+        from transformers import Qwen3ForCausalLM
+
+        self.model = Qwen3ForCausalLM.from_pretrained(folder, torch_dtype=torch.float32).eval()
+        self.end_ids = {*torch.tensor(self.model.generation_config.eos_token_id).view(-1).tolist()}
+        self.answers: dict[tuple, tuple[list[int], list[float]]] = {}
+
+    def answer(self, prompt: list[int], max_tokens: int, draft: list[int]) -> tuple[list[int], list[float]]:
+        key = (*prompt, max_tokens)
+        if key not in self.answers:
+            self.answers[key] = self._answer(prompt, max_tokens, draft)
+        return self.answers[key]
+
+    def _answer(self, prompt, max_tokens, draft):
+        while True:
+            logits = self.model(torch.tensor([prompt + draft]), logits_to_keep=len(draft) + 1).logits[0]
+            chosen, best = logits.argmax(-1).tolist(), logits.topk(2).values
+            margins = (best[:, 0] - best[:, 1]).tolist()
+            num_right = next((i for i, (a, b) in enumerate(zip(chosen, draft)) if a != b), len(draft))
+            draft = chosen[: num_right + 1]
+            for i, token_id in enumerate(draft, 1):
+                if i == max_tokens or token_id in self.end_ids:
+                    return draft[:i], margins[:i]
 
 
 @pytest.fixture(scope="module")
-def reference(requests, offline) -> list[tuple[list[int], list[float]]]:
-    """transformers' greedy ids for each request, and by how much each of them led.
-
-    An engine's answer serves as a draft: transformers computes its logits in one forward, and whatever is not its own
-    choice, with all that follows, is replaced by what it generates itself.
-    """
-    from transformers import Qwen3ForCausalLM
-
-    model = Qwen3ForCausalLM.from_pretrained(TINY, torch_dtype=torch.float32).eval()
-    drafts = [answer["token_ids"] for answer in offline[0]]
-    answers = []
-    for (prompt, max_tokens), draft in zip(requests, drafts):
-        logits = model(torch.tensor([prompt + draft]), logits_to_keep=len(draft) + 1).logits[0, :-1]
-        chosen, best = logits.argmax(-1).tolist(), logits.topk(2).values
-        margins = (best[:, 0] - best[:, 1]).tolist()
-        agreed = next((i for i, (a, b) in enumerate(zip(chosen, draft)) if a != b), len(draft))
-        if agreed < len(draft) or (len(draft) < max_tokens and draft[-1] not in model.generation_config.eos_token_id):
-            chosen, margins = go_on(model, prompt, draft[:agreed], max_tokens, margins[:agreed])
-        answers.append((chosen, margins))
-    return answers
-
-
-def go_on(model, prompt, token_ids, max_tokens, margins) -> tuple[list[int], list[float]]:
-    """The greedy answer that begins with `token_ids`, whose margins are known."""
-    out = model.generate(
-        torch.tensor([prompt + token_ids]),
-        attention_mask=torch.ones(1, len(prompt) + len(token_ids), dtype=torch.long),
-        do_sample=False,
-        temperature=None,
-        top_p=None,
-        top_k=None,
-        max_new_tokens=max_tokens - len(token_ids),
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    best = [logits[0].topk(2).values for logits in out.logits]
-    return out.sequences[0, len(prompt) :].tolist(), margins + [(a - b).item() for a, b in best]
+def reference():
+    """A function from folders to references, of which each is made once."""
+    return cache(Reference)
 
 
 @pytest.fixture
-def same_as_reference(reference, request, capsys):
-    """A check of answers in the order of the requests, or of those at `indices`."""
+def same_as_reference(reference, requests, random_model, request, capsys):
+    """A check of a model's answers to all requests, or to those at `indices`."""
 
-    def check(answers: list[dict], indices=None) -> None:
+    def check(answers: list[dict], indices: Iterable[int] | None = None, model: str = random_model) -> None:
         excused = 0
-        for i, answer in zip(range(len(reference)) if indices is None else indices, answers, strict=True):
-            expected, margins = reference[i]
+        for i, answer in zip(range(len(requests)) if indices is None else indices, answers, strict=True):
             got = answer["token_ids"]
+            expected, margins = reference(model).answer(*requests[i], got)
             differ = next((j for j, (a, b) in enumerate(zip(got, expected)) if a != b), None)
             if differ is None:
                 assert len(got) == len(expected), f"request {i}: {len(got)} tokens instead of {len(expected)}"
@@ -145,16 +150,6 @@ def generate(llm, requests) -> list[dict]:
     return generate_by_steps(llm, [(prompt, params) for (prompt, _), params in zip(requests, params_of(requests))])
 
 
-@pytest.fixture
-def check_some(requests, same_as_reference):
-    """Generate every `step`-th request from the `first` on, and compare the answers."""
-
-    def check(llm, first: int, step: int) -> None:
-        same_as_reference(generate(llm, requests[first::step]), range(first, len(requests), step))
-
-    return check
-
-
 both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 
 
@@ -172,19 +167,30 @@ both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["syn
         ),
     ],
 )
-def test_worlds(make_llm, check_some, settings, first, step):
-    check_some(make_llm(**settings), first, step)
+def test_worlds(make_llm, random_model, requests, same_as_reference, settings, first, step):
+    llm = make_llm(random_model, **settings)
+    same_as_reference(generate(llm, requests[first::step]), range(first, len(requests), step))
 
 
-def test_offline(offline, same_as_reference):
-    answers, stats = offline
-    same_as_reference(answers)
-    assert stats["steps"]["mixed"] == 0
+@pytest.mark.parametrize("async_scheduling, first, step", [(True, 0, 1), (False, 1, 3)], ids=["offline", "by steps"])
+def test_bundled_model(make_llm, requests, same_as_reference, async_scheduling, first, step):
+    """Verse, and questions with one right answer, which ends by itself."""
+    llm = make_llm(TINY, max_num_seqs=50, async_scheduling=async_scheduling)
+    indices = [i for i, (_, max_tokens) in enumerate(requests) if max_tokens > MAX_RANDOM][first::step]
+    some = [requests[i] for i in indices]
+    offline = lambda: llm.generate([prompt for prompt, _ in some], params_of(some), use_tqdm=False)
+    same_as_reference(offline() if step == 1 else generate(llm, some), indices, TINY)
 
 
-def test_chunked_prefill(make_llm, requests, same_as_reference):
+def test_offline(make_llm, random_model, requests, same_as_reference):
+    llm = make_llm(random_model, max_num_seqs=50, async_scheduling=True)
+    same_as_reference(llm.generate([prompt for prompt, _ in requests], params_of(requests), use_tqdm=False))
+    assert llm.stats()["steps"]["mixed"] == 0
+
+
+def test_chunked_prefill(make_llm, random_model, requests, same_as_reference):
     """With a budget of 64 tokens a step most prompts are computed in pieces."""
-    llm = make_llm(max_num_batched_tokens=64, kvcache_block_size=16, async_scheduling=True)
+    llm = make_llm(random_model, max_num_batched_tokens=64, kvcache_block_size=16, async_scheduling=True)
     pieces = []
     schedule = llm.scheduler.schedule
     llm.scheduler.schedule = lambda **options: pieces.append(schedule(**options)) or pieces[-1]
@@ -194,18 +200,19 @@ def test_chunked_prefill(make_llm, requests, same_as_reference):
 
 
 @both_ways
-def test_preemption(make_llm, requests, same_as_reference, async_scheduling):
-    """The cache holds the longest request and hardly more."""
-    llm = make_llm(num_kvcache_blocks=100, kvcache_block_size=16, async_scheduling=async_scheduling)
-    indices = [*range(NUM_VERSES), *range(NUM_VERSES + async_scheduling, len(requests), 4)]
+def test_preemption(make_llm, random_model, requests, same_as_reference, async_scheduling):
+    """The cache holds the longest of these requests and hardly more."""
+    llm = make_llm(random_model, num_kvcache_blocks=48, kvcache_block_size=16, async_scheduling=async_scheduling)
+    indices = [*range(NUM_VERSES), *range(NUM_VERSES + async_scheduling, len(requests), 8)]
+    indices = [i for i in indices if len(requests[i][0]) <= 513]
     same_as_reference(generate(llm, [requests[i] for i in indices]), indices)
     assert llm.scheduler.num_preemptions > 0
 
 
 @both_ways
-def test_shared_prefixes(make_llm, requests, same_as_reference, async_scheduling):
+def test_shared_prefixes(make_llm, random_model, requests, same_as_reference, async_scheduling):
     """Hits within a step, hits of a second round, and no hits give the same tokens."""
-    llm = make_llm(kvcache_block_size=16, async_scheduling=async_scheduling)
+    llm = make_llm(random_model, kvcache_block_size=16, async_scheduling=async_scheduling)
     may_share = [SHARED_PREFIX < len(prompt) <= SHARED_PREFIX + 40 for prompt, _ in requests]
     indices = [i for i, shares in enumerate(may_share) if shares or i % 8 == async_scheduling]
     some = [requests[i] for i in indices]
@@ -220,9 +227,9 @@ def test_shared_prefixes(make_llm, requests, same_as_reference, async_scheduling
 
 
 @both_ways
-def test_waves(make_llm, requests, same_as_reference, async_scheduling):
+def test_waves(make_llm, random_model, requests, same_as_reference, async_scheduling):
     """Requests come in while others run; several engines' worth of batch compositions in one run."""
-    llm = make_llm(kvcache_block_size=16, max_num_seqs=24, async_scheduling=async_scheduling)
+    llm = make_llm(random_model, kvcache_block_size=16, max_num_seqs=24, async_scheduling=async_scheduling)
     rng = random.Random(1)
     indices = range(int(async_scheduling), len(requests), 4)
     left = list(zip([requests[i][0] for i in indices], params_of(requests)[indices.start :: 4]))

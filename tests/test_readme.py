@@ -6,8 +6,8 @@ import ast
 import inspect
 import json
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 import textwrap
 from dataclasses import fields
@@ -26,6 +26,7 @@ from nanovllm.benchmarks.throughput import WORKLOADS
 from nanovllm.config import Config
 from nanovllm.engine.engine import Engine
 from nanovllm.layers.attention import Attention, PagedKV
+from nanovllm.serve import cli
 
 ROOT = Path(__file__).parents[1]
 PATHS = [ROOT / "README.md", ROOT / ".github/CONTRIBUTING.md", ROOT / "tests/README.md"]
@@ -33,6 +34,8 @@ PATHS += sorted((ROOT / "nanovllm").rglob("*.md"))
 DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PATHS}
 README = DOCUMENTS["README.md"]
 SOURCE = "\n".join(path.read_text() for path in sorted((ROOT / "nanovllm").rglob("*.py")))
+WORDS = {*re.findall(r"\w+", SOURCE)}
+FOLDERS = [*(ROOT / "nanovllm").glob("**/"), ROOT, ROOT / "tests"]
 
 
 def page(name: str) -> str:
@@ -141,8 +144,8 @@ COMMANDS = {command: shown for command, _, shown in (text.partition("\n") for te
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command_of_the_readme(command, capsys):
-    """What it shows is printed, in that order; dots stand for other lines."""
+def test_command_of_the_readme(command, capsys, monkeypatch):
+    """What it shows is printed, in that order; dots stand for other lines. Commands run in this process."""
     program, *arguments = shlex.split(command)
     lines = [line for line in COMMANDS[command].splitlines() if line not in ("", "...")]
     assert lines
@@ -151,10 +154,14 @@ def test_command_of_the_readme(command, capsys):
         from nanovllm.serve.server import ServerSettings, announce
 
         announce(ServerSettings(), *arguments[1:], MagicMock(**{"getsockname.return_value": ("127.0.0.1", 8000)}))
-        printed = capsys.readouterr().out
+    elif program == "nanovllm":
+        with pytest.raises(SystemExit) as end:
+            cli.main(arguments)
+        assert not end.value.code
     else:
-        call = [sys.executable, *(["-m", "nanovllm"] if program == "nanovllm" else []), *arguments]
-        printed = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        monkeypatch.setattr(sys, "argv", arguments)
+        runpy.run_path(str(ROOT / arguments[0]), run_name="__main__")
+    printed = capsys.readouterr().out
     assert [line for line in printed.splitlines() if line in lines] == lines
 
 
@@ -226,12 +233,11 @@ def test_settings_table_is_complete():
 
 def test_guide_table_names_what_exists():
     """Every identifier on the side of this package stands in its source."""
-    words = set(re.findall(r"\w+", SOURCE))
     rows = table(page("names"))
     texts = [*(here for _, here in rows), section(page("names"), "What works differently")]
     codes = [code for text in texts for code in re.findall(r"`([^`]+)`", text)]
     names = {name for code in codes for name in re.findall(r"[A-Za-z_]\w+", code)}
-    assert len(rows) <= 30 and len(names) > 30 and names - words - {"generation_config", "json"} == set()
+    assert len(rows) <= 30 and len(names) > 30 and names - WORDS - {"generation_config", "json"} == set()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -242,12 +248,11 @@ def test_files_and_classes_that_are_named_exist(document):
     text = DOCUMENTS[document]
     if document == "nanovllm/docs/names.md":  # the other side of its tables is another project's
         text = section(text, "What works differently")
-    folders = [(ROOT / document).parent, *(ROOT / "nanovllm").glob("**/"), ROOT, ROOT / "tests"]
+    folders = [(ROOT / document).parent, *FOLDERS]
     files = set(re.findall(r"`([\w/*]+\.py)`", text)) - {"modeling_*.py"}  # transformers'
     assert [file for file in files if not any(any(folder.glob(file)) for folder in folders)] == []
-    words = set(re.findall(r"\w+", SOURCE))
     names = {word for name in re.findall(r"`([A-Z]\w*[a-z]\w*\.\w+)`", text) for word in name.split(".")}
-    assert names - words == set()
+    assert names - WORDS == set()
 
 
 def test_readme_shows_the_step_as_it_is():

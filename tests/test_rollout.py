@@ -16,6 +16,8 @@ from nanovllm.rollout import weights_of
 
 PROMPTS = [[7, 8, 9, 10] * 6, [300, 20, 1]]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+EXPERTS_ON_TWO = {"tensor_parallel_size": 2, "expert_parallel": True}
 WAYS = [GREEDY, SamplingParams(temperature=0.9, seed=4, max_tokens=12, ignore_eos=True)]
 
 
@@ -115,6 +117,31 @@ def test_ranks(make_llm, tmp_path, settings):
     found = answers(llm)
     llm.exit()
     assert found != before and found == answers(make_llm(str(tmp_path / "new"), **SMALL, **settings))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name, settings",
+    [
+        ("llama-3.2", {}),
+        ("mistral-window", {"quantization": "int8"}),
+        ("qwen3-moe", {"quantization": "fp8"}),
+        ("qwen3-moe", {"enforce_eager": True}),
+        pytest.param("llama-3.2", {"tensor_parallel_size": 2}, marks=TWO_GPUS),
+        pytest.param("qwen3-moe", {"tensor_parallel_size": 2}, marks=TWO_GPUS),
+        pytest.param("qwen3-moe", EXPERTS_ON_TWO | {"quantization": "fp8"}, marks=TWO_GPUS),
+    ],
+)
+def test_on_a_gpu(make_llm, tmp_path, name, settings):
+    """From tensors of the GPU, under graphs that were captured before."""
+    folder = make_checkpoint(tmp_path / "old", name)
+    weights = perturbed(folder, tmp_path / "new")
+    settings = {"device": "cuda", "dtype": "bfloat16"} | settings
+    llm, fresh = (make_llm(str(path), **SMALL, **settings) for path in (folder, tmp_path / "new"))
+    before = answers(llm)
+    llm.load_weights((name, tensor.cuda()) for name, tensor in weights.items())
+    assert_loaded(llm, fresh)
+    assert answers(llm) != before
 
 
 def test_the_prefix_cache_is_emptied(make_llm):
@@ -307,10 +334,13 @@ def expected_logprobs(mode: str, logits: torch.Tensor, params: SamplingParams) -
     return (logits / temperature).log_softmax(-1)
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", "temperature_logprobs", "processed_logprobs"])
-@pytest.mark.parametrize("settings", [{}, {"tensor_parallel_size": 2}], ids=["1 rank", "2 ranks"])
-def test_logprobs_modes(make_llm, mode, settings):
-    llm = make_llm(logprobs_mode=mode, max_model_len=128, **settings)
+@pytest.mark.parametrize(
+    "mode, num_ranks",
+    [("raw_logprobs", 1), ("temperature_logprobs", 1), ("processed_logprobs", 1), ("processed_logprobs", 2)],
+)
+def test_logprobs_modes(make_llm, mode, num_ranks):
+    """On two ranks the mode that does all the others do; the model's own are in test_tensor_parallel.py."""
+    llm = make_llm(logprobs_mode=mode, max_model_len=128, tensor_parallel_size=num_ranks)
     options = dict(max_tokens=8, logprobs=3, ignore_eos=True, seed=1)
     ways = [
         SamplingParams(temperature=0, logit_bias={5: 2.0}, **options),

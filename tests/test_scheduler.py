@@ -26,9 +26,13 @@ from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.engine.stats import stats_of
 from nanovllm.features.forks import fork, resume
 
+WITH_DRAFTS = [(False, True, 4), (True, False, 5), (True, True, 6)]
 
-@pytest.mark.parametrize("asynchronous, on_host, seed", [(False, True, 4), (True, False, 5), (True, True, 6)])
-@pytest.mark.parametrize("name", SETTINGS)
+
+@pytest.mark.parametrize(
+    "name, asynchronous, on_host, seed",  # of the three, each but one with each name
+    [(name, *case) for i, name in enumerate(SETTINGS) for j, case in enumerate(WITH_DRAFTS) if (i + j) % 3],
+)
 def test_random_requests_with_drafts(name, asynchronous, on_host, seed):
     """Of which some are wrong, so that the host's counts are only upper bounds until a step's result has arrived.
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY
+from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
@@ -28,8 +30,6 @@ from nanovllm.graphs.buffers import largest_batch
 from nanovllm.graphs.cuda_graph import decode_shape
 from nanovllm.utils.interrupts import interrupts_held
 
-pytestmark = pytest.mark.small_model
-
 PROMPTS = [
     "HAMLET.\nTo be, or not to be",
     "What is 17 + 25?",
@@ -37,7 +37,7 @@ PROMPTS = [
     "Sort: 7, 3, 9",
     "HAMLET.\nTo be, or not",
 ]
-BANS = {"min_p": 0.1, "bad_words": ["the", "a"], "allowed_token_ids": [*range(0, 2048, 3)]}
+BANS = {"min_p": 0.1, "bad_words": ["the", "a"], "allowed_token_ids": [*range(0, 2044, 3)]}
 OPTIONS = [
     {},
     {"top_k": 20, "top_p": 0.9},
@@ -96,6 +96,24 @@ def ctrl_c_is_an_exception():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture(scope="module")
+def model_name(small_model, tmp_path_factory) -> str:
+    """The small model with two key-value heads, fewer than four ranks.
+
+    Its vocabulary is 1022 or 511 ids a rank: the noise is made for four ids at once.
+    """
+    folder = tmp_path_factory.mktemp("two-kv-heads") / "model"
+    shutil.copytree(small_model, folder, ignore=shutil.ignore_patterns("generation_config.json"))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_key_value_heads": 2, "vocab_size": 2044, "bos_token_id": 0, "eos_token_id": 0}
+    (folder / "config.json").write_text(json.dumps(config))
+    num_rows = {"k_proj": 2 * config["head_dim"], "v_proj": 2 * config["head_dim"], "embed_tokens": 2044}
+    weights = load_file(folder / "model.safetensors")
+    weights = {name: x[: num_rows.get(name.split(".")[-2], len(x))].clone() for name, x in weights.items()}
+    save_file(weights, folder / "model.safetensors")
+    return str(folder)
+
+
 def answers(llm: LLM) -> tuple[list, list]:
     """Ids, and log-probabilities."""
     found = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
@@ -117,54 +135,44 @@ def expected(model_name) -> tuple[list, list]:
         return answers(llm)
 
 
-@pytest.mark.parametrize("size, async_scheduling", [(2, False), (2, True), (4, True)])
-def test_the_answers_of_one_rank(make_llm, expected, size, async_scheduling):
-    """Greedy and seeded sampling with all kinds of parameters, preemption, chunks and prefix hits.
-
-    Ctrl-C comes at once, and the engine goes on to work, until one of its ranks is killed.
-    """
-    llm = make_llm(tensor_parallel_size=size, async_scheduling=async_scheduling, **SMALL)
+def check_answers(llm: LLM, expected: tuple[list, list]) -> None:
+    """Greedy and seeded sampling with all kinds of parameters, preemption, chunks and prefix hits."""
     assert_same(answers(llm), expected)
     assert llm.scheduler.num_preemptions > 0
     prompt = list(range(40))
     first, again = (llm.generate(prompt, PARAMS[1], use_tqdm=False)[0] for _ in range(2))
     assert (first["num_cached_tokens"], again["num_cached_tokens"]) == (0, 32)
     assert first["token_ids"] == again["token_ids"]
-    for pause in (0.2, 0.25, 0.31) if size == 2 else ():
-        timer = later(pause, os.kill, os.getpid(), signal.SIGINT)
-        begin = time.monotonic()
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(PROMPTS, LONG, use_tqdm=False)
-        timer.join()
-        assert time.monotonic() - begin < 2.0
-        assert llm.is_finished()
-    if size == 2:
-        assert_same(answers(llm), expected)
-    if (size, async_scheduling) == (2, True):
-        check_kill_between_steps(llm)
-    else:
-        check_kill_in_a_step(llm, rank=size // 2)
 
 
-def test_fewer_key_value_heads_than_ranks(make_llm, monkeypatch, tmp_path_factory):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def test_two_engines_of_a_caller(make_llm, expected, monkeypatch, tmp_path):
+    """Each has the answers of one rank. Ctrl-C comes at once, and the engine goes on to work, until a rank fails."""
+    engines = [make_llm(tensor_parallel_size=2, async_scheduling=x, **SMALL) for x in (False, True)]
+    pids = os.getpid(), *ranks_of(os.getpid())
+    assert len(pids) == 3 and not any(map(names_of_shared_memory, pids)) and not list(tmp_path.glob("nanovllm-*"))
+    for llm in engines:
+        check_answers(llm, expected)
+        for pause in (0.2, 0.25, 0.31):
+            timer = later(pause, os.kill, os.getpid(), signal.SIGINT)
+            begin = time.monotonic()
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(PROMPTS, LONG, use_tqdm=False)
+            timer.join()
+            assert time.monotonic() - begin < 2.0
+            assert llm.is_finished()
+    first, second = engines
+    with ThreadPoolExecutor(1) as pool:  # any thread may use an engine
+        assert_same(pool.submit(answers, first).result(), expected)
+    check_error_in_a_step(first, monkeypatch)
+    assert_same(answers(second), expected)
+    check_kill_between_steps(second)
 
-    folder = tmp_path_factory.mktemp("two-kv-heads")
-    shape = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=32)
-    torch.manual_seed(0)
-    config = Qwen3Config(vocab_size=2044, num_key_value_heads=2, max_position_embeddings=512, **shape)
-    Qwen3ForCausalLM(config).float().save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes(Path(TINY, name).read_bytes())
-    prompts = [[i, 2 * i + 1, 7] for i in range(8)]
-    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=20) for i in range(8)]
-    runs = []
-    for size in (1, 4):  # a vocabulary of 511 a rank: the noise is made for four ids at once
-        llm = make_llm(str(folder), tensor_parallel_size=size)
-        assert next(iter(llm.model_runner.cache_groups)).num_kv_heads == max(1, 2 // size)
-        runs.append([answer["token_ids"] for answer in llm.generate(prompts, params, use_tqdm=False)])
-    assert runs[1] == runs[0]
-    check_error_in_a_step(llm, monkeypatch)
+
+def test_fewer_key_value_heads_than_ranks(make_llm, expected):
+    llm = make_llm(tensor_parallel_size=4, **SMALL)
+    assert next(iter(llm.model_runner.cache_groups)).num_kv_heads == 1
+    check_answers(llm, expected)
+    check_kill_in_a_step(llm, rank=2)
 
 
 @pytest.mark.parametrize(
@@ -258,26 +266,33 @@ def test_a_channel_has_no_name_and_leaves_no_descriptor():
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-def pid_of(rank: int) -> int:
-    return ranks_of(os.getpid())[rank - 1]  # they were started in their order
-
-
 def later(seconds: float, function, *arguments) -> threading.Timer:
     timer = threading.Timer(seconds, function, arguments)
     timer.start()
     return timer
 
 
+def pid_of(llm: LLM, rank: int) -> int:
+    return llm.workers.processes[rank - 1].pid
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def assert_closed(llm: LLM, begin: float) -> None:
     assert time.monotonic() - begin < SOON
-    assert not ranks_of(os.getpid())
+    assert not any(is_alive(process.pid) for process in llm.workers.processes)
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate("x")
 
 
 def check_kill_in_a_step(llm: LLM, rank: int) -> None:
     begin = time.monotonic()
-    later(0.5, os.kill, pid_of(rank), signal.SIGKILL)
+    later(0.5, os.kill, pid_of(llm, rank), signal.SIGKILL)
     with pytest.raises(RuntimeError, match=rf"rank {rank} was killed \(SIGKILL\)"):
         while time.monotonic() - begin < SOON:
             llm.generate(PROMPTS, LONG, use_tqdm=False)
@@ -285,7 +300,7 @@ def check_kill_in_a_step(llm: LLM, rank: int) -> None:
 
 
 def check_kill_between_steps(llm: LLM) -> None:
-    os.kill(pid_of(1), signal.SIGKILL)
+    os.kill(pid_of(llm, 1), signal.SIGKILL)
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=r"rank 1 was killed \(SIGKILL\)"):
         llm.generate(PROMPTS, LONG, use_tqdm=False)
@@ -293,15 +308,16 @@ def check_kill_between_steps(llm: LLM) -> None:
 
 
 def check_error_in_a_step(llm: LLM, monkeypatch) -> None:
-    """The other ranks get a batch that makes them fail. The caller gets the first one's error and its traceback."""
+    """The other rank gets a batch that makes it fail. The caller gets its error and its traceback."""
     send = StepChannel.send
 
     def garble(channel, shape, words, timeout):
         send(channel, shape, np.full_like(words, 10**6), timeout)
 
-    monkeypatch.setattr(StepChannel, "send", garble)
     begin = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"(?s)rank [1-3] failed:.*Traceback.*in forward.*Error"):
+    failed = pytest.raises(RuntimeError, match=r"(?s)rank 1 failed:.*Traceback.*in forward.*Error")
+    with monkeypatch.context() as patch, failed:
+        patch.setattr(StepChannel, "send", garble)
         llm.generate(PROMPTS, LONG, use_tqdm=False)
     assert_closed(llm, begin)
 
@@ -310,7 +326,7 @@ def test_a_rank_hangs_in_a_step(make_llm, monkeypatch):
     for module in (process_group, worker):
         monkeypatch.setattr(module, "STEP_TIMEOUT", 1.0)
     llm = make_llm(tensor_parallel_size=2, max_model_len=2048)
-    later(0.3, os.kill, pid_of(1), signal.SIGSTOP)
+    later(0.3, os.kill, pid_of(llm, 1), signal.SIGSTOP)
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="[Tt]imed out|no step"):
         llm.generate(PROMPTS, LONG, use_tqdm=False)
@@ -431,7 +447,7 @@ def test_exits_of_several_threads(sleepers, tmp_path):
 def test_an_exit_by_the_garbage_collector_in_the_ranks_own_thread(sleepers, monkeypatch, tmp_path):
     describe_end = worker._describe_end
     monkeypatch.setattr(worker, "_describe_end", lambda *arguments: sleepers.exit() or describe_end(*arguments))
-    os.kill(pid_of(1), signal.SIGKILL)
+    sleepers.processes[0].kill()
     sleepers.supervisor.join(SOON)
     assert not leftovers(tmp_path)
 
@@ -475,12 +491,14 @@ def test_ranks_that_cannot_be_started(monkeypatch, tmp_path):
 
 # -- callers -----------------------------------------------------------------------------------------------------------
 
-CALLER = """
+CALLERS = """
 import gc, os, signal, sys
+import transformers.models.auto.tokenization_auto  # here once, as an engine needs it
 from nanovllm import LLM, SamplingParams
 
 def answer():
-    return llm.generate("What is 17 + 25?", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0]["token_ids"]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    return llm.generate("HAMLET", params, use_tqdm=False)[0]["token_ids"]
 
 def fork(end):
     global llm
@@ -503,45 +521,25 @@ def fork(end):
 
 if True:  # no guard of __name__: the ranks do not run this
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever shell started us
-    what = sys.argv[1]
-    if what == "run":  # three callers, each with an engine that it makes after the fork
-        import transformers.models.auto.tokenization_auto  # here once, as an engine needs it
-        callers = []
-        for _ in range(3):
-            if (pid := os.fork()) == 0:
-                break
-            callers.append(pid)
-        else:
-            print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in callers))
-            sys.exit()
+    callers = []
+    for what in sys.argv[1:]:  # each with an engine that it makes after the fork
+        if (pid := os.fork()) == 0:
+            break
+        callers.append(pid)
+    else:
+        print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in callers))
+        sys.exit()
+    signal.alarm(200)  # should the test have failed
     llm = LLM("tiny-qwen3", device="cpu", dtype="float32", tensor_parallel_size=2, max_model_len=2048)
-    if what == "run":
-        answer()
-    print(os.getpid(), *(process.pid for process in llm.workers.processes), flush=True)
-    if what == "answer":
-        for _ in range(3):
-            print(answer())
-    elif what == "fork":
-        print(answer(), *(os.waitpid(pid, 0)[1] for pid in list(map(fork, ("none", "_exit", "use")))))
-        print(answer(), *os.listdir(os.environ["TMPDIR"]))
-    elif what == "run":
+    print(what, os.getpid(), *(process.pid for process in llm.workers.processes), answer(), flush=True)
+    os.read(0, 1)  # until all have started
+    if what == "fork":
+        print(*(os.waitpid(pid, 0)[1] for pid in list(map(fork, ("none", "_exit", "use")))), answer(), flush=True)
+        os.read(0, 1)
+    else:
         while True:
             llm.generate(["HAMLET", "KING"], SamplingParams(max_tokens=1500, ignore_eos=True))
 """
-
-
-def call(folder: Path, what: str) -> subprocess.Popen:
-    (folder / "caller.py").write_text(CALLER)
-    environment = os.environ | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(folder / "caller.py"), what]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def assert_nothing_is_left(ranks: list[int], folder: Path) -> None:
@@ -555,48 +553,30 @@ def assert_nothing_is_left(ranks: list[int], folder: Path) -> None:
     torch.__version__.startswith("2.8."), reason="its Gloo prints within the lines of the callers, which share a pipe"
 )
 def test_ranks_end_with_the_caller(tmp_path):
-    """Nor does a file stay; the callers do not close their engines."""
-    ends = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
-    parent = call(tmp_path, "run")
-    pids = [[int(pid) for pid in parent.stdout.readline().split()] for _ in ends]
-    assert [len(ranks) for _, *ranks in pids] == [1] * 3
-    time.sleep(0.5)  # most of the times they are within a step
-    for (caller, _), end in zip(pids, ends):
-        os.kill(caller, end)
-    output, errors = parent.communicate(timeout=6 * SOON)  # a busy machine, and three processes that end at once
-    assert sorted(map(int, output.split())) == sorted(-end for end in ends), errors
-    assert_nothing_is_left([rank for _, rank in pids], tmp_path)
+    """Three callers at a time, one of which forks children: these leave its ranks alone, however they end.
 
-
-def test_two_callers_at_a_time(tmp_path):
-    """The children that one of them forks leave its ranks alone, however they end.
-
-    Nothing of the ranks has a name meanwhile, and nothing is left once the callers have ended.
+    Nothing of the ranks has a name meanwhile, and nothing is left once the callers have ended, none of which closes its
+    engine.
     """
-    callers, outputs = [], []
-    for what in ("answer", "fork"):
-        (tmp_path / what).mkdir()
-        callers.append(call(tmp_path / what, what))
-    for caller in callers:
-        output, errors = caller.communicate(timeout=60)
-        assert caller.returncode == 0, errors
-        outputs.append([line for line in output.splitlines() if not line.startswith("[Gloo]")])  # of PyTorch 2.8
-    (pids, *answers), (other_pids, *lines) = outputs
-    first, again = (line.split("] ") for line in lines)
-    assert first[1] == "0 0 0" and again == [first[0], "caller.py"]
-    assert answers == [first[0] + "]"] * 3
-    for what, (_, *ranks) in ("answer", pids.split()), ("fork", other_pids.split()):
-        assert len(ranks) == 1
-        assert_nothing_is_left([*map(int, ranks)], tmp_path / what)
-
-
-def test_two_engines_of_a_caller(make_llm, monkeypatch, expected, tmp_path):
-    first, second = (make_llm(tensor_parallel_size=2, async_scheduling=x) for x in (False, True))
-    assert_same(answers(first), expected)
-    pids = os.getpid(), *ranks_of(os.getpid())
-    assert len(pids) == 3 and not any(map(names_of_shared_memory, pids)) and not list(tmp_path.glob("nanovllm-*"))
-    with ThreadPoolExecutor(1) as pool:  # any thread may use an engine, and end it
-        assert_same(pool.submit(answers, second).result(), expected)
-        pool.submit(first.exit).result()
-    assert_same(answers(second), expected)
-    check_error_in_a_step(second, monkeypatch)
+    (tmp_path / "callers.py").write_text(CALLERS)
+    environment = os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    ends = {"fork": 0, "SIGINT": signal.SIGINT, "SIGKILL": signal.SIGKILL}
+    command = [sys.executable, str(tmp_path / "callers.py"), *ends]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, **streams, text=True, bufsize=1, env=environment) as parent:
+        started = [parent.stdout.readline().split(maxsplit=3) for _ in ends]
+        answers = {text for *_, text in started}
+        pids = {what: (int(caller), int(rank)) for what, caller, rank, _ in started}
+        assert pids.keys() == ends.keys() and len(answers) == 1
+        assert not any(names_of_shared_memory(pid) for both in pids.values() for pid in both)
+        assert os.listdir(tmp_path) == ["callers.py"]
+        parent.stdin.write("." * len(ends))
+        parent.stdin.flush()
+        assert parent.stdout.readline() == f"0 0 0 {answers.pop()}"
+        time.sleep(0.2)  # most of the times the others are within a step
+        for what in list(ends)[1:]:
+            os.kill(pids[what][0], ends[what])
+        output, errors = parent.communicate(".", timeout=6 * SOON)  # a busy machine, and processes that end at once
+    assert [int(code) for code in output.split()] == [-end for end in ends.values()], errors
+    assert_nothing_is_left([rank for _, rank in pids.values()], tmp_path)

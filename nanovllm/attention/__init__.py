@@ -26,9 +26,8 @@ def resolve_backend(config: Any, device: str) -> tuple[str, int]:
     if config.batch_invariant:
         own = "sdpa" if device == "cpu" else "triton"
         check_choice("batch_invariant=True has its own backend: attention_backend", name, ("auto", own))
-        # gloo adds up the parts of more ranks in an order that depends on the size of the batch, and NCCL those of two
-        num_ranks = (1, 2) if device == "cpu" else (1,)
-        check_choice("batch_invariant=True: tensor_parallel_size", config.tensor_parallel_size, num_ranks)
+        if device == "cpu":  # gloo adds up the parts of more ranks in an order that depends on the size of the batch
+            check_choice("batch_invariant=True: tensor_parallel_size", config.tensor_parallel_size, (1, 2))
         name = own
     if name == "auto":
         name = "triton" if device.startswith("cuda") and importlib.util.find_spec("triton") else "sdpa"

@@ -58,6 +58,7 @@ class Workers:
 
     def __init__(self, config: Config):
         check_ranks(config.tensor_parallel_size)
+        process_group.check_order_of_sums(config)
         self.config = config
         self.failure: str | None = None
         self.tp = Ranks()

@@ -251,15 +251,17 @@ def _decode(out, q, norm_rope_inputs, caches, seqs, max_context_len, splits, win
     batch_size, heads, head_dim = out.shape
     layout, is_qkv = layout_of(caches[0], TILE, window), norm_rope_inputs is not NO_NORM_ROPE
     max_num_keys = min(max_context_len, window or max_context_len)
-    splits = splits or choose_num_splits(batch_size * layout.kv_heads, max_num_keys, TILE, q.device)
+    splits = splits or choose_num_splits(batch_size, layout.kv_heads, max_num_keys, TILE, q.device)
     partial = lse = None
     if splits > 1:
         partial = torch.empty((batch_size, heads, splits, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((batch_size, heads, splits), dtype=torch.float32, device=q.device)
     scale = head_dim**-0.5 * 1.4426950408889634  # log2(e): the kernel computes powers of two
-    constants = dict(GROUP=heads // layout.kv_heads, CACHE=layout, NUM_IDS=NUM_IDS, num_warps=2)
+    is_one = batch_size == 1  # whose programs have a multiprocessor each
+    constants = dict(GROUP=heads // layout.kv_heads, CACHE=layout, NUM_IDS=NUM_IDS, num_warps=4 if is_one else 2)
     constants["ROTARY"] = norm_rope_inputs[3].shape[2] if is_qkv else head_dim
-    constants["STAGES"] = 3 if head_dim * caches[0].element_size() <= 256 and not is_qkv else 2
+    is_deep = head_dim * caches[0].element_size() <= 256 and (is_one or not is_qkv)
+    constants["STAGES"] = 3 if is_deep else 2
     launch(_decode_kernel, (layout.kv_heads, batch_size, splits), q.device, shared=50 if is_qkv else 100)(
         q, norm_rope_inputs, caches, seqs, (out, partial, lse), scale, seqs[2].stride(0), splits, **constants
     )

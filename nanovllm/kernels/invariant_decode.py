@@ -207,7 +207,7 @@ def decode_attention(
     batch_size, heads, head_dim = q.shape
     out = torch.empty_like(q) if out is None else out
     layout = layout_of(k_cache, tile_sizes(head_dim, q.dtype)[1], window)
-    splits = splits or choose_num_splits(batch_size * layout.kv_heads, max_context_len, SEGMENT.value, q.device)
+    splits = splits or choose_num_splits(batch_size, layout.kv_heads, max_context_len, SEGMENT.value, q.device)
     parts = empty_parts(batch_size * heads, head_dim, max_context_len, window, q.device)
     seqs, outputs = (num_seqs, context_lens, block_tables), (out, parts)
     scale = head_dim**-0.5 * 1.4426950408889634  # log2(e): the kernel computes powers of two

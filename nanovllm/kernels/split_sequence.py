@@ -7,18 +7,20 @@ import triton.language as tl
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch, num_sms
 from nanovllm.kernels.paged_cache import CacheLayout
 
-MAX_SPLITS = 32  # of one sequence; more take longer to combine than they save
+MAX_SPLITS = 32  # of each of several sequences; more take longer to combine than they save
+MAX_SPLITS_OF_ONE = 64
 PROGRAMS_PER_SM = 8  # two or three run at a time; with this many, the last to finish are not waited for long
 NO_KEYS = tl.constexpr(-1e30)  # the log-sum-exp of no keys; finite, so that no NaN arises from it
 
 
-def choose_num_splits(num_programs: int, max_context_len: int, tile: int, device: torch.device) -> int:
-    """The most splits of one sequence, where there are `num_programs` sequences times kv heads.
+def choose_num_splits(batch_size: int, kv_heads: int, max_context_len: int, tile: int, device: torch.device) -> int:
+    """The most splits of one sequence, of at least `tile` keys each.
 
-    A split has at least `tile` keys.
+    A single sequence gets a program for each multiprocessor. The lengths of several differ: they get more programs.
     """
-    wanted = PROGRAMS_PER_SM * num_sms(device) // max(1, num_programs)
-    return max(1, min(wanted, triton.cdiv(max_context_len, tile), MAX_SPLITS))
+    programs, most = (1, MAX_SPLITS_OF_ONE) if batch_size == 1 else (PROGRAMS_PER_SM, MAX_SPLITS)
+    wanted = programs * num_sms(device) // max(1, batch_size * kv_heads)
+    return max(1, min(wanted, triton.cdiv(max_context_len, tile), most))
 
 
 @triton.jit
@@ -52,6 +54,9 @@ def _combine_kernel(
     MAX_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One row of the result. (The last split of a row to finish could do this. But a dependent launch takes less time
+    than one program takes to read what many have written: it was slower, most where many heads share their keys.)
+    """
     if PDL:
         gdc_launch_dependents()
     num_seqs_ptr, context_lens_ptr = seq_ptrs
@@ -83,7 +88,9 @@ def combine_splits(
     has written them, as they tell how many splits of a sequence are used; `seqs` are num_seqs and context_lens.
     """
     batch_size, heads, splits, _ = partial.shape
-    constants = dict(HEADS=heads, CACHE=layout, IS_QKV=is_qkv, MAX_SPLITS=MAX_SPLITS)
+    constants = dict(
+        HEADS=heads, CACHE=layout, IS_QKV=is_qkv, MAX_SPLITS=max(MAX_SPLITS, triton.next_power_of_2(splits))
+    )
     launch(_combine_kernel, (batch_size * heads,), out.device, shared=50)(
-        partial, lse, seqs, out, splits, **constants, num_warps=2
+        partial, lse, seqs, out, splits, **constants, num_warps=4 if splits > MAX_SPLITS else 2
     )

@@ -4,20 +4,52 @@
 graphs, again with prefix hits, and in random order in an engine with small chunks and a cache so small that sequences
 are preempted. It prints how many tokens and their log-probabilities were compared, up to the first other token of each
 request, and how many differ. The weights are random.
+
+With `--engine vllm`, vLLM does the same where it is installed, with its own mode if VLLM_BATCH_INVARIANT=1 is set. A
+small cache is then one for the longest sequence.
 """
 
 import argparse
+import os
 import random
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from nanovllm import LLM, SamplingParams
+from transformers import AutoConfig
+
+import nanovllm
+from nanovllm.benchmarks.engines.vllm import vllm_settings
 from nanovllm.benchmarks.shapes import SHAPES, write_shape
 
+BLOCKS_OF = {"nanovllm": "num_kvcache_blocks", "vllm": "num_gpu_blocks_override"}  # the names of this setting
 
-def make_requests(rng: random.Random, number: int, vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
+
+def engine_settings(args: argparse.Namespace, model: str) -> dict[str, Any]:
+    settings = dict(load_format="dummy", max_model_len=4096, gpu_memory_utilization=0.85)
+    settings |= {name: value for name in ("quantization", "kv_cache_dtype") if (value := getattr(args, name))}
+    if args.engine == "vllm":
+        return settings | vllm_settings(model, settings)
+    return settings | dict(model=model, batch_invariant=not args.without)
+
+
+@contextmanager
+def engine(args: argparse.Namespace, **settings: Any) -> Iterator[Any]:
+    """An `LLM` of either engine, which have the names that are used here."""
+    llm = import_module(args.engine).LLM(**settings)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown() if args.engine == "vllm" else llm.exit()
+
+
+def make_requests(args: argparse.Namespace, rng: random.Random, vocab_size: int) -> list[tuple[list[int], Any]]:
+    SamplingParams = import_module(args.engine).SamplingParams
     prefix, made = [rng.randrange(vocab_size) for _ in range(700)], []
-    for i in range(number):
+    for i in range(args.requests):
         own = [rng.randrange(vocab_size) for _ in range(rng.choice([1, 20, 300, 1100]))]
         options = rng.choice([dict(temperature=0), dict(temperature=0.9), dict(temperature=1.2, top_p=0.9, top_k=50)])
         params = dict(seed=i, max_tokens=rng.randint(100, 300), ignore_eos=True, detokenize=False)
@@ -25,9 +57,10 @@ def make_requests(rng: random.Random, number: int, vocab_size: int) -> list[tupl
     return made
 
 
-def answers(llm: LLM, requests: list) -> list[list]:
+def answers(llm: Any, requests: list) -> list[list]:
     """Of each request, its tokens with all of their log-probabilities."""
-    outputs = llm.generate([prompt for prompt, _ in requests], [params for _, params in requests], use_tqdm=False)
+    prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
+    outputs = llm.generate(prompts, [params for _, params in requests], use_tqdm=False)
     found = []
     for answer in (output.outputs[0] for output in outputs):
         entries = ([(i, x.logprob) for i, x in of_token.items()] for of_token in answer.logprobs)
@@ -35,7 +68,7 @@ def answers(llm: LLM, requests: list) -> list[list]:
     return found
 
 
-def report(what: str, found: list[list], expected: list[list], llm: LLM) -> int:
+def report(what: str, found: list[list], expected: list[list], llm: Any) -> int:
     num_compared = num_differing = num_requests = 0
     for ours, theirs in zip(found, expected, strict=True):
         same = next((i for i, (x, y) in enumerate(zip(ours, theirs)) if x[0] != y[0]), len(ours) - 1)
@@ -43,39 +76,40 @@ def report(what: str, found: list[list], expected: list[list], llm: LLM) -> int:
         differing = sum(x != y for x, y in zip(ours[: same + 1], theirs))
         num_differing += differing
         num_requests += differing > 0
-    counts = llm.stats()
+    counted = f" ({llm.stats()['preemptions']} preemptions)" if isinstance(llm, nanovllm.LLM) else ""
     print(
         f"{what}: {num_compared:,} tokens with log-probabilities compared, {num_differing:,} differ, in {num_requests} "
-        f"of {len(found)} requests ({counts['preemptions']} preemptions)",
+        f"of {len(found)} requests{counted}",
         flush=True,
     )
     return num_differing
 
 
 def main(args: argparse.Namespace, model: str) -> None:
-    rng = random.Random(args.seed)
-    settings = dict(load_format="dummy", max_model_len=4096, batch_invariant=not args.without)
-    settings |= {name: value for name in ("quantization", "kv_cache_dtype") if (value := getattr(args, name))}
-    with LLM(model, max_num_seqs=args.requests, gpu_memory_utilization=0.7, **settings) as llm:
-        requests = make_requests(rng, args.requests, llm.config.model_config.vocab_size)
-        alone = []
+    rng, settings = random.Random(args.seed), engine_settings(args, model)
+    vocab_size = AutoConfig.from_pretrained(model).vocab_size
+    with engine(args, **settings, max_num_seqs=args.requests) as llm:
+        requests, alone = make_requests(args, rng, vocab_size), []
         for request in requests:
             llm.reset_prefix_cache()
             alone += answers(llm, [request])
         num_differing = report("all at once, with graphs", answers(llm, requests), alone, llm)
         num_differing += report("again, with prefix hits", answers(llm, requests), alone, llm)
-    small = dict(num_kvcache_blocks=24, max_num_batched_tokens=rng.choice([300, 500, 900]), enforce_eager=True)
-    with LLM(model, max_num_seqs=24, **settings | small) as llm:
+    small = dict(max_num_seqs=24, max_num_batched_tokens=rng.choice([300, 500, 900]), enforce_eager=True)
+    small[BLOCKS_OF[args.engine]] = 24 if args.engine == "nanovllm" else settings["max_model_len"] // 16
+    with engine(args, **settings | small) as llm:
         order = rng.sample(range(len(requests)), len(requests))
         found = answers(llm, [requests[i] for i in order])
         num_differing += report("small chunks, few blocks", found, [alone[i] for i in order], llm)
-    if num_differing and not args.without:
+    if num_differing and args.engine == "nanovllm" and not args.without:
         raise SystemExit("bits differ")
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")  # this process has used CUDA
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--engine", choices=BLOCKS_OF, default="nanovllm")
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype")
