@@ -2,10 +2,13 @@
 
 import random
 import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ import transformers
 from conftest import DEVICE, TINY, TOLERANCE, each_dtype, generate_by_steps, pairs, runs_as_on_cuda
 from safetensors.torch import load_file, save_file
 from test_cuda_graph import capture
+from test_invariant import assert_invariant, invariant
 from test_models import edit
 from test_quantization import BLOCK, FORMATS, write_quantized
 from test_states import assert_same_as_reference, poison
@@ -32,7 +36,7 @@ from nanovllm.layers.gated_delta_net import (
     delta_net_step,
     recurrent_delta_rule,
 )
-from nanovllm.layers.sigmoid_gate import sigmoid_gate
+from nanovllm.layers.sigmoid_gate import SigmoidGate, sigmoid_gate
 from nanovllm.layers.state import State
 from nanovllm.models import ModelConfig, model_class
 from nanovllm.utils.context import Context, attention_context
@@ -531,13 +535,90 @@ def test_what_is_refused(checkpoints, tmp_path, entries, size, message):
         Config(str(folder), device="cpu", tensor_parallel_size=size)
 
 
-def test_sleep_and_the_same_bits(make_llm, checkpoints):
-    """States are given back with the cache, and are zeros again; products of states have no invariant form yet."""
+def test_sleep(make_llm, checkpoints):
+    """States are given back with the cache, and are zeros again."""
     settings = SETTINGS | {"enable_sleep_mode": True}
     llm, requests = make_llm(checkpoints.folder("qwen3_5-tied"), **settings), make_requests()[:6]
     for _ in range(2):
         assert_same_as_reference(checkpoints.model("qwen3_5-tied"), generate_by_steps(llm, requests))
         assert llm.sleep(level=1) > sum(x.nbytes for x in llm.model_runner.model.parameters())
         llm.wake_up()
-    with pytest.raises(ValueError, match="batch_invariant=True: must be False for a model whose layers keep a state"):
-        make_llm(checkpoints.folder("qwen3_5-tied"), batch_invariant=True, **SETTINGS)
+
+
+# -- the same bits -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, dtype", [("qwen3_next", "float32"), ("qwen3_5-tied", "bfloat16")])
+def test_no_bit_differs(make_llm, checkpoints, name, dtype):
+    """A request has the same bits in any batch, in any chunks, from a snapshot on and after a preemption."""
+    assert_invariant(make_llm, checkpoints.folder(name), dtype=dtype)
+
+
+def test_no_invariant_kernels():
+    """On CUDA such a model is refused as soon as its layers are known."""
+    runner_class = pytest.importorskip("nanovllm.invariant.cuda").Runner
+    layer = layer_of(DeltaHeads(1, 1, 8, 8, 4), torch.float32)
+    runner = SimpleNamespace(device=torch.device("cuda"), cache_groups={layer.cache_spec(): [layer]})
+    with pytest.raises(ValueError, match="batch_invariant=True on cuda: must be False for .* layers of GatedDeltaNet"):
+        runner_class.warm_up(runner, print)
+
+
+def random_steps(rng: random.Random, lengths: list[int]) -> Iterator[dict[int, int]]:
+    """Some of the sequences that are left, and how many tokens of each a step computes."""
+    left = Counter(dict(enumerate(lengths)))
+    while left:
+        most = rng.choice([1, 7, 80])
+        step = {i: rng.randint(1, min(most, left[i])) for i in rng.sample([*left], rng.randint(1, len(left)))}
+        yield step
+        left -= step
+
+
+@pytest.mark.parametrize("heads", [(2, 6, 16, 24, 4), (3, 3, 20, 9, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_of_a_state_are_computed_alone(dtype, heads):
+    """In chunks of any size and in decode steps, outputs and states have the same bits, near those of whole chunks."""
+    torch.manual_seed(0)
+    layer, lengths = layer_of(DeltaHeads(*heads), dtype).cpu(), [70, 5, 1, 140]
+    sizes, sequences = layer.heads.sizes, torch.arange(sum(lengths)).split(lengths)
+    qkvz, ba = (torch.randn(sum(lengths), n).to(dtype) for n in (sum(sizes) + sizes[2], 2 * layer.heads.num_values))
+    tensors = [torch.randn(1, 8, *shape).to(kind) for shape, kind in zip(*layer.cache_spec())]
+
+    def compute(steps: Iterable[dict[int, int]]) -> list[torch.Tensor]:
+        """The i-th sequence begins with the state in row i, and has row 4 + i."""
+        states, out, done = State(*(x.clone() for x in tensors)), qkvz.new_empty(len(qkvz), sizes[2]), Counter()
+        for step in steps:
+            chunks = [sequences[i][done[i] :][:n] for i, n in step.items()]
+            tokens, starts = torch.cat(chunks), torch.tensor([0, *step.values()]).cumsum(0).int()
+            rows = torch.tensor([[4 + i if done[i] else i for i in step], [4 + i for i in step]], dtype=torch.int32)
+            arguments, y = (qkvz[tokens], ba[tokens], layer, states), out[tokens]
+            if len(tokens) == len(step) and all(done[i] for i in step):
+                delta_net_step(*arguments, rows[1], y)
+            else:
+                delta_net_chunks(*arguments, rows, starts, len(step), y)
+            out[tokens] = y
+            done.update(step)
+        return [out, *states.tensors]
+
+    alone = [{i: n} for i, n in enumerate(lengths)]
+    plain = compute(alone)
+    with invariant():
+        expected = compute(alone)
+        for seed in range(4):
+            found = compute(random_steps(random.Random(seed), lengths))
+            assert all(map(torch.equal, found, expected)), seed
+    for ours, near in zip(expected, plain):
+        torch.testing.assert_close(ours, near, rtol=TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("width", [1, 24])
+def test_gates_are_computed_alone(width):
+    """The sigmoids of single numbers are the same in any number of rows, and so is the product before them."""
+    torch.manual_seed(0)
+    x, y, gates = torch.randn(50, 40), torch.randn(50, 24), torch.randn(50, 60)[:, 3 : 3 + width]
+    gate = SigmoidGate(40, torch.float32)
+    gate.weight.normal_()
+    with invariant():
+        for compute in (lambda rows: gate(x[rows], y[rows]), lambda rows: sigmoid_gate(y[rows], gates[rows])):
+            alone = torch.cat([compute(slice(i, i + 1)) for i in range(50)])
+            assert all(torch.equal(compute(slice(n)), alone[:n]) for n in (1, 2, 17, 50))
+    torch.testing.assert_close(alone, sigmoid_gate(y, gates))

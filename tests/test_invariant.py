@@ -14,8 +14,8 @@ from nanovllm.config import Config
 from nanovllm.distributed import process_group
 from nanovllm.distributed.worker import Workers
 from nanovllm.features.logprobs import log_probabilities
-from nanovllm.invariant import cpu_ops as ops
 from nanovllm.invariant import invariant_operations
+from nanovllm.invariant.cpu import cpu_ops as ops  # which it registers
 from nanovllm.invariant.cpu_attention import InvariantBackend
 from nanovllm.kernels import variant
 from nanovllm.kernels.sampling_columns import WIDTH, column_index

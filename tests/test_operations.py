@@ -149,10 +149,11 @@ def test_kernels_take_what_definitions_take(variant):
     ops = pytest.importorskip("nanovllm.kernels.ops")
     table, found = vars(ops), operations()
     assert len(found) >= 14
+    del found["gate_scores"]  # the library is as fast
     if variant:
         table = table | vars(importlib.import_module("nanovllm.invariant.cuda_ops"))
     else:
-        del found["gather_logprobs"]  # the library is as fast
+        del found["gather_logprobs"]  # here too
     for name, definition in found.items():
         theirs = inspect.signature(table[name]).parameters
         ours = inspect.signature(definition).parameters

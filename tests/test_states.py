@@ -215,6 +215,12 @@ def test_drafts_are_refused(make_stateful):
         make_stateful(speculative_config={"method": "ngram", "num_speculative_tokens": 2})
 
 
+def test_unknown_layers_are_not_batch_invariant(make_stateful):
+    """Nobody says of them that a state does not depend on how a prompt was cut into chunks."""
+    with pytest.raises(ValueError, match="batch_invariant=True on cpu: must be False .* DecayedSum, which keep"):
+        make_stateful(batch_invariant=True)
+
+
 def test_memory(make_stateful, monkeypatch):
     """States take theirs first; a row for each sequence, its snapshot, padding and zeros."""
     monkeypatch.setattr("nanovllm.engine.model_runner.CPU_KV_CACHE_BYTES", 2**22)

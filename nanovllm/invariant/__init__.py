@@ -10,6 +10,7 @@ independent of the batch is told in `kernels/invariant_gemm.py` and `kernels/inv
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from nanovllm.kernels import variant
 
@@ -26,7 +27,15 @@ def invariant_operations() -> Iterator[None]:
         variant.reset(token)
 
 
-def refuse_states(num_state_rows: int) -> None:
-    """ValueError for a model with layers whose results depend on where a prompt is cut into chunks."""
-    if num_state_rows:
-        raise ValueError("batch_invariant=True: must be False for a model whose layers keep a state")
+def refuse_states(runner: Any, *known: type) -> None:
+    """ValueError for layers whose state may depend on where a prompt was cut into chunks: all but those of these types.
+
+    `runner`: a ModelRunner whose model is loaded.
+    """
+    layers = (layer for spec, layers in runner.cache_groups.items() if spec.of_states for layer in layers)
+    for layer in layers:
+        if not isinstance(layer, known):
+            raise ValueError(
+                f"batch_invariant=True on {runner.device.type}: must be False for a model with layers of "
+                f"{type(layer).__name__}, which keep a state"
+            )

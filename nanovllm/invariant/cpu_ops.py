@@ -3,19 +3,23 @@
 A runner computes a step in one thread, so no loop over elements is cut at a place that depends on the batch. Then all
 that is elementwise, and what is reduced over the last dimension, depends on its own row. Products do not, as the
 library chooses its method by their shape: they are computed in blocks of the same shape, in all threads. Nor do
-functions of few elements, of which some are computed in vectors and the rest one by one.
+functions of few elements, of which some are computed in vectors and the rest one by one. Nor does the chunked form of
+the gated delta rule, whose sums depend on where a chunk begins: each token is computed alone, as in a decode step.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from nanovllm.features import logprobs
-from nanovllm.layers import sampler
+from nanovllm.layers import gated_delta_net, sampler
+from nanovllm.layers import sigmoid_gate as gates
 from nanovllm.layers.sampler import SamplingRows
+from nanovllm.layers.state import State
 
 ROWS = 16  # of a product
 num_threads: ContextVar[int] = ContextVar("threads of a product")
@@ -51,6 +55,35 @@ def linear(
         y[rows] = F.linear(block, weight, bias)[:num_rows]
     torch.set_num_threads(1)
     return y
+
+
+gate_scores = linear
+
+
+def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Row by row, as a gate may be a single number of each."""
+    if len(x) <= 1:
+        return NotImplemented
+    return torch.cat([gates.sigmoid_gate(*row) for row in zip(x.split(1), gate.split(1))])
+
+
+def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -> None:
+    """Token by token, in their order: the same row may occur several times, for the tokens of a sequence."""
+    if len(rows) == 1:
+        return NotImplemented
+    for x, gates_of_x, row, y in zip(qkvz.split(1), ba.split(1), rows.split(1), out.split(1)):
+        gated_delta_net.delta_net_step(x, gates_of_x, layer, states, row, y)
+    return None
+
+
+def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, num_seqs: int, out, count=None) -> None:
+    """By decode steps, so no state and no output shows where a chunk began. A CPU's steps have no padding."""
+    lengths = starts.diff().tolist()
+    inputs = (x[starts[0] :].split(lengths) for x in (qkvz, ba, out))
+    for *tokens, y, (read, written) in zip(*inputs, state_rows.T):
+        for tensor in states.tensors:
+            tensor[written] = tensor[read]
+        gated_delta_net.delta_net_step(*tokens, layer, states, written.expand(len(y)), y)
 
 
 def sample(

@@ -35,7 +35,7 @@ class Runner(CUDAModelRunner):
         return super()._load_model()
 
     def warm_up(self, lap: Callable[[str], None]) -> None:
-        refuse_states(self.num_state_rows)
+        refuse_states(self)
         super().warm_up(lap)
 
     def size_kv_cache(self, available: int, limit: str) -> None:

@@ -52,9 +52,14 @@ def delta_rule_step(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torc
     Returns what the token reads [..., value_dim], and the state [..., value_dim, key_dim] after it.
     """
     state = state * log_decay.exp()[..., None, None]
-    error = beta[..., None] * (v - (state @ k[..., None])[..., 0])
-    state = state + error[..., None] * k[..., None, :]
-    return (state @ q[..., None])[..., 0], state
+    error = beta[..., None] * (v - _read(state, k))
+    state.addcmul_(error[..., None], k[..., None, :])
+    return _read(state, q), state
+
+
+def _read(state: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """The product [..., value_dim], which a CPU's library computes much faster in this order."""
+    return (key[..., None, :] @ state.mT)[..., 0, :]
 
 
 def recurrent_delta_rule(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,7 +162,8 @@ def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -
     inputs = torch.cat((windows[rows], qkv[:, None]), 1)
     windows[rows] = inputs[:, 1:]
     values = _rule_inputs(_convolve(inputs, layer)[:, 0], ba[:n], layer)
-    read, matrices[rows] = delta_rule_step(*values, matrices[rows])
+    states_before = matrices.index_select(0, rows)  # which copies faster than matrices[rows]
+    read, matrices[rows] = delta_rule_step(*values, states_before)
     out[:n] = _gated_norm(read, z, layer)
 
 
@@ -185,8 +191,9 @@ def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, nu
 
 def _convolve(inputs: torch.Tensor, layer: GatedDeltaNet) -> torch.Tensor:
     """Each channel's convolution over time, and SiLU: [B, conv_size - 1 + T, channels] -> [B, T, channels], float32."""
-    y = F.conv1d(inputs.mT, layer.conv1d.weight, groups=inputs.shape[2])
-    return F.silu(y.float()).mT
+    taps = layer.conv1d.weight[:, 0].float().T  # [conv_size, channels]
+    num_tokens = inputs.shape[1] - len(taps) + 1
+    return F.silu(sum(inputs[:, i : i + num_tokens] * tap for i, tap in enumerate(taps)))
 
 
 def _rule_inputs(qkv: torch.Tensor, ba: torch.Tensor, layer: GatedDeltaNet) -> tuple[torch.Tensor, ...]:

@@ -14,6 +14,12 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return (x.float() * gate.float().sigmoid()).to(x.dtype)
 
 
+@operation
+def gate_scores(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [T, inputs] times weight [1, inputs] transposed -> [T, 1]."""
+    return F.linear(x, weight)
+
+
 class SigmoidGate(nn.Module):
     """A gate for each row, from the product of the layer's input with one vector, which is never quantized."""
 
@@ -23,4 +29,4 @@ class SigmoidGate(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """y [T, N], gated by what x [T, input_size] says."""
-        return sigmoid_gate(y, F.linear(x, self.weight))
+        return sigmoid_gate(y, gate_scores(x, self.weight))
