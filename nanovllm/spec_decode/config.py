@@ -158,6 +158,8 @@ def _resolve_model(settings: SpeculativeConfig, config: Any, set_: Any) -> None:
     folder = find_model(settings.model or config.model, settings.revision, with_weights)
     if settings.method == "mtp":
         check_mtp(folder, found, with_weights)
+        used = replace(found.hybrid, unused_parts=tuple(x for x in found.hybrid.unused_parts if x != "MTP"))
+        config.resolve(model_config=replace(found, hybrid=used))
     elif settings.method == "eagle3":
         found = read_eagle3_config(folder, found, config.dtype, with_weights)
     else:
