@@ -320,13 +320,13 @@ def code_lines(source: str) -> int:
 # lines of code: what a room may grow to before it is looked at again
 BUDGETS = {
     "core": 3520,
-    "states": 110,
+    "states": 120,  # of which what is kept of drafts is 10
     "attention": 150,
     "kernels": 2020,
     "delta rule kernels": 395,  # with what graphs need: the number of sequences that decode is on the device
     "distributed": 545,
     "models": 600,  # of which hybrids are 190, and heads 95
-    "gated delta rule": 195,
+    "gated delta rule": 250,  # of which drafts are 50
     "features": 730,
     "graphs": 200,
     "invariant": 280,  # of which the gated delta rule and gates on a CPU are 30
@@ -351,6 +351,7 @@ ROOM_FILES = {
     "engine/state_blocks.py": "states",
     "layers/state.py": "states",
     "layers/gated_delta_net.py": "gated delta rule",
+    "layers/delta_net_drafts.py": "gated delta rule",
     "layers/scattered_linear.py": "gated delta rule",
     "layers/sigmoid_gate.py": "gated delta rule",
     "kernels/delta_net.py": "delta rule kernels",

@@ -22,6 +22,7 @@ class KnownAnswers(Proposer):
 
     kind = "right"
     texts: tuple[list[int], ...] = ()
+    vocab_size = 2045
 
     def __init__(self, settings):
         super().__init__(settings)
@@ -32,7 +33,7 @@ class KnownAnswers(Proposer):
         known = [text for text in self.texts if text[: len(token_ids)] == token_ids]
         right = (self.random.choice(known)[len(token_ids) :] if known else []) + [0] * num_drafts
         is_right = [self.kind == "right" or (self.kind == "mixed" and self.random.random() < 0.6) for _ in right]
-        other = lambda x: self.random.choice([(x + 1) % 2045, -1])  # -1 is no draft
+        other = lambda x: self.random.choice([(x + 1) % self.vocab_size, -1])  # -1 is no draft
         return [x if ok else other(x) for x, ok in zip(right, is_right)][:num_drafts]
 
 

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from conftest import TINY, generate_by_steps, noise_of_rows
 from safetensors.torch import load_file, save_file
 from test_drafts import PROMPT_LENGTHS, SCHEDULES, SHORT_PROMPTS, answers, params_of, prompts_of
+from test_models import edit
+from test_speculation import margins as margins
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
@@ -150,8 +153,8 @@ class Reference:
 
 
 class Eagle3Reference(Reference):
-    def __init__(self, folder: Path):
-        super().__init__(TINY)
+    def __init__(self, folder: Path, target: str = TINY):
+        super().__init__(target)
         raw = json.loads((folder / "config.json").read_text())
         self.layer = raw.get("transformer_layer_config", raw)
         self.before = raw["norm_before_residual"]
@@ -167,7 +170,7 @@ class Eagle3Reference(Reference):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         own = self.norm("norm", hidden) @ self.w["lm_head"].T
         ids = self.w.get("d2t", torch.zeros(len(own), dtype=torch.int64)) + torch.arange(len(own))
-        return torch.full((2048,), -torch.inf).index_copy(0, ids, own)
+        return torch.full((self.model.config.vocab_size,), -torch.inf).index_copy(0, ids, own)
 
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, x.shape[-1:], self.w[name], EPS)
@@ -201,7 +204,8 @@ class MtpReference(Reference):
         super().__init__(folder)
         tensors = load_file(folder / "model.safetensors")
         self.w = {name.removeprefix("mtp."): x for name, x in tensors.items() if name.startswith("mtp.")}
-        self.layer = type(self.model.model.layers[0])(self.model.config, 0).eval()
+        index = self.model.config.layer_types.index("full_attention")
+        self.layer = type(self.model.model.layers[index])(self.model.config, index).eval()
         own = {name.removeprefix("layers.0."): x for name, x in self.w.items() if name.startswith("layers.0.")}
         if num_experts := getattr(self.model.config, "num_experts", 0):  # stacked, in transformers
             gate, up, down = (
@@ -228,20 +232,24 @@ class MtpReference(Reference):
         return self.norm("norm", self.layer(x, position_embeddings=cos_sin, attention_mask=None)[0])[-1]
 
 
+def text_of(runner, req_index: int) -> tuple[int, ...]:
+    """A sequence's token ids on the device, when drafts have been made for it."""
+    places = torch.arange(int(runner.tables.num_tokens[req_index]))
+    slots = runner.tables.block_tables[req_index][places // 16].long() * 16 + places % 16
+    return tuple(runner.slot_token_ids[slots].tolist())
+
+
 @pytest.fixture
 def drafted(monkeypatch) -> list[tuple]:
     """What heads draft: (token ids so far, temperature, seed, drafts)."""
     found, draft = [], Head.draft
 
     def record(self, arrays):
-        drafts, runner = draft(self, arrays), self.runner
+        drafts = draft(self, arrays)
         for own, i in zip(drafts.tolist(), arrays["req_indices"].tolist()):
-            length = int(runner.tables.num_tokens[i])
-            places = torch.arange(length)
-            slots = runner.tables.block_tables[i][places // 16].long() * 16 + places % 16
-            params = runner.tables.params[i]
+            params = self.runner.tables.params[i]
             temperature, seed = column(params[None], "temperature").item(), seeds(params[None])[0].clone()
-            found.append((tuple(runner.slot_token_ids[slots].tolist()), temperature, seed, [x for x in own if x >= 0]))
+            found.append((text_of(self.runner, i), temperature, seed, [x for x in own if x >= 0]))
         return drafts
 
     monkeypatch.setattr(Head, "draft", record)
@@ -295,56 +303,117 @@ def compare(reference: Reference, drafted: list[tuple]) -> None:
     assert num_compared > 60
 
 
+MTP = {"mtp_num_hidden_layers": 1}
+MTP_SETTINGS = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
+HYBRID = ["linear_attention", "linear_attention", "full_attention"]
+
+
 @pytest.fixture
 def mtp_folder(tmp_path, monkeypatch, request) -> Path:
-    """A model of Qwen3.5 without states, and its head; the family may be another."""
+    """A model of Qwen3.5 without states, and its head; the family and the kinds of layers may be others.
+
+    Hybrid ones of Qwen3.5 are whole checkpoints, with a vision part.
+    """
     pytest.importorskip("transformers.models.qwen3_5_moe", reason="transformers 4 does not have Qwen3.5")
     import test_hybrid
 
-    family = getattr(request, "param", "Qwen3_5")
-    entries = test_hybrid.EXPERTS if family == "Qwen3_5Moe" else {}
-    case = family, ["full_attention"] * 2, (4, 2, 32), (2, 2, 8, 8), entries
+    family, kinds = getattr(request, "param", ("Qwen3_5", 2 * ["full_attention"]))
+    entries = {} if family == "Qwen3_5" else test_hybrid.EXPERTS
+    case = family, kinds, (4, 2, 32), (2, 4, 8, 8), entries
     monkeypatch.setitem(test_hybrid.CASES, "attention", case)
-    folder = Path(test_hybrid.make_checkpoint(tmp_path / "model", "attention"))
+    is_whole = family.startswith("Qwen3_5") and kinds == HYBRID
+    folder = Path(test_hybrid.make_checkpoint(tmp_path / "model", "attention", is_whole))
     tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(shape, generator=generator)
     own = {"mtp.fc.weight": draw(64, 128) / 8}
     own |= {f"mtp.{name}.weight": 0.3 * draw(64) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    layer = f"model.{'language_model.' * is_whole}layers.{kinds.index('full_attention')}."
     for name, x in tensors.items():
-        if name.startswith("model.layers.0."):
-            own[name.replace("model.", "mtp.")] = draw(*x.shape) * (x.shape[-1] ** -0.5 if x.dim() > 1 else 0.3)
+        if name.startswith(layer):
+            own[name.replace(layer, "mtp.layers.0.")] = draw(*x.shape) * (x.shape[-1] ** -0.5 if x.dim() > 1 else 0.3)
     save_file(tensors | own, folder / "model.safetensors")
+    text_config = json.loads((folder / "config.json").read_text()).get("text_config", {})
+    edit(str(folder), **{"text_config": text_config | MTP} if is_whole else MTP)
     return folder
 
 
 @pytest.mark.parametrize(
     "mtp_folder, schedule, async_scheduling",
-    [("Qwen3_5", "chunks", True), ("Qwen3_5Moe", "preemptions", False)],
+    [
+        (("Qwen3_5", ["full_attention"] * 2), "chunks", True),
+        (("Qwen3_5", HYBRID), "preemptions", True),
+        (("Qwen3_5Moe", HYBRID), "chunks", False),
+        (("Qwen3Next", HYBRID), "at once", True),
+    ],
     indirect=["mtp_folder"],
+    ids=str,
 )
 def test_mtp(make_llm, mtp_folder, drafted, schedule, async_scheduling):
     """A head in the model's own checkpoint; its drafts, and that no token differs."""
     settings = SETTINGS | SCHEDULES[schedule] | dict(async_scheduling=async_scheduling)
-    mtp = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
-    llm = make_llm(str(mtp_folder), **settings, speculative_config=mtp | SYNTHETIC)
+    llm = make_llm(str(mtp_folder), **settings, speculative_config=MTP_SETTINGS | SYNTHETIC)
     generate_by_steps(llm, requests_of_heads(512))
     compare(MtpReference(mtp_folder), drafted)
+    stats = llm.stats()
+    assert stats["preemptions"] > 0 or schedule != "preemptions"
+    assert 0 < stats["spec_decode"]["accepted_tokens"] < stats["spec_decode"]["draft_tokens"]
     llm.exit()
-    expected = answers(generate_by_steps(make_llm(str(mtp_folder), **settings), requests_of_heads(512)))
-    llm = make_llm(str(mtp_folder), **settings, speculative_config=mtp)
+    llm = make_llm(str(mtp_folder), **settings)
+    assert "MTP part" in repr(llm)
+    expected = answers(generate_by_steps(llm, requests_of_heads(512)))
+    llm = make_llm(str(mtp_folder), **settings, speculative_config=MTP_SETTINGS)
+    assert "MTP" not in repr(llm)
     assert answers(generate_by_steps(llm, requests_of_heads(512))) == expected
     assert llm.stats()["spec_decode"]["draft_tokens"] > 50
 
 
-def test_refused_mtp(tmp_path, mtp_folder):
+@pytest.mark.parametrize("schedule", ["chunks", "preemptions"])
+@pytest.mark.parametrize("mtp_folder", [("Qwen3_5", HYBRID)], indirect=True, ids=str)
+def test_drafts_of_a_device_in_states(make_llm, mtp_folder, monkeypatch, margins, schedule):
+    """Steps are queued before the host knows how many drafts were right, which here are all or some of them."""
+    settings = SETTINGS | SCHEDULES[schedule] | dict(async_scheduling=True)
+    requests = [(prompt, replace(params, max_tokens=30)) for prompt, params in requests_of_heads(512)]
+    outputs = generate_by_steps(margins(make_llm(str(mtp_folder), **settings)), requests)
+    texts = [(*x.prompt_token_ids, *answer.token_ids) for x in outputs for answer in x.outputs]
+    draft, rng, fraction = Head.draft, random.Random(0), 1.0
+
+    def draft_known(self, arrays):
+        drafts = draft(self, arrays)
+        for own, i in zip(drafts, arrays["req_indices"].tolist()):
+            text = text_of(self.runner, i)
+            right = next((x[len(text) :] for x in texts if x[: len(text)] == text), ())
+            for j, token_id in enumerate(right[: int((own >= 0).sum())]):
+                own[j] = token_id if rng.random() < fraction else (token_id + 1) % 512
+        return drafts
+
+    monkeypatch.setattr(Head, "draft", draft_known)
+    for fraction in (1.0, 0.7):
+        llm = make_llm(str(mtp_folder), **settings, speculative_config=MTP_SETTINGS)
+        assert answers(generate_by_steps(llm, requests)) == answers(outputs)
+        stats = llm.stats()
+        assert stats["preemptions"] > 0 or schedule != "preemptions"
+        num_drafted, num_accepted = (stats["spec_decode"][name] for name in ("draft_tokens", "accepted_tokens"))
+        assert num_drafted > 50 and 0.5 * fraction**2 <= num_accepted / num_drafted <= fraction
+
+
+@pytest.mark.parametrize("mtp_folder", [("Qwen3Next", HYBRID)], indirect=True, ids=str)
+def test_heads_of_a_hybrid_model(make_llm, mtp_folder, drafted, tmp_path):
+    """EAGLE-3 reads hidden states before layers of both kinds; and two ranks have their parts of the states."""
+    head = write_head(tmp_path / "head", "authors", target=mtp_folder, layer_ids=[0, 1, 2])
+    generate_by_steps(make_llm(str(mtp_folder), **SETTINGS, **eagle(head, **SYNTHETIC)), requests_of_heads(512))
+    compare(Eagle3Reference(head, str(mtp_folder)), drafted)
+    found = []
+    for settings in ({}, {"tensor_parallel_size": 2, "speculative_config": MTP_SETTINGS}):
+        llm = make_llm(str(mtp_folder), **SETTINGS, **settings)
+        found.append(answers(generate_by_steps(llm, requests_of_heads(512))))
+    assert found[0] == found[1]
+    assert llm.stats()["spec_decode"]["draft_tokens"] > 50
+
+
+def test_refused_mtp(mtp_folder):
     settings = {"device": "cpu", "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
     with pytest.raises(ValueError, match="method='mtp': models of the family 'qwen3' have no head"):
         LLM(TINY, **settings)
-    config = json.loads((mtp_folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": ["linear_attention", "full_attention"]}))
-    shutil.copy(mtp_folder / "tokenizer.json", tmp_path)
-    with pytest.raises(ValueError, match="method='mtp': can't be used with layers of a state"):
-        LLM(str(tmp_path), **settings)
     tensors = load_file(mtp_folder / "model.safetensors")
     for name, message in [("mtp.layers.1.x", "must have a head of one layer"), ("mtp.x", "belong to no parameter: x")]:
         save_file(tensors | {name: torch.ones(1)}, mtp_folder / "model.safetensors")

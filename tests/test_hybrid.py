@@ -16,9 +16,15 @@ import transformers
 from conftest import DEVICE, TINY, TOLERANCE, each_dtype, generate_by_steps, pairs, runs_as_on_cuda
 from safetensors.torch import load_file, save_file
 from test_cuda_graph import capture
+from test_drafts import KINDS as KINDS_OF_DRAFTS
+from test_drafts import KnownAnswers
+from test_drafts import drafts as drafts  # fixtures
 from test_invariant import assert_invariant, invariant
 from test_models import edit
+from test_models import make_checkpoint as make_dense_checkpoint
 from test_quantization import BLOCK, FORMATS, write_quantized
+from test_speculation import METHODS, accepted, drafting, random_requests
+from test_speculation import margins as margins
 from test_states import assert_same_as_reference, poison
 
 from nanovllm import BeamSearchParams, SamplingParams
@@ -28,6 +34,7 @@ from nanovllm.graphs import cuda_graph
 from nanovllm.graphs.buffers import make_buffers
 from nanovllm.graphs.cuda_graph import MixedGraphs, graph_shapes
 from nanovllm.layers.attention import SDPABackend
+from nanovllm.layers.delta_net_drafts import delta_net_drafts
 from nanovllm.layers.gated_delta_net import (
     DeltaHeads,
     GatedDeltaNet,
@@ -39,6 +46,7 @@ from nanovllm.layers.gated_delta_net import (
 from nanovllm.layers.sigmoid_gate import SigmoidGate, sigmoid_gate
 from nanovllm.layers.state import State
 from nanovllm.models import ModelConfig, model_class
+from nanovllm.spec_decode.config import read_speculative_config
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.tensor_parallel import TensorParallel
@@ -414,6 +422,119 @@ def test_states_take_half_of_the_cache(make_hybrid, checkpoints, monkeypatch, en
     assert_same_as_reference(checkpoints.model("qwen3_5"), generate_by_steps(llm, requests))
 
 
+# -- drafts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads", [(2, 6, 16, 24, 4), (1, 1, 8, 8, 2)])
+def test_drafts_of_a_layer(heads):
+    """Steps of up to four drafts, of which some are right, read what a single chunk of the right tokens reads."""
+    rng, (heads, num_seqs, num_drafts) = random.Random(0), (DeltaHeads(*heads), 3, 4)
+    torch.manual_seed(0)
+    layer = layer_of(heads, torch.float32).cpu()
+    spec = layer.cache_spec()
+    settings = Config(TINY, device="cpu", max_num_seqs=num_seqs, **drafting("ngram", num_speculative_tokens=num_drafts))
+    states = spec.make([torch.full(x.shape[1:], 7, dtype=x.dtype) for x in spec.tensors(1, 0, settings)], settings)
+    for tensor in (*states.tensors, states.kept_drafts.inputs):
+        tensor.fill_(torch.nan)
+    sizes = sum(heads.sizes) + heads.sizes[2], 2 * heads.num_values
+    draw = lambda *shape: [torch.randn(*shape, size) for size in sizes]
+    texts = draw(num_seqs, 60)
+    plain = State(*(torch.zeros(1, num_seqs, *shape) for shape in spec.shapes))
+    bounds, out = torch.arange(num_seqs + 1) * 60, torch.empty(num_seqs * 60, heads.sizes[2])
+    rows = torch.arange(num_seqs)
+    delta_net_chunks(*(x.flatten(0, 1) for x in texts), layer, plain, rows.expand(2, -1), bounds, num_seqs, out)
+    expected = out.view(num_seqs, 60, -1)
+    for tensor in states.tensors:
+        tensor[:num_seqs] = 0
+    states.kept_drafts.num_tokens[:num_seqs] = 0
+    lengths, num_steps = [0] * num_seqs, 0
+    while active := [i for i in range(num_seqs) if lengths[i] < 50]:
+        num_steps += 1
+        rng.shuffle(active)
+        k = rng.randint(1, 1 + num_drafts)
+        counts = [rng.randint(1, k) for _ in active]  # tokens that are right
+        numbers = [rng.randint(count, k) for count in counts]  # all of a sequence
+        offsets = [[min(j, number - 1) for j in range(k)] for number in numbers]
+        inputs = draw(len(active), k)  # wrong ones
+        for i, seq in enumerate(active):
+            for x, text in zip(inputs, texts):
+                x[i, : counts[i]] = text[seq, lengths[seq] :][: counts[i]]
+                x[i] = x[i, offsets[i]]
+        ends = torch.tensor([[lengths[seq] + 1 + x for x in own] for seq, own in zip(active, offsets)])
+        out = torch.empty(len(active) * k, heads.sizes[2])
+        flat = [x.flatten(0, 1) for x in inputs]
+        delta_net_drafts(*flat, layer, states, torch.tensor(active), ends.flatten().int(), out)
+        for i, (seq, found) in enumerate(zip(active, out.view(len(active), k, -1))):
+            own = range(lengths[seq], lengths[seq] + counts[i])
+            torch.testing.assert_close(found[: counts[i]], expected[seq, own], rtol=1e-4, atol=1e-4)
+            assert torch.equal(found, found[offsets[i]])
+            lengths[seq] += counts[i]
+    assert num_steps > 20
+
+
+def ids_of(outputs) -> list[list[list[int]]]:
+    return [[answer.token_ids for answer in output.outputs] for output in outputs]
+
+
+@pytest.mark.parametrize(
+    "name, schedule, first_is_async",
+    [("qwen3_5", "at once", 0), ("qwen3_next", "chunks", 1), ("qwen3_5-tied", "preemptions", 0)],
+)
+def test_drafts(make_hybrid, checkpoints, monkeypatch, drafts, margins, name, schedule, first_is_async):
+    """That are right, wrong and both: the same text, also of several answers, after hits and after preemptions."""
+    requests, settings = make_requests(), SCHEDULES[schedule]
+    if schedule == "preemptions":
+        requests = [(prompt[:40], replace(params, max_tokens=50)) for prompt, params in requests[:5] + requests[8:]]
+        settings = dict(max_model_len=96, num_kvcache_blocks=10)
+    prompts, params = map(list, zip(*requests))
+    llm = margins(make_hybrid(name, **settings))
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    expected, num_steps = ids_of(outputs), sum(llm.stats()["steps"].values())
+    llm.exit()
+    texts = tuple([*x.prompt_token_ids, *answer.token_ids] for x in outputs for answer in x.outputs)
+    monkeypatch.setattr(KnownAnswers, "texts", texts)
+    monkeypatch.setattr(KnownAnswers, "vocab_size", 512)
+    for i, kind in enumerate(KINDS_OF_DRAFTS, first_is_async):
+        llm = make_hybrid(name, **settings, **drafts(kind), async_scheduling=i % 2 == 1)
+        found = llm.generate(prompts, params, use_tqdm=False)
+        assert ids_of(found) == expected
+        assert_same_as_reference(checkpoints.model(name), found)
+        stats = llm.stats()
+        assert stats["preemptions"] > 0 or schedule != "preemptions"
+        num_drafted, num_accepted = (stats["spec_decode"][key] for key in ("draft_tokens", "accepted_tokens"))
+        assert num_drafted > 100 and num_accepted > {"right": 0.5, "wrong": -1, "mixed": 0.2}[kind] * num_drafted
+        assert sum(stats["steps"].values()) < num_steps or kind != "right"
+        if kind == "mixed":  # with hits, and beside chunks of other prompts
+            found = generate_by_steps(llm, requests)
+            assert ids_of(found) == expected and any(x.num_cached_tokens for x in found)
+        assert llm.stats()["blocks"]["used"] == 0
+        llm.exit()
+
+
+def test_methods_of_drafting(make_hybrid, margins, tmp_path):
+    """But for heads, which test_heads.py has. A draft model has no states of its own. Few tokens are likely."""
+    prompts, params = random_requests(500, random.Random(3))
+    params = [replace(x, logit_bias=dict.fromkeys(range(20, 24), 9.0)) for x in params]
+    outputs = margins(make_hybrid("qwen3_5")).generate(prompts, params, use_tqdm=False)
+    draft_model = make_dense_checkpoint(tmp_path / "draft", "llama")
+    for method in METHODS:
+        others = {"model": draft_model} if method == "draft_model" else {}
+        llm = make_hybrid("qwen3_5", **drafting(method, **others))
+        assert ids_of(llm.generate(prompts, params, use_tqdm=False)) == ids_of(outputs), method
+        assert accepted(llm)[0] > 0, method
+
+
+def test_drafts_on_a_gpu_are_refused(checkpoints):
+    """Before anything is loaded; a model of such a family whose layers keep no states is not."""
+    config = Config(checkpoints.folder("qwen3_5"), device="cpu")
+    config.resolve(device="cuda", **drafting("ngram"))
+    with pytest.raises(ValueError, match="a model whose layers keep a state: needs device='cpu' so far, not 'cuda'"):
+        read_speculative_config(config)
+    everywhere = replace(config.model_config.hybrid, attention_layers=frozenset(range(3)))
+    config.resolve(model_config=replace(config.model_config, hybrid=everywhere))
+    assert read_speculative_config(config).method == "ngram"
+
+
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
@@ -581,7 +702,7 @@ def test_tokens_of_a_state_are_computed_alone(dtype, heads):
     layer, lengths = layer_of(DeltaHeads(*heads), dtype).cpu(), [70, 5, 1, 140]
     sizes, sequences = layer.heads.sizes, torch.arange(sum(lengths)).split(lengths)
     qkvz, ba = (torch.randn(sum(lengths), n).to(dtype) for n in (sum(sizes) + sizes[2], 2 * layer.heads.num_values))
-    tensors = [torch.randn(1, 8, *shape).to(kind) for shape, kind in zip(*layer.cache_spec())]
+    tensors = [torch.randn(1, 8, *shape).to(kind) for shape, kind in zip(*layer.cache_spec()[:2])]
 
     def compute(steps: Iterable[dict[int, int]]) -> list[torch.Tensor]:
         """The i-th sequence begins with the state in row i, and has row 4 + i."""

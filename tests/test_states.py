@@ -117,7 +117,7 @@ def poison(llm):
         for spec, tensors in runner.caches.items():
             for tensor in tensors if spec.of_states else ():
                 assert tensor.shape[2] == manager.num_rows
-                tensor[:, :, rows] = torch.nan
+                tensor[:, :, rows] = torch.nan if tensor.is_floating_point() else -(2**30)
         return run_model(batch)
 
     runner.run_model = run_poisoned
@@ -210,8 +210,8 @@ def test_snapshots_are_bounded(make_stateful, reference):
 
 
 def test_drafts_are_refused(make_stateful):
-    """A state can't go back to the last token that was right."""
-    with pytest.raises(ValueError, match="method='ngram': can't be used with layers of a state"):
+    """A state can't go back to the last token that was right, and this layer does not compute drafts again."""
+    with pytest.raises(ValueError, match="method='ngram': a layer keeps a state, but no drafts"):
         make_stateful(speculative_config={"method": "ngram", "num_speculative_tokens": 2})
 
 

@@ -126,15 +126,23 @@ class GatedDeltaNet(nn.Module):
     def cache_spec(self) -> StateSpec:
         heads = self.heads
         shapes = (heads.conv_size - 1, sum(heads.sizes)), (heads.num_values, heads.value_dim, heads.key_dim)
-        return StateSpec(shapes, (self.dtype, torch.float32))
+        return StateSpec(shapes, (self.dtype, torch.float32), sum(heads.sizes) + 2 * heads.num_values)
 
     def forward(self, x: NormInput) -> PartialSum:
         qkvz, ba, context = self.in_proj_qkvz(x), self.in_proj_ba(x), get_context()
         out = qkvz.new_empty(len(qkvz), self.heads.sizes[2])
         n, count, rows = context.num_decodes, context.num_decodes_on_device, context.state_rows
-        if n:  # they come first
+        kept, starts = self.cache.kept_drafts, context.cu_seqlens_q
+        if n and kept is None:  # they come first
             delta_net_step(qkvz[:n], ba[:n], self, self.cache, rows[1, :n], out[:n], count)
-        if (starts := context.cu_seqlens_q) is not None:
+        elif n:
+            from nanovllm.layers.delta_net_drafts import delta_net_drafts  # few engines draft tokens
+
+            own_rows = rows[1] if starts is None else rows[1, : n : context.tokens_per_row]
+            delta_net_drafts(qkvz[:n], ba[:n], self, self.cache, own_rows, context.context_lens[:n], out[:n])
+        if starts is not None:
+            if kept is not None:
+                kept.num_tokens[rows[1, n:].long()] = context.context_lens[n:]
             num_seqs = len(starts) - 1 - n
             if count is None:
                 starts, rows = starts[n:], rows[:, n:]
@@ -161,10 +169,10 @@ def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -
     qkv, z = qkvz[:n].split((windows.shape[2], layer.heads.sizes[2]), 1)
     inputs = torch.cat((windows[rows], qkv[:, None]), 1)
     windows[rows] = inputs[:, 1:]
-    values = _rule_inputs(_convolve(inputs, layer)[:, 0], ba[:n], layer)
+    values = rule_inputs(convolve(inputs, layer)[:, 0], ba[:n], layer)
     states_before = matrices.index_select(0, rows)  # which copies faster than matrices[rows]
     read, matrices[rows] = delta_rule_step(*values, states_before)
-    out[:n] = _gated_norm(read, z, layer)
+    out[:n] = gated_norm(read, z, layer)
 
 
 @operation
@@ -183,20 +191,20 @@ def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, nu
             continue  # padding
         inputs = torch.cat((windows[read], qkv[begin:end]))
         windows[written] = inputs[end - begin :]
-        values = _rule_inputs(_convolve(inputs[None], layer)[0], ba[begin:end], layer)
+        values = rule_inputs(convolve(inputs[None], layer)[0], ba[begin:end], layer)
         y, matrices[written] = chunk_delta_rule(*values, matrices[read])
-        out[begin:end] = _gated_norm(y, z[begin:end], layer)
+        out[begin:end] = gated_norm(y, z[begin:end], layer)
     out[bounds[-1] :] = 0
 
 
-def _convolve(inputs: torch.Tensor, layer: GatedDeltaNet) -> torch.Tensor:
+def convolve(inputs: torch.Tensor, layer: GatedDeltaNet) -> torch.Tensor:
     """Each channel's convolution over time, and SiLU: [B, conv_size - 1 + T, channels] -> [B, T, channels], float32."""
     taps = layer.conv1d.weight[:, 0].float().T  # [conv_size, channels]
     num_tokens = inputs.shape[1] - len(taps) + 1
     return F.silu(sum(inputs[:, i : i + num_tokens] * tap for i, tap in enumerate(taps)))
 
 
-def _rule_inputs(qkv: torch.Tensor, ba: torch.Tensor, layer: GatedDeltaNet) -> tuple[torch.Tensor, ...]:
+def rule_inputs(qkv: torch.Tensor, ba: torch.Tensor, layer: GatedDeltaNet) -> tuple[torch.Tensor, ...]:
     """Queries, keys, values, logarithms of decays, and betas, of each value head: [T, heads, ...] float32."""
     heads, (num_queries, _, num_values) = layer.heads, layer.heads.sizes
     qk, v = qkv.split((2 * num_queries, num_values), 1)
@@ -208,7 +216,7 @@ def _rule_inputs(qkv: torch.Tensor, ba: torch.Tensor, layer: GatedDeltaNet) -> t
     return q * heads.key_dim**-0.5, k, v.unflatten(1, (-1, heads.value_dim)), log_decay, b.sigmoid()
 
 
-def _gated_norm(x: torch.Tensor, z: torch.Tensor, layer: GatedDeltaNet) -> torch.Tensor:
+def gated_norm(x: torch.Tensor, z: torch.Tensor, layer: GatedDeltaNet) -> torch.Tensor:
     """RMS norm of each head of x [T, heads, value_dim] float32, times SiLU of z -> as z [T, heads * value_dim]."""
     normed = F.rms_norm(x, x.shape[2:], layer.norm.weight, layer.eps).flatten(1)
     return (normed * F.silu(z.float())).to(z.dtype)

@@ -14,12 +14,23 @@ groups of layers with the same spec. That is a `PagedKV` (layers/attention.py), 
 | prefix hit | it shares the blocks that are found | up to a snapshot, which its first chunk reads |
 | fork | it shares full blocks, and copies the last one | it copies the state |
 | preemption | its blocks are freed; the full ones can be found again | its state is lost; a snapshot can be found |
-| rollback of drafts | its length shrinks, and slots are written again | none: drafts are refused |
+| drafts | those that were wrong are overwritten | has none; those that were right are computed again in the next step |
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+
+class KeptDrafts(NamedTuple):
+    """What a layer writes beside its states to compute the drafts of a step again in the next, if they were right.
+
+    No draft is in a state, as it may be wrong.
+    """
+
+    inputs: torch.Tensor  # [rows, k, draft_size], of the last step's drafts
+    num_tokens: torch.Tensor  # [rows] int32: how many tokens of the sequence are in its state
 
 
 class State:
@@ -28,10 +39,13 @@ class State:
     A row belongs to the running sequence with that request index. `Context.state_rows` says which rows a step reads and
     writes: a layer computes the tokens of the i-th sequence from row `state_rows[0, i]`, which may be a snapshot or
     zeros, and writes its state after the last of them to row `state_rows[1, i]`. Padding has a row of its own.
+
+    `kept_drafts` is there with `speculative_config`.
     """
 
-    def __init__(self, *tensors: torch.Tensor):
+    def __init__(self, *tensors: torch.Tensor, kept_drafts: Sequence[torch.Tensor] = ()):
         self.tensors = [tensor[0] for tensor in tensors]
+        self.kept_drafts = KeptDrafts(*(tensor[0] for tensor in kept_drafts)) if kept_drafts else None
 
 
 class StateSpec(NamedTuple):
@@ -39,15 +53,18 @@ class StateSpec(NamedTuple):
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
+    draft_size: int = 0  # numbers of the first dtype that it keeps of each draft; 0: it can't be used with drafts
     of_states = True
 
     def tensors(self, num_layers: int, num_blocks: int, config: Any) -> tuple[torch.Tensor, ...]:
-        rows = num_rows(config)
-        pairs = zip(self.shapes, self.dtypes, strict=True)
+        rows, pairs = num_rows(config), [*zip(self.shapes, self.dtypes, strict=True)]
+        if (speculative := config.speculative_config) is not None:
+            pairs += [((speculative.num_speculative_tokens, self.draft_size), self.dtypes[0]), ((), torch.int32)]
         return tuple(torch.empty((1, num_layers, rows, *shape), dtype=dtype, device="meta") for shape, dtype in pairs)
 
     def make(self, parts: list[torch.Tensor], config: Any) -> State:
-        return State(*parts)
+        n = len(self.shapes)
+        return State(*parts[:n], kept_drafts=parts[n:])
 
 
 def num_rows(config: Any) -> int:

@@ -35,7 +35,11 @@ class HybridConfig:
     num_layers: int
     shared_size: int  # the inner size of a shared expert; 0: there is none
     is_nested: bool  # the decoder is a part of a checkpoint, where its weights are under `model.language_model`
-    left_out: str  # other parts of the checkpoint, for the log
+    unused_parts: tuple[str, ...]  # of the checkpoint, for the log
+
+    @property
+    def left_out(self) -> str:
+        return f" without its {' and '.join(self.unused_parts)} part" if self.unused_parts else ""
 
     def more_weights(self, queries: int, keys: int) -> float:
         """Of a layer's input, on average: weights that multiply it beside those of plain attention and experts."""
@@ -187,13 +191,12 @@ class HybridForCausalLM(DecoderForCausalLM):
         if not attention_layers:
             raise ValueError(f"{file}: layer_types: at least one layer must be 'full_attention'")
         parts = {"vision": raw.get("vision_config"), "MTP": raw.get("mtp_num_hidden_layers")}
-        names_of_parts = " and ".join(name for name, found in parts.items() if found)
-        left_out = f" without its {names_of_parts} part" if names_of_parts else ""
+        unused_parts = tuple(name for name, found in parts.items() if found)
         shared_size, moe = 0, {}
         if "num_experts" in raw:
             moe = {"moe": Qwen3MoeForCausalLM.read_config(raw, file)["moe"]}
             name = "shared_expert_intermediate_size"
             shared_size = check_int(f"{file}: {name}", raw[name], low=1)
-        hybrid = HybridConfig(attention_layers, heads, num_layers, shared_size, "text_config" in raw, left_out)
+        hybrid = HybridConfig(attention_layers, heads, num_layers, shared_size, "text_config" in raw, unused_parts)
         fraction = len(attention_layers) / num_layers
         return {"qkv_bias": bias, "o_bias": bias, "attention_fraction": fraction, "hybrid": hybrid, **moe}

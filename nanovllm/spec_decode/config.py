@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,13 +139,15 @@ def _resolve(settings: SpeculativeConfig, config: Any) -> None:
         raise ValueError(f"synthetic_acceptance_rates={rates!r}: {bound}")
     if rates is not None and len(rates) != k:
         raise ValueError(f"synthetic_acceptance_rates={rates!r}: must have num_speculative_tokens={k} rates")
-    if settings.method in ("ngram", "suffix"):
-        return
     if settings.method in WITH_MODEL and settings.model is None:
         raise ValueError(f"model=None: must be given for method {settings.method!r}")
-    if config.device != "cpu":
-        raise ValueError(f"method={settings.method!r}: needs device='cpu' so far, not {config.device!r}")
-    _resolve_model(settings, config, set_)
+    on_host, found = settings.method in ("ngram", "suffix"), config.model_config
+    keeps_states = found.hybrid and len(found.hybrid.attention_layers) < found.num_hidden_layers
+    if config.device != "cpu" and (keeps_states or not on_host):
+        what = "a model whose layers keep a state" if keeps_states else f"method={settings.method!r}"
+        raise ValueError(f"{what}: needs device='cpu' so far, not {config.device!r}")
+    if not on_host:
+        _resolve_model(settings, config, set_)
 
 
 def _resolve_model(settings: SpeculativeConfig, config: Any, set_: Any) -> None:
@@ -156,6 +158,8 @@ def _resolve_model(settings: SpeculativeConfig, config: Any, set_: Any) -> None:
     folder = find_model(settings.model or config.model, settings.revision, with_weights)
     if settings.method == "mtp":
         check_mtp(folder, found, with_weights)
+        used = replace(found.hybrid, unused_parts=tuple(x for x in found.hybrid.unused_parts if x != "MTP"))
+        config.resolve(model_config=replace(found, hybrid=used))
     elif settings.method == "eagle3":
         found = read_eagle3_config(folder, found, config.dtype, with_weights)
     else:
@@ -165,8 +169,6 @@ def _resolve_model(settings: SpeculativeConfig, config: Any, set_: Any) -> None:
 
 
 def _read_draft_model_config(settings: SpeculativeConfig, config: Any, folder: Path) -> Any:
-    from dataclasses import replace
-
     from nanovllm.models import ModelConfig
 
     draft, target = ModelConfig.read(folder), config.model_config

@@ -60,8 +60,8 @@ class Speculation(StepFeature):
         self.masks: Arrays = {}  # of this step
         if settings is None:  # on CUDA, the start loads all features
             return
-        if runner.num_state_rows:
-            raise ValueError(f"speculative_config: method={settings.method!r}: can't be used with layers of a state")
+        if any(spec.of_states and not spec.draft_size for spec in runner.cache_groups):
+            raise ValueError(f"speculative_config: method={settings.method!r}: a layer keeps a state, but no drafts")
         if settings.is_synthetic:
             rates = torch.tensor((1.0, *settings.synthetic_acceptance_rates), device=runner.device)
             self.rates = (rates[1:] / rates[:-1].clamp(min=1e-9)).clamp(

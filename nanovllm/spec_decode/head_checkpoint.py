@@ -108,8 +108,6 @@ def check_mtp(folder: Path, target: ModelConfig, with_weights: bool) -> None:
     """ValueError unless the checkpoint of a model `target` in `folder` has a head that can be computed."""
     if not target.hybrid:
         raise ValueError(f"method='mtp': models of the family {target.model_type!r} have no head")
-    if len(target.hybrid.attention_layers) < target.num_hidden_layers:
-        raise ValueError("method='mtp': can't be used with layers of a state")
     if target.quantization:
         raise ValueError("method='mtp': the head of a quantized model is not supported")
     names = [name for name in find_tensors(folder) if name.startswith("mtp.")] if with_weights else ["mtp."]

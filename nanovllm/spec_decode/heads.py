@@ -68,11 +68,12 @@ class Eagle3(Head):
         self.embed_tokens = head.embed_tokens or self.embed_tokens
         self.parts: list[Any] = [None] * len(config.layer_ids)  # hidden states of a step, so far
         for i, layer_id in enumerate(config.layer_ids):
-            self.decoder.layers[layer_id].self_attn.register_forward_hook(partial(self.capture, i))
+            layer = self.decoder.layers[layer_id]
+            (layer.self_attn or layer.linear_attn).register_forward_hook(partial(self.capture, i))
         return head
 
-    def capture(self, index: int, attention: nn.Module, args: tuple, output: Any) -> None:
-        """Take the hidden states before a layer [T, hidden_size], when its attention has computed their norm."""
+    def capture(self, index: int, mixer: nn.Module, args: tuple, output: Any) -> None:
+        """Take the hidden states before a layer [T, hidden_size], when its first part has computed their norm."""
         self.parts[index] = args[0].residual.clone()  # which the layer overwrites
         if index == len(self.parts) - 1:
             self.keep(self.model.fc(torch.cat(self.parts, -1)))
