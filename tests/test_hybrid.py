@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ from test_cuda_graph import capture
 from test_drafts import KINDS as KINDS_OF_DRAFTS
 from test_drafts import KnownAnswers
 from test_drafts import drafts as drafts  # fixtures
-from test_invariant import assert_invariant, invariant
+from test_invariant import assert_drafts_change_no_bit, assert_invariant, invariant
 from test_models import edit
 from test_models import make_checkpoint as make_dense_checkpoint
 from test_quantization import BLOCK, FORMATS, write_quantized
@@ -729,6 +729,10 @@ def test_tokens_of_a_state_are_computed_alone(dtype, heads):
             assert all(map(torch.equal, found, expected)), seed
     for ours, near in zip(expected, plain):
         torch.testing.assert_close(ours, near, rtol=TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
+
+
+def test_drafts_change_no_bit(make_hybrid):
+    assert_drafts_change_no_bit(partial(make_hybrid, "qwen3_5"), 500)
 
 
 @pytest.mark.parametrize("width", [1, 24])

@@ -2,12 +2,15 @@
 
 import random
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY
 from test_models import MAX_LEN, VOCAB_SIZE, make_checkpoint
+from test_speculation import accepted, drafting, random_requests
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
@@ -136,6 +139,27 @@ def test_two_ranks(make_llm, tmp_path):
     together = llm.generate([prompt for prompt, _ in made], [params for _, params in made], use_tqdm=False)
     for (prompt, params), output in zip(made[:3], together):
         assert bits(llm.generate([prompt], params, use_tqdm=False)[0]) == bits(output)
+
+
+def assert_drafts_change_no_bit(make_engine, vocab_size: int) -> None:
+    """Some are right, as few tokens are likely; in an engine with preemptions and chunks, sync and async."""
+    prompts, params = random_requests(vocab_size, random.Random(3))
+    few = dict.fromkeys(range(20, 24), 9.0)
+    params = [replace(x, logit_bias=few, logprobs=2, n=1, max_tokens=30, ignore_eos=True) for x in params]
+    found = []
+    for settings in ({}, *(drafting("ngram") | dict(async_scheduling=x) for x in (False, True))):
+        small = dict(num_kvcache_blocks=9, max_num_batched_tokens=48, kvcache_block_size=16, max_model_len=128)
+        llm = make_engine(batch_invariant=True, max_num_seqs=6, **small, **settings)
+        found.append([bits(x) for x in llm.generate(prompts, params, use_tqdm=False)])
+        if settings:
+            assert accepted(llm)[0] > 20 and llm.stats()["preemptions"] > 0
+        llm.exit()
+    assert found[0] == found[1] == found[2]
+
+
+def test_drafts_change_no_bit(make_llm, tmp_path):
+    folder = make_checkpoint(tmp_path, "mistral-window")
+    assert_drafts_change_no_bit(partial(make_llm, folder, dtype="bfloat16"), VOCAB_SIZE)
 
 
 def test_beside_an_engine_without(make_llm):

@@ -86,6 +86,26 @@ def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, nu
         gated_delta_net.delta_net_step(*tokens, layer, states, written.expand(len(y)), y)
 
 
+def delta_net_drafts(qkvz, ba, layer: Any, states: State, rows, context_lens, out) -> None:
+    """Token by token too: those that were right into the state, this step's drafts into it for the time being."""
+    (kept, num_tokens), k = states.kept_drafts, len(qkvz) // len(rows)
+    sizes = qkvz.shape[1] - out.shape[1], ba.shape[1]
+    for x, gates_of_x, lengths, y, row in zip(*(t.split(k) for t in (qkvz, ba, context_lens, out)), rows.split(1)):
+        own = layer, states, row
+        for right in kept[row, : lengths[0] - 1 - num_tokens[row]].unbind(1):
+            qkv, gates_of_right = right.split(sizes, 1)
+            gated_delta_net.delta_net_step(F.pad(qkv, (0, out.shape[1])), gates_of_right, *own, y[:1])
+        gated_delta_net.delta_net_step(x[:1], gates_of_x[:1], *own, y[:1])
+        num_tokens[row], kept[row, : k - 1] = lengths[0], torch.cat((x[1:, : sizes[0]], gates_of_x[1:]), 1)
+        stored = [tensor[row] for tensor in states.tensors]
+        for i in range(1, k):
+            y[i] = y[i - 1]  # of a copy
+            if lengths[i] > lengths[i - 1]:
+                gated_delta_net.delta_net_step(x[i : i + 1], gates_of_x[i : i + 1], *own, y[i : i + 1])
+        for tensor, values in zip(states.tensors, stored):
+            tensor[row] = values
+
+
 def sample(
     logits: torch.Tensor,
     temperatures: torch.Tensor,

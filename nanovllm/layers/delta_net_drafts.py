@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.kernels import operation
 from nanovllm.layers.gated_delta_net import (
     GatedDeltaNet,
     convolve,
@@ -21,6 +22,7 @@ from nanovllm.layers.gated_delta_net import (
 from nanovllm.layers.state import State
 
 
+@operation
 def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, context_lens, out) -> None:
     """As `delta_net_step`, of a token and the drafts after it for each of B sequences, whose states are in `rows` [B].
 
