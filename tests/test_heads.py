@@ -262,7 +262,7 @@ def requests_of_heads(vocab_size: int = 2048) -> list[tuple]:
     ids = lambda n: [rng.randrange(5, vocab_size) for _ in range(n)]
     prefix = ids(40)
     prompts = [prefix, ids(1), ids(17), prefix + ids(3), ids(30), ids(5)]
-    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=12 + i, ignore_eos=True) for i in range(6)]
+    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=10 + i, ignore_eos=True) for i in range(6)]
     params[4] = SamplingParams(temperature=1.0, seed=9, n=3, max_tokens=9, ignore_eos=True)
     return [*zip(prompts, params)]
 
@@ -472,8 +472,8 @@ def test_not_one_token_differs(make_llm, bigrams, small_model, tmp_path, schedul
     model, right = bigrams
     wrong = write_head(tmp_path / "wrong", "authors", target=small_model, layer_ids=[0, 1, 1])
     rng = random.Random(schedule)
-    prompts = prompts_of(rng, SHORT_PROMPTS if schedule == "preemptions" else PROMPT_LENGTHS)[:11]
-    params = [params_of(rng, i) for i in range(len(prompts))]
+    prompts = prompts_of(rng, SHORT_PROMPTS if schedule == "preemptions" else PROMPT_LENGTHS)[:10]
+    params = [replace(x, max_tokens=min(x.max_tokens, 40)) for x in (params_of(rng, i) for i in range(len(prompts)))]
     settings = SETTINGS | SCHEDULES[schedule] | dict(async_scheduling=async_scheduling)
     for target, head in ((model, right), (small_model, wrong)):
         llm = make_llm(target, **settings)
