@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY
+from common import TINY
 from test_models import MAX_LEN, VOCAB_SIZE, make_checkpoint
 
 from nanovllm import SamplingParams

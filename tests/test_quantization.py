@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, TINY, Peers, assert_close, each_dtype_or_half, generate_by_steps, pairs, randn
+from common import DEVICE, TINY, Peers, assert_close, each_dtype_or_half, generate_by_steps, pairs, randn
 from safetensors.torch import load_file, save_file
 from test_models import (
     SMALL,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY
+from common import TINY
 from safetensors.torch import load_file, save_file
 from test_models import SMALL, make_checkpoint, reference_model
 from test_quantization import split_experts, write_quantized

@@ -7,7 +7,7 @@ from math import ceil
 
 import numpy as np
 import pytest
-from conftest import generate_by_steps, step_error
+from common import generate_by_steps, step_error
 from simulation import SimulatedEngine, rows
 
 from nanovllm import BeamSearchParams, SamplingParams, SchedulingPolicy

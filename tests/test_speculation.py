@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, generate_by_steps, noise_of_rows
+from common import TINY, generate_by_steps, noise_of_rows
 from test_drafts import SCHEDULES, answers, params_of
 from test_models import VOCAB_SIZE, make_checkpoint
 

@@ -16,7 +16,7 @@ from time import perf_counter, sleep
 import numpy as np
 import pytest
 import torch
-from conftest import generate_by_steps, runs_as_on_cuda
+from common import generate_by_steps, runs_as_on_cuda
 from simulation import SETTINGS, Simulation, random_requests
 from test_callers import Interrupt
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import TINY
+from common import TINY
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
