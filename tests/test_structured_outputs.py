@@ -338,16 +338,6 @@ def test_on_a_gpu(make_llm):
     assert found == [found[0]] * 3
 
 
-def test_two_ranks(make_llm):
-    """The masks of a step reach every rank that samples."""
-    asks = [params("regex", "[a-d]{12}", seed=i, temperature=i * 0.7) for i in range(3)]
-    asks += [params("json", {"type": "array", "items": {"type": "integer"}, "maxItems": 5}), SamplingParams(seed=2)]
-    requests = [("Hello", own) for own in asks]
-    expected = [output.token_ids for output in generate_by_steps(make_llm(), requests)]
-    llm = make_llm(tensor_parallel_size=2, async_scheduling=True)
-    assert [output.token_ids for output in generate_by_steps(llm, requests)] == expected
-
-
 # -- other parameters ------------------------------------------------------------------------------------------------
 
 
