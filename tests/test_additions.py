@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TINY
+from common import TINY
 from test_readme import DOCUMENTS, STATE, section, table
 
 import nanovllm

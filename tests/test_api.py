@@ -8,7 +8,7 @@ import weakref
 
 import numpy as np
 import pytest
-from conftest import step_error
+from common import step_error
 
 from nanovllm import LLM, SamplingParams
 

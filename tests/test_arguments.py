@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import TINY
+from common import TINY
 
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")

@@ -4,7 +4,7 @@ from itertools import count
 
 import pytest
 import torch
-from conftest import TINY
+from common import TINY
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.features.beam_search import BeamRequest

@@ -13,7 +13,7 @@ from enum import Enum
 from numbers import Real
 
 import pytest
-from conftest import TINY
+from common import TINY
 
 from nanovllm import LLM
 from nanovllm.compat import vllm

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TINY
+from common import TINY
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config

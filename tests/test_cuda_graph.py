@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, generate_by_steps, runs_as_on_cuda
+from common import TINY, generate_by_steps, runs_as_on_cuda
 from test_drafts import KnownAnswers, drafts  # noqa: F401
 from torch.utils._pytree import tree_leaves
 

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from conftest import generate_by_steps
+from common import generate_by_steps
 
 from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.spec_decode.proposer import PROPOSERS, Proposer

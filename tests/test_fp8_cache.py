@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import (
+from common import (
     CUDA,
     DEVICE,
     NAN,

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import pytest
 import torch
-from conftest import generate_by_steps
+from common import generate_by_steps
 from test_callers import Caller, check_whole, requests, threads  # noqa: F401  (`requests` is a fixture)
 from test_models import SMALL, assert_same_as_transformers, make_checkpoint
 from test_models import requests as requests_of_models

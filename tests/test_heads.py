@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, generate_by_steps, noise_of_rows
+from common import TINY, generate_by_steps, noise_of_rows
 from safetensors.torch import load_file, save_file
 from test_drafts import PROMPT_LENGTHS, SCHEDULES, SHORT_PROMPTS, answers, params_of, prompts_of
 from test_models import edit

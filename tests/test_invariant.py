@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY
+from common import TINY
 from test_models import MAX_LEN, VOCAB_SIZE, make_checkpoint
 from test_speculation import accepted, drafting, random_requests
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import (
+from common import (
     CUDA,
     DEVICE,
     DTYPES,

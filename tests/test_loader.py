@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY
+from common import TINY
 from safetensors.torch import load_file, save_file
 
 from nanovllm import SamplingParams

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import CUDA, DEVICE, DTYPES, each_dtype, pairs, randn
+from common import CUDA, DEVICE, DTYPES, each_dtype, pairs, randn
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, generate_by_steps
+from common import TINY, generate_by_steps
 
 from nanovllm import SamplingParams
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import TINY, generate_by_steps
+from common import TINY, generate_by_steps
 from safetensors.torch import load_file, save_file
 from torch import nn
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CUDA, DEVICE, DTYPES, NAN, Peers, assert_close, each_dtype, each_dtype_or_half, pairs, randn
+from common import CUDA, DEVICE, DTYPES, NAN, Peers, assert_close, each_dtype, each_dtype_or_half, pairs, randn
 
 triton = pytest.importorskip("triton")
 

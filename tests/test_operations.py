@@ -6,7 +6,7 @@ import pkgutil
 
 import pytest
 import torch
-from conftest import DEVICE, TINY
+from common import DEVICE, TINY
 
 import nanovllm
 from nanovllm import SamplingParams

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TINY, step_error
+from common import TINY, step_error
 
 from nanovllm import LLM, SamplingParams
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from browser import CHROMIUM, open_browser
-from conftest import TINY, step_error
+from common import TINY, step_error
 from simulation import SimulatedEngine
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams

@@ -12,7 +12,7 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import TINY, generate_by_steps
+from common import TINY, generate_by_steps
 
 from nanovllm import SamplingParams
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CUDA, DEVICE, TINY, Peers, assert_close, each_dtype_or_half, generate_by_steps, pairs, randn
+from common import CUDA, DEVICE, TINY, Peers, assert_close, each_dtype_or_half, generate_by_steps, pairs, randn
 from safetensors.torch import load_file, save_file
 from test_models import (
     SMALL,
@@ -196,7 +196,7 @@ def test_parity_of_the_bundled_model(make_llm, tmp_path):
     ],
 )
 def test_ranks(tmp_path, name, format_name, size, settings):
-    """Borders of ranks cut blocks; each rank has the scales of its own part."""
+    """Borders of ranks cut blocks; each rank has the scales of its own part. test_rollout.py has an engine's ranks."""
     folder, plain = write_quantized(make_checkpoint(tmp_path, name), tmp_path, format_name)
     (prompt, _), *_ = model_requests()
     expected = reference_model(plain)(torch.tensor([prompt])).logits[0]
@@ -204,12 +204,6 @@ def test_ranks(tmp_path, name, format_name, size, settings):
         arguments = size, folder, tmp_path, prompt
         for logits in pool.map(lambda rank: logits_of_rank(rank, *arguments, **settings), range(size)):
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-3)
-
-
-def test_engine_of_two_ranks(make_llm, tmp_path):
-    folder, plain = write_quantized(make_checkpoint(tmp_path, "qwen3-moe"), tmp_path, "block")
-    outputs = generate_by_steps(make_llm(folder, tensor_parallel_size=2, **SMALL), model_requests())
-    assert_same_as_transformers(plain, outputs)
 
 
 def short_requests(*lengths: tuple[int, int]) -> list[tuple[list[int], SamplingParams]]:

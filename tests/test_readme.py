@@ -16,7 +16,7 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
-from conftest import generate_by_steps
+from common import generate_by_steps
 from settings_tables import PAGES, with_tables
 from test_architecture import CORE_LINES
 
@@ -109,7 +109,7 @@ def test_top_1_gives_one_answer_in_every_dtype(dtype, capsys):
 
 
 def test_own_feature(capsys):
-    """The exercise of CONTRIBUTING.md; a fixture of conftest.py removes the feature."""
+    """The exercise of CONTRIBUTING.md; a fixture of common.py removes the feature."""
     run(FEATURE, "", capsys)
 
 
@@ -364,5 +364,5 @@ def test_every_test_file_is_described():
 def test_scripts_are_described_and_exist():
     scripts = {path.name for path in (ROOT / "tests/scripts").glob("*.py")}
     described = set(re.findall(r"scripts/(\w+\.py)", DOCUMENTS["tests/README.md"]))
-    named = set(re.findall(r"tests/(?:scripts/)?((?!test_|conftest)\w+\.py)", "\n".join(DOCUMENTS.values())))
+    named = set(re.findall(r"tests/(?:scripts/)?((?!test_|conftest|common)\w+\.py)", "\n".join(DOCUMENTS.values())))
     assert named <= scripts == described

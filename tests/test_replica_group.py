@@ -9,7 +9,7 @@ from time import sleep
 from types import SimpleNamespace
 
 import pytest
-from conftest import TINY
+from common import TINY
 from fastapi import FastAPI
 from transformers import AutoTokenizer
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY
+from common import TINY
 from safetensors.torch import load_file, save_file
 from test_models import SMALL, make_checkpoint, reference_model
 from test_quantization import split_experts, write_quantized
@@ -334,13 +334,10 @@ def expected_logprobs(mode: str, logits: torch.Tensor, params: SamplingParams) -
     return (logits / temperature).log_softmax(-1)
 
 
-@pytest.mark.parametrize(
-    "mode, num_ranks",
-    [("raw_logprobs", 1), ("temperature_logprobs", 1), ("processed_logprobs", 1), ("processed_logprobs", 2)],
-)
-def test_logprobs_modes(make_llm, mode, num_ranks):
-    """On two ranks the mode that does all the others do; the model's own are in test_tensor_parallel.py."""
-    llm = make_llm(logprobs_mode=mode, max_model_len=128, tensor_parallel_size=num_ranks)
+@pytest.mark.parametrize("mode", ["raw_logprobs", "temperature_logprobs", "processed_logprobs"])
+def test_logprobs_modes(make_llm, mode):
+    """On two ranks they are compared in test_tensor_parallel.py."""
+    llm = make_llm(logprobs_mode=mode, max_model_len=128)
     options = dict(max_tokens=8, logprobs=3, ignore_eos=True, seed=1)
     ways = [
         SamplingParams(temperature=0, logit_bias={5: 2.0}, **options),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import noise_of_rows
+from common import noise_of_rows
 
 from nanovllm.layers import sampler
 from nanovllm.layers.sampler import Sampler, gumbel_noise, philox

@@ -1,13 +1,11 @@
 """Who is served first: priorities, a policy of one's own, and fairness, counted in steps and tokens."""
 
-import pickle
 import random
-import sys
 from math import ceil
 
 import numpy as np
 import pytest
-from conftest import generate_by_steps, step_error
+from common import generate_by_steps, step_error
 from simulation import SimulatedEngine, rows
 
 from nanovllm import BeamSearchParams, SamplingParams, SchedulingPolicy
@@ -526,13 +524,3 @@ def test_a_policy_is_called_once_for_each_request(make_llm):
     llm = make_llm(scheduling_policy=policy, kvcache_block_size=16, num_kvcache_blocks=6)
     llm.generate([[5] * 14, [6] * 14, [7]], SamplingParams(max_tokens=40, n=2, **GREEDY), use_tqdm=False)
     assert llm.stats()["preemptions"] > 0 and policy.num_calls == 3
-
-
-def test_policy_of_a_script_with_two_ranks(make_llm, monkeypatch):
-    """Its class is in `__main__`, which the other rank does not import."""
-    own = type("Own", (ShortestFirst,), {"__module__": "__main__"})
-    monkeypatch.setattr(sys.modules["__main__"], "Own", own, raising=False)
-    assert type(pickle.loads(pickle.dumps(own()))) is own  # what could be sent, the other rank could not read
-    llm = make_llm(scheduling_policy=own(), tensor_parallel_size=2, max_num_seqs=1)
-    events = llm.stream([[5] * 9, [6] * 5, [7] * 7], SamplingParams(max_tokens=2, **GREEDY))
-    assert [event.index for event in events if event.finish_reason] == [1, 2, 0]

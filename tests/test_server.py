@@ -1017,7 +1017,7 @@ def test_upgrades_are_ignored(server, lines, is_chunked):
     last = head("/tokenize", size, "connection: close") + content
     pieces = [[request], [request[:70], request[70:]], [request[: -len(content)], content]]
     for sent in (*pieces, [request[i : i + 1] for i in range(len(request))]):
-        answer = server.send(*sent, pause=0.05 / len(sent), until=b"null}")
+        answer = server.send(*sent, pause=0.02 / len(sent), until=b"null}")
         assert answer.count(b"HTTP/1.1 200 OK") == 1 and b'"count":9' in answer, answer
         assert answer.startswith(b"HTTP/1.1 100 Continue") == ("expect: 100-continue" in lines)
     answer = server.send(request, last, pause=0.1)  # the connection is as good as before

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from conftest import TINY
+from common import TINY
 from test_models import SMALL, make_checkpoint
 from test_rollout import GREEDY, PROMPTS, answers, bits, serve  # noqa: F401  (`serve` is a fixture)
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, generate_by_steps, noise_of_rows
+from common import TINY, generate_by_steps, noise_of_rows
 from test_drafts import SCHEDULES, answers, params_of
 from test_models import VOCAB_SIZE, make_checkpoint
 
@@ -120,13 +120,12 @@ def test_another_family(make_llm, margins, tmp_path):
         assert accepted(llm)[0] > 0, method
 
 
-def test_ranks(make_llm, chat):
+def test_ranks(make_llm, chat, margins):
     """Each rank has the same drafts: those of the host in its batch, those of a model as all ranks agree."""
     prompts, params = requests(chat, random.Random(5), 4)
-    settings = SETTINGS | dict(tensor_parallel_size=2)
-    expected = answers(make_llm(**settings).generate(prompts, params, use_tqdm=False))
+    expected = answers(margins(make_llm(**SETTINGS)).generate(prompts, params, use_tqdm=False))
     for method in ("suffix", "draft_model"):
-        llm = make_llm(**settings, **drafting(method))
+        llm = make_llm(tensor_parallel_size=2, **SETTINGS, **drafting(method))
         assert answers(llm.generate(prompts, params, use_tqdm=False)) == expected
         assert accepted(llm)[0] > 0
 

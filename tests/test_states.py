@@ -7,7 +7,7 @@ from functools import cache, partial
 
 import pytest
 import torch
-from conftest import generate_by_steps, pairs
+from common import generate_by_steps, pairs
 from safetensors.torch import load_file, save_file
 from test_models import make_checkpoint, reference_model
 from test_readme import STATE

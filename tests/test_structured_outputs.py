@@ -16,7 +16,7 @@ from time import perf_counter, sleep
 import numpy as np
 import pytest
 import torch
-from conftest import generate_by_steps, runs_as_on_cuda
+from common import generate_by_steps, runs_as_on_cuda
 from simulation import SETTINGS, Simulation, random_requests
 from test_callers import Interrupt
 
@@ -336,16 +336,6 @@ def test_on_a_gpu(make_llm):
         found.append([[x.token_ids for x in output.outputs] for output in outputs])
         assert all(re.fullmatch("[a-d ]{30}", output.text) for output in outputs[:9])
     assert found == [found[0]] * 3
-
-
-def test_two_ranks(make_llm):
-    """The masks of a step reach every rank that samples."""
-    asks = [params("regex", "[a-d]{12}", seed=i, temperature=i * 0.7) for i in range(3)]
-    asks += [params("json", {"type": "array", "items": {"type": "integer"}, "maxItems": 5}), SamplingParams(seed=2)]
-    requests = [("Hello", own) for own in asks]
-    expected = [output.token_ids for output in generate_by_steps(make_llm(), requests)]
-    llm = make_llm(tensor_parallel_size=2, async_scheduling=True)
-    assert [output.token_ids for output in generate_by_steps(llm, requests)] == expected
 
 
 # -- other parameters ------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -11,13 +12,14 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY
+from common import TINY
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
@@ -26,6 +28,7 @@ from nanovllm.distributed import process_group, worker
 from nanovllm.distributed.step_channel import HEADER, NUM_BUFFERS, StepChannel, StepReader
 from nanovllm.engine.batch import MAX_CHUNKS, BatchShape
 from nanovllm.engine.engine import SingleRank
+from nanovllm.engine.scheduling_policy import FCFS
 from nanovllm.graphs.buffers import largest_batch
 from nanovllm.graphs.cuda_graph import decode_shape
 from nanovllm.utils.interrupts import interrupts_held
@@ -36,18 +39,20 @@ PROMPTS = [
     "KING RICHARD.\n",
     "Sort: 7, 3, 9",
     "HAMLET.\nTo be, or not",
+    "Hello",
 ]
-BANS = {"min_p": 0.1, "bad_words": ["the", "a"], "allowed_token_ids": [*range(0, 2044, 3)]}
+BANS = {"min_p": 0.1, "bad_words": ["the", "a"], "allowed_token_ids": [*range(0, 2048, 3)]}
 OPTIONS = [
     {},
-    {"top_k": 20, "top_p": 0.9},
+    {"top_k": 20, "top_p": 0.9, "logprobs": 2},
     {"n": 2, "repetition_penalty": 1.3},
     {"logprobs": 3, "prompt_logprobs": 2},
     BANS,
+    {"structured_outputs": {"regex": "[a-d]{30,}"}},
 ]
 PARAMS = [
-    SamplingParams(temperature=t, max_tokens=22, seed=7, ignore_eos=True, **options)
-    for t, options in zip((0.0, 1.0, 0.6, 0.0, 2.0), OPTIONS)
+    SamplingParams(temperature=t, max_tokens=22, seed=7, ignore_eos="structured_outputs" not in options, **options)
+    for t, options in zip((0.0, 1.0, 0.6, 0.0, 2.0, 0.7), OPTIONS)
 ]
 SMALL = dict(kvcache_block_size=16, num_kvcache_blocks=8, max_num_batched_tokens=16, max_num_seqs=4)
 LONG = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
@@ -100,16 +105,18 @@ def ctrl_c_is_an_exception():
 def model_name(small_model, tmp_path_factory) -> str:
     """The small model with two key-value heads, fewer than four ranks.
 
-    Its vocabulary is 1022 or 511 ids a rank: the noise is made for four ids at once.
+    Its vocabulary is 1026 or 513 ids a rank: the noise is made for four ids at once.
     """
     folder = tmp_path_factory.mktemp("two-kv-heads") / "model"
-    shutil.copytree(small_model, folder, ignore=shutil.ignore_patterns("generation_config.json"))
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"num_key_value_heads": 2, "vocab_size": 2044, "bos_token_id": 0, "eos_token_id": 0}
+    shutil.copytree(small_model, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"num_key_value_heads": 2, "vocab_size": 2052}
     (folder / "config.json").write_text(json.dumps(config))
-    num_rows = {"k_proj": 2 * config["head_dim"], "v_proj": 2 * config["head_dim"], "embed_tokens": 2044}
     weights = load_file(folder / "model.safetensors")
-    weights = {name: x[: num_rows.get(name.split(".")[-2], len(x))].clone() for name, x in weights.items()}
+    for name, weight in weights.items():
+        if "k_proj" in name or "v_proj" in name:
+            weights[name] = weight[: 2 * config["head_dim"]].clone()
+        elif "embed_tokens" in name:
+            weights[name] = torch.cat([weight, -weight[:4]])
     save_file(weights, folder / "model.safetensors")
     return str(folder)
 
@@ -130,9 +137,15 @@ def assert_same(found: tuple[list, list], expected: tuple[list, list]) -> None:
 
 
 @pytest.fixture(scope="module")
-def expected(model_name) -> tuple[list, list]:
-    with LLM(model_name, dtype="float32", device="cpu") as llm:
-        return answers(llm)
+def expected(model_name):
+    """A function from settings to the answers of one rank."""
+
+    @cache
+    def run(**settings) -> tuple[list, list]:
+        with LLM(model_name, dtype="float32", device="cpu", **settings) as llm:
+            return answers(llm)
+
+    return run
 
 
 def check_answers(llm: LLM, expected: tuple[list, list]) -> None:
@@ -146,12 +159,21 @@ def check_answers(llm: LLM, expected: tuple[list, list]) -> None:
 
 
 def test_two_engines_of_a_caller(make_llm, expected, monkeypatch, tmp_path):
-    """Each has the answers of one rank. Ctrl-C comes at once, and the engine goes on to work, until a rank fails."""
-    engines = [make_llm(tensor_parallel_size=2, async_scheduling=x, **SMALL) for x in (False, True)]
+    """Each has the answers of one rank. Ctrl-C comes at once, and the engine goes on to work, until a rank fails.
+
+    The first has a policy of a class in `__main__`, which the other rank does not import; the second, log-probabilities
+    after edits and filters.
+    """
+    own = type("Own", (FCFS,), {"__module__": "__main__"})
+    monkeypatch.setattr(sys.modules["__main__"], "Own", own, raising=False)
+    assert type(pickle.loads(pickle.dumps(own()))) is own  # what could be sent, the other rank could not read
+    modes = {"logprobs_mode": "raw_logprobs"}, {"logprobs_mode": "processed_logprobs"}
+    different = {"async_scheduling": False, "scheduling_policy": own()}, {"async_scheduling": True}
+    engines = [make_llm(tensor_parallel_size=2, **SMALL, **x, **mode) for x, mode in zip(different, modes)]
     pids = os.getpid(), *ranks_of(os.getpid())
     assert len(pids) == 3 and not any(map(names_of_shared_memory, pids)) and not list(tmp_path.glob("nanovllm-*"))
-    for llm in engines:
-        check_answers(llm, expected)
+    for llm, mode in zip(engines, modes):
+        check_answers(llm, expected(**mode))
         for pause in (0.2, 0.25, 0.31):
             timer = later(pause, os.kill, os.getpid(), signal.SIGINT)
             begin = time.monotonic()
@@ -162,16 +184,16 @@ def test_two_engines_of_a_caller(make_llm, expected, monkeypatch, tmp_path):
             assert llm.is_finished()
     first, second = engines
     with ThreadPoolExecutor(1) as pool:  # any thread may use an engine
-        assert_same(pool.submit(answers, first).result(), expected)
+        assert_same(pool.submit(answers, first).result(), expected(**modes[0]))
     check_error_in_a_step(first, monkeypatch)
-    assert_same(answers(second), expected)
+    assert_same(answers(second), expected(**modes[1]))
     check_kill_between_steps(second)
 
 
 def test_fewer_key_value_heads_than_ranks(make_llm, expected):
     llm = make_llm(tensor_parallel_size=4, **SMALL)
     assert next(iter(llm.model_runner.cache_groups)).num_kv_heads == 1
-    check_answers(llm, expected)
+    check_answers(llm, expected(logprobs_mode="raw_logprobs"))
     check_kill_in_a_step(llm, rank=2)
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import TINY
+from common import TINY
 
 pytestmark = pytest.mark.training
 pytest.importorskip("trl")

@@ -1,0 +1,313 @@
+"""What tests share. The model is the bundled one; the reference is transformers' Qwen3 with the same weights."""
+
+import atexit
+import gc
+import inspect
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterable
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import cache
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    atexit.register(os._exit, 0)  # the first is called last: to take all modules apart would be two seconds of work
+gc.disable()  # it would go through all modules again and again while they are imported; on when tests are collected
+# also for the processes that tests start: OpenMP threads that wait for each other are very slow when a core is busy
+os.environ["OMP_NUM_THREADS"] = "1"
+# a shell starts what it runs in the background without Ctrl-C, and programs that tests start would inherit that
+signal.signal(signal.SIGINT, signal.default_int_handler)
+# each process would compile our sources again
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined, so it is set before any import
+
+from nanovllm import LLM, kernels
+from nanovllm.engine import model_runner
+from nanovllm.engine.features import FEATURES
+from nanovllm.kernels.sampling_columns import COLUMNS
+from nanovllm.layers.sampler import gumbel_noise
+from nanovllm.utils.loader import BUNDLED
+from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
+
+torch.set_grad_enabled(False)
+model_runner.CPU_KV_CACHE_BYTES = 2**26  # in 1 GiB the small model has 131,072 blocks, which takes a second to make
+
+
+def speed_up_interpreter() -> None:
+    """For each call of a device function, Triton's interpreter replaces all members of triton.language, which a running
+    kernel has replaced already; for each operation it makes a table of dtypes; for each tensor it makes its shape anew;
+    and it computes whether integers overflow, which it reports in debug mode alone. Most of its time goes there.
+    """
+    import triton
+    from triton.runtime import interpreter
+
+    tl, patch_lang, builder = interpreter.tl, interpreter._patch_lang, interpreter.interpreter_builder
+    originals = {tl: tl.load, tl.core: tl.core.load}
+    builtins = cache(lambda package: [x for x in inspect.getmembers(package) if tl.core.is_builtin(x[1])])
+    modules_of = cache(lambda fn: [lang for lang in originals if any(x is lang for x in fn.__globals__.values())])
+
+    dtype_of_number = cache(interpreter._get_np_dtype)  # which also takes blocks, and pointers, that have no hash
+
+    def np_dtype(dtype):
+        dtype = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+        return np.dtype(np.uint64) if isinstance(dtype, tl.pointer_type) else dtype_of_number(dtype)
+
+    def patch_builtin(package, *scope) -> None:
+        for name, member in builtins(package):
+            if getattr(package, name) is member:
+                interpreter._patch_attr(package, name, member, *scope)
+
+    def patch_lang_once(fn):
+        if any(lang.load is originals[lang] for lang in modules_of(fn)):
+            return patch_lang(fn)
+        return None  # nobody asks for the scope of a device function
+
+    init_block_type, init_tensor = tl.block_type.__init__, tl.tensor.__init__
+    block_types, tensors = {}, {}  # of each shape, what the first one has
+
+    def init_block_type_once(self, element_ty, shape) -> None:
+        key = tuple(x.value if isinstance(x, tl.constexpr) else x for x in shape)
+        if (first := block_types.get(key)) is None:
+            init_block_type(self, element_ty, shape)
+            block_types[key] = {**vars(self)}, f"{self.shape}"
+        else:
+            facts, shape_name = first
+            vars(self).update(facts, element_ty=element_ty, name=f"<{shape_name}, {element_ty}>")
+
+    def init_tensor_once(self, handle, type) -> None:
+        key = tuple(type.shape) if type.is_block() else ()
+        if (first := tensors.get(key)) is None:
+            init_tensor(self, handle, type)
+            tensors[key] = self.shape, self.numel
+        else:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = first
+
+    if not builder.options.debug:
+        builder.options = replace(builder.options, sanitize_overflow=False)
+    tl.block_type.__init__ = init_block_type_once
+    tl.tensor.__init__ = init_tensor_once
+    interpreter._patch_builtin = patch_builtin
+    interpreter._patch_lang = patch_lang_once
+    interpreter._get_np_dtype = np_dtype
+    if triton.__version__.startswith("3.4."):  # takes strides of elements for bytes when it checks their alignment
+        interpreter.TensorDescHandle.validate = lambda descriptor: None
+
+
+if not torch.cuda.is_available():
+    with suppress(ImportError):  # without Triton
+        speed_up_interpreter()
+
+TINY = str(BUNDLED / "tiny-qwen3")
+
+# for tests of kernels, which run on the CUDA device, or in Triton's interpreter where there is none
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPES = [torch.float32, torch.float16] + CUDA * [torch.bfloat16]  # the interpreter's bfloat16 is broken
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+NAN = float("nan")
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+# of kernels that take the interpreter long: float16 also has the conversions that float32 does without
+each_dtype_or_half = pytest.mark.parametrize(
+    "dtype", DTYPES if CUDA else [torch.float16], ids=lambda dtype: str(dtype)[6:]
+)
+
+
+def pairs(first: Iterable, second: Iterable) -> list[tuple]:
+    """All on a GPU; every other one, as on a chessboard, in the interpreter, which takes long for each."""
+    return [(a, b) for i, a in enumerate(first) for j, b in enumerate(second) if CUDA or (i + j) % 2 == 0]
+
+
+class Peers(TensorParallel):
+    """A rank that writes its part of a sum to memory of others."""
+
+    def sum(self, compute, num_rows, width, dtype, split_k=1):
+        self.parts = torch.full((split_k, num_rows, width), NAN, dtype=dtype, device=DEVICE)
+        compute(self.parts)
+        return PartialSum(self.parts, split_k)
+
+    def max_split_k(self, num_rows):
+        return 2
+
+
+def noise_of_rows(seeds: torch.Tensor, positions: torch.Tensor, num_ids: int, first_id: int = 0) -> torch.Tensor:
+    """The sampler's noise [S, num_ids] of all ids from `first_id` on."""
+    quads = torch.arange(-(-(first_id + num_ids) // 4), device=seeds.device)
+    rows = torch.arange(len(seeds), device=seeds.device).repeat_interleave(len(quads))
+    noise = gumbel_noise(seeds[rows], positions[rows], quads.repeat(len(seeds)))
+    return noise.view(len(seeds), 4 * len(quads))[:, first_id : first_id + num_ids]
+
+
+def randn(*shape: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(shape).to(DEVICE, dtype)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> None:
+    """`expected` is in float64; the dtype of `actual` says how close that is."""
+    tolerance = TOLERANCE[actual.dtype] * scale
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture
+def fresh_memory_is_nan():
+    """What a kernel leaves out of a torch.empty shows, and random numbers are the same everywhere."""
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def step_error(kind: type[BaseException], match: str | None = None):
+    """As `pytest.raises`, for an error in a step: callers get a RuntimeError with it as the cause."""
+    with pytest.raises(RuntimeError, match=match) as raised:
+        yield
+    assert isinstance(raised.value.__cause__, kind)
+
+
+def generate_by_steps(llm: LLM, requests: Iterable[tuple]) -> list:
+    """The outputs of requests (arguments of `add_request`), from steps that decode and compute prompts.
+
+    A lone call of `LLM.generate` has no such steps, as it computes prompts first.
+    """
+    ids = [llm.add_request(*request) for request in requests]
+    outputs = {}
+    while not llm.is_finished():
+        outputs |= {output.request_id: output for output in llm.step().finished}
+    return [outputs[i] for i in ids]
+
+
+@pytest.fixture(scope="session")
+def stress_seconds(pytestconfig) -> float:
+    return pytestconfig.getoption("--stress-seconds")
+
+
+@pytest.fixture(scope="session")
+def interrupts(pytestconfig) -> int:
+    return pytestconfig.getoption("--interrupts")
+
+
+def pytest_collection_finish():
+    """So that no garbage collection during a test goes through all modules and tests."""
+    gc.enable()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # else libraries report that their objects are left; pytest collects all before
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+@pytest.fixture(scope="session")
+def chat(tokenizer):
+    """A function from a user's question to the token ids of a chat prompt."""
+
+    def render(question: str) -> list[int]:
+        messages = [{"role": "user", "content": question}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer.encode(text)
+
+    return render
+
+
+@pytest.fixture(autouse=True)
+def remove_registered_features():
+    """Features that a test registers apply to all engines of the process."""
+    num_columns, names = len(COLUMNS), {*FEATURES}
+    yield
+    for name in {*FEATURES} - names:
+        del FEATURES[name]
+    for name in [*COLUMNS][num_columns:]:
+        del COLUMNS[name]
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory) -> str:
+    """The folder of a model whose steps take a quarter of the time, for tests that make many of them.
+
+    It has half of the bundled model's layers, a quarter as wide. Its random weights are so large that each token
+    depends on all before it.
+    """
+    folder = tmp_path_factory.mktemp("small") / "model"
+    shutil.copytree(TINY, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {name: config[name] // 4 for name in ("hidden_size", "head_dim", "intermediate_size")}
+    config |= {"num_hidden_layers": 2, "layer_types": config["layer_types"][:2]}
+    (folder / "config.json").write_text(json.dumps(config))
+    random, weights = torch.Generator().manual_seed(0), {}
+    for name, bundled in load_file(folder / "model.safetensors").items():
+        if not name.startswith(("model.layers.2.", "model.layers.3.")):
+            shape = [size if size == config["vocab_size"] else size // 4 for size in bundled.shape]
+            is_norm = len(shape) == 1
+            weights[name] = torch.ones(shape) if is_norm else torch.randn(shape, generator=random) * 2 / shape[1] ** 0.5
+    save_file(weights, folder / "model.safetensors")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def model_name(request) -> str:
+    """The model of `make_llm`: the bundled one, or in a file that is marked so the small one."""
+    is_small = request.node.get_closest_marker("small_model")
+    return request.getfixturevalue("small_model") if is_small else "tiny-qwen3"
+
+
+@pytest.fixture
+def use_ops():
+    """Tensors on the test device are computed by other operations: of a table, or by the kernels of some names or all.
+
+    Without a CUDA device the kernels run in Triton's interpreter.
+    """
+    before = kernels.ops_for(torch.device(DEVICE))
+
+    def use(*names: str, table: dict | None = None) -> None:
+        if table is None:
+            table = vars(pytest.importorskip("nanovllm.kernels.ops"))
+        kernels.register_ops(DEVICE, {name: table[name] for name in names} if names else table)
+
+    yield use
+    kernels.register_ops(DEVICE, before)
+
+
+def runs_as_on_cuda(runner) -> None:
+    """Let the runner of a CPU run steps as that of CUDA does, with tensors on the CPU; no memory is allocated yet."""
+    from nanovllm.engine.model_runner import ModelRunner
+    from nanovllm.startup.cuda_runner import CUDAModelRunner
+
+    own = {name: vars(ModelRunner)[name] for name in ("on_device", "end_of_step", "zeros", "recover", "exit")}
+    runner.__class__ = type("CUDAModelRunnerOnCPU", (CUDAModelRunner,), own)
+
+
+@pytest.fixture
+def make_llm(model_name):
+    """Makes engines, by default with the bundled model in float32 on the CPU, and closes them after the test."""
+    engines = []
+
+    def make(model: str = model_name, **settings) -> LLM:
+        engines.append(LLM(model, **{"dtype": "float32", "device": "cpu"} | settings))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.exit()
