@@ -16,7 +16,6 @@ import transformers
 from common import DEVICE, TINY, TOLERANCE, each_dtype, generate_by_steps, pairs, runs_as_on_cuda
 from safetensors.torch import load_file, save_file
 from test_cuda_graph import capture
-from test_drafts import KINDS as KINDS_OF_DRAFTS
 from test_drafts import KnownAnswers
 from test_drafts import drafts as drafts  # fixtures
 from test_invariant import assert_drafts_change_no_bit, assert_invariant, invariant
@@ -477,10 +476,14 @@ def ids_of(outputs) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize(
-    "name, schedule, first_is_async",
-    [("qwen3_5", "at once", 0), ("qwen3_next", "chunks", 1), ("qwen3_5-tied", "preemptions", 0)],
+    "name, schedule, kinds",
+    [
+        ("qwen3_5", "at once", ("wrong", "mixed")),
+        ("qwen3_next", "chunks", ("mixed", "right")),
+        ("qwen3_5-tied", "preemptions", ("right", "wrong")),
+    ],
 )
-def test_drafts(make_hybrid, checkpoints, monkeypatch, drafts, margins, name, schedule, first_is_async):
+def test_drafts(make_hybrid, checkpoints, monkeypatch, drafts, margins, name, schedule, kinds):
     """That are right, wrong and both: the same text, also of several answers, after hits and after preemptions."""
     requests, settings = make_requests(), SCHEDULES[schedule]
     if schedule == "preemptions":
@@ -494,8 +497,8 @@ def test_drafts(make_hybrid, checkpoints, monkeypatch, drafts, margins, name, sc
     texts = tuple([*x.prompt_token_ids, *answer.token_ids] for x in outputs for answer in x.outputs)
     monkeypatch.setattr(KnownAnswers, "texts", texts)
     monkeypatch.setattr(KnownAnswers, "vocab_size", 512)
-    for i, kind in enumerate(KINDS_OF_DRAFTS, first_is_async):
-        llm = make_hybrid(name, **settings, **drafts(kind), async_scheduling=i % 2 == 1)
+    for kind in kinds:
+        llm = make_hybrid(name, **settings, **drafts(kind), async_scheduling=kind == kinds[0])
         found = llm.generate(prompts, params, use_tqdm=False)
         assert ids_of(found) == expected
         assert_same_as_reference(checkpoints.model(name), found)
