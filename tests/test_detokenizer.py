@@ -205,9 +205,9 @@ def test_stop_strings(include):
     """Across tokens, within one, overlapping, before min_tokens; in the whole text and in what is taken on the way."""
     rng = random.Random(1)
     seen = set()
-    for _ in range(1000):
+    for _ in range(400):
         ids = rng.choices(range(2, len(TOKENS)), k=rng.randint(1, 12))
-        stops = ["".join(rng.choices("abé", k=rng.randint(1, 4))) for _ in range(rng.randint(1, 3))]
+        stops = ["".join(rng.choices("aabé", k=rng.randint(1, 4))) for _ in range(rng.randint(1, 5))]
         params = SamplingParams(
             max_tokens=len(ids),
             min_tokens=rng.randint(0, min(3, len(ids))),
