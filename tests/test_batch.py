@@ -144,7 +144,7 @@ def test_chunks_beside_decodes():
     bounds = bounds._replace(is_padded=True)
     padded = prepare(step, shape=bounds)
     place_decodes(tables, padded.to(CPU), BLOCK_SIZE)
-    assert padded.shape.graph_shape == bounds.graph_shape and padded.shape.num_sampled == 3
+    assert padded.shape.graph_shape == bounds.graph_shape and padded.shape.num_sampled_seqs == 3
     for name, padding in [("positions", 0), ("slot_mapping", -1), ("context_lens", 0), ("req_indices", 8)]:
         ours, real = getattr(padded, name), getattr(batch, name)
         assert np.array_equal(ours[: len(real)], real) and (ours[len(real) :] == padding).all()

@@ -131,8 +131,8 @@ def test_the_smallest_graph_that_holds_a_step(make_llm):
     graphs = object.__new__(MixedGraphs)
     graphs.shapes = shapes
 
-    def found(num_decodes: int, num_tokens: int, num_chunks: int, num_samples: int) -> tuple[int, int] | None:
-        step = BatchShape(num_tokens, num_decodes + num_chunks, num_decodes, num_samples, max_blocks_per_seq=1)
+    def found(num_decodes: int, num_tokens: int, num_chunks: int, num_sampled_tokens: int) -> tuple[int, int] | None:
+        step = BatchShape(num_tokens, num_decodes + num_chunks, num_decodes, num_sampled_tokens, max_blocks_per_seq=1)
         return (shape := graphs.shape_for(step)) and (shape.num_decodes, shape.num_tokens)
 
     assert found(0, 1, 1, 1) == (0, 16) and found(0, 17, 1, 0) == (0, 32) and found(3, 43, 1, 4) == (64, 64)

@@ -31,14 +31,14 @@ class BatchShape(NamedTuple):
     num_tokens: int
     num_seqs: int
     num_decodes: int  # of the sequences, those that come first and have one token each
-    num_samples: int  # tokens that are sampled
+    num_sampled_tokens: int
     max_blocks_per_seq: int  # the width of the block tables
     max_seqlen_q: int = 1
     backend_shapes: ArrayShapes = ()  # of `backend_arrays`
     is_padded: bool = False  # whether these are upper bounds, in a step with chunks; the real numbers are on the device
     tokens_per_row: int = 1  # see ScheduledStep; a sequence that decodes has this many, each a token longer
 
-    num_sampled: int = 0  # sequences that get tokens, without padding
+    num_sampled_seqs: int = 0  # without padding
     num_new_requests: int = 0  # sampled for the first time since they were admitted
     num_block_copies: int = 0  # of cache blocks and states, before the forward pass
     feature_shapes: tuple[tuple[str, ArrayShapes], ...] = ()  # the arrays of each that the step uses
@@ -51,7 +51,7 @@ class BatchShape(NamedTuple):
     @property
     def graph_shape(self) -> tuple[int, ...]:
         """The first group of fields, by which a CUDA graph is found."""
-        return self[: self._fields.index("num_sampled")]
+        return self[: self._fields.index("num_sampled_seqs")]
 
     @property
     def size(self) -> int:
@@ -75,7 +75,7 @@ class Batch(Generic[Array]):
     shape: BatchShape
     buffer: Array
 
-    req_indices: Array = _view(lambda s: (s.num_samples // s.tokens_per_row,))  # of each sampled sequence
+    req_indices: Array = _view(lambda s: (s.num_sampled_tokens // s.tokens_per_row,))  # of each sampled sequence
     num_reserved: Array = _view(lambda s: (s.num_decodes // s.tokens_per_row,))  # see ScheduledStep; 0: padding
     new_blocks: Array = _view(lambda s: (s.num_decodes // s.tokens_per_row, 2))  # column and block id; column -1: none
 
@@ -86,8 +86,8 @@ class Batch(Generic[Array]):
     block_tables: Array = _view(lambda s: (s.num_seqs, s.max_blocks_per_seq))
 
     cu_seqlens_q: Array = _view(lambda s: (s.num_seqs + 1,), chunks_only=True)
-    logits_indices: Array = _view(lambda s: (s.num_samples,), chunks_only=True)  # token whose logits are sampled
-    sampled_rows: Array = _view(lambda s: (s.num_samples,), chunks_only=True)  # its row in `block_tables`
+    logits_indices: Array = _view(lambda s: (s.num_sampled_tokens,), chunks_only=True)  # token whose logits are sampled
+    sampled_rows: Array = _view(lambda s: (s.num_sampled_tokens,), chunks_only=True)  # its row in `block_tables`
     state_rows: Array = _view(lambda s: (2, s.num_seqs), chunks_only=True)  # read and written: see layers/state.py
     num_decodes: Array = _view(lambda s: (1,), chunks_only=True)  # for CUDA graphs, whose shape has an upper bound
     params: Array = _view(lambda s: (s.num_new_requests, WIDTH), chunks_only=True)  # new requests are sampled last
@@ -100,7 +100,7 @@ class Batch(Generic[Array]):
     @property
     def new_req_indices(self) -> Array:
         """[new requests]: the last of `req_indices` but the padding."""
-        end = self.shape.num_sampled
+        end = self.shape.num_sampled_seqs
         return self.req_indices[end - self.shape.num_new_requests : end]
 
     @classmethod
@@ -154,7 +154,7 @@ def shape_of(step: ScheduledStep, block_size: int, backend_arrays: Mapping[str, 
         num_tokens=n + sum(chunk_lens),
         num_seqs=n + len(chunk_lens),
         num_decodes=n,
-        num_samples=len(step.sampled_seqs) * k,
+        num_sampled_tokens=len(step.sampled_seqs) * k,
         max_blocks_per_seq=max([-(-longest_decode // block_size), *(len(seq.block_table) for seq in others)]),
         max_seqlen_q=max(chunk_lens, default=1),
         backend_shapes=tuple((name, x.shape) for name, x in backend_arrays.items()),
@@ -178,7 +178,7 @@ def prepare_batch(
     """
     new = step.new_seqs
     shape = shape._replace(
-        num_sampled=len(step.sampled_seqs),
+        num_sampled_seqs=len(step.sampled_seqs),
         num_new_requests=len(new),
         num_block_copies=len(step.copies),
         feature_shapes=_feature_shapes(feature_arrays),

@@ -55,11 +55,11 @@ def largest_batch(config: Config, tokens_per_row: int = 1) -> int:
         num_tokens=T + B,
         num_seqs=B + MAX_CHUNKS,
         num_decodes=B,
-        num_samples=B + MAX_CHUNKS * tokens_per_row,
+        num_sampled_tokens=B + MAX_CHUNKS * tokens_per_row,
         max_blocks_per_seq=W,
         max_seqlen_q=T,
         backend_shapes=(("", (T + B + MAX_CHUNKS, 2)),),  # of any backend: two words for each tile of queries
-        num_sampled=num_seqs,
+        num_sampled_seqs=num_seqs,
         num_new_requests=num_seqs,
         num_block_copies=3 * num_seqs,  # a sequence may copy a block and its state, and leave a snapshot
     )

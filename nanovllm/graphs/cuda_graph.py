@@ -126,7 +126,7 @@ def graph_shapes(config: Config, backend: AttentionBackend, tokens_per_row: int 
                     num_tokens=num_tokens,
                     num_seqs=num_decodes + num_chunks,
                     num_decodes=num_decodes,
-                    num_samples=num_decodes + num_chunks * tokens_per_row,
+                    num_sampled_tokens=num_decodes + num_chunks * tokens_per_row,
                     max_blocks_per_seq=config.max_blocks_per_seq,
                     max_seqlen_q=num_tokens,
                     backend_shapes=backend.array_shapes(num_tokens, num_chunks),
@@ -166,8 +166,8 @@ class MixedGraphs:
         self.samplers: dict[int, torch.cuda.CUDAGraph] = {}
         self.sampled: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         buffer.zero_()
-        largest = max(shapes, key=lambda shape: shape.num_samples)
-        num_rows = max(largest.num_samples, max_num_seqs * self.tokens_per_row)
+        largest = max(shapes, key=lambda shape: shape.num_sampled_tokens)
+        num_rows = max(largest.num_sampled_tokens, max_num_seqs * self.tokens_per_row)
         hidden_states, example = run_model(Batch.from_buffer(largest, buffer))
         max_tokens = max(shape.num_tokens for shape in shapes)
         self.hidden_states = hidden_states.new_zeros(max_tokens, hidden_states.shape[1])
@@ -180,7 +180,7 @@ class MixedGraphs:
             self.hidden_states[: shape.num_tokens] = hidden_states
             for ours, theirs in zip(self.input, found):
                 ours[: len(theirs)] = theirs
-            self.input.req_indices[shape.num_samples // self.tokens_per_row :] = pad_req_index
+            self.input.req_indices[shape.num_sampled_tokens // self.tokens_per_row :] = pad_req_index
 
         for shape in sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True):
             model_part(shape)  # compiles kernels, which a capture must not do
@@ -204,7 +204,7 @@ class MixedGraphs:
             if (
                 (step.num_decodes <= shape.num_decodes and step.num_tokens <= shape.num_tokens)
                 and num_chunks <= shape.num_seqs - shape.num_decodes
-                and step.num_samples <= shape.num_samples
+                and step.num_sampled_tokens <= shape.num_sampled_tokens
                 and (step.num_decodes or not shape.num_decodes)  # a kernel of which no program works does not wait
             ):
                 return shape
@@ -214,6 +214,6 @@ class MixedGraphs:
         """Run the batch in the device's buffer."""
         write_requests()
         self.models[shape.graph_shape].replay()
-        size = next(size for size in self.sample_sizes if size >= shape.num_sampled)
+        size = next(size for size in self.sample_sizes if size >= shape.num_sampled_seqs)
         self.samplers[size].replay()
         return ForwardOutput(*self.sampled[size], self.hidden_states, self._rows(size))

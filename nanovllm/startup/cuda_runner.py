@@ -72,9 +72,9 @@ class CUDAModelRunner(ModelRunner):
             if batch.feature_arrays:  # the graph has only the edits of logits, not what they read
                 self.upload(self._to_device(batch))
             return self.graphs.replay(len(batch.req_indices))
-        output, num_sampled = self.execute(batch), batch.shape.num_sampled
-        on_host = self.buffers.host.advance().results[:num_sampled]
-        return on_host.copy_(output.results[:num_sampled], non_blocking=True), output
+        output, num_sampled_seqs = self.execute(batch), batch.shape.num_sampled_seqs
+        on_host = self.buffers.host.advance().results[:num_sampled_seqs]
+        return on_host.copy_(output.results[:num_sampled_seqs], non_blocking=True), output
 
     @torch.inference_mode()
     def execute(self, batch: HostBatch) -> ForwardOutput:
