@@ -36,8 +36,8 @@ class Request:
     def is_finished(self) -> bool:
         raise NotImplementedError
 
-    def advance(self, outputs: Any) -> None:
-        """A step has ended or paused sequences of this request: decide how the others go on, by the OutputProcessor."""
+    def advance(self, output_processor: Any) -> None:
+        """A step has ended or paused sequences of this request: decide how the others go on."""
 
     def deliver(self, seq: Sequence) -> None:
         """Put what is new of `seq` into the collector, for a caller who gets more than the final output."""

@@ -88,9 +88,9 @@ class BeamRequest(Request):
     def is_finished(self) -> bool:
         return not self._cumulative_logprobs
 
-    def advance(self, outputs: Any) -> None:
+    def advance(self, output_processor: Any) -> None:
         """Choose among the candidates, once all beams have theirs."""
-        beams = [*outputs.scheduler.live[self.request_id].values()]
+        beams = [*output_processor.scheduler.live[self.request_id].values()]
         if not all(seq.is_paused for seq in beams):
             return
         beam_width, length = self._params.beam_width, beams[0].num_completion_tokens + 1
@@ -111,7 +111,7 @@ class BeamRequest(Request):
         is_full = len(self._finished) == beam_width
         if survivors and is_full and survivors[0].cumulative_logprob / penalty <= self._finished[-1].score:
             survivors = []
-        self._branch(outputs, beams, survivors)
+        self._branch(output_processor, beams, survivors)
 
     def _branch(self, outputs: Any, beams: list[Sequence], survivors: list[Candidate]) -> None:
         """Continue each beam with the tokens of its survivors; the next step computes them."""
