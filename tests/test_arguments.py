@@ -252,7 +252,7 @@ PARAMS = [
         ("stop_token_ids", [[True]], "stop_token_ids", INTEGER),
         ("include_stop_str_in_output", [1], BOOL),
         ("skip_special_tokens", [None], BOOL),
-        ("logit_bias", [[1]], "map token ids to numbers"),
+        ("logit_bias", [[1], [], False, "", 0], "map token ids to numbers"),
         ("logit_bias", [{1: "a"}], "logit_bias[1]='a'", NUMBER),
         ("logit_bias", [{"1": 1.0}], "logit_bias", INTEGER),
         ("prompt_logprobs", [True], INTEGER),

@@ -521,6 +521,22 @@ def test_tokenize(post, offline):
     assert post("/detokenize", {"tokens": [2046, 2047]}).json() == {"prompt": "<|im_start|><|im_end|>"}
 
 
+@pytest.mark.parametrize(
+    "body, param, message",
+    [
+        ({"prompt": 5}, "prompt", "prompt: Input should be a valid string"),
+        ({}, "prompt", "prompt: Field required"),
+        ({"messages": [{}]}, "messages", "messages.0.role: Field required"),
+        ({"messages": QUESTION, "add_generation_prompt": "x"}, "add_generation_prompt", "valid boolean"),
+        ([], None, "the body must be a JSON object"),
+    ],
+)
+def test_errors_of_tokenize(post, body, param, message):
+    answer = post("/tokenize", body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param and message in error["message"]
+
+
 def test_special_tokens_are_added_where_they_are_wanted(server, post, monkeypatch):
     """The bundled tokenizer adds none, so it is told to."""
     backend = server.llm._lane.tokenizer.backend_tokenizer

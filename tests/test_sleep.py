@@ -4,6 +4,8 @@ import asyncio
 import ctypes
 import gc
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from nanovllm import SamplingParams
 from nanovllm.engine import model_runner
 from nanovllm.engine.engine import UnavailableError
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.outputs import OutputCollector
 from nanovllm.rollout import host_memory, weights_of
 from nanovllm.startup.arena import Arena
 from nanovllm.startup.cuda_runner import CUDAModelRunner
@@ -172,8 +175,9 @@ def test_http_and_asyncio(serve):
         assert answer.status_code == 400 and "must be one of 'weights', 'kv_cache'" in answer.json()["error"]["message"]
         assert client.post("/wake_up", params={"tags": "weights"}).json() == {"is_sleeping": True}
         assert client.post("/wake_up", params={"tags": ["kv_cache", "weights"]}).json() == {"is_sleeping": False}
-        answer = client.post("/sleep", params={"level": 3})
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == "level"
+        for level in (3, "x"):
+            answer = client.post("/sleep", params={"level": level})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "level"
         _, after = complete()
         assert after["choices"] == before["choices"]
 
@@ -393,6 +397,47 @@ def test_an_engine_in_arenas(make_llm, monkeypatch, driver, tmp_path, quantizati
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_comes_with_sleep(make_llm):
+    """It is queued behind `sleep`, which has not begun: `sleep` is refused, and the request is answered."""
+    llm = make_llm(**SETTINGS)
+    expected, is_free = answers(llm), threading.Event()
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(llm.engine_thread.call, is_free.wait)]
+        for work in (llm.sleep, lambda: answers(llm)):
+            num_queued = len(llm.engine_thread.queued())
+            futures.append(pool.submit(work))
+            while len(llm.engine_thread.queued()) == num_queued:
+                time.sleep(0.001)
+        is_free.set()
+        with pytest.raises(UnavailableError, match="1 requests have not ended"):
+            futures[1].result()
+        assert futures[2].result() == expected and not llm.is_sleeping()
+
+
+def test_a_request_that_comes_after_sleep_has_begun(make_llm, monkeypatch):
+    """`sleep` has not seen it, so it is refused, although it was queued."""
+    llm = make_llm(**SETTINGS)
+    thread, check = llm.engine_thread, llm.engine_thread.check_open
+
+    def sleep_meanwhile() -> None:
+        check()
+        if any(isinstance(waiter, OutputCollector) for waiter in thread.queued()) or llm.core.scheduler.live:
+            llm.core.unavailable["asleep"] = "it sleeps"
+
+    monkeypatch.setattr(thread, "check_open", sleep_meanwhile)
+    held = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(thread.call, held.wait)
+        while not thread.queued():
+            time.sleep(0.001)
+        with pytest.raises(UnavailableError, match="it sleeps"):
+            answers(llm)
+        held.set()
+    monkeypatch.undo()
+    llm.core.unavailable.clear()
+    assert answers(llm) and llm.stats()["requests"]["running"] == llm.stats()["requests"]["waiting"] == 0
 
 
 @pytest.mark.gpu

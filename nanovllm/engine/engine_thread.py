@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from time import sleep
 from typing import Any, TypeVar
 
-from nanovllm.engine.engine import CLOSED, Engine
+from nanovllm.engine.engine import CLOSED, Engine, UnavailableError
 from nanovllm.engine.outputs import OutputCollector, StepOutput
 from nanovllm.engine.request import Request
 
@@ -54,6 +54,9 @@ class EngineThread:
             request.collector = collector
         self._post(partial(self._output_processor.add, requests), collector)
         self.check_open()  # once more: if it is not closing now, the command will be seen
+        if reasons := [*self.engine.unavailable.values()]:  # once more: else, who changes the engine sees the requests
+            self.discard([request.request_id for request in requests])
+            raise UnavailableError(reasons[0])
 
     def abort(self, request_id: int) -> None:
         """End a request before the next step; its collector gets the tokens that were generated."""
@@ -65,8 +68,11 @@ class EngineThread:
 
     def is_finished(self, collector: OutputCollector) -> bool:
         """Whether there is nothing to take, and nothing more will come."""
-        is_queued = any(waiter is collector for _, waiter in [*self._commands])
-        return self._is_closing or not (is_queued or collector.live or collector.is_ready)
+        return self._is_closing or not (collector in self.queued() or collector.live or collector.is_ready)
+
+    def queued(self) -> list[Any]:
+        """What waits for each command that was not carried out: a collector for its requests."""
+        return [waiter for _, waiter in [*self._commands]]
 
     def take(self, collector: OutputCollector) -> StepOutput:
         """What has arrived for a caller who has submitted requests; waits for it. RuntimeError if a step has failed."""

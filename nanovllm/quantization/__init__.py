@@ -34,7 +34,7 @@ def _format(name: str, value: Any, maker: str) -> Callable:
     names = [module.name for module in iter_modules([f"{path}/formats" for path in __path__])]
     modules = {name.replace("_", "-"): import_module(f"{__name__}.formats.{name}") for name in names}
     known = {name: getattr(module, maker) for name, module in modules.items() if hasattr(module, maker)}
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         choices = ", ".join(map(repr, known))
         raise ValueError(
             f"{name}={value!r}: must be one of {choices}; another format is a file of nanovllm/quantization/formats/"

@@ -1,10 +1,13 @@
 """How the engine is changed: in its own thread, between two steps, and while no request is computed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from nanovllm.engine.engine import Engine, UnavailableError
+from nanovllm.engine.engine import UnavailableError
 from nanovllm.engine.engine_thread import EngineThread
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.outputs import OutputCollector
 
 T = TypeVar("T")
 LOADING = "the weights are being replaced: load_weights() has not returned yet"
@@ -16,12 +19,29 @@ class Dropped(str):
     weights: Any = None  # a ModelWeights
 
 
-def check_idle(core: Engine) -> None:
-    """UnavailableError while there are requests, unless they are paused, or while weights are being replaced."""
-    if core.unavailable.get("weights") == LOADING:
+@contextmanager
+def refusing_requests(llm: LLMEngine, kind: str, reason: str) -> Iterator[None]:
+    """Change the engine, in its thread: `unavailable[kind]` is the reason from here on, and after an error as before.
+
+    UnavailableError while there are requests, unless they are paused, or while weights are being replaced.
+    """
+    unavailable = llm.core.unavailable
+    if unavailable.get("weights") == LOADING:
         raise UnavailableError(LOADING)
-    if (live := core.scheduler.live) and "paused" not in core.unavailable:
-        raise UnavailableError(f"{len(live)} requests have not ended: call pause(), or let them end")
+    before = unavailable.get(kind)
+    unavailable[kind] = reason  # first: a request that comes at the same moment sees this, or is seen here
+    try:
+        queued = [waiter for waiter in llm.engine_thread.queued() if isinstance(waiter, OutputCollector)]
+        num_requests = len(llm.core.scheduler.live) + len(queued)
+        if num_requests and "paused" not in unavailable:
+            raise UnavailableError(f"{num_requests} requests have not ended: call pause(), or let them end")
+        yield
+    except BaseException:
+        if before is None:
+            del unavailable[kind]
+        else:
+            unavailable[kind] = before
+        raise
 
 
 def in_engine(thread: EngineThread, work: Callable[[], T]) -> T:

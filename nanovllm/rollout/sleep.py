@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.engine.engine import Engine, UnavailableError
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.rollout.changes import Dropped, check_idle, in_engine
+from nanovllm.rollout.changes import Dropped, in_engine, refusing_requests
 from nanovllm.rollout.host_memory import HostCache, HostWeights
 from nanovllm.utils.checks import check_choice
 
@@ -34,11 +34,11 @@ def sleep(llm: LLMEngine, level: int = 1) -> int:
 
     def work() -> int:
         core = llm.core
-        check_idle(core)
-        if (num_bytes := _on_all_ranks(core, MemoryCall("release", level))) is None:
-            raise UnavailableError("sleep(level=1): the host's memory does not suffice to keep the weights")
+        with refusing_requests(llm, "asleep", ASLEEP):
+            if (num_bytes := _on_all_ranks(core, MemoryCall("release", level))) is None:
+                raise UnavailableError("sleep(level=1): the host's memory does not suffice to keep the weights")
         core.scheduler.block_manager.clear_prefix_cache()  # no sequence holds blocks
-        core.unavailable |= {"asleep": ASLEEP} | ({"weights": Dropped(DROPPED)} if level == 2 else {})
+        core.unavailable |= {"weights": Dropped(DROPPED)} if level == 2 else {}
         return num_bytes
 
     num_bytes = in_engine(llm.engine_thread, work)

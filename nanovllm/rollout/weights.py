@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.engine.engine import Engine, UnavailableError
+from nanovllm.engine.engine import UnavailableError
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.graphs.buffers import largest_batch
 from nanovllm.moe.weights import split_experts
 from nanovllm.quantization.scaled import SAFETENSORS_NAMES
-from nanovllm.rollout.changes import LOADING, Dropped, check_idle, in_engine
+from nanovllm.rollout.changes import LOADING, Dropped, in_engine, refusing_requests
 from nanovllm.utils.loader import (
     FLOAT_DTYPES,
     check_shape,
@@ -42,7 +42,7 @@ def load_weights(llm: LLMEngine, weights: Iterable[tuple[str, torch.Tensor]]) ->
     such tensor, or if it has another shape, is not floating point, NaN or infinite. If anything is raised after the
     first write, the engine takes no requests until a call has loaded all weights.
     """
-    update = WeightUpdate(llm.core)
+    update = WeightUpdate(llm)
     in_engine(llm.engine_thread, update.begin)
     try:
         for name, tensor in weights:
@@ -70,21 +70,20 @@ def weights_of(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
 class WeightUpdate:
     """One call of `load_weights`. The engine's thread calls `begin` and `load`, the caller's `end`."""
 
-    def __init__(self, core: Engine):
-        self.core = core
+    def __init__(self, llm: LLMEngine):
+        self.llm, self.core = llm, llm.core
         self.has_written = self.is_over = False
 
     def begin(self) -> None:
-        check_idle(self.core)
         runner, unavailable = self.core.model_runner, self.core.unavailable
         assert runner is not None, "the engine is open"
-        if "weights" in runner.sleepers and not runner.sleepers["weights"].is_mapped:
-            raise UnavailableError("the weights sleep: call wake_up(tags=['weights']) before load_weights()")
         self.reason_before = reason = unavailable.get("weights")
-        self.weights = ModelWeights(runner.model)
+        with refusing_requests(self.llm, "weights", LOADING):
+            if "weights" in runner.sleepers and not runner.sleepers["weights"].is_mapped:
+                raise UnavailableError("the weights sleep: call wake_up(tags=['weights']) before load_weights()")
+            self.weights = ModelWeights(runner.model)
         if isinstance(reason, Dropped):
             self.weights = reason.weights = reason.weights or self.weights
-        unavailable["weights"] = LOADING
         self.core.scheduler.block_manager.clear_prefix_cache()  # no sequence holds blocks
 
     def load(self, name: str, tensor: torch.Tensor) -> None:

@@ -43,9 +43,9 @@ def add_routes(app: FastAPI, llm: LLM) -> None:
             await to_thread(lambda: llm.load_weights(weights_of(body.path)))
         return json_response({"status": "updated"})
 
-    async def sleep(level: int = 1) -> Response:
+    async def sleep(level: str = "1") -> Response:
         with about(("level", "enable_sleep_mode")):
-            num_bytes = await to_thread(llm.sleep, level)
+            num_bytes = await to_thread(llm.sleep, int(level) if level in ("1", "2") else level)
         return json_response({"status": "asleep", "num_bytes": num_bytes})
 
     async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> Response:

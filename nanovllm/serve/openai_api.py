@@ -160,7 +160,7 @@ class Api:
 
     # -- tokens --------------------------------------------------------------------------------------------------------
 
-    async def tokenize(self, body: protocol.TokenizeBody | protocol.TokenizeChatBody, request: Request) -> Response:
+    async def tokenize(self, body: protocol.AnyTokenizeBody, request: Request) -> Response:
         tokens, processor = await self.prompt_token_ids(body), self.llm.input_processor
         names = processor.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         lengths = {"count": len(tokens), "max_model_len": processor.config.max_model_len}

@@ -11,7 +11,16 @@ from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal
 
 from prometheus_client import Counter
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from nanovllm.features.beam_params import BeamSearchParams
@@ -269,6 +278,13 @@ class TokenizeBody(TextBody):
 
 class TokenizeChatBody(ChatFields, TextBody):
     return_token_strs: bool | None = None
+
+
+# an error is one of the body that was meant; the tags are dropped from where it was found, as they end in "Body"
+AnyTokenizeBody = Annotated[
+    Annotated[TokenizeBody, Tag("TokenizeBody")] | Annotated[TokenizeChatBody, Tag("TokenizeChatBody")],
+    Discriminator(lambda body: "TokenizeChatBody" if isinstance(body, dict) and "messages" in body else "TokenizeBody"),
+]
 
 
 class DetokenizeBody(Body):

@@ -42,7 +42,7 @@ def check_ids(name: str, value: Any, min_length: int = 0, max_length: int | None
 
 def check_biases(name: str, value: Any) -> dict[int, float] | None:
     """Biases by token id; None if there are none."""
-    if not isinstance(biases := value or {}, dict):
+    if not isinstance(biases := {} if value is None else value, dict):
         raise TypeError(f"{name}={biases!r:.80}: must map token ids to numbers")
     values = [check_real(f"{name}[{token_id!r}]", bias, -100, 100) for token_id, bias in biases.items()]
     return dict(zip(check_ids(name, [*biases], max_length=300), values)) or None
