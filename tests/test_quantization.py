@@ -196,7 +196,7 @@ def test_parity_of_the_bundled_model(make_llm, tmp_path):
     ],
 )
 def test_ranks(tmp_path, name, format_name, size, settings):
-    """Borders of ranks cut blocks; each rank has the scales of its own part. test_rollout.py has an engine's ranks."""
+    """Borders of ranks cut blocks; each rank has the scales of its own part. test_sleep.py has an engine's ranks."""
     folder, plain = write_quantized(make_checkpoint(tmp_path, name), tmp_path, format_name)
     (prompt, _), *_ = model_requests()
     expected = reference_model(plain)(torch.tensor([prompt])).logits[0]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from test_models import SMALL, make_checkpoint, reference_model
 from test_quantization import split_experts, write_quantized
 
-from nanovllm import SamplingParams
+from nanovllm import LLM, SamplingParams
 from nanovllm.engine.engine import UnavailableError
 from nanovllm.rollout import weights_of
 
@@ -104,19 +104,23 @@ def test_quantized_checkpoints(make_llm, tmp_path, name, format_name):
         llm.load_weights([("model.layers.0.self_attn.q_proj.weight", torch.zeros(64, 64, dtype=torch.int8))])
 
 
-@pytest.mark.parametrize("settings", [{}, {"expert_parallel": True, "quantization": "fp8"}])
-def test_ranks(make_llm, tmp_path, settings):
-    folder = make_checkpoint(tmp_path / "old", "qwen3-moe")
-    weights = split_experts(perturbed(folder, tmp_path / "new"))
-    llm = make_llm(folder, tensor_parallel_size=2, **SMALL, **settings)
+def ranks_with_new_weights(make_llm, tmp_path, **settings) -> tuple[LLM, str]:
+    """An engine of two ranks that has taken new weights, and the folder of these."""
+    folder, new = make_checkpoint(tmp_path / "old", "qwen3-moe"), tmp_path / "new"
+    weights = split_experts(perturbed(folder, new))
+    llm = make_llm(folder, tensor_parallel_size=2, **settings)
     before = answers(llm)
     with pytest.raises(ValueError, match="experts.7.down_proj.weight: the checkpoint has shape"):
         llm.load_weights([("model.layers.0.mlp.experts.7.down_proj.weight", torch.zeros(3, 3))])
     assert answers(llm) == before
     llm.load_weights(weights.items())
-    found = answers(llm)
-    llm.exit()
-    assert found != before and found == answers(make_llm(str(tmp_path / "new"), **SMALL, **settings))
+    assert before != answers(llm) == answers(make_llm(str(new), **settings))
+    return llm, str(new)
+
+
+def test_ranks(make_llm, tmp_path):
+    """Which have parts of all experts; test_sleep.py has experts by rank, in FP8."""
+    ranks_with_new_weights(make_llm, tmp_path, **SMALL)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ import pytest
 import torch
 from common import TINY
 from test_models import SMALL, make_checkpoint
-from test_rollout import GREEDY, PROMPTS, answers, bits, serve  # noqa: F401  (`serve` is a fixture)
+from test_rollout import GREEDY, PROMPTS, answers, bits, ranks_with_new_weights, serve  # noqa: F401  (`serve` is a fixture)
 
 from nanovllm import SamplingParams
 from nanovllm.engine import model_runner
@@ -71,10 +71,11 @@ def test_levels(make_llm, tmp_path, name, settings):
     assert_sleeps_and_wakes(make_llm(folder, **SMALL | SETTINGS, **settings), folder)
 
 
-def test_ranks(make_llm, small_model, monkeypatch):
-    """Where one rank has not enough memory to wake up, all go on sleeping."""
-    llm = make_llm(small_model, tensor_parallel_size=2, **SETTINGS)
-    assert_sleeps_and_wakes(llm, small_model)
+def test_ranks(make_llm, tmp_path, monkeypatch):
+    """With new weights. Where one rank has not enough memory to wake up, all go on sleeping."""
+    settings = SMALL | SETTINGS | {"expert_parallel": True, "quantization": "fp8"}
+    llm, folder = ranks_with_new_weights(make_llm, tmp_path, **settings)
+    assert_sleeps_and_wakes(llm, folder)
     before = answers(llm)
     llm.sleep()
 

@@ -174,7 +174,7 @@ def test_two_engines_of_a_caller(make_llm, expected, monkeypatch, tmp_path):
     assert len(pids) == 3 and not any(map(names_of_shared_memory, pids)) and not list(tmp_path.glob("nanovllm-*"))
     for llm, mode in zip(engines, modes):
         check_answers(llm, expected(**mode))
-        for pause in (0.2, 0.25, 0.31):
+        for pause in (0.1, 0.15, 0.21):
             timer = later(pause, os.kill, os.getpid(), signal.SIGINT)
             begin = time.monotonic()
             with pytest.raises(KeyboardInterrupt):
@@ -193,7 +193,7 @@ def test_two_engines_of_a_caller(make_llm, expected, monkeypatch, tmp_path):
 def test_fewer_key_value_heads_than_ranks(make_llm, expected):
     llm = make_llm(tensor_parallel_size=4, **SMALL)
     assert next(iter(llm.model_runner.cache_groups)).num_kv_heads == 1
-    check_answers(llm, expected(logprobs_mode="raw_logprobs"))
+    assert_same(answers(llm), expected(logprobs_mode="raw_logprobs"))  # fewer steps: Gloo's take long among four
     check_kill_in_a_step(llm, rank=2)
 
 
