@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 gc.disable()  # it would go through all modules again and again while they are imported; on when tests are collected
 # also for the processes that tests start: OpenMP threads that wait for each other are very slow when a core is busy
@@ -270,6 +271,13 @@ def small_model(tmp_path_factory) -> str:
             is_norm = len(shape) == 1
             weights[name] = torch.ones(shape) if is_norm else torch.randn(shape, generator=random) * 2 / shape[1] ** 0.5
     save_file(weights, folder / "model.safetensors")
+    return str(folder)
+
+
+def with_end_ids(model: str, folder: Path, step: int) -> str:
+    """A copy of a model in `folder`, whose answers end with ids 0, step, 2 * step, ...: a random one's seldom end."""
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(0, 2048, step)]}))
     return str(folder)
 
 
