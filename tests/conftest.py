@@ -34,13 +34,13 @@ if not torch.cuda.is_available():
 from nanovllm import LLM, kernels
 from nanovllm.engine import model_runner
 from nanovllm.engine.features import FEATURES
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.kernels.sampling_columns import COLUMNS
 from nanovllm.layers.sampler import gumbel_noise
 from nanovllm.utils.loader import BUNDLED
 from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 torch.set_grad_enabled(False)
-model_runner.CPU_KV_CACHE_BYTES = 2**26  # in 1 GiB the small model has 131,072 blocks, which takes a second to make
 
 
 def speed_up_interpreter() -> None:
@@ -107,6 +107,14 @@ def speed_up_interpreter() -> None:
 if not torch.cuda.is_available():
     with suppress(ImportError):  # without Triton
         speed_up_interpreter()
+
+
+def small_cache_budget(runner: ModelRunner) -> int:
+    """As many blocks as the bundled model has by default. The small one would have 131,072, which take a second."""
+    return min(model_runner.CPU_KV_CACHE_BYTES, runner.cache_bytes(num_blocks=1024))
+
+
+ModelRunner.cache_budget = small_cache_budget
 
 TINY = str(BUNDLED / "tiny-qwen3")
 
@@ -307,7 +315,6 @@ def use_ops():
 
 def runs_as_on_cuda(runner) -> None:
     """Let the runner of a CPU run steps as that of CUDA does, with tensors on the CPU; no memory is allocated yet."""
-    from nanovllm.engine.model_runner import ModelRunner
     from nanovllm.startup.cuda_runner import CUDAModelRunner
 
     own = {name: vars(ModelRunner)[name] for name in ("on_device", "end_of_step", "zeros", "recover", "exit")}
