@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     atexit.register(os._exit, 0)  # the first is called last: to take all modules apart would be two seconds of work
@@ -35,13 +36,13 @@ if not torch.cuda.is_available():
 from nanovllm import LLM, kernels
 from nanovllm.engine import model_runner
 from nanovllm.engine.features import FEATURES
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.kernels.sampling_columns import COLUMNS
 from nanovllm.layers.sampler import gumbel_noise
 from nanovllm.utils.loader import BUNDLED
 from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 torch.set_grad_enabled(False)
-model_runner.CPU_KV_CACHE_BYTES = 2**26  # in 1 GiB the small model has 131,072 blocks, which takes a second to make
 
 
 def speed_up_interpreter() -> None:
@@ -108,6 +109,14 @@ def speed_up_interpreter() -> None:
 if not torch.cuda.is_available():
     with suppress(ImportError):  # without Triton
         speed_up_interpreter()
+
+
+def small_cache_budget(runner: ModelRunner) -> int:
+    """As many blocks as the bundled model has by default. The small one would have 131,072, which take a second."""
+    return min(model_runner.CPU_KV_CACHE_BYTES, runner.cache_bytes(num_blocks=1024))
+
+
+ModelRunner.cache_budget = small_cache_budget
 
 TINY = str(BUNDLED / "tiny-qwen3")
 
@@ -266,6 +275,13 @@ def small_model(tmp_path_factory) -> str:
     return str(folder)
 
 
+def with_end_ids(model: str, folder: Path, step: int) -> str:
+    """A copy of a model in `folder`, whose answers end with ids 0, step, 2 * step, ...: a random one's seldom end."""
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(0, 2048, step)]}))
+    return str(folder)
+
+
 @pytest.fixture(scope="module")
 def model_name(request) -> str:
     """The model of `make_llm`: the bundled one, or in a file that is marked so the small one."""
@@ -292,7 +308,6 @@ def use_ops():
 
 def runs_as_on_cuda(runner) -> None:
     """Let the runner of a CPU run steps as that of CUDA does, with tensors on the CPU; no memory is allocated yet."""
-    from nanovllm.engine.model_runner import ModelRunner
     from nanovllm.startup.cuda_runner import CUDAModelRunner
 
     own = {name: vars(ModelRunner)[name] for name in ("on_device", "end_of_step", "zeros", "recover", "exit")}

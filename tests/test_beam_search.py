@@ -1,10 +1,11 @@
-"""Beam search against transformers' own, on the tiny model in float32."""
+"""Beam search against transformers' own, on random models in float32."""
 
+from functools import cache
 from itertools import count
 
 import pytest
 import torch
-from common import TINY
+from common import TINY, with_end_ids
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.features.beam_search import BeamRequest
@@ -19,23 +20,29 @@ def prompts(chat, tokenizer) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
+def random_model(small_model, tmp_path_factory) -> str:
+    """Beams end at any length."""
+    return with_end_ids(small_model, tmp_path_factory.mktemp("random"), 8)
+
+
+@pytest.fixture(scope="module")
 def reference():
     from transformers import Qwen3ForCausalLM
 
-    model = Qwen3ForCausalLM.from_pretrained(TINY, torch_dtype=torch.float32).eval()
+    load = cache(lambda folder: Qwen3ForCausalLM.from_pretrained(folder, torch_dtype=torch.float32).eval())
 
-    def search(prompt: list[int], width: int, max_tokens: int, length_penalty: float) -> list[tuple[list[int], float]]:
-        out = model.generate(
+    def search(folder: str, prompt: list[int], params: BeamSearchParams) -> list[tuple[list[int], float]]:
+        out = load(folder).generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             do_sample=False,
             temperature=None,
             top_p=None,
             top_k=None,
-            num_beams=width,
-            num_return_sequences=width,
-            max_new_tokens=max_tokens,
-            length_penalty=length_penalty,
+            num_beams=params.beam_width,
+            num_return_sequences=params.beam_width,
+            max_new_tokens=params.max_tokens,
+            length_penalty=params.length_penalty,
             output_scores=True,
             return_dict_in_generate=True,
         )
@@ -47,14 +54,23 @@ def reference():
     return search
 
 
-@pytest.mark.parametrize("width, length_penalty", [(2, 1.0), (3, 0.0), (4, 2.0), (5, 1.0), (5, -0.5)])
-def test_sequences_and_scores_are_transformers(make_llm, prompts, reference, width, length_penalty):
-    """All prompts at once, with ends at several lengths. Small blocks, so that beams share full ones and copy some."""
-    llm = make_llm(kvcache_block_size=16, async_scheduling=width == 4)
-    results = llm.beam_search(prompts, BeamSearchParams(width, 24, length_penalty))
+@pytest.mark.parametrize(
+    "model, width, length_penalty",
+    [("random", 2, 1.0), ("bundled", 3, 0.0), ("random", 4, 1.2), ("random", 5, 1.0), ("random", 5, -0.5)],
+)
+def test_sequences_and_scores_are_transformers(
+    make_llm, random_model, prompts, reference, model, width, length_penalty
+):
+    """All prompts at once, with ends at several lengths. Small blocks, so that beams share full ones and copy some.
+
+    The bundled model has fewer end ids than beams, the random one many more.
+    """
+    folder, params = TINY if model == "bundled" else random_model, BeamSearchParams(width, 16, length_penalty)
+    llm = make_llm(folder, kvcache_block_size=16, async_scheduling=width == 4)
+    results = llm.beam_search(prompts, params)
     lengths = set()
     for prompt, result in zip(prompts, results):
-        expected = reference(prompt, width, 24, length_penalty)
+        expected = reference(folder, prompt, params)
         assert result["prompt_token_ids"] == prompt
         assert [output["token_ids"] for output in result["outputs"]] == [ids for ids, _ in expected]
         assert [output["score"] for output in result["outputs"]] == pytest.approx(
@@ -62,7 +78,7 @@ def test_sequences_and_scores_are_transformers(make_llm, prompts, reference, wid
         )
         assert result["outputs"][0]["text"] == llm.tokenizer.decode(expected[0][0], skip_special_tokens=True)
         lengths |= {len(ids) for ids, _ in expected}
-    assert len(lengths) > 2 and max(lengths) == 24
+    assert len(lengths) > 2 and (max(lengths) == 16 or length_penalty < 0)
     stats = llm.stats()
     assert stats["tokens"]["in"] == sum(map(len, prompts)), "a prompt was computed again"
     assert stats["preemptions"] == stats["blocks"]["used"] == 0
@@ -72,8 +88,8 @@ def test_sequences_and_scores_are_transformers(make_llm, prompts, reference, wid
 def alone(small_model, prompts) -> tuple[list[list[list[int]]], list[list[int]]]:
     """The beams of each prompt, and the greedy answers to the first two, where there is space for all of them."""
     with LLM(small_model, dtype="float32", device="cpu") as llm:
-        beams = [[beam.token_ids for beam in x.outputs] for x in llm.beam_search(prompts, BeamSearchParams(4, 16))]
-        greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+        beams = [[beam.token_ids for beam in x.outputs] for x in llm.beam_search(prompts, BeamSearchParams(4, 12))]
+        greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
         return beams, [x.token_ids for x in llm.generate(prompts[:2], greedy, use_tqdm=False)]
 
 
@@ -90,9 +106,9 @@ def alone(small_model, prompts) -> tuple[list[list[list[int]]], list[list[int]]]
 )
 def test_beams_are_the_same_everywhere(make_llm, small_model, prompts, alone, settings, async_scheduling):
     """Where blocks, rows or a step's tokens do not suffice for all beams, and beside other requests."""
-    params, (expected, expected_greedy) = BeamSearchParams(4, 16), alone
+    params, (expected, expected_greedy) = BeamSearchParams(4, 12), alone
     llm = make_llm(small_model, kvcache_block_size=16, async_scheduling=async_scheduling, **settings)
-    greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     ids = [llm.add_request(prompt, greedy) for prompt in prompts[:2]]
     assert [[beam.token_ids for beam in x.outputs] for x in llm.beam_search(prompts, params)] == expected
     answers = {}

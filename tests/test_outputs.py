@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.small_model
 BOTH_WAYS = pytest.mark.parametrize("async_scheduling", [False, True])
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 HOT = SamplingParams(
-    temperature=1.2, max_tokens=20, ignore_eos=True, seed=3, repetition_penalty=1.2, frequency_penalty=0.2
+    temperature=1.2, max_tokens=16, ignore_eos=True, seed=3, repetition_penalty=1.2, frequency_penalty=0.2
 )
 VERSES = ["HAMLET.\nTo be, or not to be", "KING RICHARD.\n", "What is the night?", "Enter ROMEO"]
 
@@ -290,7 +291,7 @@ def test_prompt_is_computed_once(make_llm):
     llm = make_llm(kvcache_block_size=16)
     for length in (15, 16, 17, 40):
         before = llm.stats()["tokens"]["in"]
-        llm.add_request([7 + length] * length, replace(HOT, n=8))
+        llm.add_request([7 + length] * length, replace(HOT, n=8, max_tokens=3))
         assert llm.step().num_prefill_tokens == length == llm.stats()["tokens"]["in"] - before
         assert llm.stats()["requests"]["running"] == 8
         own = 8 if length % 16 else 7  # where the prompt fills its blocks, the first has not needed another yet
@@ -324,11 +325,11 @@ def test_abort_of_several_answers(make_llm, async_scheduling):
 
 @pytest.fixture(scope="module")
 def reference():
-    """transformers' log-probabilities of a text [length, vocabulary]: row i is of what follows token i."""
+    """A model's log-probabilities of a text [length, vocabulary], of transformers: row i is of what follows token i."""
     from transformers import Qwen3ForCausalLM
 
-    model = Qwen3ForCausalLM.from_pretrained(TINY, torch_dtype=torch.float32).eval()
-    return lambda ids: model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    load = cache(lambda folder: Qwen3ForCausalLM.from_pretrained(folder, torch_dtype=torch.float32).eval())
+    return lambda folder, ids: load(folder)(torch.tensor([ids])).logits[0].log_softmax(-1)
 
 
 def check_logprobs(llm: LLM, dicts: list[dict], ids: list[int], expected: torch.Tensor, num: int):
@@ -339,7 +340,8 @@ def check_logprobs(llm: LLM, dicts: list[dict], ids: list[int], expected: torch.
         for i, logprob in found.items():
             assert logprob.logprob == pytest.approx(row[i].item(), abs=2e-4)
             assert logprob.rank == 1 + (row > row[i]).sum() or row[i].isclose(row, atol=1e-4, rtol=0).sum() > 1
-            assert logprob.decoded_token == llm.tokenizer.decode([i])
+            text = llm.tokenizer.decode([i])
+            assert logprob.decoded_token == text or "\ufffd" in text  # of a part of a character, as a random model has
 
 
 @pytest.mark.parametrize(
@@ -352,16 +354,17 @@ def check_logprobs(llm: LLM, dicts: list[dict], ids: list[int], expected: torch.
     ],
     ids=str,
 )
-def test_logprobs_are_transformers(make_llm, reference, settings, async_scheduling):
+def test_logprobs_are_transformers(make_llm, model_name, reference, settings, async_scheduling):
     """Of the prompt and of what follows, whole, in chunks, and preempted; each request is computed twice."""
-    llm = make_llm("tiny-qwen3", async_scheduling=async_scheduling, kvcache_block_size=16, **settings)
+    folder = model_name if settings else TINY
+    llm = make_llm(folder, async_scheduling=async_scheduling, kvcache_block_size=16, **settings)
     params = [replace(HOT, n=n, logprobs=3, prompt_logprobs=2) for n in (1, 1, 3, 1)]
     for _ in range(2):
         for answer in generate(llm, VERSES, params):
             prompt = answer["prompt_token_ids"]
             assert answer["num_cached_tokens"] == 0 and answer["prompt_logprobs"][0] is None
             for output in answer.outputs:
-                expected = reference(prompt + output["token_ids"])
+                expected = reference(folder, prompt + output["token_ids"])
                 check_logprobs(llm, answer["prompt_logprobs"][1:], prompt[1:], expected[: len(prompt) - 1], 2)
                 check_logprobs(llm, output["logprobs"], output["token_ids"], expected[len(prompt) - 1 : -1], 3)
     assert (llm.scheduler.num_preemptions > 0) == ("num_kvcache_blocks" in settings)
@@ -467,7 +470,7 @@ def test_what_an_engine_says_of_itself(caplog, monkeypatch, tmp_path):
 def test_reset_prefix_cache(make_llm):
     """Not while anything may be using it."""
     llm = make_llm(kvcache_block_size=16)
-    cached = lambda: generate(llm, [7] * 48)[0].num_cached_tokens
+    cached = lambda: generate(llm, [7] * 48, replace(GREEDY, max_tokens=2))[0].num_cached_tokens
     assert [cached(), cached()] == [0, 32]
     assert llm.reset_prefix_cache() is True
     assert [cached(), cached()] == [0, 32]
