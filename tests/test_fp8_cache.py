@@ -16,11 +16,13 @@ from common import (
     generate_by_steps,
     pairs,
     randn,
+    whole_cache_budget,
 )
 from test_models import make_checkpoint
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.config import Config
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.layers.attention import KVCache
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.quantization.fp8_cache import FP8KVCache, dequantize, quantize
@@ -421,8 +423,9 @@ def test_on_a_gpu(make_llm, prompts, alone, settings):
 # --- settings and sizes
 
 
-def test_the_bytes_of_a_cache(make_llm):
+def test_the_bytes_of_a_cache(make_llm, monkeypatch):
     """Of 32 numbers in float32 and in e4m3 with a scale in bfloat16; the device's budget holds so many more."""
+    monkeypatch.setattr(ModelRunner, "cache_budget", whole_cache_budget)
     plain, fp8 = (make_llm(kv_cache_dtype=x) for x in ("auto", "fp8"))
     (tensors,) = fp8.model_runner.caches.values()
     num_heads = 4 * 4 * 256 * fp8.config.num_kvcache_blocks  # layers, heads of each, tokens
