@@ -116,7 +116,7 @@ def small_cache_budget(runner: ModelRunner) -> int:
     return min(model_runner.CPU_KV_CACHE_BYTES, runner.cache_bytes(num_blocks=1024))
 
 
-ModelRunner.cache_budget = small_cache_budget
+whole_cache_budget, ModelRunner.cache_budget = ModelRunner.cache_budget, small_cache_budget
 
 TINY = str(BUNDLED / "tiny-qwen3")
 

@@ -18,7 +18,8 @@ from nanovllm.engine import model_runner
 from nanovllm.engine.engine import UnavailableError
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.outputs import OutputCollector
-from nanovllm.rollout import host_memory, weights_of
+from nanovllm.rollout import weights_of
+from nanovllm.startup import host_memory
 from nanovllm.startup.arena import Arena
 from nanovllm.startup.cuda_runner import CUDAModelRunner
 from nanovllm.utils import cuda_driver

@@ -28,7 +28,7 @@ def refusing_requests(llm: LLMEngine, kind: str, reason: str) -> Iterator[None]:
     unavailable = llm.core.unavailable
     if unavailable.get("weights") == LOADING:
         raise UnavailableError(LOADING)
-    before = unavailable.get(kind)
+    before = {kind: unavailable[kind]} if kind in unavailable else {}
     unavailable[kind] = reason  # first: a request that comes at the same moment sees this, or is seen here
     try:
         queued = [waiter for waiter in llm.engine_thread.queued() if isinstance(waiter, OutputCollector)]
@@ -37,10 +37,8 @@ def refusing_requests(llm: LLMEngine, kind: str, reason: str) -> Iterator[None]:
             raise UnavailableError(f"{num_requests} requests have not ended: call pause(), or let them end")
         yield
     except BaseException:
-        if before is None:
-            del unavailable[kind]
-        else:
-            unavailable[kind] = before
+        del unavailable[kind]
+        unavailable.update(before)
         raise
 
 

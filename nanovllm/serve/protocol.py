@@ -11,16 +11,7 @@ from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal
 
 from prometheus_client import Counter
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from nanovllm.features.beam_params import BeamSearchParams

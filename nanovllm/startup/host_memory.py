@@ -1,4 +1,4 @@
-"""What sleeps on a CPU: memory of the system, which has no addresses that must stay. startup/arena.py is for CUDA."""
+"""What sleeps on a CPU: memory of the system, which has no addresses that must stay. arena.py is for CUDA."""
 
 from typing import Any
 
