@@ -690,6 +690,7 @@ BODIES += bodies(
     ("tool_choice", [{"type": "some"}], "tool_choice.type"),
     ("stop_sequences", [["a"] * 65]),
     ("thread", [{"type": "create"}]),
+    ("output_config", [{"effort": "x"}, {"format": {"type": "json_schema", "schema": 5}}], "output_config"),
 )
 
 

@@ -54,7 +54,7 @@ class EngineThread:
             request.collector = collector
         self._post(partial(self._output_processor.add, requests), collector)
         self.check_open()  # once more: if it is not closing now, the command will be seen
-        if reasons := [*self.engine.unavailable.values()]:  # once more: else, who changes the engine sees the requests
+        if reasons := [*self.engine.unavailable.values()]:  # has become so meanwhile; later changes see the requests
             self.discard([request.request_id for request in requests])
             raise UnavailableError(reasons[0])
 

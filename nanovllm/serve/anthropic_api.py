@@ -7,7 +7,7 @@ import asyncio
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import FastAPI, Request
 from pydantic import BeforeValidator, Field
@@ -111,6 +111,10 @@ class MessagesBody(CountTokensBody):
     metadata: dict[str, Any] | None = None  # changes nothing here
 
 
+class TranslatedMessages(ChatBody):
+    own_names: ClassVar = dict.fromkeys(("reasoning_effort", "response_format"), "output_config")
+
+
 def chat_body(body: CountTokensBody) -> ChatBody:
     """The same request to a chat."""
     problem = "thread: this server stores no conversations; send the whole one"
@@ -133,7 +137,7 @@ def chat_body(body: CountTokensBody) -> ChatBody:
         fields |= {"stop": body.stop_sequences, "reasoning_effort": config.get("effort")}
         if wanted := config.get("format"):
             fields["response_format"] = {"type": "json_schema", "json_schema": wanted}
-    return translated(ChatBody, fields)
+    return translated(TranslatedMessages, fields)
 
 
 def _chat_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
