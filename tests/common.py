@@ -132,6 +132,10 @@ each_dtype_or_half = pytest.mark.parametrize(
     "dtype", DTYPES if CUDA else [torch.float16], ids=lambda dtype: str(dtype)[6:]
 )
 
+# for tests with two ranks on CUDA
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+EXPERTS_ON_TWO = {"tensor_parallel_size": 2, "expert_parallel": True}
+
 
 def pairs(first: Iterable, second: Iterable) -> list[tuple]:
     """All on a GPU; every other one, as on a chessboard, in the interpreter, which takes long for each."""

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from common import TINY
+from common import EXPERTS_ON_TWO, TINY, TWO_GPUS
 from test_models import MAX_LEN, VOCAB_SIZE, make_checkpoint
 from test_speculation import accepted, drafting, random_requests
 
@@ -29,8 +29,6 @@ from nanovllm.layers.sampler import SamplingRows
 from nanovllm.utils.context import Context
 
 PREFIX = [*range(50, 90)]
-TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
-EXPERTS_ON_TWO = {"tensor_parallel_size": 2, "expert_parallel": True}
 
 
 def make_requests(rng: random.Random, prefix=PREFIX, max_tokens=26) -> list[tuple[list[int], SamplingParams]]:
@@ -287,7 +285,7 @@ def test_settings(monkeypatch):
     monkeypatch.setattr("nanovllm.config._resolve_device", lambda name, num_ranks: "cuda:0")
     assert Config(TINY, device="cuda", batch_invariant=True).attention_backend == "triton"
     several = Config(TINY, device="cuda", batch_invariant=True, tensor_parallel_size=4)
-    monkeypatch.setattr(process_group, "can_read_peers", lambda device, rank, size: size == 2)
+    monkeypatch.setattr(process_group, "_can_read_peers", lambda device, rank, size: size == 2)
     with pytest.raises(
         ValueError, match="tensor_parallel_size=4: must be 1, as these GPUs can't read each other's memory"
     ):

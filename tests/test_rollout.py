@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import TINY
+from common import EXPERTS_ON_TWO, TINY, TWO_GPUS
 from safetensors.torch import load_file, save_file
 from test_models import SMALL, make_checkpoint, reference_model
 from test_quantization import split_experts, write_quantized
@@ -16,8 +16,6 @@ from nanovllm.rollout import weights_of
 
 PROMPTS = [[7, 8, 9, 10] * 6, [300, 20, 1]]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
-EXPERTS_ON_TWO = {"tensor_parallel_size": 2, "expert_parallel": True}
 WAYS = [GREEDY, SamplingParams(temperature=0.9, seed=4, max_tokens=12, ignore_eos=True)]
 
 

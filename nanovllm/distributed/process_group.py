@@ -16,8 +16,6 @@ from nanovllm.config import Config
 from nanovllm.distributed.ranks import Ranks
 from nanovllm.utils.tensor_parallel import STEP_TIMEOUT, Compute, PartialSum
 
-SUMS_VARY = "must be 1, as these GPUs can't read each other's memory, and NCCL's order of sums depends on the batch"
-
 
 def connect(rank: int, size: int, folder: Path, device: torch.device, max_sum_bytes: int) -> Ranks:
     """Connect to the other ranks through a file in `folder`; returns when all have connected.
@@ -27,7 +25,7 @@ def connect(rank: int, size: int, folder: Path, device: torch.device, max_sum_by
     """
     store = dist.FileStore(str(folder / "store"), size)
     tp: Ranks
-    if device.type == "cuda" and can_read_peers(device, rank, size):
+    if device.type == "cuda" and _can_read_peers(device, rank, size):
         from nanovllm.distributed.peer_memory import PeerMemory, PeerTensorParallel
 
         tp = PeerTensorParallel(PeerMemory(rank, size, dist.PrefixStore("peers", store), device, max_sum_bytes))
@@ -40,11 +38,12 @@ def connect(rank: int, size: int, folder: Path, device: torch.device, max_sum_by
 def check_order_of_sums(config: Config) -> None:
     """ValueError if the ranks' parts would not be added up in one order, and `batch_invariant` needs that."""
     device, size = config.device_of(0), config.tensor_parallel_size
-    if config.batch_invariant and device.type == "cuda" and not can_read_peers(device, 0, size):
-        raise ValueError(f"batch_invariant=True: tensor_parallel_size={size}: {SUMS_VARY}")
+    if config.batch_invariant and device.type == "cuda" and not _can_read_peers(device, 0, size):
+        problem = "must be 1, as these GPUs can't read each other's memory: NCCL's order of sums depends on the batch"
+        raise ValueError(f"batch_invariant=True: tensor_parallel_size={size}: {problem}")
 
 
-def can_read_peers(device: torch.device, rank: int, size: int) -> bool:
+def _can_read_peers(device: torch.device, rank: int, size: int) -> bool:
     """Whether the GPUs of all ranks can access each other's memory: consecutive ones, of which `device` is `rank`'s."""
     indices = range(device.index - rank, device.index - rank + size)
     return importlib.util.find_spec("triton") is not None and all(

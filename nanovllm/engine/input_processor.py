@@ -28,7 +28,8 @@ class InputProcessor:
 
     def __init__(self, config: Config, tokenizer, first_request_id: int = 0):
         assert config.max_model_len is not None, "it is resolved on construction"
-        self.config, self.tokenizer, self.max_model_len = config, tokenizer, config.max_model_len
+        self.config, self.tokenizer, self.max_model_len = config, tokenizer, (n := config.max_model_len)
+        self.length_bound = f"max_model_len={n}: this model's maximum context length is {n} tokens"
         self.policy: SchedulingPolicy = FCFS()
         if config.scheduling_policy != "fcfs":
             from nanovllm.engine.policies import make_policy  # few engines have another one
@@ -151,8 +152,7 @@ class InputProcessor:
         if not ids:
             raise ValueError("prompt: a decoder prompt cannot be empty; it must have at least 1 token")
         if len(ids) >= self.max_model_len:
-            bound = f"max_model_len={(n := self.max_model_len)}: this model's maximum context length is {n} tokens"
-            raise ValueError(f"prompt: has {len(ids)} tokens; must be fewer than {bound}")
+            raise ValueError(f"prompt: has {len(ids)} tokens; must be fewer than {self.length_bound}")
         check_token_ids("prompt", (min(ids), max(ids)), self.config.model_config.vocab_size)
         return text, ids
 

@@ -38,7 +38,8 @@ def sleep(llm: LLMEngine, level: int = 1) -> int:
             if (num_bytes := _on_all_ranks(core, MemoryCall("release", level))) is None:
                 raise UnavailableError("sleep(level=1): the host's memory does not suffice to keep the weights")
         core.scheduler.block_manager.clear_prefix_cache()  # no sequence holds blocks
-        core.unavailable |= {"weights": Dropped(DROPPED)} if level == 2 else {}
+        if level == 2:
+            core.unavailable["weights"] = Dropped(DROPPED)
         return num_bytes
 
     num_bytes = in_engine(llm.engine_thread, work)

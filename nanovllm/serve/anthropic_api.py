@@ -9,9 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from pydantic import BeforeValidator, Field
-from starlette.responses import Response
 from typing_extensions import NotRequired, TypedDict
 
 from nanovllm.engine.outputs import RequestOutput

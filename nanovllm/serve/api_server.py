@@ -5,11 +5,10 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response, exceptions
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
 from starlette.routing import Match
 
 from nanovllm import __version__
@@ -49,7 +48,7 @@ def create_app(
     endpoints = {route.path: endpoint(route, settings.request_timeout) for route in routes}
     if llm.engine is not None:  # the page shows the steps of one engine
         app.include_router(view_router(llm, is_closing=is_closing))
-    for kind in (HTTPException, ApiError, EngineDeadError, Exception):
+    for kind in (HTTPException, exceptions.RequestValidationError, ApiError, EngineDeadError, Exception):
         app.add_exception_handler(kind, _on_error)
     app.add_middleware(RequestLimits, settings=settings, endpoints=endpoints)
     if origins := settings.allowed_origins:

@@ -6,10 +6,8 @@
 from asyncio import to_thread
 from typing import Annotated
 
-from fastapi import FastAPI, Query
+from fastapi import FastAPI, Query, Request, Response
 from pydantic import BaseModel
-from starlette.requests import Request
-from starlette.responses import Response
 
 from nanovllm.llm import LLM
 from nanovllm.rollout import weights_of
@@ -43,9 +41,9 @@ def add_routes(app: FastAPI, llm: LLM) -> None:
             await to_thread(lambda: llm.load_weights(weights_of(body.path)))
         return json_response({"status": "updated"})
 
-    async def sleep(level: str = "1") -> Response:
+    async def sleep(level: int = 1) -> Response:
         with about(("level", "enable_sleep_mode")):
-            num_bytes = await to_thread(llm.sleep, int(level) if level in ("1", "2") else level)
+            num_bytes = await to_thread(llm.sleep, level)
         return json_response({"status": "asleep", "num_bytes": num_bytes})
 
     async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> Response:

@@ -10,6 +10,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
+from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
@@ -68,6 +69,8 @@ def api_error(error: BaseException, fields: Container[str] | None = None) -> Api
         return error
     if isinstance(error, HTTPException):  # of the framework: an unknown path, or a wrong method
         return ApiError(error.status_code, str(error.detail))
+    if isinstance(error, RequestValidationError):  # of the query, as bodies have `body_error`
+        return _validation_error([problem | {"loc": problem["loc"][1:]} for problem in error.errors()])
     if isinstance(error, QueueFullError):
         return ApiError(429, f"the server is full: {error}", code="queue_full")
     if isinstance(error, UnavailableError):

@@ -7,8 +7,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, Request
-from starlette.responses import Response
+from fastapi import FastAPI, Request, Response
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve import chat, protocol

@@ -57,9 +57,8 @@ class PromptLane(InputProcessor):
                 raise LongTextError
             num_bytes = len(normalizer.normalize_str(data.decode()).encode())  # which may be fewer
         if num_bytes > most:
-            bound = f"max_model_len={(n := self.max_model_len)}: this model's maximum context length is {n} tokens"
             num_tokens = -(-num_bytes // longest_token)
-            raise ValueError(f"prompt: has at least {num_tokens} tokens; must be fewer than {bound}")
+            raise ValueError(f"prompt: has at least {num_tokens} tokens; must be fewer than {self.length_bound}")
 
 
 def tokenized(

@@ -4,9 +4,8 @@ import asyncio
 import json
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from pydantic import Field
-from starlette.responses import Response
 
 from nanovllm.serve.answers import dump_json
 from nanovllm.serve.errors import ApiError, require
