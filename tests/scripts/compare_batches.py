@@ -106,7 +106,7 @@ def main(args: argparse.Namespace, model: str) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")  # this process has used CUDA
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process has used CUDA
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--engine", choices=BLOCKS_OF, default="nanovllm")
