@@ -16,7 +16,13 @@ from nanovllm.kernels.dependent_launch import (
 from nanovllm.kernels.fp8 import ONES, as_fp8_partner, decode_e4m3, decode_e4m3_pairs, store_row, unpack_scales
 from nanovllm.kernels.norm_rope_store import load_cos_sin, norm_rope
 from nanovllm.kernels.paged_cache import layout_of
-from nanovllm.kernels.split_sequence import NO_KEYS, choose_num_splits, combine_splits, split_sequence
+from nanovllm.kernels.split_sequence import (
+    NO_KEYS,
+    PROGRAMS_PER_SM,
+    choose_num_splits,
+    combine_splits,
+    split_sequence,
+)
 
 TILE = 64  # keys of a tile, which lies in one block
 NUM_IDS = 16  # block ids that are loaded at a time
@@ -246,22 +252,35 @@ def decode_attention_of_qkv(
     return out
 
 
+def _choose_programs(batch_size, kv_heads, row_bytes: int, is_qkv: bool, device) -> tuple[int, int, int]:
+    """How many programs a multiprocessor gets, the warps of one, and how many tiles it loads at a time.
+
+    `row_bytes`: of a key. Four warps read fastest, by two programs that run at the same time. But while these leave no
+    room, no program of the next kernel starts. So keys of 256 bytes are read so where this takes few splits, those of
+    512 always, and shorter ones only of a single sequence.
+    """
+    has_few_splits = batch_size * kv_heads * 3 > 2 * num_sms(device)  # two at most
+    if batch_size == 1 or (is_qkv and (row_bytes > 256 or (row_bytes == 256 and has_few_splits))):
+        return 2, 4, 3 if row_bytes <= 256 else 2
+    return PROGRAMS_PER_SM, 2, 3 if row_bytes <= 256 and not is_qkv else 2
+
+
 def _decode(out, q, norm_rope_inputs, caches, seqs, max_context_len, splits, window) -> None:
     """Fill `out` [B, heads, head_dim]. With inputs of norm and rope, q is qkv. `seqs` are num_seqs, lengths, tables."""
     batch_size, heads, head_dim = out.shape
     layout, is_qkv = layout_of(caches[0], TILE, window), norm_rope_inputs is not NO_NORM_ROPE
     max_num_keys = min(max_context_len, window or max_context_len)
-    splits = splits or choose_num_splits(batch_size, layout.kv_heads, max_num_keys, TILE, q.device)
+    programs, num_warps, stages = _choose_programs(
+        batch_size, layout.kv_heads, head_dim * caches[0].element_size(), is_qkv, q.device
+    )
+    splits = splits or choose_num_splits(batch_size, layout.kv_heads, max_num_keys, TILE, q.device, programs)
     partial = lse = None
     if splits > 1:
         partial = torch.empty((batch_size, heads, splits, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((batch_size, heads, splits), dtype=torch.float32, device=q.device)
     scale = head_dim**-0.5 * 1.4426950408889634  # log2(e): the kernel computes powers of two
-    is_one = batch_size == 1  # whose programs have a multiprocessor each
-    constants = dict(GROUP=heads // layout.kv_heads, CACHE=layout, NUM_IDS=NUM_IDS, num_warps=4 if is_one else 2)
+    constants = dict(GROUP=heads // layout.kv_heads, CACHE=layout, NUM_IDS=NUM_IDS, STAGES=stages, num_warps=num_warps)
     constants["ROTARY"] = norm_rope_inputs[3].shape[2] if is_qkv else head_dim
-    is_deep = head_dim * caches[0].element_size() <= 256 and (is_one or not is_qkv)
-    constants["STAGES"] = 3 if is_deep else 2
     launch(_decode_kernel, (layout.kv_heads, batch_size, splits), q.device, shared=50 if is_qkv else 100)(
         q, norm_rope_inputs, caches, seqs, (out, partial, lse), scale, seqs[2].stride(0), splits, **constants
     )

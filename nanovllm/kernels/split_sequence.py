@@ -13,12 +13,19 @@ PROGRAMS_PER_SM = 8  # two or three run at a time; with this many, the last to f
 NO_KEYS = tl.constexpr(-1e30)  # the log-sum-exp of no keys; finite, so that no NaN arises from it
 
 
-def choose_num_splits(batch_size: int, kv_heads: int, max_context_len: int, tile: int, device: torch.device) -> int:
+def choose_num_splits(
+    batch_size: int,
+    kv_heads: int,
+    max_context_len: int,
+    tile: int,
+    device: torch.device,
+    programs_per_sm: int = PROGRAMS_PER_SM,
+) -> int:
     """The most splits of one sequence, of at least `tile` keys each.
 
     A single sequence gets a program for each multiprocessor. The lengths of several differ: they get more programs.
     """
-    programs, most = (1, MAX_SPLITS_OF_ONE) if batch_size == 1 else (PROGRAMS_PER_SM, MAX_SPLITS)
+    programs, most = (1, MAX_SPLITS_OF_ONE) if batch_size == 1 else (programs_per_sm, MAX_SPLITS)
     wanted = programs * num_sms(device) // max(1, batch_size * kv_heads)
     return max(1, min(wanted, triton.cdiv(max_context_len, tile), most))
 

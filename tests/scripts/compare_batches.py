@@ -68,21 +68,24 @@ def answers(llm: Any, requests: list) -> list[list]:
     return found
 
 
-def report(what: str, found: list[list], expected: list[list], llm: Any) -> int:
-    num_compared = num_differing = num_requests = 0
-    for ours, theirs in zip(found, expected, strict=True):
-        same = next((i for i, (x, y) in enumerate(zip(ours, theirs)) if x[0] != y[0]), len(ours) - 1)
-        num_compared += same + 1
-        differing = sum(x != y for x, y in zip(ours[: same + 1], theirs))
-        num_differing += differing
-        num_requests += differing > 0
-    counted = f" ({llm.stats()['preemptions']} preemptions)" if isinstance(llm, nanovllm.LLM) else ""
+def report(what: str, requests: list, found: list[list], expected: list[list], llm: Any) -> int:
+    num_compared = num_tokens = num_logprobs = 0
+    differ: dict[str, list[bool]] = {"greedy": [], "sampled": []}  # of each request, whether anything does
+    for (_, params), ours, theirs in zip(requests, found, expected, strict=True):
+        same = next((i for i, (x, y) in enumerate(zip(ours, theirs)) if x[0] != y[0]), len(ours))
+        has_other_token, other_logprobs = same < len(ours), sum(x != y for x, y in zip(ours[:same], theirs))
+        num_compared += same + has_other_token
+        num_tokens += has_other_token
+        num_logprobs += other_logprobs
+        differ["sampled" if params.temperature else "greedy"].append(has_other_token or other_logprobs > 0)
+    kinds = ", ".join(f"{sum(x)} of {len(x)} {kind} requests" for kind, x in differ.items())
+    preemptions = f"; {llm.stats()['preemptions']} preemptions" if isinstance(llm, nanovllm.LLM) else ""
     print(
-        f"{what}: {num_compared:,} tokens with log-probabilities compared, {num_differing:,} differ, in {num_requests} "
-        f"of {len(found)} requests{counted}",
+        f"{what}: {num_compared:,} tokens compared; {num_tokens} differ, and of {num_logprobs:,} equal ones the "
+        f"log-probabilities, in {kinds}{preemptions}",
         flush=True,
     )
-    return num_differing
+    return num_tokens + num_logprobs
 
 
 def main(args: argparse.Namespace, model: str) -> None:
@@ -93,14 +96,14 @@ def main(args: argparse.Namespace, model: str) -> None:
         for request in requests:
             llm.reset_prefix_cache()
             alone += answers(llm, [request])
-        num_differing = report("all at once, with graphs", answers(llm, requests), alone, llm)
-        num_differing += report("again, with prefix hits", answers(llm, requests), alone, llm)
+        num_differing = report("all at once, with graphs", requests, answers(llm, requests), alone, llm)
+        num_differing += report("again, with prefix hits", requests, answers(llm, requests), alone, llm)
     small = dict(max_num_seqs=24, max_num_batched_tokens=rng.choice([300, 500, 900]), enforce_eager=True)
     small[BLOCKS_OF[args.engine]] = 24 if args.engine == "nanovllm" else settings["max_model_len"] // 16
     with engine(args, **settings | small) as llm:
         order = rng.sample(range(len(requests)), len(requests))
-        found = answers(llm, [requests[i] for i in order])
-        num_differing += report("small chunks, few blocks", found, [alone[i] for i in order], llm)
+        requests, alone = [requests[i] for i in order], [alone[i] for i in order]
+        num_differing += report("small chunks, few blocks", requests, answers(llm, requests), alone, llm)
     if num_differing and args.engine == "nanovllm" and not args.without:
         raise SystemExit("bits differ")
 

@@ -18,7 +18,13 @@ def vllm_settings(model: str, settings: dict) -> dict:
     config = Config.create(model, settings)
     names = ["model", "max_model_len", "tensor_parallel_size", "load_format", "quantization", "kv_cache_dtype"]
     names += [name for name in ("max_num_seqs", "max_num_batched_tokens") if name in settings]
-    return {"dtype": str(config.dtype).removeprefix("torch."), **{name: getattr(config, name) for name in names}}
+    found = {"dtype": str(config.dtype).removeprefix("torch."), **{name: getattr(config, name) for name in names}}
+    if config.model_config.model_type.startswith("qwen3_5"):
+        # vLLM's class expects a vision part; without one, these are the layers of Qwen3-Next
+        experts = {} if config.model_config.moe else {"num_experts": 0}
+        found["hf_overrides"] = {"architectures": ["Qwen3NextForCausalLM"], **experts}
+        found["mamba_ssm_cache_dtype"] = "float32"  # as published checkpoints have it, and we
+    return found
 
 
 def run_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
