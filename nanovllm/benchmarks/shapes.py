@@ -27,6 +27,7 @@ LLAMA_ROPE = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0,
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1}
 DELTA_HEADS = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4}
 DELTA_HEADS |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
+DELTA_HEADS |= {"mamba_ssm_dtype": "float32"}  # of states
 SHARED_EXPERT = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 # entries that only some shapes have
 EXTRA_ENTRIES: dict[str, dict] = {
@@ -58,9 +59,13 @@ def write_shape(name: str, folder: Path, with_text: bool = False) -> None:
     from nanovllm.models import MODELS
 
     entries = dict(zip(SHAPE_ENTRIES, SHAPES[name], strict=True)) | EXTRA_ENTRIES.get(name, {})
-    architecture = MODELS[entries["model_type"].removesuffix("_text")].split(":")[1]
+    kind = entries["model_type"].removesuffix("_text")
+    architecture = MODELS[kind].split(":")[1]
     folder.mkdir()
     config = {"architectures": [architecture], "torch_dtype": "bfloat16", **entries}
+    if kind != entries["model_type"]:  # as published, beside a vision part
+        whole = architecture.replace("CausalLM", "ConditionalGeneration")
+        config = {"architectures": [whole], "model_type": kind, "text_config": config, "vision_config": {}}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     if with_text:

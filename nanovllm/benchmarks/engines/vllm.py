@@ -19,12 +19,8 @@ def vllm_settings(model: str, settings: dict) -> dict:
     names = ["model", "max_model_len", "tensor_parallel_size", "load_format", "quantization", "kv_cache_dtype"]
     names += [name for name in ("max_num_seqs", "max_num_batched_tokens") if name in settings]
     found = {"dtype": str(config.dtype).removeprefix("torch."), **{name: getattr(config, name) for name in names}}
-    if config.model_config.model_type.startswith("qwen3_5"):
-        # vLLM's class expects a vision part; without one, these are the layers of Qwen3-Next. States have the dtype of
-        # published checkpoints, and ours.
-        num_experts = getattr(config.model_config.moe, "num_experts", 0)
-        overrides = {"architectures": ["Qwen3NextForCausalLM"], "num_experts": num_experts}
-        found |= {"hf_overrides": overrides, "mamba_ssm_cache_dtype": "float32"}
+    if config.model_config.hybrid and config.model_config.hybrid.is_nested:
+        found["language_model_only"] = True  # we have no vision parts either
     return found
 
 
