@@ -70,14 +70,15 @@ def answers(llm: Any, requests: list) -> list[list]:
 
 def report(what: str, requests: list, found: list[list], expected: list[list], llm: Any) -> int:
     num_compared = num_tokens = num_logprobs = 0
-    differ: dict[str, list[bool]] = {"greedy": [], "sampled": []}  # of each request, whether anything does
+    differ: dict[str, list[bool]] = {"greedy": [], "sampled": [], "filtered": []}  # of a request, whether anything does
     for (_, params), ours, theirs in zip(requests, found, expected, strict=True):
         same = next((i for i, (x, y) in enumerate(zip(ours, theirs)) if x[0] != y[0]), len(ours))
         has_other_token, other_logprobs = same < len(ours), sum(x != y for x, y in zip(ours[:same], theirs))
         num_compared += same + has_other_token
         num_tokens += has_other_token
         num_logprobs += other_logprobs
-        differ["sampled" if params.temperature else "greedy"].append(has_other_token or other_logprobs > 0)
+        kind = "filtered" if params.top_p < 1 else "sampled" if params.temperature else "greedy"
+        differ[kind].append(has_other_token or other_logprobs > 0)
     kinds = ", ".join(f"{sum(x)} of {len(x)} {kind} requests" for kind, x in differ.items())
     preemptions = f"; {llm.stats()['preemptions']} preemptions" if isinstance(llm, nanovllm.LLM) else ""
     print(
