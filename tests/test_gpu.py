@@ -174,7 +174,7 @@ def test_seeded_sampling_is_the_same_in_any_batch(make_llm):
     assert [a["token_ids"] for a in alone] == [a["token_ids"] for a in together[:8]]
 
 
-NUM_LAYERS = {"qwen3-0.6b": 28, "qwen3-30b-a3b": 3}  # of the benchmarks' shapes; of the larger one only a few
+NUM_LAYERS = {"qwen3-0.6b": 28, "qwen3-30b-a3b": 3, "qwen3.5-9b": 4}  # of the benchmarks' shapes; of larger ones a few
 
 
 @pytest.fixture(scope="module", params=NUM_LAYERS)
@@ -187,7 +187,8 @@ def random_model(request, tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("random") / request.param
     write_shape(request.param, folder)
     entries = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(entries | {"num_hidden_layers": NUM_LAYERS[request.param]}))
+    entries = entries.get("text_config", entries) | {"num_hidden_layers": NUM_LAYERS[request.param]}
+    (folder / "config.json").write_text(json.dumps(entries))
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
