@@ -141,7 +141,8 @@ def test_decodes_and_chunks_have_the_same_bits(heads, window):
 
     def chunks(q, num_new):
         starts = F.pad(int32(num_new).cumsum(0, dtype=torch.int32), (1, 0))
-        tiles = int32(query_tiles(num_new, 0, cuda_ops.query_tile_size(group, head_dim, q.dtype)))
+        spans = [(0, n) for n in num_new]  # in any order
+        tiles = int32(query_tiles(spans, 0, cuda_ops.query_tile_size(group, head_dim, q.dtype)))
         return cuda_ops.prefill_attention(q, *caches, starts, context_lens, tables, tiles, window=window)
 
     expected = chunks(q, num_new)

@@ -117,7 +117,8 @@ def check_prefill(num_new, num_before, heads, dtype, stale, window=None):
     q = randn(sum(num_new), group * kv_heads, head_dim, dtype=dtype)
     cu_seqlens_q = F.pad(int32(num_new).cumsum(0, dtype=torch.int32), (1, 0))
     size = ops.query_tile_size(group, head_dim, dtype)
-    tiles = F.pad(torch.from_numpy(query_tiles(num_new, 0, size)), (0, 0, 0, 2), value=-1)
+    chunks = [*zip(num_before, lengths, strict=True)]
+    tiles = F.pad(torch.from_numpy(query_tiles(chunks, 0, size)), (0, 0, 0, 2), value=-1)
     if window:
         forget(tables, num_before, window, block_size)
     args = cu_seqlens_q, context_lens, tables, int32(tiles)
@@ -222,8 +223,8 @@ def test_a_step_of_decodes_and_chunks(splits, dtype):
     q = randn(sum(num_new) + 3, group * kv_heads, head_dim, dtype=dtype)
     out = torch.full_like(q, 7.0)
     starts = F.pad(int32(num_new).cumsum(0, dtype=torch.int32), (1, 0))
-    tiles = query_tiles(num_new[2:], 2, ops.query_tile_size(group, head_dim, dtype))
-    assert tiles[:, 0].tolist() == sorted(tiles[:, 0]) and tiles[0].tolist() == [2, 0] and tiles[-1].tolist() == [3, 0]
+    tiles = query_tiles([(0, 5), (20, 90)], 2, ops.query_tile_size(group, head_dim, dtype))
+    assert tiles[0, 0] == 3 and tiles[-2:].tolist() == [[3, 0], [2, 0]]
     tiles = int32(F.pad(torch.from_numpy(tiles), (0, 0, 0, 2), value=-1))
     ops.prefill_attention(q, k_cache, v_cache, starts, context_lens, tables, tiles, out)
     assert (out[:2] == 7).all() and (out[-3:] == 7).all()

@@ -453,7 +453,8 @@ def test_attention_from_qkv(monkeypatch, use_ops, path, has_norm):
         slots = [table[p // block_size] * block_size + p % block_size for table, p in zip(tables, positions)]
         num_new = [len(p) for p in positions]
         last = [int(p[-1]) + 1 for p in positions]
-        tiles = {} if path == "plain" else layer.backend.prepare_chunks(num_new[num_decodes:], num_decodes)
+        chunks = [(end - new, end) for new, end in zip(num_new, last)][num_decodes:]
+        tiles = layer.backend.prepare_chunks(chunks, num_decodes) if chunks and path != "plain" else {}
         context = Context(
             num_decodes=num_decodes,
             slot_mapping=torch.cat(slots).int(),

@@ -43,9 +43,9 @@ class TritonBackend(AttentionBackend):
     def set_head_shape(self, group, head_dim, dtype):
         self.tile_sizes[group, head_dim] = self.ops.query_tile_size(group, head_dim, dtype)
 
-    def prepare_chunks(self, chunk_lens, first_row):
+    def prepare_chunks(self, chunks, first_row):
         sizes = {*self.tile_sizes.values()}
-        return {f"query_tiles_{size}": query_tiles(chunk_lens, first_row, size) for size in sizes}
+        return {f"query_tiles_{size}": query_tiles(chunks, first_row, size) for size in sizes}
 
     def array_shapes(self, num_tokens, num_chunks):
         sizes = {*self.tile_sizes.values()}
@@ -70,12 +70,13 @@ class TritonBackend(AttentionBackend):
         )
 
 
-def query_tiles(chunk_lens: list[int], first_row: int, size: int) -> np.ndarray:
+def query_tiles(chunks: list[tuple[int, int]], first_row: int, size: int) -> np.ndarray:
     """The tiles of queries [N, 2] int32 that programs of the prefill kernel compute: (row, first of its new tokens).
 
-    Tiles have `size` tokens. Of each chunk, those with the most keys come first.
+    Chunks are (start, end) in their sequences. Tiles have `size` tokens; those with the most keys come first.
     """
-    counts = -(-np.array(chunk_lens, np.int64) // size)
-    last = np.cumsum(counts) - 1
-    rows = np.repeat(np.arange(len(chunk_lens)), counts)
-    return np.stack((first_row + rows, size * (np.repeat(last, counts) - np.arange(len(rows)))), 1)
+    starts, ends = np.array(chunks, np.int64).T
+    counts = -((starts - ends) // size)
+    rows = np.repeat(np.arange(len(chunks)), counts)
+    tokens = size * (np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows])
+    return np.stack((first_row + rows, tokens), 1)[np.argsort(-(starts[rows] + tokens), kind="stable")]

@@ -144,7 +144,7 @@ class ModelRunner:
         prepared = {name: FEATURES[name].load().prepare(step) for name in names}
         arrays = {name: found for name, found in prepared.items() if found is not None}
         block_size, first_row = self.config.kvcache_block_size, step.num_decodes * step.tokens_per_row
-        backend_arrays = self.backend.prepare_chunks(step.chunk_lens, first_row) if step.chunks else {}
+        backend_arrays = self.backend.prepare_chunks([c[1:] for c in step.chunks], first_row) if step.chunks else {}
         shape = self.padded(shape_of(step, block_size, backend_arrays))
         buffer = self.host_buffer(shape)
         return prepare_batch(step, shape, backend_arrays, arrays, buffer, block_size, self.pad_req_index)

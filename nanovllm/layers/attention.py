@@ -128,8 +128,8 @@ class AttentionBackend:
     def set_head_shape(self, group: int, head_dim: int, dtype: torch.dtype) -> None:
         """Called for each attention layer, before any step: `group` query heads share a key-value head."""
 
-    def prepare_chunks(self, chunk_lens: list[int], first_row: int) -> dict[str, np.ndarray]:
-        """int32 arrays for `Context.backend_arrays`, of a step whose rows from `first_row` on are chunks of prompts."""
+    def prepare_chunks(self, chunks: list[tuple[int, int]], first_row: int) -> dict[str, np.ndarray]:
+        """int32 arrays for `Context.backend_arrays`: rows from `first_row` on are chunks of prompts, (start, end)."""
         return {}
 
     def array_shapes(self, num_tokens: int, num_chunks: int) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -102,7 +102,7 @@ class DraftModel:
             newest = drafts if drafts.shape[1] else runner.tables.last_token_ids[req_indices, :1]
             runner.slot_token_ids[token_slots[last]] = newest[:, 0]
         is_decode = len(rows) == len(starts)
-        arrays = {} if is_decode else self.backend.prepare_chunks(counts.tolist(), 0)
+        arrays = {} if is_decode else self.backend.prepare_chunks(torch.stack((starts, ends), 1).tolist(), 0)
         context = Context(
             num_decodes=len(starts) * is_decode,
             slot_mapping=slots,
