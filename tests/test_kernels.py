@@ -21,7 +21,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl
 
 from nanovllm.attention.triton import query_tiles
-from nanovllm.kernels import ops, peers
+from nanovllm.kernels import ops, peers, prefill_attention
 from nanovllm.kernels.decode_attention import NUM_IDS, TILE
 from nanovllm.kernels.dependent_launch import has_tma, num_sms
 from nanovllm.kernels.peers import PeerBarrier
@@ -233,6 +233,35 @@ def test_a_step_of_decodes_and_chunks(splits, dtype):
     parts = zip(q.split([*num_new, 3]), contents)
     assert_close(out[:-3], torch.cat([attention_reference(part, k, v) for part, (k, v) in parts]))
     assert (out[-3:] == 7).all()
+
+
+@pytest.mark.parametrize("heads", [(5, 1, 64, 16), (2, 2, 256, 48)])
+def test_prefill_of_the_tiles_for_hopper(heads, monkeypatch):
+    """Several programs compute one; with a window none of them is Hopper's."""
+    group, _, head_dim, _ = heads
+    monkeypatch.setattr(prefill_attention, "has_hopper_kernel", lambda: False)
+    tokens = ops.query_tile_size(group, head_dim, torch.float16)
+    monkeypatch.setattr(prefill_attention, "has_hopper_kernel", lambda: True)
+    assert 1 < ops.query_tile_size(group, head_dim, torch.float16) // tokens <= 128 // tokens
+    check_prefill([150, 1, 30], [20, 40, 0], heads, torch.float16, NAN, window=90)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not prefill_attention.has_hopper_kernel(), reason="needs a Hopper GPU, and Triton 3.6")
+@pytest.mark.parametrize("is_hopper", [True, False], ids=["hopper", "any"])
+@pytest.mark.parametrize(
+    "heads, dtype",
+    pairs(
+        [(2, 8, 128, 256), (8, 4, 128, 128), (5, 8, 128, 64), (14, 1, 64, 256), (7, 2, 64, 320), (8, 2, 256, 64)],
+        [torch.bfloat16, torch.float16],
+    ),
+)
+def test_prefill_by_either_kernel(heads, dtype, is_hopper, monkeypatch):
+    """Fewer tiles than programs and more; tiles of which a part, or a warpgroup, has no tokens."""
+    monkeypatch.setattr(prefill_attention, "has_hopper_kernel", lambda: is_hopper)
+    num_new, num_before = [1, 5, 63, 64, 65, 127, 129, 300, 1001], [0, 3, 0, 200, 129, 1, 1000, 77, 513]
+    check_prefill(num_new, num_before, heads, dtype, NAN)
+    check_prefill([70], [0], heads, dtype, NAN)
 
 
 def test_number_of_splits():

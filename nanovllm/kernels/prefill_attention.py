@@ -1,5 +1,7 @@
 """Causal attention of new tokens over their sequence's paged keys and values (FlashAttention-2, arXiv:2307.08691)."""
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -91,12 +93,14 @@ def _prefill_kernel(
         v_tiles = tl.make_tensor_descriptor(v_tiles, [2147483647, ROW], [ROW, 1], [TILE_N, HEAD_DIM])
     TOKENS: tl.constexpr = TILE_M // GROUP  # a tile has TOKENS tokens with all query heads of one kv head
     seq = tl.load(query_tiles_ptr + 2 * tl.program_id(0))
-    first = tl.load(query_tiles_ptr + 2 * tl.program_id(0) + 1)
+    first = tl.load(query_tiles_ptr + 2 * tl.program_id(0) + 1) + tl.program_id(2) * TOKENS
     kv_head = tl.program_id(1)
     if seq < 0:
         return
     first_row = tl.load(cu_seqlens_q_ptr + seq)
     num_new = tl.load(cu_seqlens_q_ptr + seq + 1) - first_row
+    if first >= num_new:
+        return
     length = tl.load(context_lens_ptr + seq)
     table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
     if PDL:
@@ -139,9 +143,27 @@ def _tile_sizes(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
     return (64, 32) if dtype == torch.float32 or head_dim > 128 else (128, 64)
 
 
+@cache
+def has_hopper_kernel() -> bool:
+    """Whether the GPU is a Hopper, and Triton a version that hopper_prefill.py was tried with: Gluon still changes."""
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    return is_hopper and triton.__version__.startswith("3.6.")
+
+
+def _is_for_hopper(head_dim: int, dtype: torch.dtype) -> bool:
+    return head_dim in (64, 128, 256) and dtype != torch.float32 and has_hopper_kernel()
+
+
 def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
-    """The number of tokens of a tile, where `group` query heads share a key-value head."""
-    return _tile_sizes(head_dim, dtype)[0] // group
+    """The number of tokens of a tile, where `group` query heads share a key-value head.
+
+    On Hopper as many tiles of the kernel above as fit into one of hopper_prefill.py, which has 128 rows: either of the
+    two may compute it.
+    """
+    tokens = _tile_sizes(head_dim, dtype)[0] // group
+    if _is_for_hopper(head_dim, dtype):
+        return 128 // (group & -group) // tokens * tokens
+    return tokens
 
 
 def prefill_attention(
@@ -171,13 +193,21 @@ def prefill_attention(
     tile_m, tile_n = _tile_sizes(head_dim, q.dtype)
     layout = layout_of(k_cache, tile_n, window)
     out = torch.empty_like(q) if out is None else out
+    queries, group = (query_tiles, cu_seqlens_q, context_lens), heads // layout.kv_heads
+    tokens = query_tile_size(group, head_dim, q.dtype)
+    tile = layout_of(k_cache, 64 if head_dim > 128 else 128, window).tile
+    if scales is None and window is None and tile >= 64 and q.is_cuda and _is_for_hopper(head_dim, q.dtype):
+        from nanovllm.kernels.hopper_prefill import attend  # which imports what few versions of Triton have
+
+        attend(q, k_cache, v_cache, queries, block_tables, tokens, tile, out)
+        return out
     caches = k_cache, v_cache
     if has_tma(q.device):  # a tile is loaded by one instruction
         shape = [layout.tile, head_dim]
         caches = (TensorDescriptor.from_tensor(cache.flatten(0, 1).flatten(1), shape) for cache in caches)
-    queries, scale = (query_tiles, cu_seqlens_q, context_lens), head_dim**-0.5 * 1.4426950408889634
-    constants = dict(GROUP=heads // layout.kv_heads, TILE_M=tile_m, CACHE=layout)
-    launch(_prefill_kernel, (len(query_tiles), layout.kv_heads), q.device)(
+    scale = head_dim**-0.5 * 1.4426950408889634
+    constants = dict(GROUP=group, TILE_M=tile_m, CACHE=layout)
+    launch(_prefill_kernel, (len(query_tiles), layout.kv_heads, tokens // (tile_m // group)), q.device)(
         q, *caches, scales, queries, block_tables, out, scale, block_tables.stride(0), **constants, num_warps=4
     )
     return out
