@@ -181,9 +181,9 @@ def prefill_attention(
     """q [T, heads, head_dim], contiguous: the last tokens of B sequences, of which each begins at cu_seqlens_q [B + 1].
 
     Every query attends to the tokens of its sequence up to and including its own, or to the last `window` of them. The
-    caches already hold all of them:
-    those of this step and, where context_lens[b] is greater than the number of queries, those of earlier steps. Shapes
-    and scales as in `decode_attention`; at most 64 query heads to a key-value head.
+    caches already hold all of them: those of this step and, where context_lens[b] is greater than the number of
+    queries, those of earlier steps. Shapes and scales as in `decode_attention`; at most 64 query heads to a key-value
+    head.
 
     query_tiles [N, 2] int32 are the tiles to compute, in the order in which their programs start: a sequence, and the
     first of at most `query_tile_size` of its queries; a sequence of -1 is no tile. `out` takes the result, and the rows
