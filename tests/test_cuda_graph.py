@@ -1,20 +1,23 @@
 """Padded steps, as CUDA graphs compute them. Here a graph runs its Python code again instead of kernels."""
 
 import json
+import random
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from common import TINY, generate_by_steps, runs_as_on_cuda
-from test_drafts import KnownAnswers, drafts  # noqa: F401
+from test_drafts import KnownAnswers, answers, drafts  # noqa: F401
+from test_heads import write_head
 from torch.utils._pytree import tree_leaves
 
 from nanovllm import SamplingParams
 from nanovllm.engine.batch import BatchShape
-from nanovllm.graphs import cuda_graph
+from nanovllm.graphs import cuda_graph, draft_graphs
 from nanovllm.graphs.buffers import make_buffers
 from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs, graph_shapes
+from nanovllm.graphs.draft_graphs import DraftGraphs
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.utils import dummy_weights
 
@@ -58,7 +61,7 @@ def one_layer(tmp_path) -> str:
 def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, drafts, num_drafts):
     """Nor do the kernels: what is expected comes from steps without padding, of plain PyTorch."""
     monkeypatch.setattr(cuda_graph, "TOKEN_SIZES", (4, 32))
-    monkeypatch.setattr(cuda_graph, "_capture", capture)
+    monkeypatch.setattr(cuda_graph, "capture", capture)
     monkeypatch.setattr(dummy_weights, "BOUND", 1.0)  # each token depends on all before it
     prompts = [[i % 90 + 5 for i in range(k, k + n)] for k, n in [(0, 20), (7, 3), (40, 1), (0, 25), (3, 23), (9, 9)]]
     params = [
@@ -94,11 +97,9 @@ def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, draf
     runner, k = llm.model_runner, 1 + num_drafts
     assert runner.tokens_per_row == k
     shapes = graph_shapes(llm.config, runner.backend, k)
-    assert [(shape.num_decodes, shape.num_tokens) for shape in shapes] == [
-        (0, 4),
-        (0, 12),
-        *([(4, 4), (5, 12)] if k == 1 else [(3, 4), (12, 12)]),
-    ]
+    found = [(shape.tokens_per_row, shape.num_decodes, shape.num_tokens) for shape in shapes]
+    expected_shapes = [(1, 0, 4), (1, 0, 12), (1, 4, 4), (1, 5, 12), *([(3, 3, 4), (3, 12, 12)] if k > 1 else [])]
+    assert found == expected_shapes
     runs_as_on_cuda(runner)
     runner.buffers = make_buffers(llm.config, torch.device("cpu"), k)
     parts = runner.run_model, runner.sample
@@ -108,9 +109,12 @@ def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, draf
         graphs = MixedGraphs(shapes, *sizes, *parts, pool=None)
     runner.graphs, runner.mixed_graphs = decode_graphs, graphs
     outputs = generate_by_steps(llm, zip(prompts, params))
-    assert {size for size, graph in decode_graphs.graphs.items() if graph.num_replays} >= (
-        {1, 2, 4, 5} if k == 1 else {1}
-    )
+    replayed = {
+        (shape.tokens_per_row, shape.num_decodes // shape.tokens_per_row)
+        for shape in decode_graphs.shapes
+        if decode_graphs.graphs[shape.graph_shape].num_replays
+    }
+    assert replayed >= {(1, size) for size in (1, 2, 4, 5)} if k == 1 else {width for width, _ in replayed} == {1, k}
     num_replays = {shape: graphs.models[shape.graph_shape].num_replays for shape in shapes}
     assert sum(num_replays.values()) == sum(graph.num_replays for graph in graphs.samplers.values())
     assert {shape.num_decodes for shape, count in num_replays.items() if count} >= {0, 5 if k == 1 else 12}, num_replays
@@ -123,6 +127,60 @@ def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, draf
         for ours, theirs in zip(outputs[i].outputs[0].logprobs, expected[i].outputs[0].logprobs, strict=True):
             assert [x.rank for x in ours.values()] == [x.rank for x in theirs.values()]
             assert next(iter(ours.values())).logprob == pytest.approx(next(iter(theirs.values())).logprob, abs=1e-3)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
+def test_drafts_of_graphs(make_llm, one_layer, use_ops, monkeypatch, tmp_path, method):
+    """Drafters whose rows are padded draft the same, whether one to all of their drafts were taken, and more sequences
+    than a graph has may draft in a step.
+    """
+    monkeypatch.setattr(cuda_graph, "TOKEN_SIZES", (4, 32))
+    monkeypatch.setattr(cuda_graph, "capture", capture)
+    monkeypatch.setattr(draft_graphs, "capture", capture)
+    monkeypatch.setattr(dummy_weights, "BOUND", 1.0)
+    speculative = {"method": method, "num_speculative_tokens": 3, "model": one_layer, "disable_by_batch_size": 4}
+    if method == "eagle3":
+        head = write_head(tmp_path / "head", "authors", target=one_layer, layer_ids=[0, 0, 0], head_dim=32)
+        rates = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.8, 0.6, 0.4]}
+        speculative |= {"model": str(head), **rates}
+    rng = random.Random(0)
+    prompts = [[rng.randrange(5, 2000) for _ in range(n)] for n in (20, 3, 1, 17, 30)]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
+        SamplingParams(temperature=0.8, max_tokens=9, ignore_eos=True, seed=2, presence_penalty=1.0),
+        SamplingParams(temperature=0.8, max_tokens=14, ignore_eos=True, seed=1, n=2),
+        SamplingParams(temperature=0.7, max_tokens=18, ignore_eos=True, seed=3, logit_bias={17: 5.0}, top_k=5),
+        SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True, seed=4, top_p=0.9),
+    ]
+    settings = dict(
+        load_format="dummy",
+        async_scheduling=True,
+        max_num_seqs=5,
+        max_model_len=64,
+        kvcache_block_size=16,
+        num_kvcache_blocks=12,
+        max_num_batched_tokens=12,
+        max_num_mixed_tokens=12,
+        speculative_config=speculative,
+    )
+    plain = make_llm(one_layer, **settings)
+    expected = generate_by_steps(plain, zip(prompts, params))
+    use_ops("norm_rope_and_store", "place_decodes", "accept")
+    llm = make_llm(one_layer, attention_backend="triton", **settings)
+    runner, k = llm.model_runner, 4
+    runs_as_on_cuda(runner)
+    runner.buffers, drafter = make_buffers(llm.config, torch.device("cpu"), k), runner.features["spec_decode"].drafter
+    with torch.inference_mode():
+        runner.graphs = DecodeGraphs(llm.config, k, runner.buffers.device, runner.forward, pool=None)
+        graphs = DraftGraphs(llm.config, drafter, runner.pad_req_index, pool=None)
+    drafter.run = graphs.run
+    outputs = generate_by_steps(llm, zip(prompts, params))
+    assert answers(outputs) == answers(expected)
+    num_replays = {size: graph.num_replays for size, graph in graphs.graphs.items()}
+    assert num_replays[1] > 2 and num_replays[2] + num_replays[4] > 2, num_replays
+    drafts, of_plain = (x.stats()["spec_decode"] for x in (llm, plain))
+    assert drafts == of_plain and 20 < drafts["accepted_tokens"] <= drafts["draft_tokens"]
 
 
 def test_the_smallest_graph_that_holds_a_step(make_llm):

@@ -21,6 +21,8 @@ from nanovllm.kernels.sampling_columns import column, seeds
 from nanovllm.layers.attention import SDPABackend
 from nanovllm.models import ModelConfig
 from nanovllm.models.heads import Eagle3Head
+from nanovllm.spec_decode.config import StepCost
+from nanovllm.spec_decode.draft_model import DraftModel
 from nanovllm.spec_decode.head_checkpoint import read_eagle3_config
 from nanovllm.spec_decode.heads import Eagle3, Head
 
@@ -245,12 +247,12 @@ def drafted(monkeypatch) -> list[tuple]:
     found, draft = [], Head.draft
 
     def record(self, arrays):
-        drafts = draft(self, arrays)
-        for own, i in zip(drafts.tolist(), arrays["req_indices"].tolist()):
+        draft(self, arrays)
+        for i in arrays["req_indices"].tolist():
+            own = self.runner.tables.last_token_ids[i, 1 : 1 + arrays["drafts"].shape[1]].tolist()
             params = self.runner.tables.params[i]
             temperature, seed = column(params[None], "temperature").item(), seeds(params[None])[0].clone()
             found.append((text_of(self.runner, i), temperature, seed, [x for x in own if x >= 0]))
-        return drafts
 
     monkeypatch.setattr(Head, "draft", record)
     return found
@@ -378,13 +380,12 @@ def test_drafts_of_a_device_in_states(make_llm, mtp_folder, monkeypatch, margins
     draft, rng, fraction = Head.draft, random.Random(0), 1.0
 
     def draft_known(self, arrays):
-        drafts = draft(self, arrays)
-        for own, i in zip(drafts, arrays["req_indices"].tolist()):
-            text = text_of(self.runner, i)
+        draft(self, arrays)
+        for i in arrays["req_indices"].tolist():
+            text, own = text_of(self.runner, i), self.runner.tables.last_token_ids[i, 1 : 1 + arrays["drafts"].shape[1]]
             right = next((x[len(text) :] for x in texts if x[: len(text)] == text), ())
             for j, token_id in enumerate(right[: int((own >= 0).sum())]):
                 own[j] = token_id if rng.random() < fraction else (token_id + 1) % 512
-        return drafts
 
     monkeypatch.setattr(Head, "draft", draft_known)
     for fraction in (1.0, 0.7):
@@ -440,17 +441,21 @@ def test_forms_are_the_same_head(make_llm, tmp_path, drafted):
 
 @pytest.fixture(scope="module")
 def bigrams(small_model, tmp_path_factory) -> tuple[str, Path]:
+    return make_bigrams(small_model, tmp_path_factory.mktemp("bigrams"))
+
+
+def make_bigrams(model: str, folder: Path, num_heads: int = 1) -> tuple[str, Path]:
     """A model whose next token depends on the last one alone, and a head that predicts the same.
 
     The model's layers add nothing. The head's attention finds a row's own embedding, and nothing else reaches the norm.
     """
-    folder = tmp_path_factory.mktemp("bigrams")
-    shutil.copytree(small_model, folder / "model")
+    shutil.copytree(model, folder / "model")
     weights = load_file(folder / "model/model.safetensors")
     adds = lambda name: name.endswith(("o_proj.weight", "down_proj.weight"))
     save_file({k: x * 0 if adds(k) else x for k, x in weights.items()}, folder / "model/model.safetensors")
     size = len(weights["model.norm.weight"])
-    shape = dict(num_attention_heads=1, num_key_value_heads=1, head_dim=size, rms_norm_eps=1e-6)
+    shape = dict(num_attention_heads=num_heads, num_key_value_heads=num_heads, head_dim=size // num_heads)
+    shape |= dict(rms_norm_eps=1e-6)
     layer = dict(model_type="llama", hidden_size=size, vocab_size=2048) | shape
     tensors = random_tensors(layer, size, 2048, seed=1)
     own_embedding = torch.cat((torch.eye(size), torch.zeros(size, size)), 1)
@@ -513,6 +518,84 @@ def test_dummy_weights(make_llm, tmp_path):
     llm = make_llm(**SETTINGS, **eagle(folder), load_format="dummy")
     llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True), use_tqdm=False)
     assert llm.stats()["spec_decode"]["draft_tokens"] > 0
+
+
+# -- on CUDA -----------------------------------------------------------------------------------------------------------
+
+ON_CUDA = {
+    "graphs": dict(dtype="float32"),
+    "eager": dict(dtype="float32", enforce_eager=True),
+    "bit for bit": dict(dtype="bfloat16", batch_invariant=True, kvcache_block_size=64),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ON_CUDA)
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp"])
+@pytest.mark.parametrize("mtp_folder", [("Qwen3_5", ["full_attention"] * 2)], indirect=True, ids=["no states"])
+def test_drafters_on_cuda(make_llm, tmp_path, mtp_folder, monkeypatch, method, kind):
+    """The same tokens as without drafts, whether these are right or wrong, with preemptions, forks and prefix hits.
+
+    If no sequence has to catch up, nothing waits for the device.
+    """
+    draft = DraftModel.draft
+
+    def refuse_waits(self, arrays):
+        torch.cuda.set_sync_debug_mode("default" if len(arrays["behind"]) else "error")
+        draft(self, arrays)
+        torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(DraftModel, "draft", refuse_waits)
+    monkeypatch.setattr(StepCost, "of", lambda *sizes: 1.0)  # else no model would draft for itself
+    model, settings = TINY, {"model": TINY}
+    if method == "eagle3":
+        model, head = make_bigrams(TINY, tmp_path / "bigrams", num_heads=4)
+        settings = {"model": str(head)}
+    elif method == "mtp":
+        model, settings = str(mtp_folder), {}
+    drafting = {"method": method, "num_speculative_tokens": NUM_DRAFTS, **settings, "disable_by_batch_size": 5}
+    rng = random.Random(0)
+    vocab_size = 512 if method == "mtp" else 2048
+    params = [replace(params_of(rng, i), max_tokens=rng.randint(1, 40), bad_words=None) for i in range(12)]
+    params = [replace(x, stop_token_ids=None, logit_bias=None, ignore_eos=True) for x in params]
+    prompts = [[rng.randrange(5, vocab_size) for _ in range(rng.choice((1, 3, 14, 40)))] for _ in params]
+    prompts[5], prompts[8] = prompts[2] * 2, prompts[2] * 3
+    options = SETTINGS | dict(device="cuda", max_num_batched_tokens=64) | ON_CUDA[kind]
+    options |= dict(num_kvcache_blocks={16: 8, 64: 6}[options["kvcache_block_size"]])
+    found = []
+    for speculative in (None, drafting):
+        llm = make_llm(model, **options, speculative_config=speculative)
+        outputs = generate_by_steps(llm, zip(prompts, params))
+        outputs += llm.generate(prompts[:3], params[:3], use_tqdm=False)  # no more than may draft
+        found.append([[(x.token_ids, x.text) for x in output.outputs] for output in outputs])
+        stats = llm.stats()
+        llm.exit()
+    assert stats["preemptions"] > 0 or kind == "bit for bit"
+    assert stats["spec_decode"]["draft_tokens"] > 50
+    accepted = stats["spec_decode"]["accepted_per_position"]
+    assert method == "mtp" or accepted[-1] > 5, accepted
+    assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+def test_sleep_on_cuda(make_llm, tmp_path):
+    """What drafts stays on the device; its memory of tokens is computed again."""
+    model, head = make_bigrams(TINY, tmp_path / "bigrams", num_heads=4)
+    llm = make_llm(model, **SETTINGS, device="cuda", enable_sleep_mode=True, **eagle(head))
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    found = []
+    for level in (0, 1, 2):
+        if level:
+            llm.sleep(level)
+            llm.wake_up()
+        if level == 2:
+            llm.load_weights(load_file(f"{model}/model.safetensors").items())
+        before = llm.stats()["spec_decode"]["accepted_tokens"]
+        outputs = llm.generate([[5, 6, 7], [8] * 20], params, use_tqdm=False)
+        found.append(
+            ([x.outputs[0].token_ids for x in outputs], llm.stats()["spec_decode"]["accepted_tokens"] - before)
+        )
+    assert found[0] == found[1] == found[2] and found[0][1] > 30
 
 
 # -- heads that are refused --------------------------------------------------------------------------------------------

@@ -309,7 +309,7 @@ def test_padded_steps(make_hybrid, checkpoints, use_ops, monkeypatch):
     """Graphs have room for more sequences that decode, chunks and tokens than there are."""
     pytest.importorskip("triton")
     monkeypatch.setattr(cuda_graph, "TOKEN_SIZES", (8, 24))
-    monkeypatch.setattr(cuda_graph, "_capture", capture)
+    monkeypatch.setattr(cuda_graph, "capture", capture)
     use_ops("norm_rope_and_store")
     settings = dict(max_num_seqs=4, max_model_len=96, max_num_batched_tokens=24, max_num_mixed_tokens=24)
     llm = make_hybrid("qwen3_5-tied", attention_backend="triton", num_kvcache_blocks=24, **settings)

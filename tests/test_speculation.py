@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -21,7 +22,9 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stats import stats_of
 from nanovllm.layers.sampler import KEEPS_ALL, token_keys
 from nanovllm.spec_decode import suffix
-from nanovllm.spec_decode.output_processor import Pace, width_that_pays
+from nanovllm.spec_decode.config import ON_CPU, ON_CUDA
+from nanovllm.spec_decode.output_processor import Pace
+from nanovllm.spec_decode.output_processor import width_that_pays as find_width
 from nanovllm.spec_decode.proposer import PROPOSERS, Proposer
 from nanovllm.spec_decode.suffix import ROOT, SuffixAutomaton
 
@@ -250,11 +253,17 @@ def test_pace():
 
 def test_widths_that_pay():
     """A lone sequence drafts if half a token is right; of many, most must have some."""
+    width_that_pays = partial(find_width, cost=ON_CPU)
     assert width_that_pays([], 1) == width_that_pays([(4, 0.5)], 1) == 0
     assert width_that_pays([(4, 1.5)], 1) == 4 and width_that_pays([(4, 4.0), (2, 2.0)], 2) == 4
     assert width_that_pays([(4, 3.0)], 8) == width_that_pays([(4, 0.7)] * 8, 8) == 0
     assert width_that_pays([(4, 3.0)] * 8, 8) == 4
     assert width_that_pays([(2, 2.0)] * 7 + [(20, 3.0)], 8) == 2
+    # rows of a graph are as wide for one draft as for four, and four take 0.8 of a step to draft
+    width_that_pays = partial(find_width, cost=ON_CUDA._replace(width=4, draft=0.2))
+    assert width_that_pays([(4, 0.9)], 1) == width_that_pays([(1, 1.0)], 1) == 0
+    assert width_that_pays([(4, 1.2)] * 8, 8) == width_that_pays([(1, 1.0), *[(4, 1.2)] * 7], 8) == 4
+    assert width_that_pays([(4, 1.1)] * 64, 64) == 0 and width_that_pays([(4, 2.0)] * 64, 64) == 4
 
 
 def test_large_batches_do_not_draft(make_llm, small_model):

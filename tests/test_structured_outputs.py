@@ -292,17 +292,19 @@ class RerunDecodes:
         runner.buffers.host.current.batch.fill_(-7)
         self.host_buffers = runner.buffers.host
 
+    def has(self, shape: BatchShape) -> bool:
+        return not shape.has_chunks
+
     def shape_for(self, step: BatchShape) -> BatchShape:
         return decode_shape(step.num_decodes, self.width)
 
     @torch.inference_mode()
-    def replay(self, size: int):
-        batch = Batch.from_buffer(decode_shape(size, self.width), self.runner.buffers.device)
+    def replay(self, shape: BatchShape):
+        batch = Batch.from_buffer(decode_shape(shape.num_decodes, self.width), self.runner.buffers.device)
         num_words = batch.input_ids.storage_offset()
         batch.buffer[:num_words] = self.host_buffers.current.batch[:num_words]
         output = self.runner.forward(batch)
-        results = self.host_buffers.advance().results[:size]
-        results.copy_(output.results)
+        results = self.host_buffers.advance().results_like(output.results).copy_(output.results)
         self.num_replays += 1
         return results, output
 

@@ -14,7 +14,11 @@ class StepBuffers(NamedTuple):
     """Pinned host memory of one step: int32 words of its batch, and what it samples."""
 
     batch: torch.Tensor
-    results: torch.Tensor  # those of a ForwardOutput
+    results: torch.Tensor  # has room for those of any ForwardOutput
+
+    def results_like(self, on_device: torch.Tensor) -> torch.Tensor:
+        """Where the host finds the results `on_device`."""
+        return self.results[: on_device.numel()].view_as(on_device)
 
 
 class Buffers(NamedTuple):
@@ -41,10 +45,9 @@ def to_device(batch: HostBatch, buffer: torch.Tensor) -> DeviceBatch:
 def host_memory(
     size: int, max_num_seqs: int, tokens_per_row: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The memory of two steps: batches [2, size], and results [2, sequences] or [2, sequences, tokens_per_row + 1]."""
+    """The memory of two steps: batches [2, size], and results, of a sequence `tokens_per_row` ids and their number."""
     options = dict(dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-    dims = (max_num_seqs, tokens_per_row + 1) if tokens_per_row > 1 else (max_num_seqs,)
-    return torch.zeros(2, size, **options), torch.zeros(2, *dims, **options)
+    return torch.zeros(2, size, **options), torch.zeros(2, max_num_seqs * (tokens_per_row + 1), **options)
 
 
 def largest_batch(config: Config, tokens_per_row: int = 1) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def capture_sizes(max_num_seqs: int, fills_tiles: bool) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-def _capture(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+def capture(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
     """A graph of `work`, and what `work` returned: tensors that each replay overwrites."""
     graph = torch.cuda.CUDAGraph()
     # thread_local: other threads may use CUDA during the capture
@@ -40,8 +41,23 @@ def decode_shape(num_seqs: int, max_blocks_per_seq: int, tokens_per_row: int = 1
     return BatchShape(n, n, n, n, max_blocks_per_seq, tokens_per_row=tokens_per_row)
 
 
+def max_seqs_of(config: Config, tokens_per_row: int) -> int:
+    """The most sequences of a step whose rows are so wide: with drafts, as many as may draft."""
+    limit = config.speculative_config.disable_by_batch_size if tokens_per_row > 1 else config.max_num_seqs
+    return min(config.max_num_seqs, limit)
+
+
+def decode_shapes(config: Config, tokens_per_row: int = 1) -> list[BatchShape]:
+    """The shapes of steps that only decode to capture: rows of one token and, of engines that draft, of several."""
+    return [
+        decode_shape(size, config.max_blocks_per_seq, k)
+        for k in sorted({1, tokens_per_row})
+        for size in capture_sizes(max_seqs_of(config, k), config.batch_invariant)
+    ]
+
+
 class DecodeGraphs:
-    """Steps that only decode, model and sampler in one: a graph for each batch size in `graph_bs`.
+    """Steps that only decode, model and sampler in one: a graph for each of `decode_shapes`.
 
     A graph copies its batch from pinned host memory and its results back to it, so nothing runs between two
     steps but the launch of the next graph. Host memory is double-buffered: the host prepares a step while the previous
@@ -61,12 +77,11 @@ class DecodeGraphs:
         """
         from nanovllm.kernels import ops
 
-        max_num_seqs, self.max_blocks_per_seq = config.max_num_seqs, config.max_blocks_per_seq
-        self.graph_bs = capture_sizes(max_num_seqs, config.batch_invariant)
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.outputs: dict[int, ForwardOutput] = {}  # tensors that each replay overwrites
+        self.shapes = decode_shapes(config, tokens_per_row)
+        self.graphs: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
+        self.outputs: dict[tuple[int, ...], ForwardOutput] = {}  # tensors that each replay overwrites
         # the batches are zeros: padding
-        batches, results = host_memory(len(buffer), max_num_seqs, tokens_per_row, buffer.device)
+        batches, results = host_memory(len(buffer), config.max_num_seqs, tokens_per_row, buffer.device)
         self.host_buffers = DoubleBuffer(*map(StepBuffers, batches, results))
         self._device_buffer_index = torch.zeros(1, dtype=torch.int32, device=buffer.device)
 
@@ -74,28 +89,32 @@ class DecodeGraphs:
             num_words = batch.input_ids.storage_offset()  # those that the host fills in come first
             ops.copy_from_host(batch.buffer[:num_words], batches, self._device_buffer_index)
             output = forward(batch)
-            ops.copy_to_host(output.results.flatten(), results.flatten(1), self._device_buffer_index)
+            ops.copy_to_host(output.results.flatten(), results, self._device_buffer_index)
             return output
 
-        for size in reversed(self.graph_bs):  # the largest first, so that the others fit into its memory
-            batch = Batch.from_buffer(decode_shape(size, self.max_blocks_per_seq, tokens_per_row), buffer)
+        # the largest first, so that the others fit into its memory
+        for shape in sorted(self.shapes, key=lambda shape: shape.num_tokens, reverse=True):
+            batch, key = Batch.from_buffer(shape, buffer), shape.graph_shape
             step(batch)  # compiles the remaining kernels, which a capture must not do
-            self.graphs[size], self.outputs[size] = _capture(partial(step, batch), pool)
+            self.graphs[key], self.outputs[key] = capture(partial(step, batch), pool)
         self.reset()
 
-    def shape_for(self, step: BatchShape) -> BatchShape:
-        """The smallest captured shape that holds a step."""
-        num_seqs = step.num_decodes // step.tokens_per_row
-        size = next(size for size in self.graph_bs if size >= num_seqs)
-        return decode_shape(size, self.max_blocks_per_seq, step.tokens_per_row)
+    def has(self, shape: BatchShape) -> bool:
+        return shape.graph_shape in self.graphs
 
-    def replay(self, size: int) -> tuple[torch.Tensor, ForwardOutput]:
+    def shape_for(self, step: BatchShape) -> BatchShape | None:
+        """The smallest captured shape that holds a step; None if there is none."""
+        fits = lambda shape: shape.tokens_per_row == step.tokens_per_row and shape.num_decodes >= step.num_decodes
+        return next(filter(fits, self.shapes), None)
+
+    def replay(self, shape: BatchShape) -> tuple[torch.Tensor, ForwardOutput]:
         """Run the batch in the current host buffer; returns its results in host memory, and its output.
 
         Read the results when the replay is over, and before the replay after the next one begins.
         """
-        self.graphs[size].replay()
-        return self.host_buffers.advance().results[:size], self.outputs[size]
+        self.graphs[shape.graph_shape].replay()
+        output = self.outputs[shape.graph_shape]
+        return self.host_buffers.advance().results_like(output.results), output
 
     @torch.inference_mode()
     def reset(self) -> None:
@@ -112,26 +131,28 @@ def graph_shapes(config: Config, backend: AttentionBackend, tokens_per_row: int 
     """The shapes of steps with chunks to capture: the first that holds a step is the smallest that does.
 
     Without graphs the host would launch the kernels of so short a step for longer than the device computes it. As long
-    as `max_num_mixed_tokens` is not known, these are all shapes that may be captured.
+    as `max_num_mixed_tokens` is not known, these are all shapes that may be captured. Rows of several tokens stand
+    beside sequences that decode alone.
     """
     largest = min(config.max_num_mixed_tokens or TOKEN_SIZES[-1], config.max_num_batched_tokens, TOKEN_SIZES[-1])
     sizes = [*(size for size in TOKEN_SIZES if size < largest), largest]
     shapes: list[BatchShape] = []
-    for max_decodes in (0, config.max_num_seqs):
-        for num_tokens in sizes:
-            num_decodes = min(max_decodes, num_tokens // tokens_per_row) * tokens_per_row
+    widest = max_seqs_of(config, tokens_per_row), tokens_per_row
+    for max_decodes, k in ((0, 1), (config.max_num_seqs, 1), *((widest,) if tokens_per_row > 1 else ())):
+        for num_tokens in (size for size in sizes if size >= k):
+            num_decodes = min(max_decodes, num_tokens // k) * k
             num_chunks = min(num_tokens, MAX_CHUNKS)
             shapes.append(
                 BatchShape(
                     num_tokens=num_tokens,
                     num_seqs=num_decodes + num_chunks,
                     num_decodes=num_decodes,
-                    num_sampled_tokens=num_decodes + num_chunks * tokens_per_row,
+                    num_sampled_tokens=num_decodes + num_chunks * k,
                     max_blocks_per_seq=config.max_blocks_per_seq,
                     max_seqlen_q=num_tokens,
                     backend_shapes=backend.array_shapes(num_tokens, num_chunks),
                     is_padded=True,
-                    tokens_per_row=tokens_per_row,
+                    tokens_per_row=k,
                 )
             )
     return shapes
@@ -159,20 +180,23 @@ class MixedGraphs:
         ForwardOutput begins with.
         """
         self.shapes = shapes
-        self.tokens_per_row = shapes[0].tokens_per_row
+        most: dict[int, int] = {}  # sampled sequences, by the width of rows
+        for shape in shapes:
+            num_seqs, k = shape.num_sampled_tokens // shape.tokens_per_row, shape.tokens_per_row
+            most[k] = min(max_num_seqs, max(most.get(k, 0), num_seqs))
         sizes = 1, 2, 4, 8, 16, *range(32, 257, 32)
-        self.sample_sizes = [*(size for size in sizes if size < max_num_seqs), max_num_seqs]  # in sequences
+        # sequences, and the width of their rows
+        self.sample_sizes = [(n, k) for k, end in most.items() for n in (*(x for x in sizes if x < end), end)]
         self.models: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
-        self.samplers: dict[int, torch.cuda.CUDAGraph] = {}
-        self.sampled: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.samplers: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self.sampled: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         buffer.zero_()
         largest = max(shapes, key=lambda shape: shape.num_sampled_tokens)
-        num_rows = max(largest.num_sampled_tokens, max_num_seqs * self.tokens_per_row)
+        num_rows = max(largest.num_sampled_tokens, max_num_seqs)
         hidden_states, example = run_model(Batch.from_buffer(largest, buffer))
         max_tokens = max(shape.num_tokens for shape in shapes)
         self.hidden_states = hidden_states.new_zeros(max_tokens, hidden_states.shape[1])
         self.input = SamplerInput(*(x.new_zeros(num_rows, *x.shape[1:]) for x in example))
-        self.input = self._rows(num_rows // self.tokens_per_row)
         sample(self._rows(1))  # a forward is complete, which matters to ranks: see PeerMemory
 
         def model_part(shape: BatchShape) -> None:
@@ -180,21 +204,21 @@ class MixedGraphs:
             self.hidden_states[: shape.num_tokens] = hidden_states
             for ours, theirs in zip(self.input, found):
                 ours[: len(theirs)] = theirs
-            self.input.req_indices[shape.num_sampled_tokens // self.tokens_per_row :] = pad_req_index
+            self.input.req_indices[shape.num_sampled_tokens // shape.tokens_per_row :] = pad_req_index
 
         for shape in sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True):
             model_part(shape)  # compiles kernels, which a capture must not do
             sample(self._rows(1))
-            self.models[shape.graph_shape], _ = _capture(partial(model_part, shape), pool)
+            self.models[shape.graph_shape], _ = capture(partial(model_part, shape), pool)
             sample(self._rows(1))
-        for size in reversed(self.sample_sizes):
+        for size in sorted(self.sample_sizes, key=prod, reverse=True):
             model_part(shapes[0])
-            sample(self._rows(size))
+            sample(self._rows(*size))
             model_part(shapes[0])
-            self.samplers[size], self.sampled[size] = _capture(partial(sample, self._rows(size)), pool)
+            self.samplers[size], self.sampled[size] = capture(partial(sample, self._rows(*size)), pool)
 
-    def _rows(self, num_seqs: int) -> SamplerInput:
-        rows = SamplerInput(*(x[: num_seqs * self.tokens_per_row] for x in self.input))
+    def _rows(self, num_seqs: int, tokens_per_row: int = 1) -> SamplerInput:
+        rows = SamplerInput(*(x[: num_seqs * tokens_per_row] for x in self.input))
         return rows._replace(req_indices=self.input.req_indices[:num_seqs])
 
     def shape_for(self, step: BatchShape) -> BatchShape | None:
@@ -202,7 +226,8 @@ class MixedGraphs:
         num_chunks = step.num_seqs - step.num_decodes
         for shape in self.shapes:
             if (
-                (step.num_decodes <= shape.num_decodes and step.num_tokens <= shape.num_tokens)
+                step.tokens_per_row == shape.tokens_per_row
+                and (step.num_decodes <= shape.num_decodes and step.num_tokens <= shape.num_tokens)
                 and num_chunks <= shape.num_seqs - shape.num_decodes
                 and step.num_sampled_tokens <= shape.num_sampled_tokens
                 and (step.num_decodes or not shape.num_decodes)  # a kernel of which no program works does not wait
@@ -214,6 +239,7 @@ class MixedGraphs:
         """Run the batch in the device's buffer."""
         write_requests()
         self.models[shape.graph_shape].replay()
-        size = next(size for size in self.sample_sizes if size >= shape.num_sampled_seqs)
+        k, num_seqs = shape.tokens_per_row, shape.num_sampled_seqs
+        size = next(size for size in self.sample_sizes if size[1] == k and size[0] >= num_seqs)
         self.samplers[size].replay()
-        return ForwardOutput(*self.sampled[size], self.hidden_states, self._rows(size))
+        return ForwardOutput(*self.sampled[size], self.hidden_states, self._rows(*size))

@@ -13,7 +13,7 @@ from nanovllm.kernels.dependent_launch import launch_ordinary, next_power_of_2
 
 @triton.jit(do_not_specialize=["width"])
 def _place_decodes_kernel(
-    batch_ptrs, table_ptrs, out_ptrs, width, TABLE_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, K: tl.constexpr
+    batch_ptrs, table_ptrs, out_ptrs, width, WIDTHS: tl.constexpr, BLOCK_SIZE: tl.constexpr, K: tl.constexpr
 ):
     req_indices_ptr, num_reserved_ptr, new_blocks_ptr, num_decodes_ptr = batch_ptrs
     last_token_ids_ptr, num_tokens_ptr, tables_ptr = table_ptrs
@@ -28,8 +28,8 @@ def _place_decodes_kernel(
     new_column = tl.load(new_blocks_ptr + 2 * seq)
     new_block = tl.load(new_blocks_ptr + 2 * seq + 1)
     num_tokens = tl.load(num_tokens_ptr + req_index)
-    columns = tl.arange(0, next_power_of_2(TABLE_WIDTH - 1))
-    table_ptr = tables_ptr + req_index * TABLE_WIDTH
+    columns = tl.arange(0, next_power_of_2(WIDTHS[1] - 1))
+    table_ptr = tables_ptr + req_index * WIDTHS[1]
     table = tl.where(columns == new_column, new_block, tl.load(table_ptr + columns, columns < width, 0))
     if new_column >= 0:
         tl.store(table_ptr + new_column, new_block)
@@ -41,7 +41,7 @@ def _place_decodes_kernel(
         column = position // BLOCK_SIZE
         block = tl.where(column == new_column, new_block, tl.load(table_ptr + column))
         slot = tl.where(length > 0, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
-        tl.store(input_ids_ptr + row, tl.maximum(tl.load(last_token_ids_ptr + req_index * K + offset), 0))
+        tl.store(input_ids_ptr + row, tl.maximum(tl.load(last_token_ids_ptr + req_index * WIDTHS[0] + offset), 0))
         tl.store(positions_ptr + row, position)
         tl.store(slots_ptr + row, slot)
         tl.store(context_lens_ptr + row, length)
@@ -49,21 +49,21 @@ def _place_decodes_kernel(
 
 
 @triton.jit
-def _accept_kernel(
-    req_indices_ptr, positions_ptr, token_ids_ptr, last_token_ids_ptr, num_tokens_ptr, counts_ptr, K: tl.constexpr
-):
+def _accept_kernel(batch_ptrs, table_ptrs, counts_ptr, NUM_IDS: tl.constexpr, K: tl.constexpr):
+    req_indices_ptr, positions_ptr, token_ids_ptr = batch_ptrs
+    last_token_ids_ptr, num_tokens_ptr = table_ptrs
     seq = tl.program_id(0)
     req_index = tl.load(req_indices_ptr + seq).to(tl.int64)
     position = tl.load(positions_ptr + seq * K)
     token_id = tl.load(token_ids_ptr + seq * K)
     count = 1
     for i in tl.static_range(1, K):
-        draft = tl.load(last_token_ids_ptr + req_index * K + i)
+        draft = tl.load(last_token_ids_ptr + req_index * NUM_IDS + i)
         is_new = tl.load(positions_ptr + seq * K + i) > tl.load(positions_ptr + seq * K + i - 1)
         is_right = (count == i) & is_new & (draft == tl.load(token_ids_ptr + seq * K + i - 1))
         token_id = tl.where(is_right, tl.load(token_ids_ptr + seq * K + i), token_id)
         count += is_right.to(tl.int32)
-    tl.store(last_token_ids_ptr + req_index * K, token_id)
+    tl.store(last_token_ids_ptr + req_index * NUM_IDS, token_id)
     tl.store(num_tokens_ptr + req_index, position + 1 + count)
     if K > 1:
         tl.store(counts_ptr + seq, count)
@@ -71,13 +71,13 @@ def _accept_kernel(
 
 def place_decodes(tables, batch, block_size: int) -> None:
     """`batch` is an engine.batch.Batch on the device, and `tables` are engine.request_tables.RequestTables."""
-    k, table_width = batch.shape.tokens_per_row, tables.block_tables.shape[1]
+    k, widths = batch.shape.tokens_per_row, (tables.last_token_ids.shape[1], tables.block_tables.shape[1])
     num_decodes = batch.num_decodes if batch.shape.is_padded else None
     inputs = batch.req_indices, batch.num_reserved, batch.new_blocks, num_decodes
     outputs = batch.input_ids, batch.positions, batch.slot_mapping, batch.context_lens, batch.block_tables
     own = tables.last_token_ids, tables.num_tokens, tables.block_tables
-    constants = dict(TABLE_WIDTH=table_width, BLOCK_SIZE=block_size, K=k)
-    constants["num_warps"] = max(1, min(8, triton.next_power_of_2(table_width - 1) // 512))
+    constants = dict(WIDTHS=widths, BLOCK_SIZE=block_size, K=k)
+    constants["num_warps"] = max(1, min(8, triton.next_power_of_2(widths[1] - 1) // 512))
     launch_ordinary(_place_decodes_kernel, (batch.shape.num_decodes // k,))(
         inputs, own, outputs, batch.block_tables.shape[1], **constants
     )
@@ -85,10 +85,10 @@ def place_decodes(tables, batch, block_size: int) -> None:
 
 def accept(req_indices: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, tables) -> torch.Tensor | None:
     """req_indices [S], positions and token_ids [S * k], all int32 -> counts [S] int32, or None if k is 1."""
-    k = tables.last_token_ids.shape[1]
-    num_seqs = len(token_ids) // k
+    num_seqs, own = len(req_indices), tables[:2]
+    k = max(1, len(token_ids) // max(1, num_seqs))
     counts = torch.empty(num_seqs, dtype=torch.int32, device=token_ids.device) if k > 1 else None
     launch_ordinary(_accept_kernel, (num_seqs,))(
-        req_indices, positions, token_ids, tables.last_token_ids, tables.num_tokens, counts, K=k, num_warps=1
+        (req_indices, positions, token_ids), own, counts, NUM_IDS=own[0].shape[1], K=k, num_warps=1
     )
     return counts

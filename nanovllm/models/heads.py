@@ -93,7 +93,8 @@ class Eagle3Head(nn.Module):
 
     def forward(self, embeddings: PartialSum, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Rows [T] -> hidden states [T, hidden_size] in the place of the model's at the next positions."""
-        x, residual = self.layers[0](embeddings, hidden_states, self.rotary_emb(positions))
+        cos_sin = self.rotary_emb(positions)  # first, as in models/decoder.py
+        x, residual = self.layers[0](embeddings, hidden_states, cos_sin)
         return residual + x.reduce()
 
     def compute_logits(self, hidden_states: torch.Tensor, sampling_params: torch.Tensor | None = None) -> torch.Tensor:
@@ -136,6 +137,7 @@ class MtpHead(nn.Module):
 
     def forward(self, embeddings: PartialSum, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Rows [T] -> hidden states [T, hidden_size] in the place of the model's last ones at the next positions."""
+        cos_sin = self.rotary_emb(positions)  # first, as in models/decoder.py: the concatenation is an ordinary launch
         normed = self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(PartialSum(hidden_states))
         x = self.fc(torch.cat([x.tensor() for x in normed], -1))
-        return self.norm(*self.layers[0](PartialSum(x), None, self.rotary_emb(positions))).tensor()
+        return self.norm(*self.layers[0](PartialSum(x), None, cos_sin)).tensor()

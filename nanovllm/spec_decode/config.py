@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanovllm.utils.checks import check_choice, check_fields, check_int, check_real, checked, read_json
 
@@ -20,6 +20,27 @@ def check_rates(name: str, value: Any) -> tuple[float, ...]:
     if list(rates) != sorted(rates, reverse=True):
         raise ValueError(f"{name}={value!r}: must not rise")
     return rates
+
+
+class StepCost(NamedTuple):
+    """The time of a step, in the time that another row takes."""
+
+    fixed: int  # what does not grow with a step's rows
+    single: int  # all of a step of one row, whose products are simpler
+    width: int = 0  # how many drafts any sequence has rows for, if one has drafts; 0: as many as the most
+    draft: float = 0.0  # what the device takes to draft one of these, relative to `fixed`
+
+    def of(self, num_seqs: int, num_drafts: int = 0) -> float:
+        if not num_drafts:
+            return self.fixed + num_seqs if num_seqs > 1 else self.single
+        num_drafts = self.width or num_drafts
+        return self.fixed * (1 + num_drafts * self.draft) + num_seqs * (1 + num_drafts)
+
+
+# measured with the bundled model on a CPU, and with Qwen3-8B on an H100, where a step of few rows reads all weights
+ON_CPU, ON_CUDA = StepCost(32, 24), StepCost(512, 460)
+# a draft takes so many times as long as its operations say, relative to the model's: the smaller the slower
+DRAFTING = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +81,7 @@ class SpeculativeConfig:
     synthetic_acceptance_rates: tuple[float, ...] | None = checked(None, check_rates)
     draft_model_config: Any = None  # a ModelConfig, of "draft_model" and "mtp"; an Eagle3Config, of "eagle3"
     drafts_with_masks: bool = False  # whether sequences whose tokens are masked have drafts
+    step_cost: StepCost = ON_CPU
 
     @property
     def is_synthetic(self) -> bool:
@@ -74,8 +96,7 @@ OWNERS = {
     "revision": WITH_MODEL,
     "draft_tensor_parallel_size": WITH_MODEL,
 }
-KEYS = [field.name for field in fields(SpeculativeConfig)][:-2]  # the others are resolved
-DEFAULT_MAX_SEQS = 16  # of `disable_by_batch_size`
+KEYS = [field.name for field in fields(SpeculativeConfig)][:-3]  # the others are resolved
 
 
 def read_speculative_config(config: Any) -> SpeculativeConfig:
@@ -130,9 +151,10 @@ def _resolve(settings: SpeculativeConfig, config: Any) -> None:
     block_size = config.kvcache_block_size
     bound = f"num_speculative_tokens, less than kvcache_block_size={block_size},"
     k = check_int(bound, settings.num_speculative_tokens, 1, block_size - 1)
-    set_("drafts_with_masks", config.device == "cpu" and settings.method in ("ngram", "suffix"))
-    if settings.disable_by_batch_size is None:
-        set_("disable_by_batch_size", DEFAULT_MAX_SEQS)
+    on_host, on_cpu = settings.method in ("ngram", "suffix"), config.device == "cpu"
+    set_("drafts_with_masks", on_cpu and on_host)
+    set_("step_cost", ON_CPU if on_cpu else ON_CUDA._replace(width=k))  # graphs have rows for all drafts
+    set_("disable_by_batch_size", settings.disable_by_batch_size or (16 if on_host or on_cpu else 64))
     rates = settings.synthetic_acceptance_rates
     if settings.is_synthetic != (rates is not None):
         bound = "must be given with rejection_sample_method='synthetic', and only then"
@@ -141,16 +163,15 @@ def _resolve(settings: SpeculativeConfig, config: Any) -> None:
         raise ValueError(f"synthetic_acceptance_rates={rates!r}: must have num_speculative_tokens={k} rates")
     if settings.method in WITH_MODEL and settings.model is None:
         raise ValueError(f"model=None: must be given for method {settings.method!r}")
-    on_host, found = settings.method in ("ngram", "suffix"), config.model_config
-    keeps_states = found.hybrid and len(found.hybrid.attention_layers) < found.num_hidden_layers
-    if config.device != "cpu" and (keeps_states or not on_host):
-        what = "a model whose layers keep a state" if keeps_states else f"method={settings.method!r}"
-        raise ValueError(f"{what}: needs device='cpu' so far, not {config.device!r}")
+    found = config.model_config
+    if not on_cpu and found.hybrid and len(found.hybrid.attention_layers) < found.num_hidden_layers:
+        raise ValueError(f"a model whose layers keep a state: needs device='cpu' so far, not {config.device!r}")
     if not on_host:
         _resolve_model(settings, config, set_)
 
 
 def _resolve_model(settings: SpeculativeConfig, config: Any, set_: Any) -> None:
+    from nanovllm.attention import check_head_dim
     from nanovllm.spec_decode.head_checkpoint import check_mtp, read_eagle3_config
     from nanovllm.utils.loader import find_model
 
@@ -164,6 +185,13 @@ def _resolve_model(settings: SpeculativeConfig, config: Any, set_: Any) -> None:
         found = read_eagle3_config(folder, found, config.dtype, with_weights)
     else:
         found = _read_draft_model_config(settings, config, folder)
+    drafter, target = getattr(found, "layer", found), config.model_config
+    check_head_dim(drafter.head_dim, config.device, config.attention_backend)
+    if settings.step_cost.width:
+        num_layers = 1 if settings.method == "mtp" else drafter.num_hidden_layers
+        size = num_layers * drafter.layer_operations / (target.num_hidden_layers * target.layer_operations)
+        # each rank has all of it
+        set_("step_cost", settings.step_cost._replace(draft=DRAFTING * config.tensor_parallel_size * size))
     set_("model", str(folder))
     set_("draft_model_config", found)
 

@@ -1,9 +1,10 @@
 """A smaller model with the same vocabulary drafts, from the cache blocks and with the noise of the other."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.engine.features import Arrays
@@ -14,6 +15,17 @@ from nanovllm.models import model_class
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.tensor_parallel import TensorParallel
+
+
+class DraftRows(NamedTuple):
+    """Rows of D sequences that are computed at the same time, as many of each, and the tokens they read. All int32."""
+
+    positions: torch.Tensor  # [R], those of the tokens or, of a head, before them
+    context_lens: torch.Tensor  # [R]; 0: padding
+    slots: torch.Tensor  # [R]; -1: padding
+    token_slots: torch.Tensor  # [R]
+    newest_positions: torch.Tensor  # [D], of the token of each sequence's last row
+    newest_slots: torch.Tensor  # [D], where that is written; -1: it is there already, or is padding
 
 
 class DraftModel:
@@ -51,6 +63,10 @@ class DraftModel:
                 runner.cache_groups.setdefault(spec, []).append(layer)
         # by request index, of the rows whose keys are there, or of drafts that may have been wrong
         self.num_computed = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=runner.device)
+        # The most rows that a sequence lacks which has drafted in the step before; the device knows how many. Shifted
+        # rows of drafts began with what the drafter predicted, and are computed again.
+        self.width = runner.tokens_per_row if self.shift else 2
+        self.run = self.draft_chains  # on CUDA, graphs of it
 
     def make_model(self) -> nn.Module:
         config = self.runner.config
@@ -60,64 +76,91 @@ class DraftModel:
     def load(self, folder: Path, load_format: str) -> None:
         load_model(self.model, folder, self.runner.device, load_format)
 
-    def draft(self, arrays: Arrays) -> torch.Tensor:
-        """Drafts [D, k] int32, -1 after the `num_drafts` of a sequence; `arrays` are those of `Speculation.prepare`."""
-        tables, req_indices = self.runner.tables, arrays["req_indices"].long()
-        rows, columns, block_ids = arrays["new_blocks"].long().unbind(1)
-        tables.block_tables[rows, columns] = block_ids.int()
-        lengths = tables.num_tokens[req_indices].long() - self.shift
-        starts = self.num_computed[req_indices].minimum(lengths - 1) * (arrays["are_new"] == 0)
-        piece = max(1, self.runner.config.max_num_batched_tokens // len(req_indices))
-        while (missing := lengths - starts).max() > piece:
-            ends = starts + (missing - 1).clamp(max=piece)
-            behind = ends > starts
-            self._forward(req_indices[behind], starts[behind], ends[behind])
-            starts = ends
-        num_drafts = arrays["num_drafts"].long()
-        drafts = torch.full((len(req_indices), int(num_drafts.max())), -1, dtype=torch.int32, device=lengths.device)
-        active, ends = torch.arange(len(req_indices), device=lengths.device), lengths
-        for i in range(drafts.shape[1]):
-            hidden_states = self._forward(req_indices[active], starts[active], ends[active], drafts[active, i - 1 : i])
-            drafts[active, i] = self._sample(hidden_states, req_indices[active], ends[active] - 1 + self.shift)
-            active = (num_drafts > i + 1).nonzero()[:, 0]
-            starts, ends = ends, ends + 1
-        # a shifted row of a draft began with what the drafter predicted: it is computed again
-        self.num_computed[req_indices] = lengths if self.shift else lengths + num_drafts - 1
-        return drafts
+    def draft(self, arrays: Arrays) -> None:
+        """Write drafts to RequestTables; `arrays` are those of `Speculation.prepare`.
 
-    def _forward(self, req_indices: Any, starts: Any, ends: Any, drafts: Any = None) -> torch.Tensor:
-        """Compute the rows `starts:ends` of each sequence -> hidden states [S, hidden_size] of the last ones.
-
-        `drafts` [S, 1] are the tokens of these, if drafts follow; [S, 0]: the last tokens of the sequences.
+        On CUDA this waits for the device only if a sequence has to catch up.
         """
-        runner, config = self.runner, self.runner.config
-        counts, block_size = ends - starts, config.kvcache_block_size
+        if len(arrays["new_blocks"]):
+            rows, columns, block_ids = arrays["new_blocks"].long().unbind(1)
+            self.runner.tables.block_tables[rows, columns] = block_ids.int()
+        if len(arrays["behind"]):
+            self._catch_up(*arrays["behind"].long().unbind(1))
+        self.run(arrays["req_indices"], arrays["num_drafts"], arrays["drafts"].shape[1])
+
+    def _catch_up(self, req_indices: torch.Tensor, are_new: torch.Tensor) -> None:
+        """Compute all rows of these sequences but the last, in pieces."""
+        ends = self.runner.tables.num_tokens[req_indices].long() - self.shift - 1
+        starts = self.num_computed[req_indices].minimum(ends) * (are_new == 0)
+        piece = max(1, self.runner.config.max_num_batched_tokens // len(req_indices))
+        while (missing := ends - starts).any():
+            behind, piece_ends = missing > 0, starts + missing.clamp(max=piece)
+            self.compute_chunks(req_indices[behind], starts[behind], piece_ends[behind])
+            starts = piece_ends
+        self.num_computed[req_indices] = ends
+
+    def compute_chunks(self, req_indices: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor) -> None:
+        """Compute the rows `starts:ends` of each sequence, all [S] int64, as chunks of a prompt."""
+        counts, config = ends - starts, self.runner.config
         rows = torch.arange(len(starts), device=starts.device).repeat_interleave(counts)
-        last = counts.cumsum(0) - 1
-        positions = torch.arange(len(rows), device=starts.device) + (ends - 1 - last)[rows]
-        block_tables = runner.tables.block_tables[req_indices, : -(-(int(ends.max()) + self.shift) // block_size)]
-        places = positions, positions + self.shift
-        slots, token_slots = (block_tables[rows, x // block_size] * block_size + x % block_size for x in places)
-        if drafts is not None:  # what the sampler reads
-            newest = drafts if drafts.shape[1] else runner.tables.last_token_ids[req_indices, :1]
-            runner.slot_token_ids[token_slots[last]] = newest[:, 0]
-        is_decode = len(rows) == len(starts)
-        arrays = {} if is_decode else self.backend.prepare_chunks(torch.stack((starts, ends), 1).tolist(), 0)
-        context = Context(
-            num_decodes=len(starts) * is_decode,
-            slot_mapping=slots,
-            context_lens=ends.int(),
-            block_tables=block_tables,
-            max_context_len=config.max_model_len,
-            max_seqlen_q=int(counts.max()),
-            cu_seqlens_q=None if is_decode else torch.nn.functional.pad(last + 1, (1, 0)).int(),
-            backend_arrays={name: torch.from_numpy(x).to(starts.device) for name, x in arrays.items()},
-        )
-        with attention_context(context):
-            hidden_states = self.compute(slots, token_slots, positions.int())[last]
-        if drafts is not None:
-            self.chain(token_slots[last], hidden_states)
-        return hidden_states
+        cu_seqlens_q = F.pad(counts.cumsum(0), (1, 0))
+        positions = torch.arange(len(rows), device=starts.device) + (starts - cu_seqlens_q[:-1])[rows]
+        slots, token_slots = (self._slots(req_indices[rows], x) for x in (positions, positions + self.shift))
+        arrays = self.backend.prepare_chunks(torch.stack((starts, ends), 1).tolist(), 0)
+        on_device = {name: torch.from_numpy(x).to(starts.device).int() for name, x in arrays.items()}
+        keys = slots, ends.int(), self.runner.tables.block_tables[req_indices, :-1], config.max_model_len
+        with attention_context(Context(0, *keys, int(counts.max()), cu_seqlens_q.int(), backend_arrays=on_device)):
+            self.compute(slots, token_slots, positions.int())
+        self.runner.tp.barrier(starts.device)  # which ends each forward: embeddings may be the ranks' sum
+
+    def draft_chains(self, req_indices: torch.Tensor, num_drafts: torch.Tensor, num_steps: int) -> None:
+        """Write drafts [D, num_steps] of sequences that lack `width` rows at most, -1 after the `num_drafts` of each.
+
+        A CUDA graph contains this: shapes are fixed, and nothing waits for the device. Padding has no drafts.
+        """
+        runner, tables, drafts = self.runner, self.runner.tables, []
+        token_ids, params = tables.last_token_ids[req_indices, 0], tables.params[req_indices]
+        block_tables, cached_ids = tables.block_tables[req_indices, :-1], runner._cached_token_ids
+        for rows in self._rows_of_chains(req_indices.long(), num_drafts, num_steps):
+            runner.slot_token_ids[rows.newest_slots] = token_ids
+            width = len(rows.slots) // len(req_indices)
+            keys = rows.slots, rows.context_lens, block_tables.repeat_interleave(width, 0), runner.config.max_model_len
+            with attention_context(Context(len(rows.slots), *keys, tokens_per_row=width)):
+                hidden_states = self.compute(rows.slots, rows.token_slots, rows.positions)
+            hidden_states = hidden_states[width - 1 :: width].contiguous()  # of each sequence's last row
+            self.chain(rows.newest_slots, hidden_states)
+            drawn = params, req_indices, rows.newest_positions, block_tables, cached_ids, runner._num_finished_programs
+            drafts.append(token_ids := self._sample(hidden_states, SamplingRows(*drawn)))
+        are_real = torch.arange(num_steps, device=num_drafts.device) < num_drafts[:, None]
+        tables.last_token_ids[req_indices, 1 : 1 + num_steps] = torch.stack(drafts, 1).where(are_real, -1)
+
+    def _rows_of_chains(self, req_indices: torch.Tensor, num_drafts: torch.Tensor, num_steps: int) -> list["DraftRows"]:
+        """First the rows that each sequence lacks, as if these were `width`: the others are copies of the last one.
+
+        Then a row for each further draft, or a copy of the one before if there is none.
+        """
+        lengths, shift, width = self.runner.tables.num_tokens[req_indices].long(), self.shift, self.width
+        steps, n = torch.arange(max(width, num_steps), device=req_indices.device), len(req_indices)
+        starts = self.num_computed[req_indices].minimum(lengths - 1 - shift) + shift
+        # a shifted row of a draft began with what the drafter predicted: it is computed again
+        self.num_computed[req_indices] = lengths - shift if shift else lengths + num_drafts - 1
+        first = (starts[:, None] + steps[:width]).minimum(lengths[:, None] - 1)  # [D, width] positions of tokens
+        newest = lengths - 1 + steps[:num_steps, None].minimum(num_drafts - 1)  # [num_steps, D]
+        of_rows = lambda x: torch.cat((x.repeat_interleave(width), x.repeat(num_steps - 1)))
+        owners, is_real, is_new = of_rows(req_indices), of_rows(num_drafts > 0), steps[:num_steps, None] < num_drafts
+        tokens = torch.cat((first.flatten(), newest[1:].flatten())) * is_real
+        positions = (tokens - shift) * is_real
+        slots, token_slots = self._slots(owners, positions).where(is_real, -1), self._slots(owners, tokens)
+        fields = positions, (positions + 1) * is_real, slots, token_slots
+        newest_slots = self._slots(req_indices.expand_as(newest), newest * is_new).where(is_new, -1)
+        sizes = [n * width, *[n] * (num_steps - 1)]
+        return [*map(DraftRows, *(x.int().split(sizes) for x in fields), newest.int(), newest_slots)]
+
+    def _slots(self, req_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The cache slots int32 of positions of requests, both int64 and of one shape."""
+        block_size = self.runner.config.kvcache_block_size
+        blocks = self.runner.tables.block_tables[req_indices, positions // block_size]
+        return blocks * block_size + (positions % block_size).int()
 
     def compute(self, slots: torch.Tensor, token_slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, hidden_size] of rows, from their cache slots, those of their tokens, and positions [T]."""
@@ -129,15 +172,12 @@ class DraftModel:
     def compute_logits(self, hidden_states: torch.Tensor, sampling_params: torch.Tensor) -> torch.Tensor:
         return self.model.compute_logits(hidden_states, sampling_params)
 
-    def _sample(self, hidden_states: torch.Tensor, req_indices: torch.Tensor, positions: Any) -> torch.Tensor:
+    def _sample(self, hidden_states: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """What the model would draw from these logits: with the same edits, filters and noise."""
-        runner, positions = self.runner, positions.int()
-        params, block_tables = runner.tables.params[req_indices], runner.tables.block_tables[req_indices, :-1]
-        scratch = runner._num_finished_programs
-        rows = SamplingRows(params, req_indices.int(), positions, block_tables, runner._cached_token_ids, scratch)
-        logits = self.compute_logits(hidden_states, params)
-        for feature in runner.features.values():
-            feature.edit_logits(logits, rows)
+        tp, logits = self.runner.tp, self.compute_logits(hidden_states, rows.params)
+        for name, feature in self.runner.features.items():
+            if name != "spec_decode":  # whose edits are for drafts that are verified
+                feature.edit_logits(logits, rows)
         cutoffs = logit_cutoffs(logits, rows)
-        token_ids = self.sampler(logits, rows.column("temperature"), seeds(params), positions, cutoffs)
-        return runner.tp.all_reduce_max(token_ids)
+        token_ids = self.sampler(logits, rows.column("temperature"), seeds(rows.params), rows.positions, cutoffs)
+        return token_ids if tp.size == 1 else tp.all_reduce_max(token_ids.long()).int()

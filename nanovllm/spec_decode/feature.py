@@ -23,16 +23,19 @@ class Speculation(StepFeature):
 
     @classmethod
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
-        """Drafts [D, k - 1] of the sequences that have some, -1 where there is none; and all new blocks."""
+        """Drafts [D, k - 1] of the sequences that have some, -1 where there is none; all new blocks; and for a device
+        that drafts, which of these sequences are behind, and whether they are new [B, 2].
+        """
         rows = (step.num_reserved > 1).nonzero()[0]
         if not len(rows):
             return None
-        drafts, are_new = np.full((len(rows), step.tokens_per_row - 1), -1), []
+        drafts, behind = np.full((len(rows), step.tokens_per_row - 1), -1), []
         for own, i, num_reserved in zip(drafts, rows, step.num_reserved[rows]):
             state = step.sampled_seqs[i].feature_state["spec_decode"]
             own[: num_reserved - 1] = state.token_ids[: num_reserved - 1]
-            are_new.append(state.is_new)
-            state.is_new = False
+            if state.is_behind:
+                behind.append((step.req_indices[i], state.is_new))
+            state.is_new = state.is_behind = False
         new_blocks = [(step.req_indices[i], column, block_id) for i, column, block_id in step.new_blocks]
         masks: dict[str, Any] = {}
         for seq in (step.sampled_seqs[i] for i in rows):
@@ -44,7 +47,7 @@ class Speculation(StepFeature):
             masks,
             req_indices=step.req_indices[rows],
             num_drafts=step.num_reserved[rows] - 1,
-            are_new=np.array(are_new),
+            behind=np.array(behind, np.int64).reshape(-1, 2),
             drafts=drafts,
             new_blocks=np.array(new_blocks).reshape(-1, 3),
         )
@@ -52,7 +55,7 @@ class Speculation(StepFeature):
     @classmethod
     def max_words(cls, config: Any) -> int:
         masks = -(-config.model_config.vocab_size // 32) + 1
-        return config.max_num_seqs * (7 + masks) + 7 * 4 if config.speculative_config else 0
+        return config.max_num_seqs * (8 + masks) + 7 * 4 if config.speculative_config else 0
 
     def __init__(self, runner: Any):
         self.tables, settings = runner.tables, runner.config.speculative_config
@@ -64,16 +67,18 @@ class Speculation(StepFeature):
             raise ValueError(f"speculative_config: method={settings.method!r}: a layer keeps a state, but no drafts")
         if settings.is_synthetic:
             rates = torch.tensor((1.0, *settings.synthetic_acceptance_rates), device=runner.device)
-            self.rates = (rates[1:] / rates[:-1].clamp(min=1e-9)).clamp(
-                max=1
-            )  # of each draft, if those before are right
+            # of each draft, if those before are right
+            self.rates = (rates[1:] / rates[:-1].clamp(min=1e-9)).clamp(max=1)
         if (drafter := DRAFTERS.get(settings.method)) is not None:
             self.drafter = resolve_name(drafter)(runner)
 
     def upload(self, arrays: Arrays) -> None:
         self.masks = arrays if "masks" in arrays else {}
-        drafts = self.drafter.draft(arrays) if self.drafter else arrays["drafts"]
-        self.tables.last_token_ids[arrays["req_indices"].long(), 1 : 1 + drafts.shape[1]] = drafts
+        if self.drafter is not None:
+            self.drafter.draft(arrays)
+        else:
+            drafts = arrays["drafts"]
+            self.tables.last_token_ids[arrays["req_indices"].long(), 1 : 1 + drafts.shape[1]] = drafts
 
     def after_forward(self, arrays: Arrays, output: Any) -> None:
         self.masks = {}

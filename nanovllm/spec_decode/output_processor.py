@@ -7,6 +7,7 @@ from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.spec_decode.config import StepCost
 from nanovllm.spec_decode.proposer import Drafts, make_proposer
 
 MEMORY = 8  # steps with drafts, about, over which the accepted ones are averaged
@@ -14,9 +15,6 @@ PAUSES = 16, 512  # tokens: the first pause of a sequence, and the longest
 # if every eighth sequence drafts on the host, all wait for their tokens: others would decode twice meanwhile, but so
 # often the weights would be read twice too
 MANY = 8
-# measured with the bundled model on a CPU, in the time of another row: what does not grow with a step's rows, and
-# a step of a single row, whose products are simpler
-FIXED_COST, SINGLE_ROW_COST = 32, 24
 
 
 @dataclass
@@ -41,12 +39,7 @@ class Pace:
             self.next_pause = PAUSES[0]
 
 
-def cost(num_rows: int) -> int:
-    """The time of a step, in the time that another row takes."""
-    return FIXED_COST + num_rows if num_rows > 1 else SINGLE_ROW_COST
-
-
-def width_that_pays(drafts: list[tuple[int, float]], num_seqs: int) -> int:
+def width_that_pays(drafts: list[tuple[int, float]], num_seqs: int, cost: StepCost) -> int:
     """How many drafts a sequence may have in a step: all of its rows are as wide as the widest.
 
     `drafts` are the lengths of those there are, and how many of them are expected to be right.
@@ -54,7 +47,7 @@ def width_that_pays(drafts: list[tuple[int, float]], num_seqs: int) -> int:
 
     def rate(width: int) -> float:
         num_tokens = num_seqs + sum(min(width, length, expected) for length, expected in drafts)
-        return num_tokens / cost(num_seqs * (1 + width))
+        return num_tokens / cost.of(num_seqs, width)
 
     return max({0, *(length for length, _ in drafts)}, key=lambda width: (rate(width), -width))
 
@@ -86,7 +79,7 @@ class DraftingOutputProcessor(OutputProcessor):
             num_new = result.counts
         for seq in step.new_seqs:
             if (drafts := seq.feature_state.get("spec_decode")) is not None:
-                drafts.is_new = True
+                drafts.is_new = drafts.is_behind = True
         self._draft(step.sampled_seqs, num_new)
         return changed
 
@@ -118,7 +111,8 @@ class DraftingOutputProcessor(OutputProcessor):
             for i in range(count - 1):
                 totals[f"accepted_{i}"] += 1
             if not self.settings.is_synthetic:
-                num_paying = cost(step.num_decodes * step.tokens_per_row) / cost(step.num_decodes) - 1
+                cost = self.settings.step_cost
+                num_paying = cost.of(step.num_decodes, step.tokens_per_row - 1) / cost.of(step.num_decodes) - 1
                 self.paces[seq].accepted(count - 1, num_paying)
 
     def _draft(self, seqs: list[Sequence], num_new: list[int]) -> None:
@@ -150,7 +144,7 @@ class DraftingOutputProcessor(OutputProcessor):
             if drafts:
                 expected.append((len(drafts), self.paces[seq].mean))
         self.arrived.clear()
-        width = width_that_pays(expected, len(self.scheduler.running))
+        width = width_that_pays(expected, len(self.scheduler.running), self.settings.step_cost)
         for seq, drafts, may_draft in planned:
             self._plan(seq, drafts if self.settings.is_synthetic else drafts[:width], may_draft or all_wait)
 
@@ -175,8 +169,8 @@ class DraftingOutputProcessor(OutputProcessor):
         k = min(self.settings.num_speculative_tokens, seq.max_num_tokens - len(seq.token_ids) - 1)
         if pace.pause or k <= 0:
             return [], False
-        if not self.proposer.on_host:
-            return [-1] * k, True
+        if not self.proposer.on_host:  # so many for sure: a step in flight may leave room for fewer
+            return [-1] * min(k, seq.max_num_tokens - seq.num_tokens - 1), True
         if seq.num_tokens > len(seq.token_ids) or seq.status is not SequenceStatus.RUNNING:
             return [], True  # a token is in flight, or it was preempted
         drafts = self.proposer.draft(seq, k)
@@ -190,7 +184,8 @@ class DraftingOutputProcessor(OutputProcessor):
         if self.proposer.on_host:
             seq.waits_for_token = waits or "structured_outputs" in seq.feature_state
             seq.token_limit = seq.max_num_tokens
-        seq.feature_state["spec_decode"].token_ids = drafts
+        state = seq.feature_state["spec_decode"]
+        state.token_ids, state.is_behind = drafts, state.is_behind or not drafts
         seq.limit_tokens(len(drafts) if seq.status is SequenceStatus.RUNNING else 0)
 
     def end(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:

@@ -13,6 +13,7 @@ class Drafts:
 
     token_ids: list[int] = field(default_factory=list)  # -1: the device drafts it
     is_new: bool = True  # no step has brought a draft of it to the device since it was admitted
+    is_behind: bool = True  # it has no drafts, or had none in the last step: what drafts on the device must catch up
 
 
 class Proposer:

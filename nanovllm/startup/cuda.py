@@ -17,7 +17,8 @@ from nanovllm.engine.request_tables import SamplerInput
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.graphs.buffers import make_buffers
-from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs, capture_sizes, decode_shape, graph_shapes
+from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs, decode_shapes, graph_shapes
+from nanovllm.graphs.draft_graphs import DraftGraphs
 from nanovllm.sampling_params import SamplingParams
 
 RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allocate without PyTorch's allocator
@@ -47,6 +48,8 @@ def start_on_cuda(runner: Any, lap: Callable[[str], None], memory_before: int) -
         capture_cudagraph(runner)
     if runner.mixed_graphs is None:
         warm_up_kernels(runner)
+    for length in warm_up_lengths(config):
+        catch_up_drafter(runner, 1, length)
     for table in runner.tables:
         table.zero_()
     lap("graphs")
@@ -71,6 +74,7 @@ def warmup_model(runner: Any) -> int:
     runner.allocate_kv_cache(num_blocks, num_layers=1)
     torch.cuda.reset_peak_memory_stats(runner.device)
     runner.run(step).wait()
+    catch_up_drafter(runner, len(step.chunks), step.chunk_lens[0])
     tensors = (tensor for found in runner.caches.values() for tensor in found)
     peak = torch.cuda.max_memory_allocated(runner.device) - sum(tensor.nbytes for tensor in tensors)
     runner.allocate_kv_cache(0)
@@ -121,19 +125,25 @@ def compile_kernels(runner: Any) -> None:
     from nanovllm.kernels.dependent_launch import compile_only
 
     config, model = runner.config, getattr(runner.model.model, "language_model", runner.model.model)
-    sizes, k = capture_sizes(config.max_num_seqs, config.batch_invariant), runner.tokens_per_row
-    decodes = [decode_shape(size, config.max_blocks_per_seq, k) for size in sizes]
-    chunks = graph_shapes(config, runner.backend, k) if captures_chunks(runner) else []
-    rows = [(shape, shape.num_tokens if shape.has_chunks else shape.num_tokens // k) for shape in decodes + chunks]
+    decodes, chunks = decode_shapes(config, runner.tokens_per_row), []
+    if captures_chunks(runner):
+        chunks = graph_shapes(config, runner.backend, runner.tokens_per_row)
+    rows = [
+        (shape, shape.num_tokens // (1 if shape.has_chunks else shape.tokens_per_row)) for shape in decodes + chunks
+    ]
     shapes = [shape for shape, n in rows if n.bit_count() == 1 or n == config.max_num_seqs]
-    buffer = runner.buffers.device
+    buffer, drafter = runner.buffers.device, runner.features["spec_decode"].drafter
 
     def run_steps() -> None:
         for shape in shapes:
             _, x = runner.run_model(Batch.from_buffer(shape, buffer))
             # the graphs of decodes have the same numbers of samples as those of chunks
-            first = SamplerInput(*(rows[:k] for rows in x))._replace(req_indices=x.req_indices[:1])
+            first = SamplerInput(*(rows[: shape.tokens_per_row] for rows in x))._replace(req_indices=x.req_indices[:1])
             runner.sample(first if shape.has_chunks else x)
+            if drafter is not None and shape.tokens_per_row > 1 and not shape.has_chunks:
+                drafter.draft_chains(
+                    *x.req_indices.new_zeros(2, len(x.req_indices)), num_steps=runner.tokens_per_row - 1
+                )
 
     runner.allocate_kv_cache(16, num_layers=1)
     layers, model.layers = model.layers, first_layers_of_each_kind(model.layers)
@@ -159,17 +169,30 @@ def first_layers_of_each_kind(layers: nn.ModuleList) -> nn.ModuleList:
 
 def warm_up_kernels(runner: Any) -> None:
     """Compile and load the kernels of short prefills; otherwise the first requests would wait for that."""
-    config = runner.config
+    for length in warm_up_lengths(runner.config):
+        runner.run(dummy_prefill(1, length, runner.config.kvcache_block_size, runner.tokens_per_row)).wait()
+
+
+@torch.inference_mode()
+def catch_up_drafter(runner: Any, num_seqs: int, length: int) -> None:
+    """Let what drafts, if anything, compute so many rows of each of the first request indices."""
+    if (drafter := runner.features["spec_decode"].drafter) is not None:
+        req_indices = torch.arange(num_seqs, device=runner.device)
+        drafter.compute_chunks(req_indices, 0 * req_indices, 0 * req_indices + length)
+
+
+def warm_up_lengths(config: Config) -> list[int]:
     max_length = min(config.max_num_batched_tokens, config.max_model_len - 1)
-    for length in (1, 16, 32, 64, 128, 256, 512):
-        runner.run(dummy_prefill(1, min(length, max_length), config.kvcache_block_size, runner.tokens_per_row)).wait()
+    return [min(length, max_length) for length in (1, 16, 32, 64, 128, 256, 512)]
 
 
 @torch.inference_mode()
 def capture_cudagraph(runner: Any) -> None:
-    """Capture decode steps of the batch sizes in `graphs.graph_bs`, and the shorter ones of those with chunks."""
+    """Capture decode steps, what drafts for them, and the shorter ones of those with chunks."""
     config, pool, buffer = runner.config, torch.cuda.graph_pool_handle(), runner.buffers.device
     runner.graphs = DecodeGraphs(config, runner.tokens_per_row, buffer, runner.forward, pool)
+    if (drafter := runner.features["spec_decode"].drafter) is not None:
+        drafter.run = DraftGraphs(config, drafter, runner.pad_req_index, pool).run
     if captures_chunks(runner):
         shapes = graph_shapes(config, runner.backend, runner.tokens_per_row)
         parts = runner.run_model, runner.sample

@@ -54,13 +54,17 @@ class CUDAModelRunner(ModelRunner):
             yield
 
     def prepare(self, step: ScheduledStep) -> HostBatch:
-        step.tokens_per_row = self.tokens_per_row  # graphs have rows of this many; further ones are copies of the last
+        if step.tokens_per_row > 1:
+            step.tokens_per_row = self.tokens_per_row  # graphs have rows of this many; some are copies of the last
         return super().prepare(step)
 
     def host_buffer(self, shape: BatchShape) -> np.ndarray:
         """Pinned memory. Two buffers take turns: the step that used this one must be over before the call."""
-        buffers = self.buffers.host if shape.has_chunks or not self.graphs else self.graphs.host_buffers
+        buffers = self.graphs.host_buffers if self._has_decode_graph(shape) else self.buffers.host
         return buffers.current.batch.numpy()
+
+    def _has_decode_graph(self, shape: BatchShape) -> bool:
+        return self.graphs is not None and self.graphs.has(shape)
 
     def padded(self, shape: BatchShape) -> BatchShape:
         graphs = self.mixed_graphs if shape.has_chunks else self.graphs
@@ -68,13 +72,13 @@ class CUDAModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def compute(self, batch: HostBatch) -> tuple[torch.Tensor, ForwardOutput]:
-        if self.graphs and not batch.shape.has_chunks:
+        if self._has_decode_graph(batch.shape):
             if batch.feature_arrays:  # the graph has only the edits of logits, not what they read
                 self.upload(self._to_device(batch))
-            return self.graphs.replay(len(batch.req_indices))
-        output, num_sampled_seqs = self.execute(batch), batch.shape.num_sampled_seqs
-        on_host = self.buffers.host.advance().results[:num_sampled_seqs]
-        return on_host.copy_(output.results[:num_sampled_seqs], non_blocking=True), output
+            return self.graphs.replay(batch.shape)
+        output = self.execute(batch)
+        results = output.results[: batch.shape.num_sampled_seqs]
+        return self.buffers.host.advance().results_like(results).copy_(results, non_blocking=True), output
 
     @torch.inference_mode()
     def execute(self, batch: HostBatch) -> ForwardOutput:
