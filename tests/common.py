@@ -7,12 +7,18 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
+from multiprocessing import get_context
+from multiprocessing.context import ForkProcess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     atexit.register(os._exit, 0)  # the first is called last: to take all modules apart would be two seconds of work
@@ -34,6 +40,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined, so it is set before any import
 
 from nanovllm import LLM, kernels
+from nanovllm.distributed import worker
 from nanovllm.engine import model_runner
 from nanovllm.engine.features import FEATURES
 from nanovllm.engine.model_runner import ModelRunner
@@ -316,6 +323,39 @@ def runs_as_on_cuda(runner) -> None:
 
     own = {name: vars(ModelRunner)[name] for name in ("on_device", "end_of_step", "zeros", "recover", "exit")}
     runner.__class__ = type("CUDAModelRunnerOnCPU", (CUDAModelRunner,), own)
+
+
+class ForkedRank(ForkProcess):
+    """A rank's process that has imported what this one has: a new one would take two seconds to import PyTorch."""
+
+    def __init__(self, command: list[str], stdin: int, pass_fds: tuple[int, ...]):
+        super().__init__(target=self.work, args=(int(command[3]), pass_fds))
+        self.start()
+
+    def work(self, socket: int, others: tuple[int, ...]) -> None:
+        for fd in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, socket, *others}:
+            with suppress(OSError):  # that of the folder
+                os.close(fd)
+        worker.work(socket)
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self, seconds: float) -> None:
+        self.join(seconds)
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch):
+    """Ranks are forks of this process; test_tensor_parallel.py has those that are started as in a program."""
+    if not CUDA:  # which forks can't use
+        monkeypatch.setattr(worker, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedRank}))
+
+
+def in_a_fork(function: Callable, *arguments) -> Any:
+    """What the function of a test file returns, or raises, in a fork of this process."""
+    with ProcessPoolExecutor(1, get_context("fork")) as process:
+        return process.submit(function, *arguments).result()
 
 
 @pytest.fixture

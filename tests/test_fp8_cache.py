@@ -360,6 +360,7 @@ def test_answers_do_not_depend_on_how_they_come_about(make_llm, prompts, alone, 
     assert (llm.scheduler.num_preemptions > 0) == ("max_model_len" in settings)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_ranks(make_llm, prompts, alone):
     llm = make_llm(kv_cache_dtype="fp8", tensor_parallel_size=2, **SMALL)
     assert_same(generate_by_steps(llm, [(prompt, GREEDY) for prompt in prompts]), alone)

@@ -397,6 +397,7 @@ def test_drafts_of_a_device_in_states(make_llm, mtp_folder, monkeypatch, margins
         assert num_drafted > 50 and 0.5 * fraction**2 <= num_accepted / num_drafted <= fraction
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("mtp_folder", [("Qwen3Next", HYBRID)], indirect=True, ids=str)
 def test_heads_of_a_hybrid_model(make_llm, mtp_folder, drafted, tmp_path):
     """EAGLE-3 reads hidden states before layers of both kinds; and two ranks have their parts of the states."""
@@ -498,6 +499,7 @@ def test_not_one_token_differs(make_llm, bigrams, small_model, tmp_path, schedul
         llm.exit()
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_ranks(make_llm, bigrams):
     """Each has the whole head, and embeddings that are divided."""
     model, head = bigrams

@@ -579,6 +579,7 @@ def test_ranks(checkpoints, tmp_path, name, size):
             torch.testing.assert_close(logits.log_softmax(-1), expected, rtol=1e-4, atol=2e-3)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_engine_of_two_ranks(make_llm, checkpoints):
     settings = SETTINGS | SCHEDULES["chunks"]
     llm = make_llm(checkpoints.folder("qwen3_5_moe-whole"), tensor_parallel_size=2, **settings)

@@ -128,6 +128,7 @@ def test_no_bit_differs_on_a_gpu(make_llm, tmp_path, name, settings):
     assert_invariant(make_llm, make_checkpoint(tmp_path, name), **{"device": "cuda", "dtype": "bfloat16"} | settings)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_ranks(make_llm, tmp_path):
     """For each number of ranks, its own bits."""
     folder = make_checkpoint(tmp_path, "llama-3.2")

@@ -238,6 +238,7 @@ def test_ranks(tmp_path, name, size, settings):
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_engine_of_two_ranks(make_llm, tmp_path):
     folder = make_checkpoint(tmp_path, "qwen3-moe")
     llm = make_llm(folder, tensor_parallel_size=2, expert_parallel=True, **SMALL)

@@ -116,6 +116,7 @@ def ranks_with_new_weights(make_llm, tmp_path, **settings) -> tuple[LLM, str]:
     return llm, str(new)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_ranks(make_llm, tmp_path):
     """Which have parts of all experts; test_sleep.py has experts by rank, in FP8."""
     ranks_with_new_weights(make_llm, tmp_path, **SMALL)

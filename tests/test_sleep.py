@@ -72,6 +72,7 @@ def test_levels(make_llm, tmp_path, name, settings):
     assert_sleeps_and_wakes(make_llm(folder, **SMALL | SETTINGS, **settings), folder)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_ranks(make_llm, tmp_path, monkeypatch):
     """With new weights. Where one rank has not enough memory to wake up, all go on sleeping."""
     settings = SMALL | SETTINGS | {"expert_parallel": True, "quantization": "fp8"}

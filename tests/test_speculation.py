@@ -123,6 +123,7 @@ def test_another_family(make_llm, margins, tmp_path):
         assert accepted(llm)[0] > 0, method
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_ranks(make_llm, chat, margins):
     """Each rank has the same drafts: those of the host in its batch, those of a model as all ranks agree."""
     prompts, params = requests(chat, random.Random(5), 4)
