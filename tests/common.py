@@ -9,16 +9,16 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from functools import cache
+from io import StringIO
 from multiprocessing import get_context
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     atexit.register(os._exit, 0)  # the first is called last: to take all modules apart would be two seconds of work
@@ -352,10 +352,25 @@ def forked_ranks(monkeypatch):
         monkeypatch.setattr(worker, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedRank}))
 
 
-def in_a_fork(function: Callable, *arguments) -> Any:
-    """What the function of a test file returns, or raises, in a fork of this process."""
+def _run_program(code: str, folder: Path, arguments: tuple[str, ...]) -> str:
+    for name in [*sys.modules]:
+        if name.split(".")[0] == "nanovllm":
+            del sys.modules[name]
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    sys.argv[1:] = arguments
+    with redirect_stdout(StringIO()) as printed:
+        exec(code, {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+def run_with_copy(code: str, folder: Path, *arguments: str) -> str:
+    """What a program prints that imports the package from `folder`, where a copy of it is. Its exception is raised.
+
+    It runs in a fork of this process, which has imported PyTorch and transformers; a new one would take three seconds.
+    """
     with ProcessPoolExecutor(1, get_context("fork")) as process:
-        return process.submit(function, *arguments).result()
+        return process.submit(_run_program, code, folder, arguments).result()
 
 
 @pytest.fixture

@@ -1,15 +1,12 @@
 """What an addition touches: each is made in a copy of the package, in the files that CONTRIBUTING.md names."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from common import TINY
+from common import TINY, run_with_copy
 from test_readme import DOCUMENTS, STATE, section, table
 
 import nanovllm
@@ -142,7 +139,7 @@ def test_table_lists_what_is_touched():
 def test_additions(tmp_path):
     pytest.importorskip("pydantic")
     copy = tmp_path / "nanovllm"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("__pycache__", "docs"))
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("docs"))
     for touched in ADDITIONS.values():
         for file, change in touched.items():
             if isinstance(change, str):
@@ -157,7 +154,4 @@ def test_additions(tmp_path):
     config = json.loads((tmp_path / "toy" / "config.json").read_text())
     config |= {"model_type": "toy", "architectures": ["ToyForCausalLM"]}
     (tmp_path / "toy" / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, "-c", PROGRAM, TINY, str(tmp_path / "toy")]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
+    run_with_copy(PROGRAM, tmp_path, TINY, str(tmp_path / "toy"))

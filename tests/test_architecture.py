@@ -3,15 +3,13 @@
 import ast
 import io
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tokenize
 from functools import cache
 from pathlib import Path
 
 import pytest
+from common import run_with_copy
 
 import nanovllm
 from nanovllm.engine.features import FEATURES
@@ -439,12 +437,8 @@ print(json.dumps(files))
 def test_generate_needs_no_room(tmp_path):
     """Not one of the rooms; and what it imports is no more than it was."""
     copy = tmp_path / "nanovllm"
-    shutil.copytree(ROOT, copy, ignore=lambda folder, names: {*ROOMS, "__pycache__"} if Path(folder) == ROOT else set())
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-c", PLAIN_GENERATE]
-    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    files = [Path(file) for file in json.loads(ended.stdout.splitlines()[-1])]
+    shutil.copytree(ROOT, copy, ignore=lambda folder, names: ROOMS if Path(folder) == ROOT else ())
+    files = [Path(file) for file in json.loads(run_with_copy(PLAIN_GENERATE, tmp_path))]
     assert len(files) > 30 and all(file.is_relative_to(copy) for file in files)
     sizes = [code_lines(file.read_text()) for file in files]
     found = f"{sum(sizes)} lines in {len(files)} files: simplify, or raise CORE_LINES in the same commit, and say why"

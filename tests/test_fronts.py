@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from contextlib import contextmanager
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkProcess
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 
@@ -385,11 +385,11 @@ def can_connect(url: str) -> bool:
 
 @pytest.mark.skipif(not hasattr(socket, "SO_REUSEPORT"), reason="the fronts share an address by this option")
 def test_the_end_of_the_engine_ends_a_front():
-    """All that a front sees of it is that the channel is closed."""
+    """All that a front sees of it is that the channel is closed. A fork of this process has imported what it needs."""
     own, other = socket.socketpair()
     port = free_port()
     plan = FrontPlan(MODEL, ServerSettings(port=port), ENGINE, RawArray("q", 1), None)
-    process = SpawnProcess(target=run_front, args=(plan, 0, other))
+    process = ForkProcess(target=lambda: own.close() or run_front(plan, 0, other))
     process.start()
     other.close()
     try:
