@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -50,6 +51,7 @@ from nanovllm.utils.loader import BUNDLED
 from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 torch.set_grad_enabled(False)
+ssl.create_default_context = cache(ssl.create_default_context)  # each client of httpx would read all certificates
 
 
 def speed_up_interpreter() -> None:

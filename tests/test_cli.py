@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import multiprocessing
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
+from common import CUDA
 
 import nanovllm
 from nanovllm.benchmarks import engines
@@ -361,13 +363,15 @@ def test_generate_says_why_it_has_ended(capsys):
 
 def test_bench(tmp_path, monkeypatch, capsys):
     """It writes no file, and gives each engine a process of its own; transformers' is this one here."""
-    in_process, started = engines.run_in_process, []
+    in_process, started, fork = engines.run_in_process, [], multiprocessing.get_context("fork")
 
     def run(function, *arguments):
         started.append(function)
         return in_process(function, *arguments) if function is engines.run_nanovllm else function(*arguments)
 
     monkeypatch.setattr(engines, "run_in_process", run)
+    if not CUDA:  # which forks can't use; they have imported PyTorch
+        monkeypatch.setattr("multiprocessing.get_context", lambda kind: fork)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
         cli.main(
@@ -431,7 +435,7 @@ def test_process_serves_a_chat_and_drains_after_sigterm():
         command = [*program, "chat", f"--url={url}", "--temperature=0"]
         chat = subprocess.run(command, input="What is 17 + 25?\n", env=ENVIRONMENT, capture_output=True, text=True)
         assert (chat.returncode, chat.stdout) == (0, "42\n") and "tokens/s, first token after" in chat.stderr
-        body = dict(prompt="HAMLET.\n", temperature=0, max_tokens=300, ignore_eos=True, stream=True)
+        body = dict(prompt="HAMLET.\n", temperature=0, max_tokens=150, ignore_eos=True, stream=True)
         headers = {"content-type": "application/json"}
         request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=20) as answer:
