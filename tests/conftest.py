@@ -2,7 +2,7 @@
 
 
 def pytest_addoption(parser):
-    parser.addoption("--stress-seconds", type=float, default=1.0, help="duration of each stress test of callers")
+    parser.addoption("--stress-seconds", type=float, default=0.6, help="duration of each stress test of callers")
     parser.addoption(
         "--interrupts", type=int, default=6, help="number of moments at which each test of interrupts raises one"
     )

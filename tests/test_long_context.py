@@ -19,7 +19,7 @@ def folder(tmp_path_factory) -> Path:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     folder = tmp_path_factory.mktemp("long")
-    shape = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=16)
+    shape = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, head_dim=16)
     config = Qwen3Config(
         vocab_size=2048,
         num_key_value_heads=1,

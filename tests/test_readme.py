@@ -102,10 +102,9 @@ def test_there_are_seven():
     assert len(EXPERIMENTS) == 7
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_top_1_gives_one_answer_in_every_dtype(dtype, capsys):
+def test_top_1_gives_one_answer_in_float16(capsys):
     """As in bfloat16, in which the experiment itself runs."""
-    run(TOP_K, f", dtype={dtype!r}", capsys)
+    run(TOP_K, ", dtype='float16'", capsys)
 
 
 def test_own_feature(capsys):

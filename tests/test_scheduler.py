@@ -75,8 +75,9 @@ def test_random_requests_for_several_answers(name, asynchronous):
     assert (seen["left behind"] > 0) == (name != "all at once")  # to be computed again, as not all fit
 
 
-@pytest.mark.parametrize("max_n, asynchronous, seed", [(1, False, 0), (6, True, 3)])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name, max_n, asynchronous, seed", [(name, *((1, False, 0), (6, True, 3))[i % 2]) for i, name in enumerate(SETTINGS)]
+)
 def test_random_requests_with_states(name, max_n, asynchronous, seed):
     """Each chunk begins with the state that the tokens before it have left, found or computed or forked."""
     seen = StateSimulation(random_requests(seed, max_n=max_n), asynchronous, **SETTINGS[name]).run().seen
