@@ -21,6 +21,7 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.state_blocks import StateBlockManager
 from nanovllm.engine.stats import stats_of
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.spec_decode.config import ON_CPU
 from nanovllm.spec_decode.output_processor import DraftingOutputProcessor
 from nanovllm.spec_decode.proposer import Proposer
 
@@ -77,7 +78,7 @@ class SimulatedEngine:
         self.outputs = OutputProcessor(self.scheduler, frozenset({EOS, ALSO_EOS}))
         if num_drafts:
             sizes = dict(num_speculative_tokens=num_drafts, disable_by_batch_size=max(3, max_num_seqs - 2))
-            settings = SimpleNamespace(method="draft_model", is_synthetic=False, **sizes)
+            settings = SimpleNamespace(method="draft_model", is_synthetic=False, step_cost=ON_CPU, **sizes)
             self.outputs = DraftingOutputProcessor(self.scheduler, frozenset({EOS, ALSO_EOS}), settings)
             if drafts_on_host:
                 self.outputs.proposer = RandomDrafts(settings)

@@ -76,7 +76,8 @@ def test_random_requests_for_several_answers(name, asynchronous):
 
 
 @pytest.mark.parametrize(
-    "name, max_n, asynchronous, seed", [(name, *((1, False, 0), (6, True, 3))[i % 2]) for i, name in enumerate(SETTINGS)]
+    "name, max_n, asynchronous, seed",
+    [(name, *((1, False, 0), (6, True, 3))[i % 2]) for i, name in enumerate(SETTINGS)],
 )
 def test_random_requests_with_states(name, max_n, asynchronous, seed):
     """Each chunk begins with the state that the tokens before it have left, found or computed or forked."""
