@@ -358,6 +358,8 @@ ROOM_FILES = {
     "layers/sigmoid_gate.py": "gated delta rule",
     "kernels/delta_net.py": "delta rule kernels",
     "kernels/delta_net_chunks.py": "delta rule kernels",
+    "kernels/delta_net_inputs.py": "delta rule kernels",
+    "kernels/delta_net_tokens.py": "delta rule kernels",
     "kernels/invariant_attention.py": "invariant kernels",
     "kernels/invariant_decode.py": "invariant kernels",
     "kernels/invariant_gemm.py": "invariant kernels",

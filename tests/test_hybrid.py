@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from common import DEVICE, TINY, TOLERANCE, each_dtype, generate_by_steps, pairs, runs_as_on_cuda
+from common import CUDA, DEVICE, TINY, TOLERANCE, each_dtype, generate_by_steps, pairs, runs_as_on_cuda
 from safetensors.torch import load_file, save_file
 from test_cuda_graph import capture
 from test_drafts import KnownAnswers
@@ -45,7 +45,6 @@ from nanovllm.layers.gated_delta_net import (
 from nanovllm.layers.sigmoid_gate import SigmoidGate, sigmoid_gate
 from nanovllm.layers.state import State
 from nanovllm.models import ModelConfig, model_class
-from nanovllm.spec_decode.config import read_speculative_config
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.tensor_parallel import TensorParallel
@@ -235,25 +234,30 @@ class RuleCase:
                 assert error < 4 * TOLERANCE[self.dtype], error
 
 
+each_way = pytest.mark.parametrize("way", ["ops", "delta_net_tokens"])  # the fast kernels, and those for any batch
+
+
 @pytest.mark.parametrize("num_rows, count", [(1, None), (3, None), (3, 2)])
 @pytest.mark.parametrize("heads", [(2, 6, 16, 16, 4), (1, 1, 32, 24, 4), (3, 6, 24, 20, 2), (2, 2, 128, 64, 3)])
+@each_way
 @each_dtype
-def test_step_kernel(dtype, heads, num_rows, count):
+def test_step_kernel(dtype, way, heads, num_rows, count):
     """Each state is read and written in its row, and no other row."""
-    ops = pytest.importorskip("nanovllm.kernels.ops")
+    ops = pytest.importorskip(f"nanovllm.kernels.{way}")
     rows = torch.tensor([5, 0, 3][:num_rows], dtype=torch.int32, device=DEVICE)
     case = RuleCase(heads, dtype, 7)
     case.check(ops.delta_net_step, delta_net_step.__wrapped__, num_rows, rows, count=count)
 
 
 @pytest.mark.parametrize("heads, is_padded", pairs([(1, 2, 16, 16, 4), (1, 1, 24, 40, 2)], [True, False]), ids=str)
+@each_way
 @each_dtype
-def test_chunks_kernel(dtype, heads, is_padded):
+def test_chunks_kernel(dtype, way, heads, is_padded):
     """Of sequences with fewer tokens than a window, a chunk and more; a snapshot is read, and stays.
 
     As in a CUDA graph, with room for three sequences that decode, of which there are two, and for a chunk more.
     """
-    ops = pytest.importorskip("nanovllm.kernels.ops")
+    ops = pytest.importorskip(f"nanovllm.kernels.{way}")
     lengths = [1, 70, 2, 64, 3, 3]
     rows = torch.tensor([[5, 0, 3, 1, 8, 8], [5, 0, 3, 1, 2, 4]], dtype=torch.int32, device=DEVICE)
     num_tokens, num_seqs, count = sum(lengths), len(lengths), None
@@ -305,18 +309,20 @@ def test_parity_on_kernels(use_ops, make_hybrid, checkpoints):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs graphs as Python code")
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # in a tile of no queries
-def test_padded_steps(make_hybrid, checkpoints, use_ops, monkeypatch):
-    """Graphs have room for more sequences that decode, chunks and tokens than there are."""
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_padded_steps(make_hybrid, checkpoints, use_ops, drafts, monkeypatch, num_drafts):
+    """Graphs have room for more sequences that decode, chunks and tokens than there are; also with drafts."""
     pytest.importorskip("triton")
     monkeypatch.setattr(cuda_graph, "TOKEN_SIZES", (8, 24))
     monkeypatch.setattr(cuda_graph, "_capture", capture)
-    use_ops("norm_rope_and_store")
+    use_ops("norm_rope_and_store", "delta_net_drafts", *num_drafts * ["delta_net_chunks"])
     settings = dict(max_num_seqs=4, max_model_len=96, max_num_batched_tokens=24, max_num_mixed_tokens=24)
+    settings |= drafts("mixed", num_drafts) if num_drafts else {}
     llm = make_hybrid("qwen3_5-tied", attention_backend="triton", num_kvcache_blocks=24, **settings)
     runner = llm.model_runner
     runs_as_on_cuda(runner)
-    runner.buffers = make_buffers(llm.config, torch.device("cpu"), 1)
-    shapes, buffer = graph_shapes(llm.config, runner.backend), runner.buffers.device
+    runner.buffers = make_buffers(llm.config, torch.device("cpu"), runner.tokens_per_row)
+    shapes, buffer = graph_shapes(llm.config, runner.backend, runner.tokens_per_row), runner.buffers.device
     with torch.inference_mode():
         parts = runner.pad_req_index, runner.run_model, runner.sample
         graphs = MixedGraphs(shapes, llm.config.max_num_seqs, buffer, *parts, pool=None)
@@ -324,9 +330,14 @@ def test_padded_steps(make_hybrid, checkpoints, use_ops, monkeypatch):
     rng = random.Random(1)
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=5, ignore_eos=True, logprobs=0, detokenize=False)
     requests = [([rng.randrange(5, 500) for _ in range(n)], params) for n in (1, 3, 30, 9, 17)]
-    assert_same_as_reference(checkpoints.model("qwen3_5-tied"), generate_by_steps(llm, requests))
+    outputs = generate_by_steps(llm, requests)
+    if num_drafts:
+        monkeypatch.setattr(KnownAnswers, "texts", tuple(x.prompt_token_ids + x.outputs[0].token_ids for x in outputs))
+        outputs += generate_by_steps(llm, requests)
+        assert accepted(llm)[0] > 5
+    assert_same_as_reference(checkpoints.model("qwen3_5-tied"), outputs)
     replayed = {shape.num_decodes for shape in shapes if graphs.models[shape.graph_shape].num_replays}
-    assert replayed == {0, 4}
+    assert {0, 4 * (1 + num_drafts)} <= replayed
 
 
 @pytest.mark.parametrize("schedule, async_scheduling", pairs(SCHEDULES, [True, False]))  # others in test_states.py
@@ -424,51 +435,81 @@ def test_states_take_half_of_the_cache(make_hybrid, checkpoints, monkeypatch, en
 # -- drafts ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("heads", [(2, 6, 16, 24, 4), (1, 1, 8, 8, 2)])
-def test_drafts_of_a_layer(heads):
-    """Steps of up to four drafts, of which some are right, read what a single chunk of the right tokens reads."""
+@pytest.mark.parametrize("heads", [(2, 4, 16, 24, 4), (1, 1, 8, 8, 2), (1, 2, 24, 20, 3)], ids=str)
+@pytest.mark.parametrize(
+    "way, dtype",
+    [
+        ("definitions", torch.float32),
+        *pairs(["kernels.ops", "kernels.delta_net_tokens"], [torch.float32, torch.float16]),
+    ],
+    ids=str,
+)
+def test_drafts_of_a_layer(way, dtype, heads):
+    """Chunks, and then steps of up to four drafts, of which some are right: they read what a whole chunk reads.
+
+    Of a step of kernels, there are fewer sequences than there is room for, and one of them is padding.
+    """
     rng, (heads, num_seqs, num_drafts) = random.Random(0), (DeltaHeads(*heads), 3, 4)
+    find = lambda op: op if way == "definitions" else getattr(pytest.importorskip(f"nanovllm.{way}"), op.__name__)
+    device, num_padding = (torch.device("cpu"), 0) if way == "definitions" else (DEVICE, 1)
     torch.manual_seed(0)
-    layer = layer_of(heads, torch.float32).cpu()
+    layer, exact_layer = (layer_of(heads, x).to(device) for x in (dtype, torch.float32))
+    exact_layer.load_state_dict(layer.state_dict())
     spec = layer.cache_spec()
     settings = Config(TINY, device="cpu", max_num_seqs=num_seqs, **drafting("ngram", num_speculative_tokens=num_drafts))
-    states = spec.make([torch.full(x.shape[1:], 7, dtype=x.dtype) for x in spec.tensors(1, 0, settings)], settings)
+    tensors = [torch.full(x.shape[1:], 7, dtype=x.dtype, device=device) for x in spec.tensors(1, 0, settings)]
+    states, pad, zeros = spec.make(tensors, settings), num_seqs, num_seqs + 1
     for tensor in (*states.tensors, states.kept_drafts.inputs):
         tensor.fill_(torch.nan)
+        tensor[zeros] = 0
+    states.kept_drafts.num_tokens[zeros] = 0
     sizes = sum(heads.sizes) + heads.sizes[2], 2 * heads.num_values
-    draw = lambda *shape: [torch.randn(*shape, size) for size in sizes]
+    draw = lambda *shape: [torch.randn(*shape, size).to(device, dtype) for size in sizes]
+    int32 = lambda numbers: torch.tensor(numbers, dtype=torch.int32, device=device)
     texts = draw(num_seqs, 60)
-    plain = State(*(torch.zeros(1, num_seqs, *shape) for shape in spec.shapes))
-    bounds, out = torch.arange(num_seqs + 1) * 60, torch.empty(num_seqs * 60, heads.sizes[2])
-    rows = torch.arange(num_seqs)
-    delta_net_chunks(*(x.flatten(0, 1) for x in texts), layer, plain, rows.expand(2, -1), bounds, num_seqs, out)
+    plain = State(*(torch.zeros(1, num_seqs, *shape, device=device) for shape in spec.shapes))
+    bounds, out = int32(range(0, 60 * num_seqs + 1, 60)), torch.empty(num_seqs * 60, heads.sizes[2], device=device)
+    rows = int32(2 * [[*range(num_seqs)]])
+    whole = delta_net_chunks.__wrapped__
+    whole(*(x.flatten(0, 1).float() for x in texts), exact_layer, plain, rows, bounds, num_seqs, out)
     expected = out.view(num_seqs, 60, -1)
-    for tensor in states.tensors:
-        tensor[:num_seqs] = 0
-    states.kept_drafts.num_tokens[:num_seqs] = 0
-    lengths, num_steps = [0] * num_seqs, 0
-    while active := [i for i in range(num_seqs) if lengths[i] < 50]:
+
+    def assert_near(found, expected):
+        error = (found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+        assert error.max() < 4 * TOLERANCE[dtype], error
+
+    lengths, end, num_steps = [5, 1, 3], 50 if way == "definitions" or CUDA else 20, 0
+    chunks = [torch.cat([x[i, :n] for i, n in enumerate(lengths)]) for x in texts]
+    out = torch.empty(len(chunks[0]), heads.sizes[2], dtype=dtype, device=device)
+    rows, bounds = int32([3 * [zeros], [*range(3)]]), int32([0, 5, 6, 9])
+    find(delta_net_chunks)(*chunks, layer, states, rows, bounds, num_seqs, out)
+    assert_near(out, torch.cat([x[:n] for x, n in zip(expected, lengths)]))
+    while active := [i for i in range(num_seqs) if lengths[i] < end]:
         num_steps += 1
         rng.shuffle(active)
         k = rng.randint(1, 1 + num_drafts)
         counts = [rng.randint(1, k) for _ in active]  # tokens that are right
         numbers = [rng.randint(count, k) for count in counts]  # all of a sequence
         offsets = [[min(j, number - 1) for j in range(k)] for number in numbers]
-        inputs = draw(len(active), k)  # wrong ones
+        inputs = draw(len(active) + 2 * num_padding, k)  # wrong ones
         for i, seq in enumerate(active):
             for x, text in zip(inputs, texts):
                 x[i, : counts[i]] = text[seq, lengths[seq] :][: counts[i]]
                 x[i] = x[i, offsets[i]]
-        ends = torch.tensor([[lengths[seq] + 1 + x for x in own] for seq, own in zip(active, offsets)])
-        out = torch.empty(len(active) * k, heads.sizes[2])
-        flat = [x.flatten(0, 1) for x in inputs]
-        delta_net_drafts(*flat, layer, states, torch.tensor(active), ends.flatten().int(), out)
-        for i, (seq, found) in enumerate(zip(active, out.view(len(active), k, -1))):
+        ends = [[lengths[seq] + 1 + x for x in own] for seq, own in zip(active, offsets)]
+        ends += num_padding * [k * [0], k * [10**6]]
+        out = torch.full((len(ends) * k, heads.sizes[2]), torch.nan, dtype=dtype, device=device)
+        rows = int32([[seq, -1] for seq in active] + num_padding * [[pad, -1], [0, -1]])[:, 0]
+        count = [int32([(len(active) + 1) * k])] * num_padding
+        flat = (x.flatten(0, 1) for x in inputs)
+        find(delta_net_drafts)(*flat, layer, states, rows, int32(ends).flatten(), out, *count)
+        assert num_padding == 0 or out[-k:].isnan().all()
+        for i, (seq, found) in enumerate(zip(active, out.view(len(ends), k, -1))):
             own = range(lengths[seq], lengths[seq] + counts[i])
-            torch.testing.assert_close(found[: counts[i]], expected[seq, own], rtol=1e-4, atol=1e-4)
+            assert_near(found[: counts[i]], expected[seq, own])
             assert torch.equal(found, found[offsets[i]])
             lengths[seq] += counts[i]
-    assert num_steps > 20
+    assert num_steps > end / 4
 
 
 def ids_of(outputs) -> list[list[list[int]]]:
@@ -527,15 +568,30 @@ def test_methods_of_drafting(make_hybrid, margins, tmp_path):
         assert accepted(llm)[0] > 0, method
 
 
-def test_drafts_on_a_gpu_are_refused(checkpoints):
-    """Before anything is loaded; a model of such a family whose layers keep no states is not."""
-    config = Config(checkpoints.folder("qwen3_5"), device="cpu")
-    config.resolve(device="cuda", **drafting("ngram"))
-    with pytest.raises(ValueError, match="a model whose layers keep a state: needs device='cpu' so far, not 'cuda'"):
-        read_speculative_config(config)
-    everywhere = replace(config.model_config.hybrid, attention_layers=frozenset(range(3)))
-    config.resolve(model_config=replace(config.model_config, hybrid=everywhere))
-    assert read_speculative_config(config).method == "ngram"
+@pytest.mark.gpu
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("schedule", ["chunks", "preemptions"])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+def test_drafts_on_a_gpu(make_hybrid, checkpoints, monkeypatch, drafts, name, schedule, enforce_eager):
+    """Some are right and some wrong: the same text, beside chunks of prompts, after hits and after preemptions."""
+    settings = dict(device="cuda", enforce_eager=enforce_eager, **SCHEDULES[schedule])
+    prompts, params = map(list, zip(*make_requests()))
+    llm = make_hybrid(name, **settings)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    llm.exit()
+    texts = tuple([*x.prompt_token_ids, *answer.token_ids] for x in outputs for answer in x.outputs)
+    monkeypatch.setattr(KnownAnswers, "texts", texts)
+    monkeypatch.setattr(KnownAnswers, "vocab_size", 512)
+    for kind, num_drafts in (("mixed", 3), ("right", 5)):
+        llm = make_hybrid(name, **settings, **drafts(kind, num_drafts), async_scheduling=kind == "mixed")
+        assert bool(llm.model_runner.mixed_graphs) != enforce_eager
+        found = llm.generate(prompts, params, use_tqdm=False)
+        found_by_steps = generate_by_steps(llm, zip(prompts, params))
+        assert ids_of(found) == ids_of(outputs) == ids_of(found_by_steps)
+        assert_same_as_reference(checkpoints.model(name), [*found, *found_by_steps])
+        assert accepted(llm)[0] > 50
+        assert llm.stats()["preemptions"] > 0 or schedule != "preemptions"
+        llm.exit()
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------

@@ -141,11 +141,9 @@ def _resolve(settings: SpeculativeConfig, config: Any) -> None:
         raise ValueError(f"synthetic_acceptance_rates={rates!r}: must have num_speculative_tokens={k} rates")
     if settings.method in WITH_MODEL and settings.model is None:
         raise ValueError(f"model=None: must be given for method {settings.method!r}")
-    on_host, found = settings.method in ("ngram", "suffix"), config.model_config
-    keeps_states = found.hybrid and len(found.hybrid.attention_layers) < found.num_hidden_layers
-    if config.device != "cpu" and (keeps_states or not on_host):
-        what = "a model whose layers keep a state" if keeps_states else f"method={settings.method!r}"
-        raise ValueError(f"{what}: needs device='cpu' so far, not {config.device!r}")
+    on_host = settings.method in ("ngram", "suffix")
+    if config.device != "cpu" and not on_host:
+        raise ValueError(f"method={settings.method!r}: needs device='cpu' so far, not {config.device!r}")
     if not on_host:
         _resolve_model(settings, config, set_)
 

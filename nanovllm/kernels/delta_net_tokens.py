@@ -1,0 +1,208 @@
+"""The gated delta rule token by token: drafts, and whole steps where no bit may depend on the batch.
+
+Two kernels: convolution and gates of all tokens; then each state goes through the tokens of its sequence, in registers.
+A token is computed by the same instructions in a chunk, in a decode step and as a draft.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.delta_net import _silu
+from nanovllm.kernels.delta_net_inputs import Sequences, of_chunks, rule_inputs, shift_window
+from nanovllm.kernels.dependent_launch import (
+    dependent_kernel,
+    gdc_launch_dependents,
+    gdc_wait,
+    launch,
+    next_power_of_2,
+)
+from nanovllm.kernels.invariant_attention import fma
+
+TILE = tl.constexpr(16)  # tokens whose inputs, or whose norms, are computed together
+
+
+@triton.jit
+def _through_tokens(state, value_ptrs, head, begin, end, HEADS: tl.constexpr, STAGES: tl.constexpr):
+    """The state after the tokens from begin to end; what each reads takes the place of v.
+
+    A state is [VALUE_DIM, KEY_DIM / P, P], so that a thread has many keys of a few values: it adds up most of a sum.
+    """
+    q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr = value_ptrs
+    NUM_VALUES: tl.constexpr = HEADS.num_values
+    KEY_DIM: tl.constexpr = HEADS.key_dim
+    PARTS: tl.constexpr = state.shape[1]
+    PART: tl.constexpr = state.shape[2]
+    d = (tl.arange(0, PARTS)[:, None] * PART + tl.arange(0, PART)[None, :])[None, :, :]
+    e = tl.arange(0, state.shape[0])
+    key_at = head // (NUM_VALUES // HEADS.num_keys) * KEY_DIM + d
+    for t in tl.range(begin, end, num_stages=STAGES):
+        token = tl.cast(t, tl.int64)
+        q = tl.load(q_ptr + token * (HEADS.num_keys * KEY_DIM) + key_at, d < KEY_DIM, 0.0)
+        k = tl.load(k_ptr + token * (HEADS.num_keys * KEY_DIM) + key_at, d < KEY_DIM, 0.0)
+        value_at = (token * NUM_VALUES + head) * HEADS.value_dim + e
+        v = tl.load(v_ptr + value_at, e < HEADS.value_dim, 0.0)
+        state *= tl.load(decay_ptr + token * NUM_VALUES + head)
+        error = (v - tl.sum(tl.sum(state * k, 1), 1)) * tl.load(beta_ptr + token * NUM_VALUES + head)
+        state = fma(tl.broadcast_to(k, state.shape), error[:, None, None], state)
+        tl.store(v_ptr + value_at, tl.sum(tl.sum(state * q, 1), 1), e < HEADS.value_dim)
+    return state
+
+
+# the states were written by the step before, and there is an ordinary launch, the embedding, between
+@dependent_kernel(early=("seq_ptrs", "state_ptrs"))
+@triton.jit(do_not_specialize=["rows_stride", "num_rows"])
+def _tokens_kernel(
+    x_ptr,
+    ba_ptr,
+    value_ptrs,
+    seq_ptrs,
+    state_ptrs,
+    draft_ptrs,
+    norm_ptr,
+    out_ptr,
+    rows_stride,
+    written_stride,
+    num_rows,
+    eps,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEPT: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program takes a value head of a sequence: its tokens one after the other, then their gated norms.
+
+    Of sequences with ROWS, drafts of the step before that were right come first. Then the state is stored after a token
+    more, and what follows is computed without it.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    window_ptr, matrix_ptr = state_ptrs
+    context_lens_ptr, kept_ptr, num_tokens_ptr, num_right_ptr = draft_ptrs
+    NUM_VALUES: tl.constexpr = HEADS.num_values
+    GROUP: tl.constexpr = NUM_VALUES // HEADS.num_keys
+    KEY_DIM: tl.constexpr = HEADS.key_dim
+    VALUE_DIM: tl.constexpr = HEADS.value_dim
+    KEYS: tl.constexpr = HEADS.num_keys * KEY_DIM
+    VALUES: tl.constexpr = NUM_VALUES * VALUE_DIM
+    CHANNELS: tl.constexpr = 2 * KEYS + VALUES
+    WINDOW: tl.constexpr = (HEADS.conv_size - 1) * CHANNELS
+    head, seq = tl.program_id(0), tl.program_id(1)
+    if ROWS == 0:
+        starts_ptr, rows_ptr = of_chunks(seq_ptrs)
+        own, end = tl.load(starts_ptr + seq), tl.load(starts_ptr + seq + 1)
+        is_there = (own < end) | (seq == tl.num_programs(1) - 1)  # the last one has the rows of padding
+    else:
+        _, rows_ptr, count_ptr = seq_ptrs
+        own, end = seq * ROWS, seq * ROWS + ROWS
+        is_there = True
+        if count_ptr is not None:
+            is_there = own < tl.load(count_ptr)
+    if not is_there:
+        return
+    read = tl.load(rows_ptr + seq * rows_stride).to(tl.int64)
+    written = tl.load(rows_ptr + written_stride + seq * rows_stride).to(tl.int64)
+    PART: tl.constexpr = min(32, next_power_of_2(KEY_DIM))
+    PARTS: tl.constexpr = next_power_of_2(KEY_DIM) // PART
+    d = (tl.arange(0, PARTS)[:, None] * PART + tl.arange(0, PART)[None, :])[None, :, :]
+    e = tl.arange(0, next_power_of_2(VALUE_DIM))
+    of_state = (e < VALUE_DIM)[:, None, None] & (d < KEY_DIM)
+    state_at = (head * VALUE_DIM + e)[:, None, None] * KEY_DIM + d
+    state = tl.load(matrix_ptr + read * (VALUES * KEY_DIM) + state_at, of_state, 0.0)
+    if PDL:
+        gdc_wait()
+    # 1. up to the last token that is certain
+    first, num_right, num_own = own, 0, end - own  # numbers of rows, drafts before them, and rows that are no copies
+    certain = end
+    if ROWS > 0:
+        first, certain = seq * (KEPT + ROWS), own + 1
+        if KEPT > 0:
+            num_right = tl.load(num_right_ptr + seq)
+            length = tl.load(context_lens_ptr + own)
+            num_own = tl.load(context_lens_ptr + end - 1) - length + 1
+    middle = first + num_right + certain - own
+    state = _through_tokens(state, value_ptrs, head, first, middle, HEADS, STAGES)
+    tl.store(matrix_ptr + written * (VALUES * KEY_DIM) + state_at, state, of_state)
+    # 2. drafts, from there on
+    if ROWS > 1:
+        _through_tokens(state, value_ptrs, head, middle, first + num_right + num_own, HEADS, STAGES)
+    # 3. norms; of a copy, those of what it is a copy of
+    tl.debug_barrier()  # all threads have written what was read
+    first_value, last = value_ptrs[2] + (first + num_right).to(tl.int64) * VALUES + head * VALUE_DIM, num_own - 1
+    stop = end
+    if ROWS == 0:
+        stop = tl.where(seq == tl.num_programs(1) - 1, num_rows, end)
+    norm_weight = tl.load(norm_ptr + e, e < VALUE_DIM, 0.0)[None, :]
+    for begin in range(own, stop, TILE):
+        t = (begin + tl.arange(0, TILE))[:, None]
+        inside = (t < end) & (e < VALUE_DIM)[None, :]
+        y = tl.load(first_value + tl.minimum(t - own, last).to(tl.int64) * VALUES + e[None, :], inside, 0.0)
+        y *= tl.rsqrt(tl.sum(y * y, 1) / VALUE_DIM + eps)[:, None] * norm_weight
+        at = t.to(tl.int64) * VALUES + head * VALUE_DIM + e[None, :]
+        z = tl.load(x_ptr + at + (t + 1).to(tl.int64) * CHANNELS, inside, 0.0).to(tl.float32)
+        tl.store(out_ptr + at, y * _silu(z), (t < stop) & (e < VALUE_DIM)[None, :])
+    # 4. windows, and the inputs of drafts: of the own values, and by the first program of a group those of its keys
+    if KEPT > 0:
+        kept_ptr += read * (KEPT * (CHANNELS + 2 * NUM_VALUES))
+        if head == 0:
+            tl.store(num_tokens_ptr + written, length)
+    elif num_tokens_ptr is not None:
+        num_tokens = tl.load(num_tokens_ptr + read) + end - own
+        if head == 0:
+            tl.store(num_tokens_ptr + written, num_tokens)
+    inputs = x_ptr, kept_ptr, window_ptr + read * WINDOW
+    key = tl.arange(0, next_power_of_2(KEY_DIM))
+    is_first = (key < KEY_DIM) & (head % GROUP + 0 * key == 0)  # a vector: the interpreter takes no scalar in a mask
+    for i in tl.static_range(3):
+        if i == 2:
+            channel, inside = 2 * KEYS + head * VALUE_DIM + e, e < VALUE_DIM
+        else:
+            channel, inside = i * KEYS + head // GROUP * KEY_DIM + key, is_first
+        shift_window(inputs, window_ptr + written * WINDOW, own - num_right, own, certain, channel, inside, HEADS)
+        if KEPT > 0:
+            for draft in range(ROWS - 1):
+                x = tl.load(x_ptr + (own + 1 + draft).to(tl.int64) * (CHANNELS + VALUES) + channel, inside, 0.0)
+                tl.store(kept_ptr + draft * (CHANNELS + 2 * NUM_VALUES) + channel, x, inside)
+    if KEPT > 0:
+        gate = tl.arange(0, 2) * NUM_VALUES + head
+        for draft in range(ROWS - 1):
+            x = tl.load(ba_ptr + (own + 1 + draft) * (2 * NUM_VALUES) + gate)
+            tl.store(kept_ptr + draft * (CHANNELS + 2 * NUM_VALUES) + CHANNELS + gate, x)
+
+
+def _launch_tokens(qkvz, ba, layer: Any, states: Any, seqs: Sequences, written_stride: int, out) -> None:
+    heads, device, kept = layer.heads, qkvz.device, states.kept_drafts
+    inputs = rule_inputs(qkvz, ba, layer, states, seqs, torch.float32, TILE.value, False)
+    drafts = seqs.drafts if seqs.rows else (None, None, kept and kept.num_tokens, None)
+    size = next_power_of_2(heads.value_dim) * next_power_of_2(heads.key_dim)
+    launch(_tokens_kernel, (heads.num_values, seqs.number), device, shared=50)(
+        *(qkvz, ba, tuple(inputs), seqs.ptrs, tuple(states.tensors), drafts, layer.norm.weight, out),
+        *(seqs.ptrs[1].stride(-1), written_stride, len(qkvz), layer.eps),
+        HEADS=heads,
+        ROWS=seqs.rows,
+        KEPT=seqs.num_kept,
+        STAGES=3,
+        num_warps=min(16, max(4, size // 1024)),
+    )
+
+
+def delta_net_drafts(qkvz, ba, layer: Any, states: Any, rows, context_lens, out, count=None) -> None:
+    """As its definition in layers/delta_net_drafts.py."""
+    kept, num_right = states.kept_drafts, torch.empty(len(rows), dtype=torch.int32, device=rows.device)
+    drafts = context_lens, kept.inputs, kept.num_tokens, num_right
+    seqs = Sequences((None, rows, count), len(rows), len(qkvz) // len(rows), drafts)
+    _launch_tokens(qkvz, ba, layer, states, seqs, 0, out)
+
+
+def delta_net_step(qkvz, ba, layer: Any, states: Any, rows, out, count=None) -> None:
+    """As its definition in layers/gated_delta_net.py, by the arithmetic of chunks."""
+    _launch_tokens(qkvz, ba, layer, states, Sequences((None, rows, count), len(rows), 1), 0, out)
+
+
+def delta_net_chunks(qkvz, ba, layer: Any, states: Any, state_rows, starts, num_seqs: int, out, count=None) -> None:
+    """As its definition in layers/gated_delta_net.py, by the arithmetic of decode steps."""
+    seqs = Sequences((starts, state_rows, count), num_seqs)
+    _launch_tokens(qkvz, ba, layer, states, seqs, state_rows.stride(0), out)
