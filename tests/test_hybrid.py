@@ -5,6 +5,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from common import CUDA, DEVICE, TINY, TOLERANCE, each_dtype, generate_by_steps, pairs, runs_as_on_cuda
+from common import CUDA, DEVICE, DTYPES, TINY, TOLERANCE, each_dtype, generate_by_steps, pairs, runs_as_on_cuda
 from safetensors.torch import load_file, save_file
 from test_cuda_graph import capture
 from test_drafts import KnownAnswers
@@ -43,7 +44,7 @@ from nanovllm.layers.gated_delta_net import (
     recurrent_delta_rule,
 )
 from nanovllm.layers.sigmoid_gate import SigmoidGate, sigmoid_gate
-from nanovllm.layers.state import State
+from nanovllm.layers.state import State, StateSpec
 from nanovllm.models import ModelConfig, model_class
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.loader import load_model
@@ -315,7 +316,7 @@ def test_padded_steps(make_hybrid, checkpoints, use_ops, drafts, monkeypatch, nu
     pytest.importorskip("triton")
     monkeypatch.setattr(cuda_graph, "TOKEN_SIZES", (8, 24))
     monkeypatch.setattr(cuda_graph, "_capture", capture)
-    use_ops("norm_rope_and_store", "delta_net_drafts", *num_drafts * ["delta_net_chunks"])
+    use_ops("norm_rope_and_store", "delta_net_drafts")
     settings = dict(max_num_seqs=4, max_model_len=96, max_num_batched_tokens=24, max_num_mixed_tokens=24)
     settings |= drafts("mixed", num_drafts) if num_drafts else {}
     llm = make_hybrid("qwen3_5-tied", attention_backend="triton", num_kvcache_blocks=24, **settings)
@@ -734,12 +735,18 @@ def test_no_bit_differs(make_llm, checkpoints, name, dtype):
     assert_invariant(make_llm, checkpoints.folder(name), dtype=dtype)
 
 
-def test_no_invariant_kernels():
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_no_bit_differs_on_a_gpu(make_llm, checkpoints, name):
+    assert_invariant(make_llm, checkpoints.folder(name), device="cuda", dtype="bfloat16")
+
+
+def test_unknown_layers_have_no_invariant_kernels():
     """On CUDA such a model is refused as soon as its layers are known."""
     runner_class = pytest.importorskip("nanovllm.invariant.cuda").Runner
-    layer = layer_of(DeltaHeads(1, 1, 8, 8, 4), torch.float32)
-    runner = SimpleNamespace(device=torch.device("cuda"), cache_groups={layer.cache_spec(): [layer]})
-    with pytest.raises(ValueError, match="batch_invariant=True on cuda: must be False for .* layers of GatedDeltaNet"):
+    groups = {StateSpec(((2,),), (torch.float32,)): [torch.nn.Identity()]}
+    runner = SimpleNamespace(device=torch.device("cuda"), cache_groups=groups)
+    with pytest.raises(ValueError, match="batch_invariant=True on cuda: must be False for .* layers of Identity"):
         runner_class.warm_up(runner, print)
 
 
@@ -753,38 +760,51 @@ def random_steps(rng: random.Random, lengths: list[int]) -> Iterator[dict[int, i
         left -= step
 
 
-@pytest.mark.parametrize("heads", [(2, 6, 16, 24, 4), (3, 3, 20, 9, 2)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tokens_of_a_state_are_computed_alone(dtype, heads):
+@pytest.mark.parametrize("heads", [(2, 6, 16, 24, 4), (3, 3, 20, 9, 2), *CUDA * [(4, 8, 128, 128, 4)]], ids=str)
+@pytest.mark.parametrize(
+    "way, dtype",
+    [("definitions", torch.float32), ("definitions", torch.bfloat16), *(("kernels", dtype) for dtype in DTYPES)],
+)
+def test_tokens_of_a_state_are_computed_alone(way, dtype, heads):
     """In chunks of any size and in decode steps, outputs and states have the same bits, near those of whole chunks."""
+    step, chunks, context, device = delta_net_step, delta_net_chunks, invariant, torch.device("cpu")
+    if way == "kernels":
+        kernels = pytest.importorskip("nanovllm.kernels.delta_net_tokens")
+        step, chunks, context, device = kernels.delta_net_step, kernels.delta_net_chunks, nullcontext, DEVICE
     torch.manual_seed(0)
-    layer, lengths = layer_of(DeltaHeads(*heads), dtype).cpu(), [70, 5, 1, 140]
+    layer, lengths = (
+        layer_of(DeltaHeads(*heads), dtype).to(device),
+        [70, 5, 1, 140] if way == "definitions" else [40, 3],
+    )
     sizes, sequences = layer.heads.sizes, torch.arange(sum(lengths)).split(lengths)
-    qkvz, ba = (torch.randn(sum(lengths), n).to(dtype) for n in (sum(sizes) + sizes[2], 2 * layer.heads.num_values))
-    tensors = [torch.randn(1, 8, *shape).to(kind) for shape, kind in zip(*layer.cache_spec()[:2])]
+    qkvz, ba = (
+        torch.randn(sum(lengths), n).to(device, dtype) for n in (sum(sizes) + sizes[2], 2 * layer.heads.num_values)
+    )
+    tensors = [torch.randn(1, 8, *shape).to(device, kind) for shape, kind in zip(*layer.cache_spec()[:2])]
 
-    def compute(steps: Iterable[dict[int, int]]) -> list[torch.Tensor]:
+    def compute(step, chunks, steps: Iterable[dict[int, int]]) -> list[torch.Tensor]:
         """The i-th sequence begins with the state in row i, and has row 4 + i."""
         states, out, done = State(*(x.clone() for x in tensors)), qkvz.new_empty(len(qkvz), sizes[2]), Counter()
-        for step in steps:
-            chunks = [sequences[i][done[i] :][:n] for i, n in step.items()]
-            tokens, starts = torch.cat(chunks), torch.tensor([0, *step.values()]).cumsum(0).int()
-            rows = torch.tensor([[4 + i if done[i] else i for i in step], [4 + i for i in step]], dtype=torch.int32)
+        for counts in steps:
+            tokens = torch.cat([sequences[i][done[i] :][:n] for i, n in counts.items()]).to(device)
+            starts = torch.tensor([0, *counts.values()]).cumsum(0).to(device, torch.int32)
+            rows = [[4 + i if done[i] else i for i in counts], [4 + i for i in counts]]
+            rows = torch.tensor(rows, dtype=torch.int32, device=device)
             arguments, y = (qkvz[tokens], ba[tokens], layer, states), out[tokens]
-            if len(tokens) == len(step) and all(done[i] for i in step):
-                delta_net_step(*arguments, rows[1], y)
+            if len(tokens) == len(counts) and all(done[i] for i in counts):
+                step(*arguments, rows[1], y)
             else:
-                delta_net_chunks(*arguments, rows, starts, len(step), y)
+                chunks(*arguments, rows, starts, len(counts), y)
             out[tokens] = y
-            done.update(step)
+            done.update(counts)
         return [out, *states.tensors]
 
     alone = [{i: n} for i, n in enumerate(lengths)]
-    plain = compute(alone)
-    with invariant():
-        expected = compute(alone)
-        for seed in range(4):
-            found = compute(random_steps(random.Random(seed), lengths))
+    plain = compute(delta_net_step.__wrapped__, delta_net_chunks.__wrapped__, alone)
+    with context():
+        expected = compute(step, chunks, alone)
+        for seed in range(4 if way == "definitions" or CUDA else 2):
+            found = compute(step, chunks, random_steps(random.Random(seed), lengths))
             assert all(map(torch.equal, found, expected)), seed
     for ours, near in zip(expected, plain):
         torch.testing.assert_close(ours, near, rtol=TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
@@ -792,6 +812,14 @@ def test_tokens_of_a_state_are_computed_alone(dtype, heads):
 
 def test_drafts_change_no_bit(make_hybrid):
     assert_drafts_change_no_bit(partial(make_hybrid, "qwen3_5"), 500)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+def test_drafts_change_no_bit_on_a_gpu(make_hybrid, name, enforce_eager):
+    settings = dict(device="cuda", dtype="bfloat16", enforce_eager=enforce_eager)
+    assert_drafts_change_no_bit(partial(make_hybrid, name, **settings), 500, block_size=64, num_blocks=8)
 
 
 @pytest.mark.parametrize("width", [1, 24])

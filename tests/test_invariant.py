@@ -139,14 +139,15 @@ def test_two_ranks(make_llm, tmp_path):
         assert bits(llm.generate([prompt], params, use_tqdm=False)[0]) == bits(output)
 
 
-def assert_drafts_change_no_bit(make_engine, vocab_size: int) -> None:
+def assert_drafts_change_no_bit(make_engine, vocab_size: int, block_size: int = 16, num_blocks: int = 9) -> None:
     """Some are right, as few tokens are likely; in an engine with preemptions and chunks, sync and async."""
     prompts, params = (x[:9] for x in random_requests(vocab_size, random.Random(3)))
     few = dict.fromkeys(range(20, 24), 9.0)
     params = [replace(x, logit_bias=few, logprobs=2, n=1, max_tokens=24, ignore_eos=True) for x in params]
     found = []
     for settings in ({}, *(drafting("ngram") | dict(async_scheduling=x) for x in (False, True))):
-        small = dict(num_kvcache_blocks=9, max_num_batched_tokens=48, kvcache_block_size=16, max_model_len=128)
+        small = dict(num_kvcache_blocks=num_blocks, kvcache_block_size=block_size)
+        small |= dict(max_num_batched_tokens=48, max_model_len=8 * block_size)
         llm = make_engine(batch_invariant=True, max_num_seqs=6, **small, **settings)
         found.append([bits(x) for x in llm.generate(prompts, params, use_tqdm=False)])
         if settings:
