@@ -80,12 +80,14 @@ def _load_gate(ba_ptr, kept_ptr, begin, own, t, end, gate, HEADS: tl.constexpr):
 
 @triton.jit
 def shift_window(input_ptrs, written_ptr, begin, own, end, channel, inside, HEADS: tl.constexpr):
-    """The window after the tokens before `end`; what it keeps of the one before has moved to the front."""
+    """The window after the tokens before `end`; what it keeps of the one before moves to the front."""
     SIZE: tl.constexpr = HEADS.conv_size
     CHANNELS: tl.constexpr = 2 * HEADS.num_keys * HEADS.key_dim + HEADS.num_values * HEADS.value_dim
-    for i in tl.static_range(SIZE - 1):
-        x = load_inputs(input_ptrs, begin, own, end - (SIZE - 1) + i + 0 * channel, channel, inside, HEADS)
-        tl.store(written_ptr + i * CHANNELS + channel, x, inside)
+    i, channel = tl.arange(0, next_power_of_2(SIZE - 1))[:, None], channel[None, :]
+    inside = (i < SIZE - 1) & inside[None, :]
+    x = load_inputs(input_ptrs, begin, own, end - (SIZE - 1) + i, channel, inside, HEADS)
+    tl.debug_barrier()  # all threads have read the window
+    tl.store(written_ptr + i * CHANNELS + channel, x, inside)
 
 
 @dependent_kernel()
@@ -155,15 +157,15 @@ def _inputs_kernel(
         scale = tl.where(head < NUM_KEYS, HEADS.key_dim, 1)
         qk *= tl.rsqrt((tl.sum(qk * qk, 1) + L2_EPS) * scale)[:, None]
         target = q_ptr if head < NUM_KEYS else k_ptr
-        at = out_row[:, None] * KEYS + (head % NUM_KEYS * HEADS.key_dim + d)[None, :]
-        tl.store(target + at, qk, (t < end)[:, None] & in_key[None, :])
+        key_at = out_row[:, None] * KEYS + (head % NUM_KEYS * HEADS.key_dim + d)[None, :]
+        tl.store(target + key_at, qk, (t < end)[:, None] & in_key[None, :])
     else:
         head -= 2 * NUM_KEYS
         e = tl.arange(0, next_power_of_2(HEADS.value_dim))
         in_value, own_value = e < HEADS.value_dim, head * HEADS.value_dim + e
         v = _convolve(inputs, conv_ptr, begin, own, t, end, 2 * KEYS + own_value, in_value, HEADS)
-        at = out_row[:, None] * VALUES + own_value[None, :]
-        tl.store(v_ptr + at, v, (t < end)[:, None] & in_value[None, :])
+        value_at = out_row[:, None] * VALUES + own_value[None, :]
+        tl.store(v_ptr + value_at, v, (t < end)[:, None] & in_value[None, :])
         b = _load_gate(ba_ptr, kept_ptr, begin, own, t, end, head, HEADS)
         a = _load_gate(ba_ptr, kept_ptr, begin, own, t, end, NUM_VALUES + head, HEADS) + tl.load(dt_bias_ptr + head)
         softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))

@@ -21,7 +21,7 @@ from nanovllm.kernels.dependent_launch import (
 )
 from nanovllm.kernels.invariant_attention import fma
 
-TILE = tl.constexpr(16)  # tokens whose inputs, or whose norms, are computed together
+TILE = tl.constexpr(8)  # tokens whose inputs, or whose norms, are computed together
 
 
 @triton.jit
@@ -44,10 +44,13 @@ def _through_tokens(state, value_ptrs, head, begin, end, HEADS: tl.constexpr, ST
         k = tl.load(k_ptr + token * (HEADS.num_keys * KEY_DIM) + key_at, d < KEY_DIM, 0.0)
         value_at = (token * NUM_VALUES + head) * HEADS.value_dim + e
         v = tl.load(v_ptr + value_at, e < HEADS.value_dim, 0.0)
-        state *= tl.load(decay_ptr + token * NUM_VALUES + head)
-        error = (v - tl.sum(tl.sum(state * k, 1), 1)) * tl.load(beta_ptr + token * NUM_VALUES + head)
-        state = fma(tl.broadcast_to(k, state.shape), error[:, None, None], state)
-        tl.store(v_ptr + value_at, tl.sum(tl.sum(state * q, 1), 1), e < HEADS.value_dim)
+        decay = tl.load(decay_ptr + token * NUM_VALUES + head)
+        beta = tl.load(beta_ptr + token * NUM_VALUES + head)
+        # both sums are of the state before, so that neither waits for the other
+        error = fma(tl.sum(tl.sum(state * k, 1), 1), -decay, v) * beta
+        read = fma(error, tl.sum(tl.sum(q * k, 1), 1), decay * tl.sum(tl.sum(state * q, 1), 1))
+        state = fma(tl.broadcast_to(k, state.shape), error[:, None, None], state * decay)
+        tl.store(v_ptr + value_at, read, e < HEADS.value_dim)
     return state
 
 
@@ -94,14 +97,14 @@ def _tokens_kernel(
     if ROWS == 0:
         starts_ptr, rows_ptr = of_chunks(seq_ptrs)
         own, end = tl.load(starts_ptr + seq), tl.load(starts_ptr + seq + 1)
-        is_there = (own < end) | (seq == tl.num_programs(1) - 1)  # the last one has the rows of padding
+        has_work = (own < end) | (seq == tl.num_programs(1) - 1)  # the last one has the rows of padding
     else:
         _, rows_ptr, count_ptr = seq_ptrs
         own, end = seq * ROWS, seq * ROWS + ROWS
-        is_there = True
+        has_work = True
         if count_ptr is not None:
-            is_there = own < tl.load(count_ptr)
-    if not is_there:
+            has_work = own < tl.load(count_ptr)
+    if not has_work:
         return
     read = tl.load(rows_ptr + seq * rows_stride).to(tl.int64)
     written = tl.load(rows_ptr + written_stride + seq * rows_stride).to(tl.int64)
@@ -114,7 +117,6 @@ def _tokens_kernel(
     state = tl.load(matrix_ptr + read * (VALUES * KEY_DIM) + state_at, of_state, 0.0)
     if PDL:
         gdc_wait()
-    # 1. up to the last token that is certain
     first, num_right, num_own = own, 0, end - own  # numbers of rows, drafts before them, and rows that are no copies
     certain = end
     if ROWS > 0:
@@ -123,54 +125,56 @@ def _tokens_kernel(
             num_right = tl.load(num_right_ptr + seq)
             length = tl.load(context_lens_ptr + own)
             num_own = tl.load(context_lens_ptr + end - 1) - length + 1
+    # 1. windows, and the inputs of drafts: of the own values, and by the first program of a group those of its keys
+    KEY_PAD: tl.constexpr = next_power_of_2(KEY_DIM)
+    i = tl.arange(0, next_power_of_2(2 * KEY_PAD + next_power_of_2(VALUE_DIM)))
+    own_key, own_value = i % KEY_PAD, i - 2 * KEY_PAD
+    key_channel = i // KEY_PAD * KEYS + head // GROUP * KEY_DIM + own_key
+    channel = tl.where(own_value < 0, key_channel, 2 * KEYS + head * VALUE_DIM + own_value)
+    is_own_key = (own_key < KEY_DIM) & (head % GROUP + 0 * i == 0)  # the interpreter takes no scalar in a mask
+    inside = ((own_value < 0) & is_own_key) | ((own_value >= 0) & (own_value < VALUE_DIM))
+    if KEPT > 0:
+        kept_ptr += read * (KEPT * (CHANNELS + 2 * NUM_VALUES))
+    inputs = x_ptr, kept_ptr, window_ptr + read * WINDOW
+    shift_window(inputs, window_ptr + written * WINDOW, own - num_right, own, certain, channel, inside, HEADS)
+    if KEPT > 0:
+        gate = tl.arange(0, 2)[None, :] * NUM_VALUES + head
+        for first_draft in range(0, ROWS - 1, 8):
+            draft = (first_draft + tl.arange(0, 8))[:, None]
+            x_row, kept_row = (own + 1 + draft).to(tl.int64), kept_ptr + draft * (CHANNELS + 2 * NUM_VALUES)
+            is_kept = (draft < ROWS - 1) & inside[None, :]
+            x = tl.load(x_ptr + x_row * (CHANNELS + VALUES) + channel[None, :], is_kept, 0.0)
+            gates = tl.load(ba_ptr + x_row * (2 * NUM_VALUES) + gate, draft < ROWS - 1, 0.0)
+            tl.store(kept_row + channel[None, :], x, is_kept)
+            tl.store(kept_row + CHANNELS + gate, gates, draft < ROWS - 1)
+    if num_tokens_ptr is not None:
+        num_tokens = tl.load(num_tokens_ptr + read) + end - own
+        if KEPT > 0:
+            num_tokens = length
+        if head == 0:
+            tl.store(num_tokens_ptr + written, num_tokens)
+    # 2. up to the last token that is certain
     middle = first + num_right + certain - own
     state = _through_tokens(state, value_ptrs, head, first, middle, HEADS, STAGES)
     tl.store(matrix_ptr + written * (VALUES * KEY_DIM) + state_at, state, of_state)
-    # 2. drafts, from there on
+    # 3. drafts, from there on
     if ROWS > 1:
         _through_tokens(state, value_ptrs, head, middle, first + num_right + num_own, HEADS, STAGES)
-    # 3. norms; of a copy, those of what it is a copy of
+    # 4. norms; of a copy, those of what it is a copy of
     tl.debug_barrier()  # all threads have written what was read
     first_value, last = value_ptrs[2] + (first + num_right).to(tl.int64) * VALUES + head * VALUE_DIM, num_own - 1
     stop = end
     if ROWS == 0:
         stop = tl.where(seq == tl.num_programs(1) - 1, num_rows, end)
     norm_weight = tl.load(norm_ptr + e, e < VALUE_DIM, 0.0)[None, :]
-    for begin in range(own, stop, TILE):
-        t = (begin + tl.arange(0, TILE))[:, None]
-        inside = (t < end) & (e < VALUE_DIM)[None, :]
-        y = tl.load(first_value + tl.minimum(t - own, last).to(tl.int64) * VALUES + e[None, :], inside, 0.0)
+    for first_row in range(own, stop, TILE):
+        t = (first_row + tl.arange(0, TILE))[:, None]
+        is_there = (t < end) & (e < VALUE_DIM)[None, :]
+        y = tl.load(first_value + tl.minimum(t - own, last).to(tl.int64) * VALUES + e[None, :], is_there, 0.0)
         y *= tl.rsqrt(tl.sum(y * y, 1) / VALUE_DIM + eps)[:, None] * norm_weight
         at = t.to(tl.int64) * VALUES + head * VALUE_DIM + e[None, :]
-        z = tl.load(x_ptr + at + (t + 1).to(tl.int64) * CHANNELS, inside, 0.0).to(tl.float32)
+        z = tl.load(x_ptr + at + (t + 1).to(tl.int64) * CHANNELS, is_there, 0.0).to(tl.float32)
         tl.store(out_ptr + at, y * _silu(z), (t < stop) & (e < VALUE_DIM)[None, :])
-    # 4. windows, and the inputs of drafts: of the own values, and by the first program of a group those of its keys
-    if KEPT > 0:
-        kept_ptr += read * (KEPT * (CHANNELS + 2 * NUM_VALUES))
-        if head == 0:
-            tl.store(num_tokens_ptr + written, length)
-    elif num_tokens_ptr is not None:
-        num_tokens = tl.load(num_tokens_ptr + read) + end - own
-        if head == 0:
-            tl.store(num_tokens_ptr + written, num_tokens)
-    inputs = x_ptr, kept_ptr, window_ptr + read * WINDOW
-    key = tl.arange(0, next_power_of_2(KEY_DIM))
-    is_first = (key < KEY_DIM) & (head % GROUP + 0 * key == 0)  # a vector: the interpreter takes no scalar in a mask
-    for i in tl.static_range(3):
-        if i == 2:
-            channel, inside = 2 * KEYS + head * VALUE_DIM + e, e < VALUE_DIM
-        else:
-            channel, inside = i * KEYS + head // GROUP * KEY_DIM + key, is_first
-        shift_window(inputs, window_ptr + written * WINDOW, own - num_right, own, certain, channel, inside, HEADS)
-        if KEPT > 0:
-            for draft in range(ROWS - 1):
-                x = tl.load(x_ptr + (own + 1 + draft).to(tl.int64) * (CHANNELS + VALUES) + channel, inside, 0.0)
-                tl.store(kept_ptr + draft * (CHANNELS + 2 * NUM_VALUES) + channel, x, inside)
-    if KEPT > 0:
-        gate = tl.arange(0, 2) * NUM_VALUES + head
-        for draft in range(ROWS - 1):
-            x = tl.load(ba_ptr + (own + 1 + draft) * (2 * NUM_VALUES) + gate)
-            tl.store(kept_ptr + draft * (CHANNELS + 2 * NUM_VALUES) + CHANNELS + gate, x)
 
 
 def _launch_tokens(qkvz, ba, layer: Any, states: Any, seqs: Sequences, written_stride: int, out) -> None:
@@ -185,7 +189,7 @@ def _launch_tokens(qkvz, ba, layer: Any, states: Any, seqs: Sequences, written_s
         ROWS=seqs.rows,
         KEPT=seqs.num_kept,
         STAGES=3,
-        num_warps=min(16, max(4, size // 1024)),
+        num_warps=8 if size > 2**14 else 4,
     )
 
 
