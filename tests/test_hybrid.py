@@ -436,7 +436,7 @@ def test_states_take_half_of_the_cache(make_hybrid, checkpoints, monkeypatch, en
 # -- drafts ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("heads", [(2, 4, 16, 24, 4), (1, 1, 8, 8, 2), (1, 2, 24, 20, 3)], ids=str)
+@pytest.mark.parametrize("heads", [(2, 4, 16, 24, 4), (1, 1, 16, 8, 2), (1, 2, 24, 20, 3)], ids=str)
 @pytest.mark.parametrize(
     "way, dtype",
     [
@@ -479,12 +479,16 @@ def test_drafts_of_a_layer(way, dtype, heads):
         error = (found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert error.max() < 4 * TOLERANCE[dtype], error
 
-    lengths, end, num_steps = [5, 1, 3], 50 if way == "definitions" or CUDA else 20, 0
-    chunks = [torch.cat([x[i, :n] for i, n in enumerate(lengths)]) for x in texts]
-    out = torch.empty(len(chunks[0]), heads.sizes[2], dtype=dtype, device=device)
-    rows, bounds = int32([3 * [zeros], [*range(3)]]), int32([0, 5, 6, 9])
-    find(delta_net_chunks)(*chunks, layer, states, rows, bounds, num_seqs, out)
-    assert_near(out, torch.cat([x[:n] for x, n in zip(expected, lengths)]))
+    lengths, end, num_steps = [0, 0, 0], 50 if way == "definitions" or CUDA else 20, 0
+    for added in ([5, 1, 3], [1, 2, 4]):
+        which = [slice(begin, begin + size) for begin, size in zip(lengths, added)]
+        chunks = [torch.cat([x[i, own] for i, own in enumerate(which)]) for x in texts]
+        out = torch.empty(len(chunks[0]), heads.sizes[2], dtype=dtype, device=device)
+        read, bounds = [*range(3)] if any(lengths) else 3 * [zeros], torch.tensor([0, *added]).cumsum(0)
+        rows, bounds = int32([read, [*range(3)]]), int32(bounds.tolist())
+        find(delta_net_chunks)(*chunks, layer, states, rows, bounds, num_seqs, out)
+        assert_near(out, torch.cat([x[own] for x, own in zip(expected, which)]))
+        lengths = [own.stop for own in which]
     while active := [i for i in range(num_seqs) if lengths[i] < end]:
         num_steps += 1
         rng.shuffle(active)

@@ -18,6 +18,7 @@ from nanovllm.kernels.dependent_launch import (
     gdc_wait,
     launch,
     next_power_of_2,
+    num_sms,
 )
 from nanovllm.kernels.invariant_attention import fma
 
@@ -181,7 +182,8 @@ def _launch_tokens(qkvz, ba, layer: Any, states: Any, seqs: Sequences, written_s
     heads, device, kept = layer.heads, qkvz.device, states.kept_drafts
     inputs = rule_inputs(qkvz, ba, layer, states, seqs, torch.float32, TILE.value, False)
     drafts = seqs.drafts if seqs.rows else (None, None, kept and kept.num_tokens, None)
-    size = next_power_of_2(heads.value_dim) * next_power_of_2(heads.key_dim)
+    # few programs want more warps, each of many less overhead; a thread adds up the same keys
+    is_few = heads.num_values * seqs.number <= num_sms(device)
     launch(_tokens_kernel, (heads.num_values, seqs.number), device, shared=50)(
         *(qkvz, ba, tuple(inputs), seqs.ptrs, tuple(states.tensors), drafts, layer.norm.weight, out),
         *(seqs.ptrs[1].stride(-1), written_stride, len(qkvz), layer.eps),
@@ -189,7 +191,7 @@ def _launch_tokens(qkvz, ba, layer: Any, states: Any, seqs: Sequences, written_s
         ROWS=seqs.rows,
         KEPT=seqs.num_kept,
         STAGES=3,
-        num_warps=8 if size > 2**14 else 4,
+        num_warps=8 if is_few else 4,
     )
 
 

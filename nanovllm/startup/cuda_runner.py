@@ -74,7 +74,7 @@ class CUDAModelRunner(ModelRunner):
             return self.graphs.replay(len(batch.req_indices))
         output, num_sampled_seqs = self.execute(batch), batch.shape.num_sampled_seqs
         on_host = self.buffers.host.advance().results[:num_sampled_seqs]
-        return on_host.copy_(output.results[:num_sampled_seqs], non_blocking=True), output
+        return on_host.copy_(output.results[:num_sampled_seqs].view_as(on_host), non_blocking=True), output
 
     @torch.inference_mode()
     def execute(self, batch: HostBatch) -> ForwardOutput:
