@@ -65,6 +65,7 @@ def assert_invariant(make_llm, folder: str, few_blocks: int | None = None, **set
     rng = random.Random(str(settings))
     on_gpu = settings.get("device") == "cuda"
     block_size, default_blocks = (64, 6) if on_gpu else (16, 10)
+    num_blocks = few_blocks or default_blocks, 64  # with few blocks there are preemptions, with many prefix hits
     settings |= dict(batch_invariant=True, max_model_len=MAX_LEN, kvcache_block_size=block_size)
     made = make_requests(rng, PREFIX[:35] * 2, 60) if on_gpu else make_requests(rng)
     llm = make_llm(folder, enable_prefix_caching=False, max_num_seqs=1, num_kvcache_blocks=64, **settings)
@@ -74,9 +75,7 @@ def assert_invariant(make_llm, folder: str, few_blocks: int | None = None, **set
     for i in range(2):
         llm = make_llm(
             folder,
-            num_kvcache_blocks=(few_blocks or default_blocks, 64)[
-                i
-            ],  # with few blocks there are preemptions, with many prefix hits
+            num_kvcache_blocks=num_blocks[i],
             max_num_batched_tokens=(33, rng.choice([7, 16, 64]))[i],
             max_num_seqs=8,
             async_scheduling=i % 2 == 0,
