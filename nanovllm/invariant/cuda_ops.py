@@ -6,7 +6,8 @@ What is not here computes each row in the same way wherever it stands.
 import torch
 
 from nanovllm.features.logprobs import divided
-from nanovllm.kernels.delta_net_tokens import delta_net_chunks, delta_net_step
+from nanovllm.kernels import delta_net_tokens
+from nanovllm.kernels.delta_net_tokens import NUM_WARPS, delta_net_chunks, delta_net_step
 from nanovllm.kernels.invariant_decode import decode_attention
 from nanovllm.kernels.invariant_gemm import invariant_product
 from nanovllm.kernels.invariant_prefill import prefill_attention, query_tile_size
@@ -15,6 +16,10 @@ from nanovllm.kernels.mix_experts import mix_by_gemm
 from nanovllm.kernels.scaled_linear import suits_scaled_gemm
 
 __all__ = ["decode_attention", "delta_net_chunks", "delta_net_step", "prefill_attention", "query_tile_size"]
+
+
+def delta_net_drafts(*arguments, **options):
+    delta_net_tokens.delta_net_drafts(*arguments, **options, num_warps=NUM_WARPS)
 
 
 def fuses_qk_norm_rope(batch_size, kv_heads, device):

@@ -1,7 +1,8 @@
 """The gated delta rule token by token: drafts, and whole steps where no bit may depend on the batch.
 
 Two kernels: convolution and gates of all tokens; then each state goes through the tokens of its sequence, in registers.
-A token is computed by the same instructions in a chunk, in a decode step and as a draft.
+A token is computed by the same instructions in a chunk, in a decode step and as a draft. With another number of warps
+the bits were seen to differ.
 """
 
 from typing import Any
@@ -22,6 +23,7 @@ from nanovllm.kernels.dependent_launch import (
 )
 from nanovllm.kernels.invariant_attention import fma
 
+NUM_WARPS = 8
 TILE = tl.constexpr(8)  # tokens whose inputs, or whose norms, are computed together
 
 
@@ -178,12 +180,12 @@ def _tokens_kernel(
         tl.store(out_ptr + at, y * _silu(z), (t < stop) & (e < VALUE_DIM)[None, :])
 
 
-def _launch_tokens(qkvz, ba, layer: Any, states: Any, seqs: Sequences, written_stride: int, out) -> None:
+def _launch_tokens(
+    qkvz, ba, layer: Any, states: Any, seqs: Sequences, written_stride: int, out, num_warps: int
+) -> None:
     heads, device, kept = layer.heads, qkvz.device, states.kept_drafts
     inputs = rule_inputs(qkvz, ba, layer, states, seqs, torch.float32, TILE.value, False)
     drafts = seqs.drafts if seqs.rows else (None, None, kept and kept.num_tokens, None)
-    # few programs want more warps, each of many less overhead; a thread adds up the same keys
-    is_few = heads.num_values * seqs.number <= num_sms(device)
     launch(_tokens_kernel, (heads.num_values, seqs.number), device, shared=50)(
         *(qkvz, ba, tuple(inputs), seqs.ptrs, tuple(states.tensors), drafts, layer.norm.weight, out),
         *(seqs.ptrs[1].stride(-1), written_stride, len(qkvz), layer.eps),
@@ -191,24 +193,28 @@ def _launch_tokens(qkvz, ba, layer: Any, states: Any, seqs: Sequences, written_s
         ROWS=seqs.rows,
         KEPT=seqs.num_kept,
         STAGES=3,
-        num_warps=8 if is_few else 4,
+        num_warps=num_warps,
     )
 
 
-def delta_net_drafts(qkvz, ba, layer: Any, states: Any, rows, context_lens, out, count=None) -> None:
+def delta_net_drafts(
+    qkvz, ba, layer: Any, states: Any, rows, context_lens, out, count=None, num_warps: int | None = None
+) -> None:
     """As its definition in layers/delta_net_drafts.py."""
     kept, num_right = states.kept_drafts, torch.empty(len(rows), dtype=torch.int32, device=rows.device)
     drafts = context_lens, kept.inputs, kept.num_tokens, num_right
     seqs = Sequences((None, rows, count), len(rows), len(qkvz) // len(rows), drafts)
-    _launch_tokens(qkvz, ba, layer, states, seqs, 0, out)
+    # many programs are faster with fewer warps each, as these repeat less
+    is_few = layer.heads.num_values * len(rows) <= num_sms(qkvz.device)
+    _launch_tokens(qkvz, ba, layer, states, seqs, 0, out, num_warps or (NUM_WARPS if is_few else NUM_WARPS // 2))
 
 
 def delta_net_step(qkvz, ba, layer: Any, states: Any, rows, out, count=None) -> None:
     """As its definition in layers/gated_delta_net.py, by the arithmetic of chunks."""
-    _launch_tokens(qkvz, ba, layer, states, Sequences((None, rows, count), len(rows), 1), 0, out)
+    _launch_tokens(qkvz, ba, layer, states, Sequences((None, rows, count), len(rows), 1), 0, out, NUM_WARPS)
 
 
 def delta_net_chunks(qkvz, ba, layer: Any, states: Any, state_rows, starts, num_seqs: int, out, count=None) -> None:
     """As its definition in layers/gated_delta_net.py, by the arithmetic of decode steps."""
     seqs = Sequences((starts, state_rows, count), num_seqs)
-    _launch_tokens(qkvz, ba, layer, states, seqs, state_rows.stride(0), out)
+    _launch_tokens(qkvz, ba, layer, states, seqs, state_rows.stride(0), out, NUM_WARPS)

@@ -87,8 +87,8 @@ def accept(req_indices: torch.Tensor, positions: torch.Tensor, token_ids: torch.
     """req_indices [S], positions and token_ids [S * k], all int32 -> counts [S] int32, or None if k is 1 or S 0."""
     k = tables.last_token_ids.shape[1]
     num_seqs = len(token_ids) // k
-    counts = torch.empty(num_seqs, dtype=torch.int32, device=token_ids.device) if k > 1 and num_seqs else None
+    counts = torch.empty(num_seqs, dtype=torch.int32, device=token_ids.device) if k > 1 else None
     launch_ordinary(_accept_kernel, (num_seqs,))(
         req_indices, positions, token_ids, tables.last_token_ids, tables.num_tokens, counts, K=k, num_warps=1
     )
-    return counts
+    return counts if num_seqs else None
