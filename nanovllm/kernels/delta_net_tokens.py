@@ -57,6 +57,59 @@ def _through_tokens(state, value_ptrs, head, begin, end, HEADS: tl.constexpr, ST
     return state
 
 
+@triton.jit
+def _keep_inputs(input_ptrs, ba_ptr, written_ptrs, head, begin, own, certain, end, HEADS: tl.constexpr):
+    """The window after the tokens before `certain`, and the inputs of those from there on.
+
+    They are those of a value head, and for the first of a group also those of its key head.
+    """
+    x_ptr, _, _ = input_ptrs
+    window_ptr, kept_ptr = written_ptrs
+    NUM_VALUES: tl.constexpr = HEADS.num_values
+    KEYS: tl.constexpr = HEADS.num_keys * HEADS.key_dim
+    VALUES: tl.constexpr = NUM_VALUES * HEADS.value_dim
+    CHANNELS: tl.constexpr = 2 * KEYS + VALUES
+    GROUP: tl.constexpr = NUM_VALUES // HEADS.num_keys
+    KEY_PAD: tl.constexpr = next_power_of_2(HEADS.key_dim)
+    i = tl.arange(0, next_power_of_2(2 * KEY_PAD + next_power_of_2(HEADS.value_dim)))
+    own_key, own_value = i % KEY_PAD, i - 2 * KEY_PAD
+    key_channel = i // KEY_PAD * KEYS + head // GROUP * HEADS.key_dim + own_key
+    channel = tl.where(own_value < 0, key_channel, 2 * KEYS + head * HEADS.value_dim + own_value)
+    is_own_key = (own_key < HEADS.key_dim) & (head % GROUP + 0 * i == 0)  # the interpreter takes no scalar in a mask
+    inside = ((own_value < 0) & is_own_key) | ((own_value >= 0) & (own_value < HEADS.value_dim))
+    shift_window(input_ptrs, window_ptr, begin, own, certain, channel, inside, HEADS)
+    if kept_ptr is not None:
+        gate = tl.arange(0, 2)[None, :] * NUM_VALUES + head
+        for first_draft in range(certain, end, TILE):
+            t = (first_draft + tl.arange(0, TILE))[:, None]
+            is_kept, row = (t < end) & inside[None, :], t.to(tl.int64)
+            kept_row = kept_ptr + (t - certain) * (CHANNELS + 2 * NUM_VALUES)
+            x = tl.load(x_ptr + row * (CHANNELS + VALUES) + channel[None, :], is_kept, 0.0)
+            gates = tl.load(ba_ptr + row * (2 * NUM_VALUES) + gate, t < end, 0.0)
+            tl.store(kept_row + channel[None, :], x, is_kept)
+            tl.store(kept_row + CHANNELS + gate, gates, t < end)
+
+
+@triton.jit
+def _gated_norms(x_ptr, read_ptr, norm_ptr, out_ptr, eps, head, begin, end_read, end, stop, HEADS: tl.constexpr):
+    """Of a head, in rows from begin to end, and zeros from there to stop. What was read for the last one before
+    `end_read` also stands for the rows after it.
+    """
+    VALUES: tl.constexpr = HEADS.num_values * HEADS.value_dim
+    CHANNELS: tl.constexpr = 2 * HEADS.num_keys * HEADS.key_dim + VALUES
+    e = tl.arange(0, next_power_of_2(HEADS.value_dim))[None, :]
+    in_value, own_value = e < HEADS.value_dim, head * HEADS.value_dim + e
+    weight = tl.load(norm_ptr + e, in_value, 0.0)
+    for first_row in range(begin, stop, TILE):
+        t = (first_row + tl.arange(0, TILE))[:, None]
+        is_there, at = (t < end) & in_value, t.to(tl.int64) * VALUES + own_value
+        y_at = (tl.minimum(t, end_read - 1) - begin).to(tl.int64) * VALUES + own_value
+        y = tl.load(read_ptr + y_at, is_there, 0.0)
+        y *= tl.rsqrt(tl.sum(y * y, 1) / HEADS.value_dim + eps)[:, None] * weight
+        z = tl.load(x_ptr + at + (t + 1).to(tl.int64) * CHANNELS, is_there, 0.0).to(tl.float32)
+        tl.store(out_ptr + at, y * _silu(z), (t < stop) & in_value)
+
+
 # the states were written by the step before, and there is an ordinary launch, the embedding, between
 @dependent_kernel(early=("seq_ptrs", "state_ptrs"))
 @triton.jit(do_not_specialize=["rows_stride", "num_rows"])
@@ -89,7 +142,6 @@ def _tokens_kernel(
     window_ptr, matrix_ptr = state_ptrs
     context_lens_ptr, kept_ptr, num_tokens_ptr, num_right_ptr = draft_ptrs
     NUM_VALUES: tl.constexpr = HEADS.num_values
-    GROUP: tl.constexpr = NUM_VALUES // HEADS.num_keys
     KEY_DIM: tl.constexpr = HEADS.key_dim
     VALUE_DIM: tl.constexpr = HEADS.value_dim
     KEYS: tl.constexpr = HEADS.num_keys * KEY_DIM
@@ -128,28 +180,12 @@ def _tokens_kernel(
             num_right = tl.load(num_right_ptr + seq)
             length = tl.load(context_lens_ptr + own)
             num_own = tl.load(context_lens_ptr + end - 1) - length + 1
-    # 1. windows, and the inputs of drafts: of the own values, and by the first program of a group those of its keys
-    KEY_PAD: tl.constexpr = next_power_of_2(KEY_DIM)
-    i = tl.arange(0, next_power_of_2(2 * KEY_PAD + next_power_of_2(VALUE_DIM)))
-    own_key, own_value = i % KEY_PAD, i - 2 * KEY_PAD
-    key_channel = i // KEY_PAD * KEYS + head // GROUP * KEY_DIM + own_key
-    channel = tl.where(own_value < 0, key_channel, 2 * KEYS + head * VALUE_DIM + own_value)
-    is_own_key = (own_key < KEY_DIM) & (head % GROUP + 0 * i == 0)  # the interpreter takes no scalar in a mask
-    inside = ((own_value < 0) & is_own_key) | ((own_value >= 0) & (own_value < VALUE_DIM))
+    # 1. what the next step reads besides
     if KEPT > 0:
         kept_ptr += read * (KEPT * (CHANNELS + 2 * NUM_VALUES))
     inputs = x_ptr, kept_ptr, window_ptr + read * WINDOW
-    shift_window(inputs, window_ptr + written * WINDOW, own - num_right, own, certain, channel, inside, HEADS)
-    if KEPT > 0:
-        gate = tl.arange(0, 2)[None, :] * NUM_VALUES + head
-        for first_draft in range(0, ROWS - 1, 8):
-            draft = (first_draft + tl.arange(0, 8))[:, None]
-            x_row, kept_row = (own + 1 + draft).to(tl.int64), kept_ptr + draft * (CHANNELS + 2 * NUM_VALUES)
-            is_kept = (draft < ROWS - 1) & inside[None, :]
-            x = tl.load(x_ptr + x_row * (CHANNELS + VALUES) + channel[None, :], is_kept, 0.0)
-            gates = tl.load(ba_ptr + x_row * (2 * NUM_VALUES) + gate, draft < ROWS - 1, 0.0)
-            tl.store(kept_row + channel[None, :], x, is_kept)
-            tl.store(kept_row + CHANNELS + gate, gates, draft < ROWS - 1)
+    written_ptrs = window_ptr + written * WINDOW, kept_ptr
+    _keep_inputs(inputs, ba_ptr, written_ptrs, head, own - num_right, own, certain, end, HEADS)
     if num_tokens_ptr is not None:
         num_tokens = tl.load(num_tokens_ptr + read) + end - own
         if KEPT > 0:
@@ -165,19 +201,11 @@ def _tokens_kernel(
         _through_tokens(state, value_ptrs, head, middle, first + num_right + num_own, HEADS, STAGES)
     # 4. norms; of a copy, those of what it is a copy of
     tl.debug_barrier()  # all threads have written what was read
-    first_value, last = value_ptrs[2] + (first + num_right).to(tl.int64) * VALUES + head * VALUE_DIM, num_own - 1
     stop = end
     if ROWS == 0:
         stop = tl.where(seq == tl.num_programs(1) - 1, num_rows, end)
-    norm_weight = tl.load(norm_ptr + e, e < VALUE_DIM, 0.0)[None, :]
-    for first_row in range(own, stop, TILE):
-        t = (first_row + tl.arange(0, TILE))[:, None]
-        is_there = (t < end) & (e < VALUE_DIM)[None, :]
-        y = tl.load(first_value + tl.minimum(t - own, last).to(tl.int64) * VALUES + e[None, :], is_there, 0.0)
-        y *= tl.rsqrt(tl.sum(y * y, 1) / VALUE_DIM + eps)[:, None] * norm_weight
-        at = t.to(tl.int64) * VALUES + head * VALUE_DIM + e[None, :]
-        z = tl.load(x_ptr + at + (t + 1).to(tl.int64) * CHANNELS, is_there, 0.0).to(tl.float32)
-        tl.store(out_ptr + at, y * _silu(z), (t < stop) & (e < VALUE_DIM)[None, :])
+    first_read = value_ptrs[2] + (first + num_right).to(tl.int64) * VALUES
+    _gated_norms(x_ptr, first_read, norm_ptr, out_ptr, eps, head, own, own + num_own, end, stop, HEADS)
 
 
 def _launch_tokens(
