@@ -310,13 +310,16 @@ def test_parity_on_kernels(use_ops, make_hybrid, checkpoints):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs graphs as Python code")
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # in a tile of no queries
-@pytest.mark.parametrize("num_drafts", [0, 2])
-def test_padded_steps(make_hybrid, checkpoints, use_ops, drafts, monkeypatch, num_drafts):
-    """Graphs have room for more sequences that decode, chunks and tokens than there are; also with drafts."""
+@pytest.mark.parametrize("num_drafts, has_graphs", [(0, True), (2, True), (2, False)])
+def test_padded_steps(make_hybrid, checkpoints, use_ops, drafts, monkeypatch, num_drafts, has_graphs):
+    """Graphs have room for more sequences that decode, chunks and tokens than there are; also with drafts.
+
+    Without graphs, some steps sample nothing.
+    """
     pytest.importorskip("triton")
     monkeypatch.setattr(cuda_graph, "TOKEN_SIZES", (8, 24))
     monkeypatch.setattr(cuda_graph, "_capture", capture)
-    use_ops("norm_rope_and_store", "delta_net_drafts")
+    use_ops("norm_rope_and_store", "delta_net_drafts", "place_decodes", "accept")
     settings = dict(max_num_seqs=4, max_model_len=96, max_num_batched_tokens=24, max_num_mixed_tokens=24)
     settings |= drafts("mixed", num_drafts) if num_drafts else {}
     llm = make_hybrid("qwen3_5-tied", attention_backend="triton", num_kvcache_blocks=24, **settings)
@@ -327,7 +330,7 @@ def test_padded_steps(make_hybrid, checkpoints, use_ops, drafts, monkeypatch, nu
     with torch.inference_mode():
         parts = runner.pad_req_index, runner.run_model, runner.sample
         graphs = MixedGraphs(shapes, llm.config.max_num_seqs, buffer, *parts, pool=None)
-    runner.mixed_graphs = graphs
+    runner.mixed_graphs = graphs if has_graphs else None
     rng = random.Random(1)
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=5, ignore_eos=True, logprobs=0, detokenize=False)
     requests = [([rng.randrange(5, 500) for _ in range(n)], params) for n in (1, 3, 30, 9, 17)]
@@ -338,7 +341,7 @@ def test_padded_steps(make_hybrid, checkpoints, use_ops, drafts, monkeypatch, nu
         assert accepted(llm)[0] > 5
     assert_same_as_reference(checkpoints.model("qwen3_5-tied"), outputs)
     replayed = {shape.num_decodes for shape in shapes if graphs.models[shape.graph_shape].num_replays}
-    assert {0, 4 * (1 + num_drafts)} <= replayed
+    assert replayed >= {0, 4 * (1 + num_drafts)} if has_graphs else not replayed
 
 
 @pytest.mark.parametrize("schedule, async_scheduling", pairs(SCHEDULES, [True, False]))  # others in test_states.py

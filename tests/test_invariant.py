@@ -67,7 +67,7 @@ def assert_invariant(make_llm, folder: str, few_blocks: int | None = None, **set
     block_size, default_blocks = (64, 6) if on_gpu else (16, 10)
     num_blocks = few_blocks or default_blocks, 64  # with few blocks there are preemptions, with many prefix hits
     settings |= dict(batch_invariant=True, max_model_len=MAX_LEN, kvcache_block_size=block_size)
-    made = make_requests(rng, PREFIX[:35] * 2, 90) if on_gpu else make_requests(rng)
+    made = make_requests(rng, PREFIX[:35] * 2, 90 if few_blocks else 60) if on_gpu else make_requests(rng)
     llm = make_llm(folder, enable_prefix_caching=False, max_num_seqs=1, num_kvcache_blocks=64, **settings)
     alone = [bits(llm.generate([prompt], params, use_tqdm=False)[0]) for prompt, params in made]
     llm.exit()
