@@ -314,7 +314,7 @@ def test_parity_on_kernels(use_ops, make_hybrid, checkpoints):
 def test_padded_steps(make_hybrid, checkpoints, use_ops, drafts, monkeypatch, num_drafts, has_graphs):
     """Graphs have room for more sequences that decode, chunks and tokens than there are; also with drafts.
 
-    Without graphs, some steps sample nothing.
+    The first step samples nothing.
     """
     pytest.importorskip("triton")
     monkeypatch.setattr(cuda_graph, "TOKEN_SIZES", (8, 24))
@@ -333,12 +333,13 @@ def test_padded_steps(make_hybrid, checkpoints, use_ops, drafts, monkeypatch, nu
     runner.mixed_graphs = graphs if has_graphs else None
     rng = random.Random(1)
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=5, ignore_eos=True, logprobs=0, detokenize=False)
-    requests = [([rng.randrange(5, 500) for _ in range(n)], params) for n in (1, 3, 30, 9, 17)]
-    outputs = generate_by_steps(llm, requests)
+    lengths = (1, 3, 30, 9, 17)[: 5 - num_drafts]  # which take the interpreter longer
+    requests = [([rng.randrange(5, 500) for _ in range(n)], params) for n in lengths]
+    outputs = generate_by_steps(llm, requests[2:3]) + generate_by_steps(llm, requests)
     if num_drafts:
         monkeypatch.setattr(KnownAnswers, "texts", tuple(x.prompt_token_ids + x.outputs[0].token_ids for x in outputs))
         outputs += generate_by_steps(llm, requests)
-        assert accepted(llm)[0] > 5
+        assert accepted(llm)[0] > 3
     assert_same_as_reference(checkpoints.model("qwen3_5-tied"), outputs)
     replayed = {shape.num_decodes for shape in shapes if graphs.models[shape.graph_shape].num_replays}
     assert replayed >= {0, 4 * (1 + num_drafts)} if has_graphs else not replayed
