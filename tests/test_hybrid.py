@@ -333,7 +333,7 @@ def test_padded_steps(make_hybrid, checkpoints, use_ops, drafts, monkeypatch, nu
     runner.mixed_graphs = graphs if has_graphs else None
     rng = random.Random(1)
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=5, ignore_eos=True, logprobs=0, detokenize=False)
-    lengths = (1, 3, 30, 9, 17)[: 5 - num_drafts]  # which take the interpreter longer
+    lengths = (1, 3, 30, 9, 17)[: 5 if has_graphs else 3]
     requests = [([rng.randrange(5, 500) for _ in range(n)], params) for n in lengths]
     outputs = generate_by_steps(llm, requests[2:3]) + generate_by_steps(llm, requests)
     if num_drafts:
@@ -342,7 +342,7 @@ def test_padded_steps(make_hybrid, checkpoints, use_ops, drafts, monkeypatch, nu
         assert accepted(llm)[0] > 3
     assert_same_as_reference(checkpoints.model("qwen3_5-tied"), outputs)
     replayed = {shape.num_decodes for shape in shapes if graphs.models[shape.graph_shape].num_replays}
-    assert replayed > {0} if has_graphs else not replayed
+    assert replayed >= {0, 4 * (1 + num_drafts)} if has_graphs else not replayed
 
 
 @pytest.mark.parametrize("schedule, async_scheduling", pairs(SCHEDULES, [True, False]))  # others in test_states.py
