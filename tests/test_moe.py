@@ -237,8 +237,8 @@ def test_moe_gemv(few_programs, shape, dtype):
 @each_dtype_or_half
 def test_moe_gemv_of_the_norm(dtype):
     """With tiles of the sizes that a GPU has."""
-    x, _, routing, gate_up, down = inputs(1, 5, 2, 40, 300, dtype)
-    norm_weight, eps = randn(40, dtype=dtype), 0.5  # as large as to count
+    x, _, routing, gate_up, down = inputs(1, 5, 2, 24, 264, dtype)
+    norm_weight, eps = randn(24, dtype=dtype), 0.5  # as large as to count
     normed = x.double() * (x.double().square().mean() + eps).rsqrt() * norm_weight.double()
     expected = reference(normed, routing.weights, routing.expert_ids, gate_up, down)
     assert_close(moe_gemv.moe_gemv(x, routing, gate_up, down, 0, norm_weight, eps), expected)
@@ -338,7 +338,7 @@ def test_layer_against_transformers(path, num_tokens, num_experts, top_k, renorm
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-    hidden, size = 64, 40
+    hidden, size = 32, 40
     config = Qwen3MoeConfig(
         hidden_size=hidden,
         moe_intermediate_size=size,
@@ -371,15 +371,15 @@ def test_layer_against_transformers(path, num_tokens, num_experts, top_k, renorm
 )
 def test_parts_of_ranks_add_up(path, num_tokens, size, peers, expert_parallel):
     peers = peers and path == "kernels"  # ranks that read each other's memory have kernels
-    weights = checkpoint(8, 64, 48)
-    x, residual, norm = randn(num_tokens, 64), randn(num_tokens, 64), make_norm(64)
-    whole = make_layer(8, 3, 64, 48)
+    weights = checkpoint(8, 32, 48)
+    x, residual, norm = randn(num_tokens, 32), randn(num_tokens, 32), make_norm(32)
+    whole = make_layer(8, 3, 32, 48)
     load_stacked(whole, *weights)
     expected, total = run(whole, x, residual, norm)
     out = torch.zeros_like(expected)
     for rank in range(size):
         tp = (Peers if peers else Shard)(rank, size)
-        layer = make_layer(8, 3, 64, 48, tp, expert_parallel)
+        layer = make_layer(8, 3, 32, 48, tp, expert_parallel)
         load_stacked(layer, *weights)
         normed = norm(PartialSum(x.clone()), residual.clone())
         y = layer(normed)

@@ -23,6 +23,7 @@ from nanovllm.engine.stats import stats_of
 from nanovllm.layers.sampler import KEEPS_ALL, token_keys
 from nanovllm.spec_decode import suffix
 from nanovllm.spec_decode.config import ON_CPU, ON_CUDA
+from nanovllm.spec_decode.draft_model import DraftModel
 from nanovllm.spec_decode.output_processor import Pace
 from nanovllm.spec_decode.output_processor import width_that_pays as find_width
 from nanovllm.spec_decode.proposer import PROPOSERS, Proposer
@@ -163,6 +164,24 @@ def test_the_drafter_catches_up(make_llm, small_model, chat):
     assert not any(drafted[:20]) and all(drafted[22:30])
     num_accepted, num_drafted = accepted(llm)
     assert num_drafted - 2 * NUM_DRAFTS <= num_accepted > 50
+
+
+def test_keys_of_wrong_drafts_are_computed_again(make_llm, small_model, monkeypatch):
+    """Also if nothing was drafted in the step after them: all drafts of the model for itself are right then."""
+    llm = make_llm(small_model, **SETTINGS, **drafting("draft_model", model=small_model))
+    sample, paces, pauses, num_wrong = DraftModel._sample, llm.core.output_processor.paces, set(), 0
+
+    def sample_wrong_ones(*args):
+        nonlocal num_wrong
+        pauses.update(pace.next_pause for pace in paces.values())
+        is_wrong = len(pauses) == 1  # it has not paused yet
+        num_wrong += is_wrong
+        return sample(*args) + is_wrong
+
+    monkeypatch.setattr(DraftModel, "_sample", sample_wrong_ones)
+    llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True), use_tqdm=False)
+    num_accepted, num_drafted = accepted(llm)
+    assert num_accepted == num_drafted - num_wrong > 40 and num_wrong >= 5 * NUM_DRAFTS
 
 
 @pytest.mark.skipif(not find_spec("llguidance"), reason="llguidance is not installed")

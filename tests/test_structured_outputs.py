@@ -236,11 +236,11 @@ def test_random_schedules(name, asynchronous):
 
 
 @BOTH_WAYS
-def test_several_answers_and_preemptions(make_llm, async_scheduling):
+def test_several_answers_and_preemptions(make_llm, llm, async_scheduling):
     """n answers share a prompt but no state; all are computed again in between, and are the same."""
     schema = {"type": "array", "items": {"type": "string", "maxLength": 5}, "minItems": 2, "maxItems": 3}
     own = params("json", schema, n=4, temperature=1.5)
-    expected = [output.token_ids for output in answer(make_llm(), own).outputs]
+    expected = [output.token_ids for output in answer(llm, own).outputs]
     assert len({*map(tuple, expected)}) > 1
     llm = make_llm(async_scheduling=async_scheduling, **SMALL_CACHE)
     llm.add_request("Hello", own)

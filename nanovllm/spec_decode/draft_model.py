@@ -61,10 +61,10 @@ class DraftModel:
                     model = config.speculative_config.model
                     raise ValueError(f"speculative_config: model={model!r}: its layers keep states")
                 runner.cache_groups.setdefault(spec, []).append(layer)
-        # by request index, of the rows whose keys are there, or of drafts that may have been wrong
+        # by request index, of the rows whose keys are there; without those of drafts, which may have been wrong
         self.num_computed = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=runner.device)
-        # The most rows that a sequence lacks which has drafted in the step before; the device knows how many. Shifted
-        # rows of drafts began with what the drafter predicted, and are computed again.
+        # The most rows that a sequence lacks which has drafted in the step before; the device knows how many. Rows of
+        # right drafts are there, but for the last; shifted ones began with what the drafter predicted.
         self.width = runner.tokens_per_row if self.shift else 2
         self.run = self.draft_chains  # on CUDA, graphs of it
 
@@ -141,9 +141,8 @@ class DraftModel:
         """
         lengths, shift, width = self.runner.tables.num_tokens[req_indices].long(), self.shift, self.width
         steps, n = torch.arange(max(width, num_steps), device=req_indices.device), len(req_indices)
-        starts = self.num_computed[req_indices].minimum(lengths - 1 - shift) + shift
-        # a shifted row of a draft began with what the drafter predicted: it is computed again
-        self.num_computed[req_indices] = lengths - shift if shift else lengths + num_drafts - 1
+        starts = self.num_computed[req_indices].clamp(lengths - shift - width, lengths - shift - 1) + shift
+        self.num_computed[req_indices] = lengths - shift
         first = (starts[:, None] + steps[:width]).minimum(lengths[:, None] - 1)  # [D, width] positions of tokens
         newest = lengths - 1 + steps[:num_steps, None].minimum(num_drafts - 1)  # [num_steps, D]
         of_rows = lambda x: torch.cat((x.repeat_interleave(width), x.repeat(num_steps - 1)))
