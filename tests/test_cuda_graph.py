@@ -24,6 +24,17 @@ from nanovllm.utils import dummy_weights
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")
 
+SMALL = dict(
+    load_format="dummy",
+    async_scheduling=True,
+    max_num_seqs=5,
+    max_model_len=64,
+    kvcache_block_size=16,
+    num_kvcache_blocks=12,
+    max_num_batched_tokens=12,
+    max_num_mixed_tokens=12,
+)
+
 
 class Rerun:
     """In place of a torch.cuda.CUDAGraph: leaves its results in the tensors of the first run."""
@@ -76,18 +87,8 @@ def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, draf
         prompts.append([50, 51, 52, 53, 54])
         grammar = {"regex": "[a-d]{20}"}
         params.append(SamplingParams(temperature=0.8, max_tokens=6, seed=4, structured_outputs=grammar))
-    settings = dict(
-        load_format="dummy",
-        logprobs_mode="processed_logprobs",  # which takes what a graph leaves of the sampler's input
-        async_scheduling=True,
-        max_num_seqs=5,
-        max_model_len=64,
-        kvcache_block_size=16,
-        num_kvcache_blocks=12,
-        max_num_batched_tokens=12,
-        max_num_mixed_tokens=12,
-        **drafts("mixed", num_drafts) if num_drafts else {},
-    )
+    # processed log-probabilities take what a graph leaves of the sampler's input
+    settings = SMALL | {"logprobs_mode": "processed_logprobs"} | (drafts("mixed", num_drafts) if num_drafts else {})
     expected = generate_by_steps(make_llm(one_layer, **settings), zip(prompts, params))
     texts = tuple([*output.prompt_token_ids, *x.token_ids] for output in expected for x in output.outputs)
     monkeypatch.setattr(KnownAnswers, "texts", texts)
@@ -153,17 +154,7 @@ def test_drafts_of_graphs(make_llm, one_layer, use_ops, monkeypatch, tmp_path, m
         SamplingParams(temperature=0.7, max_tokens=18, ignore_eos=True, seed=3, logit_bias={17: 5.0}, top_k=5),
         SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True, seed=4, top_p=0.9),
     ]
-    settings = dict(
-        load_format="dummy",
-        async_scheduling=True,
-        max_num_seqs=5,
-        max_model_len=64,
-        kvcache_block_size=16,
-        num_kvcache_blocks=12,
-        max_num_batched_tokens=12,
-        max_num_mixed_tokens=12,
-        speculative_config=speculative,
-    )
+    settings = SMALL | {"speculative_config": speculative}
     plain = make_llm(one_layer, **settings)
     expected = generate_by_steps(plain, zip(prompts, params))
     use_ops("norm_rope_and_store", "place_decodes", "accept")

@@ -52,10 +52,12 @@ def main(args: argparse.Namespace, root: Path) -> None:
     write_shape(args.shape, model)
     write_shape(args.draft_shape, drafter)
     write_head(head, model)
-    k = args.num_drafts
-    imposed = dict(num_speculative_tokens=k, disable_by_batch_size=max(args.batch_sizes))
-    imposed |= dict(rejection_sample_method="synthetic")
-    imposed |= dict(synthetic_acceptance_rates=[args.acceptance ** (i + 1) for i in range(k)])
+    imposed = dict(
+        num_speculative_tokens=args.num_drafts,
+        disable_by_batch_size=max(args.batch_sizes),
+        rejection_sample_method="synthetic",
+        synthetic_acceptance_rates=[args.acceptance ** (i + 1) for i in range(args.num_drafts)],
+    )
     methods = {
         "without": None,
         "eagle3": imposed | dict(model=str(head)),
