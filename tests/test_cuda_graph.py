@@ -139,6 +139,7 @@ def test_drafts_of_graphs(make_llm, one_layer, use_ops, monkeypatch, tmp_path, m
     monkeypatch.setattr(cuda_graph, "TOKEN_SIZES", (4, 32))
     monkeypatch.setattr(cuda_graph, "capture", capture)
     monkeypatch.setattr(draft_graphs, "capture", capture)
+    monkeypatch.setattr(draft_graphs, "ROWS", (8, 12))
     monkeypatch.setattr(dummy_weights, "BOUND", 1.0)
     speculative = {"method": method, "num_speculative_tokens": 3, "model": one_layer, "disable_by_batch_size": 4}
     if method == "eagle3":
@@ -165,11 +166,12 @@ def test_drafts_of_graphs(make_llm, one_layer, use_ops, monkeypatch, tmp_path, m
     with torch.inference_mode():
         runner.graphs = DecodeGraphs(llm.config, k, runner.buffers.device, runner.forward, pool=None)
         graphs = DraftGraphs(llm.config, drafter, runner.pad_req_index, pool=None)
-    drafter.run = graphs.run
+    drafter.run, drafter.run_chunks = graphs.run, graphs.run_chunks
     outputs = generate_by_steps(llm, zip(prompts, params))
     assert answers(outputs) == answers(expected)
     num_replays = {size: graph.num_replays for size, graph in graphs.graphs.items()}
     assert num_replays[1] > 2 and num_replays[2] + num_replays[4] > 2, num_replays
+    assert all(graph.num_replays for graph, *_ in graphs.chunks.values()), graphs.chunks
     drafts, of_plain = (x.stats()["spec_decode"] for x in (llm, plain))
     assert drafts == of_plain and 20 < drafts["accepted_tokens"] <= drafts["draft_tokens"]
 

@@ -73,11 +73,10 @@ class Speculation(StepFeature):
             self.drafter = resolve_name(drafter)(runner)
 
     def upload(self, arrays: Arrays) -> None:
-        self.masks = arrays if "masks" in arrays else {}
+        self.masks, drafts = arrays if "masks" in arrays else {}, arrays["drafts"]
         if self.drafter is not None:
             self.drafter.draft(arrays)
         else:
-            drafts = arrays["drafts"]
             self.tables.last_token_ids[arrays["req_indices"].long(), 1 : 1 + drafts.shape[1]] = drafts
 
     def after_forward(self, arrays: Arrays, output: Any) -> None:
