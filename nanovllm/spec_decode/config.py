@@ -99,6 +99,18 @@ OWNERS = {
 KEYS = [field.name for field in fields(SpeculativeConfig)][:-3]  # the others are resolved
 
 
+def given_values(given: Any) -> dict[str, Any]:
+    """What a dict, or JSON of one, states."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise ValueError(f"speculative_config={given!r:.80}: is not JSON ({error})") from None
+    if not isinstance(given, Mapping):
+        raise TypeError(f"speculative_config={given!r:.80}: must be a dict, or JSON of one")
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def read_speculative_config(config: Any) -> SpeculativeConfig:
     """The resolved form of `config.speculative_config`: a dict, or JSON of one; `config` is a Config.
 
@@ -107,14 +119,7 @@ def read_speculative_config(config: Any) -> SpeculativeConfig:
     given = config.speculative_config
     if isinstance(given, SpeculativeConfig):
         return given
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except ValueError as error:
-            raise ValueError(f"speculative_config={given!r:.80}: is not JSON ({error})") from None
-    if not isinstance(given, Mapping):
-        raise TypeError(f"speculative_config={given!r:.80}: must be a dict, or JSON of one")
-    values = {name: value for name, value in given.items() if value is not None}
+    values = given_values(given)
     for name in values:
         if name not in KEYS:
             raise TypeError(f"speculative_config: unknown key {name!r}: must be one of {', '.join(KEYS)}")
