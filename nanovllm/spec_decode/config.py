@@ -157,7 +157,7 @@ def _resolve(settings: SpeculativeConfig, config: Any) -> None:
     bound = f"num_speculative_tokens, less than kvcache_block_size={block_size},"
     k = check_int(bound, settings.num_speculative_tokens, 1, block_size - 1)
     on_host, on_cpu = settings.method in ("ngram", "suffix"), config.device == "cpu"
-    set_("drafts_with_masks", on_cpu and on_host)
+    set_("drafts_with_masks", on_host)
     set_("step_cost", ON_CPU if on_cpu else ON_CUDA._replace(width=k))  # graphs have rows for all drafts
     set_("disable_by_batch_size", settings.disable_by_batch_size or (16 if on_host or on_cpu else 64))
     rates = settings.synthetic_acceptance_rates
