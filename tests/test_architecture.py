@@ -337,7 +337,7 @@ BUDGETS = {
     "quantization": 485,
     "8-bit kernels": 507,
     "rollout": 400,
-    "spec_decode": 900,  # of which heads are 185
+    "spec_decode": 902,  # of which heads are 185
     "structured_outputs": 375,
     "compat": 535,
     "serve": 2865,

@@ -21,7 +21,7 @@ from nanovllm.engine.scheduling_policy import TokenBudget
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stats import stats_of
 from nanovllm.layers.sampler import KEEPS_ALL, token_keys
-from nanovllm.spec_decode import suffix
+from nanovllm.spec_decode import output_processor, suffix
 from nanovllm.spec_decode.config import ON_CPU, ON_CUDA
 from nanovllm.spec_decode.draft_model import DraftModel
 from nanovllm.spec_decode.output_processor import Pace
@@ -168,6 +168,7 @@ def test_the_drafter_catches_up(make_llm, small_model, chat):
 
 def test_keys_of_wrong_drafts_are_computed_again(make_llm, small_model, monkeypatch):
     """Also if nothing was drafted in the step after them: all drafts of the model for itself are right then."""
+    monkeypatch.setattr(output_processor, "CREDIT", 100.0)
     llm = make_llm(small_model, **SETTINGS, **drafting("draft_model", model=small_model))
     sample, paces, pauses, num_wrong = DraftModel._sample, llm.core.output_processor.paces, set(), 0
 
@@ -256,6 +257,39 @@ class Wrong(Proposer):
 
     def draft(self, seq, num_drafts):
         return [*self.known[len(seq.token_ids) :], *[7] * num_drafts][:num_drafts]
+
+
+@pytest.mark.parametrize("num_seqs, num_tokens", [(1, 110), (3, 30), (8, 60)])
+def test_wrong_drafts_cost_little(make_llm, small_model, monkeypatch, num_seqs, num_tokens):
+    """However many sequences run, and however short they are; as soon as drafts are right, they are used."""
+    sample, is_wrong = DraftModel._sample, 1
+    draw = lambda *args: (sample(*args) + is_wrong) % llm.config.model_config.vocab_size
+    monkeypatch.setattr(DraftModel, "_sample", draw)
+    llm = make_llm(small_model, **SETTINGS, **drafting("draft_model", model=small_model))
+    seconds = {"with": 0.0, "without": 0.0}
+
+    def count(step, result) -> None:
+        if step.num_decodes:
+            cost = llm.config.speculative_config.step_cost
+            seconds["with"] += cost.of(step.num_decodes, step.tokens_per_row - 1)
+            seconds["without"] += cost.of(step.num_decodes)
+
+    def generate(num_rounds: int) -> float:
+        seconds.update({"with": 0.0, "without": 0.0})
+        for i in range(num_rounds):
+            prompts = [[5 + i % 400, 6 + j] for j in range(num_seqs)]
+            llm.generate(prompts, SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=i), use_tqdm=False)
+        return seconds["with"] / seconds["without"]
+
+    llm.core.on_step.append(count)
+    generate(120 // num_tokens)  # which uses up what drafts may cost at first
+    assert 1 < generate(330 // num_tokens) < 1.025
+    is_wrong = 0
+    generate(120 // num_tokens)
+    before = accepted(llm)
+    generate(1)
+    num_accepted, num_drafted = (now - then for now, then in zip(accepted(llm), before))
+    assert num_accepted == num_drafted > 0.7 * num_seqs * num_tokens
 
 
 def test_a_sequence_whose_drafts_are_wrong_pauses(make_llm, small_model, monkeypatch):
