@@ -271,17 +271,20 @@ def decode_attention_of_qkv(
     return out
 
 
-def _choose_programs(batch_size, kv_heads, group: int, row_bytes: int, is_qkv: bool, device) -> tuple[int, int, int]:
+def _choose_programs(
+    batch_size, kv_heads, tokens_per_row, row_bytes: int, is_qkv: bool, device
+) -> tuple[int, int, int]:
     """How many programs a multiprocessor gets, the warps of one, and how many tiles it loads at a time.
 
-    `row_bytes`: of a key, which `group` queries share. Four warps read fastest, by two programs that run at the same
-    time. But while these leave no room, no program of the next kernel starts. So keys of 256 bytes are read so where
-    this takes few splits, those of 512 always, and shorter ones only of a single sequence.
+    `row_bytes`: of a key. Four warps read fastest, by two programs that run at the same time. But while these leave no
+    room, no program of the next kernel starts. So keys of several rows are always read so; else those of 256 bytes
+    where this takes few splits, those of 512 always, and shorter ones only of a single sequence.
     """
     has_few_splits = batch_size * kv_heads * 3 > 2 * num_sms(device)  # two at most
-    if batch_size == 1 or (is_qkv and (row_bytes > 256 or (row_bytes == 256 and has_few_splits))):
+    are_fastest = is_qkv and (row_bytes > 256 or (row_bytes == 256 and has_few_splits))
+    if batch_size == 1 or tokens_per_row > 1 or are_fastest:
         return 2, 4, 3 if row_bytes <= 256 else 2
-    return PROGRAMS_PER_SM, 2 if group <= 16 else 4, 3 if row_bytes <= 256 and not is_qkv else 2
+    return PROGRAMS_PER_SM, 2, 3 if row_bytes <= 256 and not is_qkv else 2
 
 
 def _decode(out, q, norm_rope_inputs, caches, seqs, max_context_len, splits, window, tokens_per_row=1) -> None:
@@ -293,7 +296,7 @@ def _decode(out, q, norm_rope_inputs, caches, seqs, max_context_len, splits, win
     layout, is_qkv = layout_of(caches[0], TILE, window), norm_rope_inputs is not NO_NORM_ROPE
     max_num_keys = min(max_context_len, window or max_context_len)
     programs, num_warps, stages = _choose_programs(
-        batch_size, layout.kv_heads, group * tokens_per_row, head_dim * caches[0].element_size(), is_qkv, q.device
+        batch_size, layout.kv_heads, tokens_per_row, head_dim * caches[0].element_size(), is_qkv, q.device
     )
     splits = splits or choose_num_splits(batch_size, layout.kv_heads, max_num_keys, TILE, q.device, programs)
     partial = lse = None

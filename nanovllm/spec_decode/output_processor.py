@@ -14,7 +14,7 @@ MEMORY = 8  # steps with drafts, about, over which the accepted ones are average
 PAUSES = 16, 512  # tokens: the first pause of a sequence, and the longest
 # What models and heads draft is as good in one text as in another. If it has cost more than it has brought, in steps
 # without drafts, no sequence drafts until there is credit again: so much at first, and some for each step.
-CREDIT, CREDIT_PER_STEP, CREDIT_TO_TRY = 4.0, 0.015, 0.5
+CREDIT, CREDIT_PER_STEP, CREDIT_TO_TRY = 2.0, 0.01, 0.3
 # if every eighth sequence drafts on the host, all wait for their tokens: others would decode twice meanwhile, but so
 # often the weights would be read twice too
 MANY = 8
