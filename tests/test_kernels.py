@@ -243,15 +243,15 @@ def test_a_step_of_decodes_and_chunks(splits, dtype):
 def test_prefill_of_the_tiles_for_hopper(heads, monkeypatch):
     """Several programs compute one; with a window none of them is Hopper's."""
     group, _, head_dim, _ = heads
-    monkeypatch.setattr(prefill_attention, "has_hopper_kernel", lambda: False)
+    monkeypatch.setattr(prefill_attention, "has_hopper_kernels", lambda: False)
     tokens = ops.query_tile_size(group, head_dim, torch.float16)
-    monkeypatch.setattr(prefill_attention, "has_hopper_kernel", lambda: True)
+    monkeypatch.setattr(prefill_attention, "has_hopper_kernels", lambda: True)
     assert 1 < ops.query_tile_size(group, head_dim, torch.float16) // tokens <= 128 // tokens
     check_prefill([150, 1, 30], [20, 40, 0], heads, torch.float16, NAN, window=90)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not prefill_attention.has_hopper_kernel(), reason="needs a Hopper GPU, and Triton 3.6")
+@pytest.mark.skipif(not prefill_attention.has_hopper_kernels(), reason="needs a Hopper GPU, and Triton 3.6")
 @pytest.mark.parametrize("is_hopper", [True, False], ids=["hopper", "any"])
 @pytest.mark.parametrize(
     "heads, dtype",
@@ -262,7 +262,7 @@ def test_prefill_of_the_tiles_for_hopper(heads, monkeypatch):
 )
 def test_prefill_by_either_kernel(heads, dtype, is_hopper, monkeypatch):
     """Fewer tiles than programs and more; tiles of which a part, or a warpgroup, has no tokens."""
-    monkeypatch.setattr(prefill_attention, "has_hopper_kernel", lambda: is_hopper)
+    monkeypatch.setattr(prefill_attention, "has_hopper_kernels", lambda: is_hopper)
     num_new, num_before = [1, 5, 63, 64, 65, 127, 129, 300, 1001], [0, 3, 0, 200, 129, 1, 1000, 77, 513]
     check_prefill(num_new, num_before, heads, dtype, NAN)
     check_prefill([70], [0], heads, dtype, NAN)

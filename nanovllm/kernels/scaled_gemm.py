@@ -6,9 +6,11 @@ x may be quantized too, to e4m3, for GPUs with FP8 units. Otherwise W is convert
 import torch
 import triton
 
-from nanovllm.kernels.dependent_launch import num_sms
+from nanovllm.kernels.dependent_launch import has_hopper_kernels, num_sms
 from nanovllm.kernels.split_k_gemm import split_k_product
-from nanovllm.kernels.tiles import QuantizedRows, Tiles
+from nanovllm.kernels.tiles import QuantizedRows, Tiles, block_shape
+
+HOPPER_BLOCK = 128  # inputs, and outputs, that share a scale in hopper_gemm.py
 
 
 def _tiles(num_rows: int) -> Tiles:
@@ -37,3 +39,22 @@ def scaled_gemm(
     takes the result.
     """
     return split_k_product(x, values, scales, _tiles(len(x)), split_k, out)
+
+
+def hopper_gemm(
+    x: QuantizedRows, values: torch.Tensor, scales: torch.Tensor, gated: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor | QuantizedRows:
+    """y = x W^T [M, N] for many rows, with scales of blocks of 128; if gated, `silu_and_mul_quantize` of y.
+
+    NotImplemented where there is no such kernel, or not enough rows for it.
+    """
+    n, k = values.shape
+    num_tiles = triton.cdiv(len(x), 128) * triton.cdiv(n, 256)
+    if not has_hopper_kernels() or x.dtype == torch.float32 or num_tiles < 2 * num_sms(values.device):
+        return NotImplemented
+    blocks = *block_shape(values, scales), k // x.scales.shape[1]
+    if blocks != (HOPPER_BLOCK,) * 3 or n % (2 * HOPPER_BLOCK if gated else HOPPER_BLOCK):
+        return NotImplemented
+    from nanovllm.kernels.hopper_gemm import multiply  # which imports what few versions of Triton have
+
+    return multiply(x, values, scales, gated, out)
