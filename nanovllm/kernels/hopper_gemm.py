@@ -29,15 +29,13 @@ class Plan(NamedTuple):
     k: int
     gated: bool
     stages: int = 4
-    buffers: int = 1
     group_m: int = 16
-    turns: bool = False
 
 
 @gluon.constexpr_function
 def _sums():
-    """The layout of a warpgroup's sums of products [64, 128], as wgmma has them."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+    """The layout of a warpgroup's sums of products [64, 64], as wgmma has them."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
 
 
 @gluon.jit
@@ -94,15 +92,40 @@ def _scales(scale_ptrs, tile, block, sizes, W: gl.constexpr, PLAN: gl.constexpr)
 
 
 @gluon.jit
-def _add_product(acc, part, x, w, scale, turns, turn, W: gl.constexpr, PLAN: gl.constexpr):
-    if PLAN.turns:
-        mbarrier.wait(turns.index(W), turn & 1)
-    part = hopper.warpgroup_mma(x, w.permute((1, 0)), part, use_acc=False, is_async=True)
-    if PLAN.turns:
-        mbarrier.arrive(turns.index(1 - W), count=1)
-    part = hopper.warpgroup_mma_wait(0, deps=[part])
-    # the wait keeps the compiler from moving the addition behind the next product, which would take more registers
-    return hopper.warpgroup_mma_wait(0, deps=[acc + part * scale[:, None]]), part
+def _product(x, w, part: gl.constexpr):
+    """Start the product of rows [64, 128], in registers, with a part of the weights, 64 outputs."""
+    zeros = gl.full([64, 64], 0.0, gl.float32, _sums())
+    return hopper.warpgroup_mma(x, w.slice(part * 64, 64).permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add(acc, part, scale, RUNNING: gl.constexpr):
+    """The wait keeps the compiler from moving the addition behind the next product, which would take more registers."""
+    return hopper.warpgroup_mma_wait(RUNNING, deps=[acc + part * scale[:, None]])
+
+
+@gluon.jit
+def _add_products(sums, stage, use, scale0, scale1, rings, W: gl.constexpr, PLAN: gl.constexpr):
+    """Two of four products run at a time: when one is done, the tensor cores begin the next while it is added."""
+    x_ring, w_ring, full, empty = rings
+    a, b, c, d = sums
+    w0 = w_ring.index(stage * 2)
+    w1 = w_ring.index(stage * 2 + 1)
+    mbarrier.wait(full.index(stage), use & 1)
+    x = x_ring.index(stage * 2 + W).load(gl.DotOperandLayout(0, _sums(), 4))
+    p = _product(x, w0, 0)
+    q = _product(x, w0, 1)
+    p = hopper.warpgroup_mma_wait(1, deps=[p])
+    a = _add(a, p, scale0, 1)
+    p = _product(x, w1, 0)
+    q = hopper.warpgroup_mma_wait(1, deps=[q])
+    b = _add(b, q, scale0, 1)
+    q = _product(x, w1, 1)
+    p = hopper.warpgroup_mma_wait(1, deps=[p])
+    c = _add(c, p, scale1, 1)
+    q = hopper.warpgroup_mma_wait(0, deps=[q])
+    mbarrier.arrive(empty.index(stage), count=1)
+    return a, b, c, _add(d, q, scale1, 0)
 
 
 @gluon.jit
@@ -122,56 +145,56 @@ def _silu(x):
 
 
 @gluon.jit
-def _store(y, smem, tiles, at, PLAN: gl.constexpr):
-    tma.store_wait(PLAN.buffers - 1)
+def _store(y, smem, tiles, at):
+    tma.store_wait(1)
     smem.store(y.to(smem.dtype))
     hopper.fence_async_shared()
     tma.async_copy_shared_to_global(tiles, at, smem)
 
 
 @gluon.jit
-def _multiply(out, scale_ptrs, rings, turns, sizes, W: gl.constexpr, PLAN: gl.constexpr):
+def _multiply(out, scale_ptrs, rings, sizes, W: gl.constexpr, PLAN: gl.constexpr):
     """A warpgroup."""
     out_tiles, out_scale_ptr, out_ring = out
-    x_ring, w_ring, full, empty = rings
     num_m, num_n = sizes
-    if PLAN.turns and W == 1:
-        mbarrier.arrive(turns.index(0), count=1)
-    i = 0
-    part = gl.full([64, TILE], 0.0, gl.float32, _sums())
+    use = 0
+    stage = 0
     index = gl.program_id(0)
     tile = _tile(index, sizes, PLAN)
     scales = _scales(scale_ptrs, tile, index * 0, sizes, W, PLAN)
+    zeros = gl.full([64, 64], 0.0, gl.float32, _sums())
     while index < num_m * num_n:
         row, n = tile
-        acc0 = gl.full([64, TILE], 0.0, gl.float32, _sums())
-        acc1 = gl.full([64, TILE], 0.0, gl.float32, _sums())
+        sums = zeros, zeros, zeros, zeros
         for block in range(PLAN.k // TILE):
             x_scale, w_scale0, w_scale1 = scales
             scale0, scale1 = x_scale * w_scale0, x_scale * w_scale1
             scales = _scales(scale_ptrs, tile, gl.minimum(block + 1, PLAN.k // TILE - 1), sizes, W, PLAN)
-            stage = i % PLAN.stages
-            mbarrier.wait(full.index(stage), i // PLAN.stages & 1)
-            x = x_ring.index(stage * 2 + W)
-            acc0, part = _add_product(acc0, part, x, w_ring.index(stage * 2), scale0, turns, 2 * i, W, PLAN)
-            acc1, part = _add_product(acc1, part, x, w_ring.index(stage * 2 + 1), scale1, turns, 2 * i + 1, W, PLAN)
-            mbarrier.arrive(empty.index(stage), count=1)
-            i += 1
+            sums = _add_products(sums, stage, use, scale0, scale1, rings, W, PLAN)
+            stage += 1
+            if stage == PLAN.stages:
+                stage = 0
+                use += 1
         index += gl.num_programs(0)
         tile = _tile(index, sizes, PLAN)
         scales = _scales(scale_ptrs, tile, index * 0, sizes, W, PLAN)
+        a, b, c, d = sums
+        row += W * 64
         if PLAN.gated:
-            y = _silu(acc0) * acc1
-            largest = gl.maximum(gl.max(gl.abs(y), 1), 1e-12)
-            rows = row + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, _sums()))
+            a = _silu(a) * c
+            b = _silu(b) * d
+            largest = gl.maximum(gl.max(gl.abs(a), 1), gl.max(gl.abs(b), 1))
+            largest = gl.maximum(largest, 1e-12)
+            rows = row + gl.arange(0, 64, gl.SliceLayout(1, _sums()))
             gl.store(out_scale_ptr + n.to(gl.int64) * scale_ptrs[2] + rows, largest / 448.0, rows < scale_ptrs[3])
-            y = y * (448.0 / largest)[:, None]
-            _store(y, out_ring.index(W), out_tiles, [row + W * 64, n * TILE], PLAN)
+            inverse = (448.0 / largest)[:, None]
+            _store(a * inverse, out_ring.index(W * 2), out_tiles, [row, n * 128])
+            _store(b * inverse, out_ring.index(W * 2 + 1), out_tiles, [row, n * 128 + 64])
         else:
-            for half in gl.static_range(2):
-                smem = out_ring.index(W * PLAN.buffers + half % PLAN.buffers)
-                at = [row + W * 64, (n * 2 + half) * TILE]
-                _store(acc0 if half == 0 else acc1, smem, out_tiles, at, PLAN)
+            _store(a, out_ring.index(W * 2), out_tiles, [row, n * 256])
+            _store(b, out_ring.index(W * 2 + 1), out_tiles, [row, n * 256 + 64])
+            _store(c, out_ring.index(W * 2), out_tiles, [row, n * 256 + 128])
+            _store(d, out_ring.index(W * 2 + 1), out_tiles, [row, n * 256 + 192])
     tma.store_wait(0)
 
 
@@ -196,18 +219,15 @@ def _gemm_kernel(
     STAGES: gl.constexpr = PLAN.stages
     X: gl.constexpr = [2 * PLAN.stages] + x_tiles.block_shape  # noqa: RUF005 (Gluon has no star)
     WEIGHTS: gl.constexpr = [2 * PLAN.stages] + w_tiles.block_shape  # noqa: RUF005
-    OUT: gl.constexpr = [2 * PLAN.buffers] + out_tiles.block_shape  # noqa: RUF005
+    OUT: gl.constexpr = [4] + out_tiles.block_shape  # noqa: RUF005
     x_ring = gl.allocate_shared_memory(x_tiles.dtype, X, x_tiles.layout)
     w_ring = gl.allocate_shared_memory(w_tiles.dtype, WEIGHTS, w_tiles.layout)
     out_ring = gl.allocate_shared_memory(out_tiles.dtype, OUT, out_tiles.layout)
     full = gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
-    for w in gl.static_range(2):
-        mbarrier.init(turns.index(w), count=1)
     hopper.fence_async_shared()
     x_scale_ptr, w_scale_ptr = scale_ptrs
     out = out_tiles, out_scale_ptr, out_ring
@@ -216,8 +236,8 @@ def _gemm_kernel(
     sizes = (num_rows + 127) // 128, num_n
     gl.warp_specialize(
         [
-            (_multiply, (out, scales, rings, turns, sizes, gl.constexpr(0), PLAN)),
-            (_multiply, (out, scales, rings, turns, sizes, gl.constexpr(1), PLAN)),
+            (_multiply, (out, scales, rings, sizes, gl.constexpr(0), PLAN)),
+            (_multiply, (out, scales, rings, sizes, gl.constexpr(1), PLAN)),
             (_load_tiles, ((x_tiles, w_tiles), rings, sizes, PLAN)),
         ],
         [4, 1],  # warps of all but the first
@@ -225,9 +245,10 @@ def _gemm_kernel(
     )
 
 
-def _tiles(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Tiles of `rows` rows and 128 columns."""
-    return TensorDescriptor.from_tensor(x, [rows, 128], gl.NVMMASharedLayout(128, 8 * x.element_size()))
+def _tiles(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    size = x.element_size()
+    layout = gl.NVMMASharedLayout(min(128, columns * size), 8 * size)
+    return TensorDescriptor.from_tensor(x, [rows, columns], layout)
 
 
 def multiply(
@@ -250,7 +271,7 @@ def multiply(
     num_n = triton.cdiv(n, 256)
     grid = (min(num_sms(values.device), triton.cdiv(rows, 128) * num_n),)
     launch(_gemm_kernel, grid, values.device)(
-        *(_tiles(x.values, 64), _tiles(values, 128), _tiles(y, 64), (x.scales, scales), y_scales),
+        *(_tiles(x.values, 64, 128), _tiles(values, 128, 128), _tiles(y, 64, 64), (x.scales, scales), y_scales),
         *(x.scales.stride(1), rows, n // 128, num_n),
         PLAN=Plan(k, gated, **options),
         num_warps=4,
