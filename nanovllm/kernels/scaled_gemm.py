@@ -10,7 +10,7 @@ from nanovllm.kernels.dependent_launch import has_hopper_kernels, num_sms
 from nanovllm.kernels.split_k_gemm import split_k_product
 from nanovllm.kernels.tiles import QuantizedRows, Tiles, block_shape
 
-HOPPER_BLOCK = 128  # inputs, and outputs, that share a scale in hopper_gemm.py
+SWIGLU_GROUP = 128  # inputs, outputs, and weights in both directions that share a scale in hopper_swiglu.py
 
 
 def _tiles(num_rows: int) -> Tiles:
@@ -41,20 +41,16 @@ def scaled_gemm(
     return split_k_product(x, values, scales, _tiles(len(x)), split_k, out)
 
 
-def hopper_gemm(
-    x: QuantizedRows, values: torch.Tensor, scales: torch.Tensor, gated: bool = False, out: torch.Tensor | None = None
-) -> torch.Tensor | QuantizedRows:
-    """y = x W^T [M, N] for many rows, with scales of blocks of 128; if gated, `silu_and_mul_quantize` of y.
+def swiglu_quantize(x: QuantizedRows, values: torch.Tensor, scales: torch.Tensor) -> QuantizedRows:
+    """`silu_and_mul_quantize` of x W^T, in groups of SWIGLU_GROUP: [M, K] -> [M, N / 2], without rounding in between.
 
-    NotImplemented where there is no such kernel, or not enough rows for it.
+    NotImplemented where there is no kernel for it, or as long as too few rows would leave it idle.
     """
     n, k = values.shape
-    num_tiles = triton.cdiv(len(x), 128) * triton.cdiv(n, 256)
-    if not has_hopper_kernels() or x.dtype == torch.float32 or num_tiles < 2 * num_sms(values.device):
+    groups = *block_shape(values, scales), k // x.scales.shape[1]
+    num_tiles = triton.cdiv(len(x), 128) * (n // 256)
+    if not has_hopper_kernels() or groups != (SWIGLU_GROUP,) * 3 or n % 256 or num_tiles < 2.7 * num_sms(values.device):
         return NotImplemented
-    blocks = *block_shape(values, scales), k // x.scales.shape[1]
-    if blocks != (HOPPER_BLOCK,) * 3 or n % (2 * HOPPER_BLOCK if gated else HOPPER_BLOCK):
-        return NotImplemented
-    from nanovllm.kernels.hopper_gemm import multiply  # which imports what few versions of Triton have
+    from nanovllm.kernels.hopper_swiglu import swiglu  # which imports what few versions of Triton have
 
-    return multiply(x, values, scales, gated, out)
+    return swiglu(x, values, scales)

@@ -37,8 +37,7 @@ class FP8Linear(ScaledLinear):
         self.library_multiplies = (
             has_library_scales and n % 16 == k % 16 == 0 and _has_scaled_mm(self.values.device, is_row)
         )
-        self.is_invariant = bool(variant.get())
-        if self.is_invariant:  # all numbers of rows are computed in the same way
+        if variant.get():  # all numbers of rows are computed in the same way
             self.min_rows, self.library_multiplies = 1, False
 
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
@@ -47,8 +46,6 @@ class FP8Linear(ScaledLinear):
         if not isinstance(x, ops.QuantizedRows):
             x = ops.quantize_rows(x, self.group)
         is_few = split_k > 1 or len(x) <= MAX_GEMM_ROWS
-        if not is_few and (y := self._hopper_gemm(x, False, out)) is not NotImplemented:
-            return y if bias is None else y.add_(bias)
         if not is_few and self.library_multiplies and x.dtype == torch.bfloat16:
             return self._scaled_mm(x, bias, out)
         y = ops.scaled_gemm(x, self.values, self.scales, split_k, out)
@@ -60,17 +57,17 @@ class FP8Linear(ScaledLinear):
         if len(x) < self.min_rows or not self.suits_gemm:
             return super().norm_linear(layer, x, act)
         rows = self._quantized(x)
-        if isinstance(act, FP8SiluAndMul) and act.consumer.group == ops.HOPPER_BLOCK and layer.bias is None:
-            rows = rows if isinstance(rows, ops.QuantizedRows) else ops.quantize_rows(rows, self.group)
-            if (y := self._hopper_gemm(rows, True)) is not NotImplemented:
-                return y
+        if isinstance(act, FP8SiluAndMul) and (y := self._swiglu(layer, rows, act)) is not NotImplemented:
+            return y
         y = self.linear(layer, rows, layer.bias)
         return y if act is None else act(y)
 
-    def _hopper_gemm(self, x: Any, gated: bool, out: torch.Tensor | None = None) -> Any:
-        if self.is_invariant:
+    def _swiglu(self, layer: LinearBase, rows: Any, act: "FP8SiluAndMul") -> Any:
+        """Product and activation in one kernel, where there is one."""
+        is_quantized = isinstance(rows, ops.QuantizedRows)  # not by the sum over ranks
+        if variant.get() or layer.bias is not None or act.consumer.group != ops.SWIGLU_GROUP or not is_quantized:
             return NotImplemented
-        return ops.hopper_gemm(x, self.values, self.scales, gated, out)
+        return ops.swiglu_quantize(rows, self.values, self.scales)
 
     def _quantized(self, x: NormInput) -> Any:
         """The norm quantizes the rows, unless it is computed already, or also adds up the parts of several ranks."""
