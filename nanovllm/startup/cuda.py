@@ -4,8 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -149,7 +148,7 @@ def compile_kernels(runner: Any) -> None:
 
     runner.allocate_kv_cache(16, num_layers=1)
     try:
-        with few_layers(runner):
+        with few_layers(runner)():
             compile_only(run_steps)
     finally:
         runner.allocate_kv_cache(0)
@@ -161,15 +160,20 @@ def captures_chunks(runner: Any) -> bool:
     return runner.backend.captures_chunks and all(getattr(layer, "captures_chunks", True) for layer in layers)
 
 
-@contextmanager
-def few_layers(runner: Any) -> Iterator[None]:
-    """The model has only the layers that need kernels of their own."""
+def few_layers(runner: Any) -> Callable[[], AbstractContextManager]:
+    """A context in which the model has only the layers that need kernels of their own."""
     model = getattr(runner.model.model, "language_model", runner.model.model)
-    layers, model.layers = model.layers, first_layers_of_each_kind(model.layers)
-    try:
-        yield
-    finally:
-        model.layers = layers
+    layers, few = model.layers, first_layers_of_each_kind(model.layers)
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        model.layers = few
+        try:
+            yield
+        finally:
+            model.layers = layers
+
+    return context
 
 
 def first_layers_of_each_kind(layers: nn.ModuleList) -> nn.ModuleList:
@@ -204,7 +208,7 @@ def capture_cudagraph(runner: Any) -> None:
     config, pool, buffer = runner.config, torch.cuda.graph_pool_handle(), runner.buffers.device
     drafter = runner.features["spec_decode"].drafter
     # heads read the hidden states of later layers
-    rest = pool, partial(few_layers, runner) if drafter is None else nullcontext
+    rest = pool, few_layers(runner) if drafter is None else nullcontext
     runner.graphs = DecodeGraphs(config, runner.tokens_per_row, buffer, runner.forward, *rest)
     if drafter is not None:
         drafter.run = DraftGraphs(config, drafter, runner.pad_req_index, pool).run
