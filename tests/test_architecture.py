@@ -332,7 +332,7 @@ BUDGETS = {
     "graphs": 240,  # of which drafts of models and heads are 32
     "invariant": 302,  # of which the gated delta rule and gates are 55
     "invariant kernels": 470,  # attention of decodes and of chunks, and products, beside the fast ones
-    "startup": 422,  # of which what sleeps on a CPU is 41, and warming up drafters 10
+    "startup": 435,  # of which what sleeps on a CPU is 41, warming up drafters 10, and with few layers 13
     "mixture of experts": 587,
     "quantization": 485,
     "8-bit kernels": 507,
