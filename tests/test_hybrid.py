@@ -5,6 +5,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from common import DEVICE, TINY, TOLERANCE, each_dtype, generate_by_steps, pairs, runs_as_on_cuda
+from common import CUDA, DEVICE, DTYPES, TINY, TOLERANCE, each_dtype, generate_by_steps, pairs, runs_as_on_cuda
 from safetensors.torch import load_file, save_file
 from test_cuda_graph import capture
 from test_drafts import KnownAnswers
@@ -43,9 +44,8 @@ from nanovllm.layers.gated_delta_net import (
     recurrent_delta_rule,
 )
 from nanovllm.layers.sigmoid_gate import SigmoidGate, sigmoid_gate
-from nanovllm.layers.state import State
+from nanovllm.layers.state import State, StateSpec
 from nanovllm.models import ModelConfig, model_class
-from nanovllm.spec_decode.config import read_speculative_config
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.tensor_parallel import TensorParallel
@@ -235,25 +235,30 @@ class RuleCase:
                 assert error < 4 * TOLERANCE[self.dtype], error
 
 
+each_way = pytest.mark.parametrize("way", ["ops", "delta_net_tokens"])  # the fast kernels, and those for any batch
+
+
 @pytest.mark.parametrize("num_rows, count", [(1, None), (3, None), (3, 2)])
 @pytest.mark.parametrize("heads", [(2, 6, 16, 16, 4), (1, 1, 32, 24, 4), (3, 6, 24, 20, 2), (2, 2, 128, 64, 3)])
+@each_way
 @each_dtype
-def test_step_kernel(dtype, heads, num_rows, count):
+def test_step_kernel(dtype, way, heads, num_rows, count):
     """Each state is read and written in its row, and no other row."""
-    ops = pytest.importorskip("nanovllm.kernels.ops")
+    ops = pytest.importorskip(f"nanovllm.kernels.{way}")
     rows = torch.tensor([5, 0, 3][:num_rows], dtype=torch.int32, device=DEVICE)
     case = RuleCase(heads, dtype, 7)
     case.check(ops.delta_net_step, delta_net_step.__wrapped__, num_rows, rows, count=count)
 
 
 @pytest.mark.parametrize("heads, is_padded", pairs([(1, 2, 16, 16, 4), (1, 1, 24, 40, 2)], [True, False]), ids=str)
+@each_way
 @each_dtype
-def test_chunks_kernel(dtype, heads, is_padded):
+def test_chunks_kernel(dtype, way, heads, is_padded):
     """Of sequences with fewer tokens than a window, a chunk and more; a snapshot is read, and stays.
 
     As in a CUDA graph, with room for three sequences that decode, of which there are two, and for a chunk more.
     """
-    ops = pytest.importorskip("nanovllm.kernels.ops")
+    ops = pytest.importorskip(f"nanovllm.kernels.{way}")
     lengths = [1, 70, 2, 64, 3, 3]
     rows = torch.tensor([[5, 0, 3, 1, 8, 8], [5, 0, 3, 1, 2, 4]], dtype=torch.int32, device=DEVICE)
     num_tokens, num_seqs, count = sum(lengths), len(lengths), None
@@ -305,28 +310,39 @@ def test_parity_on_kernels(use_ops, make_hybrid, checkpoints):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs graphs as Python code")
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # in a tile of no queries
-def test_padded_steps(make_hybrid, checkpoints, use_ops, monkeypatch):
-    """Graphs have room for more sequences that decode, chunks and tokens than there are."""
+@pytest.mark.parametrize("num_drafts, has_graphs", [(0, True), (2, True), (2, False)])
+def test_padded_steps(make_hybrid, checkpoints, use_ops, drafts, monkeypatch, num_drafts, has_graphs):
+    """Graphs have room for more sequences that decode, chunks and tokens than there are; also with drafts.
+
+    The first step samples nothing.
+    """
     pytest.importorskip("triton")
     monkeypatch.setattr(cuda_graph, "TOKEN_SIZES", (8, 24))
     monkeypatch.setattr(cuda_graph, "capture", capture)
-    use_ops("norm_rope_and_store")
+    use_ops("norm_rope_and_store", "delta_net_drafts", "place_decodes", "accept")
     settings = dict(max_num_seqs=4, max_model_len=96, max_num_batched_tokens=24, max_num_mixed_tokens=24)
+    settings |= drafts("mixed", num_drafts) if num_drafts else {}
     llm = make_hybrid("qwen3_5-tied", attention_backend="triton", num_kvcache_blocks=24, **settings)
     runner = llm.model_runner
     runs_as_on_cuda(runner)
-    runner.buffers = make_buffers(llm.config, torch.device("cpu"), 1)
-    shapes, buffer = graph_shapes(llm.config, runner.backend), runner.buffers.device
+    runner.buffers = make_buffers(llm.config, torch.device("cpu"), runner.tokens_per_row)
+    shapes, buffer = graph_shapes(llm.config, runner.backend, runner.tokens_per_row), runner.buffers.device
     with torch.inference_mode():
         parts = runner.pad_req_index, runner.run_model, runner.sample
         graphs = MixedGraphs(shapes, llm.config.max_num_seqs, buffer, *parts, pool=None)
-    runner.mixed_graphs = graphs
+    runner.mixed_graphs = graphs if has_graphs else None
     rng = random.Random(1)
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=5, ignore_eos=True, logprobs=0, detokenize=False)
-    requests = [([rng.randrange(5, 500) for _ in range(n)], params) for n in (1, 3, 30, 9, 17)]
-    assert_same_as_reference(checkpoints.model("qwen3_5-tied"), generate_by_steps(llm, requests))
+    lengths = (1, 3, 30, 9, 17)[: 5 if has_graphs else 3]
+    requests = [([rng.randrange(5, 500) for _ in range(n)], params) for n in lengths]
+    outputs = generate_by_steps(llm, requests[2:3]) + generate_by_steps(llm, requests)
+    if num_drafts:
+        monkeypatch.setattr(KnownAnswers, "texts", tuple(x.prompt_token_ids + x.outputs[0].token_ids for x in outputs))
+        outputs += generate_by_steps(llm, requests)
+        assert accepted(llm)[0] > 3
+    assert_same_as_reference(checkpoints.model("qwen3_5-tied"), outputs)
     replayed = {shape.num_decodes for shape in shapes if graphs.models[shape.graph_shape].num_replays}
-    assert replayed == {0, 4}
+    assert replayed >= {0, 4 * (1 + num_drafts)} if has_graphs else not replayed
 
 
 @pytest.mark.parametrize("schedule, async_scheduling", pairs(SCHEDULES, [True, False]))  # others in test_states.py
@@ -424,51 +440,85 @@ def test_states_take_half_of_the_cache(make_hybrid, checkpoints, monkeypatch, en
 # -- drafts ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("heads", [(2, 6, 16, 24, 4), (1, 1, 8, 8, 2)])
-def test_drafts_of_a_layer(heads):
-    """Steps of up to four drafts, of which some are right, read what a single chunk of the right tokens reads."""
+@pytest.mark.parametrize("heads", [(2, 4, 16, 24, 4), (1, 1, 16, 8, 2), (1, 2, 24, 20, 3)], ids=str)
+@pytest.mark.parametrize(
+    "way, dtype",
+    [
+        ("definitions", torch.float32),
+        *pairs(["kernels.ops", "kernels.delta_net_tokens"], [torch.float32, torch.float16]),
+    ],
+    ids=str,
+)
+def test_drafts_of_a_layer(way, dtype, heads):
+    """Chunks, and then steps of up to four drafts, of which some are right: they read what a whole chunk reads.
+
+    Of a step of kernels, there are fewer sequences than there is room for, and one of them is padding.
+    """
     rng, (heads, num_seqs, num_drafts) = random.Random(0), (DeltaHeads(*heads), 3, 4)
+    find = lambda op: op if way == "definitions" else getattr(pytest.importorskip(f"nanovllm.{way}"), op.__name__)
+    device, num_padding = (torch.device("cpu"), 0) if way == "definitions" else (DEVICE, 1)
     torch.manual_seed(0)
-    layer = layer_of(heads, torch.float32).cpu()
+    layer, exact_layer = (layer_of(heads, x).to(device) for x in (dtype, torch.float32))
+    exact_layer.load_state_dict(layer.state_dict())
     spec = layer.cache_spec()
     settings = Config(TINY, device="cpu", max_num_seqs=num_seqs, **drafting("ngram", num_speculative_tokens=num_drafts))
-    states = spec.make([torch.full(x.shape[1:], 7, dtype=x.dtype) for x in spec.tensors(1, 0, settings)], settings)
+    tensors = [torch.full(x.shape[1:], 7, dtype=x.dtype, device=device) for x in spec.tensors(1, 0, settings)]
+    states, pad, zeros = spec.make(tensors, settings), num_seqs, num_seqs + 1
     for tensor in (*states.tensors, states.kept_drafts.inputs):
         tensor.fill_(torch.nan)
+        tensor[zeros] = 0
+    states.kept_drafts.num_tokens[zeros] = 0
     sizes = sum(heads.sizes) + heads.sizes[2], 2 * heads.num_values
-    draw = lambda *shape: [torch.randn(*shape, size) for size in sizes]
+    draw = lambda *shape: [torch.randn(*shape, size).to(device, dtype) for size in sizes]
+    int32 = lambda numbers: torch.tensor(numbers, dtype=torch.int32, device=device)
     texts = draw(num_seqs, 60)
-    plain = State(*(torch.zeros(1, num_seqs, *shape) for shape in spec.shapes))
-    bounds, out = torch.arange(num_seqs + 1) * 60, torch.empty(num_seqs * 60, heads.sizes[2])
-    rows = torch.arange(num_seqs)
-    delta_net_chunks(*(x.flatten(0, 1) for x in texts), layer, plain, rows.expand(2, -1), bounds, num_seqs, out)
+    plain = State(*(torch.zeros(1, num_seqs, *shape, device=device) for shape in spec.shapes))
+    bounds, out = int32(range(0, 60 * num_seqs + 1, 60)), torch.empty(num_seqs * 60, heads.sizes[2], device=device)
+    rows = int32(2 * [[*range(num_seqs)]])
+    whole = delta_net_chunks.__wrapped__
+    whole(*(x.flatten(0, 1).float() for x in texts), exact_layer, plain, rows, bounds, num_seqs, out)
     expected = out.view(num_seqs, 60, -1)
-    for tensor in states.tensors:
-        tensor[:num_seqs] = 0
-    states.kept_drafts.num_tokens[:num_seqs] = 0
-    lengths, num_steps = [0] * num_seqs, 0
-    while active := [i for i in range(num_seqs) if lengths[i] < 50]:
+
+    def assert_near(found, expected):
+        error = (found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+        assert error.max() < 4 * TOLERANCE[dtype], error
+
+    lengths, end, num_steps = [0, 0, 0], 50 if way == "definitions" or CUDA else 20, 0
+    for added in ([5, 1, 3], [1, 2, 4]):
+        which = [slice(begin, begin + size) for begin, size in zip(lengths, added)]
+        chunks = [torch.cat([x[i, own] for i, own in enumerate(which)]) for x in texts]
+        out = torch.empty(len(chunks[0]), heads.sizes[2], dtype=dtype, device=device)
+        read, bounds = [*range(3)] if any(lengths) else 3 * [zeros], torch.tensor([0, *added]).cumsum(0)
+        rows, bounds = int32([read, [*range(3)]]), int32(bounds.tolist())
+        find(delta_net_chunks)(*chunks, layer, states, rows, bounds, num_seqs, out)
+        assert_near(out, torch.cat([x[own] for x, own in zip(expected, which)]))
+        lengths = [own.stop for own in which]
+    while active := [i for i in range(num_seqs) if lengths[i] < end]:
         num_steps += 1
         rng.shuffle(active)
         k = rng.randint(1, 1 + num_drafts)
         counts = [rng.randint(1, k) for _ in active]  # tokens that are right
         numbers = [rng.randint(count, k) for count in counts]  # all of a sequence
         offsets = [[min(j, number - 1) for j in range(k)] for number in numbers]
-        inputs = draw(len(active), k)  # wrong ones
+        inputs = draw(len(active) + 2 * num_padding, k)  # wrong ones
         for i, seq in enumerate(active):
             for x, text in zip(inputs, texts):
                 x[i, : counts[i]] = text[seq, lengths[seq] :][: counts[i]]
                 x[i] = x[i, offsets[i]]
-        ends = torch.tensor([[lengths[seq] + 1 + x for x in own] for seq, own in zip(active, offsets)])
-        out = torch.empty(len(active) * k, heads.sizes[2])
-        flat = [x.flatten(0, 1) for x in inputs]
-        delta_net_drafts(*flat, layer, states, torch.tensor(active), ends.flatten().int(), out)
-        for i, (seq, found) in enumerate(zip(active, out.view(len(active), k, -1))):
+        ends = [[lengths[seq] + 1 + x for x in own] for seq, own in zip(active, offsets)]
+        ends += num_padding * [k * [0], k * [10**6]]
+        out = torch.full((len(ends) * k, heads.sizes[2]), torch.nan, dtype=dtype, device=device)
+        rows = int32([[seq, -1] for seq in active] + num_padding * [[pad, -1], [0, -1]])[:, 0]
+        count = [int32([(len(active) + 1) * k])] * num_padding
+        flat = (x.flatten(0, 1) for x in inputs)
+        find(delta_net_drafts)(*flat, layer, states, rows, int32(ends).flatten(), out, *count)
+        assert num_padding == 0 or out[-k:].isnan().all()
+        for i, (seq, found) in enumerate(zip(active, out.view(len(ends), k, -1))):
             own = range(lengths[seq], lengths[seq] + counts[i])
-            torch.testing.assert_close(found[: counts[i]], expected[seq, own], rtol=1e-4, atol=1e-4)
+            assert_near(found[: counts[i]], expected[seq, own])
             assert torch.equal(found, found[offsets[i]])
             lengths[seq] += counts[i]
-    assert num_steps > 20
+    assert num_steps > end / 4
 
 
 def ids_of(outputs) -> list[list[list[int]]]:
@@ -527,15 +577,31 @@ def test_methods_of_drafting(make_hybrid, margins, tmp_path):
         assert accepted(llm)[0] > 0, method
 
 
-def test_drafts_on_a_gpu_are_refused(checkpoints):
-    """Before anything is loaded; a model of such a family whose layers keep no states is not."""
-    config = Config(checkpoints.folder("qwen3_5"), device="cpu")
-    config.resolve(device="cuda", **drafting("ngram"))
-    with pytest.raises(ValueError, match="a model whose layers keep a state: needs device='cpu' so far, not 'cuda'"):
-        read_speculative_config(config)
-    everywhere = replace(config.model_config.hybrid, attention_layers=frozenset(range(3)))
-    config.resolve(model_config=replace(config.model_config, hybrid=everywhere))
-    assert read_speculative_config(config).method == "ngram"
+@pytest.mark.gpu
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("schedule", ["chunks", "preemptions"])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+def test_drafts_on_a_gpu(make_hybrid, checkpoints, monkeypatch, drafts, name, schedule, enforce_eager):
+    """Some are right and some wrong: the same text, beside chunks of prompts, after hits and after preemptions."""
+    settings = dict(device="cuda", enforce_eager=enforce_eager, **SCHEDULES[schedule])
+    prompts, params = map(list, zip(*make_requests()))
+    params = [replace(x, max_tokens=x.max_tokens + 40) for x in params]  # so many that there are preemptions
+    llm = make_hybrid(name, **settings)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    llm.exit()
+    texts = tuple([*x.prompt_token_ids, *answer.token_ids] for x in outputs for answer in x.outputs)
+    monkeypatch.setattr(KnownAnswers, "texts", texts)
+    monkeypatch.setattr(KnownAnswers, "vocab_size", 512)
+    for kind, num_drafts in (("mixed", 3), ("right", 5)):
+        llm = make_hybrid(name, **settings, **drafts(kind, num_drafts), async_scheduling=kind == "mixed")
+        assert bool(llm.model_runner.mixed_graphs) != enforce_eager
+        found = llm.generate(prompts, params, use_tqdm=False)
+        found_by_steps = generate_by_steps(llm, zip(prompts, params))
+        assert ids_of(found) == ids_of(outputs) == ids_of(found_by_steps)
+        assert_same_as_reference(checkpoints.model(name), [*found, *found_by_steps])
+        assert accepted(llm)[0] > 50
+        assert llm.stats()["preemptions"] > 0 or schedule != "preemptions"
+        llm.exit()
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -679,12 +745,18 @@ def test_no_bit_differs(make_llm, checkpoints, name, dtype):
     assert_invariant(make_llm, checkpoints.folder(name), dtype=dtype)
 
 
-def test_no_invariant_kernels():
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_no_bit_differs_on_a_gpu(make_llm, checkpoints, name):
+    assert_invariant(make_llm, checkpoints.folder(name), few_blocks=4, device="cuda", dtype="bfloat16")
+
+
+def test_unknown_layers_have_no_invariant_kernels():
     """On CUDA such a model is refused as soon as its layers are known."""
     runner_class = pytest.importorskip("nanovllm.invariant.cuda").Runner
-    layer = layer_of(DeltaHeads(1, 1, 8, 8, 4), torch.float32)
-    runner = SimpleNamespace(device=torch.device("cuda"), cache_groups={layer.cache_spec(): [layer]})
-    with pytest.raises(ValueError, match="batch_invariant=True on cuda: must be False for .* layers of GatedDeltaNet"):
+    groups = {StateSpec(((2,),), (torch.float32,)): [torch.nn.Identity()]}
+    runner = SimpleNamespace(device=torch.device("cuda"), cache_groups=groups)
+    with pytest.raises(ValueError, match="batch_invariant=True on cuda: must be False for .* layers of Identity"):
         runner_class.warm_up(runner, print)
 
 
@@ -698,38 +770,51 @@ def random_steps(rng: random.Random, lengths: list[int]) -> Iterator[dict[int, i
         left -= step
 
 
-@pytest.mark.parametrize("heads", [(2, 6, 16, 24, 4), (3, 3, 20, 9, 2)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tokens_of_a_state_are_computed_alone(dtype, heads):
+@pytest.mark.parametrize("heads", [(2, 6, 16, 24, 4), (3, 3, 20, 9, 2), *CUDA * [(4, 8, 128, 128, 4)]], ids=str)
+@pytest.mark.parametrize(
+    "way, dtype",
+    [("definitions", torch.float32), ("definitions", torch.bfloat16), *(("kernels", dtype) for dtype in DTYPES)],
+)
+def test_tokens_of_a_state_are_computed_alone(way, dtype, heads):
     """In chunks of any size and in decode steps, outputs and states have the same bits, near those of whole chunks."""
+    step, chunks, context, device = delta_net_step, delta_net_chunks, invariant, torch.device("cpu")
+    if way == "kernels":
+        kernels = pytest.importorskip("nanovllm.kernels.delta_net_tokens")
+        step, chunks, context, device = kernels.delta_net_step, kernels.delta_net_chunks, nullcontext, DEVICE
     torch.manual_seed(0)
-    layer, lengths = layer_of(DeltaHeads(*heads), dtype).cpu(), [70, 5, 1, 140]
+    layer, lengths = (
+        layer_of(DeltaHeads(*heads), dtype).to(device),
+        [70, 5, 1, 140] if way == "definitions" else [40, 3],
+    )
     sizes, sequences = layer.heads.sizes, torch.arange(sum(lengths)).split(lengths)
-    qkvz, ba = (torch.randn(sum(lengths), n).to(dtype) for n in (sum(sizes) + sizes[2], 2 * layer.heads.num_values))
-    tensors = [torch.randn(1, 8, *shape).to(kind) for shape, kind in zip(*layer.cache_spec()[:2])]
+    qkvz, ba = (
+        torch.randn(sum(lengths), n).to(device, dtype) for n in (sum(sizes) + sizes[2], 2 * layer.heads.num_values)
+    )
+    tensors = [torch.randn(1, 8, *shape).to(device, kind) for shape, kind in zip(*layer.cache_spec()[:2])]
 
-    def compute(steps: Iterable[dict[int, int]]) -> list[torch.Tensor]:
+    def compute(step, chunks, steps: Iterable[dict[int, int]]) -> list[torch.Tensor]:
         """The i-th sequence begins with the state in row i, and has row 4 + i."""
         states, out, done = State(*(x.clone() for x in tensors)), qkvz.new_empty(len(qkvz), sizes[2]), Counter()
-        for step in steps:
-            chunks = [sequences[i][done[i] :][:n] for i, n in step.items()]
-            tokens, starts = torch.cat(chunks), torch.tensor([0, *step.values()]).cumsum(0).int()
-            rows = torch.tensor([[4 + i if done[i] else i for i in step], [4 + i for i in step]], dtype=torch.int32)
+        for counts in steps:
+            tokens = torch.cat([sequences[i][done[i] :][:n] for i, n in counts.items()]).to(device)
+            starts = torch.tensor([0, *counts.values()]).cumsum(0).to(device, torch.int32)
+            rows = [[4 + i if done[i] else i for i in counts], [4 + i for i in counts]]
+            rows = torch.tensor(rows, dtype=torch.int32, device=device)
             arguments, y = (qkvz[tokens], ba[tokens], layer, states), out[tokens]
-            if len(tokens) == len(step) and all(done[i] for i in step):
-                delta_net_step(*arguments, rows[1], y)
+            if len(tokens) == len(counts) and all(done[i] for i in counts):
+                step(*arguments, rows[1], y)
             else:
-                delta_net_chunks(*arguments, rows, starts, len(step), y)
+                chunks(*arguments, rows, starts, len(counts), y)
             out[tokens] = y
-            done.update(step)
+            done.update(counts)
         return [out, *states.tensors]
 
     alone = [{i: n} for i, n in enumerate(lengths)]
-    plain = compute(alone)
-    with invariant():
-        expected = compute(alone)
-        for seed in range(4):
-            found = compute(random_steps(random.Random(seed), lengths))
+    plain = compute(delta_net_step.__wrapped__, delta_net_chunks.__wrapped__, alone)
+    with context():
+        expected = compute(step, chunks, alone)
+        for seed in range(4 if way == "definitions" or CUDA else 2):
+            found = compute(step, chunks, random_steps(random.Random(seed), lengths))
             assert all(map(torch.equal, found, expected)), seed
     for ours, near in zip(expected, plain):
         torch.testing.assert_close(ours, near, rtol=TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
@@ -737,6 +822,14 @@ def test_tokens_of_a_state_are_computed_alone(dtype, heads):
 
 def test_drafts_change_no_bit(make_hybrid):
     assert_drafts_change_no_bit(partial(make_hybrid, "qwen3_5"), 500)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+def test_drafts_change_no_bit_on_a_gpu(make_hybrid, name, enforce_eager):
+    settings = dict(device="cuda", dtype="bfloat16", enforce_eager=enforce_eager)
+    assert_drafts_change_no_bit(partial(make_hybrid, name, **settings), 500, on_gpu=True)
 
 
 @pytest.mark.parametrize("width", [1, 24])

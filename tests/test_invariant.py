@@ -60,13 +60,14 @@ def bits(output) -> list:
     return [(i, [(key, x.logprob, x.rank) for key, x in entries.items()]) for i, entries in tokens]
 
 
-def assert_invariant(make_llm, folder: str, **settings) -> None:
-    """Each request alone, in whole chunks, against random batches in small engines."""
+def assert_invariant(make_llm, folder: str, few_blocks: int | None = None, **settings) -> None:
+    """Each request alone, in whole chunks, against random batches in small engines, one of them of few blocks."""
     rng = random.Random(str(settings))
     on_gpu = settings.get("device") == "cuda"
-    block_size, few_blocks = (64, 6) if on_gpu else (16, 10)
+    block_size, default_blocks = (64, 6) if on_gpu else (16, 10)
+    num_blocks = few_blocks or default_blocks, 64  # with few blocks there are preemptions, with many prefix hits
     settings |= dict(batch_invariant=True, max_model_len=MAX_LEN, kvcache_block_size=block_size)
-    made = make_requests(rng, PREFIX[:35] * 2, 60) if on_gpu else make_requests(rng)
+    made = make_requests(rng, PREFIX[:35] * 2, 90 if few_blocks else 60) if on_gpu else make_requests(rng)
     llm = make_llm(folder, enable_prefix_caching=False, max_num_seqs=1, num_kvcache_blocks=64, **settings)
     alone = [bits(llm.generate([prompt], params, use_tqdm=False)[0]) for prompt, params in made]
     llm.exit()
@@ -74,7 +75,7 @@ def assert_invariant(make_llm, folder: str, **settings) -> None:
     for i in range(2):
         llm = make_llm(
             folder,
-            num_kvcache_blocks=(few_blocks, 64)[i],  # with few blocks there are preemptions, with many prefix hits
+            num_kvcache_blocks=num_blocks[i],
             max_num_batched_tokens=(33, rng.choice([7, 16, 64]))[i],
             max_num_seqs=8,
             async_scheduling=i % 2 == 0,
@@ -140,14 +141,16 @@ def test_two_ranks(make_llm, tmp_path):
         assert bits(llm.generate([prompt], params, use_tqdm=False)[0]) == bits(output)
 
 
-def assert_drafts_change_no_bit(make_engine, vocab_size: int) -> None:
+def assert_drafts_change_no_bit(make_engine, vocab_size: int, on_gpu: bool = False) -> None:
     """Some are right, as few tokens are likely; in an engine with preemptions and chunks, sync and async."""
+    block_size, num_blocks, max_tokens = (64, 3, 60) if on_gpu else (16, 9, 24)
     prompts, params = (x[:9] for x in random_requests(vocab_size, random.Random(3)))
     few = dict.fromkeys(range(20, 24), 9.0)
-    params = [replace(x, logit_bias=few, logprobs=2, n=1, max_tokens=24, ignore_eos=True) for x in params]
+    params = [replace(x, logit_bias=few, logprobs=2, n=1, max_tokens=max_tokens, ignore_eos=True) for x in params]
     found = []
     for settings in ({}, *(drafting("ngram") | dict(async_scheduling=x) for x in (False, True))):
-        small = dict(num_kvcache_blocks=9, max_num_batched_tokens=48, kvcache_block_size=16, max_model_len=128)
+        small = dict(num_kvcache_blocks=num_blocks, kvcache_block_size=block_size)
+        small |= dict(max_num_batched_tokens=48, max_model_len=128)
         llm = make_engine(batch_invariant=True, max_num_seqs=6, **small, **settings)
         found.append([bits(x) for x in llm.generate(prompts, params, use_tqdm=False)])
         if settings:
@@ -159,6 +162,12 @@ def assert_drafts_change_no_bit(make_engine, vocab_size: int) -> None:
 def test_drafts_change_no_bit(make_llm, tmp_path):
     folder = make_checkpoint(tmp_path, "mistral-window")
     assert_drafts_change_no_bit(partial(make_llm, folder, dtype="bfloat16"), VOCAB_SIZE)
+
+
+@pytest.mark.gpu
+def test_drafts_change_no_bit_on_a_gpu(make_llm, tmp_path):
+    folder = make_checkpoint(tmp_path, "mistral-window")
+    assert_drafts_change_no_bit(partial(make_llm, folder, device="cuda", dtype="bfloat16"), VOCAB_SIZE, on_gpu=True)
 
 
 def test_beside_an_engine_without(make_llm):

@@ -91,6 +91,14 @@ def test_product(m, tiles, dtype):
     assert_close(out.to(dtype), linear_reference(x, weight) + bias.double())
 
 
+@each_dtype_or_half
+@pytest.mark.parametrize("m", [1, 17, 70])
+def test_gate(m, dtype):
+    """A product with one vector."""
+    x, weight = randn(m, 136, dtype=dtype), randn(1, 136, dtype=dtype)
+    assert_close(cuda_ops.gate_scores(x, weight), linear_reference(x, weight), 10)
+
+
 @pytest.mark.parametrize("way", ["int8", "a16", "a8"])
 @pytest.mark.parametrize("shape, m", pairs(WIDE, [1, 70]))
 def test_product_of_8_bits(way, shape, m):
@@ -170,3 +178,11 @@ def test_products_have_the_same_bits(n, k, way):
     expected = invariant_product(rows(5000), weight, scales)
     for m in (1, 2, 7, 16, 17, 33, 64, 65, 100, 128, 129, 200, 256, 257, 300, 1000):
         assert torch.equal(invariant_product(rows(m), weight, scales), expected[:m]), m
+
+
+@pytest.mark.gpu
+def test_gates_have_the_same_bits():
+    x, weight = randn(300, 2048, dtype=torch.bfloat16), randn(1, 2048, dtype=torch.bfloat16)
+    expected = cuda_ops.gate_scores(x, weight)
+    for m in (1, 2, 17, 64, 129):
+        assert torch.equal(cuda_ops.gate_scores(x[:m], weight), expected[:m]), m

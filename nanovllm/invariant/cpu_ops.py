@@ -83,10 +83,11 @@ def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, nu
     for *tokens, y, (read, written) in zip(*inputs, state_rows.T):
         for tensor in states.tensors:
             tensor[written] = tensor[read]
+        states.count_tokens(read, written, len(y))
         gated_delta_net.delta_net_step(*tokens, layer, states, written.expand(len(y)), y)
 
 
-def delta_net_drafts(qkvz, ba, layer: Any, states: State, rows, context_lens, out) -> None:
+def delta_net_drafts(qkvz, ba, layer: Any, states: State, rows, context_lens, out, count=None) -> None:
     """Token by token too: those that were right into the state, this step's drafts into it for the time being."""
     (kept, num_tokens), k = states.kept_drafts, len(qkvz) // len(rows)
     sizes = qkvz.shape[1] - out.shape[1], ba.shape[1]

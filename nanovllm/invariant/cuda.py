@@ -12,6 +12,7 @@ from nanovllm.kernels import ops, register_ops
 from nanovllm.kernels.dependent_launch import has_tma
 from nanovllm.kernels.invariant_decode import empty_parts
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.gated_delta_net import GatedDeltaNet
 from nanovllm.startup.cuda_runner import CUDAModelRunner
 from nanovllm.utils.checks import check_choice
 
@@ -35,7 +36,7 @@ class Runner(CUDAModelRunner):
         return super()._load_model()
 
     def warm_up(self, lap: Callable[[str], None]) -> None:
-        refuse_states(self)
+        refuse_states(self, GatedDeltaNet)
         super().warm_up(lap)
 
     def size_kv_cache(self, available: int, limit: str) -> None:

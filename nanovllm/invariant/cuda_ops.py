@@ -6,6 +6,8 @@ What is not here computes each row in the same way wherever it stands.
 import torch
 
 from nanovllm.features.logprobs import divided
+from nanovllm.kernels import delta_net_tokens
+from nanovllm.kernels.delta_net_tokens import NUM_WARPS, delta_net_chunks, delta_net_step
 from nanovllm.kernels.invariant_decode import decode_attention
 from nanovllm.kernels.invariant_gemm import invariant_product
 from nanovllm.kernels.invariant_prefill import prefill_attention, query_tile_size
@@ -13,7 +15,11 @@ from nanovllm.kernels.logprobs import log_sums_and_ranks
 from nanovllm.kernels.mix_experts import mix_by_gemm
 from nanovllm.kernels.scaled_linear import suits_scaled_gemm
 
-__all__ = ["decode_attention", "prefill_attention", "query_tile_size"]
+__all__ = ["decode_attention", "delta_net_chunks", "delta_net_step", "prefill_attention", "query_tile_size"]
+
+
+def delta_net_drafts(*arguments, **options):
+    delta_net_tokens.delta_net_drafts(*arguments, **options, num_warps=NUM_WARPS)
 
 
 def fuses_qk_norm_rope(batch_size, kv_heads, device):
@@ -22,6 +28,10 @@ def fuses_qk_norm_rope(batch_size, kv_heads, device):
 
 def linear(x, weight, bias=None, split_k=1, out=None):
     return invariant_product(x, weight, None, bias, None if out is None else out[0])
+
+
+def gate_scores(x, weight):
+    return invariant_product(x, weight)
 
 
 def norm_linear(x, weight, bias=None, act=None):

@@ -84,11 +84,11 @@ def place_decodes(tables, batch, block_size: int) -> None:
 
 
 def accept(req_indices: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, tables) -> torch.Tensor | None:
-    """req_indices [S], positions and token_ids [S * k], all int32 -> counts [S] int32, or None if k is 1."""
+    """req_indices [S], positions and token_ids [S * k], all int32 -> counts [S] int32, or None if k is 1 or S 0."""
     num_seqs, own = len(req_indices), tables[:2]
     k = max(1, len(token_ids) // max(1, num_seqs))
     counts = torch.empty(num_seqs, dtype=torch.int32, device=token_ids.device) if k > 1 else None
     launch_ordinary(_accept_kernel, (num_seqs,))(
         (req_indices, positions, token_ids), own, counts, NUM_IDS=own[0].shape[1], K=k, num_warps=1
     )
-    return counts
+    return counts if num_seqs else None

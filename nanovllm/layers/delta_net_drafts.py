@@ -23,15 +23,18 @@ from nanovllm.layers.state import State
 
 
 @operation
-def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, context_lens, out) -> None:
+def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, context_lens, out, count=None) -> None:
     """As `delta_net_step`, of a token and the drafts after it for each of B sequences, whose states are in `rows` [B].
 
     qkvz [B * k, channels + heads * value_dim]; ba [B * k, 2 heads]; context_lens [B * k]: how many tokens there are up
     to each; out [B * k, heads * value_dim]. A draft that is no token further than the one before is a copy of that.
+    With `count` [1] int32, only so many of the B * k rows are there.
     """
     assert states.kept_drafts is not None
-    (inputs, num_tokens), rows = states.kept_drafts, rows.long()
-    qkvz, ba, lengths, out = (x.unflatten(0, (len(rows), -1)) for x in (qkvz, ba, context_lens, out))
+    (inputs, num_tokens), k = states.kept_drafts, len(qkvz) // len(rows)
+    rows = rows[: None if count is None else int(count) // k].long()
+    of_rows = (x[: len(rows) * k] for x in (qkvz, ba, context_lens, out))
+    qkvz, ba, lengths, out = (x.unflatten(0, (-1, k)) for x in of_rows)
     _replay(layer, states, rows, lengths[:, 0] - 1 - num_tokens[rows])
     num_tokens[rows] = lengths[:, 0]
     delta_net_step(qkvz[:, 0], ba[:, 0], layer, states, rows, out[:, 0])

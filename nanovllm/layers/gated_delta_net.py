@@ -139,10 +139,8 @@ class GatedDeltaNet(nn.Module):
             from nanovllm.layers.delta_net_drafts import delta_net_drafts  # few engines draft tokens
 
             own_rows = rows[1] if starts is None else rows[1, : n : context.tokens_per_row]
-            delta_net_drafts(qkvz[:n], ba[:n], self, self.cache, own_rows, context.context_lens[:n], out[:n])
+            delta_net_drafts(qkvz[:n], ba[:n], self, self.cache, own_rows, context.context_lens[:n], out[:n], count)
         if starts is not None:
-            if kept is not None:
-                kept.num_tokens[rows[1, n:].long()] = context.context_lens[n:]
             num_seqs = len(starts) - 1 - n
             if count is None:
                 starts, rows = starts[n:], rows[:, n:]
@@ -191,6 +189,7 @@ def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, nu
             continue  # padding
         inputs = torch.cat((windows[read], qkv[begin:end]))
         windows[written] = inputs[end - begin :]
+        states.count_tokens(read, written, end - begin)
         values = rule_inputs(convolve(inputs[None], layer)[0], ba[begin:end], layer)
         y, matrices[written] = chunk_delta_rule(*values, matrices[read])
         out[begin:end] = gated_norm(y, z[begin:end], layer)

@@ -47,6 +47,11 @@ class State:
         self.tensors = [tensor[0] for tensor in tensors]
         self.kept_drafts = KeptDrafts(*(tensor[0] for tensor in kept_drafts)) if kept_drafts else None
 
+    def count_tokens(self, read: Any, written: Any, number: int) -> None:
+        """The states in rows `written` have so many tokens more than those in rows `read`, and no drafts after them."""
+        if self.kept_drafts is not None:
+            self.kept_drafts.num_tokens[written] = self.kept_drafts.num_tokens[read] + number
+
 
 class StateSpec(NamedTuple):
     """The spec of a layer with a state: the shape and the dtype of each of its tensors."""

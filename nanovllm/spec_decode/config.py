@@ -163,9 +163,6 @@ def _resolve(settings: SpeculativeConfig, config: Any) -> None:
         raise ValueError(f"synthetic_acceptance_rates={rates!r}: must have num_speculative_tokens={k} rates")
     if settings.method in WITH_MODEL and settings.model is None:
         raise ValueError(f"model=None: must be given for method {settings.method!r}")
-    found = config.model_config
-    if not on_cpu and found.hybrid and len(found.hybrid.attention_layers) < found.num_hidden_layers:
-        raise ValueError(f"a model whose layers keep a state: needs device='cpu' so far, not {config.device!r}")
     if not on_host:
         _resolve_model(settings, config, set_)
 
