@@ -432,6 +432,22 @@ def test_split_k_gemm(m, n, k, split_k, dtype):
     assert (error <= TOLERANCE[dtype] / 2 * (1 + out.double().abs().sum(0))).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not prefill_attention.has_hopper_kernels(), reason="needs a Hopper GPU, and Triton 3.6")
+@pytest.mark.parametrize("m", [129, 144, 155, 192, 193, 256])
+@pytest.mark.parametrize("n, k, split_k", [(4096, 4096, 4), (5120, 1096, 3), (20008, 264, 2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_split_k_gemm_for_hopper(m, n, k, split_k, dtype):
+    """More inputs than buffers and fewer; tiles and parts of which something is missing."""
+    from nanovllm.kernels.hopper_gemm import hopper_gemm
+
+    x, weight = randn(m, k, dtype=dtype), randn(n, k, dtype=dtype) / k**0.5
+    out = torch.full((split_k, m, n), NAN, dtype=dtype, device=DEVICE)
+    hopper_gemm(x, weight, split_k, out)
+    error = (out.double().sum(0) - linear_reference(x, weight)).abs()
+    assert (error <= TOLERANCE[dtype] / 2 * (1 + out.double().abs().sum(0))).all()
+
+
 def test_choose_split_k(monkeypatch):
     """The device is believed to be a Hopper GPU, but for the first line."""
 
@@ -441,6 +457,7 @@ def test_choose_split_k(monkeypatch):
     assert not any(split_k(rows, dtype=dtype, device="cpu") for rows in (0, 1, 64) for dtype in DTYPES)
     monkeypatch.setattr("nanovllm.kernels.split_k_gemm.has_tma", lambda device: True)
     monkeypatch.setattr("nanovllm.kernels.split_k_gemm.num_sms", lambda device: 132)
+    monkeypatch.setattr("nanovllm.kernels.split_k_gemm.has_hopper_kernels", lambda: False)
     assert split_k(1) == split_k(MAX_ROWS) == split_k(2, 7, 8, torch.bfloat16) == 4
     assert not split_k(0) and not split_k(MAX_ROWS + 1)
     # all programs at once: the outputs of Qwen3-4B, 8B and 14B, and one tile too many
@@ -453,6 +470,12 @@ def test_choose_split_k(monkeypatch):
     assert FEW_WEIGHTS >= 4096 * 1024
     assert not split_k(2, k=60)  # rows that TMA cannot step over
     assert not any(split_k(rows, dtype=torch.float32) for rows in (0, 1, 64))
+    # the kernel for Hopper: many inputs, and parts that fill the GPU
+    monkeypatch.setattr("nanovllm.kernels.split_k_gemm.has_hopper_kernels", lambda: True)
+    assert [split_k(m, 4096, 12288) for m in (128, 129, 256, 257)] == [2, 4, 4, 0]
+    assert [split_k(200, n, 12288) for n in (2560, 4096, 34 * 128)] == [0, 4, 0] and not split_k(200, 4096, 4096)
+    assert not split_k(200, 4096, 12288, max_split_k=1) and not split_k(200, 4096, 12288, torch.float32)
+    assert split_k(160, 1024, 1024) == 2
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 7])
