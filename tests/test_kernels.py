@@ -218,6 +218,38 @@ def test_decode_of_nothing_is_zero(splits):
     check_decode([0, 0], (2, 1, 32, 16), torch.float16, NAN, splits)
 
 
+@pytest.mark.parametrize("dtype, case", pairs(DTYPES, [(1, None), (4, None), (1, 30), (4, 30), (None, 100)]))
+@pytest.mark.parametrize(
+    "k, heads", [(5, (4, 2, 64, 16)), (2, (3, 1, 32, 128)), (4, (16, 1, 16, 32)), (5, (16, 1, 16, 32))]
+)
+def test_decode_of_drafts(k, heads, dtype, case):
+    """A sequence's rows see a key more than the row before, or are copies of it; the last pair is too many queries."""
+    (group, kv_heads, head_dim, block_size), (splits, window) = heads, case
+    lengths, copies = [k, 63 + k, 190, 66, 0, 128], [0, 1, k - 1, 0, 0, 0]
+    contents, k_cache, v_cache, _, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, NAN)
+    seen = [[max(0, length - max(0, k - 1 - copied - i)) for i in range(k)] for length, copied in zip(lengths, copies)]
+    seen[4] = [0] * k
+    if window:
+        forget(tables, [first - 1 for first, *_ in seen], window, block_size)
+    q = randn(len(lengths) * k, group * kv_heads, head_dim, dtype=dtype)
+    args = (
+        q,
+        k_cache,
+        v_cache,
+        int32([n for own in seen for n in own]),
+        tables.repeat_interleave(k, 0),
+        max(lengths),
+        splits,
+    )
+    out = ops.decode_attention(*args, window=window, tokens_per_row=k)
+    rows = [(keys[:n], values[:n]) for (keys, values), own in zip(contents, seen) for n in own]
+    expected = [attention_reference(row, *of_row, window) for row, of_row in zip(q.split(1), rows, strict=True)]
+    assert_close(out, torch.cat(expected))
+    fewer = torch.full_like(q, 7.0)
+    ops.decode_attention(*args, num_seqs=int32([3 * k]), out=fewer, window=window, tokens_per_row=k)
+    assert torch.equal(fewer[: 3 * k], out[: 3 * k]) and (fewer[3 * k :] == 7).all()
+
+
 @pytest.mark.parametrize("splits, dtype", pairs([1, 3], DTYPES))
 def test_a_step_of_decodes_and_chunks(splits, dtype):
     """As in a CUDA graph: the number of decodes is read on the device, and the bounds are larger than what is there."""

@@ -211,7 +211,8 @@ def capture_cudagraph(runner: Any) -> None:
     rest = pool, few_layers(runner) if drafter is None else nullcontext
     runner.graphs = DecodeGraphs(config, runner.tokens_per_row, buffer, runner.forward, *rest)
     if drafter is not None:
-        drafter.run = DraftGraphs(config, drafter, runner.pad_req_index, pool).run
+        graphs = DraftGraphs(config, drafter, runner.pad_req_index, pool)
+        drafter.run, drafter.run_chunks = graphs.run, graphs.run_chunks
     if captures_chunks(runner):
         shapes = graph_shapes(config, runner.backend, runner.tokens_per_row)
         parts = runner.run_model, runner.sample
