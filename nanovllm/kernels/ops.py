@@ -6,9 +6,8 @@ what this is made of, and what rooms call that run on CUDA alone.
 
 from nanovllm.kernels.activation import sigmoid_gate, silu_and_mul
 from nanovllm.kernels.decode_attention import decode_attention, decode_attention_of_qkv, fuses_qk_norm_rope
-from nanovllm.kernels.delta_net import delta_net_step
 from nanovllm.kernels.delta_net_chunks import delta_net_chunks
-from nanovllm.kernels.delta_net_tokens import delta_net_drafts
+from nanovllm.kernels.delta_net_tokens import delta_net_drafts, delta_net_step
 from nanovllm.kernels.dequantize import dequantize
 from nanovllm.kernels.embedding import embed_range
 from nanovllm.kernels.filters import logit_cutoffs
