@@ -275,15 +275,15 @@ def test_a_step_of_decodes_and_chunks(splits, dtype):
 def test_prefill_of_the_tiles_for_hopper(heads, monkeypatch):
     """Several programs compute one; with a window none of them is Hopper's."""
     group, _, head_dim, _ = heads
-    monkeypatch.setattr(prefill_attention, "has_hopper_kernel", lambda: False)
+    monkeypatch.setattr(prefill_attention, "has_hopper_kernels", lambda: False)
     tokens = ops.query_tile_size(group, head_dim, torch.float16)
-    monkeypatch.setattr(prefill_attention, "has_hopper_kernel", lambda: True)
+    monkeypatch.setattr(prefill_attention, "has_hopper_kernels", lambda: True)
     assert 1 < ops.query_tile_size(group, head_dim, torch.float16) // tokens <= 128 // tokens
     check_prefill([150, 1, 30], [20, 40, 0], heads, torch.float16, NAN, window=90)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not prefill_attention.has_hopper_kernel(), reason="needs a Hopper GPU, and Triton 3.6")
+@pytest.mark.skipif(not prefill_attention.has_hopper_kernels(), reason="needs a Hopper GPU, and Triton 3.6")
 @pytest.mark.parametrize("is_hopper", [True, False], ids=["hopper", "any"])
 @pytest.mark.parametrize(
     "heads, dtype",
@@ -294,7 +294,7 @@ def test_prefill_of_the_tiles_for_hopper(heads, monkeypatch):
 )
 def test_prefill_by_either_kernel(heads, dtype, is_hopper, monkeypatch):
     """Fewer tiles than programs and more; tiles of which a part, or a warpgroup, has no tokens."""
-    monkeypatch.setattr(prefill_attention, "has_hopper_kernel", lambda: is_hopper)
+    monkeypatch.setattr(prefill_attention, "has_hopper_kernels", lambda: is_hopper)
     num_new, num_before = [1, 5, 63, 64, 65, 127, 129, 300, 1001], [0, 3, 0, 200, 129, 1, 1000, 77, 513]
     check_prefill(num_new, num_before, heads, dtype, NAN)
     check_prefill([70], [0], heads, dtype, NAN)
@@ -464,6 +464,34 @@ def test_split_k_gemm(m, n, k, split_k, dtype):
     assert (error <= TOLERANCE[dtype] / 2 * (1 + out.double().abs().sum(0))).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not prefill_attention.has_hopper_kernels(), reason="needs a Hopper GPU, and Triton 3.6")
+@pytest.mark.parametrize("m", [129, 144, 155, 192, 193, 256])
+@pytest.mark.parametrize("n, k, split_k", [(4096, 4096, 4), (5120, 1096, 3), (20008, 264, 2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_split_k_gemm_for_hopper(m, n, k, split_k, dtype):
+    """More inputs than buffers and fewer; tiles and parts of which something is missing."""
+    from nanovllm.kernels.hopper_gemm import hopper_gemm
+
+    x, weight = randn(m, k, dtype=dtype), randn(n, k, dtype=dtype) / k**0.5
+    out = torch.full((split_k, m, n), NAN, dtype=dtype, device=DEVICE)
+    hopper_gemm(x, weight, split_k, out)
+    error = (out.double().sum(0) - linear_reference(x, weight)).abs()
+    assert (error <= TOLERANCE[dtype] / 2 * (1 + out.double().abs().sum(0))).all()
+
+
+def test_tiny_products_are_added_up_from_parts(monkeypatch):
+    """As on a Hopper GPU; not those that write where they are told to."""
+    counts, split_k_gemm = [], ops.split_k_gemm
+    monkeypatch.setattr("nanovllm.kernels.split_k_gemm.has_tma", lambda device: True)
+    monkeypatch.setattr(ops, "split_k_gemm", lambda *args: counts.append(args[2]) or split_k_gemm(*args))
+    x, weight = randn(5, 1024, dtype=torch.float16), randn(64, 1024, dtype=torch.float16) / 32
+    for out in (None, x.new_empty(1, 5, 64)):
+        found = ops.linear(x, weight, out=out)
+        torch.testing.assert_close(found.double(), linear_reference(x, weight), rtol=0, atol=4e-3)
+    assert counts[0] > 1 == counts[1]
+
+
 def test_choose_split_k(monkeypatch):
     """The device is believed to be a Hopper GPU, but for the first line."""
 
@@ -473,6 +501,7 @@ def test_choose_split_k(monkeypatch):
     assert not any(split_k(rows, dtype=dtype, device="cpu") for rows in (0, 1, 64) for dtype in DTYPES)
     monkeypatch.setattr("nanovllm.kernels.split_k_gemm.has_tma", lambda device: True)
     monkeypatch.setattr("nanovllm.kernels.split_k_gemm.num_sms", lambda device: 132)
+    monkeypatch.setattr("nanovllm.kernels.split_k_gemm.has_hopper_kernels", lambda: False)
     assert split_k(1) == split_k(MAX_ROWS) == split_k(2, 7, 8, torch.bfloat16) == 4
     assert not split_k(0) and not split_k(MAX_ROWS + 1)
     # all programs at once: the outputs of Qwen3-4B, 8B and 14B, and one tile too many
@@ -485,6 +514,12 @@ def test_choose_split_k(monkeypatch):
     assert FEW_WEIGHTS >= 4096 * 1024
     assert not split_k(2, k=60)  # rows that TMA cannot step over
     assert not any(split_k(rows, dtype=torch.float32) for rows in (0, 1, 64))
+    # the kernel for Hopper: many inputs, and parts that fill the GPU
+    monkeypatch.setattr("nanovllm.kernels.split_k_gemm.has_hopper_kernels", lambda: True)
+    assert [split_k(m, 4096, 12288) for m in (128, 129, 256, 257)] == [2, 4, 4, 0]
+    assert [split_k(200, n, 12288) for n in (2560, 4096, 34 * 128)] == [0, 4, 0] and not split_k(200, 4096, 4096)
+    assert not split_k(200, 4096, 12288, max_split_k=1) and not split_k(200, 4096, 12288, torch.float32)
+    assert split_k(160, 1024, 1024) == 2
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 7])
