@@ -338,7 +338,7 @@ BUDGETS = {
     "quantization": 492,  # 7 choose the kernel of a product and its activation
     "8-bit kernels": 516,
     "rollout": 400,
-    "spec_decode": 905,  # of which heads are 185
+    "spec_decode": 900,  # of which heads are 185
     "structured_outputs": 375,
     "compat": 535,
     "serve": 2865,

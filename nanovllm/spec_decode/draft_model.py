@@ -49,7 +49,7 @@ class DraftModel:
         with torch.device(runner.device):
             self.model = self.make_model().eval()
         with torch.device("cpu"):
-            self.load(Path(config.speculative_config.model), config.load_format)
+            self.load(folder := Path(config.speculative_config.model), config.load_format)
         for parameter in self.model.parameters():
             del parameter.weight_loader  # which refers to it
         for layer in self.model.modules():
@@ -58,8 +58,7 @@ class DraftModel:
             if hasattr(layer, "cache_spec"):
                 spec = layer.cache_spec()
                 if spec.of_states:
-                    model = config.speculative_config.model
-                    raise ValueError(f"speculative_config: model={model!r}: its layers keep states")
+                    raise ValueError(f"speculative_config: model={str(folder)!r}: its layers keep states")
                 runner.cache_groups.setdefault(spec, []).append(layer)
         # by request index, of the rows whose keys are there; without those of drafts, which may have been wrong
         self.num_computed = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=runner.device)

@@ -76,11 +76,9 @@ class DraftingOutputProcessor(OutputProcessor):
         if result.counts is None:
             if not self.proposer.on_host:  # when it was scheduled, a step with drafts may have been in flight
                 step.visited = [*range(len(step.sampled_seqs))]
-            changed = super().postprocess(step, result)
-            num_new = [1] * len(step.sampled_seqs)
+            changed, num_new = super().postprocess(step, result), [1] * len(step.sampled_seqs)
         else:
-            changed = self._postprocess_rounds(step, result, result.counts)
-            num_new = result.counts
+            changed, num_new = self._postprocess_rounds(step, result, result.counts), result.counts
         for seq in step.new_seqs:
             if (drafts := seq.feature_state.get("spec_decode")) is not None:
                 drafts.is_new = drafts.is_behind = True
@@ -91,9 +89,8 @@ class DraftingOutputProcessor(OutputProcessor):
 
     def _account(self, step: ScheduledStep, num_tokens: float) -> None:
         """What a step with so many tokens of a sequence has gained or lost, in steps without drafts."""
-        cost = self.settings.step_cost
-        num_steps = cost.of(step.num_decodes, step.tokens_per_row - 1) / cost.of(step.num_decodes)
-        self.credit = min(CREDIT, self.credit + num_tokens - num_steps + CREDIT_PER_STEP)
+        cost, n, k = self.settings.step_cost.of, step.num_decodes, step.tokens_per_row
+        self.credit = min(CREDIT, self.credit + num_tokens - cost(n, k - 1) / cost(n) + CREDIT_PER_STEP)
         self.is_losing = self.credit < (CREDIT_TO_TRY if self.is_losing else 0)
 
     def _postprocess_rounds(self, step: ScheduledStep, result: StepResult, counts: list[int]) -> Collection[Sequence]:
@@ -147,8 +144,7 @@ class DraftingOutputProcessor(OutputProcessor):
             self.arrived[seq] = None
         if self.proposer.on_host and self._hold_for_others():
             return
-        num_drafting = sum(not pace.pause for pace in self.paces.values())
-        all_wait = num_drafting * MANY >= len(self.scheduler.running)
+        all_wait = MANY * sum(not pace.pause for pace in self.paces.values()) >= len(self.scheduler.running)
         planned: list[tuple[Sequence, list[int], bool]] = []
         expected: list[tuple[int, float]] = []
         for seq in self.arrived:
