@@ -745,7 +745,7 @@ def test_sleep(make_llm, checkpoints):
 # -- the same bits -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, dtype", [("qwen3_next", "float32"), ("qwen3_5-tied", "bfloat16")])
+@pytest.mark.parametrize("name, dtype", [("qwen3_next-dense-layer", "float32"), ("qwen3_5-tied", "bfloat16")])
 def test_no_bit_differs(make_llm, checkpoints, name, dtype):
     """A request has the same bits in any batch, in any chunks, from a snapshot on and after a preemption."""
     assert_invariant(make_llm, checkpoints.folder(name), dtype=dtype)
