@@ -41,7 +41,7 @@ def make_types_once() -> None:
     """For each tensor its type and shape are made anew, and for each operation a table of dtypes."""
     init_block_type, init_tensor = tl.block_type.__init__, tl.tensor.__init__
     unwrap, equals, dtype_of = tl.core._unwrap_if_constexpr, tl.dtype.__eq__, cache(interpreter._get_np_dtype)
-    block_types = {}
+    block_types, never_constexpr = {}, {tl.tensor, tl.dtype, int, float, bool, str, type(None)}
 
     def np_dtype(dtype):
         """Takes blocks too, and pointers, which have no hash."""
@@ -67,7 +67,7 @@ def make_types_once() -> None:
     tl.block_type.__init__ = init_block_type_once
     tl.tensor.__init__ = init_tensor_once
     tl.dtype.__eq__ = lambda self, other: self is other or equals(self, other)
-    tl.core._unwrap_if_constexpr = lambda x: x if type(x) is tl.tensor else unwrap(x)
+    tl.core._unwrap_if_constexpr = lambda x: x if type(x) in never_constexpr else unwrap(x)
     interpreter._get_np_dtype = np_dtype
 
 
@@ -80,10 +80,11 @@ def convert_operands_once() -> None:
 
     def check_once(self, lhs, rhs, *flags, **options):
         is_tensor = type(lhs) is tl.tensor, type(rhs) is tl.tensor
-        names = (x.type.name if known else (type(x), repr(x)) for x, known in zip((lhs, rhs), is_tensor))
-        key = *names, flags, *options.items()
-        if types.get(key):  # NumPy broadcasts the arrays
-            return [self.tensor(x.handle, own) for x, own in zip((lhs, rhs), types[key])]
+        of_lhs = lhs.type.name if is_tensor[0] else (type(lhs), repr(lhs))
+        of_rhs = rhs.type.name if is_tensor[1] else (type(rhs), repr(rhs))
+        key = of_lhs, of_rhs, flags, *options.items()
+        if found := types.get(key):  # NumPy broadcasts the arrays
+            return self.tensor(lhs.handle, found[0]), self.tensor(rhs.handle, found[1])
         if key in constants:
             return (lhs, constants[key]) if is_tensor[0] else (constants[key], rhs)
         operands = check(self, lhs, rhs, *flags, **options)
