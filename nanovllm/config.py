@@ -70,18 +70,18 @@ class Config:
 
     model: str
     _: KW_ONLY
-    max_num_batched_tokens: int = checked(16384, check_int, low=1)
+    max_num_batched_tokens: int = checked(16384, check_int, low=1, high=2**20)
     max_mixed_step_ms: float | None = checked(None, check_real, low=0.1, high=1e6)
     max_num_mixed_tokens: int | None = checked(None, check_int, low=1)
     scheduling_policy: Any = "fcfs"
-    max_num_seqs: int = checked(512, check_int, low=1)
+    max_num_seqs: int = checked(512, check_int, low=1, high=2**16)
     max_model_len: int | None = checked(None, check_int, low=2)
     gpu_memory_utilization: float = checked(0.9, check_real, low=0.01, high=1.0)
     tensor_parallel_size: int = checked(1, check_int, low=1)
     expert_parallel: bool = checked(False, check_bool)
     enforce_eager: bool = checked(False, check_bool)
-    kvcache_block_size: int = checked(256, check_int, low=16)
-    num_kvcache_blocks: int | None = checked(None, check_int, low=1)
+    kvcache_block_size: int = checked(256, check_int, low=16, high=2**16)
+    num_kvcache_blocks: int | None = checked(None, check_int, low=1, high=2**31 - 1)
     kv_cache_dtype: str = checked("auto", check_choice, choices=("auto", "fp8"))
     dtype: "str | torch.dtype" = "auto"
     device: str = "auto"

@@ -32,8 +32,8 @@ from nanovllm.benchmarks.limits import Rates, limits
 from nanovllm.benchmarks.pictures import LINE_COLORS
 from nanovllm.benchmarks.processes import seconds_since_start
 from nanovllm.benchmarks.requests import Request, headline, in_rounds, online, other_ids
-from nanovllm.benchmarks.results import Result, decode_rate, fastest, latencies, percentile, save_results
-from nanovllm.benchmarks.servers import cpu_times, running_server
+from nanovllm.benchmarks.results import Result, decode_rate, drafts_since, fastest, latencies, percentile, save_results
+from nanovllm.benchmarks.servers import as_flags, cpu_times, running_server
 from nanovllm.benchmarks.shapes import SHAPE_ENTRIES, SHAPES, write_shape
 from nanovllm.benchmarks.sweeps import latency_sweep
 from nanovllm.config import Config
@@ -309,6 +309,58 @@ def test_the_model_of_a_shape(monkeypatch, capsys):
     assert "small, torch.bfloat16, cache fp8, cpu" in out and "headline: 2 requests" in out
     assert seen["kv_cache_dtype"] == "fp8"
     assert seen["load_format"] == "dummy" and Path(seen["model"]).name == "small" and not Path(seen["model"]).exists()
+
+
+IMPOSED = {"num_speculative_tokens": 2, "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [1, 0.5]}
+DRAFTING = {
+    "ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 5},  # whose defaults differ
+    "draft_model": {"model": "small"},
+    "eagle3": {"model": None},
+}
+
+
+@pytest.mark.parametrize("method", DRAFTING)
+def test_drafts_of_a_shape(monkeypatch, capsys, method):
+    """What drafts is a shape too; vLLM gets it, and drafts that are right as often; the numbers are printed."""
+    seen, shape = {}, ("llama", 64, 96, 6, 4, 2, 16, 512, 256, 1e-5, 1e4, 2, True)
+    monkeypatch.setitem(SHAPES, "small", shape)
+
+    def run_vllm(model, settings, workloads):
+        seen.update(vllm_settings(model, settings))
+        drafter = Path(seen["speculative_config"].get("model", model))
+        seen["drafter"] = json.loads((drafter / "config.json").read_text())
+        return fake(workloads)
+
+    monkeypatch.setitem(ENGINES, "vllm", run_vllm)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *args: args == ("vllm",) or find_spec(*args))
+    monkeypatch.setattr(engines, "run_in_process", lambda function, *arguments: function(*arguments))
+    given = {"method": method, "disable_by_batch_size": 3} | IMPOSED | DRAFTING[method]
+    options = ["--max-input-len", "9", "--max-output-len", "8", "--speculative-config", json.dumps(given), *CPU]
+    main(monkeypatch, "batches", "--shape", "small", "--compare", "vllm", "--batch-sizes", "2,3", *options)
+    theirs = seen["speculative_config"]
+    shared = given.keys() - {"disable_by_batch_size", "model", "synthetic_acceptance_rates"}
+    assert {name: theirs[name] for name in shared} == {name: given[name] for name in shared}
+    assert theirs["synthetic_acceptance_rates"] == (1, 0.5)
+    assert theirs.keys() - {"model"} == shared | {"synthetic_acceptance_rates"}
+    assert ("worker_cls" in seen) == (method == "eagle3") and as_flags(seen)  # a server takes them too
+    layers = {"ngram": 6, "draft_model": 6, "eagle3": 1}
+    assert seen["drafter"]["num_hidden_layers"] == layers[method]
+    notes = re.findall(
+        r"nanovllm: ([\d,]+) of ([\d,]+) drafts right \((.*) (.*)\), (.*) tokens a step", capsys.readouterr().out
+    )
+    assert len(notes) == 2
+    for accepted, drafted, first, second, tokens in notes:
+        assert 0 < int(accepted) <= int(drafted) and float(first) == 1 and float(second) < 1
+        assert 2 <= float(tokens) <= 3
+
+
+def test_counts_of_drafts():
+    before = {"drafts": 2, "draft_tokens": 8, "accepted_tokens": 3, "accepted_per_position": [2, 1, 0, 0]}
+    now = {"drafts": 6, "draft_tokens": 24, "accepted_tokens": 9, "accepted_per_position": [5, 3, 1, 0]}
+    found = drafts_since(before, now)
+    assert found == "6 of 16 drafts right (0.75 0.50 0.25 0.00), 2.50 tokens a step with drafts"
+    assert drafts_since(None, None) == "" and "0 of 0" in drafts_since(now, now)
 
 
 @pytest.mark.parametrize("with_text", [False, True])

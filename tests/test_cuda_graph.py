@@ -139,6 +139,7 @@ def test_drafts_of_graphs(make_llm, one_layer, use_ops, monkeypatch, tmp_path, m
     monkeypatch.setattr(cuda_graph, "TOKEN_SIZES", (4, 32))
     monkeypatch.setattr(cuda_graph, "capture", capture)
     monkeypatch.setattr(draft_graphs, "capture", capture)
+    monkeypatch.setattr(draft_graphs, "ROWS", (8, 12))
     monkeypatch.setattr(dummy_weights, "BOUND", 1.0)
     speculative = {"method": method, "num_speculative_tokens": 3, "model": one_layer, "disable_by_batch_size": 4}
     if method == "eagle3":
@@ -165,13 +166,45 @@ def test_drafts_of_graphs(make_llm, one_layer, use_ops, monkeypatch, tmp_path, m
     with torch.inference_mode():
         runner.graphs = DecodeGraphs(llm.config, k, runner.buffers.device, runner.forward, pool=None)
         graphs = DraftGraphs(llm.config, drafter, runner.pad_req_index, pool=None)
-    drafter.run = graphs.run
+    drafter.run, drafter.run_chunks = graphs.run, graphs.run_chunks
     outputs = generate_by_steps(llm, zip(prompts, params))
     assert answers(outputs) == answers(expected)
     num_replays = {size: graph.num_replays for size, graph in graphs.graphs.items()}
     assert num_replays[1] > 2 and num_replays[2] + num_replays[4] > 2, num_replays
+    assert all(graph.num_replays for graph, *_ in graphs.chunks.values()), graphs.chunks
     drafts, of_plain = (x.stats()["spec_decode"] for x in (llm, plain))
     assert drafts == of_plain and 20 < drafts["accepted_tokens"] <= drafts["draft_tokens"]
+
+
+@pytest.mark.skipif(not find_spec("llguidance"), reason="llguidance is not installed")
+def test_masks_of_drafts(make_llm, one_layer, use_ops, monkeypatch):
+    """What a grammar forces is drafted, and each draft of a graph has its own mask, beside rows that are free."""
+    monkeypatch.setattr(cuda_graph, "capture", capture)
+    monkeypatch.setattr(dummy_weights, "BOUND", 1.0)
+    grammars = {"regex": "(abcdefgh|hgfedcba){3}[cd]"}, {"choice": ["KING RICHARD", "KING HENRY"]}, None
+    params = [
+        SamplingParams(temperature=1.0, max_tokens=30, seed=i, structured_outputs=own, ignore_eos=own is None)
+        for i, own in enumerate(grammars)
+    ]
+    requests = [("Hello", own) for own in params]
+    settings = SMALL | {"max_model_len": 80, "num_kvcache_blocks": 15}
+    expected = generate_by_steps(make_llm(one_layer, **settings), requests)
+    use_ops("norm_rope_and_store", "place_decodes", "accept", "penalize")
+    speculative = {"method": "ngram", "num_speculative_tokens": 3, "disable_by_batch_size": 4}
+    llm = make_llm(one_layer, attention_backend="triton", **settings, speculative_config=speculative)
+    runner = llm.model_runner
+    runs_as_on_cuda(runner)
+    runner.buffers = make_buffers(llm.config, torch.device("cpu"), runner.tokens_per_row)
+    runner.add_features(["logit_edits"])
+    with torch.inference_mode():
+        runner.graphs = DecodeGraphs(llm.config, 4, runner.buffers.device, runner.forward, pool=None)
+    assert answers(generate_by_steps(llm, requests)) == answers(expected)
+    drafts = llm.stats()["spec_decode"]
+    assert drafts["accepted_tokens"] > 8 and drafts["accepted_per_position"][2] > 1, drafts
+    widths = {
+        shape.tokens_per_row for shape in runner.graphs.shapes if runner.graphs.graphs[shape.graph_shape].num_replays
+    }
+    assert widths == {1, 4}
 
 
 def test_the_smallest_graph_that_holds_a_step(make_llm):

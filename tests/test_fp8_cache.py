@@ -166,6 +166,20 @@ def test_decode(heads, case, dtype, native):
 
 @needs_triton
 @each_native
+@pytest.mark.parametrize("splits, window", [(1, None), (3, None), (3, 50)])
+def test_decode_of_drafts(splits, window, native):
+    """Three rows of each sequence."""
+    heads, k, lengths = (4, 2, 32, 32), 3, [130, 66, 32, 3]
+    contents, cache, _, tables = paged(lengths, heads, torch.bfloat16, native)
+    q = randn(len(lengths) * k, 8, 32, dtype=torch.bfloat16)
+    seen = int32([length - k + 1 + i for length in lengths for i in range(k)])
+    args = seen, tables.repeat_interleave(k, 0), 130, splits
+    out = ops.decode_attention(q, cache.k, cache.v, *args, scales=cache.scales, window=window, tokens_per_row=k)
+    assert_attended(out, q, contents, [k] * len(lengths), window)
+
+
+@needs_triton
+@each_native
 @each_dtype_or_half
 @pytest.mark.parametrize("heads, window", pairs(HEADS, [None, 50]))
 def test_prefill(heads, window, dtype, native):

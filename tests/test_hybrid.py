@@ -592,6 +592,7 @@ def test_drafts_on_a_gpu(make_hybrid, checkpoints, monkeypatch, drafts, name, sc
     """Some are right and some wrong: the same text, beside chunks of prompts, after hits and after preemptions."""
     settings = dict(device="cuda", enforce_eager=enforce_eager, **SCHEDULES[schedule])
     prompts, params = map(list, zip(*make_requests()))
+    params = [replace(x, max_tokens=x.max_tokens + 40) for x in params]  # so many that there are preemptions
     llm = make_hybrid(name, **settings)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     llm.exit()

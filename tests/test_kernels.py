@@ -218,6 +218,38 @@ def test_decode_of_nothing_is_zero(splits):
     check_decode([0, 0], (2, 1, 32, 16), torch.float16, NAN, splits)
 
 
+@pytest.mark.parametrize("dtype, case", pairs(DTYPES, [(1, None), (4, None), (1, 30), (4, 30), (None, 100)]))
+@pytest.mark.parametrize(
+    "k, heads", [(5, (4, 2, 64, 16)), (2, (3, 1, 32, 128)), (4, (16, 1, 16, 32)), (5, (16, 1, 16, 32))]
+)
+def test_decode_of_drafts(k, heads, dtype, case):
+    """A sequence's rows see a key more than the row before, or are copies of it; the last pair is too many queries."""
+    (group, kv_heads, head_dim, block_size), (splits, window) = heads, case
+    lengths, copies = [k, 63 + k, 190, 66, 0, 128], [0, 1, k - 1, 0, 0, 0]
+    contents, k_cache, v_cache, _, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, NAN)
+    seen = [[max(0, length - max(0, k - 1 - copied - i)) for i in range(k)] for length, copied in zip(lengths, copies)]
+    seen[4] = [0] * k
+    if window:
+        forget(tables, [first - 1 for first, *_ in seen], window, block_size)
+    q = randn(len(lengths) * k, group * kv_heads, head_dim, dtype=dtype)
+    args = (
+        q,
+        k_cache,
+        v_cache,
+        int32([n for own in seen for n in own]),
+        tables.repeat_interleave(k, 0),
+        max(lengths),
+        splits,
+    )
+    out = ops.decode_attention(*args, window=window, tokens_per_row=k)
+    rows = [(keys[:n], values[:n]) for (keys, values), own in zip(contents, seen) for n in own]
+    expected = [attention_reference(row, *of_row, window) for row, of_row in zip(q.split(1), rows, strict=True)]
+    assert_close(out, torch.cat(expected))
+    fewer = torch.full_like(q, 7.0)
+    ops.decode_attention(*args, num_seqs=int32([3 * k]), out=fewer, window=window, tokens_per_row=k)
+    assert torch.equal(fewer[: 3 * k], out[: 3 * k]) and (fewer[3 * k :] == 7).all()
+
+
 @pytest.mark.parametrize("splits, dtype", pairs([1, 3], DTYPES))
 def test_a_step_of_decodes_and_chunks(splits, dtype):
     """As in a CUDA graph: the number of decodes is read on the device, and the bounds are larger than what is there."""
@@ -243,15 +275,15 @@ def test_a_step_of_decodes_and_chunks(splits, dtype):
 def test_prefill_of_the_tiles_for_hopper(heads, monkeypatch):
     """Several programs compute one; with a window none of them is Hopper's."""
     group, _, head_dim, _ = heads
-    monkeypatch.setattr(prefill_attention, "has_hopper_kernel", lambda: False)
+    monkeypatch.setattr(prefill_attention, "has_hopper_kernels", lambda: False)
     tokens = ops.query_tile_size(group, head_dim, torch.float16)
-    monkeypatch.setattr(prefill_attention, "has_hopper_kernel", lambda: True)
+    monkeypatch.setattr(prefill_attention, "has_hopper_kernels", lambda: True)
     assert 1 < ops.query_tile_size(group, head_dim, torch.float16) // tokens <= 128 // tokens
     check_prefill([150, 1, 30], [20, 40, 0], heads, torch.float16, NAN, window=90)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not prefill_attention.has_hopper_kernel(), reason="needs a Hopper GPU, and Triton 3.6")
+@pytest.mark.skipif(not prefill_attention.has_hopper_kernels(), reason="needs a Hopper GPU, and Triton 3.6")
 @pytest.mark.parametrize("is_hopper", [True, False], ids=["hopper", "any"])
 @pytest.mark.parametrize(
     "heads, dtype",
@@ -262,7 +294,7 @@ def test_prefill_of_the_tiles_for_hopper(heads, monkeypatch):
 )
 def test_prefill_by_either_kernel(heads, dtype, is_hopper, monkeypatch):
     """Fewer tiles than programs and more; tiles of which a part, or a warpgroup, has no tokens."""
-    monkeypatch.setattr(prefill_attention, "has_hopper_kernel", lambda: is_hopper)
+    monkeypatch.setattr(prefill_attention, "has_hopper_kernels", lambda: is_hopper)
     num_new, num_before = [1, 5, 63, 64, 65, 127, 129, 300, 1001], [0, 3, 0, 200, 129, 1, 1000, 77, 513]
     check_prefill(num_new, num_before, heads, dtype, NAN)
     check_prefill([70], [0], heads, dtype, NAN)
@@ -432,6 +464,22 @@ def test_split_k_gemm(m, n, k, split_k, dtype):
     assert (error <= TOLERANCE[dtype] / 2 * (1 + out.double().abs().sum(0))).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not prefill_attention.has_hopper_kernels(), reason="needs a Hopper GPU, and Triton 3.6")
+@pytest.mark.parametrize("m", [129, 144, 155, 192, 193, 256])
+@pytest.mark.parametrize("n, k, split_k", [(4096, 4096, 4), (5120, 1096, 3), (20008, 264, 2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_split_k_gemm_for_hopper(m, n, k, split_k, dtype):
+    """More inputs than buffers and fewer; tiles and parts of which something is missing."""
+    from nanovllm.kernels.hopper_gemm import hopper_gemm
+
+    x, weight = randn(m, k, dtype=dtype), randn(n, k, dtype=dtype) / k**0.5
+    out = torch.full((split_k, m, n), NAN, dtype=dtype, device=DEVICE)
+    hopper_gemm(x, weight, split_k, out)
+    error = (out.double().sum(0) - linear_reference(x, weight)).abs()
+    assert (error <= TOLERANCE[dtype] / 2 * (1 + out.double().abs().sum(0))).all()
+
+
 def test_choose_split_k(monkeypatch):
     """The device is believed to be a Hopper GPU, but for the first line."""
 
@@ -441,6 +489,7 @@ def test_choose_split_k(monkeypatch):
     assert not any(split_k(rows, dtype=dtype, device="cpu") for rows in (0, 1, 64) for dtype in DTYPES)
     monkeypatch.setattr("nanovllm.kernels.split_k_gemm.has_tma", lambda device: True)
     monkeypatch.setattr("nanovllm.kernels.split_k_gemm.num_sms", lambda device: 132)
+    monkeypatch.setattr("nanovllm.kernels.split_k_gemm.has_hopper_kernels", lambda: False)
     assert split_k(1) == split_k(MAX_ROWS) == split_k(2, 7, 8, torch.bfloat16) == 4
     assert not split_k(0) and not split_k(MAX_ROWS + 1)
     # all programs at once: the outputs of Qwen3-4B, 8B and 14B, and one tile too many
@@ -453,6 +502,12 @@ def test_choose_split_k(monkeypatch):
     assert FEW_WEIGHTS >= 4096 * 1024
     assert not split_k(2, k=60)  # rows that TMA cannot step over
     assert not any(split_k(rows, dtype=torch.float32) for rows in (0, 1, 64))
+    # the kernel for Hopper: many inputs, and parts that fill the GPU
+    monkeypatch.setattr("nanovllm.kernels.split_k_gemm.has_hopper_kernels", lambda: True)
+    assert [split_k(m, 4096, 12288) for m in (128, 129, 256, 257)] == [2, 4, 4, 0]
+    assert [split_k(200, n, 12288) for n in (2560, 4096, 34 * 128)] == [0, 4, 0] and not split_k(200, 4096, 4096)
+    assert not split_k(200, 4096, 12288, max_split_k=1) and not split_k(200, 4096, 12288, torch.float32)
+    assert split_k(160, 1024, 1024) == 2
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 7])

@@ -15,6 +15,8 @@ from nanovllm.kernels.dependent_launch import (
     prefetch_rows,
 )
 
+gl = tma = tl  # kernels in Gluon are checked in the same way
+
 
 @triton.jit
 def load_at(first_ptr, at):
@@ -118,6 +120,24 @@ def reads_a_tile(x_tiles, PDL: tl.constexpr):
 
 
 @triton.jit
+def reads_in_gluon(x_ptr, PDL: tl.constexpr):
+    gl.load(x_ptr)
+    gdc_wait()
+
+
+@triton.jit
+def copies_a_tile(x_tiles, barrier, buffer, PDL: tl.constexpr):
+    tma.async_copy_global_to_shared(x_tiles, [0, 0], barrier, buffer)
+    gdc_wait()
+
+
+@triton.jit
+def copies_back(x_tiles, buffer, PDL: tl.constexpr):
+    tma.async_copy_shared_to_global(x_tiles, [0, 0], buffer)
+    gdc_wait()
+
+
+@triton.jit
 def reads_a_pointer(w_ptr, PDL: tl.constexpr):
     tl.load(tl.load(w_ptr).to(tl.pointer_type(tl.int32)))
     gdc_wait()
@@ -174,6 +194,9 @@ def test_a_kernel_that_keeps_the_contract():
         (reads_and_then_begins, "reads .*'x_ptr'"),
         (begins_for_another_reason, "never waits"),
         (reads_a_tile, "reads .*'x_tiles'"),
+        (reads_in_gluon, "reads .*'x_ptr'"),
+        (copies_a_tile, "reads .*'x_tiles'"),
+        (copies_back, "writes memory"),
         (reads_a_pointer, "not derived from a parameter"),
         (writes, "writes memory"),
         (writes_in_a_function, "writes memory"),

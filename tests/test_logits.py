@@ -3,6 +3,7 @@ the definitions."""
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from common import CUDA, DEVICE, DTYPES, each_dtype, pairs, randn
@@ -86,7 +87,7 @@ def rows_of(
     ]
     words = [(entry, [-1] * (MAX_BAD_WORD_TOKENS - len(word)) + word) for entry, word in words]
     word_slots, words = map(torch.tensor, zip(*words)) if words else 2 * [torch.zeros(0)]
-    tables = EditTables.zeros(n, vocab_size, torch.device(DEVICE))
+    tables = EditTables.zeros(n, vocab_size, 1, torch.device(DEVICE))
     names = "bias_entries", "bias_ids", "bias_bits", "mask_indices", "masks", "bad_word_entries", "bad_words"
     arrays = slots, ids, values.float().view(torch.int32), req_indices, masks, word_slots, words
     tables.write({name: x.int().to(DEVICE) for name, x in zip(names, arrays) if len(x)})
@@ -434,3 +435,23 @@ def test_allowed_ids_and_bad_words(vocab_size, where, dtype):
     unpenalized = [0, 1, 2, 3, 4, 5, 7]
     possible = edited.cpu()[unpenalized] > -torch.inf
     assert torch.equal(edited.cpu()[unpenalized][possible], logits[unpenalized][possible])
+
+
+@pytest.mark.parametrize("where", ["cpu", "kernel"])
+@pytest.mark.parametrize("num_rows", [3, 2, 1])
+def test_masks_of_drafts(num_rows, where):
+    """Each of a request's rows has the mask of its own place; what is written for a request is that of all."""
+    vocab_size, num_masks, num_requests = 77, 3, 4
+    rows, _ = rows_of([{"has_allowed_ids": 1}] * num_rows * num_requests, vocab_size=vocab_size)
+    requests = torch.randperm(num_requests).repeat_interleave(num_rows)
+    rows = rows._replace(req_indices=requests.int().to(DEVICE))
+    tables = EditTables.zeros(num_requests, vocab_size, num_masks, torch.device(DEVICE))
+    are_allowed = torch.randint(2, (num_requests + 1, num_masks, 96)).bool()
+    are_allowed[0] = are_allowed[0, 0]
+    bits = torch.from_numpy(np.packbits(are_allowed.numpy(), axis=-1, bitorder="little").view(np.int32)).to(DEVICE)
+    tables.write({"mask_indices": torch.arange(num_requests + 1, device=DEVICE), "masks": bits[:, 0]})
+    tables.allowed_masks[1:, 1:] = bits[1:, 1:]
+    logits = torch.randn(len(requests), vocab_size, device=DEVICE)
+    ops.penalize(logits, rows, tables) if where == "kernel" else penalize(logits, rows, tables)
+    places = torch.arange(num_rows).repeat(num_requests)
+    assert torch.equal(logits.cpu() > -torch.inf, are_allowed[requests, places, :vocab_size])

@@ -28,7 +28,7 @@ from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.layers.attention import SDPABackend
 from nanovllm.layers.layernorm import NormInput
-from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.models import ModelConfig, model_class
 from nanovllm.quantization import scaled as scaled_weights
 from nanovllm.quantization.formats.fp8 import e4m3_scheme
@@ -41,6 +41,7 @@ __all__ = ["gelu_family"]  # a fixture
 dequantize = scaled_weights.dequantize.__wrapped__  # as it is defined, on a GPU too
 ops = pytest.importorskip("nanovllm.kernels.ops")
 from nanovllm.kernels import mix_experts, moe_gemm, moe_routing, scaled_linear
+from nanovllm.kernels.dependent_launch import has_hopper_kernels
 from nanovllm.kernels.scaled_gemv import choose_gemv_split_k, scaled_gemv
 from nanovllm.kernels.scaled_moe_gemv import scaled_moe_gemv
 
@@ -617,6 +618,49 @@ def test_scaled_gemm(fresh_memory_is_nan, dtype, way, shape, num_rows, split_k):
         assert (parts.double().sum(0) - expected).norm() < 0.005 * expected.norm()
     else:
         assert_close(parts.float().sum(0).to(dtype), expected, 10 * max(1.0, expected.abs().max().item()))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_hopper_kernels(), reason="needs a Hopper GPU, and Triton 3.6")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_rows, n, k", [(1, 128, 128), (130, 384, 640), (1030, 4224, 384)])
+def test_swiglu_on_hopper(fresh_memory_is_nan, dtype, num_rows, n, k):
+    """Fewer tiles than programs and more, also with rows beyond the last; about as near as in three steps."""
+    from nanovllm.kernels.hopper_swiglu import swiglu
+
+    values, scales = scaled(2 * n, k, 128, 128)
+    scales /= 8  # else most results of silu are 0 or what it is of
+    x = ops.quantize_rows(randn(num_rows, k, dtype=dtype), 128)
+    rows = swiglu(x, values, scales)
+    assert len(rows) == num_rows and rows.dtype == dtype and rows.scales.shape == (len(rows.values), n // 128)
+    product = as_floats(x) @ dequantize(values, scales, torch.float64).T
+    activated = F.silu(product[:, :n]) * product[:, n:]
+    in_steps = ops.silu_and_mul_quantize(product.to(dtype), 128)
+    error, error_in_steps = ((as_floats(y) - activated).norm() for y in (rows, in_steps))
+    assert error < 1.1 * error_in_steps and error < 0.04 * activated.norm()
+
+
+def test_activation_in_the_product(monkeypatch):
+    """Where a kernel computes the activation too, its rows go to the next layer as they are."""
+    from nanovllm.quantization.fp8_linear import FP8Linear
+
+    def swiglu(x, values, scales):
+        calls.append(len(x))
+        return ops.silu_and_mul_quantize(ops.scaled_gemm(x, values, scales)[0], 128)
+
+    layer = MergedColumnParallelLinear(128, [(128, TensorParallel())] * 2, False, torch.float32)
+    down = RowParallelLinear(128, 128, False, TensorParallel())
+    with torch.device(DEVICE):
+        for linear in (layer, down):
+            linear.format = FP8Linear(linear, e4m3_scheme(128, 128))
+    for i in range(2):
+        layer.weight.weight_loader(randn(128, 128), i)
+    x, weight, outputs, calls = randn(3, 128), randn(128), [], []
+    for _ in range(2):
+        rows = layer(NormInput(PartialSum(x.clone()), None, weight, 1e-6), down.format.act_fn())
+        outputs.append(as_floats(rows))
+        monkeypatch.setattr(ops, "swiglu_quantize", swiglu)
+    assert calls == [3] and torch.equal(*outputs)
 
 
 def as_floats(rows) -> torch.Tensor:

@@ -21,7 +21,7 @@ from nanovllm.engine.scheduling_policy import TokenBudget
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stats import stats_of
 from nanovllm.layers.sampler import KEEPS_ALL, token_keys
-from nanovllm.spec_decode import suffix
+from nanovllm.spec_decode import output_processor, suffix
 from nanovllm.spec_decode.config import ON_CPU, ON_CUDA
 from nanovllm.spec_decode.draft_model import DraftModel
 from nanovllm.spec_decode.output_processor import Pace
@@ -168,6 +168,7 @@ def test_the_drafter_catches_up(make_llm, small_model, chat):
 
 def test_keys_of_wrong_drafts_are_computed_again(make_llm, small_model, monkeypatch):
     """Also if nothing was drafted in the step after them: all drafts of the model for itself are right then."""
+    monkeypatch.setattr(output_processor, "CREDIT", 100.0)
     llm = make_llm(small_model, **SETTINGS, **drafting("draft_model", model=small_model))
     sample, paces, pauses, num_wrong = DraftModel._sample, llm.core.output_processor.paces, set(), 0
 
@@ -184,9 +185,7 @@ def test_keys_of_wrong_drafts_are_computed_again(make_llm, small_model, monkeypa
     assert num_accepted == num_drafted - num_wrong > 40 and num_wrong >= 5 * NUM_DRAFTS
 
 
-@pytest.mark.skipif(not find_spec("llguidance"), reason="llguidance is not installed")
-def test_structured_outputs(make_llm, margins):
-    """What the grammar forbids is cut from the drafts, and what it forces is drafted."""
+def structured_requests() -> tuple[list[str], list[SamplingParams]]:
     schema = {
         "type": "object",
         "properties": {
@@ -198,27 +197,54 @@ def test_structured_outputs(make_llm, margins):
     }
     grammars = [{"json": json.dumps(schema)}, {"regex": "(ab|ba){8}[cd]"}, {"choice": ["KING RICHARD", "KING HENRY"]}]
     options = [{}, {"n": 3, "top_p": 0.9}, {"min_tokens": 3, "repetition_penalty": 1.1}, {"logprobs": 2}]
-    requests = [
-        (
-            "HAMLET" * i,
-            SamplingParams(temperature=0.8 * (i % 3), seed=i, max_tokens=28, structured_outputs=own, **option),
-        )
-        for i, (own, option) in enumerate(zip(2 * grammars, 2 * options), 1)
-    ]
-    requests += [("ROMEO", SamplingParams(temperature=0.7, seed=1, max_tokens=30))]
+    prompts, params = ["ROMEO"], [SamplingParams(temperature=0.7, seed=1, max_tokens=30)]
+    for i, (own, option) in enumerate(zip(2 * grammars, 2 * options), 1):
+        sampling = dict(temperature=0.8 * (i % 3), seed=i, max_tokens=28)
+        params.append(SamplingParams(structured_outputs=own, **sampling, **option))
+        prompts.append("HAMLET" * i)
+    return prompts, params
+
+
+def num_masked_drafts(llm) -> list[int]:
+    """Grows while the engine runs: the drafts of sequences with a grammar, by step."""
+    numbers: list[int] = []
+
+    def count(step, result) -> None:
+        rows = zip(step.sampled_seqs, step.num_reserved.tolist())
+        numbers.append(sum(number - 1 for seq, number in rows if "structured_outputs" in seq.feature_state))
+
+    llm.core.on_step.append(count)
+    return numbers
+
+
+needs_llguidance = pytest.mark.skipif(not find_spec("llguidance"), reason="llguidance is not installed")
+
+
+@needs_llguidance
+def test_structured_outputs(make_llm, margins):
+    """What the grammar forbids is cut from the drafts, and what it forces is drafted."""
+    requests = structured_requests()
     settings = SETTINGS | dict(num_kvcache_blocks=20)
-    expected = answers(margins(make_llm(**settings)).generate(*map(list, zip(*requests)), use_tqdm=False))
+    expected = answers(margins(make_llm(**settings)).generate(*requests, use_tqdm=False))
     for method, async_scheduling in zip(METHODS, (False, True, True)):
         llm = make_llm(**settings, **drafting(method), async_scheduling=async_scheduling)
-        steps = []
-        llm.core.on_step.append(lambda step, result, steps=steps: steps.append(step))
-        assert answers(llm.generate(*map(list, zip(*requests)), use_tqdm=False)) == expected, method
-        masked = [
-            num_reserved > 1 and "structured_outputs" in seq.feature_state
-            for step in steps
-            for seq, num_reserved in zip(step.sampled_seqs, step.num_reserved)
-        ]
-        assert any(masked) == (method != "draft_model"), method
+        numbers = num_masked_drafts(llm)
+        assert answers(llm.generate(*requests, use_tqdm=False)) == expected, method
+        assert any(numbers) == (method != "draft_model"), method
+
+
+@needs_llguidance
+@pytest.mark.gpu
+@pytest.mark.parametrize("eager", [False, True])
+def test_structured_outputs_on_cuda(make_llm, eager):
+    """Graphs have a mask for each draft. That of a step may have more rows: hence the same bits in any batch."""
+    requests = structured_requests()
+    settings = SETTINGS | dict(device="cuda", kvcache_block_size=64, batch_invariant=True, enforce_eager=eager)
+    expected = answers(make_llm(**settings).generate(*requests, use_tqdm=False))
+    llm = make_llm(**settings, **drafting("ngram"))
+    numbers = num_masked_drafts(llm)
+    assert answers(llm.generate(*requests, use_tqdm=False)) == expected
+    assert sum(numbers) > 20 and llm.stats()["spec_decode"]["accepted_tokens"] > 15
 
 
 # -- adaptation --------------------------------------------------------------------------------------------------------
@@ -231,6 +257,39 @@ class Wrong(Proposer):
 
     def draft(self, seq, num_drafts):
         return [*self.known[len(seq.token_ids) :], *[7] * num_drafts][:num_drafts]
+
+
+@pytest.mark.parametrize("num_seqs, num_tokens", [(1, 110), (3, 30), (8, 60)])
+def test_wrong_drafts_cost_little(make_llm, small_model, monkeypatch, num_seqs, num_tokens):
+    """However many sequences run, and however short they are; as soon as drafts are right, they are used."""
+    sample, is_wrong = DraftModel._sample, 1
+    draw = lambda *args: (sample(*args) + is_wrong) % llm.config.model_config.vocab_size
+    monkeypatch.setattr(DraftModel, "_sample", draw)
+    llm = make_llm(small_model, **SETTINGS, **drafting("draft_model", model=small_model))
+    seconds = {"with": 0.0, "without": 0.0}
+
+    def count(step, result) -> None:
+        if step.num_decodes:
+            cost = llm.config.speculative_config.step_cost
+            seconds["with"] += cost.of(step.num_decodes, step.tokens_per_row - 1)
+            seconds["without"] += cost.of(step.num_decodes)
+
+    def generate(num_rounds: int) -> float:
+        seconds.update({"with": 0.0, "without": 0.0})
+        for i in range(num_rounds):
+            prompts = [[5 + i % 400, 6 + j] for j in range(num_seqs)]
+            llm.generate(prompts, SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=i), use_tqdm=False)
+        return seconds["with"] / seconds["without"]
+
+    llm.core.on_step.append(count)
+    generate(120 // num_tokens)  # which uses up what drafts may cost at first
+    assert 1 < generate(330 // num_tokens) < 1.025
+    is_wrong = 0
+    generate(120 // num_tokens)
+    before = accepted(llm)
+    generate(1)
+    num_accepted, num_drafted = (now - then for now, then in zip(accepted(llm), before))
+    assert num_accepted == num_drafted > 0.7 * num_seqs * num_tokens
 
 
 def test_a_sequence_whose_drafts_are_wrong_pauses(make_llm, small_model, monkeypatch):

@@ -261,7 +261,7 @@ def test_mask_follows_the_tokens(llm):
     (request,) = llm.input_processor.requests("Hello", params("regex", "[ab]{3}c*"), OutputKind.FINAL_ONLY)
     (seq,) = request.group
     constraint = seq.feature_state["structured_outputs"]
-    allowed = lambda: [i for i in range(2048) if constraint.mask[i // 32] >> (i % 32) & 1]
+    allowed = lambda: [i for i in range(2048) if constraint.next_mask[i // 32] >> (i % 32) & 1]
     single = lambda text: llm.tokenizer.encode(text)[0]
     first = allowed()
     assert {single("a"), single("b")} <= {*first} and single("c") not in first

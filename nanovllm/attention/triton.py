@@ -36,8 +36,8 @@ class TritonBackend(AttentionBackend):
             self.ops.prefill_attention(*args, cache.scales, cache.window)
         if n:
             args = q[:n], cache.k, cache.v, lengths[:n], tables[:n], context.max_context_len
-            count = context.num_decodes_on_device
-            self.ops.decode_attention(*args, num_seqs=count, out=out[:n], scales=cache.scales, window=cache.window)
+            others = dict(num_seqs=context.num_decodes_on_device, scales=cache.scales, window=cache.window)
+            self.ops.decode_attention(*args, out=out[:n], tokens_per_row=context.tokens_per_row, **others)
         return out
 
     def set_head_shape(self, group, head_dim, dtype):

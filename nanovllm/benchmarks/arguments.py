@@ -42,8 +42,12 @@ Before what is reported, each workload runs once with other ids (online with a q
 single, prefill and batches, --rounds runs follow, each with ids of its own, and the fastest is reported: vLLM's FP8
 compiles kernels whenever a step has a new number of tokens, also after the first run. When engines are compared, each
 of them runs in its own process, and vLLM with its own defaults: of our settings it gets the model, its dtypes,
-max_model_len and the number of GPUs, and another bound only if the command line states it. The output names the
-versions, and the VLLM_* variables of the environment. --plot FILE.svg draws online, latency or batches.
+max_model_len, the number of GPUs and what drafts, and another bound only if the command line states it. The output
+names the versions, and the VLLM_* variables of the environment. --plot FILE.svg draws online, latency or batches.
+
+With --shape, the model of --speculative-config may be a shape too, and a head of "eagle3" needs none. Random weights
+draft nothing that is right: '{"method": "eagle3", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic",
+"synthetic_acceptance_rates": [0.8, 0.64]}' takes drafts so often, in both engines.
 
 Online is an open loop: a request is submitted when it is due, however busy the engine is, and its times count from when
 it was due. TTFT is the time to its first token. The time per output token is the time from its first token to its last,

@@ -14,6 +14,7 @@ from nanovllm.benchmarks.requests import TEMPERATURE, Workloads, describe
 from nanovllm.benchmarks.results import Results, save_results
 from nanovllm.benchmarks.tables import Panel
 from nanovllm.config import Config
+from nanovllm.spec_decode.config import given_values
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
@@ -30,6 +31,8 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
         processes.show_engine_log()
         settings = engine_settings(args)
         try:  # before any engine is started
+            if args.shape and (drafting := settings.get("speculative_config")) is not None:
+                settings["speculative_config"] = shapes.with_drafter(given_values(drafting), Path(args.model))
             SamplingParams(temperature=TEMPERATURE, top_k=args.top_k, top_p=args.top_p)
             config = Config.create(args.model, settings)
         except (ValueError, TypeError, OSError) as error:
@@ -86,6 +89,9 @@ def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: 
             continue
         num_runs = results["nanovllm"][name].num_runs
         print(describe(name, [request for run in runs[-num_runs:] for request in run]))
+        for engine, found in results.items():
+            if name in found and found[name].note:
+                print(f"  {engine}: {found[name].note}")
     for panel in panels:
         panel.print(results)
 

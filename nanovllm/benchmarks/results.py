@@ -74,6 +74,17 @@ def decode_rate(token_times: list[list[float]], num_seqs: int) -> float:
     return median(rates)
 
 
+def drafts_since(before: dict | None, now: dict | None) -> str:
+    """Of two counts like `LLM.stats()["spec_decode"]`: the drafts that were right, in all and by their position."""
+    if not before or not now:
+        return ""
+    names = "drafts", "draft_tokens", "accepted_tokens", "accepted_per_position"
+    steps, drafted, accepted, by_position = (np.subtract(now[name], before[name]) for name in names)
+    rates = " ".join(f"{rate:.2f}" for rate in by_position / max(1, steps))
+    each = f"{1 + accepted / max(1, steps):.2f} tokens a step with drafts"
+    return f"{accepted:,} of {drafted:,} drafts right ({rates}), {each}"
+
+
 def save_results(file: Path, notes: str, setup: str, rates: dict[str, dict[str, float]]) -> None:
     """Merge tokens per second into a file of `{"notes": text, "results": {setup: {workload: {engine: rate}}}}`."""
     saved = json.loads(file.read_text()) if file.exists() else {"notes": notes, "results": {}}

@@ -1,5 +1,6 @@
 """HTTP servers in processes of their own, and what they use."""
 
+import json
 import os
 import signal
 import socket
@@ -28,14 +29,14 @@ class Server(NamedTuple):
 
 
 def as_flags(settings: dict[str, Any]) -> list[str]:
-    """`--name=value` for each setting, or `--name` and `--no-name`; None is none."""
+    """`--name=value` for each setting, JSON if it is a dict, or `--name` and `--no-name`; None is none."""
     flags = []
     for name, value in settings.items():
         name = name.replace("_", "-")
         if isinstance(value, bool):
             flags.append(f"--{name}" if value else f"--no-{name}")
         elif value is not None:
-            flags.append(f"--{name}={value}")
+            flags.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
     return flags
 
 

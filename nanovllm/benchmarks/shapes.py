@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 # entries of config.json, as published; `--shape NAME` makes such a model
 SHAPE_ENTRIES = (
@@ -76,3 +77,31 @@ def write_shape(name: str, folder: Path, with_text: bool = False) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+
+
+OF_HEAD = "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"
+OF_HEAD += "max_position_embeddings", "rms_norm_eps", "rope_theta"
+
+
+def write_head(folder: Path, model: Path) -> None:
+    """Make a folder with the config.json of an EAGLE-3 head for a shape, which drafts 32,000 tokens; no weights."""
+    entries = json.loads((model / "config.json").read_text())
+    layer = {name: entries[name] for name in OF_HEAD} | {"model_type": "llama", "num_hidden_layers": 1}
+    layer |= {"architectures": ["LlamaForCausalLMEagle3"], "torch_dtype": "bfloat16"}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(layer | {"draft_vocab_size": min(32000, layer["vocab_size"])}))
+
+
+def with_drafter(settings: dict[str, Any], model: Path) -> dict[str, Any]:
+    """A `speculative_config` for a shape in the folder `model`: what drafts gets a folder beside it, without weights.
+
+    Its "model" may be the name of a shape; "eagle3" needs none.
+    """
+    folder = model.with_name("drafter")
+    if settings.get("method") == "eagle3" and settings.get("model") is None:
+        write_head(folder, model)
+    elif settings.get("model") in SHAPES:
+        write_shape(settings["model"], folder)
+    else:
+        return settings
+    return settings | {"model": str(folder)}

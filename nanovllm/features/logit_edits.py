@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from nanovllm.engine.features import Arrays, StepFeature
 from nanovllm.engine.scheduled_step import ScheduledStep
@@ -72,7 +73,7 @@ class LogitEdits(StepFeature):
         masks = {i: edits.allowed_mask for i, edits in new if edits.allowed_mask is not None}
         for seq in map(step.sampled_seqs.__getitem__, step.watched):
             if (constraint := seq.feature_state.get("structured_outputs")) is not None:
-                masks[seq.req_index] = constraint.mask  # which allows the request's own ids only, too
+                masks[seq.req_index] = constraint.next_mask  # which allows the request's own ids only, too
         arrays: dict[str, Any] = {}
         if biases:
             entries, ids, values = zip(*biases)
@@ -93,8 +94,9 @@ class LogitEdits(StepFeature):
         return config.max_num_seqs * (per_request + mask_width(config.model_config.vocab_size)) + 7 * 4
 
     def __init__(self, runner: Any):
-        config = runner.config
-        self.tables = EditTables.zeros(config.max_num_seqs, config.model_config.vocab_size, runner.device)
+        config, drafting = runner.config, runner.config.speculative_config
+        num_masks = runner.tokens_per_row if drafting and drafting.drafts_with_masks else 1
+        self.tables = EditTables.zeros(config.max_num_seqs, config.model_config.vocab_size, num_masks, runner.device)
 
     def upload(self, arrays: Arrays) -> None:
         self.tables.write(arrays)
@@ -108,25 +110,26 @@ class EditTables(NamedTuple):
 
     bias_ids: torch.Tensor  # [requests, MAX_BIASES] int32: `num_biases` ids of logit_bias, then `num_stops` stop ids
     biases: torch.Tensor  # [requests, MAX_BIASES] float32, -inf for stop ids
-    allowed_masks: torch.Tensor  # [requests, ceil(vocabulary / 32)] int32: bits of token ids, valid if has_allowed_ids
+    allowed_masks: torch.Tensor  # [requests, masks, ceil(vocabulary / 32)] int32: bits of ids, valid if has_allowed_ids
     bad_words: torch.Tensor  # [requests, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS] int32: `num_bad_words`, padded left by -1
     token_counts: torch.Tensor  # [MAX_PENALTY_PROGRAMS, vocabulary] int32, scratch: zeros before and after `penalize`
 
     @classmethod
-    def zeros(cls, num_requests: int, vocab_size: int, device: torch.device) -> "EditTables":
+    def zeros(cls, num_requests: int, vocab_size: int, num_masks: int, device: torch.device) -> "EditTables":
+        """With drafts, a request has several masks: one for each of its rows of a step."""
         make = lambda *shape, dtype=torch.int32: torch.zeros(shape, dtype=dtype, device=device)
         n = num_requests + 1
         return cls(
             bias_ids=make(n, MAX_BIASES),
             biases=make(n, MAX_BIASES, dtype=torch.float32),
-            allowed_masks=make(n, mask_width(vocab_size)),
+            allowed_masks=make(n, num_masks, mask_width(vocab_size)),
             bad_words=make(n, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
             token_counts=make(min(num_requests, MAX_PENALTY_PROGRAMS), vocab_size),
         )
 
     def write(self, arrays: Arrays) -> None:
         """Set rows. `*_entries` are indices into a table whose first two dimensions are flattened; masks have request
-        indices, and biases the bits of float32 numbers.
+        indices, and are those of all its rows; biases have the bits of float32 numbers.
         """
         if "bias_entries" in arrays:
             self.bias_ids.view(-1)[arrays["bias_entries"]] = arrays["bias_ids"]
@@ -134,7 +137,7 @@ class EditTables(NamedTuple):
         if "bad_word_entries" in arrays:
             self.bad_words.flatten(0, 1)[arrays["bad_word_entries"]] = arrays["bad_words"]
         if "masks" in arrays:
-            self.allowed_masks[arrays["mask_indices"]] = arrays["masks"]
+            self.allowed_masks[arrays["mask_indices"]] = arrays["masks"][:, None]
 
 
 def mask_width(vocab_size: int) -> int:
@@ -162,7 +165,10 @@ def penalize(logits: torch.Tensor, rows: SamplingRows, tables: EditTables) -> No
         _penalize_row(logits[row], rows, tables, row)
     if (has_mask := rows.column("has_allowed_ids")).any():
         masked = has_mask.nonzero().flatten()
-        masks = tables.allowed_masks[rows.req_indices[masked]].view(torch.uint8).unsqueeze(-1)
+        num_masks = tables.allowed_masks.shape[1]
+        last = F.pad(rows.req_indices, (num_masks - 1, 0), value=-1).unfold(0, num_masks, 1)  # [S, masks], own ones too
+        places = (last == rows.req_indices[:, None]).sum(1) - 1  # of each row among those of its request
+        masks = tables.allowed_masks[rows.req_indices[masked], places[masked]].view(torch.uint8).unsqueeze(-1)
         is_allowed = (masks & (1 << torch.arange(8, device=masks.device)).to(torch.uint8)).flatten(1).bool()
         logits[masked] = logits[masked].where(is_allowed[:, : logits.shape[1]], -torch.inf)
 
@@ -191,7 +197,7 @@ def _penalize_row(logits: torch.Tensor, rows: SamplingRows, tables: EditTables, 
         words = tables.bad_words[req_index, :num_bad_words]
         starts, last_ids = words[:, :-1], words[:, -1]
         recent = output_ids[-starts.shape[1] :]
-        recent = torch.nn.functional.pad(recent, (starts.shape[1] - len(recent), 0), value=-2)  # -2 equals no id
+        recent = F.pad(recent, (starts.shape[1] - len(recent), 0), value=-2)  # -2 equals no id
         is_next = ((starts == -1) | (starts == recent)).all(1)  # the output ends with all but the last id of the word
         logits[last_ids[is_next].long()] = -torch.inf
 

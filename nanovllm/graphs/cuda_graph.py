@@ -1,6 +1,7 @@
 """Steps as CUDA graphs, which are captured once for each padded size and replayed."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import prod
 from typing import Any
@@ -71,9 +72,11 @@ class DecodeGraphs:
         buffer: torch.Tensor,
         forward: Callable[[DeviceBatch], ForwardOutput],
         pool: Any,
+        few_layers: Callable[[], AbstractContextManager] = nullcontext,
     ):
         """`forward` runs a decode batch that lies in `buffer`, without waiting for the device. `pool` is the graphs'
-        memory pool, which all graphs of a rank can share, as they run one after the other.
+        memory pool, which all graphs of a rank can share, as they run one after the other. In `few_layers` the model
+        has only as many layers as compile all of its kernels.
         """
         from nanovllm.kernels import ops
 
@@ -95,7 +98,8 @@ class DecodeGraphs:
         # the largest first, so that the others fit into its memory
         for shape in sorted(self.shapes, key=lambda shape: shape.num_tokens, reverse=True):
             batch, key = Batch.from_buffer(shape, buffer), shape.graph_shape
-            step(batch)  # compiles the remaining kernels, which a capture must not do
+            with few_layers():
+                step(batch)  # compiles the remaining kernels, which a capture must not do
             self.graphs[key], self.outputs[key] = capture(partial(step, batch), pool)
         self.reset()
 
@@ -175,9 +179,10 @@ class MixedGraphs:
         run_model: Callable[[DeviceBatch], tuple[torch.Tensor, SamplerInput]],
         sample: Callable[[SamplerInput], tuple[torch.Tensor, torch.Tensor]],
         pool: Any,
+        few_layers: Callable[[], AbstractContextManager] = nullcontext,
     ):
         """`run_model` returns the hidden states of a batch in `buffer` and the sampler's input, `sample` what a
-        ForwardOutput begins with.
+        ForwardOutput begins with. `few_layers` is that of DecodeGraphs.
         """
         self.shapes = shapes
         most: dict[int, int] = {}  # sampled sequences, by the width of rows
@@ -207,14 +212,16 @@ class MixedGraphs:
             self.input.req_indices[shape.num_sampled_tokens // shape.tokens_per_row :] = pad_req_index
 
         for shape in sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True):
-            model_part(shape)  # compiles kernels, which a capture must not do
-            sample(self._rows(1))
+            with few_layers():
+                model_part(shape)  # compiles kernels, which a capture must not do
+                sample(self._rows(1))
             self.models[shape.graph_shape], _ = capture(partial(model_part, shape), pool)
             sample(self._rows(1))
         for size in sorted(self.sample_sizes, key=prod, reverse=True):
-            model_part(shapes[0])
-            sample(self._rows(*size))
-            model_part(shapes[0])
+            with few_layers():
+                model_part(shapes[0])
+                sample(self._rows(*size))
+                model_part(shapes[0])
             self.samplers[size], self.sampled[size] = capture(partial(sample, self._rows(*size)), pool)
 
     def _rows(self, num_seqs: int, tokens_per_row: int = 1) -> SamplerInput:

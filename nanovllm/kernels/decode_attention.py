@@ -1,4 +1,6 @@
-"""One query a sequence against its paged keys and values, which are split over programs (flash-decoding)."""
+"""One query a sequence, or those of a few drafts, against its paged keys and values, which are split over programs
+(flash-decoding).
+"""
 
 import torch
 import triton
@@ -26,6 +28,7 @@ from nanovllm.kernels.split_sequence import (
 
 TILE = 64  # keys of a tile, which lies in one block
 NUM_IDS = 16  # block ids that are loaded at a time
+MAX_QUERIES = 64  # of a program, which has all those of a key-value head
 NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos and sin, slots
 
 
@@ -40,6 +43,7 @@ def _decode_kernel(
     scale,
     table_stride,
     splits,
+    ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     CACHE: tl.constexpr,
     ROTARY: tl.constexpr,
@@ -60,16 +64,16 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr = CACHE.kv_heads
     HEAD_DIM: tl.constexpr = CACHE.head_dim
     TILE: tl.constexpr = CACHE.tile
-    GROUP_PAD: tl.constexpr = max(16, next_power_of_2(GROUP))
+    GROUP_PAD: tl.constexpr = max(16, next_power_of_2(ROWS * GROUP))
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     if num_seqs_ptr is not None:
         num_seqs = tl.load(num_seqs_ptr)
-        if seq >= num_seqs:
+        if seq * ROWS >= num_seqs:
             return
-    table_ptr = block_tables_ptr + seq * table_stride
-    first, num_cached, per_split, num_splits = split_sequence(context_lens_ptr, seq, splits, IS_QKV, CACHE)
+    table_ptr = block_tables_ptr + seq * ROWS * table_stride
+    first, num_cached, per_split, num_splits = split_sequence(context_lens_ptr, seq, splits, IS_QKV, ROWS, CACHE)
     if split >= num_splits:
         return
     begin = first // TILE * TILE + split * per_split
@@ -77,7 +81,7 @@ def _decode_kernel(
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, HEAD_DIM)
     n = tl.arange(0, TILE)
-    in_group = (g < GROUP)[:, None]
+    in_group = (g < ROWS * GROUP)[:, None]
     if IS_QKV:  # the kernel before writes none of this
         cos, sin, swapped = load_cos_sin(cos_sin_ptr, seq, d, HEAD_DIM, ROTARY)
         q_cos, q_sin, k_cos, k_sin = cos, sin, cos, sin
@@ -97,7 +101,11 @@ def _decode_kernel(
             prefetch_rows(scales_ptr + scale_rows, 1)
         gdc_wait()
 
-    first_row = seq * (KV_HEADS * GROUP) + kv_head * GROUP
+    if ROWS == 1:
+        row = seq * (KV_HEADS * GROUP) + kv_head * GROUP + g
+    else:  # the queries of all its rows, of which each sees other keys
+        row = (seq * ROWS + g // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + g % GROUP
+        lengths = tl.load(context_lens_ptr + seq * ROWS + g // GROUP, g < ROWS * GROUP, 0)[:, None]
     m_i = tl.full([GROUP_PAD], NO_KEYS, tl.float32)  # the running maximum of the scores, and
     l_i = tl.zeros([GROUP_PAD], tl.float32)  # the sum of their exponentials relative to it
     acc = tl.zeros([GROUP_PAD, HEAD_DIM], tl.float32)
@@ -136,7 +144,7 @@ def _decode_kernel(
                 l_i += 1.0
                 acc += v_new.to(tl.float32)
     else:
-        q = tl.load(q_ptr + (first_row + g)[:, None] * HEAD_DIM + d[None, :], in_group, 0.0)
+        q = tl.load(q_ptr + row[:, None] * HEAD_DIM + d[None, :], in_group, 0.0)
     if IS_FP8:
         q = as_fp8_partner(q)
 
@@ -150,8 +158,8 @@ def _decode_kernel(
             if CACHE.window:  # some keys of the first tile are before it, never all that a split adds up
                 inside &= tile + n >= first
             block = tl.sum(tl.where(b == tile // BLOCK_SIZE - first_block, block_ids, 0), 0).to(tl.int64)
-            row = ((block * BLOCK_SIZE + tile % BLOCK_SIZE + n) * KV_HEADS + kv_head) * HEAD_DIM
-            k = tl.load(k_cache_ptr + row[None, :] + d[:, None], inside[None, :], 0.0)
+            key = ((block * BLOCK_SIZE + tile % BLOCK_SIZE + n) * KV_HEADS + kv_head) * HEAD_DIM
+            k = tl.load(k_cache_ptr + key[None, :] + d[:, None], inside[None, :], 0.0)
             if IS_FP8:
                 k = decode_e4m3(k, q.dtype)
             scores = tl.dot(q, k, input_precision="ieee") * scale
@@ -160,18 +168,25 @@ def _decode_kernel(
                 pairs = tl.load(scales_ptr + scale_at, inside, ONES)
                 k_scale, v_log2_scale = unpack_scales(pairs, k_cache_ptr.dtype.element_ty)
                 scores = scores * k_scale[None, :] + v_log2_scale[None, :]
-            scores = tl.where(inside[None, :], scores, NO_KEYS)
+            visible = inside[None, :]
+            if ROWS > 1:
+                visible &= (tile + n)[None, :] < lengths
+                if CACHE.window:
+                    visible &= (tile + n)[None, :] >= lengths - CACHE.window
+            scores = tl.where(visible, scores, NO_KEYS)
             m_new = tl.maximum(m_i, tl.max(scores, 1))
             p = tl.exp2(scores - m_new[:, None])
+            if ROWS > 1:  # where a row sees no key yet, hidden scores are its greatest
+                p = tl.where(visible, p, 0.0)
             alpha = tl.exp2(m_i - m_new)
             if IS_FP8:
-                v = tl.load(v_pair_ptr + (row // 2)[:, None] + pair[None, :], inside[:, None], 0)
+                v = tl.load(v_pair_ptr + (key // 2)[:, None] + pair[None, :], inside[:, None], 0)
                 v_even, v_odd = decode_e4m3_pairs(v, v_cache_ptr.dtype.element_ty, q.dtype)
                 acc_even = acc_even * alpha[:, None] + tl.dot(p.to(q.dtype), v_even, input_precision="ieee")
                 acc_odd = acc_odd * alpha[:, None] + tl.dot(p.to(q.dtype), v_odd, input_precision="ieee")
                 p = p * tl.exp2(-v_log2_scale)[None, :]
             else:
-                v = tl.load(v_cache_ptr + row[:, None] + d[None, :], inside[:, None], 0.0)
+                v = tl.load(v_cache_ptr + key[:, None] + d[None, :], inside[:, None], 0.0)
                 acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
             l_i = l_i * alpha + tl.sum(p, 1)
             m_i = m_new
@@ -180,11 +195,11 @@ def _decode_kernel(
         acc = tl.interleave(acc_even, acc_odd)
     acc = acc / tl.maximum(l_i, 1e-30)[:, None]
     if partial_ptr is not None:
-        part = (first_row + g) * splits + split
-        tl.store(lse_ptr + part, tl.where(l_i > 0, m_i + tl.log2(tl.maximum(l_i, 1e-30)), NO_KEYS), g < GROUP)
+        part = row * splits + split
+        tl.store(lse_ptr + part, tl.where(l_i > 0, m_i + tl.log2(tl.maximum(l_i, 1e-30)), NO_KEYS), g < ROWS * GROUP)
         tl.store(partial_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, in_group)
     else:
-        out = out_ptr + (first_row + g)[:, None] * HEAD_DIM + d[None, :]
+        out = out_ptr + row[:, None] * HEAD_DIM + d[None, :]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), in_group)
 
 
@@ -209,6 +224,7 @@ def decode_attention(
     out: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
     window: int | None = None,
+    tokens_per_row: int = 1,
 ) -> torch.Tensor:
     """q [B, heads, head_dim] attends to the context_lens[b] tokens behind block_tables[b]; zeros where there are none.
 
@@ -217,12 +233,15 @@ def decode_attention(
     tokens count. A sequence gets as many splits as it has tiles, up to `splits`, which is chosen by the bound
     `max_context_len` if it is not given. Programs start in the order of the rows, so the longest should come first.
 
+    So many `tokens_per_row` follow each other which are of one sequence, with the same block table, and no token sees
+    fewer keys than the one before. Their keys are read once.
+
     `out` takes the result. With num_seqs [1] int32, at least 1, only the first so many rows are computed, and the other
     rows of the result are left alone. The caches are in FP8 if they have scales: see `norm_rope_store`.
     """
     out = torch.empty_like(q) if out is None else out
     seqs = num_seqs, context_lens, block_tables
-    _decode(out, q, NO_NORM_ROPE, (k_cache, v_cache, scales), seqs, max_context_len, splits, window)
+    _decode(out, q, NO_NORM_ROPE, (k_cache, v_cache, scales), seqs, max_context_len, splits, window, tokens_per_row)
     return out
 
 
@@ -252,37 +271,43 @@ def decode_attention_of_qkv(
     return out
 
 
-def _choose_programs(batch_size, kv_heads, row_bytes: int, is_qkv: bool, device) -> tuple[int, int, int]:
+def _choose_programs(
+    batch_size, kv_heads, tokens_per_row, row_bytes: int, is_qkv: bool, device
+) -> tuple[int, int, int]:
     """How many programs a multiprocessor gets, the warps of one, and how many tiles it loads at a time.
 
     `row_bytes`: of a key. Four warps read fastest, by two programs that run at the same time. But while these leave no
-    room, no program of the next kernel starts. So keys of 256 bytes are read so where this takes few splits, those of
-    512 always, and shorter ones only of a single sequence.
+    room, no program of the next kernel starts. So keys of several rows are always read so; else those of 256 bytes
+    where this takes few splits, those of 512 always, and shorter ones only of a single sequence.
     """
     has_few_splits = batch_size * kv_heads * 3 > 2 * num_sms(device)  # two at most
-    if batch_size == 1 or (is_qkv and (row_bytes > 256 or (row_bytes == 256 and has_few_splits))):
+    are_fastest = is_qkv and (row_bytes > 256 or (row_bytes == 256 and has_few_splits))
+    if batch_size == 1 or tokens_per_row > 1 or are_fastest:
         return 2, 4, 3 if row_bytes <= 256 else 2
     return PROGRAMS_PER_SM, 2, 3 if row_bytes <= 256 and not is_qkv else 2
 
 
-def _decode(out, q, norm_rope_inputs, caches, seqs, max_context_len, splits, window) -> None:
+def _decode(out, q, norm_rope_inputs, caches, seqs, max_context_len, splits, window, tokens_per_row=1) -> None:
     """Fill `out` [B, heads, head_dim]. With inputs of norm and rope, q is qkv. `seqs` are num_seqs, lengths, tables."""
-    batch_size, heads, head_dim = out.shape
+    num_rows, heads, head_dim = out.shape
+    if tokens_per_row * heads // caches[0].shape[2] > MAX_QUERIES:
+        tokens_per_row = 1
+    batch_size, group = num_rows // tokens_per_row, heads // caches[0].shape[2]
     layout, is_qkv = layout_of(caches[0], TILE, window), norm_rope_inputs is not NO_NORM_ROPE
     max_num_keys = min(max_context_len, window or max_context_len)
     programs, num_warps, stages = _choose_programs(
-        batch_size, layout.kv_heads, head_dim * caches[0].element_size(), is_qkv, q.device
+        batch_size, layout.kv_heads, tokens_per_row, head_dim * caches[0].element_size(), is_qkv, q.device
     )
     splits = splits or choose_num_splits(batch_size, layout.kv_heads, max_num_keys, TILE, q.device, programs)
     partial = lse = None
     if splits > 1:
-        partial = torch.empty((batch_size, heads, splits, head_dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty((batch_size, heads, splits), dtype=torch.float32, device=q.device)
+        partial = torch.empty((num_rows, heads, splits, head_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((num_rows, heads, splits), dtype=torch.float32, device=q.device)
     scale = head_dim**-0.5 * 1.4426950408889634  # log2(e): the kernel computes powers of two
-    constants = dict(GROUP=heads // layout.kv_heads, CACHE=layout, NUM_IDS=NUM_IDS, STAGES=stages, num_warps=num_warps)
-    constants["ROTARY"] = norm_rope_inputs[3].shape[2] if is_qkv else head_dim
+    constants = dict(ROWS=tokens_per_row, GROUP=group, CACHE=layout, NUM_IDS=NUM_IDS, STAGES=stages)
+    constants |= dict(ROTARY=norm_rope_inputs[3].shape[2] if is_qkv else head_dim, num_warps=num_warps)
     launch(_decode_kernel, (layout.kv_heads, batch_size, splits), q.device, shared=50 if is_qkv else 100)(
         q, norm_rope_inputs, caches, seqs, (out, partial, lse), scale, seqs[2].stride(0), splits, **constants
     )
     if splits > 1:
-        combine_splits(partial, lse, seqs[:2], out, layout, is_qkv)
+        combine_splits(partial, lse, seqs[:2], out, layout, is_qkv, tokens_per_row)

@@ -38,6 +38,7 @@ __all__ = [
     "gdc_launch_and_wait",
     "gdc_launch_dependents",
     "gdc_wait",
+    "has_hopper_kernels",
     "has_tma",
     "launch",
     "launch_ordinary",
@@ -92,6 +93,13 @@ def has_tma(device: torch.device) -> bool:
     Hopper and data-centre Blackwell have. Other Blackwell chips have 99 KB of shared memory, and count as older ones.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+@cache
+def has_hopper_kernels() -> bool:
+    """Whether the GPU is a Hopper, and Triton a version that the kernels in Gluon were tried with: it still changes."""
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    return is_hopper and triton.__version__.startswith("3.6.")
 
 
 _launched: ContextVar[list | None] = ContextVar("launched", default=None)  # by this thread, in `compile_only`

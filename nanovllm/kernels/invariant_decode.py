@@ -202,8 +202,9 @@ def decode_attention(
     out: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
     window: int | None = None,
+    tokens_per_row: int = 1,
 ) -> torch.Tensor:
-    """What decode_attention.py has under this name, with the same arguments."""
+    """What decode_attention.py has under this name, with the same arguments. Each row reads its keys for itself."""
     batch_size, heads, head_dim = q.shape
     out = torch.empty_like(q) if out is None else out
     layout = layout_of(k_cache, tile_sizes(head_dim, q.dtype)[1], window)

@@ -13,6 +13,8 @@ from pathlib import Path
 ADDRESS_FUNCTIONS = ("multiple_of", "max_contiguous")  # of triton.language: they neither read nor write memory
 ADDRESS_ENDINGS = ("_ptr", "_ptrs", "_tiles")  # of the names of parameters
 WAITS = ("gdc_wait()", "gdc_launch_and_wait(PDL)")
+CONSTANTS = ("dtype", "layout", "block_shape")  # attributes that are no addresses
+COPY = "async_copy_global_to_shared"  # Gluon's load of a tile
 PREFETCH = "prefetch_rows"  # brings memory into the cache; its values are read after the wait
 
 
@@ -86,7 +88,7 @@ class _Body:
             return self.roots.get(node.id, set())
         if isinstance(node, ast.Call):
             return self.call_roots(node)
-        if isinstance(node, ast.Compare) or (isinstance(node, ast.Attribute) and node.attr == "dtype"):
+        if isinstance(node, ast.Compare) or (isinstance(node, ast.Attribute) and node.attr in CONSTANTS):
             for child in ast.iter_child_nodes(node):
                 self.address_roots(child)
             return set()
@@ -96,7 +98,10 @@ class _Body:
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         roots_of = [self.address_roots(argument) for argument in arguments]
         name, roots = _called(node), set().union(*roots_of)
-        if isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) != "tl":  # a method
+        if name == COPY:
+            self.reads |= roots_of[0]
+            return set()
+        if isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) not in ("tl", "gl"):  # a method
             owner_roots = self.address_roots(node.func.value)
             if name == "load":
                 self.reads |= owner_roots

@@ -24,7 +24,7 @@ from nanovllm.kernels.prefill_attention import prefill_attention, query_tile_siz
 from nanovllm.kernels.quantize_rows import quantize_rows, rms_norm_quantize, silu_and_mul_quantize
 from nanovllm.kernels.request_tables import accept, place_decodes
 from nanovllm.kernels.sampling import sample
-from nanovllm.kernels.scaled_gemm import scaled_gemm
+from nanovllm.kernels.scaled_gemm import SWIGLU_GROUP, scaled_gemm, swiglu_quantize
 from nanovllm.kernels.scaled_linear import best_scaled_split_k, min_block_columns, scaled_linear
 from nanovllm.kernels.split_k_gemm import choose_split_k, split_k_gemm
 from nanovllm.kernels.tiles import QuantizedRows

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch, next_power_of_2
 from nanovllm.kernels.sampling_params import column_constant, load_float
 
 PRESENCE_PENALTY = column_constant("presence_penalty")
@@ -35,6 +35,7 @@ class Sizes(NamedTuple):
     max_words: int
     word_tokens: int
     block_size: int
+    num_masks: int
 
 
 @triton.jit
@@ -125,7 +126,11 @@ def _penalize_kernel(
                 tl.store(x_ptr + ids, x.to(dtype), count > 0)
             tl.debug_barrier()
         if has_allowed_ids != 0:
-            _ban_unset(x_ptr, allowed_ids_ptr + request * mask_stride, vocab_size, 4 * TILE)
+            back = tl.arange(0, next_power_of_2(SIZES.num_masks))  # a request's rows of a step follow each other
+            is_row = (back < SIZES.num_masks) & (back <= row)
+            place = tl.sum((tl.load(req_indices_ptr + row - back, is_row, -1) == request).to(tl.int32)) - 1
+            mask_ptr = allowed_ids_ptr + (request * SIZES.num_masks + place) * mask_stride
+            _ban_unset(x_ptr, mask_ptr, vocab_size, 4 * TILE)
         if num_bad_words > 0:
             words_ptr = bad_words_ptr + request * SIZES.max_words * SIZES.word_tokens
             _ban_bad_words(x_ptr, words_ptr, num_bad_words, tokens, num_prompt, SIZES)
@@ -137,8 +142,9 @@ def penalize(logits: torch.Tensor, rows, tables) -> None:
         params, token_ids, counts = rows.params, rows.token_ids, tables.token_counts
         row_tensors = params, rows.req_indices, token_ids, rows.block_tables, rows.positions
         edits = tables.bias_ids, tables.biases, tables.allowed_masks, tables.bad_words, counts
-        strides = logits.stride(0), counts.stride(0), tables.allowed_masks.stride(0)
-        sizes = Sizes(params.shape[1], tables.biases.shape[1], *tables.bad_words.shape[1:], token_ids.shape[1])
+        strides = logits.stride(0), counts.stride(0), tables.allowed_masks.stride(1)
+        words, num_masks = tables.bad_words.shape[1:], tables.allowed_masks.shape[1]
+        sizes = Sizes(params.shape[1], tables.biases.shape[1], *words, token_ids.shape[1], num_masks)
         launch(_penalize_kernel, (min(len(logits), len(counts)),), logits.device)(
             logits, row_tensors, edits, *logits.shape, strides, rows.block_tables.stride(0), SIZES=sizes, num_warps=8
         )

@@ -1,13 +1,18 @@
 """Causal attention of new tokens over their sequence's paged keys and values (FlashAttention-2, arXiv:2307.08691)."""
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, has_tma, launch
+from nanovllm.kernels.dependent_launch import (
+    dependent_kernel,
+    gdc_launch_dependents,
+    gdc_wait,
+    has_hopper_kernels,
+    has_tma,
+    launch,
+)
 from nanovllm.kernels.fp8 import ONES, as_fp8_partner, decode_e4m3, unpack_scales
 from nanovllm.kernels.paged_cache import layout_of
 
@@ -143,15 +148,8 @@ def _tile_sizes(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
     return (64, 32) if dtype == torch.float32 or head_dim > 128 else (128, 64)
 
 
-@cache
-def has_hopper_kernel() -> bool:
-    """Whether the GPU is a Hopper, and Triton a version that hopper_prefill.py was tried with: Gluon still changes."""
-    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    return is_hopper and triton.__version__.startswith("3.6.")
-
-
 def _is_for_hopper(head_dim: int, dtype: torch.dtype) -> bool:
-    return head_dim in (64, 128, 256) and dtype != torch.float32 and has_hopper_kernel()
+    return head_dim in (64, 128, 256) and dtype != torch.float32 and has_hopper_kernels()
 
 
 def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:

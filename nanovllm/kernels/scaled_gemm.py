@@ -6,9 +6,11 @@ x may be quantized too, to e4m3, for GPUs with FP8 units. Otherwise W is convert
 import torch
 import triton
 
-from nanovllm.kernels.dependent_launch import num_sms
+from nanovllm.kernels.dependent_launch import has_hopper_kernels, num_sms
 from nanovllm.kernels.split_k_gemm import split_k_product
-from nanovllm.kernels.tiles import QuantizedRows, Tiles
+from nanovllm.kernels.tiles import QuantizedRows, Tiles, block_shape
+
+SWIGLU_GROUP = 128  # inputs, outputs, and weights in both directions that share a scale in hopper_swiglu.py
 
 
 def _tiles(num_rows: int) -> Tiles:
@@ -37,3 +39,18 @@ def scaled_gemm(
     takes the result.
     """
     return split_k_product(x, values, scales, _tiles(len(x)), split_k, out)
+
+
+def swiglu_quantize(x: QuantizedRows, values: torch.Tensor, scales: torch.Tensor) -> QuantizedRows:
+    """`silu_and_mul_quantize` of x W^T, in groups of SWIGLU_GROUP: [M, K] -> [M, N / 2], without rounding in between.
+
+    NotImplemented where there is no kernel for it, or as long as too few rows would leave it idle.
+    """
+    n, k = values.shape
+    groups = *block_shape(values, scales), k // x.scales.shape[1]
+    num_tiles = triton.cdiv(len(x), 128) * (n // 256)
+    if not has_hopper_kernels() or groups != (SWIGLU_GROUP,) * 3 or n % 256 or num_tiles < 2.7 * num_sms(values.device):
+        return NotImplemented
+    from nanovllm.kernels.hopper_swiglu import swiglu  # which imports what few versions of Triton have
+
+    return swiglu(x, values, scales)

@@ -5,11 +5,18 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, has_tma, launch, num_sms
+from nanovllm.kernels.dependent_launch import (
+    dependent_kernel,
+    gdc_launch_and_wait,
+    has_hopper_kernels,
+    has_tma,
+    launch,
+    num_sms,
+)
 from nanovllm.kernels.tiles import QuantizedRows, Tiles, add_product, load_tile, operands_of, times_scales
 
 FEW_WEIGHTS = 5 * 2**20
-MAX_ROWS = 256  # with few weights; half of it with more
+MAX_ROWS = 256  # with few weights; half of it with more, but for hopper_gemm.py, whose tiles are twice as high
 TILE_N = 64
 TILE_K = 128
 
@@ -75,14 +82,25 @@ def _tile_m(m: int, weight: torch.Tensor) -> int:
     return 64 if few and m < MAX_ROWS else 128
 
 
+def _is_for_hopper(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether hopper_gemm.py computes the product, if it is split; with fewer inputs the parts cost what it gains."""
+    is_large = MAX_ROWS // 2 < len(x) <= MAX_ROWS and weight.numel() > FEW_WEIGHTS
+    return is_large and weight.shape[1] > 2 * len(weight) and x.dtype != torch.float32 and has_hopper_kernels()
+
+
 def choose_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> int:
     """The best split_k, up to `max_split_k`, for `split_k_gemm` of this product; 0 where the library is faster."""
     (m, k), n = x.shape, weight.shape[0]
     if not has_tma(x.device) or x.dtype == torch.float32 or not 0 < m <= MAX_ROWS or k % 8:
         return 0
+    sms = num_sms(x.device)
+    if _is_for_hopper(x, weight):
+        num_tiles = triton.cdiv(n, 2 * TILE_N)
+        split_k = min(max_split_k, sms // num_tiles)
+        return split_k if split_k > 1 and split_k * num_tiles > 0.95 * sms else 0
     few = weight.numel() <= FEW_WEIGHTS
     tile_m = _tile_m(m, weight)
-    num_tiles, sms = triton.cdiv(n, TILE_N) * triton.cdiv(m, tile_m), num_sms(x.device)
+    num_tiles = triton.cdiv(n, TILE_N) * triton.cdiv(m, tile_m)
     split_k = min(max_split_k, sms // num_tiles)
     # TMA is slow with tiles that exceed x, and the library is fast if its tiles fill half to two thirds of the GPU
     tiles_are_full = m <= 64 or m % tile_m == 0 or (few and max_split_k > 1)
@@ -97,6 +115,10 @@ def split_k_gemm(
 
     All contiguous, rows of a multiple of 16 bytes. `out` takes the result.
     """
+    if split_k > 1 and _is_for_hopper(x, weight):
+        from nanovllm.kernels.hopper_gemm import hopper_gemm  # which imports what few versions of Triton have
+
+        return hopper_gemm(x, weight, split_k, out)
     tile_m = _tile_m(len(x), weight)
     tiles = Tiles(TILE_N, TILE_K, 6 if tile_m in (32, 64) else 4, 4, tile_m)
     return split_k_product(x, weight, None, tiles, split_k, out)

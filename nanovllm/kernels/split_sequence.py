@@ -31,17 +31,18 @@ def choose_num_splits(
 
 
 @triton.jit
-def split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, CACHE: tl.constexpr):
-    """The first key of a sequence that its query sees, and how many keys are in the cache.
+def split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, ROWS: tl.constexpr, CACHE: tl.constexpr):
+    """The first key of a sequence that a query of its rows sees, and how many keys are in the cache.
 
     Then how many keys each split reads, from the tile of the first one on, and how many splits are used. The first
     split is always used: it adds the new token, or writes the zeros of an empty sequence.
     """
-    length = tl.load(context_lens_ptr + seq)
+    length = tl.load(context_lens_ptr + seq * ROWS + ROWS - 1)  # of the last row, which sees the most keys
     num_cached = length - (1 if IS_QKV else 0)
     first = 0
     if CACHE.window:
-        first = tl.maximum(length - CACHE.window, 0)
+        shortest = length if ROWS == 1 else tl.load(context_lens_ptr + seq * ROWS)
+        first = tl.maximum(shortest - CACHE.window, 0)
     num_read = num_cached - first // CACHE.tile * CACHE.tile
     per_split = tl.maximum(tl.cdiv(tl.cdiv(num_read, splits), CACHE.tile), 1) * CACHE.tile
     return first, num_cached, per_split, tl.maximum(tl.cdiv(num_read, per_split), 1)
@@ -58,6 +59,7 @@ def _combine_kernel(
     HEADS: tl.constexpr,
     CACHE: tl.constexpr,
     IS_QKV: tl.constexpr,
+    ROWS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -74,7 +76,7 @@ def _combine_kernel(
             return
     d = tl.arange(0, CACHE.head_dim)
     split = tl.arange(0, MAX_SPLITS)
-    num_splits = split_sequence(context_lens_ptr, row // HEADS, splits, IS_QKV, CACHE)[3]
+    num_splits = split_sequence(context_lens_ptr, row // (HEADS * ROWS), splits, IS_QKV, ROWS, CACHE)[3]
     is_used = split < num_splits
     part = row * splits + split
     if PDL:
@@ -87,7 +89,13 @@ def _combine_kernel(
 
 
 def combine_splits(
-    partial: torch.Tensor, lse: torch.Tensor, seqs: tuple, out: torch.Tensor, layout: CacheLayout, is_qkv: bool
+    partial: torch.Tensor,
+    lse: torch.Tensor,
+    seqs: tuple,
+    out: torch.Tensor,
+    layout: CacheLayout,
+    is_qkv: bool,
+    tokens_per_row: int = 1,
 ) -> None:
     """Fill out [B, heads, head_dim] with the splits' results `partial` [B, heads, splits, head_dim] float32.
 
@@ -95,9 +103,8 @@ def combine_splits(
     has written them, as they tell how many splits of a sequence are used; `seqs` are num_seqs and context_lens.
     """
     batch_size, heads, splits, _ = partial.shape
-    constants = dict(
-        HEADS=heads, CACHE=layout, IS_QKV=is_qkv, MAX_SPLITS=max(MAX_SPLITS, triton.next_power_of_2(splits))
-    )
+    constants = dict(HEADS=heads, CACHE=layout, IS_QKV=is_qkv, ROWS=tokens_per_row)
+    constants["MAX_SPLITS"] = max(MAX_SPLITS, triton.next_power_of_2(splits))
     launch(_combine_kernel, (batch_size * heads,), out.device, shared=50)(
         partial, lse, seqs, out, splits, **constants, num_warps=4 if splits > MAX_SPLITS else 2
     )

@@ -56,8 +56,18 @@ class FP8Linear(ScaledLinear):
     def norm_linear(self, layer: LinearBase, x: NormInput, act: SiluAndMul | None) -> Any:
         if len(x) < self.min_rows or not self.suits_gemm:
             return super().norm_linear(layer, x, act)
-        y = self.linear(layer, self._quantized(x), layer.bias)
+        rows = self._quantized(x)
+        if isinstance(act, FP8SiluAndMul) and (y := self._swiglu(layer, rows, act)) is not NotImplemented:
+            return y
+        y = self.linear(layer, rows, layer.bias)
         return y if act is None else act(y)
+
+    def _swiglu(self, layer: LinearBase, rows: Any, act: "FP8SiluAndMul") -> Any:
+        """Product and activation in one kernel, where there is one."""
+        is_quantized = isinstance(rows, ops.QuantizedRows)  # not by the sum over ranks
+        if variant.get() or layer.bias is not None or act.consumer.group != ops.SWIGLU_GROUP or not is_quantized:
+            return NotImplemented
+        return ops.swiglu_quantize(rows, self.values, self.scales)
 
     def _quantized(self, x: NormInput) -> Any:
         """The norm quantizes the rows, unless it is computed already, or also adds up the parts of several ranks."""

@@ -29,16 +29,18 @@ class StepCost(NamedTuple):
     single: int  # all of a step of one row, whose products are simpler
     width: int = 0  # how many drafts any sequence has rows for, if one has drafts; 0: as many as the most
     draft: float = 0.0  # what the device takes to draft one of these, relative to `fixed`
+    draft_row: float = 0.0  # what each sequence adds to that
 
     def of(self, num_seqs: int, num_drafts: int = 0) -> float:
         if not num_drafts:
             return self.fixed + num_seqs if num_seqs > 1 else self.single
         num_drafts = self.width or num_drafts
-        return self.fixed * (1 + num_drafts * self.draft) + num_seqs * (1 + num_drafts)
+        of_rows = num_seqs * (1 + num_drafts * (1 + self.draft_row))
+        return self.fixed * (1 + num_drafts * self.draft) + of_rows
 
 
-# measured with the bundled model on a CPU, and with Qwen3-8B on an H100, where a step of few rows reads all weights
-ON_CPU, ON_CUDA = StepCost(32, 24), StepCost(512, 460)
+# measured with the bundled model on a CPU; and with Qwen3-8B and heads on an H100 and an H200, with 1 to 64 sequences
+ON_CPU, ON_CUDA = StepCost(32, 24), StepCost(160, 144)
 # a draft takes so many times as long as its operations say, relative to the model's: the smaller the slower
 DRAFTING = 2.0
 
@@ -99,6 +101,18 @@ OWNERS = {
 KEYS = [field.name for field in fields(SpeculativeConfig)][:-3]  # the others are resolved
 
 
+def given_values(given: Any) -> dict[str, Any]:
+    """What a dict, or JSON of one, states."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise ValueError(f"speculative_config={given!r:.80}: is not JSON ({error})") from None
+    if not isinstance(given, Mapping):
+        raise TypeError(f"speculative_config={given!r:.80}: must be a dict, or JSON of one")
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def read_speculative_config(config: Any) -> SpeculativeConfig:
     """The resolved form of `config.speculative_config`: a dict, or JSON of one; `config` is a Config.
 
@@ -107,14 +121,7 @@ def read_speculative_config(config: Any) -> SpeculativeConfig:
     given = config.speculative_config
     if isinstance(given, SpeculativeConfig):
         return given
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except ValueError as error:
-            raise ValueError(f"speculative_config={given!r:.80}: is not JSON ({error})") from None
-    if not isinstance(given, Mapping):
-        raise TypeError(f"speculative_config={given!r:.80}: must be a dict, or JSON of one")
-    values = {name: value for name, value in given.items() if value is not None}
+    values = given_values(given)
     for name in values:
         if name not in KEYS:
             raise TypeError(f"speculative_config: unknown key {name!r}: must be one of {', '.join(KEYS)}")
@@ -152,7 +159,7 @@ def _resolve(settings: SpeculativeConfig, config: Any) -> None:
     bound = f"num_speculative_tokens, less than kvcache_block_size={block_size},"
     k = check_int(bound, settings.num_speculative_tokens, 1, block_size - 1)
     on_host, on_cpu = settings.method in ("ngram", "suffix"), config.device == "cpu"
-    set_("drafts_with_masks", on_cpu and on_host)
+    set_("drafts_with_masks", on_host)
     set_("step_cost", ON_CPU if on_cpu else ON_CUDA._replace(width=k))  # graphs have rows for all drafts
     set_("disable_by_batch_size", settings.disable_by_batch_size or (16 if on_host or on_cpu else 64))
     rates = settings.synthetic_acceptance_rates
@@ -187,8 +194,8 @@ def _resolve_model(settings: SpeculativeConfig, config: Any, set_: Any) -> None:
     if settings.step_cost.width:
         num_layers = 1 if settings.method == "mtp" else drafter.num_hidden_layers
         size = num_layers * drafter.layer_operations / (target.num_hidden_layers * target.layer_operations)
-        # each rank has all of it
-        set_("step_cost", settings.step_cost._replace(draft=DRAFTING * config.tensor_parallel_size * size))
+        draft, of_rows = DRAFTING * config.tensor_parallel_size * size, num_layers / target.num_hidden_layers
+        set_("step_cost", settings.step_cost._replace(draft=draft, draft_row=of_rows))  # each rank has all of it
     set_("model", str(folder))
     set_("draft_model_config", found)
 

@@ -66,7 +66,7 @@ class DraftModel:
         # The most rows that a sequence lacks which has drafted in the step before; the device knows how many. Rows of
         # right drafts are there, but for the last; shifted ones began with what the drafter predicted.
         self.width = runner.tokens_per_row if self.shift else 2
-        self.run = self.draft_chains  # on CUDA, graphs of it
+        self.run, self.run_chunks = self.draft_chains, self.forward_chunks  # on CUDA, graphs of these
 
     def make_model(self) -> nn.Module:
         config = self.runner.config
@@ -109,9 +109,14 @@ class DraftModel:
         arrays = self.backend.prepare_chunks(torch.stack((starts, ends), 1).tolist(), 0)
         on_device = {name: torch.from_numpy(x).to(starts.device).int() for name, x in arrays.items()}
         keys = slots, ends.int(), self.runner.tables.block_tables[req_indices, :-1], config.max_model_len
-        with attention_context(Context(0, *keys, int(counts.max()), cu_seqlens_q.int(), backend_arrays=on_device)):
-            self.compute(slots, token_slots, positions.int())
-        self.runner.tp.barrier(starts.device)  # which ends each forward: embeddings may be the ranks' sum
+        context = Context(0, *keys, int(counts.max()), cu_seqlens_q.int(), backend_arrays=on_device)
+        self.run_chunks(context, token_slots, positions.int())
+
+    def forward_chunks(self, context: Context, token_slots: torch.Tensor, positions: torch.Tensor) -> None:
+        """Compute the rows of `context`, all int32. A CUDA graph can contain this."""
+        with attention_context(context):
+            self.compute(context.slot_mapping, token_slots, positions)
+        self.runner.tp.barrier(positions.device)  # which ends each forward: embeddings may be the ranks' sum
 
     def draft_chains(self, req_indices: torch.Tensor, num_drafts: torch.Tensor, num_steps: int) -> None:
         """Write drafts [D, num_steps] of sequences that lack `width` rows at most, -1 after the `num_drafts` of each.
@@ -126,11 +131,10 @@ class DraftModel:
             width = len(rows.slots) // len(req_indices)
             keys = rows.slots, rows.context_lens, block_tables.repeat_interleave(width, 0), runner.config.max_model_len
             with attention_context(Context(len(rows.slots), *keys, tokens_per_row=width)):
-                hidden_states = self.compute(rows.slots, rows.token_slots, rows.positions)
-            hidden_states = hidden_states[width - 1 :: width].contiguous()  # of each sequence's last row
-            self.chain(rows.newest_slots, hidden_states)
+                hidden = self.compute(rows.slots, rows.token_slots, rows.positions)[width - 1 :: width].contiguous()
+            self.chain(rows.newest_slots, hidden)  # those of each sequence's last row
             drawn = params, req_indices, rows.newest_positions, block_tables, cached_ids, runner._num_finished_programs
-            drafts.append(token_ids := self._sample(hidden_states, SamplingRows(*drawn)))
+            drafts.append(token_ids := self._sample(hidden, SamplingRows(*drawn)))
         are_real = torch.arange(num_steps, device=num_drafts.device) < num_drafts[:, None]
         tables.last_token_ids[req_indices, 1 : 1 + num_steps] = torch.stack(drafts, 1).where(are_real, -1)
 

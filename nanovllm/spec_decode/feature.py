@@ -37,12 +37,12 @@ class Speculation(StepFeature):
                 behind.append((step.req_indices[i], state.is_new))
             state.is_new = state.is_behind = False
         new_blocks = [(step.req_indices[i], column, block_id) for i, column, block_id in step.new_blocks]
-        masks: dict[str, Any] = {}
+        masks: dict[str, list[Any]] = {}  # of what follows each draft
         for seq in (step.sampled_seqs[i] for i in rows):
             if (constraint := seq.feature_state.get("structured_outputs")) is not None:
-                own_masks = constraint.next_mask, *constraint.draft_masks
-                masks.setdefault("mask_indices", []).extend([np.array(seq.req_index)] * len(own_masks))
-                masks.setdefault("masks", []).extend(own_masks)
+                for place, mask in enumerate(constraint.draft_masks, 1):
+                    masks.setdefault("mask_places", []).append(np.array((seq.req_index, place)))
+                    masks.setdefault("masks", []).append(mask)
         return dict(
             masks,
             req_indices=step.req_indices[rows],
@@ -54,13 +54,15 @@ class Speculation(StepFeature):
 
     @classmethod
     def max_words(cls, config: Any) -> int:
-        masks = -(-config.model_config.vocab_size // 32) + 1
-        return config.max_num_seqs * (8 + masks) + 7 * 4 if config.speculative_config else 0
+        if (settings := config.speculative_config) is None:
+            return 0
+        size = 3 + -(-config.model_config.vocab_size // 32) if settings.drafts_with_masks else 1
+        num_drafts = min(config.max_num_seqs, settings.disable_by_batch_size) * settings.num_speculative_tokens
+        return 8 * config.max_num_seqs + num_drafts * size + 7 * 4
 
     def __init__(self, runner: Any):
-        self.tables, settings = runner.tables, runner.config.speculative_config
+        self.runner, self.tables, settings = runner, runner.tables, runner.config.speculative_config
         self.rates = self.drafter = None
-        self.masks: Arrays = {}  # of this step
         if settings is None:  # on CUDA, the start loads all features
             return
         if any(spec.of_states and not spec.draft_size for spec in runner.cache_groups):
@@ -73,34 +75,19 @@ class Speculation(StepFeature):
             self.drafter = resolve_name(drafter)(runner)
 
     def upload(self, arrays: Arrays) -> None:
-        self.masks = arrays if "masks" in arrays else {}
+        drafts = arrays["drafts"]
         if self.drafter is not None:
             self.drafter.draft(arrays)
         else:
-            drafts = arrays["drafts"]
             self.tables.last_token_ids[arrays["req_indices"].long(), 1 : 1 + drafts.shape[1]] = drafts
-
-    def after_forward(self, arrays: Arrays, output: Any) -> None:
-        self.masks = {}
+        if "masks" in arrays:  # after those of `features.logit_edits`, which are the first of each sequence
+            req_indices, places = arrays["mask_places"].long().unbind(1)
+            self.runner.features["logit_edits"].tables.allowed_masks[req_indices, places] = arrays["masks"]
 
     def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> None:
-        """Apply the mask of each draft of structured outputs; `features.logit_edits` has allowed what any of them does.
-
-        With `synthetic_acceptance_rates`, let drafts be right so often, whatever the model says.
-        """
-        if self.masks:
-            self._mask(logits, rows)
+        """With `synthetic_acceptance_rates`, let drafts be right so often, whatever the model says."""
         if self.rates is not None:
             self._impose_rates(logits, rows, self.rates)
-
-    def _mask(self, logits: torch.Tensor, rows: SamplingRows) -> None:
-        for req_index in self.masks["mask_indices"].unique():
-            own_rows = (rows.req_indices == req_index).nonzero()[:, 0]
-            masks = self.masks["masks"][self.masks["mask_indices"] == req_index].view(torch.uint8)
-            bits = (masks[:, :, None] >> torch.arange(8, device=masks.device, dtype=torch.uint8)) & 1
-            is_allowed = bits.flatten(1).bool()[:, : logits.shape[1]]
-            for row, allowed in zip(own_rows, is_allowed):
-                logits[row].masked_fill_(~allowed, -torch.inf)
 
     def _impose_rates(self, logits: torch.Tensor, rows: SamplingRows, rates: torch.Tensor) -> None:
         req_indices, positions = rows.req_indices.long(), rows.positions.long()

@@ -12,6 +12,9 @@ from nanovllm.spec_decode.proposer import Drafts, make_proposer
 
 MEMORY = 8  # steps with drafts, about, over which the accepted ones are averaged
 PAUSES = 16, 512  # tokens: the first pause of a sequence, and the longest
+# What models and heads draft is as good in one text as in another. If it has cost more than it has brought, in steps
+# without drafts, no sequence drafts until there is credit again: so much at first, and some for each step.
+CREDIT, CREDIT_PER_STEP, CREDIT_TO_TRY = 2.0, 0.01, 0.3
 # if every eighth sequence drafts on the host, all wait for their tokens: others would decode twice meanwhile, but so
 # often the weights would be read twice too
 MANY = 8
@@ -66,6 +69,7 @@ class DraftingOutputProcessor(OutputProcessor):
         self.paces: dict[Sequence, Pace] = {}  # of those that may draft
         self.arrived: dict[Sequence, None] = {}  # of these, those that have got tokens and are to be planned
         self.is_off = False  # as too many sequences run
+        self.credit, self.is_losing = CREDIT, False
         scheduler.totals["num_speculative_tokens"] = settings.num_speculative_tokens
 
     def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
@@ -80,8 +84,17 @@ class DraftingOutputProcessor(OutputProcessor):
         for seq in step.new_seqs:
             if (drafts := seq.feature_state.get("spec_decode")) is not None:
                 drafts.is_new = drafts.is_behind = True
+        if step.num_decodes and not (self.proposer.on_host or self.settings.is_synthetic):
+            self._account(step, sum(num_new[: step.num_decodes]) / step.num_decodes)
         self._draft(step.sampled_seqs, num_new)
         return changed
+
+    def _account(self, step: ScheduledStep, num_tokens: float) -> None:
+        """What a step with so many tokens of a sequence has gained or lost, in steps without drafts."""
+        cost = self.settings.step_cost
+        num_steps = cost.of(step.num_decodes, step.tokens_per_row - 1) / cost.of(step.num_decodes)
+        self.credit = min(CREDIT, self.credit + num_tokens - num_steps + CREDIT_PER_STEP)
+        self.is_losing = self.credit < (CREDIT_TO_TRY if self.is_losing else 0)
 
     def _postprocess_rounds(self, step: ScheduledStep, result: StepResult, counts: list[int]) -> Collection[Sequence]:
         """In the i-th round, the i-th token of each sequence that gets so many."""
@@ -167,7 +180,7 @@ class DraftingOutputProcessor(OutputProcessor):
     def _drafts_of(self, seq: Sequence, pace: Pace) -> tuple[list[int], bool]:
         """Drafts, and whether there may be some in later steps."""
         k = min(self.settings.num_speculative_tokens, seq.max_num_tokens - len(seq.token_ids) - 1)
-        if pace.pause or k <= 0:
+        if pace.pause or k <= 0 or self.is_losing:
             return [], False
         if not self.proposer.on_host:  # so many for sure: a step in flight may leave room for fewer
             return [-1] * min(k, seq.max_num_tokens - seq.num_tokens - 1), True

@@ -3,7 +3,8 @@
 `runner` is the ModelRunner, which calls `start_on_cuda` when its model is loaded.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -124,7 +125,7 @@ def compile_kernels(runner: Any) -> None:
     """
     from nanovllm.kernels.dependent_launch import compile_only
 
-    config, model = runner.config, getattr(runner.model.model, "language_model", runner.model.model)
+    config = runner.config
     decodes, chunks = decode_shapes(config, runner.tokens_per_row), []
     if captures_chunks(runner):
         chunks = graph_shapes(config, runner.backend, runner.tokens_per_row)
@@ -146,11 +147,10 @@ def compile_kernels(runner: Any) -> None:
                 )
 
     runner.allocate_kv_cache(16, num_layers=1)
-    layers, model.layers = model.layers, first_layers_of_each_kind(model.layers)
     try:
-        compile_only(run_steps)
+        with few_layers(runner)():
+            compile_only(run_steps)
     finally:
-        model.layers = layers
         runner.allocate_kv_cache(0)
 
 
@@ -158,6 +158,22 @@ def captures_chunks(runner: Any) -> bool:
     """Whether CUDA graphs can contain steps with chunks of prompts."""
     layers = (layer for layers in runner.cache_groups.values() for layer in layers)
     return runner.backend.captures_chunks and all(getattr(layer, "captures_chunks", True) for layer in layers)
+
+
+def few_layers(runner: Any) -> Callable[[], AbstractContextManager]:
+    """A context in which the model has only the layers that need kernels of their own."""
+    model = getattr(runner.model.model, "language_model", runner.model.model)
+    layers, few = model.layers, first_layers_of_each_kind(model.layers)
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        model.layers = few
+        try:
+            yield
+        finally:
+            model.layers = layers
+
+    return context
 
 
 def first_layers_of_each_kind(layers: nn.ModuleList) -> nn.ModuleList:
@@ -190,10 +206,14 @@ def warm_up_lengths(config: Config) -> list[int]:
 def capture_cudagraph(runner: Any) -> None:
     """Capture decode steps, what drafts for them, and the shorter ones of those with chunks."""
     config, pool, buffer = runner.config, torch.cuda.graph_pool_handle(), runner.buffers.device
-    runner.graphs = DecodeGraphs(config, runner.tokens_per_row, buffer, runner.forward, pool)
-    if (drafter := runner.features["spec_decode"].drafter) is not None:
-        drafter.run = DraftGraphs(config, drafter, runner.pad_req_index, pool).run
+    drafter = runner.features["spec_decode"].drafter
+    # heads read the hidden states of later layers
+    rest = pool, few_layers(runner) if drafter is None else nullcontext
+    runner.graphs = DecodeGraphs(config, runner.tokens_per_row, buffer, runner.forward, *rest)
+    if drafter is not None:
+        graphs = DraftGraphs(config, drafter, runner.pad_req_index, pool)
+        drafter.run, drafter.run_chunks = graphs.run, graphs.run_chunks
     if captures_chunks(runner):
         shapes = graph_shapes(config, runner.backend, runner.tokens_per_row)
         parts = runner.run_model, runner.sample
-        runner.mixed_graphs = MixedGraphs(shapes, config.max_num_seqs, buffer, runner.pad_req_index, *parts, pool)
+        runner.mixed_graphs = MixedGraphs(shapes, config.max_num_seqs, buffer, runner.pad_req_index, *parts, *rest)

@@ -56,12 +56,6 @@ class Constraint:
             self.next_mask = self._with_bans(mask, self._seq.completion_token_ids)
             self.error = None if self.next_mask.any() else "structured_outputs: the parameters allow no token"
 
-    @property
-    def mask(self) -> np.ndarray:
-        """The mask of the next token; with drafts, the ids that may come next or after one of them."""
-        masks = self.draft_masks if self._seq.num_drafts else ()
-        return np.bitwise_or.reduce([self.next_mask, *masks])
-
     def draft(self, drafts: list[int], num_drafts: int) -> list[int]:
         """As many of the drafts as are allowed and do not end the answer; if none, what the grammar forces, at most so
         many. Sets `draft_masks`.
@@ -122,7 +116,7 @@ def update(constraints: Collection[Constraint]) -> None:
     ready = [constraint for constraint in constraints if constraint.consume()]
     if not ready:
         return
-    masks = np.empty((len(ready), len(ready[0].mask)), np.int32)
+    masks = np.empty((len(ready), len(ready[0].next_mask)), np.int32)
     matchers = [(constraint._matcher, i) for i, constraint in enumerate(ready)]
     _executor(os.getpid()).unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
     for constraint, mask in zip(ready, masks):

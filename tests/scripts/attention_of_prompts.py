@@ -43,7 +43,7 @@ def ints(values) -> torch.Tensor:
 
 def capture(is_hopper: bool, args: argparse.Namespace, chunks: list[Chunk], given: tuple, num_calls: int) -> Any:
     """A graph of so many calls of either kernel, which reads the tensors `given`."""
-    prefill_attention.has_hopper_kernel = lambda: is_hopper
+    prefill_attention.has_hopper_kernels = lambda: is_hopper
     size = ops.query_tile_size(args.heads // args.kv_heads, args.head_dim, torch.bfloat16)
     tiles, out = ints(query_tiles(chunks, 0, size)), torch.empty_like(given[0])
     ops.prefill_attention(*given, tiles, out)  # compiles
@@ -64,7 +64,7 @@ def seconds(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def main(args: argparse.Namespace) -> None:
-    if not prefill_attention.has_hopper_kernel():
+    if not prefill_attention.has_hopper_kernels():
         raise SystemExit("this needs a Hopper GPU, and a version of Triton that hopper_prefill.py was tried with")
     print(f"{'chunks':>24}  {'any GPU':>20}  {'Hopper':>20}")
     for text in args.chunks:

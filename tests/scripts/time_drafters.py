@@ -6,7 +6,6 @@ position's drafts are right as often as `--acceptance` says, if those before are
 """
 
 import argparse
-import json
 import random
 import tempfile
 from pathlib import Path
@@ -14,18 +13,7 @@ from time import perf_counter
 from typing import Any
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.benchmarks.shapes import SHAPES, write_shape
-
-OF_LAYER = "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"
-
-
-def write_head(folder: Path, model: Path) -> None:
-    """A head of EAGLE-3 for a model, with 32,000 tokens; no weights."""
-    entries = json.loads((model / "config.json").read_text())
-    layer = {name: entries[name] for name in (*OF_LAYER, "max_position_embeddings", "rms_norm_eps", "rope_theta")}
-    layer |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(layer | {"draft_vocab_size": min(32000, layer["vocab_size"])}))
+from nanovllm.benchmarks.shapes import SHAPES, write_head, write_shape
 
 
 def seconds(llm: LLM, num_seqs: int, num_tokens: int) -> float:

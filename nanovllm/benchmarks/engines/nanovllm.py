@@ -12,7 +12,7 @@ from nanovllm import SamplingParams
 from nanovllm.benchmarks.engines.loops import measure, serve
 from nanovllm.benchmarks.processes import seconds_since_start
 from nanovllm.benchmarks.requests import Request, Workloads
-from nanovllm.benchmarks.results import Result, fastest, joined
+from nanovllm.benchmarks.results import Result, drafts_since, fastest, joined
 
 if TYPE_CHECKING:
     from nanovllm import LLM
@@ -58,23 +58,14 @@ def started_nanovllm(model: str, settings: dict) -> "Iterator[LLM]":
 def run_nanovllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
     """`LLM.generate` of this package; its outputs tell when their first tokens arrived."""
 
-    def drafts_since(before: dict) -> str:
-        """How many drafts were right, in all and by their position."""
-        if not (now := llm.stats().get("spec_decode")):
-            return ""
-        num_drafts, drafted, accepted = (now[x] - before[x] for x in ("drafts", "draft_tokens", "accepted_tokens"))
-        positions = zip(now["accepted_per_position"], before["accepted_per_position"])
-        rates = " ".join(f"{(x - y) / max(1, num_drafts):.2f}" for x, y in positions)
-        return f"{accepted:,} of {drafted:,} drafts right ({rates})"
-
     def run(requests: list[Request]) -> Result:
         prompts, params = inputs(requests)
-        drafts_before = llm.stats().get("spec_decode", {})
+        before = llm.stats().get("spec_decode")
         begin = perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
         seconds, metrics = perf_counter() - begin, [output.metrics for output in outputs]
         times = [[m.first_token_time - m.arrival_time] for m in metrics]
-        return Result(seconds, token_times=times, note=drafts_since(drafts_before))
+        return Result(seconds, token_times=times, note=drafts_since(before, llm.stats().get("spec_decode")))
 
     with started_nanovllm(model, settings) as llm:
         return measure("nanovllm", run, workloads, fastest)

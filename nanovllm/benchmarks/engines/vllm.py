@@ -3,11 +3,16 @@
 import sys
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 from nanovllm.benchmarks.engines.loops import measure, serve
 from nanovllm.benchmarks.requests import Request, Workloads
-from nanovllm.benchmarks.results import Result, fastest, joined
+from nanovllm.benchmarks.results import Result, drafts_since, fastest, joined
 from nanovllm.config import Config
+
+# keys of our `speculative_config` that vLLM has too, with the same meaning
+OF_DRAFTS = "method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "model", "revision"
+OF_DRAFTS += "draft_tensor_parallel_size", "synthetic_acceptance_rates"
 
 
 def vllm_settings(model: str, settings: dict) -> dict:
@@ -21,20 +26,42 @@ def vllm_settings(model: str, settings: dict) -> dict:
     found = {"dtype": str(config.dtype).removeprefix("torch."), **{name: getattr(config, name) for name in names}}
     if config.model_config.hybrid and config.model_config.hybrid.is_nested:
         found["language_model_only"] = True  # we have no vision parts either
+    if (drafting := config.speculative_config) is not None:
+        found["speculative_config"] = speculation(drafting)
+        if drafting.method == "eagle3" and config.load_format == "dummy":
+            found["worker_cls"] = "nanovllm.benchmarks.engines.vllm_worker.WorkerWithHead"
     return found
+
+
+def speculation(settings: Any) -> dict[str, Any]:
+    """vLLM's `speculative_config` like ours, which is resolved. It drafts in every step, whatever that brings."""
+    names = [name for name in OF_DRAFTS if getattr(settings, name) is not None]
+    if settings.method == "suffix":
+        names += [name for name in settings.__dataclass_fields__ if name.startswith("suffix_")]
+    method = {"rejection_sample_method": "synthetic"} if settings.is_synthetic else {}
+    return {name: getattr(settings, name) for name in names} | method
 
 
 def run_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
     """vLLM's offline `LLM`; it reports no times of single tokens."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(**vllm_settings(model, settings))
+    given = vllm_settings(model, settings)
+    drafts = "speculative_config" in given
+    llm = LLM(**given, disable_log_stats=not drafts)  # which count drafts
+
+    def counts() -> dict[str, Any]:
+        """As in `stats()` of our LLM."""
+        metrics = {x.name.removeprefix("vllm:spec_decode_num_"): x for x in llm.get_metrics()}
+        found = {name: metrics[name].value for name in ("drafts", "draft_tokens", "accepted_tokens")}
+        return found | {"accepted_per_position": metrics["accepted_tokens_per_pos"].values}
 
     def run(requests: list[Request]) -> Result:
         params = [SamplingParams(**r.sampling_settings(), detokenize=False) for r in requests]
-        begin = perf_counter()
+        before, begin = counts() if drafts else None, perf_counter()
         llm.generate([{"prompt_token_ids": r.prompt} for r in requests], params, use_tqdm=sys.stderr.isatty())
-        return Result(perf_counter() - begin)
+        seconds = perf_counter() - begin
+        return Result(seconds, note=drafts_since(before, counts() if drafts else None))
 
     return measure("vllm", run, workloads, fastest)
 
