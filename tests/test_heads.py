@@ -21,6 +21,7 @@ from nanovllm.kernels.sampling_columns import column, seeds
 from nanovllm.layers.attention import SDPABackend
 from nanovllm.models import ModelConfig
 from nanovllm.models.heads import Eagle3Head
+from nanovllm.spec_decode import output_processor
 from nanovllm.spec_decode.config import StepCost
 from nanovllm.spec_decode.draft_model import DraftModel
 from nanovllm.spec_decode.head_checkpoint import read_eagle3_config
@@ -239,6 +240,12 @@ def text_of(runner, req_index: int) -> tuple[int, ...]:
     places = torch.arange(int(runner.tables.num_tokens[req_index]))
     slots = runner.tables.block_tables[req_index][places // 16].long() * 16 + places % 16
     return tuple(runner.slot_token_ids[slots].tolist())
+
+
+@pytest.fixture(autouse=True)
+def wrong_drafts_may_cost(monkeypatch):
+    """Else the engine would stop drafting wrong tokens before they had shown anything."""
+    monkeypatch.setattr(output_processor, "CREDIT", 100.0)
 
 
 @pytest.fixture

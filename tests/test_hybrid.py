@@ -236,7 +236,7 @@ class RuleCase:
                 assert error < 4 * TOLERANCE[self.dtype], error
 
 
-WAYS = ["ops", "delta_net_tokens"]  # the fast kernels, and those for any batch
+WAYS = ["kernels.ops", "invariant.cuda_ops"]  # the fast kernels, and those for any batch
 HEADS = [(2, 6, 16, 16, 4), (1, 1, 32, 24, 4), (3, 6, 24, 20, 2), (2, 2, 128, 64, 3)]
 
 
@@ -245,7 +245,7 @@ HEADS = [(2, 6, 16, 16, 4), (1, 1, 32, 24, 4), (3, 6, 24, 20, 2), (2, 2, 128, 64
 @pytest.mark.parametrize("way", WAYS)
 def test_step_kernel(way, heads, dtype, num_rows, count):
     """Each state is read and written in its row, and no other row."""
-    ops = pytest.importorskip(f"nanovllm.kernels.{way}")
+    ops = pytest.importorskip(f"nanovllm.{way}")
     rows = torch.tensor([5, 0, 3][:num_rows], dtype=torch.int32, device=DEVICE)
     case = RuleCase(heads, dtype, 7)
     case.check(ops.delta_net_step, delta_net_step.__wrapped__, num_rows, rows, count=count)
@@ -260,7 +260,7 @@ def test_chunks_kernel(way, case, dtype):
 
     As in a CUDA graph, with room for three sequences that decode, of which there are two, and for a chunk more.
     """
-    ops, (heads, is_padded) = pytest.importorskip(f"nanovllm.kernels.{way}"), case
+    ops, (heads, is_padded) = pytest.importorskip(f"nanovllm.{way}"), case
     lengths = [1, 70, 2, 64, 3, 3]
     rows = torch.tensor([[5, 0, 3, 1, 8, 8], [5, 0, 3, 1, 2, 4]], dtype=torch.int32, device=DEVICE)
     num_tokens, num_seqs, count = sum(lengths), len(lengths), None
@@ -792,7 +792,7 @@ def test_tokens_of_a_state_are_computed_alone(way, dtype, heads):
     """In chunks of any size and in decode steps, outputs and states have the same bits, near those of whole chunks."""
     step, chunks, context, device = delta_net_step, delta_net_chunks, invariant, torch.device("cpu")
     if way == "kernels":
-        kernels = pytest.importorskip("nanovllm.kernels.delta_net_tokens")
+        kernels = pytest.importorskip("nanovllm.invariant.cuda_ops")
         step, chunks, context, device = kernels.delta_net_step, kernels.delta_net_chunks, nullcontext, DEVICE
     torch.manual_seed(0)
     layer, lengths = (

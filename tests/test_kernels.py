@@ -480,6 +480,18 @@ def test_split_k_gemm_for_hopper(m, n, k, split_k, dtype):
     assert (error <= TOLERANCE[dtype] / 2 * (1 + out.double().abs().sum(0))).all()
 
 
+def test_tiny_products_are_added_up_from_parts(monkeypatch):
+    """As on a Hopper GPU; not those that write where they are told to."""
+    counts, split_k_gemm = [], ops.split_k_gemm
+    monkeypatch.setattr("nanovllm.kernels.split_k_gemm.has_tma", lambda device: True)
+    monkeypatch.setattr(ops, "split_k_gemm", lambda *args: counts.append(args[2]) or split_k_gemm(*args))
+    x, weight = randn(5, 1024, dtype=torch.float16), randn(64, 1024, dtype=torch.float16) / 32
+    for out in (None, x.new_empty(1, 5, 64)):
+        found = ops.linear(x, weight, out=out)
+        torch.testing.assert_close(found.double(), linear_reference(x, weight), rtol=0, atol=4e-3)
+    assert counts[0] > 1 == counts[1]
+
+
 def test_choose_split_k(monkeypatch):
     """The device is believed to be a Hopper GPU, but for the first line."""
 

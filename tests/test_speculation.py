@@ -239,7 +239,8 @@ def test_structured_outputs(make_llm, margins):
 def test_structured_outputs_on_cuda(make_llm, eager):
     """Graphs have a mask for each draft. That of a step may have more rows: hence the same bits in any batch."""
     requests = structured_requests()
-    settings = SETTINGS | dict(device="cuda", kvcache_block_size=64, batch_invariant=True, enforce_eager=eager)
+    settings = SETTINGS | dict(device="cuda", dtype="bfloat16", kvcache_block_size=64)
+    settings |= dict(batch_invariant=True, enforce_eager=eager)
     expected = answers(make_llm(**settings).generate(*requests, use_tqdm=False))
     llm = make_llm(**settings, **drafting("ngram"))
     numbers = num_masked_drafts(llm)

@@ -3,11 +3,13 @@
 What is not here computes each row in the same way wherever it stands.
 """
 
+from functools import partial
+
 import torch
 
 from nanovllm.features.logprobs import divided
 from nanovllm.kernels import delta_net_tokens
-from nanovllm.kernels.delta_net_tokens import NUM_WARPS, delta_net_chunks, delta_net_step
+from nanovllm.kernels.delta_net_tokens import NUM_WARPS, delta_net_chunks
 from nanovllm.kernels.invariant_decode import decode_attention
 from nanovllm.kernels.invariant_gemm import invariant_product
 from nanovllm.kernels.invariant_prefill import prefill_attention, query_tile_size
@@ -15,11 +17,11 @@ from nanovllm.kernels.logprobs import log_sums_and_ranks
 from nanovllm.kernels.mix_experts import mix_by_gemm
 from nanovllm.kernels.scaled_linear import suits_scaled_gemm
 
-__all__ = ["decode_attention", "delta_net_chunks", "delta_net_step", "prefill_attention", "query_tile_size"]
+__all__ = ["decode_attention", "delta_net_chunks", "prefill_attention", "query_tile_size"]
 
 
-def delta_net_drafts(*arguments, **options):
-    delta_net_tokens.delta_net_drafts(*arguments, **options, num_warps=NUM_WARPS)
+delta_net_step = partial(delta_net_tokens.delta_net_step, num_warps=NUM_WARPS)
+delta_net_drafts = partial(delta_net_tokens.delta_net_drafts, num_warps=NUM_WARPS)
 
 
 def fuses_qk_norm_rope(batch_size, kv_heads, device):

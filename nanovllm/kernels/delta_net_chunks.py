@@ -1,7 +1,9 @@
 """Chunks of prompts by the gated delta rule (arXiv:2412.06464): matrix products of CHUNK tokens, with tensor cores.
 
-Four kernels: convolution and gates; what can be computed of all chunks at the same time; the states, from chunk to
-chunk; gated norm. In between, numbers have the dtype of the model, decays and states float32.
+Four kernels: convolution and gates; what can be computed of all chunks without their states; the states, from chunk to
+chunk; what each chunk reads of the state before it, and gated norm, again of all chunks at the same time. In between,
+numbers have the dtype of the model, decays float32. A state goes through a sequence in float32, and is rounded where it
+is multiplied.
 """
 
 from typing import Any
@@ -10,12 +12,53 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.delta_net import _silu
-from nanovllm.kernels.delta_net_inputs import Sequences, chunk_of, of_chunks, rule_inputs, shift_window
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, has_tma, launch, next_power_of_2
+from nanovllm.kernels.delta_net_inputs import Sequences, chunk_of, of_chunks, rule_inputs, shift_window, silu
+from nanovllm.kernels.dependent_launch import (
+    dependent_kernel,
+    gdc_launch_and_wait,
+    has_tma,
+    launch,
+    next_power_of_2,
+    num_sms,
+)
 
 CHUNK = tl.constexpr(64)
-VALUE_TILE = 32  # rows of a state that a program takes
+HEADS_EACH = 2  # value heads of a chunk that a program takes one after the other, and loads ahead
+
+
+@triton.jit
+def _inverse(system, PRECISION: tl.constexpr):
+    """Of the unit lower triangular matrix whose part below the diagonal is `system` [CHUNK, CHUNK].
+
+    By blocks of twice the size each time: the inverse of [[A, 0], [B, C]] is [[A', 0], [-C' B A', C']]. As keys have
+    norm 1, and betas and decays are at most 1, so are all numbers here, and 16 bits can hold them well.
+    """
+    DTYPE: tl.constexpr = tl.float32 if PRECISION == "ieee" else tl.float16
+    THIS_PRECISION: tl.constexpr = "tf32x3" if PRECISION == "ieee" else PRECISION  # which compiles much faster
+    i = tl.arange(0, CHUNK)
+    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    for level in tl.static_range(tl.constexpr(6)):
+        block = i >> level
+        below = tl.where((block ^ 1)[:, None] == block[None, :], system, 0.0)
+        if level > 0:
+            around = inverse.to(DTYPE)
+            below = tl.dot(around, below.to(DTYPE), input_precision=THIS_PRECISION).to(DTYPE)
+            below = tl.dot(below, around, input_precision=THIS_PRECISION)
+        inverse -= below
+    return inverse
+
+
+@triton.jit
+def _load_gates(gates_ptr, t, end, first_head, EACH: tl.constexpr, HEADS: tl.constexpr):
+    """Of a chunk's tokens and EACH heads [CHUNK, EACH]."""
+    head = first_head + tl.arange(0, EACH)[None, :]
+    is_there = (t < end)[:, None] & (head < HEADS.num_values)
+    return tl.load(gates_ptr + t[:, None] * HEADS.num_values + head, is_there, 0.0)
+
+
+@triton.jit
+def _of_head(gates, n):
+    return tl.sum(tl.where(tl.arange(0, gates.shape[1])[None, :] == n, gates, 0.0), 1)
 
 
 @dependent_kernel()
@@ -28,12 +71,14 @@ def _chunks_kernel(
     seq_ptrs,
     num_seqs,
     HEADS: tl.constexpr,
+    EACH: tl.constexpr,
+    STAGES: tl.constexpr,
     SEQS_PAD: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program takes a chunk and a value head: with T the inverse of the triangular system, v becomes T (beta v), and
-    w is T (beta decay k), by which what the state returns for the keys is corrected.
+    """A program takes a chunk and EACH value heads: with T the inverse of the triangular system, v becomes T (beta v),
+    and w is T (beta decay k), by which what the state returns for the keys is corrected.
     """
     gdc_launch_and_wait(PDL)
     decay_ptr, beta_ptr = gate_ptrs
@@ -41,36 +86,40 @@ def _chunks_kernel(
     NUM_VALUES: tl.constexpr = HEADS.num_values
     GROUP: tl.constexpr = NUM_VALUES // HEADS.num_keys
     KEYS: tl.constexpr = HEADS.num_keys * HEADS.key_dim
-    seq, first, _, end = chunk_of(starts_ptr, num_seqs, tl.program_id(0), CHUNK, SEQS_PAD)
+    seq, first, _, end = chunk_of(starts_ptr, num_seqs, tl.program_id(1), CHUNK, SEQS_PAD)
     if seq >= num_seqs:
         return
-    head = tl.program_id(1)
     i = tl.arange(0, CHUNK)
     t = first + i
-    d = tl.arange(0, next_power_of_2(HEADS.key_dim))
-    e = tl.arange(0, next_power_of_2(HEADS.value_dim))
-    of_keys = (t < end)[:, None] & (d < HEADS.key_dim)[None, :]
-    of_values = (t < end)[:, None] & (e < HEADS.value_dim)[None, :]
-    key_at = t[:, None].to(tl.int64) * KEYS + (head // GROUP * HEADS.key_dim + d)[None, :]
-    k = tl.load(k_ptr + key_at, of_keys, 0.0)
-    decay = tl.load(decay_ptr + t * NUM_VALUES + head, t < end, 0.0)
-    beta = tl.load(beta_ptr + t * NUM_VALUES + head, t < end, 0.0)
-    # the transpose of the system, so that its rows are summed up as columns
-    is_before = (i[:, None] < i[None, :]) & (t < end)[None, :]
-    between = tl.exp(tl.where(is_before, decay[None, :] - decay[:, None], float("-inf")))
-    overlap = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * beta[None, :]
-    inverse = tl.zeros([CHUNK, CHUNK], tl.float32)
-    for row in range(CHUNK):
-        of_row = tl.sum(tl.where(i[None, :] == row, overlap, 0.0), 1)
-        solved = tl.where(i == row, 1.0, 0.0) - tl.sum(of_row[:, None] * inverse, 0)
-        inverse = tl.where(i[:, None] == row, solved[None, :], inverse)
-    value_at = t[:, None].to(tl.int64) * (NUM_VALUES * HEADS.value_dim) + (head * HEADS.value_dim + e)[None, :]
-    v = tl.load(v_ptr + value_at, of_values, 0.0)
-    of_beta = (inverse * beta[None, :]).to(k.dtype)
-    tl.store(v_ptr + value_at, tl.dot(of_beta, v, input_precision=PRECISION), of_values)
-    of_decay = (inverse * (beta * tl.exp(decay))[None, :]).to(k.dtype)
-    w_at = t[:, None].to(tl.int64) * (NUM_VALUES * HEADS.key_dim) + (head * HEADS.key_dim + d)[None, :]
-    tl.store(w_ptr + w_at, tl.dot(of_decay, k, input_precision=PRECISION), of_keys)
+    is_there, row = (t < end)[:, None], tl.cast(first, tl.int64)
+    is_before = (i[:, None] > i[None, :]) & is_there
+    d = tl.arange(0, next_power_of_2(HEADS.key_dim))[None, :]
+    e = tl.arange(0, next_power_of_2(HEADS.value_dim))[None, :]
+    of_keys, of_values = is_there & (d < HEADS.key_dim), is_there & (e < HEADS.value_dim)
+    first_head = tl.program_id(0) * EACH
+    decays = _load_gates(decay_ptr, t, end, first_head, EACH, HEADS)
+    betas = _load_gates(beta_ptr, t, end, first_head, EACH, HEADS)
+    for head in tl.range(first_head, tl.minimum(first_head + EACH, NUM_VALUES), num_stages=STAGES):
+        k = tl.load(k_ptr + row * KEYS + head // GROUP * HEADS.key_dim + (i[:, None] * KEYS + d), of_keys, 0.0)
+        own_v = v_ptr + (row * NUM_VALUES + head) * HEADS.value_dim + (i[:, None] * (NUM_VALUES * HEADS.value_dim) + e)
+        v = tl.load(own_v, of_values, 0.0)
+        decay, beta = _of_head(decays, head - first_head), _of_head(betas, head - first_head)
+        between = tl.exp(tl.where(is_before, decay[:, None] - decay[None, :], float("-inf")))
+        system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * beta[:, None]
+        inverse = _inverse(system, PRECISION)
+        of_decay = (inverse * (beta * tl.exp(decay))[None, :]).to(k.dtype)
+        w = tl.dot(of_decay, k, input_precision=PRECISION)
+        own_w = w_ptr + (row * NUM_VALUES + head) * HEADS.key_dim + (i[:, None] * (NUM_VALUES * HEADS.key_dim) + d)
+        tl.store(own_w, w, of_keys)
+        of_beta = (inverse * beta[None, :]).to(k.dtype)
+        tl.store(own_v, tl.dot(of_beta, v, input_precision=PRECISION), of_values)
+
+
+@triton.jit
+def _state_at(states_ptr, seq, first, head, d, e, HEADS: tl.constexpr):
+    """Where the state of a head before a chunk lies, transposed. No other chunk has the same place."""
+    place = (seq + first // CHUNK).to(tl.int64) * HEADS.num_values + head
+    return states_ptr + place * (HEADS.key_dim * HEADS.value_dim) + (d[:, None] * HEADS.value_dim + e[None, :])
 
 
 @dependent_kernel()
@@ -89,10 +138,10 @@ def _states_kernel(
 ):
     """A program takes a sequence, a value head and TILE of its values, from the first chunk to the last.
 
-    What is read with the queries takes the place of v. Windows are written here, as no program reads them any more.
+    The errors take the place of v. Windows are written here, as no program reads them any more.
     """
     gdc_launch_and_wait(PDL)
-    q_ptr, k_ptr, v_ptr, w_ptr, decay_ptr = input_ptrs
+    k_ptr, v_ptr, w_ptr, decay_ptr, before_ptr = input_ptrs
     starts_ptr, rows_ptr = of_chunks(seq_ptrs)
     window_ptr, matrix_ptr, num_tokens_ptr = state_ptrs
     NUM_VALUES: tl.constexpr = HEADS.num_values
@@ -100,7 +149,8 @@ def _states_kernel(
     KEY_DIM: tl.constexpr = HEADS.key_dim
     VALUE_DIM: tl.constexpr = HEADS.value_dim
     KEYS: tl.constexpr = HEADS.num_keys * KEY_DIM
-    CHANNELS: tl.constexpr = 2 * KEYS + NUM_VALUES * VALUE_DIM
+    VALUES: tl.constexpr = NUM_VALUES * VALUE_DIM
+    CHANNELS: tl.constexpr = 2 * KEYS + VALUES
     tile, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin, end = tl.load(starts_ptr + seq), tl.load(starts_ptr + seq + 1)
     if begin >= end:
@@ -111,34 +161,29 @@ def _states_kernel(
     d = tl.arange(0, next_power_of_2(KEY_DIM))
     e = tile * TILE + tl.arange(0, TILE)
     in_key, in_value = d < KEY_DIM, e < VALUE_DIM
-    of_state = in_value[:, None] & in_key[None, :]
-    state_at = (head * VALUE_DIM + e)[:, None] * KEY_DIM + d[None, :]
-    state = tl.load(matrix_ptr + read * (NUM_VALUES * VALUE_DIM * KEY_DIM) + state_at, of_state, 0.0)
+    of_state = in_key[:, None] & in_value[None, :]
+    state_at = (head * VALUE_DIM + e)[None, :] * KEY_DIM + d[:, None]
+    state = tl.load(matrix_ptr + read * (VALUES * KEY_DIM) + state_at, of_state, 0.0)  # transposed
     for first in tl.range(begin, end, CHUNK, num_stages=STAGES):
         t = first + i
         of_keys = (t < end)[:, None] & in_key[None, :]
         of_values = (t < end)[:, None] & in_value[None, :]
-        key_at = t[:, None].to(tl.int64) * KEYS + (head // GROUP * KEY_DIM + d)[None, :]
-        w_at = t[:, None].to(tl.int64) * (NUM_VALUES * KEY_DIM) + (head * KEY_DIM + d)[None, :]
-        value_at = t[:, None].to(tl.int64) * (NUM_VALUES * VALUE_DIM) + (head * VALUE_DIM + e)[None, :]
-        q = tl.load(q_ptr + key_at, of_keys, 0.0)
-        k = tl.load(k_ptr + key_at, of_keys, 0.0)
-        w = tl.load(w_ptr + w_at, of_keys, 0.0)
-        v = tl.load(v_ptr + value_at, of_values, 0.0)
+        row = tl.cast(first, tl.int64)
+        own_v = v_ptr + row * VALUES + (i[:, None] * VALUES + (head * VALUE_DIM + e)[None, :])
+        w_at = i[:, None] * (NUM_VALUES * KEY_DIM) + (head * KEY_DIM + d)[None, :]
+        w = tl.load(w_ptr + row * (NUM_VALUES * KEY_DIM) + w_at, of_keys, 0.0)
+        key_at = i[:, None] * KEYS + (head // GROUP * KEY_DIM + d)[None, :]
+        k = tl.load(k_ptr + row * KEYS + key_at, of_keys, 0.0)
+        v = tl.load(own_v, of_values, 0.0)
         last = tl.load(decay_ptr + (tl.minimum(first + CHUNK, end) - 1) * NUM_VALUES + head)
         decay = tl.load(decay_ptr + t * NUM_VALUES + head, t < end, 0.0)
-        before = tl.trans(state).to(k.dtype)  # [key_dim, TILE]
-        errors = (v - tl.dot(w, before, input_precision=PRECISION)).to(k.dtype)
-        is_before = (i[:, None] >= i[None, :]) & (t < end)[:, None]
-        between = tl.exp(tl.where(is_before, decay[:, None] - decay[None, :], float("-inf")))
-        overlap = (tl.dot(q, tl.trans(k), input_precision=PRECISION) * between).to(k.dtype)
-        out = tl.dot(q, before, input_precision=PRECISION) * tl.exp(decay)[:, None]
-        out += tl.dot(overlap, errors, input_precision=PRECISION)
-        tl.store(v_ptr + value_at, out, of_values)
-        remains = tl.where(t < end, tl.exp(last - decay), 0.0)
-        kept = (k * remains[:, None]).to(k.dtype)
-        state = state * tl.exp(last) + tl.dot(tl.trans(errors), kept, input_precision=PRECISION)
-    tl.store(matrix_ptr + written * (NUM_VALUES * VALUE_DIM * KEY_DIM) + state_at, state, of_state)
+        before = state.to(k.dtype)
+        tl.store(_state_at(before_ptr, seq, first, head, d, e, HEADS), before, of_state)
+        errors = v - tl.dot(w, before, input_precision=PRECISION)
+        tl.store(own_v, errors, of_values)
+        kept = (errors * tl.exp(last - decay)[:, None]).to(k.dtype)  # zeros after the last token
+        state = tl.dot(tl.trans(k), kept, state * tl.exp(last), input_precision=PRECISION)
+    tl.store(matrix_ptr + written * (VALUES * KEY_DIM) + state_at, state, of_state)
     window = (HEADS.conv_size - 1) * CHANNELS
     inputs = x_ptr, None, window_ptr + read * window
     written_window = window_ptr + written * window
@@ -155,47 +200,102 @@ def _states_kernel(
 
 
 @dependent_kernel()
-@triton.jit(do_not_specialize=["num_seqs"])
-def _gated_norm_kernel(
-    y_ptr, x_ptr, norm_ptr, out_ptr, seq_ptrs, num_seqs, eps, CHANNELS, HEADS: tl.constexpr, PDL: tl.constexpr
+@triton.jit(do_not_specialize=["num_seqs", "num_rows"])
+def _outputs_kernel(
+    x_ptr,
+    input_ptrs,
+    seq_ptrs,
+    norm_ptr,
+    out_ptr,
+    num_seqs,
+    num_rows,
+    eps,
+    HEADS: tl.constexpr,
+    SEQS_PAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    """A program takes a chunk and a value head: what is read of the state before it and of its own errors, and norm.
+
+    The rows after the last token become 0: as many as a chunk has, by each program.
+    """
     gdc_launch_and_wait(PDL)
+    q_ptr, k_ptr, errors_ptr, decay_ptr, before_ptr = input_ptrs
     starts_ptr, _ = of_chunks(seq_ptrs)
     NUM_VALUES: tl.constexpr = HEADS.num_values
+    GROUP: tl.constexpr = NUM_VALUES // HEADS.num_keys
+    KEY_DIM: tl.constexpr = HEADS.key_dim
     VALUE_DIM: tl.constexpr = HEADS.value_dim
-    token = tl.program_id(0).to(tl.int64)
-    if token < tl.load(starts_ptr):
+    KEYS: tl.constexpr = HEADS.num_keys * KEY_DIM
+    VALUES: tl.constexpr = NUM_VALUES * VALUE_DIM
+    CHANNELS: tl.constexpr = 2 * KEYS + VALUES
+    i = tl.arange(0, CHUNK)
+    d = tl.arange(0, next_power_of_2(KEY_DIM))
+    e = tl.arange(0, next_power_of_2(VALUE_DIM))
+    in_key, in_value = (d < KEY_DIM)[None, :], (e < VALUE_DIM)[None, :]
+    head = tl.program_id(0)
+    num_tokens = tl.load(starts_ptr + num_seqs)
+    if tl.program_id(1) * CHUNK + CHUNK > num_tokens:
+        t = (tl.program_id(1) * CHUNK + i)[:, None]
+        zeros = tl.zeros([CHUNK, e.shape[0]], out_ptr.dtype.element_ty)
+        is_padding = (t >= num_tokens) & (t < num_rows) & in_value
+        tl.store(out_ptr + t.to(tl.int64) * VALUES + head * VALUE_DIM + e[None, :], zeros, is_padding)
+    seq, first, _, end = chunk_of(starts_ptr, num_seqs, tl.program_id(1), CHUNK, SEQS_PAD)
+    if seq >= num_seqs:
         return
-    head = tl.arange(0, next_power_of_2(NUM_VALUES))[:, None]
-    e = tl.arange(0, next_power_of_2(VALUE_DIM))[None, :]
-    inside = (head < NUM_VALUES) & (e < VALUE_DIM)
-    is_there = inside & (token + 0 * e < tl.load(starts_ptr + num_seqs))
-    at = token * (NUM_VALUES * VALUE_DIM) + head * VALUE_DIM + e
-    y = tl.load(y_ptr + at, is_there, 0.0).to(tl.float32)
-    y *= tl.rsqrt(tl.sum(y * y, 1) / VALUE_DIM + eps)[:, None] * tl.load(norm_ptr + e, e < VALUE_DIM, 0.0)
-    z = tl.load(x_ptr + at + (token + 1) * CHANNELS, is_there, 0.0).to(tl.float32)
-    tl.store(out_ptr + at, y * _silu(z), inside)
+    t = first + i
+    is_there, row = (t < end)[:, None], tl.cast(first, tl.int64)
+    of_keys, of_values, of_state = is_there & in_key, is_there & in_value, (d < KEY_DIM)[:, None] & in_value
+    key_at = row * KEYS + head // GROUP * KEY_DIM + (i[:, None] * KEYS + d[None, :])
+    value_at = row * VALUES + head * VALUE_DIM + (i[:, None] * VALUES + e[None, :])
+    q = tl.load(q_ptr + key_at, of_keys, 0.0)
+    k = tl.load(k_ptr + key_at, of_keys, 0.0)
+    before = tl.load(_state_at(before_ptr, seq, first, head, d, e, HEADS), of_state, 0.0)
+    errors = tl.load(errors_ptr + value_at, of_values, 0.0)
+    z_at = value_at + (row + 1) * CHANNELS + i[:, None] * CHANNELS
+    z = tl.load(x_ptr + z_at, of_values, 0.0).to(tl.float32)
+    decay = tl.load(decay_ptr + t * NUM_VALUES + head, t < end, 0.0)
+    is_before = (i[:, None] >= i[None, :]) & is_there
+    between = tl.exp(tl.where(is_before, decay[:, None] - decay[None, :], float("-inf")))
+    overlap = (tl.dot(q, tl.trans(k), input_precision=PRECISION) * between).to(k.dtype)
+    y = tl.dot(q, before, input_precision=PRECISION) * tl.exp(decay)[:, None]
+    y = tl.dot(overlap, errors, y, input_precision=PRECISION)
+    weight = tl.load(norm_ptr + e, e < VALUE_DIM, 0.0)[None, :]
+    y *= tl.rsqrt(tl.sum(y * y, 1) / VALUE_DIM + eps)[:, None] * weight
+    tl.store(out_ptr + value_at, y * silu(z), of_values)
 
 
 def delta_net_chunks(qkvz, ba, layer: Any, states: Any, state_rows, starts, num_seqs: int, out, count=None) -> None:
     """As its definition in layers/gated_delta_net.py."""
     (windows, matrices), kept, heads, device = states.tensors, states.kept_drafts, layer.heads, qkvz.device
     num_tokens, of_seqs = len(qkvz), (starts, state_rows, count)
-    sequences = Sequences(of_seqs, num_seqs)
+    sequences, num_chunks = Sequences(of_seqs, num_seqs), triton.cdiv(num_tokens, CHUNK.value) + num_seqs  # at most
     q, k, v, *gates = rule_inputs(qkvz, ba, layer, states, sequences, qkvz.dtype, CHUNK.value, True)
-    w = torch.empty((num_tokens, heads.num_values * heads.key_dim), dtype=qkvz.dtype, device=device)
-    precision = "ieee" if qkvz.dtype == torch.float32 else "tf32"
-    launch(_chunks_kernel, (num_tokens // CHUNK.value + num_seqs, heads.num_values), device)(
-        *(k, v, w, tuple(gates), of_seqs, num_seqs), HEADS=heads, SEQS_PAD=sequences.pad, PRECISION=precision
+    w = qkvz.new_empty(num_tokens, heads.num_values * heads.key_dim)
+    before = qkvz.new_empty(num_chunks, heads.num_values * heads.key_dim * heads.value_dim)  # states
+    is_float32 = qkvz.dtype == torch.float32
+    fits = has_tma(device) and not is_float32  # into shared memory, what is loaded ahead
+    each = min(HEADS_EACH, next_power_of_2(heads.num_values))
+    constants = dict(HEADS=heads, PRECISION="ieee" if is_float32 else "tf32")
+    launch(_chunks_kernel, (triton.cdiv(heads.num_values, each), num_chunks), device)(
+        *(k, v, w, tuple(gates), of_seqs, num_seqs),
+        **constants,
+        EACH=each,
+        STAGES=2 if fits else 1,
+        SEQS_PAD=sequences.pad,
     )
-    tile = min(VALUE_TILE, next_power_of_2(heads.value_dim))
+    # a state is divided over more programs where they are few
+    is_few = heads.num_values * num_seqs * triton.cdiv(heads.value_dim, 32) <= num_sms(device)
+    tile = min(32 if is_few else 64, next_power_of_2(heads.value_dim))
     launch(_states_kernel, (triton.cdiv(heads.value_dim, tile), heads.num_values, num_seqs), device)(
-        *(qkvz, (q, k, v, w, gates[0]), of_seqs, (windows, matrices, kept and kept.num_tokens), state_rows.stride(0)),
-        HEADS=heads,
+        *(qkvz, (k, v, w, gates[0], before), of_seqs, (windows, matrices, kept and kept.num_tokens)),
+        state_rows.stride(0),
+        **constants,
         TILE=tile,
-        STAGES=2 if has_tma(device) else 1,  # by shared memory
-        PRECISION=precision,
+        STAGES=(3 if is_few else 2) if fits else 1,
     )
-    launch(_gated_norm_kernel, (num_tokens,), device)(
-        *(v, qkvz, layer.norm.weight, out, of_seqs, num_seqs, layer.eps, sum(heads.sizes)), HEADS=heads
+    launch(_outputs_kernel, (heads.num_values, num_chunks), device)(
+        *(qkvz, (q, k, v, gates[0], before), of_seqs, layer.norm.weight, out, num_seqs, num_tokens, layer.eps),
+        **constants,
+        SEQS_PAD=sequences.pad,
     )

@@ -10,8 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.delta_net import _silu
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch, next_power_of_2
+
+
+@triton.jit
+def silu(x):
+    return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
@@ -41,31 +45,43 @@ def of_chunks(seq_ptrs):
 
 
 @triton.jit
-def load_inputs(input_ptrs, begin, own, t, channel, inside, HEADS: tl.constexpr):
-    """What the convolution reads of tokens t; `kept_ptr` and `window_ptr` are those of the sequence."""
+def load_inputs(input_ptrs, begin, own, t, channel, inside, reaches_back, HEADS: tl.constexpr):
+    """What the convolution reads of tokens t, of which some are before `own` if it `reaches_back`; `kept_ptr` and
+    `window_ptr` are those of the sequence.
+    """
     x_ptr, kept_ptr, window_ptr = input_ptrs
     VALUES: tl.constexpr = HEADS.num_values * HEADS.value_dim
     CHANNELS: tl.constexpr = 2 * HEADS.num_keys * HEADS.key_dim + VALUES
     x = tl.load(x_ptr + t.to(tl.int64) * (CHANNELS + VALUES) + channel, inside & (t >= own), 0.0)
-    slot = HEADS.conv_size - 1 + t - begin
-    x += tl.load(window_ptr + slot * CHANNELS + channel, inside & (t < begin), 0.0)
-    if kept_ptr is not None:
-        is_kept = inside & (t >= begin) & (t < own)
-        x += tl.load(kept_ptr + (t - begin) * (CHANNELS + 2 * HEADS.num_values) + channel, is_kept, 0.0)
+    if reaches_back:
+        slot = HEADS.conv_size - 1 + t - begin
+        x += tl.load(window_ptr + slot * CHANNELS + channel, inside & (t < begin), 0.0)
+        if kept_ptr is not None:
+            is_kept = inside & (t >= begin) & (t < own)
+            x += tl.load(kept_ptr + (t - begin) * (CHANNELS + 2 * HEADS.num_values) + channel, is_kept, 0.0)
     return x
 
 
 @triton.jit
-def _convolve(input_ptrs, weight_ptr, begin, own, t, end, channel, inside, HEADS: tl.constexpr):
-    """SiLU of the convolution [tokens, channels] of tokens t, in float32."""
+def _load_weight(weight_ptr, channel, inside, SIZE: tl.constexpr):
+    """Of the convolution of some channels [channels, SIZE], in float32."""
+    i = tl.arange(0, next_power_of_2(SIZE))[None, :]
+    return tl.load(weight_ptr + channel[:, None] * SIZE + i, (i < SIZE) & inside[:, None], 0.0).to(tl.float32)
+
+
+@triton.jit
+def _convolve(input_ptrs, weight, begin, own, first, t, end, channel, inside, HEADS: tl.constexpr):
+    """SiLU of the convolution [tokens, channels] of tokens t, from the `first` on, in float32."""
+    tap = tl.arange(0, weight.shape[1])[None, :]
     SIZE: tl.constexpr = HEADS.conv_size
+    reaches_back = first - (SIZE - 1) < own
     y = tl.zeros([t.shape[0], channel.shape[0]], tl.float32)
     is_there = (t < end)[:, None] & inside[None, :]
     for i in tl.static_range(SIZE):
-        x = load_inputs(input_ptrs, begin, own, t[:, None] - (SIZE - 1) + i, channel[None, :], is_there, HEADS)
-        weight = tl.load(weight_ptr + channel * SIZE + i, inside, 0.0).to(tl.float32)
-        y += x.to(tl.float32) * weight[None, :]
-    return _silu(y)
+        before = t[:, None] - (SIZE - 1) + i
+        x = load_inputs(input_ptrs, begin, own, before, channel[None, :], is_there, reaches_back, HEADS)
+        y += x.to(tl.float32) * tl.sum(tl.where(tap == i, weight, 0.0), 1)[None, :]
+    return silu(y)
 
 
 @triton.jit
@@ -85,7 +101,7 @@ def shift_window(input_ptrs, written_ptr, begin, own, end, channel, inside, HEAD
     CHANNELS: tl.constexpr = 2 * HEADS.num_keys * HEADS.key_dim + HEADS.num_values * HEADS.value_dim
     i, channel = tl.arange(0, next_power_of_2(SIZE - 1))[:, None], channel[None, :]
     inside = (i < SIZE - 1) & inside[None, :]
-    x = load_inputs(input_ptrs, begin, own, end - (SIZE - 1) + i, channel, inside, HEADS)
+    x = load_inputs(input_ptrs, begin, own, end - (SIZE - 1) + i, channel, inside, True, HEADS)
     tl.debug_barrier()  # all threads have read the window
     tl.store(written_ptr + i * CHANNELS + channel, x, inside)
 
@@ -122,14 +138,14 @@ def _inputs_kernel(
     VALUES: tl.constexpr = NUM_VALUES * HEADS.value_dim
     CHANNELS: tl.constexpr = 2 * KEYS + VALUES
     MOST: tl.constexpr = KEPT + ROWS
-    head = tl.program_id(1)
+    head, tile = tl.program_id(0), tl.program_id(1)
     if ROWS == 0:
         starts_ptr, rows_ptr = of_chunks(seq_ptrs)
-        seq, first, own, end = chunk_of(starts_ptr, num_seqs, tl.program_id(0), TILE, SEQS_PAD)
+        seq, first, own, end = chunk_of(starts_ptr, num_seqs, tile, TILE, SEQS_PAD)
     else:
         _, rows_ptr, count_ptr = seq_ptrs
         TILES: tl.constexpr = (MOST + TILE - 1) // TILE
-        seq = tl.program_id(0) // TILES
+        seq = tile // TILES
         own, end = seq * ROWS, seq * ROWS + ROWS
         if count_ptr is not None:
             num_seqs = tl.load(count_ptr) // ROWS
@@ -143,36 +159,45 @@ def _inputs_kernel(
             num_right = tl.minimum(tl.maximum(num_right, 0), KEPT)  # of padding it may be anything
             begin -= num_right
             kept_ptr += row * (KEPT * (CHANNELS + 2 * NUM_VALUES))
-            if tl.program_id(0) % TILES + head == 0:
+            if tile % TILES + head == 0:
                 tl.store(num_right_ptr + seq, num_right)
-        first = begin + tl.program_id(0) % TILES * TILE
+        first = begin + tile % TILES * TILE
         out_of_first = seq * MOST - begin
-    t = first + tl.arange(0, TILE)
     inputs = x_ptr, kept_ptr, window_ptr + row * ((HEADS.conv_size - 1) * CHANNELS)
-    out_row = (out_of_first + t).to(tl.int64)
+    # parts of the tokens, whose inputs fit into registers
+    PART: tl.constexpr = min(TILE, 16)
+    stop = tl.minimum(first + TILE, end)
     if head < 2 * NUM_KEYS:
         d = tl.arange(0, next_power_of_2(HEADS.key_dim))
-        in_key = d < HEADS.key_dim
-        qk = _convolve(inputs, conv_ptr, begin, own, t, end, head * HEADS.key_dim + d, in_key, HEADS)
+        own_key, in_key = head * HEADS.key_dim + d, d < HEADS.key_dim
+        key_weight = _load_weight(conv_ptr, own_key, in_key, HEADS.conv_size)
         scale = tl.where(head < NUM_KEYS, HEADS.key_dim, 1)
-        qk *= tl.rsqrt((tl.sum(qk * qk, 1) + L2_EPS) * scale)[:, None]
-        target = q_ptr if head < NUM_KEYS else k_ptr
-        key_at = out_row[:, None] * KEYS + (head % NUM_KEYS * HEADS.key_dim + d)[None, :]
-        tl.store(target + key_at, qk, (t < end)[:, None] & in_key[None, :])
+        target = (q_ptr if head < NUM_KEYS else k_ptr) + (head % NUM_KEYS * HEADS.key_dim + d)[None, :]
+        for part in range(first, stop, PART):
+            t = part + tl.arange(0, PART)
+            qk = _convolve(inputs, key_weight, begin, own, part, t, end, own_key, in_key, HEADS)
+            qk *= tl.rsqrt((tl.sum(qk * qk, 1) + L2_EPS) * scale)[:, None]
+            out_row = (out_of_first + t).to(tl.int64)[:, None]
+            tl.store(target + out_row * KEYS, qk, (t < end)[:, None] & in_key[None, :])
     else:
         head -= 2 * NUM_KEYS
         e = tl.arange(0, next_power_of_2(HEADS.value_dim))
-        in_value, own_value = e < HEADS.value_dim, head * HEADS.value_dim + e
-        v = _convolve(inputs, conv_ptr, begin, own, t, end, 2 * KEYS + own_value, in_value, HEADS)
-        value_at = out_row[:, None] * VALUES + own_value[None, :]
-        tl.store(v_ptr + value_at, v, (t < end)[:, None] & in_value[None, :])
+        own_value, in_value = head * HEADS.value_dim + e, e < HEADS.value_dim
+        value_weight = _load_weight(conv_ptr, 2 * KEYS + own_value, in_value, HEADS.conv_size)
+        for part in range(first, stop, PART):
+            t = part + tl.arange(0, PART)
+            v = _convolve(inputs, value_weight, begin, own, part, t, end, 2 * KEYS + own_value, in_value, HEADS)
+            out_row = (out_of_first + t).to(tl.int64)[:, None]
+            tl.store(v_ptr + out_row * VALUES + own_value[None, :], v, (t < end)[:, None] & in_value[None, :])
+        t = first + tl.arange(0, TILE)
         b = _load_gate(ba_ptr, kept_ptr, begin, own, t, end, head, HEADS)
         a = _load_gate(ba_ptr, kept_ptr, begin, own, t, end, NUM_VALUES + head, HEADS) + tl.load(dt_bias_ptr + head)
         softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
         decay = tl.where(t < end, -tl.exp(tl.load(a_log_ptr + head)) * softplus, 0.0)
         decay = tl.cumsum(decay, 0) if IS_SUMMED else tl.exp(decay)
-        tl.store(decay_ptr + out_row * NUM_VALUES + head, decay, t < end)
-        tl.store(beta_ptr + out_row * NUM_VALUES + head, 1.0 / (1.0 + tl.exp(-b)), t < end)
+        gate_at = (out_of_first + t).to(tl.int64) * NUM_VALUES + head
+        tl.store(decay_ptr + gate_at, decay, t < end)
+        tl.store(beta_ptr + gate_at, 1.0 / (1.0 + tl.exp(-b)), t < end)
 
 
 class Sequences(NamedTuple):
@@ -205,7 +230,15 @@ class RuleInputs(NamedTuple):
 
 
 def rule_inputs(
-    qkvz, ba, layer: Any, states: Any, seqs: Sequences, dtype: torch.dtype, tile: int, is_summed: bool
+    qkvz,
+    ba,
+    layer: Any,
+    states: Any,
+    seqs: Sequences,
+    dtype: torch.dtype,
+    tile: int,
+    is_summed: bool,
+    num_warps: int = 4,
 ) -> RuleInputs:
     """q, k and v in `dtype`. A sequence that decodes has room for all drafts of the step before, and for its rows."""
     heads, most = layer.heads, seqs.num_kept + seqs.rows
@@ -215,7 +248,7 @@ def rule_inputs(
     gates = (make(heads.num_values, torch.float32) for _ in range(2))
     inputs = RuleInputs(*(make(size, dtype) for size in heads.sizes), *gates)
     weights = layer.conv1d.weight, layer.A_log, layer.dt_bias
-    launch(_inputs_kernel, (num_tiles, 2 * heads.num_keys + heads.num_values), qkvz.device)(
+    launch(_inputs_kernel, (2 * heads.num_keys + heads.num_values, num_tiles), qkvz.device)(
         *(qkvz, ba, seqs.ptrs, states.tensors[0], seqs.drafts, weights, tuple(inputs)),
         *(seqs.number, seqs.ptrs[1].stride(-1), layer.l2_eps),
         HEADS=heads,
@@ -224,5 +257,6 @@ def rule_inputs(
         TILE=tile,
         SEQS_PAD=seqs.pad,
         IS_SUMMED=is_summed,
+        num_warps=num_warps,
     )
     return inputs

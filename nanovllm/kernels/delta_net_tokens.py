@@ -1,6 +1,7 @@
-"""The gated delta rule token by token: drafts, and whole steps where no bit may depend on the batch.
+"""The gated delta rule token by token: decode steps, drafts, and chunks too where no bit may depend on the batch.
 
 Two kernels: convolution and gates of all tokens; then each state goes through the tokens of its sequence, in registers.
+A decode step is bound by the states, 64 KiB for each head of the published models, which it reads and writes once.
 A token is computed by the same instructions in a chunk, in a decode step and as a draft. With another number of warps
 the bits were seen to differ.
 """
@@ -11,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.delta_net import _silu
-from nanovllm.kernels.delta_net_inputs import Sequences, of_chunks, rule_inputs, shift_window
+from nanovllm.kernels.delta_net_inputs import Sequences, of_chunks, rule_inputs, shift_window, silu
 from nanovllm.kernels.dependent_launch import (
     dependent_kernel,
     gdc_launch_dependents,
@@ -107,7 +107,7 @@ def _gated_norms(x_ptr, read_ptr, norm_ptr, out_ptr, eps, head, begin, end_read,
         y = tl.load(read_ptr + y_at, is_there, 0.0)
         y *= tl.rsqrt(tl.sum(y * y, 1) / HEADS.value_dim + eps)[:, None] * weight
         z = tl.load(x_ptr + at + (t + 1).to(tl.int64) * CHANNELS, is_there, 0.0).to(tl.float32)
-        tl.store(out_ptr + at, y * _silu(z), (t < stop) & in_value)
+        tl.store(out_ptr + at, y * silu(z), (t < stop) & in_value)
 
 
 # the states were written by the step before, and there is an ordinary launch, the embedding, between
@@ -209,10 +209,15 @@ def _tokens_kernel(
 
 
 def _launch_tokens(
-    qkvz, ba, layer: Any, states: Any, seqs: Sequences, written_stride: int, out, num_warps: int
+    qkvz, ba, layer: Any, states: Any, seqs: Sequences, written_stride: int, out, num_warps: int | None
 ) -> None:
-    heads, device, kept = layer.heads, qkvz.device, states.kept_drafts
-    inputs = rule_inputs(qkvz, ba, layer, states, seqs, torch.float32, TILE.value, False)
+    """Without `num_warps`, as many as are fastest: of many programs fewer warps, as these repeat less."""
+    heads, device, kept, input_warps = layer.heads, qkvz.device, states.kept_drafts, 4
+    if num_warps is None:
+        is_few = heads.num_values * seqs.number <= num_sms(device)
+        num_warps = NUM_WARPS if is_few else NUM_WARPS // 2
+        input_warps = 4 if is_few or seqs.rows > 1 else 1
+    inputs = rule_inputs(qkvz, ba, layer, states, seqs, torch.float32, TILE.value, False, input_warps)
     drafts = seqs.drafts if seqs.rows else (None, None, kept and kept.num_tokens, None)
     launch(_tokens_kernel, (heads.num_values, seqs.number), device, shared=50)(
         *(qkvz, ba, tuple(inputs), seqs.ptrs, tuple(states.tensors), drafts, layer.norm.weight, out),
@@ -225,6 +230,11 @@ def _launch_tokens(
     )
 
 
+def delta_net_step(qkvz, ba, layer: Any, states: Any, rows, out, count=None, num_warps: int | None = None) -> None:
+    """As its definition in layers/gated_delta_net.py."""
+    _launch_tokens(qkvz, ba, layer, states, Sequences((None, rows, count), len(rows), 1), 0, out, num_warps)
+
+
 def delta_net_drafts(
     qkvz, ba, layer: Any, states: Any, rows, context_lens, out, count=None, num_warps: int | None = None
 ) -> None:
@@ -232,17 +242,10 @@ def delta_net_drafts(
     kept, num_right = states.kept_drafts, torch.empty(len(rows), dtype=torch.int32, device=rows.device)
     drafts = context_lens, kept.inputs, kept.num_tokens, num_right
     seqs = Sequences((None, rows, count), len(rows), len(qkvz) // len(rows), drafts)
-    # many programs are faster with fewer warps each, as these repeat less
-    is_few = layer.heads.num_values * len(rows) <= num_sms(qkvz.device)
-    _launch_tokens(qkvz, ba, layer, states, seqs, 0, out, num_warps or (NUM_WARPS if is_few else NUM_WARPS // 2))
-
-
-def delta_net_step(qkvz, ba, layer: Any, states: Any, rows, out, count=None) -> None:
-    """As its definition in layers/gated_delta_net.py, by the arithmetic of chunks."""
-    _launch_tokens(qkvz, ba, layer, states, Sequences((None, rows, count), len(rows), 1), 0, out, NUM_WARPS)
+    _launch_tokens(qkvz, ba, layer, states, seqs, 0, out, num_warps)
 
 
 def delta_net_chunks(qkvz, ba, layer: Any, states: Any, state_rows, starts, num_seqs: int, out, count=None) -> None:
-    """As its definition in layers/gated_delta_net.py, by the arithmetic of decode steps."""
+    """As its definition in layers/gated_delta_net.py, by the arithmetic of decode steps with NUM_WARPS."""
     seqs = Sequences((starts, state_rows, count), num_seqs)
     _launch_tokens(qkvz, ba, layer, states, seqs, state_rows.stride(0), out, NUM_WARPS)

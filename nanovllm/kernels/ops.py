@@ -6,9 +6,8 @@ what this is made of, and what rooms call that run on CUDA alone.
 
 from nanovllm.kernels.activation import sigmoid_gate, silu_and_mul
 from nanovllm.kernels.decode_attention import decode_attention, decode_attention_of_qkv, fuses_qk_norm_rope
-from nanovllm.kernels.delta_net import delta_net_step
 from nanovllm.kernels.delta_net_chunks import delta_net_chunks
-from nanovllm.kernels.delta_net_tokens import delta_net_drafts
+from nanovllm.kernels.delta_net_tokens import delta_net_drafts, delta_net_step
 from nanovllm.kernels.dequantize import dequantize
 from nanovllm.kernels.embedding import embed_range
 from nanovllm.kernels.filters import logit_cutoffs
@@ -29,14 +28,18 @@ from nanovllm.kernels.scaled_linear import best_scaled_split_k, min_block_column
 from nanovllm.kernels.split_k_gemm import choose_split_k, split_k_gemm
 from nanovllm.kernels.tiles import QuantizedRows
 
+TINY_WEIGHTS, TINY_SPLIT_K = 2**20, 16  # of a product that takes less time in parts, although they are to be added
+
 
 def linear(x, weight, bias=None, split_k=1, out=None):
     if len(x) == 1:
         return gemv(x, weight, bias=bias, out=None if out is None else out[0])[0]
     if bias is None and split_k > 1:
         return split_k_gemm(x, weight, split_k, out)
-    if bias is None and choose_split_k(x, weight, 1):
-        return split_k_gemm(x, weight, 1, out)[0]
+    max_split_k = TINY_SPLIT_K if out is None and weight.numel() <= TINY_WEIGHTS else 1
+    if bias is None and (split_k := choose_split_k(x, weight, max_split_k)):
+        parts = split_k_gemm(x, weight, split_k, out)
+        return parts[0] if split_k == 1 else parts.sum(0)
     return NotImplemented  # the library is as fast, or only the library adds a bias
 
 
