@@ -2,7 +2,6 @@
 
 import atexit
 import gc
-import inspect
 import json
 import os
 import shutil
@@ -13,7 +12,6 @@ import sys
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import replace
 from functools import cache
 from io import StringIO
 from multiprocessing import get_context
@@ -32,7 +30,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -54,70 +51,11 @@ torch.set_grad_enabled(False)
 ssl.create_default_context = cache(ssl.create_default_context)  # each client of httpx would read all certificates
 
 
-def speed_up_interpreter() -> None:
-    """For each call of a device function, Triton's interpreter replaces all members of triton.language, which a running
-    kernel has replaced already; for each operation it makes a table of dtypes; for each tensor it makes its shape anew;
-    and it computes whether integers overflow, which it reports in debug mode alone. Most of its time goes there.
-    """
-    import triton
-    from triton.runtime import interpreter
-
-    tl, patch_lang, builder = interpreter.tl, interpreter._patch_lang, interpreter.interpreter_builder
-    originals = {tl: tl.load, tl.core: tl.core.load}
-    builtins = cache(lambda package: [x for x in inspect.getmembers(package) if tl.core.is_builtin(x[1])])
-    modules_of = cache(lambda fn: [lang for lang in originals if any(x is lang for x in fn.__globals__.values())])
-
-    dtype_of_number = cache(interpreter._get_np_dtype)  # which also takes blocks, and pointers, that have no hash
-
-    def np_dtype(dtype):
-        dtype = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
-        return np.dtype(np.uint64) if isinstance(dtype, tl.pointer_type) else dtype_of_number(dtype)
-
-    def patch_builtin(package, *scope) -> None:
-        for name, member in builtins(package):
-            if getattr(package, name) is member:
-                interpreter._patch_attr(package, name, member, *scope)
-
-    def patch_lang_once(fn):
-        if any(lang.load is originals[lang] for lang in modules_of(fn)):
-            return patch_lang(fn)
-        return None  # nobody asks for the scope of a device function
-
-    init_block_type, init_tensor = tl.block_type.__init__, tl.tensor.__init__
-    block_types, tensors = {}, {}  # of each shape, what the first one has
-
-    def init_block_type_once(self, element_ty, shape) -> None:
-        key = tuple(x.value if isinstance(x, tl.constexpr) else x for x in shape)
-        if (first := block_types.get(key)) is None:
-            init_block_type(self, element_ty, shape)
-            block_types[key] = {**vars(self)}, f"{self.shape}"
-        else:
-            facts, shape_name = first
-            vars(self).update(facts, element_ty=element_ty, name=f"<{shape_name}, {element_ty}>")
-
-    def init_tensor_once(self, handle, type) -> None:
-        key = tuple(type.shape) if type.is_block() else ()
-        if (first := tensors.get(key)) is None:
-            init_tensor(self, handle, type)
-            tensors[key] = self.shape, self.numel
-        else:
-            self.handle, self.type, self.dtype = handle, type, type.scalar
-            self.shape, self.numel = first
-
-    if not builder.options.debug:
-        builder.options = replace(builder.options, sanitize_overflow=False)
-    tl.block_type.__init__ = init_block_type_once
-    tl.tensor.__init__ = init_tensor_once
-    interpreter._patch_builtin = patch_builtin
-    interpreter._patch_lang = patch_lang_once
-    interpreter._get_np_dtype = np_dtype
-    if triton.__version__.startswith("3.4."):  # takes strides of elements for bytes when it checks their alignment
-        interpreter.TensorDescHandle.validate = lambda descriptor: None
-
-
 if not torch.cuda.is_available():
     with suppress(ImportError):  # without Triton
-        speed_up_interpreter()
+        import interpreter
+
+        interpreter.speed_up()
 
 
 def small_cache_budget(runner: ModelRunner) -> int:
@@ -185,9 +123,10 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.
 def fresh_memory_is_nan():
     """What a kernel leaves out of a torch.empty shows, and random numbers are the same everywhere."""
     torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # torch.use_deterministic_algorithms would import the compiler, which takes two seconds
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
     yield
-    torch.use_deterministic_algorithms(False)
+    torch._C._set_deterministic_algorithms(False)
 
 
 @contextmanager

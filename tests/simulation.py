@@ -248,7 +248,7 @@ def fingerprints(token_ids: list[int]) -> list[int]:
     return marks[1:]
 
 
-def random_requests(seed: int, num_requests: int = 40, max_n: int = 1) -> list[Request]:
+def random_requests(seed: int, num_requests: int = 30, max_n: int = 1) -> list[Request]:
     """Many begin like an earlier one's prompt and answer; some with its key, so that they go on like it too.
 
     With `max_n`, half of them have several answers, and some are aborted.

@@ -381,7 +381,7 @@ def test_mtp(make_llm, mtp_folder, drafted, schedule, async_scheduling):
 def test_drafts_of_a_device_in_states(make_llm, mtp_folder, monkeypatch, margins, schedule):
     """Steps are queued before the host knows how many drafts were right, which here are all or some of them."""
     settings = SETTINGS | SCHEDULES[schedule] | dict(async_scheduling=True)
-    requests = [(prompt, replace(params, max_tokens=30)) for prompt, params in requests_of_heads(512)]
+    requests = [(prompt, replace(params, max_tokens=20)) for prompt, params in requests_of_heads(512)]
     outputs = generate_by_steps(margins(make_llm(str(mtp_folder), **settings)), requests)
     texts = [(*x.prompt_token_ids, *answer.token_ids) for x in outputs for answer in x.outputs]
     draft, rng, fraction = Head.draft, random.Random(0), 1.0
@@ -485,7 +485,7 @@ def test_not_one_token_differs(make_llm, bigrams, small_model, tmp_path, schedul
     model, right = bigrams
     wrong = write_head(tmp_path / "wrong", "authors", target=small_model, layer_ids=[0, 1, 1])
     rng = random.Random(schedule)
-    prompts = prompts_of(rng, SHORT_PROMPTS if schedule == "preemptions" else PROMPT_LENGTHS)[:10]
+    prompts = prompts_of(rng, SHORT_PROMPTS if schedule == "preemptions" else PROMPT_LENGTHS)[:8]
     params = [replace(x, max_tokens=min(x.max_tokens, 40)) for x in (params_of(rng, i) for i in range(len(prompts)))]
     settings = SETTINGS | SCHEDULES[schedule] | dict(async_scheduling=async_scheduling)
     for target, head in ((model, right), (small_model, wrong)):

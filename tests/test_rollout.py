@@ -184,10 +184,17 @@ BROKEN = [
 ]
 
 
+@pytest.fixture(scope="module")
+def engine_for_bad_weights():
+    """After each of these tests it has its weights again."""
+    with LLM(TINY, dtype="float32", device="cpu") as llm:
+        yield llm
+
+
 @pytest.mark.parametrize("weights, error, message", BROKEN)
-def test_bad_weights(make_llm, weights, error, message):
+def test_bad_weights(engine_for_bad_weights, weights, error, message):
     """Before anything is written an error changes nothing; afterwards, the engine waits for all weights."""
-    llm = make_llm()
+    llm = engine_for_bad_weights
     before = answers(llm)
     with pytest.raises(error, match=message):
         llm.load_weights(weights.items())

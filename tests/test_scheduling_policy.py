@@ -159,12 +159,12 @@ def test_accounting_in_random_traffic(num_blocks, asynchronous, seed):
     engine = Engine(AtRandom(seed), num_blocks, max_num_seqs=8, budget=64, mixed=rng.choice([3, 40]), **options)
     scheduler, seqs = engine.scheduler, engine.seqs
     for i in range(3000):
-        if i < 400 and rng.random() < 0.3:
+        if i < 250 and rng.random() < 0.3:
             engine.add(rng.choice([1, 30, 150]), max_tokens=rng.randint(1, 60), n=rng.choice([1, 1, 3]))
         if seqs and rng.random() < 0.03:
             engine.abort(rng.choice(seqs).request_id)
             engine.check_move()
-        if scheduler.is_finished() and i > 400:
+        if scheduler.is_finished() and i > 250:
             break
         if not scheduler.is_finished():
             engine.step()

@@ -679,10 +679,10 @@ def test_schemas_of_tools_have_definitions_of_their_own(client, models):
         for name, model in models.items()
     ]
     # so hot that each choice is almost a coin toss
-    settings = dict(model=MODEL, temperature=4.0, seed=1, max_tokens=200, n=8, parallel_tool_calls=False)
+    settings = dict(model=MODEL, temperature=4.0, seed=1, max_tokens=120, n=7, parallel_tool_calls=False)
     answer = client.chat.completions.create(messages=QUESTION, tools=tools, tool_choice="required", **settings)
     calls = [choice.message.tool_calls[0] for choice in answer.choices if choice.message.tool_calls]
-    assert len(calls) >= 6 and {call.function.name for call in calls} == models.keys()
+    assert len(calls) >= 5 and {call.function.name for call in calls} == models.keys()
     for call in calls:
         models[call.function.name].model_validate_json(call.function.arguments)
 

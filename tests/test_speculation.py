@@ -116,7 +116,7 @@ def test_not_one_token_differs(make_llm, chat, margins, schedule, async_scheduli
 def test_another_family(make_llm, margins, tmp_path):
     """Layers with a window, and a draft model with another shape of keys."""
     model, other = (make_checkpoint(tmp_path / name, name) for name in ("mistral-window", "llama"))
-    prompts, params = random_requests(VOCAB_SIZE, random.Random(3))
+    prompts, params = (x[:9] for x in random_requests(VOCAB_SIZE, random.Random(3)))
     expected = margins(make_llm(model, **SETTINGS)).generate(prompts, params, use_tqdm=False)
     for method in METHODS:
         llm = make_llm(model, **SETTINGS, **drafting(method, **{"model": other} if method == "draft_model" else {}))
@@ -185,7 +185,7 @@ def test_keys_of_wrong_drafts_are_computed_again(make_llm, small_model, monkeypa
     assert num_accepted == num_drafted - num_wrong > 40 and num_wrong >= 5 * NUM_DRAFTS
 
 
-def structured_requests() -> tuple[list[str], list[SamplingParams]]:
+def structured_requests(max_tokens: int = 40) -> tuple[list[str], list[SamplingParams]]:
     schema = {
         "type": "object",
         "properties": {
@@ -199,7 +199,7 @@ def structured_requests() -> tuple[list[str], list[SamplingParams]]:
     options = [{}, {"n": 3, "top_p": 0.9}, {"min_tokens": 3, "repetition_penalty": 1.1}, {"logprobs": 2}]
     prompts, params = ["ROMEO"], [SamplingParams(temperature=0.7, seed=1, max_tokens=30)]
     for i, (own, option) in enumerate(zip(2 * grammars, 2 * options), 1):
-        sampling = dict(temperature=0.8 * (i % 3), seed=i, max_tokens=40)
+        sampling = dict(temperature=0.8 * (i % 3), seed=i, max_tokens=max_tokens)
         params.append(SamplingParams(structured_outputs=own, **sampling, **option))
         prompts.append("HAMLET" * i)
     return prompts, params
@@ -223,7 +223,7 @@ needs_llguidance = pytest.mark.skipif(not find_spec("llguidance"), reason="llgui
 @needs_llguidance
 def test_structured_outputs(make_llm, margins):
     """What the grammar forbids is cut from the drafts, and what it forces is drafted."""
-    requests = structured_requests()
+    requests = structured_requests(28)
     settings = SETTINGS | dict(num_kvcache_blocks=20)
     expected = answers(margins(make_llm(**settings)).generate(*requests, use_tqdm=False))
     for method, async_scheduling in zip(METHODS, (False, True, True)):

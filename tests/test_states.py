@@ -158,7 +158,7 @@ def test_same_as_transformers(make_stateful, reference, schedule, async_scheduli
     llm = make_stateful(**SCHEDULES[schedule], async_scheduling=async_scheduling)
     specs = [*llm.model_runner.cache_groups]
     assert [spec.of_states for spec in specs].count(True) == 1 and len(specs) == 3
-    requests = make_requests(7 if schedule == "one at a time" else 14)
+    requests = make_requests(6 if schedule == "one at a time" else 10)
     outputs = [llm.generate(*map(list, zip(*requests)), use_tqdm=False) for _ in range(2)]
     assert_same_as_reference(reference, [*outputs[0], *outputs[1]])
     assert_same_as_reference(reference, generate_by_steps(llm, requests))
