@@ -285,6 +285,16 @@ def test_sample_kernel_keeps_to_cutoffs(first_id, dtype):
     assert not torch.equal(drawn, ops.sample(logits, temperatures, seeds, positions, first_id)[1])
 
 
+def test_sample_kernel_keeps_the_last_token():
+    """Of equal logits those up to the cutoff's id, which is the only one here: the ids before it have lower ones."""
+    ids = torch.tensor([0, 3, 2047, 5000])
+    logits = torch.where(torch.arange(5001) < ids[:, None], -1.0, 0.0).to(DEVICE)
+    temperatures, zeros = torch.tensor([1.0, 0.0, 1.0, 1.0], device=DEVICE), torch.zeros(4, 3).int().to(DEVICE)
+    cutoffs = token_keys(torch.zeros(4), ids).to(DEVICE)
+    drawn = ops.sample(logits, temperatures, zeros[:, :2].contiguous(), zeros[:, 2].contiguous(), 0, cutoffs=cutoffs)[1]
+    assert drawn.tolist() == ids.tolist()
+
+
 # -- log-probabilities -------------------------------------------------------------------------------------------------
 
 
