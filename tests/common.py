@@ -3,6 +3,7 @@
 import atexit
 import gc
 import json
+import logging
 import os
 import shutil
 import signal
@@ -297,6 +298,7 @@ def _run_program(code: str, folder: Path, arguments: tuple[str, ...]) -> str:
     for name in [*sys.modules]:
         if name.split(".")[0] == "nanovllm":
             del sys.modules[name]
+    logging.getLogger("nanovllm").setLevel(logging.NOTSET)  # a command may have run in this process before
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     sys.argv[1:] = arguments
