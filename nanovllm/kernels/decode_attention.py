@@ -290,9 +290,9 @@ def _choose_programs(
 def _decode(out, q, norm_rope_inputs, caches, seqs, max_context_len, splits, window, tokens_per_row=1) -> None:
     """Fill `out` [B, heads, head_dim]. With inputs of norm and rope, q is qkv. `seqs` are num_seqs, lengths, tables."""
     num_rows, heads, head_dim = out.shape
-    if tokens_per_row * heads // caches[0].shape[2] > MAX_QUERIES:
-        tokens_per_row = 1
-    batch_size, group = num_rows // tokens_per_row, heads // caches[0].shape[2]
+    group = heads // caches[0].shape[2]
+    tokens_per_row = tokens_per_row if tokens_per_row * group <= MAX_QUERIES else 1
+    batch_size = num_rows // tokens_per_row
     layout, is_qkv = layout_of(caches[0], TILE, window), norm_rope_inputs is not NO_NORM_ROPE
     max_num_keys = min(max_context_len, window or max_context_len)
     programs, num_warps, stages = _choose_programs(

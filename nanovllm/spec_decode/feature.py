@@ -8,6 +8,7 @@ import torch
 
 from nanovllm.engine.features import Arrays, StepFeature
 from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.features.logit_edits import mask_width
 from nanovllm.layers.sampler import SamplingRows
 
 # by method: what drafts on the device
@@ -29,22 +30,20 @@ class Speculation(StepFeature):
         rows = (step.num_reserved > 1).nonzero()[0]
         if not len(rows):
             return None
-        drafts, behind = np.full((len(rows), step.tokens_per_row - 1), -1), []
+        drafts, behind, places, masks = np.full((len(rows), step.tokens_per_row - 1), -1), [], [], []
         for own, i, num_reserved in zip(drafts, rows, step.num_reserved[rows]):
-            state = step.sampled_seqs[i].feature_state["spec_decode"]
+            states = step.sampled_seqs[i].feature_state
+            state = states["spec_decode"]
             own[: num_reserved - 1] = state.token_ids[: num_reserved - 1]
             if state.is_behind:
                 behind.append((step.req_indices[i], state.is_new))
             state.is_new = state.is_behind = False
+            if (constraint := states.get("structured_outputs")) is not None:  # masks of what follows each draft
+                places += [np.array((step.req_indices[i], n + 1)) for n in range(len(constraint.draft_masks))]
+                masks += constraint.draft_masks
         new_blocks = [(step.req_indices[i], column, block_id) for i, column, block_id in step.new_blocks]
-        masks: dict[str, list[Any]] = {}  # of what follows each draft
-        for seq in (step.sampled_seqs[i] for i in rows):
-            if (constraint := seq.feature_state.get("structured_outputs")) is not None:
-                for place, mask in enumerate(constraint.draft_masks, 1):
-                    masks.setdefault("mask_places", []).append(np.array((seq.req_index, place)))
-                    masks.setdefault("masks", []).append(mask)
         return dict(
-            masks,
+            dict(mask_places=places, masks=masks) if masks else {},
             req_indices=step.req_indices[rows],
             num_drafts=step.num_reserved[rows] - 1,
             behind=np.array(behind, np.int64).reshape(-1, 2),
@@ -56,7 +55,7 @@ class Speculation(StepFeature):
     def max_words(cls, config: Any) -> int:
         if (settings := config.speculative_config) is None:
             return 0
-        size = 3 + -(-config.model_config.vocab_size // 32) if settings.drafts_with_masks else 1
+        size = 3 + mask_width(config.model_config.vocab_size) if settings.drafts_with_masks else 1
         num_drafts = min(config.max_num_seqs, settings.disable_by_batch_size) * settings.num_speculative_tokens
         return 8 * config.max_num_seqs + num_drafts * size + 7 * 4
 
@@ -75,14 +74,14 @@ class Speculation(StepFeature):
             self.drafter = resolve_name(drafter)(runner)
 
     def upload(self, arrays: Arrays) -> None:
-        drafts = arrays["drafts"]
         if self.drafter is not None:
             self.drafter.draft(arrays)
         else:
+            drafts = arrays["drafts"]
             self.tables.last_token_ids[arrays["req_indices"].long(), 1 : 1 + drafts.shape[1]] = drafts
         if "masks" in arrays:  # after those of `features.logit_edits`, which are the first of each sequence
-            req_indices, places = arrays["mask_places"].long().unbind(1)
-            self.runner.features["logit_edits"].tables.allowed_masks[req_indices, places] = arrays["masks"]
+            allowed_masks = self.runner.features["logit_edits"].tables.allowed_masks
+            allowed_masks[arrays["mask_places"].long().unbind(1)] = arrays["masks"]
 
     def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> None:
         """With `synthetic_acceptance_rates`, let drafts be right so often, whatever the model says."""
