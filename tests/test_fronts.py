@@ -16,6 +16,7 @@ from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 
 import pytest
+from programs import Program
 
 pytest.importorskip("fastapi")
 pytest.importorskip("msgspec")
@@ -283,7 +284,7 @@ def serving():
     command = [sys.executable, "-m", "nanovllm", "serve", MODEL, f"--port={port}", "--api-server-count=2"]
     with tempfile.TemporaryFile("w+") as log:
         streams = dict(stdout=subprocess.PIPE, stderr=log, text=True)
-        process = subprocess.Popen([*command, *settings], **streams, start_new_session=True)
+        process = Program([*command, *settings], **streams, start_new_session=True)
         said = process.stdout.readline()
         log.seek(0)
         loading = log.read()
@@ -297,9 +298,10 @@ def serving():
 
 
 def children(pid: int) -> list[int]:
-    """The processes of the fronts: children that run Python's spawn."""
-    found = subprocess.run(["pgrep", "-P", str(pid), "-f", "spawn_main"], capture_output=True, text=True, check=False)
-    return [int(line) for line in found.stdout.split()]
+    """The processes of the fronts: children in process groups of their own."""
+    command = ["ps", "--ppid", str(pid), "-o", "pid=,pgid="]
+    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    return [child for child, group in (map(int, line.split()) for line in lines) if group == child]
 
 
 def sockets(pid: int) -> set[str]:
