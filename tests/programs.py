@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import traceback
+import weakref
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from multiprocessing import resource_tracker, util
@@ -76,6 +77,8 @@ def _run(arguments: list[str]) -> int:
     sys.modules["__main__"] = ModuleType("__main__")  # which processes that are spawned import
     util.spawnv_passfds = _spawn
     atexit._clear()
+    weakref.finalize._registry.clear()
+    weakref.finalize._registered_with_atexit = False
     try:
         kind, *rest = arguments
         sys.argv = [kind, *rest[1:]] if kind in ("-c", "-m") else arguments
@@ -88,13 +91,16 @@ def _run(arguments: list[str]) -> int:
         code = None
     except SystemExit as end:
         code = end.code
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
-        code = 1
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     atexit._run_exitfuncs()
     if isinstance(code, str):
         print(code, file=sys.stderr)
     sys.stdout.flush()
+    if code == -signal.SIGINT:  # whoever waits for the process sees what has ended it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     return code if isinstance(code, int) else int(code is not None)
 
 
