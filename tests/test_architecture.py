@@ -40,8 +40,8 @@ SCHEDULING = [
 # each other.
 HOUSE = """
 0 | utils/checks.py utils/context.py utils/cuda_driver.py utils/double_buffer.py utils/download.py utils/flags.py
-  utils/interrupts.py utils/progress.py utils/refusals.py utils/rope_scaling.py utils/tensor_parallel.py
-  utils/__init__.py moe/__init__.py moe/config.py moe/weights.py
+  utils/interrupts.py utils/progress.py utils/refusals.py utils/rope_scaling.py utils/setting_checks.py
+  utils/tensor_parallel.py utils/__init__.py moe/__init__.py moe/config.py moe/weights.py
   <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py quantization/__init__.py
   <- models/__init__.py models/architectures.py attention/__init__.py structured_outputs/__init__.py compat/__init__.py
   <- structured_outputs/spec.py compat/settings.py compat/flags.py distributed/division.py startup/devices.py
@@ -318,7 +318,7 @@ def code_lines(source: str) -> int:
 
 # lines of code: what a room may grow to before it is looked at again
 BUDGETS = {
-    "core": 3520,
+    "core": 3525,  # of which checks of settings that few engines have are 13
     "states": 120,  # of which what is kept of drafts is 10
     "attention": 150,
     "kernels": 2123,  # which programs read keys fastest was measured by their number; 30 choose Hopper's, 30: drafts
@@ -409,7 +409,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 3299, 40
+CORE_LINES, CORE_FILES = 3298, 40
 ROOMS = (
     "attention",
     "benchmarks",
