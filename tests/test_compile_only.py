@@ -23,10 +23,24 @@ from nanovllm.kernels import dependent_launch, gemv
 from nanovllm.kernels.dependent_launch import compile_only, launch_ordinary
 
 
-class Driver:
-    get_current_device = get_current_stream = lambda self, *device: 0
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+class Utils:
+    get_device_properties = lambda self, device: {"max_shared_mem": 2**18}
+    unload_module = lambda self, module: None
 
+    def load_binary(self, *binary):
+        loaders.append((threading.get_ident(), devices.current))
+        return "module", "function", 32, 0, 1024
+
+
+class Driver:
+    utils = Utils()
+    get_current_device = get_current_stream = lambda self, *device: getattr(devices, "current", 0)
+    set_current_device = lambda self, device: setattr(devices, "current", device)
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    launcher_cls = lambda self, source, metadata: "launcher"
+
+loaders, devices = [], threading.local()
+devices.current = 3
 driver.set_active(Driver())
 dependent_launch.has_tma = lambda device: True
 
@@ -55,7 +69,8 @@ compile_only(work)
 assert num_threads[0] > 1
 assert gc.isenabled()
 found = kernels(gemv._gemv_kernel.jit)
-assert len(found) == 2 and all(kernel.asm["cubin"] for kernel in found), found
+assert len(found) == 2 and all(kernel.asm["cubin"] and kernel.function for kernel in found), found
+assert len(loaders) == 2 and all(at != threading.get_ident() and device == 3 for at, device in loaders), loaders
 
 with_error = lambda: launch_ordinary(invalid, (1,))(torch.zeros(1))
 for _ in range(2):
