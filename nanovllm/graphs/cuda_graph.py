@@ -30,6 +30,7 @@ def capture_sizes(max_num_seqs: int, fills_tiles: bool) -> list[int]:
 def capture(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
     """A graph of `work`, and what `work` returned: tensors that each replay overwrites."""
     graph = torch.cuda.CUDAGraph()
+    torch.cuda.current_blas_handle()  # a thread's own, which can't be made during a capture
     # thread_local: other threads may use CUDA during the capture
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         output = work()
@@ -168,6 +169,9 @@ class MixedGraphs:
     So a chunk does not pay for the logits of all its tokens. Before the two, the sampling parameters of new requests
     and the arrays of features are written. No graph can contain this, as their sizes differ. The batch lies in the
     device's buffer before.
+
+    A model's graph is captured when it is first needed, which takes the host no longer than to launch its kernels. The
+    largest ones are captured at once, so that the others fit into their memory.
     """
 
     def __init__(
@@ -180,11 +184,13 @@ class MixedGraphs:
         sample: Callable[[SamplerInput], tuple[torch.Tensor, torch.Tensor]],
         pool: Any,
         few_layers: Callable[[], AbstractContextManager] = nullcontext,
+        is_lazy: bool = False,
     ):
         """`run_model` returns the hidden states of a batch in `buffer` and the sampler's input, `sample` what a
-        ForwardOutput begins with. `few_layers` is that of DecodeGraphs.
+        ForwardOutput begins with. `few_layers` is that of DecodeGraphs. Unless `is_lazy`, all are captured at once.
         """
         self.shapes = shapes
+        self.shape_of = {shape.graph_shape: shape for shape in shapes}
         most: dict[int, int] = {}  # sampled sequences, by the width of rows
         for shape in shapes:
             num_seqs, k = shape.num_sampled_tokens // shape.tokens_per_row, shape.tokens_per_row
@@ -211,12 +217,17 @@ class MixedGraphs:
                 ours[: len(theirs)] = theirs
             self.input.req_indices[shape.num_sampled_tokens // shape.tokens_per_row :] = pad_req_index
 
+        def capture_model(shape: BatchShape) -> None:
+            self.models[shape.graph_shape], _ = capture(partial(model_part, shape), pool)
+
+        self._capture_model = capture_model
         for shape in sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True):
             with few_layers():
                 model_part(shape)  # compiles kernels, which a capture must not do
                 sample(self._rows(1))
-            self.models[shape.graph_shape], _ = capture(partial(model_part, shape), pool)
-            sample(self._rows(1))
+            if not is_lazy or shape.num_tokens == max_tokens:
+                capture_model(shape)
+                sample(self._rows(1))
         for size in sorted(self.sample_sizes, key=prod, reverse=True):
             with few_layers():
                 model_part(shapes[0])
@@ -244,6 +255,8 @@ class MixedGraphs:
 
     def replay(self, shape: BatchShape, write_requests: Callable[[], None]) -> ForwardOutput:
         """Run the batch in the device's buffer."""
+        if shape.graph_shape not in self.models:
+            self._capture_model(self.shape_of[shape.graph_shape])
         write_requests()
         self.models[shape.graph_shape].replay()
         k, num_seqs = shape.tokens_per_row, shape.num_sampled_seqs

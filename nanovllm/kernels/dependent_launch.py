@@ -24,6 +24,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from functools import cache, partial
+from threading import Lock
 
 import torch
 import triton
@@ -106,12 +107,18 @@ _launched: ContextVar[list | None] = ContextVar("launched", default=None)  # by 
 
 
 class _Loaders(ThreadPoolExecutor):
-    """Threads that compile kernels and load them to the device, for which Triton 3.6 also runs a C compiler."""
+    """Threads that compile kernels and load them to the device, for which Triton 3.6 also runs a C compiler.
+
+    It loads its results as modules of the same name, into the same object of Python: one at a time.
+    """
+
+    lock = Lock()
 
     def submit(self, compile_kernel):
         def load():
             kernel = compile_kernel()
-            kernel.run  # noqa: B018, loads it
+            with self.lock:
+                kernel.run  # noqa: B018, loads it
             return kernel
 
         return super().submit(load)

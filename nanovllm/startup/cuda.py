@@ -134,10 +134,13 @@ def milliseconds_per_token(runner: Any) -> float:
     length = max(1, min(4096, config.max_num_batched_tokens // 2, config.max_model_len - 1))
     num_fitting = config.num_kvcache_blocks // -(-length // config.kvcache_block_size)
     num_seqs = min(2, num_fitting, config.max_num_seqs)
-    for _ in range(2):  # the first run warms up
+    seconds = []
+    for _ in range(4):  # the first run warms up, and others may have waited for Python's lock
+        step = dummy_prefill(num_seqs, length, config.kvcache_block_size, runner.tokens_per_row)
         begin = perf_counter()
-        runner.run(dummy_prefill(num_seqs, length, config.kvcache_block_size, runner.tokens_per_row)).wait()
-    return 1e3 * (perf_counter() - begin) / (num_seqs * length)
+        runner.run(step).wait()
+        seconds.append(perf_counter() - begin)
+    return 1e3 * min(seconds) / (num_seqs * length)
 
 
 @torch.inference_mode()
@@ -145,7 +148,7 @@ def compile_kernels(runner: Any) -> None:
     """Compile the kernels of the steps that graphs will contain, all at the same time. No kernel runs.
 
     Otherwise each would be compiled when it is first launched, one after the other. They change with powers of two of
-    the number of tokens; a kernel that these steps lack is compiled at its first launch.
+    the number of tokens, or of those beyond 128; a kernel that these steps lack is compiled at its first launch.
     """
     from nanovllm.kernels.dependent_launch import compile_only
 
@@ -156,7 +159,8 @@ def compile_kernels(runner: Any) -> None:
     rows = [
         (shape, shape.num_tokens // (1 if shape.has_chunks else shape.tokens_per_row)) for shape in decodes + chunks
     ]
-    shapes = [shape for shape, n in rows if n.bit_count() == 1 or n == config.max_num_seqs]
+    sizes = {config.max_num_seqs, *(2**i for i in range(16)), 144, 160, 192}
+    shapes = [shape for shape, n in rows if n in sizes]
     buffer, drafter = runner.buffers.device, runner.features["spec_decode"].drafter
 
     def run_steps() -> None:
@@ -239,5 +243,6 @@ def capture_cudagraph(runner: Any) -> None:
         drafter.run, drafter.run_chunks = graphs.run, graphs.run_chunks
     if captures_chunks(runner):
         shapes = graph_shapes(config, runner.backend, runner.tokens_per_row)
-        parts = runner.run_model, runner.sample
-        runner.mixed_graphs = MixedGraphs(shapes, config.max_num_seqs, buffer, runner.pad_req_index, *parts, *rest)
+        parts = runner.pad_req_index, runner.run_model, runner.sample, *rest
+        # several ranks complete each forward together
+        runner.mixed_graphs = MixedGraphs(shapes, config.max_num_seqs, buffer, *parts, is_lazy=runner.tp.size == 1)
