@@ -331,7 +331,7 @@ BUDGETS = {
     "models": 600,  # of which hybrids are 190, and heads 95
     "gated delta rule": 251,  # of which drafts are 51
     "features": 735,
-    "graphs": 291,  # of which drafts of models and heads are 75, compiling by few layers 2, and capturing late 9
+    "graphs": 296,  # of which drafts of models and heads are 75, compiling by few layers 2, capturing on demand 14
     "invariant": 304,  # of which the gated delta rule and gates are 57
     "invariant kernels": 470,  # attention of decodes and of chunks, and products, beside the fast ones
     "startup": 456,  # of which what sleeps on a CPU is 41, warming up drafters 10, with few layers 13, and threads 16

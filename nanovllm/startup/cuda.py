@@ -236,13 +236,13 @@ def capture_cudagraph(runner: Any) -> None:
     config, pool, buffer = runner.config, torch.cuda.graph_pool_handle(), runner.buffers.device
     drafter = runner.features["spec_decode"].drafter
     # heads read the hidden states of later layers
-    rest = pool, few_layers(runner) if drafter is None else nullcontext
+    # several ranks complete each forward together, which a capture alone would not
+    rest = pool, few_layers(runner) if drafter is None else nullcontext, runner.tp.size == 1
     runner.graphs = DecodeGraphs(config, runner.tokens_per_row, buffer, runner.forward, *rest)
     if drafter is not None:
         graphs = DraftGraphs(config, drafter, runner.pad_req_index, pool)
         drafter.run, drafter.run_chunks = graphs.run, graphs.run_chunks
     if captures_chunks(runner):
         shapes = graph_shapes(config, runner.backend, runner.tokens_per_row)
-        parts = runner.pad_req_index, runner.run_model, runner.sample, *rest
-        # several ranks complete each forward together
-        runner.mixed_graphs = MixedGraphs(shapes, config.max_num_seqs, buffer, *parts, is_lazy=runner.tp.size == 1)
+        parts = runner.run_model, runner.sample
+        runner.mixed_graphs = MixedGraphs(shapes, config.max_num_seqs, buffer, runner.pad_req_index, *parts, *rest)
