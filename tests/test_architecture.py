@@ -334,7 +334,7 @@ BUDGETS = {
     "graphs": 296,  # of which drafts of models and heads are 75, compiling by few layers 2, capturing on demand 14
     "invariant": 304,  # of which the gated delta rule and gates are 57
     "invariant kernels": 470,  # attention of decodes and of chunks, and products, beside the fast ones
-    "startup": 456,  # of which what sleeps on a CPU is 41, warming up drafters 10, with few layers 13, and threads 16
+    "startup": 461,  # of which what sleeps on a CPU is 41, warming up drafters 10, with few layers 13, and threads 16
     "mixture of experts": 587,
     "quantization": 492,  # 7 choose the kernel of a product and its activation
     "8-bit kernels": 516,

@@ -1,6 +1,8 @@
 """What layers keep: states of fixed size, and keys and values of several shapes. Transformers computes them without."""
 
+import gc
 import random
+import weakref
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
@@ -16,6 +18,7 @@ from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.models import MODELS
 from nanovllm.models.decoder import DecoderAttention, DecoderMLP
 from nanovllm.models.llama import LlamaForCausalLM
+from nanovllm.startup.cuda import free_kv_cache
 from nanovllm.utils.tensor_parallel import PartialSum
 
 LAYER: dict = {}
@@ -235,6 +238,17 @@ def test_memory(make_stateful, monkeypatch):
         == runner.cache_bytes(llm.config.num_kvcache_blocks)
     )
     assert 2**22 - block_bytes < num_bytes <= 2**22
+
+
+def test_warm_up_gives_states_back(make_stateful, monkeypatch):
+    """They can be half of a GPU's memory, so there is no room for others beside them."""
+    monkeypatch.setattr(torch.cuda, "empty_cache", gc.collect)
+    runner = make_stateful().model_runner
+    found = [weakref.ref(tensor) for tensors in runner.caches.values() for tensor in tensors]
+    assert len(found) == 3 and all(tensor() is not None for tensor in found)
+    free_kv_cache(runner)
+    assert all(tensor() is None for tensor in found)
+    assert all(layer.cache is None for layers in runner.cache_groups.values() for layer in layers)
 
 
 @pytest.mark.gpu

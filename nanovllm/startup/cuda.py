@@ -6,6 +6,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -102,9 +103,16 @@ def warmup_model(runner: Any) -> int:
     catch_up_drafter(runner, len(step.chunks), step.chunk_lens[0])
     tensors = (tensor for found in runner.caches.values() for tensor in found)
     peak = torch.cuda.max_memory_allocated(runner.device) - sum(tensor.nbytes for tensor in tensors)
-    runner.allocate_kv_cache(0)
-    torch.cuda.empty_cache()
+    free_kv_cache(runner)
     return peak
+
+
+def free_kv_cache(runner: Any) -> None:
+    """Otherwise there would be two while the next one is allocated; states take the same with any number of blocks."""
+    for layer in chain(*runner.cache_groups.values()):
+        layer.cache = None
+    runner.caches = {}
+    torch.cuda.empty_cache()
 
 
 def largest_prefill(config: Config, tokens_per_row: int) -> ScheduledStep:
@@ -179,12 +187,12 @@ def compile_kernels(runner: Any) -> None:
         with few_layers(runner)():
             compile_only(run_steps)
     finally:
-        runner.allocate_kv_cache(0)
+        free_kv_cache(runner)
 
 
 def captures_chunks(runner: Any) -> bool:
     """Whether CUDA graphs can contain steps with chunks of prompts."""
-    layers = (layer for layers in runner.cache_groups.values() for layer in layers)
+    layers = chain(*runner.cache_groups.values())
     return runner.backend.captures_chunks and all(getattr(layer, "captures_chunks", True) for layer in layers)
 
 
