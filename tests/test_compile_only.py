@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
@@ -123,6 +125,38 @@ def test_triton_3_4_launches_no_dependent_kernels(monkeypatch, is_triton_3_4):
     monkeypatch.setattr(dependent_launch, "IS_TRITON_3_4", is_triton_3_4)
     dependent_launch.launch(_gemv_kernel, (1,), torch.device("cpu"), shared=None)()
     assert launched == [not is_triton_3_4]
+
+
+def test_threads_wait_less_for_the_lock_during_a_start():
+    from nanovllm.startup.cuda import threads_in_turn
+
+    before = sys.getswitchinterval()
+    with suppress(KeyError), threads_in_turn():
+        assert sys.getswitchinterval() == pytest.approx(1e-4)
+        raise KeyError
+    assert sys.getswitchinterval() == before
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_triton_is_hashed_if_it_is_there(monkeypatch, is_installed):
+    from nanovllm.startup.cuda import hash_compiler
+
+    hashed = []
+    module = SimpleNamespace(triton_key=lambda: hashed.append(True)) if is_installed else None
+    monkeypatch.setitem(sys.modules, "triton.runtime.cache", module)
+    hash_compiler()
+    assert bool(hashed) == is_installed
+
+
+def test_time_of_a_token_is_the_shortest_that_was_measured(monkeypatch):
+    from nanovllm.startup import cuda
+
+    config = SimpleNamespace(max_num_batched_tokens=20, max_model_len=99, num_kvcache_blocks=9, max_num_seqs=9)
+    config.kvcache_block_size = 16
+    seconds = iter([0, 9, 10, 16, 20, 23, 30, 34])
+    monkeypatch.setattr(cuda, "perf_counter", lambda: next(seconds))
+    runner = SimpleNamespace(config=config, tokens_per_row=1, run=lambda step: SimpleNamespace(wait=lambda: None))
+    assert cuda.milliseconds_per_token(runner) == 3000 / (2 * 10)
 
 
 @pytest.mark.parametrize("kinds, count", [("aaaa", 2), ("a", 1), ("abab", 3), ("aabbb", 4), ("abbabb", 4), ("aaab", 4)])
