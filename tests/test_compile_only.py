@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 from programs import Program
@@ -18,6 +20,7 @@ for name in [*sys.modules]:  # this is a fork, which may have imported Triton fo
 
 import gc
 import threading
+import time
 
 import torch
 import triton
@@ -29,10 +32,29 @@ from nanovllm.kernels import dependent_launch, gemv
 from nanovllm.kernels.dependent_launch import compile_only, launch_ordinary
 
 
+class Utils:
+    get_device_properties = lambda self, device: {"max_shared_mem": 2**18}
+    unload_module = lambda self, module: None
+
+    def load_binary(self, *binary):
+        loaders.append((threading.get_ident(), devices.current))
+        return "module", "function", 32, 0, 1024
+
+
 class Driver:
-    get_current_device = get_current_stream = lambda self, *device: 0
+    utils = Utils()
+    get_current_device = get_current_stream = lambda self, *device: getattr(devices, "current", 0)
+    set_current_device = lambda self, device: setattr(devices, "current", device)
     get_current_target = lambda self: GPUTarget("cuda", 90, 32)
 
+    def launcher_cls(self, source, metadata):
+        assert loading.acquire(blocking=False), "one at a time"
+        time.sleep(0.3)
+        loading.release()
+        return "launcher"
+
+loaders, devices, loading = [], threading.local(), threading.Lock()
+devices.current = 3
 driver.set_active(Driver())
 dependent_launch.has_tma = lambda device: True
 
@@ -61,7 +83,8 @@ compile_only(work)
 assert num_threads[0] > 1
 assert gc.isenabled()
 found = kernels(gemv._gemv_kernel.jit)
-assert len(found) == 2 and all(kernel.asm["cubin"] for kernel in found), found
+assert len(found) == 2 and all(kernel.asm["cubin"] and kernel.function for kernel in found), found
+assert len(loaders) == 2 and all(at != threading.get_ident() and device == 3 for at, device in loaders), loaders
 
 with_error = lambda: launch_ordinary(invalid, (1,))(torch.zeros(1))
 for _ in range(2):
@@ -108,6 +131,38 @@ def test_triton_3_4_launches_no_dependent_kernels(monkeypatch, is_triton_3_4):
     monkeypatch.setattr(dependent_launch, "IS_TRITON_3_4", is_triton_3_4)
     dependent_launch.launch(_gemv_kernel, (1,), torch.device("cpu"), shared=None)()
     assert launched == [not is_triton_3_4]
+
+
+def test_threads_wait_less_for_the_lock_during_a_start():
+    from nanovllm.startup.cuda import threads_in_turn
+
+    before = sys.getswitchinterval()
+    with suppress(KeyError), threads_in_turn():
+        assert sys.getswitchinterval() == pytest.approx(1e-4)
+        raise KeyError
+    assert sys.getswitchinterval() == before
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_triton_is_hashed_if_it_is_there(monkeypatch, is_installed):
+    from nanovllm.startup.cuda import hash_compiler
+
+    hashed = []
+    module = SimpleNamespace(triton_key=lambda: hashed.append(True)) if is_installed else None
+    monkeypatch.setitem(sys.modules, "triton.runtime.cache", module)
+    hash_compiler()
+    assert bool(hashed) == is_installed
+
+
+def test_time_of_a_token_is_the_shortest_that_was_measured(monkeypatch):
+    from nanovllm.startup import cuda
+
+    config = SimpleNamespace(max_num_batched_tokens=20, max_model_len=99, num_kvcache_blocks=9, max_num_seqs=9)
+    config.kvcache_block_size = 16
+    seconds = iter([0, 9, 10, 16, 20, 23, 30, 34])
+    monkeypatch.setattr(cuda, "perf_counter", lambda: next(seconds))
+    runner = SimpleNamespace(config=config, tokens_per_row=1, run=lambda step: SimpleNamespace(wait=lambda: None))
+    assert cuda.milliseconds_per_token(runner) == 3000 / (2 * 10)
 
 
 @pytest.mark.parametrize("kinds, count", [("aaaa", 2), ("a", 1), ("abab", 3), ("aabbb", 4), ("abbabb", 4), ("aaab", 4)])

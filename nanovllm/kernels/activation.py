@@ -25,8 +25,8 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     num_rows, n = x.shape[0], x.shape[1] // 2
     out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
     if num_rows:
-        block = min(2048, triton.next_power_of_2(n))
-        launch(_silu_and_mul_kernel, (num_rows, triton.cdiv(n, block)), x.device)(x, out, n, BLOCK=block, num_warps=8)
+        block = min(2048, 1 << (n - 1).bit_length())
+        launch(_silu_and_mul_kernel, (num_rows, -(-n // block)), x.device)(x, out, n, BLOCK=block, num_warps=8)
     return out
 
 
@@ -47,8 +47,8 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """x [T, n], contiguous, times the sigmoid of gate [T, n or 1], whose rows may lie apart."""
     (num_rows, n), out = x.shape, torch.empty_like(x)
     if num_rows:
-        block = min(2048, triton.next_power_of_2(n))
-        launch(_sigmoid_gate_kernel, (num_rows, triton.cdiv(n, block)), x.device)(
+        block = min(2048, 1 << (n - 1).bit_length())
+        launch(_sigmoid_gate_kernel, (num_rows, -(-n // block)), x.device)(
             x, gate, out, gate.stride(0), n, IS_ONE=gate.shape[1] == 1, BLOCK=block, num_warps=8
         )
     return out

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from functools import cache, partial
+from threading import Lock
 
 import torch
 import triton
@@ -105,20 +106,41 @@ def has_hopper_kernels() -> bool:
 _launched: ContextVar[list | None] = ContextVar("launched", default=None)  # by this thread, in `compile_only`
 
 
+class _Loaders(ThreadPoolExecutor):
+    """Threads that compile kernels and load them to the device, for which Triton 3.6 also runs a C compiler.
+
+    It loads its results as modules of the same name, into the same object of Python: one at a time.
+    """
+
+    lock = Lock()
+
+    def submit(self, compile_kernel):
+        def load():
+            kernel = compile_kernel()
+            with self.lock:
+                kernel.run  # noqa: B018, loads it
+            return kernel
+
+        return super().submit(load)
+
+
 def compile_only(work: Callable[[], None]) -> None:
     """Call `work`, and compile the kernels that it launches in other threads, all at the same time. None of them runs.
 
-    What a kernel would have written keeps arbitrary values. Returns when all are compiled; an error of the compiler is
-    raised then. The compiler spends nearly all of its time without Python's lock. Triton before 3.5 can't do this: then
-    nothing happens, and a kernel is compiled when it is first launched. No garbage is collected meanwhile.
+    What a kernel would have written keeps arbitrary values. Returns when all are compiled and loaded to the device; an
+    error of the compiler is raised then. The compiler spends nearly all of its time without Python's lock. Triton
+    before 3.5 can't do this: then nothing happens, and a kernel is compiled when it is first launched. No garbage is
+    collected meanwhile.
     """
     if IS_TRITON_3_4:
         return
 
     def compile_in_threads() -> None:
         _launched.set(launched := [])
+        active = triton.runtime.driver.active
+        on_device = {"initializer": active.set_current_device, "initargs": (active.get_current_device(),)}
         try:
-            with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool):
+            with _Loaders(os.cpu_count(), **on_device) as pool, triton.AsyncCompileMode(pool):
                 work()
         except BaseException:
             _forget_unfinished(launched)

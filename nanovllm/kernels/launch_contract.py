@@ -135,8 +135,8 @@ class _Body:
 
 @cache
 def _functions_of(file: str) -> dict[int, ast.FunctionDef]:
-    """The functions of a source file by their first line, which is that of their decorators."""
-    nodes = [node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.FunctionDef)]
+    """The functions at the top of a source file by their first line, which is that of their decorators."""
+    nodes = [node for node in ast.parse(Path(file).read_text()).body if isinstance(node, ast.FunctionDef)]
     return {min(line.lineno for line in (node, *node.decorator_list)): node for node in nodes}
 
 

@@ -125,6 +125,6 @@ def norm_rope_store(
     if num_tokens:
         inputs, caches = (q_weight, k_weight, eps, cos_sin, slot_mapping), (k_cache, v_cache, scales)
         constants = dict(HEADS=heads, CACHE=layout, ROTARY=cos_sin.shape[2], num_warps=4 if num_tokens < 1024 else 1)
-        grid = num_tokens, triton.cdiv(num_rows, ROWS.value)
+        grid = num_tokens, -(-num_rows // ROWS.value)
         launch(_norm_rope_store_kernel, grid, qkv.device)(qkv, inputs, q, caches, **constants)
     return q

@@ -63,12 +63,12 @@ def split_k_product(
         tiles = tiles._replace(tile_k=min(tiles.tile_k, shape.block_k & -shape.block_k))
     if scales.w is not None and not (has_tma(device) and k % 16 == 0 and x.dtype != torch.float32):
         tiles = tiles._replace(stages=min(3, tiles.stages), tma=False)
-    shape = shape._replace(k_per_split=triton.cdiv(triton.cdiv(k, split_k), tiles.tile_k) * tiles.tile_k)
+    shape = shape._replace(k_per_split=-(-k // (split_k * tiles.tile_k)) * tiles.tile_k)
     if tiles.tma:
         rows = TensorDescriptor.from_tensor(rows, [tiles.tile_m, tiles.tile_k])
         weight = TensorDescriptor.from_tensor(weight, [tiles.tile_n, tiles.tile_k])
     # the smallest tiles leave half of the memory as cache, like the kernels around them: see dependent_launch.py
-    grid = triton.cdiv(m, tiles.tile_m), triton.cdiv(n, tiles.tile_n), split_k
+    grid = -(-m // tiles.tile_m), -(-n // tiles.tile_n), split_k
     launch(_split_k_kernel, grid, device, shared=50 if tiles.tile_m == 16 else 100)(
         rows, weight, scales, out, m, n, SHAPE=shape, TILES=tiles, num_warps=tiles.warps
     )
@@ -78,7 +78,7 @@ def split_k_product(
 def _tile_m(m: int, weight: torch.Tensor) -> int:
     few = weight.numel() <= FEW_WEIGHTS
     if m <= 64:
-        return max(16 if few else 32, triton.next_power_of_2(m))
+        return max(16 if few else 32, 1 << (m - 1).bit_length())
     return 64 if few and m < MAX_ROWS else 128
 
 
@@ -95,12 +95,12 @@ def choose_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> i
         return 0
     sms = num_sms(x.device)
     if _is_for_hopper(x, weight):
-        num_tiles = triton.cdiv(n, 2 * TILE_N)
+        num_tiles = -(-n // (2 * TILE_N))
         split_k = min(max_split_k, sms // num_tiles)
         return split_k if split_k > 1 and split_k * num_tiles > 0.95 * sms else 0
     few = weight.numel() <= FEW_WEIGHTS
     tile_m = _tile_m(m, weight)
-    num_tiles = triton.cdiv(n, TILE_N) * triton.cdiv(m, tile_m)
+    num_tiles = -(-n // TILE_N) * -(-m // tile_m)
     split_k = min(max_split_k, sms // num_tiles)
     # TMA is slow with tiles that exceed x, and the library is fast if its tiles fill half to two thirds of the GPU
     tiles_are_full = m <= 64 or m % tile_m == 0 or (few and max_split_k > 1)

@@ -27,7 +27,7 @@ def choose_num_splits(
     """
     programs, most = (1, MAX_SPLITS_OF_ONE) if batch_size == 1 else (programs_per_sm, MAX_SPLITS)
     wanted = programs * num_sms(device) // max(1, batch_size * kv_heads)
-    return max(1, min(wanted, triton.cdiv(max_context_len, tile), most))
+    return max(1, min(wanted, -(-max_context_len // tile), most))
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """A rank on CUDA: steps are queued, and run by graphs where these were captured."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from time import perf_counter, sleep
 
@@ -14,7 +15,7 @@ from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.graphs.buffers import Buffers, to_device
 from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs
 from nanovllm.startup.arena import Arena
-from nanovllm.startup.cuda import RESERVE_BYTES, start_on_cuda
+from nanovllm.startup.cuda import RESERVE_BYTES, hash_compiler, start_on_cuda, threads_in_turn
 from nanovllm.utils.tensor_parallel import STEP_TIMEOUT
 
 
@@ -25,7 +26,9 @@ class CUDAModelRunner(ModelRunner):
 
     def _start(self, config, lap):
         self._memory_before = torch.cuda.memory_allocated(self.device)
-        super()._start(config, lap)
+        with threads_in_turn(), ThreadPoolExecutor(1) as pool:
+            pool.submit(hash_compiler)
+            super()._start(config, lap)
 
     def _load_model(self):
         with self.arena("weights"):
@@ -83,7 +86,7 @@ class CUDAModelRunner(ModelRunner):
     @torch.inference_mode()
     def execute(self, batch: HostBatch) -> ForwardOutput:
         device_batch = self._to_device(batch)
-        if self.mixed_graphs and batch.shape.graph_shape in self.mixed_graphs.models:
+        if self.mixed_graphs and batch.shape.graph_shape in self.mixed_graphs.shape_of:
             return self.mixed_graphs.replay(batch.shape, lambda: self.upload(device_batch))
         return self.forward(device_batch)
 

@@ -13,7 +13,10 @@ from nanovllm.utils.checks import read_json
 
 BUNDLED = Path(__file__).parent.parent / "assets"
 TOKENIZER_FILES = ("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",)  # one of these is enough
-JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "added_tokens.json", "special_tokens_map.json")
+# of a tokenizer; an entry in one of the last two counts more than in the others
+JSON_FILES = ("vocab", "added_tokens", "special_tokens_map", "tokenizer", "config", "tokenizer_config")
+# `tokenizer_class` -> what AutoTokenizer takes for it with a Qwen3; its own import takes seconds more
+TOKENIZERS = {"Qwen2Tokenizer": "Qwen2TokenizerFast", "PreTrainedTokenizerFast": "PreTrainedTokenizerFast"}
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 BAR_DELAY = 1  # seconds until the progress bar is shown
 
@@ -41,13 +44,14 @@ def find_tokenizer(tokenizer: str | None, model_folder: Path) -> Path:
 
 def load_tokenizer(folder: str):
     """transformers' tokenizer of `folder`. ValueError with the name of the broken file, if known, or of the folder."""
-    for file in (Path(folder) / name for name in JSON_FILES):
-        if file.exists():
-            read_json(file)  # transformers' own errors do not say which file
-    from transformers import AutoTokenizer  # only here: importing it takes seconds
+    # transformers' own errors do not say which file
+    files = [file for name in JSON_FILES if (file := Path(folder, f"{name}.json")).exists()]
+    entries = {key: value for file in files for key, value in read_json(file).items()}
+    known = TOKENIZERS if str(entries.get("model_type")).startswith("qwen3") else {}
+    import transformers  # only here: importing it takes seconds
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return getattr(transformers, known.get(entries.get("tokenizer_class"), "AutoTokenizer")).from_pretrained(folder)
     except Exception as error:  # a broken file can raise anything
         raise ValueError(f"{folder}: can't load the tokenizer ({type(error).__name__}: {error})") from error
 
@@ -190,8 +194,7 @@ def find_tensors(folder: Path, dtypes: tuple[str, ...] = FLOAT_DTYPES) -> dict[s
 def stored_dtypes(file: Path) -> dict[str, str]:
     """The tensors in a file, with their dtypes as safetensors names them."""
     with open_safetensors(file) as tensors:
-        names = tensors.keys()
-        return {name: tensors.get_slice(name).get_dtype() for name in names}
+        return {name: tensors.get_slice(name).get_dtype() for name in [*tensors.keys()]}
 
 
 def open_safetensors(file: Path, device: torch.device | str = "cpu"):
