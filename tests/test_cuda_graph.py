@@ -158,7 +158,7 @@ def test_drafts_of_graphs(make_llm, one_layer, use_ops, monkeypatch, tmp_path, m
     settings = SMALL | {"speculative_config": speculative}
     plain = make_llm(one_layer, **settings)
     expected = generate_by_steps(plain, zip(prompts, params))
-    use_ops("norm_rope_and_store", "place_decodes", "accept")
+    use_ops("norm_rope_and_store", "place_decodes", "place_chains", "accept")
     llm = make_llm(one_layer, attention_backend="triton", **settings)
     runner, k = llm.model_runner, 4
     runs_as_on_cuda(runner)

@@ -145,13 +145,8 @@ class DraftingOutputProcessor(OutputProcessor):
         if self.proposer.on_host and self._hold_for_others():
             return
         all_wait = MANY * sum(not pace.pause for pace in self.paces.values()) >= len(self.scheduler.running)
-        planned: list[tuple[Sequence, list[int], bool]] = []
-        expected: list[tuple[int, float]] = []
-        for seq in self.arrived:
-            drafts, may_draft = self._drafts_of(seq, self.paces[seq])
-            planned.append((seq, drafts, may_draft))
-            if drafts:
-                expected.append((len(drafts), self.paces[seq].mean))
+        planned = [(seq, *self._drafts_of(seq, self.paces[seq])) for seq in self.arrived]
+        expected = [(len(drafts), self.paces[seq].mean) for seq, drafts, _ in planned if drafts]
         self.arrived.clear()
         width = width_that_pays(expected, len(self.scheduler.running), self.settings.step_cost)
         for seq, drafts, may_draft in planned:
