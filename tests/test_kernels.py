@@ -431,6 +431,20 @@ def test_gemv_with_bias(gated, has_norm, nk, dtype):
     assert_close(out, linear_reference(normed, weight, gated, bias))
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_gemv_sums_exact_products(gated):
+    """Products of bfloat16 numbers have 16 digits, which float32 holds: here the last ones are all that remains."""
+    n, k = 3, 8192
+    x, weight = torch.full((1, k), 1 + 2**-7, dtype=torch.bfloat16), torch.full((n, k), 1 + 2**-7, dtype=torch.bfloat16)
+    x[:, ::2], weight[:, ::2] = -1, 1 + 2**-6  # exactly, each pair's sum is 2^-14
+    if gated:
+        weight = torch.cat((torch.zeros_like(weight), weight))
+        weight[:n, 0] = -64
+    out, _ = ops.gemv(x.to(DEVICE), weight.to(DEVICE), gated=gated)
+    expected = k // 2 * 2**-14 * (64 if gated else 1)
+    assert out.tolist() == [[expected] * n]
+
+
 @overflows
 @each_dtype
 def test_gemv_with_gates_far_from_zero(dtype):
