@@ -520,6 +520,9 @@ def test_choose_split_k(monkeypatch):
     assert not split_k(0) and not split_k(MAX_ROWS + 1)
     # all programs at once: the outputs of Qwen3-4B, 8B and 14B, and one tile too many
     assert [split_k(64, n, 4096) for n in (2560, 4096, 5120, 132 * TILE_N, 133 * TILE_N)] == [3, 2, 0, 1, 0]
+    # many times in turn, if all of these fill the GPU: the input of SwiGLU, and the head
+    assert [split_k(m, 24576, 4096, max_split_k=1) for m in (2, 64, 65)] == [1, 1, 0]
+    assert [split_k(64, num_tiles * TILE_N, 4096) for num_tiles in (18 * 132, 3 * 132 - 9, 2 * 132 - 60)] == [1, 1, 0]
     assert [split_k(m, 4096, 4096) for m in (65, 127, 128, 129, 256)] == [0, 0, 2, 0, 0]
     assert split_k(64, 4096, 4096, max_split_k=1) == 1
     # few weights: of more rows too, but only full tiles where there is one part
