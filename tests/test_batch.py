@@ -258,16 +258,6 @@ def test_kernel_of_chains(seed, use_ops):
     assert (slots < 0).sum() == (num_seqs - num_real) * (width + num_steps - 1)
 
 
-def test_chains_where_kernels_are_only_compiled(monkeypatch):
-    """What no kernel has written is an index, too, when a start on CUDA compiles kernels."""
-    kernels = pytest.importorskip("nanovllm.kernels.request_tables")
-    monkeypatch.setattr(kernels, "launch_ordinary", lambda kernel, grid: lambda *args, **constants: None)
-    monkeypatch.setattr(torch, "empty", lambda *dims, dtype, device: torch.full(dims, 99, dtype=dtype))
-    indices, tables = torch.zeros(3, dtype=torch.int32), RequestTables.zeros(4, 3, 2, 20, CPU)
-    found = kernels.place_chains(indices, indices, tables, torch.zeros(5).long(), ChainShape(2, 3, 1, 16))
-    assert [len(x) for x in found] == [12] * 4 + [2, 2] and not any(x.any() for x in found)
-
-
 def test_the_same_views_of_any_prepared_batch():
     """Another rank gets the shape and the buffer, and takes the same views of it."""
     arrays = {"one": {"a": np.arange(7)}}

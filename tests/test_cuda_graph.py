@@ -176,6 +176,25 @@ def test_drafts_of_graphs(make_llm, one_layer, use_ops, monkeypatch, tmp_path, m
     assert drafts == of_plain and 20 < drafts["accepted_tokens"] <= drafts["draft_tokens"]
 
 
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_drafters_where_kernels_are_only_compiled(make_llm, one_layer, use_ops, monkeypatch, tmp_path, method):
+    """As when a start on CUDA compiles kernels: what they would write is an index, and what is drawn may be any."""
+    kernels = pytest.importorskip("nanovllm.kernels.request_tables")
+    model = one_layer
+    if method == "eagle3":
+        model = str(write_head(tmp_path / "head", "authors", target=one_layer, layer_ids=[0, 0, 0], head_dim=32))
+    speculative = {"method": method, "num_speculative_tokens": 3, "model": model}
+    llm = make_llm(one_layer, **SMALL, speculative_config=speculative)
+    monkeypatch.setattr(kernels, "launch_ordinary", lambda kernel, grid: lambda *args, **constants: None)
+    drawn = torch.full((4,), 2**30, dtype=torch.int32)
+    use_ops(table={"place_chains": kernels.place_chains, "sample": lambda *args, **options: (drawn, drawn)})
+    drafter = llm.model_runner.features["spec_decode"].drafter
+    with torch.inference_mode():
+        for _ in range(2):
+            drafter.draft_chains(*torch.zeros(2, 4, dtype=torch.int32), num_steps=3)
+    assert (llm.model_runner.tables.last_token_ids[0, 1:] == -1).all()
+
+
 @pytest.mark.skipif(not find_spec("llguidance"), reason="llguidance is not installed")
 def test_masks_of_drafts(make_llm, one_layer, use_ops, monkeypatch):
     """What a grammar forces is drafted, and each draft of a graph has its own mask, beside rows that are free."""

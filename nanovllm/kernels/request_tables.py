@@ -141,14 +141,15 @@ def place_chains(
     req_indices: torch.Tensor, num_drafts: torch.Tensor, tables, num_computed: torch.Tensor, shape
 ) -> tuple[torch.Tensor, ...]:
     """`tables` are engine.request_tables.RequestTables, `shape` is a ChainShape of spec_decode/rows.py."""
-    num_seqs, num_newest = len(req_indices), shape.num_steps * len(req_indices)
+    num_seqs, device = len(req_indices), req_indices.device
     num_rows = num_seqs * (shape.width + shape.num_steps - 1)
-    # zeros: they are indices also where kernels are only compiled
-    words = torch.zeros(5 * num_rows + 3 * num_newest, dtype=torch.int32, device=req_indices.device)
-    longs, rows, newest = words.split((2 * (num_rows + num_newest), 3 * num_rows, num_newest))
-    token_slots, newest_slots = longs.view(torch.int64).split((num_rows, num_newest))
+    # where kernels are only compiled, these are indices too: those of padding
+    words = torch.zeros(5 * num_rows + shape.num_steps * num_seqs, dtype=torch.int32, device=device)
+    token_slots, rows, newest = words.split((2 * num_rows, 3 * num_rows, shape.num_steps * num_seqs))
+    newest_slots = torch.full((shape.num_steps, num_seqs), -1, dtype=torch.int64, device=device)
+    token_slots = token_slots.view(torch.int64)
     outputs = rows, token_slots, newest, newest_slots
     own = tables.num_tokens, tables.block_tables, num_computed
     constants = dict(SHAPE=shape, TABLE_SIZE=tables.block_tables.shape[1], num_warps=1)
     launch_ordinary(_place_chains_kernel, (num_seqs,))((req_indices, num_drafts), own, outputs, num_rows, **constants)
-    return *rows.split(num_rows), token_slots, newest.view(-1, num_seqs), newest_slots.view(-1, num_seqs)
+    return *rows.split(num_rows), token_slots, newest.view(-1, num_seqs), newest_slots
