@@ -193,7 +193,7 @@ def test_decode_of_qkv(case, window, dtype):
     last = context_lens.long() - 1
     slots = tables.gather(1, last.clamp(min=0)[:, None] // block_size)[:, 0] * block_size + last % block_size
     slots[-1] = -1
-    qkv = randn(len(lengths) + 1, (group + 2) * kv_heads, head_dim, dtype=dtype)
+    qkv = randn(len(lengths) + 1, (group + 2) * kv_heads + 3, head_dim, dtype=dtype)[:, 3:]  # gates are in front
     rotary = head_dim // 4 if head_dim == 64 else head_dim
     inv_freq = 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
     cos_sin = RotaryEmbedding(tuple(inv_freq.tolist()), 1.25, 300).to(DEVICE)(last.clamp(min=0))
@@ -547,7 +547,7 @@ def test_choose_split_k(monkeypatch):
 @pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no norm"])
 def test_norm_rope_store(has_norm, sizes, num_tokens, dtype):
     heads, kv_heads, head_dim, rotary = sizes
-    qkv = randn(num_tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    qkv = randn(num_tokens, heads + 2 * kv_heads + 1, head_dim, dtype=dtype)[:, 1:]  # a gate is in front
     qkv[1:2] *= 1e-3  # where eps counts
     q_weight, k_weight = (randn(head_dim, dtype=dtype) if has_norm else None for _ in "qk")
     inv_freq = 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
