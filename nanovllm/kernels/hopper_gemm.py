@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, launch
-from nanovllm.kernels.hopper_prefill import gdc_launch_dependents, gdc_wait
+from nanovllm.kernels.hopper_ring import barriers, buffers, gdc_launch_dependents, gdc_wait, sums_of
 
 TILE_N = gl.constexpr(128)  # rows of the weight
 FIRST = gl.constexpr(128)  # tokens of the first part
@@ -34,23 +34,11 @@ SHARED_BYTES = 218 * 2**10  # of all buffers; 4 KiB are for what is stored
 
 
 @gluon.constexpr_function
-def _sums(tokens):
-    """The layout of a warpgroup's sums of products [64, tokens], as wgmma has them."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tokens, 16])
-
-
-@gluon.constexpr_function
 def _outputs(tokens):
     """The layout in which they are stored, [tokens, 64]: a thread has 16 bytes, of 8 rows of the weight."""
     registers = [[0, 1], [0, 2], [0, 4], *([1 << i, 0] for i in range(4, tokens.bit_length() - 1))]
     lanes = [[2, 0], [4, 0], [1, 0], [0, 8], [8, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 16], [0, 32]], [], [tokens, 64])
-
-
-@gluon.jit
-def _buffers(tiles, BUFFERS: gl.constexpr):
-    SHAPE: gl.constexpr = [BUFFERS] + tiles.block_shape  # noqa: RUF005 (Gluon has no star)
-    return gl.allocate_shared_memory(tiles.dtype, SHAPE, tiles.layout)
 
 
 @gluon.jit
@@ -96,8 +84,8 @@ def _multiply(
     """A warpgroup: 64 rows of the weight times all tokens."""
     weights, firsts, seconds, full, empty = rings
     SECOND: gl.constexpr = TOKENS - FIRST
-    first = gl.full([64, FIRST], 0.0, gl.float32, _sums(FIRST))
-    second = gl.full([64, SECOND], 0.0, gl.float32, _sums(SECOND))
+    first = gl.full([64, FIRST], 0.0, gl.float32, sums_of(FIRST))
+    second = gl.full([64, SECOND], 0.0, gl.float32, sums_of(SECOND))
     for i in range(steps):
         buffer = i % BUFFERS
         mbarrier.wait(full.index(buffer), i // BUFFERS & 1)
@@ -128,14 +116,10 @@ def _gemm_kernel(
 ):
     if PDL:
         gdc_launch_dependents()
-    full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    for buffer in gl.static_range(BUFFERS):
-        mbarrier.init(full.index(buffer), count=1)
-        mbarrier.init(empty.index(buffer), count=2)
-    hopper.fence_async_shared()
-    weights = _buffers(w_tiles, BUFFERS), _buffers(w_tiles, BUFFERS)
-    rings = weights, _buffers(first_tiles, BUFFERS), _buffers(second_tiles, BUFFERS), full, empty
+    weights = buffers(w_tiles, BUFFERS), buffers(w_tiles, BUFFERS)
+    firsts, seconds = buffers(first_tiles, BUFFERS), buffers(second_tiles, BUFFERS)
+    full, empty = barriers(BUFFERS, 1), barriers(BUFFERS, 2)
+    rings = weights, firsts, seconds, full, empty
     split = gl.program_id(0) % split_k
     row, first_k = gl.program_id(0) // split_k * TILE_N, split * steps * TILE_K
     for i in range(gl.minimum(steps, BUFFERS)):

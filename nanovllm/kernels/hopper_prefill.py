@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, launch, num_sms
+from nanovllm.kernels.hopper_ring import barriers, buffers, gdc_launch_dependents, gdc_wait, sums_of
 
 
 class Shape(NamedTuple):
@@ -28,12 +29,6 @@ class Shape(NamedTuple):
     block_size: int
     tokens: int
     tile: int
-
-
-@gluon.constexpr_function
-def _sums(columns):
-    """The layout of a warpgroup's sums of products [64, columns], as wgmma has them."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
@@ -51,31 +46,10 @@ def _lanes():
 
 
 @gluon.jit
-def gdc_launch_dependents():
-    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def gdc_wait():
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _ring(tiles, CONSUMERS: gl.constexpr):
-    """Two buffers for tiles, and barriers: when each is full, and when it may be loaded again."""
-    BUFFERS: gl.constexpr = [2] + tiles.block_shape  # noqa: RUF005 (Gluon has no star)
-    smem = gl.allocate_shared_memory(tiles.dtype, BUFFERS, tiles.layout)
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for buffer in gl.static_range(2):
-        mbarrier.init(full.index(buffer), count=1)
-        mbarrier.init(empty.index(buffer), count=CONSUMERS)
-    return smem, full, empty
-
-
-@gluon.jit
 def _load(ring, buffer, use, tiles, at):
-    """Load a tile, the buffer's use-th, as soon as the one before it is used up."""
+    """Load a tile, the buffer's use-th, as soon as the one before it is used up. A ring has buffers, and barriers: when
+    each is full, and when it may be loaded again.
+    """
     smem, full, empty = ring
     mbarrier.wait(empty.index(buffer), (use & 1) ^ 1)
     mbarrier.expect(full.index(buffer), tiles.block_type.nbytes)
@@ -88,8 +62,8 @@ def _work(n, plan, SHAPE: gl.constexpr):
 
     The first programs begin with more keys than the last, and then it is the other way round.
     """
-    query_ptrs, num_tiles, _, _ = plan
-    tiles_ptr, starts_ptr, lengths_ptr = query_ptrs
+    plan_ptrs, num_tiles, _ = plan
+    tiles_ptr, starts_ptr, lengths_ptr, _ = plan_ptrs
     programs, program = gl.num_programs(0), gl.program_id(0)
     index = n * programs + gl.where(n % 2 == 0, program, programs - 1 - program)
     tile = gl.minimum(index // SHAPE.packs, num_tiles - 1)
@@ -111,12 +85,12 @@ def _load_tiles(tiles, rings, plan, SHAPE: gl.constexpr):
     """The warp that loads, with one thread: queries, then keys and values from the last tile to the first."""
     q_tiles, k_tiles, v_tiles = tiles
     queries, keys, values = rings
-    _, _, tables_ptr, table_stride = plan
+    plan_ptrs, _, table_stride = plan
     n, i = 0, 0
     work = _work(n, plan, SHAPE)
     while work[0] > 0:
         count, pack, row, _, _, _, seq = work
-        table_ptr = tables_ptr + seq.to(gl.int64) * table_stride
+        table_ptr = plan_ptrs[3] + seq.to(gl.int64) * table_stride
         column = pack * SHAPE.pack // SHAPE.group * SHAPE.head_dim
         key = (count - 1) * SHAPE.tile
         block = gl.load(table_ptr + key // SHAPE.block_size)
@@ -134,8 +108,9 @@ def _load_tiles(tiles, rings, plan, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(scores, state, position, key, scale, MASKED: gl.constexpr, SHAPE: gl.constexpr):
+def _softmax(scores, state, position, key, MASKED: gl.constexpr, SHAPE: gl.constexpr):
     """The state is the greatest scaled score of each row, and the sums of weights, by lane so that no lane waits."""
+    scale: gl.constexpr = SHAPE.head_dim**-0.5 * 1.4426950408889634
     m_i, l_i = state
     if MASKED:
         n = gl.arange(0, SHAPE.tile, gl.SliceLayout(0, scores.type.layout))
@@ -153,7 +128,7 @@ def _softmax(scores, state, position, key, scale, MASKED: gl.constexpr, SHAPE: g
 @gluon.jit
 def _scores(q, keys, i, SHAPE: gl.constexpr):
     """Start the product with the i-th tile of keys, which is there."""
-    zeros = gl.full([64, SHAPE.tile], 0.0, gl.float32, _sums(SHAPE.tile))
+    zeros = gl.full([64, SHAPE.tile], 0.0, gl.float32, sums_of(SHAPE.tile))
     k = keys[0].index(i % 2).permute((1, 0))
     return hopper.warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
 
@@ -161,7 +136,7 @@ def _scores(q, keys, i, SHAPE: gl.constexpr):
 @gluon.jit
 def _add_values(acc, p, values, i, SHAPE: gl.constexpr):
     """Start the product of weights with the i-th tile of values: (sums, weights) are for `warpgroup_mma_wait`."""
-    weights = gl.convert_layout(p.to(values[0].dtype), gl.DotOperandLayout(0, _sums(SHAPE.head_dim), 2))
+    weights = gl.convert_layout(p.to(values[0].dtype), gl.DotOperandLayout(0, sums_of(SHAPE.head_dim), 2))
     mbarrier.wait(values[1].index(i % 2), i // 2 & 1)
     return hopper.warpgroup_mma(weights, values[0].index(i % 2), acc, is_async=True), weights
 
@@ -169,7 +144,7 @@ def _add_values(acc, p, values, i, SHAPE: gl.constexpr):
 @gluon.jit
 def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr, SHAPE: gl.constexpr):
     """From the tile of keys `begin` to `end`, counted from the last of `count` down; values are one tile behind."""
-    q, position, scale, rings, turns, counts = args
+    q, position, rings, turns, counts = args
     _, keys, values = rings
     count, base = counts
     acc, p, state = sums
@@ -181,12 +156,12 @@ def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr,
         mbarrier.arrive(turns.index(1 - W), count=1)
         scores = hopper.warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(keys[2].index(i % 2), count=1)
-        p, alpha, state = _softmax(scores, state, position, (count - 1 - j) * SHAPE.tile, scale, MASKED, SHAPE)
+        p, alpha, state = _softmax(scores, state, position, (count - 1 - j) * SHAPE.tile, MASKED, SHAPE)
         # waiting for keys here keeps the compiler from moving softmax behind the wait for the product
         mbarrier.wait(keys[1].index((i + 1) % 2), (i + 1) // 2 & 1, pred=j + 1 < count)
         acc, weights = hopper.warpgroup_mma_wait(0, deps=[acc, weights])
         mbarrier.arrive(values[2].index((i - 1) % 2), count=1)
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, _sums(SHAPE.head_dim)))[:, None]
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, sums_of(SHAPE.head_dim)))[:, None]
     return acc, p, state
 
 
@@ -194,8 +169,7 @@ def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr,
 def _forget_stale(v, key, length, SHAPE: gl.constexpr):
     """Zero the values from `length` on, so that 0 times a stale NaN is not added. Both warpgroups do, which is safe."""
     ROWS: gl.constexpr = _rows(SHAPE.head_dim)
-    PARTS: gl.constexpr = SHAPE.tile // 32
-    for part in gl.static_range(PARTS):
+    for part in gl.static_range(SHAPE.tile // 32):
         some = v.slice(part * 32, 32)
         n = key + part * 32 + gl.arange(0, 32, gl.SliceLayout(1, ROWS))
         some.store(gl.where((n < length)[:, None], some.load(ROWS), 0.0))
@@ -203,14 +177,13 @@ def _forget_stale(v, key, length, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _compute(out_ptr, scale, rings, turns, plan, W: gl.constexpr, SHAPE: gl.constexpr):
+def _compute(out_ptr, rings, turns, plan, W: gl.constexpr, SHAPE: gl.constexpr):
     """A warpgroup: softmax(q k) v of 64 rows of each tile of queries."""
     queries, keys, values = rings
-    TILE: gl.constexpr = SHAPE.tile
-    SUMS: gl.constexpr = _sums(SHAPE.head_dim)
+    SUMS: gl.constexpr = sums_of(SHAPE.head_dim)
     ROWS: gl.constexpr = _rows(SHAPE.head_dim)
     FIRST: gl.constexpr = W * (64 // SHAPE.pack)
-    row_of_scores: gl.constexpr = gl.SliceLayout(1, _sums(TILE))
+    row_of_scores: gl.constexpr = gl.SliceLayout(1, sums_of(SHAPE.tile))
     q = queries[0].index(W).reshape([64, SHAPE.head_dim])
     if W == 1:
         mbarrier.arrive(turns.index(0), count=1)
@@ -218,24 +191,24 @@ def _compute(out_ptr, scale, rings, turns, plan, W: gl.constexpr, SHAPE: gl.cons
     work = _work(n, plan, SHAPE)
     while work[0] > 0:
         count, pack, row, tokens, position, length, _ = work
-        key = (count - 1) * TILE
+        key = (count - 1) * SHAPE.tile
         positions = position + FIRST + gl.arange(0, 64, row_of_scores) // SHAPE.pack
         mbarrier.wait(queries[1].index(W), n & 1)
         mbarrier.wait(keys[1].index(i % 2), i // 2 & 1)
         mbarrier.wait(turns.index(W), i & 1)
         scores = _scores(q, keys, i, SHAPE)
         mbarrier.arrive(turns.index(1 - W), count=1)
-        if key + TILE > length:
+        if key + SHAPE.tile > length:
             mbarrier.wait(values[1].index(i % 2), i // 2 & 1)
             _forget_stale(values[0].index(i % 2), key, length, SHAPE)
         scores = hopper.warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(keys[2].index(i % 2), count=1)
         m_i, l_i = gl.full([64], -1e30, gl.float32, row_of_scores), gl.full([64, 4], 0.0, gl.float32, _lanes())
-        p, _, state = _softmax(scores, (m_i, l_i), positions, key, scale, True, SHAPE)
+        p, _, state = _softmax(scores, (m_i, l_i), positions, key, True, SHAPE)
         mbarrier.wait(keys[1].index((i + 1) % 2), (i + 1) // 2 & 1, pred=count > 1)
         sums = gl.full([64, SHAPE.head_dim], 0.0, gl.float32, SUMS), p, state
-        cut = count - gl.minimum((position + FIRST + 1) // TILE, count - 1)  # tiles of which some row sees a part
-        args = q, positions, scale, rings, turns, (count, i)
+        cut = count - gl.minimum((position + FIRST + 1) // SHAPE.tile, count - 1)  # tiles of which some row sees a part
+        args = q, positions, rings, turns, (count, i)
         sums = _attend_tiles(sums, 1, cut, args, W, True, SHAPE)
         sums = _attend_tiles(sums, cut, count, args, W, False, SHAPE)
         mbarrier.arrive(queries[2].index(W), count=1)
@@ -256,33 +229,22 @@ def _compute(out_ptr, scale, rings, turns, plan, W: gl.constexpr, SHAPE: gl.cons
 
 
 @dependent_kernel()
-@gluon.jit(do_not_specialize=["table_stride", "num_tiles"])
+@gluon.jit(do_not_specialize=["stride", "num_tiles"])
 def _prefill_kernel(
-    q_tiles,
-    k_tiles,
-    v_tiles,
-    query_ptrs,
-    block_tables_ptr,
-    out_ptr,
-    scale,
-    table_stride,
-    num_tiles,
-    SHAPE: gl.constexpr,
-    PDL: gl.constexpr,
+    q_tiles, k_tiles, v_tiles, plan_ptrs, out_ptr, stride, num_tiles, SHAPE: gl.constexpr, PDL: gl.constexpr
 ):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    rings = _ring(q_tiles, 1), _ring(k_tiles, 2), _ring(v_tiles, 2)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for w in gl.static_range(2):
-        mbarrier.init(turns.index(w), count=1)
-    hopper.fence_async_shared()
-    plan = query_ptrs, num_tiles, block_tables_ptr, table_stride
+    queries = buffers(q_tiles, 2), barriers(2, 1), barriers(2, 1)
+    keys = buffers(k_tiles, 2), barriers(2, 1), barriers(2, 2)
+    values = buffers(v_tiles, 2), barriers(2, 1), barriers(2, 2)
+    rings, turns = (queries, keys, values), barriers(2, 1)
+    plan = plan_ptrs, num_tiles, stride
     gl.warp_specialize(
         [
-            (_compute, (out_ptr, scale, rings, turns, plan, gl.constexpr(0), SHAPE)),
-            (_compute, (out_ptr, scale, rings, turns, plan, gl.constexpr(1), SHAPE)),
+            (_compute, (out_ptr, rings, turns, plan, gl.constexpr(0), SHAPE)),
+            (_compute, (out_ptr, rings, turns, plan, gl.constexpr(1), SHAPE)),
             (_load_tiles, ((q_tiles, k_tiles, v_tiles), rings, plan, SHAPE)),
         ],
         [4, 1],  # warps of all but the first
@@ -290,31 +252,23 @@ def _prefill_kernel(
     )
 
 
-def attend(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    query_ptrs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    block_tables: torch.Tensor,
-    tokens: int,
-    tile: int,
-    out: torch.Tensor,
-) -> None:
-    """query_ptrs: query_tiles, of at most `tokens` each, cu_seqlens_q and context_lens, as in prefill_attention.py.
+def attend(tokens: int, tile: int, q: torch.Tensor, caches, plan_ptrs, out: torch.Tensor) -> None:
+    """plan_ptrs: query_tiles, of at most `tokens` each, cu_seqlens_q, context_lens and block_tables, as in
+    prefill_attention.py.
 
     `tile` keys, 64 or 128, divide a block. head_dim is 64, 128, or 256 with tiles of 64; the dtype has 16 bits.
     """
     heads, head_dim = q.shape[1:]
-    block_size, kv_heads = k_cache.shape[1:3]
+    block_size, kv_heads = caches[0].shape[1:3]
     group = heads // kv_heads
     pack = group & -group
     shape = Shape(heads // pack, pack, group, head_dim, block_size, tokens, tile)
     q_tiles = TensorDescriptor.from_tensor(q, [64 // pack, pack, head_dim], gl.NVMMASharedLayout(128, 16, 3))
     tiles = (
         TensorDescriptor.from_tensor(cache.flatten(0, 1).flatten(1), [tile, head_dim], gl.NVMMASharedLayout(128, 16))
-        for cache in (k_cache, v_cache)
+        for cache in caches
     )
-    num_tiles, scale = len(query_ptrs[0]), head_dim**-0.5 * 1.4426950408889634
+    num_tiles, stride = len(plan_ptrs[0]), plan_ptrs[3].stride(0)
     grid = (min(num_sms(q.device), num_tiles * shape.packs),)
-    arguments = q_tiles, *tiles, query_ptrs, block_tables, out, scale, block_tables.stride(0), num_tiles
+    arguments = q_tiles, *tiles, plan_ptrs, out, stride, num_tiles
     launch(_prefill_kernel, grid, q.device)(*arguments, SHAPE=shape, num_warps=4)

@@ -18,10 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, launch, num_sms
-from nanovllm.kernels.hopper_prefill import gdc_launch_dependents, gdc_wait
+from nanovllm.kernels.hopper_ring import barriers, buffers, gdc_launch_dependents, gdc_wait, sums_of
 from nanovllm.kernels.tiles import QuantizedRows
 
 BLOCK = gl.constexpr(128)  # weights, in both directions, inputs and outputs that share a scale
+SUMS = gl.constexpr(sums_of(64, 8))
 
 
 class Plan(NamedTuple):
@@ -32,26 +33,14 @@ class Plan(NamedTuple):
     group: int = 16  # tiles of rows that take the same weights one after the other, which are then in the L2 cache
 
 
-@gluon.constexpr_function
-def _sums():
-    """The layout of a warpgroup's sums of products [64, 64], as wgmma has them."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
-
-
 @gluon.jit
 def _tile(index, sizes, PLAN: gl.constexpr):
     """The first row of a tile, and its block of outputs."""
-    num_rows, num_blocks = sizes
+    num_rows, num_blocks, _ = sizes
     per_group = PLAN.group * num_blocks
     first = index // per_group * PLAN.group
     count = gl.minimum((num_rows + BLOCK - 1) // BLOCK - first, PLAN.group)
     return (first + index % per_group % count) * BLOCK, index % per_group // count
-
-
-@gluon.jit
-def _num_tiles(sizes):
-    num_rows, num_blocks = sizes
-    return (num_rows + BLOCK - 1) // BLOCK * num_blocks
 
 
 @gluon.jit
@@ -60,7 +49,7 @@ def _load_tiles(tiles, rings, sizes, PLAN: gl.constexpr):
     x_tiles, w_tiles = tiles
     x_ring, w_ring, full, empty = rings
     i = 0
-    for index in range(gl.program_id(0), _num_tiles(sizes), gl.num_programs(0)):
+    for index in range(gl.program_id(0), sizes[2], gl.num_programs(0)):
         row, n = _tile(index, sizes, PLAN)
         for k in range(0, PLAN.k, BLOCK):
             stage = i % PLAN.stages
@@ -79,7 +68,7 @@ def _load_scales(scales, tile, k, sizes, W: gl.constexpr, PLAN: gl.constexpr):
     """For the k-th block of inputs: of this warpgroup's rows, of gate and of up."""
     x_ptr, w_ptr, stride = scales
     row, n = tile
-    rows = row + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, _sums()))
+    rows = row + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
     x = gl.load(x_ptr + k * stride + gl.minimum(rows, sizes[0] - 1))
     # Each thread loads the weights' scales, from addresses that the compiler takes for different ones: if it knew that
     # all are the same, it would move them to uniform registers, and wait for them at once.
@@ -90,7 +79,7 @@ def _load_scales(scales, tile, k, sizes, W: gl.constexpr, PLAN: gl.constexpr):
 @gluon.jit
 def _product(x, w, half: gl.constexpr):
     """Start the product of rows [64, 128], which are in registers, with half a block of weights [128, 128]."""
-    zeros = gl.full([64, 64], 0.0, gl.float32, _sums())
+    zeros = gl.full([64, 64], 0.0, gl.float32, SUMS)
     return hopper.warpgroup_mma(x, w.slice(half * 64, 64).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
@@ -107,7 +96,7 @@ def _add_block(sums, stage, use, scales, rings, W: gl.constexpr):
     gate0, gate1, up0, up1 = sums
     gate_scale, up_scale = scales
     mbarrier.wait(full.index(stage), use & 1)
-    x = x_ring.index(stage * 2 + W).load(gl.DotOperandLayout(0, _sums(), 4))
+    x = x_ring.index(stage * 2 + W).load(gl.DotOperandLayout(0, SUMS, 4))
     gate, up = w_ring.index(stage * 2), w_ring.index(stage * 2 + 1)
     first, second = _product(x, gate, 0), _product(x, gate, 1)
     first = hopper.warpgroup_mma_wait(1, deps=[first])
@@ -152,12 +141,12 @@ def _store(y, smem, tiles, at):
 def _compute(out, scales, rings, sizes, W: gl.constexpr, PLAN: gl.constexpr):
     """A warpgroup. Scales are loaded a block ahead; of a tile, before the tile before it is stored."""
     out_tiles, out_ring, out_scale_ptr = out
-    zeros = gl.full([64, 64], 0.0, gl.float32, _sums())
+    zeros = gl.full([64, 64], 0.0, gl.float32, SUMS)
     stage, use = 0, 0
     index = gl.program_id(0)
     tile = _tile(index, sizes, PLAN)
     next_scales = _load_scales(scales, tile, 0, sizes, W, PLAN)
-    while index < _num_tiles(sizes):
+    while index < sizes[2]:
         sums = zeros, zeros, zeros, zeros
         for k in range(PLAN.k // BLOCK):
             x_scale, gate_scale, up_scale = next_scales
@@ -177,7 +166,7 @@ def _compute(out, scales, rings, sizes, W: gl.constexpr, PLAN: gl.constexpr):
         y1 = _silu(gate1) * up1
         largest = gl.maximum(gl.maximum(gl.max(gl.abs(y0), 1), gl.max(gl.abs(y1), 1)), 1e-12)  # as in `scale_of`
         row += W * 64
-        rows = row + gl.arange(0, 64, gl.SliceLayout(1, _sums()))
+        rows = row + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
         gl.store(out_scale_ptr + n.to(gl.int64) * sizes[0] + rows, largest / 448.0, rows < sizes[0])
         inverse = (448.0 / largest)[:, None]
         _store(y0 * inverse, out_ring.index(W * 2), out_tiles, [row, n * BLOCK])
@@ -194,23 +183,11 @@ def _swiglu_kernel(
         gdc_launch_dependents()
         gdc_wait()
     STAGES: gl.constexpr = PLAN.stages
-    ROWS: gl.constexpr = [2 * STAGES] + x_tiles.block_shape  # noqa: RUF005 (Gluon has no star)
-    WEIGHTS: gl.constexpr = [2 * STAGES] + w_tiles.block_shape  # noqa: RUF005
-    OUT: gl.constexpr = [4] + out_tiles.block_shape  # noqa: RUF005
-    x_ring = gl.allocate_shared_memory(x_tiles.dtype, ROWS, x_tiles.layout)
-    w_ring = gl.allocate_shared_memory(w_tiles.dtype, WEIGHTS, w_tiles.layout)
-    out_ring = gl.allocate_shared_memory(out_tiles.dtype, OUT, out_tiles.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    hopper.fence_async_shared()
+    rings = buffers(x_tiles, 2 * STAGES), buffers(w_tiles, 2 * STAGES), barriers(STAGES, 1), barriers(STAGES, 2)
     x_scale_ptr, w_scale_ptr, out_scale_ptr = scale_ptrs
-    sizes = num_rows, num_blocks
-    out = out_tiles, out_ring, out_scale_ptr
+    sizes = num_rows, num_blocks, (num_rows + BLOCK - 1) // BLOCK * num_blocks
+    out = out_tiles, buffers(out_tiles, 4), out_scale_ptr
     scales = x_scale_ptr, w_scale_ptr, num_rows
-    rings = x_ring, w_ring, full, empty
     gl.warp_specialize(
         [
             (_compute, (out, scales, rings, sizes, gl.constexpr(0), PLAN)),

@@ -197,7 +197,7 @@ def prefill_attention(
     if scales is None and window is None and tile >= 64 and q.is_cuda and _is_for_hopper(head_dim, q.dtype):
         from nanovllm.kernels.hopper_prefill import attend  # which imports what few versions of Triton have
 
-        attend(q, k_cache, v_cache, queries, block_tables, tokens, tile, out)
+        attend(tokens, tile, q, (k_cache, v_cache), (*queries, block_tables), out)
         return out
     caches = k_cache, v_cache
     if has_tma(q.device):  # a tile is loaded by one instruction

@@ -1,0 +1,43 @@
+"""What the kernels in Gluon share: a warp loads tiles into a ring of buffers, and warpgroups compute with them.
+
+A buffer has two barriers: `full`, which its bytes complete as they arrive, and `empty`, which those complete that have
+used it. Its i-th use is the phase i & 1 of both.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+
+@gluon.jit
+def gdc_launch_dependents():
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def gdc_wait():
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def buffers(tiles, COUNT: gl.constexpr):
+    """Shared memory for so many of the tiles."""
+    SHAPE: gl.constexpr = [COUNT] + tiles.block_shape  # noqa: RUF005 (Gluon has no star)
+    return gl.allocate_shared_memory(tiles.dtype, SHAPE, tiles.layout)
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """So many barriers that wait for so many arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    hopper.fence_async_shared()
+    return bars
+
+
+@gluon.constexpr_function
+def sums_of(columns, bits=16):
+    """The layout of a warpgroup's sums of products [64, columns] of such factors, as wgmma has them."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // bits])
