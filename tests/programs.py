@@ -10,7 +10,6 @@ import sys
 import traceback
 import weakref
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from multiprocessing import resource_tracker, util
 from types import ModuleType
 
@@ -52,9 +51,9 @@ def fork_python(
         for number, fd in streams.items():
             os.dup2(fd, number)
         tracker = resource_tracker._resource_tracker._fd  # closed, it would be taken for lost
-        for fd in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, tracker, *pass_fds}:
-            with suppress(OSError):  # that of the folder
-                os.close(fd)
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, null, tracker, *pass_fds}:
+            os.dup2(null, fd, inheritable=False)  # an old object that is collected closes this, and no new file
         if start_new_session:
             os.setsid()
         if env is not None:
