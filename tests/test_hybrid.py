@@ -73,7 +73,7 @@ SETTINGS = dict(max_model_len=352, kvcache_block_size=16, num_kvcache_blocks=120
 SCHEDULES = {
     "at once": {},
     "chunks": dict(max_num_batched_tokens=50, max_num_mixed_tokens=30),
-    "preemptions": dict(num_kvcache_blocks=24),
+    "preemptions": dict(num_kvcache_blocks=22),
     "one at a time": dict(max_num_seqs=1, num_kvcache_blocks=23),
     "without prefix cache": dict(enable_prefix_caching=False),
 }
@@ -164,7 +164,7 @@ def make_requests() -> list[tuple[list[int], SamplingParams]]:
     options = dict(ignore_eos=True, logprobs=0, detokenize=False)
     requests = []
     for i, (prompt, kind) in enumerate(zip(prompts, 3 * kinds)):
-        max_tokens = 24 if 2 < i < 7 else 2 + i
+        max_tokens = 20 if 2 < i < 7 else 2 + i
         params = SamplingParams(**{"temperature": 1.0, "seed": i, "max_tokens": max_tokens, **options, **kind})
         requests.append((prompt, params))
     return requests
@@ -494,7 +494,7 @@ def test_drafts_of_a_layer(way, heads):
         error = (found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert error.max() < 4 * TOLERANCE[dtype], error
 
-    lengths, end, num_steps = [0, 0, 0], 50 if way == "definitions" or CUDA else 16, 0
+    lengths, end, num_steps = [0, 0, 0], 50 if way == "definitions" or CUDA else 12, 0
     for added in ([5, 1, 3], [1, 2, 4]):
         which = [slice(begin, begin + size) for begin, size in zip(lengths, added)]
         chunks = [torch.cat([x[i, own] for i, own in enumerate(which)]) for x in texts]
@@ -566,7 +566,7 @@ def test_drafts(make_hybrid, checkpoints, monkeypatch, drafts, margins, name, sc
         stats = llm.stats()
         assert stats["preemptions"] > 0 or schedule != "preemptions"
         num_drafted, num_accepted = (stats["spec_decode"][key] for key in ("draft_tokens", "accepted_tokens"))
-        assert num_drafted > 100 and num_accepted > {"right": 0.5, "wrong": -1, "mixed": 0.2}[kind] * num_drafted
+        assert num_drafted > 80 and num_accepted > {"right": 0.5, "wrong": -1, "mixed": 0.2}[kind] * num_drafted
         assert sum(stats["steps"].values()) < num_steps or kind != "right"
         if kind == "mixed":  # with hits, and beside chunks of other prompts
             found = generate_by_steps(llm, requests)

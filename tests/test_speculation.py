@@ -96,7 +96,7 @@ def random_requests(vocab_size: int, rng: random.Random) -> tuple[list, list]:
 
 @pytest.mark.parametrize("schedule, async_scheduling", [("at once", False), ("preemptions", True), ("chunks", True)])
 def test_not_one_token_differs(make_llm, chat, margins, schedule, async_scheduling):
-    sizes = dict(number=14, max_len=14) if schedule == "preemptions" else {}
+    sizes = dict(number=9, max_len=14) if schedule == "preemptions" else {}
     prompts, params = requests(chat, random.Random(schedule), **sizes)
     settings = SETTINGS | SCHEDULES[schedule] | dict(async_scheduling=async_scheduling)
     llm = margins(make_llm(**settings))
@@ -142,8 +142,9 @@ def test_the_model_as_its_own_drafter(make_llm, small_model, chat, async_schedul
 
     Few blocks and short steps let sequences be preempted, and prompts be computed in pieces.
     """
-    prompts, params = requests(chat, random.Random(7), 14, max_len=14)
-    settings = SETTINGS | dict(num_kvcache_blocks=8, max_num_batched_tokens=24, async_scheduling=async_scheduling)
+    prompts, params = requests(chat, random.Random(7), 6, max_len=14)
+    params = [replace(x, max_tokens=40) for x in params]
+    settings = SETTINGS | dict(num_kvcache_blocks=6, max_num_batched_tokens=24, async_scheduling=async_scheduling)
     llm = make_llm(small_model, **settings, **drafting("draft_model", model=small_model))
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert llm.stats()["preemptions"] > 0
@@ -261,7 +262,7 @@ class Wrong(Proposer):
         return [*self.known[len(seq.token_ids) :], *[7] * num_drafts][:num_drafts]
 
 
-@pytest.mark.parametrize("num_seqs, num_tokens", [(1, 110), (3, 30), (8, 60)])
+@pytest.mark.parametrize("num_seqs, num_tokens", [(1, 110), (8, 30)])
 def test_wrong_drafts_cost_little(make_llm, small_model, monkeypatch, num_seqs, num_tokens):
     """However many sequences run, and however short they are; as soon as drafts are right, they are used."""
     sample, is_wrong = DraftModel._sample, 1
