@@ -73,7 +73,7 @@ class Config:
     max_num_batched_tokens: int = checked(16384, check_int, low=1, high=2**20)
     max_mixed_step_ms: float | None = checked(None, check_real, low=0.1, high=1e6)
     max_num_mixed_tokens: int | None = checked(None, check_int, low=1)
-    scheduling_policy: Any = "fcfs"
+    scheduling_policy: Any = checked("fcfs", "nanovllm.utils.setting_checks:check_policy")
     max_num_seqs: int = checked(512, check_int, low=1, high=2**16)
     max_model_len: int | None = checked(None, check_int, low=2)
     gpu_memory_utilization: float = checked(0.9, check_real, low=0.01, high=1.0)
@@ -90,7 +90,7 @@ class Config:
     async_scheduling: bool | None = checked(None, check_bool)
     seed: int | None = checked(None, check_int, low=0, high=2**64 - 1)
     tokenizer: str | None = None
-    revision: str | None = None
+    revision: str | None = checked(None, "nanovllm.utils.setting_checks:check_revision")
     quantization: str | None = None
     load_format: str = checked("auto", check_choice, choices=("auto", "safetensors", "dummy"))
     logprobs_mode: str = checked("raw_logprobs", check_choice, choices=LOGPROBS_MODES)
@@ -180,8 +180,6 @@ class Config:
                 self.resolve(**{setting.name: str.__str__(value)})  # an Enum's class may be unknown to other ranks
         check_fields(self)
         check_choice("tensor_parallel_size", self.tensor_parallel_size, (1, 2, 4, 8))
-        if not (self.revision is None or isinstance(self.revision, str)):
-            raise TypeError(f"revision={self.revision!r}: must be a string or None")
 
     def _resolve_max_model_len(self, max_position_embeddings: int) -> int:
         length = min(4096, max_position_embeddings) if self.max_model_len is None else self.max_model_len

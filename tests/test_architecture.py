@@ -1,10 +1,8 @@
 """The house: who may import whom, read from the sources, and how much there is to read."""
 
 import ast
-import io
 import json
 import shutil
-import tokenize
 from functools import cache
 from pathlib import Path
 
@@ -42,8 +40,8 @@ SCHEDULING = [
 # each other.
 HOUSE = """
 0 | utils/checks.py utils/context.py utils/cuda_driver.py utils/double_buffer.py utils/download.py utils/flags.py
-  utils/interrupts.py utils/progress.py utils/refusals.py utils/rope_scaling.py utils/tensor_parallel.py
-  utils/__init__.py moe/__init__.py moe/config.py moe/weights.py
+  utils/interrupts.py utils/progress.py utils/refusals.py utils/rope_scaling.py utils/setting_checks.py
+  utils/tensor_parallel.py utils/__init__.py moe/__init__.py moe/config.py moe/weights.py
   <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py quantization/__init__.py
   <- models/__init__.py models/architectures.py attention/__init__.py structured_outputs/__init__.py compat/__init__.py
   <- structured_outputs/spec.py compat/settings.py compat/flags.py distributed/division.py startup/devices.py
@@ -119,11 +117,14 @@ def nodes(node: ast.AST, module_level: bool):
             yield from nodes(child, module_level)
 
 
+tree_of = cache(ast.parse)  # of a source
+
+
 @cache
 def imports(file: str, module_level: bool = False) -> frozenset[str]:
     """What a file imports: files of ours by path, other packages by their first name."""
     found = set()
-    for node in nodes(ast.parse((ROOT / file).read_text()), module_level):
+    for node in nodes(tree_of((ROOT / file).read_text()), module_level):
         if isinstance(node, ast.Import):
             found |= {resolve(alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -295,7 +296,7 @@ def test_families_are_named_in_models_only():
     """A head that drafts is no family."""
     for file in FILES:
         if room_of(file) != "models":
-            tree = ast.parse((ROOT / file).read_text())
+            tree = tree_of((ROOT / file).read_text())
             names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
             assert not any("qwen" in name.lower() for name in names), file
             heads = {"models/heads.py"} if room_of(file) == "spec_decode" else set()
@@ -304,40 +305,38 @@ def test_families_are_named_in_models_only():
 
 def code_lines(source: str) -> int:
     """Lines that hold code: no blank ones, no comments, no docstrings."""
-    docstrings = set()
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(ast.parse(source)):
+    lines = {i for i, line in enumerate(source.splitlines(), 1) if line.strip() and not line.lstrip().startswith("#")}
+    for node in ast.walk(tree_of(source)):
+        if isinstance(node, (ast.Constant, ast.JoinedStr)):
+            lines.update(range(node.lineno, node.end_lineno + 1))  # all lines of a string
+    for node in ast.walk(tree_of(source)):
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         if isinstance(node, documented) and ast.get_docstring(node) is not None:
-            docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    spaces = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    lines = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in spaces:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - docstrings)
+            lines.difference_update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(lines)
 
 
 # lines of code: what a room may grow to before it is looked at again
 BUDGETS = {
-    "core": 3520,
+    "core": 3525,  # of which checks of settings that few engines have are 13
     "states": 120,  # of which what is kept of drafts is 10
     "attention": 150,
-    # which programs read keys fastest was measured by their number; 30 choose Hopper's, 30: drafts, 12 load ahead
-    "kernels": 2135,
+    # which programs read keys fastest was measured by their number; 30 choose Hopper's, 82: drafts, 12 load ahead
+    "kernels": 2195,
     # what each warp does, and the barriers between them, is written out; SwiGLU in FP8 is 185, other products 135
     "hopper kernels": 565,
     "delta rule kernels": 675,  # of which chunks of prompts are 245, and decode steps, token by token, 205
     "distributed": 545,
-    "models": 600,  # of which hybrids are 190, and heads 95
-    "gated delta rule": 251,  # of which drafts are 51
+    "models": 607,  # of which hybrids are 197, 7 of these a shared expert that is stacked, and heads 95
+    "gated delta rule": 260,  # of which drafts are 51, and one product for all inputs 9
     "features": 735,
     "graphs": 296,  # of which drafts of models and heads are 75, compiling by few layers 2, capturing on demand 14
     "invariant": 304,  # of which the gated delta rule and gates are 57
     "invariant kernels": 470,  # attention of decodes and of chunks, and products, beside the fast ones
     "startup": 461,  # of which what sleeps on a CPU is 41, warming up drafters 10, with few layers 13, and threads 16
-    "mixture of experts": 587,
+    "mixture of experts": 617,  # of which shared experts are 30
     "quantization": 492,  # 7 choose the kernel of a product and its activation
-    "8-bit kernels": 516,
+    "8-bit kernels": 520,
     "rollout": 400,
     "spec_decode": 900,  # of which heads are 185
     "structured_outputs": 375,
@@ -411,7 +410,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 3299, 40
+CORE_LINES, CORE_FILES = 3298, 40
 ROOMS = (
     "attention",
     "benchmarks",
@@ -453,3 +452,4 @@ def test_generate_needs_no_room(tmp_path):
 def test_code_lines():
     source = '"""A docstring."""\n\n# a comment\ndef f(x):\n    """More."""\n    return (\n        x\n    )\n'
     assert code_lines(source) == 4
+    assert code_lines(source + 'print("""\n\n# no comment\n""")\n') == 8

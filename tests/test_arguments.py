@@ -129,9 +129,10 @@ SETTINGS = [
         ({"enforce-eager": 1}, "'enforce-eager' (did you mean 'enforce_eager'?):"),
         ({"zzz": 1}, "'zzz':"),
     ),
-    *rows(llm_of, ValueError, ("scheduling_policy", ["lifo"], ": must be one of fcfs, priority, or an object")),
+    # before a model is loaded
+    *rows(config, ValueError, ("scheduling_policy", ["lifo"], ": must be one of fcfs, priority, or an object")),
     *rows(
-        llm_of,
+        config,
         TypeError,
         ("scheduling_policy", [None], ": must be a name or an object with a method `priority_key`"),
         ("scheduling_policy", [Priority, SchedulingPolicy], "must be a name or an object"),  # no instances

@@ -21,18 +21,18 @@ SETTINGS = dict(dtype="float32", device="cpu", kvcache_block_size=16, num_kvcach
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
-def llm(request):
-    llm = AsyncLLM("tiny-qwen3", async_scheduling=request.param, **SETTINGS)
+def llm(request, small_model):
+    llm = AsyncLLM(small_model, async_scheduling=request.param, **SETTINGS)
     yield llm
     llm.exit()
 
 
 @pytest.fixture
-def make_async_llm():
+def make_async_llm(small_model):
     made = []
 
     def make(**settings) -> AsyncLLM:
-        made.append(AsyncLLM("tiny-qwen3", **SETTINGS | settings))
+        made.append(AsyncLLM(small_model, **SETTINGS | settings))
         return made[-1]
 
     yield make
@@ -41,9 +41,9 @@ def make_async_llm():
 
 
 @pytest.fixture(scope="module")
-def offline():
+def offline(small_model):
     """Answers of `LLM.generate`, each computed alone."""
-    with LLM("tiny-qwen3", **SETTINGS) as llm:
+    with LLM(small_model, **SETTINGS) as llm:
         yield lambda prompt, params=GREEDY: llm.generate([prompt], params, use_tqdm=False)[0]
 
 
@@ -65,7 +65,7 @@ async def wait_until_free(llm, seconds: float = 5.0) -> None:
 
 
 def test_answers_are_those_of_generate(llm, offline):
-    params = [GREEDY, SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=20, stop=["e "])]
+    params = [GREEDY, SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=20, stop=["e"])]
 
     async def main():
         calls = [last_output(llm, prompt, own) for prompt in PROMPTS for own in params]

@@ -13,6 +13,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.graphs.cuda_graph import decode_shape
 from nanovllm.kernels.sampling_columns import column
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.spec_decode.rows import ChainShape, place_chains
 from nanovllm.startup.cuda import dummy_prefill
 
 FEATURES = (("one", (("a", (3,)), ("b", (2, 5)))), ("two", (("a", (1, 7)),)))
@@ -230,6 +231,31 @@ def test_kernels_of_request_tables(seed, use_ops):
         results.append([batch.buffer, ours.block_tables[:, :-1], *ours[:2], *([] if counts is None else [counts])])
     assert all(torch.equal(*both) for both in zip(*results, strict=True))
     assert k == 1 or len(results[0]) == 5
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_kernel_of_chains(seed, use_ops):
+    """Some rows of padding, which has no drafts; sequences lack few rows or more than there is room for."""
+    rng = np.random.default_rng(seed)
+    num_steps, width, num_seqs, shift, R, size = *(int(rng.integers(1, high)) for high in (5, 6, 7)), seed % 2, 9, 16
+    numbers = lambda low, high, *dims: torch.from_numpy(rng.integers(low, high, dims)).int()
+    lengths = numbers(width + shift + 1, 4 * size - num_steps, R + 1)
+    lengths[R] = 0
+    tables = RequestTables(numbers(0, 3, R + 1, 5), lengths, numbers(0, 50, R + 1, 5), numbers(0, 1, R + 1, 20))
+    num_real = int(rng.integers(1, num_seqs + 1))
+    req_indices, num_drafts = torch.full((num_seqs,), R, dtype=torch.int32), torch.zeros(num_seqs, dtype=torch.int32)
+    req_indices[:num_real] = torch.from_numpy(rng.permutation(R)[:num_real]).int()
+    num_drafts[:num_real] = numbers(1, num_steps + 1, num_real)
+    num_computed = (lengths - numbers(0, width + 3, R + 1)).clamp(min=0).long()
+    results = []
+    for names in ((), ("place_chains",)):
+        use_ops(*names, table=None if names else {})
+        ours = num_computed.clone()
+        shape = ChainShape(num_steps, width, shift, size)
+        results.append([*place_chains(req_indices, num_drafts, tables, ours, shape), ours])
+    assert all(torch.equal(*both) for both in zip(*results, strict=True))
+    slots = results[0][2]
+    assert (slots < 0).sum() == (num_seqs - num_real) * (width + num_steps - 1)
 
 
 def test_the_same_views_of_any_prepared_batch():

@@ -18,11 +18,12 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from programs import Program
 from transformers import AutoConfig, AutoTokenizer
 
 import bench
 from nanovllm import LLM, SamplingParams
-from nanovllm.benchmarks import clients, command, engines, http, sweeps
+from nanovllm.benchmarks import clients, command, engines, http, servers, sweeps
 from nanovllm.benchmarks.arguments import engine_settings, make_parser, parse
 from nanovllm.benchmarks.engines import ENGINES, STEPPED_ENGINES, loops, versions
 from nanovllm.benchmarks.engines.loops import measure, serve
@@ -948,6 +949,7 @@ def children() -> set[str]:
 
 def test_http(monkeypatch, capsys):
     """The server of this package with the engine's settings; every kind of request."""
+    monkeypatch.setattr(servers, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Program}))
     rows = ["2x8/6", "3x12/4-whole", "2x20/5-chat"]
     settings = ["--device", "cpu", "--dtype", "float32", "--max-num-seqs", "3", "--no-enable-prefix-caching"]
     options = ["--clients", ",".join(rows), "--num-seqs", "6", "--server-flags=--max-queued-requests 5"]

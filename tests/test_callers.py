@@ -570,7 +570,7 @@ def sigint():
 WORKS = {
     "generate": lambda llm, some: llm.generate(*some, use_tqdm=False),
     "stream": lambda llm, some: list(llm.stream(*some)),
-    "beams": lambda llm, some: llm.beam_search(some[0][:2], BeamSearchParams(2, 4)),
+    "beams": lambda llm, some: llm.beam_search(some[0][:2], BeamSearchParams(2, 3)),
 }
 
 
@@ -582,7 +582,7 @@ def test_interrupt_at_any_bytecode(make_llm, requests, alone, sigint, interrupts
     `pytest --interrupts 2000` takes so many moments.
     """
     llm = make_llm(kvcache_block_size=16, num_kvcache_blocks=16, max_num_seqs=3, async_scheduling=True)
-    some = [requests[i][0] for i in (0, 2, 5)], [replace(requests[i][1], max_tokens=5) for i in (0, 2, 5)]
+    some = [requests[i][0] for i in (0, 2, 5)], [replace(requests[i][1], max_tokens=3) for i in (0, 2, 5)]
     expected = [alone[i] for i in (0, 2, 5)]
     with Interrupt(0) as whole:
         WORKS[name](llm, some)
@@ -598,7 +598,7 @@ def test_interrupt_at_any_bytecode(make_llm, requests, alone, sigint, interrupts
         assert signal_handler is signal.default_int_handler, interrupt.where
         check = llm.generate(*some, use_tqdm=False)
         got = [[output.token_ids for output in answer.outputs] for answer in check]
-        assert got == [[ids[:5] for ids in several] for several in expected], interrupt.where
+        assert got == [[ids[:3] for ids in several] for several in expected], interrupt.where
         check_whole(llm)
 
 
@@ -614,8 +614,8 @@ def interrupt_after(seconds: float) -> threading.Timer:
 def test_interrupt_at_any_time(make_llm, requests, alone, sigint, interrupts, name, async_scheduling):
     """While the engine's thread is anywhere in a step."""
     llm = make_llm(kvcache_block_size=16, num_kvcache_blocks=16, max_num_seqs=3, async_scheduling=async_scheduling)
-    some = [requests[i][0] for i in (0, 2, 5)], [replace(requests[i][1], max_tokens=5) for i in (0, 2, 5)]
-    expected = [[ids[:5] for ids in alone[i]] for i in (0, 2, 5)]
+    some = [requests[i][0] for i in (0, 2, 5)], [replace(requests[i][1], max_tokens=3) for i in (0, 2, 5)]
+    expected = [[ids[:3] for ids in alone[i]] for i in (0, 2, 5)]
     rng, num_interrupted = random.Random(name), 0
     begin = time.perf_counter()
     WORKS[name](llm, some)
@@ -660,8 +660,8 @@ class Injection(Interrupt):
 def test_exception_at_any_bytecode_of_the_engine(make_llm, requests, alone, interrupts, name, async_scheduling):
     """The caller gets a RuntimeError with it as the cause, or its answers; the next call is right, nothing is lost."""
     llm = make_llm(kvcache_block_size=16, num_kvcache_blocks=16, max_num_seqs=3, async_scheduling=async_scheduling)
-    some = [requests[i][0] for i in (0, 2, 5)], [replace(requests[i][1], max_tokens=5) for i in (0, 2, 5)]
-    expected = [[ids[:5] for ids in alone[i]] for i in (0, 2, 5)]
+    some = [requests[i][0] for i in (0, 2, 5)], [replace(requests[i][1], max_tokens=3) for i in (0, 2, 5)]
+    expected = [[ids[:3] for ids in alone[i]] for i in (0, 2, 5)]
     with Injection(llm, 0) as whole:
         WORKS[name](llm, some)
     assert whole.count_in_block > 2000

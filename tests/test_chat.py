@@ -5,16 +5,15 @@ import os
 import pty
 import re
 import select
-import subprocess
 import sys
 import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
-from pathlib import Path
 
 import pytest
+from programs import Program
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve import cli
@@ -24,9 +23,8 @@ from nanovllm.serve.terminal.conversation import COMMANDS, Conversation
 from nanovllm.serve.terminal.sources import LocalModel, Piece, Server
 from nanovllm.serve.terminal.waiting import waiting_for
 
-COMMAND = [sys.executable, "-m", "nanovllm", "chat"]
 LOCAL = ["tiny-qwen3", "--device=cpu", "--dtype=float32", "--temperature=0"]
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2]), "TERM": "dumb"}
+ENVIRONMENT = os.environ | {"TERM": "dumb"}
 PROMPT = "> "
 
 
@@ -192,11 +190,9 @@ def terminal(*arguments: str, **environment: str):
     """The command in a terminal of its own, as (send, wait for a text, process)."""
     master, slave = pty.openpty()
     options = dict(stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
-    take_terminal = (
-        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
-    )
-    command = [sys.executable, "-c", take_terminal, *COMMAND, *arguments]
-    process = subprocess.Popen(command, env=ENVIRONMENT | environment, **options)
+    take_terminal = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    command = [sys.executable, "-c", f"{take_terminal}from nanovllm.serve import cli; cli.main()", "chat", *arguments]
+    process = Program(command, env=ENVIRONMENT | environment, **options)
     os.close(slave)
     shown = ""
 

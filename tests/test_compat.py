@@ -14,6 +14,7 @@ from numbers import Real
 
 import pytest
 from common import TINY
+from programs import Program
 
 from nanovllm import LLM
 from nanovllm.compat import vllm
@@ -284,9 +285,10 @@ def test_program_that_imports_vllm(tmp_path):
     (tmp_path / "program.py").write_text("import sibling\n" + PROGRAM)
     (tmp_path / "sibling.py").touch()
     command = [sys.executable, "-m", "nanovllm.compat", str(tmp_path / "program.py"), TINY]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines() == ["True True", "False True"]
+    with Program(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        output, errors = program.communicate(timeout=120)
+    assert program.returncode == 0, errors
+    assert output.splitlines() == ["True True", "False True"]
 
 
 def test_what_trl_calls():

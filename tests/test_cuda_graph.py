@@ -162,7 +162,7 @@ def test_drafts_of_graphs(make_llm, one_layer, use_ops, monkeypatch, tmp_path, m
     settings = SMALL | {"speculative_config": speculative}
     plain = make_llm(one_layer, **settings)
     expected = generate_by_steps(plain, zip(prompts, params))
-    use_ops("norm_rope_and_store", "place_decodes", "accept")
+    use_ops("norm_rope_and_store", "place_decodes", "place_chains", "accept")
     llm = make_llm(one_layer, attention_backend="triton", **settings)
     runner, k = llm.model_runner, 4
     runs_as_on_cuda(runner)
@@ -178,6 +178,25 @@ def test_drafts_of_graphs(make_llm, one_layer, use_ops, monkeypatch, tmp_path, m
     assert all(graph.num_replays for graph, *_ in graphs.chunks.values()), graphs.chunks
     drafts, of_plain = (x.stats()["spec_decode"] for x in (llm, plain))
     assert drafts == of_plain and 20 < drafts["accepted_tokens"] <= drafts["draft_tokens"]
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_drafters_where_kernels_are_only_compiled(make_llm, one_layer, use_ops, monkeypatch, tmp_path, method):
+    """As when a start on CUDA compiles kernels: what they would write is an index, and what is drawn may be any."""
+    kernels = pytest.importorskip("nanovllm.kernels.request_tables")
+    model = one_layer
+    if method == "eagle3":
+        model = str(write_head(tmp_path / "head", "authors", target=one_layer, layer_ids=[0, 0, 0], head_dim=32))
+    speculative = {"method": method, "num_speculative_tokens": 3, "model": model}
+    llm = make_llm(one_layer, **SMALL, speculative_config=speculative)
+    monkeypatch.setattr(kernels, "launch_ordinary", lambda kernel, grid: lambda *args, **constants: None)
+    drawn = torch.full((4,), 2**30, dtype=torch.int32)
+    use_ops(table={"place_chains": kernels.place_chains, "sample": lambda *args, **options: (drawn, drawn)})
+    drafter = llm.model_runner.features["spec_decode"].drafter
+    with torch.inference_mode():
+        for _ in range(2):
+            drafter.draft_chains(*torch.zeros(2, 4, dtype=torch.int32), num_steps=3)
+    assert (llm.model_runner.tables.last_token_ids[0, 1:] == -1).all()
 
 
 @pytest.mark.skipif(not find_spec("llguidance"), reason="llguidance is not installed")

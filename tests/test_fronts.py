@@ -16,6 +16,7 @@ from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 
 import pytest
+from programs import Program
 
 pytest.importorskip("fastapi")
 pytest.importorskip("msgspec")
@@ -36,8 +37,8 @@ ENDLESS = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
 PARAMS = [
     dict(GREEDY),
     dict(temperature=0.9, seed=3, n=3, max_tokens=20),
-    dict(temperature=0.9, seed=5, max_tokens=40, stop=["e "]),
-    dict(temperature=0.9, seed=5, max_tokens=40, stop=["e "], include_stop_str_in_output=True),
+    dict(temperature=0.9, seed=5, max_tokens=40, stop=["e"]),
+    dict(temperature=0.9, seed=5, max_tokens=40, stop=["e"], include_stop_str_in_output=True),
     dict(temperature=0, max_tokens=20, stop_token_ids=[*range(256, 384)]),
     dict(temperature=0, max_tokens=20, stop_token_ids=[*range(256, 384)], include_stop_str_in_output=True),
     dict(**GREEDY, logprobs=2, n=2),
@@ -58,7 +59,7 @@ class Setup:
         own, other = map(Channel, socket.socketpair())
         session = Session(self.llm, own, lambda: self.failures.append(index))
         settings = ServerSettings(max_queued_requests=max_queued)
-        plan = FrontPlan(MODEL, settings, ENGINE, self.num_live, None)
+        plan = FrontPlan(self.llm.config.model, settings, ENGINE, self.num_live, None)
         client = FrontClient(plan, index, other)
         client.session = session
         return client
@@ -71,8 +72,8 @@ class Setup:
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with LLM(MODEL, **ENGINE) as llm:
+def llm(small_model):
+    with LLM(small_model, **ENGINE) as llm:
         yield llm
 
 
@@ -93,6 +94,8 @@ def test_answers_are_those_of_generate(setup, params):
     """Streamed and whole; a front makes the text, unless the engine needs it to stop, or for log-probabilities."""
     prompts, params = PROMPTS[: 3 if params == GREEDY else 1], SamplingParams(**params)
     expected = [setup.llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
+    has_end = params.stop or params.stop_token_ids or params.structured_outputs
+    assert expected[0].finish_reason == ("stop" if has_end else "length")
 
     async def ask(client, prompt):
         async for output in client.generate(prompt, params):
@@ -277,13 +280,14 @@ def free_port() -> int:
 
 @contextmanager
 def serving():
-    """`nanovllm serve` with two fronts; the process, and the URL."""
+    """`nanovllm serve` with two fronts, which says at once that it loads; the process, and the URL."""
     port = free_port()
     settings = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items()]
-    command = [sys.executable, "-m", "nanovllm", "serve", MODEL, f"--port={port}", "--api-server-count=2"]
+    program = "from nanovllm.serve.terminal import waiting; waiting.DELAY = 0.0; import nanovllm.__main__"
+    command = [sys.executable, "-c", program, "serve", MODEL, f"--port={port}", "--api-server-count=2"]
     with tempfile.TemporaryFile("w+") as log:
         streams = dict(stdout=subprocess.PIPE, stderr=log, text=True)
-        process = subprocess.Popen([*command, *settings], **streams, start_new_session=True)
+        process = Program([*command, *settings], **streams, start_new_session=True)
         said = process.stdout.readline()
         log.seek(0)
         loading = log.read()
@@ -297,9 +301,10 @@ def serving():
 
 
 def children(pid: int) -> list[int]:
-    """The processes of the fronts: children that run Python's spawn."""
-    found = subprocess.run(["pgrep", "-P", str(pid), "-f", "spawn_main"], capture_output=True, text=True, check=False)
-    return [int(line) for line in found.stdout.split()]
+    """The processes of the fronts: children in process groups of their own."""
+    command = ["ps", "--ppid", str(pid), "-o", "pid=,pgid="]
+    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    return [child for child, group in (map(int, line.split()) for line in lines) if group == child]
 
 
 def sockets(pid: int) -> set[str]:
@@ -325,10 +330,11 @@ def wait_for(condition, seconds: float = 60.0) -> None:
 
 
 @pytest.mark.skipif(not hasattr(socket, "SO_REUSEPORT"), reason="the fronts share an address by this option")
-def test_processes(llm):
+def test_processes():
     """One server's life: answers, metrics of both fronts, the loss of a front, and a drain at the end."""
     body = {"prompt": PROMPTS[0], **GREEDY}
-    text = llm.generate([PROMPTS[0]], SamplingParams(**GREEDY), use_tqdm=False)[0].text
+    with LLM(MODEL, **ENGINE) as llm:
+        text = llm.generate([PROMPTS[0]], SamplingParams(**GREEDY), use_tqdm=False)[0].text
     ask = lambda url: httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
     with serving() as (process, url):
         fronts = children(process.pid)

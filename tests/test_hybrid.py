@@ -56,16 +56,17 @@ pytest.importorskip("transformers.models.qwen3_5_moe", reason="transformers 4 do
 
 KINDS = ["linear_attention", "linear_attention", "full_attention"]
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, shared_expert_intermediate_size=40)
+STACKED = EXPERTS | {"shared_expert_intermediate_size": 24}  # a shared expert like the others
 ROPE = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25}
 YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 # family, layers, attention heads, key-value heads, head_dim; heads of the delta rule; other entries
 CASES = {
     "qwen3_next": ("Qwen3Next", KINDS, (4, 2, 32), (4, 8, 16, 24), EXPERTS | {"norm_topk_prob": True}),
-    "qwen3_next-dense-layer": ("Qwen3Next", KINDS[1:], (4, 2, 32), (2, 2, 16, 16), EXPERTS | {"mlp_only_layers": [0]}),
+    "qwen3_next-dense-layer": ("Qwen3Next", KINDS[1:], (4, 2, 32), (2, 2, 16, 16), STACKED | {"mlp_only_layers": [0]}),
     "qwen3_5": ("Qwen3_5", KINDS, (4, 2, 256), (2, 6, 16, 24), {}),
     "qwen3_5-tied": ("Qwen3_5", KINDS[1:], (2, 1, 32), (4, 4, 24, 8), {"tie_word_embeddings": True}),
     "qwen3_5-yarn": ("Qwen3_5", KINDS[1:], (2, 1, 32), (1, 2, 8, 8), {"rope_parameters": YARN}),
-    "qwen3_5_moe": ("Qwen3_5Moe", KINDS[::-1], (4, 1, 32), (4, 8, 16, 24), EXPERTS),
+    "qwen3_5_moe": ("Qwen3_5Moe", KINDS[::-1], (4, 1, 32), (4, 8, 16, 24), STACKED),
 }
 VISION = dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=64, patch_size=4)
 SETTINGS = dict(max_model_len=352, kvcache_block_size=16, num_kvcache_blocks=120, max_num_seqs=8)
@@ -219,7 +220,7 @@ class RuleCase:
     def check(self, op, plain_op, num_tokens: int, *arguments, count: int | None = None) -> None:
         """Rows that are not to be written keep their NaN."""
         sizes = sum(self.heads.sizes) + self.heads.sizes[2], 2 * self.heads.num_values
-        inputs = [torch.randn(num_tokens, size, device=DEVICE).to(self.dtype) for size in sizes]
+        inputs = torch.randn(num_tokens, sum(sizes), device=DEVICE).to(self.dtype).split(sizes, 1)
         layer = layer_of(self.heads, torch.float32)
         layer.load_state_dict(self.layer.state_dict())
         expected_states = State(*(x[None].to(torch.float32, copy=True) for x in self.states.tensors))
@@ -299,11 +300,14 @@ def test_parity(make_hybrid, checkpoints, name):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")
-def test_parity_on_kernels(use_ops, make_hybrid, checkpoints):
-    """Prompts, several decodes, and a single one."""
+def test_parity_on_kernels(use_ops, make_hybrid, checkpoints, monkeypatch):
+    """Prompts, several decodes, and a single one; their inputs by two products, and by one."""
     pytest.importorskip("triton")
-    use_ops("delta_net_step", "delta_net_chunks", "sigmoid_gate", "norm_rope_and_store")
+    use_ops("delta_net_step", "delta_net_chunks", "sigmoid_gate", "norm_rope_and_store", "linear")
+    monkeypatch.setattr("nanovllm.layers.gated_delta_net.MAX_MERGED_ROWS", 2)
     llm = make_hybrid("qwen3_5-tied")
+    layer = next(x for x in llm.model_runner.model.modules() if isinstance(x, GatedDeltaNet))
+    assert layer.in_proj is not None and layer.in_proj[-1].data_ptr() == layer.in_proj_ba.weight[-1].data_ptr()
     requests = [
         (prompt, replace(params, max_tokens=2 + (i == 1))) for i, (prompt, params) in enumerate(make_requests())
     ]

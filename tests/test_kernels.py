@@ -193,7 +193,7 @@ def test_decode_of_qkv(case, window, dtype):
     last = context_lens.long() - 1
     slots = tables.gather(1, last.clamp(min=0)[:, None] // block_size)[:, 0] * block_size + last % block_size
     slots[-1] = -1
-    qkv = randn(len(lengths) + 1, (group + 2) * kv_heads, head_dim, dtype=dtype)
+    qkv = randn(len(lengths) + 1, (group + 2) * kv_heads + 3, head_dim, dtype=dtype)[:, 3:]  # gates are in front
     rotary = head_dim // 4 if head_dim == 64 else head_dim
     inv_freq = 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
     cos_sin = RotaryEmbedding(tuple(inv_freq.tolist()), 1.25, 300).to(DEVICE)(last.clamp(min=0))
@@ -431,6 +431,20 @@ def test_gemv_with_bias(gated, has_norm, nk, dtype):
     assert_close(out, linear_reference(normed, weight, gated, bias))
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_gemv_sums_exact_products(gated):
+    """Products of bfloat16 numbers have 16 digits, which float32 holds: here the last ones are all that remains."""
+    n, k = 3, 8192
+    x, weight = torch.full((1, k), 1 + 2**-7, dtype=torch.bfloat16), torch.full((n, k), 1 + 2**-7, dtype=torch.bfloat16)
+    x[:, ::2], weight[:, ::2] = -1, 1 + 2**-6  # exactly, each pair's sum is 2^-14
+    if gated:
+        weight = torch.cat((torch.zeros_like(weight), weight))
+        weight[:n, 0] = -64
+    out, _ = ops.gemv(x.to(DEVICE), weight.to(DEVICE), gated=gated)
+    expected = k // 2 * 2**-14 * (64 if gated else 1)
+    assert out.tolist() == [[expected] * n]
+
+
 @overflows
 @each_dtype
 def test_gemv_with_gates_far_from_zero(dtype):
@@ -506,6 +520,9 @@ def test_choose_split_k(monkeypatch):
     assert not split_k(0) and not split_k(MAX_ROWS + 1)
     # all programs at once: the outputs of Qwen3-4B, 8B and 14B, and one tile too many
     assert [split_k(64, n, 4096) for n in (2560, 4096, 5120, 132 * TILE_N, 133 * TILE_N)] == [3, 2, 0, 1, 0]
+    # many times in turn, if all of these fill the GPU: the input of SwiGLU, and the head
+    assert [split_k(m, 24576, 4096, max_split_k=1) for m in (2, 64, 65)] == [1, 1, 0]
+    assert [split_k(64, num_tiles * TILE_N, 4096) for num_tiles in (18 * 132, 3 * 132 - 9, 2 * 132 - 60)] == [1, 1, 0]
     assert [split_k(m, 4096, 4096) for m in (65, 127, 128, 129, 256)] == [0, 0, 2, 0, 0]
     assert split_k(64, 4096, 4096, max_split_k=1) == 1
     # few weights: of more rows too, but only full tiles where there is one part
@@ -530,7 +547,7 @@ def test_choose_split_k(monkeypatch):
 @pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no norm"])
 def test_norm_rope_store(has_norm, sizes, num_tokens, dtype):
     heads, kv_heads, head_dim, rotary = sizes
-    qkv = randn(num_tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    qkv = randn(num_tokens, heads + 2 * kv_heads + 1, head_dim, dtype=dtype)[:, 1:]  # a gate is in front
     qkv[1:2] *= 1e-3  # where eps counts
     q_weight, k_weight = (randn(head_dim, dtype=dtype) if has_norm else None for _ in "qk")
     inv_freq = 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)

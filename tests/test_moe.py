@@ -1,5 +1,6 @@
 """Mixture of experts: the kernels and the layer against plain PyTorch in float64, and against transformers."""
 
+from dataclasses import make_dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from nanovllm.kernels import moe_gemm, moe_gemv, moe_routing
 from nanovllm.kernels.dependent_launch import has_tma
 from nanovllm.kernels.moe_routing import Routing, max_tiles, sort_by_expert
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.models.hybrid import SharedExpertMoE
 from nanovllm.moe.config import MoEConfig
 from nanovllm.moe.experts import DOWN, GATE, UP, MoE, route
 from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
@@ -74,20 +76,27 @@ def reference(x, weights, expert_ids, gate_up, down) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("num_experts, top_k, split_k", [(1, 1, 1), (2, 1, 3), (5, 5, 1), (60, 4, 2), (128, 8, 8)])
-def test_route(num_experts, top_k, split_k, renormalize):
-    logits = randn(split_k, 7, num_experts)
+@pytest.mark.parametrize(
+    "num_experts, top_k, split_k, num_shared",
+    [(1, 1, 1, 0), (2, 1, 3, 1), (5, 5, 1, 0), (60, 4, 2, 3), (128, 8, 8, 1)],
+)
+def test_route(num_experts, top_k, split_k, num_shared, renormalize):
+    logits = randn(split_k, 7, num_experts + num_shared)
+    logits[0, :, num_experts:] += 4  # no choice depends on shared experts
     total = logits[0].clone()
     for part in logits[1:]:
         total += part  # in the order of the kernel: rounding decides near ties
-    weights, expert_ids = route(total, top_k, renormalize)
-    routing = moe_routing.route(logits, top_k, renormalize)
+    weights, expert_ids = route(total, top_k, renormalize, num_shared)
+    routing = moe_routing.route(logits, top_k, renormalize, None, num_shared)
     assert torch.equal(routing.expert_ids.long(), expert_ids) and routing.num_experts == num_experts
     assert routing.expert_ids.dtype == torch.int32 and routing.weights.dtype == torch.float32
     assert_close(routing.weights, weights)
-    chosen = total.double().softmax(-1).gather(-1, expert_ids)
-    assert_close(weights, chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen)
-    assert torch.equal(total.topk(top_k).indices, expert_ids)
+    chosen_ids, shared_ids = expert_ids[:, :top_k], expert_ids[:, top_k:]
+    chosen = total[:, :num_experts].double().softmax(-1).gather(-1, chosen_ids)
+    assert_close(weights[:, :top_k], chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen)
+    assert torch.equal(total[:, :num_experts].topk(top_k).indices, chosen_ids)
+    assert_close(weights[:, top_k:], total[:, num_experts:].double().sigmoid())
+    assert shared_ids.tolist() == 7 * [list(range(num_experts, num_experts + num_shared))]
 
 
 @each_dtype
@@ -388,6 +397,36 @@ def test_parts_of_ranks_add_up(path, num_tokens, size, peers, expert_parallel):
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("num_tokens, size, shared_size", [(1, 1, 48), (3, 2, 48), (9, 1, 48), (9, 2, 48), (3, 1, 24)])
+def test_shared_expert(path, num_tokens, size, shared_size):
+    """Every token has it, by the sigmoid of its gate; one of the others' size is stacked with them, also by ranks."""
+    gate, gate_up, down = checkpoint(8, 32, 48)
+    shared_gate, (shared_gate_up,), (shared_down,) = randn(1, 32), *expert_weights(1, 32, shared_size)
+    x, norm = randn(num_tokens, 32), make_norm(32)
+    out, is_stacked = torch.zeros(num_tokens, 32), shared_size == 48
+    shape = dict(hidden_size=32, mlp_bias=False, dtype=torch.float32, linear_dtype=torch.float32)
+    shape |= dict(moe=MoEConfig(frozenset(), 8, 3, 48, True), hybrid=SimpleNamespace(shared_size=shared_size))
+    config = make_dataclass("Config", [*shape, "intermediate_size"])(**shape, intermediate_size=0)
+    for rank in range(size):
+        with torch.device(DEVICE):
+            layer = SharedExpertMoE(config, Shard(rank, size))
+        load_stacked(layer, gate, gate_up, down)
+        for i, part in enumerate(shared_gate_up.chunk(2)):
+            layer.shared_expert.gate_up_proj.weight.weight_loader(part, i)
+        layer.shared_expert.down_proj.weight.weight_loader(shared_down)
+        layer.shared_expert_gate.weight.weight_loader(shared_gate)
+        normed = norm(PartialSum(x.clone()), torch.zeros_like(x))
+        y = layer(normed)
+        assert len(layer.experts.down_proj) == 8 + is_stacked
+        out += y.reduce().cpu()
+    rows = normed.tensor()
+    routing = route(F.linear(rows, gate), 3, True)
+    expected = reference(rows, *routing, gate_up, down)
+    weight = F.linear(rows.double(), shared_gate.double()).sigmoid()
+    expected += reference(rows, weight, torch.zeros_like(weight), shared_gate_up[None], shared_down[None])
+    torch.testing.assert_close(out, expected.float().cpu(), rtol=1e-5, atol=1e-5)
+
+
 def test_several_parts_before_the_layer(path):
     """A sum that is not added up yet, also of a single row."""
     layer, norm = make_layer(4, 2, 64, 40), make_norm(64)
@@ -431,7 +470,7 @@ def test_a_tensor_for_each_expert(expert_parallel, tmp_path):
             stacked, single = (layer.experts for layer in layers)
             for name in ("gate_up_proj", "down_proj"):
                 parameter = getattr(stacked, name)
-                assert parameter.weight_loader(file.get_slice(name)) is parameter
+                assert torch.equal(parameter.weight_loader(file.get_slice(name)), parameter)
             names = single.tensors_of_experts()
             assert names.keys() == tensors.keys() - {"gate_up_proj", "down_proj"}
             num_filled = 0
@@ -459,7 +498,7 @@ def test_wrong_shapes_are_refused():
         with pytest.raises(ValueError, match="the model needs"):
             parameter.weight_loader(torch.zeros(7, 7), 0, shard_id)
     drawn = experts.down_proj.weight_loader(lambda shape: torch.ones(shape))  # as random weights are made
-    assert drawn is experts.down_proj and (drawn == 1).all()
+    assert torch.equal(drawn, experts.down_proj) and (drawn == 1).all()
 
 
 def test_ranks_that_do_not_divide_are_refused():

@@ -71,7 +71,6 @@ def test_page_is_short(document):
 # -- code --------------------------------------------------------------------------------------------------------------
 
 EXPERIMENTS = blocks(page("experiments"))
-(TOP_K,) = (code for code in EXPERIMENTS if "top_k" in code)
 FEATURE, BACKEND, STATE = blocks(DOCUMENTS[".github/CONTRIBUTING.md"])
 PROGRAMS = {
     f"{document}:{i}": code
@@ -82,10 +81,10 @@ PROGRAMS = {
 }
 
 
-def run(code: str, settings: str, capsys) -> None:
+def run(code: str, capsys) -> None:
     """Output that stands in the code, as comments, is what the code prints; or one line of it is an example."""
     names = {"LLM": LLM, "SamplingParams": SamplingParams, "SchedulingPolicy": SchedulingPolicy}
-    exec(code.replace('LLM("tiny-qwen3"', f'LLM("tiny-qwen3", device="cpu"{settings}'), names)
+    exec(code.replace('LLM("tiny-qwen3"', 'LLM("tiny-qwen3", device="cpu"'), names)
     expected = [line[2:] for line in code.splitlines() if line.startswith("# ")]
     if expected:
         pairs = zip_longest(expected, capsys.readouterr().out.splitlines(), fillvalue="nothing")
@@ -95,28 +94,23 @@ def run(code: str, settings: str, capsys) -> None:
 @pytest.mark.parametrize("code", EXPERIMENTS)
 def test_experiment(code, capsys):
     assert "\n# " in code
-    run(code, "", capsys)
+    run(code, capsys)
 
 
 def test_there_are_seven():
     assert len(EXPERIMENTS) == 7
 
 
-def test_top_1_gives_one_answer_in_float16(capsys):
-    """As in bfloat16, in which the experiment itself runs."""
-    run(TOP_K, ", dtype='float16'", capsys)
-
-
 def test_own_feature(capsys):
     """The exercise of CONTRIBUTING.md; a fixture of common.py removes the feature."""
-    run(FEATURE, "", capsys)
+    run(FEATURE, capsys)
 
 
 @pytest.mark.parametrize("window", [None, 7])
 def test_own_backend(capsys, monkeypatch, make_llm, window):
     """It computes what the plain backend does, also for chunks of prompts beside decodes, and with a window."""
     monkeypatch.setattr(attention, "BACKENDS", attention.BACKENDS.copy())
-    run(BACKEND, "", capsys)
+    run(BACKEND, capsys)
     assert capsys.readouterr().out.strip()
     spec = lambda layer: PagedKV(layer.num_kv_heads, layer.head_dim, window)
     monkeypatch.setattr(Attention, "cache_spec", spec)
@@ -135,7 +129,7 @@ def test_program(program, capsys, tmp_path, monkeypatch):
     if program.startswith("nanovllm/docs/serving.md"):
         pytest.importorskip("fastapi")
     monkeypatch.chdir(tmp_path)  # one of them writes a file
-    run(PROGRAMS[program], "", capsys)
+    run(PROGRAMS[program], capsys)
 
 
 CONSOLE = "\n".join(re.findall(r"```console\n(.*?)```", README, re.DOTALL)).split("$ ")[1:]

@@ -8,7 +8,7 @@ from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
-from test_server import GREEDY, MODEL, PROMPT, QUESTION, TOOL, expected, offline, running
+from test_server import GREEDY, MODEL, PROMPT, QUESTION, TOOL, expected, offline, running, use_small_model
 
 from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -18,7 +18,7 @@ from nanovllm.serve.prompt_lanes import tokenized
 from nanovllm.serve.protocol import IGNORED, ChatBody, CompletionBody, GenerationBody, IgnoredFields
 
 httpx = pytest.importorskip("httpx")
-__all__ = ["offline"]  # a fixture
+__all__ = ["offline", "use_small_model"]  # fixtures
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 BASE = {CHAT: {"messages": QUESTION}, TEXT: {"prompt": PROMPT}}

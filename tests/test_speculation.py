@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from statistics import mean
 from types import SimpleNamespace
 
 import pytest
@@ -22,9 +23,9 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stats import stats_of
 from nanovllm.layers.sampler import KEEPS_ALL, token_keys
 from nanovllm.spec_decode import output_processor, suffix
-from nanovllm.spec_decode.config import ON_CPU, ON_CUDA
+from nanovllm.spec_decode.config import ON_CPU, ON_CUDA, StepCost
 from nanovllm.spec_decode.draft_model import DraftModel
-from nanovllm.spec_decode.output_processor import Pace
+from nanovllm.spec_decode.output_processor import CREDIT, CREDIT_OF_ONE, DraftingOutputProcessor, Pace
 from nanovllm.spec_decode.output_processor import width_that_pays as find_width
 from nanovllm.spec_decode.proposer import PROPOSERS, Proposer
 from nanovllm.spec_decode.suffix import ROOT, SuffixAutomaton
@@ -291,6 +292,51 @@ def test_wrong_drafts_cost_little(make_llm, small_model, monkeypatch, num_seqs, 
     generate(1)
     num_accepted, num_drafted = (now - then for now, then in zip(accepted(llm), before))
     assert num_accepted == num_drafted > 0.7 * num_seqs * num_tokens
+
+
+class Account(DraftingOutputProcessor):
+    """Counts the time of steps, in steps without drafts, where each sequence drafts if the account allows it."""
+
+    def __init__(self, step_cost: StepCost):
+        self.settings = SimpleNamespace(step_cost=step_cost)
+        self.credit, self.is_losing = CREDIT + CREDIT_OF_ONE, False
+
+    def run(self, rng: random.Random, rate: float, num_seqs: int, num_tokens: int) -> float:
+        """The time of so many tokens of each sequence, if drafts are right at a rate, relative to that without."""
+        time, tokens, was_losing = 0.0, 0.0, self.is_losing
+        while tokens < num_tokens:
+            number, k = num_seqs, 1 if self.is_losing else 5
+            for _ in range(0 if self.is_losing else num_seqs):
+                number += next((i for i in range(4) if rng.random() >= rate), 4)
+            cost = self.settings.step_cost.of
+            time += cost(num_seqs, k - 1) / cost(num_seqs) + 0.5 * (was_losing and not self.is_losing)
+            was_losing, tokens = self.is_losing, tokens + number / num_seqs
+            self._account(SimpleNamespace(num_decodes=num_seqs, tokens_per_row=k), number / num_seqs)
+        return time / tokens
+
+
+OF_HEAD = ON_CUDA._replace(width=4, draft=0.066, draft_row=1 / 36)  # of EAGLE-3 and Qwen3-8B
+
+
+@pytest.mark.parametrize("num_seqs, num_tokens", [(1, 512), (8, 384), (32, 256)])
+@pytest.mark.parametrize("rate", [0.0, 0.2])
+def test_account_of_wrong_drafts(num_seqs, num_tokens, rate):
+    """Catching up included, which takes about half a step."""
+    rng, accounts = random.Random(0), [Account(OF_HEAD) for _ in range(20)]
+    first, *others = ([x.run(rng, rate, num_seqs, num_tokens) for x in accounts] for _ in range(3))
+    assert mean(first) < 1.02
+    assert all(mean(times) < 1.015 for times in others)
+
+
+@pytest.mark.parametrize("num_seqs, rate, bound", [(1, 0.8, 0.45), (1, 0.6, 0.68), (8, 0.8, 0.45), (8, 0.5, 0.8)])
+def test_account_of_right_drafts(num_seqs, rate, bound):
+    """Chance hardly stops those that pay. Those that begin to pay are used after a while."""
+    rng, accounts = random.Random(0), [Account(OF_HEAD) for _ in range(50)]
+    assert mean(x.run(rng, rate, num_seqs, 400) for x in accounts) < bound
+    for account in accounts:
+        account.run(rng, 0.0, num_seqs, 100)
+        account.run(rng, 1.0, num_seqs, 150)
+        assert not account.is_losing and account.credit == CREDIT + CREDIT_OF_ONE / num_seqs
 
 
 def test_a_sequence_whose_drafts_are_wrong_pauses(make_llm, small_model, monkeypatch):

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from common import TINY
+from programs import Program
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
@@ -72,7 +73,9 @@ def folder_of_the_test(tmp_path, monkeypatch):
 def leftovers(folder: Path) -> list:
     """Ranks, threads, and what has a name in the folder of temporary files or in /dev/shm."""
     new = [thread for thread in threading.enumerate() if thread not in THREADS_BEFORE]
-    threads = [thread for thread in new if thread.name.startswith("nanovllm")]
+    for thread in (threads := [thread for thread in new if thread.name.startswith("nanovllm")]):
+        thread.join(0.2)  # what waits for its work may go on just before its end
+    threads = [thread for thread in threads if thread.is_alive()]
     return [*ranks_of(os.getpid()), *threads, *folder.glob("nanovllm-*"), *names_of_shared_memory("self")]
 
 
@@ -170,7 +173,11 @@ def test_two_engines_of_a_caller(make_llm, expected, monkeypatch, tmp_path):
     assert type(pickle.loads(pickle.dumps(own()))) is own  # what could be sent, the other rank could not read
     modes = {"logprobs_mode": "raw_logprobs"}, {"logprobs_mode": "processed_logprobs"}
     different = {"async_scheduling": False, "scheduling_policy": own()}, {"async_scheduling": True}
-    engines = [make_llm(tensor_parallel_size=2, **SMALL, **x, **mode) for x, mode in zip(different, modes)]
+    engines = []
+    for settings, mode in zip(different, modes):
+        engines.append(make_llm(tensor_parallel_size=2, **SMALL, **settings, **mode))
+        # the first one's rank is a new process, as in a program
+        monkeypatch.setattr(worker, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Program}))
     pids = os.getpid(), *ranks_of(os.getpid())
     assert len(pids) == 3 and not any(map(names_of_shared_memory, pids)) and not list(tmp_path.glob("nanovllm-*"))
     for llm, mode, pauses in zip(engines, modes, [(0.1, 0.21), (0.08, 0.15)]):
@@ -520,8 +527,12 @@ def test_ranks_that_cannot_be_started(monkeypatch, tmp_path):
 
 CALLERS = """
 import gc, os, signal, sys
-import transformers.models.auto.tokenization_auto  # here once, as an engine needs it
+import programs
+from types import SimpleNamespace
 from nanovllm import LLM, SamplingParams
+from nanovllm.distributed import worker
+
+worker.subprocess = SimpleNamespace(**vars(worker.subprocess) | {"Popen": programs.Program})
 
 def answer():
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -586,12 +597,11 @@ def test_ranks_end_with_the_caller(tmp_path):
     engine.
     """
     (tmp_path / "callers.py").write_text(CALLERS)
-    environment = os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
     ends = {"SIGINT": signal.SIGINT, "SIGKILL": signal.SIGKILL}
     command = [sys.executable, str(tmp_path / "callers.py"), *ends]
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(command, **streams, text=True, bufsize=1, env=environment) as parent:
+    with Program(command, **streams, text=True, bufsize=1, env=environment) as parent:
         started = [parent.stdout.readline().split(maxsplit=3) for _ in ends]
         answers = {text for *_, text in started}
         pids = {what: (int(caller), int(rank)) for what, caller, rank, _ in started}

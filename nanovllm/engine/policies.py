@@ -1,10 +1,12 @@
 """Other orders than first come, first served: by priority, and a user's own, whose keys are checked."""
 
 from contextlib import suppress
+from pkgutil import resolve_name
 from typing import Any
 
 from nanovllm.engine.scheduling_policy import FCFS, SchedulingPolicy
 from nanovllm.engine.sequence import Sequence
+from nanovllm.utils.setting_checks import POLICIES
 
 
 class Priority(SchedulingPolicy):
@@ -12,9 +14,6 @@ class Priority(SchedulingPolicy):
 
     def priority_key(self, seq: Sequence) -> int:
         return seq.priority
-
-
-POLICIES: dict[str, type[SchedulingPolicy]] = {"fcfs": FCFS, "priority": Priority}
 
 
 class CheckedPolicy(SchedulingPolicy):
@@ -46,16 +45,7 @@ def _are_ordered(a: Any, b: Any) -> bool:
 
 
 def make_policy(policy: Any) -> SchedulingPolicy:
-    """The policy of a setting `scheduling_policy`: that of a name, or one that checks the keys of an object.
-
-    ValueError for a name that is unknown; TypeError for anything else without a method `priority_key`.
-    """
+    """The policy of a setting `scheduling_policy`: that of a name, or one that checks the keys of an object."""
     if isinstance(policy, str):
-        if policy not in POLICIES:
-            raise ValueError(f"scheduling_policy={policy!r}: must be one of {', '.join(POLICIES)}, or an object")
-        return POLICIES[policy]()
-    if type(policy) in POLICIES.values():
-        return policy
-    if isinstance(policy, type) or not callable(getattr(policy, "priority_key", None)):
-        raise TypeError(f"scheduling_policy={policy!r}: must be a name or an object with a method `priority_key`")
-    return CheckedPolicy(policy)
+        return resolve_name(POLICIES[policy])()
+    return policy if type(policy) in (FCFS, Priority) else CheckedPolicy(policy)

@@ -26,7 +26,7 @@ from nanovllm.kernels.split_sequence import (
     split_sequence,
 )
 
-TILE = 64  # keys of a tile, which lies in one block
+TILE = 64  # keys of a tile, which lies in one block; half as many of long rows, if they are all that is read
 NUM_IDS = 16  # block ids that are loaded at a time
 MAX_QUERIES = 64  # of a program, which has all those of a key-value head
 NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos and sin, slots
@@ -41,6 +41,7 @@ def _decode_kernel(
     seq_ptrs,
     out_ptrs,
     scale,
+    q_stride,
     table_stride,
     splits,
     ROWS: tl.constexpr,
@@ -115,7 +116,7 @@ def _decode_kernel(
         pair = tl.arange(0, HEAD_DIM // 2)
         v_pair_ptr = v_cache_ptr.to(tl.pointer_type(tl.uint16))
     if IS_QKV:
-        qkv = q_ptr + seq * ((GROUP + 2) * KV_HEADS * HEAD_DIM)
+        qkv = q_ptr + seq * q_stride
         q_row = qkv + (kv_head * GROUP + g)[:, None] * HEAD_DIM
         k_row = qkv + (GROUP * KV_HEADS + kv_head) * HEAD_DIM
         q = tl.load(q_row + d[None, :], in_group, 0.0)
@@ -261,7 +262,8 @@ def decode_attention_of_qkv(
     scales: torch.Tensor | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """`norm_rope_store` of qkv [B, heads + 2 kv_heads, head_dim] and `decode_attention` of its queries in one kernel.
+    """`norm_rope_store` of qkv [B, heads + 2 kv_heads, head_dim], whose tokens may lie apart, and `decode_attention` of
+    its queries in one kernel.
 
     The result for an empty sequence is any finite values.
     """
@@ -293,12 +295,13 @@ def _decode(out, q, norm_rope_inputs, caches, seqs, max_context_len, splits, win
     group = heads // caches[0].shape[2]
     tokens_per_row = tokens_per_row if tokens_per_row * group <= MAX_QUERIES else 1
     batch_size = num_rows // tokens_per_row
-    layout, is_qkv = layout_of(caches[0], TILE, window), norm_rope_inputs is not NO_NORM_ROPE
+    is_qkv, row_bytes = norm_rope_inputs is not NO_NORM_ROPE, head_dim * caches[0].element_size()
+    layout = layout_of(caches[0], TILE if is_qkv or row_bytes <= 256 else TILE // 2, window)
     max_num_keys = min(max_context_len, window or max_context_len)
     programs, num_warps, stages = _choose_programs(
-        batch_size, layout.kv_heads, tokens_per_row, head_dim * caches[0].element_size(), is_qkv, q.device
+        batch_size, layout.kv_heads, tokens_per_row, row_bytes, is_qkv, q.device
     )
-    splits = splits or choose_num_splits(batch_size, layout.kv_heads, max_num_keys, TILE, q.device, programs)
+    splits = splits or choose_num_splits(batch_size, layout.kv_heads, max_num_keys, layout.tile, q.device, programs)
     partial = lse = None
     if splits > 1:
         partial = torch.empty((num_rows, heads, splits, head_dim), dtype=torch.float32, device=q.device)
@@ -307,7 +310,8 @@ def _decode(out, q, norm_rope_inputs, caches, seqs, max_context_len, splits, win
     constants = dict(ROWS=tokens_per_row, GROUP=group, CACHE=layout, NUM_IDS=NUM_IDS, STAGES=stages)
     constants |= dict(ROTARY=norm_rope_inputs[3].shape[2] if is_qkv else head_dim, num_warps=num_warps)
     launch(_decode_kernel, (layout.kv_heads, batch_size, splits), q.device, shared=50 if is_qkv else 100)(
-        q, norm_rope_inputs, caches, seqs, (out, partial, lse), scale, seqs[2].stride(0), splits, **constants
+        *(q, norm_rope_inputs, caches, seqs, (out, partial, lse), scale, q.stride(0), seqs[2].stride(0), splits),
+        **constants,
     )
     if splits > 1:
         combine_splits(partial, lse, seqs[:2], out, layout, is_qkv, tokens_per_row)

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.delta_net_inputs import Sequences, chunk_of, of_chunks, rule_inputs, shift_window, silu
+from nanovllm.kernels.delta_net_inputs import Sequences, chunk_of, of_chunks, rows_of, rule_inputs, shift_window, silu
 from nanovllm.kernels.dependent_launch import (
     dependent_kernel,
     gdc_launch_and_wait,
@@ -125,7 +125,7 @@ def _state_at(states_ptr, seq, first, head, d, e, HEADS: tl.constexpr):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["rows_stride"])
 def _states_kernel(
-    x_ptr,
+    x_rows,
     input_ptrs,
     seq_ptrs,
     state_ptrs,
@@ -185,7 +185,7 @@ def _states_kernel(
         state = tl.dot(tl.trans(k), kept, state * tl.exp(last), input_precision=PRECISION)
     tl.store(matrix_ptr + written * (VALUES * KEY_DIM) + state_at, state, of_state)
     window = (HEADS.conv_size - 1) * CHANNELS
-    inputs = x_ptr, None, window_ptr + read * window
+    inputs = x_rows, None, window_ptr + read * window
     written_window = window_ptr + written * window
     # windows: of the own values, and those of the key head by the first program of its group
     shift_window(inputs, written_window, begin, begin, end, 2 * KEYS + head * VALUE_DIM + e, in_value, HEADS)
@@ -202,7 +202,7 @@ def _states_kernel(
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_seqs", "num_rows"])
 def _outputs_kernel(
-    x_ptr,
+    x_rows,
     input_ptrs,
     seq_ptrs,
     norm_ptr,
@@ -220,6 +220,7 @@ def _outputs_kernel(
     The rows after the last token become 0: as many as a chunk has, by each program.
     """
     gdc_launch_and_wait(PDL)
+    x_ptr, x_stride = x_rows
     q_ptr, k_ptr, errors_ptr, decay_ptr, before_ptr = input_ptrs
     starts_ptr, _ = of_chunks(seq_ptrs)
     NUM_VALUES: tl.constexpr = HEADS.num_values
@@ -252,7 +253,7 @@ def _outputs_kernel(
     k = tl.load(k_ptr + key_at, of_keys, 0.0)
     before = tl.load(_state_at(before_ptr, seq, first, head, d, e, HEADS), of_state, 0.0)
     errors = tl.load(errors_ptr + value_at, of_values, 0.0)
-    z_at = value_at + (row + 1) * CHANNELS + i[:, None] * CHANNELS
+    z_at = row * x_stride + CHANNELS + head * VALUE_DIM + (i[:, None] * x_stride + e[None, :])
     z = tl.load(x_ptr + z_at, of_values, 0.0).to(tl.float32)
     decay = tl.load(decay_ptr + t * NUM_VALUES + head, t < end, 0.0)
     is_before = (i[:, None] >= i[None, :]) & is_there
@@ -288,14 +289,14 @@ def delta_net_chunks(qkvz, ba, layer: Any, states: Any, state_rows, starts, num_
     is_few = heads.num_values * num_seqs * triton.cdiv(heads.value_dim, 32) <= num_sms(device)
     tile = min(32 if is_few else 64, next_power_of_2(heads.value_dim))
     launch(_states_kernel, (triton.cdiv(heads.value_dim, tile), heads.num_values, num_seqs), device)(
-        *(qkvz, (k, v, w, gates[0], before), of_seqs, (windows, matrices, kept and kept.num_tokens)),
+        *(rows_of(qkvz), (k, v, w, gates[0], before), of_seqs, (windows, matrices, kept and kept.num_tokens)),
         state_rows.stride(0),
         **constants,
         TILE=tile,
         STAGES=(3 if is_few else 2) if fits else 1,
     )
     launch(_outputs_kernel, (heads.num_values, num_chunks), device)(
-        *(qkvz, (q, k, v, gates[0], before), of_seqs, layer.norm.weight, out, num_seqs, num_tokens, layer.eps),
+        *(rows_of(qkvz), (q, k, v, gates[0], before), of_seqs, layer.norm.weight, out, num_seqs, num_tokens, layer.eps),
         **constants,
         SEQS_PAD=sequences.pad,
     )

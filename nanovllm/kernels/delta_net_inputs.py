@@ -49,10 +49,11 @@ def load_inputs(input_ptrs, begin, own, t, channel, inside, reaches_back, HEADS:
     """What the convolution reads of tokens t, of which some are before `own` if it `reaches_back`; `kept_ptr` and
     `window_ptr` are those of the sequence.
     """
-    x_ptr, kept_ptr, window_ptr = input_ptrs
+    x_rows, kept_ptr, window_ptr = input_ptrs
+    x_ptr, x_stride = x_rows
     VALUES: tl.constexpr = HEADS.num_values * HEADS.value_dim
     CHANNELS: tl.constexpr = 2 * HEADS.num_keys * HEADS.key_dim + VALUES
-    x = tl.load(x_ptr + t.to(tl.int64) * (CHANNELS + VALUES) + channel, inside & (t >= own), 0.0)
+    x = tl.load(x_ptr + t.to(tl.int64) * x_stride + channel, inside & (t >= own), 0.0)
     if reaches_back:
         slot = HEADS.conv_size - 1 + t - begin
         x += tl.load(window_ptr + slot * CHANNELS + channel, inside & (t < begin), 0.0)
@@ -85,10 +86,11 @@ def _convolve(input_ptrs, weight, begin, own, first, t, end, channel, inside, HE
 
 
 @triton.jit
-def _load_gate(ba_ptr, kept_ptr, begin, own, t, end, gate, HEADS: tl.constexpr):
+def _load_gate(ba_rows, kept_ptr, begin, own, t, end, gate, HEADS: tl.constexpr):
+    ba_ptr, ba_stride = ba_rows
     GATES: tl.constexpr = 2 * HEADS.num_values
     CHANNELS: tl.constexpr = 2 * HEADS.num_keys * HEADS.key_dim + HEADS.num_values * HEADS.value_dim
-    x = tl.load(ba_ptr + t * GATES + gate, (t >= own) & (t < end), 0.0)
+    x = tl.load(ba_ptr + t.to(tl.int64) * ba_stride + gate, (t >= own) & (t < end), 0.0)
     if kept_ptr is not None:
         x += tl.load(kept_ptr + (t - begin) * (CHANNELS + GATES) + CHANNELS + gate, t < own, 0.0)
     return x.to(tl.float32)
@@ -109,8 +111,8 @@ def shift_window(input_ptrs, written_ptr, begin, own, end, channel, inside, HEAD
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_seqs", "rows_stride"])
 def _inputs_kernel(
-    x_ptr,
-    ba_ptr,
+    x_rows,
+    ba_rows,
     seq_ptrs,
     window_ptr,
     draft_ptrs,
@@ -163,7 +165,7 @@ def _inputs_kernel(
                 tl.store(num_right_ptr + seq, num_right)
         first = begin + tile % TILES * TILE
         out_of_first = seq * MOST - begin
-    inputs = x_ptr, kept_ptr, window_ptr + row * ((HEADS.conv_size - 1) * CHANNELS)
+    inputs = x_rows, kept_ptr, window_ptr + row * ((HEADS.conv_size - 1) * CHANNELS)
     # parts of the tokens, whose inputs fit into registers
     PART: tl.constexpr = min(TILE, 16)
     stop = tl.minimum(first + TILE, end)
@@ -190,8 +192,8 @@ def _inputs_kernel(
             out_row = (out_of_first + t).to(tl.int64)[:, None]
             tl.store(v_ptr + out_row * VALUES + own_value[None, :], v, (t < end)[:, None] & in_value[None, :])
         t = first + tl.arange(0, TILE)
-        b = _load_gate(ba_ptr, kept_ptr, begin, own, t, end, head, HEADS)
-        a = _load_gate(ba_ptr, kept_ptr, begin, own, t, end, NUM_VALUES + head, HEADS) + tl.load(dt_bias_ptr + head)
+        b = _load_gate(ba_rows, kept_ptr, begin, own, t, end, head, HEADS)
+        a = _load_gate(ba_rows, kept_ptr, begin, own, t, end, NUM_VALUES + head, HEADS) + tl.load(dt_bias_ptr + head)
         softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
         decay = tl.where(t < end, -tl.exp(tl.load(a_log_ptr + head)) * softplus, 0.0)
         decay = tl.cumsum(decay, 0) if IS_SUMMED else tl.exp(decay)
@@ -217,6 +219,11 @@ class Sequences(NamedTuple):
     def pad(self) -> int:
         """Two variants up to 1,024 sequences, as each is compiled."""
         return 32 if self.number <= 32 else max(1024, triton.next_power_of_2(self.number))
+
+
+def rows_of(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """What kernels take for rows [T, N] that may lie apart: where the first one is, and how far it is to the next."""
+    return x, x.stride(0)
 
 
 class RuleInputs(NamedTuple):
@@ -249,7 +256,7 @@ def rule_inputs(
     inputs = RuleInputs(*(make(size, dtype) for size in heads.sizes), *gates)
     weights = layer.conv1d.weight, layer.A_log, layer.dt_bias
     launch(_inputs_kernel, (2 * heads.num_keys + heads.num_values, num_tiles), qkvz.device)(
-        *(qkvz, ba, seqs.ptrs, states.tensors[0], seqs.drafts, weights, tuple(inputs)),
+        *(rows_of(qkvz), rows_of(ba), seqs.ptrs, states.tensors[0], seqs.drafts, weights, tuple(inputs)),
         *(seqs.number, seqs.ptrs[1].stride(-1), layer.l2_eps),
         HEADS=heads,
         ROWS=seqs.rows,

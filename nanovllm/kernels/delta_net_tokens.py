@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.delta_net_inputs import Sequences, of_chunks, rule_inputs, shift_window, silu
+from nanovllm.kernels.delta_net_inputs import Sequences, of_chunks, rows_of, rule_inputs, shift_window, silu
 from nanovllm.kernels.dependent_launch import (
     dependent_kernel,
     gdc_launch_dependents,
@@ -58,12 +58,14 @@ def _through_tokens(state, value_ptrs, head, begin, end, HEADS: tl.constexpr, ST
 
 
 @triton.jit
-def _keep_inputs(input_ptrs, ba_ptr, written_ptrs, head, begin, own, certain, end, HEADS: tl.constexpr):
+def _keep_inputs(input_ptrs, ba_rows, written_ptrs, head, begin, own, certain, end, HEADS: tl.constexpr):
     """The window after the tokens before `certain`, and the inputs of those from there on.
 
     They are those of a value head, and for the first of a group also those of its key head.
     """
-    x_ptr, _, _ = input_ptrs
+    x_rows, _, _ = input_ptrs
+    x_ptr, x_stride = x_rows
+    ba_ptr, ba_stride = ba_rows
     window_ptr, kept_ptr = written_ptrs
     NUM_VALUES: tl.constexpr = HEADS.num_values
     KEYS: tl.constexpr = HEADS.num_keys * HEADS.key_dim
@@ -84,17 +86,20 @@ def _keep_inputs(input_ptrs, ba_ptr, written_ptrs, head, begin, own, certain, en
             t = (first_draft + tl.arange(0, TILE))[:, None]
             is_kept, row = (t < end) & inside[None, :], t.to(tl.int64)
             kept_row = kept_ptr + (t - certain) * (CHANNELS + 2 * NUM_VALUES)
-            x = tl.load(x_ptr + row * (CHANNELS + VALUES) + channel[None, :], is_kept, 0.0)
-            gates = tl.load(ba_ptr + row * (2 * NUM_VALUES) + gate, t < end, 0.0)
+            x = tl.load(x_ptr + row * x_stride + channel[None, :], is_kept, 0.0)
+            gates = tl.load(ba_ptr + row * ba_stride + gate, t < end, 0.0)
             tl.store(kept_row + channel[None, :], x, is_kept)
             tl.store(kept_row + CHANNELS + gate, gates, t < end)
 
 
 @triton.jit
-def _gated_norms(x_ptr, read_ptr, norm_ptr, out_ptr, eps, head, begin, end_read, end, stop, HEADS: tl.constexpr):
+def _gated_norms(
+    x_rows, read_ptr, norm_ptr, out_ptr, eps, head, begin, end_read, end, stop, HEADS: tl.constexpr, TILE: tl.constexpr
+):
     """Of a head, in rows from begin to end, and zeros from there to stop. What was read for the last one before
     `end_read` also stands for the rows after it.
     """
+    x_ptr, x_stride = x_rows
     VALUES: tl.constexpr = HEADS.num_values * HEADS.value_dim
     CHANNELS: tl.constexpr = 2 * HEADS.num_keys * HEADS.key_dim + VALUES
     e = tl.arange(0, next_power_of_2(HEADS.value_dim))[None, :]
@@ -106,7 +111,7 @@ def _gated_norms(x_ptr, read_ptr, norm_ptr, out_ptr, eps, head, begin, end_read,
         y_at = (tl.minimum(t, end_read - 1) - begin).to(tl.int64) * VALUES + own_value
         y = tl.load(read_ptr + y_at, is_there, 0.0)
         y *= tl.rsqrt(tl.sum(y * y, 1) / HEADS.value_dim + eps)[:, None] * weight
-        z = tl.load(x_ptr + at + (t + 1).to(tl.int64) * CHANNELS, is_there, 0.0).to(tl.float32)
+        z = tl.load(x_ptr + t.to(tl.int64) * x_stride + CHANNELS + own_value, is_there, 0.0).to(tl.float32)
         tl.store(out_ptr + at, y * silu(z), (t < stop) & in_value)
 
 
@@ -114,8 +119,8 @@ def _gated_norms(x_ptr, read_ptr, norm_ptr, out_ptr, eps, head, begin, end_read,
 @dependent_kernel(early=("seq_ptrs", "state_ptrs"))
 @triton.jit(do_not_specialize=["rows_stride", "num_rows"])
 def _tokens_kernel(
-    x_ptr,
-    ba_ptr,
+    x_rows,
+    ba_rows,
     value_ptrs,
     seq_ptrs,
     state_ptrs,
@@ -129,6 +134,7 @@ def _tokens_kernel(
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     KEPT: tl.constexpr,
+    TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -183,9 +189,9 @@ def _tokens_kernel(
     # 1. what the next step reads besides
     if KEPT > 0:
         kept_ptr += read * (KEPT * (CHANNELS + 2 * NUM_VALUES))
-    inputs = x_ptr, kept_ptr, window_ptr + read * WINDOW
+    inputs = x_rows, kept_ptr, window_ptr + read * WINDOW
     written_ptrs = window_ptr + written * WINDOW, kept_ptr
-    _keep_inputs(inputs, ba_ptr, written_ptrs, head, own - num_right, own, certain, end, HEADS)
+    _keep_inputs(inputs, ba_rows, written_ptrs, head, own - num_right, own, certain, end, HEADS)
     if num_tokens_ptr is not None:
         num_tokens = tl.load(num_tokens_ptr + read) + end - own
         if KEPT > 0:
@@ -205,26 +211,28 @@ def _tokens_kernel(
     if ROWS == 0:
         stop = tl.where(seq == tl.num_programs(1) - 1, num_rows, end)
     first_read = value_ptrs[2] + (first + num_right).to(tl.int64) * VALUES
-    _gated_norms(x_ptr, first_read, norm_ptr, out_ptr, eps, head, own, own + num_own, end, stop, HEADS)
+    _gated_norms(x_rows, first_read, norm_ptr, out_ptr, eps, head, own, own + num_own, end, stop, HEADS, TILE)
 
 
 def _launch_tokens(
     qkvz, ba, layer: Any, states: Any, seqs: Sequences, written_stride: int, out, num_warps: int | None
 ) -> None:
     """Without `num_warps`, as many as are fastest: of many programs fewer warps, as these repeat less."""
-    heads, device, kept, input_warps = layer.heads, qkvz.device, states.kept_drafts, 4
+    heads, device, kept, tile, input_warps = layer.heads, qkvz.device, states.kept_drafts, TILE.value, 4
     if num_warps is None:
         is_few = heads.num_values * seqs.number <= num_sms(device)
         num_warps = NUM_WARPS if is_few else NUM_WARPS // 2
         input_warps = 4 if is_few or seqs.rows > 1 else 1
-    inputs = rule_inputs(qkvz, ba, layer, states, seqs, torch.float32, TILE.value, False, input_warps)
+        tile = 1 if seqs.rows + seqs.num_kept == 1 else tile
+    inputs = rule_inputs(qkvz, ba, layer, states, seqs, torch.float32, tile, False, input_warps)
     drafts = seqs.drafts if seqs.rows else (None, None, kept and kept.num_tokens, None)
     launch(_tokens_kernel, (heads.num_values, seqs.number), device, shared=50)(
-        *(qkvz, ba, tuple(inputs), seqs.ptrs, tuple(states.tensors), drafts, layer.norm.weight, out),
+        *(rows_of(qkvz), rows_of(ba), tuple(inputs), seqs.ptrs, tuple(states.tensors), drafts, layer.norm.weight, out),
         *(seqs.ptrs[1].stride(-1), written_stride, len(qkvz), layer.eps),
         HEADS=heads,
         ROWS=seqs.rows,
         KEPT=seqs.num_kept,
+        TILE=tile,
         STAGES=3,
         num_warps=num_warps,
     )

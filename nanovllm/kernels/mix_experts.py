@@ -27,7 +27,7 @@ def _by_gemv(x, layer, slot_mapping):
         _, x.total = gemv(row, gate, x.weight, x.eps, residual, out=logits[0])
     else:
         logits = router_logits(x.tensor(), gate)
-    routing = route(logits, layer.top_k, layer.renormalize, slot_mapping)
+    routing = route(logits, layer.top_k, layer.renormalize, slot_mapping, layer.num_shared)
     weights, first = experts.format.stacks(experts), experts.first_expert
 
     def compute(out):  # [1, T, hidden] or None; kernels take it for [T, hidden]
@@ -43,10 +43,11 @@ def _by_gemv(x, layer, slot_mapping):
 def mix_by_gemm(x, layer, slot_mapping, router=router_logits):
     """Mix the experts by grouped products. On a single rank, the next norm adds up each token's `top_k` parts."""
     experts, tp, rows = layer.experts, layer.tp, x.tensor()
-    routing = route(router(rows, layer.gate.weight), layer.top_k, layer.renormalize, slot_mapping)
+    logits = router(rows, layer.gate.weight)
+    routing = route(logits, layer.top_k, layer.renormalize, slot_mapping, layer.num_shared)
     weights, first = experts.format.stacks(experts), experts.first_expert
     parts = moe_gemm(rows, routing, *weights, first, experts.format.quantizes_activations)
     if tp.size == 1:
-        return tp.sum(lambda out: parts.squeeze(0), *rows.shape, rows.dtype, layer.top_k)
-    compute = partial(sum_local_parts, parts, routing, first, experts.num_local)
+        return tp.sum(lambda out: parts.squeeze(0), *rows.shape, rows.dtype, len(parts))
+    compute = partial(sum_local_parts, parts, routing, first, experts.num_stacked)
     return tp.sum(compute, *rows.shape, rows.dtype)

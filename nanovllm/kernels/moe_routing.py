@@ -27,7 +27,7 @@ TILE_FIELDS = tl.constexpr(3)  # expert or -1, first row, and the row after the 
 
 
 class Routing(NamedTuple):
-    """Where each token goes. Experts of a token are sorted by probability, equal ones by id."""
+    """Where each token goes. Experts of a token are sorted by probability, equal ones by id; shared ones are last."""
 
     weights: torch.Tensor  # [T, top_k] float32
     expert_ids: torch.Tensor  # [T, top_k] int32
@@ -56,6 +56,15 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return split_k_gemm(x, weight, split_k, out)
 
 
+@triton.jit
+def _load_logits(ptr, is_inside, part_size, SPLIT_K: tl.constexpr):
+    """Sums of partial sums. NaN, which unused rows may have, becomes -inf."""
+    logits = tl.load(ptr, is_inside, float("-inf")).to(tl.float32)
+    for part in tl.static_range(1, SPLIT_K):
+        logits += tl.load(ptr + part * part_size, is_inside, 0.0).to(tl.float32)
+    return tl.where(logits == logits, logits, float("-inf"))
+
+
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_tokens", "part_size"])
 def _route_kernel(
@@ -66,25 +75,24 @@ def _route_kernel(
     part_size,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
     SPLIT_K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """NaN, which unused rows may have, counts as -inf, and so does an id without an expert: ids are always valid."""
+    """An id without an expert counts as -inf, as NaN does: ids are always valid."""
     gdc_launch_and_wait(PDL)
     weights_ptr, ids_ptr = out_ptrs
     BLOCK_E: tl.constexpr = next_power_of_2(E)
-    BLOCK_K: tl.constexpr = next_power_of_2(TOP_K)
+    BLOCK_K: tl.constexpr = next_power_of_2(TOP_K + SHARED)
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     source = token
     if slot_mapping_ptr is not None:
         source = tl.where(tl.load(slot_mapping_ptr + token, token < num_tokens, 0) < 0, 0, token)
     expert = tl.arange(0, BLOCK_E)[None, :]
-    row, is_inside = logits_ptr + source[:, None] * E + expert, (token < num_tokens)[:, None] & (expert < E)
-    logits = tl.load(row, is_inside, float("-inf")).to(tl.float32)
-    for part in tl.static_range(1, SPLIT_K):
-        logits += tl.load(row + part * part_size, is_inside, 0.0).to(tl.float32)
-    logits = tl.where(logits == logits, logits, float("-inf"))
+    is_token = (token < num_tokens)[:, None]
+    row = logits_ptr + source[:, None] * (E + SHARED)
+    logits = _load_logits(row + expert, is_token & (expert < E), part_size, SPLIT_K)
     logits = tl.where(logits == 0.0, 0.0, logits)  # -0.0 has other bits
 
     # integers in the order of (logit, -id): of a negative number, all bits but the sign are inverted
@@ -104,25 +112,41 @@ def _route_kernel(
     highest = tl.max(chosen, 1)[:, None]
     weights = tl.exp(chosen - highest)
     total = tl.sum(weights, 1) if RENORMALIZE else tl.sum(tl.exp(logits - highest), 1)
-    at, is_inside = token[:, None] * TOP_K + choice, (token < num_tokens)[:, None] & (choice < TOP_K)
-    tl.store(weights_ptr + at, weights / total[:, None], is_inside)
+    weights /= total[:, None]
+    at, is_inside = token[:, None] * (TOP_K + SHARED) + choice, is_token & (choice < TOP_K + SHARED)
+    if SHARED > 0:
+        shared = E + choice - TOP_K
+        gates = _load_logits(row + shared, is_inside & (choice >= TOP_K), part_size, SPLIT_K)
+        weights = tl.where(choice < TOP_K, weights, 1.0 / (1.0 + tl.exp(-gates)))
+        expert_ids = tl.where(choice < TOP_K, expert_ids, shared)
+    tl.store(weights_ptr + at, weights, is_inside)
     tl.store(ids_ptr + at, expert_ids.to(tl.int32), is_inside)
 
 
-def route(logits: torch.Tensor, top_k: int, renormalize: bool, slot_mapping: torch.Tensor | None = None) -> Routing:
-    """The `top_k` experts of each token, by the softmax over all experts in float32.
+def route(
+    logits: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    slot_mapping: torch.Tensor | None = None,
+    num_shared: int = 0,
+) -> Routing:
+    """The `top_k` experts of each token, by the softmax over all experts in float32, and then `num_shared` ones.
 
     `logits` [split_k, T, experts] are partial sums. With `renormalize`, a token's weights add up to 1. Of equal logits,
     the lower expert id comes first (torch.topk leaves their order open). Tokens whose slot [T] is negative pad a batch:
-    they go where the first token goes, so that no more weights are read for them.
+    they go where the first token goes, so that no more weights are read for them. Shared experts are the last ones, and
+    no part of the softmax: each token has them, by the sigmoids of their logits.
     """
-    split_k, num_tokens, num_experts = logits.shape
-    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
-    expert_ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
+    split_k, num_tokens, num_logits = logits.shape
+    num_experts, shape = num_logits - num_shared, (num_tokens, top_k + num_shared)
+    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    expert_ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
     if num_tokens:
-        constants = dict(E=num_experts, TOP_K=top_k, SPLIT_K=split_k, RENORMALIZE=renormalize, num_warps=BLOCK_T.value)
+        constants = dict(E=num_experts, TOP_K=top_k, SHARED=num_shared, SPLIT_K=split_k, RENORMALIZE=renormalize)
         launch(_route_kernel, (triton.cdiv(num_tokens, BLOCK_T.value),), logits.device)(
-            logits, slot_mapping, (weights, expert_ids), num_tokens, num_tokens * num_experts, **constants
+            *(logits, slot_mapping, (weights, expert_ids), num_tokens, num_tokens * num_logits),
+            **constants,
+            num_warps=BLOCK_T.value,
         )
     return Routing(weights, expert_ids, num_experts)
 

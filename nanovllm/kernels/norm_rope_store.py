@@ -49,6 +49,7 @@ def _norm_rope_store_kernel(
     norm_rope_ptrs,
     q_ptr,
     cache_ptrs,
+    qkv_stride,
     HEADS: tl.constexpr,
     CACHE: tl.constexpr,
     ROTARY: tl.constexpr,
@@ -79,7 +80,7 @@ def _norm_rope_store_kernel(
         sin = sin * tl.where(is_q, tl.load(q_weight_ptr + d_swapped), tl.load(k_weight_ptr + d_swapped))
     if PDL:
         gdc_wait()
-    x_ptr = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + row) * HEAD_DIM
+    x_ptr = qkv_ptr + token * qkv_stride + row * HEAD_DIM
     x = tl.load(x_ptr + d, is_q | is_k | is_v, 0.0)
     x_swapped = tl.load(x_ptr + d_swapped, is_q | is_k, 0.0)
     y = norm_rope(x, x_swapped, cos, sin, eps, q_weight_ptr is not None)
@@ -107,8 +108,8 @@ def norm_rope_store(
     v_cache: torch.Tensor,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the normed and rotated queries [T, heads, head_dim] of qkv [T, heads + 2 kv_heads, head_dim], contiguous;
-    store the keys, normed and rotated too, and the values.
+    """Return the normed and rotated queries [T, heads, head_dim] of qkv [T, heads + 2 kv_heads, head_dim], whose tokens
+    may lie apart; store the keys, normed and rotated too, and the values.
 
     The caches are [blocks, block_size, kv_heads, head_dim]. slot_mapping [T] has each token's index in the first two of
     these dimensions, flattened; -1: its key and value are not stored. The weights of the norms are [head_dim], or both
@@ -126,5 +127,5 @@ def norm_rope_store(
         inputs, caches = (q_weight, k_weight, eps, cos_sin, slot_mapping), (k_cache, v_cache, scales)
         constants = dict(HEADS=heads, CACHE=layout, ROTARY=cos_sin.shape[2], num_warps=4 if num_tokens < 1024 else 1)
         grid = num_tokens, -(-num_rows // ROWS.value)
-        launch(_norm_rope_store_kernel, grid, qkv.device)(qkv, inputs, q, caches, **constants)
+        launch(_norm_rope_store_kernel, grid, qkv.device)(*(qkv, inputs, q, caches, qkv.stride(0)), **constants)
     return q

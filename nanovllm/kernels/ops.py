@@ -21,7 +21,7 @@ from nanovllm.kernels.peers import all_reduce_max, gather_columns, sum_rms_norm
 from nanovllm.kernels.penalties import penalize
 from nanovllm.kernels.prefill_attention import prefill_attention, query_tile_size
 from nanovllm.kernels.quantize_rows import quantize_rows, rms_norm_quantize, silu_and_mul_quantize
-from nanovllm.kernels.request_tables import accept, place_decodes
+from nanovllm.kernels.request_tables import accept, place_chains, place_decodes
 from nanovllm.kernels.sampling import sample
 from nanovllm.kernels.scaled_gemm import SWIGLU_GROUP, scaled_gemm, swiglu_quantize
 from nanovllm.kernels.scaled_linear import best_scaled_split_k, min_block_columns, scaled_linear

@@ -1,6 +1,7 @@
 """Where the tokens of a decode step go, and what it leaves for the next: engine/request_tables.py has the definitions.
+And where the rows of what drafts go: see spec_decode/rows.py.
 
-Both are ordinary launches. What `place_decodes` writes (slots, lengths, block tables) attention may read early, as the
+All are ordinary launches. What `place_decodes` writes (slots, lengths, block tables) attention may read early, as the
 embedding, another ordinary launch, comes between (dependent_launch.py).
 """
 
@@ -92,3 +93,63 @@ def accept(req_indices: torch.Tensor, positions: torch.Tensor, token_ids: torch.
         (req_indices, positions, token_ids), own, counts, NUM_IDS=own[0].shape[1], K=k, num_warps=1
     )
     return counts if num_seqs else None
+
+
+@triton.jit
+def _slot(table_ptr, position, BLOCK_SIZE: tl.constexpr):
+    return tl.load(table_ptr + position // BLOCK_SIZE) * BLOCK_SIZE + position % BLOCK_SIZE
+
+
+@triton.jit
+def _place_chains_kernel(batch_ptrs, table_ptrs, out_ptrs, num_rows, SHAPE: tl.constexpr, TABLE_SIZE: tl.constexpr):
+    req_indices_ptr, num_drafts_ptr = batch_ptrs
+    num_tokens_ptr, tables_ptr, num_computed_ptr = table_ptrs
+    rows_ptr, token_slots_ptr, newest_ptr, newest_slots_ptr = out_ptrs
+    STEPS: tl.constexpr = SHAPE.num_steps
+    WIDTH: tl.constexpr = SHAPE.width
+    seq, num_seqs = tl.program_id(0), tl.num_programs(0)
+    req_index = tl.load(req_indices_ptr + seq).to(tl.int64)
+    num_drafts = tl.load(num_drafts_ptr + seq)
+    length = tl.load(num_tokens_ptr + req_index)
+    table_ptr = tables_ptr + req_index * TABLE_SIZE
+    is_real = num_drafts > 0
+    end = length - SHAPE.shift
+    start = tl.load(num_computed_ptr + req_index).to(tl.int32)
+    start = tl.minimum(tl.maximum(start, end - WIDTH), end - 1)
+    tl.store(num_computed_ptr + req_index, end.to(tl.int64))
+    for i in tl.static_range(WIDTH + STEPS - 1):  # rows of the first step, then one of each other
+        if i < WIDTH:
+            row = seq * WIDTH + i
+            token = tl.minimum(start + SHAPE.shift + i, length - 1)
+        else:
+            row = num_seqs * i + seq
+            token = length - 1 + tl.minimum(i - WIDTH + 1, num_drafts - 1)
+        token = tl.where(is_real, token, 0)
+        position = tl.where(is_real, token - SHAPE.shift, 0)
+        tl.store(rows_ptr + row, position)
+        tl.store(rows_ptr + num_rows + row, tl.where(is_real, position + 1, 0))
+        tl.store(rows_ptr + 2 * num_rows + row, tl.where(is_real, _slot(table_ptr, position, SHAPE.block_size), -1))
+        tl.store(token_slots_ptr + row, _slot(table_ptr, token, SHAPE.block_size).to(tl.int64))
+    for i in tl.static_range(STEPS):
+        newest = length - 1 + tl.minimum(i, num_drafts - 1)
+        slot = _slot(table_ptr, tl.where(i < num_drafts, newest, 0), SHAPE.block_size)
+        tl.store(newest_ptr + i * num_seqs + seq, newest)
+        tl.store(newest_slots_ptr + i * num_seqs + seq, tl.where(i < num_drafts, slot, -1).to(tl.int64))
+
+
+def place_chains(
+    req_indices: torch.Tensor, num_drafts: torch.Tensor, tables, num_computed: torch.Tensor, shape
+) -> tuple[torch.Tensor, ...]:
+    """`tables` are engine.request_tables.RequestTables, `shape` is a ChainShape of spec_decode/rows.py."""
+    num_seqs, device = len(req_indices), req_indices.device
+    num_rows = num_seqs * (shape.width + shape.num_steps - 1)
+    # where kernels are only compiled, these are indices too: those of padding
+    words = torch.zeros(5 * num_rows + shape.num_steps * num_seqs, dtype=torch.int32, device=device)
+    token_slots, rows, newest = words.split((2 * num_rows, 3 * num_rows, shape.num_steps * num_seqs))
+    newest_slots = torch.full((shape.num_steps, num_seqs), -1, dtype=torch.int64, device=device)
+    token_slots = token_slots.view(torch.int64)
+    outputs = rows, token_slots, newest, newest_slots
+    own = tables.num_tokens, tables.block_tables, num_computed
+    constants = dict(SHAPE=shape, TABLE_SIZE=tables.block_tables.shape[1], num_warps=1)
+    launch_ordinary(_place_chains_kernel, (num_seqs,))((req_indices, num_drafts), own, outputs, num_rows, **constants)
+    return *rows.split(num_rows), token_slots, newest.view(-1, num_seqs), newest_slots

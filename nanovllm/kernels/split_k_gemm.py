@@ -78,7 +78,7 @@ def split_k_product(
 def _tile_m(m: int, weight: torch.Tensor) -> int:
     few = weight.numel() <= FEW_WEIGHTS
     if m <= 64:
-        return max(16 if few else 32, 1 << (m - 1).bit_length())
+        return max(16, 1 << (m - 1).bit_length())
     return 64 if few and m < MAX_ROWS else 128
 
 
@@ -102,6 +102,8 @@ def choose_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> i
     tile_m = _tile_m(m, weight)
     num_tiles = -(-n // TILE_N) * -(-m // tile_m)
     split_k = min(max_split_k, sms // num_tiles)
+    if m <= 64 and num_tiles > 0.9 * -(-num_tiles // sms) * sms:  # they fill the GPU as often as they need
+        return max(1, split_k)
     # TMA is slow with tiles that exceed x, and the library is fast if its tiles fill half to two thirds of the GPU
     tiles_are_full = m <= 64 or m % tile_m == 0 or (few and max_split_k > 1)
     is_faster = few or (m <= MAX_ROWS // 2 and not sms < 2 * split_k * num_tiles < 1.4 * sms)
@@ -121,4 +123,6 @@ def split_k_gemm(
         return hopper_gemm(x, weight, split_k, out)
     tile_m = _tile_m(len(x), weight)
     tiles = Tiles(TILE_N, TILE_K, 6 if tile_m in (32, 64) else 4, 4, tile_m)
+    if tile_m == 16 and weight.numel() > FEW_WEIGHTS:
+        tiles = tiles._replace(tile_k=2 * TILE_K, stages=3)
     return split_k_product(x, weight, None, tiles, split_k, out)

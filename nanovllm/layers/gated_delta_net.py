@@ -16,7 +16,7 @@ from torch import nn
 
 from nanovllm.kernels import operation, ops_for
 from nanovllm.layers.layernorm import NormInput
-from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.layers.linear import RowParallelLinear, norm_linear
 from nanovllm.layers.scattered_linear import RowRanges, ScatteredColumnParallelLinear
 from nanovllm.layers.state import State, StateSpec
 from nanovllm.utils.context import get_context
@@ -24,6 +24,7 @@ from nanovllm.utils.loader import Shard, parameter
 from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 CHUNK = 64  # tokens whose updates of a state are made at once
+MAX_MERGED_ROWS = 2048  # of one product for all inputs: of many, its last tiles take longer than a second product
 
 
 class DeltaHeads(NamedTuple):
@@ -93,6 +94,9 @@ class GatedDeltaNet(nn.Module):
 
     `layer.cache.tensors` are `windows` [rows, conv_size - 1, channels], the last inputs of the convolution, oldest
     first, whose channels are those of queries, keys and values; and `matrices` [rows, heads, value_dim, key_dim].
+
+    Where a device has products of its own, `in_proj` holds the weights of both input projections, as one for few rows:
+    theirs are views. Quantized ones have none, as the weight of b and a is not quantized.
     """
 
     l2_eps = 1e-6  # of queries and keys
@@ -108,6 +112,10 @@ class GatedDeltaNet(nn.Module):
         self.heads, self.eps, self.dtype = heads.of_rank(tp), eps, dtype
         self.in_proj_qkvz = ScatteredColumnParallelLinear(hidden_size, weights[0], linear_dtype)
         self.in_proj_ba = ScatteredColumnParallelLinear(hidden_size, weights[1], linear_dtype)
+        self.in_proj, parts = None, (self.in_proj_qkvz.weight, self.in_proj_ba.weight)
+        if linear_dtype is not None and "linear" in ops_for(parts[0].device):
+            self.in_proj = torch.cat(parts)
+            parts[0].data, parts[1].data = self.in_proj.split([*map(len, parts)])
         self.conv1d, self.norm = nn.Module(), nn.Module()  # named as in checkpoints
         shape = sum(heads.sizes), 1, heads.conv_size
         load = RowRanges(shape, ranges_of_rank(heads.sizes, tp)).copy
@@ -128,8 +136,13 @@ class GatedDeltaNet(nn.Module):
         shapes = (heads.conv_size - 1, sum(heads.sizes)), (heads.num_values, heads.value_dim, heads.key_dim)
         return StateSpec(shapes, (self.dtype, torch.float32), sum(heads.sizes) + 2 * heads.num_values)
 
+    def _project(self, x: NormInput) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.in_proj is None or len(x) > MAX_MERGED_ROWS:
+            return self.in_proj_qkvz(x), self.in_proj_ba(x)
+        return norm_linear(x, self.in_proj).tensor_split((len(self.in_proj_qkvz.weight),), 1)
+
     def forward(self, x: NormInput) -> PartialSum:
-        qkvz, ba, context = self.in_proj_qkvz(x), self.in_proj_ba(x), get_context()
+        (qkvz, ba), context = self._project(x), get_context()
         out = qkvz.new_empty(len(qkvz), self.heads.sizes[2])
         n, count, rows = context.num_decodes, context.num_decodes_on_device, context.state_rows
         kept, starts = self.cache.kept_drafts, context.cu_seqlens_q

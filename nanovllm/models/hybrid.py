@@ -83,21 +83,33 @@ class GatedAttention(nn.Module):
     def forward(self, x: NormInput, cos_sin: torch.Tensor) -> PartialSum:
         gate_qkv, num_gates = self.qkv_proj(x), self.attn.num_heads * self.attn.head_dim
         norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
-        attended = self.attn(gate_qkv[:, num_gates:].contiguous(), QKNormRope(*norms, cos_sin))
+        attended = self.attn(gate_qkv[:, num_gates:], QKNormRope(*norms, cos_sin))
         return self.o_proj(sigmoid_gate(attended, gate_qkv[:, :num_gates]))
 
 
 class SharedExpertMoE(MoE):
-    """A mixture of experts, and one more that every token has."""
+    """A mixture of experts, and one more that every token has.
+
+    Where it is divided like the others, it is stacked with them, and its gate with the router: then its own parameters
+    are views, through which it is loaded.
+    """
 
     def __init__(self, config: ModelConfig, tp: TensorParallel):
-        super().__init__(config.hidden_size, config.moe, tp, config.linear_dtype)
-        self.shared_expert = DecoderMLP(replace(config, intermediate_size=config.hybrid.shared_size), tp)
+        size, moe, dtype = config.hybrid.shared_size, config.moe, config.linear_dtype
+        is_alike = size == moe.intermediate_size and not moe.expert_parallel and dtype is not None
+        super().__init__(config.hidden_size, replace(moe, num_shared=int(is_alike)), tp, dtype)
+        self.shared_expert = DecoderMLP(replace(config, intermediate_size=size), tp)
         self.shared_expert_gate = SigmoidGate(config.hidden_size, config.dtype)
+        if is_alike:
+            self.shared_expert.gate_up_proj.weight.data = self.experts.gate_up_proj.data[-1]
+            self.shared_expert.down_proj.weight.data = self.experts.down_proj.data[-1]
+            self.shared_expert_gate.weight.data = self.gate.weight.data[-1:]
 
     def forward(self, x: NormInput) -> PartialSum:
-        chosen = super().forward(x).reduce()
-        return PartialSum(chosen + self.shared_expert_gate(x.tensor(), self.shared_expert(x).reduce()))
+        mixed = super().forward(x)
+        if self.num_shared:
+            return mixed
+        return PartialSum(mixed.reduce() + self.shared_expert_gate(x.tensor(), self.shared_expert(x).reduce()))
 
 
 class HybridLayer(nn.Module):

@@ -13,6 +13,7 @@ class MoEConfig:
     intermediate_size: int  # of an expert
     renormalize: bool  # the weights of a token's experts add up to 1
     expert_parallel: bool = False  # each rank has whole experts; our setting, not the checkpoint's
+    num_shared: int = 0  # experts that each token has besides: the last ones of the router and of the stacks
 
     @property
     def weights_per_input(self) -> int:

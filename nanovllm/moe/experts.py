@@ -3,12 +3,13 @@
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels import operation
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import NormInput
-from nanovllm.layers.linear import ColumnParallelLinear, linear
+from nanovllm.layers.linear import MergedColumnParallelLinear, linear
 from nanovllm.moe.config import MoEConfig
 from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import Shard, check_shape, parameter
@@ -17,16 +18,22 @@ from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 GATE, UP, DOWN = 0, 1, 2  # the shard ids of an expert's weights
 
 
-def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [T, top_k] in float32 and expert ids [T, top_k] from the router's logits [T, experts].
+def route(
+    logits: torch.Tensor, top_k: int, renormalize: bool, num_shared: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [T, top_k + num_shared] in float32 and expert ids of the same shape, from logits [T, experts].
 
-    The weights are the largest values of the softmax over all experts; with `renormalize` they add up to 1. Of equal
-    logits, the lower expert id comes first.
+    The weights are the largest values of the softmax over all experts but the last `num_shared`; with `renormalize`
+    they add up to 1. Of equal logits, the lower expert id comes first. Then come the shared experts, whose weights are
+    the sigmoids of their logits.
     """
-    logits = logits.float()
+    logits, gates = logits.float().tensor_split((logits.shape[1] - num_shared,), 1)
     expert_ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = logits.softmax(-1).gather(-1, expert_ids)
-    return weights / weights.sum(-1, keepdim=True) if renormalize else weights, expert_ids
+    weights = weights / weights.sum(-1, keepdim=True) if renormalize else weights
+    shared = F.pad(gates[..., None], (0, 1)).softmax(-1)[..., 0]  # sigmoids, by rows: see invariant/cpu_ops.py
+    shared_ids = torch.arange(num_shared, device=logits.device).expand_as(shared) + logits.shape[1]
+    return torch.cat((weights, shared), 1), torch.cat((expert_ids, shared_ids), 1)
 
 
 class ExpertsFormat:
@@ -49,7 +56,8 @@ class ExpertsFormat:
 class Experts(nn.Module):
     """This rank's part of the experts' weights, stacked: each expert is a SwiGLU network, divided over the ranks.
 
-    With `config.expert_parallel`, each rank has an equal number of whole experts instead.
+    With `config.expert_parallel`, each rank has an equal number of whole experts instead, and none is shared. Shared
+    ones are the last of the stacks. Checkpoints have them elsewhere: they are loaded through views of other modules.
     """
 
     def __init__(self, hidden_size: int, config: MoEConfig, tp: TensorParallel, dtype: torch.dtype | None):
@@ -61,8 +69,9 @@ class Experts(nn.Module):
         self.num_local = self.expert_tp.shard_size("experts", self.num_experts)
         self.first_expert = self.expert_tp.rank * self.num_local
         self.local_size = self.size_tp.shard_size("inner size of the experts", self.size)
-        self.gate_up_proj = parameter((self.num_local, 2 * self.local_size, hidden_size), self._load_gate_up, dtype)
-        self.down_proj = parameter((self.num_local, hidden_size, self.local_size), self._load_down, dtype)
+        self.num_stacked = self.num_local + config.num_shared
+        self.gate_up_proj = parameter((self.num_stacked, 2 * self.local_size, hidden_size), self._load_gate_up, dtype)
+        self.down_proj = parameter((self.num_stacked, hidden_size, self.local_size), self._load_down, dtype)
         self.act_fn = SiluAndMul()
         self.format = ExpertsFormat()
 
@@ -92,7 +101,7 @@ class Experts(nn.Module):
         if expert_and_shard_id:
             return self._load_one(target, weight, *expert_and_shard_id)
         weight = check_shape(weight, (self.num_experts, 2 * self.size, self.hidden_size))
-        experts = slice(self.first_expert, self.first_expert + self.num_local)
+        experts, target = slice(self.first_expert, self.first_expert + self.num_local), target[: self.num_local]
         for shard_id in (GATE, UP):
             begin = shard_id * self.size + self.size_tp.rank * self.local_size
             shard = target.narrow(1, shard_id * self.local_size, self.local_size)
@@ -106,7 +115,7 @@ class Experts(nn.Module):
         weight = check_shape(weight, (self.num_experts, self.hidden_size, self.size))
         experts = slice(self.first_expert, self.first_expert + self.num_local)
         begin = self.size_tp.rank * self.local_size
-        return target.copy_(weight[experts, :, begin : begin + self.local_size])
+        return target[: self.num_local].copy_(weight[experts, :, begin : begin + self.local_size])
 
     def _load_one(self, stacked: torch.Tensor, weight, expert: int, shard_id: int) -> torch.Tensor | None:
         """The part of the stacked weights that is filled with one expert's weight; None if another rank has it."""
@@ -120,10 +129,10 @@ class Experts(nn.Module):
         """
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         order = expert_ids.flatten().argsort(stable=True)
-        counts = expert_ids.flatten().bincount(minlength=self.num_experts).tolist()
+        counts = expert_ids.flatten().bincount(minlength=self.first_expert + self.num_stacked).tolist()
         for expert, pairs in enumerate(order.split(counts)):  # pair: token * top_k + choice
             index = expert - self.first_expert
-            if len(pairs) and 0 <= index < self.num_local:
+            if len(pairs) and 0 <= index < self.num_stacked:
                 token = pairs // expert_ids.shape[1]
                 h = self.act_fn(linear(x[token], self.format.weight(self, "gate_up_proj", index, x.dtype)))
                 y = linear(h, self.format.weight(self, "down_proj", index, x.dtype)).float()
@@ -134,12 +143,13 @@ class Experts(nn.Module):
 
 @operation
 def mix_experts(x: NormInput, layer: "MoE", slot_mapping: torch.Tensor) -> PartialSum:
-    """The sum over the ranks, [T, hidden], of the experts of a layer that its router chooses for each row of x.
+    """The sum over the ranks, [T, hidden], of the experts of a layer that its router chooses for each row of x, and of
+    shared ones.
 
     Tokens whose slot [T] is negative pad a batch, and may get any values.
     """
     rows = x.tensor()
-    routing = route(layer.gate(rows), layer.top_k, layer.renormalize)
+    routing = route(layer.gate(rows), layer.top_k, layer.renormalize, layer.num_shared)
     return layer.tp.sum(lambda out: layer.experts(rows, *routing), *rows.shape, rows.dtype)
 
 
@@ -150,10 +160,11 @@ class MoE(nn.Module):
         self, hidden_size: int, config: MoEConfig, tp: TensorParallel, dtype: torch.dtype | None = torch.float32
     ):
         super().__init__()
-        # every rank has the whole router
-        self.gate = ColumnParallelLinear(hidden_size, config.num_experts, bias=False, tp=TensorParallel(), dtype=dtype)
+        # every rank has the whole router, which is loaded without the rows of shared experts
+        outputs = [(config.num_experts, TensorParallel()), (config.num_shared, TensorParallel())]
+        self.gate = MergedColumnParallelLinear(hidden_size, outputs, bias=False, dtype=dtype)
         self.experts = Experts(hidden_size, config, tp, dtype)
-        self.top_k, self.renormalize = config.top_k, config.renormalize
+        self.top_k, self.renormalize, self.num_shared = config.top_k, config.renormalize, config.num_shared
         self.tp = tp
 
     def forward(self, x: NormInput) -> PartialSum:

@@ -126,10 +126,9 @@ def read_speculative_config(config: Any) -> SpeculativeConfig:
         if name not in KEYS:
             raise TypeError(f"speculative_config: unknown key {name!r}: must be one of {', '.join(KEYS)}")
     method = values.setdefault("method", "draft_model" if "model" in values else None)
-    if method in LATER:
-        raise ValueError(f"speculative_config: method={method!r}: is not there yet; must be one of {_names(METHODS)}")
     if method not in METHODS:
-        raise ValueError(f"speculative_config: method={method!r}: must be one of {_names(METHODS)}")
+        later = "is not there yet; " if method in LATER else ""
+        raise ValueError(f"speculative_config: method={method!r}: {later}must be one of {_names(METHODS)}")
     for prefix, owners in OWNERS.items():
         for name in values:
             if method not in owners and name.startswith(prefix):

@@ -1,7 +1,7 @@
 """A smaller model with the same vocabulary drafts, from the cache blocks and with the noise of the other."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,20 +12,10 @@ from nanovllm.kernels.sampling_columns import seeds
 from nanovllm.layers.attention import Attention, make_backend
 from nanovllm.layers.sampler import Sampler, SamplingRows, logit_cutoffs
 from nanovllm.models import model_class
+from nanovllm.spec_decode.rows import ChainShape, place_chains, slots_of
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.tensor_parallel import TensorParallel
-
-
-class DraftRows(NamedTuple):
-    """Rows of D sequences that are computed at the same time, as many of each, and the tokens they read. All int32."""
-
-    positions: torch.Tensor  # [R], those of the tokens or, of a head, before them
-    context_lens: torch.Tensor  # [R]; 0: padding
-    slots: torch.Tensor  # [R]; -1: padding
-    token_slots: torch.Tensor  # [R]
-    newest_positions: torch.Tensor  # [D], of the token of each sequence's last row
-    newest_slots: torch.Tensor  # [D], where that is written; -1: it is there already, or is padding
 
 
 class DraftModel:
@@ -104,15 +94,16 @@ class DraftModel:
         rows = torch.arange(len(starts), device=starts.device).repeat_interleave(counts)
         cu_seqlens_q = F.pad(counts.cumsum(0), (1, 0))
         positions = torch.arange(len(rows), device=starts.device) + (starts - cu_seqlens_q[:-1])[rows]
-        slots, token_slots = (self._slots(req_indices[rows], x) for x in (positions, positions + self.shift))
+        tables, places = self.runner.tables, (positions, positions + self.shift)
+        slots, token_slots = (slots_of(tables, config.kvcache_block_size, req_indices[rows], x) for x in places)
         arrays = self.backend.prepare_chunks(torch.stack((starts, ends), 1).tolist(), 0)
         on_device = {name: torch.from_numpy(x).to(starts.device).int() for name, x in arrays.items()}
-        keys = slots, ends.int(), self.runner.tables.block_tables[req_indices, :-1], config.max_model_len
+        keys = slots.int(), ends.int(), tables.block_tables[req_indices, :-1], config.max_model_len
         context = Context(0, *keys, int(counts.max()), cu_seqlens_q.int(), backend_arrays=on_device)
         self.run_chunks(context, token_slots, positions.int())
 
     def forward_chunks(self, context: Context, token_slots: torch.Tensor, positions: torch.Tensor) -> None:
-        """Compute the rows of `context`, all int32. A CUDA graph can contain this."""
+        """Compute the rows of `context`. A CUDA graph can contain this."""
         with attention_context(context):
             self.compute(context.slot_mapping, token_slots, positions)
         self.runner.tp.barrier(positions.device)  # which ends each forward: embeddings may be the ranks' sum
@@ -122,47 +113,24 @@ class DraftModel:
 
         A CUDA graph contains this: shapes are fixed, and nothing waits for the device. Padding has no drafts.
         """
-        runner, tables, drafts = self.runner, self.runner.tables, []
-        token_ids, params = tables.last_token_ids[req_indices, 0], tables.params[req_indices]
-        block_tables, cached_ids = tables.block_tables[req_indices, :-1], runner._cached_token_ids
-        for rows in self._rows_of_chains(req_indices.long(), num_drafts, num_steps):
-            runner.slot_token_ids[rows.newest_slots] = token_ids
-            width = len(rows.slots) // len(req_indices)
-            keys = rows.slots, rows.context_lens, block_tables.repeat_interleave(width, 0), runner.config.max_model_len
-            with attention_context(Context(len(rows.slots), *keys, tokens_per_row=width)):
-                hidden = self.compute(rows.slots, rows.token_slots, rows.positions)[width - 1 :: width].contiguous()
-            self.chain(rows.newest_slots, hidden)  # those of each sequence's last row
-            drawn = params, req_indices, rows.newest_positions, block_tables, cached_ids, runner._num_finished_programs
+        runner, tables, n, drafts = self.runner, self.runner.tables, len(req_indices), []
+        found = tables.last_token_ids[:, 0], tables.params, tables.block_tables[:, :-1]
+        token_ids, params, block_tables = (x.index_select(0, req_indices) for x in found)
+        sizes, cached_ids = [n * self.width, *[n] * (num_steps - 1)], runner._cached_token_ids
+        shape = ChainShape(num_steps, self.width, self.shift, runner.config.kvcache_block_size)
+        *of_rows, newest, newest_slots = place_chains(req_indices, num_drafts, tables, self.num_computed, shape)
+        steps = zip(*(x.split(sizes) for x in of_rows), newest, newest_slots)
+        for positions, context_lens, slots, token_slots, last, last_slot in steps:  # the last of each sequence
+            runner.slot_token_ids[last_slot] = token_ids
+            width = len(slots) // n
+            tables_of_rows = block_tables if width == 1 else block_tables.repeat_interleave(width, 0)
+            keys = slots, context_lens, tables_of_rows, runner.config.max_model_len
+            with attention_context(Context(len(slots), *keys, tokens_per_row=width)):
+                hidden = self.compute(slots, token_slots, positions)[width - 1 :: width].contiguous()
+            self.chain(last_slot, hidden)
+            drawn = params, req_indices, last, block_tables, cached_ids, runner._num_finished_programs
             drafts.append(token_ids := self._sample(hidden, SamplingRows(*drawn)))
-        are_real = torch.arange(num_steps, device=num_drafts.device) < num_drafts[:, None]
-        tables.last_token_ids[req_indices, 1 : 1 + num_steps] = torch.stack(drafts, 1).where(are_real, -1)
-
-    def _rows_of_chains(self, req_indices: torch.Tensor, num_drafts: torch.Tensor, num_steps: int) -> list["DraftRows"]:
-        """First the rows that each sequence lacks, as if these were `width`: the others are copies of the last one.
-
-        Then a row for each further draft, or a copy of the one before if there is none.
-        """
-        lengths, shift, width = self.runner.tables.num_tokens[req_indices].long(), self.shift, self.width
-        steps, n = torch.arange(max(width, num_steps), device=req_indices.device), len(req_indices)
-        starts = self.num_computed[req_indices].clamp(lengths - shift - width, lengths - shift - 1) + shift
-        self.num_computed[req_indices] = lengths - shift
-        first = (starts[:, None] + steps[:width]).minimum(lengths[:, None] - 1)  # [D, width] positions of tokens
-        newest = lengths - 1 + steps[:num_steps, None].minimum(num_drafts - 1)  # [num_steps, D]
-        of_rows = lambda x: torch.cat((x.repeat_interleave(width), x.repeat(num_steps - 1)))
-        owners, is_real, is_new = of_rows(req_indices), of_rows(num_drafts > 0), steps[:num_steps, None] < num_drafts
-        tokens = torch.cat((first.flatten(), newest[1:].flatten())) * is_real
-        positions = (tokens - shift) * is_real
-        slots, token_slots = self._slots(owners, positions).where(is_real, -1), self._slots(owners, tokens)
-        fields = positions, (positions + 1) * is_real, slots, token_slots
-        newest_slots = self._slots(req_indices.expand_as(newest), newest * is_new).where(is_new, -1)
-        sizes = [n * width, *[n] * (num_steps - 1)]
-        return [*map(DraftRows, *(x.int().split(sizes) for x in fields), newest.int(), newest_slots)]
-
-    def _slots(self, req_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The cache slots int32 of positions of requests, both int64 and of one shape."""
-        block_size = self.runner.config.kvcache_block_size
-        blocks = self.runner.tables.block_tables[req_indices, positions // block_size]
-        return blocks * block_size + (positions % block_size).int()
+        tables.last_token_ids[req_indices, 1 : 1 + num_steps] = torch.stack(drafts).where(newest_slots >= 0, -1).T
 
     def compute(self, slots: torch.Tensor, token_slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, hidden_size] of rows, from their cache slots, those of their tokens, and positions [T]."""

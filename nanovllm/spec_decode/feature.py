@@ -68,8 +68,8 @@ class Speculation(StepFeature):
             raise ValueError(f"speculative_config: method={settings.method!r}: a layer keeps a state, but no drafts")
         if settings.is_synthetic:
             rates = torch.tensor((1.0, *settings.synthetic_acceptance_rates), device=runner.device)
-            # of each draft, if those before are right
-            self.rates = (rates[1:] / rates[:-1].clamp(min=1e-9)).clamp(max=1)
+            # of each draft, if those before are right, in 2^-24
+            self.rates = ((rates[1:] / rates[:-1].clamp(min=1e-9)).clamp(max=1) * 2**24).long()
         if (drafter := DRAFTERS.get(settings.method)) is not None:
             self.drafter = resolve_name(drafter)(runner)
 
@@ -94,10 +94,8 @@ class Speculation(StepFeature):
         next_positions, next_indices = (x.roll(-1) for x in (positions, req_indices))
         is_drafted = (next_positions == positions + 1) & (next_indices == req_indices)
         drafts = self.tables.last_token_ids[req_indices, 1 + offsets].clamp(min=0).long()
-        random = positions * 65537 + req_indices
-        for _ in range(3):  # mixes the bits: neighbours are to differ
-            random = ((random ^ (random >> 16)) * 0x45D9F3B) % 2**32
-        random = random / 2**32
+        random = (positions + req_indices * 65537) * -0x61C8864680B583EB  # neighbours are to differ: products mod 2^64
+        random = ((random ^ (random >> 29)) * -0x40A7B892E31B1A47) >> 40 & 0xFFFFFF
         value = torch.where(random < rates[offsets], 1e4, -torch.inf).to(logits.dtype)
         old = logits.gather(1, drafts[:, None])
         logits.scatter_(1, drafts[:, None], torch.where(is_drafted, value, old[:, 0])[:, None])

@@ -13,8 +13,9 @@ from nanovllm.spec_decode.proposer import Drafts, make_proposer
 MEMORY = 8  # steps with drafts, about, over which the accepted ones are averaged
 PAUSES = 16, 512  # tokens: the first pause of a sequence, and the longest
 # What models and heads draft is as good in one text as in another. If it has cost more than it has brought, in steps
-# without drafts, no sequence drafts until there is credit again: so much at first, and some for each step.
-CREDIT, CREDIT_PER_STEP, CREDIT_TO_TRY = 2.0, 0.01, 0.3
+# without drafts, no sequence drafts until there is credit again, which then pays for catching up, too. There is so much
+# at first and at most, with one sequence more, as chance decides about single drafts; and some for each step.
+CREDIT, CREDIT_OF_ONE, CREDIT_PER_STEP, CREDIT_TO_TRY, CATCH_UP = 1.0, 3.0, 0.01, 0.3, 0.5
 # if every eighth sequence drafts on the host, all wait for their tokens: others would decode twice meanwhile, but so
 # often the weights would be read twice too
 MANY = 8
@@ -69,7 +70,7 @@ class DraftingOutputProcessor(OutputProcessor):
         self.paces: dict[Sequence, Pace] = {}  # of those that may draft
         self.arrived: dict[Sequence, None] = {}  # of these, those that have got tokens and are to be planned
         self.is_off = False  # as too many sequences run
-        self.credit, self.is_losing = CREDIT, False
+        self.credit, self.is_losing = CREDIT + CREDIT_OF_ONE, False
         scheduler.totals["num_speculative_tokens"] = settings.num_speculative_tokens
 
     def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
@@ -90,8 +91,9 @@ class DraftingOutputProcessor(OutputProcessor):
     def _account(self, step: ScheduledStep, num_tokens: float) -> None:
         """What a step with so many tokens of a sequence has gained or lost, in steps without drafts."""
         cost, n, k = self.settings.step_cost.of, step.num_decodes, step.tokens_per_row
-        self.credit = min(CREDIT, self.credit + num_tokens - cost(n, k - 1) / cost(n) + CREDIT_PER_STEP)
-        self.is_losing = self.credit < (CREDIT_TO_TRY if self.is_losing else 0)
+        credit = min(CREDIT + CREDIT_OF_ONE / n, self.credit + num_tokens - cost(n, k - 1) / cost(n) + CREDIT_PER_STEP)
+        is_losing = credit < (CREDIT_TO_TRY if self.is_losing else 0)
+        self.credit, self.is_losing = credit - CATCH_UP * (is_losing > self.is_losing), is_losing
 
     def _postprocess_rounds(self, step: ScheduledStep, result: StepResult, counts: list[int]) -> Collection[Sequence]:
         """In the i-th round, the i-th token of each sequence that gets so many."""
@@ -145,13 +147,8 @@ class DraftingOutputProcessor(OutputProcessor):
         if self.proposer.on_host and self._hold_for_others():
             return
         all_wait = MANY * sum(not pace.pause for pace in self.paces.values()) >= len(self.scheduler.running)
-        planned: list[tuple[Sequence, list[int], bool]] = []
-        expected: list[tuple[int, float]] = []
-        for seq in self.arrived:
-            drafts, may_draft = self._drafts_of(seq, self.paces[seq])
-            planned.append((seq, drafts, may_draft))
-            if drafts:
-                expected.append((len(drafts), self.paces[seq].mean))
+        planned = [(seq, *self._drafts_of(seq, self.paces[seq])) for seq in self.arrived]
+        expected = [(len(drafts), self.paces[seq].mean) for seq, drafts, _ in planned if drafts]
         self.arrived.clear()
         width = width_that_pays(expected, len(self.scheduler.running), self.settings.step_cost)
         for seq, drafts, may_draft in planned:

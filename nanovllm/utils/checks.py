@@ -7,22 +7,26 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import field, fields
-from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 
-def checked(default: Any, check: Callable, **bounds: Any) -> Any:
-    """A field of a dataclass. `check_fields` calls `check(name, value, **bounds)` for any value but the default."""
-    return field(default=default, metadata={"check": partial(check, **bounds)})
+def checked(default: Any, check: Callable | str, **bounds: Any) -> Any:
+    """A field of a dataclass. `check_fields` calls `check(name, value, **bounds)` for any value but the default.
+
+    A check that few need is given by its home, "module:name", and imported when it is called.
+    """
+    return field(default=default, metadata={"check": check, "bounds": bounds})
 
 
 def check_fields(params: Any) -> None:
     """Replace the values of `checked` fields by what their checks return. The dataclass may be frozen."""
     for each in fields(params):
         if each.metadata and (value := getattr(params, each.name)) is not each.default:
-            object.__setattr__(params, each.name, each.metadata["check"](each.name, value))
+            check = resolve_name(home) if isinstance(home := each.metadata["check"], str) else home
+            object.__setattr__(params, each.name, check(each.name, value, **each.metadata["bounds"]))
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:

@@ -13,9 +13,8 @@ from nanovllm.utils.checks import read_json
 
 BUNDLED = Path(__file__).parent.parent / "assets"
 TOKENIZER_FILES = ("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",)  # one of these is enough
-# of a tokenizer; an entry in one of the last two counts more than in the others
-JSON_FILES = ("vocab", "added_tokens", "special_tokens_map", "tokenizer", "config", "tokenizer_config")
-# `tokenizer_class` -> what AutoTokenizer takes for it with a Qwen3; its own import takes seconds more
+JSON_FILES = ("tokenizer", "tokenizer_config", "vocab", "added_tokens", "special_tokens_map", "config")
+# `tokenizer_class` -> what AutoTokenizer loads for it with a Qwen3. Importing AutoTokenizer takes seconds more.
 TOKENIZERS = {"Qwen2Tokenizer": "Qwen2TokenizerFast", "PreTrainedTokenizerFast": "PreTrainedTokenizerFast"}
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 BAR_DELAY = 1  # seconds until the progress bar is shown
@@ -45,13 +44,13 @@ def find_tokenizer(tokenizer: str | None, model_folder: Path) -> Path:
 def load_tokenizer(folder: str):
     """transformers' tokenizer of `folder`. ValueError with the name of the broken file, if known, or of the folder."""
     # transformers' own errors do not say which file
-    files = [file for name in JSON_FILES if (file := Path(folder, f"{name}.json")).exists()]
-    entries = {key: value for file in files for key, value in read_json(file).items()}
-    known = TOKENIZERS if str(entries.get("model_type")).startswith("qwen3") else {}
+    found = {name: read_json(file) for name in JSON_FILES if (file := Path(folder, f"{name}.json")).exists()}
+    known = TOKENIZERS if str(found.get("config", {}).get("model_type")).startswith("qwen3") else {}
+    name = known.get(found.get("tokenizer_config", {}).get("tokenizer_class"), "AutoTokenizer")
     import transformers  # only here: importing it takes seconds
 
     try:
-        return getattr(transformers, known.get(entries.get("tokenizer_class"), "AutoTokenizer")).from_pretrained(folder)
+        return getattr(transformers, name).from_pretrained(folder)
     except Exception as error:  # a broken file can raise anything
         raise ValueError(f"{folder}: can't load the tokenizer ({type(error).__name__}: {error})") from error
 

@@ -1,4 +1,4 @@
-"""What speculation brings on the bundled model's tasks, on a CPU: python tests/scripts/measure_speculation.py
+"""What speculation brings on the bundled model's tasks: python tests/scripts/measure_speculation.py
 
 For each task and method: how many drafts were right, the mean number of tokens of a step that had drafts, and the speed
 with and without, in alternating pairs. The texts must be the same.
@@ -41,16 +41,21 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=[*METHODS], choices=[*METHODS])
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--always", action="store_true", help="also with more sequences than disable_by_batch_size")
+    parser.add_argument(
+        "--tasks", nargs="+", default=[*tasks(random.Random(0), 1)], choices=[*tasks(random.Random(0), 1)]
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     args = parser.parse_args()
     print("method  batch  temperature  task    right             tokens a step  tok/s without  with   ratio")
     for batch_size in args.batch_sizes:
-        settings = dict(device="cpu", dtype="float32", max_num_seqs=batch_size, max_model_len=512)
+        settings = dict(device=args.device, dtype="float32", max_num_seqs=batch_size, max_model_len=512)
+        settings |= dict(num_kvcache_blocks=4 * batch_size)  # there are two engines
         plain = LLM("tiny-qwen3", **settings)
         for name in args.methods:
             config = METHODS[name] | ({"disable_by_batch_size": batch_size} if args.always else {})
             llm = LLM("tiny-qwen3", **settings, speculative_config=config)
             for temperature in args.temperatures:
-                for task in tasks(random.Random(0), 1):
+                for task in args.tasks:
                     title = f"{name:7} {batch_size:5}  {temperature:11}  {task:6}"
                     print(f"{title}  {compare(plain, llm, task, temperature, args, batch_size)}", flush=True)
             llm.exit()

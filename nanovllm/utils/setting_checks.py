@@ -1,0 +1,22 @@
+"""Checks of settings that few engines have. Imported for one that is not the default."""
+
+from typing import Any
+
+# by the names of a setting `scheduling_policy`
+POLICIES = {"fcfs": "nanovllm.engine.scheduling_policy:FCFS", "priority": "nanovllm.engine.policies:Priority"}
+
+
+def check_policy(name: str, policy: Any) -> Any:
+    """ValueError for a name that is unknown; TypeError for anything else without a method `priority_key`."""
+    if isinstance(policy, str):
+        if policy not in POLICIES:
+            raise ValueError(f"{name}={policy!r}: must be one of {', '.join(POLICIES)}, or an object")
+    elif isinstance(policy, type) or not callable(getattr(policy, "priority_key", None)):
+        raise TypeError(f"{name}={policy!r}: must be a name or an object with a method `priority_key`")
+    return policy
+
+
+def check_revision(name: str, revision: Any) -> str:
+    if not isinstance(revision, str):
+        raise TypeError(f"{name}={revision!r}: must be a string or None")
+    return revision

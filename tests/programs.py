@@ -1,0 +1,110 @@
+"""Programs as forks of this process, which has imported PyTorch and more: a new process would take seconds for that."""
+
+import atexit
+import logging
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import traceback
+import weakref
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from multiprocessing import resource_tracker, util
+from types import ModuleType
+
+# what each program imports anew: modules of ours, and what reads the environment when it is imported
+IMPORTED_ANEW = "nanovllm", "prometheus_client"
+SPAWN = util.spawnv_passfds
+
+
+class Program(subprocess.Popen):
+    """`subprocess.Popen([sys.executable, ...])` as a fork; what it starts by `multiprocessing`'s spawn is one, too."""
+
+    def _execute_child(
+        self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask,
+        start_new_session, process_group=-1,
+    ):  # fmt: skip
+        streams = {number: fd for number, fd in enumerate((p2cread, c2pwrite, errwrite)) if fd != -1}
+        self.pid = fork_python(args[1:], streams, pass_fds, env, start_new_session)
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+def fork_python(
+    arguments: list[str],
+    streams: Mapping[int, int] = {},
+    pass_fds: Collection[int] = (),
+    env: Mapping[str, str] | None = None,
+    start_new_session: bool = False,
+) -> int:
+    """The id of a fork that does what `python FILE | -m MODULE | -c CODE ...` would do.
+
+    Like a new process it has its own modules of ours, no signal handlers, and no descriptors but `pass_fds` and its
+    standard streams; `streams` has by number what these are here.
+    """
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        for number, fd in streams.items():
+            os.dup2(fd, number)
+        tracker = resource_tracker._resource_tracker._fd  # closed, it would be taken for lost
+        for fd in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, tracker, *pass_fds}:
+            with suppress(OSError):  # that of the folder
+                os.close(fd)
+        if start_new_session:
+            os.setsid()
+        if env is not None:
+            os.environ.clear()
+            os.environ.update(env)
+        status = _run(arguments)
+    finally:
+        os._exit(status)
+
+
+def _run(arguments: list[str]) -> int:
+    """The exit status of a program."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
+    logging.getLogger("nanovllm").handlers.clear()
+    logging.getLogger("nanovllm").setLevel(logging.NOTSET)
+    for name in [name for name in sys.modules if name.split(".")[0] in IMPORTED_ANEW]:
+        del sys.modules[name]
+    sys.modules["__main__"] = ModuleType("__main__")  # which processes that are spawned import
+    util.spawnv_passfds = _spawn
+    atexit._clear()
+    weakref.finalize._registry.clear()
+    weakref.finalize._registered_with_atexit = False
+    try:
+        kind, *rest = arguments
+        sys.argv = [kind, *rest[1:]] if kind in ("-c", "-m") else arguments
+        if kind == "-c":
+            exec(rest[0], vars(sys.modules["__main__"]))
+        elif kind == "-m":
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(kind, run_name="__main__")
+        code = None
+    except SystemExit as end:
+        code = end.code
+    except BaseException as error:
+        traceback.print_exc()
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    atexit._run_exitfuncs()
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    sys.stdout.flush()
+    if code == -signal.SIGINT:  # whoever waits for the process sees what has ended it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    return code if isinstance(code, int) else int(code is not None)
+
+
+def _spawn(path: str | bytes, args: list, pass_fds: Collection[int]) -> int:
+    arguments = [*map(os.fsdecode, args)]
+    is_ours = "spawn_main" in arguments[-2]  # the tracker of resources is another program
+    return fork_python(arguments[arguments.index("-c") :], {}, pass_fds) if is_ours else SPAWN(path, args, pass_fds)
