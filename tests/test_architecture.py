@@ -330,13 +330,13 @@ BUDGETS = {
     "models": 607,  # of which hybrids are 197, 7 of these a shared expert that is stacked, and heads 95
     "gated delta rule": 260,  # of which drafts are 51, and one product for all inputs 9
     "features": 735,
-    "graphs": 296,  # of which drafts of models and heads are 75, compiling by few layers 2, capturing on demand 14
+    "graphs": 282,  # of which drafts of models and heads are 75, and compiling by few layers 2
     "invariant": 304,  # of which the gated delta rule and gates are 57
     "invariant kernels": 470,  # attention of decodes and of chunks, and products, beside the fast ones
     "startup": 461,  # of which what sleeps on a CPU is 41, warming up drafters 10, with few layers 13, and threads 16
     "mixture of experts": 617,  # of which shared experts are 30
     "quantization": 492,  # 7 choose the kernel of a product and its activation
-    "8-bit kernels": 520,
+    "8-bit kernels": 516,
     "rollout": 400,
     "spec_decode": 900,  # of which heads are 185
     "structured_outputs": 375,

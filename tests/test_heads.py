@@ -568,7 +568,7 @@ def test_drafters_on_cuda(make_llm, tmp_path, mtp_folder, monkeypatch, method, k
     params = [replace(params_of(rng, i), max_tokens=rng.randint(1, 40), bad_words=None) for i in range(12)]
     params = [replace(x, stop_token_ids=None, logit_bias=None, ignore_eos=True) for x in params]
     prompts = [[rng.randrange(5, vocab_size) for _ in range(rng.choice((1, 3, 14, 40)))] for _ in params]
-    prompts[5], prompts[8] = prompts[2] * 2, prompts[2] * 3
+    prompts[5], prompts[8] = prompts[2][:14] * 2, prompts[2][:14] * 3
     options = SETTINGS | dict(device="cuda", max_num_batched_tokens=64) | ON_CUDA[kind]
     options |= dict(num_kvcache_blocks={16: 8, 64: 6}[options["kvcache_block_size"]])
     found = []

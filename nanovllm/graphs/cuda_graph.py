@@ -30,25 +30,10 @@ def capture_sizes(max_num_seqs: int, fills_tiles: bool) -> list[int]:
 def capture(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
     """A graph of `work`, and what `work` returned: tensors that each replay overwrites."""
     graph = torch.cuda.CUDAGraph()
-    torch.cuda.current_blas_handle()  # a thread's own, which can't be made during a capture
     # thread_local: other threads may use CUDA during the capture
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         output = work()
     return graph, output
-
-
-class GraphsOnDemand(dict):
-    """What `capture` returns for `work(key)`, by key, from when it is first looked up.
-
-    A capture takes the host about as long as to launch the kernels, which must have been compiled.
-    """
-
-    def __init__(self, work: Callable[[Any], Any], pool: Any):
-        self.work, self.pool = work, pool
-
-    def __missing__(self, key: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-        self[key] = captured = capture(partial(self.work, key), self.pool)
-        return captured
 
 
 def decode_shape(num_seqs: int, max_blocks_per_seq: int, tokens_per_row: int = 1) -> BatchShape:
@@ -75,8 +60,8 @@ def decode_shapes(config: Config, tokens_per_row: int = 1) -> list[BatchShape]:
 class DecodeGraphs:
     """Steps that only decode, model and sampler in one: a graph for each of `decode_shapes`.
 
-    A graph copies its batch from pinned host memory and its results back to it, so nothing runs between two steps but
-    the launch of the next graph. Host memory is double-buffered: the host prepares a step while the previous
+    A graph copies its batch from pinned host memory and its results back to it, so nothing runs between two
+    steps but the launch of the next graph. Host memory is double-buffered: the host prepares a step while the previous
     one runs. Host and device each keep the index of their current buffer, and each replay advances both.
     """
 
@@ -88,41 +73,38 @@ class DecodeGraphs:
         forward: Callable[[DeviceBatch], ForwardOutput],
         pool: Any,
         few_layers: Callable[[], AbstractContextManager] = nullcontext,
-        on_demand: bool = False,
     ):
         """`forward` runs a decode batch that lies in `buffer`, without waiting for the device. `pool` is the graphs'
         memory pool, which all graphs of a rank can share, as they run one after the other. In `few_layers` the model
-        has only as many layers as compile all of its kernels. Only the largest graph is captured now if the others are
-        to be captured `on_demand`.
+        has only as many layers as compile all of its kernels.
         """
         from nanovllm.kernels import ops
 
         self.shapes = decode_shapes(config, tokens_per_row)
-        self.batches = {shape.graph_shape: Batch.from_buffer(shape, buffer) for shape in self.shapes}
+        self.graphs: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
+        self.outputs: dict[tuple[int, ...], ForwardOutput] = {}  # tensors that each replay overwrites
         # the batches are zeros: padding
         batches, results = host_memory(len(buffer), config.max_num_seqs, tokens_per_row, buffer.device)
         self.host_buffers = DoubleBuffer(*map(StepBuffers, batches, results))
         self._device_buffer_index = torch.zeros(1, dtype=torch.int32, device=buffer.device)
 
-        def step(key: tuple[int, ...]) -> ForwardOutput:
-            batch = self.batches[key]
+        def step(batch: DeviceBatch) -> ForwardOutput:
             num_words = batch.input_ids.storage_offset()  # those that the host fills in come first
             ops.copy_from_host(batch.buffer[:num_words], batches, self._device_buffer_index)
             output = forward(batch)
             ops.copy_to_host(output.results.flatten(), results, self._device_buffer_index)
             return output
 
-        self.graphs = GraphsOnDemand(step, pool)
         # the largest first, so that the others fit into its memory
         for shape in sorted(self.shapes, key=lambda shape: shape.num_tokens, reverse=True):
+            batch, key = Batch.from_buffer(shape, buffer), shape.graph_shape
             with few_layers():
-                step(shape.graph_shape)  # compiles the remaining kernels, which a capture must not do
-            if not (on_demand and self.graphs):
-                self.graphs[shape.graph_shape]  # captures it
+                step(batch)  # compiles the remaining kernels, which a capture must not do
+            self.graphs[key], self.outputs[key] = capture(partial(step, batch), pool)
         self.reset()
 
     def has(self, shape: BatchShape) -> bool:
-        return shape.graph_shape in self.batches
+        return shape.graph_shape in self.graphs
 
     def shape_for(self, step: BatchShape) -> BatchShape | None:
         """The smallest captured shape that holds a step; None if there is none."""
@@ -134,8 +116,8 @@ class DecodeGraphs:
 
         Read the results when the replay is over, and before the replay after the next one begins.
         """
-        graph, output = self.graphs[shape.graph_shape]
-        graph.replay()
+        self.graphs[shape.graph_shape].replay()
+        output = self.outputs[shape.graph_shape]
         return self.host_buffers.advance().results_like(output.results), output
 
     @torch.inference_mode()
@@ -198,13 +180,11 @@ class MixedGraphs:
         sample: Callable[[SamplerInput], tuple[torch.Tensor, torch.Tensor]],
         pool: Any,
         few_layers: Callable[[], AbstractContextManager] = nullcontext,
-        on_demand: bool = False,
     ):
         """`run_model` returns the hidden states of a batch in `buffer` and the sampler's input, `sample` what a
-        ForwardOutput begins with. `few_layers` and `on_demand` are those of DecodeGraphs.
+        ForwardOutput begins with. `few_layers` is that of DecodeGraphs.
         """
         self.shapes = shapes
-        self.shape_of = {shape.graph_shape: shape for shape in shapes}
         most: dict[int, int] = {}  # sampled sequences, by the width of rows
         for shape in shapes:
             num_seqs, k = shape.num_sampled_tokens // shape.tokens_per_row, shape.tokens_per_row
@@ -212,6 +192,9 @@ class MixedGraphs:
         sizes = 1, 2, 4, 8, 16, *range(32, 257, 32)
         # sequences, and the width of their rows
         self.sample_sizes = [(n, k) for k, end in most.items() for n in (*(x for x in sizes if x < end), end)]
+        self.models: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
+        self.samplers: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self.sampled: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         buffer.zero_()
         largest = max(shapes, key=lambda shape: shape.num_sampled_tokens)
         num_rows = max(largest.num_sampled_tokens, max_num_seqs)
@@ -221,30 +204,25 @@ class MixedGraphs:
         self.input = SamplerInput(*(x.new_zeros(num_rows, *x.shape[1:]) for x in example))
         sample(self._rows(1))  # a forward is complete, which matters to ranks: see PeerMemory
 
-        def model_part(key: tuple[int, ...]) -> None:
-            shape = self.shape_of[key]
+        def model_part(shape: BatchShape) -> None:
             hidden_states, found = run_model(Batch.from_buffer(shape, buffer))
             self.hidden_states[: shape.num_tokens] = hidden_states
             for ours, theirs in zip(self.input, found):
                 ours[: len(theirs)] = theirs
             self.input.req_indices[shape.num_sampled_tokens // shape.tokens_per_row :] = pad_req_index
 
-        self.models = GraphsOnDemand(model_part, pool)
-        self.samplers = GraphsOnDemand(lambda size: sample(self._rows(*size)), pool)
         for shape in sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True):
             with few_layers():
-                model_part(shape.graph_shape)  # compiles kernels, which a capture must not do
+                model_part(shape)  # compiles kernels, which a capture must not do
                 sample(self._rows(1))
-            if not on_demand or shape.num_tokens == max_tokens:
-                self.models[shape.graph_shape]  # captures it
-                sample(self._rows(1))
+            self.models[shape.graph_shape], _ = capture(partial(model_part, shape), pool)
+            sample(self._rows(1))
         for size in sorted(self.sample_sizes, key=prod, reverse=True):
             with few_layers():
-                model_part(shapes[0].graph_shape)
+                model_part(shapes[0])
                 sample(self._rows(*size))
-                model_part(shapes[0].graph_shape)
-            if not (on_demand and self.samplers):
-                self.samplers[size]
+                model_part(shapes[0])
+            self.samplers[size], self.sampled[size] = capture(partial(sample, self._rows(*size)), pool)
 
     def _rows(self, num_seqs: int, tokens_per_row: int = 1) -> SamplerInput:
         rows = SamplerInput(*(x[: num_seqs * tokens_per_row] for x in self.input))
@@ -267,9 +245,8 @@ class MixedGraphs:
     def replay(self, shape: BatchShape, write_requests: Callable[[], None]) -> ForwardOutput:
         """Run the batch in the device's buffer."""
         write_requests()
-        self.models[shape.graph_shape][0].replay()
+        self.models[shape.graph_shape].replay()
         k, num_seqs = shape.tokens_per_row, shape.num_sampled_seqs
         size = next(size for size in self.sample_sizes if size[1] == k and size[0] >= num_seqs)
-        graph, sampled = self.samplers[size]
-        graph.replay()
-        return ForwardOutput(*sampled, self.hidden_states, self._rows(*size))
+        self.samplers[size].replay()
+        return ForwardOutput(*self.sampled[size], self.hidden_states, self._rows(*size))

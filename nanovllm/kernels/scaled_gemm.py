@@ -38,11 +38,7 @@ def scaled_gemm(
     W is values [N, K] times scales [N / block rows, K / block columns], of at least 32 columns. All contiguous. `out`
     takes the result.
     """
-    tiles = _tiles(len(x))
-    num_tiles = triton.cdiv(len(values), tiles.tile_n) * triton.cdiv(len(x), tiles.tile_m)
-    if split_k * num_tiles <= num_sms(values.device) and tiles.tile_m <= 64:
-        tiles = tiles._replace(stages=8)  # a lone program has to keep more loads in flight
-    return split_k_product(x, values, scales, tiles, split_k, out)
+    return split_k_product(x, values, scales, _tiles(len(x)), split_k, out)
 
 
 def swiglu_quantize(x: QuantizedRows, values: torch.Tensor, scales: torch.Tensor) -> QuantizedRows:

@@ -244,8 +244,7 @@ def capture_cudagraph(runner: Any) -> None:
     config, pool, buffer = runner.config, torch.cuda.graph_pool_handle(), runner.buffers.device
     drafter = runner.features["spec_decode"].drafter
     # heads read the hidden states of later layers
-    # several ranks complete each forward together, which a capture alone would not
-    rest = pool, few_layers(runner) if drafter is None else nullcontext, runner.tp.size == 1
+    rest = pool, few_layers(runner) if drafter is None else nullcontext
     runner.graphs = DecodeGraphs(config, runner.tokens_per_row, buffer, runner.forward, *rest)
     if drafter is not None:
         graphs = DraftGraphs(config, drafter, runner.pad_req_index, pool)

@@ -86,7 +86,7 @@ class CUDAModelRunner(ModelRunner):
     @torch.inference_mode()
     def execute(self, batch: HostBatch) -> ForwardOutput:
         device_batch = self._to_device(batch)
-        if self.mixed_graphs and batch.shape.graph_shape in self.mixed_graphs.shape_of:
+        if self.mixed_graphs and batch.shape.graph_shape in self.mixed_graphs.models:
             return self.mixed_graphs.replay(batch.shape, lambda: self.upload(device_batch))
         return self.forward(device_batch)
 
