@@ -159,7 +159,7 @@ def _compute(out, scales, rings, sizes, W: gl.constexpr, PLAN: gl.constexpr):
                 use += 1
         row, n = tile
         index += gl.num_programs(0)
-        tile = _tile(index, sizes, PLAN)
+        tile = _tile(gl.minimum(index, sizes[2] - 1), sizes, PLAN)  # there are no scales behind the last
         next_scales = _load_scales(scales, tile, 0, sizes, W, PLAN)
         gate0, gate1, up0, up1 = sums
         y0 = _silu(gate0) * up0
