@@ -44,7 +44,7 @@ def prompts_of(rng: random.Random, lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 def params_of(rng: random.Random, i: int) -> SamplingParams:
-    options = dict(max_tokens=rng.choice([1, 2, 30, rng.randint(3, 40)]), seed=i, ignore_eos=rng.random() < 0.5)
+    options = dict(max_tokens=rng.choice([1, 2, 40, rng.randint(3, 60)]), seed=i, ignore_eos=rng.random() < 0.5)
     return rng.choice(
         [
             SamplingParams(temperature=0.0, **options),
@@ -90,7 +90,7 @@ SETTINGS = dict(max_model_len=96, kvcache_block_size=16, num_kvcache_blocks=64, 
 SCHEDULES = {
     "at once": {},
     "chunks": dict(max_num_batched_tokens=24, max_num_mixed_tokens=16),
-    "preemptions": dict(num_kvcache_blocks=4),
+    "preemptions": dict(num_kvcache_blocks=8),
     "one at a time": dict(max_num_seqs=1, num_kvcache_blocks=4),
 }
 

@@ -486,7 +486,7 @@ def test_not_one_token_differs(make_llm, bigrams, small_model, tmp_path, schedul
     wrong = write_head(tmp_path / "wrong", "authors", target=small_model, layer_ids=[0, 1, 1])
     rng = random.Random(schedule)
     prompts = prompts_of(rng, SHORT_PROMPTS if schedule == "preemptions" else PROMPT_LENGTHS)[:8]
-    params = [params_of(rng, i) for i in range(len(prompts))]
+    params = [replace(x, max_tokens=min(x.max_tokens, 40)) for x in (params_of(rng, i) for i in range(len(prompts)))]
     settings = SETTINGS | SCHEDULES[schedule] | dict(async_scheduling=async_scheduling)
     for target, head in ((model, right), (small_model, wrong)):
         llm = make_llm(target, **settings)
@@ -500,7 +500,7 @@ def test_not_one_token_differs(make_llm, bigrams, small_model, tmp_path, schedul
         assert stats["preemptions"] > 0 or schedule != "preemptions"
         num_drafted, num_accepted = (stats["spec_decode"][name] for name in ("draft_tokens", "accepted_tokens"))
         if head is right:  # but for drafts past the end of an answer
-            assert num_drafted - sum(len(x.outputs) for x in outputs) * 2 * NUM_DRAFTS <= num_accepted > 50
+            assert num_drafted - sum(len(x.outputs) for x in outputs) * 2 * NUM_DRAFTS <= num_accepted > 100
         else:
             assert num_accepted < 0.2 * num_drafted > 20
         llm.exit()

@@ -146,7 +146,7 @@ def assert_drafts_change_no_bit(
     make_engine, vocab_size: int, on_gpu: bool = False, schedulings: Iterable[bool] = (False, True)
 ) -> None:
     """Some are right, as few tokens are likely; in engines with preemptions and chunks, by default sync and async."""
-    block_size, num_blocks, max_tokens = (64, 3, 60) if on_gpu else (16, 6, 16)
+    block_size, num_blocks, max_tokens = (64, 3, 60) if on_gpu else (16, 9, 24)
     prompts, params = (x[:9] for x in random_requests(vocab_size, random.Random(3)))
     few = dict.fromkeys(range(20, 24), 9.0)
     params = [replace(x, logit_bias=few, logprobs=2, n=1, max_tokens=max_tokens, ignore_eos=True) for x in params]
