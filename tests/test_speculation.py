@@ -96,7 +96,7 @@ def random_requests(vocab_size: int, rng: random.Random) -> tuple[list, list]:
 
 @pytest.mark.parametrize("schedule, async_scheduling", [("at once", False), ("preemptions", True), ("chunks", True)])
 def test_not_one_token_differs(make_llm, chat, margins, schedule, async_scheduling):
-    sizes = dict(number=9, max_len=14) if schedule == "preemptions" else {}
+    sizes = dict(number=14, max_len=14) if schedule == "preemptions" else {}
     prompts, params = requests(chat, random.Random(schedule), **sizes)
     settings = SETTINGS | SCHEDULES[schedule] | dict(async_scheduling=async_scheduling)
     llm = margins(make_llm(**settings))
