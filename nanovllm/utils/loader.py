@@ -45,11 +45,11 @@ def load_tokenizer(folder: str):
     """transformers' tokenizer of `folder`. ValueError with the name of the broken file, if known, or of the folder."""
     # transformers' own errors do not say which file
     found = {name: read_json(file) for name in JSON_FILES if (file := Path(folder, f"{name}.json")).exists()}
-    known = TOKENIZERS if str(found.get("config", {}).get("model_type")).startswith("qwen3") else {}
-    name = known.get(found.get("tokenizer_config", {}).get("tokenizer_class"), "AutoTokenizer")
     import transformers  # only here: importing it takes seconds
 
     try:
+        known = TOKENIZERS if str(found.get("config", {}).get("model_type")).startswith("qwen3") else {}
+        name = known.get(found.get("tokenizer_config", {}).get("tokenizer_class"), "AutoTokenizer")
         return getattr(transformers, name).from_pretrained(folder)
     except Exception as error:  # a broken file can raise anything
         raise ValueError(f"{folder}: can't load the tokenizer ({type(error).__name__}: {error})") from error
