@@ -124,11 +124,7 @@ def _route_kernel(
 
 
 def route(
-    logits: torch.Tensor,
-    top_k: int,
-    renormalize: bool,
-    slot_mapping: torch.Tensor | None = None,
-    num_shared: int = 0,
+    logits: torch.Tensor, top_k: int, renormalize: bool, slot_mapping: torch.Tensor | None = None, num_shared: int = 0
 ) -> Routing:
     """The `top_k` experts of each token, by the softmax over all experts in float32, and then `num_shared` ones.
 

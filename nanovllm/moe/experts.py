@@ -31,6 +31,8 @@ def route(
     expert_ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = logits.softmax(-1).gather(-1, expert_ids)
     weights = weights / weights.sum(-1, keepdim=True) if renormalize else weights
+    if not num_shared:
+        return weights, expert_ids
     shared = F.pad(gates[..., None], (0, 1)).softmax(-1)[..., 0]  # sigmoids, by rows: see invariant/cpu_ops.py
     shared_ids = torch.arange(num_shared, device=logits.device).expand_as(shared) + logits.shape[1]
     return torch.cat((weights, shared), 1), torch.cat((expert_ids, shared_ids), 1)

@@ -167,8 +167,7 @@ def compile_kernels(runner: Any) -> None:
     rows = [
         (shape, shape.num_tokens // (1 if shape.has_chunks else shape.tokens_per_row)) for shape in decodes + chunks
     ]
-    sizes = {config.max_num_seqs, *(2**i for i in range(16)), 144, 160, 192}
-    shapes = [shape for shape, n in rows if n in sizes]
+    shapes = [shape for shape, n in rows if n.bit_count() == 1 or n in (144, 160, 192, config.max_num_seqs)]
     buffer, drafter = runner.buffers.device, runner.features["spec_decode"].drafter
 
     def run_steps() -> None:
