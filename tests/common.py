@@ -3,7 +3,6 @@
 import atexit
 import gc
 import json
-import logging
 import os
 import shutil
 import signal
@@ -11,11 +10,8 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, suppress
 from functools import cache
-from io import StringIO
-from multiprocessing import get_context
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +29,7 @@ sys.dont_write_bytecode = False
 
 import pytest
 import torch
+from programs import Program
 from safetensors.torch import load_file, save_file
 
 if not torch.cuda.is_available():
@@ -294,26 +291,13 @@ def forked_ranks(monkeypatch):
         monkeypatch.setattr(worker, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedRank}))
 
 
-def _run_program(code: str, folder: Path, arguments: tuple[str, ...]) -> str:
-    for name in [*sys.modules]:
-        if name.split(".")[0] == "nanovllm":
-            del sys.modules[name]
-    logging.getLogger("nanovllm").setLevel(logging.NOTSET)  # a command may have run in this process before
-    os.chdir(folder)
-    sys.path.insert(0, str(folder))
-    sys.argv[1:] = arguments
-    with redirect_stdout(StringIO()) as printed:
-        exec(code, {"__name__": "__main__"})
-    return printed.getvalue()
-
-
 def run_with_copy(code: str, folder: Path, *arguments: str) -> str:
-    """What a program prints that imports the package from `folder`, where a copy of it is. Its exception is raised.
-
-    It runs in a fork of this process, which has imported PyTorch and transformers; a new one would take three seconds.
-    """
-    with ProcessPoolExecutor(1, get_context("fork")) as process:
-        return process.submit(_run_program, code, folder, arguments).result()
+    """What a program prints that imports the package from `folder`, where a copy of it is. It must not fail."""
+    command = [sys.executable, "-c", code, *arguments]
+    with Program(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        printed, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return printed
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ class Program(subprocess.Popen):
         start_new_session, process_group=-1,
     ):  # fmt: skip
         streams = {number: fd for number, fd in enumerate((p2cread, c2pwrite, errwrite)) if fd != -1}
-        self.pid = fork_python(args[1:], streams, pass_fds, env, start_new_session)
+        self.pid = fork_python(args[1:], streams, pass_fds, env, start_new_session, cwd)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
@@ -38,6 +38,7 @@ def fork_python(
     pass_fds: Collection[int] = (),
     env: Mapping[str, str] | None = None,
     start_new_session: bool = False,
+    cwd: str | os.PathLike | None = None,
 ) -> int:
     """The id of a fork that does what `python FILE | -m MODULE | -c CODE ...` would do.
 
@@ -56,6 +57,8 @@ def fork_python(
             os.dup2(null, fd, inheritable=False)  # an old object that is collected closes this, and no new file
         if start_new_session:
             os.setsid()
+        if cwd is not None:
+            os.chdir(cwd)
         if env is not None:
             os.environ.clear()
             os.environ.update(env)
@@ -80,7 +83,10 @@ def _run(arguments: list[str]) -> int:
     weakref.finalize._registered_with_atexit = False
     try:
         kind, *rest = arguments
-        sys.argv = [kind, *rest[1:]] if kind in ("-c", "-m") else arguments
+        sys.argv = arguments
+        if kind in ("-c", "-m"):
+            sys.argv = [kind, *rest[1:]]
+            sys.path.insert(0, os.getcwd())
         if kind == "-c":
             exec(rest[0], vars(sys.modules["__main__"]))
         elif kind == "-m":

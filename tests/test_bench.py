@@ -303,7 +303,8 @@ def test_the_model_of_a_shape(monkeypatch, capsys):
     monkeypatch.setitem(
         ENGINES, "vllm", lambda *arguments: seen.update(vllm_settings(*arguments[:2])) or fake(arguments[2])
     )
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace())
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *args: args == ("vllm",) or find_spec(*args))
     monkeypatch.setattr(engines, "run_in_process", lambda function, *arguments: function(*arguments))
     options = ["--num-seqs", "2", "--max-input-len", "10", "--max-output-len", "4", "--kv-cache-dtype", "fp8"]
     main(monkeypatch, "--shape", "small", "--compare", "vllm", "--workload", "headline", "--device", "cpu", *options)
