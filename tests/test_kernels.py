@@ -1,5 +1,8 @@
 """Each Triton kernel against plain PyTorch: on the CUDA device, or in Triton's interpreter where there is none."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,6 +23,7 @@ from common import (
 triton = pytest.importorskip("triton")
 import triton.language as tl
 
+from nanovllm import kernels
 from nanovllm.attention.triton import query_tiles
 from nanovllm.kernels import ops, peers, prefill_attention
 from nanovllm.kernels.decode_attention import NUM_IDS, TILE
@@ -29,8 +33,11 @@ from nanovllm.kernels.sampling import _gumbel
 from nanovllm.kernels.sampling_columns import PHILOX_ROUNDS, WIDTH, column
 from nanovllm.kernels.split_k_gemm import FEW_WEIGHTS, MAX_ROWS, TILE_K, TILE_N
 from nanovllm.kernels.split_sequence import MAX_SPLITS, choose_num_splits
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.layernorm import NormInput
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sampler import philox
+from nanovllm.utils.tensor_parallel import PartialSum
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 
@@ -392,6 +399,46 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor, gated: bool = False,
         gate, up = y.chunk(2, -1)
         return F.silu(gate) * up
     return y
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not prefill_attention.has_hopper_kernels(), reason="needs a Hopper GPU, and Triton 3.6")
+@pytest.mark.parametrize("num_rows, n, k", [(1, 128, 64), (130, 384, 136), (513, 3072, 1024), (1030, 2304, 1096)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_swiglu_for_hopper(num_rows, n, k, dtype):
+    """Fewer tiles than programs and more, also with rows and inputs beyond the last; rounded as in two steps."""
+    from nanovllm.kernels.hopper_swiglu import swiglu
+
+    x, weight = randn(num_rows, k, dtype=dtype), randn(2 * n, k, dtype=dtype) * 2 / k**0.5
+    weight[: n // 8] *= 30  # where exp(-x) overflows, or vanishes
+    found, expected = swiglu(x, weight), linear_reference(x, weight, gated=True)
+    in_steps = ops.silu_and_mul(F.linear(x, weight))
+    assert (found.double() - expected).norm() < 1.01 * (in_steps.double() - expected).norm()
+    assert (found != in_steps).double().mean() < 0.02  # where sums in another order are rounded to other numbers
+
+
+def test_choose_swiglu(monkeypatch):
+    """Product and SwiGLU are one kernel if its tiles fill a GPU, here of 10 multiprocessors, as often as they need."""
+    module, calls = "nanovllm.kernels.hopper_swiglu", []
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(swiglu=lambda x, weight: calls.append(len(x))))
+    monkeypatch.setattr(kernels, "hopper_swiglu", sys.modules[module], raising=False)
+    monkeypatch.setattr("nanovllm.kernels.activation.has_hopper_kernels", lambda: True)
+    monkeypatch.setattr("nanovllm.kernels.activation.num_sms", lambda device: 10)
+
+    def fused(n=640, k=64, dtype=torch.bfloat16, bias=None, act=SiluAndMul):
+        calls.clear()
+        norm_weight, weight = torch.ones(k, dtype=dtype), torch.empty(2 * n, k, dtype=dtype)
+        for rows in (2, 256, 511, 512, 513, 640, 768, 2500):
+            x = NormInput(PartialSum(torch.ones(rows, k, dtype=dtype)), None, norm_weight, 1e-6)
+            ops.norm_linear(x, weight, bias, act and act())
+        return [*calls]
+
+    assert fused() == [512, 768, 2500]
+    assert fused(n=128) == [2500]
+    assert not fused(n=640 - 64) and not fused(k=60) and not fused(dtype=torch.float32)
+    assert not fused(bias=torch.ones(1280)) and not fused(act=None)
+    monkeypatch.setattr("nanovllm.kernels.activation.has_hopper_kernels", lambda: False)
+    assert not fused()
 
 
 # below, above and at odds with tiles of 2048 inputs, gated of 1024

@@ -1,10 +1,12 @@
-"""The activation of SwiGLU in one pass, and gates that are sigmoids."""
+"""The activation of SwiGLU in one pass, or with the product before it, and gates that are sigmoids."""
 
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, has_hopper_kernels, launch, num_sms
+
+MIN_ROWS = 512  # of a product with its activation
 
 
 @dependent_kernel()
@@ -28,6 +30,22 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         block = min(2048, 1 << (n - 1).bit_length())
         launch(_silu_and_mul_kernel, (num_rows, -(-n // block)), x.device)(x, out, n, BLOCK=block, num_warps=8)
     return out
+
+
+def swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`silu_and_mul` of x W^T, in one kernel with the same rounding: [T, K] -> [T, N / 2].
+
+    NotImplemented where there is no kernel for it, or rows are too few, or its tiles would fill the GPU badly.
+    """
+    n, k = weight.shape
+    if len(x) < MIN_ROWS or x.dtype == torch.float32 or n % 256 or k % 8 or not has_hopper_kernels():
+        return NotImplemented
+    num_tiles, sms = triton.cdiv(len(x), 128) * (n // 256), num_sms(weight.device)
+    if num_tiles <= 0.9 * triton.cdiv(num_tiles, sms) * sms:
+        return NotImplemented
+    from nanovllm.kernels import hopper_swiglu  # which imports what few versions of Triton have
+
+    return hopper_swiglu.swiglu(x, weight)
 
 
 @dependent_kernel()

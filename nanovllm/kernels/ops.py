@@ -4,7 +4,7 @@ What has the name of an operation computes it, and returns NotImplemented where 
 what this is made of, and what rooms call that run on CUDA alone.
 """
 
-from nanovllm.kernels.activation import sigmoid_gate, silu_and_mul
+from nanovllm.kernels.activation import sigmoid_gate, silu_and_mul, swiglu
 from nanovllm.kernels.decode_attention import decode_attention, decode_attention_of_qkv, fuses_qk_norm_rope
 from nanovllm.kernels.delta_net_chunks import delta_net_chunks
 from nanovllm.kernels.delta_net_tokens import delta_net_drafts, delta_net_step
@@ -44,9 +44,12 @@ def linear(x, weight, bias=None, split_k=1, out=None):
 
 
 def norm_linear(x, weight, bias=None, act=None):
-    """For a single whole row, norm, product and activation are one kernel; else the norm has its own."""
+    """For a single whole row, norm, product and activation are one kernel; else the norm has its own.
+
+    For many rows on Hopper, product and activation are.
+    """
     if len(x) != 1:
-        return NotImplemented
+        return NotImplemented if act is None or bias is not None else swiglu(x.tensor(), weight)
     if (summands := x.summands()) is None:
         return gemv(x.tensor(), weight, gated=act is not None, bias=bias)[0]
     row, residual = summands
