@@ -99,6 +99,7 @@ class Config:
     batch_invariant: bool = checked(False, check_bool)
     speculative_config: Any = None
     dtype_reason: str = field(init=False, repr=False)  # why "auto" has become this dtype
+    num_states: int = field(default=0, init=False, repr=False)  # of layers that keep one: see layers/state.py
     model_config: "ModelConfig" = field(init=False, repr=False)  # with our `dtype`, not the checkpoint's
 
     def __post_init__(self) -> None:

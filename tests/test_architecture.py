@@ -319,7 +319,7 @@ def code_lines(source: str) -> int:
 # lines of code: what a room may grow to before it is looked at again
 BUDGETS = {
     "core": 3525,  # of which checks of settings that few engines have are 13
-    "states": 120,  # of which what is kept of drafts is 10
+    "states": 155,  # of which what is kept of drafts is 10, and one pool of rows for sequences and snapshots 30
     "attention": 150,
     # which programs read keys fastest was measured by their number; 30 choose Hopper's, 82: drafts, 12 load ahead
     "kernels": 2195,

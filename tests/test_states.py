@@ -111,15 +111,16 @@ def poison(llm):
 
     def run_poisoned(batch):
         seqs = [*llm.scheduler.running.values(), *llm.scheduler.prefilling.values()]
-        needed = {manager.zeros, *manager.snapshots.values(), *(seq.req_index for seq in seqs)}
+        needed = {manager.rows.zeros, *manager.snapshots.values(), *(seq.req_index for seq in seqs)}
         needed |= {
             *batch.req_indices.tolist(),
             *(batch.state_rows.flatten().tolist() if batch.shape.has_chunks else ()),
         }
-        rows = [row for row in range(manager.num_rows) if row not in needed]
+        num_rows = llm.config.num_states + 2
+        rows = [row for row in range(num_rows) if row not in needed]
         for spec, tensors in runner.caches.items():
             for tensor in tensors if spec.of_states else ():
-                assert tensor.shape[2] == manager.num_rows
+                assert tensor.shape[2] == num_rows
                 tensor[:, :, rows] = torch.nan if tensor.is_floating_point() else -(2**30)
         return run_model(batch)
 
@@ -203,13 +204,13 @@ def test_prefix_hits(make_stateful, reference):
 
 
 def test_snapshots_are_bounded(make_stateful, reference):
-    """There are as many as running sequences; the one that was found least recently goes."""
-    llm = make_stateful(max_num_seqs=3)
+    """There are twice as many rows as sequences may run; the one that was found least recently goes."""
+    llm = make_stateful(max_num_seqs=2)
     manager, params = llm.scheduler.block_manager, SamplingParams(max_tokens=1, ignore_eos=True)
     prompts = [[*range(10 * i, 10 * i + 20)] for i in range(1, 6)]
     hits = lambda i: llm.generate([prompts[i]], params, use_tqdm=False)[0].num_cached_tokens > 0
     assert [hits(i) for i in (0, 1, 2, 0, 3, 0, 2, 3, 1)] == [False, False, False, True, False, True, True, True, False]
-    assert len(manager.snapshots) + len(manager.free_rows) + len(manager._untaken) == 3
+    assert len(manager.snapshots) == 3 and len(manager.rows.free_indices) == 1
 
 
 def test_drafts_are_refused(make_stateful):

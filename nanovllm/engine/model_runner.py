@@ -58,11 +58,10 @@ class ModelRunner:
                 self.cache_groups.setdefault(layer.cache_spec(), []).append(layer)
             if isinstance(layer, Attention):
                 self.backend.set_head_shape(layer.num_heads // layer.num_kv_heads, layer.head_dim, config.dtype)
-        self.num_state_rows = 0
         if any(spec.of_states for spec in self.cache_groups):
             from nanovllm.layers.state import fit_states  # few models have layers with a state
 
-            self.num_state_rows = fit_states(self)
+            fit_states(self)
         self.caches: dict[Any, list[torch.Tensor]] = {}  # the tensors of each group
         self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
         self.pad_req_index = config.max_num_seqs
