@@ -105,7 +105,7 @@ def test_conversations_find_states_in_all_rows(num_conversations, num_running):
     engine = SimulatedEngine(num_blocks=800, max_num_seqs=18, num_snapshots=6, keeps_states=True, max_len=400)
     rng, found, findable = random.Random(0), 0, 0
     histories: list[list[int]] = [[] for _ in range(num_conversations)]
-    for turn in range(6):
+    for _ in range(6):
         for first in range(0, num_conversations, num_running):
             seqs, some = [], range(first, first + num_running)
             for i in some:

@@ -2,24 +2,32 @@
 
 import gc
 import random
+import re
 import weakref
+from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from common import generate_by_steps, pairs
 from safetensors.torch import load_file, save_file
 from test_models import make_checkpoint, reference_model
-from test_readme import STATE
+from test_readme import STATE, page
 
 from nanovllm import BeamSearchParams, SamplingParams
-from nanovllm.models import MODELS
+from nanovllm.benchmarks.shapes import write_shape
+from nanovllm.config import Config
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.layers.attention import make_backend
+from nanovllm.layers.state import fit_states
+from nanovllm.models import MODELS, model_class
 from nanovllm.models.decoder import DecoderAttention, DecoderMLP
 from nanovllm.models.llama import LlamaForCausalLM
-from nanovllm.startup.cuda import free_kv_cache
-from nanovllm.utils.tensor_parallel import PartialSum
+from nanovllm.startup.cuda import RESERVE_BYTES, free_kv_cache
+from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 LAYER: dict = {}
 exec(STATE, LAYER)  # the layer of CONTRIBUTING.md
@@ -239,6 +247,32 @@ def test_memory(make_stateful, monkeypatch):
         == runner.cache_bytes(llm.config.num_kvcache_blocks)
     )
     assert 2**22 - block_bytes < num_bytes <= 2**22
+
+
+GPUS = {"H100": 79.1, "H200": 139.8}  # GiB
+ROW = r"\| Qwen(\S+) on an (H\d00).*?\| ([\d,]+) of ([\d,]+) \| ([\d,]+) \|"
+
+
+@pytest.mark.parametrize("model, gpu, num_seqs, num_states, num_tokens", re.findall(ROW, page("cache")))
+def test_sizes_of_published_shapes(tmp_path, model, gpu, num_seqs, num_states, num_tokens):
+    """The table of cache.md is what the engine does with such memory, and what weights and steps take of it."""
+    write_shape(f"qwen{model.lower()}", tmp_path / "model")
+    config = Config(str(tmp_path / "model"), device="cpu", dtype="bfloat16", load_format="dummy")
+    parts = config.model_config, config.max_model_len, make_backend("sdpa"), TensorParallel()
+    with torch.device("meta"):
+        layers = [*model_class(config.model_config.model_type)(*parts).modules()]
+    weights = sum(x.nbytes for layer in layers for x in layer.parameters(recurse=False))
+    left = int(GPUS[gpu] * config.gpu_memory_utilization * 2**30) - weights - RESERVE_BYTES
+    specs = [layer.cache_spec() for layer in layers if hasattr(layer, "cache_spec")]
+    groups = {spec: [spec] * n for spec, n in Counter(specs).items()}
+    runner = SimpleNamespace(config=config, cache_groups=groups, cache_budget=lambda: left, min_of_ranks=int)
+    runner.cache_bytes = partial(ModelRunner.cache_bytes, runner)
+    fit_states(runner)
+    ModelRunner.size_kv_cache(runner, left - int(1.8 * 2**30), "")
+    found = config.max_num_seqs, config.num_states, config.num_kvcache_blocks * config.kvcache_block_size
+    expected = [int(x.replace(",", "")) for x in (num_seqs, num_states, num_tokens)]
+    assert found == pytest.approx(expected, rel=0.01)
+    assert config.max_num_seqs >= 256 or gpu == "H100" or "27B" in model  # what the benchmark's requests need
 
 
 def test_warm_up_gives_states_back(make_stateful, monkeypatch):
