@@ -168,6 +168,11 @@ class Config:
         assert self.max_model_len is not None, "is resolved on construction"
         return -(-self.max_model_len // self.kvcache_block_size)
 
+    @property
+    def tokens_per_row(self) -> int:
+        """The most tokens that a sequence gets in a step: those that are drafted for it, and one."""
+        return 1 + (self.speculative_config.num_speculative_tokens if self.speculative_config else 0)
+
     def device_of(self, rank: int) -> "torch.device":
         """The device of a rank: on CUDA the rank-th after `device`."""
         import torch

@@ -102,7 +102,7 @@ def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, draf
     expected_shapes = [(1, 0, 4), (1, 0, 12), (1, 4, 4), (1, 5, 12), *([(3, 3, 4), (3, 12, 12)] if k > 1 else [])]
     assert found == expected_shapes
     runs_as_on_cuda(runner)
-    runner.buffers = make_buffers(llm.config, torch.device("cpu"), k)
+    runner.buffers = make_buffers(llm.config, torch.device("cpu"))
     parts = runner.run_model, runner.sample
     with torch.inference_mode():
         decode_graphs = DecodeGraphs(llm.config, k, runner.buffers.device, runner.forward, pool=None)
@@ -162,7 +162,7 @@ def test_drafts_of_graphs(make_llm, one_layer, use_ops, monkeypatch, tmp_path, m
     llm = make_llm(one_layer, attention_backend="triton", **settings)
     runner, k = llm.model_runner, 4
     runs_as_on_cuda(runner)
-    runner.buffers, drafter = make_buffers(llm.config, torch.device("cpu"), k), runner.features["spec_decode"].drafter
+    runner.buffers, drafter = make_buffers(llm.config, torch.device("cpu")), runner.features["spec_decode"].drafter
     with torch.inference_mode():
         runner.graphs = DecodeGraphs(llm.config, k, runner.buffers.device, runner.forward, pool=None)
         graphs = DraftGraphs(llm.config, drafter, runner.pad_req_index, pool=None)
@@ -213,7 +213,7 @@ def test_masks_of_drafts(make_llm, one_layer, use_ops, monkeypatch):
     llm = make_llm(one_layer, attention_backend="triton", **settings, speculative_config=speculative)
     runner = llm.model_runner
     runs_as_on_cuda(runner)
-    runner.buffers = make_buffers(llm.config, torch.device("cpu"), runner.tokens_per_row)
+    runner.buffers = make_buffers(llm.config, torch.device("cpu"))
     runner.add_features(["logit_edits"])
     with torch.inference_mode():
         runner.graphs = DecodeGraphs(llm.config, 4, runner.buffers.device, runner.forward, pool=None)

@@ -339,7 +339,7 @@ def test_padded_steps(make_hybrid, checkpoints, use_ops, drafts, monkeypatch, nu
     llm = make_hybrid("qwen3_5-tied", attention_backend="triton", **settings)
     runner = llm.model_runner
     runs_as_on_cuda(runner)
-    runner.buffers = make_buffers(llm.config, torch.device("cpu"), runner.tokens_per_row)
+    runner.buffers = make_buffers(llm.config, torch.device("cpu"))
     if has_graphs:
         shapes, buffer = graph_shapes(llm.config, runner.backend, runner.tokens_per_row), runner.buffers.device
         with torch.inference_mode():

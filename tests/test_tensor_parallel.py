@@ -274,6 +274,19 @@ def test_every_reader_gets_every_step_before_it_is_overwritten(channel):
         assert all(np.array_equal(words, step) for (_, words), step in zip(got, steps))
 
 
+@pytest.mark.parametrize("num_drafts", [0, 4])
+def test_memory_of_ranks_has_room_for_drafts(monkeypatch, num_drafts):
+    """For the logits of each drafted token, which ranks gather, and for the words of the batch."""
+    sizes = dict(max_num_seqs=80, max_num_batched_tokens=96, max_model_len=48, kvcache_block_size=16)
+    drafting = {"method": "ngram", "num_speculative_tokens": num_drafts} if num_drafts else None
+    config = Config(str(TINY), tensor_parallel_size=2, speculative_config=drafting, **sizes)
+    monkeypatch.setattr(process_group, "connect", lambda *args: args[-1])
+    num_rows = 80 * (1 + num_drafts)
+    assert worker.connect(0, config, Path()) >= num_rows * config.model_config.vocab_size // 2 * config.dtype.itemsize
+    shape = decode_shape(80, config.max_blocks_per_seq, config.tokens_per_row)
+    assert largest_batch(config) >= shape.size
+
+
 def test_a_reader_that_does_not_read(channel):
     """When all buffers are full, it is an error after the timeout."""
     step = np.zeros(4, np.int32)

@@ -66,10 +66,9 @@ class ModelRunner:
         self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
         self.pad_req_index = config.max_num_seqs
         loaded = [name for name, feature in FEATURES.items() if isinstance(feature.home, type)]  # those from outside
-        self.tokens_per_row = 1  # of any step: at most
-        if config.speculative_config is not None:
+        self.tokens_per_row = config.tokens_per_row
+        if self.tokens_per_row > 1:
             loaded.append("spec_decode")
-            self.tokens_per_row += config.speculative_config.num_speculative_tokens
         sizes = config.max_num_seqs, self.tokens_per_row, config.max_blocks_per_seq, WIDTH
         self.tables = RequestTables.zeros(*sizes, self.device)
         num_rows = config.max_num_seqs * self.tokens_per_row
