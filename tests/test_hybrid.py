@@ -472,7 +472,8 @@ def test_drafts_of_a_layer(way, heads):
     layer, exact_layer = (layer_of(heads, x).to(device) for x in (dtype, torch.float32))
     exact_layer.load_state_dict(layer.state_dict())
     spec = layer.cache_spec()
-    settings = Config(TINY, device="cpu", max_num_seqs=num_seqs, **drafting("ngram", num_speculative_tokens=num_drafts))
+    settings = Config(TINY, device="cpu", **drafting("ngram", num_speculative_tokens=num_drafts))
+    settings.resolve(num_states=num_seqs)
     tensors = [torch.full(x.shape[1:], 7, dtype=x.dtype, device=device) for x in spec.tensors(1, 0, settings)]
     states, pad, zeros = spec.make(tensors, settings), num_seqs, num_seqs + 1
     for tensor in (*states.tensors, states.kept_drafts.inputs):
