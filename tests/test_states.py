@@ -221,6 +221,21 @@ def test_snapshots_are_bounded(make_stateful, reference):
     assert len(manager.snapshots) == 3 and len(manager.rows.free_indices) == 1
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_sequences_take_the_rows_of_snapshots(make_stateful, reference, monkeypatch, async_scheduling):
+    """One row is for a snapshot alone: others lie in those of sequences, of which three run, then two and one."""
+    one_more = lambda runner: runner.config.resolve(num_states=runner.config.max_num_seqs + 1)
+    monkeypatch.setattr("nanovllm.layers.state.fit_states", one_more)
+    llm = make_stateful(max_num_seqs=3, async_scheduling=async_scheduling)
+    rows, hits = llm.scheduler.block_manager.rows, []
+    for requests in (make_requests(), make_requests()[-2:], make_requests()[-1:]):
+        outputs = llm.generate(*map(list, zip(*requests)), use_tqdm=False)
+        assert_same_as_reference(reference, outputs)
+        hits.append(sum(output.num_cached_tokens > 0 for output in outputs))
+        assert len(rows.snapshots) == 4 - len(rows.free_indices) > 1
+    assert all(hits[1:])
+
+
 def test_drafts_are_refused(make_stateful):
     """A state can't go back to the last token that was right, and this layer does not compute drafts again."""
     with pytest.raises(ValueError, match="method='ngram': a layer keeps a state, but no drafts"):
@@ -261,17 +276,18 @@ def test_sizes_of_published_shapes(tmp_path, model, gpu, num_seqs, num_states, n
     parts = config.model_config, config.max_model_len, make_backend("sdpa"), TensorParallel()
     with torch.device("meta"):
         layers = [*model_class(config.model_config.model_type)(*parts).modules()]
-    weights = sum(x.nbytes for layer in layers for x in layer.parameters(recurse=False))
-    left = int(GPUS[gpu] * config.gpu_memory_utilization * 2**30) - weights - RESERVE_BYTES
+    storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in layers[0].parameters()}  # some share one
+    left = int(GPUS[gpu] * config.gpu_memory_utilization * 2**30) - RESERVE_BYTES
+    left -= sum(storage.nbytes() for storage in storages.values())
     specs = [layer.cache_spec() for layer in layers if hasattr(layer, "cache_spec")]
     groups = {spec: [spec] * n for spec, n in Counter(specs).items()}
     runner = SimpleNamespace(config=config, cache_groups=groups, cache_budget=lambda: left, min_of_ranks=int)
     runner.cache_bytes = partial(ModelRunner.cache_bytes, runner)
     fit_states(runner)
-    ModelRunner.size_kv_cache(runner, left - int(1.8 * 2**30), "")
+    ModelRunner.size_kv_cache(runner, left - int(1.9 * 2**30), "")
     found = config.max_num_seqs, config.num_states, config.num_kvcache_blocks * config.kvcache_block_size
     expected = [int(x.replace(",", "")) for x in (num_seqs, num_states, num_tokens)]
-    assert found == pytest.approx(expected, rel=0.01)
+    assert found == pytest.approx(expected, rel=0.005)
     assert config.max_num_seqs >= 256 or gpu == "H100" or "27B" in model  # what the benchmark's requests need
 
 
