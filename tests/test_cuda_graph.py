@@ -56,6 +56,12 @@ def capture(work, pool):
 
 
 @pytest.fixture
+def unsplit_keys(monkeypatch):
+    """`test_padding_changes_nothing` has keys of a sequence that several programs read, which takes twice as long."""
+    monkeypatch.setattr("nanovllm.kernels.decode_attention.choose_num_splits", lambda *arguments: 1)
+
+
+@pytest.fixture
 def one_layer(tmp_path) -> str:
     """A model folder whose weights are random when it is loaded; the interpreter is slow."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -130,6 +136,7 @@ def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, draf
             assert next(iter(ours.values())).logprob == pytest.approx(next(iter(theirs.values())).logprob, abs=1e-3)
 
 
+@pytest.mark.usefixtures("unsplit_keys")
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
 def test_drafts_of_graphs(make_llm, one_layer, use_ops, monkeypatch, tmp_path, method):
@@ -195,6 +202,7 @@ def test_drafters_where_kernels_are_only_compiled(make_llm, one_layer, use_ops, 
     assert (llm.model_runner.tables.last_token_ids[0, 1:] == -1).all()
 
 
+@pytest.mark.usefixtures("unsplit_keys")
 @pytest.mark.skipif(not find_spec("llguidance"), reason="llguidance is not installed")
 def test_masks_of_drafts(make_llm, one_layer, use_ops, monkeypatch):
     """What a grammar forces is drafted, and each draft of a graph has its own mask, beside rows that are free."""

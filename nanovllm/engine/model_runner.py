@@ -251,7 +251,8 @@ class ModelRunner:
         config = self.config.model_config
         with torch.device(self.device):
             model = model_class(config.model_type)(config, self.config.max_model_len, self.backend, self.tp)
-        with torch.device("cpu"):  # safetensors reads into tensors on the default device, whichever the caller has set
+        # safetensors reads into tensors on the default device, whichever the caller has set
+        with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
             load_model(model, Path(self.config.model), self.device, self.config.load_format, self.tp.rank == 0)
         return model.eval()
 
