@@ -410,28 +410,23 @@ def test_large_batches_do_not_draft(make_llm, small_model):
 # -- what is drafted ---------------------------------------------------------------------------------------------------
 
 
-def brute_force_context(text: list[int]) -> list[int]:
+def brute_force_context(text: bytes) -> bytes:
     """The longest suffix that has occurred before, and was continued."""
-    for start in range(len(text)):
-        suffix = text[start:]
-        if any(text[i : i + len(suffix)] == suffix for i in range(start)):
-            return suffix
-    return []
+    return next((text[start:] for start in range(len(text)) if text.find(text[start:]) < start), b"")
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_suffix_automaton(seed):
     rng = random.Random(seed)
-    automaton, state, text = SuffixAutomaton(), ROOT, []
+    automaton, state, text = SuffixAutomaton(), ROOT, b""
     for _ in range(120):
-        text.append(rng.choice([1, 2, 3][: rng.randint(1, 3)]))
+        text += bytes([rng.choice([1, 2, 3][: rng.randint(1, 3)])])
         state = automaton.extend(state, text[-1])
         found, length = automaton.context(state, automaton.lengths[state], 1000)
         assert length == len(brute_force_context(text))
         if length:
             drafts = automaton.draft(found, 5, 0.0)
-            joined = [*text[len(text) - length :], *drafts]
-            assert drafts and any(text[i : i + len(joined)] == joined for i in range(len(text)))
+            assert drafts and text[len(text) - length :] + bytes(drafts) in text
     assert len(automaton.links) <= 2 * len(text)
 
 
