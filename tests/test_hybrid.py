@@ -357,10 +357,10 @@ def test_padded_steps(make_hybrid, checkpoints, use_ops, drafts, monkeypatch, nu
 @pytest.mark.parametrize("schedule, async_scheduling", pairs(SCHEDULES, [True, False]))  # others in test_states.py
 def test_schedules(make_hybrid, checkpoints, schedule, async_scheduling):
     """The second time, prompts are hit; what a sequence leaves in a row, another does not see."""
-    llm = make_hybrid("qwen3_5", **SCHEDULES[schedule], async_scheduling=async_scheduling)
+    llm = make_hybrid("qwen3_5-tied", **SCHEDULES[schedule], async_scheduling=async_scheduling)
     requests = make_requests()[slice(2, 7, 2) if schedule == "one at a time" else slice(None)]
     outputs = [llm.generate(*map(list, zip(*requests)), use_tqdm=False) for _ in range(2)]
-    assert_same_as_reference(checkpoints.model("qwen3_5"), [*outputs[0], *outputs[1]])
+    assert_same_as_reference(checkpoints.model("qwen3_5-tied"), [*outputs[0], *outputs[1]])
     hits = [output.num_cached_tokens for output in outputs[1]]
     assert any(hits) == (schedule in ("at once", "chunks")) or schedule in ("preemptions", "one at a time")
     assert llm.stats()["preemptions"] > 0 or schedule != "preemptions"
