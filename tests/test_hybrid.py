@@ -24,7 +24,7 @@ from test_invariant import assert_drafts_change_no_bit, assert_invariant, invari
 from test_models import edit
 from test_models import make_checkpoint as make_dense_checkpoint
 from test_quantization import BLOCK, FORMATS, write_quantized
-from test_speculation import METHODS, accepted, drafting, random_requests
+from test_speculation import METHODS, accepted, drafting, few_likely, random_requests
 from test_speculation import margins as margins
 from test_states import assert_same_as_reference, poison
 
@@ -578,7 +578,7 @@ def test_drafts(make_hybrid, checkpoints, monkeypatch, drafts, margins, name, sc
 def test_methods_of_drafting(make_hybrid, margins, tmp_path):
     """But for heads, which test_heads.py has. A draft model has no states of its own. Few tokens are likely."""
     prompts, params = (x[:9] for x in random_requests(500, random.Random(3)))
-    params = [replace(x, logit_bias=dict.fromkeys(range(20, 24), 9.0)) for x in params]
+    params = few_likely(params)
     outputs = margins(make_hybrid("qwen3_5")).generate(prompts, params, use_tqdm=False)
     draft_model = make_dense_checkpoint(tmp_path / "draft", "llama")
     for method in METHODS:
