@@ -218,13 +218,16 @@ def test_decode_of_nothing_is_zero(splits):
     check_decode([0, 0], (2, 1, 32, 16), torch.float16, NAN, splits)
 
 
-@pytest.mark.parametrize("dtype, case", pairs(DTYPES, [(1, None), (4, None), (1, 30), (4, 30), (None, 100)]))
 @pytest.mark.parametrize(
-    "k, heads", [(5, (4, 2, 64, 16)), (2, (3, 1, 32, 128)), (4, (16, 1, 16, 32)), (5, (16, 1, 16, 32))]
+    "shape, case",
+    pairs(
+        [(5, (4, 2, 64, 16)), (2, (3, 1, 32, 128)), (4, (16, 1, 16, 32)), (5, (16, 1, 16, 32))],
+        pairs(DTYPES, [(1, None), (4, None), (1, 30), (4, 30), (None, 100)]),
+    ),
 )
-def test_decode_of_drafts(k, heads, dtype, case):
-    """A sequence's rows see a key more than the row before, or are copies of it; the last pair is too many queries."""
-    (group, kv_heads, head_dim, block_size), (splits, window) = heads, case
+def test_decode_of_drafts(shape, case):
+    """A sequence's rows see a key more than the row before, or are copies of it; the last shape is too many queries."""
+    (k, (group, kv_heads, head_dim, block_size)), (dtype, (splits, window)) = shape, case
     lengths, copies = [k, 63 + k, 190, 66, 0, 128], [0, 1, k - 1, 0, 0, 0]
     contents, k_cache, v_cache, _, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, NAN)
     seen = [[max(0, length - max(0, k - 1 - copied - i)) for i in range(k)] for length, copied in zip(lengths, copies)]
