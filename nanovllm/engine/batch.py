@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.scheduled_step import ScheduledStep
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Sequence, packed_ids
 from nanovllm.kernels.sampling_columns import GREEDY_BELOW, WIDTH, column, seeds
 
 MAX_CHUNKS = 32  # of a step that a CUDA graph computes
@@ -114,11 +114,6 @@ class Batch(Generic[Array]):
         own, of_backend = arrays.pop(OWN), arrays.pop(BACKEND)
         return cls(shape, buffer[:size], **own, feature_arrays=arrays, backend_arrays=of_backend)
 
-    @staticmethod
-    def on_host(shape: BatchShape, buffer: np.ndarray | None) -> "Batch[np.ndarray]":
-        """The views of `buffer`, or of new memory."""
-        return Batch.from_buffer(shape, np.empty(shape.size, np.int32) if buffer is None else buffer)
-
     def to(self, device: torch.device) -> "Batch[torch.Tensor]":
         """This host batch as tensors."""
         return Batch.from_buffer(self.shape, torch.from_numpy(self.buffer).to(device))
@@ -183,7 +178,7 @@ def prepare_batch(
         num_block_copies=len(step.copies),
         feature_shapes=_feature_shapes(feature_arrays),
     )
-    batch = Batch.on_host(shape, buffer)
+    batch = Batch.from_buffer(shape, np.empty(shape.size, np.int32) if buffer is None else buffer)
     new_indices = np.array([seq.req_index for seq in new], np.int64)
     _fill(batch.req_indices, np.concatenate((step.req_indices, new_indices)), pad_req_index)
     _fill(batch.num_reserved, step.num_reserved, padding=0)
@@ -229,7 +224,7 @@ def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, pad_req
     for rows, of_chunks in zip(batch.state_rows, (step.state_rows, [seq.req_index for seq in seqs])):
         _fill(rows, np.concatenate((of_decodes, of_chunks)), pad_req_index)
     for (seq, start, end), last in zip(step.chunks, ends[n:].tolist()):
-        batch.input_ids[last - (end - start) : last] = seq.token_ids[start:end]
+        batch.input_ids[last - (end - start) : last] = np.frombuffer(packed_ids(seq.token_ids[start:end]), np.int32)
     batch.input_ids[T:] = 0
     rows = np.repeat(np.arange(n, B), lengths[n:])
     positions = np.arange(n, T) + (batch.context_lens[:B] - ends)[rows]
