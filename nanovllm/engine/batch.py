@@ -212,7 +212,7 @@ def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, pad_req
     """The rows and tokens of chunks, which follow those of decodes, and what says where they are."""
     k, n = step.tokens_per_row, step.num_decodes * step.tokens_per_row
     lengths = np.array([1] * n + step.chunk_lens)
-    ends = np.cumsum(lengths)  # [B], into the flat tokens of the step
+    ends = np.cumsum(lengths, dtype=np.int32)  # [B], into the flat tokens of the step
     B, T = len(lengths), int(ends[-1])
     batch.num_decodes[:] = n
     batch.cu_seqlens_q[0] = 0
@@ -227,10 +227,10 @@ def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, pad_req
         batch.input_ids[last - (end - start) : last] = np.frombuffer(packed_ids(seq.token_ids[start:end]), np.int32)
     batch.input_ids[T:] = 0
     rows = np.repeat(np.arange(n, B), lengths[n:])
-    positions = np.arange(n, T) + (batch.context_lens[:B] - ends)[rows]
-    indices, offsets = np.divmod(positions, block_size)
+    positions = np.arange(n, T, dtype=np.int32) + (batch.context_lens[:B] - ends)[rows]
+    columns = positions // block_size
     _fill(batch.positions[n:], positions, padding=0)
-    _fill(batch.slot_mapping[n:], batch.block_tables[rows, indices] * block_size + offsets, padding=-1)
+    _fill(batch.slot_mapping[n:], positions + (batch.block_tables[rows, columns] - columns) * block_size, padding=-1)
     of_chunks = np.repeat(np.array(step.sampled_rows[step.num_decodes :], np.int64) - step.num_decodes + n, k)
     sampled = np.concatenate((np.arange(n), of_chunks))
     _fill(batch.sampled_rows, sampled, padding=0)
