@@ -212,7 +212,7 @@ def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, pad_req
     """The rows and tokens of chunks, which follow those of decodes, and what says where they are."""
     k, n = step.tokens_per_row, step.num_decodes * step.tokens_per_row
     lengths = np.array([1] * n + step.chunk_lens)
-    ends = np.cumsum(lengths, dtype=np.int32)  # [B], into the flat tokens of the step
+    ends = lengths.cumsum(dtype=np.int32)  # [B], into the flat tokens of the step
     B, T = len(lengths), int(ends[-1])
     batch.num_decodes[:] = n
     batch.cu_seqlens_q[0] = 0
@@ -220,13 +220,13 @@ def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, pad_req
     seqs, _, chunk_ends = zip(*step.chunks)
     _fill(batch.context_lens[n:], chunk_ends, padding=0)
     _fill_tables(batch.block_tables[n:], seqs)
-    of_decodes = np.repeat(step.req_indices, k)
+    of_decodes = step.req_indices.repeat(k)
     for rows, of_chunks in zip(batch.state_rows, (step.state_rows, [seq.req_index for seq in seqs])):
         _fill(rows, np.concatenate((of_decodes, of_chunks)), pad_req_index)
     for (seq, start, end), last in zip(step.chunks, ends[n:].tolist()):
         batch.input_ids[last - (end - start) : last] = np.frombuffer(packed_ids(seq.token_ids[start:end]), np.int32)
     batch.input_ids[T:] = 0
-    rows = np.repeat(np.arange(n, B), lengths[n:])
+    rows = np.arange(n, B).repeat(lengths[n:])
     positions = np.arange(n, T, dtype=np.int32) + (batch.context_lens[:B] - ends)[rows]
     columns = positions // block_size
     _fill(batch.positions[n:], positions, padding=0)
