@@ -142,7 +142,7 @@ class InputProcessor:
         ids: Any = prompt
         if isinstance(prompt, str):
             text, ids = prompt, self.encode(prompt)
-        elif not isinstance(prompt, list) or [*map(type, prompt)].count(int) < len(prompt):
+        elif not isinstance(prompt, list) or set(map(type, prompt)) != {int}:
             from nanovllm.engine.prompts import read_prompt  # other forms are rarer
 
             text, ids = read_prompt(prompt, template_arguments or {}, self)
