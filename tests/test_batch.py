@@ -64,8 +64,8 @@ def sequence(i: int, tokens: range, blocks: list[int], **params) -> Sequence:
 def prepare(step: ScheduledStep, arrays=None, shape: BatchShape | None = None) -> Batch:
     backend_arrays = {"tiles": np.arange(len(step.chunks) * 2).reshape(-1, 2)} if step.chunks else {}
     shape = batches.shape_of(step, BLOCK_SIZE, backend_arrays) if shape is None else shape
-    buffer = np.full(9999, -7, np.int32)
-    return batches.prepare_batch(step, shape, backend_arrays, arrays or {}, buffer, BLOCK_SIZE, pad_req_index=8)
+    host_buffer = lambda shape: np.full(9999, -7, np.int32)
+    return batches.prepare_batch(step, shape, backend_arrays, arrays or {}, host_buffer, BLOCK_SIZE, pad_req_index=8)
 
 
 def decodes(seqs: list[Sequence], num_drafts: int = 0) -> ScheduledStep:

@@ -162,11 +162,11 @@ def prepare_batch(
     shape: BatchShape,
     backend_arrays: Mapping[str, np.ndarray],
     feature_arrays: FeatureArrays,
-    buffer: np.ndarray | None,
+    host_buffer: Callable[[BatchShape], np.ndarray],
     block_size: int,
     pad_req_index: int = 0,
 ) -> HostBatch:
-    """The batch of a step in `buffer`, or in new memory, with what the attention backend and features have for it.
+    """The batch of a step in the `host_buffer` of its shape, with what the attention backend and features have for it.
 
     If `shape` is larger than the step, the rest is padding: empty sequences that store nothing, and whose samples are
     dropped; and numbers of -1 in the backend's arrays.
@@ -178,7 +178,7 @@ def prepare_batch(
         num_block_copies=len(step.copies),
         feature_shapes=_feature_shapes(feature_arrays),
     )
-    batch = Batch.from_buffer(shape, np.empty(shape.size, np.int32) if buffer is None else buffer)
+    batch = Batch.from_buffer(shape, host_buffer(shape))
     new_indices = np.array([seq.req_index for seq in new], np.int64)
     _fill(batch.req_indices, np.concatenate((step.req_indices, new_indices)), pad_req_index)
     _fill(batch.num_reserved, step.num_reserved, padding=0)
