@@ -56,6 +56,12 @@ def capture(work, pool):
 
 
 @pytest.fixture
+def unsplit_keys(monkeypatch):
+    """`test_padding_changes_nothing` has keys of a sequence that several programs read, which takes twice as long."""
+    monkeypatch.setattr("nanovllm.kernels.decode_attention.choose_num_splits", lambda *arguments: 1)
+
+
+@pytest.fixture
 def one_layer(tmp_path) -> str:
     """A model folder whose weights are random when it is loaded; the interpreter is slow."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -102,7 +108,7 @@ def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, draf
     expected_shapes = [(1, 0, 4), (1, 0, 12), (1, 4, 4), (1, 5, 12), *([(3, 3, 4), (3, 12, 12)] if k > 1 else [])]
     assert found == expected_shapes
     runs_as_on_cuda(runner)
-    runner.buffers = make_buffers(llm.config, torch.device("cpu"), k)
+    runner.buffers = make_buffers(llm.config, torch.device("cpu"))
     parts = runner.run_model, runner.sample
     with torch.inference_mode():
         decode_graphs = DecodeGraphs(llm.config, k, runner.buffers.device, runner.forward, pool=None)
@@ -130,6 +136,7 @@ def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, draf
             assert next(iter(ours.values())).logprob == pytest.approx(next(iter(theirs.values())).logprob, abs=1e-3)
 
 
+@pytest.mark.usefixtures("unsplit_keys")
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
 def test_drafts_of_graphs(make_llm, one_layer, use_ops, monkeypatch, tmp_path, method):
@@ -162,7 +169,7 @@ def test_drafts_of_graphs(make_llm, one_layer, use_ops, monkeypatch, tmp_path, m
     llm = make_llm(one_layer, attention_backend="triton", **settings)
     runner, k = llm.model_runner, 4
     runs_as_on_cuda(runner)
-    runner.buffers, drafter = make_buffers(llm.config, torch.device("cpu"), k), runner.features["spec_decode"].drafter
+    runner.buffers, drafter = make_buffers(llm.config, torch.device("cpu")), runner.features["spec_decode"].drafter
     with torch.inference_mode():
         runner.graphs = DecodeGraphs(llm.config, k, runner.buffers.device, runner.forward, pool=None)
         graphs = DraftGraphs(llm.config, drafter, runner.pad_req_index, pool=None)
@@ -195,6 +202,7 @@ def test_drafters_where_kernels_are_only_compiled(make_llm, one_layer, use_ops, 
     assert (llm.model_runner.tables.last_token_ids[0, 1:] == -1).all()
 
 
+@pytest.mark.usefixtures("unsplit_keys")
 @pytest.mark.skipif(not find_spec("llguidance"), reason="llguidance is not installed")
 def test_masks_of_drafts(make_llm, one_layer, use_ops, monkeypatch):
     """What a grammar forces is drafted, and each draft of a graph has its own mask, beside rows that are free."""
@@ -213,7 +221,7 @@ def test_masks_of_drafts(make_llm, one_layer, use_ops, monkeypatch):
     llm = make_llm(one_layer, attention_backend="triton", **settings, speculative_config=speculative)
     runner = llm.model_runner
     runs_as_on_cuda(runner)
-    runner.buffers = make_buffers(llm.config, torch.device("cpu"), runner.tokens_per_row)
+    runner.buffers = make_buffers(llm.config, torch.device("cpu"))
     runner.add_features(["logit_edits"])
     with torch.inference_mode():
         runner.graphs = DecodeGraphs(llm.config, 4, runner.buffers.device, runner.forward, pool=None)

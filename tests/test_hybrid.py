@@ -339,7 +339,7 @@ def test_padded_steps(make_hybrid, checkpoints, use_ops, drafts, monkeypatch, nu
     llm = make_hybrid("qwen3_5-tied", attention_backend="triton", **settings)
     runner = llm.model_runner
     runs_as_on_cuda(runner)
-    runner.buffers = make_buffers(llm.config, torch.device("cpu"), runner.tokens_per_row)
+    runner.buffers = make_buffers(llm.config, torch.device("cpu"))
     if has_graphs:
         shapes, buffer = graph_shapes(llm.config, runner.backend, runner.tokens_per_row), runner.buffers.device
         with torch.inference_mode():
@@ -432,16 +432,16 @@ def test_hits_of_conversations(make_hybrid):
     assert found > findable / 2
 
 
-@pytest.mark.parametrize("enable_prefix_caching, num_seqs", [(True, 9), (False, 18)])
+@pytest.mark.parametrize("enable_prefix_caching, num_seqs", [(True, 13), (False, 18)])
 def test_states_take_half_of_the_cache(make_hybrid, checkpoints, monkeypatch, enable_prefix_caching, num_seqs):
-    """So `max_num_seqs` follows from the memory: rows are for sequences, snapshots, padding and zeros."""
+    """So `max_num_seqs` follows from it: of 20 rows, two are for padding and zeros, and 5 for snapshots alone."""
     row_bytes = 2 * (3 * (2 * 32 + 144) + 6 * 16 * 24) * 4
     monkeypatch.setattr("nanovllm.engine.model_runner.CPU_KV_CACHE_BYTES", 2 * 20 * row_bytes + 1000)
     sizes = dict(max_num_seqs=512, num_kvcache_blocks=None, max_model_len=16)
     llm = make_hybrid("qwen3_5", **sizes, enable_prefix_caching=enable_prefix_caching)
     tensors = (x for spec, found in llm.model_runner.caches.items() if spec.of_states for x in found)
     assert sum(x.nbytes for x in tensors) == 20 * row_bytes
-    assert llm.config.max_num_seqs == num_seqs and f" {num_seqs} states," in repr(llm)
+    assert llm.config.max_num_seqs == num_seqs and f", 18 states for up to {num_seqs} sequences," in repr(llm)
     requests = [(prompt[:10], replace(params, max_tokens=5)) for prompt, params in make_requests()]
     assert_same_as_reference(checkpoints.model("qwen3_5"), generate_by_steps(llm, requests))
 
@@ -472,7 +472,8 @@ def test_drafts_of_a_layer(way, heads):
     layer, exact_layer = (layer_of(heads, x).to(device) for x in (dtype, torch.float32))
     exact_layer.load_state_dict(layer.state_dict())
     spec = layer.cache_spec()
-    settings = Config(TINY, device="cpu", max_num_seqs=num_seqs, **drafting("ngram", num_speculative_tokens=num_drafts))
+    settings = Config(TINY, device="cpu", **drafting("ngram", num_speculative_tokens=num_drafts))
+    settings.resolve(num_states=num_seqs)
     tensors = [torch.full(x.shape[1:], 7, dtype=x.dtype, device=device) for x in spec.tensors(1, 0, settings)]
     states, pad, zeros = spec.make(tensors, settings), num_seqs, num_seqs + 1
     for tensor in (*states.tensors, states.kept_drafts.inputs):

@@ -58,19 +58,17 @@ class ModelRunner:
                 self.cache_groups.setdefault(layer.cache_spec(), []).append(layer)
             if isinstance(layer, Attention):
                 self.backend.set_head_shape(layer.num_heads // layer.num_kv_heads, layer.head_dim, config.dtype)
-        self.num_state_rows = 0
         if any(spec.of_states for spec in self.cache_groups):
             from nanovllm.layers.state import fit_states  # few models have layers with a state
 
-            self.num_state_rows = fit_states(self)
+            fit_states(self)
         self.caches: dict[Any, list[torch.Tensor]] = {}  # the tensors of each group
         self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
         self.pad_req_index = config.max_num_seqs
         loaded = [name for name, feature in FEATURES.items() if isinstance(feature.home, type)]  # those from outside
-        self.tokens_per_row = 1  # of any step: at most
-        if config.speculative_config is not None:
+        self.tokens_per_row = config.tokens_per_row
+        if self.tokens_per_row > 1:
             loaded.append("spec_decode")
-            self.tokens_per_row += config.speculative_config.num_speculative_tokens
         sizes = config.max_num_seqs, self.tokens_per_row, config.max_blocks_per_seq, WIDTH
         self.tables = RequestTables.zeros(*sizes, self.device)
         num_rows = config.max_num_seqs * self.tokens_per_row
@@ -252,7 +250,8 @@ class ModelRunner:
         config = self.config.model_config
         with torch.device(self.device):
             model = model_class(config.model_type)(config, self.config.max_model_len, self.backend, self.tp)
-        with torch.device("cpu"):  # safetensors reads into tensors on the default device, whichever the caller has set
+        # safetensors reads into tensors on the default device, whichever the caller has set
+        with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
             load_model(model, Path(self.config.model), self.device, self.config.load_format, self.tp.rank == 0)
         return model.eval()
 

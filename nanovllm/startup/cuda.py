@@ -33,7 +33,7 @@ def start_on_cuda(runner: Any, lap: Callable[[str], None], memory_before: int) -
     `memory_before` is how many bytes were in use before the model was loaded.
     """
     config = runner.config
-    runner.buffers = make_buffers(config, runner.device, runner.tokens_per_row)
+    runner.buffers = make_buffers(config, runner.device)
     runner.add_features(FEATURES)  # graphs contain their edits of logits
     has_graphs = runner.backend.uses_cuda_graphs and not config.enforce_eager
     if has_graphs:
