@@ -300,7 +300,7 @@ def serve(runner: ModelRunner, reader: StepReader) -> None:
                 continue
             if len(in_flight) == NUM_BUFFERS:  # this step gets the host buffer of the step before the last
                 in_flight.pop(0).synchronize()
-            batch = Batch.on_host(shape, runner.host_buffer(shape))
+            batch = Batch.from_buffer(shape, runner.host_buffer(shape))
             batch.buffer[:] = words[: shape.size]
         in_flight.append(runner.launch(batch))
 

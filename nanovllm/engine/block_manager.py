@@ -1,11 +1,10 @@
 """Which sequence holds which cache block: reference counts, and a prefix cache of full blocks."""
 
-from array import array
 from collections import OrderedDict
 
 import xxhash
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Sequence, packed_ids
 
 
 class Block:
@@ -47,7 +46,7 @@ class BlockManager:
     @staticmethod
     def compute_hash(token_ids: list[int], prefix_hash: int = 0) -> int:
         """The hash of a block whose prefix, all blocks before it, has `prefix_hash`."""
-        return xxhash.xxh3_64_intdigest(array("q", (prefix_hash - 2**63, *token_ids)).tobytes())
+        return xxhash.xxh3_64_intdigest(packed_ids(token_ids), prefix_hash)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

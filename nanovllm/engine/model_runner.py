@@ -127,9 +127,9 @@ class ModelRunner:
         loaded = self.features | {name: FEATURES[name].load()(self) for name in names if name not in self.features}
         self.features = {name: loaded[name] for name in [*FEATURES] if name in loaded}
 
-    def host_buffer(self, shape: BatchShape) -> np.ndarray | None:
-        """Where the next batch is prepared; None: in new memory."""
-        return None
+    def host_buffer(self, shape: BatchShape) -> np.ndarray:
+        """The memory in which the next batch is prepared: at least `shape.size` words."""
+        return np.empty(shape.size, np.int32)
 
     def padded(self, shape: BatchShape) -> BatchShape:
         """The shape in which a step is computed."""
@@ -144,8 +144,7 @@ class ModelRunner:
         block_size, first_row = self.config.kvcache_block_size, step.num_decodes * step.tokens_per_row
         backend_arrays = self.backend.prepare_chunks([c[1:] for c in step.chunks], first_row) if step.chunks else {}
         shape = self.padded(shape_of(step, block_size, backend_arrays))
-        buffer = self.host_buffer(shape)
-        return prepare_batch(step, shape, backend_arrays, arrays, buffer, block_size, self.pad_req_index)
+        return prepare_batch(step, shape, backend_arrays, arrays, self.host_buffer, block_size, self.pad_req_index)
 
     def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:
         """Launch a prepared batch. On CUDA it is only queued: this returns while it, or even the step before, runs."""
