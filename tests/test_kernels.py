@@ -23,7 +23,7 @@ import triton.language as tl
 from nanovllm.attention.triton import query_tiles
 from nanovllm.kernels import ops, peers, prefill_attention
 from nanovllm.kernels.decode_attention import NUM_IDS, TILE
-from nanovllm.kernels.dependent_launch import has_tma, num_sms
+from nanovllm.kernels.devices import has_tma, num_sms
 from nanovllm.kernels.peers import PeerBarrier
 from nanovllm.kernels.sampling import _gumbel
 from nanovllm.kernels.sampling_columns import PHILOX_ROUNDS, WIDTH, column

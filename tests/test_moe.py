@@ -11,7 +11,7 @@ from common import CUDA, DEVICE, DTYPES, NAN, Peers, assert_close, each_dtype, e
 triton = pytest.importorskip("triton")
 
 from nanovllm.kernels import moe_gemm, moe_gemv, moe_routing
-from nanovllm.kernels.dependent_launch import has_tma
+from nanovllm.kernels.devices import has_tma
 from nanovllm.kernels.moe_routing import Routing, max_tiles, sort_by_expert
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.models.hybrid import SharedExpertMoE

@@ -41,7 +41,7 @@ __all__ = ["gelu_family"]  # a fixture
 dequantize = scaled_weights.dequantize.__wrapped__  # as it is defined, on a GPU too
 ops = pytest.importorskip("nanovllm.kernels.ops")
 from nanovllm.kernels import mix_experts, moe_gemm, moe_routing, scaled_linear
-from nanovllm.kernels.dependent_launch import has_hopper_kernels
+from nanovllm.kernels.devices import has_hopper_kernels
 from nanovllm.kernels.scaled_gemv import choose_gemv_split_k, scaled_gemv
 from nanovllm.kernels.scaled_moe_gemv import scaled_moe_gemv
 

@@ -6,25 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import (
-    dependent_kernel,
-    gdc_launch_dependents,
-    gdc_wait,
-    launch,
-    next_power_of_2,
-    num_sms,
-    prefetch_rows,
-)
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch, next_power_of_2
+from nanovllm.kernels.devices import num_sms
 from nanovllm.kernels.fp8 import ONES, as_fp8_partner, decode_e4m3, decode_e4m3_pairs, store_row, unpack_scales
 from nanovllm.kernels.norm_rope_store import load_cos_sin, norm_rope
-from nanovllm.kernels.paged_cache import layout_of
-from nanovllm.kernels.split_sequence import (
-    NO_KEYS,
-    PROGRAMS_PER_SM,
-    choose_num_splits,
-    combine_splits,
-    split_sequence,
-)
+from nanovllm.kernels.paged_cache import layout_of, prefetch_rows
+from nanovllm.kernels.split_sequence import NO_KEYS, PROGRAMS_PER_SM, choose_num_splits, combine_splits, split_sequence
 
 TILE = 64  # keys of a tile, which lies in one block; half as many of long rows, if they are all that is read
 NUM_IDS = 16  # block ids that are loaded at a time
@@ -52,8 +39,7 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, slot_mapping_ptr = norm_rope_ptrs
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
     num_seqs_ptr, context_lens_ptr, block_tables_ptr = seq_ptrs
@@ -100,7 +86,7 @@ def _decode_kernel(
         if IS_FP8:
             scale_rows = (blocks * KV_HEADS + kv_head) * BLOCK_SIZE + tokens % BLOCK_SIZE
             prefetch_rows(scales_ptr + scale_rows, 1)
-        gdc_wait()
+    gdc_wait(PDL)
 
     if ROWS == 1:
         row = seq * (KV_HEADS * GROUP) + kv_head * GROUP + g

@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch, num_sms
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
+from nanovllm.kernels.devices import num_sms
 from nanovllm.kernels.sampling_params import MIN_P, TEMPERATURE, TOP_K, TOP_P, is_filtered, load_float
 from nanovllm.kernels.token_order import LAST_ID, ordered_bits, token_key
 

@@ -41,8 +41,7 @@ def _load_input(x_ptrs, k, inside):
 def _gemv_kernel(
     x_ptrs, w_ptrs, out_ptr, N, eps, K: tl.constexpr, TILES: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr
 ):
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     w_ptr, bias_ptr = w_ptrs
     n = tl.program_id(0) * TILES.tile_n + tl.arange(0, TILES.tile_n)
     k = tl.arange(0, TILES.tile_k)
@@ -57,8 +56,7 @@ def _gemv_kernel(
         bias = tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)
         if GATED:
             up_bias = tl.load(bias_ptr + N + n, n < N, 0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
+    gdc_wait(PDL)
     x, squares = _load_input(x_ptrs, k, k < K)
     acc = w_tile * x
     if GATED:

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, has_tma, launch, num_sms
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
+from nanovllm.kernels.devices import has_tma, num_sms
 from nanovllm.kernels.tiles import QuantizedRows, Tiles, add_product, load_tile, operands_of, times_scales
 
 GROUP_M = tl.constexpr(8)  # tiles of rows that take the same tile of weights one after the other

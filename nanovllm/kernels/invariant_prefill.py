@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, has_tma, launch
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.devices import has_tma
 from nanovllm.kernels.fp8 import ONES, as_fp8_partner, decode_e4m3
 from nanovllm.kernels.invariant_attention import SEGMENT, add_segment, add_tile, segment_of, store_attended, tile_sizes
 from nanovllm.kernels.paged_cache import layout_of
@@ -63,8 +64,7 @@ def _prefill_kernel(
     PDL: tl.constexpr,
 ):
     """As in prefill_attention.py, but segment by segment."""
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     query_tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr = query_ptrs
     HEADS: tl.constexpr = CACHE.kv_heads * GROUP
     HEAD_DIM: tl.constexpr = CACHE.head_dim
@@ -94,8 +94,7 @@ def _prefill_kernel(
     position = num_cached + token
     row = (first_row + token).to(tl.int64) * HEADS + kv_head * GROUP + m % GROUP
     at = row[:, None] * HEAD_DIM + d[None, :]
-    if PDL:
-        gdc_wait()
+    gdc_wait(PDL)
     q = tl.load(q_ptr + at, valid, 0.0)
     if scales_ptr is not None:
         q = as_fp8_partner(q)

@@ -12,14 +12,12 @@ from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_depen
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, num_rows, eps, N: tl.constexpr, SPLIT_K: tl.constexpr, PDL: tl.constexpr
 ):
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     col = tl.arange(0, next_power_of_2(N))
     row = tl.program_id(0).to(tl.int64)
     at = row * N + col
     weight = tl.load(weight_ptr + col, col < N, 0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
+    gdc_wait(PDL)
     x = tl.load(x_ptr + at, col < N, 0.0).to(tl.float32)
     for part in tl.static_range(1, SPLIT_K):
         # a multiple of N, so that the compiler knows the address to be aligned

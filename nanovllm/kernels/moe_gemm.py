@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, has_tma, launch
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
+from nanovllm.kernels.devices import has_tma
 from nanovllm.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing, sort_by_expert
 from nanovllm.kernels.quantize_rows import quantize_rows
 from nanovllm.kernels.tiles import Tiles, add_product, block_shape, load_tile, operands_of, times_scales

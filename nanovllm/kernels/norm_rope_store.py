@@ -59,8 +59,7 @@ def _norm_rope_store_kernel(
 
     All rows get the same instructions; the masks is_q, is_k and is_v select what is loaded and stored.
     """
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, slot_mapping_ptr = norm_rope_ptrs
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
     BLOCK_SIZE: tl.constexpr = CACHE.block_size
@@ -78,8 +77,7 @@ def _norm_rope_store_kernel(
     if q_weight_ptr is not None:
         cos = cos * tl.where(is_q, tl.load(q_weight_ptr + d), tl.load(k_weight_ptr + d))
         sin = sin * tl.where(is_q, tl.load(q_weight_ptr + d_swapped), tl.load(k_weight_ptr + d_swapped))
-    if PDL:
-        gdc_wait()
+    gdc_wait(PDL)
     x_ptr = qkv_ptr + token * qkv_stride + row * HEAD_DIM
     x = tl.load(x_ptr + d, is_q | is_k | is_v, 0.0)
     x_swapped = tl.load(x_ptr + d_swapped, is_q | is_k, 0.0)

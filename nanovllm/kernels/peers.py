@@ -90,14 +90,12 @@ def _sum_rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     BLOCK: tl.constexpr = next_power_of_2(N)
     col = tl.arange(0, BLOCK)
     weight = tl.load(weight_ptr + col, col < N, 0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
+    gdc_wait(PDL)
     _signal(peer_ptrs, flags_offset, rank, SIZE)
     addresses_ptr = peer_ptrs[0]
     mine = _pointer_to_rank(addresses_ptr, rank, offset, dtype)

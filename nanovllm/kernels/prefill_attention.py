@@ -5,14 +5,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import (
-    dependent_kernel,
-    gdc_launch_dependents,
-    gdc_wait,
-    has_hopper_kernels,
-    has_tma,
-    launch,
-)
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.devices import has_hopper_kernels, has_tma
 from nanovllm.kernels.fp8 import ONES, as_fp8_partner, decode_e4m3, unpack_scales
 from nanovllm.kernels.paged_cache import layout_of
 
@@ -85,8 +79,7 @@ def _prefill_kernel(
     CACHE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     query_tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr = query_ptrs
     KV_HEADS: tl.constexpr = CACHE.kv_heads
     HEAD_DIM: tl.constexpr = CACHE.head_dim
@@ -108,8 +101,7 @@ def _prefill_kernel(
         return
     length = tl.load(context_lens_ptr + seq)
     table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
-    if PDL:
-        gdc_wait()
+    gdc_wait(PDL)
 
     m = tl.arange(0, TILE_M)
     d = tl.arange(0, HEAD_DIM)

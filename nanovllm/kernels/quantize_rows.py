@@ -9,13 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import (
-    dependent_kernel,
-    gdc_launch_and_wait,
-    gdc_launch_dependents,
-    gdc_wait,
-    launch,
-)
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.fp8 import encode_e4m3
 from nanovllm.kernels.tiles import QuantizedRows, as_loadable, scale_of
 
@@ -55,7 +49,8 @@ def _store_groups(x, out_ptrs, row, first_group, stride, GROUPS: tl.constexpr):
 @triton.jit(do_not_specialize=["scale_stride"])
 def _quantize_kernel(x_ptr, out_ptrs, scale_stride, GROUPS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):
     """Quantize some groups of a row; if GATED, those of the activation of a row of 2 n elements."""
-    gdc_launch_and_wait(PDL)
+    gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     first_group = tl.program_id(1) * GROUPS.count
     at, inside = _positions(first_group, GROUPS)
@@ -83,14 +78,12 @@ def _rms_norm_quantize_kernel(
     PDL: tl.constexpr,
 ):
     """The norm of layernorm.py, with a row as groups."""
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     col, inside = _positions(0, GROUPS)
     at = row * GROUPS.n + col
     weight = tl.load(weight_ptr + col, inside, 0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
+    gdc_wait(PDL)
     x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32)
     for part in tl.static_range(1, SPLIT_K):
         x += tl.load(x_ptr + (part * num_rows + row) * GROUPS.n + col, inside, 0.0).to(tl.float32)

@@ -6,7 +6,7 @@ x may be quantized too, to e4m3, for GPUs with FP8 units. Otherwise W is convert
 import torch
 import triton
 
-from nanovllm.kernels.dependent_launch import has_hopper_kernels, num_sms
+from nanovllm.kernels.devices import has_hopper_kernels, num_sms
 from nanovllm.kernels.split_k_gemm import split_k_product
 from nanovllm.kernels.tiles import QuantizedRows, Tiles, block_shape
 

@@ -43,8 +43,7 @@ def _load_tile(w_ptrs, first_n, k, is_column, N, SHAPE: tl.constexpr, ROWS: tl.c
 def _scaled_gemv_kernel(
     x_ptr, w_ptrs, out_ptr, N, SHAPE: tl.constexpr, TILES: tl.constexpr, MATRICES: tl.constexpr, PDL: tl.constexpr
 ):
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     COLUMNS: tl.constexpr = SHAPE.k // SHAPE.block_k
     NUM_TILES: tl.constexpr = TILES.stages
     first_n = tl.program_id(0) * (TILES.tile_n * NUM_TILES)
@@ -68,8 +67,7 @@ def _scaled_gemv_kernel(
         scales = tl.load(scales_at, (column < SHAPE.k)[None, :], 0.0)[None]
     else:
         scales = tl.full([1, 1, k.shape[0]], 1.0, tl.float32)
-    if PDL:
-        gdc_wait()
+    gdc_wait(PDL)
     x = tl.load(x_ptr + k, is_column, 0.0).to(tl.float32)[None, None]
     for i in tl.static_range(NUM_TILES):
         y = tl.sum(tl.sum(decode_e4m3(tile, tl.float32) * x, 3) * scales, 2) * factors + bias  # [tile_n, MATRICES]

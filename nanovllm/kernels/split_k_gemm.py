@@ -5,14 +5,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import (
-    dependent_kernel,
-    gdc_launch_and_wait,
-    has_hopper_kernels,
-    has_tma,
-    launch,
-    num_sms,
-)
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
+from nanovllm.kernels.devices import has_hopper_kernels, has_tma, num_sms
 from nanovllm.kernels.tiles import QuantizedRows, Tiles, add_product, load_tile, operands_of, times_scales
 
 FEW_WEIGHTS = 5 * 2**20

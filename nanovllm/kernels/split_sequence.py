@@ -4,7 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch, num_sms
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.devices import num_sms
 from nanovllm.kernels.paged_cache import CacheLayout
 
 MAX_SPLITS = 32  # of each of several sequences; more take longer to combine than they save
@@ -66,8 +67,7 @@ def _combine_kernel(
     """One row of the result. (The last split of a row to finish could do this. But a dependent launch takes less time
     than one program takes to read what many have written: it was slower, most where many heads share their keys.)
     """
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     num_seqs_ptr, context_lens_ptr = seq_ptrs
     row = tl.program_id(0).to(tl.int64)
     if num_seqs_ptr is not None:
@@ -79,8 +79,7 @@ def _combine_kernel(
     num_splits = split_sequence(context_lens_ptr, row // (HEADS * ROWS), splits, IS_QKV, ROWS, CACHE)[3]
     is_used = split < num_splits
     part = row * splits + split
-    if PDL:
-        gdc_wait()
+    gdc_wait(PDL)
     lse = tl.load(lse_ptr + part, is_used, NO_KEYS)
     parts = tl.load(partial_ptr + part[:, None] * CACHE.head_dim + d[None, :], is_used[:, None], 0.0)
     weight = tl.exp2(lse - tl.max(lse, 0))

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.devices import has_fp8_units
 from nanovllm.kernels.fp8 import decode_e4m3
-from nanovllm.kernels.fp8_units import has_fp8_units
 
 
 class Tiles(NamedTuple):
