@@ -144,14 +144,15 @@ def test_graphs_fill_tiles():
 def test_decodes_and_chunks_have_the_same_bits(heads, window):
     group, kv_heads, head_dim, block_size = heads
     lengths, num_new = [5, 70, 600, 1030, 3000], [5, 69, 130, 60, 700]
-    _, *caches, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, torch.bfloat16, torch.nan)
+    _, cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, torch.bfloat16, torch.nan)
+    cache.window = window
     q = randn(sum(num_new), group * kv_heads, head_dim, dtype=torch.bfloat16)
 
     def chunks(q, num_new):
         starts = F.pad(int32(num_new).cumsum(0, dtype=torch.int32), (1, 0))
         spans = [(0, n) for n in num_new]  # in any order
         tiles = int32(query_tiles(spans, 0, cuda_ops.query_tile_size(group, head_dim, q.dtype)))
-        return cuda_ops.prefill_attention(q, *caches, starts, context_lens, tables, tiles, window=window)
+        return cuda_ops.prefill_attention(q, cache, starts, context_lens, tables, tiles)
 
     expected = chunks(q, num_new)
     half = [-(-n // 2) for n in num_new]
@@ -163,7 +164,7 @@ def test_decodes_and_chunks_have_the_same_bits(heads, window):
     which, bounds = zip(*rows)
     for splits in (1, 2, 6):
         args = int32(bounds), tables[[*which]].contiguous(), 3000, splits
-        assert torch.equal(cuda_ops.decode_attention(q, *caches, *args, window=window), expected)
+        assert torch.equal(cuda_ops.decode_attention(q, cache, *args), expected)
 
 
 @pytest.mark.gpu

@@ -29,6 +29,7 @@ from nanovllm.kernels.sampling import _gumbel
 from nanovllm.kernels.sampling_columns import PHILOX_ROUNDS, WIDTH, column
 from nanovllm.kernels.split_k_gemm import FEW_WEIGHTS, MAX_ROWS, TILE_K, TILE_N
 from nanovllm.kernels.split_sequence import MAX_SPLITS, choose_num_splits
+from nanovllm.layers.attention import KVCache
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sampler import philox
 
@@ -79,7 +80,13 @@ def paged(lengths: list[int], kv_heads: int, head_dim: int, block_size: int, dty
         contents.append([randn(length, kv_heads, head_dim, dtype=dtype) for _ in "kv"])
         for cache, content in zip(caches, contents[-1], strict=True):
             cache.flatten(0, 1)[slots] = content
-    return contents, *caches, int32(lengths), tables
+    return contents, cache_of(*caches), int32(lengths), tables
+
+
+def cache_of(k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> KVCache:
+    cache = KVCache((k, v))
+    cache.window = window
+    return cache
 
 
 def attention_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> torch.Tensor:
@@ -100,11 +107,12 @@ def forget(tables: torch.Tensor, num_before: list[int], window: int, block_size:
 
 def check_decode(lengths, heads, dtype, stale, splits, window=None):
     group, kv_heads, head_dim, block_size = heads
-    contents, k_cache, v_cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, stale)
+    contents, cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, stale)
+    cache.window = window
     q = randn(len(lengths), group * kv_heads, head_dim, dtype=dtype)
     if window:
         forget(tables, [length - 1 for length in lengths], window, block_size)
-    out = ops.decode_attention(q, k_cache, v_cache, context_lens, tables, max(lengths), splits, window=window)
+    out = ops.decode_attention(q, cache, context_lens, tables, max(lengths), splits)
     expected = [attention_reference(part, k, v, window) for part, (k, v) in zip(q.split(1), contents, strict=True)]
     assert_close(out, torch.cat(expected))
     assert not out[context_lens == 0].any()
@@ -113,7 +121,8 @@ def check_decode(lengths, heads, dtype, stale, splits, window=None):
 def check_prefill(num_new, num_before, heads, dtype, stale, window=None):
     group, kv_heads, head_dim, block_size = heads
     lengths = [new + before for new, before in zip(num_new, num_before, strict=True)]
-    contents, k_cache, v_cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, stale)
+    contents, cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, stale)
+    cache.window = window
     q = randn(sum(num_new), group * kv_heads, head_dim, dtype=dtype)
     cu_seqlens_q = F.pad(int32(num_new).cumsum(0, dtype=torch.int32), (1, 0))
     size = ops.query_tile_size(group, head_dim, dtype)
@@ -121,8 +130,7 @@ def check_prefill(num_new, num_before, heads, dtype, stale, window=None):
     tiles = F.pad(torch.from_numpy(query_tiles(chunks, 0, size)), (0, 0, 0, 2), value=-1)
     if window:
         forget(tables, num_before, window, block_size)
-    args = cu_seqlens_q, context_lens, tables, int32(tiles)
-    out = ops.prefill_attention(q, k_cache, v_cache, *args, window=window)
+    out = ops.prefill_attention(q, cache, cu_seqlens_q, context_lens, tables, int32(tiles))
     parts = zip(q.split(num_new), contents, strict=True)
     expected = [attention_reference(part, k, v, window) for part, (k, v) in parts]
     assert_close(out, torch.cat(expected))
@@ -185,11 +193,13 @@ def test_decode_looks_up_chunks_of_blocks(block_size, splits, lengths, dtype):
     ),
 )
 def test_decode_of_qkv(case, window, dtype):
-    """It stores what `norm_rope_store` does, and attends to it; a slot of -1 stores nothing."""
+    """It stores what `norm_rope_and_store` does, and attends to it; a slot of -1 stores nothing."""
     heads, splits, has_norm = case
     group, kv_heads, head_dim, block_size = heads
     lengths = [100, 65, 1, block_size, block_size + 1]
-    _, k_cache, v_cache, context_lens, tables = paged([*lengths, 0], kv_heads, head_dim, block_size, dtype, NAN)
+    _, cache, context_lens, tables = paged([*lengths, 0], kv_heads, head_dim, block_size, dtype, NAN)
+    other = cache_of(cache.k.clone(), cache.v.clone())
+    cache.window = window
     last = context_lens.long() - 1
     slots = tables.gather(1, last.clamp(min=0)[:, None] // block_size)[:, 0] * block_size + last % block_size
     slots[-1] = -1
@@ -198,19 +208,17 @@ def test_decode_of_qkv(case, window, dtype):
     inv_freq = 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
     cos_sin = RotaryEmbedding(tuple(inv_freq.tolist()), 1.25, 300).to(DEVICE)(last.clamp(min=0))
     weights = [randn(head_dim, dtype=dtype) if has_norm else None for _ in "qk"]
-    new = *weights, 1e-6, cos_sin, int32(slots)
-    caches = k_cache.clone(), v_cache.clone()
-    q = ops.norm_rope_store(qkv, *new, *caches)
+    new = qkv, (*weights, 1e-6, cos_sin), int32(slots)
+    q = ops.norm_rope_and_store(*new, other)
     contents = [
-        [cache[table.long()].flatten(0, 1)[:length] for cache in caches] for table, length in zip(tables, lengths)
+        [x[table.long()].flatten(0, 1)[:length] for x in (other.k, other.v)] for table, length in zip(tables, lengths)
     ]
     expected = [attention_reference(part, k, v, window) for part, (k, v) in zip(q.split(1), contents)]
-    args = context_lens, tables, max(lengths), splits
-    out = ops.decode_attention_of_qkv(qkv, *new, k_cache, v_cache, *args, window=window)
+    out = ops.decode_attention_of_qkv(*new, cache, context_lens, tables, max(lengths), splits)
     assert out.isfinite().all()
     assert_close(out[:-1], torch.cat(expected))
-    for cache, other in zip((k_cache, v_cache), caches):
-        torch.testing.assert_close(cache, other, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
+    for ours, theirs in zip((cache.k, cache.v), (other.k, other.v)):
+        torch.testing.assert_close(ours, theirs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -226,7 +234,8 @@ def test_decode_of_drafts(k, heads, dtype, case):
     """A sequence's rows see a key more than the row before, or are copies of it; the last pair is too many queries."""
     (group, kv_heads, head_dim, block_size), (splits, window) = heads, case
     lengths, copies = [k, 63 + k, 190, 66, 0, 128], [0, 1, k - 1, 0, 0, 0]
-    contents, k_cache, v_cache, _, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, NAN)
+    contents, cache, _, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, NAN)
+    cache.window = window
     seen = [[max(0, length - max(0, k - 1 - copied - i)) for i in range(k)] for length, copied in zip(lengths, copies)]
     seen[4] = [0] * k
     if window:
@@ -234,19 +243,18 @@ def test_decode_of_drafts(k, heads, dtype, case):
     q = randn(len(lengths) * k, group * kv_heads, head_dim, dtype=dtype)
     args = (
         q,
-        k_cache,
-        v_cache,
+        cache,
         int32([n for own in seen for n in own]),
         tables.repeat_interleave(k, 0),
         max(lengths),
         splits,
     )
-    out = ops.decode_attention(*args, window=window, tokens_per_row=k)
+    out = ops.decode_attention(*args, tokens_per_row=k)
     rows = [(keys[:n], values[:n]) for (keys, values), own in zip(contents, seen) for n in own]
     expected = [attention_reference(row, *of_row, window) for row, of_row in zip(q.split(1), rows, strict=True)]
     assert_close(out, torch.cat(expected))
     fewer = torch.full_like(q, 7.0)
-    ops.decode_attention(*args, num_seqs=int32([3 * k]), out=fewer, window=window, tokens_per_row=k)
+    ops.decode_attention(*args, num_seqs=int32([3 * k]), out=fewer, tokens_per_row=k)
     assert torch.equal(fewer[: 3 * k], out[: 3 * k]) and (fewer[3 * k :] == 7).all()
 
 
@@ -255,16 +263,16 @@ def test_a_step_of_decodes_and_chunks(splits, dtype):
     """As in a CUDA graph: the number of decodes is read on the device, and the bounds are larger than what is there."""
     group, kv_heads, head_dim, block_size = 2, 2, 32, 16
     num_new, lengths = [1, 1, 5, 70], [130, 40, 5, 90]
-    contents, k_cache, v_cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, NAN)
+    contents, cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, NAN)
     q = randn(sum(num_new) + 3, group * kv_heads, head_dim, dtype=dtype)
     out = torch.full_like(q, 7.0)
     starts = F.pad(int32(num_new).cumsum(0, dtype=torch.int32), (1, 0))
     tiles = query_tiles([(0, 5), (20, 90)], 2, ops.query_tile_size(group, head_dim, dtype))
     assert tiles[0, 0] == 3 and tiles[-2:].tolist() == [[3, 0], [2, 0]]
     tiles = int32(F.pad(torch.from_numpy(tiles), (0, 0, 0, 2), value=-1))
-    ops.prefill_attention(q, k_cache, v_cache, starts, context_lens, tables, tiles, out)
+    ops.prefill_attention(q, cache, starts, context_lens, tables, tiles, out)
     assert (out[:2] == 7).all() and (out[-3:] == 7).all()
-    args = q[:4], k_cache, v_cache, context_lens, tables, max(lengths), splits
+    args = q[:4], cache, context_lens, tables, max(lengths), splits
     ops.decode_attention(*args, num_seqs=int32([2]), out=out[:4])
     parts = zip(q.split([*num_new, 3]), contents)
     assert_close(out[:-3], torch.cat([attention_reference(part, k, v) for part, (k, v) in parts]))
@@ -554,7 +562,7 @@ def test_norm_rope_store(has_norm, sizes, num_tokens, dtype):
     positions = torch.randint(300, (num_tokens,))
     cos_sin = RotaryEmbedding(tuple(inv_freq.tolist()), 1.25, 300)(positions).to(DEVICE)
     caches = [randn(6, 16, kv_heads, head_dim, dtype=dtype) for _ in "kv"]
-    k_cache, v_cache = (cache[1:] for cache in caches)  # in front is what a slot of -1 would overwrite
+    cache = cache_of(*(x[1:] for x in caches))  # in front is what a slot of -1 would overwrite
     slots = torch.randperm(80)[:num_tokens].to(DEVICE)
     slots[2::3] = -1
 
@@ -567,10 +575,10 @@ def test_norm_rope_store(has_norm, sizes, num_tokens, dtype):
         return torch.cat((turned.real, turned.imag, normed[..., rotary:]), -1)
 
     q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
-    expected = [cache.double() for cache in caches]
-    for cache, content in zip(expected, (norm_rope(k, k_weight), v.double()), strict=True):
-        cache[1:].flatten(0, 1)[slots[slots >= 0]] = content[slots >= 0]
-    out = ops.norm_rope_store(qkv, q_weight, k_weight, 1e-6, cos_sin, int32(slots), k_cache, v_cache)
+    expected = [x.double() for x in caches]
+    for x, content in zip(expected, (norm_rope(k, k_weight), v.double()), strict=True):
+        x[1:].flatten(0, 1)[slots[slots >= 0]] = content[slots >= 0]
+    out = ops.norm_rope_and_store(qkv, (q_weight, k_weight, 1e-6, cos_sin), int32(slots), cache)
     assert_close(out, norm_rope(q, q_weight))
     assert_close(caches[0], expected[0])
     assert torch.equal(caches[1].double(), expected[1])

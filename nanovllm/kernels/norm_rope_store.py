@@ -95,35 +95,21 @@ def _norm_rope_store_kernel(
     tl.store(v_cache_ptr + (slot * KV_HEADS + row - HEADS - KV_HEADS) * HEAD_DIM + d, v, is_v)
 
 
-def norm_rope_store(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    cos_sin: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    scales: torch.Tensor | None = None,
-) -> torch.Tensor:
+def norm_rope_and_store(qkv: torch.Tensor, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
     """Return the normed and rotated queries [T, heads, head_dim] of qkv [T, heads + 2 kv_heads, head_dim], whose tokens
     may lie apart; store the keys, normed and rotated too, and the values.
 
-    The caches are [blocks, block_size, kv_heads, head_dim]. slot_mapping [T] has each token's index in the first two of
-    these dimensions, flattened; -1: its key and value are not stored. The weights of the norms are [head_dim], or both
-    None for no norm. cos_sin [T, 2, N] float32 is RotaryEmbedding's, for the first N numbers of a head. head_dim is a
-    power of two.
-
-    Caches with `scales` are in FP8 (see fp8.py): for each key and its value a pair of scales, bfloat16 in an int32,
-    [blocks, kv_heads, block_size].
+    qk_norm_rope are the weights of the norms [head_dim], or None twice for no norm; eps; and RotaryEmbedding's cos_sin
+    [T, 2, N] float32, for the first N numbers of a head. slot_mapping [T] has each token's index in the first two
+    dimensions of the cache, flattened; -1: its key and value are not stored. head_dim is a power of two.
     """
     num_tokens, num_rows, head_dim = qkv.shape
-    layout = CacheLayout(*k_cache.shape[1:])
+    layout = CacheLayout(*cache.k.shape[1:])
     heads = num_rows - 2 * layout.kv_heads
     q = torch.empty((num_tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if num_tokens:
-        inputs, caches = (q_weight, k_weight, eps, cos_sin, slot_mapping), (k_cache, v_cache, scales)
-        constants = dict(HEADS=heads, CACHE=layout, ROTARY=cos_sin.shape[2], num_warps=4 if num_tokens < 1024 else 1)
+        inputs, caches = (*qk_norm_rope, slot_mapping), (cache.k, cache.v, cache.scales)
+        constants = dict(HEADS=heads, CACHE=layout, ROTARY=inputs[3].shape[2], num_warps=4 if num_tokens < 1024 else 1)
         grid = num_tokens, -(-num_rows // ROWS.value)
-        launch(_norm_rope_store_kernel, grid, qkv.device)(*(qkv, inputs, q, caches, qkv.stride(0)), **constants)
+        launch(_norm_rope_store_kernel, grid, qkv.device)(qkv, inputs, q, caches, qkv.stride(0), **constants)
     return q

@@ -16,7 +16,7 @@ from nanovllm.kernels.host_memory import copy_from_host, copy_to_host
 from nanovllm.kernels.layernorm import rms_norm
 from nanovllm.kernels.logprobs import token_logprobs
 from nanovllm.kernels.mix_experts import mix_experts
-from nanovllm.kernels.norm_rope_store import norm_rope_store
+from nanovllm.kernels.norm_rope_store import norm_rope_and_store
 from nanovllm.kernels.peers import all_reduce_max, gather_columns, sum_rms_norm
 from nanovllm.kernels.penalties import penalize
 from nanovllm.kernels.prefill_attention import prefill_attention, query_tile_size
@@ -65,10 +65,6 @@ def add_rms_norm(x, residual, weight, eps):
         total = x.reduce()
         return rms_norm(total, weight, eps), total
     return rms_norm(x.parts, weight, eps, residual, x.split_k), residual
-
-
-def norm_rope_and_store(qkv, qk_norm_rope, slot_mapping, cache):
-    return norm_rope_store(qkv, *qk_norm_rope, slot_mapping, cache.k, cache.v, cache.scales)
 
 
 def embed_shard(token_ids, weight, first_id, out=None):
