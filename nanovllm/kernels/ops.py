@@ -13,14 +13,14 @@ from nanovllm.kernels.embedding import embed_range
 from nanovllm.kernels.filters import logit_cutoffs
 from nanovllm.kernels.gemv import gemv
 from nanovllm.kernels.host_memory import copy_from_host, copy_to_host
-from nanovllm.kernels.layernorm import rms_norm
+from nanovllm.kernels.layernorm import rms_norm, rms_norm_quantize
 from nanovllm.kernels.logprobs import token_logprobs
 from nanovllm.kernels.mix_experts import mix_experts
 from nanovllm.kernels.norm_rope_store import norm_rope_and_store
 from nanovllm.kernels.peers import all_reduce_max, gather_columns, sum_rms_norm
 from nanovllm.kernels.penalties import penalize
 from nanovllm.kernels.prefill_attention import prefill_attention, query_tile_size
-from nanovllm.kernels.quantize_rows import quantize_rows, rms_norm_quantize, silu_and_mul_quantize
+from nanovllm.kernels.quantize_rows import quantize_rows, silu_and_mul_quantize
 from nanovllm.kernels.request_tables import accept, place_chains, place_decodes
 from nanovllm.kernels.sampling import sample
 from nanovllm.kernels.scaled_gemm import SWIGLU_GROUP, scaled_gemm, swiglu_quantize
