@@ -21,7 +21,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl
 
 from nanovllm.attention.triton import query_tiles
-from nanovllm.kernels import ops, peers, prefill_attention
+from nanovllm.kernels import ops, peers, prefill_attention, sampling
 from nanovllm.kernels.decode_attention import NUM_IDS, TILE
 from nanovllm.kernels.devices import has_tma, num_sms
 from nanovllm.kernels.peers import PeerBarrier
@@ -674,28 +674,28 @@ def test_sample(shape, dtype):
 
 
 @each_dtype
-@pytest.mark.parametrize("tile, per_split", [(2048, 2048), (1024, 4096)])
-def test_greedy_takes_the_lowest_of_equals(tile, per_split, dtype):
-    """Within a tile, across tiles and across splits, the last token included."""
+def test_greedy_takes_the_lowest_of_equals(dtype):
+    """Within a split and across splits, the last token included."""
     ties = [[0, 8999], [5, 6], [1023, 1024], [2047, 2048], [4095, 4096], [4096, 8192, 8999], [8999], [100, 5000]]
     logits = randn(len(ties), 9000, dtype=dtype)
     for row, columns in zip(logits, ties, strict=True):
         row[columns] = 20
     _, seeds, positions = sampling_inputs(len(ties))
     greedy = torch.zeros(len(ties), device=DEVICE)
-    ids = ops.sample(logits, greedy, seeds, positions, 0, tile, per_split)[1]
+    ids = ops.sample(logits, greedy, seeds, positions)[1]
     assert ids.tolist() == [columns[0] for columns in ties]
 
 
-def test_sample_does_not_depend_on_the_tiles():
+def test_sample_does_not_depend_on_the_splits(monkeypatch):
     """And tokens that are ruled out stay so."""
     logits = randn(3, 3001)
     logits[:, ::2] = -torch.inf
     inputs = sampling_inputs(3)
     expected = sample_reference(logits, *inputs)
     assert (expected % 2 == 1).all()
-    for tile, per_split in ((128, 256), (256, 1024), (1024, 8192)):
-        assert torch.equal(ops.sample(logits, *inputs, 0, tile, per_split)[1], expected)
+    for size in (128, 1024, 4096):
+        monkeypatch.setattr(sampling, "SPLIT_SIZE", size)
+        assert torch.equal(ops.sample(logits, *inputs)[1], expected)
 
 
 @pytest.mark.parametrize("value", [-torch.inf, *CUDA * [NAN]])  # the interpreter has no maximum of NaN

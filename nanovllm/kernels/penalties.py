@@ -12,18 +12,14 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch, next_power_of_2
-from nanovllm.kernels.sampling_params import column_constant, load_float
+from nanovllm.kernels.sampling_params import column_constants, load_float
 
-PRESENCE_PENALTY = column_constant("presence_penalty")
-FREQUENCY_PENALTY = column_constant("frequency_penalty")
-REPETITION_PENALTY = column_constant("repetition_penalty")
-IS_PENALIZED = column_constant("is_penalized")
-NUM_PROMPT_TOKENS = column_constant("num_prompt_tokens")
-MIN_LEN = column_constant("min_len")
-NUM_BIASES = column_constant("num_biases")
-NUM_STOPS = column_constant("num_stops")
-HAS_ALLOWED_IDS = column_constant("has_allowed_ids")
-NUM_BAD_WORDS = column_constant("num_bad_words")
+PRESENCE_PENALTY, FREQUENCY_PENALTY, REPETITION_PENALTY = column_constants(
+    "presence_penalty", "frequency_penalty", "repetition_penalty"
+)
+IS_PENALIZED, HAS_ALLOWED_IDS = column_constants("is_penalized", "has_allowed_ids")
+NUM_PROMPT_TOKENS, MIN_LEN = column_constants("num_prompt_tokens", "min_len")
+NUM_BIASES, NUM_STOPS, NUM_BAD_WORDS = column_constants("num_biases", "num_stops", "num_bad_words")
 IN_PROMPT = tl.constexpr(1 << 30)  # a flag in a count, whose lower bits count the output's tokens
 
 
