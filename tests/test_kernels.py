@@ -816,10 +816,10 @@ def test_a_kernel_that_is_aborted_does_not_wait(monkeypatch):
 
 @each_dtype
 @pytest.mark.parametrize("num_ids, n, first_id", [(7, 8, 0), (7, 136, 7), (5, 1024, 1000)])
-def test_embed_range(num_ids, n, first_id, dtype):
+def test_embed_shard(num_ids, n, first_id, dtype):
     weight, out = randn(num_ids, n, dtype=dtype), randn(6, n, dtype=dtype)
     token_ids = int32([first_id - 1, first_id, first_id + num_ids - 1, first_id + num_ids, 0, 1 << 30])
-    ops.embed_range(token_ids, weight, first_id, out)
+    assert ops.embed_shard(token_ids, weight, first_id, out) is out
     for row, token_id in zip(out, token_ids.tolist()):
         inside = first_id <= token_id < first_id + num_ids
         assert torch.equal(row, weight[token_id - first_id] if inside else torch.zeros_like(row))

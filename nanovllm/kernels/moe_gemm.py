@@ -7,6 +7,8 @@ Each token's `top_k` parts of the output are stored apart, for the next norm to 
 could be added to their tokens only by atomic additions, in an order that would change from run to run.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -171,27 +173,28 @@ def moe_gemm(
     return _grouped_product(h, down, rows, routing, out, quantize)
 
 
+class SumSizes(NamedTuple):
+    """What the kernel below is compiled for."""
+
+    num_local: int  # experts of this rank
+    top_k: int
+    n: int
+
+
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_tokens", "first_expert"])
 def _sum_parts_kernel(
-    parts_ptr,
-    ids_ptr,
-    out_ptr,
-    num_tokens,
-    first_expert,
-    N: tl.constexpr,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    parts_ptr, ids_ptr, out_ptr, num_tokens, first_expert, SIZES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     gdc_launch_and_wait(PDL)
+    TOP_K: tl.constexpr = SIZES.top_k
+    N: tl.constexpr = SIZES.n
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(TOP_K):
         expert = tl.load(ids_ptr + token * TOP_K + choice) - first_expert
-        limit = tl.where((expert >= 0) & (expert < E), N, 0)
+        limit = tl.where((expert >= 0) & (expert < SIZES.num_local), N, 0)
         total += tl.load(parts_ptr + (choice * num_tokens + token) * N + col, col < limit, 0.0).to(tl.float32)
     tl.store(out_ptr + token * N + col, total.to(out_ptr.dtype.element_ty), col < N)
 
@@ -205,8 +208,8 @@ def sum_local_parts(
     """
     top_k, num_tokens, n = parts.shape
     out = torch.empty_like(parts[0]) if out is None else out
-    block = min(2048, triton.next_power_of_2(n))
+    sizes, block = SumSizes(num_experts, top_k, n), min(2048, triton.next_power_of_2(n))
     launch(_sum_parts_kernel, (num_tokens, triton.cdiv(n, block)), parts.device)(
-        parts, routing.expert_ids, out, num_tokens, first_expert, N=n, E=num_experts, TOP_K=top_k, BLOCK=block
+        parts, routing.expert_ids, out, num_tokens, first_expert, SIZES=sizes, BLOCK=block
     )
     return out

@@ -9,7 +9,7 @@ from nanovllm.kernels.decode_attention import decode_attention, decode_attention
 from nanovllm.kernels.delta_net_chunks import delta_net_chunks
 from nanovllm.kernels.delta_net_tokens import delta_net_drafts, delta_net_step
 from nanovllm.kernels.dequantize import dequantize
-from nanovllm.kernels.embedding import embed_range
+from nanovllm.kernels.embedding import embed_shard
 from nanovllm.kernels.filters import logit_cutoffs
 from nanovllm.kernels.gemv import gemv
 from nanovllm.kernels.host_memory import copy_from_host, copy_to_host
@@ -65,10 +65,3 @@ def add_rms_norm(x, residual, weight, eps):
         total = x.reduce()
         return rms_norm(total, weight, eps), total
     return rms_norm(x.parts, weight, eps, residual, x.split_k), residual
-
-
-def embed_shard(token_ids, weight, first_id, out=None):
-    if out is None:
-        return NotImplemented
-    embed_range(token_ids, weight, first_id, out)
-    return out

@@ -3,7 +3,10 @@
 import triton
 import triton.language as tl
 
+from nanovllm.kernels import sampling_columns
 from nanovllm.kernels.sampling_columns import column_index
+
+WIDTH = tl.constexpr(sampling_columns.WIDTH)
 
 
 def column_constants(*names: str) -> list[tl.constexpr]:
