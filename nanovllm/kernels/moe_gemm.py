@@ -18,7 +18,16 @@ from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_w
 from nanovllm.kernels.devices import has_tma
 from nanovllm.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing, sort_by_expert
 from nanovllm.kernels.quantize_rows import quantize_rows
-from nanovllm.kernels.tiles import Tiles, add_product, block_shape, load_tile, operands_of, times_scales
+from nanovllm.kernels.tiles import (
+    Tiles,
+    Weight,
+    add_product,
+    block_shape,
+    load_tile,
+    operands_of,
+    times_scales,
+    values_and_scales,
+)
 
 # tiles of rows that take the same tile of weights one after the other, which is then in the L2 cache
 GROUP_M = tl.constexpr(4)
@@ -33,8 +42,6 @@ FLOAT32 = Tiles(32, 16, 3, 4)  # without tensor cores, for tests: larger tiles e
 SCALED_GATE_UP = {16: Tiles(64, 128, 4, 4), 32: Tiles(64, 128, 3, 4), 64: Tiles(64, 128, 4, 4)}
 SCALED_DOWN = {16: Tiles(128, 128, 4, 4), 32: Tiles(128, 128, 3, 4), 64: Tiles(128, 128, 3, 4)}
 MAX_SCALED_TILE_M = 64
-
-Weight = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # [experts, N, K]; or such values, and scales
 
 
 def choose_tile_m(num_pairs: int, num_experts: int) -> int:
@@ -129,7 +136,7 @@ def _grouped_product(
 ) -> torch.Tensor:
     """Fill `out`: [rows, size] is what gate and up give, [top_k, T, hidden] what down gives."""
     is_gated, is_scaled, is_float32 = out.dim() == 2, isinstance(weight, tuple), x.dtype == torch.float32
-    values, scales = weight if is_scaled else (weight, None)
+    values, scales = values_and_scales(weight)
     inputs = quantize_rows(x, block_shape(values, scales)[1]) if quantize else x
     elements, values, scales, shape = operands_of(inputs, values, scales)
     if is_scaled:

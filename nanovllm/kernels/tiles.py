@@ -10,6 +10,8 @@ import triton.language as tl
 from nanovllm.kernels.devices import has_fp8_units
 from nanovllm.kernels.fp8 import decode_e4m3
 
+Weight = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # [.., N, K]; or such values of 8 bits, and their scales
+
 
 class Tiles(NamedTuple):
     """How a product is divided; a constant of kernels."""
@@ -55,6 +57,10 @@ class QuantizedRows:
 
     def __len__(self) -> int:
         return self.num_rows
+
+
+def values_and_scales(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return weight if isinstance(weight, tuple) else (weight, None)
 
 
 def operands_of(
