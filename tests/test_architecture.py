@@ -374,7 +374,6 @@ ROOM_FILES = {
     "kernels/dequantize.py": "8-bit kernels",
     "kernels/fp8.py": "8-bit kernels",
     "kernels/quantize_rows.py": "8-bit kernels",
-    "kernels/scaled_gemm.py": "8-bit kernels",
     "kernels/scaled_gemv.py": "8-bit kernels",
     "kernels/scaled_linear.py": "8-bit kernels",
     "utils/cuda_driver.py": "distributed",

@@ -21,8 +21,8 @@ triton = pytest.importorskip("triton")
 import triton.language as tl
 
 from nanovllm.attention.triton import query_tiles
-from nanovllm.kernels import ops, peers, prefill_attention, sampling
-from nanovllm.kernels.decode_attention import NUM_IDS, TILE
+from nanovllm.kernels import decode_attention, ops, peers, prefill_attention, sampling
+from nanovllm.kernels.decode_attention import TILE
 from nanovllm.kernels.devices import has_tma, num_sms
 from nanovllm.kernels.peers import PeerBarrier
 from nanovllm.kernels.sampling import _gumbel
@@ -158,6 +158,9 @@ def test_decode_of_a_window(window, case, dtype):
 @pytest.mark.parametrize("splits, dtype", pairs([1, 7, 16], DTYPES))
 def test_decode_of_4095_tokens(splits, dtype):
     check_decode([4095], (4, 1, 32, 256), dtype, NAN, splits)
+
+
+NUM_IDS = decode_attention.NUM_IDS.value
 
 
 @each_dtype_or_half

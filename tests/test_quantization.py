@@ -254,7 +254,7 @@ def test_fp8_units(monkeypatch, use_ops, make_llm, tmp_path, name, format_name):
     monkeypatch.setattr("nanovllm.kernels.moe_gemv.SCALED_GATE_UP_TILE", (32, 64, 4))
     monkeypatch.setattr("nanovllm.kernels.moe_gemv.DOWN_TILE", (32, 64, 1))
     calls = []
-    kernels = {"scaled_gemv", "scaled_gemm", "quantize_rows", "rms_norm_quantize"}
+    kernels = {"scaled_gemv", "split_k_gemm", "quantize_rows", "rms_norm_quantize"}
     act = set() if name == "llama-gelu" else {"silu_and_mul_quantize"}
     kernels |= {"moe_gemv", "moe_gemm"} if name == "qwen3-moe" else act
     for kernel in kernels:
@@ -612,7 +612,7 @@ def test_scaled_gemm(fresh_memory_is_nan, dtype, way, shape, num_rows, split_k):
     x[0, :5] = 0
     rows = ops.quantize_rows(x, columns) if way == "a8" else x
     expected = (as_floats(rows) if way == "a8" else x.double()) @ dequantize(values, scales, torch.float64).T
-    parts = ops.scaled_gemm(rows, values, scales, split_k)
+    parts = ops.split_k_gemm(rows, (values, scales), split_k)
     assert parts.shape == (split_k, num_rows, n)
     if way == "a8":  # FP8 units add with fewer digits
         assert (parts.double().sum(0) - expected).norm() < 0.005 * expected.norm()
@@ -646,7 +646,7 @@ def test_activation_in_the_product(monkeypatch):
 
     def swiglu(x, values, scales):
         calls.append(len(x))
-        return ops.silu_and_mul_quantize(ops.scaled_gemm(x, values, scales)[0], 128)
+        return ops.silu_and_mul_quantize(ops.split_k_gemm(x, (values, scales))[0], 128)
 
     layer = MergedColumnParallelLinear(128, [(128, TensorParallel())] * 2, False, torch.float32)
     down = RowParallelLinear(128, 128, False, TensorParallel())
@@ -718,7 +718,7 @@ def test_scaled_gemm_of_several_rows_with_a_scale(fresh_memory_is_nan, n, k, row
     values, scales = scaled(n, k, rows, k)
     x = ops.quantize_rows(randn(20, k, dtype=torch.float16), k)
     expected = as_floats(x) @ dequantize(values, scales, torch.float64).T
-    y = ops.scaled_gemm(x, values, scales)[0]
+    y = ops.split_k_gemm(x, (values, scales))[0]
     assert (y - expected).norm() < 0.005 * expected.norm()
 
 

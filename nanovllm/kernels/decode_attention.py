@@ -14,7 +14,7 @@ from nanovllm.kernels.paged_cache import LOG2_E, layout_of, prefetch_rows
 from nanovllm.kernels.split_sequence import NO_KEYS, PROGRAMS_PER_SM, choose_num_splits, combine_splits, split_sequence
 
 TILE = 64  # keys of a tile, which lies in one block; half as many of long rows, if they are all that is read
-NUM_IDS = 16  # block ids that are loaded at a time
+NUM_IDS = tl.constexpr(16)  # block ids that are loaded at a time
 MAX_QUERIES = 64  # of a program, which has all those of a key-value head
 NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos and sin, slots
 
@@ -35,7 +35,6 @@ def _decode_kernel(
     GROUP: tl.constexpr,
     CACHE: tl.constexpr,
     ROTARY: tl.constexpr,
-    NUM_IDS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -250,9 +249,7 @@ def decode_attention_of_qkv(
     return out
 
 
-def _choose_programs(
-    batch_size, kv_heads, tokens_per_row, row_bytes: int, is_qkv: bool, device
-) -> tuple[int, int, int]:
+def _choose_programs(batch_size, kv_heads, tokens_per_row, row_bytes, is_qkv, device) -> tuple[int, int, int]:
     """How many programs a multiprocessor gets, the warps of one, and how many tiles it loads at a time.
 
     `row_bytes`: of a key. Four warps read fastest, by two programs that run at the same time. But while these leave no
@@ -269,26 +266,24 @@ def _choose_programs(
 def _decode(out, q, norm_rope_inputs, cache, seqs, max_context_len, splits, tokens_per_row=1) -> None:
     """Fill `out` [B, heads, head_dim]. With inputs of norm and rope, q is qkv. `seqs` are num_seqs, lengths, tables."""
     num_rows, heads, head_dim = out.shape
-    group = heads // cache.k.shape[2]
+    group = heads // (kv_heads := cache.k.shape[2])
     tokens_per_row = tokens_per_row if tokens_per_row * group <= MAX_QUERIES else 1
     batch_size = num_rows // tokens_per_row
     is_qkv, row_bytes = norm_rope_inputs is not NO_NORM_ROPE, head_dim * cache.k.element_size()
     layout = layout_of(cache, TILE if is_qkv or row_bytes <= 256 else TILE // 2)
     max_num_keys = min(max_context_len, cache.window or max_context_len)
-    programs, num_warps, stages = _choose_programs(
-        batch_size, layout.kv_heads, tokens_per_row, row_bytes, is_qkv, q.device
-    )
-    splits = splits or choose_num_splits(batch_size, layout.kv_heads, max_num_keys, layout.tile, q.device, programs)
-    partial = lse = None
+    programs, num_warps, stages = _choose_programs(batch_size, kv_heads, tokens_per_row, row_bytes, is_qkv, q.device)
+    splits = splits or choose_num_splits(batch_size, kv_heads, max_num_keys, layout.tile, q.device, programs)
+    parts = None, None
     if splits > 1:
-        partial = torch.empty((num_rows, heads, splits, head_dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty((num_rows, heads, splits), dtype=torch.float32, device=q.device)
+        shapes = (num_rows, heads, splits, head_dim), (num_rows, heads, splits)
+        parts = tuple(torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
     caches, scale = (cache.k, cache.v, cache.scales), head_dim**-0.5 * LOG2_E
-    constants = dict(ROWS=tokens_per_row, GROUP=group, CACHE=layout, NUM_IDS=NUM_IDS, STAGES=stages)
-    constants |= dict(ROTARY=norm_rope_inputs[3].shape[2] if is_qkv else head_dim, num_warps=num_warps)
-    launch(_decode_kernel, (layout.kv_heads, batch_size, splits), q.device, shared=50 if is_qkv else 100)(
-        *(q, norm_rope_inputs, caches, seqs, (out, partial, lse), scale, q.stride(0), seqs[2].stride(0), splits),
-        **constants,
+    constants = dict(ROWS=tokens_per_row, GROUP=group, CACHE=layout, STAGES=stages, num_warps=num_warps)
+    constants["ROTARY"] = norm_rope_inputs[3].shape[2] if is_qkv else head_dim
+    pointers, strides = (q, norm_rope_inputs, caches, seqs, (out, *parts)), (q.stride(0), seqs[2].stride(0))
+    launch(_decode_kernel, (kv_heads, batch_size, splits), q.device, shared=50 if is_qkv else 100)(
+        *pointers, scale, *strides, splits, **constants
     )
     if splits > 1:
-        combine_splits(partial, lse, seqs[:2], out, layout, is_qkv, tokens_per_row)
+        combine_splits(parts, seqs[:2], out, layout, is_qkv, tokens_per_row)

@@ -204,7 +204,7 @@ def _tiles(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def swiglu(x: QuantizedRows, values: torch.Tensor, scales: torch.Tensor) -> QuantizedRows:
-    """As `scaled_gemm.swiglu_quantize`, for any number of rows."""
+    """As `scaled_linear.swiglu_quantize`, for any number of rows."""
     num_rows, (n, k) = len(x.values), values.shape
     num_blocks = n // 256
     y = torch.empty((num_rows, n // 2), dtype=values.dtype, device=values.device)

@@ -1,6 +1,6 @@
 """Mixture of experts for many tokens: grouped products over rows that are sorted by expert (moe_routing.py).
 
-Weights may be 8-bit values times scales. Then as in scaled_gemm.py, the products are those of e4m3 where there are FP8
+Weights may be 8-bit values times scales. Then as in split_k_gemm.py, the products are those of e4m3 where there are FP8
 units, for which the inputs of both products are quantized before; elsewhere weights are converted to the dtype of x.
 
 Each token's `top_k` parts of the output are stored apart, for the next norm to add up: rows in the order of experts
@@ -18,16 +18,7 @@ from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_w
 from nanovllm.kernels.devices import has_tma
 from nanovllm.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing, sort_by_expert
 from nanovllm.kernels.quantize_rows import quantize_rows
-from nanovllm.kernels.tiles import (
-    Tiles,
-    Weight,
-    add_product,
-    block_shape,
-    load_tile,
-    operands_of,
-    times_scales,
-    values_and_scales,
-)
+from nanovllm.kernels.tiles import Tiles, Weight, add_product, block_shape, load_tile, operands_of, times_scales
 
 # tiles of rows that take the same tile of weights one after the other, which is then in the L2 cache
 GROUP_M = tl.constexpr(4)
@@ -136,9 +127,8 @@ def _grouped_product(
 ) -> torch.Tensor:
     """Fill `out`: [rows, size] is what gate and up give, [top_k, T, hidden] what down gives."""
     is_gated, is_scaled, is_float32 = out.dim() == 2, isinstance(weight, tuple), x.dtype == torch.float32
-    values, scales = values_and_scales(weight)
-    inputs = quantize_rows(x, block_shape(values, scales)[1]) if quantize else x
-    elements, values, scales, shape = operands_of(inputs, values, scales)
+    inputs = quantize_rows(x, block_shape(*weight)[1]) if quantize else x
+    elements, values, scales, shape = operands_of(inputs, weight)
     if is_scaled:
         tiles = (SCALED_GATE_UP if is_gated else SCALED_DOWN)[rows.tile_m]
     else:

@@ -23,10 +23,9 @@ from nanovllm.kernels.prefill_attention import prefill_attention, query_tile_siz
 from nanovllm.kernels.quantize_rows import quantize_rows, silu_and_mul_quantize
 from nanovllm.kernels.request_tables import accept, place_chains, place_decodes
 from nanovllm.kernels.sampling import sample
-from nanovllm.kernels.scaled_gemm import SWIGLU_GROUP, scaled_gemm, swiglu_quantize
-from nanovllm.kernels.scaled_linear import best_scaled_split_k, min_block_columns, scaled_linear
+from nanovllm.kernels.scaled_linear import best_scaled_split_k, min_block_columns, scaled_linear, swiglu_quantize
 from nanovllm.kernels.split_k_gemm import choose_split_k, split_k_gemm
-from nanovllm.kernels.tiles import QuantizedRows
+from nanovllm.kernels.tiles import SWIGLU_GROUP, QuantizedRows
 
 TINY_WEIGHTS, TINY_SPLIT_K = 2**20, 16  # of a product that takes less time in parts, although they are to be added
 

@@ -9,14 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import (
-    dependent_kernel,
-    gdc_launch_dependents,
-    gdc_wait,
-    launch,
-    launch_ordinary,
-    next_power_of_2,
-)
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch, launch_ordinary
 from nanovllm.kernels.sampling_params import WIDTH, is_filtered
 
 KEYS_PER_PROGRAM = 128
@@ -76,6 +69,7 @@ class SumShape(NamedTuple):
     """What the kernel of sums is compiled for."""
 
     n: int
+    width: int  # a power of two, at least n
     split_k: int
     ranks: int
     has_residual: bool
@@ -92,7 +86,7 @@ def _sum_rms_norm_kernel(
     SIZE: tl.constexpr = SHAPE.ranks
     SPLIT_K: tl.constexpr = SHAPE.split_k
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    BLOCK: tl.constexpr = next_power_of_2(N)
+    BLOCK: tl.constexpr = SHAPE.width
     col = tl.arange(0, BLOCK)
     weight = tl.load(weight_ptr + col, col < N, 0.0).to(tl.float32)
     gdc_wait(PDL)
@@ -136,9 +130,10 @@ def sum_rms_norm(
     split_k, num_rows, n = parts.shape
     total = torch.empty_like(parts[0]) if residual is None else residual
     out = torch.empty_like(total)
-    shape = SumShape(n, split_k, len(barrier.addresses), residual is not None)
+    width = triton.next_power_of_2(n)
+    shape = SumShape(n, width, split_k, len(barrier.addresses), residual is not None)
     # a pipeline of several stages would read the other ranks' parts before the wait
-    constants = dict(SHAPE=shape, num_warps=max(4, min(16, triton.next_power_of_2(n) // 256)), num_stages=1)
+    constants = dict(SHAPE=shape, num_warps=max(4, min(16, width // 256)), num_stages=1)
     launch(_sum_rms_norm_kernel, (max(1, min(num_rows, barrier.max_programs)),), parts.device)(
         *barrier.arguments, (total, out), weight, num_rows, eps, **constants
     )

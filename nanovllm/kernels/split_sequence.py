@@ -15,20 +15,15 @@ NO_KEYS = tl.constexpr(-1e30)  # the log-sum-exp of no keys; finite, so that no 
 
 
 def choose_num_splits(
-    batch_size: int,
-    kv_heads: int,
-    max_context_len: int,
-    tile: int,
-    device: torch.device,
-    programs_per_sm: int = PROGRAMS_PER_SM,
+    batch_size: int, kv_heads: int, max_keys: int, tile: int, device: torch.device, programs: int = PROGRAMS_PER_SM
 ) -> int:
-    """The most splits of one sequence, of at least `tile` keys each.
+    """The most splits of one sequence, of at least `tile` keys each. `programs` are those of a multiprocessor.
 
     A single sequence gets a program for each multiprocessor. The lengths of several differ: they get more programs.
     """
-    programs, most = (1, MAX_SPLITS_OF_ONE) if batch_size == 1 else (programs_per_sm, MAX_SPLITS)
+    programs, most = (1, MAX_SPLITS_OF_ONE) if batch_size == 1 else (programs, MAX_SPLITS)
     wanted = programs * num_sms(device) // max(1, batch_size * kv_heads)
-    return max(1, min(wanted, -(-max_context_len // tile), most))
+    return max(1, min(wanted, -(-max_keys // tile), most))
 
 
 @triton.jit
@@ -52,8 +47,7 @@ def split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, ROWS: tl
 @dependent_kernel(early=("seq_ptrs",))
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(
-    partial_ptr,
-    lse_ptr,
+    part_ptrs,
     seq_ptrs,
     out_ptr,
     splits,
@@ -68,6 +62,7 @@ def _combine_kernel(
     than one program takes to read what many have written: it was slower, most where many heads share their keys.)
     """
     gdc_launch_dependents(PDL)
+    partial_ptr, lse_ptr = part_ptrs
     num_seqs_ptr, context_lens_ptr = seq_ptrs
     row = tl.program_id(0).to(tl.int64)
     if num_seqs_ptr is not None:
@@ -88,22 +83,17 @@ def _combine_kernel(
 
 
 def combine_splits(
-    partial: torch.Tensor,
-    lse: torch.Tensor,
-    seqs: tuple,
-    out: torch.Tensor,
-    layout: CacheLayout,
-    is_qkv: bool,
-    tokens_per_row: int = 1,
+    parts: tuple, seqs: tuple, out: torch.Tensor, layout: CacheLayout, is_qkv: bool, tokens_per_row: int = 1
 ) -> None:
-    """Fill out [B, heads, head_dim] with the splits' results `partial` [B, heads, splits, head_dim] float32.
+    """Fill out [B, heads, head_dim] with the splits' results, which are weighted by their log-sum-exps.
 
-    They are weighted by their log-sum-exps `lse` [B, heads, splits]. The other arguments are those of the kernel that
-    has written them, as they tell how many splits of a sequence are used; `seqs` are num_seqs and context_lens.
+    `parts` are these, [B, heads, splits, head_dim] and [B, heads, splits] float32. The other arguments are those of the
+    kernel that has written them, as they tell how many splits of a sequence are used; `seqs` are num_seqs and
+    context_lens.
     """
-    batch_size, heads, splits, _ = partial.shape
+    batch_size, heads, splits = parts[1].shape
     constants = dict(HEADS=heads, CACHE=layout, IS_QKV=is_qkv, ROWS=tokens_per_row)
     constants["MAX_SPLITS"] = max(MAX_SPLITS, triton.next_power_of_2(splits))
     launch(_combine_kernel, (batch_size * heads,), out.device, shared=50)(
-        partial, lse, seqs, out, splits, **constants, num_warps=4 if splits > MAX_SPLITS else 2
+        parts, seqs, out, splits, **constants, num_warps=4 if splits > MAX_SPLITS else 2
     )

@@ -10,6 +10,7 @@ import triton.language as tl
 from nanovllm.kernels.devices import has_fp8_units
 from nanovllm.kernels.fp8 import decode_e4m3
 
+SWIGLU_GROUP = 128  # inputs, outputs, and weights in both directions that share a scale in hopper_swiglu.py
 Weight = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # [.., N, K]; or such values of 8 bits, and their scales
 
 
@@ -63,10 +64,9 @@ def values_and_scales(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None
     return weight if isinstance(weight, tuple) else (weight, None)
 
 
-def operands_of(
-    x: torch.Tensor | QuantizedRows, values: torch.Tensor, scales: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, Scales, Shape]:
+def operands_of(x: torch.Tensor | QuantizedRows, weight: Weight) -> tuple[torch.Tensor, torch.Tensor, Scales, Shape]:
     """What a kernel takes for activations and a weight [.., N, K]: their elements and scales, and the shape."""
+    values, scales = values_and_scales(weight)
     values, shape = as_loadable(values), shape_of(values, scales)
     if not isinstance(x, QuantizedRows):
         return x, values, Scales(None, 0, scales), shape
