@@ -423,7 +423,7 @@ def test_gemv(size, kind, dtype):
         expected = rms_norm_reference(total, norm_weight, eps)
     inputs = [tensor for tensor in (x, weight, norm_weight, residual) if tensor is not None]
     copies = [tensor.clone() for tensor in inputs]
-    out, returned = ops.gemv(x, weight, norm_weight, eps, residual, gated)
+    out, returned = ops.gemv(x, weight, (norm_weight, eps), residual, gated)
     assert_close(out, linear_reference(expected, weight, gated))
     assert torch.equal(returned, total) and (returned is x) == (residual is None)
     assert all(map(torch.equal, inputs, copies))
@@ -437,7 +437,7 @@ def test_gemv_with_bias(gated, has_norm, nk, dtype):
     x, norm_weight = randn(1, k, dtype=dtype), randn(k, dtype=dtype) if has_norm else None
     num_outputs = 2 * n if gated else n
     weight, bias = randn(num_outputs, k, dtype=dtype) / k**0.5, randn(num_outputs, dtype=dtype)
-    out, _ = ops.gemv(x, weight, norm_weight, 0.5, gated=gated, bias=bias)
+    out, _ = ops.gemv(x, weight, (norm_weight, 0.5), gated=gated, bias=bias)
     normed = rms_norm_reference(x, norm_weight, 0.5) if has_norm else x
     assert_close(out, linear_reference(normed, weight, gated, bias))
 

@@ -10,20 +10,12 @@ from nanovllm.kernels.tiles import QuantizedRows
 
 
 @dependent_kernel(early=("weight_ptr",))
-@triton.jit(do_not_specialize=["num_rows", "scale_stride"])
+@triton.jit(do_not_specialize=["num_rows", "stride"])
 def _rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptrs,
-    num_rows,
-    eps,
-    scale_stride,
-    GROUPS: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptrs, weight_ptr, out_ptrs, num_rows, eps, stride, GROUPS: tl.constexpr, SPLIT_K: tl.constexpr, PDL: tl.constexpr
 ):
     gdc_launch_dependents(PDL)
+    x_ptr, residual_ptr = x_ptrs
     row = tl.program_id(0).to(tl.int64)
     col, inside = positions_of(0, GROUPS)
     at = row * GROUPS.n + col
@@ -37,7 +29,7 @@ def _rms_norm_kernel(
         tl.store(residual_ptr + at, total, inside)
         x = total.to(tl.float32)
     x *= tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / GROUPS.n + eps) * weight
-    store_groups(x, out_ptrs, row, 0, scale_stride, GROUPS)
+    store_groups(x, out_ptrs, row, 0, stride, GROUPS)
 
 
 def _store_norm(x, weight, eps, residual, split_k: int, group: int, outputs: tuple, scale_stride: int) -> None:
@@ -46,7 +38,7 @@ def _store_norm(x, weight, eps, residual, split_k: int, group: int, outputs: tup
         width, count = 1 << (group - 1).bit_length(), 1 << (n // group - 1).bit_length()
         constants = dict(GROUPS=Groups(n, group, count, width), num_warps=4 if count * width <= 2048 else 8)
         launch(_rms_norm_kernel, (num_rows,), x.device)(
-            x, residual, weight, outputs, num_rows, eps, scale_stride, SPLIT_K=split_k, **constants
+            (x, residual), weight, outputs, num_rows, eps, scale_stride, SPLIT_K=split_k, **constants
         )
 
 

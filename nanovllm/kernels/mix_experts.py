@@ -6,8 +6,9 @@ import torch
 
 from nanovllm.kernels.gemv import gemv
 from nanovllm.kernels.moe_gemm import moe_gemm, sum_local_parts
-from nanovllm.kernels.moe_gemv import MAX_GEMV_TOKENS, NO_NORM, moe_gemv
+from nanovllm.kernels.moe_gemv import MAX_GEMV_TOKENS, moe_gemv
 from nanovllm.kernels.moe_routing import route, router_logits
+from nanovllm.kernels.tiles import NO_NORM
 
 
 def mix_experts(x, layer, slot_mapping):
@@ -26,7 +27,7 @@ def _by_gemv(x, layer, slot_mapping):
     if summands is not None:
         row, residual = summands
         logits = row.new_empty((1, 1, len(gate)), dtype=torch.float32)
-        _, x.total = gemv(row, gate, x.weight, x.eps, residual, out=logits[0])
+        _, x.total = gemv(row, gate, (x.weight, x.eps), residual, out=logits[0])
     else:
         logits = router_logits(x.tensor(), gate)
     routing = route(logits, layer.top_k, layer.renormalize, slot_mapping, layer.num_shared)

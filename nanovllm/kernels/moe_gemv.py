@@ -13,14 +13,13 @@ import triton.language as tl
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
 from nanovllm.kernels.fp8 import decode_e4m3
 from nanovllm.kernels.moe_routing import Routing
-from nanovllm.kernels.tiles import Weight, as_loadable, columns_of_parts, shape_of, values_and_scales
+from nanovllm.kernels.tiles import NO_NORM, Weight, as_loadable, columns_of_parts, shape_of, values_and_scales
 
 MAX_GEMV_TOKENS = 4  # with more tokens, several choose the same expert, whose weights a grouped product reads once
 GATE_UP_TILE, SCALED_GATE_UP_TILE = (4, 1024, 4), (4, 2048, 4)  # TILE_N, TILE_K and warps
 DOWN_TILE = 2, 256, 1  # a warp alone has no barriers, and all its loads are in flight
 DOWN_TILE_OF_ONE = 1, 256, 1  # of one token, but for 8-bit weights
 LANE = tl.constexpr(8)
-NO_NORM = None, 0.0
 
 
 class Sizes(NamedTuple):

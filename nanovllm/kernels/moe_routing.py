@@ -133,10 +133,9 @@ def route(
     expert_ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
     if num_tokens:
         constants = dict(E=num_experts, TOP_K=top_k, SHARED=num_shared, SPLIT_K=split_k, RENORMALIZE=renormalize)
+        constants["num_warps"], out = BLOCK_T.value, (weights, expert_ids)
         launch(_route_kernel, (triton.cdiv(num_tokens, BLOCK_T.value),), logits.device)(
-            *(logits, slot_mapping, (weights, expert_ids), num_tokens, num_tokens * num_logits),
-            **constants,
-            num_warps=BLOCK_T.value,
+            logits, slot_mapping, out, num_tokens, num_tokens * num_logits, **constants
         )
     return Routing(weights, expert_ids, num_experts)
 

@@ -49,7 +49,7 @@ def norm_linear(x, weight, bias=None, act=None):
     if (summands := x.summands()) is None:
         return gemv(x.tensor(), weight, gated=act is not None, bias=bias)[0]
     row, residual = summands
-    y, x.total = gemv(row, weight, x.weight, x.eps, residual, act is not None, bias)
+    y, x.total = gemv(row, weight, (x.weight, x.eps), residual, act is not None, bias)
     return y
 
 

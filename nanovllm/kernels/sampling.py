@@ -90,14 +90,7 @@ def _sample_reduce_kernel(best_ptr, index_ptr, score_ptr, out_ptr, SPLITS: tl.co
     tl.store(out_ptr + row, tl.min(tl.where(best == score, index, 2147483647), 0))
 
 
-def sample(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    first_id: int = 0,
-    cutoffs: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(logits, temperatures, seeds, positions, first_id=0, cutoffs=None) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores and ids [S] of the tokens that `layers.sampler.Sampler` draws from logits [S, vocabulary].
 
     temperatures [S] float32, seeds [S, 2] int32 (low and high word), positions [S] int32; cutoffs [S] int64, the

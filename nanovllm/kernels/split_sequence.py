@@ -1,5 +1,7 @@
 """How a sequence's keys are split over programs, and how their results are combined (flash-decoding)."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -44,20 +46,18 @@ def split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, ROWS: tl
     return first, num_cached, per_split, tl.maximum(tl.cdiv(num_read, per_split), 1)
 
 
+class SplitRows(NamedTuple):
+    """What is combined; a constant of the kernel."""
+
+    heads: int
+    tokens: int  # of a sequence
+    is_qkv: bool  # the new token is no key in the cache yet
+    max_splits: int
+
+
 @dependent_kernel(early=("seq_ptrs",))
 @triton.jit(do_not_specialize=["splits"])
-def _combine_kernel(
-    part_ptrs,
-    seq_ptrs,
-    out_ptr,
-    splits,
-    HEADS: tl.constexpr,
-    CACHE: tl.constexpr,
-    IS_QKV: tl.constexpr,
-    ROWS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _combine_kernel(part_ptrs, seq_ptrs, out_ptr, splits, ROWS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr):
     """One row of the result. (The last split of a row to finish could do this. But a dependent launch takes less time
     than one program takes to read what many have written: it was slower, most where many heads share their keys.)
     """
@@ -66,12 +66,13 @@ def _combine_kernel(
     num_seqs_ptr, context_lens_ptr = seq_ptrs
     row = tl.program_id(0).to(tl.int64)
     if num_seqs_ptr is not None:
-        num_rows = tl.load(num_seqs_ptr) * HEADS
+        num_rows = tl.load(num_seqs_ptr) * ROWS.heads
         if row >= num_rows:
             return
     d = tl.arange(0, CACHE.head_dim)
-    split = tl.arange(0, MAX_SPLITS)
-    num_splits = split_sequence(context_lens_ptr, row // (HEADS * ROWS), splits, IS_QKV, ROWS, CACHE)[3]
+    split = tl.arange(0, ROWS.max_splits)
+    seq = row // (ROWS.heads * ROWS.tokens)
+    num_splits = split_sequence(context_lens_ptr, seq, splits, ROWS.is_qkv, ROWS.tokens, CACHE)[3]
     is_used = split < num_splits
     part = row * splits + split
     gdc_wait(PDL)
@@ -92,8 +93,7 @@ def combine_splits(
     context_lens.
     """
     batch_size, heads, splits = parts[1].shape
-    constants = dict(HEADS=heads, CACHE=layout, IS_QKV=is_qkv, ROWS=tokens_per_row)
-    constants["MAX_SPLITS"] = max(MAX_SPLITS, triton.next_power_of_2(splits))
+    rows = SplitRows(heads, tokens_per_row, is_qkv, max(MAX_SPLITS, triton.next_power_of_2(splits)))
     launch(_combine_kernel, (batch_size * heads,), out.device, shared=50)(
-        parts, seqs, out, splits, **constants, num_warps=4 if splits > MAX_SPLITS else 2
+        parts, seqs, out, splits, ROWS=rows, CACHE=layout, num_warps=4 if splits > MAX_SPLITS else 2
     )

@@ -11,6 +11,7 @@ from nanovllm.kernels.devices import has_fp8_units
 from nanovllm.kernels.fp8 import decode_e4m3
 
 SWIGLU_GROUP = 128  # inputs, outputs, and weights in both directions that share a scale in hopper_swiglu.py
+NO_NORM = None, 0.0  # in the place of a norm's weight and its eps
 Weight = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # [.., N, K]; or such values of 8 bits, and their scales
 
 
