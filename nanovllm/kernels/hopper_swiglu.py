@@ -17,7 +17,8 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, launch, num_sms
+from nanovllm.kernels.dependent_launch import dependent_kernel, launch
+from nanovllm.kernels.devices import num_sms
 from nanovllm.kernels.hopper_ring import barriers, buffers, gdc_launch_dependents, gdc_wait, sums_of
 from nanovllm.kernels.tiles import QuantizedRows
 
@@ -179,9 +180,8 @@ def _compute(out, scales, rings, sizes, W: gl.constexpr, PLAN: gl.constexpr):
 def _swiglu_kernel(
     x_tiles, w_tiles, out_tiles, scale_ptrs, num_rows, num_blocks, PLAN: gl.constexpr, PDL: gl.constexpr
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
     STAGES: gl.constexpr = PLAN.stages
     rings = buffers(x_tiles, 2 * STAGES), buffers(w_tiles, 2 * STAGES), barriers(STAGES, 1), barriers(STAGES, 2)
     x_scale_ptr, w_scale_ptr, out_scale_ptr = scale_ptrs
@@ -204,7 +204,7 @@ def _tiles(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def swiglu(x: QuantizedRows, values: torch.Tensor, scales: torch.Tensor) -> QuantizedRows:
-    """As `scaled_gemm.swiglu_quantize`, for any number of rows."""
+    """As `scaled_linear.swiglu_quantize`, for any number of rows."""
     num_rows, (n, k) = len(x.values), values.shape
     num_blocks = n // 256
     y = torch.empty((num_rows, n // 2), dtype=values.dtype, device=values.device)
