@@ -99,6 +99,7 @@ class Config:
     batch_invariant: bool = checked(False, check_bool)
     speculative_config: Any = None
     dtype_reason: str = field(init=False, repr=False)  # why "auto" has become this dtype
+    num_states: int = field(default=0, init=False, repr=False)  # of layers that keep one: see layers/state.py
     model_config: "ModelConfig" = field(init=False, repr=False)  # with our `dtype`, not the checkpoint's
 
     def __post_init__(self) -> None:
@@ -166,6 +167,11 @@ class Config:
         """The number of blocks of the longest possible sequence."""
         assert self.max_model_len is not None, "is resolved on construction"
         return -(-self.max_model_len // self.kvcache_block_size)
+
+    @property
+    def tokens_per_row(self) -> int:
+        """The most tokens that a sequence gets in a step: those that are drafted for it, and one."""
+        return 1 + (self.speculative_config.num_speculative_tokens if self.speculative_config else 0)
 
     def device_of(self, rank: int) -> "torch.device":
         """The device of a rank: on CUDA the rank-th after `device`."""

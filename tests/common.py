@@ -57,8 +57,9 @@ if not torch.cuda.is_available():
 
 
 def small_cache_budget(runner: ModelRunner) -> int:
-    """As many blocks as the bundled model has by default. The small one would have 131,072, which take a second."""
-    return min(model_runner.CPU_KV_CACHE_BYTES, runner.cache_bytes(num_blocks=1024))
+    """For 16,384 tokens, and 256 blocks at least: the small model would have 131,072, whose records take a second."""
+    num_blocks = max(256, 16384 // runner.config.kvcache_block_size)
+    return min(model_runner.CPU_KV_CACHE_BYTES, runner.cache_bytes(num_blocks))
 
 
 whole_cache_budget, ModelRunner.cache_budget = ModelRunner.cache_budget, small_cache_budget
@@ -225,10 +226,10 @@ def small_model(tmp_path_factory) -> str:
     return str(folder)
 
 
-def with_end_ids(model: str, folder: Path, step: int) -> str:
-    """A copy of a model in `folder`, whose answers end with ids 0, step, 2 * step, ...: a random one's seldom end."""
+def with_end_ids(model: str, folder: Path, step: int, first: int = 0) -> str:
+    """A copy of a model in `folder`, whose answers end with ids first, first + step, ...: a random one's seldom end."""
     shutil.copytree(model, folder, dirs_exist_ok=True)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(0, 2048, step)]}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(first, 2048, step)]}))
     return str(folder)
 
 

@@ -102,9 +102,23 @@ def convert_operands_once() -> None:
     TritonSemantic.binary_op_type_checking_impl = check_once
 
 
+def trust_handles_and_shapes() -> None:
+    """The size of each array's numbers is compared with that of its type, and all sizes of a shape are unwrapped."""
+    equals, constexprs = tl.tuple.__eq__, {same: tl.constexpr(same) for same in (False, True)}
+
+    def init_handle(self, data, dtype) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {}
+
+    def is_equal(self, other):
+        return constexprs[self.values == other.values] if type(other) is tl.tuple else equals(self, other)
+
+    interpreter.TensorHandle.__init__, tl.tuple.__eq__ = init_handle, is_equal
+
+
 def speed_up() -> None:
     replace_builtins_once()
     make_types_once()
+    trust_handles_and_shapes()
     convert_operands_once()
     if triton.__version__.startswith("3.4."):  # takes strides of elements for bytes when it checks their alignment
         interpreter.TensorDescHandle.validate = lambda descriptor: None

@@ -68,11 +68,11 @@ class SimulatedEngine:
         asynchronous=False,
         checked=False,
         keeps_states=False,
+        num_snapshots=0,
     ):
         sizes = num_blocks, block_size, enable_prefix_caching
-        self.manager = (
-            StateBlockManager(*sizes, max_num_seqs, 2 * max_num_seqs + 2) if keeps_states else BlockManager(*sizes)
-        )
+        states = max_num_seqs, max_num_seqs + num_snapshots
+        self.manager = StateBlockManager(*sizes, *states) if keeps_states else BlockManager(*sizes)
         budgets = TokenBudget(max_num_batched_tokens), TokenBudget(max_num_mixed_tokens, context_of_equal_cost)
         self.scheduler = Scheduler(self.manager, max_num_seqs, *budgets)
         self.outputs = OutputProcessor(self.scheduler, frozenset({EOS, ALSO_EOS}))
@@ -161,7 +161,7 @@ class SimulatedEngine:
         assert len(waiting) + len(live) == sum(map(len, scheduler.live.values()))
         assert len(live) <= scheduler.max_num_seqs
         indices = [seq.req_index for seq in live]
-        assert sorted(indices + scheduler.free_req_indices) == list(range(scheduler.max_num_seqs))
+        assert sorted(indices + self.free_req_indices()) == list(range(scheduler.max_num_seqs))
 
         held = Counter(itertools.chain.from_iterable([seq.block_table for seq in live]))
         assert {block.block_id: block.ref_count for block in manager.blocks if block.ref_count} == held
@@ -182,6 +182,9 @@ class SimulatedEngine:
             assert len(set(seq.block_table)) == len(seq.block_table)
             self.check_cached(seq)
         self.check_decode_table()
+
+    def free_req_indices(self) -> list[int]:
+        return self.scheduler.free_req_indices
 
     def check_decode_table(self) -> None:
         """It has the rows of the sequences that decode, with what these say of themselves, and no others."""
@@ -455,11 +458,14 @@ SETTINGS = {
 
 
 class StateSimulation(Simulation):
-    """The model also has a layer that keeps a state: the fingerprint of the last token that it has seen."""
+    """The model also has a layer that keeps a state: the fingerprint of the last token that it has seen.
+
+    There are `num_snapshots` rows for these alone.
+    """
 
     def __init__(self, *args, **settings):
         super().__init__(*args, keeps_states=True, **settings)
-        self.states = {self.manager.zeros: 0}
+        self.states = {self.manager.rows.zeros: 0}
 
     def compute(self, step: ScheduledStep, token_id: int) -> StepResult:
         num_blocks, before = self.manager.num_blocks, dict(self.states)
@@ -469,9 +475,14 @@ class StateSimulation(Simulation):
                 self.seen["copies of states"] += 1
         chunks, rows = zip(step.chunks, step.state_rows, strict=True), step.rows
         decodes = ((row, row.seq.req_index) for row in rows[: step.num_decodes])
+        writers = {seq.req_index: seq for seq, _, _ in rows}
         for (seq, start, _), row in (*decodes, *chunks):
             assert self.states[row] == (self.marks[seq][start - 1] if start else 0), "another sequence's state"
-            self.seen["snapshots read"] += row > self.manager.zeros
+            assert writers.get(row, seq) is seq, "another sequence's chunk writes it meanwhile"
+            if start and seq not in self.first_start:
+                self.seen["snapshots read"] += 1
+                self.seen["snapshots in rows of sequences"] += row < self.manager.rows.num_indices
+                self.seen["snapshots that are overwritten"] += row == seq.req_index
         for seq, _, end in rows:
             self.states[seq.req_index] = self.marks[seq][end - 1]
         result = super().compute(step, token_id)
@@ -482,8 +493,19 @@ class StateSimulation(Simulation):
     def check_accounting(self) -> None:
         super().check_accounting()
         manager = self.manager
-        rows = [*manager.snapshots.values(), *manager._untaken.values(), *manager.free_rows]
-        assert sorted(rows) == [*range(manager.zeros + 1, manager.num_rows)]
+        indices = [seq.req_index for seq in (*self.scheduler.running.values(), *self.scheduler.prefilling.values())]
+        rows = [*indices, *self.rows_of_snapshots(), *manager.rows.free_indices, *manager.rows.free_others]
+        padding, zeros = manager.max_num_seqs, manager.rows.zeros
+        assert sorted([*rows, padding, zeros]) == [*range(manager.num_states + 2)]
         assert all(manager.blocks[block_id].hash is not None for block_id in (*manager.snapshots, *manager._untaken))
         running = {*self.scheduler.running.values(), *self.scheduler.prefilling.values()}
         assert manager._boundaries.keys() <= running and not manager._first_rows
+
+    def rows_of_snapshots(self) -> list[int]:
+        manager = self.manager
+        return [*manager.snapshots.values(), *manager._untaken.values(), *manager._unused]
+
+    def free_req_indices(self) -> list[int]:
+        """Also those that hold snapshots."""
+        rows = self.manager.rows
+        return [*rows.free_indices, *(row for row in self.rows_of_snapshots() if row < rows.num_indices)]

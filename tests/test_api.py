@@ -349,7 +349,7 @@ def test_interrupt_in_the_progress_bar(make_llm, monkeypatch, prompts, alone):
 # -- seeds -------------------------------------------------------------------------------------------------------------
 
 
-def hot(seed: int | None = None, max_tokens: int = 40) -> SamplingParams:
+def hot(seed: int | None = None, max_tokens: int = 24) -> SamplingParams:
     return SamplingParams(temperature=1.5, max_tokens=max_tokens, ignore_eos=True, seed=seed)
 
 

@@ -353,7 +353,7 @@ def test_settings_of_vllm_that_would_change_something(name, value, accepted):
 
 # -- calls of an engine ------------------------------------------------------------------------------------------------
 
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 GOOD = [[5, 6, 7], [8, 9]]
 
 

@@ -64,8 +64,8 @@ def sequence(i: int, tokens: range, blocks: list[int], **params) -> Sequence:
 def prepare(step: ScheduledStep, arrays=None, shape: BatchShape | None = None) -> Batch:
     backend_arrays = {"tiles": np.arange(len(step.chunks) * 2).reshape(-1, 2)} if step.chunks else {}
     shape = batches.shape_of(step, BLOCK_SIZE, backend_arrays) if shape is None else shape
-    buffer = np.full(9999, -7, np.int32)
-    return batches.prepare_batch(step, shape, backend_arrays, arrays or {}, buffer, BLOCK_SIZE, pad_req_index=8)
+    host_buffer = lambda shape: np.full(9999, -7, np.int32)
+    return batches.prepare_batch(step, shape, backend_arrays, arrays or {}, host_buffer, BLOCK_SIZE, pad_req_index=8)
 
 
 def decodes(seqs: list[Sequence], num_drafts: int = 0) -> ScheduledStep:
@@ -214,7 +214,7 @@ def test_kernels_of_request_tables(seed, use_ops):
     numbers = lambda low, high, *dims: torch.from_numpy(rng.integers(low, high, dims)).int()
     lengths = numbers(1, max(2, W * size - k), R + 1)
     tables = RequestTables(numbers(0, 3, R + 1, k), lengths, numbers(0, 50, R + 1, 9), numbers(0, 1, R + 1, 20))
-    host = Batch.on_host(shape, np.full(shape.size, -5, np.int32))
+    host = Batch.from_buffer(shape, np.full(shape.size, -5, np.int32))
     host.req_indices[:], host.num_reserved[:], host.new_blocks[:] = R, 0, -1
     host.req_indices[:num_real] = rng.permutation(R)[:num_real]
     host.num_reserved[:num_real] = rng.integers(1, k + 1, num_real)

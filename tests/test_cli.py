@@ -420,14 +420,18 @@ def test_serve_says_that_it_loads(monkeypatch, capsys):
     assert end.value.code == 0 and capsys.readouterr().err == ""
 
 
-def test_process_serves_a_chat_and_drains_after_sigterm():
+def test_process_serves_a_chat_and_drains_after_sigterm(tmp_path):
     """The whole way: `python -m nanovllm serve`, `nanovllm chat --url` with it, status 0 of both; an answer that is
     running at SIGTERM is completed.
+
+    The server does without AutoTokenizer, with which old transformers import PyTorch's compiler: seconds of a start.
     """
     pytest.importorskip("fastapi")
     program = [sys.executable, "-m", "nanovllm"]
     command = [*program, "serve", "tiny-qwen3", "--port=0", "--drain-seconds=20", *CPU]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    environment = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}  # it prints what `import` finds
+    with (tmp_path / "imports").open("w+") as imports:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=imports, env=environment, text=True)
     try:
         line = process.stdout.readline()  # is printed when connections are accepted
         assert "tiny-qwen3" in line and "http://127.0.0.1:" in line
@@ -445,6 +449,8 @@ def test_process_serves_a_chat_and_drains_after_sigterm():
             lines = answer.read().decode().split("\n\n")
         assert lines[-2] == "data: [DONE]" and '"finish_reason":"length"' in lines[-3]
         assert process.wait(20) == 0
+        imported = {line.rpartition(" ")[2] for line in (tmp_path / "imports").read_text().splitlines()}
+        assert "torch" in imported and "transformers.models.auto.auto_factory" not in imported
     finally:
         process.kill()
         process.communicate()

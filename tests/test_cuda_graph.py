@@ -19,6 +19,7 @@ from nanovllm.graphs.buffers import make_buffers
 from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs, graph_shapes
 from nanovllm.graphs.draft_graphs import DraftGraphs
 from nanovllm.layers.attention import AttentionBackend
+from nanovllm.startup.cuda import measure_drafts
 from nanovllm.utils import dummy_weights
 
 pytest.importorskip("triton")
@@ -53,6 +54,12 @@ class Rerun:
 def capture(work, pool):
     output = work()
     return Rerun(work, output), output
+
+
+@pytest.fixture
+def unsplit_keys(monkeypatch):
+    """`test_padding_changes_nothing` has keys of a sequence that several programs read, which takes twice as long."""
+    monkeypatch.setattr("nanovllm.kernels.decode_attention.choose_num_splits", lambda *arguments: 1)
 
 
 @pytest.fixture
@@ -102,7 +109,7 @@ def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, draf
     expected_shapes = [(1, 0, 4), (1, 0, 12), (1, 4, 4), (1, 5, 12), *([(3, 3, 4), (3, 12, 12)] if k > 1 else [])]
     assert found == expected_shapes
     runs_as_on_cuda(runner)
-    runner.buffers = make_buffers(llm.config, torch.device("cpu"), k)
+    runner.buffers = make_buffers(llm.config, torch.device("cpu"))
     parts = runner.run_model, runner.sample
     with torch.inference_mode():
         decode_graphs = DecodeGraphs(llm.config, k, runner.buffers.device, runner.forward, pool=None)
@@ -130,6 +137,7 @@ def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, draf
             assert next(iter(ours.values())).logprob == pytest.approx(next(iter(theirs.values())).logprob, abs=1e-3)
 
 
+@pytest.mark.usefixtures("unsplit_keys")
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
 def test_drafts_of_graphs(make_llm, one_layer, use_ops, monkeypatch, tmp_path, method):
@@ -162,14 +170,22 @@ def test_drafts_of_graphs(make_llm, one_layer, use_ops, monkeypatch, tmp_path, m
     llm = make_llm(one_layer, attention_backend="triton", **settings)
     runner, k = llm.model_runner, 4
     runs_as_on_cuda(runner)
-    runner.buffers, drafter = make_buffers(llm.config, torch.device("cpu"), k), runner.features["spec_decode"].drafter
+    runner.buffers, drafter = make_buffers(llm.config, torch.device("cpu")), runner.features["spec_decode"].drafter
     with torch.inference_mode():
         runner.graphs = DecodeGraphs(llm.config, k, runner.buffers.device, runner.forward, pool=None)
         graphs = DraftGraphs(llm.config, drafter, runner.pad_req_index, pool=None)
     drafter.run, drafter.run_chunks = graphs.run, graphs.run_chunks
+    measure_drafts(runner)
+    cost, of_decodes = llm.config.speculative_config.step_cost, runner.graphs.graphs
+    assert cost.rows == (1, 2, 4) and min(cost.times + cost.drafting) > 0 and cost.of(4, 3) == cost.drafting[2]
+    wide = [of_decodes[shape.graph_shape] for shape in runner.graphs.shapes if shape.tokens_per_row == k]
+    assert {graph.num_replays for graph in (*graphs.graphs.values(), *wide)} == {12}
+    for table in runner.tables:
+        table.zero_()
+    llm.core.output_processor.settings = plain.core.output_processor.settings  # drafts as often
     outputs = generate_by_steps(llm, zip(prompts, params))
     assert answers(outputs) == answers(expected)
-    num_replays = {size: graph.num_replays for size, graph in graphs.graphs.items()}
+    num_replays = {size: graph.num_replays - 12 for size, graph in graphs.graphs.items()}
     assert num_replays[1] > 2 and num_replays[2] + num_replays[4] > 2, num_replays
     assert all(graph.num_replays for graph, *_ in graphs.chunks.values()), graphs.chunks
     drafts, of_plain = (x.stats()["spec_decode"] for x in (llm, plain))
@@ -195,6 +211,7 @@ def test_drafters_where_kernels_are_only_compiled(make_llm, one_layer, use_ops, 
     assert (llm.model_runner.tables.last_token_ids[0, 1:] == -1).all()
 
 
+@pytest.mark.usefixtures("unsplit_keys")
 @pytest.mark.skipif(not find_spec("llguidance"), reason="llguidance is not installed")
 def test_masks_of_drafts(make_llm, one_layer, use_ops, monkeypatch):
     """What a grammar forces is drafted, and each draft of a graph has its own mask, beside rows that are free."""
@@ -213,7 +230,7 @@ def test_masks_of_drafts(make_llm, one_layer, use_ops, monkeypatch):
     llm = make_llm(one_layer, attention_backend="triton", **settings, speculative_config=speculative)
     runner = llm.model_runner
     runs_as_on_cuda(runner)
-    runner.buffers = make_buffers(llm.config, torch.device("cpu"), runner.tokens_per_row)
+    runner.buffers = make_buffers(llm.config, torch.device("cpu"))
     runner.add_features(["logit_edits"])
     with torch.inference_mode():
         runner.graphs = DecodeGraphs(llm.config, 4, runner.buffers.device, runner.forward, pool=None)

@@ -13,6 +13,8 @@ from nanovllm.engine.features import FEATURES, Feature, StepFeature
 from nanovllm.features import register_feature
 from nanovllm.kernels.sampling_columns import COLUMNS, MAX_CUSTOM_COLUMNS
 
+pytestmark = pytest.mark.small_model
+
 
 @dataclass(frozen=True, kw_only=True)
 class Params(SamplingParams):

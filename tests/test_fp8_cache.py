@@ -158,8 +158,8 @@ def test_decode(heads, case, dtype, native):
     lengths = [130, block_size + 1, block_size, 65, 1, 0]
     contents, cache, context_lens, tables = paged(lengths, heads, dtype, native)
     q = randn(len(lengths), group * kv_heads, head_dim, dtype=dtype)
-    args = context_lens, tables, 130, splits
-    out = ops.decode_attention(q, cache.k, cache.v, *args, scales=cache.scales, window=window)
+    cache.window = window
+    out = ops.decode_attention(q, cache, context_lens, tables, 130, splits)
     assert_attended(out, q, contents, [1] * len(lengths), window)
     assert not out[-1].any()
 
@@ -173,8 +173,8 @@ def test_decode_of_drafts(splits, window, native):
     contents, cache, _, tables = paged(lengths, heads, torch.bfloat16, native)
     q = randn(len(lengths) * k, 8, 32, dtype=torch.bfloat16)
     seen = int32([length - k + 1 + i for length in lengths for i in range(k)])
-    args = seen, tables.repeat_interleave(k, 0), 130, splits
-    out = ops.decode_attention(q, cache.k, cache.v, *args, scales=cache.scales, window=window, tokens_per_row=k)
+    cache.window = window
+    out = ops.decode_attention(q, cache, seen, tables.repeat_interleave(k, 0), 130, splits, tokens_per_row=k)
     assert_attended(out, q, contents, [k] * len(lengths), window)
 
 
@@ -191,8 +191,8 @@ def test_prefill(heads, window, dtype, native):
     starts = F.pad(int32(num_new).cumsum(0, dtype=torch.int32), (1, 0))
     size = ops.query_tile_size(group, head_dim, dtype)
     tiles = int32([(i, first) for i, count in enumerate(num_new) for first in range(0, count, size)] + [(-1, 0)])
-    args = starts, context_lens, tables, tiles
-    out = ops.prefill_attention(q, cache.k, cache.v, *args, scales=cache.scales, window=window)
+    cache.window = window
+    out = ops.prefill_attention(q, cache, starts, context_lens, tables, tiles)
     assert_attended(out, q, contents, num_new, window)
 
 
@@ -215,14 +215,14 @@ def test_store_by_norm_rope_store(heads, num_tokens, dtype, native):
     shape = 2, 1, 5, block_size, kv_heads, head_dim
     tensors = [torch.full_like(x[:, 0], 77, device="cpu") for x in FP8KVCache.tensors(shape, dtype)]
     plain = torch.zeros(shape[:1] + shape[2:], dtype=dtype, device=DEVICE)
-    new = *weights, 1e-6, rope(torch.arange(num_tokens, device=DEVICE), head_dim), int32(slots)
-    q = ops.norm_rope_store(qkv, *new, *plain)
+    new = qkv, (*weights, 1e-6, rope(torch.arange(num_tokens, device=DEVICE), head_dim)), int32(slots)
+    q = ops.norm_rope_and_store(*new, KVCache(plain))
     is_stored = slots >= 0
     k, v = (x.flatten(0, 1)[slots[is_stored]] for x in plain)
     expected, cache = on_device(tensors, native), on_device(tensors, native)
     if is_stored.any():
         expected.store_kvcache(slots[is_stored], k, v)
-    own_q = ops.norm_rope_store(qkv, *new, cache.k, cache.v, cache.scales)
+    own_q = ops.norm_rope_and_store(*new, cache)
     # in float32 the compiler may fuse other products and sums in a kernel that stores something else
     tolerance = 1e-6 if dtype == torch.float32 and CUDA else 0
     torch.testing.assert_close(own_q, q, rtol=tolerance, atol=tolerance)
@@ -237,7 +237,7 @@ def test_store_by_norm_rope_store(heads, num_tokens, dtype, native):
     "heads, splits", [((2, 2, 32, 16), 1), ((3, 1, 64, 48), 3), ((16, 1, 32, 256), 1), ((1, 3, 128, 32), 2)]
 )
 def test_decode_of_qkv(heads, splits, dtype, native):
-    """It stores what `norm_rope_store` stores, and attends to that, not to what it had before rounding."""
+    """It stores what `norm_rope_and_store` stores, and attends to that, not to what it had before rounding."""
     group, kv_heads, head_dim, block_size = heads
     lengths = [100, 65, 1, block_size, block_size + 1]
     _, cache, context_lens, tables = paged([*lengths, 0], heads, dtype, native)
@@ -246,12 +246,13 @@ def test_decode_of_qkv(heads, splits, dtype, native):
     slots[-1] = -1
     qkv = randn(len(lengths) + 1, (group + 2) * kv_heads, head_dim, dtype=dtype)
     qkv[:, -kv_heads:] *= 100  # the new values count for more than those in the cache
-    new = *[randn(head_dim, dtype=dtype) for _ in "qk"], 1e-6, rope(last.clamp(min=0), head_dim), int32(slots)
+    weights = [randn(head_dim, dtype=dtype) for _ in "qk"]
+    new = qkv, (*weights, 1e-6, rope(last.clamp(min=0), head_dim)), int32(slots)
     other = on_device([torch.stack((cache.k, cache.v)).view(torch.uint8), cache.scales[None]], native)
-    q = ops.norm_rope_store(qkv, *new, other.k, other.v, other.scales)
+    q = ops.norm_rope_and_store(*new, other)
     args = context_lens, tables, 100, splits
-    expected = ops.decode_attention(q, other.k, other.v, *args, scales=other.scales)
-    out = ops.decode_attention_of_qkv(qkv, *new, cache.k, cache.v, *args, scales=cache.scales)
+    expected = ops.decode_attention(q, other, *args)
+    out = ops.decode_attention_of_qkv(*new, cache, *args)
     assert out.isfinite().all()
     size = expected[:-1].abs().amax(-1, keepdim=True)
     assert_close(out[:-1] / size, (expected[:-1] / size).double())

@@ -280,24 +280,28 @@ def free_port() -> int:
 
 @contextmanager
 def serving():
-    """`nanovllm serve` with two fronts, which says at once that it loads; the process, and the URL."""
+    """`nanovllm serve` with two fronts, which says at once that it loads; the process, and the URL.
+
+    What it has logged is printed in the end: should a request hang, also what its threads did meanwhile.
+    """
     port = free_port()
     settings = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items()]
-    program = "from nanovllm.serve.terminal import waiting; waiting.DELAY = 0.0; import nanovllm.__main__"
+    program = "import faulthandler; faulthandler.dump_traceback_later(50)\n"  # seconds; `ask` waits for 60
+    program += "from nanovllm.serve.terminal import waiting; waiting.DELAY = 0.0; import nanovllm.__main__"
     command = [sys.executable, "-c", program, "serve", MODEL, f"--port={port}", "--api-server-count=2"]
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.TemporaryFile("a+") as log:  # which the process only appends to, wherever it is read
         streams = dict(stdout=subprocess.PIPE, stderr=log, text=True)
         process = Program([*command, *settings], **streams, start_new_session=True)
-        said = process.stdout.readline()
-        log.seek(0)
-        loading = log.read()
-    try:
-        assert said.startswith("tiny-qwen3 is served at"), loading
-        assert "Loading tiny-qwen3 ...\n" in loading
-        yield process, f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
+        try:
+            assert process.stdout.readline().startswith("tiny-qwen3 is served at")
+            log.seek(0)
+            assert "Loading tiny-qwen3 ...\n" in log.read()
+            yield process, f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+            process.wait()
+            log.seek(0)
+            print(log.read())
 
 
 def children(pid: int) -> list[int]:

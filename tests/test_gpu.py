@@ -265,6 +265,7 @@ def test_logits_of_a_real_size(make_llm, random_model, capsys, backend, size):
         async_scheduling=False,
         gpu_memory_utilization=0.2,
         tensor_parallel_size=size,
+        enable_prefix_caching=False,  # else prompts of layers with a state are cut where snapshots are taken
     )
     exact, theirs = (
         AutoModelForCausalLM.from_pretrained(random_model, torch_dtype=dtype).to("cuda").eval()

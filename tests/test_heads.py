@@ -245,7 +245,7 @@ def text_of(runner, req_index: int) -> tuple[int, ...]:
 @pytest.fixture(autouse=True)
 def wrong_drafts_may_cost(monkeypatch):
     """Else the engine would stop drafting wrong tokens before they had shown anything."""
-    monkeypatch.setattr(output_processor, "CREDIT", 100.0)
+    monkeypatch.setattr(output_processor, "LIMIT", 100.0)
 
 
 @pytest.fixture

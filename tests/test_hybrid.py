@@ -24,7 +24,7 @@ from test_invariant import assert_drafts_change_no_bit, assert_invariant, invari
 from test_models import edit
 from test_models import make_checkpoint as make_dense_checkpoint
 from test_quantization import BLOCK, FORMATS, write_quantized
-from test_speculation import METHODS, accepted, drafting, random_requests
+from test_speculation import METHODS, accepted, drafting, few_likely, random_requests
 from test_speculation import margins as margins
 from test_states import assert_same_as_reference, poison
 
@@ -323,23 +323,23 @@ def test_padded_steps(make_hybrid, checkpoints, use_ops, drafts, monkeypatch, nu
     The first step samples nothing.
     """
     pytest.importorskip("triton")
-    monkeypatch.setattr(cuda_graph, "TOKEN_SIZES", (24,) if num_drafts else (8, 24))
+    monkeypatch.setattr(cuda_graph, "TOKEN_SIZES", (16,) if num_drafts else (8, 16))
     monkeypatch.setattr(cuda_graph, "capture", capture)
-    settings = dict(max_num_seqs=4, max_model_len=96, max_num_batched_tokens=24, max_num_mixed_tokens=24)
+    settings = dict(max_num_seqs=4, max_model_len=96, max_num_batched_tokens=16, max_num_mixed_tokens=16)
     settings |= dict(num_kvcache_blocks=24)
     rng = random.Random(1)
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=5, ignore_eos=True, logprobs=0, detokenize=False)
-    lengths = (1, 3, 30, 9, 17)[: 5 if has_graphs else 3]
+    lengths = (1, 3, 20, 9, 5)[: 5 if has_graphs else 3]
     requests = [([rng.randrange(5, 500) for _ in range(n)], params) for n in lengths]
     if num_drafts:
-        outputs = generate_by_steps(make_hybrid("qwen3_5-tied", **settings), requests)
+        outputs = generate_by_steps(make_hybrid("qwen3_5-yarn", **settings), requests)
         settings |= drafts("mixed", num_drafts)
         monkeypatch.setattr(KnownAnswers, "texts", tuple(x.prompt_token_ids + x.outputs[0].token_ids for x in outputs))
     use_ops("norm_rope_and_store", "delta_net_drafts", "place_decodes", "accept")
-    llm = make_hybrid("qwen3_5-tied", attention_backend="triton", **settings)
+    llm = make_hybrid("qwen3_5-yarn", attention_backend="triton", **settings)
     runner = llm.model_runner
     runs_as_on_cuda(runner)
-    runner.buffers = make_buffers(llm.config, torch.device("cpu"), runner.tokens_per_row)
+    runner.buffers = make_buffers(llm.config, torch.device("cpu"))
     if has_graphs:
         shapes, buffer = graph_shapes(llm.config, runner.backend, runner.tokens_per_row), runner.buffers.device
         with torch.inference_mode():
@@ -348,7 +348,7 @@ def test_padded_steps(make_hybrid, checkpoints, use_ops, drafts, monkeypatch, nu
         runner.mixed_graphs = graphs
     outputs = generate_by_steps(llm, requests[2:3]) + generate_by_steps(llm, requests)
     assert not num_drafts or accepted(llm)[0] > 3
-    assert_same_as_reference(checkpoints.model("qwen3_5-tied"), outputs)
+    assert_same_as_reference(checkpoints.model("qwen3_5-yarn"), outputs)
     if has_graphs:
         replayed = {shape.num_decodes for shape in shapes if graphs.models[shape.graph_shape].num_replays}
         assert replayed >= {0, 4 * (1 + num_drafts)}
@@ -357,10 +357,10 @@ def test_padded_steps(make_hybrid, checkpoints, use_ops, drafts, monkeypatch, nu
 @pytest.mark.parametrize("schedule, async_scheduling", pairs(SCHEDULES, [True, False]))  # others in test_states.py
 def test_schedules(make_hybrid, checkpoints, schedule, async_scheduling):
     """The second time, prompts are hit; what a sequence leaves in a row, another does not see."""
-    llm = make_hybrid("qwen3_5", **SCHEDULES[schedule], async_scheduling=async_scheduling)
+    llm = make_hybrid("qwen3_5-tied", **SCHEDULES[schedule], async_scheduling=async_scheduling)
     requests = make_requests()[slice(2, 7, 2) if schedule == "one at a time" else slice(None)]
     outputs = [llm.generate(*map(list, zip(*requests)), use_tqdm=False) for _ in range(2)]
-    assert_same_as_reference(checkpoints.model("qwen3_5"), [*outputs[0], *outputs[1]])
+    assert_same_as_reference(checkpoints.model("qwen3_5-tied"), [*outputs[0], *outputs[1]])
     hits = [output.num_cached_tokens for output in outputs[1]]
     assert any(hits) == (schedule in ("at once", "chunks")) or schedule in ("preemptions", "one at a time")
     assert llm.stats()["preemptions"] > 0 or schedule != "preemptions"
@@ -432,16 +432,16 @@ def test_hits_of_conversations(make_hybrid):
     assert found > findable / 2
 
 
-@pytest.mark.parametrize("enable_prefix_caching, num_seqs", [(True, 9), (False, 18)])
+@pytest.mark.parametrize("enable_prefix_caching, num_seqs", [(True, 13), (False, 18)])
 def test_states_take_half_of_the_cache(make_hybrid, checkpoints, monkeypatch, enable_prefix_caching, num_seqs):
-    """So `max_num_seqs` follows from the memory: rows are for sequences, snapshots, padding and zeros."""
+    """So `max_num_seqs` follows from it: of 20 rows, two are for padding and zeros, and 5 for snapshots alone."""
     row_bytes = 2 * (3 * (2 * 32 + 144) + 6 * 16 * 24) * 4
     monkeypatch.setattr("nanovllm.engine.model_runner.CPU_KV_CACHE_BYTES", 2 * 20 * row_bytes + 1000)
     sizes = dict(max_num_seqs=512, num_kvcache_blocks=None, max_model_len=16)
     llm = make_hybrid("qwen3_5", **sizes, enable_prefix_caching=enable_prefix_caching)
     tensors = (x for spec, found in llm.model_runner.caches.items() if spec.of_states for x in found)
     assert sum(x.nbytes for x in tensors) == 20 * row_bytes
-    assert llm.config.max_num_seqs == num_seqs and f" {num_seqs} states," in repr(llm)
+    assert llm.config.max_num_seqs == num_seqs and f", 18 states for up to {num_seqs} sequences," in repr(llm)
     requests = [(prompt[:10], replace(params, max_tokens=5)) for prompt, params in make_requests()]
     assert_same_as_reference(checkpoints.model("qwen3_5"), generate_by_steps(llm, requests))
 
@@ -472,7 +472,8 @@ def test_drafts_of_a_layer(way, heads):
     layer, exact_layer = (layer_of(heads, x).to(device) for x in (dtype, torch.float32))
     exact_layer.load_state_dict(layer.state_dict())
     spec = layer.cache_spec()
-    settings = Config(TINY, device="cpu", max_num_seqs=num_seqs, **drafting("ngram", num_speculative_tokens=num_drafts))
+    settings = Config(TINY, device="cpu", **drafting("ngram", num_speculative_tokens=num_drafts))
+    settings.resolve(num_states=num_seqs)
     tensors = [torch.full(x.shape[1:], 7, dtype=x.dtype, device=device) for x in spec.tensors(1, 0, settings)]
     states, pad, zeros = spec.make(tensors, settings), num_seqs, num_seqs + 1
     for tensor in (*states.tensors, states.kept_drafts.inputs):
@@ -578,7 +579,7 @@ def test_drafts(make_hybrid, checkpoints, monkeypatch, drafts, margins, name, sc
 def test_methods_of_drafting(make_hybrid, margins, tmp_path):
     """But for heads, which test_heads.py has. A draft model has no states of its own. Few tokens are likely."""
     prompts, params = (x[:9] for x in random_requests(500, random.Random(3)))
-    params = [replace(x, logit_bias=dict.fromkeys(range(20, 24), 9.0)) for x in params]
+    params = few_likely(params)
     outputs = margins(make_hybrid("qwen3_5")).generate(prompts, params, use_tqdm=False)
     draft_model = make_dense_checkpoint(tmp_path / "draft", "llama")
     for method in METHODS:
@@ -781,7 +782,7 @@ def random_steps(rng: random.Random, lengths: list[int]) -> Iterator[dict[int, i
         left -= step
 
 
-HEADS_OF_TOKENS = [(2, 6, 16, 24, 4), (3, 3, 20, 9, 2), *CUDA * [(4, 8, 128, 128, 4)]]
+HEADS_OF_TOKENS = [(2, 4, 16, 24, 4), (3, 3, 20, 9, 2), *CUDA * [(4, 8, 128, 128, 4)]]
 
 
 @pytest.mark.parametrize(
@@ -801,7 +802,7 @@ def test_tokens_of_a_state_are_computed_alone(way, dtype, heads):
     torch.manual_seed(0)
     layer, lengths = (
         layer_of(DeltaHeads(*heads), dtype).to(device),
-        [70, 5, 1, 140] if way == "definitions" else [40 if CUDA else 26, 3],
+        [70, 5, 1, 90] if way == "definitions" else [40 if CUDA else 18, 3],
     )
     sizes, sequences = layer.heads.sizes, torch.arange(sum(lengths)).split(lengths)
     qkvz, ba = (
@@ -830,7 +831,7 @@ def test_tokens_of_a_state_are_computed_alone(way, dtype, heads):
     plain = compute(delta_net_step.__wrapped__, delta_net_chunks.__wrapped__, alone)
     with context():
         expected = compute(step, chunks, alone)
-        for seed in range(4 if way == "definitions" or CUDA else 2):
+        for seed in range(4 if CUDA else 2):
             found = compute(step, chunks, random_steps(random.Random(seed), lengths))
             assert all(map(torch.equal, found, expected)), seed
     for ours, near in zip(expected, plain):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from common import EXPERTS_ON_TWO, TINY, TWO_GPUS
 from test_models import MAX_LEN, VOCAB_SIZE, make_checkpoint
-from test_speculation import accepted, drafting, random_requests
+from test_speculation import accepted, drafting, few_likely, random_requests
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
@@ -148,8 +148,7 @@ def assert_drafts_change_no_bit(
     """Some are right, as few tokens are likely; in engines with preemptions and chunks, by default sync and async."""
     block_size, num_blocks, max_tokens = (64, 3, 60) if on_gpu else (16, 9, 24)
     prompts, params = (x[:9] for x in random_requests(vocab_size, random.Random(3)))
-    few = dict.fromkeys(range(20, 24), 9.0)
-    params = [replace(x, logit_bias=few, logprobs=2, n=1, max_tokens=max_tokens, ignore_eos=True) for x in params]
+    params = [replace(x, logprobs=2, n=1, max_tokens=max_tokens, ignore_eos=True) for x in few_likely(params)]
     found = []
     for settings in ({}, *(drafting("ngram") | dict(async_scheduling=x) for x in schedulings)):
         small = dict(num_kvcache_blocks=num_blocks, kvcache_block_size=block_size)

@@ -87,7 +87,7 @@ def test_product(m, tiles, dtype):
     x, weight, bias = randn(m, k, dtype=dtype), randn(n, k, dtype=dtype) / k**0.5, randn(n, dtype=dtype)
     assert_close(invariant_product(x, weight, tiles=tiles), linear_reference(x, weight))
     out = torch.empty(m, n, device=DEVICE)
-    assert invariant_product(x, weight, None, bias, out, tiles) is out
+    assert invariant_product(x, weight, bias, out, tiles) is out
     assert_close(out.to(dtype), linear_reference(x, weight) + bias.double())
 
 
@@ -107,7 +107,7 @@ def test_product_of_8_bits(way, shape, m):
     x = randn(m, k, dtype=torch.float16)
     quantized = ops.quantize_rows(x, columns) if way == "a8" else x
     expected = (as_floats(quantized) if way == "a8" else x.double()) @ dequantize(values, scales, torch.float64).T
-    y = invariant_product(quantized, values, scales)
+    y = invariant_product(quantized, (values, scales))
     assert y.dtype == x.dtype and (y - expected).norm() < (0.005 if way == "a8" else 0.002) * expected.norm()
 
 
@@ -144,14 +144,15 @@ def test_graphs_fill_tiles():
 def test_decodes_and_chunks_have_the_same_bits(heads, window):
     group, kv_heads, head_dim, block_size = heads
     lengths, num_new = [5, 70, 600, 1030, 3000], [5, 69, 130, 60, 700]
-    _, *caches, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, torch.bfloat16, torch.nan)
+    _, cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, torch.bfloat16, torch.nan)
+    cache.window = window
     q = randn(sum(num_new), group * kv_heads, head_dim, dtype=torch.bfloat16)
 
     def chunks(q, num_new):
         starts = F.pad(int32(num_new).cumsum(0, dtype=torch.int32), (1, 0))
         spans = [(0, n) for n in num_new]  # in any order
         tiles = int32(query_tiles(spans, 0, cuda_ops.query_tile_size(group, head_dim, q.dtype)))
-        return cuda_ops.prefill_attention(q, *caches, starts, context_lens, tables, tiles, window=window)
+        return cuda_ops.prefill_attention(q, cache, starts, context_lens, tables, tiles)
 
     expected = chunks(q, num_new)
     half = [-(-n // 2) for n in num_new]
@@ -163,21 +164,21 @@ def test_decodes_and_chunks_have_the_same_bits(heads, window):
     which, bounds = zip(*rows)
     for splits in (1, 2, 6):
         args = int32(bounds), tables[[*which]].contiguous(), 3000, splits
-        assert torch.equal(cuda_ops.decode_attention(q, *caches, *args, window=window), expected)
+        assert torch.equal(cuda_ops.decode_attention(q, cache, *args), expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", ["bf16", "fp8", "fp8 rows"])
 @pytest.mark.parametrize("n, k", [(1024, 3072), (6144, 1024), (4096, 4096)])
 def test_products_have_the_same_bits(n, k, way):
-    x, weight, scales = randn(5000, k, dtype=torch.bfloat16), randn(n, k, dtype=torch.bfloat16), None
+    x, weight = randn(5000, k, dtype=torch.bfloat16), randn(n, k, dtype=torch.bfloat16)
     block = (1, k) if way == "fp8 rows" else (128, 128)
     if way != "bf16":
-        weight, scales = scaled(n, k, *block)
+        weight = scaled(n, k, *block)
     rows = lambda m: x[:m].contiguous() if way == "bf16" else ops.quantize_rows(x[:m].contiguous(), block[1])
-    expected = invariant_product(rows(5000), weight, scales)
+    expected = invariant_product(rows(5000), weight)
     for m in (1, 2, 7, 16, 17, 33, 64, 65, 100, 128, 129, 200, 256, 257, 300, 1000):
-        assert torch.equal(invariant_product(rows(m), weight, scales), expected[:m]), m
+        assert torch.equal(invariant_product(rows(m), weight), expected[:m]), m
 
 
 @pytest.mark.gpu

@@ -25,15 +25,16 @@ import triton.language as tl
 
 from nanovllm import kernels
 from nanovllm.attention.triton import query_tiles
-from nanovllm.kernels import ops, peers, prefill_attention
-from nanovllm.kernels.decode_attention import NUM_IDS, TILE
-from nanovllm.kernels.dependent_launch import has_tma, num_sms
+from nanovllm.kernels import decode_attention, ops, peers, prefill_attention, sampling
+from nanovllm.kernels.decode_attention import TILE
+from nanovllm.kernels.devices import has_tma, num_sms
 from nanovllm.kernels.peers import PeerBarrier
 from nanovllm.kernels.sampling import _gumbel
 from nanovllm.kernels.sampling_columns import PHILOX_ROUNDS, WIDTH, column
 from nanovllm.kernels.split_k_gemm import FEW_WEIGHTS, MAX_ROWS, TILE_K, TILE_N
 from nanovllm.kernels.split_sequence import MAX_SPLITS, choose_num_splits
 from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.attention import KVCache
 from nanovllm.layers.layernorm import NormInput
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sampler import philox
@@ -86,7 +87,13 @@ def paged(lengths: list[int], kv_heads: int, head_dim: int, block_size: int, dty
         contents.append([randn(length, kv_heads, head_dim, dtype=dtype) for _ in "kv"])
         for cache, content in zip(caches, contents[-1], strict=True):
             cache.flatten(0, 1)[slots] = content
-    return contents, *caches, int32(lengths), tables
+    return contents, cache_of(*caches), int32(lengths), tables
+
+
+def cache_of(k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> KVCache:
+    cache = KVCache((k, v))
+    cache.window = window
+    return cache
 
 
 def attention_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> torch.Tensor:
@@ -107,11 +114,12 @@ def forget(tables: torch.Tensor, num_before: list[int], window: int, block_size:
 
 def check_decode(lengths, heads, dtype, stale, splits, window=None):
     group, kv_heads, head_dim, block_size = heads
-    contents, k_cache, v_cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, stale)
+    contents, cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, stale)
+    cache.window = window
     q = randn(len(lengths), group * kv_heads, head_dim, dtype=dtype)
     if window:
         forget(tables, [length - 1 for length in lengths], window, block_size)
-    out = ops.decode_attention(q, k_cache, v_cache, context_lens, tables, max(lengths), splits, window=window)
+    out = ops.decode_attention(q, cache, context_lens, tables, max(lengths), splits)
     expected = [attention_reference(part, k, v, window) for part, (k, v) in zip(q.split(1), contents, strict=True)]
     assert_close(out, torch.cat(expected))
     assert not out[context_lens == 0].any()
@@ -120,7 +128,8 @@ def check_decode(lengths, heads, dtype, stale, splits, window=None):
 def check_prefill(num_new, num_before, heads, dtype, stale, window=None):
     group, kv_heads, head_dim, block_size = heads
     lengths = [new + before for new, before in zip(num_new, num_before, strict=True)]
-    contents, k_cache, v_cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, stale)
+    contents, cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, stale)
+    cache.window = window
     q = randn(sum(num_new), group * kv_heads, head_dim, dtype=dtype)
     cu_seqlens_q = F.pad(int32(num_new).cumsum(0, dtype=torch.int32), (1, 0))
     size = ops.query_tile_size(group, head_dim, dtype)
@@ -128,8 +137,7 @@ def check_prefill(num_new, num_before, heads, dtype, stale, window=None):
     tiles = F.pad(torch.from_numpy(query_tiles(chunks, 0, size)), (0, 0, 0, 2), value=-1)
     if window:
         forget(tables, num_before, window, block_size)
-    args = cu_seqlens_q, context_lens, tables, int32(tiles)
-    out = ops.prefill_attention(q, k_cache, v_cache, *args, window=window)
+    out = ops.prefill_attention(q, cache, cu_seqlens_q, context_lens, tables, int32(tiles))
     parts = zip(q.split(num_new), contents, strict=True)
     expected = [attention_reference(part, k, v, window) for part, (k, v) in parts]
     assert_close(out, torch.cat(expected))
@@ -157,6 +165,9 @@ def test_decode_of_a_window(window, case, dtype):
 @pytest.mark.parametrize("splits, dtype", pairs([1, 7, 16], DTYPES))
 def test_decode_of_4095_tokens(splits, dtype):
     check_decode([4095], (4, 1, 32, 256), dtype, NAN, splits)
+
+
+NUM_IDS = decode_attention.NUM_IDS.value
 
 
 @each_dtype_or_half
@@ -192,11 +203,13 @@ def test_decode_looks_up_chunks_of_blocks(block_size, splits, lengths, dtype):
     ),
 )
 def test_decode_of_qkv(case, window, dtype):
-    """It stores what `norm_rope_store` does, and attends to it; a slot of -1 stores nothing."""
+    """It stores what `norm_rope_and_store` does, and attends to it; a slot of -1 stores nothing."""
     heads, splits, has_norm = case
     group, kv_heads, head_dim, block_size = heads
     lengths = [100, 65, 1, block_size, block_size + 1]
-    _, k_cache, v_cache, context_lens, tables = paged([*lengths, 0], kv_heads, head_dim, block_size, dtype, NAN)
+    _, cache, context_lens, tables = paged([*lengths, 0], kv_heads, head_dim, block_size, dtype, NAN)
+    other = cache_of(cache.k.clone(), cache.v.clone())
+    cache.window = window
     last = context_lens.long() - 1
     slots = tables.gather(1, last.clamp(min=0)[:, None] // block_size)[:, 0] * block_size + last % block_size
     slots[-1] = -1
@@ -205,19 +218,17 @@ def test_decode_of_qkv(case, window, dtype):
     inv_freq = 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
     cos_sin = RotaryEmbedding(tuple(inv_freq.tolist()), 1.25, 300).to(DEVICE)(last.clamp(min=0))
     weights = [randn(head_dim, dtype=dtype) if has_norm else None for _ in "qk"]
-    new = *weights, 1e-6, cos_sin, int32(slots)
-    caches = k_cache.clone(), v_cache.clone()
-    q = ops.norm_rope_store(qkv, *new, *caches)
+    new = qkv, (*weights, 1e-6, cos_sin), int32(slots)
+    q = ops.norm_rope_and_store(*new, other)
     contents = [
-        [cache[table.long()].flatten(0, 1)[:length] for cache in caches] for table, length in zip(tables, lengths)
+        [x[table.long()].flatten(0, 1)[:length] for x in (other.k, other.v)] for table, length in zip(tables, lengths)
     ]
     expected = [attention_reference(part, k, v, window) for part, (k, v) in zip(q.split(1), contents)]
-    args = context_lens, tables, max(lengths), splits
-    out = ops.decode_attention_of_qkv(qkv, *new, k_cache, v_cache, *args, window=window)
+    out = ops.decode_attention_of_qkv(*new, cache, context_lens, tables, max(lengths), splits)
     assert out.isfinite().all()
     assert_close(out[:-1], torch.cat(expected))
-    for cache, other in zip((k_cache, v_cache), caches):
-        torch.testing.assert_close(cache, other, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
+    for ours, theirs in zip((cache.k, cache.v), (other.k, other.v)):
+        torch.testing.assert_close(ours, theirs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -225,15 +236,19 @@ def test_decode_of_nothing_is_zero(splits):
     check_decode([0, 0], (2, 1, 32, 16), torch.float16, NAN, splits)
 
 
-@pytest.mark.parametrize("dtype, case", pairs(DTYPES, [(1, None), (4, None), (1, 30), (4, 30), (None, 100)]))
 @pytest.mark.parametrize(
-    "k, heads", [(5, (4, 2, 64, 16)), (2, (3, 1, 32, 128)), (4, (16, 1, 16, 32)), (5, (16, 1, 16, 32))]
+    "shape, case",
+    pairs(
+        [(5, (4, 2, 64, 16)), (2, (3, 1, 32, 128)), (4, (16, 1, 16, 32)), (5, (16, 1, 16, 32))],
+        pairs(DTYPES, [(1, None), (4, None), (1, 30), (4, 30), (None, 100)]),
+    ),
 )
-def test_decode_of_drafts(k, heads, dtype, case):
-    """A sequence's rows see a key more than the row before, or are copies of it; the last pair is too many queries."""
-    (group, kv_heads, head_dim, block_size), (splits, window) = heads, case
+def test_decode_of_drafts(shape, case):
+    """A sequence's rows see a key more than the row before, or are copies of it; the last shape is too many queries."""
+    (k, (group, kv_heads, head_dim, block_size)), (dtype, (splits, window)) = shape, case
     lengths, copies = [k, 63 + k, 190, 66, 0, 128], [0, 1, k - 1, 0, 0, 0]
-    contents, k_cache, v_cache, _, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, NAN)
+    contents, cache, _, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, NAN)
+    cache.window = window
     seen = [[max(0, length - max(0, k - 1 - copied - i)) for i in range(k)] for length, copied in zip(lengths, copies)]
     seen[4] = [0] * k
     if window:
@@ -241,19 +256,18 @@ def test_decode_of_drafts(k, heads, dtype, case):
     q = randn(len(lengths) * k, group * kv_heads, head_dim, dtype=dtype)
     args = (
         q,
-        k_cache,
-        v_cache,
+        cache,
         int32([n for own in seen for n in own]),
         tables.repeat_interleave(k, 0),
         max(lengths),
         splits,
     )
-    out = ops.decode_attention(*args, window=window, tokens_per_row=k)
+    out = ops.decode_attention(*args, tokens_per_row=k)
     rows = [(keys[:n], values[:n]) for (keys, values), own in zip(contents, seen) for n in own]
     expected = [attention_reference(row, *of_row, window) for row, of_row in zip(q.split(1), rows, strict=True)]
     assert_close(out, torch.cat(expected))
     fewer = torch.full_like(q, 7.0)
-    ops.decode_attention(*args, num_seqs=int32([3 * k]), out=fewer, window=window, tokens_per_row=k)
+    ops.decode_attention(*args, num_seqs=int32([3 * k]), out=fewer, tokens_per_row=k)
     assert torch.equal(fewer[: 3 * k], out[: 3 * k]) and (fewer[3 * k :] == 7).all()
 
 
@@ -262,16 +276,16 @@ def test_a_step_of_decodes_and_chunks(splits, dtype):
     """As in a CUDA graph: the number of decodes is read on the device, and the bounds are larger than what is there."""
     group, kv_heads, head_dim, block_size = 2, 2, 32, 16
     num_new, lengths = [1, 1, 5, 70], [130, 40, 5, 90]
-    contents, k_cache, v_cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, NAN)
+    contents, cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, NAN)
     q = randn(sum(num_new) + 3, group * kv_heads, head_dim, dtype=dtype)
     out = torch.full_like(q, 7.0)
     starts = F.pad(int32(num_new).cumsum(0, dtype=torch.int32), (1, 0))
     tiles = query_tiles([(0, 5), (20, 90)], 2, ops.query_tile_size(group, head_dim, dtype))
     assert tiles[0, 0] == 3 and tiles[-2:].tolist() == [[3, 0], [2, 0]]
     tiles = int32(F.pad(torch.from_numpy(tiles), (0, 0, 0, 2), value=-1))
-    ops.prefill_attention(q, k_cache, v_cache, starts, context_lens, tables, tiles, out)
+    ops.prefill_attention(q, cache, starts, context_lens, tables, tiles, out)
     assert (out[:2] == 7).all() and (out[-3:] == 7).all()
-    args = q[:4], k_cache, v_cache, context_lens, tables, max(lengths), splits
+    args = q[:4], cache, context_lens, tables, max(lengths), splits
     ops.decode_attention(*args, num_seqs=int32([2]), out=out[:4])
     parts = zip(q.split([*num_new, 3]), contents)
     assert_close(out[:-3], torch.cat([attention_reference(part, k, v) for part, (k, v) in parts]))
@@ -459,7 +473,7 @@ def test_gemv(size, kind, dtype):
         expected = rms_norm_reference(total, norm_weight, eps)
     inputs = [tensor for tensor in (x, weight, norm_weight, residual) if tensor is not None]
     copies = [tensor.clone() for tensor in inputs]
-    out, returned = ops.gemv(x, weight, norm_weight, eps, residual, gated)
+    out, returned = ops.gemv(x, weight, (norm_weight, eps), residual, gated)
     assert_close(out, linear_reference(expected, weight, gated))
     assert torch.equal(returned, total) and (returned is x) == (residual is None)
     assert all(map(torch.equal, inputs, copies))
@@ -473,7 +487,7 @@ def test_gemv_with_bias(gated, has_norm, nk, dtype):
     x, norm_weight = randn(1, k, dtype=dtype), randn(k, dtype=dtype) if has_norm else None
     num_outputs = 2 * n if gated else n
     weight, bias = randn(num_outputs, k, dtype=dtype) / k**0.5, randn(num_outputs, dtype=dtype)
-    out, _ = ops.gemv(x, weight, norm_weight, 0.5, gated=gated, bias=bias)
+    out, _ = ops.gemv(x, weight, (norm_weight, 0.5), gated=gated, bias=bias)
     normed = rms_norm_reference(x, norm_weight, 0.5) if has_norm else x
     assert_close(out, linear_reference(normed, weight, gated, bias))
 
@@ -601,7 +615,7 @@ def test_norm_rope_store(has_norm, sizes, num_tokens, dtype):
     positions = torch.randint(300, (num_tokens,))
     cos_sin = RotaryEmbedding(tuple(inv_freq.tolist()), 1.25, 300)(positions).to(DEVICE)
     caches = [randn(6, 16, kv_heads, head_dim, dtype=dtype) for _ in "kv"]
-    k_cache, v_cache = (cache[1:] for cache in caches)  # in front is what a slot of -1 would overwrite
+    cache = cache_of(*(x[1:] for x in caches))  # in front is what a slot of -1 would overwrite
     slots = torch.randperm(80)[:num_tokens].to(DEVICE)
     slots[2::3] = -1
 
@@ -614,10 +628,10 @@ def test_norm_rope_store(has_norm, sizes, num_tokens, dtype):
         return torch.cat((turned.real, turned.imag, normed[..., rotary:]), -1)
 
     q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
-    expected = [cache.double() for cache in caches]
-    for cache, content in zip(expected, (norm_rope(k, k_weight), v.double()), strict=True):
-        cache[1:].flatten(0, 1)[slots[slots >= 0]] = content[slots >= 0]
-    out = ops.norm_rope_store(qkv, q_weight, k_weight, 1e-6, cos_sin, int32(slots), k_cache, v_cache)
+    expected = [x.double() for x in caches]
+    for x, content in zip(expected, (norm_rope(k, k_weight), v.double()), strict=True):
+        x[1:].flatten(0, 1)[slots[slots >= 0]] = content[slots >= 0]
+    out = ops.norm_rope_and_store(qkv, (q_weight, k_weight, 1e-6, cos_sin), int32(slots), cache)
     assert_close(out, norm_rope(q, q_weight))
     assert_close(caches[0], expected[0])
     assert torch.equal(caches[1].double(), expected[1])
@@ -713,28 +727,28 @@ def test_sample(shape, dtype):
 
 
 @each_dtype
-@pytest.mark.parametrize("tile, per_split", [(2048, 2048), (1024, 4096)])
-def test_greedy_takes_the_lowest_of_equals(tile, per_split, dtype):
-    """Within a tile, across tiles and across splits, the last token included."""
+def test_greedy_takes_the_lowest_of_equals(dtype):
+    """Within a split and across splits, the last token included."""
     ties = [[0, 8999], [5, 6], [1023, 1024], [2047, 2048], [4095, 4096], [4096, 8192, 8999], [8999], [100, 5000]]
     logits = randn(len(ties), 9000, dtype=dtype)
     for row, columns in zip(logits, ties, strict=True):
         row[columns] = 20
     _, seeds, positions = sampling_inputs(len(ties))
     greedy = torch.zeros(len(ties), device=DEVICE)
-    ids = ops.sample(logits, greedy, seeds, positions, 0, tile, per_split)[1]
+    ids = ops.sample(logits, greedy, seeds, positions)[1]
     assert ids.tolist() == [columns[0] for columns in ties]
 
 
-def test_sample_does_not_depend_on_the_tiles():
+def test_sample_does_not_depend_on_the_splits(monkeypatch):
     """And tokens that are ruled out stay so."""
     logits = randn(3, 3001)
     logits[:, ::2] = -torch.inf
     inputs = sampling_inputs(3)
     expected = sample_reference(logits, *inputs)
     assert (expected % 2 == 1).all()
-    for tile, per_split in ((128, 256), (256, 1024), (1024, 8192)):
-        assert torch.equal(ops.sample(logits, *inputs, 0, tile, per_split)[1], expected)
+    for size in (128, 1024, 4096):
+        monkeypatch.setattr(sampling, "SPLIT_SIZE", size)
+        assert torch.equal(ops.sample(logits, *inputs)[1], expected)
 
 
 @pytest.mark.parametrize("value", [-torch.inf, *CUDA * [NAN]])  # the interpreter has no maximum of NaN
@@ -855,10 +869,10 @@ def test_a_kernel_that_is_aborted_does_not_wait(monkeypatch):
 
 @each_dtype
 @pytest.mark.parametrize("num_ids, n, first_id", [(7, 8, 0), (7, 136, 7), (5, 1024, 1000)])
-def test_embed_range(num_ids, n, first_id, dtype):
+def test_embed_shard(num_ids, n, first_id, dtype):
     weight, out = randn(num_ids, n, dtype=dtype), randn(6, n, dtype=dtype)
     token_ids = int32([first_id - 1, first_id, first_id + num_ids - 1, first_id + num_ids, 0, 1 << 30])
-    ops.embed_range(token_ids, weight, first_id, out)
+    assert ops.embed_shard(token_ids, weight, first_id, out) is out
     for row, token_id in zip(out, token_ids.tolist()):
         inside = first_id <= token_id < first_id + num_ids
         assert torch.equal(row, weight[token_id - first_id] if inside else torch.zeros_like(row))

@@ -12,8 +12,8 @@ from nanovllm.kernels.dependent_launch import (
     gdc_launch_dependents,
     gdc_wait,
     launch,
-    prefetch_rows,
 )
+from nanovllm.kernels.paged_cache import prefetch_rows
 
 gl = tma = tl  # kernels in Gluon are checked in the same way
 
@@ -30,8 +30,7 @@ def store_at(first_ptr, at):
 
 @triton.jit
 def keeps_the_contract(x_ptr, w_ptr, scale_ptr, cache_ptr, out_ptr, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = x_ptr + at  # an address is no read
@@ -43,34 +42,33 @@ def keeps_the_contract(x_ptr, w_ptr, scale_ptr, cache_ptr, out_ptr, n, BLOCK: tl
         scale += tl.load(x_ptr)  # no dependent launch comes here
     if PDL:
         prefetch_rows(cache_ptr + at, BLOCK)
-        gdc_wait()
+    gdc_wait(PDL)
     tl.store(out_ptr + at, (tl.load(row) * w * scale).to(dtype))
 
 
 @triton.jit
 def never_waits(x_ptr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     tl.program_id(0)
 
 
 @triton.jit
 def waits_in_other_launches(x_ptr, PDL: tl.constexpr):
     if not PDL:
-        gdc_wait()
+        gdc_wait(PDL)
 
 
 @triton.jit
 def waits_under_a_condition(x_ptr, n, PDL: tl.constexpr):
     if n > 1:
-        gdc_wait()
-    gdc_wait()
+        gdc_wait(PDL)
+    gdc_wait(PDL)
 
 
 @triton.jit
 def reads(x_ptr, PDL: tl.constexpr):
     x = tl.load(x_ptr)
-    gdc_wait()
+    gdc_wait(PDL)
     tl.store(x_ptr, x)
 
 
@@ -80,26 +78,26 @@ def reads_by_another_name(x_ptr, w_ptr, n, PDL: tl.constexpr):
     for _ in range(n):
         tl.load(at)
         at = x_ptr + n
-    gdc_wait()
+    gdc_wait(PDL)
 
 
 @triton.jit
 def reads_in_a_function(x_ptr, PDL: tl.constexpr):
     load_at(x_ptr, 3)
-    gdc_wait()
+    gdc_wait(PDL)
 
 
 @triton.jit
 def reads_one_of_several(x_ptrs, PDL: tl.constexpr):
     _, second_ptr = x_ptrs
     load_at(second_ptr, 3)
-    gdc_wait()
+    gdc_wait(PDL)
 
 
 @triton.jit
 def reads_a_named_one(x_ptrs, PDL: tl.constexpr):
     tl.load(x_ptrs.scale + 3)
-    gdc_wait()
+    gdc_wait(PDL)
 
 
 @triton.jit
@@ -116,61 +114,61 @@ def begins_for_another_reason(x_ptr, IS_LARGE: tl.constexpr, PDL: tl.constexpr):
 @triton.jit
 def reads_a_tile(x_tiles, PDL: tl.constexpr):
     x_tiles.load([0, 0])
-    gdc_wait()
+    gdc_wait(PDL)
 
 
 @triton.jit
 def reads_in_gluon(x_ptr, PDL: tl.constexpr):
     gl.load(x_ptr)
-    gdc_wait()
+    gdc_wait(PDL)
 
 
 @triton.jit
 def copies_a_tile(x_tiles, barrier, buffer, PDL: tl.constexpr):
     tma.async_copy_global_to_shared(x_tiles, [0, 0], barrier, buffer)
-    gdc_wait()
+    gdc_wait(PDL)
 
 
 @triton.jit
 def copies_back(x_tiles, buffer, PDL: tl.constexpr):
     tma.async_copy_shared_to_global(x_tiles, [0, 0], buffer)
-    gdc_wait()
+    gdc_wait(PDL)
 
 
 @triton.jit
 def reads_a_pointer(w_ptr, PDL: tl.constexpr):
     tl.load(tl.load(w_ptr).to(tl.pointer_type(tl.int32)))
-    gdc_wait()
+    gdc_wait(PDL)
 
 
 @triton.jit
 def writes(w_ptr, PDL: tl.constexpr):
     tl.store(w_ptr, 1.0)
-    gdc_wait()
+    gdc_wait(PDL)
 
 
 @triton.jit
 def writes_in_a_function(w_ptr, PDL: tl.constexpr):
     store_at(w_ptr, 0)
-    gdc_wait()
+    gdc_wait(PDL)
 
 
 @triton.jit
 def writes_a_tile(w_tiles, PDL: tl.constexpr):
     w_tiles.store([0, 0], 1.0)
-    gdc_wait()
+    gdc_wait(PDL)
 
 
 @triton.jit
 def counts(w_ptr, PDL: tl.constexpr):
     tl.atomic_add(w_ptr, 1)
-    gdc_wait()
+    gdc_wait(PDL)
 
 
 @triton.jit
 def runs_assembly(w_ptr, PDL: tl.constexpr):
     tl.inline_asm_elementwise("st", "=r,l", [w_ptr], dtype=tl.int32, is_pure=False, pack=1)
-    gdc_wait()
+    gdc_wait(PDL)
 
 
 def test_a_kernel_that_keeps_the_contract():

@@ -11,7 +11,7 @@ from common import CUDA, DEVICE, DTYPES, NAN, Peers, assert_close, each_dtype, e
 triton = pytest.importorskip("triton")
 
 from nanovllm.kernels import moe_gemm, moe_gemv, moe_routing
-from nanovllm.kernels.dependent_launch import has_tma
+from nanovllm.kernels.devices import has_tma
 from nanovllm.kernels.moe_routing import Routing, max_tiles, sort_by_expert
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.models.hybrid import SharedExpertMoE
@@ -250,7 +250,7 @@ def test_moe_gemv_of_the_norm(dtype):
     norm_weight, eps = randn(24, dtype=dtype), 0.5  # as large as to count
     normed = x.double() * (x.double().square().mean() + eps).rsqrt() * norm_weight.double()
     expected = reference(normed, routing.weights, routing.expert_ids, gate_up, down)
-    assert_close(moe_gemv.moe_gemv(x, routing, gate_up, down, 0, norm_weight, eps), expected)
+    assert_close(moe_gemv.moe_gemv(x, routing, gate_up, down, 0, (norm_weight, eps)), expected)
 
 
 @pytest.mark.parametrize("shape, dtype_and_tma", pairs(GEMM_SHAPES, DTYPES_AND_TMA), ids=str)

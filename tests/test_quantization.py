@@ -41,9 +41,9 @@ __all__ = ["gelu_family"]  # a fixture
 dequantize = scaled_weights.dequantize.__wrapped__  # as it is defined, on a GPU too
 ops = pytest.importorskip("nanovllm.kernels.ops")
 from nanovllm.kernels import mix_experts, moe_gemm, moe_routing, scaled_linear
-from nanovllm.kernels.dependent_launch import has_hopper_kernels
+from nanovllm.kernels.devices import has_hopper_kernels
+from nanovllm.kernels.moe_gemv import moe_gemv
 from nanovllm.kernels.scaled_gemv import choose_gemv_split_k, scaled_gemv
-from nanovllm.kernels.scaled_moe_gemv import scaled_moe_gemv
 
 E4M3 = torch.float8_e4m3fn
 SCALED = "scaled_linear", "best_scaled_split_k", "dequantize"
@@ -251,12 +251,12 @@ def test_fp8_units(monkeypatch, use_ops, make_llm, tmp_path, name, format_name):
     monkeypatch.setattr("nanovllm.kernels.scaled_gemv.K_MULTIPLE", 32)
     monkeypatch.setattr("nanovllm.quantization.fp8_linear.MAX_GEMM_ROWS", 4)
     monkeypatch.setattr("nanovllm.quantization.fp8_linear.FP8Linear.max_split_k_rows", 6)
-    monkeypatch.setattr("nanovllm.kernels.scaled_moe_gemv.GATE_UP_TILE", (32, 64, 4))
-    monkeypatch.setattr("nanovllm.kernels.scaled_moe_gemv.DOWN_TILE", (32, 64, 1))
+    monkeypatch.setattr("nanovllm.kernels.moe_gemv.SCALED_GATE_UP_TILE", (32, 64, 4))
+    monkeypatch.setattr("nanovllm.kernels.moe_gemv.DOWN_TILE", (32, 64, 1))
     calls = []
-    kernels = {"scaled_gemv", "scaled_gemm", "quantize_rows", "rms_norm_quantize"}
+    kernels = {"scaled_gemv", "split_k_gemm", "quantize_rows", "rms_norm_quantize"}
     act = set() if name == "llama-gelu" else {"silu_and_mul_quantize"}
-    kernels |= {"scaled_moe_gemv", "moe_gemm"} if name == "qwen3-moe" else act
+    kernels |= {"moe_gemv", "moe_gemm"} if name == "qwen3-moe" else act
     for kernel in kernels:
         for module in (ops, mix_experts, scaled_linear):
             if (call := getattr(module, kernel, None)) is not None:
@@ -266,7 +266,7 @@ def test_fp8_units(monkeypatch, use_ops, make_llm, tmp_path, name, format_name):
     llm = make_llm(folder, **SMALL | dict(max_num_batched_tokens=7))
     outputs = generate_by_steps(llm, short_requests((6, 3), (1, 2), (1, 1)))
     assert {kernel for kernel, _ in calls} == kernels
-    split_ks = [a[5] for kernel, a in calls if kernel == "scaled_gemv" and len(a) > 5]
+    split_ks = [a[4] for kernel, a in calls if kernel == "scaled_gemv" and len(a) > 4]
     assert max(split_ks) == (1 if name == "llama-biases" else 2)
     assert_near_transformers(plain, outputs, 0.5)
 
@@ -554,7 +554,7 @@ def test_scaled_gemv(fresh_memory_is_nan, dtype, kind, shape, gated, has_bias, s
     expected = F.linear(x.double(), dequantize(values, scales, torch.float64), None if bias is None else bias.double())
     if gated:
         expected = F.silu(expected[:, : n // 2]) * expected[:, n // 2 :]
-    y = scaled_gemv(x, values, scales, bool(gated), bias, split_k)
+    y = scaled_gemv(x, (values, scales), bool(gated), bias, split_k)
     if split_k > 1:
         assert y.shape == (split_k, 1, n)
         y = y.float().sum(0).to(dtype)
@@ -612,7 +612,7 @@ def test_scaled_gemm(fresh_memory_is_nan, dtype, way, shape, num_rows, split_k):
     x[0, :5] = 0
     rows = ops.quantize_rows(x, columns) if way == "a8" else x
     expected = (as_floats(rows) if way == "a8" else x.double()) @ dequantize(values, scales, torch.float64).T
-    parts = ops.scaled_gemm(rows, values, scales, split_k)
+    parts = ops.split_k_gemm(rows, (values, scales), split_k)
     assert parts.shape == (split_k, num_rows, n)
     if way == "a8":  # FP8 units add with fewer digits
         assert (parts.double().sum(0) - expected).norm() < 0.005 * expected.norm()
@@ -646,7 +646,7 @@ def test_activation_in_the_product(monkeypatch):
 
     def swiglu(x, values, scales):
         calls.append(len(x))
-        return ops.silu_and_mul_quantize(ops.scaled_gemm(x, values, scales)[0], 128)
+        return ops.silu_and_mul_quantize(ops.split_k_gemm(x, (values, scales))[0], 128)
 
     layer = MergedColumnParallelLinear(128, [(128, TensorParallel())] * 2, False, torch.float32)
     down = RowParallelLinear(128, 128, False, TensorParallel())
@@ -718,7 +718,7 @@ def test_scaled_gemm_of_several_rows_with_a_scale(fresh_memory_is_nan, n, k, row
     values, scales = scaled(n, k, rows, k)
     x = ops.quantize_rows(randn(20, k, dtype=torch.float16), k)
     expected = as_floats(x) @ dequantize(values, scales, torch.float64).T
-    y = ops.scaled_gemm(x, values, scales)[0]
+    y = ops.split_k_gemm(x, (values, scales))[0]
     assert (y - expected).norm() < 0.005 * expected.norm()
 
 
@@ -758,8 +758,8 @@ def expert_inputs(num_tokens, num_experts, top_k, hidden, size, block, dtype=tor
 @pytest.fixture
 def few_programs(monkeypatch, fresh_memory_is_nan):
     """Larger tiles than on a GPU, as the interpreter takes long for each program."""
-    monkeypatch.setattr("nanovllm.kernels.scaled_moe_gemv.GATE_UP_TILE", (32, 128, 4))
-    monkeypatch.setattr("nanovllm.kernels.scaled_moe_gemv.DOWN_TILE", (32, 64, 1))
+    monkeypatch.setattr("nanovllm.kernels.moe_gemv.SCALED_GATE_UP_TILE", (32, 128, 4))
+    monkeypatch.setattr("nanovllm.kernels.moe_gemv.DOWN_TILE", (32, 64, 1))
 
 
 @pytest.mark.parametrize("shape", EXPERT_SHAPES, ids=str)
@@ -767,7 +767,7 @@ def test_scaled_moe_gemv(few_programs, shape):
     x, routing, gate_up, down = expert_inputs(*shape)
     expected = experts_reference(x, routing, gate_up, down)
     out = torch.full_like(x, torch.nan)
-    assert scaled_moe_gemv(x, routing, gate_up, down, out=out) is out
+    assert moe_gemv(x, routing, gate_up, down, out=out) is out
     assert_close(out, expected, 10 * max(1.0, expected.abs().max().item()))
 
 
@@ -793,7 +793,7 @@ def test_experts_of_other_ranks(few_programs, quantize):
     local = [tuple(t[2:].contiguous() for t in weight) for weight in (gate_up, down)]
     weights = torch.where(routing.expert_ids >= 2, routing.weights, 0.0)
     expected = experts_reference(x, routing._replace(weights=weights), gate_up, down)
-    assert_close(scaled_moe_gemv(x, routing, *local, 2), expected, 10 * max(1.0, expected.abs().max().item()))
+    assert_close(moe_gemv(x, routing, *local, 2), expected, 10 * max(1.0, expected.abs().max().item()))
     parts = moe_gemm.moe_gemm(x, routing, *local, 2, quantize)
     y = moe_gemm.sum_local_parts(parts, routing, 2, 2)
     difference = (y.double() - expected).norm() / expected.norm()

@@ -10,6 +10,8 @@ pytest.importorskip("fastapi")
 pydantic = pytest.importorskip("pydantic")
 openai = pytest.importorskip("openai")
 
+import test_server
+from common import with_end_ids
 from openai.types.responses import Response, ResponseStreamEvent
 from test_server import MODEL, client, expected, offline, running
 
@@ -55,6 +57,15 @@ BEGUN_BY = {
     "response.completed": "response.created",
     "response.incomplete": "response.created",
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def use_small_model(small_model, tmp_path_factory):
+    """No text matters, but answers end. Bytes are no ends: JSON consists of them."""
+    folder = with_end_ids(small_model, tmp_path_factory.mktemp("responses"), 16, first=1023)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(test_server, "FOLDER", folder)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +125,7 @@ def text_of(events, kind: str = "output_text") -> str:
 
 def test_text(client, offline):
     output = expected(offline, QUESTION, max_tokens=80)
+    assert 1 < len(output.token_ids) < 80
     response = create(client, input=SUM)
     assert (response.output_text, response.status, response.error) == (output.text, "completed", None)
     assert response.incomplete_details is None and not response.background

@@ -77,13 +77,48 @@ def test_random_requests_for_several_answers(name, asynchronous):
 
 @pytest.mark.parametrize(
     "name, max_n, asynchronous, seed",
-    [(name, *((1, False, 0), (6, True, 3))[i % 2]) for i, name in enumerate(SETTINGS)],
+    [(name, *((1, True, 0), (6, False, 2))[i % 2]) for i, name in enumerate(SETTINGS)],
 )
 def test_random_requests_with_states(name, max_n, asynchronous, seed):
-    """Each chunk begins with the state that the tokens before it have left, found or computed or forked."""
-    seen = StateSimulation(random_requests(seed, max_n=max_n), asynchronous, **SETTINGS[name]).run().seen
-    assert (seen["snapshots read"] > 0) == ("no prefix caching" not in name) == (seen["hits"] > 0)
-    assert seen["copies of states"] > 0 or (max_n == 1 and "no prefix caching" in name)
+    """Each chunk begins with the state that the tokens before it have left, found or computed or forked.
+
+    Snapshots have rows of their own, or those alone that sequences do not need.
+    """
+    seen: Counter = Counter()
+    for num_snapshots in (0, 3):
+        settings = SETTINGS[name] | {"num_snapshots": num_snapshots}
+        one = StateSimulation(random_requests(seed, max_n=max_n), asynchronous, **settings).run().seen
+        assert one["snapshots read"] == one["hits"]
+        seen += one
+    has_hits = "no prefix caching" not in name
+    assert (seen["snapshots read"] > 0) == has_hits
+    assert seen["copies of states"] > 0 or (max_n == 1 and not has_hits)
+
+
+@pytest.mark.parametrize("num_conversations, num_running", [(12, 12), (16, 8), (20, 4)])
+def test_conversations_find_states_in_all_rows(num_conversations, num_running):
+    """Of 24 rows, 6 are for snapshots alone: the others hold them too while no sequence needs them.
+
+    So each of those that run has a snapshot besides, and each of the others has one. Of six turns each, at least half
+    of what attention would find is found.
+    """
+    engine = SimulatedEngine(num_blocks=800, max_num_seqs=18, num_snapshots=6, keeps_states=True, max_len=400)
+    rng, found, findable = random.Random(0), 0, 0
+    histories: list[list[int]] = [[] for _ in range(num_conversations)]
+    for _ in range(6):
+        for first in range(0, num_conversations, num_running):
+            seqs, some = [], range(first, first + num_running)
+            for i in some:
+                findable += max(0, len(histories[i]) - 1) // 4 * 4  # the last token was not computed
+                histories[i] += [100 * i + rng.randrange(100) for _ in range(rng.randint(5, 20))]
+                seqs.append(engine.add(histories[i], max_tokens=rng.randint(8, 15), ignore_eos=True))
+            engine.run()
+            found += sum(seq.num_cached_tokens for seq in seqs)
+            for i, seq in zip(some, seqs):
+                histories[i] += seq.completion_token_ids
+        assert len(engine.manager.snapshots) <= 24
+    assert max(len(step.rows) for step in engine.steps) == num_running
+    assert found > findable / 2
 
 
 def test_scheduler_needs_no_torch():

@@ -2,24 +2,32 @@
 
 import gc
 import random
+import re
 import weakref
+from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from common import generate_by_steps, pairs
 from safetensors.torch import load_file, save_file
 from test_models import make_checkpoint, reference_model
-from test_readme import STATE
+from test_readme import STATE, page
 
 from nanovllm import BeamSearchParams, SamplingParams
-from nanovllm.models import MODELS
+from nanovllm.benchmarks.shapes import write_shape
+from nanovllm.config import Config
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.layers.attention import make_backend
+from nanovllm.layers.state import fit_states
+from nanovllm.models import MODELS, model_class
 from nanovllm.models.decoder import DecoderAttention, DecoderMLP
 from nanovllm.models.llama import LlamaForCausalLM
-from nanovllm.startup.cuda import free_kv_cache
-from nanovllm.utils.tensor_parallel import PartialSum
+from nanovllm.startup.cuda import RESERVE_BYTES, free_kv_cache
+from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 LAYER: dict = {}
 exec(STATE, LAYER)  # the layer of CONTRIBUTING.md
@@ -111,15 +119,16 @@ def poison(llm):
 
     def run_poisoned(batch):
         seqs = [*llm.scheduler.running.values(), *llm.scheduler.prefilling.values()]
-        needed = {manager.zeros, *manager.snapshots.values(), *(seq.req_index for seq in seqs)}
+        needed = {manager.rows.zeros, *manager.snapshots.values(), *(seq.req_index for seq in seqs)}
         needed |= {
             *batch.req_indices.tolist(),
             *(batch.state_rows.flatten().tolist() if batch.shape.has_chunks else ()),
         }
-        rows = [row for row in range(manager.num_rows) if row not in needed]
+        num_rows = llm.config.num_states + 2
+        rows = [row for row in range(num_rows) if row not in needed]
         for spec, tensors in runner.caches.items():
             for tensor in tensors if spec.of_states else ():
-                assert tensor.shape[2] == manager.num_rows
+                assert tensor.shape[2] == num_rows
                 tensor[:, :, rows] = torch.nan if tensor.is_floating_point() else -(2**30)
         return run_model(batch)
 
@@ -203,13 +212,28 @@ def test_prefix_hits(make_stateful, reference):
 
 
 def test_snapshots_are_bounded(make_stateful, reference):
-    """There are as many as running sequences; the one that was found least recently goes."""
-    llm = make_stateful(max_num_seqs=3)
+    """There are twice as many rows as sequences may run; the one that was found least recently goes."""
+    llm = make_stateful(max_num_seqs=2)
     manager, params = llm.scheduler.block_manager, SamplingParams(max_tokens=1, ignore_eos=True)
     prompts = [[*range(10 * i, 10 * i + 20)] for i in range(1, 6)]
     hits = lambda i: llm.generate([prompts[i]], params, use_tqdm=False)[0].num_cached_tokens > 0
     assert [hits(i) for i in (0, 1, 2, 0, 3, 0, 2, 3, 1)] == [False, False, False, True, False, True, True, True, False]
-    assert len(manager.snapshots) + len(manager.free_rows) + len(manager._untaken) == 3
+    assert len(manager.snapshots) == 3 and len(manager.rows.free_indices) == 1
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_sequences_take_the_rows_of_snapshots(make_stateful, reference, monkeypatch, async_scheduling):
+    """One row is for a snapshot alone: others lie in those of sequences, of which three run, then two and one."""
+    one_more = lambda runner: runner.config.resolve(num_states=runner.config.max_num_seqs + 1)
+    monkeypatch.setattr("nanovllm.layers.state.fit_states", one_more)
+    llm = make_stateful(max_num_seqs=3, async_scheduling=async_scheduling)
+    rows, hits = llm.scheduler.block_manager.rows, []
+    for requests in (make_requests(), make_requests()[-2:], make_requests()[-1:]):
+        outputs = llm.generate(*map(list, zip(*requests)), use_tqdm=False)
+        assert_same_as_reference(reference, outputs)
+        hits.append(sum(output.num_cached_tokens > 0 for output in outputs))
+        assert len(rows.snapshots) == 4 - len(rows.free_indices) > 1
+    assert all(hits[1:])
 
 
 def test_drafts_are_refused(make_stateful):
@@ -238,6 +262,33 @@ def test_memory(make_stateful, monkeypatch):
         == runner.cache_bytes(llm.config.num_kvcache_blocks)
     )
     assert 2**22 - block_bytes < num_bytes <= 2**22
+
+
+GPUS = {"H100": 79.1, "H200": 139.8}  # GiB
+ROW = r"\| Qwen(\S+) on an (H\d00).*?\| ([\d,]+) of ([\d,]+) \| ([\d,]+) \|"
+
+
+@pytest.mark.parametrize("model, gpu, num_seqs, num_states, num_tokens", re.findall(ROW, page("cache")))
+def test_sizes_of_published_shapes(tmp_path, model, gpu, num_seqs, num_states, num_tokens):
+    """The table of cache.md is what the engine does with such memory, and what weights and steps take of it."""
+    write_shape(f"qwen{model.lower()}", tmp_path / "model")
+    config = Config(str(tmp_path / "model"), device="cpu", dtype="bfloat16", load_format="dummy")
+    parts = config.model_config, config.max_model_len, make_backend("sdpa"), TensorParallel()
+    with torch.device("meta"):
+        layers = [*model_class(config.model_config.model_type)(*parts).modules()]
+    storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in layers[0].parameters()}  # some share one
+    left = int(GPUS[gpu] * config.gpu_memory_utilization * 2**30) - RESERVE_BYTES
+    left -= sum(storage.nbytes() for storage in storages.values())
+    specs = [layer.cache_spec() for layer in layers if hasattr(layer, "cache_spec")]
+    groups = {spec: [spec] * n for spec, n in Counter(specs).items()}
+    runner = SimpleNamespace(config=config, cache_groups=groups, cache_budget=lambda: left, min_of_ranks=int)
+    runner.cache_bytes = partial(ModelRunner.cache_bytes, runner)
+    fit_states(runner)
+    ModelRunner.size_kv_cache(runner, left - int(1.9 * 2**30), "")
+    found = config.max_num_seqs, config.num_states, config.num_kvcache_blocks * config.kvcache_block_size
+    expected = [int(x.replace(",", "")) for x in (num_seqs, num_states, num_tokens)]
+    assert found == pytest.approx(expected, rel=0.005)
+    assert config.max_num_seqs >= 256 or gpu == "H100" or "27B" in model  # what the benchmark's requests need
 
 
 def test_warm_up_gives_states_back(make_stateful, monkeypatch):

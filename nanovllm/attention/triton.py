@@ -32,12 +32,11 @@ class TritonBackend(AttentionBackend):
         if context.has_chunks:
             size = self.tile_sizes[q.shape[1] // cache.k.shape[2], q.shape[2]]
             starts, tiles = context.cu_seqlens_q, context.backend_arrays[f"query_tiles_{size}"]
-            args = q, cache.k, cache.v, starts, lengths, tables, tiles, out
-            self.ops.prefill_attention(*args, cache.scales, cache.window)
+            self.ops.prefill_attention(q, cache, starts, lengths, tables, tiles, out)
         if n:
-            args = q[:n], cache.k, cache.v, lengths[:n], tables[:n], context.max_context_len
-            others = dict(num_seqs=context.num_decodes_on_device, scales=cache.scales, window=cache.window)
-            self.ops.decode_attention(*args, out=out[:n], tokens_per_row=context.tokens_per_row, **others)
+            args = q[:n], cache, lengths[:n], tables[:n], context.max_context_len
+            others = dict(num_seqs=context.num_decodes_on_device, tokens_per_row=context.tokens_per_row)
+            self.ops.decode_attention(*args, out=out[:n], **others)
         return out
 
     def set_head_shape(self, group, head_dim, dtype):
@@ -56,18 +55,8 @@ class TritonBackend(AttentionBackend):
         is_decode = not context.has_chunks and context.tokens_per_row == 1  # drafts attend to keys of the same step
         if not is_decode or not self.ops.fuses_qk_norm_rope(len(qkv), cache.k.shape[2], qkv.device):
             return super().attend_qkv(qkv, qk_norm_rope, cache, context)
-        return self.ops.decode_attention_of_qkv(
-            qkv,
-            *qk_norm_rope,
-            context.slot_mapping,
-            cache.k,
-            cache.v,
-            context.context_lens,
-            context.block_tables,
-            context.max_context_len,
-            scales=cache.scales,
-            window=cache.window,
-        )
+        seqs = context.context_lens, context.block_tables, context.max_context_len
+        return self.ops.decode_attention_of_qkv(qkv, qk_norm_rope, context.slot_mapping, cache, *seqs)
 
 
 def query_tiles(chunks: list[tuple[int, int]], first_row: int, size: int) -> np.ndarray:

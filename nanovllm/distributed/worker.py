@@ -267,7 +267,7 @@ def connect(rank: int, config: Config, folder: Path) -> Ranks:
     """Connect a rank with the others through files in `folder`; returns when all are connected."""
     model, size = config.model_config, config.tensor_parallel_size
     sums = max(config.max_num_batched_tokens, config.max_num_seqs) * model.hidden_size
-    logits = max(config.max_num_seqs, MAX_TOP_ROWS) * model.vocab_size // size
+    logits = max(config.max_num_seqs * config.tokens_per_row, MAX_TOP_ROWS) * model.vocab_size // size
     num_bytes = max(sums, logits) * config.dtype.itemsize  # of the largest sum or gathered part
     return process_group.connect(rank, size, folder, config.device_of(rank), num_bytes)
 
@@ -300,7 +300,7 @@ def serve(runner: ModelRunner, reader: StepReader) -> None:
                 continue
             if len(in_flight) == NUM_BUFFERS:  # this step gets the host buffer of the step before the last
                 in_flight.pop(0).synchronize()
-            batch = Batch.on_host(shape, runner.host_buffer(shape))
+            batch = Batch.from_buffer(shape, runner.host_buffer(shape))
             batch.buffer[:] = words[: shape.size]
         in_flight.append(runner.launch(batch))
 

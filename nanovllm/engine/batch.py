@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.scheduled_step import ScheduledStep
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Sequence, packed_ids
 from nanovllm.kernels.sampling_columns import GREEDY_BELOW, WIDTH, column, seeds
 
 MAX_CHUNKS = 32  # of a step that a CUDA graph computes
@@ -114,11 +114,6 @@ class Batch(Generic[Array]):
         own, of_backend = arrays.pop(OWN), arrays.pop(BACKEND)
         return cls(shape, buffer[:size], **own, feature_arrays=arrays, backend_arrays=of_backend)
 
-    @staticmethod
-    def on_host(shape: BatchShape, buffer: np.ndarray | None) -> "Batch[np.ndarray]":
-        """The views of `buffer`, or of new memory."""
-        return Batch.from_buffer(shape, np.empty(shape.size, np.int32) if buffer is None else buffer)
-
     def to(self, device: torch.device) -> "Batch[torch.Tensor]":
         """This host batch as tensors."""
         return Batch.from_buffer(self.shape, torch.from_numpy(self.buffer).to(device))
@@ -167,11 +162,11 @@ def prepare_batch(
     shape: BatchShape,
     backend_arrays: Mapping[str, np.ndarray],
     feature_arrays: FeatureArrays,
-    buffer: np.ndarray | None,
+    host_buffer: Callable[[BatchShape], np.ndarray],
     block_size: int,
     pad_req_index: int = 0,
 ) -> HostBatch:
-    """The batch of a step in `buffer`, or in new memory, with what the attention backend and features have for it.
+    """The batch of a step in the `host_buffer` of its shape, with what the attention backend and features have for it.
 
     If `shape` is larger than the step, the rest is padding: empty sequences that store nothing, and whose samples are
     dropped; and numbers of -1 in the backend's arrays.
@@ -183,7 +178,7 @@ def prepare_batch(
         num_block_copies=len(step.copies),
         feature_shapes=_feature_shapes(feature_arrays),
     )
-    batch = Batch.on_host(shape, buffer)
+    batch = Batch.from_buffer(shape, host_buffer(shape))
     new_indices = np.array([seq.req_index for seq in new], np.int64)
     _fill(batch.req_indices, np.concatenate((step.req_indices, new_indices)), pad_req_index)
     _fill(batch.num_reserved, step.num_reserved, padding=0)
@@ -217,7 +212,7 @@ def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, pad_req
     """The rows and tokens of chunks, which follow those of decodes, and what says where they are."""
     k, n = step.tokens_per_row, step.num_decodes * step.tokens_per_row
     lengths = np.array([1] * n + step.chunk_lens)
-    ends = np.cumsum(lengths)  # [B], into the flat tokens of the step
+    ends = lengths.cumsum(dtype=np.int32)  # [B], into the flat tokens of the step
     B, T = len(lengths), int(ends[-1])
     batch.num_decodes[:] = n
     batch.cu_seqlens_q[0] = 0
@@ -225,17 +220,17 @@ def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, pad_req
     seqs, _, chunk_ends = zip(*step.chunks)
     _fill(batch.context_lens[n:], chunk_ends, padding=0)
     _fill_tables(batch.block_tables[n:], seqs)
-    of_decodes = np.repeat(step.req_indices, k)
+    of_decodes = step.req_indices.repeat(k)
     for rows, of_chunks in zip(batch.state_rows, (step.state_rows, [seq.req_index for seq in seqs])):
         _fill(rows, np.concatenate((of_decodes, of_chunks)), pad_req_index)
     for (seq, start, end), last in zip(step.chunks, ends[n:].tolist()):
-        batch.input_ids[last - (end - start) : last] = seq.token_ids[start:end]
+        batch.input_ids[last - (end - start) : last] = np.frombuffer(packed_ids(seq.token_ids[start:end]), np.int32)
     batch.input_ids[T:] = 0
-    rows = np.repeat(np.arange(n, B), lengths[n:])
-    positions = np.arange(n, T) + (batch.context_lens[:B] - ends)[rows]
-    indices, offsets = np.divmod(positions, block_size)
+    rows = np.arange(n, B).repeat(lengths[n:])
+    positions = np.arange(n, T, dtype=np.int32) + (batch.context_lens[:B] - ends)[rows]
+    columns = positions // block_size
     _fill(batch.positions[n:], positions, padding=0)
-    _fill(batch.slot_mapping[n:], batch.block_tables[rows, indices] * block_size + offsets, padding=-1)
+    _fill(batch.slot_mapping[n:], positions + (batch.block_tables[rows, columns] - columns) * block_size, padding=-1)
     of_chunks = np.repeat(np.array(step.sampled_rows[step.num_decodes :], np.int64) - step.num_decodes + n, k)
     sampled = np.concatenate((np.arange(n), of_chunks))
     _fill(batch.sampled_rows, sampled, padding=0)

@@ -1,11 +1,10 @@
 """Which sequence holds which cache block: reference counts, and a prefix cache of full blocks."""
 
-from array import array
 from collections import OrderedDict
 
 import xxhash
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Sequence, packed_ids
 
 
 class Block:
@@ -40,10 +39,14 @@ class BlockManager:
         self.duplicates: dict[int, set[int]] = {}  # by hash: further blocks of the same contents
         self.copies: dict[int, int] = {}  # block id -> id of the block to be copied into it before the next step
 
+    def req_indices(self, max_num_seqs: int):
+        """The Scheduler's `free_req_indices`, when no sequence runs."""
+        return [*reversed(range(max_num_seqs))]
+
     @staticmethod
     def compute_hash(token_ids: list[int], prefix_hash: int = 0) -> int:
         """The hash of a block whose prefix, all blocks before it, has `prefix_hash`."""
-        return xxhash.xxh3_64_intdigest(array("q", (prefix_hash - 2**63, *token_ids)).tobytes())
+        return xxhash.xxh3_64_intdigest(packed_ids(token_ids), prefix_hash)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -77,8 +80,7 @@ class BlockManager:
             self.blocks[block_id].ref_count += 1
         other.block_table.append(self._allocate_block())
         other.block_hashes = seq.block_hashes.copy()
-        other.num_computed_tokens = seq.num_computed_tokens
-        other.num_cached_tokens = seq.num_cached_tokens
+        other.num_computed_tokens, other.num_cached_tokens = seq.num_computed_tokens, seq.num_cached_tokens
         if len(seq.block_table) > num_full:
             self.copies[other.block_table[-1]] = seq.block_table[num_full]
 

@@ -44,10 +44,10 @@ class Engine:
         assert config.num_kvcache_blocks and config.max_num_mixed_tokens, "the model runner has set them"
         sizes = config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching
         block_manager = BlockManager(*sizes)
-        if num_rows := self.model_runner.num_state_rows:
+        if config.num_states:
             from nanovllm.engine.state_blocks import StateBlockManager  # few models have layers with a state
 
-            block_manager = StateBlockManager(*sizes, config.max_num_seqs, num_rows)
+            block_manager = StateBlockManager(*sizes, config.max_num_seqs, config.num_states)
         mixed = TokenBudget(config.max_num_mixed_tokens, config.model_config.context_of_equal_cost)
         budget, eos_token_ids = TokenBudget(config.max_num_batched_tokens), config.model_config.eos_token_ids
         self.scheduler = Scheduler(block_manager, config.max_num_seqs, budget, mixed)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from nanovllm.config import Config
@@ -15,7 +16,7 @@ from nanovllm.engine.features import FEATURES
 from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.request import CompletionRequest, Prompt
 from nanovllm.engine.scheduling_policy import FCFS, SchedulingPolicy
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Sequence, packed_ids
 from nanovllm.sampling_params import SamplingParams, check_token_ids
 from nanovllm.utils.checks import check_int, check_unicode
 
@@ -74,11 +75,10 @@ class InputProcessor:
 
             prompts = as_prompts(prompts)
             priority = as_priorities(priority, len(prompts))
+        sampling_params = self.default_sampling_params() if sampling_params is None else sampling_params
         params = sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts: pass one, or one for each")
-        default = self.default_sampling_params() if any(x is None for x in params) else None
-        params = [default if own is None else own for own in params]
         return [
             self.request(prompt, own, kind, i, template_arguments, own_priority)
             for i, (prompt, own, own_priority) in enumerate(zip(prompts, params, priority or [0] * len(prompts)))
@@ -98,15 +98,12 @@ class InputProcessor:
         params = self.default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params={params!r}: must be a SamplingParams")
-        text, token_ids = self.tokenize(prompt, template_arguments)
+        text, ids = self.tokenize(prompt, template_arguments)
         check_token_ids("stop_token_ids", params.stop_token_ids, self.config.model_config.vocab_size)
         request_id = self.next_request_id()
         seed = _derived_seed(self._seed, request_id) if params.seed is None else params.seed
         seeds = [seed, *(_derived_seed(seed, i) for i in range(1, params.n))]
-        group = [
-            Sequence(request_id, [*token_ids], params, s, self.max_model_len, i, priority=priority)
-            for i, s in enumerate(seeds)
-        ]
+        group = [Sequence(request_id, [*ids], params, s, self.max_model_len, i, priority) for i, s in enumerate(seeds)]
         for seq in group:
             seq.group = group
         token_bytes = self.token_bytes if params.skip_special_tokens else self.all_token_bytes
@@ -153,7 +150,11 @@ class InputProcessor:
             raise ValueError("prompt: a decoder prompt cannot be empty; it must have at least 1 token")
         if len(ids) >= self.max_model_len:
             raise ValueError(f"prompt: has {len(ids)} tokens; must be fewer than {self.length_bound}")
-        check_token_ids("prompt", (min(ids), max(ids)), self.config.model_config.vocab_size)
+        try:
+            least_and_greatest = (array := np.frombuffer(packed_ids(ids), np.int32)).min(), array.max()
+        except struct.error:  # an id that no vocabulary has
+            least_and_greatest = min(ids), max(ids)
+        check_token_ids("prompt", least_and_greatest, self.config.model_config.vocab_size)
         return text, ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

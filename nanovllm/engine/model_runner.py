@@ -58,19 +58,17 @@ class ModelRunner:
                 self.cache_groups.setdefault(layer.cache_spec(), []).append(layer)
             if isinstance(layer, Attention):
                 self.backend.set_head_shape(layer.num_heads // layer.num_kv_heads, layer.head_dim, config.dtype)
-        self.num_state_rows = 0
         if any(spec.of_states for spec in self.cache_groups):
             from nanovllm.layers.state import fit_states  # few models have layers with a state
 
-            self.num_state_rows = fit_states(self)
+            fit_states(self)
         self.caches: dict[Any, list[torch.Tensor]] = {}  # the tensors of each group
         self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
         self.pad_req_index = config.max_num_seqs
         loaded = [name for name, feature in FEATURES.items() if isinstance(feature.home, type)]  # those from outside
-        self.tokens_per_row = 1  # of any step: at most
-        if config.speculative_config is not None:
+        self.tokens_per_row = config.tokens_per_row
+        if self.tokens_per_row > 1:
             loaded.append("spec_decode")
-            self.tokens_per_row += config.speculative_config.num_speculative_tokens
         sizes = config.max_num_seqs, self.tokens_per_row, config.max_blocks_per_seq, WIDTH
         self.tables = RequestTables.zeros(*sizes, self.device)
         num_rows = config.max_num_seqs * self.tokens_per_row
@@ -129,9 +127,9 @@ class ModelRunner:
         loaded = self.features | {name: FEATURES[name].load()(self) for name in names if name not in self.features}
         self.features = {name: loaded[name] for name in [*FEATURES] if name in loaded}
 
-    def host_buffer(self, shape: BatchShape) -> np.ndarray | None:
-        """Where the next batch is prepared; None: in new memory."""
-        return None
+    def host_buffer(self, shape: BatchShape) -> np.ndarray:
+        """The memory in which the next batch is prepared: at least `shape.size` words."""
+        return np.empty(shape.size, np.int32)
 
     def padded(self, shape: BatchShape) -> BatchShape:
         """The shape in which a step is computed."""
@@ -146,8 +144,7 @@ class ModelRunner:
         block_size, first_row = self.config.kvcache_block_size, step.num_decodes * step.tokens_per_row
         backend_arrays = self.backend.prepare_chunks([c[1:] for c in step.chunks], first_row) if step.chunks else {}
         shape = self.padded(shape_of(step, block_size, backend_arrays))
-        buffer = self.host_buffer(shape)
-        return prepare_batch(step, shape, backend_arrays, arrays, buffer, block_size, self.pad_req_index)
+        return prepare_batch(step, shape, backend_arrays, arrays, self.host_buffer, block_size, self.pad_req_index)
 
     def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:
         """Launch a prepared batch. On CUDA it is only queued: this returns while it, or even the step before, runs."""
@@ -253,7 +250,8 @@ class ModelRunner:
         config = self.config.model_config
         with torch.device(self.device):
             model = model_class(config.model_type)(config, self.config.max_model_len, self.backend, self.tp)
-        with torch.device("cpu"):  # safetensors reads into tensors on the default device, whichever the caller has set
+        # safetensors reads into tensors on the default device, whichever the caller has set
+        with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
             load_model(model, Path(self.config.model), self.device, self.config.load_format, self.tp.rank == 0)
         return model.eval()
 

@@ -47,7 +47,7 @@ class Scheduler:
         # the running ones that decode
         self.decoding = DecodeTable(self.max_num_seqs, self.block_manager.block_size)
         self.admission = GroupAdmission()
-        self.free_req_indices = [*reversed(range(self.max_num_seqs))]
+        self.free_req_indices = self.block_manager.req_indices(self.max_num_seqs)
 
     def add(self, *group: Sequence) -> None:
         """Queue the answers to one prompt."""
@@ -84,8 +84,7 @@ class Scheduler:
         if not (step.num_decodes or step.chunks):
             self.block_manager.copies = copies
             return None
-        watched = (step.sampled_seqs[i] for i in step.watched)
-        with_features = *watched, *(chunk.seq for chunk in step.chunks), *step.new_seqs
+        with_features = *(step.sampled_seqs[i] for i in step.watched), *(x.seq for x in step.chunks), *step.new_seqs
         step.feature_names = {name for seq in with_features for name in seq.feature_state}
         step.copies = [(source, target) for target, source in copies.items()]
         self.totals[f"{step.kind}_steps"] += 1

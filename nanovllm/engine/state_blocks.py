@@ -6,11 +6,56 @@ from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.sequence import Sequence
 
 
+class StateRows:
+    """The rows of states that no running sequence has, as the Scheduler's `free_req_indices`.
+
+    The state of a running sequence is in the row of its request index, below `num_indices`. Then come the rows of
+    padding, of zeros, with which every sequence begins, and of snapshots. Request indices that no sequence needs hold
+    snapshots too: of these, the one that was found least recently goes when a sequence does.
+    """
+
+    def __init__(self, num_indices: int, num_states: int):
+        self.num_indices, self.zeros = num_indices, num_indices + 1
+        self.free_indices = [*reversed(range(num_indices))]
+        self.free_others = [*reversed(range(self.zeros + 1, num_states + 2))]
+        self.snapshots: OrderedDict[int, int] = OrderedDict()  # block id -> row, the least recently found first
+        self.being_read: set[int] = set()  # by the step that is scheduled: another sequence can't write there
+
+    def __bool__(self) -> bool:
+        """Whether a sequence can get a request index."""
+        return bool(self.free_indices) or self._least_recent_index() is not None
+
+    def pop(self) -> int:
+        """A request index, for which a snapshot may be forgotten."""
+        if not self.free_indices:
+            self.forget(self._least_recent_index())
+        return self.free_indices.pop()
+
+    def append(self, row: int) -> None:
+        (self.free_indices if row < self.num_indices else self.free_others).append(row)
+
+    def pop_for_snapshot(self) -> int | None:
+        """A free row, or that of the snapshot that was found least recently; None if there are none."""
+        if not (self.free_others or self.free_indices) and self.snapshots:
+            self.forget(next(iter(self.snapshots)))
+        free = self.free_others or self.free_indices
+        return free.pop() if free else None
+
+    def forget(self, block_id: int | None) -> None:
+        """Free the row of the snapshot of a block, if there is one."""
+        if (row := self.snapshots.pop(block_id, None)) is not None:
+            self.append(row)
+
+    def _least_recent_index(self) -> int | None:
+        """The block of the snapshot that goes for a sequence."""
+        rows = self.snapshots.items()
+        return next((i for i, row in rows if row < self.num_indices and row not in self.being_read), None)
+
+
 class StateBlockManager(BlockManager):
     """Shares blocks only up to where a snapshot of the state is, and says which rows of the states are read and copied.
 
-    The state of a running sequence is in the row of its request index. Then come the rows of padding, of zeros, with
-    which every sequence begins, and of snapshots. In `copies`, the id of a row is `num_blocks` more than the row.
+    In `copies`, the id of a row is `num_blocks` more than the row.
 
     A prompt leaves a snapshot at the end of its last full block, and where blocks of a prefix were found but no
     snapshot: there a prefix is used for the second time. Chunks end at these boundaries. So a snapshot costs a copy of
@@ -21,25 +66,33 @@ class StateBlockManager(BlockManager):
     this one: so there is no snapshot at the end of the answer, and the one that was found is the next to go.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool, max_num_seqs: int, num_rows: int):
-        self.zeros = max_num_seqs + 1
-        self.num_rows = num_rows  # see layers/state.py
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool, max_num_seqs: int, num_states: int
+    ):
+        self.max_num_seqs, self.num_states = max_num_seqs, num_states
         super().__init__(num_blocks, block_size, enable_prefix_caching)
 
     def reset(self) -> None:
         super().reset()
-        self.snapshots: OrderedDict[int, int] = OrderedDict()  # block id -> row, the least recently found first
-        self.free_rows = [*reversed(range(self.zeros + 1, self.num_rows))]
+        self.rows = StateRows(self.max_num_seqs, self.num_states)
+        self.snapshots = self.rows.snapshots
         self._untaken: dict[int, int] = {}  # of the next step: they can't be found yet
+        self._unused: list[int] = []  # rows of such whose block has gone
         self._first_rows: dict[Sequence, int] = {}  # what the first chunk of a sequence reads
         self._boundaries: dict[Sequence, list[int]] = {}  # numbers of tokens, the first one last
         self._decoded: set[int] = set()  # ids of cached blocks that answers have filled
+
+    def req_indices(self, max_num_seqs: int) -> StateRows:
+        return self.rows
+
+    def can_allocate(self, seq: Sequence, num_spare: int = 0) -> bool:
+        return bool(self.rows) and super().can_allocate(seq, num_spare)
 
     def allocate(self, seq: Sequence) -> None:
         found = super()._cached_prefix(seq)
         is_conversation = bool(found) and found[-1] in self._decoded
         super().allocate(seq)
-        num_hit, row = seq.num_computed_tokens, self.zeros
+        num_hit, row = seq.num_computed_tokens, self.rows.zeros
         if num_hit:
             block_id = seq.block_table[num_hit // self.block_size - 1]
             self.snapshots.move_to_end(block_id, last=not is_conversation)
@@ -58,7 +111,9 @@ class StateBlockManager(BlockManager):
         return min([end, *self._boundaries.get(seq, ())[-1:]])
 
     def state_row(self, seq: Sequence) -> int:
-        return self._first_rows.pop(seq, seq.req_index)
+        row = self._first_rows.pop(seq, seq.req_index)
+        self.rows.being_read.add(row)
+        return row
 
     def cache_full_blocks(self, seq: Sequence) -> None:
         super().cache_full_blocks(seq)
@@ -71,7 +126,9 @@ class StateBlockManager(BlockManager):
 
     def take_copies(self) -> dict[int, int]:
         self.snapshots |= self._untaken
-        self._untaken = {}
+        for row in self._unused:
+            self.rows.append(row)
+        self._untaken, self._unused, self.rows.being_read = {}, [], set()
         return super().take_copies()
 
     def deallocate(self, seq: Sequence) -> None:
@@ -102,15 +159,11 @@ class StateBlockManager(BlockManager):
         is_other = self.blocks[block_id].token_ids != self._block_token_ids(seq, i)  # of the same hash
         if is_other or block_id in self.snapshots or block_id in self._untaken:
             return
-        if not self.free_rows and self.snapshots:
-            self._forget_snapshot(next(iter(self.snapshots)))
-        if self.free_rows:
-            row = self._untaken[block_id] = self.free_rows.pop()
+        if (row := self.rows.pop_for_snapshot()) is not None:
+            self._untaken[block_id] = row
             self.copies[self.num_blocks + row] = self.num_blocks + seq.req_index
 
     def _forget_snapshot(self, block_id: int) -> None:
-        row = self.snapshots.pop(block_id, None)
-        if row is None:
-            row = self._untaken.pop(block_id, None)
-        if row is not None:
-            self.free_rows.append(row)
+        self.rows.forget(block_id)
+        if (row := self._untaken.pop(block_id, None)) is not None:
+            self._unused.append(row)  # only the next step copies into it

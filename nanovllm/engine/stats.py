@@ -43,8 +43,8 @@ def described(config: Any) -> str:
 
     num_threads = torch.get_num_threads()
     threads = f" with {num_threads} thread{'s' * (num_threads > 1)}" if config.device == "cpu" else ""
-    hybrid = config.model_config.hybrid
-    left_out, states = (hybrid.left_out, f"{config.max_num_seqs:,} states, ") if hybrid else ("", "")
+    left_out = getattr(config.model_config.hybrid, "left_out", "")
+    states = f"{config.num_states:,} states for up to {config.max_num_seqs:,} sequences, " if config.num_states else ""
     cache = "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}"
     return (
         f"LLM({config.model!r}{left_out}: {config.device}{threads}, {dtype}, attention by {config.attention_backend}, "

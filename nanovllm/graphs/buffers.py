@@ -28,9 +28,9 @@ class Buffers(NamedTuple):
     device: torch.Tensor
 
 
-def make_buffers(config: Config, device: torch.device, tokens_per_row: int = 1) -> Buffers:
-    size = largest_batch(config, tokens_per_row)
-    batches, results = host_memory(size, config.max_num_seqs, tokens_per_row, device)
+def make_buffers(config: Config, device: torch.device) -> Buffers:
+    size = largest_batch(config)
+    batches, results = host_memory(size, config.max_num_seqs, config.tokens_per_row, device)
     on_device = torch.zeros(size, dtype=torch.int32, device=device)
     return Buffers(DoubleBuffer(*map(StepBuffers, batches, results)), on_device)
 
@@ -50,15 +50,15 @@ def host_memory(
     return torch.zeros(2, size, **options), torch.zeros(2, max_num_seqs * (tokens_per_row + 1), **options)
 
 
-def largest_batch(config: Config, tokens_per_row: int = 1) -> int:
+def largest_batch(config: Config) -> int:
     """The size of the buffer of the largest possible step, in words."""
     T, W, num_seqs = config.max_num_batched_tokens, config.max_blocks_per_seq, config.max_num_seqs
-    B = num_seqs * tokens_per_row
+    B = num_seqs * config.tokens_per_row
     largest = BatchShape(
         num_tokens=T + B,
         num_seqs=B + MAX_CHUNKS,
         num_decodes=B,
-        num_sampled_tokens=B + MAX_CHUNKS * tokens_per_row,
+        num_sampled_tokens=B + MAX_CHUNKS * config.tokens_per_row,
         max_blocks_per_seq=W,
         max_seqlen_q=T,
         backend_shapes=(("", (T + B + MAX_CHUNKS, 2)),),  # of any backend: two words for each tile of queries
@@ -66,4 +66,4 @@ def largest_batch(config: Config, tokens_per_row: int = 1) -> int:
         num_new_requests=num_seqs,
         num_block_copies=3 * num_seqs,  # a sequence may copy a block and its state, and leave a snapshot
     )
-    return largest.size + tokens_per_row * sum(feature.load().max_words(config) for feature in FEATURES.values())
+    return largest.size + config.tokens_per_row * sum(feature.load().max_words(config) for feature in FEATURES.values())

@@ -9,7 +9,7 @@ from torch import nn
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.invariant import VARIANT, cuda_ops, invariant_operations, refuse_states
 from nanovllm.kernels import ops, register_ops
-from nanovllm.kernels.dependent_launch import has_tma
+from nanovllm.kernels.devices import has_tma
 from nanovllm.kernels.invariant_decode import empty_parts
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.gated_delta_net import GatedDeltaNet

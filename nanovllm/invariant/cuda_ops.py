@@ -29,7 +29,7 @@ def fuses_qk_norm_rope(batch_size, kv_heads, device):
 
 
 def linear(x, weight, bias=None, split_k=1, out=None):
-    return invariant_product(x, weight, None, bias, None if out is None else out[0])
+    return invariant_product(x, weight, bias, None if out is None else out[0])
 
 
 def gate_scores(x, weight):
@@ -47,7 +47,7 @@ def best_split_k(x, weight, max_split_k):
 def scaled_linear(x, values, scales, bias=None, act=None, split_k=1, out=None):
     if not suits_scaled_gemm(values, scales):
         return NotImplemented
-    y = invariant_product(x, values, scales, bias, None if out is None else out[0])
+    y = invariant_product(x, (values, scales), bias, None if out is None else out[0])
     return y if act is None else act(y)
 
 

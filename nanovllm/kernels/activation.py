@@ -4,31 +4,18 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, has_hopper_kernels, launch, num_sms
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
+from nanovllm.kernels.devices import has_hopper_kernels, num_sms
+from nanovllm.kernels.quantize_rows import Groups, store_rows
 
 MIN_ROWS = 512  # of a product with its activation
 
 
-@dependent_kernel()
-@triton.jit
-def _silu_and_mul_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    gdc_launch_and_wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = col < n
-    gate = tl.load(x_ptr + row * 2 * n + col, mask, 0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * 2 * n + n + col, mask, 0.0)
-    silu = gate / (1.0 + tl.exp(-gate))
-    tl.store(out_ptr + row * n + col, silu.to(up.dtype) * up, mask)
-
-
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """x [T, 2n], contiguous -> silu(x[:, :n]) * x[:, n:]."""
-    num_rows, n = x.shape[0], x.shape[1] // 2
-    out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
-    if num_rows:
-        block = min(2048, 1 << (n - 1).bit_length())
-        launch(_silu_and_mul_kernel, (num_rows, -(-n // block)), x.device)(x, out, n, BLOCK=block, num_warps=8)
+    n = x.shape[1] // 2
+    out, block = torch.empty((len(x), n), dtype=x.dtype, device=x.device), min(2048, 1 << (n - 1).bit_length())
+    store_rows(x, (out, None), 0, Groups(n, block, 1, block), gated=True, num_warps=8)
     return out
 
 

@@ -6,28 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import (
-    dependent_kernel,
-    gdc_launch_dependents,
-    gdc_wait,
-    launch,
-    next_power_of_2,
-    num_sms,
-    prefetch_rows,
-)
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch, next_power_of_2
+from nanovllm.kernels.devices import num_sms
 from nanovllm.kernels.fp8 import ONES, as_fp8_partner, decode_e4m3, decode_e4m3_pairs, store_row, unpack_scales
 from nanovllm.kernels.norm_rope_store import load_cos_sin, norm_rope
-from nanovllm.kernels.paged_cache import layout_of
-from nanovllm.kernels.split_sequence import (
-    NO_KEYS,
-    PROGRAMS_PER_SM,
-    choose_num_splits,
-    combine_splits,
-    split_sequence,
-)
+from nanovllm.kernels.paged_cache import LOG2_E, layout_of, prefetch_rows
+from nanovllm.kernels.split_sequence import NO_KEYS, PROGRAMS_PER_SM, choose_num_splits, combine_splits, split_sequence
 
 TILE = 64  # keys of a tile, which lies in one block; half as many of long rows, if they are all that is read
-NUM_IDS = 16  # block ids that are loaded at a time
+NUM_IDS = tl.constexpr(16)  # block ids that are loaded at a time
 MAX_QUERIES = 64  # of a program, which has all those of a key-value head
 NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos and sin, slots
 
@@ -48,12 +35,10 @@ def _decode_kernel(
     GROUP: tl.constexpr,
     CACHE: tl.constexpr,
     ROTARY: tl.constexpr,
-    NUM_IDS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, slot_mapping_ptr = norm_rope_ptrs
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
     num_seqs_ptr, context_lens_ptr, block_tables_ptr = seq_ptrs
@@ -100,7 +85,7 @@ def _decode_kernel(
         if IS_FP8:
             scale_rows = (blocks * KV_HEADS + kv_head) * BLOCK_SIZE + tokens % BLOCK_SIZE
             prefetch_rows(scales_ptr + scale_rows, 1)
-        gdc_wait()
+    gdc_wait(PDL)
 
     if ROWS == 1:
         row = seq * (KV_HEADS * GROUP) + kv_head * GROUP + g
@@ -205,7 +190,7 @@ def _decode_kernel(
 
 
 def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> bool:
-    """Whether `decode_attention_of_qkv` is faster than `norm_rope_store` and `decode_attention`.
+    """Whether `decode_attention_of_qkv` is faster than `norm_rope_and_store` and `decode_attention`.
 
     It saves a kernel launch. But with more programs than run at once, each would compute norm and rope while its
     multiprocessor could read keys.
@@ -215,67 +200,56 @@ def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> 
 
 def decode_attention(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache,
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
     max_context_len: int,
     splits: int | None = None,
     num_seqs: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
-    window: int | None = None,
     tokens_per_row: int = 1,
 ) -> torch.Tensor:
     """q [B, heads, head_dim] attends to the context_lens[b] tokens behind block_tables[b]; zeros where there are none.
 
-    caches [blocks, block_size, kv_heads, head_dim], block_size a multiple of 16, head_dim a power of two from 16;
-    context_lens [B], block_tables [B, W] int32; all but the tables contiguous. With `window`, only the last so many
-    tokens count. A sequence gets as many splits as it has tiles, up to `splits`, which is chosen by the bound
-    `max_context_len` if it is not given. Programs start in the order of the rows, so the longest should come first.
+    The cache's block_size is a multiple of 16, head_dim a power of two from 16; context_lens [B], block_tables [B, W]
+    int32; all but the tables contiguous. A sequence gets as many splits as it has tiles, up to `splits`, which is
+    chosen by the bound `max_context_len` if it is not given. Programs start in the order of the rows, so the longest
+    should come first.
 
     So many `tokens_per_row` follow each other which are of one sequence, with the same block table, and no token sees
     fewer keys than the one before. Their keys are read once.
 
     `out` takes the result. With num_seqs [1] int32, at least 1, only the first so many rows are computed, and the other
-    rows of the result are left alone. The caches are in FP8 if they have scales: see `norm_rope_store`.
+    rows of the result are left alone.
     """
     out = torch.empty_like(q) if out is None else out
     seqs = num_seqs, context_lens, block_tables
-    _decode(out, q, NO_NORM_ROPE, (k_cache, v_cache, scales), seqs, max_context_len, splits, window, tokens_per_row)
+    _decode(out, q, NO_NORM_ROPE, cache, seqs, max_context_len, splits, tokens_per_row)
     return out
 
 
 def decode_attention_of_qkv(
     qkv: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    cos_sin: torch.Tensor,
+    qk_norm_rope,
     slot_mapping: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache,
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
     max_context_len: int,
     splits: int | None = None,
-    scales: torch.Tensor | None = None,
-    window: int | None = None,
 ) -> torch.Tensor:
-    """`norm_rope_store` of qkv [B, heads + 2 kv_heads, head_dim], whose tokens may lie apart, and `decode_attention` of
-    its queries in one kernel.
+    """`norm_rope_and_store` of qkv [B, heads + 2 kv_heads, head_dim], whose tokens may lie apart, and
+    `decode_attention` of its queries in one kernel.
 
     The result for an empty sequence is any finite values.
     """
-    out = torch.empty_like(qkv[:, 2 * k_cache.shape[2] :])
-    inputs, seqs = (q_weight, k_weight, eps, cos_sin, slot_mapping), (None, context_lens, block_tables)
-    _decode(out, qkv, inputs, (k_cache, v_cache, scales), seqs, max_context_len, splits, window)
+    out = torch.empty_like(qkv[:, 2 * cache.k.shape[2] :])
+    inputs, seqs = (*qk_norm_rope, slot_mapping), (None, context_lens, block_tables)
+    _decode(out, qkv, inputs, cache, seqs, max_context_len, splits)
     return out
 
 
-def _choose_programs(
-    batch_size, kv_heads, tokens_per_row, row_bytes: int, is_qkv: bool, device
-) -> tuple[int, int, int]:
+def _choose_programs(batch_size, kv_heads, tokens_per_row, row_bytes, is_qkv, device) -> tuple[int, int, int]:
     """How many programs a multiprocessor gets, the warps of one, and how many tiles it loads at a time.
 
     `row_bytes`: of a key. Four warps read fastest, by two programs that run at the same time. But while these leave no
@@ -289,29 +263,27 @@ def _choose_programs(
     return PROGRAMS_PER_SM, 2, 3 if row_bytes <= 256 and not is_qkv else 2
 
 
-def _decode(out, q, norm_rope_inputs, caches, seqs, max_context_len, splits, window, tokens_per_row=1) -> None:
+def _decode(out, q, norm_rope_inputs, cache, seqs, max_context_len, splits, tokens_per_row=1) -> None:
     """Fill `out` [B, heads, head_dim]. With inputs of norm and rope, q is qkv. `seqs` are num_seqs, lengths, tables."""
     num_rows, heads, head_dim = out.shape
-    group = heads // caches[0].shape[2]
+    group = heads // (kv_heads := cache.k.shape[2])
     tokens_per_row = tokens_per_row if tokens_per_row * group <= MAX_QUERIES else 1
     batch_size = num_rows // tokens_per_row
-    is_qkv, row_bytes = norm_rope_inputs is not NO_NORM_ROPE, head_dim * caches[0].element_size()
-    layout = layout_of(caches[0], TILE if is_qkv or row_bytes <= 256 else TILE // 2, window)
-    max_num_keys = min(max_context_len, window or max_context_len)
-    programs, num_warps, stages = _choose_programs(
-        batch_size, layout.kv_heads, tokens_per_row, row_bytes, is_qkv, q.device
-    )
-    splits = splits or choose_num_splits(batch_size, layout.kv_heads, max_num_keys, layout.tile, q.device, programs)
-    partial = lse = None
+    is_qkv, row_bytes = norm_rope_inputs is not NO_NORM_ROPE, head_dim * cache.k.element_size()
+    layout = layout_of(cache, TILE if is_qkv or row_bytes <= 256 else TILE // 2)
+    max_num_keys = min(max_context_len, cache.window or max_context_len)
+    programs, num_warps, stages = _choose_programs(batch_size, kv_heads, tokens_per_row, row_bytes, is_qkv, q.device)
+    splits = splits or choose_num_splits(batch_size, kv_heads, max_num_keys, layout.tile, q.device, programs)
+    parts = None, None
     if splits > 1:
-        partial = torch.empty((num_rows, heads, splits, head_dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty((num_rows, heads, splits), dtype=torch.float32, device=q.device)
-    scale = head_dim**-0.5 * 1.4426950408889634  # log2(e): the kernel computes powers of two
-    constants = dict(ROWS=tokens_per_row, GROUP=group, CACHE=layout, NUM_IDS=NUM_IDS, STAGES=stages)
-    constants |= dict(ROTARY=norm_rope_inputs[3].shape[2] if is_qkv else head_dim, num_warps=num_warps)
-    launch(_decode_kernel, (layout.kv_heads, batch_size, splits), q.device, shared=50 if is_qkv else 100)(
-        *(q, norm_rope_inputs, caches, seqs, (out, partial, lse), scale, q.stride(0), seqs[2].stride(0), splits),
-        **constants,
+        shapes = (num_rows, heads, splits, head_dim), (num_rows, heads, splits)
+        parts = tuple(torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
+    caches, scale = (cache.k, cache.v, cache.scales), head_dim**-0.5 * LOG2_E
+    constants = dict(ROWS=tokens_per_row, GROUP=group, CACHE=layout, STAGES=stages, num_warps=num_warps)
+    constants["ROTARY"] = norm_rope_inputs[3].shape[2] if is_qkv else head_dim
+    pointers, strides = (q, norm_rope_inputs, caches, seqs, (out, *parts)), (q.stride(0), seqs[2].stride(0))
+    launch(_decode_kernel, (kv_heads, batch_size, splits), q.device, shared=50 if is_qkv else 100)(
+        *pointers, scale, *strides, splits, **constants
     )
     if splits > 1:
-        combine_splits(partial, lse, seqs[:2], out, layout, is_qkv, tokens_per_row)
+        combine_splits(parts, seqs[:2], out, layout, is_qkv, tokens_per_row)

@@ -13,14 +13,8 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.delta_net_inputs import Sequences, chunk_of, of_chunks, rows_of, rule_inputs, shift_window, silu
-from nanovllm.kernels.dependent_launch import (
-    dependent_kernel,
-    gdc_launch_and_wait,
-    has_tma,
-    launch,
-    next_power_of_2,
-    num_sms,
-)
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch, next_power_of_2
+from nanovllm.kernels.devices import has_tma, num_sms
 
 CHUNK = tl.constexpr(64)
 HEADS_EACH = 2  # value heads of a chunk that a program takes one after the other, and loads ahead

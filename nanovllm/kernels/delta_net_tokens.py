@@ -13,14 +13,8 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.delta_net_inputs import Sequences, of_chunks, rows_of, rule_inputs, shift_window, silu
-from nanovllm.kernels.dependent_launch import (
-    dependent_kernel,
-    gdc_launch_dependents,
-    gdc_wait,
-    launch,
-    next_power_of_2,
-    num_sms,
-)
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch, next_power_of_2
+from nanovllm.kernels.devices import num_sms
 from nanovllm.kernels.invariant_attention import fma
 
 NUM_WARPS = 8
@@ -143,8 +137,7 @@ def _tokens_kernel(
     Of sequences with ROWS, drafts of the step before that were right come first. Then the state is stored after a token
     more, and what follows is computed without it.
     """
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     window_ptr, matrix_ptr = state_ptrs
     context_lens_ptr, kept_ptr, num_tokens_ptr, num_right_ptr = draft_ptrs
     NUM_VALUES: tl.constexpr = HEADS.num_values
@@ -176,8 +169,7 @@ def _tokens_kernel(
     of_state = (e < VALUE_DIM)[:, None, None] & (d < KEY_DIM)
     state_at = (head * VALUE_DIM + e)[:, None, None] * KEY_DIM + d
     state = tl.load(matrix_ptr + read * (VALUES * KEY_DIM) + state_at, of_state, 0.0)
-    if PDL:
-        gdc_wait()
+    gdc_wait(PDL)
     first, num_right, num_own = own, 0, end - own  # numbers of rows, drafts before them, and rows that are no copies
     certain = end
     if ROWS > 0:

@@ -29,25 +29,10 @@ from threading import Lock
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra import cuda
 
+from nanovllm.kernels.devices import has_tma
 from nanovllm.kernels.launch_contract import check_early_reads
-
-__all__ = [
-    "compile_only",
-    "dependent_kernel",
-    "gdc_launch_and_wait",
-    "gdc_launch_dependents",
-    "gdc_wait",
-    "has_hopper_kernels",
-    "has_tma",
-    "launch",
-    "launch_ordinary",
-    "next_power_of_2",
-    "num_sms",
-    "prefetch_rows",
-]
-
 
 IS_TRITON_3_4 = not hasattr(triton, "AsyncCompileMode")  # the oldest that is supported
 
@@ -71,36 +56,22 @@ def dependent_kernel(early: tuple[str, ...] = ()) -> Callable[..., DependentKern
 
 
 @triton.jit
-def gdc_launch_and_wait(PDL: tl.constexpr):
-    """The first line of a kernel that does nothing before it waits."""
+def gdc_launch_dependents(PDL: tl.constexpr):
     if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+        cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def prefetch_rows(starts, SIZE: tl.constexpr):
-    """Prefetch SIZE elements from each of a tensor of pointers on into the L2 cache, without waiting for them."""
-    LINE: tl.constexpr = 1024 // starts.dtype.element_ty.primitive_bitwidth  # elements in 128 bytes
-    lines = starts[:, None] + tl.arange(0, (SIZE + LINE - 1) // LINE)[None, :] * LINE
-    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-    tl.inline_asm_elementwise(asm, "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1)
+def gdc_wait(PDL: tl.constexpr):
+    if PDL:
+        cuda.gdc_wait()
 
 
-@cache
-def has_tma(device: torch.device) -> bool:
-    """Whether the device has Hopper's dependent launch, loads of whole tiles (TMA), and 227 KB of shared memory.
-
-    Hopper and data-centre Blackwell have. Other Blackwell chips have 99 KB of shared memory, and count as older ones.
-    """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-@cache
-def has_hopper_kernels() -> bool:
-    """Whether the GPU is a Hopper, and Triton a version that the kernels in Gluon were tried with: it still changes."""
-    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    return is_hopper and triton.__version__.startswith("3.6.")
+@triton.jit
+def gdc_launch_and_wait(PDL: tl.constexpr):
+    """The first line of a kernel that does nothing before it waits."""
+    gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
 
 
 _launched: ContextVar[list | None] = ContextVar("launched", default=None)  # by this thread, in `compile_only`
@@ -195,9 +166,3 @@ def _prefer_shared_memory(function: int, percentage: int) -> None:
     """Set a kernel's preference, once it is compiled. It is a hint: if it fails, only speed is lost."""
     attribute = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
     ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), attribute, percentage)
-
-
-@cache
-def num_sms(device: torch.device) -> int:
-    """The number of multiprocessors of a GPU; a small one for the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -8,7 +8,7 @@ from nanovllm.kernels.dependent_launch import launch_ordinary, next_power_of_2
 
 
 @triton.jit
-def _embed_range_kernel(ids_ptr, weight_ptr, out_ptr, first_id, num_ids, N: tl.constexpr):
+def _embed_shard_kernel(ids_ptr, weight_ptr, out_ptr, first_id, num_ids, N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, next_power_of_2(N))
     at = tl.load(ids_ptr + row).to(tl.int64) - first_id
@@ -16,11 +16,14 @@ def _embed_range_kernel(ids_ptr, weight_ptr, out_ptr, first_id, num_ids, N: tl.c
     tl.store(out_ptr + row * N + col, tl.load(weight_ptr + at * N + col, col < width, 0.0), col < N)
 
 
-def embed_range(token_ids: torch.Tensor, weight: torch.Tensor, first_id: int, out: torch.Tensor) -> None:
+def embed_shard(token_ids: torch.Tensor, weight: torch.Tensor, first_id: int, out: torch.Tensor | None = None):
     """Fill `out` [T, N] with the rows of weight [ids, N], whose first row is that of `first_id`; zeros for other ids.
 
     This is an ordinary launch, never a dependent one: it is what completes the rope lookup before it, whose result
     attention reads early (dependent_launch.py).
     """
+    if out is None:
+        return NotImplemented
     num_ids, n = weight.shape
-    launch_ordinary(_embed_range_kernel, (len(token_ids),))(token_ids, weight, out, first_id, num_ids, N=n)
+    launch_ordinary(_embed_shard_kernel, (len(token_ids),))(token_ids, weight, out, first_id, num_ids, N=n)
+    return out

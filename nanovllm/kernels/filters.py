@@ -12,15 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch, num_sms
-from nanovllm.kernels.sampling_params import MIN_P, TEMPERATURE, TOP_K, TOP_P, is_filtered, load_float
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
+from nanovllm.kernels.devices import num_sms
+from nanovllm.kernels.sampling_params import MIN_P, TEMPERATURE, TOP_K, TOP_P, WIDTH, is_filtered, load_float
 from nanovllm.kernels.token_order import LAST_ID, ordered_bits, token_key
 
 TILE = tl.constexpr(512)  # entries of the vocabulary
 GROUP = tl.constexpr(8)  # tiles that are read at a time
 STAGES = tl.constexpr(4)  # stages of the software pipeline that reads groups
 MAX_PROGRAMS_PER_ROW = 16  # programs that share the computation of a row's tile maxima
-LOW_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # trailing zero bits of such a number in float32
 
 
 class Row(NamedTuple):
@@ -146,20 +146,13 @@ def _find_equal(row, counts_ptr, value, n):
 @dependent_kernel()
 @triton.jit
 def _cutoff_kernel(
-    logits_ptr,
-    params_ptr,
-    tile_ptrs,
-    num_finished_ptr,
-    out_ptr,
-    vocab_size,
-    stride,
-    WIDTH: tl.constexpr,
-    TILES: tl.constexpr,
-    LOW: tl.constexpr,
-    PDL: tl.constexpr,
+    logits_ptr, params_ptr, work_ptrs, out_ptr, vocab_size, stride, TILES: tl.constexpr, PDL: tl.constexpr
 ):
     gdc_launch_and_wait(PDL)
-    tile_maxima_ptr, tiles_ptr = tile_ptrs
+    tile_maxima_ptr, tiles_ptr, num_finished_ptr = work_ptrs
+    dtype: tl.constexpr = logits_ptr.dtype.element_ty
+    # trailing zero bits of such a number in float32
+    LOW: tl.constexpr = 0 if dtype == tl.float32 else (13 if dtype == tl.float16 else 16)
     row = tl.program_id(0).to(tl.int64)
     num_programs = tl.num_programs(1)
     params_ptr += row * WIDTH
@@ -237,9 +230,8 @@ def logit_cutoffs(logits: torch.Tensor, rows) -> torch.Tensor:
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
         num_programs = max(1, min(MAX_PROGRAMS_PER_ROW, 2 * num_sms(logits.device) // num_rows))
-        pointers = logits, rows.params, (tile_maxima, tile_lists), rows.num_finished_programs, out
-        constants = dict(WIDTH=rows.params.shape[1], TILES=tiles, LOW=LOW_BITS[logits.dtype], num_warps=16)
+        work = tile_maxima, tile_lists, rows.num_finished_programs
         launch(_cutoff_kernel, (num_rows, num_programs), logits.device)(
-            *pointers, vocab_size, logits.stride(0), **constants
+            logits, rows.params, work, out, vocab_size, logits.stride(0), TILES=tiles, num_warps=16
         )
     return out

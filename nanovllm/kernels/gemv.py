@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
-from nanovllm.kernels.tiles import Tiles
+from nanovllm.kernels.tiles import NO_NORM, Tiles
 
 
 class Inputs(NamedTuple):
@@ -41,8 +41,7 @@ def _load_input(x_ptrs, k, inside):
 def _gemv_kernel(
     x_ptrs, w_ptrs, out_ptr, N, eps, K: tl.constexpr, TILES: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr
 ):
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     w_ptr, bias_ptr = w_ptrs
     n = tl.program_id(0) * TILES.tile_n + tl.arange(0, TILES.tile_n)
     k = tl.arange(0, TILES.tile_k)
@@ -57,8 +56,7 @@ def _gemv_kernel(
         bias = tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)
         if GATED:
             up_bias = tl.load(bias_ptr + N + n, n < N, 0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
+    gdc_wait(PDL)
     x, squares = _load_input(x_ptrs, k, k < K)
     acc = w_tile * x
     if GATED:
@@ -83,22 +81,16 @@ def _gemv_kernel(
 
 
 def gemv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-    residual: torch.Tensor | None = None,
-    gated: bool = False,
-    bias: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    x: torch.Tensor, weight: torch.Tensor, norm=NO_NORM, residual=None, gated: bool = False, bias=None, out=None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [1, K] times weight [N, K] transposed + bias [N] -> y [1, N], and x + residual [1, K], or x itself without a
     residual.
 
-    With a norm weight [K], the RMS norm of x + residual is multiplied instead of x; a residual requires one. If
-    `gated`, weight is [2N, K], bias [2N], and y is silu of the first half of the outputs times the second half. All
-    contiguous. `out` takes y.
+    With a `norm`, its weight [K] and its eps, the RMS norm of x + residual is multiplied instead of x; a residual
+    requires one. If `gated`, weight is [2N, K], bias [2N], and y is silu of the first half of the outputs times the
+    second half. All contiguous. `out` takes y.
     """
+    norm_weight, eps = norm
     assert norm_weight is not None or residual is None
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     out = torch.empty((1, n), dtype=x.dtype, device=x.device) if out is None else out

@@ -114,8 +114,7 @@ def _gemm_kernel(
     BUFFERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     weights = buffers(w_tiles, BUFFERS), buffers(w_tiles, BUFFERS)
     firsts, seconds = buffers(first_tiles, BUFFERS), buffers(second_tiles, BUFFERS)
     full, empty = barriers(BUFFERS, 1), barriers(BUFFERS, 2)
@@ -124,8 +123,7 @@ def _gemm_kernel(
     row, first_k = gl.program_id(0) // split_k * TILE_N, split * steps * TILE_K
     for i in range(gl.minimum(steps, BUFFERS)):
         _load_weights(i, w_tiles, rings, row, first_k, TOKENS, BUFFERS)
-    if PDL:
-        gdc_wait()
+    gdc_wait(PDL)
     tiles = w_tiles, first_tiles, second_tiles
     part_ptr = out_ptr + split * num_tokens * num_rows
     gl.warp_specialize(

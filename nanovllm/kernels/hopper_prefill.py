@@ -15,7 +15,8 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, launch, num_sms
+from nanovllm.kernels.dependent_launch import dependent_kernel, launch
+from nanovllm.kernels.devices import num_sms
 from nanovllm.kernels.hopper_ring import barriers, buffers, gdc_launch_dependents, gdc_wait, sums_of
 
 
@@ -233,9 +234,8 @@ def _compute(out_ptr, rings, turns, plan, W: gl.constexpr, SHAPE: gl.constexpr):
 def _prefill_kernel(
     q_tiles, k_tiles, v_tiles, plan_ptrs, out_ptr, stride, num_tiles, SHAPE: gl.constexpr, PDL: gl.constexpr
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
     queries = buffers(q_tiles, 2), barriers(2, 1), barriers(2, 1)
     keys = buffers(k_tiles, 2), barriers(2, 1), barriers(2, 2)
     values = buffers(v_tiles, 2), barriers(2, 1), barriers(2, 2)

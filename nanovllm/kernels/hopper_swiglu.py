@@ -20,7 +20,8 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, launch, num_sms
+from nanovllm.kernels.dependent_launch import dependent_kernel, launch
+from nanovllm.kernels.devices import num_sms
 from nanovllm.kernels.hopper_ring import barriers, buffers, gdc_launch_dependents, gdc_wait, sums_of
 from nanovllm.kernels.tiles import QuantizedRows
 
@@ -244,9 +245,8 @@ def _compute_either(out, scale_ptrs, rings, sizes, W: gl.constexpr, PLAN: gl.con
 def _swiglu_kernel(
     x_tiles, w_tiles, out_tiles, scale_ptrs, num_rows, num_blocks, PLAN: gl.constexpr, PDL: gl.constexpr
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
     STAGES: gl.constexpr = PLAN.stages
     full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
     rings = buffers(x_tiles, 2 * STAGES), buffers(w_tiles, 2 * STAGES), full, empty
@@ -271,7 +271,7 @@ def _tiles(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
 def swiglu(
     x: torch.Tensor | QuantizedRows, weight: torch.Tensor, scales: torch.Tensor | None = None
 ) -> torch.Tensor | QuantizedRows:
-    """`silu_and_mul` of x W^T in 16 bits or, with scales, what `scaled_gemm.swiglu_quantize` computes; any rows."""
+    """`silu_and_mul` of x W^T in 16 bits or, with scales, what `scaled_linear.swiglu_quantize` computes; any rows."""
     (n, k), step = weight.shape, 128 // weight.element_size()
     rows = x if scales is None else x.values
     num_rows, num_blocks = len(rows), n // 256

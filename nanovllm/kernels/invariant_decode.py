@@ -4,17 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import (
-    dependent_kernel,
-    gdc_launch_dependents,
-    gdc_wait,
-    launch,
-    next_power_of_2,
-    prefetch_rows,
-)
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch, next_power_of_2
 from nanovllm.kernels.fp8 import ONES, as_fp8_partner, decode_e4m3
 from nanovllm.kernels.invariant_attention import SEGMENT, add_segment, add_tile, segment_of, store_attended, tile_sizes
-from nanovllm.kernels.paged_cache import layout_of
+from nanovllm.kernels.paged_cache import LOG2_E, layout_of, prefetch_rows
 from nanovllm.kernels.split_sequence import NO_KEYS, choose_num_splits
 
 NUM_IDS = tl.constexpr(16)  # block ids that are loaded at a time
@@ -74,8 +67,7 @@ def _decode_kernel(
 
     All is transposed, so that tensor cores multiply 64 keys at a time by the same instructions as in chunks.
     """
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
     num_seqs_ptr, context_lens_ptr, block_tables_ptr = seq_ptrs
     out_ptr, part_ptrs = out_ptrs
@@ -111,7 +103,7 @@ def _decode_kernel(
         rows = ((blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
         prefetch_rows(k_cache_ptr + rows, HEAD_DIM)
         prefetch_rows(v_cache_ptr + rows, HEAD_DIM)
-        gdc_wait()
+    gdc_wait(PDL)
     row_at = row * HEAD_DIM + d[:, None]
     q = tl.load(q_ptr + row_at, in_group, 0.0)
     if scales_ptr is not None:
@@ -161,8 +153,7 @@ def _decode_kernel(
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(seq_ptrs, out_ptrs, splits, HEADS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr):
     """The result of one query and head whose segments several programs have computed."""
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     num_seqs_ptr, context_lens_ptr = seq_ptrs
     out_ptr, part_ptrs = out_ptrs
     HEAD_DIM: tl.constexpr = CACHE.head_dim
@@ -174,8 +165,7 @@ def _combine_kernel(seq_ptrs, out_ptrs, splits, HEADS: tl.constexpr, CACHE: tl.c
             return
     _, _, first_segment, end_segment, per_split = _segments_of(context_lens_ptr, seq, splits, CACHE)
     is_split = first_segment + per_split < end_segment
-    if PDL:
-        gdc_wait()
+    gdc_wait(PDL)
     if is_split:
         done = _add_parts(part_ptrs, row, end_segment - first_segment, tl.num_programs(0), row >= 0, HEAD_DIM)
         store_attended(out_ptr, row * HEAD_DIM + tl.arange(0, HEAD_DIM)[:, None], done, row >= 0)
@@ -192,30 +182,27 @@ def empty_parts(
 
 def decode_attention(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache,
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
     max_context_len: int,
     splits: int | None = None,
     num_seqs: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
-    window: int | None = None,
     tokens_per_row: int = 1,
 ) -> torch.Tensor:
     """What decode_attention.py has under this name, with the same arguments. Each row reads its keys for itself."""
     batch_size, heads, head_dim = q.shape
     out = torch.empty_like(q) if out is None else out
-    layout = layout_of(k_cache, tile_sizes(head_dim, q.dtype)[1], window)
+    layout = layout_of(cache, tile_sizes(head_dim, q.dtype)[1])
     splits = splits or choose_num_splits(batch_size, layout.kv_heads, max_context_len, SEGMENT.value, q.device)
-    parts = empty_parts(batch_size * heads, head_dim, max_context_len, window, q.device)
+    parts = empty_parts(batch_size * heads, head_dim, max_context_len, cache.window, q.device)
     seqs, outputs = (num_seqs, context_lens, block_tables), (out, parts)
-    scale = head_dim**-0.5 * 1.4426950408889634  # log2(e): the kernel computes powers of two
+    caches, scale = (cache.k, cache.v, cache.scales), head_dim**-0.5 * LOG2_E
     constants = dict(GROUP=heads // layout.kv_heads, CACHE=layout, num_warps=4)
-    constants["STAGES"] = 3 if head_dim * k_cache.element_size() <= 256 else 2
+    constants["STAGES"] = 3 if head_dim * cache.k.element_size() <= 256 else 2
     launch(_decode_kernel, (layout.kv_heads, batch_size, splits), q.device)(
-        q, (k_cache, v_cache, scales), seqs, outputs, scale, block_tables.stride(0), splits, **constants
+        q, caches, seqs, outputs, scale, block_tables.stride(0), splits, **constants
     )
     if splits > 1:
         launch(_combine_kernel, (batch_size * heads,), q.device)(

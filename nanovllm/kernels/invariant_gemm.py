@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, has_tma, launch, num_sms
-from nanovllm.kernels.tiles import QuantizedRows, Tiles, add_product, load_tile, operands_of, times_scales
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
+from nanovllm.kernels.devices import has_tma, num_sms
+from nanovllm.kernels.tiles import QuantizedRows, Tiles, Weight, add_product, load_tile, operands_of, times_scales
 
 GROUP_M = tl.constexpr(8)  # tiles of rows that take the same tile of weights one after the other
 FEW_OUTPUTS = 1024, 4096  # up to so many, tiles are narrower than the rows: else they would be too few
@@ -71,32 +72,31 @@ def _choose_tiles(num_rows: int, num_outputs: int, is_scaled: bool, is_float32: 
 
 def invariant_product(
     x: torch.Tensor | QuantizedRows,
-    values: torch.Tensor,
-    scales: torch.Tensor | None = None,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """x [M, K] times W transposed, plus the bias [N] -> [M, N]; `out` takes it.
 
-    W is values [N, K], or such values times scales [N / block rows, K / block columns], of at least 32 columns. All
+    W [N, K] may be 8-bit values times scales [N / block rows, K / block columns], of at least 32 columns. All
     contiguous, rows of a multiple of 16 bytes.
     """
-    (n, k), m, device, is_scaled = values.shape, len(x), values.device, scales is not None
+    rows, values, scales, shape = operands_of(x, weight)
+    (n, k), m, device, is_scaled = values.shape, len(x), values.device, isinstance(weight, tuple)
     out = torch.empty((m, n), dtype=x.dtype, device=device) if out is None else out
     if m == 0:
         return out
     tiles = tiles or _choose_tiles(m, n, is_scaled, x.dtype == torch.float32, device)
-    rows, weight, scales, shape = operands_of(x, values, scales)
     if shape.block_k < k:  # a tile lies in one block
         tiles = tiles._replace(tile_k=min(tiles.tile_k, shape.block_k & -shape.block_k))
-    if has_tma(device) and k * weight.element_size() % 16 == 0 and (x.dtype != torch.float32 or not is_scaled):
+    if has_tma(device) and k * values.element_size() % 16 == 0 and (x.dtype != torch.float32 or not is_scaled):
         rows = TensorDescriptor.from_tensor(rows, [tiles.tile_m, tiles.tile_k])
-        weight = TensorDescriptor.from_tensor(weight, [tiles.tile_n, tiles.tile_k])
+        values = TensorDescriptor.from_tensor(values, [tiles.tile_n, tiles.tile_k])
     else:
         tiles = tiles._replace(stages=min(3, tiles.stages), tma=False)
     num_tiles = triton.cdiv(m, tiles.tile_m) * triton.cdiv(n, tiles.tile_n)
     launch(_product_kernel, (num_tiles,), device, shared=50 if tiles.tile_m == 16 else 100)(
-        rows, weight, scales, bias, out, m, n, SHAPE=shape, TILES=tiles, num_warps=tiles.warps
+        rows, values, scales, bias, out, m, n, SHAPE=shape, TILES=tiles, num_warps=tiles.warps
     )
     return out

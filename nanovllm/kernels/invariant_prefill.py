@@ -3,12 +3,11 @@
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, has_tma, launch
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.fp8 import ONES, as_fp8_partner, decode_e4m3
 from nanovllm.kernels.invariant_attention import SEGMENT, add_segment, add_tile, segment_of, store_attended, tile_sizes
-from nanovllm.kernels.paged_cache import layout_of
+from nanovllm.kernels.paged_cache import LOG2_E, cache_tiles, layout_of
 from nanovllm.kernels.split_sequence import NO_KEYS
 
 
@@ -63,8 +62,7 @@ def _prefill_kernel(
     PDL: tl.constexpr,
 ):
     """As in prefill_attention.py, but segment by segment."""
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     query_tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr = query_ptrs
     HEADS: tl.constexpr = CACHE.kv_heads * GROUP
     HEAD_DIM: tl.constexpr = CACHE.head_dim
@@ -94,8 +92,7 @@ def _prefill_kernel(
     position = num_cached + token
     row = (first_row + token).to(tl.int64) * HEADS + kv_head * GROUP + m % GROUP
     at = row[:, None] * HEAD_DIM + d[None, :]
-    if PDL:
-        gdc_wait()
+    gdc_wait(PDL)
     q = tl.load(q_ptr + at, valid, 0.0)
     if scales_ptr is not None:
         q = as_fp8_partner(q)
@@ -124,28 +121,23 @@ def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
 
 def prefill_attention(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache,
     cu_seqlens_q: torch.Tensor,
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
     query_tiles: torch.Tensor,
     out: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
-    window: int | None = None,
 ) -> torch.Tensor:
     """What prefill_attention.py has under this name, with the same arguments."""
     heads, head_dim = q.shape[1:]
     tile_m, tile_n = tile_sizes(head_dim, q.dtype)
-    layout = layout_of(k_cache, tile_n, window)
+    layout = layout_of(cache, tile_n)
     out = torch.empty_like(q) if out is None else out
-    caches = k_cache, v_cache
-    if has_tma(q.device):  # a tile is loaded by one instruction
-        shape = [layout.tile, head_dim]
-        caches = (TensorDescriptor.from_tensor(cache.flatten(0, 1).flatten(1), shape) for cache in caches)
-    queries, scale = (query_tiles, cu_seqlens_q, context_lens), head_dim**-0.5 * 1.4426950408889634
-    constants = dict(GROUP=heads // layout.kv_heads, TILE_M=tile_m, CACHE=layout, STAGES=5 if head_dim <= 128 else 4)
+    queries, tiles = (query_tiles, cu_seqlens_q, context_lens), cache_tiles(cache, layout)
+    scale = head_dim**-0.5 * LOG2_E
+    constants = dict(GROUP=heads // layout.kv_heads, TILE_M=tile_m, CACHE=layout, num_warps=8)
+    constants["STAGES"] = 5 if head_dim <= 128 else 4
     launch(_prefill_kernel, (layout.kv_heads, len(query_tiles)), q.device)(
-        q, *caches, scales, queries, block_tables, out, scale, block_tables.stride(0), **constants, num_warps=8
+        q, *tiles, cache.scales, queries, block_tables, out, scale, block_tables.stride(0), **constants
     )
     return out

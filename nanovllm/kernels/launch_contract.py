@@ -12,7 +12,7 @@ from pathlib import Path
 
 ADDRESS_FUNCTIONS = ("multiple_of", "max_contiguous")  # of triton.language: they neither read nor write memory
 ADDRESS_ENDINGS = ("_ptr", "_ptrs", "_tiles")  # of the names of parameters
-WAITS = ("gdc_wait()", "gdc_launch_and_wait(PDL)")
+WAITS = ("gdc_wait(PDL)", "gdc_launch_and_wait(PDL)")
 CONSTANTS = ("dtype", "layout", "block_shape")  # attributes that are no addresses
 COPY = "async_copy_global_to_shared"  # Gluon's load of a tile
 PREFETCH = "prefetch_rows"  # brings memory into the cache; its values are read after the wait

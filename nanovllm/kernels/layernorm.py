@@ -1,34 +1,45 @@
-"""Root mean square norm, optionally after the addition of split-K partial sums and of the residual."""
+"""Root mean square norm, optionally after the addition of split-K partial sums and of the residual, and quantized."""
 
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch, next_power_of_2
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.quantize_rows import Groups, empty_rows, outputs_of, positions_of, store_groups
+from nanovllm.kernels.tiles import QuantizedRows
 
 
 @dependent_kernel(early=("weight_ptr",))
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "stride"])
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, num_rows, eps, N: tl.constexpr, SPLIT_K: tl.constexpr, PDL: tl.constexpr
+    x_ptrs, weight_ptr, out_ptrs, num_rows, eps, stride, GROUPS: tl.constexpr, SPLIT_K: tl.constexpr, PDL: tl.constexpr
 ):
-    if PDL:
-        gdc_launch_dependents()
-    col = tl.arange(0, next_power_of_2(N))
+    gdc_launch_dependents(PDL)
+    x_ptr, residual_ptr = x_ptrs
     row = tl.program_id(0).to(tl.int64)
-    at = row * N + col
-    weight = tl.load(weight_ptr + col, col < N, 0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
-    x = tl.load(x_ptr + at, col < N, 0.0).to(tl.float32)
+    col, inside = positions_of(0, GROUPS)
+    at = row * GROUPS.n + col
+    weight = tl.load(weight_ptr + col, inside, 0.0).to(tl.float32)
+    gdc_wait(PDL)
+    x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32)
     for part in tl.static_range(1, SPLIT_K):
-        # a multiple of N, so that the compiler knows the address to be aligned
-        x += tl.load(x_ptr + (part * num_rows + row) * N + col, col < N, 0.0).to(tl.float32)
+        x += tl.load(x_ptr + (part * num_rows + row) * GROUPS.n + col, inside, 0.0).to(tl.float32)
     if residual_ptr is not None:
-        total = (x + tl.load(residual_ptr + at, col < N, 0.0).to(tl.float32)).to(residual_ptr.dtype.element_ty)
-        tl.store(residual_ptr + at, total, col < N)
+        total = (x + tl.load(residual_ptr + at, inside, 0.0).to(tl.float32)).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + at, total, inside)
         x = total.to(tl.float32)
-    tl.store(out_ptr + at, x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight, col < N)
+    x *= tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / GROUPS.n + eps) * weight
+    store_groups(x, out_ptrs, row, 0, stride, GROUPS)
+
+
+def _store_norm(x, weight, eps, residual, split_k: int, group: int, outputs: tuple, scale_stride: int) -> None:
+    num_rows, n = x.shape[-2:]
+    if num_rows:
+        width, count = 1 << (group - 1).bit_length(), 1 << (n // group - 1).bit_length()
+        constants = dict(GROUPS=Groups(n, group, count, width), num_warps=4 if count * width <= 2048 else 8)
+        launch(_rms_norm_kernel, (num_rows,), x.device)(
+            (x, residual), weight, outputs, num_rows, eps, scale_stride, SPLIT_K=split_k, **constants
+        )
 
 
 def rms_norm(
@@ -38,10 +49,15 @@ def rms_norm(
 
     With split_k > 1, x is [split_k, T, N], and its sum over the first dimension takes its place. All contiguous.
     """
-    num_rows, n = x.shape[-2:]
-    out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
-    if num_rows:
-        launch(_rms_norm_kernel, (num_rows,), x.device)(
-            x, residual, weight, out, num_rows, eps, N=n, SPLIT_K=split_k, num_warps=4 if n <= 2048 else 8
-        )
+    out = torch.empty(x.shape[-2:], dtype=x.dtype, device=x.device)
+    _store_norm(x, weight, eps, residual, split_k, x.shape[-1], (out, None), 0)
     return out
+
+
+def rms_norm_quantize(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, split_k: int, group: int
+) -> QuantizedRows:
+    """`quantize_rows` of `rms_norm`, with its other arguments."""
+    rows = empty_rows(*x.shape[-2:], group, x)
+    _store_norm(x, weight, eps, residual, split_k, group, *outputs_of(rows))
+    return rows

@@ -43,10 +43,9 @@ def _compute(logits, token_ids, temperatures) -> tuple[torch.Tensor, ...]:
     logprobs, log_sums = torch.empty((2, num_rows), dtype=torch.float32, device=logits.device)
     ranks = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     tile = min(MAX_TILE, triton.next_power_of_2(vocab_size))
+    constants, outputs = dict(TILE=tile, num_warps=16 if tile == MAX_TILE else 4), (logprobs, log_sums, ranks)
     launch_ordinary(_token_logprobs_kernel, (num_rows,))(
-        *(logits, token_ids, temperatures, (logprobs, log_sums, ranks), vocab_size, logits.stride(0)),
-        TILE=tile,
-        num_warps=16 if tile == MAX_TILE else 4,
+        logits, token_ids, temperatures, outputs, vocab_size, logits.stride(0), **constants
     )
     return logprobs, log_sums, ranks
 

@@ -8,7 +8,7 @@ from nanovllm.kernels.gemv import gemv
 from nanovllm.kernels.moe_gemm import moe_gemm, sum_local_parts
 from nanovllm.kernels.moe_gemv import MAX_GEMV_TOKENS, moe_gemv
 from nanovllm.kernels.moe_routing import route, router_logits
-from nanovllm.kernels.scaled_moe_gemv import scaled_moe_gemv
+from nanovllm.kernels.tiles import NO_NORM
 
 
 def mix_experts(x, layer, slot_mapping):
@@ -18,24 +18,28 @@ def mix_experts(x, layer, slot_mapping):
 
 
 def _by_gemv(x, layer, slot_mapping):
-    """Mix the experts by matrix-vector products. Those that read a single whole row normalize it as well."""
+    """Mix the experts by matrix-vector products. Those that read a single whole row normalize it as well.
+
+    Products of 8-bit weights don't: their instructions are a bound, too, and every program would compute the norm.
+    """
     gate, experts = layer.gate.weight, layer.experts
     summands = x.summands() if len(x) == 1 else None
     if summands is not None:
         row, residual = summands
         logits = row.new_empty((1, 1, len(gate)), dtype=torch.float32)
-        _, x.total = gemv(row, gate, x.weight, x.eps, residual, out=logits[0])
+        _, x.total = gemv(row, gate, (x.weight, x.eps), residual, out=logits[0])
     else:
         logits = router_logits(x.tensor(), gate)
     routing = route(logits, layer.top_k, layer.renormalize, slot_mapping, layer.num_shared)
     weights, first = experts.format.stacks(experts), experts.first_expert
 
+    if summands is None or experts.format.is_scaled:
+        rows, norm = x.tensor(), NO_NORM
+    else:
+        rows, norm = x.total, (x.weight, x.eps)
+
     def compute(out):  # [1, T, hidden] or None; kernels take it for [T, hidden]
-        if experts.format.is_scaled:
-            return scaled_moe_gemv(x.tensor(), routing, *weights, first, out)
-        if summands is not None:
-            return moe_gemv(x.total, routing, *weights, first, x.weight, x.eps, out)
-        return moe_gemv(x.tensor(), routing, *weights, first, None, x.eps, out)
+        return moe_gemv(rows, routing, *weights, first, norm, out)
 
     return layer.tp.sum(compute, len(x), len(x.weight), x.weight.dtype)
 

@@ -1,21 +1,24 @@
 """Mixture of experts for many tokens: grouped products over rows that are sorted by expert (moe_routing.py).
 
-Weights may be 8-bit values times scales. Then as in scaled_gemm.py, the products are those of e4m3 where there are FP8
+Weights may be 8-bit values times scales. Then as in split_k_gemm.py, the products are those of e4m3 where there are FP8
 units, for which the inputs of both products are quantized before; elsewhere weights are converted to the dtype of x.
 
 Each token's `top_k` parts of the output are stored apart, for the next norm to add up: rows in the order of experts
 could be added to their tokens only by atomic additions, in an order that would change from run to run.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, has_tma, launch
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
+from nanovllm.kernels.devices import has_tma
 from nanovllm.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing, sort_by_expert
 from nanovllm.kernels.quantize_rows import quantize_rows
-from nanovllm.kernels.tiles import Tiles, add_product, block_shape, load_tile, operands_of, times_scales
+from nanovllm.kernels.tiles import Tiles, Weight, add_product, block_shape, load_tile, operands_of, times_scales
 
 # tiles of rows that take the same tile of weights one after the other, which is then in the L2 cache
 GROUP_M = tl.constexpr(4)
@@ -30,8 +33,6 @@ FLOAT32 = Tiles(32, 16, 3, 4)  # without tensor cores, for tests: larger tiles e
 SCALED_GATE_UP = {16: Tiles(64, 128, 4, 4), 32: Tiles(64, 128, 3, 4), 64: Tiles(64, 128, 4, 4)}
 SCALED_DOWN = {16: Tiles(128, 128, 4, 4), 32: Tiles(128, 128, 3, 4), 64: Tiles(128, 128, 3, 4)}
 MAX_SCALED_TILE_M = 64
-
-Weight = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # [experts, N, K]; or such values, and scales
 
 
 def choose_tile_m(num_pairs: int, num_experts: int) -> int:
@@ -126,9 +127,8 @@ def _grouped_product(
 ) -> torch.Tensor:
     """Fill `out`: [rows, size] is what gate and up give, [top_k, T, hidden] what down gives."""
     is_gated, is_scaled, is_float32 = out.dim() == 2, isinstance(weight, tuple), x.dtype == torch.float32
-    values, scales = weight if is_scaled else (weight, None)
-    inputs = quantize_rows(x, block_shape(values, scales)[1]) if quantize else x
-    elements, values, scales, shape = operands_of(inputs, values, scales)
+    inputs = quantize_rows(x, block_shape(*weight)[1]) if quantize else x
+    elements, values, scales, shape = operands_of(inputs, weight)
     if is_scaled:
         tiles = (SCALED_GATE_UP if is_gated else SCALED_DOWN)[rows.tile_m]
     else:
@@ -170,27 +170,28 @@ def moe_gemm(
     return _grouped_product(h, down, rows, routing, out, quantize)
 
 
+class SumSizes(NamedTuple):
+    """What the kernel below is compiled for."""
+
+    num_local: int  # experts of this rank
+    top_k: int
+    n: int
+
+
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_tokens", "first_expert"])
 def _sum_parts_kernel(
-    parts_ptr,
-    ids_ptr,
-    out_ptr,
-    num_tokens,
-    first_expert,
-    N: tl.constexpr,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    parts_ptr, ids_ptr, out_ptr, num_tokens, first_expert, SIZES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     gdc_launch_and_wait(PDL)
+    TOP_K: tl.constexpr = SIZES.top_k
+    N: tl.constexpr = SIZES.n
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(TOP_K):
         expert = tl.load(ids_ptr + token * TOP_K + choice) - first_expert
-        limit = tl.where((expert >= 0) & (expert < E), N, 0)
+        limit = tl.where((expert >= 0) & (expert < SIZES.num_local), N, 0)
         total += tl.load(parts_ptr + (choice * num_tokens + token) * N + col, col < limit, 0.0).to(tl.float32)
     tl.store(out_ptr + token * N + col, total.to(out_ptr.dtype.element_ty), col < N)
 
@@ -204,8 +205,8 @@ def sum_local_parts(
     """
     top_k, num_tokens, n = parts.shape
     out = torch.empty_like(parts[0]) if out is None else out
-    block = min(2048, triton.next_power_of_2(n))
+    sizes, block = SumSizes(num_experts, top_k, n), min(2048, triton.next_power_of_2(n))
     launch(_sum_parts_kernel, (num_tokens, triton.cdiv(n, block)), parts.device)(
-        parts, routing.expert_ids, out, num_tokens, first_expert, N=n, E=num_experts, TOP_K=top_k, BLOCK=block
+        parts, routing.expert_ids, out, num_tokens, first_expert, SIZES=sizes, BLOCK=block
     )
     return out

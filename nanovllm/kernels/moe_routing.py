@@ -10,14 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import (
-    dependent_kernel,
-    gdc_launch_and_wait,
-    has_tma,
-    launch,
-    next_power_of_2,
-    num_sms,
-)
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch, next_power_of_2
+from nanovllm.kernels.devices import has_tma, num_sms
 from nanovllm.kernels.split_k_gemm import TILE_K, TILE_N, split_k_gemm
 
 MAX_SPLIT_K = 8  # of the router's product, whose partial sums are added up by the programs that route
@@ -139,10 +133,9 @@ def route(
     expert_ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
     if num_tokens:
         constants = dict(E=num_experts, TOP_K=top_k, SHARED=num_shared, SPLIT_K=split_k, RENORMALIZE=renormalize)
+        constants["num_warps"], out = BLOCK_T.value, (weights, expert_ids)
         launch(_route_kernel, (triton.cdiv(num_tokens, BLOCK_T.value),), logits.device)(
-            *(logits, slot_mapping, (weights, expert_ids), num_tokens, num_tokens * num_logits),
-            **constants,
-            num_warps=BLOCK_T.value,
+            logits, slot_mapping, out, num_tokens, num_tokens * num_logits, **constants
         )
     return Routing(weights, expert_ids, num_experts)
 
@@ -160,6 +153,7 @@ class SortSizes(NamedTuple):
     num_experts: int  # of this rank
     share: int  # pairs of a program
     bins: int  # a power of two, more than there are experts
+    tile_m: int
 
 
 @dependent_kernel()
@@ -175,23 +169,16 @@ def _count_kernel(ids_ptr, counts_ptr, num_pairs, first_expert, SIZES: tl.conste
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_pairs", "num_shares", "num_tiles", "first_expert"])
 def _sort_kernel(
-    ids_ptr,
-    counts_ptr,
-    pairs_ptr,
-    table_ptr,
-    num_pairs,
-    num_shares,
-    num_tiles,
-    first_expert,
-    SIZES: tl.constexpr,
-    TILE_M: tl.constexpr,
-    PDL: tl.constexpr,
+    in_ptrs, out_ptrs, num_pairs, num_shares, num_tiles, first_expert, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
     """A program for each expert and share of pairs writes their rows; that of the first share also writes the tiles.
 
     Without `counts_ptr`, there is a single share, which each program counts itself: that saves a kernel.
     """
     gdc_launch_and_wait(PDL)
+    ids_ptr, counts_ptr = in_ptrs
+    pairs_ptr, table_ptr = out_ptrs
+    TILE_M: tl.constexpr = SIZES.tile_m
     E: tl.constexpr = SIZES.num_experts
     BINS: tl.constexpr = SIZES.bins
     expert, share = tl.program_id(0), tl.program_id(1)
@@ -245,10 +232,11 @@ def sort_by_expert(expert_ids: torch.Tensor, first_expert: int, num_experts: int
     if num_pairs:
         share = min(MAX_SHARE, max(MIN_SHARE, triton.next_power_of_2(num_pairs)))
         num_shares, counts = triton.cdiv(num_pairs, share), None
-        sizes = SortSizes(num_experts, share, max(MIN_SHARE, triton.next_power_of_2(num_experts + 1)))
+        sizes = SortSizes(num_experts, share, max(MIN_SHARE, triton.next_power_of_2(num_experts + 1)), tile_m)
         if num_shares > 1:
             counts = torch.empty((num_shares, sizes.bins), dtype=torch.int32, device=device)
             launch(_count_kernel, (num_shares,), device)(expert_ids, counts, num_pairs, first_expert, SIZES=sizes)
-        tensors, numbers = (expert_ids, counts, pairs, table), (num_pairs, num_shares, num_tiles, first_expert)
-        launch(_sort_kernel, (num_experts, num_shares), device)(*tensors, *numbers, SIZES=sizes, TILE_M=tile_m)
+        launch(_sort_kernel, (num_experts, num_shares), device)(
+            (expert_ids, counts), (pairs, table), num_pairs, num_shares, num_tiles, first_expert, SIZES=sizes
+        )
     return ExpertRows(pairs, table, tile_m)

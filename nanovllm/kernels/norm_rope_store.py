@@ -1,5 +1,7 @@
 """From the qkv projection to attention in one kernel: optional q and k norm, rotary embedding, store into the cache."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -8,7 +10,14 @@ from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_depen
 from nanovllm.kernels.fp8 import bfloat16_bits, encode_rows
 from nanovllm.kernels.paged_cache import CacheLayout
 
-ROWS = tl.constexpr(16)  # of a program
+PER_PROGRAM = tl.constexpr(16)  # rows of a program
+
+
+class Rows(NamedTuple):
+    """The rows of a token in qkv, beside those of the cache; a constant of the kernel."""
+
+    heads: int  # of queries
+    rotary: int  # the first numbers of each, which are rotated
 
 
 @triton.jit
@@ -45,41 +54,32 @@ def load_cos_sin(cos_sin_ptr, token, d, HEAD_DIM: tl.constexpr, ROTARY: tl.const
 @dependent_kernel(early=("norm_rope_ptrs",))
 @triton.jit
 def _norm_rope_store_kernel(
-    qkv_ptr,
-    norm_rope_ptrs,
-    q_ptr,
-    cache_ptrs,
-    qkv_stride,
-    HEADS: tl.constexpr,
-    CACHE: tl.constexpr,
-    ROTARY: tl.constexpr,
-    PDL: tl.constexpr,
+    qkv_ptr, norm_rope_ptrs, q_ptr, cache_ptrs, qkv_stride, ROWS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr
 ):
-    """A program takes one token and ROWS of its rows in qkv: the query heads, then the key heads, then the value heads.
+    """A program takes one token and some of its rows in qkv: the query heads, then the key heads, then the value heads.
 
     All rows get the same instructions; the masks is_q, is_k and is_v select what is loaded and stored.
     """
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, slot_mapping_ptr = norm_rope_ptrs
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
+    HEADS: tl.constexpr = ROWS.heads
     BLOCK_SIZE: tl.constexpr = CACHE.block_size
     KV_HEADS: tl.constexpr = CACHE.kv_heads
     HEAD_DIM: tl.constexpr = CACHE.head_dim
     token = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    row = tl.program_id(1) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
     d = tl.arange(0, HEAD_DIM)[None, :]
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     has_slot = slot + 0 * row >= 0  # a column like `row`: Triton's interpreter can't combine a scalar mask with it
     is_q = row < HEADS
     is_k = has_slot & (row >= HEADS) & (row < HEADS + KV_HEADS)
     is_v = has_slot & (row >= HEADS + KV_HEADS) & (row < HEADS + 2 * KV_HEADS)
-    cos, sin, d_swapped = load_cos_sin(cos_sin_ptr, token, d, HEAD_DIM, ROTARY)
+    cos, sin, d_swapped = load_cos_sin(cos_sin_ptr, token, d, HEAD_DIM, ROWS.rotary)
     if q_weight_ptr is not None:
         cos = cos * tl.where(is_q, tl.load(q_weight_ptr + d), tl.load(k_weight_ptr + d))
         sin = sin * tl.where(is_q, tl.load(q_weight_ptr + d_swapped), tl.load(k_weight_ptr + d_swapped))
-    if PDL:
-        gdc_wait()
+    gdc_wait(PDL)
     x_ptr = qkv_ptr + token * qkv_stride + row * HEAD_DIM
     x = tl.load(x_ptr + d, is_q | is_k | is_v, 0.0)
     x_swapped = tl.load(x_ptr + d_swapped, is_q | is_k, 0.0)
@@ -97,35 +97,21 @@ def _norm_rope_store_kernel(
     tl.store(v_cache_ptr + (slot * KV_HEADS + row - HEADS - KV_HEADS) * HEAD_DIM + d, v, is_v)
 
 
-def norm_rope_store(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    cos_sin: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    scales: torch.Tensor | None = None,
-) -> torch.Tensor:
+def norm_rope_and_store(qkv: torch.Tensor, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
     """Return the normed and rotated queries [T, heads, head_dim] of qkv [T, heads + 2 kv_heads, head_dim], whose tokens
     may lie apart; store the keys, normed and rotated too, and the values.
 
-    The caches are [blocks, block_size, kv_heads, head_dim]. slot_mapping [T] has each token's index in the first two of
-    these dimensions, flattened; -1: its key and value are not stored. The weights of the norms are [head_dim], or both
-    None for no norm. cos_sin [T, 2, N] float32 is RotaryEmbedding's, for the first N numbers of a head. head_dim is a
-    power of two.
-
-    Caches with `scales` are in FP8 (see fp8.py): for each key and its value a pair of scales, bfloat16 in an int32,
-    [blocks, kv_heads, block_size].
+    qk_norm_rope are the weights of the norms [head_dim], or None twice for no norm; eps; and RotaryEmbedding's cos_sin
+    [T, 2, N] float32, for the first N numbers of a head. slot_mapping [T] has each token's index in the first two
+    dimensions of the cache, flattened; -1: its key and value are not stored. head_dim is a power of two.
     """
     num_tokens, num_rows, head_dim = qkv.shape
-    layout = CacheLayout(*k_cache.shape[1:])
+    layout = CacheLayout(*cache.k.shape[1:])
     heads = num_rows - 2 * layout.kv_heads
     q = torch.empty((num_tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if num_tokens:
-        inputs, caches = (q_weight, k_weight, eps, cos_sin, slot_mapping), (k_cache, v_cache, scales)
-        constants = dict(HEADS=heads, CACHE=layout, ROTARY=cos_sin.shape[2], num_warps=4 if num_tokens < 1024 else 1)
-        grid = num_tokens, -(-num_rows // ROWS.value)
-        launch(_norm_rope_store_kernel, grid, qkv.device)(*(qkv, inputs, q, caches, qkv.stride(0)), **constants)
+        inputs, caches = (*qk_norm_rope, slot_mapping), (cache.k, cache.v, cache.scales)
+        rows, grid = Rows(heads, inputs[3].shape[2]), (num_tokens, -(-num_rows // PER_PROGRAM.value))
+        constants = dict(ROWS=rows, CACHE=layout, num_warps=4 if num_tokens < 1024 else 1)
+        launch(_norm_rope_store_kernel, grid, qkv.device)(qkv, inputs, q, caches, qkv.stride(0), **constants)
     return q

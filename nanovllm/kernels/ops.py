@@ -9,24 +9,23 @@ from nanovllm.kernels.decode_attention import decode_attention, decode_attention
 from nanovllm.kernels.delta_net_chunks import delta_net_chunks
 from nanovllm.kernels.delta_net_tokens import delta_net_drafts, delta_net_step
 from nanovllm.kernels.dequantize import dequantize
-from nanovllm.kernels.embedding import embed_range
+from nanovllm.kernels.embedding import embed_shard
 from nanovllm.kernels.filters import logit_cutoffs
 from nanovllm.kernels.gemv import gemv
 from nanovllm.kernels.host_memory import copy_from_host, copy_to_host
-from nanovllm.kernels.layernorm import rms_norm
+from nanovllm.kernels.layernorm import rms_norm, rms_norm_quantize
 from nanovllm.kernels.logprobs import token_logprobs
 from nanovllm.kernels.mix_experts import mix_experts
-from nanovllm.kernels.norm_rope_store import norm_rope_store
+from nanovllm.kernels.norm_rope_store import norm_rope_and_store
 from nanovllm.kernels.peers import all_reduce_max, gather_columns, sum_rms_norm
 from nanovllm.kernels.penalties import penalize
 from nanovllm.kernels.prefill_attention import prefill_attention, query_tile_size
-from nanovllm.kernels.quantize_rows import quantize_rows, rms_norm_quantize, silu_and_mul_quantize
+from nanovllm.kernels.quantize_rows import quantize_rows, silu_and_mul_quantize
 from nanovllm.kernels.request_tables import accept, place_chains, place_decodes
 from nanovllm.kernels.sampling import sample
-from nanovllm.kernels.scaled_gemm import SWIGLU_GROUP, scaled_gemm, swiglu_quantize
-from nanovllm.kernels.scaled_linear import best_scaled_split_k, min_block_columns, scaled_linear
+from nanovllm.kernels.scaled_linear import best_scaled_split_k, min_block_columns, scaled_linear, swiglu_quantize
 from nanovllm.kernels.split_k_gemm import choose_split_k, split_k_gemm
-from nanovllm.kernels.tiles import QuantizedRows
+from nanovllm.kernels.tiles import SWIGLU_GROUP, QuantizedRows
 
 TINY_WEIGHTS, TINY_SPLIT_K = 2**20, 16  # of a product that takes less time in parts, although they are to be added
 
@@ -40,7 +39,10 @@ def linear(x, weight, bias=None, split_k=1, out=None):
     if bias is None and (split_k := choose_split_k(x, weight, max_split_k)):
         parts = split_k_gemm(x, weight, split_k, out)
         return parts[0] if split_k == 1 else parts.sum(0)
-    return NotImplemented  # the library is as fast, or only the library adds a bias
+    # The library is as fast, or only the library adds a bias. For many rows, cuBLAS 13 counts tiles in its workspace,
+    # which a memset of 1 us clears. With CUBLAS_WORKSPACE_CONFIG=:0:0 it has none: on an H200 prompts took as long, and
+    # each product 50 us more of the host.
+    return NotImplemented
 
 
 def norm_linear(x, weight, bias=None, act=None):
@@ -53,7 +55,7 @@ def norm_linear(x, weight, bias=None, act=None):
     if (summands := x.summands()) is None:
         return gemv(x.tensor(), weight, gated=act is not None, bias=bias)[0]
     row, residual = summands
-    y, x.total = gemv(row, weight, x.weight, x.eps, residual, act is not None, bias)
+    y, x.total = gemv(row, weight, (x.weight, x.eps), residual, act is not None, bias)
     return y
 
 
@@ -68,14 +70,3 @@ def add_rms_norm(x, residual, weight, eps):
         total = x.reduce()
         return rms_norm(total, weight, eps), total
     return rms_norm(x.parts, weight, eps, residual, x.split_k), residual
-
-
-def norm_rope_and_store(qkv, qk_norm_rope, slot_mapping, cache):
-    return norm_rope_store(qkv, *qk_norm_rope, slot_mapping, cache.k, cache.v, cache.scales)
-
-
-def embed_shard(token_ids, weight, first_id, out=None):
-    if out is None:
-        return NotImplemented
-    embed_range(token_ids, weight, first_id, out)
-    return out

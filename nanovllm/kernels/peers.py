@@ -9,18 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import (
-    dependent_kernel,
-    gdc_launch_and_wait,
-    gdc_launch_dependents,
-    gdc_wait,
-    launch,
-    launch_ordinary,
-    next_power_of_2,
-)
-from nanovllm.kernels.sampling_params import is_filtered
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch, launch_ordinary
+from nanovllm.kernels.sampling_params import WIDTH, is_filtered
 
 KEYS_PER_PROGRAM = 128
+COLUMNS = tl.constexpr(2048)  # that are gathered at a time
 # tries between two reads of `aborted`, some milliseconds: reading host memory more often made long waits longer
 ABORT_CHECK_INTERVAL = tl.constexpr(65536)
 
@@ -72,32 +65,31 @@ def _wait(peer_ptrs, flags_offset, rank, SIZE: tl.constexpr):
                     missing = missing & (tl.load(aborted_ptr, volatile=True) == 0)
 
 
+class SumShape(NamedTuple):
+    """What the kernel of sums is compiled for."""
+
+    n: int
+    width: int  # a power of two, at least n
+    split_k: int
+    ranks: int
+    has_residual: bool
+
+
 @dependent_kernel(early=("weight_ptr",))
 @triton.jit(do_not_specialize=["rank", "num_rows", "offset", "flags_offset"])
 def _sum_rms_norm_kernel(
-    peer_ptrs,
-    offset,
-    flags_offset,
-    rank,
-    sum_ptr,
-    weight_ptr,
-    out_ptr,
-    num_rows,
-    eps,
-    N: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    SIZE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr,
+    peer_ptrs, offset, flags_offset, rank, row_ptrs, weight_ptr, num_rows, eps, SHAPE: tl.constexpr, PDL: tl.constexpr
 ):
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
+    sum_ptr, out_ptr = row_ptrs
+    N: tl.constexpr = SHAPE.n
+    SIZE: tl.constexpr = SHAPE.ranks
+    SPLIT_K: tl.constexpr = SHAPE.split_k
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    BLOCK: tl.constexpr = next_power_of_2(N)
+    BLOCK: tl.constexpr = SHAPE.width
     col = tl.arange(0, BLOCK)
     weight = tl.load(weight_ptr + col, col < N, 0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
+    gdc_wait(PDL)
     _signal(peer_ptrs, flags_offset, rank, SIZE)
     addresses_ptr = peer_ptrs[0]
     mine = _pointer_to_rank(addresses_ptr, rank, offset, dtype)
@@ -108,7 +100,7 @@ def _sum_rms_norm_kernel(
         for part in tl.static_range(SPLIT_K):
             ours += tl.load(mine + part * num_rows * N + at, col < N, 0.0).to(tl.float32)
         x = tl.zeros([BLOCK], tl.float32)
-        if HAS_RESIDUAL:
+        if SHAPE.has_residual:
             x = tl.load(sum_ptr + at, col < N, 0.0).to(tl.float32)
         if row == tl.program_id(0):
             _wait(peer_ptrs, flags_offset, rank, SIZE)
@@ -138,11 +130,12 @@ def sum_rms_norm(
     split_k, num_rows, n = parts.shape
     total = torch.empty_like(parts[0]) if residual is None else residual
     out = torch.empty_like(total)
-    constants = dict(N=n, SPLIT_K=split_k, SIZE=len(barrier.addresses), HAS_RESIDUAL=residual is not None)
-    constants["num_warps"] = max(4, min(16, triton.next_power_of_2(n) // 256))
-    constants["num_stages"] = 1  # a pipeline would read the other ranks' parts before the wait
+    width = triton.next_power_of_2(n)
+    shape = SumShape(n, width, split_k, len(barrier.addresses), residual is not None)
+    # a pipeline of several stages would read the other ranks' parts before the wait
+    constants = dict(SHAPE=shape, num_warps=max(4, min(16, width // 256)), num_stages=1)
     launch(_sum_rms_norm_kernel, (max(1, min(num_rows, barrier.max_programs)),), parts.device)(
-        *barrier.arguments, total, weight, out, num_rows, eps, **constants
+        *barrier.arguments, (total, out), weight, num_rows, eps, **constants
     )
     return out, total
 
@@ -175,29 +168,19 @@ def all_reduce_max(keys: torch.Tensor, barrier: PeerBarrier) -> torch.Tensor:
 @dependent_kernel()
 @triton.jit(do_not_specialize=["rank", "num_rows", "offset", "flags_offset"])
 def _gather_kernel(
-    peer_ptrs,
-    offset,
-    flags_offset,
-    rank,
-    params_ptr,
-    out_ptr,
-    num_rows,
-    n,
-    WIDTH: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    peer_ptrs, offset, flags_offset, rank, params_ptr, out_ptr, num_rows, n, SIZE: tl.constexpr, PDL: tl.constexpr
 ):
-    gdc_launch_and_wait(PDL)
+    gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     _signal(peer_ptrs, flags_offset, rank, SIZE)
     _wait(peer_ptrs, flags_offset, rank, SIZE)
-    tiles = tl.cdiv(n, BLOCK)
-    col = tl.arange(0, BLOCK)
+    tiles = tl.cdiv(n, COLUMNS)
+    col = tl.arange(0, COLUMNS)
     for piece in range(tl.program_id(0), num_rows * SIZE * tiles, tl.num_programs(0)):
         row = piece // (SIZE * tiles)
         other = piece // tiles % SIZE
-        at = piece % tiles * BLOCK + col
+        at = piece % tiles * COLUMNS + col
         width = n
         if params_ptr is not None:
             width = tl.where((other == rank) | is_filtered(params_ptr + row * WIDTH), n, 0)
@@ -214,11 +197,10 @@ def gather_columns(
     With `sampling_params` [S, WIDTH] int32 (sampling_columns.py), rows that are not filtered lack the other ranks'
     columns. S may be 0: the ranks wait for each other all the same.
     """
-    (num_rows, n), size, block = mine.shape, len(barrier.addresses), 2048
+    (num_rows, n), size = mine.shape, len(barrier.addresses)
     out = torch.empty((num_rows, size * n), dtype=mine.dtype, device=mine.device)
-    pieces = num_rows * size * triton.cdiv(n, block)
-    width = 0 if sampling_params is None else sampling_params.shape[1]
+    pieces = num_rows * size * triton.cdiv(n, COLUMNS.value)
     launch(_gather_kernel, (max(1, min(pieces, barrier.max_programs)),), mine.device)(
-        *barrier.arguments, sampling_params, out, num_rows, n, WIDTH=width, SIZE=size, BLOCK=block, num_stages=1
+        *barrier.arguments, sampling_params, out, num_rows, n, SIZE=size, num_stages=1
     )
     return out

@@ -12,25 +12,20 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch, next_power_of_2
-from nanovllm.kernels.sampling_params import column_constant, load_float
+from nanovllm.kernels.sampling_params import WIDTH, column_constants, load_float
 
-PRESENCE_PENALTY = column_constant("presence_penalty")
-FREQUENCY_PENALTY = column_constant("frequency_penalty")
-REPETITION_PENALTY = column_constant("repetition_penalty")
-IS_PENALIZED = column_constant("is_penalized")
-NUM_PROMPT_TOKENS = column_constant("num_prompt_tokens")
-MIN_LEN = column_constant("min_len")
-NUM_BIASES = column_constant("num_biases")
-NUM_STOPS = column_constant("num_stops")
-HAS_ALLOWED_IDS = column_constant("has_allowed_ids")
-NUM_BAD_WORDS = column_constant("num_bad_words")
+PRESENCE_PENALTY, FREQUENCY_PENALTY, REPETITION_PENALTY = column_constants(
+    "presence_penalty", "frequency_penalty", "repetition_penalty"
+)
+IS_PENALIZED, HAS_ALLOWED_IDS = column_constants("is_penalized", "has_allowed_ids")
+NUM_PROMPT_TOKENS, MIN_LEN = column_constants("num_prompt_tokens", "min_len")
+NUM_BIASES, NUM_STOPS, NUM_BAD_WORDS = column_constants("num_biases", "num_stops", "num_bad_words")
 IN_PROMPT = tl.constexpr(1 << 30)  # a flag in a count, whose lower bits count the output's tokens
 
 
 class Sizes(NamedTuple):
     """What the kernel is compiled for."""
 
-    num_columns: int  # of a row of sampling parameters
     max_biases: int
     max_words: int
     word_tokens: int
@@ -86,7 +81,7 @@ def _penalize_kernel(
     dtype: tl.constexpr = logits_ptr.dtype.element_ty
     counts_ptr += tl.program_id(0) * counts_stride
     for row in range(tl.program_id(0).to(tl.int64), num_rows, tl.num_programs(0)):
-        params_ptr = all_params_ptr + row * SIZES.num_columns
+        params_ptr = all_params_ptr + row * WIDTH
         x_ptr = logits_ptr + row * stride
         table_ptr = tables_ptr + row * table_stride
         request = tl.load(req_indices_ptr + row).to(tl.int64)
@@ -144,7 +139,7 @@ def penalize(logits: torch.Tensor, rows, tables) -> None:
         edits = tables.bias_ids, tables.biases, tables.allowed_masks, tables.bad_words, counts
         strides = logits.stride(0), counts.stride(0), tables.allowed_masks.stride(1)
         words, num_masks = tables.bad_words.shape[1:], tables.allowed_masks.shape[1]
-        sizes = Sizes(params.shape[1], tables.biases.shape[1], *words, token_ids.shape[1], num_masks)
+        sizes = Sizes(tables.biases.shape[1], *words, token_ids.shape[1], num_masks)
         launch(_penalize_kernel, (min(len(logits), len(counts)),), logits.device)(
             logits, row_tensors, edits, *logits.shape, strides, rows.block_tables.stride(0), SIZES=sizes, num_warps=8
         )

@@ -3,18 +3,11 @@
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import (
-    dependent_kernel,
-    gdc_launch_dependents,
-    gdc_wait,
-    has_hopper_kernels,
-    has_tma,
-    launch,
-)
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.devices import has_hopper_kernels
 from nanovllm.kernels.fp8 import ONES, as_fp8_partner, decode_e4m3, unpack_scales
-from nanovllm.kernels.paged_cache import layout_of
+from nanovllm.kernels.paged_cache import LOG2_E, cache_tiles, layout_of
 
 
 @triton.jit
@@ -85,8 +78,7 @@ def _prefill_kernel(
     CACHE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     query_tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr = query_ptrs
     KV_HEADS: tl.constexpr = CACHE.kv_heads
     HEAD_DIM: tl.constexpr = CACHE.head_dim
@@ -108,8 +100,7 @@ def _prefill_kernel(
         return
     length = tl.load(context_lens_ptr + seq)
     table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
-    if PDL:
-        gdc_wait()
+    gdc_wait(PDL)
 
     m = tl.arange(0, TILE_M)
     d = tl.arange(0, HEAD_DIM)
@@ -166,21 +157,18 @@ def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
 
 def prefill_attention(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache,
     cu_seqlens_q: torch.Tensor,
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
     query_tiles: torch.Tensor,
     out: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
-    window: int | None = None,
 ) -> torch.Tensor:
     """q [T, heads, head_dim], contiguous: the last tokens of B sequences, of which each begins at cu_seqlens_q [B + 1].
 
-    Every query attends to the tokens of its sequence up to and including its own, or to the last `window` of them. The
-    caches already hold all of them: those of this step and, where context_lens[b] is greater than the number of
-    queries, those of earlier steps. Shapes and scales as in `decode_attention`; at most 64 query heads to a key-value
+    Every query attends to the tokens of its sequence up to and including its own, or to the last of them, if the
+    cache has a window. It already holds all of them: those of this step and, where context_lens[b] is greater than the
+    number of queries, those of earlier steps. Shapes as in `decode_attention`; at most 64 query heads to a key-value
     head.
 
     query_tiles [N, 2] int32 are the tiles to compute, in the order in which their programs start: a sequence, and the
@@ -189,23 +177,20 @@ def prefill_attention(
     """
     heads, head_dim = q.shape[1:]
     tile_m, tile_n = _tile_sizes(head_dim, q.dtype)
-    layout = layout_of(k_cache, tile_n, window)
+    layout = layout_of(cache, tile_n)
     out = torch.empty_like(q) if out is None else out
     queries, group = (query_tiles, cu_seqlens_q, context_lens), heads // layout.kv_heads
     tokens = query_tile_size(group, head_dim, q.dtype)
-    tile = layout_of(k_cache, 64 if head_dim > 128 else 128, window).tile
-    if scales is None and window is None and tile >= 64 and q.is_cuda and _is_for_hopper(head_dim, q.dtype):
+    tile = layout_of(cache, 64 if head_dim > 128 else 128).tile
+    is_plain = cache.scales is None and cache.window is None
+    if is_plain and tile >= 64 and q.is_cuda and _is_for_hopper(head_dim, q.dtype):
         from nanovllm.kernels.hopper_prefill import attend  # which imports what few versions of Triton have
 
-        attend(tokens, tile, q, (k_cache, v_cache), (*queries, block_tables), out)
+        attend(tokens, tile, q, (cache.k, cache.v), (*queries, block_tables), out)
         return out
-    caches = k_cache, v_cache
-    if has_tma(q.device):  # a tile is loaded by one instruction
-        shape = [layout.tile, head_dim]
-        caches = (TensorDescriptor.from_tensor(cache.flatten(0, 1).flatten(1), shape) for cache in caches)
-    scale = head_dim**-0.5 * 1.4426950408889634
-    constants = dict(GROUP=group, TILE_M=tile_m, CACHE=layout)
+    tiles, scale = cache_tiles(cache, layout), head_dim**-0.5 * LOG2_E
+    constants = dict(GROUP=group, TILE_M=tile_m, CACHE=layout, num_warps=4)
     launch(_prefill_kernel, (len(query_tiles), layout.kv_heads, tokens // (tile_m // group)), q.device)(
-        q, *caches, scales, queries, block_tables, out, scale, block_tables.stride(0), **constants, num_warps=4
+        q, *tiles, cache.scales, queries, block_tables, out, scale, block_tables.stride(0), **constants
     )
     return out

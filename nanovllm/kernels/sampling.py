@@ -1,5 +1,7 @@
 """Gumbel-max over the vocabulary with stateless noise; see layers/sampler.py, which defines it."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -7,6 +9,20 @@ import triton.language as tl
 from nanovllm.kernels.dependent_launch import launch_ordinary, next_power_of_2
 from nanovllm.kernels.sampling_columns import PHILOX_ROUNDS
 from nanovllm.kernels.token_order import logit_and_id
+
+ROUNDS = tl.constexpr(PHILOX_ROUNDS)
+SPLIT_SIZE = 2048
+
+
+class Splits(NamedTuple):
+    """How rows are divided over programs; a constant of the kernel.
+
+    Noise is made for four tokens at once, so the first split begins at the multiple of four at or before the first id.
+    """
+
+    number: int
+    size: int
+    skipped: int  # ids from there to the first one
 
 
 @triton.jit
@@ -28,23 +44,13 @@ def _gumbel(bits, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _sample_split_kernel(
-    logits_ptr,
-    row_ptrs,
-    out_ptrs,
-    vocab_size,
-    stride,
-    first_id,
-    PER_SPLIT: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    FIRST_ID_MOD_4: tl.constexpr,
+    logits_ptr, row_ptrs, out_ptrs, vocab_size, stride, first_id, SPLITS: tl.constexpr, HARDWARE: tl.constexpr
 ):
     temperatures_ptr, temperature_stride, seeds_ptr, seed_stride, positions_ptr, cutoffs_ptr = row_ptrs
     best_ptr, index_ptr = out_ptrs
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
+    first = split * SPLITS.size - SPLITS.skipped
     temperature = tl.load(temperatures_ptr + row * temperature_stride)
     position = tl.load(positions_ptr + row)
     seed_low = tl.load(seeds_ptr + row * seed_stride).to(tl.uint32, bitcast=True).to(tl.uint64)
@@ -52,30 +58,25 @@ def _sample_split_kernel(
     seed = (seed_high << 32) | seed_low
     if cutoffs_ptr is not None:
         cutoff, last_id = logit_and_id(tl.load(cutoffs_ptr + row))
-    best = tl.full([], float("-inf"), tl.float32)
-    # noise is made for four tokens at once, so splits begin at the multiple of four at or before the first id
-    # a valid token even if no score is above -inf, as with NaN
-    index = tl.maximum(split * PER_SPLIT - FIRST_ID_MOD_4, 0)
-    for tile in range(0, PER_SPLIT, TILE):
-        column = split * PER_SPLIT + tile + tl.arange(0, TILE) - FIRST_ID_MOD_4
-        inside = (column >= 0) & (column < vocab_size) if FIRST_ID_MOD_4 else column < vocab_size
-        score = tl.load(logits_ptr + row * stride + column, inside, float("-inf")).to(tl.float32)
-        if cutoffs_ptr is not None:
-            is_filtered = cutoff > float("-inf")  # other rows skip the comparison
-            if is_filtered:
-                kept = (score > cutoff) | ((score == cutoff) & (column + first_id <= last_id))
-                score = tl.where(kept, score, float("-inf"))
-        if temperature > 0:
-            counter = (first_id - FIRST_ID_MOD_4 + split * PER_SPLIT + tile) // 4 + tl.arange(0, TILE // 4)
-            zero = counter * 0
-            r0, r1, r2, r3 = tl.philox(seed, counter, zero + position, zero, zero, ROUNDS)
-            bits = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [TILE])  # r0 r1 r2 r3 of each counter
-            score = score / temperature + _gumbel(bits, HARDWARE)
-        tile_best, tile_index = tl.max(score, 0, return_indices=True)
-        index = tl.where(tile_best > best, (split * PER_SPLIT + tile + tile_index - FIRST_ID_MOD_4).to(tl.int32), index)
-        best = tl.maximum(tile_best, best)
-    tl.store(best_ptr + row * SPLITS + split, best)
-    tl.store(index_ptr + row * SPLITS + split, index + first_id)
+    column = first + tl.arange(0, SPLITS.size)
+    inside = (column >= 0) & (column < vocab_size) if SPLITS.skipped else column < vocab_size
+    score = tl.load(logits_ptr + row * stride + column, inside, float("-inf")).to(tl.float32)
+    if cutoffs_ptr is not None:
+        is_filtered = cutoff > float("-inf")  # other rows skip the comparison
+        if is_filtered:
+            kept = (score > cutoff) | ((score == cutoff) & (column + first_id <= last_id))
+            score = tl.where(kept, score, float("-inf"))
+    if temperature > 0:
+        counter = (first + first_id) // 4 + tl.arange(0, SPLITS.size // 4)
+        zero = counter * 0
+        r0, r1, r2, r3 = tl.philox(seed, counter, zero + position, zero, zero, ROUNDS)
+        bits = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [SPLITS.size])  # r0 r1 r2 r3 of each counter
+        score = score / temperature + _gumbel(bits, HARDWARE)
+    best, index = tl.max(score, 0, return_indices=True)
+    # a valid token, and a score of -inf, even if none is above it, as with NaN
+    index = tl.maximum(first + tl.where(best > float("-inf"), index, 0), 0)
+    tl.store(best_ptr + row * SPLITS.number + split, tl.maximum(best, float("-inf")))
+    tl.store(index_ptr + row * SPLITS.number + split, index + first_id)
 
 
 @triton.jit
@@ -89,16 +90,7 @@ def _sample_reduce_kernel(best_ptr, index_ptr, score_ptr, out_ptr, SPLITS: tl.co
     tl.store(out_ptr + row, tl.min(tl.where(best == score, index, 2147483647), 0))
 
 
-def sample(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    first_id: int = 0,
-    tile: int = 2048,
-    per_split: int = 2048,
-    cutoffs: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(logits, temperatures, seeds, positions, first_id=0, cutoffs=None) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores and ids [S] of the tokens that `layers.sampler.Sampler` draws from logits [S, vocabulary].
 
     temperatures [S] float32, seeds [S, 2] int32 (low and high word), positions [S] int32; cutoffs [S] int64, the
@@ -106,24 +98,16 @@ def sample(
     scores the lowest id wins.
     """
     num_rows, vocab_size = logits.shape
-    first_id_mod_4 = first_id % 4
-    splits = triton.cdiv(vocab_size + first_id_mod_4, per_split)
-    best = torch.empty((num_rows, splits), dtype=torch.float32, device=logits.device)
-    index = torch.empty((num_rows, splits), dtype=torch.int32, device=logits.device)
+    skipped = first_id % 4
+    splits = Splits(triton.cdiv(vocab_size + skipped, SPLIT_SIZE), SPLIT_SIZE, skipped)
+    best = torch.empty((num_rows, splits.number), dtype=torch.float32, device=logits.device)
+    index = torch.empty((num_rows, splits.number), dtype=torch.int32, device=logits.device)
     score = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     if num_rows:
         rows = temperatures, temperatures.stride(0), seeds, seeds.stride(0), positions, cutoffs
-        constants = dict(PER_SPLIT=per_split, TILE=tile, SPLITS=splits, ROUNDS=PHILOX_ROUNDS, HARDWARE=logits.is_cuda)
-        launch_ordinary(_sample_split_kernel, (num_rows, splits))(
-            logits,
-            rows,
-            (best, index),
-            vocab_size,
-            logits.stride(0),
-            first_id,
-            **constants,
-            FIRST_ID_MOD_4=first_id_mod_4,
+        launch_ordinary(_sample_split_kernel, (num_rows, splits.number))(
+            logits, rows, (best, index), vocab_size, logits.stride(0), first_id, SPLITS=splits, HARDWARE=logits.is_cuda
         )
-        launch_ordinary(_sample_reduce_kernel, (num_rows,))(best, index, score, out, SPLITS=splits)
+        launch_ordinary(_sample_reduce_kernel, (num_rows,))(best, index, score, out, SPLITS=splits.number)
     return score, out

@@ -1,6 +1,6 @@
 """The sampling parameters of a request on the device: a row of WIDTH int32 words, one column for each parameter.
 
-COLUMNS declares each column once, by its name and its type; kernels look it up by `sampling_params.column_constant`.
+COLUMNS declares each column once, by its name and its type; kernels look it up by `sampling_params.column_constants`.
 The last two words are the seed of the noise.
 """
 

@@ -3,18 +3,18 @@
 import triton
 import triton.language as tl
 
+from nanovllm.kernels import sampling_columns
 from nanovllm.kernels.sampling_columns import column_index
 
-
-def column_constant(name: str) -> tl.constexpr:
-    """The index of a column, for a constant at module level that kernels of the module use."""
-    return tl.constexpr(column_index(name))
+WIDTH = tl.constexpr(sampling_columns.WIDTH)
 
 
-TEMPERATURE = column_constant("temperature")
-TOP_K = column_constant("top_k")
-TOP_P = column_constant("top_p")
-MIN_P = column_constant("min_p")
+def column_constants(*names: str) -> list[tl.constexpr]:
+    """The indices of columns, for constants at module level that kernels of the module use."""
+    return [tl.constexpr(column_index(name)) for name in names]
+
+
+TEMPERATURE, TOP_K, TOP_P, MIN_P = column_constants("temperature", "top_k", "top_p", "min_p")
 
 
 @triton.jit

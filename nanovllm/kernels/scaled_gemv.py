@@ -10,7 +10,7 @@ import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.fp8 import decode_e4m3
-from nanovllm.kernels.tiles import Tiles, as_loadable, columns_of_parts, shape_of
+from nanovllm.kernels.tiles import Tiles, Weight, as_loadable, columns_of_parts, shape_of
 
 TILE_SIZE = 4096  # weights of a tile, or pairs of them if gated
 NUM_TILES = 2  # of a program, which loads both before it waits; with more, the compiler loads the others too late
@@ -43,15 +43,13 @@ def _load_tile(w_ptrs, first_n, k, is_column, N, SHAPE: tl.constexpr, ROWS: tl.c
 def _scaled_gemv_kernel(
     x_ptr, w_ptrs, out_ptr, N, SHAPE: tl.constexpr, TILES: tl.constexpr, MATRICES: tl.constexpr, PDL: tl.constexpr
 ):
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
     COLUMNS: tl.constexpr = SHAPE.k // SHAPE.block_k
     NUM_TILES: tl.constexpr = TILES.stages
     first_n = tl.program_id(0) * (TILES.tile_n * NUM_TILES)
     split = tl.program_id(1)
-    part_k = columns_of_parts(
-        TILES.tile_k, SHAPE.block_k, 8 * MATRICES
-    )  # weights that a thread loads at once; measured
+    # 8 weights that a thread loads at once, or 16: measured
+    part_k = columns_of_parts(TILES.tile_k, SHAPE.block_k, 8 * MATRICES)
     k = split * SHAPE.k_per_split + part_k
     is_column = part_k < SHAPE.k_per_split
     if SHAPE.split_k * SHAPE.k_per_split > SHAPE.k:
@@ -68,8 +66,7 @@ def _scaled_gemv_kernel(
         scales = tl.load(scales_at, (column < SHAPE.k)[None, :], 0.0)[None]
     else:
         scales = tl.full([1, 1, k.shape[0]], 1.0, tl.float32)
-    if PDL:
-        gdc_wait()
+    gdc_wait(PDL)
     x = tl.load(x_ptr + k, is_column, 0.0).to(tl.float32)[None, None]
     for i in tl.static_range(NUM_TILES):
         y = tl.sum(tl.sum(decode_e4m3(tile, tl.float32) * x, 3) * scales, 2) * factors + bias  # [tile_n, MATRICES]
@@ -104,15 +101,9 @@ def _k_per_split(k: int, split_k: int) -> int:
 
 
 def scaled_gemv(
-    x: torch.Tensor,
-    values: torch.Tensor,
-    scales: torch.Tensor,
-    gated: bool = False,
-    bias: torch.Tensor | None = None,
-    split_k: int = 1,
-    out: torch.Tensor | None = None,
+    x: torch.Tensor, weight: Weight, gated: bool = False, bias=None, split_k: int = 1, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [1, K] times W transposed + bias [N] -> [1, N], with W = values [N, K] times scales [N / rows, K / columns].
+    """x [1, K] times W transposed + bias [N] -> [1, N]; `weight` is values [N, K] and scales [N / rows, K / columns].
 
     If `gated`, W is [2N, K], bias [2N], and the result is silu of the first half of the outputs times the second half;
     a border of blocks lies between them. Blocks that divide K have powers of two as sizes. All contiguous.
@@ -121,7 +112,7 @@ def scaled_gemv(
     [split_k, 1, N] takes the result.
     """
     assert split_k == 1 or (not gated and bias is None)
-    matrices = 2 if gated else 1
+    matrices, (values, scales) = 2 if gated else 1, weight
     n, k = values.shape[0] // matrices, values.shape[1]
     out = torch.empty((split_k, 1, n), dtype=x.dtype, device=x.device) if out is None else out
     shape = shape_of(values, scales)._replace(split_k=split_k, k_per_split=_k_per_split(k, split_k))
@@ -133,14 +124,8 @@ def scaled_gemv(
     tiles = Tiles(tile_n, tile_k, num_tiles, min(16, max(1, tile_n * tile_k // 2048)))
     # as for gemv: short products gain from overlapping kernels
     shared = 50 if values.numel() <= SHORT else None
+    pointers, constants = (as_loadable(values), scales, bias), dict(SHAPE=shape, TILES=tiles, MATRICES=matrices)
     launch(_scaled_gemv_kernel, (triton.cdiv(n, tile_n * num_tiles), split_k), x.device, shared)(
-        x,
-        (as_loadable(values), scales, bias),
-        out,
-        n,
-        SHAPE=shape,
-        TILES=tiles,
-        MATRICES=matrices,
-        num_warps=tiles.warps,
+        x, pointers, out, n, **constants, num_warps=tiles.warps
     )
     return out if split_k > 1 else out[0]

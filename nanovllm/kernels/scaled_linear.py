@@ -1,8 +1,11 @@
 """Products with 8-bit weights, by the kernel that is fastest for so many rows."""
 
-from nanovllm.kernels.scaled_gemm import choose_scaled_split_k, scaled_gemm
+import triton
+
+from nanovllm.kernels.devices import has_hopper_kernels, num_sms
 from nanovllm.kernels.scaled_gemv import choose_gemv_split_k, scaled_gemv
-from nanovllm.kernels.tiles import block_shape
+from nanovllm.kernels.split_k_gemm import scaled_tiles, split_k_gemm
+from nanovllm.kernels.tiles import SWIGLU_GROUP, QuantizedRows, block_shape
 
 MAX_SCALED_ROWS = 64  # with more rows, weights are converted once, for a product of the library
 MIN_BLOCK_COLUMNS = 32  # the least that tensor cores multiply in FP8, and so do our matrix products
@@ -10,10 +13,10 @@ MIN_BLOCK_COLUMNS = 32  # the least that tensor cores multiply in FP8, and so do
 
 def scaled_linear(x, values, scales, bias=None, act=None, split_k=1, out=None):
     if len(x) == 1:
-        return scaled_gemv(x, values, scales, act is not None, bias, split_k, out)
+        return scaled_gemv(x, (values, scales), act is not None, bias, split_k, out)
     if len(x) > MAX_SCALED_ROWS or not suits_scaled_gemm(values, scales):
         return NotImplemented
-    y = scaled_gemm(x, values, scales, split_k, out)
+    y = split_k_gemm(x, (values, scales), split_k, out)
     if bias is not None:
         y += bias
     y = y if split_k > 1 else y[0]
@@ -33,4 +36,21 @@ def best_scaled_split_k(values, scales, num_rows, max_split_k, max_rows=None):
         return choose_gemv_split_k(values.shape[1], max_split_k)
     if not 1 < num_rows <= (max_rows or MAX_SCALED_ROWS) or not suits_scaled_gemm(values, scales):
         return 1
-    return choose_scaled_split_k(num_rows, len(values), values.device, max_split_k)
+    tiles = scaled_tiles(num_rows)
+    num_tiles = triton.cdiv(len(values), tiles.tile_n) * triton.cdiv(num_rows, tiles.tile_m)
+    return max(1, min(max_split_k, 2 * num_sms(values.device) // num_tiles))
+
+
+def swiglu_quantize(x: QuantizedRows, values, scales) -> QuantizedRows:
+    """`silu_and_mul_quantize` of x W^T, in groups of SWIGLU_GROUP: [M, K] -> [M, N / 2], without rounding in between.
+
+    NotImplemented where there is no kernel for it, or as long as too few rows would leave it idle.
+    """
+    n, k = values.shape
+    groups = *block_shape(values, scales), k // x.scales.shape[1]
+    num_tiles = triton.cdiv(len(x), 128) * (n // 256)
+    if not has_hopper_kernels() or groups != (SWIGLU_GROUP,) * 3 or n % 256 or num_tiles < 2.7 * num_sms(values.device):
+        return NotImplemented
+    from nanovllm.kernels.hopper_swiglu import swiglu  # which imports what few versions of Triton have
+
+    return swiglu(x, values, scales)

@@ -1,19 +1,13 @@
-"""y = x W^T for small batches, split along K if there are too few output tiles to fill the GPU."""
+"""y = x W^T for small batches, split along K if there are too few output tiles to fill the GPU. W may have 8 bits."""
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import (
-    dependent_kernel,
-    gdc_launch_and_wait,
-    has_hopper_kernels,
-    has_tma,
-    launch,
-    num_sms,
-)
-from nanovllm.kernels.tiles import QuantizedRows, Tiles, add_product, load_tile, operands_of, times_scales
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
+from nanovllm.kernels.devices import has_hopper_kernels, has_tma, num_sms
+from nanovllm.kernels.tiles import QuantizedRows, Tiles, Weight, add_product, load_tile, operands_of, times_scales
 
 FEW_WEIGHTS = 5 * 2**20
 MAX_ROWS = 256  # with few weights; half of it with more, but for hopper_gemm.py, whose tiles are twice as high
@@ -45,34 +39,6 @@ def _split_k_kernel(
     acc = times_scales(acc, x_scales, w_scales, 0, SHAPE, TILES, True)
     out = out_ptr + (split * M + m[:, None]) * N + n[None, :]
     tl.store(out, acc.T.to(out_ptr.dtype.element_ty), (m < M)[:, None] & (n < N)[None, :])
-
-
-def split_k_product(
-    x: torch.Tensor | QuantizedRows,
-    values: torch.Tensor,
-    scales: torch.Tensor | None,
-    tiles: Tiles,
-    split_k: int,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    """`split_k_gemm` or, with scales, `scaled_gemm`, by these tiles."""
-    m, (n, k), device = len(x), values.shape, values.device
-    out = torch.empty((split_k, m, n), dtype=x.dtype, device=device) if out is None else out
-    rows, weight, scales, shape = operands_of(x, values, scales)
-    if shape.block_k < k:  # a tile lies in one block
-        tiles = tiles._replace(tile_k=min(tiles.tile_k, shape.block_k & -shape.block_k))
-    if scales.w is not None and not (has_tma(device) and k % 16 == 0 and x.dtype != torch.float32):
-        tiles = tiles._replace(stages=min(3, tiles.stages), tma=False)
-    shape = shape._replace(k_per_split=-(-k // (split_k * tiles.tile_k)) * tiles.tile_k)
-    if tiles.tma:
-        rows = TensorDescriptor.from_tensor(rows, [tiles.tile_m, tiles.tile_k])
-        weight = TensorDescriptor.from_tensor(weight, [tiles.tile_n, tiles.tile_k])
-    # the smallest tiles leave half of the memory as cache, like the kernels around them: see dependent_launch.py
-    grid = -(-m // tiles.tile_m), -(-n // tiles.tile_n), split_k
-    launch(_split_k_kernel, grid, device, shared=50 if tiles.tile_m == 16 else 100)(
-        rows, weight, scales, out, m, n, SHAPE=shape, TILES=tiles, num_warps=tiles.warps
-    )
-    return out
 
 
 def _tile_m(m: int, weight: torch.Tensor) -> int:
@@ -110,19 +76,48 @@ def choose_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> i
     return split_k if tiles_are_full and is_faster else 0
 
 
+def scaled_tiles(num_rows: int) -> Tiles:
+    """For 8-bit weights: two programs or more fit on a multiprocessor."""
+    tile_m = min(128, max(16, 1 << (num_rows - 1).bit_length()))
+    return Tiles(TILE_N, TILE_K, 6 if tile_m <= 32 else 4, 4, tile_m)
+
+
+def _tiles(num_rows: int, weight: torch.Tensor) -> Tiles:
+    tile_m = _tile_m(num_rows, weight)
+    if tile_m == 16 and weight.numel() > FEW_WEIGHTS:
+        return Tiles(TILE_N, 2 * TILE_K, 3, 4, tile_m)
+    return Tiles(TILE_N, TILE_K, 6 if tile_m in (32, 64) else 4, 4, tile_m)
+
+
 def split_k_gemm(
-    x: torch.Tensor, weight: torch.Tensor, split_k: int = 1, out: torch.Tensor | None = None
+    x: torch.Tensor | QuantizedRows, weight: Weight, split_k: int = 1, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x [M, K] times weight [N, K] transposed, split along K: [split_k, M, N], whose sum is the product.
 
-    All contiguous, rows of a multiple of 16 bytes. `out` takes the result.
+    The weight may be 8-bit values times scales [N / block rows, K / block columns], of at least 32 columns. Then x may
+    be quantized too, to e4m3, for GPUs with FP8 units; otherwise the values are converted to the dtype of x. All
+    contiguous, rows of a multiple of 16 bytes. `out` takes the result.
     """
-    if split_k > 1 and _is_for_hopper(x, weight):
+    is_scaled = isinstance(weight, tuple)
+    if not is_scaled and split_k > 1 and _is_for_hopper(x, weight):
         from nanovllm.kernels.hopper_gemm import hopper_gemm  # which imports what few versions of Triton have
 
         return hopper_gemm(x, weight, split_k, out)
-    tile_m = _tile_m(len(x), weight)
-    tiles = Tiles(TILE_N, TILE_K, 6 if tile_m in (32, 64) else 4, 4, tile_m)
-    if tile_m == 16 and weight.numel() > FEW_WEIGHTS:
-        tiles = tiles._replace(tile_k=2 * TILE_K, stages=3)
-    return split_k_product(x, weight, None, tiles, split_k, out)
+    rows, values, scales, shape = operands_of(x, weight)
+    m, (n, k), device = len(x), values.shape, values.device
+    out = torch.empty((split_k, m, n), dtype=x.dtype, device=device) if out is None else out
+    tiles = scaled_tiles(m) if is_scaled else _tiles(m, values)
+    if shape.block_k < k:  # a tile lies in one block
+        tiles = tiles._replace(tile_k=min(tiles.tile_k, shape.block_k & -shape.block_k))
+    if is_scaled and not (has_tma(device) and k % 16 == 0 and x.dtype != torch.float32):
+        tiles = tiles._replace(stages=min(3, tiles.stages), tma=False)
+    shape = shape._replace(k_per_split=-(-k // (split_k * tiles.tile_k)) * tiles.tile_k)
+    if tiles.tma:
+        rows = TensorDescriptor.from_tensor(rows, [tiles.tile_m, tiles.tile_k])
+        values = TensorDescriptor.from_tensor(values, [tiles.tile_n, tiles.tile_k])
+    # the smallest tiles leave half of the memory as cache, like the kernels around them: see dependent_launch.py
+    grid = -(-m // tiles.tile_m), -(-n // tiles.tile_n), split_k
+    launch(_split_k_kernel, grid, device, shared=50 if tiles.tile_m == 16 else 100)(
+        rows, values, scales, out, m, n, SHAPE=shape, TILES=tiles, num_warps=tiles.warps
+    )
+    return out

@@ -1,10 +1,13 @@
 """How a sequence's keys are split over programs, and how their results are combined (flash-decoding)."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch, num_sms
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.devices import num_sms
 from nanovllm.kernels.paged_cache import CacheLayout
 
 MAX_SPLITS = 32  # of each of several sequences; more take longer to combine than they save
@@ -14,20 +17,15 @@ NO_KEYS = tl.constexpr(-1e30)  # the log-sum-exp of no keys; finite, so that no 
 
 
 def choose_num_splits(
-    batch_size: int,
-    kv_heads: int,
-    max_context_len: int,
-    tile: int,
-    device: torch.device,
-    programs_per_sm: int = PROGRAMS_PER_SM,
+    batch_size: int, kv_heads: int, max_keys: int, tile: int, device: torch.device, programs: int = PROGRAMS_PER_SM
 ) -> int:
-    """The most splits of one sequence, of at least `tile` keys each.
+    """The most splits of one sequence, of at least `tile` keys each. `programs` are those of a multiprocessor.
 
     A single sequence gets a program for each multiprocessor. The lengths of several differ: they get more programs.
     """
-    programs, most = (1, MAX_SPLITS_OF_ONE) if batch_size == 1 else (programs_per_sm, MAX_SPLITS)
+    programs, most = (1, MAX_SPLITS_OF_ONE) if batch_size == 1 else (programs, MAX_SPLITS)
     wanted = programs * num_sms(device) // max(1, batch_size * kv_heads)
-    return max(1, min(wanted, -(-max_context_len // tile), most))
+    return max(1, min(wanted, -(-max_keys // tile), most))
 
 
 @triton.jit
@@ -48,39 +46,36 @@ def split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, ROWS: tl
     return first, num_cached, per_split, tl.maximum(tl.cdiv(num_read, per_split), 1)
 
 
+class SplitRows(NamedTuple):
+    """What is combined; a constant of the kernel."""
+
+    heads: int
+    tokens: int  # of a sequence
+    is_qkv: bool  # the new token is no key in the cache yet
+    max_splits: int
+
+
 @dependent_kernel(early=("seq_ptrs",))
 @triton.jit(do_not_specialize=["splits"])
-def _combine_kernel(
-    partial_ptr,
-    lse_ptr,
-    seq_ptrs,
-    out_ptr,
-    splits,
-    HEADS: tl.constexpr,
-    CACHE: tl.constexpr,
-    IS_QKV: tl.constexpr,
-    ROWS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _combine_kernel(part_ptrs, seq_ptrs, out_ptr, splits, ROWS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr):
     """One row of the result. (The last split of a row to finish could do this. But a dependent launch takes less time
     than one program takes to read what many have written: it was slower, most where many heads share their keys.)
     """
-    if PDL:
-        gdc_launch_dependents()
+    gdc_launch_dependents(PDL)
+    partial_ptr, lse_ptr = part_ptrs
     num_seqs_ptr, context_lens_ptr = seq_ptrs
     row = tl.program_id(0).to(tl.int64)
     if num_seqs_ptr is not None:
-        num_rows = tl.load(num_seqs_ptr) * HEADS
+        num_rows = tl.load(num_seqs_ptr) * ROWS.heads
         if row >= num_rows:
             return
     d = tl.arange(0, CACHE.head_dim)
-    split = tl.arange(0, MAX_SPLITS)
-    num_splits = split_sequence(context_lens_ptr, row // (HEADS * ROWS), splits, IS_QKV, ROWS, CACHE)[3]
+    split = tl.arange(0, ROWS.max_splits)
+    seq = row // (ROWS.heads * ROWS.tokens)
+    num_splits = split_sequence(context_lens_ptr, seq, splits, ROWS.is_qkv, ROWS.tokens, CACHE)[3]
     is_used = split < num_splits
     part = row * splits + split
-    if PDL:
-        gdc_wait()
+    gdc_wait(PDL)
     lse = tl.load(lse_ptr + part, is_used, NO_KEYS)
     parts = tl.load(partial_ptr + part[:, None] * CACHE.head_dim + d[None, :], is_used[:, None], 0.0)
     weight = tl.exp2(lse - tl.max(lse, 0))
@@ -89,22 +84,16 @@ def _combine_kernel(
 
 
 def combine_splits(
-    partial: torch.Tensor,
-    lse: torch.Tensor,
-    seqs: tuple,
-    out: torch.Tensor,
-    layout: CacheLayout,
-    is_qkv: bool,
-    tokens_per_row: int = 1,
+    parts: tuple, seqs: tuple, out: torch.Tensor, layout: CacheLayout, is_qkv: bool, tokens_per_row: int = 1
 ) -> None:
-    """Fill out [B, heads, head_dim] with the splits' results `partial` [B, heads, splits, head_dim] float32.
+    """Fill out [B, heads, head_dim] with the splits' results, which are weighted by their log-sum-exps.
 
-    They are weighted by their log-sum-exps `lse` [B, heads, splits]. The other arguments are those of the kernel that
-    has written them, as they tell how many splits of a sequence are used; `seqs` are num_seqs and context_lens.
+    `parts` are these, [B, heads, splits, head_dim] and [B, heads, splits] float32. The other arguments are those of the
+    kernel that has written them, as they tell how many splits of a sequence are used; `seqs` are num_seqs and
+    context_lens.
     """
-    batch_size, heads, splits, _ = partial.shape
-    constants = dict(HEADS=heads, CACHE=layout, IS_QKV=is_qkv, ROWS=tokens_per_row)
-    constants["MAX_SPLITS"] = max(MAX_SPLITS, triton.next_power_of_2(splits))
+    batch_size, heads, splits = parts[1].shape
+    rows = SplitRows(heads, tokens_per_row, is_qkv, max(MAX_SPLITS, triton.next_power_of_2(splits)))
     launch(_combine_kernel, (batch_size * heads,), out.device, shared=50)(
-        partial, lse, seqs, out, splits, **constants, num_warps=4 if splits > MAX_SPLITS else 2
+        parts, seqs, out, splits, ROWS=rows, CACHE=layout, num_warps=4 if splits > MAX_SPLITS else 2
     )

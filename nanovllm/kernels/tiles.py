@@ -7,8 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.devices import has_fp8_units
 from nanovllm.kernels.fp8 import decode_e4m3
-from nanovllm.kernels.fp8_units import has_fp8_units
+
+SWIGLU_GROUP = 128  # inputs, outputs, and weights in both directions that share a scale in hopper_swiglu.py
+NO_NORM = None, 0.0  # in the place of a norm's weight and its eps
+Weight = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # [.., N, K]; or such values of 8 bits, and their scales
 
 
 class Tiles(NamedTuple):
@@ -57,10 +61,13 @@ class QuantizedRows:
         return self.num_rows
 
 
-def operands_of(
-    x: torch.Tensor | QuantizedRows, values: torch.Tensor, scales: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, Scales, Shape]:
+def values_and_scales(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return weight if isinstance(weight, tuple) else (weight, None)
+
+
+def operands_of(x: torch.Tensor | QuantizedRows, weight: Weight) -> tuple[torch.Tensor, torch.Tensor, Scales, Shape]:
     """What a kernel takes for activations and a weight [.., N, K]: their elements and scales, and the shape."""
+    values, scales = values_and_scales(weight)
     values, shape = as_loadable(values), shape_of(values, scales)
     if not isinstance(x, QuantizedRows):
         return x, values, Scales(None, 0, scales), shape

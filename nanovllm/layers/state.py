@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+NUM_FIXED = 2  # rows that are not for sequences or snapshots: of padding, and of zeros
+
 
 class KeptDrafts(NamedTuple):
     """What a layer writes beside its states to compute the drafts of a step again in the next, if they were right.
@@ -62,7 +64,7 @@ class StateSpec(NamedTuple):
     of_states = True
 
     def tensors(self, num_layers: int, num_blocks: int, config: Any) -> tuple[torch.Tensor, ...]:
-        rows, pairs = num_rows(config), [*zip(self.shapes, self.dtypes, strict=True)]
+        rows, pairs = config.num_states + NUM_FIXED, [*zip(self.shapes, self.dtypes, strict=True)]
         if (speculative := config.speculative_config) is not None:
             pairs += [((speculative.num_speculative_tokens, self.draft_size), self.dtypes[0]), ((), torch.int32)]
         return tuple(torch.empty((1, num_layers, rows, *shape), dtype=dtype, device="meta") for shape, dtype in pairs)
@@ -72,22 +74,19 @@ class StateSpec(NamedTuple):
         return State(*parts[:n], kept_drafts=parts[n:])
 
 
-def num_rows(config: Any) -> int:
-    """Rows for running sequences, padding and zeros, and as many snapshots for prefix hits as running sequences."""
-    return config.max_num_seqs * (1 + config.enable_prefix_caching) + 2
+def fit_states(runner: Any) -> None:
+    """Set how many states there are, and how many sequences may run, for a ModelRunner whose model is loaded.
 
-
-def fit_states(runner: Any) -> int:
-    """The number of rows, for a ModelRunner whose model is loaded.
-
-    States take at most half of the memory for the cache, for which `max_num_seqs` is lowered, to 1 at least. It stays
-    as it is if `num_kvcache_blocks` is set: then the cache has the size that the caller wants.
+    There is a state for each of `max_num_seqs`, and one for a snapshot of each if prefixes are cached. If
+    `num_kvcache_blocks` is not set, all states take at most half of the memory for the cache. If so many do not fit,
+    sequences may have three quarters of them, and `max_num_seqs` is lowered, to 1 at least.
     """
-    config = runner.config
+    config, has_snapshots = runner.config, runner.config.enable_prefix_caching
+    num_seqs, num_states = config.max_num_seqs, config.max_num_seqs * (1 + has_snapshots)
     if config.num_kvcache_blocks is None:
         groups = [(spec, len(layers)) for spec, layers in runner.cache_groups.items() if spec.of_states]
-        num_bytes = sum(x.nbytes for spec, n in groups for x in spec.tensors(n, 0, config)) // num_rows(config)
-        num_fitting = runner.cache_budget() // 2 // num_bytes
-        num_seqs = runner.min_of_ranks((num_fitting - 2) // (1 + config.enable_prefix_caching))
-        config.resolve(max_num_seqs=max(1, min(config.max_num_seqs, num_seqs)))
-    return num_rows(config)
+        num_bytes = sum(x.nbytes for spec, n in groups for x in spec.tensors(n, 0, config)) // NUM_FIXED
+        num_fitting = runner.min_of_ranks(runner.cache_budget() // 2 // num_bytes - NUM_FIXED)
+        num_states = max(1 + has_snapshots, min(num_states, num_fitting))
+        num_seqs = min(num_seqs, num_states - (1 + num_states // 4) * has_snapshots)
+    config.resolve(max_num_seqs=num_seqs, num_states=num_states)

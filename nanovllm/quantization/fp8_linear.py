@@ -48,7 +48,7 @@ class FP8Linear(ScaledLinear):
         is_few = split_k > 1 or len(x) <= MAX_GEMM_ROWS
         if not is_few and self.library_multiplies and x.dtype == torch.bfloat16:
             return self._scaled_mm(x, bias, out)
-        y = ops.scaled_gemm(x, self.values, self.scales, split_k, out)
+        y = ops.split_k_gemm(x, (self.values, self.scales), split_k, out)
         if bias is not None:
             y += bias
         return y if split_k > 1 else y[0]

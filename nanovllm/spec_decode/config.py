@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from nanovllm.utils.checks import check_choice, check_fields, check_int, check_real, checked, read_json
 
 METHODS = ("ngram", "suffix", "draft_model", "eagle3", "mtp")
@@ -23,26 +25,20 @@ def check_rates(name: str, value: Any) -> tuple[float, ...]:
 
 
 class StepCost(NamedTuple):
-    """The time of a step, in the time that another row takes."""
+    """The time of some steps, in any unit; that of others lies between."""
 
-    fixed: int  # what does not grow with a step's rows
-    single: int  # all of a step of one row, whose products are simpler
-    width: int = 0  # how many drafts any sequence has rows for, if one has drafts; 0: as many as the most
-    draft: float = 0.0  # what the device takes to draft one of these, relative to `fixed`
-    draft_row: float = 0.0  # what each sequence adds to that
+    rows: tuple[int, ...]
+    times: tuple[float, ...]  # of steps with so many rows; on a CPU those of drafts count, too
+    drafting: tuple[float, ...] = ()  # on CUDA: of steps with so many sequences, which make and verify all drafts
 
     def of(self, num_seqs: int, num_drafts: int = 0) -> float:
-        if not num_drafts:
-            return self.fixed + num_seqs if num_seqs > 1 else self.single
-        num_drafts = self.width or num_drafts
-        of_rows = num_seqs * (1 + num_drafts * (1 + self.draft_row))
-        return self.fixed * (1 + num_drafts * self.draft) + of_rows
+        if num_drafts and self.drafting:  # graphs have rows for all drafts
+            return float(np.interp(num_seqs, self.rows, self.drafting))
+        return float(np.interp(num_seqs * (1 + num_drafts), self.rows, self.times))
 
 
-# measured with the bundled model on a CPU; and with Qwen3-8B and heads on an H100 and an H200, with 1 to 64 sequences
-ON_CPU, ON_CUDA = StepCost(32, 24), StepCost(160, 144)
-# a draft takes so many times as long as its operations say, relative to the model's: the smaller the slower
-DRAFTING = 2.0
+# measured with the bundled model, in the time that another row takes; the products of a single row are simpler
+ON_CPU = StepCost((1, 2, 2**20), (24, 34, 2**20))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +79,7 @@ class SpeculativeConfig:
     synthetic_acceptance_rates: tuple[float, ...] | None = checked(None, check_rates)
     draft_model_config: Any = None  # a ModelConfig, of "draft_model" and "mtp"; an Eagle3Config, of "eagle3"
     drafts_with_masks: bool = False  # whether sequences whose tokens are masked have drafts
-    step_cost: StepCost = ON_CPU
+    step_cost: StepCost = ON_CPU  # on CUDA it is measured at the start
 
     @property
     def is_synthetic(self) -> bool:
@@ -159,7 +155,6 @@ def _resolve(settings: SpeculativeConfig, config: Any) -> None:
     k = check_int(bound, settings.num_speculative_tokens, 1, block_size - 1)
     on_host, on_cpu = settings.method in ("ngram", "suffix"), config.device == "cpu"
     set_("drafts_with_masks", on_host)
-    set_("step_cost", ON_CPU if on_cpu else ON_CUDA._replace(width=k))  # graphs have rows for all drafts
     set_("disable_by_batch_size", settings.disable_by_batch_size or (16 if on_host or on_cpu else 64))
     rates = settings.synthetic_acceptance_rates
     if settings.is_synthetic != (rates is not None):
@@ -188,13 +183,7 @@ def _resolve_model(settings: SpeculativeConfig, config: Any, set_: Any) -> None:
         found = read_eagle3_config(folder, found, config.dtype, with_weights)
     else:
         found = _read_draft_model_config(settings, config, folder)
-    drafter, target = getattr(found, "layer", found), config.model_config
-    check_head_dim(drafter.head_dim, config.device, config.attention_backend)
-    if settings.step_cost.width:
-        num_layers = 1 if settings.method == "mtp" else drafter.num_hidden_layers
-        size = num_layers * drafter.layer_operations / (target.num_hidden_layers * target.layer_operations)
-        draft, of_rows = DRAFTING * config.tensor_parallel_size * size, num_layers / target.num_hidden_layers
-        set_("step_cost", settings.step_cost._replace(draft=draft, draft_row=of_rows))  # each rank has all of it
+    check_head_dim(getattr(found, "layer", found).head_dim, config.device, config.attention_backend)
     set_("model", str(folder))
     set_("draft_model_config", found)
 

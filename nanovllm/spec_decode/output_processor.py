@@ -12,10 +12,11 @@ from nanovllm.spec_decode.proposer import Drafts, make_proposer
 
 MEMORY = 8  # steps with drafts, about, over which the accepted ones are averaged
 PAUSES = 16, 512  # tokens: the first pause of a sequence, and the longest
-# What models and heads draft is as good in one text as in another. If it has cost more than it has brought, in steps
-# without drafts, no sequence drafts until there is credit again, which then pays for catching up, too. There is so much
-# at first and at most, with one sequence more, as chance decides about single drafts; and some for each step.
-CREDIT, CREDIT_OF_ONE, CREDIT_PER_STEP, CREDIT_TO_TRY, CATCH_UP = 1.0, 3.0, 0.01, 0.3, 0.5
+# What models and heads draft is as good in one text as in another, so they pause for all sequences. If they have lost
+# more than a limit, in steps without drafts, nothing is drafted until steps have paid for that and for catching up.
+# With one sequence the limit is higher, as chance decides about single drafts; as much can be gained for later losses.
+# With each pause the steps pay half as much, down to the least, until as much is gained.
+LIMIT, LIMIT_OF_ONE, PAID_PER_STEP, LEAST_PER_STEP, CATCH_UP = 0.2, 1.8, 0.01, 0.00125, 0.5
 # if every eighth sequence drafts on the host, all wait for their tokens: others would decode twice meanwhile, but so
 # often the weights would be read twice too
 MANY = 8
@@ -25,8 +26,8 @@ MANY = 8
 class Pace:
     """How often a sequence drafts: not for a while, if few of its drafts were right.
 
-    It begins with a mean of two accepted drafts in a step. Below what pays it pauses, for twice as many tokens as the
-    last time. Then it begins a little above that.
+    It begins with a mean of two accepted drafts in a step. Below what pays it pauses, if it drafts on the host, for
+    twice as many tokens as the last time. Then it begins a little above that.
     """
 
     mean: float = 2.0
@@ -69,13 +70,14 @@ class DraftingOutputProcessor(OutputProcessor):
         self.settings, self.proposer = settings, make_proposer(settings)
         self.paces: dict[Sequence, Pace] = {}  # of those that may draft
         self.arrived: dict[Sequence, None] = {}  # of these, those that have got tokens and are to be planned
-        self.is_off = False  # as too many sequences run
-        self.credit, self.is_losing = CREDIT + CREDIT_OF_ONE, False
+        self.is_off = False  # as too many sequences run, or drafts cost more than they bring
+        self.lost, self.paid_per_step, self.is_losing = 0.0, PAID_PER_STEP, False
         scheduler.totals["num_speculative_tokens"] = settings.num_speculative_tokens
 
     def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
         if result.counts is None:
-            if not self.proposer.on_host:  # when it was scheduled, a step with drafts may have been in flight
+            # when it was scheduled, a step with drafts may have been in flight
+            if not (self.proposer.on_host or self.is_off):
                 step.visited = [*range(len(step.sampled_seqs))]
             changed, num_new = super().postprocess(step, result), [1] * len(step.sampled_seqs)
         else:
@@ -89,11 +91,17 @@ class DraftingOutputProcessor(OutputProcessor):
         return changed
 
     def _account(self, step: ScheduledStep, num_tokens: float) -> None:
-        """What a step with so many tokens of a sequence has gained or lost, in steps without drafts."""
+        """Add what a step with so many tokens of a sequence has lost, in steps without drafts."""
         cost, n, k = self.settings.step_cost.of, step.num_decodes, step.tokens_per_row
-        credit = min(CREDIT + CREDIT_OF_ONE / n, self.credit + num_tokens - cost(n, k - 1) / cost(n) + CREDIT_PER_STEP)
-        is_losing = credit < (CREDIT_TO_TRY if self.is_losing else 0)
-        self.credit, self.is_losing = credit - CATCH_UP * (is_losing > self.is_losing), is_losing
+        limit = LIMIT + LIMIT_OF_ONE / n
+        self.lost = max(-limit, self.lost + cost(n, k - 1) / cost(n) - num_tokens - self.paid_per_step)
+        if self.is_losing:
+            self.is_losing = self.lost > 0
+        elif self.lost > limit:
+            self.lost, self.is_losing = self.lost + CATCH_UP, True
+            self.paid_per_step = max(LEAST_PER_STEP, self.paid_per_step / 2)
+        elif k > 1 and self.lost == -limit:
+            self.paid_per_step = PAID_PER_STEP
 
     def _postprocess_rounds(self, step: ScheduledStep, result: StepResult, counts: list[int]) -> Collection[Sequence]:
         """In the i-th round, the i-th token of each sequence that gets so many."""
@@ -128,7 +136,7 @@ class DraftingOutputProcessor(OutputProcessor):
                 self.paces[seq].accepted(count - 1, num_paying)
 
     def _draft(self, seqs: list[Sequence], num_new: list[int]) -> None:
-        is_off = len(self.scheduler.running) > self.settings.disable_by_batch_size
+        is_off = self.is_losing or len(self.scheduler.running) > self.settings.disable_by_batch_size
         if is_off and not self.is_off:
             for seq in self.paces:
                 self._plan(seq, [], waits=False)
@@ -173,7 +181,7 @@ class DraftingOutputProcessor(OutputProcessor):
     def _drafts_of(self, seq: Sequence, pace: Pace) -> tuple[list[int], bool]:
         """Drafts, and whether there may be some in later steps."""
         k = min(self.settings.num_speculative_tokens, seq.max_num_tokens - len(seq.token_ids) - 1)
-        if pace.pause or k <= 0 or self.is_losing:
+        if (self.proposer.on_host and pace.pause) or k <= 0:
             return [], False
         if not self.proposer.on_host:  # so many for sure: a step in flight may leave room for fewer
             return [-1] * min(k, seq.max_num_tokens - seq.num_tokens - 1), True

@@ -56,10 +56,15 @@ class ChainShape(NamedTuple):
 
 @operation
 def place_chains(
-    req_indices: torch.Tensor, num_drafts: torch.Tensor, tables: RequestTables, num_computed: torch.Tensor, shape: Any
+    req_indices: torch.Tensor,
+    num_drafts: torch.Tensor,
+    tables: RequestTables,
+    num_computed: torch.Tensor,
+    shape: ChainShape,
 ) -> tuple[torch.Tensor, ...]:
-    """Where the drafter of D sequences computes its rows, and where it takes tokens and writes them; `shape` is a
-    ChainShape. Of rows [R], those of one step after those of another, all int32 but for slots of tokens, int64:
+    """Where the drafter of D sequences computes its rows, and where it takes tokens and writes them.
+
+    Of rows [R], those of one step after those of another, all int32 but for slots of tokens, int64:
 
     - positions: those of the tokens or, of a head, before them
     - context lengths; 0: padding

@@ -6,10 +6,12 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from itertools import chain
+from dataclasses import replace
+from itertools import chain, product
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,7 +22,7 @@ from nanovllm.engine.request_tables import SamplerInput
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.graphs.buffers import make_buffers
-from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs, decode_shapes, graph_shapes
+from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs, decode_shapes, graph_shapes, max_seqs_of
 from nanovllm.graphs.draft_graphs import DraftGraphs
 from nanovllm.sampling_params import SamplingParams
 
@@ -33,7 +35,7 @@ def start_on_cuda(runner: Any, lap: Callable[[str], None], memory_before: int) -
     `memory_before` is how many bytes were in use before the model was loaded.
     """
     config = runner.config
-    runner.buffers = make_buffers(config, runner.device, runner.tokens_per_row)
+    runner.buffers = make_buffers(config, runner.device)
     runner.add_features(FEATURES)  # graphs contain their edits of logits
     has_graphs = runner.backend.uses_cuda_graphs and not config.enforce_eager
     if has_graphs:
@@ -53,6 +55,8 @@ def start_on_cuda(runner: Any, lap: Callable[[str], None], memory_before: int) -
         warm_up_kernels(runner)
     for length in warm_up_lengths(config):
         catch_up_drafter(runner, 1, length)
+    if config.speculative_config is not None:
+        measure_drafts(runner)
     for table in runner.tables:
         table.zero_()
     lap("graphs")
@@ -127,7 +131,7 @@ def dummy_prefill(num_seqs: int, length: int, block_size: int, tokens_per_row: i
     per_seq = -(-length // block_size)
     step = ScheduledStep(tokens_per_row=tokens_per_row)
     for i in range(num_seqs):
-        seq = Sequence(i, [0] * length, SamplingParams(), noise_seed=0, max_len=length + 1)
+        seq = Sequence(i, [0] * length, SamplingParams(), noise_seed=i, max_len=length + 1)
         seq.block_table = list(range(i * per_seq, (i + 1) * per_seq))
         seq.req_index = i
         step.chunks.append(ScheduledSequence(seq, 0, length))
@@ -187,6 +191,39 @@ def compile_kernels(runner: Any) -> None:
             compile_only(run_steps)
     finally:
         free_kv_cache(runner)
+
+
+def measure_drafts(runner: Any) -> None:
+    """Set `SpeculativeConfig.step_cost`: what steps take with drafts, and without."""
+    from nanovllm.spec_decode.config import StepCost  # few engines draft tokens
+    from nanovllm.spec_decode.proposer import Drafts
+
+    config, settings, k = runner.config, runner.config.speculative_config, runner.tokens_per_row
+    most = min(max_seqs_of(config, k), config.num_kvcache_blocks, config.max_num_batched_tokens)
+    sizes = *(n for n in (1, 2, 8, 32, 128) if n < most), most
+    length = max(
+        1, min(64, config.max_num_batched_tokens // most, config.kvcache_block_size, config.max_model_len // 2)
+    )
+    num_steps = max(1, min(4, (config.max_model_len - length) // k - 1))  # in each, a sequence may grow by k tokens
+    times: dict[int, list[float]] = {1: [], k: []}
+    for n, (width, found) in product(sizes, times.items()):
+        prompts = dummy_prefill(n, length, config.kvcache_block_size)
+        for i, seq in enumerate(prompts.sampled_seqs):  # which catch up at first, as kernels are loaded when launched
+            seq.feature_state["spec_decode"] = Drafts([*range(i, i + k - 1)])  # different ones, also for experts
+        rows = np.arange(n), np.full(n, width), np.full(n, length + width)
+        step = ScheduledStep(*rows, sampled_seqs=prompts.sampled_seqs, tokens_per_row=width)
+        seconds = []
+        for _ in range(3):
+            runner.run(prompts).wait()
+            begin, pending = perf_counter(), []
+            for _ in range(num_steps):
+                pending.append(runner.run(step))
+                if len(pending) > 1:
+                    pending.pop(0).wait()  # one runs while the next is launched
+            pending[0].wait()
+            seconds.append(perf_counter() - begin)
+        found.append(min(seconds) / num_steps)
+    config.resolve(speculative_config=replace(settings, step_cost=StepCost(sizes, *map(tuple, times.values()))))
 
 
 def captures_chunks(runner: Any) -> bool:

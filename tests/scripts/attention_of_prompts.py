@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from nanovllm.attention.triton import query_tiles
 from nanovllm.kernels import ops, prefill_attention
+from nanovllm.layers.attention import KVCache
 
 Chunk = tuple[int, int]  # the first token of a sequence that is computed, and the end
 
@@ -34,7 +35,7 @@ def inputs(args: argparse.Namespace, chunks: list[Chunk]) -> tuple[torch.Tensor,
     shape = sum(num_blocks), args.block_size, args.kv_heads, args.head_dim
     q_and_caches = ((sum(num_new), args.heads, args.head_dim), shape, shape)
     q, k_cache, v_cache = (torch.randn(x, dtype=torch.bfloat16, device="cuda") for x in q_and_caches)
-    return q, k_cache, v_cache, ints(F.pad(torch.tensor(num_new).cumsum(0), (1, 0))), ints(ends), tables
+    return q, KVCache((k_cache, v_cache)), ints(F.pad(torch.tensor(num_new).cumsum(0), (1, 0))), ints(ends), tables
 
 
 def ints(values) -> torch.Tensor:
