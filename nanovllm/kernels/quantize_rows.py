@@ -42,13 +42,14 @@ def store_groups(x, out_ptrs, row, first_group, stride, GROUPS: tl.constexpr):
     x is 0 beyond them and the row.
     """
     out_ptr, scale_ptr = out_ptrs
-    at, inside = positions_of(first_group, GROUPS)
+    group = first_group + tl.arange(0, GROUPS.count)
     if scale_ptr is not None:
-        group = first_group + tl.arange(0, GROUPS.count)
         scale, inverse = scale_of(tl.max(tl.abs(x), 1))
-        tl.store(scale_ptr + group.to(tl.int64) * stride + row, scale, group * GROUPS.size < GROUPS.n)
         x = encode_e4m3(x * inverse[:, None], out_ptr.dtype.element_ty)
+    at, inside = positions_of(first_group, GROUPS)
     tl.store(out_ptr + row * GROUPS.n + at, x, inside)
+    if scale_ptr is not None:
+        tl.store(scale_ptr + group.to(tl.int64) * stride + row, scale, group * GROUPS.size < GROUPS.n)
 
 
 @dependent_kernel()

@@ -50,7 +50,6 @@ def _sample_split_kernel(
     best_ptr, index_ptr = out_ptrs
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    first = split * SPLITS.size - SPLITS.skipped
     temperature = tl.load(temperatures_ptr + row * temperature_stride)
     position = tl.load(positions_ptr + row)
     seed_low = tl.load(seeds_ptr + row * seed_stride).to(tl.uint32, bitcast=True).to(tl.uint64)
@@ -58,7 +57,9 @@ def _sample_split_kernel(
     seed = (seed_high << 32) | seed_low
     if cutoffs_ptr is not None:
         cutoff, last_id = logit_and_id(tl.load(cutoffs_ptr + row))
-    column = first + tl.arange(0, SPLITS.size)
+    first = split * SPLITS.size
+    index = tl.maximum(first - SPLITS.skipped, 0)  # a valid token even if no score is above -inf, as with NaN
+    column = first + tl.arange(0, SPLITS.size) - SPLITS.skipped
     inside = (column >= 0) & (column < vocab_size) if SPLITS.skipped else column < vocab_size
     score = tl.load(logits_ptr + row * stride + column, inside, float("-inf")).to(tl.float32)
     if cutoffs_ptr is not None:
@@ -67,14 +68,13 @@ def _sample_split_kernel(
             kept = (score > cutoff) | ((score == cutoff) & (column + first_id <= last_id))
             score = tl.where(kept, score, float("-inf"))
     if temperature > 0:
-        counter = (first + first_id) // 4 + tl.arange(0, SPLITS.size // 4)
+        counter = (first_id - SPLITS.skipped + first) // 4 + tl.arange(0, SPLITS.size // 4)
         zero = counter * 0
         r0, r1, r2, r3 = tl.philox(seed, counter, zero + position, zero, zero, ROUNDS)
         bits = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [SPLITS.size])  # r0 r1 r2 r3 of each counter
         score = score / temperature + _gumbel(bits, HARDWARE)
-    best, index = tl.max(score, 0, return_indices=True)
-    # a valid token, and a score of -inf, even if none is above it, as with NaN
-    index = tl.maximum(first + tl.where(best > float("-inf"), index, 0), 0)
+    best, place = tl.max(score, 0, return_indices=True)
+    index = tl.where(best > float("-inf"), (first + place - SPLITS.skipped).to(tl.int32), index)
     tl.store(best_ptr + row * SPLITS.number + split, tl.maximum(best, float("-inf")))
     tl.store(index_ptr + row * SPLITS.number + split, index + first_id)
 
