@@ -328,7 +328,7 @@ BUDGETS = {
     "states": 152,  # of which what is kept of drafts is 10, and one pool of rows for sequences and snapshots 32
     "attention": 134,
     # which programs read keys fastest was measured by their number; 30 choose Hopper's, 82: drafts, 12 load ahead
-    "kernels": 2054,  # 11 choose a product with its SwiGLU
+    "kernels": 2055,  # 11 choose a product with its SwiGLU
     # what each warp does, and the barriers between them, is written out; SwiGLU is 225, of which 16 bits are 58,
     # other products 120
     "hopper kernels": 579,
@@ -344,7 +344,7 @@ BUDGETS = {
     "startup": 493,
     "mixture of experts": 712,  # of which shared experts are 28; its kernels take 8-bit weights too
     "quantization": 492,  # 7 choose the kernel of a product and its activation
-    "8-bit kernels": 296,
+    "8-bit kernels": 297,
     "rollout": 400,
     "spec_decode": 900,  # of which heads are 185
     "structured_outputs": 375,
@@ -417,7 +417,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 3300, 40
+CORE_LINES, CORE_FILES = 3299, 40
 ROOMS = (
     "attention",
     "benchmarks",
