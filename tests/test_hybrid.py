@@ -578,7 +578,7 @@ def test_drafts(make_hybrid, checkpoints, monkeypatch, drafts, margins, name, sc
 
 def test_methods_of_drafting(make_hybrid, margins, tmp_path):
     """But for heads, which test_heads.py has. A draft model has no states of its own. Few tokens are likely."""
-    prompts, params = (x[:9] for x in random_requests(500, random.Random(3)))
+    prompts, params = (x[:5] for x in random_requests(500, random.Random(3)))
     params = few_likely(params)
     outputs = margins(make_hybrid("qwen3_5")).generate(prompts, params, use_tqdm=False)
     draft_model = make_dense_checkpoint(tmp_path / "draft", "llama")
