@@ -417,7 +417,7 @@ def test_rooms_stay_within_their_budgets(record_property, capsys):
 
 
 # what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 3299, 40
+CORE_LINES, CORE_FILES = 3298, 40
 ROOMS = (
     "attention",
     "benchmarks",

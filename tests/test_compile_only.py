@@ -158,10 +158,10 @@ def test_time_of_a_token_is_the_shortest_that_was_measured(monkeypatch):
     from nanovllm.startup import cuda
 
     config = SimpleNamespace(max_num_batched_tokens=20, max_model_len=99, num_kvcache_blocks=9, max_num_seqs=9)
-    config.kvcache_block_size = 16
+    config.kvcache_block_size, config.tokens_per_row = 16, 1
     seconds = iter([0, 9, 10, 16, 20, 23, 30, 34])
     monkeypatch.setattr(cuda, "perf_counter", lambda: next(seconds))
-    runner = SimpleNamespace(config=config, tokens_per_row=1, run=lambda step: SimpleNamespace(wait=lambda: None))
+    runner = SimpleNamespace(config=config, run=lambda step: SimpleNamespace(wait=lambda: None))
     assert cuda.milliseconds_per_token(runner) == 3000 / (2 * 10)
 
 

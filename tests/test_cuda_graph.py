@@ -103,8 +103,8 @@ def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, draf
 
     llm = make_llm(one_layer, attention_backend="triton", **settings)
     runner, k = llm.model_runner, 1 + num_drafts
-    assert runner.tokens_per_row == k
-    shapes = graph_shapes(llm.config, runner.backend, k)
+    assert llm.config.tokens_per_row == k
+    shapes = graph_shapes(llm.config, runner.backend)
     found = [(shape.tokens_per_row, shape.num_decodes, shape.num_tokens) for shape in shapes]
     expected_shapes = [(1, 0, 4), (1, 0, 12), (1, 4, 4), (1, 5, 12), *([(3, 3, 4), (3, 12, 12)] if k > 1 else [])]
     assert found == expected_shapes
@@ -112,7 +112,7 @@ def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, draf
     runner.buffers = make_buffers(llm.config, torch.device("cpu"))
     parts = runner.run_model, runner.sample
     with torch.inference_mode():
-        decode_graphs = DecodeGraphs(llm.config, k, runner.buffers.device, runner.forward, pool=None)
+        decode_graphs = DecodeGraphs(llm.config, runner.buffers.device, runner.forward, pool=None)
         sizes = llm.config.max_num_seqs, runner.buffers.device, runner.pad_req_index
         graphs = MixedGraphs(shapes, *sizes, *parts, pool=None)
     runner.graphs, runner.mixed_graphs = decode_graphs, graphs
@@ -172,7 +172,7 @@ def test_drafts_of_graphs(make_llm, one_layer, use_ops, monkeypatch, tmp_path, m
     runs_as_on_cuda(runner)
     runner.buffers, drafter = make_buffers(llm.config, torch.device("cpu")), runner.features["spec_decode"].drafter
     with torch.inference_mode():
-        runner.graphs = DecodeGraphs(llm.config, k, runner.buffers.device, runner.forward, pool=None)
+        runner.graphs = DecodeGraphs(llm.config, runner.buffers.device, runner.forward, pool=None)
         graphs = DraftGraphs(llm.config, drafter, runner.pad_req_index, pool=None)
     drafter.run, drafter.run_chunks = graphs.run, graphs.run_chunks
     if method == "eagle3":
@@ -236,7 +236,7 @@ def test_masks_of_drafts(make_llm, one_layer, use_ops, monkeypatch):
     runner.buffers = make_buffers(llm.config, torch.device("cpu"))
     runner.add_features(["logit_edits"])
     with torch.inference_mode():
-        runner.graphs = DecodeGraphs(llm.config, 4, runner.buffers.device, runner.forward, pool=None)
+        runner.graphs = DecodeGraphs(llm.config, runner.buffers.device, runner.forward, pool=None)
     assert answers(generate_by_steps(llm, requests)) == answers(expected)
     drafts = llm.stats()["spec_decode"]
     assert drafts["accepted_tokens"] > 8 and drafts["accepted_per_position"][2] > 1, drafts

@@ -191,5 +191,5 @@ def test_beams_get_one_token_after_the_other(make_llm, drafts):
 def test_steps_of_the_start(make_llm, drafts, num_seqs):
     """CUDA warms up with these."""
     runner = make_llm(**SETTINGS, **drafts("right")).model_runner
-    result = runner.run(dummy_prefill(num_seqs, 5, 16, runner.tokens_per_row)).wait()
+    result = runner.run(dummy_prefill(num_seqs, 5, 16, runner.config.tokens_per_row)).wait()
     assert result.counts == [1] * num_seqs and len(result.token_ids) == num_seqs * (1 + NUM_DRAFTS)

@@ -341,7 +341,7 @@ def test_padded_steps(make_hybrid, checkpoints, use_ops, drafts, monkeypatch, nu
     runs_as_on_cuda(runner)
     runner.buffers = make_buffers(llm.config, torch.device("cpu"))
     if has_graphs:
-        shapes, buffer = graph_shapes(llm.config, runner.backend, runner.tokens_per_row), runner.buffers.device
+        shapes, buffer = graph_shapes(llm.config, runner.backend), runner.buffers.device
         with torch.inference_mode():
             parts = runner.pad_req_index, runner.run_model, runner.sample
             graphs = MixedGraphs(shapes, llm.config.max_num_seqs, buffer, *parts, pool=None)

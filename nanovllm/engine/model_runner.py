@@ -66,12 +66,11 @@ class ModelRunner:
         self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
         self.pad_req_index = config.max_num_seqs
         loaded = [name for name, feature in FEATURES.items() if isinstance(feature.home, type)]  # those from outside
-        self.tokens_per_row = config.tokens_per_row
-        if self.tokens_per_row > 1:
+        if config.tokens_per_row > 1:
             loaded.append("spec_decode")
-        sizes = config.max_num_seqs, self.tokens_per_row, config.max_blocks_per_seq, WIDTH
+        sizes = config.max_num_seqs, config.tokens_per_row, config.max_blocks_per_seq, WIDTH
         self.tables = RequestTables.zeros(*sizes, self.device)
-        num_rows = config.max_num_seqs * self.tokens_per_row
+        num_rows = config.max_num_seqs * config.tokens_per_row
         # zeros that kernels of filters count in, and leave as zeros
         self._num_finished_programs = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
         self.features: dict[str, StepFeature] = {}

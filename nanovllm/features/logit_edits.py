@@ -95,7 +95,7 @@ class LogitEdits(StepFeature):
 
     def __init__(self, runner: Any):
         config, drafting = runner.config, runner.config.speculative_config
-        num_masks = runner.tokens_per_row if drafting and drafting.drafts_with_masks else 1
+        num_masks = config.tokens_per_row if drafting and drafting.drafts_with_masks else 1
         self.tables = EditTables.zeros(config.max_num_seqs, config.model_config.vocab_size, num_masks, runner.device)
 
     def upload(self, arrays: Arrays) -> None:

@@ -108,7 +108,7 @@ class TokenLogprobs(StepFeature):
     def after_forward(self, arrays: Arrays, output: ForwardOutput) -> "PendingLogprobs":
         positions, find = output.sampler_input.positions, None
         # each rank has a part of the logits, and rates may be imposed on drafts
-        if not arrays["is_edited"][0] and self._runner.tp.size == self._runner.tokens_per_row == 1:
+        if not arrays["is_edited"][0] and self._runner.tp.size == self._runner.config.tokens_per_row == 1:
             find = self._logits_of_graphs.get((positions.data_ptr(), len(positions)))
         return PendingLogprobs(arrays["requests"], self._runner, output, find and find())
 

@@ -48,11 +48,11 @@ def max_seqs_of(config: Config, tokens_per_row: int) -> int:
     return min(config.max_num_seqs, limit)
 
 
-def decode_shapes(config: Config, tokens_per_row: int = 1) -> list[BatchShape]:
+def decode_shapes(config: Config) -> list[BatchShape]:
     """The shapes of steps that only decode to capture: rows of one token and, of engines that draft, of several."""
     return [
         decode_shape(size, config.max_blocks_per_seq, k)
-        for k in sorted({1, tokens_per_row})
+        for k in sorted({1, config.tokens_per_row})
         for size in capture_sizes(max_seqs_of(config, k), config.batch_invariant)
     ]
 
@@ -68,7 +68,6 @@ class DecodeGraphs:
     def __init__(
         self,
         config: Config,
-        tokens_per_row: int,
         buffer: torch.Tensor,
         forward: Callable[[DeviceBatch], ForwardOutput],
         pool: Any,
@@ -80,11 +79,11 @@ class DecodeGraphs:
         """
         from nanovllm.kernels import ops
 
-        self.shapes = decode_shapes(config, tokens_per_row)
+        self.shapes = decode_shapes(config)
         self.graphs: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
         self.outputs: dict[tuple[int, ...], ForwardOutput] = {}  # tensors that each replay overwrites
         # the batches are zeros: padding
-        batches, results = host_memory(len(buffer), config.max_num_seqs, tokens_per_row, buffer.device)
+        batches, results = host_memory(len(buffer), config.max_num_seqs, config.tokens_per_row, buffer.device)
         self.host_buffers = DoubleBuffer(*map(StepBuffers, batches, results))
         self._device_buffer_index = torch.zeros(1, dtype=torch.int32, device=buffer.device)
 
@@ -131,7 +130,7 @@ class DecodeGraphs:
 TOKEN_SIZES = (16, 32, 64, *range(128, 2048, 128), *range(2048, 4096, 512), *range(4096, 8193, 1024))
 
 
-def graph_shapes(config: Config, backend: AttentionBackend, tokens_per_row: int = 1) -> list[BatchShape]:
+def graph_shapes(config: Config, backend: AttentionBackend) -> list[BatchShape]:
     """The shapes of steps with chunks to capture: the first that holds a step is the smallest that does.
 
     Without graphs the host would launch the kernels of so short a step for longer than the device computes it. As long
@@ -141,8 +140,8 @@ def graph_shapes(config: Config, backend: AttentionBackend, tokens_per_row: int 
     largest = min(config.max_num_mixed_tokens or TOKEN_SIZES[-1], config.max_num_batched_tokens, TOKEN_SIZES[-1])
     sizes = [*(size for size in TOKEN_SIZES if size < largest), largest]
     shapes: list[BatchShape] = []
-    widest = max_seqs_of(config, tokens_per_row), tokens_per_row
-    for max_decodes, k in ((0, 1), (config.max_num_seqs, 1), *((widest,) if tokens_per_row > 1 else ())):
+    widest = max_seqs_of(config, config.tokens_per_row), config.tokens_per_row
+    for max_decodes, k in ((0, 1), (config.max_num_seqs, 1), *((widest,) if config.tokens_per_row > 1 else ())):
         for num_tokens in (size for size in sizes if size >= k):
             num_decodes = min(max_decodes, num_tokens // k) * k
             num_chunks = min(num_tokens, MAX_CHUNKS)

@@ -54,7 +54,7 @@ class DraftModel:
         self.num_computed = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=runner.device)
         # The most rows that a sequence lacks which has drafted in the step before; the device knows how many. Rows of
         # right drafts are there, but for the last; shifted ones began with what the drafter predicted.
-        self.width = runner.tokens_per_row if self.shift else 2
+        self.width = runner.config.tokens_per_row if self.shift else 2
         self.run, self.run_chunks = self.draft_chains, self.forward_chunks  # on CUDA, graphs of these
 
     def make_model(self) -> nn.Module:

@@ -99,7 +99,7 @@ def memory_left(runner: Any, memory_before: int) -> int:
 
 def warmup_model(runner: Any) -> int:
     """Run the largest possible prefill; the peak of allocated memory without the cache, in bytes."""
-    step = largest_prefill(runner.config, runner.tokens_per_row)
+    step = largest_prefill(runner.config)
     num_blocks = sum(len(row.seq.block_table) for row in step.chunks)
     runner.allocate_kv_cache(num_blocks, num_layers=1)
     torch.cuda.reset_peak_memory_stats(runner.device)
@@ -119,11 +119,11 @@ def free_kv_cache(runner: Any) -> None:
     torch.cuda.empty_cache()
 
 
-def largest_prefill(config: Config, tokens_per_row: int) -> ScheduledStep:
+def largest_prefill(config: Config) -> ScheduledStep:
     """A step of as many tokens and sequences as the settings allow."""
     num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
     length = min(config.max_num_batched_tokens // num_seqs, config.max_model_len - 1)
-    return dummy_prefill(num_seqs, length, config.kvcache_block_size, tokens_per_row)
+    return dummy_prefill(num_seqs, length, config.kvcache_block_size, config.tokens_per_row)
 
 
 def dummy_prefill(num_seqs: int, length: int, block_size: int, tokens_per_row: int = 1) -> ScheduledStep:
@@ -148,7 +148,7 @@ def milliseconds_per_token(runner: Any) -> float:
     num_seqs = min(2, num_fitting, config.max_num_seqs)
     seconds = []
     for _ in range(4):  # the first run warms up, and others may have waited for Python's lock
-        step = dummy_prefill(num_seqs, length, config.kvcache_block_size, runner.tokens_per_row)
+        step = dummy_prefill(num_seqs, length, config.kvcache_block_size, config.tokens_per_row)
         begin = perf_counter()
         runner.run(step).wait()
         seconds.append(perf_counter() - begin)
@@ -165,9 +165,9 @@ def compile_kernels(runner: Any) -> None:
     from nanovllm.kernels.dependent_launch import compile_only
 
     config = runner.config
-    decodes, chunks = decode_shapes(config, runner.tokens_per_row), []
+    decodes, chunks = decode_shapes(config), []
     if captures_chunks(runner):
-        chunks = graph_shapes(config, runner.backend, runner.tokens_per_row)
+        chunks = graph_shapes(config, runner.backend)
     rows = [
         (shape, shape.num_tokens // (1 if shape.has_chunks else shape.tokens_per_row)) for shape in decodes + chunks
     ]
@@ -182,7 +182,7 @@ def compile_kernels(runner: Any) -> None:
             runner.sample(first if shape.has_chunks else x)
             if drafter is not None and shape.tokens_per_row > 1 and not shape.has_chunks:
                 drafter.draft_chains(
-                    *x.req_indices.new_zeros(2, len(x.req_indices)), num_steps=runner.tokens_per_row - 1
+                    *x.req_indices.new_zeros(2, len(x.req_indices)), num_steps=config.tokens_per_row - 1
                 )
 
     runner.allocate_kv_cache(16, num_layers=1)
@@ -198,7 +198,7 @@ def measure_drafts(runner: Any) -> None:
     from nanovllm.spec_decode.config import StepCost  # few engines draft tokens
     from nanovllm.spec_decode.proposer import Drafts
 
-    config, settings, k = runner.config, runner.config.speculative_config, runner.tokens_per_row
+    config, settings, k = runner.config, runner.config.speculative_config, runner.config.tokens_per_row
     most = min(max_seqs_of(config, k), config.num_kvcache_blocks, config.max_num_batched_tokens)
     sizes = *(n for n in (1, 2, 8, 32, 128) if n < most), most
     length = max(
@@ -258,7 +258,7 @@ def first_layers_of_each_kind(layers: nn.ModuleList) -> nn.ModuleList:
 def warm_up_kernels(runner: Any) -> None:
     """Compile and load the kernels of short prefills; otherwise the first requests would wait for that."""
     for length in warm_up_lengths(runner.config):
-        runner.run(dummy_prefill(1, length, runner.config.kvcache_block_size, runner.tokens_per_row)).wait()
+        runner.run(dummy_prefill(1, length, runner.config.kvcache_block_size, runner.config.tokens_per_row)).wait()
 
 
 @torch.inference_mode()
@@ -281,11 +281,11 @@ def capture_cudagraph(runner: Any) -> None:
     drafter = runner.features["spec_decode"].drafter
     # heads read the hidden states of later layers
     rest = pool, few_layers(runner) if drafter is None else nullcontext
-    runner.graphs = DecodeGraphs(config, runner.tokens_per_row, buffer, runner.forward, *rest)
+    runner.graphs = DecodeGraphs(config, buffer, runner.forward, *rest)
     if drafter is not None:
         graphs = DraftGraphs(config, drafter, runner.pad_req_index, pool)
         drafter.run, drafter.run_chunks = graphs.run, graphs.run_chunks
     if captures_chunks(runner):
-        shapes = graph_shapes(config, runner.backend, runner.tokens_per_row)
+        shapes = graph_shapes(config, runner.backend)
         parts = runner.run_model, runner.sample
         runner.mixed_graphs = MixedGraphs(shapes, config.max_num_seqs, buffer, runner.pad_req_index, *parts, *rest)

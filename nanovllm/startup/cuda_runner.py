@@ -58,7 +58,7 @@ class CUDAModelRunner(ModelRunner):
 
     def prepare(self, step: ScheduledStep) -> HostBatch:
         if step.tokens_per_row > 1:
-            step.tokens_per_row = self.tokens_per_row  # graphs have rows of this many; some are copies of the last
+            step.tokens_per_row = self.config.tokens_per_row  # as rows of graphs have; some are copies of the last
         return super().prepare(step)
 
     def host_buffer(self, shape: BatchShape) -> np.ndarray:
