@@ -23,9 +23,7 @@ from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.benchmarks.shapes import write_shape
 from nanovllm.features.logit_edits import bad_word_token_ids
 from nanovllm.features.logprobs import unpack
-from nanovllm.spec_decode.config import StepCost
 from nanovllm.spec_decode.proposer import PROPOSERS, Proposer
-from nanovllm.startup import cuda
 
 pytestmark = pytest.mark.gpu
 
@@ -89,18 +87,8 @@ class Bigrams(Proposer):
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-def test_drafts(make_llm, chat, tokenizer, monkeypatch, async_scheduling, enforce_eager):
-    """The same answers in fewer steps, with chunks of other prompts beside rows of several tokens, and without.
-
-    As if another row took no time: whether drafts pay for so small a model is another question.
-    """
-    free = StepCost((1, 2), (1.0, 1.0))
-
-    def measure(runner):
-        settings = replace(runner.config.speculative_config, step_cost=free)
-        runner.config.resolve(speculative_config=settings)
-
-    monkeypatch.setattr(cuda, "measure_drafts", measure)
+def test_drafts(make_llm, chat, tokenizer, monkeypatch, free_drafts, async_scheduling, enforce_eager):
+    """The same answers in fewer steps, with chunks of other prompts beside rows of several tokens, and without."""
     expected = tasks()
     pairs = (pair for answer in expected.values() for pair in pairwise(tokenizer.encode(answer)))
     monkeypatch.setattr(Bigrams, "next_token_ids", dict(pairs))
