@@ -266,13 +266,20 @@ def test_structured_outputs_on_cuda(make_llm, eager):
 # -- adaptation --------------------------------------------------------------------------------------------------------
 
 
-class Wrong(Proposer):
-    """But for the tokens from some number on, which are known."""
+class Silent(Proposer):
+    """Drafts what is known: the tokens from some number on."""
 
     known: tuple[int, ...] = ()
 
     def draft(self, seq, num_drafts):
-        return [*self.known[len(seq.token_ids) :], *[7] * num_drafts][:num_drafts]
+        return [*self.known[len(seq.token_ids) :][:num_drafts]]
+
+
+class Wrong(Silent):
+    """Always drafts."""
+
+    def draft(self, seq, num_drafts):
+        return [*super().draft(seq, num_drafts), *[7] * num_drafts][:num_drafts]
 
 
 @pytest.mark.parametrize("num_seqs, num_tokens", [(1, 110), (8, 30)])
@@ -401,7 +408,27 @@ def test_a_sequence_whose_drafts_are_wrong_pauses(make_llm, small_model, monkeyp
     assert len(steps) < 160 and all(steps[-8:-2])
 
 
+def test_a_sequence_without_drafts_waits_for_few_tokens(make_llm, small_model, monkeypatch):
+    monkeypatch.setitem(PROPOSERS, "ngram", Silent)
+    params = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
+    llm = make_llm(small_model, **(SETTINGS | dict(max_model_len=256)), **drafting("ngram"))
+    waits = []
+    llm.core.on_step.append(lambda step, result: waits.extend(seq.waits_for_token for seq in step.sampled_seqs))
+    output = llm.generate("HAMLET", params, use_tqdm=False)[0]
+    assert len(waits) == 150 and 10 < sum(waits) < 50 and not any(waits[10:20])
+    text = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    monkeypatch.setattr(Silent, "known", tuple(text))
+    del waits[:]
+    again = llm.generate("HAMLET", params, use_tqdm=False)[0]  # each of its tokens is drafted
+    assert again.outputs[0].token_ids == output.outputs[0].token_ids and len(waits) < 60
+
+
 def test_pace():
+    pace = Pace()
+    for _ in range(8):
+        assert not pace.pause
+        pace.missed()
+    assert pace.pause == 16
     pace = Pace()
     lengths = []
     for _ in range(8):
@@ -532,7 +559,7 @@ REFUSED = [
         "method='n-gram': must be one of 'ngram', 'suffix', 'draft_model', 'eagle3', 'mtp'",
     ),
     ({"method": "eagle3", "num_speculative_tokens": 2}, "model=None: must be given for method 'eagle3'"),
-    ({"method": "medusa", "num_speculative_tokens": 2}, "method='medusa': is not there yet"),
+    ({"method": "medusa", "num_speculative_tokens": 2}, "method='medusa': must be one of 'ngram', 'suffix'"),
     ({"method": "mtp", "num_speculative_tokens": 2, "model": "x"}, "is of method 'draft_model', 'eagle3' alone"),
     ({"num_speculative_tokens": 2}, "method=None: must be one of"),
     ({"method": "ngram", "num_speculative_tokens": 16}, "less than kvcache_block_size=16,=16: must be at most 15"),
