@@ -10,7 +10,7 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.spec_decode.config import StepCost
 from nanovllm.spec_decode.proposer import Drafts, make_proposer
 
-MEMORY = 8  # steps with drafts, about, over which the accepted ones are averaged; as many in a row without are enough
+MEMORY = 8  # steps with drafts, about, over which the accepted ones are averaged; half as many without any are enough
 PAUSES = 16, 512  # tokens: the first pause of a sequence, and the longest
 # What models and heads draft is as good in one text as in another, so they pause for all sequences. If they have lost
 # more than a limit, in steps without drafts, nothing is drafted until steps have paid for that and for catching up.
@@ -47,7 +47,7 @@ class Pace:
     def missed(self) -> None:
         """The sequence has waited for its token, and nothing was drafted."""
         self.misses += 1
-        if self.misses == MEMORY:
+        if self.misses == MEMORY // 2:
             self._rest()
 
     def _rest(self) -> None:
