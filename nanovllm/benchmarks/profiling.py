@@ -66,13 +66,13 @@ def profile_workloads(model: str, settings: dict, config: Config, workloads: Wor
             file = folder / f"{name.replace(' ', '-')}.json"
             trace.export_chrome_trace(str(file))
             num_steps = 0 if first == requests else steps["prefill"] + steps["mixed"], steps["decode"]
-            found[name] = requests, num_steps, split(read_trace(file))
+            found[name] = requests, num_steps, [times_by_kind(part) for part in split(read_trace(file))]
     rates = run_in_process(measured_rates, config.device).times(config.tensor_parallel_size)
     rows = []
     for name, (requests, *parts) in found.items():
-        for part, num_steps, events, least in zip(("prompts", "decodes"), *parts, least_steps(requests, config, rates)):
+        for part, num_steps, times, least in zip(("prompts", "decodes"), *parts, least_steps(requests, config, rates)):
             if num_steps:
-                rows.append([f"{name}: {part}", f"{num_steps:,}", *row(events, num_steps, least)])
+                rows.append([f"{name}: {part}", f"{num_steps:,}", *row(times, num_steps, least)])
     columns = [i for i in range(len(rows[0])) if any(row[i] != "0" for row in rows)]
     header = ["", "steps", *COLUMNS, "total", "limit", ""]
     title = f"microseconds of a mean step; traces for https://ui.perfetto.dev in {folder}"
@@ -84,9 +84,8 @@ def shortened(requests: list[Request]) -> list[Request]:
     return [replace(request, max_tokens=min(MAX_TOKENS, request.max_tokens)) for request in requests]
 
 
-def row(events: list[Event], num_steps: int, least: Steps) -> list[str]:
+def row(times: Counter[str], num_steps: int, least: Steps) -> list[str]:
     """The cells behind the number of steps; `least`: the seconds that these steps must read, and multiply."""
-    times = times_by_kind(events)
     reads, multiplies = map(sum, zip(*least))
     cells = [*(times[kind] for kind in COLUMNS), sum(times.values()), sum(map(max, least)) * 1e6]
     return [*(number(us / num_steps, 0) for us in cells), "reading" if reads > multiplies else "multiplying"]
@@ -115,7 +114,7 @@ def times_by_kind(events: list[Event]) -> Counter[str]:
     The last product before a sampler's kernel is the head. While nothing runs, the GPU is idle.
     """
     times: Counter[str] = Counter()
-    now, last_product = events[0].begin, 0.0
+    now, last_product = events[0].begin if events else 0.0, 0.0
     for event in events:
         kind, spent = kind_of(event.name), event.end - max(now, event.begin)
         times[kind] += spent
