@@ -173,10 +173,10 @@ def test_drafts_change_no_bit_on_a_gpu(make_llm, tmp_path):
     assert_drafts_change_no_bit(partial(make_llm, folder, device="cuda", dtype="bfloat16"), VOCAB_SIZE, on_gpu=True)
 
 
-def test_beside_an_engine_without(make_llm):
+def test_beside_an_engine_without(make_llm, small_model):
     """The setting belongs to an engine, not to the process; and the answers are almost those of the other one."""
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0)
-    plain, ours = make_llm(), make_llm(batch_invariant=True)
+    plain, ours = make_llm(small_model), make_llm(small_model, batch_invariant=True)
     for _ in range(2):
         outputs = [llm.generate([PREFIX], params, use_tqdm=False)[0].outputs[0] for llm in (plain, ours)]
         logprobs = [[entry[i].logprob for i, entry in zip(x.token_ids, x.logprobs)] for x in outputs]
