@@ -1,124 +1,240 @@
 """Makes Triton's interpreter faster: most of its time goes to what is the same in each operation of each program."""
 
 import inspect
-from dataclasses import replace
+from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import triton
 import triton.language as tl
-from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+from triton.runtime.interpreter import TensorHandle
+
+BUILDER, SEMANTIC = interpreter.interpreter_builder, interpreter.interpreter_semantic
+NOT_REPLAYED = object()
 
 
-def replace_builtins_once() -> None:
-    """For each call of a device function, all members of triton.language are replaced, as the kernel did before."""
-    patch_lang, originals = interpreter._patch_lang, {tl: tl.load, tl.core: tl.core.load}
-    builtins = cache(lambda package: [x for x in inspect.getmembers(package) if tl.core.is_builtin(x[1])])
-    modules_of = cache(lambda fn: [lang for lang in originals if any(x is lang for x in fn.__globals__.values())])
+class Recorder:
+    """Takes the place of the builder while an operation of triton.language first meets arguments of some types.
+
+    The operation checks and converts its arguments, which depends on their types alone, and calls functions of the
+    builder, which work on arrays. Slots hold the arrays of its arguments, constants, and what the calls return.
+    """
+
+    def __init__(self, operands: list[TensorHandle]):
+        self.slots, self.num_operands = [*operands], len(operands)
+        self.slot_of = {id(handle): slot for slot, handle in enumerate(operands)}
+        self.constants, self.calls, self.is_complete = set(), {}, True
+
+    def __getattr__(self, name: str):
+        function = getattr(BUILDER, name)
+        return (lambda *args, **kwargs: self.call(name, function, args, kwargs)) if callable(function) else function
+
+    def call(self, name: str, function: Callable, args: tuple, kwargs: dict):
+        self.is_complete &= not kwargs
+        result = function(*args, **kwargs)
+        slots = [self.slot(arg) for arg in args]
+        out = self.add(result)
+        if self.constants.issuperset(slots) and result is not None and "program" not in name:
+            self.constants.add(out)
+        else:
+            self.calls[out] = function, self.without_broadcasts(function, slots, result)
+        return result
+
+    def slot(self, arg: object) -> int:
+        if (slot := self.slot_of.get(id(arg))) is None:
+            parts = arg if isinstance(arg, list | tuple) else [arg]
+            self.is_complete &= not any(isinstance(part, TensorHandle) for part in parts)  # nobody knows from where
+            self.constants.add(slot := self.add(arg))
+        return slot
+
+    def add(self, value: object) -> int:
+        self.slots.append(value)
+        slot = len(self.slots) - 1
+        if isinstance(value, TensorHandle):
+            self.slot_of[id(value)] = slot
+        return slot
+
+    def without_broadcasts(self, function: Callable, slots: list[int], result: object) -> list[int]:
+        """The slots of arguments; functions of NumPy broadcast them without being told."""
+        if function.__name__ != "<lambda>" or not {"binary_op", "ternary_op"} & {*function.__code__.co_names}:
+            return slots
+        sources = [self.source(slot) for slot in slots]
+        shape = np.broadcast_shapes(*(self.slots[slot].data.shape for slot in sources))
+        return sources if shape == result.data.shape else slots
+
+    def source(self, slot: int) -> int:
+        function, slots = self.calls.get(slot, (None, ()))
+        position = {"create_broadcast": 0, "create_splat": 1}.get(getattr(function, "__name__", None))
+        return slot if position is None else slots[position]
+
+    def replay(self, result: object):
+        """A function from the arrays of arguments to the operation's result, with the calls that this needs."""
+        tensors = [x for x in (result if type(result) is tuple else (result,)) if getattr(x, "handle", x) is not None]
+        if not self.is_complete or any(type(x) is not tl.tensor or id(x.handle) not in self.slot_of for x in tensors):
+            return NOT_REPLAYED
+        needed, calls = {self.slot_of[id(x.handle)] for x in tensors}, {}
+        for slot, (function, args) in reversed(self.calls.items()):
+            if slot in needed or self.slots[slot] is None:  # it stores something
+                calls[slot] = function, args
+                needed.update(args)
+        constants = sorted(needed & self.constants)
+        index_of = {slot: i for i, slot in enumerate([*range(self.num_operands), *constants, *reversed(calls)])}
+        constants = [self.slots[slot] for slot in constants]
+        calls = [(function, [index_of[slot] for slot in args]) for function, args in reversed(calls.values())]
+        tensors = [(index_of[self.slot_of[id(x.handle)]], vars(x)) for x in tensors]
+
+        def run(operands: list[TensorHandle]):
+            values = operands + constants
+            for function, args in calls:
+                values.append(function(*[values[i] for i in args]))
+            if type(result) is tuple:
+                return tuple([tensor_like(like, values[i]) for i, like in tensors])
+            return tensor_like(tensors[0][1], values[tensors[0][0]]) if tensors else None
+
+        return run
+
+
+def tensor_like(attributes: dict, handle: TensorHandle) -> tl.tensor:
+    tensor = object.__new__(tl.tensor)
+    tensor.__dict__ = attributes | {"handle": handle}
+    return tensor
+
+
+def key_of(arg: object, operands: list[TensorHandle]):
+    """Arguments with the same key are treated alike; that of a tensor is its type, and its array joins `operands`."""
+    kind = type(arg)
+    if kind is tl.tensor:
+        operands.append(arg.handle)
+        return arg.type.name
+    if kind is int or kind is bool or kind is str or arg is None:
+        return kind, arg
+    if kind is tl.constexpr:
+        return kind, key_of(arg.value, operands)
+    if kind is tuple or kind is list or kind is tl.tuple:
+        return kind, *[key_of(x, operands) for x in arg]
+    if isinstance(arg, tl.dtype):
+        return kind, arg.name
+    if kind is float or kind is slice or kind is tl.PropagateNan:
+        return kind, repr(arg)  # zeros have signs
+    raise TypeError
+
+
+def checked_once(function: Callable) -> Callable:
+    """An operation of triton.language whose checks and conversions are made once for arguments of the same types."""
+    replays = {}
+
+    def operation(*args, _semantic=None, **kwargs):
+        if SEMANTIC.builder is not BUILDER:  # a part of an operation that is recorded
+            return function(*args, _semantic=SEMANTIC, **kwargs)
+        operands = []
+        try:
+            key = tuple([key_of(x, operands) for x in args])
+            if kwargs:
+                key += tuple([(name, key_of(x, operands)) for name, x in kwargs.items()])
+        except TypeError:  # descriptors
+            return function(*args, _semantic=SEMANTIC, **kwargs)
+        if (replay := replays.get(key)) is None:
+            slot_of = {id(handle): slot for slot, handle in enumerate(operands)}
+            if len(slot_of) < len(operands):  # x * x is no record for x * y, while x * y is one for x * x
+                key = key, *[slot_of[id(handle)] for handle in operands]
+                replay = replays.get(key)
+        if replay is None:
+            SEMANTIC.builder = recorder = Recorder(operands)
+            try:
+                result = function(*args, _semantic=SEMANTIC, **kwargs)
+            finally:
+                SEMANTIC.builder = BUILDER
+            replays[key] = recorder.replay(result)
+            return result
+        return function(*args, _semantic=SEMANTIC, **kwargs) if replay is NOT_REPLAYED else replay(operands)
+
+    return operation
+
+
+def patch_once() -> None:
+    """At each launch all members of triton.language would be replaced, and at its end restored."""
+    operation = cache(checked_once)
 
     def patch_builtin(package, builder, *scope) -> None:
-        set_attr = scope[0].set_attr if scope else setattr
-        for name, member in builtins(package):
-            if getattr(package, name) is member:
-                set_attr(package, name, in_interpreter(getattr(member, "__wrapped__", member)))
+        for name, member in inspect.getmembers(package):
+            if tl.core.is_builtin(member):
+                setattr(package, name, operation(getattr(member, "__wrapped__", member)))
 
-    @cache
-    def in_interpreter(function):
-        return lambda *args, _semantic=None, **kwargs: function(*args, _semantic=semantic, **kwargs)
-
-    def patch_lang_once(fn):
-        if any(lang.load is originals[lang] for lang in modules_of(fn)):
-            return patch_lang(fn)
-        return None  # nobody asks for the scope of a device function
-
-    semantic = interpreter.interpreter_semantic
     interpreter._patch_builtin = patch_builtin
-    interpreter._patch_lang = patch_lang_once
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda fn: SimpleNamespace(restore=lambda: None)
 
 
-def make_types_once() -> None:
-    """For each tensor its type and shape are made anew, and for each operation a table of dtypes."""
-    init_block_type, init_tensor = tl.block_type.__init__, tl.tensor.__init__
-    unwrap, equals, dtype_of = tl.core._unwrap_if_constexpr, tl.dtype.__eq__, cache(interpreter._get_np_dtype)
-    block_types, never_constexpr = {}, {tl.tensor, tl.dtype, int, float, bool, str, type(None)}
+def trust_arrays() -> None:
+    """Frequent functions of the builder: without checks of sizes, and without arrays that are the same each time."""
+    builder, dtypes, dtype_of = interpreter.InterpreterBuilder, {}, interpreter._get_np_dtype
+    binary_op, constant, is_bool = builder.binary_op, cache(np.full), np.dtype(bool)
 
-    def np_dtype(dtype):
-        """Takes blocks too, and pointers, which have no hash."""
-        dtype = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
-        return np.dtype(np.uint64) if isinstance(dtype, tl.pointer_type) else dtype_of(dtype)
-
-    def init_block_type_once(self, element_ty, shape) -> None:
-        key = element_ty.name, *(x.value if type(x) is tl.constexpr else x for x in shape)
-        if (facts := block_types.get(key)) is None:
-            init_block_type(self, element_ty, shape)
-            facts = block_types[key] = vars(self) | {"of_tensors": []}
-        vars(self).update(facts, element_ty=element_ty)
-
-    def init_tensor_once(self, handle, type) -> None:
-        facts = vars(type).setdefault("of_tensors", [])
-        if facts:
-            self.handle, self.type, self.dtype = handle, type, type.scalar
-            self.shape, self.numel = facts
-        else:
-            init_tensor(self, handle, type)
-            facts += self.shape, self.numel
-
-    tl.block_type.__init__ = init_block_type_once
-    tl.tensor.__init__ = init_tensor_once
-    tl.dtype.__eq__ = lambda self, other: self is other or equals(self, other)
-    tl.core._unwrap_if_constexpr = lambda x: x if type(x) in never_constexpr else unwrap(x)
-    interpreter._get_np_dtype = np_dtype
-
-
-def convert_operands_once() -> None:
-    """For each operator, types of its operands are compared, and numbers become blocks.
-
-    Integers overflow as they do elsewhere: only debug mode reports that.
-    """
-    check, types, constants = TritonSemantic.binary_op_type_checking_impl, {}, {}
-
-    def check_once(self, lhs, rhs, *flags, **options):
-        is_tensor = type(lhs) is tl.tensor, type(rhs) is tl.tensor
-        of_lhs = lhs.type.name if is_tensor[0] else (type(lhs), repr(lhs))
-        of_rhs = rhs.type.name if is_tensor[1] else (type(rhs), repr(rhs))
-        key = of_lhs, of_rhs, flags, *options.items()
-        if found := types.get(key):  # NumPy broadcasts the arrays
-            return self.tensor(lhs.handle, found[0]), self.tensor(rhs.handle, found[1])
-        if key in constants:
-            return (lhs, constants[key]) if is_tensor[0] else (constants[key], rhs)
-        operands = check(self, lhs, rhs, *flags, **options)
-        is_same = [x.dtype.name == y.dtype.name for x, y, known in zip((lhs, rhs), operands, is_tensor) if known]
-        if all(is_same):  # without a conversion
-            if len(is_same) == 2:
-                types[key] = [x.type for x in operands]
-            elif len(is_same) == 1:
-                constants[key] = operands[is_tensor[0]]
-        return operands
-
-    builder = interpreter.interpreter_builder
-    if not builder.options.debug:
-        builder.options = replace(builder.options, sanitize_overflow=False)
-    TritonSemantic.binary_op_type_checking_impl = check_once
-
-
-def trust_handles_and_shapes() -> None:
-    """The size of each array's numbers is compared with that of its type, and all sizes of a shape are unwrapped."""
-    equals, constexprs = tl.tuple.__eq__, {same: tl.constexpr(same) for same in (False, True)}
+    def np_dtype(dtype: tl.dtype) -> np.dtype:
+        if (found := dtypes.get(dtype.name)) is None:
+            found = dtypes[dtype.name] = dtype_of(dtype)
+        return found
 
     def init_handle(self, data, dtype) -> None:
         self.data, self.dtype, self.attr = data, dtype, {}
 
-    def is_equal(self, other):
-        return constexprs[self.values == other.values] if type(other) is tl.tuple else equals(self, other)
+    def binary(self, lhs, rhs, op):
+        if lhs.data.dtype is is_bool and rhs.data.dtype is is_bool:  # to Triton numbers of one bit
+            return binary_op(self, lhs, rhs, op)
+        dtype, output = lhs.dtype.scalar, op(lhs.data, rhs.data)
+        if output.itemsize > max(dtype.primitive_bitwidth // 8, 1):
+            output = output.astype(np_dtype(dtype))
+        return TensorHandle(output, dtype)
 
-    interpreter.TensorHandle.__init__, tl.tuple.__eq__ = init_handle, is_equal
+    def masked_load(self, ptr, mask, other, *policy, **policies):
+        dtype = ptr.get_element_ty()
+        other = constant(ptr.data.shape, 0, np_dtype(dtype)) if other is None else other.data
+        return TensorHandle(interpreter._interpreter.load(ptr.data, mask.data, other, np_dtype(dtype)), dtype)
+
+    def load(self, ptr, *policy):
+        return masked_load(self, ptr, TensorHandle(constant(ptr.data.shape, True), tl.int1), None)
+
+    def store(self, ptr, value, *policy):
+        return interpreter._interpreter.store(ptr.data, value.data, constant(ptr.data.shape, True))
+
+    def broadcast(self, arg, shape):
+        data = np.empty(shape, arg.data.dtype)
+        data[...] = arg.data
+        return TensorHandle(data, arg.dtype.scalar)
+
+    def expand_dims(self, arg, axis):
+        return TensorHandle(arg.data[(slice(None),) * axis + (None,)], arg.dtype.scalar)
+
+    interpreter._get_np_dtype, TensorHandle.__init__ = np_dtype, init_handle
+    builder.binary_op, builder.create_masked_load = binary, masked_load
+    builder.create_load, builder.create_store = load, store
+    builder.create_broadcast, builder.create_expand_dims = broadcast, expand_dims
+
+
+def reduce_once() -> None:
+    """nanmax looks for NaN first and compares then, and each result would have a type of its own."""
+    min_max, types = interpreter.ReduceOps.min_max, {}
+    functions = {np.nanmin: np.fmin.reduce, np.nanmax: np.fmax.reduce}
+
+    def min_max_once(self, input, val_reduce_op, idx_reduce_op=None):
+        return min_max(self, input, functions.get(val_reduce_op, val_reduce_op), idx_reduce_op)
+
+    def to_tensor(self, values, dtype):
+        values = np.asarray(values)
+        handle = TensorHandle(np.atleast_1d(values).astype(interpreter._get_np_dtype(dtype), copy=False), dtype.scalar)
+        if (like := types.get((dtype.name, values.shape))) is None:
+            kind = tl.block_type(dtype, [*values.shape]) if values.shape else dtype
+            like = types[dtype.name, values.shape] = vars(tl.tensor(handle, kind))
+        return tensor_like(like, handle)
+
+    interpreter.ReduceOps.min_max, interpreter.ReduceScanOpInterface.to_tensor = min_max_once, to_tensor
 
 
 def speed_up() -> None:
-    replace_builtins_once()
-    make_types_once()
-    trust_handles_and_shapes()
-    convert_operands_once()
+    patch_once()
+    trust_arrays()
+    reduce_once()
     if triton.__version__.startswith("3.4."):  # takes strides of elements for bytes when it checks their alignment
         interpreter.TensorDescHandle.validate = lambda descriptor: None
