@@ -1,5 +1,7 @@
 """The options of the tests; what they share is in common.py, which takes seconds to import."""
 
+import logging
+
 
 def pytest_addoption(parser):
     parser.addoption("--stress-seconds", type=float, default=0.6, help="duration of each stress test of callers")
@@ -13,3 +15,10 @@ def pytest_configure(config):
     """The process that only hands tests to others does without PyTorch."""
     if config.getoption("dist") == "no" or config.getoption("collectonly"):
         config.pluginmanager.import_plugin("common")
+
+
+def pytest_collection_finish():
+    """Else pytest gives each of PyTorch's forty loggers its handlers six times a test."""
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
