@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -74,26 +75,20 @@ class Recorder:
         tensors = [x for x in (result if type(result) is tuple else (result,)) if getattr(x, "handle", x) is not None]
         if not self.is_complete or any(type(x) is not tl.tensor or id(x.handle) not in self.slot_of for x in tensors):
             return NOT_REPLAYED
-        needed, calls = {self.slot_of[id(x.handle)] for x in tensors}, {}
+        of_tensors = {self.slot_of[id(x.handle)]: vars(x) for x in tensors}
+        scope = {"tensor_like": tensor_like} | {f"like{slot}": attributes for slot, attributes in of_tensors.items()}
+        lines, needed = [], {*of_tensors}
         for slot, (function, args) in reversed(self.calls.items()):
             if slot in needed or self.slots[slot] is None:  # it stores something
-                calls[slot] = function, args
+                lines.insert(0, f" x{slot} = call{slot}({', '.join(f'x{arg}' for arg in args)})")
+                scope[f"call{slot}"] = function
                 needed.update(args)
-        constants = sorted(needed & self.constants)
-        index_of = {slot: i for i, slot in enumerate([*range(self.num_operands), *constants, *reversed(calls)])}
-        constants = [self.slots[slot] for slot in constants]
-        calls = [(function, [index_of[slot] for slot in args]) for function, args in reversed(calls.values())]
-        tensors = [(index_of[self.slot_of[id(x.handle)]], vars(x)) for x in tensors]
-
-        def run(operands: list[TensorHandle]):
-            values = operands + constants
-            for function, args in calls:
-                values.append(function(*[values[i] for i in args]))
-            if type(result) is tuple:
-                return tuple([tensor_like(like, values[i]) for i, like in tensors])
-            return tensor_like(tensors[0][1], values[tensors[0][0]]) if tensors else None
-
-        return run
+        scope |= {f"x{slot}": self.slots[slot] for slot in needed & self.constants}
+        made = [f"tensor_like(like{slot}, x{slot})" for slot in (self.slot_of[id(x.handle)] for x in tensors)]
+        made = f"({', '.join(made)},)" if type(result) is tuple else (made or [None])[0]
+        operands = ", ".join(f"x{slot}" for slot in range(self.num_operands))
+        exec("\n".join([f"def replay({operands}):", *lines, f" return {made}"]), scope)
+        return scope["replay"]
 
 
 def tensor_like(attributes: dict, handle: TensorHandle) -> tl.tensor:
@@ -148,7 +143,7 @@ def checked_once(function: Callable) -> Callable:
                 SEMANTIC.builder = BUILDER
             replays[key] = recorder.replay(result)
             return result
-        return function(*args, _semantic=SEMANTIC, **kwargs) if replay is NOT_REPLAYED else replay(operands)
+        return function(*args, _semantic=SEMANTIC, **kwargs) if replay is NOT_REPLAYED else replay(*operands)
 
     return operation
 
@@ -207,6 +202,8 @@ def trust_arrays() -> None:
     def expand_dims(self, arg, axis):
         return TensorHandle(arg.data[(slice(None),) * axis + (None,)], arg.dtype.scalar)
 
+    if not BUILDER.options.debug:  # which reports that integers overflow
+        BUILDER.options = replace(BUILDER.options, sanitize_overflow=False)
     interpreter._get_np_dtype, TensorHandle.__init__ = np_dtype, init_handle
     builder.binary_op, builder.create_masked_load = binary, masked_load
     builder.create_load, builder.create_store = load, store
