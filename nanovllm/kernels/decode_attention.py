@@ -19,7 +19,30 @@ MAX_QUERIES = 64  # of a program, which has all those of a key-value head
 NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos and sin, slots
 
 
-@dependent_kernel(early=("seq_ptrs", "norm_rope_ptrs"))
+@triton.jit
+def _tile_at(block, tile, kv_head, first, end, CACHE: tl.constexpr):
+    """Where the keys of a tile of a block lie in the cache, and which of them are from `first` on and before `end`."""
+    n = tl.arange(0, CACHE.tile)
+    inside = tile + n < end
+    if CACHE.window:  # some keys of the first tile are before it, never all that a split adds up
+        inside &= tile + n >= first
+    row = (block.to(tl.int64) * CACHE.block_size + tile % CACHE.block_size + n) * CACHE.kv_heads + kv_head
+    return row * CACHE.head_dim, inside
+
+
+@triton.jit
+def _softmax(scores, visible, m_i, ROWS: tl.constexpr):
+    """The exponentials of scores relative to the new running maximum, what scales the sums so far, and the maximum."""
+    scores = tl.where(visible, scores, NO_KEYS)
+    m_new = tl.maximum(m_i, tl.max(scores, 1))
+    p = tl.exp2(scores - m_new[:, None])
+    if ROWS > 1:  # where a row sees no key yet, hidden scores are its greatest
+        p = tl.where(visible, p, 0.0)
+    return p, tl.exp2(m_i - m_new), m_new
+
+
+# EARLY, it reads keys and values that earlier steps have written: the new token's are in qkv
+@dependent_kernel(early=("seq_ptrs", "norm_rope_ptrs", "cache_ptrs"))
 @triton.jit(do_not_specialize=["table_stride", "splits"])
 def _decode_kernel(
     q_ptr,
@@ -36,6 +59,7 @@ def _decode_kernel(
     CACHE: tl.constexpr,
     ROTARY: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     gdc_launch_dependents(PDL)
@@ -75,8 +99,12 @@ def _decode_kernel(
             q_cos, q_sin = cos * tl.load(q_weight_ptr + d), sin * tl.load(q_weight_ptr + swapped)
             k_cos, k_sin = cos * tl.load(k_weight_ptr + d), sin * tl.load(k_weight_ptr + swapped)
         slot = tl.load(slot_mapping_ptr + seq).to(tl.int64)
-    if PDL:
-        # the cached keys and values are prefetched while the kernel before still runs
+    # the first cached keys and values are loaded, or prefetched, while the kernel before still runs
+    if EARLY:
+        key, inside = _tile_at(tl.load(table_ptr + begin // BLOCK_SIZE), begin, kv_head, first, end, CACHE)
+        k = tl.load(k_cache_ptr + key[None, :] + d[:, None], inside[None, :], 0.0)
+        v = tl.load(v_cache_ptr + key[:, None] + d[None, :], inside[:, None], 0.0)
+    elif PDL:
         tokens = tl.maximum(tl.minimum(begin + n, end - 1), 0)
         blocks = tl.load(table_ptr + tokens // BLOCK_SIZE).to(tl.int64)
         rows = ((blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
@@ -133,6 +161,11 @@ def _decode_kernel(
         q = tl.load(q_ptr + row[:, None] * HEAD_DIM + d[None, :], in_group, 0.0)
     if IS_FP8:
         q = as_fp8_partner(q)
+    if EARLY:
+        p, alpha, m_i = _softmax(tl.dot(q, k, input_precision="ieee") * scale, inside[None, :], m_i, ROWS)
+        acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        l_i = l_i * alpha + tl.sum(p, 1)
+        begin += TILE
 
     b = tl.arange(0, NUM_IDS)
     for first_block in range(begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE), NUM_IDS):
@@ -140,11 +173,8 @@ def _decode_kernel(
         block_ids = tl.load(table_ptr + first_block + b, (first_block + b) * BLOCK_SIZE < end, 0)
         known_end = tl.minimum((first_block + NUM_IDS) * BLOCK_SIZE, end)
         for tile in tl.range(tl.maximum(first_block * BLOCK_SIZE, begin), known_end, TILE, num_stages=STAGES):
-            inside = tile + n < end
-            if CACHE.window:  # some keys of the first tile are before it, never all that a split adds up
-                inside &= tile + n >= first
             block = tl.sum(tl.where(b == tile // BLOCK_SIZE - first_block, block_ids, 0), 0).to(tl.int64)
-            key = ((block * BLOCK_SIZE + tile % BLOCK_SIZE + n) * KV_HEADS + kv_head) * HEAD_DIM
+            key, inside = _tile_at(block, tile, kv_head, first, end, CACHE)
             k = tl.load(k_cache_ptr + key[None, :] + d[:, None], inside[None, :], 0.0)
             if IS_FP8:
                 k = decode_e4m3(k, q.dtype)
@@ -159,12 +189,7 @@ def _decode_kernel(
                 visible &= (tile + n)[None, :] < lengths
                 if CACHE.window:
                     visible &= (tile + n)[None, :] >= lengths - CACHE.window
-            scores = tl.where(visible, scores, NO_KEYS)
-            m_new = tl.maximum(m_i, tl.max(scores, 1))
-            p = tl.exp2(scores - m_new[:, None])
-            if ROWS > 1:  # where a row sees no key yet, hidden scores are its greatest
-                p = tl.where(visible, p, 0.0)
-            alpha = tl.exp2(m_i - m_new)
+            p, alpha, m_i = _softmax(scores, visible, m_i, ROWS)
             if IS_FP8:
                 v = tl.load(v_pair_ptr + (key // 2)[:, None] + pair[None, :], inside[:, None], 0)
                 v_even, v_odd = decode_e4m3_pairs(v, v_cache_ptr.dtype.element_ty, q.dtype)
@@ -175,7 +200,6 @@ def _decode_kernel(
                 v = tl.load(v_cache_ptr + key[:, None] + d[None, :], inside[:, None], 0.0)
                 acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
             l_i = l_i * alpha + tl.sum(p, 1)
-            m_i = m_new
 
     if IS_FP8:
         acc = tl.interleave(acc_even, acc_odd)
@@ -270,16 +294,19 @@ def _decode(out, q, norm_rope_inputs, cache, seqs, max_context_len, splits, toke
     tokens_per_row = tokens_per_row if tokens_per_row * group <= MAX_QUERIES else 1
     batch_size = num_rows // tokens_per_row
     is_qkv, row_bytes = norm_rope_inputs is not NO_NORM_ROPE, head_dim * cache.k.element_size()
-    layout = layout_of(cache, TILE if is_qkv or row_bytes <= 256 else TILE // 2)
+    # one sequence alone has too few programs to fill the memory's bandwidth: the time counts that each takes
+    early = is_qkv and batch_size == 1 and cache.scales is None and row_bytes <= 256
+    layout = layout_of(cache, TILE * 2 if early else TILE if is_qkv or row_bytes <= 256 else TILE // 2)
     max_num_keys = min(max_context_len, cache.window or max_context_len)
     programs, num_warps, stages = _choose_programs(batch_size, kv_heads, tokens_per_row, row_bytes, is_qkv, q.device)
+    num_warps, stages = (8, 2) if early else (num_warps, stages)
     splits = splits or choose_num_splits(batch_size, kv_heads, max_num_keys, layout.tile, q.device, programs)
     parts = None, None
     if splits > 1:
         shapes = (num_rows, heads, splits, head_dim), (num_rows, heads, splits)
         parts = tuple(torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
     caches, scale = (cache.k, cache.v, cache.scales), head_dim**-0.5 * LOG2_E
-    constants = dict(ROWS=tokens_per_row, GROUP=group, CACHE=layout, STAGES=stages, num_warps=num_warps)
+    constants = dict(ROWS=tokens_per_row, GROUP=group, CACHE=layout, STAGES=stages, EARLY=early, num_warps=num_warps)
     constants["ROTARY"] = norm_rope_inputs[3].shape[2] if is_qkv else head_dim
     pointers, strides = (q, norm_rope_inputs, caches, seqs, (out, *parts)), (q.stride(0), seqs[2].stride(0))
     launch(_decode_kernel, (kv_heads, batch_size, splits), q.device, shared=50 if is_qkv else 100)(
