@@ -210,8 +210,8 @@ def test_decode_of_qkv(case, window, dtype):
 
 
 @each_dtype_or_half
-@pytest.mark.parametrize("length, splits", [(1, 2), (2, 1), (64, 1), (300, 1), (300, 2), (500, 4)])
-@pytest.mark.parametrize("heads, window", [((2, 2, 32, 256), None), ((7, 1, 64, 32), 131), ((3, 1, 128, 384), 131)])
+@pytest.mark.parametrize("length, splits", [(1, 2), (2, 1), (129, 1), (300, 1), (440, 2), (500, 4)])
+@pytest.mark.parametrize("heads, window", [((2, 2, 32, 256), None), ((7, 1, 64, 128), 131), ((3, 1, 128, 384), 37)])
 def test_decode_of_a_single_qkv(heads, window, length, splits, dtype):
     """The first tile of keys is loaded apart from the others."""
     check_decode_of_qkv([length], heads, splits, True, window, dtype)

@@ -20,9 +20,9 @@ NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos and sin, slots
 
 
 @triton.jit
-def _tile_at(block, tile, kv_head, first, end, CACHE: tl.constexpr):
-    """Where the keys of a tile of a block lie in the cache, and which of them are from `first` on and before `end`."""
-    n = tl.arange(0, CACHE.tile)
+def _tile_at(block, tile, kv_head, first, end, SIZE: tl.constexpr, CACHE: tl.constexpr):
+    """Where SIZE keys of a block lie in the cache, and which of them are from `first` on and before `end`."""
+    n = tl.arange(0, SIZE)
     inside = tile + n < end
     if CACHE.window:  # some keys of the first tile are before it, never all that a split adds up
         inside &= tile + n >= first
@@ -74,6 +74,7 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr = CACHE.kv_heads
     HEAD_DIM: tl.constexpr = CACHE.head_dim
     TILE: tl.constexpr = CACHE.tile
+    SIZE: tl.constexpr = TILE // 2 if EARLY else TILE  # keys of a tile but an early one
     GROUP_PAD: tl.constexpr = max(16, next_power_of_2(ROWS * GROUP))
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
@@ -90,7 +91,7 @@ def _decode_kernel(
     end = tl.minimum(begin + per_split, num_cached)
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, HEAD_DIM)
-    n = tl.arange(0, TILE)
+    n = tl.arange(0, SIZE)
     in_group = (g < ROWS * GROUP)[:, None]
     if IS_QKV:  # the kernel before writes none of this
         cos, sin, swapped = load_cos_sin(cos_sin_ptr, seq, d, HEAD_DIM, ROTARY)
@@ -101,7 +102,7 @@ def _decode_kernel(
         slot = tl.load(slot_mapping_ptr + seq).to(tl.int64)
     # the first cached keys and values are loaded, or prefetched, while the kernel before still runs
     if EARLY:
-        key, inside = _tile_at(tl.load(table_ptr + begin // BLOCK_SIZE), begin, kv_head, first, end, CACHE)
+        key, inside = _tile_at(tl.load(table_ptr + begin // BLOCK_SIZE), begin, kv_head, first, end, TILE, CACHE)
         k = tl.load(k_cache_ptr + key[None, :] + d[:, None], inside[None, :], 0.0)
         v = tl.load(v_cache_ptr + key[:, None] + d[None, :], inside[:, None], 0.0)
     elif PDL:
@@ -172,9 +173,9 @@ def _decode_kernel(
         # many block ids at once: if each tile first had to load its block id, the pipeline of tiles would stall
         block_ids = tl.load(table_ptr + first_block + b, (first_block + b) * BLOCK_SIZE < end, 0)
         known_end = tl.minimum((first_block + NUM_IDS) * BLOCK_SIZE, end)
-        for tile in tl.range(tl.maximum(first_block * BLOCK_SIZE, begin), known_end, TILE, num_stages=STAGES):
+        for tile in tl.range(tl.maximum(first_block * BLOCK_SIZE, begin), known_end, SIZE, num_stages=STAGES):
             block = tl.sum(tl.where(b == tile // BLOCK_SIZE - first_block, block_ids, 0), 0).to(tl.int64)
-            key, inside = _tile_at(block, tile, kv_head, first, end, CACHE)
+            key, inside = _tile_at(block, tile, kv_head, first, end, SIZE, CACHE)
             k = tl.load(k_cache_ptr + key[None, :] + d[:, None], inside[None, :], 0.0)
             if IS_FP8:
                 k = decode_e4m3(k, q.dtype)
@@ -294,12 +295,12 @@ def _decode(out, q, norm_rope_inputs, cache, seqs, max_context_len, splits, toke
     tokens_per_row = tokens_per_row if tokens_per_row * group <= MAX_QUERIES else 1
     batch_size = num_rows // tokens_per_row
     is_qkv, row_bytes = norm_rope_inputs is not NO_NORM_ROPE, head_dim * cache.k.element_size()
-    # one sequence alone has too few programs to fill the memory's bandwidth: the time counts that each takes
-    early = is_qkv and batch_size == 1 and cache.scales is None and row_bytes <= 256
-    layout = layout_of(cache, TILE * 2 if early else TILE if is_qkv or row_bytes <= 256 else TILE // 2)
+    is_alone = is_qkv and batch_size == 1 and cache.scales is None and row_bytes <= 256
+    layout = layout_of(cache, TILE * 2 if is_alone else TILE if is_qkv or row_bytes <= 256 else TILE // 2)
+    early = layout.tile > TILE  # the keys of a sequence alone take less time to read than what comes before and after
     max_num_keys = min(max_context_len, cache.window or max_context_len)
     programs, num_warps, stages = _choose_programs(batch_size, kv_heads, tokens_per_row, row_bytes, is_qkv, q.device)
-    num_warps, stages = (8, 2) if early else (num_warps, stages)
+    num_warps = 8 if early else num_warps
     splits = splits or choose_num_splits(batch_size, kv_heads, max_num_keys, layout.tile, q.device, programs)
     parts = None, None
     if splits > 1:

@@ -9,9 +9,6 @@ import triton.language as tl
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.tiles import NO_NORM, Tiles
 
-SHORT = 2**23  # weights of a product whose time is not that of reading them
-MAX_INPUTS = 4096  # of a product of which a program loads whole rows at once
-
 
 class Inputs(NamedTuple):
     """What makes the row that is multiplied; None where there is none."""
@@ -83,17 +80,6 @@ def _gemv_kernel(
     tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), n < N)
 
 
-def _choose_tiles(k: int, element_size: int, gated: bool, is_short: bool) -> Tiles:
-    """A short product takes the time of its programs: these load all they read before they wait, each thread little."""
-    most = 1 << (k - 1).bit_length()
-    if is_short and most <= MAX_INPUTS:
-        tile_n, warps = (4, 4) if gated else (8, 8) if most <= 1024 else (4, 8)
-        return Tiles(tile_n, most, stages=3, warps=warps)
-    tile_size = (8192 if gated else 16384) // element_size  # in weights; a gated product loads two tiles
-    tile_k = min(tile_size // 4, most)
-    return Tiles(tile_size // tile_k, tile_k, stages=3, warps=4)
-
-
 def gemv(
     x: torch.Tensor, weight: torch.Tensor, norm=NO_NORM, residual=None, gated: bool = False, bias=None, out=None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,10 +95,12 @@ def gemv(
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     out = torch.empty((1, n), dtype=x.dtype, device=x.device) if out is None else out
     inputs = Inputs(x, residual, x if residual is None else torch.empty_like(x), norm_weight)
-    is_short = weight.numel() <= SHORT
-    tiles = _choose_tiles(k, x.element_size(), gated, is_short)
     # short products gain from overlapping kernels, long ones from the driver's own division of cache and shared memory
-    shared = 50 if is_short else None
+    shared = 50 if weight.numel() <= 2**23 else None
+    tile_size = (8192 if gated else 16384) // x.element_size()  # in weights; a gated product loads two tiles
+    # programs of the shortest ones load as much as they can before they wait
+    tile_k = min(tile_size // (2 if weight.numel() <= 2**22 else 4), 1 << (k - 1).bit_length())
+    tiles = Tiles(tile_size // tile_k, tile_k, stages=3, warps=4)
     launch(_gemv_kernel, (-(-n // tiles.tile_n),), x.device, shared)(
         inputs, (weight, bias), out, n, eps, K=k, TILES=tiles, GATED=gated, num_warps=tiles.warps
     )
