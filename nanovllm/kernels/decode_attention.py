@@ -102,9 +102,9 @@ def _decode_kernel(
         slot = tl.load(slot_mapping_ptr + seq).to(tl.int64)
     # the first cached keys and values are loaded, or prefetched, while the kernel before still runs
     if EARLY:
-        key, inside = _tile_at(tl.load(table_ptr + begin // BLOCK_SIZE), begin, kv_head, first, end, TILE, CACHE)
-        k = tl.load(k_cache_ptr + key[None, :] + d[:, None], inside[None, :], 0.0)
-        v = tl.load(v_cache_ptr + key[:, None] + d[None, :], inside[:, None], 0.0)
+        key0, inside0 = _tile_at(tl.load(table_ptr + begin // BLOCK_SIZE), begin, kv_head, first, end, TILE, CACHE)
+        k0 = tl.load(k_cache_ptr + key0[None, :] + d[:, None], inside0[None, :], 0.0)
+        v0 = tl.load(v_cache_ptr + key0[:, None] + d[None, :], inside0[:, None], 0.0)
     elif PDL:
         tokens = tl.maximum(tl.minimum(begin + n, end - 1), 0)
         blocks = tl.load(table_ptr + tokens // BLOCK_SIZE).to(tl.int64)
@@ -163,9 +163,9 @@ def _decode_kernel(
     if IS_FP8:
         q = as_fp8_partner(q)
     if EARLY:
-        p, alpha, m_i = _softmax(tl.dot(q, k, input_precision="ieee") * scale, inside[None, :], m_i, ROWS)
-        acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        l_i = l_i * alpha + tl.sum(p, 1)
+        p0, alpha, m_i = _softmax(tl.dot(q, k0, input_precision="ieee") * scale, inside0[None, :], m_i, ROWS)
+        acc = acc * alpha[:, None] + tl.dot(p0.to(v0.dtype), v0, input_precision="ieee")
+        l_i = l_i * alpha + tl.sum(p0, 1)
         begin += TILE
 
     b = tl.arange(0, NUM_IDS)
