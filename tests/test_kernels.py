@@ -205,18 +205,32 @@ def test_decode_looks_up_chunks_of_blocks(block_size, splits, lengths, dtype):
 def test_decode_of_qkv(case, window, dtype):
     """It stores what `norm_rope_and_store` does, and attends to it; a slot of -1 stores nothing."""
     heads, splits, has_norm = case
+    block_size = heads[3]
+    check_decode_of_qkv([100, 65, 1, block_size, block_size + 1], heads, splits, has_norm, window, dtype)
+
+
+@each_dtype_or_half
+@pytest.mark.parametrize("length, splits", [(1, 2), (2, 1), (129, 1), (300, 1), (440, 2), (500, 4)])
+@pytest.mark.parametrize("heads, window", [((2, 2, 32, 256), None), ((7, 1, 64, 128), 131), ((3, 1, 128, 384), 37)])
+def test_decode_of_a_single_qkv(heads, window, length, splits, dtype):
+    """The first tile of keys is loaded apart from the others."""
+    check_decode_of_qkv([length], heads, splits, True, window, dtype)
+
+
+def check_decode_of_qkv(lengths, heads, splits, has_norm, window, dtype):
+    """Several sequences stand beside one without keys, which is padding."""
     group, kv_heads, head_dim, block_size = heads
-    lengths = [100, 65, 1, block_size, block_size + 1]
-    _, cache, context_lens, tables = paged([*lengths, 0], kv_heads, head_dim, block_size, dtype, NAN)
+    padding = [0] * (len(lengths) > 1)
+    _, cache, context_lens, tables = paged([*lengths, *padding], kv_heads, head_dim, block_size, dtype, NAN)
     other = cache_of(cache.k.clone(), cache.v.clone())
     cache.window = window
     last = context_lens.long() - 1
     slots = tables.gather(1, last.clamp(min=0)[:, None] // block_size)[:, 0] * block_size + last % block_size
-    slots[-1] = -1
-    qkv = randn(len(lengths) + 1, (group + 2) * kv_heads + 3, head_dim, dtype=dtype)[:, 3:]  # gates are in front
+    slots[context_lens == 0] = -1
+    qkv = randn(len(slots), (group + 2) * kv_heads + 3, head_dim, dtype=dtype)[:, 3:]  # gates are in front
     rotary = head_dim // 4 if head_dim == 64 else head_dim
     inv_freq = 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
-    cos_sin = RotaryEmbedding(tuple(inv_freq.tolist()), 1.25, 300).to(DEVICE)(last.clamp(min=0))
+    cos_sin = RotaryEmbedding(tuple(inv_freq.tolist()), 1.25, 500).to(DEVICE)(last.clamp(min=0))
     weights = [randn(head_dim, dtype=dtype) if has_norm else None for _ in "qk"]
     norm_rope, slots = (*weights, 1e-6, cos_sin), int32(slots)
     q = ops.norm_rope_and_store(qkv, norm_rope, slots, other)
@@ -227,7 +241,7 @@ def test_decode_of_qkv(case, window, dtype):
     args = qkv, cache, context_lens, tables, max(lengths), splits
     out = ops.decode_attention(*args, norm_rope_inputs=(*norm_rope, slots))
     assert out.isfinite().all()
-    assert_close(out[:-1], torch.cat(expected))
+    assert_close(out[: len(lengths)], torch.cat(expected))
     for ours, theirs in zip((cache.k, cache.v), (other.k, other.v)):
         torch.testing.assert_close(ours, theirs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
 

@@ -95,11 +95,12 @@ def gemv(
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     out = torch.empty((1, n), dtype=x.dtype, device=x.device) if out is None else out
     inputs = Inputs(x, residual, x if residual is None else torch.empty_like(x), norm_weight)
-    tile_size = (8192 if gated else 16384) // x.element_size()  # in weights; a gated product loads two tiles
-    tile_k = min(tile_size // 4, 1 << (k - 1).bit_length())
-    tiles = Tiles(tile_size // tile_k, tile_k, stages=3, warps=4)
     # short products gain from overlapping kernels, long ones from the driver's own division of cache and shared memory
     shared = 50 if weight.numel() <= 2**23 else None
+    tile_size = (8192 if gated else 16384) // x.element_size()  # in weights; a gated product loads two tiles
+    # programs of the shortest ones load as much as they can before they wait
+    tile_k = min(tile_size // (2 if weight.numel() <= 2**22 else 4), 1 << (k - 1).bit_length())
+    tiles = Tiles(tile_size // tile_k, tile_k, stages=3, warps=4)
     launch(_gemv_kernel, (-(-n // tiles.tile_n),), x.device, shared)(
         inputs, (weight, bias), out, n, eps, K=k, TILES=tiles, GATED=gated, num_warps=tiles.warps
     )
