@@ -12,20 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.delta_net_inputs import (
-    Plan,
-    Sequences,
-    bounds_of,
-    chunk_of,
-    heads_of,
-    own_channels,
-    pad_of,
-    rows_of,
-    rows_of_state,
-    rule_inputs,
-    shift_window,
-    silu,
-)
+from nanovllm.kernels.delta_net_inputs import keep_inputs, rule_inputs, silu
+from nanovllm.kernels.delta_net_operands import Plan, Sequences, chunk_of, num_decodes, operands_of, pad_of, sequence_of
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
 from nanovllm.kernels.devices import has_tma, num_sms
 
@@ -106,7 +94,7 @@ def _chunks_kernel(chunk_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.c
     seq, chunk = chunk_of(seq_ptrs, num_seqs, tl.program_id(1), CHUNK, PLAN.pad)
     if seq >= num_seqs:
         return
-    begin, end = bounds_of(seq_ptrs, seq, 0)
+    begin, end = sequence_of(seq_ptrs, seq, 0, PLAN)[:2]
     first = begin + chunk * CHUNK
     i, d, e = tl.arange(0, CHUNK), tl.arange(0, HEADS.key_pad), tl.arange(0, HEADS.value_pad)
     t = first + i
@@ -134,23 +122,21 @@ def _chunks_kernel(chunk_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.c
 
 @dependent_kernel()
 @triton.jit(do_not_specialize=["stride"])
-def _states_kernel(x_rows, chunk_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.constexpr, PDL: tl.constexpr):
+def _states_kernel(x_ptrs, chunk_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.constexpr, PDL: tl.constexpr):
     """A program takes a sequence, a value head and some of its values, from the first chunk to the last.
 
     The errors take the place of v. Windows are written here, as no program reads them any more.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads
-    window_ptr, matrix_ptr, _, num_tokens_ptr = state_ptrs
     tile, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    begin, end = bounds_of(seq_ptrs, seq, 0)
+    begin, end, read, written = sequence_of(seq_ptrs, seq, stride, PLAN)
     if begin >= end:
         return
-    read, written = rows_of_state(seq_ptrs, seq, stride, 0)
     d, e = tl.arange(0, HEADS.key_pad), tile * PLAN.tile + tl.arange(0, PLAN.tile)
     of_state = (d < HEADS.key_dim)[:, None] & (e < HEADS.value_dim)[None, :]
     state_at = (head * HEADS.value_dim + e)[None, :] * HEADS.key_dim + d[:, None]
-    state = tl.load(matrix_ptr + read * (HEADS.values * HEADS.key_dim) + state_at, of_state, 0.0)  # transposed
+    state = tl.load(state_ptrs.matrices + read * (HEADS.values * HEADS.key_dim) + state_at, of_state, 0.0)  # transposed
     own_key, w_stride = head // HEADS.group * HEADS.key_dim, HEADS.num_values * HEADS.key_dim
     for first in tl.range(begin, end, CHUNK, num_stages=PLAN.stages):
         own_w, of_keys = _of_chunk(chunk_ptrs.w, w_stride, first, end, head * HEADS.key_dim, d, HEADS.key_dim)
@@ -168,19 +154,16 @@ def _states_kernel(x_rows, chunk_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.co
         tl.store(own_v, errors, of_values)
         kept = (errors * tl.exp(last - decay)[:, None]).to(k.dtype)  # zeros after the last token
         state = tl.dot(tl.trans(k), kept, state * tl.exp(last), input_precision="ieee")
-    tl.store(matrix_ptr + written * (HEADS.values * HEADS.key_dim) + state_at, state, of_state)
+    tl.store(state_ptrs.matrices + written * (HEADS.values * HEADS.key_dim) + state_at, state, of_state)
     if tile == 0:
-        channel, inside = own_channels(head, HEADS)
-        source = x_rows[0], x_rows[1], None, window_ptr + read * HEADS.window, begin, begin
-        shift_window(source, window_ptr + written * HEADS.window, end, channel, inside, HEADS)
-        if num_tokens_ptr is not None and head == 0:
-            tl.store(num_tokens_ptr + written, tl.load(num_tokens_ptr + read) + end - begin)
+        source = x_ptrs, state_ptrs, read, begin, begin
+        keep_inputs(source, written, head, end, end, PLAN)
 
 
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_seqs", "num_rows"])
 def _outputs_kernel(
-    x_rows, chunk_ptrs, seq_ptrs, norm_ptrs, out_ptr, num_seqs, num_rows, PLAN: tl.constexpr, PDL: tl.constexpr
+    x_ptrs, chunk_ptrs, seq_ptrs, norm_ptrs, out_ptr, num_seqs, num_rows, PLAN: tl.constexpr, PDL: tl.constexpr
 ):
     """A program takes a chunk and a value head: what is read of the state before it and of its own errors, and norm.
 
@@ -188,12 +171,11 @@ def _outputs_kernel(
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads
-    x_ptr, x_stride = x_rows
     norm_ptr, eps = norm_ptrs
     i, d, e = tl.arange(0, CHUNK), tl.arange(0, HEADS.key_pad), tl.arange(0, HEADS.value_pad)
     head, index = tl.program_id(0), tl.program_id(1)
     own_key, own_value = head // HEADS.group * HEADS.key_dim, head * HEADS.value_dim
-    num_tokens, _ = bounds_of(seq_ptrs, num_seqs, 0)
+    num_tokens = tl.load(seq_ptrs.starts + num_decodes(seq_ptrs) + num_seqs)
     if index * CHUNK + CHUNK > num_tokens:
         own_out, is_row = _of_chunk(out_ptr, HEADS.values, index * CHUNK, num_rows, own_value, e, HEADS.value_dim)
         is_padding = is_row & (index * CHUNK + i >= num_tokens)[:, None]
@@ -201,7 +183,7 @@ def _outputs_kernel(
     seq, chunk = chunk_of(seq_ptrs, num_seqs, index, CHUNK, PLAN.pad)
     if seq >= num_seqs:
         return
-    begin, end = bounds_of(seq_ptrs, seq, 0)
+    begin, end = sequence_of(seq_ptrs, seq, 0, PLAN)[:2]
     first = begin + chunk * CHUNK
     own_q, of_keys = _of_chunk(chunk_ptrs.q, HEADS.keys, first, end, own_key, d, HEADS.key_dim)
     q = tl.load(own_q, of_keys, 0.0)
@@ -211,7 +193,7 @@ def _outputs_kernel(
     before = tl.load(_state_at(chunk_ptrs.before, seq, first, head, d, e, HEADS), of_state, 0.0)
     own_errors, of_values = _of_chunk(chunk_ptrs.v, HEADS.values, first, end, own_value, e, HEADS.value_dim)
     errors = tl.load(own_errors, of_values, 0.0)
-    own_z = _of_chunk(x_ptr, x_stride, first, end, HEADS.channels + own_value, e, HEADS.value_dim)[0]
+    own_z = _of_chunk(x_ptrs.qkvz, x_ptrs.stride, first, end, HEADS.channels + own_value, e, HEADS.value_dim)[0]
     z = tl.load(own_z, of_values, 0.0).to(tl.float32)
     t = first + i
     decay = tl.load(chunk_ptrs.decay + t * HEADS.num_values + head, t < end, 0.0)
@@ -228,28 +210,27 @@ def _outputs_kernel(
 
 def delta_net_chunks(qkvz, ba, layer: Any, states: Any, state_rows, starts, num_seqs: int, out, count=None) -> None:
     """As its definition in layers/gated_delta_net.py."""
-    num_tokens, device, heads = len(qkvz), qkvz.device, heads_of(layer.heads)
-    fits = has_tma(device) and qkvz.dtype != torch.float32  # into shared memory, what is loaded ahead
-    is_few = heads.num_values * num_seqs * triton.cdiv(heads.value_dim, 32) <= num_sms(device)
-    # a state is divided over more programs where they are few
-    each, tile = min(HEADS_EACH, heads.num_values), min(32 if is_few else 64, heads.value_pad)
-    seqs, x_rows = Sequences(state_rows, count, starts), (*rows_of(qkvz), *rows_of(ba))
-    state_ptrs, stride = (
-        (*states.tensors, None, states.kept_drafts and states.kept_drafts.num_tokens),
-        state_rows.stride(0),
-    )
-    plan = Plan(heads, CHUNK.value, is_summed=True)
-    num_chunks = triton.cdiv(num_tokens, CHUNK.value) + num_seqs  # at most
+    (heads, x, state_tensors), device = operands_of(qkvz, ba, layer, states), qkvz.device
+    seqs, plan = Sequences(state_rows, count, starts), Plan(heads, CHUNK.value, pad=pad_of(num_seqs), is_summed=True)
+    num_tokens, num_chunks = len(qkvz), triton.cdiv(len(qkvz), CHUNK.value) + num_seqs  # at most
+    inputs = rule_inputs(qkvz, ba, layer, states, seqs, num_seqs, plan, qkvz.dtype)
     w = qkvz.new_empty(num_tokens, heads.num_values * heads.key_dim)
     before = qkvz.new_empty(num_chunks, heads.values * heads.key_dim)
-    inputs = rule_inputs(x_rows, layer, state_ptrs, seqs, num_seqs, plan, qkvz.dtype)
-    chunks, plan = ChunkTensors(*inputs, w, before), Plan(heads, each, 0, 0, pad_of(num_seqs), 2 if fits else 1)
-    launch(_chunks_kernel, (triton.cdiv(heads.num_values, each), num_chunks), device)(chunks, seqs, num_seqs, PLAN=plan)
-    plan = Plan(heads, tile, stages=(3 if is_few else 2) if fits else 1)
-    launch(_states_kernel, (triton.cdiv(heads.value_dim, tile), heads.num_values, num_seqs), device)(
-        x_rows[:2], chunks, seqs, state_ptrs, stride, PLAN=plan
+    chunks, fits = (
+        ChunkTensors(*inputs, w, before),
+        has_tma(device) and qkvz.dtype != torch.float32,
+    )  # into shared memory
+    each = min(HEADS_EACH, heads.num_values)
+    launch(_chunks_kernel, (triton.cdiv(heads.num_values, each), num_chunks), device)(
+        chunks, seqs, num_seqs, PLAN=Plan(heads, each, pad=plan.pad, stages=2 if fits else 1)
     )
-    norm, plan = (layer.norm.weight, layer.eps), Plan(heads, CHUNK.value, pad=pad_of(num_seqs))
+    # a state is divided over more programs where they are few
+    is_few = heads.num_values * num_seqs * triton.cdiv(heads.value_dim, 32) <= num_sms(device)
+    tile, stages = min(32 if is_few else 64, heads.value_pad), 3 if is_few else 2
+    launch(_states_kernel, (triton.cdiv(heads.value_dim, tile), heads.num_values, num_seqs), device)(
+        *(x, chunks, seqs, state_tensors, state_rows.stride(0)), PLAN=Plan(heads, tile, stages=stages if fits else 1)
+    )
+    norm = layer.norm.weight, layer.eps
     launch(_outputs_kernel, (heads.num_values, num_chunks), device)(
-        x_rows[:2], chunks, seqs, norm, out, num_seqs, num_tokens, PLAN=plan
+        x, chunks, seqs, norm, out, num_seqs, num_tokens, PLAN=plan
     )

@@ -12,18 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.delta_net_inputs import (
-    Plan,
-    Sequences,
-    bounds_of,
-    heads_of,
-    own_channels,
-    rows_of,
-    rows_of_state,
-    rule_inputs,
-    shift_window,
-    silu,
-)
+from nanovllm.kernels.delta_net_inputs import keep_inputs, rule_inputs, silu
+from nanovllm.kernels.delta_net_operands import Plan, Sequences, operands_of, sequence_of
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.devices import num_sms
 from nanovllm.kernels.invariant_attention import fma
@@ -33,154 +23,107 @@ TILE = 8  # tokens whose inputs, or whose norms, are computed together
 
 
 @triton.jit
-def _through_tokens(state, rule_ptrs, head, key_at, begin, end, HEADS: tl.constexpr):
+def _through_tokens(state, rule_ptrs, head, key_at, begin, end, shift, HEADS: tl.constexpr):
     """The state after the tokens from begin to end; what each reads takes the place of v."""
     e, in_key = tl.arange(0, state.shape[0]), key_at < HEADS.key_dim
     key_at += head // HEADS.group * HEADS.key_dim
     for t in tl.range(begin, end, num_stages=3):
-        token = tl.cast(t, tl.int64)
+        token = tl.cast(shift + t, tl.int64)
         q = tl.load(rule_ptrs.q + token * HEADS.keys + key_at, in_key, 0.0)
         k = tl.load(rule_ptrs.k + token * HEADS.keys + key_at, in_key, 0.0)
-        value_at = (token * HEADS.num_values + head) * HEADS.value_dim + e
-        v = tl.load(rule_ptrs.v + value_at, e < HEADS.value_dim, 0.0)
-        decay = tl.load(rule_ptrs.decay + token * HEADS.num_values + head)
-        beta = tl.load(rule_ptrs.beta + token * HEADS.num_values + head)
+        gate_at = token * HEADS.num_values + head
+        v_ptr = rule_ptrs.v + gate_at * HEADS.value_dim + e
+        v = tl.load(v_ptr, e < HEADS.value_dim, 0.0)
+        decay, beta = tl.load(rule_ptrs.decay + gate_at), tl.load(rule_ptrs.beta + gate_at)
         # both sums are of the state before, so that neither waits for the other
         error = fma(tl.sum(tl.sum(state * k, 1), 1), -decay, v) * beta
         read = fma(error, tl.sum(tl.sum(q * k, 1), 1), decay * tl.sum(tl.sum(state * q, 1), 1))
         state = fma(tl.broadcast_to(k, state.shape), error[:, None, None], state * decay)
-        tl.store(rule_ptrs.v + value_at, read, e < HEADS.value_dim)
+        tl.store(v_ptr, read, e < HEADS.value_dim)
     return state
-
-
-@triton.jit
-def _keep_drafts(x_rows, kept_ptr, head, channel, inside, begin, end, TILE: tl.constexpr, HEADS: tl.constexpr):
-    """The inputs of tokens from begin to end, of these channels and a value head's gates."""
-    x_ptr, x_stride, ba_ptr, ba_stride = x_rows
-    channel, gate = channel[None, :], tl.arange(0, 2)[None, :] * HEADS.num_values + head
-    for first in range(begin, end, TILE):
-        t = (first + tl.arange(0, TILE))[:, None]
-        is_kept, row = (t < end) & inside[None, :], t.to(tl.int64)
-        kept_row = kept_ptr + (t - begin) * HEADS.draft
-        x = tl.load(x_ptr + row * x_stride + channel, is_kept, 0.0)
-        gates = tl.load(ba_ptr + row * ba_stride + gate, t < end, 0.0)
-        tl.store(kept_row + channel, x, is_kept)
-        tl.store(kept_row + HEADS.channels + gate, gates, t < end)
-
-
-@triton.jit
-def _gated_norms(x_rows, read_ptr, norm, out_ptr, head, bounds, TILE: tl.constexpr, HEADS: tl.constexpr):
-    """Of a head, in rows from begin to end, and zeros from there to stop. What was read for the last one before
-    `end_read` also stands for the rows after it.
-    """
-    x_ptr, x_stride, _, _ = x_rows
-    norm_ptr, eps = norm
-    begin, end_read, end, stop = bounds
-    e = tl.arange(0, HEADS.value_pad)[None, :]
-    in_value, own_value = e < HEADS.value_dim, head * HEADS.value_dim + e
-    weight = tl.load(norm_ptr + e, in_value, 0.0)
-    for first in range(begin, stop, TILE):
-        t = (first + tl.arange(0, TILE))[:, None]
-        is_there, row = (t < end) & in_value, t.to(tl.int64)
-        y_at = (tl.minimum(t, end_read - 1) - begin).to(tl.int64) * HEADS.values + own_value
-        y = tl.load(read_ptr + y_at, is_there, 0.0)
-        y *= tl.rsqrt(tl.sum(y * y, 1) / HEADS.value_dim + eps)[:, None] * weight
-        z = tl.load(x_ptr + row * x_stride + HEADS.channels + own_value, is_there, 0.0).to(tl.float32)
-        tl.store(out_ptr + row * HEADS.values + own_value, y * silu(z), (t < stop) & in_value)
 
 
 # the states were written by the step before, and there is an ordinary launch, the embedding, between
 @dependent_kernel(early=("seq_ptrs", "state_ptrs"))
 @triton.jit(do_not_specialize=["num_rows", "stride"])
 def _tokens_kernel(
-    x_rows, rule_ptrs, seq_ptrs, state_ptrs, norm_ptrs, out_ptr, num_rows, stride, PLAN: tl.constexpr, PDL: tl.constexpr
+    x_ptrs, rule_ptrs, seq_ptrs, state_ptrs, norm_ptrs, out_ptr, num_rows, stride, PLAN: tl.constexpr, PDL: tl.constexpr
 ):
     """A program takes a value head of a sequence: its tokens one after the other, then their gated norms.
 
-    Of sequences with ROWS, drafts of the step before that were right come first. Then the state is stored after a token
-    more, and what follows is computed without it.
+    Of sequences that decode, drafts of the step before that were right come first. Then the state is stored after a
+    token more, and what follows is computed without it. The last tokens may be copies of the one before them.
     """
     gdc_launch_dependents(PDL)
     HEADS: tl.constexpr = PLAN.heads
-    ROWS: tl.constexpr = PLAN.rows
-    KEPT: tl.constexpr = PLAN.kept
-    window_ptr, matrix_ptr, kept_ptr, num_tokens_ptr = state_ptrs
     head, seq = tl.program_id(0), tl.program_id(1)
-    own, end = bounds_of(seq_ptrs, seq, ROWS)
-    is_last, has_work = seq == tl.num_programs(1) - 1, True
-    if ROWS == 0:
-        has_work = (own < end) | is_last  # which has the rows of padding
+    own, end, read, written = sequence_of(seq_ptrs, seq, stride, PLAN)
+    stop, has_work = end, True
+    if PLAN.rows == 0:
+        is_last = seq == tl.num_programs(1) - 1  # which has the rows of padding
+        stop, has_work = tl.where(is_last, num_rows, end), (own < end) | is_last
     elif seq_ptrs.count is not None:
         has_work = own < tl.load(seq_ptrs.count)
     if not has_work:
         return
-    read, written = rows_of_state(seq_ptrs, seq, stride, ROWS)
     # [value_dim, key_dim / P, P], so that a thread has many keys of a few values: it adds up most of a sum
     PART: tl.constexpr = min(32, HEADS.key_pad)
     d = (tl.arange(0, HEADS.key_pad // PART)[:, None] * PART + tl.arange(0, PART)[None, :])[None, :, :]
     e = tl.arange(0, HEADS.value_pad)[:, None, None]
     of_state = (e < HEADS.value_dim) & (d < HEADS.key_dim)
     state_at = (head * HEADS.value_dim + e) * HEADS.key_dim + d
-    state = tl.load(matrix_ptr + read * (HEADS.values * HEADS.key_dim) + state_at, of_state, 0.0)
+    state = tl.load(state_ptrs.matrices + read * (HEADS.values * HEADS.key_dim) + state_at, of_state, 0.0)
     gdc_wait(PDL)
-    first, num_right, num_own, certain = own, 0, end - own, end  # num_own: rows that are no copies
-    if ROWS > 0:
-        first, certain = seq * (KEPT + ROWS), own + 1
-    if KEPT > 0:
-        num_right = tl.load(seq_ptrs.num_right + seq)
-        length = tl.load(seq_ptrs.context_lens + own)
-        num_own = tl.load(seq_ptrs.context_lens + end - 1) - length + 1
-        kept_ptr += read * (KEPT * HEADS.draft)
+    begin, certain, end_own, shift = own, end, end, 0
+    if PLAN.kept:
+        begin -= tl.load(seq_ptrs.num_right + seq)
+        end_own = own + 1 + tl.load(seq_ptrs.context_lens + end - 1) - tl.load(seq_ptrs.context_lens + own)
+    if PLAN.rows:
+        certain, shift = own + 1, seq * (PLAN.kept + PLAN.rows) - begin
     # 1. what the next step reads besides
-    channel, inside = own_channels(head, HEADS)
-    source = x_rows[0], x_rows[1], kept_ptr, window_ptr + read * HEADS.window, own - num_right, own
-    shift_window(source, window_ptr + written * HEADS.window, certain, channel, inside, HEADS)
-    if KEPT > 0:
-        _keep_drafts(x_rows, kept_ptr, head, channel, inside, certain, end, PLAN.tile, HEADS)
-    if num_tokens_ptr is not None:
-        num_tokens = tl.load(num_tokens_ptr + read) + end - own
-        if KEPT > 0:
-            num_tokens = length
-        if head == 0:
-            tl.store(num_tokens_ptr + written, num_tokens)
+    source = x_ptrs, state_ptrs, read, begin, own
+    keep_inputs(source, written, head, certain, end, PLAN)
     # 2. up to the last token that is certain
-    middle = first + num_right + certain - own
-    state = _through_tokens(state, rule_ptrs, head, d, first, middle, HEADS)
-    tl.store(matrix_ptr + written * (HEADS.values * HEADS.key_dim) + state_at, state, of_state)
+    state = _through_tokens(state, rule_ptrs, head, d, begin, certain, shift, HEADS)
+    tl.store(state_ptrs.matrices + written * (HEADS.values * HEADS.key_dim) + state_at, state, of_state)
     # 3. drafts, from there on
-    if ROWS > 1:
-        _through_tokens(state, rule_ptrs, head, d, middle, first + num_right + num_own, HEADS)
-    # 4. norms; of a copy, those of what it is a copy of
+    if PLAN.rows > 1:
+        _through_tokens(state, rule_ptrs, head, d, certain, end_own, shift, HEADS)
+    # 4. gated norms: of a copy, those of what it is a copy of, and zeros for padding
     tl.debug_barrier()  # all threads have written what was read
-    stop = end
-    if ROWS == 0:
-        stop = tl.where(is_last, num_rows, end)
-    first_read = rule_ptrs.v + (first + num_right).to(tl.int64) * HEADS.values
-    _gated_norms(x_rows, first_read, norm_ptrs, out_ptr, head, (own, own + num_own, end, stop), PLAN.tile, HEADS)
+    norm_ptr, eps = norm_ptrs
+    e = tl.arange(0, HEADS.value_pad)[None, :]
+    in_value, own_value = e < HEADS.value_dim, head * HEADS.value_dim + e
+    weight = tl.load(norm_ptr + e, in_value, 0.0)
+    for first in range(own, stop, PLAN.tile):
+        t = (first + tl.arange(0, PLAN.tile))[:, None]
+        is_there, row = (t < end) & in_value, t.to(tl.int64)
+        token = (shift + tl.minimum(t, end_own - 1)).to(tl.int64)
+        y = tl.load(rule_ptrs.v + token * HEADS.values + own_value, is_there, 0.0)
+        y *= tl.rsqrt(tl.sum(y * y, 1) / HEADS.value_dim + eps)[:, None] * weight
+        z = tl.load(x_ptrs.qkvz + row * x_ptrs.stride + HEADS.channels + own_value, is_there, 0.0).to(tl.float32)
+        tl.store(out_ptr + row * HEADS.values + own_value, y * silu(z), (t < stop) & in_value)
 
 
 def _launch_tokens(
     qkvz, ba, layer: Any, states: Any, seqs: Sequences, sizes: tuple, out, num_warps: int | None
 ) -> None:
-    """`sizes`: sequences, rows of each, and the most drafts. Without `num_warps`, as many as are fastest: of many
-    programs fewer warps, as these repeat less.
+    """`sizes`: how many sequences, rows of each, and drafts of the step before, at most.
+
+    Without `num_warps`, as many as are fastest: of many programs fewer warps, as these repeat less.
     """
-    (num_seqs, rows, kept), device, input_warps, tile, kept_drafts = sizes, qkvz.device, 4, TILE, states.kept_drafts
+    (heads, x, state_tensors), (num_seqs, rows, kept) = operands_of(qkvz, ba, layer, states), sizes
+    tile, input_warps = TILE, 4
     if num_warps is None:
-        is_few = layer.heads.num_values * num_seqs <= num_sms(device)
+        is_few = heads.num_values * num_seqs <= num_sms(qkvz.device)
         num_warps = NUM_WARPS if is_few else NUM_WARPS // 2
         input_warps = 4 if is_few or rows > 1 else 1
         tile = 1 if rows + kept == 1 else tile
-    plan = Plan(heads_of(layer.heads), tile, rows, kept)
-    x_rows, state_ptrs = (
-        (*rows_of(qkvz), *rows_of(ba)),
-        (*states.tensors, kept_drafts.inputs if kept else None, kept_drafts and kept_drafts.num_tokens),
-    )
-    inputs = rule_inputs(x_rows, layer, state_ptrs, seqs, num_seqs, plan, torch.float32, input_warps)
-    launch(_tokens_kernel, (layer.heads.num_values, num_seqs), device, shared=50)(
-        *(x_rows, inputs, seqs, state_ptrs, (layer.norm.weight, layer.eps), out, len(qkvz), seqs.rows.stride(0)),
-        PLAN=plan,
-        num_warps=num_warps,
+    plan = Plan(heads, tile, rows, kept)
+    inputs = rule_inputs(qkvz, ba, layer, states, seqs, num_seqs, plan, torch.float32, input_warps)
+    norm, constants = (layer.norm.weight, layer.eps), dict(PLAN=plan, num_warps=num_warps)
+    launch(_tokens_kernel, (heads.num_values, num_seqs), qkvz.device, shared=50)(
+        x, inputs, seqs, state_tensors, norm, out, len(qkvz), seqs.rows.stride(0), **constants
     )
 
 
