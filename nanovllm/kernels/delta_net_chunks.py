@@ -6,7 +6,7 @@ numbers have the dtype of the model, decays float32. A state goes through a sequ
 is multiplied.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -19,18 +19,6 @@ from nanovllm.kernels.devices import has_tma, num_sms
 
 CHUNK = tl.constexpr(64)
 HEADS_EACH = 2  # value heads of a chunk that a program takes one after the other, and loads ahead
-
-
-class ChunkTensors(NamedTuple):
-    """What the kernels leave for each other, of each token and head but for `before`."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor  # then T (beta v), then the errors
-    decay: torch.Tensor  # the sum of logarithms since the chunk began
-    beta: torch.Tensor
-    w: torch.Tensor
-    before: torch.Tensor  # the state before each chunk
 
 
 @triton.jit
@@ -48,9 +36,8 @@ def _inverse(system, IS_FLOAT32: tl.constexpr):
         below = tl.where((block ^ 1)[:, None] == block[None, :], system, 0.0)
         if level > 0:
             around = inverse.to(DTYPE)
-            below = tl.dot(around, below.to(DTYPE), input_precision="tf32x3").to(
-                DTYPE
-            )  # compiles much faster than "ieee"
+            # "ieee" takes much longer to compile
+            below = tl.dot(around, below.to(DTYPE), input_precision="tf32x3").to(DTYPE)
             below = tl.dot(below, around, input_precision="tf32x3")
         inverse -= below
     return inverse
@@ -85,7 +72,7 @@ def _of_head(gates, n):
 
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_seqs"])
-def _chunks_kernel(chunk_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.constexpr):
+def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.constexpr):
     """A program takes a chunk and some value heads: with T the inverse of the triangular system, v becomes T (beta v),
     and w is T (beta decay k), by which what the state returns for the keys is corrected.
     """
@@ -100,13 +87,13 @@ def _chunks_kernel(chunk_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.c
     t = first + i
     is_before = (i[:, None] > i[None, :]) & (t < end)[:, None]
     first_head = tl.program_id(0) * PLAN.tile
-    decays = _load_gates(chunk_ptrs.decay, t, end, first_head, PLAN.tile, HEADS)
-    betas = _load_gates(chunk_ptrs.beta, t, end, first_head, PLAN.tile, HEADS)
+    decays = _load_gates(rule_ptrs.decay, t, end, first_head, PLAN.tile, HEADS)
+    betas = _load_gates(rule_ptrs.beta, t, end, first_head, PLAN.tile, HEADS)
     for head in tl.range(first_head, tl.minimum(first_head + PLAN.tile, HEADS.num_values), num_stages=PLAN.stages):
         own_key = head // HEADS.group * HEADS.key_dim
-        own_k, of_keys = _of_chunk(chunk_ptrs.k, HEADS.keys, first, end, own_key, d, HEADS.key_dim)
+        own_k, of_keys = _of_chunk(rule_ptrs.k, HEADS.keys, first, end, own_key, d, HEADS.key_dim)
         k = tl.load(own_k, of_keys, 0.0)
-        own_v, of_values = _of_chunk(chunk_ptrs.v, HEADS.values, first, end, head * HEADS.value_dim, e, HEADS.value_dim)
+        own_v, of_values = _of_chunk(rule_ptrs.v, HEADS.values, first, end, head * HEADS.value_dim, e, HEADS.value_dim)
         v = tl.load(own_v, of_values, 0.0)
         decay, beta = _of_head(decays, head - first_head), _of_head(betas, head - first_head)
         between = tl.exp(tl.where(is_before, decay[:, None] - decay[None, :], float("-inf")))
@@ -114,7 +101,7 @@ def _chunks_kernel(chunk_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.c
         inverse = _inverse(system, k.dtype == tl.float32)
         of_decay = (inverse * (beta * tl.exp(decay))[None, :]).to(k.dtype)
         w_stride = HEADS.num_values * HEADS.key_dim
-        own_w = _of_chunk(chunk_ptrs.w, w_stride, first, end, head * HEADS.key_dim, d, HEADS.key_dim)[0]
+        own_w = _of_chunk(rule_ptrs.w, w_stride, first, end, head * HEADS.key_dim, d, HEADS.key_dim)[0]
         tl.store(own_w, tl.dot(of_decay, k, input_precision="ieee"), of_keys)
         of_beta = (inverse * beta[None, :]).to(k.dtype)
         tl.store(own_v, tl.dot(of_beta, v, input_precision="ieee"), of_values)
@@ -122,7 +109,7 @@ def _chunks_kernel(chunk_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.c
 
 @dependent_kernel()
 @triton.jit(do_not_specialize=["stride"])
-def _states_kernel(x_ptrs, chunk_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.constexpr, PDL: tl.constexpr):
+def _states_kernel(x_rows, rule_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.constexpr, PDL: tl.constexpr):
     """A program takes a sequence, a value head and some of its values, from the first chunk to the last.
 
     The errors take the place of v. Windows are written here, as no program reads them any more.
@@ -139,31 +126,31 @@ def _states_kernel(x_ptrs, chunk_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.co
     state = tl.load(state_ptrs.matrices + read * (HEADS.values * HEADS.key_dim) + state_at, of_state, 0.0)  # transposed
     own_key, w_stride = head // HEADS.group * HEADS.key_dim, HEADS.num_values * HEADS.key_dim
     for first in tl.range(begin, end, CHUNK, num_stages=PLAN.stages):
-        own_w, of_keys = _of_chunk(chunk_ptrs.w, w_stride, first, end, head * HEADS.key_dim, d, HEADS.key_dim)
-        own_k = _of_chunk(chunk_ptrs.k, HEADS.keys, first, end, own_key, d, HEADS.key_dim)[0]
-        own_v, of_values = _of_chunk(chunk_ptrs.v, HEADS.values, first, end, head * HEADS.value_dim, e, HEADS.value_dim)
+        own_w, of_keys = _of_chunk(rule_ptrs.w, w_stride, first, end, head * HEADS.key_dim, d, HEADS.key_dim)
+        own_k = _of_chunk(rule_ptrs.k, HEADS.keys, first, end, own_key, d, HEADS.key_dim)[0]
+        own_v, of_values = _of_chunk(rule_ptrs.v, HEADS.values, first, end, head * HEADS.value_dim, e, HEADS.value_dim)
         w = tl.load(own_w, of_keys, 0.0)
         k = tl.load(own_k, of_keys, 0.0)
         v = tl.load(own_v, of_values, 0.0)
-        last = tl.load(chunk_ptrs.decay + (tl.minimum(first + CHUNK, end) - 1) * HEADS.num_values + head)
+        last = tl.load(rule_ptrs.decay + (tl.minimum(first + CHUNK, end) - 1) * HEADS.num_values + head)
         t = first + tl.arange(0, CHUNK)
-        decay = tl.load(chunk_ptrs.decay + t * HEADS.num_values + head, t < end, 0.0)
+        decay = tl.load(rule_ptrs.decay + t * HEADS.num_values + head, t < end, 0.0)
         before = state.to(k.dtype)
-        tl.store(_state_at(chunk_ptrs.before, seq, first, head, d, e, HEADS), before, of_state)
+        tl.store(_state_at(rule_ptrs.states, seq, first, head, d, e, HEADS), before, of_state)
         errors = v - tl.dot(w, before, input_precision="ieee")
         tl.store(own_v, errors, of_values)
         kept = (errors * tl.exp(last - decay)[:, None]).to(k.dtype)  # zeros after the last token
         state = tl.dot(tl.trans(k), kept, state * tl.exp(last), input_precision="ieee")
     tl.store(state_ptrs.matrices + written * (HEADS.values * HEADS.key_dim) + state_at, state, of_state)
     if tile == 0:
-        source = x_ptrs, state_ptrs, read, begin, begin
+        source = x_rows, state_ptrs, read, begin, begin
         keep_inputs(source, written, head, end, end, PLAN)
 
 
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_seqs", "num_rows"])
 def _outputs_kernel(
-    x_ptrs, chunk_ptrs, seq_ptrs, norm_ptrs, out_ptr, num_seqs, num_rows, PLAN: tl.constexpr, PDL: tl.constexpr
+    x_rows, rule_ptrs, seq_ptrs, norm_ptrs, out_ptr, num_seqs, num_rows, PLAN: tl.constexpr, PDL: tl.constexpr
 ):
     """A program takes a chunk and a value head: what is read of the state before it and of its own errors, and norm.
 
@@ -185,18 +172,18 @@ def _outputs_kernel(
         return
     begin, end = sequence_of(seq_ptrs, seq, 0, PLAN)[:2]
     first = begin + chunk * CHUNK
-    own_q, of_keys = _of_chunk(chunk_ptrs.q, HEADS.keys, first, end, own_key, d, HEADS.key_dim)
+    own_q, of_keys = _of_chunk(rule_ptrs.q, HEADS.keys, first, end, own_key, d, HEADS.key_dim)
     q = tl.load(own_q, of_keys, 0.0)
-    own_k = _of_chunk(chunk_ptrs.k, HEADS.keys, first, end, own_key, d, HEADS.key_dim)[0]
+    own_k = _of_chunk(rule_ptrs.k, HEADS.keys, first, end, own_key, d, HEADS.key_dim)[0]
     k = tl.load(own_k, of_keys, 0.0)
     of_state = (d < HEADS.key_dim)[:, None] & (e < HEADS.value_dim)[None, :]
-    before = tl.load(_state_at(chunk_ptrs.before, seq, first, head, d, e, HEADS), of_state, 0.0)
-    own_errors, of_values = _of_chunk(chunk_ptrs.v, HEADS.values, first, end, own_value, e, HEADS.value_dim)
+    before = tl.load(_state_at(rule_ptrs.states, seq, first, head, d, e, HEADS), of_state, 0.0)
+    own_errors, of_values = _of_chunk(rule_ptrs.v, HEADS.values, first, end, own_value, e, HEADS.value_dim)
     errors = tl.load(own_errors, of_values, 0.0)
-    own_z = _of_chunk(x_ptrs.qkvz, x_ptrs.stride, first, end, HEADS.channels + own_value, e, HEADS.value_dim)[0]
+    own_z = _of_chunk(x_rows.qkvz, x_rows.stride, first, end, HEADS.channels + own_value, e, HEADS.value_dim)[0]
     z = tl.load(own_z, of_values, 0.0).to(tl.float32)
     t = first + i
-    decay = tl.load(chunk_ptrs.decay + t * HEADS.num_values + head, t < end, 0.0)
+    decay = tl.load(rule_ptrs.decay + t * HEADS.num_values + head, t < end, 0.0)
     is_before = (i[:, None] >= i[None, :]) & (t < end)[:, None]
     between = tl.exp(tl.where(is_before, decay[:, None] - decay[None, :], float("-inf")))
     overlap = (tl.dot(q, tl.trans(k), input_precision="ieee") * between).to(k.dtype)
@@ -210,27 +197,24 @@ def _outputs_kernel(
 
 def delta_net_chunks(qkvz, ba, layer: Any, states: Any, state_rows, starts, num_seqs: int, out, count=None) -> None:
     """As its definition in layers/gated_delta_net.py."""
-    (heads, x, state_tensors), device = operands_of(qkvz, ba, layer, states), qkvz.device
+    heads, x, state_tensors = operands = operands_of(qkvz, ba, layer, states)
     seqs, plan = Sequences(state_rows, count, starts), Plan(heads, CHUNK.value, pad=pad_of(num_seqs), is_summed=True)
     num_tokens, num_chunks = len(qkvz), triton.cdiv(len(qkvz), CHUNK.value) + num_seqs  # at most
-    inputs = rule_inputs(qkvz, ba, layer, states, seqs, num_seqs, plan, qkvz.dtype)
-    w = qkvz.new_empty(num_tokens, heads.num_values * heads.key_dim)
-    before = qkvz.new_empty(num_chunks, heads.values * heads.key_dim)
-    chunks, fits = (
-        ChunkTensors(*inputs, w, before),
-        has_tma(device) and qkvz.dtype != torch.float32,
-    )  # into shared memory
+    inputs = rule_inputs(operands, layer, seqs, num_seqs, plan, qkvz.dtype)._replace(
+        w=qkvz.new_empty(num_tokens, heads.num_values * heads.key_dim),
+        states=qkvz.new_empty(num_chunks, heads.values * heads.key_dim),
+    )
+    fits = has_tma(qkvz.device) and qkvz.dtype != torch.float32  # into shared memory, what is loaded ahead
     each = min(HEADS_EACH, heads.num_values)
-    launch(_chunks_kernel, (triton.cdiv(heads.num_values, each), num_chunks), device)(
-        chunks, seqs, num_seqs, PLAN=Plan(heads, each, pad=plan.pad, stages=2 if fits else 1)
+    launch(_chunks_kernel, (triton.cdiv(heads.num_values, each), num_chunks), qkvz.device)(
+        inputs, seqs, num_seqs, PLAN=Plan(heads, each, pad=plan.pad, stages=2 if fits else 1)
     )
     # a state is divided over more programs where they are few
-    is_few = heads.num_values * num_seqs * triton.cdiv(heads.value_dim, 32) <= num_sms(device)
-    tile, stages = min(32 if is_few else 64, heads.value_pad), 3 if is_few else 2
-    launch(_states_kernel, (triton.cdiv(heads.value_dim, tile), heads.num_values, num_seqs), device)(
-        *(x, chunks, seqs, state_tensors, state_rows.stride(0)), PLAN=Plan(heads, tile, stages=stages if fits else 1)
+    is_few = heads.num_values * num_seqs * triton.cdiv(heads.value_dim, 32) <= num_sms(qkvz.device)
+    tile, stages = min(32 if is_few else 64, heads.value_pad), (3 if is_few else 2) if fits else 1
+    launch(_states_kernel, (triton.cdiv(heads.value_dim, tile), heads.num_values, num_seqs), qkvz.device)(
+        x, inputs, seqs, state_tensors, state_rows.stride(0), PLAN=Plan(heads, tile, stages=stages)
     )
-    norm = layer.norm.weight, layer.eps
-    launch(_outputs_kernel, (heads.num_values, num_chunks), device)(
-        x, chunks, seqs, norm, out, num_seqs, num_tokens, PLAN=plan
+    launch(_outputs_kernel, (heads.num_values, num_chunks), qkvz.device)(
+        x, inputs, seqs, (layer.norm.weight, layer.eps), out, num_seqs, num_tokens, PLAN=plan
     )

@@ -6,18 +6,23 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.delta_net_operands import Plan, Sequences, chunk_of, operands_of, pad_of, sequence_of
+from nanovllm.kernels.delta_net_operands import Plan, Sequences, chunk_of, pad_of, sequence_of
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch, next_power_of_2
 
 
 class RuleInputs(NamedTuple):
-    """Of each token and head, as in layers/gated_delta_net.py; a key head once for all of its value heads."""
+    """Of each token and head, as in layers/gated_delta_net.py; a key head once for all of its value heads.
+
+    Of chunks also what their kernels leave for each other.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    decay: torch.Tensor  # with `is_summed`, the sum of the logarithms
+    decay: torch.Tensor  # with `is_summed`, the sum of the logarithms since the tile began
     beta: torch.Tensor
+    w: torch.Tensor | None = None
+    states: torch.Tensor | None = None  # of each chunk and value head, the one before it
 
 
 @triton.jit
@@ -29,8 +34,8 @@ def silu(x):
 def _load_inputs(source, first, t, channel, inside, PLAN: tl.constexpr):
     """What the convolution reads of tokens t, from the `first` on."""
     HEADS: tl.constexpr = PLAN.heads
-    x_ptrs, state_ptrs, row, begin, own = source
-    x = tl.load(x_ptrs.qkvz + t.to(tl.int64) * x_ptrs.stride + channel, inside & (t >= own), 0.0)
+    x_rows, state_ptrs, row, begin, own = source
+    x = tl.load(x_rows.qkvz + t.to(tl.int64) * x_rows.stride + channel, inside & (t >= own), 0.0)
     if first < own:
         window_ptr = state_ptrs.windows + row * ((HEADS.conv_size - 1) * HEADS.channels)
         slot = HEADS.conv_size - 1 + t - begin
@@ -45,7 +50,7 @@ def _load_inputs(source, first, t, channel, inside, PLAN: tl.constexpr):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_seqs", "stride"])
 def _inputs_kernel(
-    x_ptrs, weight_ptrs, seq_ptrs, state_ptrs, out_ptrs, num_seqs, stride, PLAN: tl.constexpr, PDL: tl.constexpr
+    x_rows, weight_ptrs, seq_ptrs, state_ptrs, out_ptrs, num_seqs, stride, PLAN: tl.constexpr, PDL: tl.constexpr
 ):
     """A program takes a head, first of queries, then of keys, then of values with their gates; and a tile of the tokens
     of a sequence.
@@ -71,7 +76,7 @@ def _inputs_kernel(
             tl.store(seq_ptrs.num_right + seq, num_right)
     if PLAN.rows:
         shift = seq * (PLAN.kept + PLAN.rows) - begin
-    source = x_ptrs, state_ptrs, row, begin, own
+    source = x_rows, state_ptrs, row, begin, own
     is_key = head < 2 * HEADS.num_keys
     own_head = tl.where(is_key, head % HEADS.num_keys, head - 2 * HEADS.num_keys)
     dim = tl.where(is_key, HEADS.key_dim, HEADS.value_dim)
@@ -98,12 +103,11 @@ def _inputs_kernel(
     if is_key:
         return
     t = first + tl.arange(0, PLAN.tile)
-    b_ptr, is_own = x_ptrs.ba + t.to(tl.int64) * x_ptrs.ba_stride + own_head, (t >= own) & (t < end)
+    b_ptr, is_own = x_rows.ba + t.to(tl.int64) * x_rows.ba_stride + own_head, (t >= own) & (t < end)
     b, a = tl.load(b_ptr, is_own, 0.0), tl.load(b_ptr + HEADS.num_values, is_own, 0.0)
     if PLAN.kept:
-        b_ptr = (
-            state_ptrs.kept + row * (PLAN.kept * HEADS.draft) + (t - begin) * HEADS.draft + HEADS.channels + own_head
-        )
+        kept_ptr = state_ptrs.kept + row * (PLAN.kept * HEADS.draft) + HEADS.channels + own_head
+        b_ptr = kept_ptr + (t - begin) * HEADS.draft
         b += tl.load(b_ptr, t < own, 0.0)
         a += tl.load(b_ptr + HEADS.num_values, t < own, 0.0)
     a = a.to(tl.float32) + tl.load(dt_bias_ptr + own_head)
@@ -124,7 +128,7 @@ def keep_inputs(source, written, head, certain, end, PLAN: tl.constexpr):
     HEADS: tl.constexpr = PLAN.heads
     SIZE: tl.constexpr = HEADS.conv_size
     PAD: tl.constexpr = max(HEADS.key_pad, HEADS.value_pad)
-    x_ptrs, state_ptrs, read, begin, _ = source
+    x_rows, state_ptrs, read, begin, _ = source
     kind, d = tl.arange(0, 4 * PAD)[None, :] // PAD, tl.arange(0, 4 * PAD)[None, :] % PAD  # queries, keys, values
     key_channel = kind * HEADS.keys + head // HEADS.group * HEADS.key_dim + d
     channel = tl.where(kind < 2, key_channel, 2 * HEADS.keys + head * HEADS.value_dim + d)
@@ -144,28 +148,28 @@ def keep_inputs(source, written, head, certain, end, PLAN: tl.constexpr):
         for first_draft in range(certain, end, PLAN.tile):
             t = (first_draft + tl.arange(0, PLAN.tile))[:, None]
             row, kept_row = t.to(tl.int64), kept_ptr + (t - certain) * HEADS.draft
-            x = tl.load(x_ptrs.qkvz + row * x_ptrs.stride + channel, (t < end) & inside, 0.0)
-            gates = tl.load(x_ptrs.ba + row * x_ptrs.ba_stride + gate, t < end, 0.0)
+            x = tl.load(x_rows.qkvz + row * x_rows.stride + channel, (t < end) & inside, 0.0)
+            gates = tl.load(x_rows.ba + row * x_rows.ba_stride + gate, t < end, 0.0)
             tl.store(kept_row + channel, x, (t < end) & inside)
             tl.store(kept_row + HEADS.channels + gate, gates, t < end)
 
 
-def rule_inputs(qkvz, ba, layer: Any, states: Any, seqs: Sequences, num_seqs: int, plan: Plan, dtype, num_warps=4):
-    """RuleInputs, q, k and v of which are of this dtype. A sequence that decodes has room for all drafts of the step
-    before, and for its rows.
+def rule_inputs(operands: tuple, layer: Any, seqs: Sequences, num_seqs: int, plan: Plan, dtype, num_warps: int = 4):
+    """RuleInputs, whose q, k and v have this dtype. A sequence that decodes has room for all drafts of the step before,
+    and for its rows.
     """
-    heads, x, state_tensors = operands_of(qkvz, ba, layer, states)
+    heads, x, states = operands
     if plan.rows:
         num_tokens = num_seqs * (plan.kept + plan.rows)
         tiles = triton.cdiv(plan.kept + plan.rows, plan.tile), num_seqs
     else:
-        num_tokens, plan = len(qkvz), plan._replace(pad=pad_of(num_seqs))
+        num_tokens, plan = len(x.qkvz), plan._replace(pad=pad_of(num_seqs))
         tiles = num_tokens // plan.tile + num_seqs, 1
-    make = lambda size, dtype: torch.empty((num_tokens, size), dtype=dtype, device=qkvz.device)
+    make = lambda size, dtype: torch.empty((num_tokens, size), dtype=dtype, device=x.qkvz.device)
     gates = (make(heads.num_values, torch.float32) for _ in range(2))
     inputs = RuleInputs(*(make(size, dtype) for size in layer.heads.sizes), *gates)
     weights = layer.conv1d.weight, layer.A_log, layer.dt_bias, layer.l2_eps
-    launch(_inputs_kernel, (2 * heads.num_keys + heads.num_values, *tiles), qkvz.device)(
-        *(x, weights, seqs, state_tensors, inputs, num_seqs, seqs.rows.stride(0)), PLAN=plan, num_warps=num_warps
+    launch(_inputs_kernel, (2 * heads.num_keys + heads.num_values, *tiles), x.qkvz.device)(
+        *(x, weights, seqs, states, inputs, num_seqs, seqs.rows.stride(0)), PLAN=plan, num_warps=num_warps
     )
     return inputs

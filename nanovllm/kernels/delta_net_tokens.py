@@ -47,7 +47,7 @@ def _through_tokens(state, rule_ptrs, head, key_at, begin, end, shift, HEADS: tl
 @dependent_kernel(early=("seq_ptrs", "state_ptrs"))
 @triton.jit(do_not_specialize=["num_rows", "stride"])
 def _tokens_kernel(
-    x_ptrs, rule_ptrs, seq_ptrs, state_ptrs, norm_ptrs, out_ptr, num_rows, stride, PLAN: tl.constexpr, PDL: tl.constexpr
+    x_rows, rule_ptrs, seq_ptrs, state_ptrs, norm_ptrs, out_ptr, num_rows, stride, PLAN: tl.constexpr, PDL: tl.constexpr
 ):
     """A program takes a value head of a sequence: its tokens one after the other, then their gated norms.
 
@@ -81,7 +81,7 @@ def _tokens_kernel(
     if PLAN.rows:
         certain, shift = own + 1, seq * (PLAN.kept + PLAN.rows) - begin
     # 1. what the next step reads besides
-    source = x_ptrs, state_ptrs, read, begin, own
+    source = x_rows, state_ptrs, read, begin, own
     keep_inputs(source, written, head, certain, end, PLAN)
     # 2. up to the last token that is certain
     state = _through_tokens(state, rule_ptrs, head, d, begin, certain, shift, HEADS)
@@ -101,7 +101,7 @@ def _tokens_kernel(
         token = (shift + tl.minimum(t, end_own - 1)).to(tl.int64)
         y = tl.load(rule_ptrs.v + token * HEADS.values + own_value, is_there, 0.0)
         y *= tl.rsqrt(tl.sum(y * y, 1) / HEADS.value_dim + eps)[:, None] * weight
-        z = tl.load(x_ptrs.qkvz + row * x_ptrs.stride + HEADS.channels + own_value, is_there, 0.0).to(tl.float32)
+        z = tl.load(x_rows.qkvz + row * x_rows.stride + HEADS.channels + own_value, is_there, 0.0).to(tl.float32)
         tl.store(out_ptr + row * HEADS.values + own_value, y * silu(z), (t < stop) & in_value)
 
 
@@ -112,7 +112,8 @@ def _launch_tokens(
 
     Without `num_warps`, as many as are fastest: of many programs fewer warps, as these repeat less.
     """
-    (heads, x, state_tensors), (num_seqs, rows, kept) = operands_of(qkvz, ba, layer, states), sizes
+    heads, x, state_tensors = operands = operands_of(qkvz, ba, layer, states)
+    num_seqs, rows, kept = sizes
     tile, input_warps = TILE, 4
     if num_warps is None:
         is_few = heads.num_values * num_seqs <= num_sms(qkvz.device)
@@ -120,7 +121,7 @@ def _launch_tokens(
         input_warps = 4 if is_few or rows > 1 else 1
         tile = 1 if rows + kept == 1 else tile
     plan = Plan(heads, tile, rows, kept)
-    inputs = rule_inputs(qkvz, ba, layer, states, seqs, num_seqs, plan, torch.float32, input_warps)
+    inputs = rule_inputs(operands, layer, seqs, num_seqs, plan, torch.float32, input_warps)
     norm, constants = (layer.norm.weight, layer.eps), dict(PLAN=plan, num_warps=num_warps)
     launch(_tokens_kernel, (heads.num_values, num_seqs), qkvz.device, shared=50)(
         x, inputs, seqs, state_tensors, norm, out, len(qkvz), seqs.rows.stride(0), **constants
