@@ -21,6 +21,7 @@ class RuleInputs(NamedTuple):
     v: torch.Tensor
     decay: torch.Tensor  # with `is_summed`, the sum of the logarithms since the tile began
     beta: torch.Tensor
+    num_right: torch.Tensor | None  # of each sequence, drafts of the step before, if there are any
     w: torch.Tensor | None = None
     states: torch.Tensor | None = None  # of each chunk and value head, the one before it
 
@@ -73,7 +74,7 @@ def _inputs_kernel(
         num_right = tl.minimum(tl.maximum(num_right, 0), PLAN.kept)  # of padding it may be anything
         begin -= num_right
         if tile + head == 0:
-            tl.store(seq_ptrs.num_right + seq, num_right)
+            tl.store(out_ptrs.num_right + seq, num_right)
     if PLAN.rows:
         shift = seq * (PLAN.kept + PLAN.rows) - begin
     source = x_rows, state_ptrs, row, begin, own
@@ -167,7 +168,8 @@ def rule_inputs(operands: tuple, layer: Any, seqs: Sequences, num_seqs: int, pla
         tiles = num_tokens // plan.tile + num_seqs, 1
     make = lambda size, dtype: torch.empty((num_tokens, size), dtype=dtype, device=x.qkvz.device)
     gates = (make(heads.num_values, torch.float32) for _ in range(2))
-    inputs = RuleInputs(*(make(size, dtype) for size in layer.heads.sizes), *gates)
+    num_right = torch.empty(num_seqs, dtype=torch.int32, device=x.qkvz.device) if plan.kept else None
+    inputs = RuleInputs(*(make(size, dtype) for size in layer.heads.sizes), *gates, num_right)
     weights = layer.conv1d.weight, layer.A_log, layer.dt_bias, layer.l2_eps
     launch(_inputs_kernel, (2 * heads.num_keys + heads.num_values, *tiles), x.qkvz.device)(
         *(x, weights, seqs, states, inputs, num_seqs, seqs.rows.stride(0)), PLAN=plan, num_warps=num_warps

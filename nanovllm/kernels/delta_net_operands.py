@@ -66,7 +66,6 @@ class Sequences(NamedTuple):
     count: torch.Tensor | None  # how many rows decode, where there is room for more
     starts: torch.Tensor | None = None  # of chunks
     context_lens: torch.Tensor | None = None  # with drafts
-    num_right: torch.Tensor | None = None  # of the drafts of the step before, which the first kernel counts
 
 
 @cache
@@ -78,6 +77,7 @@ def heads_of(heads: Any) -> Heads:
 
 
 def operands_of(qkvz: torch.Tensor, ba: torch.Tensor, layer: Any, states: Any) -> tuple[Heads, Inputs, States]:
+    """What kernels take of a layer."""
     kept_drafts = states.kept_drafts or (None, None)
     return heads_of(layer.heads), Inputs(qkvz, qkvz.stride(0), ba, ba.stride(0)), States(*states.tensors, *kept_drafts)
 

@@ -76,7 +76,7 @@ def _tokens_kernel(
     gdc_wait(PDL)
     begin, certain, end_own, shift = own, end, end, 0
     if PLAN.kept:
-        begin -= tl.load(seq_ptrs.num_right + seq)
+        begin -= tl.load(rule_ptrs.num_right + seq)
         end_own = own + 1 + tl.load(seq_ptrs.context_lens + end - 1) - tl.load(seq_ptrs.context_lens + own)
     if PLAN.rows:
         certain, shift = own + 1, seq * (PLAN.kept + PLAN.rows) - begin
@@ -137,8 +137,7 @@ def delta_net_drafts(
     qkvz, ba, layer: Any, states: Any, rows, context_lens, out, count=None, num_warps: int | None = None
 ) -> None:
     """As its definition in layers/delta_net_drafts.py."""
-    num_right = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
-    seqs = Sequences(rows, count, None, context_lens, num_right)
+    seqs = Sequences(rows, count, context_lens=context_lens)
     sizes = len(rows), len(qkvz) // len(rows), states.kept_drafts.inputs.shape[1]
     _launch_tokens(qkvz, ba, layer, states, seqs, sizes, out, num_warps)
 
